@@ -1,0 +1,51 @@
+"""What every setting must keep on its own: its choices, its limits, and finite numbers."""
+
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from typing import Any
+
+from megalite.config.problems import Problem
+from megalite.config.schema import Config
+from megalite.config.settings import SETTINGS, Setting, value_of, yaml_value
+from megalite.config.suggest import nearest
+
+
+def bounds(config: Config) -> Iterator[Problem]:
+    """Choices, limits and finiteness of every setting on its own."""
+    for setting in SETTINGS.values():
+        value = value_of(config, setting.name)
+        if value is not None and (problem := outside(setting, value)):
+            yield problem
+
+
+def outside(setting: Setting, value: Any) -> Problem | None:
+    """The problem of a value of the right type that its setting does not allow."""
+    if setting.choices and value not in setting.choices:
+        near = nearest(str(value), setting.choices, cutoff=0.3)
+        first = f"{setting.name}={near} is the nearest; " if near else ""
+        return Problem(setting.name, value, "unknown choice", f"{first}choices: {', '.join(setting.choices)}")
+    numbers = value if isinstance(value, list) else [value]
+    if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
+        return Problem(setting.name, value, "must be finite", f"the default is {yaml_value(setting.default)}")
+    broken = {
+        "at_least": lambda number, limit: number < limit,
+        "above": lambda number, limit: number <= limit,
+        "at_most": lambda number, limit: number > limit,
+        "below": lambda number, limit: number >= limit,
+    }
+    if any(broken[name](value, limit) for name, limit in setting.limits.items()):
+        default = "null (derived)" if setting.default is None else yaml_value(setting.default)
+        return Problem(setting.name, value, f"must be {setting.limit_words}", f"the default is {default}")
+    return None
+
+
+def with_defaults(config: Config, names: Collection[str]) -> Config:
+    """A copy in which the named settings hold their defaults, so that rules can compute with the rest."""
+    changed = config
+    for name in names:
+        group, _, leaf = name.rpartition(".")
+        value = SETTINGS[name].default
+        part = {group: replace(getattr(changed, group), **{leaf: value})} if group else {leaf: value}
+        changed = replace(changed, **part)
+    return changed

@@ -1,0 +1,137 @@
+"""Fills in every setting that follows from others: no None is left but what the data or the device decides.
+
+Pure functions of the config, the launch folder and (for the cache) the environment, so every rank derives the same.
+Left open: `model.vocab_size` (`derive_vocabulary`, once the tokenizer is known), `model.max_positions` without learned
+positions, and what depends on the machine (`train.compile`, `model.loss_chunk_tokens`, `data.workers`).
+"""
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from megalite.config.schema import Config, DataConfig, LearningRateConfig, ModelConfig
+
+# Settings of the hashed groups that change how a run is computed or where things lie, not what is trained.
+NOT_TRAINING = {
+    "model": {"name", "loss_chunk_tokens"},
+    "data": {"cache_dir", "workers", "streaming"},
+}
+
+
+def absolute(path: str) -> str:
+    """The path seen from the launch folder, with `~` expanded; symbolic links are kept as the user wrote them."""
+    return os.path.abspath(os.path.expanduser(path))
+
+
+def looks_like_path(name: str) -> bool:
+    """Whether a tokenizer's name can only be a folder: hub names are `name` or `owner/name`."""
+    return name.startswith(("/", ".", "~")) or name.endswith("/") or name.count("/") > 1
+
+
+def derive(config: Config, world_size: int = 1) -> Config:
+    """A new config with the derived values filled in and all paths absolute. Deriving twice changes nothing."""
+    derived = replace(
+        config,
+        tokenizer=_tokenizer(config.tokenizer),
+        model=derive_model(config.model, config.train.seq_length),
+        parallel=replace(config.parallel, etp=_or(config.parallel.etp, config.parallel.tp)),
+        train=replace(config.train, micro_batch_size=_micro_batch_size(config, world_size)),
+        optimizer=replace(config.optimizer, betas=list(config.optimizer.betas)),
+        lr=_derive_learning_rate(config),
+        data=_derive_data(config.data),
+        checkpoint=replace(
+            config.checkpoint,
+            init_from=None if config.checkpoint.init_from is None else absolute(config.checkpoint.init_from),
+        ),
+    )
+    # From the given schedule, not the derived one: a longer run of the same training keeps its folder.
+    folder = config.run_dir or default_run_dir(replace(derived, lr=config.lr))
+    return replace(derived, run_dir=absolute(str(folder)))
+
+
+def derive_model(model: ModelConfig, seq_length: int) -> ModelConfig:
+    """The model's shape with every size written out, except the vocabulary."""
+    gated = model.activation == "swiglu"
+    ffn = -(-8 * model.hidden_size // (3 * 64)) * 64 if gated else 4 * model.hidden_size
+    return replace(
+        model,
+        num_key_value_heads=_or(model.num_key_value_heads, model.num_attention_heads),
+        head_size=_or(model.head_size, model.hidden_size // model.num_attention_heads),
+        ffn_hidden_size=_or(model.ffn_hidden_size, ffn),
+        max_positions=_or(model.max_positions, seq_length) if model.position == "learned" else model.max_positions,
+        attention_dropout=_or(model.attention_dropout, model.dropout),
+        embedding_dropout=_or(model.embedding_dropout, model.dropout),
+    )
+
+
+def derive_vocabulary(config: Config, vocab_size: int) -> Config:
+    """A new config whose model knows the tokenizer's vocabulary, unless the user set a (larger) one."""
+    return replace(config, model=replace(config.model, vocab_size=_or(config.model.vocab_size, vocab_size)))
+
+
+def default_run_dir(config: Config) -> Path:
+    """`runs/<model>-<data>-<hash>` in the launch folder, hashed over what defines the training and nothing else.
+
+    Layout, micro-batch size, device, precision, number of steps, logging and evaluation are left out, so the same
+    training goes on in the same folder wherever it runs. The schedule enters as the user gave it: a derived warm-up
+    follows the number of steps.
+    """
+    derived = replace(config, model=derive_model(config.model, config.train.seq_length), data=_derive_data(config.data))
+    definition: dict[str, Any] = {
+        "seed": config.seed,
+        "tokenizer": _tokenizer(config.tokenizer),
+        "model": asdict(derived.model),
+        "data": asdict(derived.data),
+        "optimizer": asdict(config.optimizer),
+        "lr": asdict(config.lr),
+        "batch": [config.train.global_batch_size, config.train.seq_length],
+        "init_from": config.checkpoint.init_from and absolute(config.checkpoint.init_from),
+    }
+    for group, names in NOT_TRAINING.items():
+        for name in names:
+            del definition[group][name]
+    digest = hashlib.sha256(json.dumps(definition, sort_keys=True, default=str).encode()).hexdigest()[:8]
+    return Path(absolute("runs")) / f"{config.model.name}-{config.data.source}-{digest}"
+
+
+def _or(value: Any, otherwise: Any) -> Any:
+    return otherwise if value is None else value
+
+
+def _tokenizer(name: str) -> str:
+    return absolute(name) if looks_like_path(name) or os.path.isdir(os.path.expanduser(name)) else name
+
+
+def _micro_batch_size(config: Config, world_size: int) -> int:
+    """As set, else the largest divisor of one data-parallel rank's share of the global batch up to 8."""
+    axes = config.parallel
+    share = config.train.global_batch_size * axes.tp * axes.cp * axes.pp // world_size
+    largest = max(size for size in range(1, min(8, max(1, share)) + 1) if share % size == 0)
+    return config.train.micro_batch_size or largest
+
+
+def _derive_learning_rate(config: Config) -> LearningRateConfig:
+    steps = config.train.steps
+    return replace(
+        config.lr,
+        warmup_steps=_or(config.lr.warmup_steps, min(100, steps // 10)),
+        min_lr=_or(config.lr.min_lr, config.optimizer.lr / 10),
+        decay_steps=_or(config.lr.decay_steps, steps // 5),
+    )
+
+
+def _derive_data(data: DataConfig) -> DataConfig:
+    """Local paths absolute; names of hub datasets as they are."""
+    path = data.path
+    if path is not None:
+        parts = [str(part) for part in (path if isinstance(path, list) else [path])]
+        if data.source != "hf":
+            parts = [absolute(part) for part in parts]
+        path = parts if isinstance(path, list) else parts[0]
+    cache = data.cache_dir or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "megalite")
+    return replace(
+        data, path=path, cache_dir=absolute(cache), weights=None if data.weights is None else list(data.weights)
+    )

@@ -1,0 +1,131 @@
+"""Writes what users read about the settings from the schema: the defaults in conf/ and docs/configuration.md.
+
+The schema is the single source; `stale_files` says which written file no longer agrees with it.
+"""
+
+import textwrap
+from pathlib import Path
+
+from megalite.config.settings import GROUPS, SETTINGS, Setting, yaml_value
+
+GENERATED = (
+    "# Written by `scripts/configuration_docs.py --write` from megalite/config/schema.py; edit the schema instead."
+)
+RUN_SETTINGS_MARK = "# The rest of this file is written by `scripts/configuration_docs.py --write` from the schema.\n"
+COMMENT_WIDTH = 118
+
+
+def allowed(setting: Setting) -> str:
+    """Type, choices and bounds in words."""
+    if setting.choices:
+        return " | ".join(setting.choices)
+    return ", ".join(words for words in (setting.type_words.removeprefix("a "), setting.limit_words) if words)
+
+
+def yaml_entries(group: str) -> str:
+    """Every key of a group with its default, under a comment with its meaning and what it may be."""
+    entries = []
+    for setting in SETTINGS.values():
+        if setting.group == group:
+            comment = textwrap.wrap(f"{setting.meaning} ({allowed(setting)})", COMMENT_WIDTH, break_on_hyphens=False)
+            lines = [f"# {line}" for line in comment]
+            entries.append("\n".join([*lines, f"{setting.leaf}: {yaml_value(setting.default)}"]) + "\n")
+    return "\n".join(entries)
+
+
+def group_file(group: str) -> str:
+    """The text of conf/GROUP/default.yaml."""
+    return f"{GENERATED}\n# {summary(group)}\n\n{yaml_entries(group)}"
+
+
+def summary(group: str) -> str:
+    """First paragraph of the docstring of a group's dataclass, in one line."""
+    return " ".join((GROUPS[group].__doc__ or "").split())
+
+
+def presets(conf: Path, group: str) -> dict[str, str]:
+    """Name and first comment of the hand-written files of a group, by name."""
+    files = [path for path in (conf / group).glob("*.yaml") if path.stem != "default"]
+    return {path.stem: path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ") for path in sorted(files)}
+
+
+def _escaped(text: str) -> str:
+    """Text for a cell of a table: neither a column nor a tag begins in it."""
+    return text.replace("|", "\\|").replace("<", "\\<")
+
+
+def _table(group: str) -> str:
+    rows = ["| setting | default | may be | meaning |", "| --- | --- | --- | --- |"]
+    for setting in SETTINGS.values():
+        if setting.group == group:
+            words = (_escaped(allowed(setting)), _escaped(setting.meaning))
+            rows.append("| " + " | ".join((f"`{setting.name}`", f"`{yaml_value(setting.default)}`", *words)) + " |")
+    return "\n".join(rows)
+
+
+def markdown(conf: Path) -> str:
+    """The text of docs/configuration.md."""
+    parts = [INTRODUCTION, f"## The run itself\n\n{_table('')}"]
+    for group in GROUPS:
+        found = presets(conf, group)
+        listed = "\n".join(f"- `{group}={name}`: {about}" for name, about in found.items())
+        parts.append("\n\n".join(part for part in (f"## `{group}`", summary(group), listed, _table(group)) if part))
+    return "\n\n".join([*parts, EXIT_STATUSES]) + "\n"
+
+
+def generated_files(root: Path) -> dict[Path, str]:
+    """Every generated file of the repository and the text it must have."""
+    conf = root / "conf"
+    head, mark, _ = (conf / "config.yaml").read_text(encoding="utf-8").partition(RUN_SETTINGS_MARK)
+    assert mark, f"conf/config.yaml lost its line {RUN_SETTINGS_MARK!r}"
+    files = {conf / group / "default.yaml": group_file(group) for group in GROUPS}
+    files[conf / "config.yaml"] = f"{head}{mark}\n{yaml_entries('')}"
+    files[root / "docs" / "configuration.md"] = markdown(conf)
+    return files
+
+
+def stale_files(root: Path) -> list[Path]:
+    """The generated files that do not say what the schema says."""
+    files = generated_files(root)
+    return [path for path, text in files.items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
+
+
+def write_files(root: Path) -> None:
+    """Brings every generated file up to date."""
+    for path, text in generated_files(root).items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+
+INTRODUCTION = f"""\
+<!-- {GENERATED.lstrip("# ")} -->
+# Configuration
+
+Every setting has a default, so `python pretrain_gpt.py` alone runs. Settings are overridden on the command line, as
+[Hydra](https://hydra.cc) reads it:
+
+```
+python pretrain_gpt.py model=gpt2 model.dropout=0.1 train.steps=1000 'data.path=[a.txt,b.txt]' data=text
+```
+
+- `group=NAME` picks a file of `conf/group/`, `group.setting=value` sets one value; the last of several wins.
+- `null` means "derived"; the meaning says from what. Lists are written `[1,2]`, and need quotes in most shells.
+- Relative paths start at the folder where the command is given; the run keeps them as absolute ones.
+- `--cfg job` prints the composed settings, `--info defaults` says where each comes from, `--help` is a summary.
+- A config is refused before anything starts or is written, with every problem and what would work in one message.
+- Secrets are never settings: pass them in the environment (`HF_TOKEN`, `WANDB_API_KEY`).
+- For presets of your own, `--config-dir FOLDER` adds a folder like `conf/`: `model=mine` is `FOLDER/model/mine.yaml`.
+
+The default run folder is `runs/<model.name>-<data>-<hash>`, where the hash covers what defines the training (model,
+data, tokenizer, seed, optimizer, schedule as given, global batch, sequence length, start weights) and nothing else. So
+the same command continues its run, on any number of processes and with more steps."""
+
+EXIT_STATUSES = """\
+## Exit statuses
+
+| status | meaning |
+| --- | --- |
+| 0 | finished, or stopped on request after saving |
+| 2 | configuration or input refused: one message, nothing written |
+| 130 | interrupted before training started |
+| other | a failure, with the failing rank and cause named; torchrun ends with 1 whenever a process fails |"""

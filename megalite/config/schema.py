@@ -1,0 +1,224 @@
+"""Every setting of megalite: name, type, default, meaning and the bounds that concern it alone.
+
+`conf/` and `docs/configuration.md` are written from these dataclasses; rules that join two settings are in `rules.py`.
+None means "derived": `derive.py` fills it in, and the meaning says from what. Imports nothing heavy.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+def setting(
+    default: Any,
+    meaning: str,
+    *,
+    choices: tuple[str, ...] = (),
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    below: float | None = None,
+) -> Any:
+    """A dataclass field with its meaning and the bounds that `rules.py` enforces and the docs print."""
+    limits = {"at_least": at_least, "above": above, "at_most": at_most, "below": below}
+    metadata = {
+        "meaning": meaning,
+        "choices": choices,
+        "limits": {name: limit for name, limit in limits.items() if limit is not None},
+    }
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass
+class ModelConfig:
+    """Shape and mathematics of the GPT. `model=NAME` picks a published shape; every field can be overridden."""
+
+    name: str = setting("tiny", "label of the shape, part of the default run folder's name")
+    num_layers: int = setting(4, "transformer blocks", at_least=1)
+    hidden_size: int = setting(256, "width of the residual stream", at_least=1)
+    num_attention_heads: int = setting(4, "query heads", at_least=1)
+    num_key_value_heads: int | None = setting(
+        None, "key and value heads; null: as many as query heads (fewer: grouped-query attention)", at_least=1
+    )
+    head_size: int | None = setting(None, "width of one head; null: hidden_size / num_attention_heads", at_least=1)
+    ffn_hidden_size: int | None = setting(
+        None,
+        "inner width of the MLP; null: 4 * hidden_size, with swiglu 8/3 * hidden_size rounded up to a multiple of 64",
+        at_least=1,
+    )
+    vocab_size: int | None = setting(None, "tokens that the model knows; null: the tokenizer's", at_least=2)
+    vocab_multiple: int = setting(
+        128, "the embedding is padded to a multiple of this; padded logits never enter the loss", at_least=1
+    )
+    max_positions: int | None = setting(
+        None, "length of the learned position table; null: train.seq_length (unused with rope)", at_least=1
+    )
+    position: str = setting("rope", "how positions enter the model", choices=("learned", "rope"))
+    rope_theta: float = setting(10000.0, "base of the rotary frequencies", above=0)
+    rope_scaling_factor: float = setting(1.0, "Llama-3 scaling of the low rotary frequencies; 1: none", at_least=1)
+    rope_low_frequency_factor: float = setting(1.0, "Llama-3 scaling: below this many turns, fully scaled", above=0)
+    rope_high_frequency_factor: float = setting(4.0, "Llama-3 scaling: above this many turns, unscaled", above=0)
+    rope_original_positions: int = setting(8192, "Llama-3 scaling: context length before scaling", at_least=1)
+    norm: str = setting(
+        "rmsnorm", "normalisation in front of attention, MLP and head", choices=("layernorm", "rmsnorm")
+    )
+    norm_eps: float = setting(1e-5, "added to the variance in every norm", above=0)
+    activation: str = setting(
+        "swiglu",
+        "MLP non-linearity: exact gelu, its tanh form (GPT-2), or swiglu (gated; Llama, Qwen)",
+        choices=("gelu", "gelu_tanh", "swiglu"),
+    )
+    bias: bool = setting(False, "biases in linear layers and layer norms")
+    qk_norm: bool = setting(False, "RMSNorm over each head of queries and keys (Qwen3)")
+    tie_embeddings: bool = setting(True, "the head uses the word embedding's weight")
+    dropout: float = setting(0.0, "dropout on the output of attention and MLP", at_least=0, below=1)
+    attention_dropout: float | None = setting(
+        None, "dropout on attention probabilities; null: as dropout", at_least=0, below=1
+    )
+    embedding_dropout: float | None = setting(
+        None, "dropout on the sum of embeddings; null: as dropout", at_least=0, below=1
+    )
+    init_std: float = setting(
+        0.02, "standard deviation of the start values; residual projections divide it by sqrt(2 * num_layers)", above=0
+    )
+    loss_chunk_tokens: int | None = setting(
+        None, "tokens per chunk of the head and loss; null: chosen for the device", at_least=1
+    )
+
+
+@dataclass
+class ParallelConfig:
+    """How one model is laid out over the ranks; the data-parallel size is what remains of the world."""
+
+    tp: int = setting(1, "tensor-parallel size: one layer across ranks", at_least=1)
+    cp: int = setting(1, "context-parallel size: one sequence across ranks", at_least=1)
+    pp: int = setting(1, "pipeline-parallel size: layers across ranks", at_least=1)
+    vpp: int = setting(1, "chunks of layers (virtual stages) per pipeline rank", at_least=1)
+    ep: int = setting(1, "expert-parallel size: experts across ranks", at_least=1)
+    etp: int | None = setting(None, "tensor-parallel size of the experts; null: tp", at_least=1)
+    order: str = setting("tp-cp-ep-dp-pp", "how ranks are numbered, fastest-varying axis first")
+    timeout_s: float = setting(600.0, "seconds after which a collective that a rank never joins is an error", above=0)
+
+
+@dataclass
+class TrainConfig:
+    """Length and shape of the training loop. Batch sizes count sequences."""
+
+    steps: int = setting(200, "optimizer steps of the whole run", at_least=0)
+    global_batch_size: int = setting(8, "sequences per optimizer step, over all ranks", at_least=1)
+    micro_batch_size: int | None = setting(
+        None, "sequences per forward pass of one rank; null: as many as divide a rank's share, at most 8", at_least=1
+    )
+    seq_length: int = setting(256, "tokens per sequence", at_least=1)
+    log_interval: int = setting(1, "steps between two lines of metrics.jsonl and of the terminal", at_least=1)
+    eval_interval: int = setting(100, "steps between evaluations; 0: none", at_least=0)
+    eval_batches: int = setting(8, "global batches of one evaluation, always the same ones", at_least=1)
+    recompute: str = setting(
+        "none", "full: keep only each block's input and recompute the rest in backward", choices=("none", "full")
+    )
+    compile: bool | None = setting(None, "torch.compile block by block; null: on for CUDA, off for CPU")
+    max_bad_steps: int = setting(
+        10, "stop after this many steps in a row whose loss or gradient is not finite", at_least=1
+    )
+    check_replicas_every: int = setting(
+        100, "steps between checks that all data-parallel ranks hold equal parameters; 0: none", at_least=0
+    )
+    sample_tokens: int = setting(64, "tokens of text sampled from the model at the end; 0: none", at_least=0)
+
+
+@dataclass
+class OptimizerConfig:
+    """AdamW (Loshchilov and Hutter 2019); no weight decay on norms, biases and one-dimensional parameters."""
+
+    lr: float = setting(1e-3, "peak learning rate", above=0)
+    weight_decay: float = setting(0.1, "decoupled weight decay", at_least=0)
+    betas: list[float] = setting([0.9, 0.95], "decay rates of the first and second moment")  # noqa: RUF009
+    eps: float = setting(1e-8, "added to the root of the second moment", above=0)
+    clip_grad: float = setting(1.0, "largest global gradient norm; 0: no clipping", at_least=0)
+
+
+@dataclass
+class LearningRateConfig:
+    """Learning rate over the steps: a linear warm-up to optimizer.lr, then the schedule."""
+
+    schedule: str = setting("cosine", "shape after the warm-up", choices=("constant", "linear", "cosine", "wsd"))
+    warmup_steps: int | None = setting(None, "steps of linear warm-up; null: min(100, train.steps / 10)", at_least=0)
+    min_lr: float | None = setting(None, "learning rate at the last step; null: a tenth of optimizer.lr", at_least=0)
+    decay_steps: int | None = setting(
+        None, "wsd: steps of the final linear decay; null: a fifth of train.steps", at_least=0
+    )
+
+
+@dataclass
+class DataConfig:
+    """Where text comes from and how it becomes samples."""
+
+    source: str = setting("stdlib", "set by data=NAME", choices=("stdlib", "text", "hf", "tokens"))
+    path: Any = setting(  # noqa: RUF009
+        None,
+        "text: a file, folder or glob (txt, jsonl, parquet); hf: a dataset's name; tokens: the path of a token file "
+        "without .bin; a list of any of these is a blend",
+    )
+    weights: list[float] | None = setting(  # noqa: RUF009
+        None, "shares of a blend's parts; null: in proportion to their tokens"
+    )
+    subset: str | None = setting(None, "hf: configuration of the dataset")
+    split: str = setting("train", "hf: split of the dataset")
+    streaming: bool = setting(False, "hf: read over the network while tokenizing, without a local copy of the text")
+    text_column: str = setting("text", "jsonl, parquet, hf: the column that holds the text")
+    validation_fraction: float = setting(
+        0.1, "share of the tokens held out for validation, from the end", at_least=0, below=1
+    )
+    bpe_vocab_size: int = setting(4096, "tokenizer=bpe: size of the trained vocabulary", at_least=258)
+    cross_document_attention: bool = setting(
+        True, "documents packed into one sample see each other; false: attention and positions restart at each document"
+    )
+    mask_end_of_document: bool = setting(False, "true: predicting the end of a document is not part of the loss")
+    cache_dir: str | None = setting(
+        None, "prepared tokens and trained tokenizers; null: $XDG_CACHE_HOME/megalite or ~/.cache/megalite"
+    )
+    workers: int | None = setting(None, "processes that tokenize; null: one per core", at_least=1)
+
+
+@dataclass
+class CheckpointConfig:
+    """When training state is written, and what a run starts from."""
+
+    interval: int = setting(100, "steps between checkpoints; 0: only at the end or when stopped", at_least=0)
+    keep: int = setting(2, "newest checkpoints that are kept", at_least=1)
+    init_from: str | None = setting(
+        None, "folder of a transformers GPT-2, Llama or Qwen3 model whose weights a new run starts from"
+    )
+
+
+@dataclass
+class Config:
+    """One run. The same config and seed give the same training on every layout."""
+
+    run_dir: str | None = setting(
+        None, "the run's folder; null: runs/<model>-<data>-<hash of what defines the training>"
+    )
+    resume: str = setting(
+        "auto",
+        "auto: continue from the newest complete checkpoint of run_dir, else start; never: refuse a folder with a run",
+        choices=("auto", "never"),
+    )
+    seed: int = setting(1234, "start values, data order and dropout all derive from it", at_least=0, at_most=2**63 - 1)
+    device: str = setting("auto", "auto: cuda where present, else cpu", choices=("auto", "cpu", "cuda"))
+    precision: str = setting(
+        "auto",
+        "of parameters and activations; auto: bf16 on CUDA and on CPUs with AMX, else fp32. Masters, moments, gradient "
+        "sums and statistics are fp32 (fp64 with fp64)",
+        choices=("auto", "fp64", "fp32", "bf16"),
+    )
+    tokenizer: str = setting(
+        "bpe", "bpe (trained on the data and cached), byte, char, or a transformers name or folder"
+    )
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lr: LearningRateConfig = field(default_factory=LearningRateConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -1,0 +1,97 @@
+"""The schema as one flat table: dotted name -> type, default, meaning, choices and bounds.
+
+Whatever speaks about settings in general (the checks of the command line, the bounds, `conf/`, the docs) reads this
+table, so a new field of `schema.py` is known everywhere at once. A group is a field of `Config` that is a dataclass.
+"""
+
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from typing import Any
+
+from megalite.config.schema import Config
+
+TYPE_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Any: "text or a list of it"}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting that a user can override."""
+
+    name: str  # dotted: train.steps
+    group: str  # the part before the dot; empty for the settings of the run itself
+    kind: Any  # int, float, bool, str, list[float] or Any
+    nullable: bool
+    default: Any
+    meaning: str
+    choices: tuple[str, ...]
+    limits: dict[str, float]  # of at_least, above, at_most, below
+
+    @property
+    def leaf(self) -> str:
+        return self.name.rpartition(".")[2]
+
+    @property
+    def type_words(self) -> str:
+        """The type as a person says it: `a whole number or null`."""
+        words = TYPE_WORDS.get(self.kind) or "a list of numbers"
+        return f"{words} or null" if self.nullable and self.kind is not Any else words
+
+    @property
+    def limit_words(self) -> str:
+        """The bounds as a person says them: `at least 0, below 1`; empty where there are none."""
+        return ", ".join(f"{name.replace('_', ' ')} {limit}" for name, limit in self.limits.items())
+
+
+def groups(schema: type = Config) -> dict[str, type]:
+    """Name and dataclass of every group, in the order of the schema."""
+    return {
+        field.name: field.type for field in fields(schema) if isinstance(field.type, type) and is_dataclass(field.type)
+    }
+
+
+def _setting(group: str, field: "Field[Any]") -> Setting:
+    kind: Any = field.type
+    nullable = kind is Any
+    if isinstance(kind, types.UnionType):
+        members = typing.get_args(kind)
+        nullable = types.NoneType in members
+        (kind,) = (member for member in members if member is not types.NoneType)
+    default = field.default if field.default_factory is MISSING else field.default_factory()
+    name = f"{group}.{field.name}" if group else field.name
+    about = field.metadata
+    return Setting(name, group, kind, nullable, default, about["meaning"], about["choices"], about["limits"])
+
+
+def _settings() -> Iterator[Setting]:
+    inner = groups()
+    yield from (_setting("", field) for field in fields(Config) if field.name not in inner)
+    for group, schema in inner.items():
+        yield from (_setting(group, field) for field in fields(schema))
+
+
+GROUPS: dict[str, type] = groups()
+SETTINGS: dict[str, Setting] = {setting.name: setting for setting in _settings()}
+
+
+def value_of(config: Config, name: str) -> Any:
+    """The value of a setting by its dotted name."""
+    node: Any = config
+    for part in name.split("."):
+        node = getattr(node, part)
+    return node
+
+
+def yaml_value(value: Any) -> str:
+    """The value as YAML and Hydra's command line take it."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float) and "e" in repr(value):  # YAML 1.1 reads 1e-08 as text; 1.0e-8 is a number everywhere
+        mantissa, _, exponent = repr(value).partition("e")
+        return f"{mantissa if '.' in mantissa else mantissa + '.0'}e{int(exponent)}"
+    if isinstance(value, list):
+        return "[" + ",".join(yaml_value(item) for item in value) + "]"
+    return str(value)

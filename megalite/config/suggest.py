@@ -1,0 +1,65 @@
+"""The nearest valid name for a mistyped one: settings by their dotted names, choices by theirs.
+
+A right leaf in the wrong group (`train.lr`) counts more than a similar spelling; the words of other projects
+(`learning_rate`, `n_layer`) are known too.
+"""
+
+from collections.abc import Iterable
+from difflib import SequenceMatcher, get_close_matches
+
+from megalite.config.settings import GROUPS, SETTINGS
+
+# What the same thing is called in nanoGPT, Megatron-LM and transformers.
+FOREIGN_WORDS = {
+    "learning_rate": "optimizer.lr",
+    "max_iters": "train.steps",
+    "train_iters": "train.steps",
+    "max_steps": "train.steps",
+    "batch_size": "train.global_batch_size",
+    "block_size": "train.seq_length",
+    "sequence_length": "train.seq_length",
+    "n_layer": "model.num_layers",
+    "n_head": "model.num_attention_heads",
+    "n_embd": "model.hidden_size",
+    "num_hidden_layers": "model.num_layers",
+    "intermediate_size": "model.ffn_hidden_size",
+    "beta1": "optimizer.betas",
+    "beta2": "optimizer.betas",
+    "grad_clip": "optimizer.clip_grad",
+    "tensor_model_parallel_size": "parallel.tp",
+    "pipeline_model_parallel_size": "parallel.pp",
+    "dtype": "precision",
+    "out_dir": "run_dir",
+    "output_dir": "run_dir",
+}
+
+
+def similarity(one: str, other: str) -> float:
+    """1 for equal words, 0 for words that share nothing."""
+    return SequenceMatcher(None, one.lower(), other.lower()).ratio()
+
+
+def nearest(word: str, candidates: Iterable[str], *, cutoff: float = 0.6) -> str | None:
+    """The candidate spelled most like `word`, or None where none is near."""
+    found = get_close_matches(word, list(candidates), n=1, cutoff=cutoff)
+    return found[0] if found else None
+
+
+def nearest_setting(name: str) -> str | None:
+    """The setting or group that was most likely meant by the unknown dotted `name`."""
+    leaf = name.rpartition(".")[2]
+    if leaf in FOREIGN_WORDS:
+        return FOREIGN_WORDS[leaf]
+    same_leaf = [setting.name for setting in SETTINGS.values() if setting.leaf == leaf and setting.name != name]
+    if same_leaf:
+        return max(same_leaf, key=lambda candidate: similarity(candidate, name))
+    group = name.rpartition(".")[0]
+    leaves = {setting.leaf: setting.name for setting in SETTINGS.values()}
+    own = {setting.leaf: setting.name for setting in SETTINGS.values() if setting.group == group}
+    if group in GROUPS:  # only the last word is wrong: model.layers -> model.num_layers
+        found = own.get(nearest(leaf, own, cutoff=0.5) or "") or leaves.get(nearest(leaf, leaves, cutoff=0.7) or "")
+    elif group:
+        found = nearest(name, SETTINGS, cutoff=0.7) or leaves.get(nearest(leaf, leaves, cutoff=0.7) or "")
+    else:
+        found = nearest(name, GROUPS, cutoff=0.75) or leaves.get(nearest(leaf, leaves) or "")
+    return found

@@ -1,0 +1,77 @@
+"""Which device, which precision and how many CPU threads one rank gets. Nothing here communicates."""
+
+import os
+
+import torch
+
+from megalite.config.problems import Problem, UserError
+from megalite.parallel.environment import ProcessEnvironment
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def choose_device(setting: str, environment: ProcessEnvironment) -> torch.device:
+    """`setting` is auto, cpu or cuda; auto takes CUDA where it is present.
+
+    A rank's GPU is number LOCAL_RANK (else its rank) modulo the devices it sees: SLURM may show each task its own GPU
+    alone. That two ranks do not end up on one GPU is checked when they meet, in startup.py.
+    """
+    present = setting != "cpu" and torch.cuda.is_available()
+    if setting == "cuda" and not present:
+        raise UserError(Problem("device", "cuda", f"no usable CUDA device: {_why_no_cuda()}", "device=cpu, or auto"))
+    if not present:
+        return torch.device("cpu")
+    local_rank = environment.rank if environment.local_rank is None else environment.local_rank
+    return torch.device("cuda", local_rank % torch.cuda.device_count())
+
+
+def choose_precision(setting: str, device: torch.device) -> torch.dtype:
+    """`setting` is auto, fp64, fp32 or bf16; auto is bf16 where the hardware multiplies bf16 matrices, else fp32."""
+    if setting == "auto":
+        return torch.bfloat16 if _has_fast_bf16(device) else torch.float32
+    if setting == "bf16" and device.type == "cuda" and not _has_fast_bf16(device):
+        rule = f"{torch.cuda.get_device_name(device)} cannot multiply bf16 matrices"
+        raise UserError(Problem("precision", "bf16", rule, "precision=fp32, or auto"))
+    return DTYPES[setting]
+
+
+def set_threads(environment: ProcessEnvironment) -> None:
+    """Give each rank its share of the cores, so that the ranks of a node do not slow each other down several times.
+
+    OMP_NUM_THREADS wins where the user set it. torchrun sets it to 1 by itself, which a user who wants 1 cannot be told
+    from: with torchrun, 1 counts as unset. SLURM may already have bound each task to its own cores: then they are its
+    share.
+    """
+    chosen = os.environ.get("OMP_NUM_THREADS")
+    if chosen is not None and not (environment.launcher == "torchrun" and chosen == "1"):
+        return
+    torch.set_num_threads(threads_per_rank(usable_cores(), environment, os.environ.get("SLURM_CPUS_PER_TASK")))
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on: fewer than the machine has under SLURM, taskset or a container."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def threads_per_rank(cores: int, environment: ProcessEnvironment, slurm_cpus: str | None) -> int:
+    """Threads of one rank where this process may use `cores`."""
+    if environment.launcher == "slurm" and slurm_cpus is not None and slurm_cpus.isdigit():
+        return max(1, min(cores, int(slurm_cpus)))
+    return max(1, cores // environment.local_world_size)
+
+
+def _has_fast_bf16(device: torch.device) -> bool:
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    return bool(torch.cpu._is_amx_tile_supported())  # torch has no public name for it
+
+
+def _why_no_cuda() -> str:
+    if torch.version.cuda is None and torch.version.hip is None:
+        return f"this torch ({torch.__version__}) is built without CUDA"
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return "CUDA_VISIBLE_DEVICES is empty"
+    return "the driver shows no GPU (see nvidia-smi)"

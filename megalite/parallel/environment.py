@@ -1,0 +1,206 @@
+"""Who this process is in the job, read from the environment variables that launchers set.
+
+`RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR`, `MASTER_PORT` (torchrun, or anyone) come first, then a SLURM step
+(`srun`); with neither it is a single process. Everything wrong is reported at once. No torch import.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from megalite.config.problems import Problem, UserError
+
+FIRST_RESERVED_STEP = 0xFFFFFFF0  # SLURM numbers its batch, extern and interactive shells from here on
+Launcher = Literal["single", "torchrun", "env", "slurm"]
+
+
+@dataclass(frozen=True)
+class ProcessEnvironment:
+    """Place of one process among all. `local_rank` is None where the launcher does not say it."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int | None = 0
+    local_world_size: int = 1
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
+    launcher: Launcher = "single"
+
+
+def read_environment(environ: Mapping[str, str]) -> ProcessEnvironment:
+    """The process's place, or a UserError with everything that is wrong in the variables."""
+    reader = _Reader(environ)
+    if reader.has("RANK") or (reader.has("WORLD_SIZE") and not _in_slurm_step(environ)):
+        found = _from_variables(reader)
+    elif _in_slurm_step(environ):
+        found = _from_slurm(reader)
+    else:
+        return ProcessEnvironment()
+    if reader.problems or found is None:
+        raise UserError(reader.problems)
+    return found
+
+
+def claimed_rank(environ: Mapping[str, str]) -> int:
+    """The rank that even a broken environment claims (0 where it claims none): decides who prints a refusal."""
+    text = environ.get("RANK") or (environ.get("SLURM_PROCID") if _in_slurm_step(environ) else None) or "0"
+    return int(text) if text.isascii() and text.isdigit() else 0
+
+
+def first_host(nodelist: str) -> str:
+    """The first host of a SLURM node list: `gpu-a[03-04,9],n1` -> `gpu-a03`."""
+    first = re.match(r"(?:[^\[\],\s]|\[[0-9][0-9,-]*\])+(?=,|$)", nodelist.strip())
+    if not first:
+        raise ValueError(nodelist)
+    return re.sub(r"\[([0-9]+)[^\]]*\]", r"\1", first[0])
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """SLURM's counts for each node: `2(x3),1` -> [2, 2, 2, 1]."""
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:\(x(\d+)\))?\s*", part)
+        if not match:
+            raise ValueError(text)
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
+
+
+class _Reader:
+    """Reads variables and collects what is wrong with them."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self.environ = environ
+        self.problems: list[Problem] = []
+
+    def has(self, name: str) -> bool:
+        return bool(self.environ.get(name))
+
+    def refuse(self, name: str, rule: str, remedy: str) -> None:
+        self.problems.append(Problem(name, self.environ.get(name), rule, remedy))
+
+    def integer(self, name: str, *, at_least: int = 0, below: int | None = None) -> int | None:
+        """The value of a variable that is set, or None with a problem noted."""
+        text = self.environ[name]
+        if not re.fullmatch(r"\s*-?[0-9]+\s*", text):
+            self.refuse(name, "must be a whole number", f"a number from {at_least} on, as torchrun and srun set it")
+        elif int(text) < at_least:
+            self.refuse(name, f"must be at least {at_least}", "let torchrun or srun set it")
+        elif below is not None and int(text) >= below:
+            self.refuse(name, f"must be below {below}", f"{at_least} to {below - 1}")
+        else:
+            return int(text)
+        return None
+
+
+def _in_slurm_step(environ: Mapping[str, str]) -> bool:
+    """Whether `srun` started this process; the shell of sbatch or salloc itself is no task of a step."""
+    step = environ.get("SLURM_STEP_ID", "")
+    if step.isdigit() and int(step) >= FIRST_RESERVED_STEP:
+        return False
+    return bool(environ.get("SLURM_PROCID") and (step or environ["SLURM_PROCID"] != "0"))
+
+
+def _from_variables(reader: _Reader) -> ProcessEnvironment | None:
+    missing = [name for name in ("RANK", "WORLD_SIZE") if not reader.has(name)]
+    for name in missing:
+        other = "WORLD_SIZE" if name == "RANK" else "RANK"
+        reader.refuse(
+            name,
+            f"not set, but {other}={reader.environ[other]} is",
+            f"start with `torchrun --nproc-per-node N pretrain_gpt.py`, or set both; for one process `unset {other}`",
+        )
+    world_size = reader.integer("WORLD_SIZE", at_least=1) if reader.has("WORLD_SIZE") else None
+    rank = reader.integer("RANK") if reader.has("RANK") else None
+    if rank is not None and world_size is not None and rank >= world_size:
+        reader.refuse("RANK", f"must be below WORLD_SIZE={world_size}", f"0 to {world_size - 1}, each once")
+    address, port = _master(reader, needed=world_size is None or world_size > 1)
+    local_rank, local_world_size = _local(reader, world_size or 1, address)
+    if reader.problems or rank is None or world_size is None:
+        return None
+    launcher: Launcher = "torchrun" if reader.has("TORCHELASTIC_RUN_ID") else "env"
+    return ProcessEnvironment(rank, world_size, local_rank, local_world_size, address, port, launcher)
+
+
+def _master(reader: _Reader, *, needed: bool) -> tuple[str, int]:
+    """Where rank 0 listens; a world of one needs no such place."""
+    port = reader.integer("MASTER_PORT", at_least=1, below=65536) if reader.has("MASTER_PORT") else None
+    for name, example in (("MASTER_ADDR", "the host of rank 0"), ("MASTER_PORT", "a free port there, such as 29500")):
+        if needed and not reader.has(name):
+            reader.refuse(name, "not set, but several processes must find each other", f"{name}={example}")
+    return reader.environ.get("MASTER_ADDR") or "127.0.0.1", port or 0
+
+
+def _local(reader: _Reader, world_size: int, address: str) -> tuple[int | None, int]:
+    """Rank on this host and how many ranks share it. Unsaid, all do where rank 0 is reached by loopback."""
+    size = reader.integer("LOCAL_WORLD_SIZE", at_least=1) if reader.has("LOCAL_WORLD_SIZE") else None
+    rank = reader.integer("LOCAL_RANK", below=size) if reader.has("LOCAL_RANK") else None
+    if world_size == 1 and rank is None and not reader.has("LOCAL_RANK"):
+        rank = 0
+    if size is None:
+        on_one_host = address in ("127.0.0.1", "localhost", "::1")
+        size = world_size if on_one_host else (rank or 0) + 1
+    return rank, size
+
+
+def _from_slurm(reader: _Reader) -> ProcessEnvironment | None:
+    environ = reader.environ
+    count_name = "SLURM_STEP_NUM_TASKS" if reader.has("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
+    if not reader.has(count_name):
+        reader.refuse(
+            "SLURM_NTASKS", "not set, but SLURM_PROCID is", "start with srun --ntasks N, or unset SLURM_PROCID"
+        )
+        return None
+    world_size = reader.integer(count_name, at_least=1)
+    rank = reader.integer("SLURM_PROCID", below=world_size)
+    if reader.has("WORLD_SIZE") and environ["WORLD_SIZE"].strip() != environ[count_name].strip():
+        reader.refuse(
+            "WORLD_SIZE", f"differs from {count_name}={environ[count_name]}", "unset WORLD_SIZE, or set RANK too"
+        )
+    local_rank = reader.integer("SLURM_LOCALID") if reader.has("SLURM_LOCALID") else None
+    address, port = _slurm_master(reader, needed=(world_size or 1) > 1)
+    local_world_size = _slurm_local_world_size(reader, world_size or 1)
+    if reader.problems or rank is None or world_size is None:
+        return None
+    return ProcessEnvironment(rank, world_size, local_rank, local_world_size, address, port, "slurm")
+
+
+def _slurm_master(reader: _Reader, *, needed: bool) -> tuple[str, int]:
+    """MASTER_ADDR and MASTER_PORT where set, else the step's first host and a port that follows from job and step."""
+    environ = reader.environ
+    address = environ.get("MASTER_ADDR") or ""
+    nodes = next(
+        (name for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST") if reader.has(name)), ""
+    )
+    if not address and nodes:
+        try:
+            address = first_host(environ[nodes])
+        except ValueError:
+            reader.refuse(nodes, "not a list of nodes", "a list like n[0-3,7], or set MASTER_ADDR")
+    elif not address and needed:
+        reader.refuse(
+            "SLURM_STEP_NODELIST", "not set, so rank 0 cannot be found", "start with srun, or set MASTER_ADDR"
+        )
+    if reader.has("MASTER_PORT"):
+        return address, reader.integer("MASTER_PORT", at_least=1, below=65536) or 0
+    job = reader.integer("SLURM_JOB_ID") if reader.has("SLURM_JOB_ID") else 0
+    step = environ.get("SLURM_STEP_ID", "0")
+    # Below the usual range of ephemeral ports (32768 on); steps of one job that run side by side differ.
+    return address or "127.0.0.1", 12000 + ((job or 0) * 31 + (int(step) if step.isdigit() else 0)) % 20000
+
+
+def _slurm_local_world_size(reader: _Reader, world_size: int) -> int:
+    """Tasks of this step on this host."""
+    environ = reader.environ
+    names = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
+    name = next((name for name in names if reader.has(name)), None)
+    if name is None:
+        return world_size if environ.get("SLURM_NNODES", "1") == "1" else 1
+    try:
+        counts = tasks_per_node(environ[name])
+    except ValueError:
+        reader.refuse(name, "not SLURM's count of tasks for each node", "a text like 4 or 4(x2),3, as srun sets it")
+        return 1
+    node = int(environ["SLURM_NODEID"]) if environ.get("SLURM_NODEID", "").isdigit() else 0
+    return counts[min(node, len(counts) - 1)]

@@ -1,0 +1,55 @@
+"""Trains a GPT: `python pretrain_gpt.py [name=value ...]`, or the same under torchrun or srun; see --help.
+
+The command line and the environment are checked before torch is imported; what is wrong is printed once, by rank 0.
+Exit status: 0 finished or stopped after saving, 2 refused, 130 interrupted before the start, else a failure.
+"""
+
+import os
+import sys
+import time
+
+WAIT_FOR_RANK_ZERO_S = 5.0  # torchrun ends all ranks when the first one exits: rank 0 must have printed by then
+
+
+def main(argv: list[str]) -> int:
+    from megalite.config.arguments import wants_information
+    from megalite.config.compose import load_config, show_information
+    from megalite.config.problems import Problem, UserError, collect
+    from megalite.parallel.environment import claimed_rank, read_environment
+
+    rank = claimed_rank(os.environ)
+    problems: list[Problem] = []
+    if wants_information(argv):
+        status = collect(lambda: show_information(argv) if rank == 0 else 0, problems)
+        return refuse(UserError(problems), rank) if status is None else status
+
+    environment = collect(lambda: read_environment(os.environ), problems)
+    config = collect(lambda: load_config(argv, environment.world_size if environment else 1), problems)
+    if environment is None or config is None:
+        return refuse(UserError(problems), rank)
+
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    from megalite.train.run import run
+
+    def train() -> int:  # refusals are caught inside record, which would report them as failures
+        status = collect(lambda: run(config, environment), problems)
+        return refuse(UserError(problems), rank) if status is None else status
+
+    return record(train)() or 0
+
+
+def refuse(error: Exception, rank: int) -> int:
+    """Says what is wrong, once for all ranks, and gives the exit status."""
+    if rank == 0:
+        print(error, file=sys.stderr, flush=True)
+    else:
+        time.sleep(WAIT_FOR_RANK_ZERO_S)
+    return 2
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(130)

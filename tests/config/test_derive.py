@@ -1,0 +1,149 @@
+"""Derived values, and the default run folder: named by what defines the training and by nothing else."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megalite.config.bounds import with_defaults
+from megalite.config.compose import load_config
+from megalite.config.derive import default_run_dir, derive, derive_vocabulary
+from megalite.config.schema import Config
+from megalite.config.settings import SETTINGS, value_of
+
+OPEN = {  # what the data or the machine decides, or what has no meaning in the default config
+    "model.vocab_size",
+    "model.max_positions",
+    "model.loss_chunk_tokens",
+    "train.compile",
+    "data.path",
+    "data.weights",
+    "data.subset",
+    "data.workers",
+    "checkpoint.init_from",
+}
+
+
+def changed(config: Config, **values: Any) -> Config:
+    """A copy with settings given by dotted names, `__` for the dot."""
+    for name, value in values.items():
+        group, _, leaf = name.rpartition("__")
+        part = {group: dataclasses.replace(getattr(config, group), **{leaf: value})} if group else {leaf: value}
+        config = dataclasses.replace(config, **part)
+    return config
+
+
+def test_nothing_is_left_open_but_what_data_and_machine_decide() -> None:
+    derived = derive(Config())
+    assert {name for name in SETTINGS if value_of(derived, name) is None} == OPEN
+
+
+def test_derived_values() -> None:
+    config = derive(changed(Config(), model__dropout=0.1, model__num_attention_heads=8, optimizer__lr=0.02))
+    assert (config.model.num_key_value_heads, config.model.head_size) == (8, 32)
+    assert config.model.ffn_hidden_size == 704  # 8/3 * 256 = 682.7, up to a multiple of 64
+    assert (config.model.attention_dropout, config.model.embedding_dropout) == (0.1, 0.1)
+    assert (config.lr.warmup_steps, config.lr.decay_steps, config.lr.min_lr) == (20, 40, 0.002)
+    assert config.parallel.etp == 1
+    assert derive(changed(Config(), train__steps=100_000)).lr.warmup_steps == 100
+
+
+def test_other_activations_have_four_times_the_width_and_learned_positions_the_sequence() -> None:
+    config = derive(changed(Config(), model__activation="gelu", model__position="learned", train__seq_length=333))
+    assert (config.model.ffn_hidden_size, config.model.max_positions) == (1024, 333)
+
+
+def test_values_that_are_set_stay() -> None:
+    given_values = {
+        "model__num_key_value_heads": 2,
+        "model__head_size": 48,
+        "model__ffn_hidden_size": 100,
+        "model__attention_dropout": 0.0,
+        "model__dropout": 0.5,
+        "lr__warmup_steps": 0,
+        "lr__min_lr": 0.0,
+        "lr__decay_steps": 0,
+    }
+    derived = derive(changed(Config(), **given_values))
+    assert {name: value_of(derived, name.replace("__", ".")) for name in given_values} == given_values
+
+
+def test_the_vocabulary_is_the_tokenizers_unless_set() -> None:
+    assert derive_vocabulary(Config(), 65).model.vocab_size == 65
+    assert derive_vocabulary(changed(Config(), model__vocab_size=128), 65).model.vocab_size == 128
+
+
+def test_deriving_twice_changes_nothing_and_never_the_original() -> None:
+    config = Config()
+    derived = derive(config)
+    assert derive(derived) == derived
+    assert config == Config()
+
+
+def test_paths_become_absolute_from_the_launch_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    config = load_config(["data=text", 'data.path=[a.txt,b/*.txt,"~/c",2024]', "run_dir=out"], 1)
+    assert config.data.path == [f"{tmp_path}/a.txt", f"{tmp_path}/b/*.txt", "/home/me/c", f"{tmp_path}/2024"]
+    assert config.run_dir == f"{tmp_path}/out"
+    assert config.data.cache_dir == "/home/me/.cache/megalite"
+    assert load_config(["data=hf", "data.path=owner/name"], 1).data.path == "owner/name"
+    assert load_config([], 1).run_dir == str(tmp_path / "runs" / Path(str(load_config([], 1).run_dir)).name)
+
+
+def test_the_default_run_folder_is_named_after_model_and_data() -> None:
+    name = default_run_dir(load_config(["model=gpt2", "data=text", "data.path=a"], 1)).name
+    assert name.startswith("gpt2-text-")
+    assert len(name) == len("gpt2-text-") + 8
+
+
+OTHER_VALUES = {int: 12, float: 0.25, bool: True, str: "other", list[float]: [0.5, 0.5], Any: "some/path"}
+SAME_TRAINING = {
+    "run_dir",
+    "resume",
+    "device",
+    "precision",
+    "model.name",  # stands in the folder's name itself
+    "model.loss_chunk_tokens",
+    "data.cache_dir",
+    "data.workers",
+    "data.streaming",
+    "checkpoint.interval",
+    "checkpoint.keep",
+    *(name for name in SETTINGS if name.startswith("parallel.")),
+    *(
+        name
+        for name in SETTINGS
+        if name.startswith("train.") and name not in {"train.global_batch_size", "train.seq_length"}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", sorted(SETTINGS))
+def test_the_run_folder_depends_on_what_defines_the_training_alone(name: str) -> None:
+    setting = SETTINGS[name]
+    value = OTHER_VALUES[setting.kind] if setting.default is not True else False
+    other = changed(Config(), **{name.replace(".", "__"): value})
+    same = default_run_dir(other).name.split("-")[-1] == default_run_dir(Config()).name.split("-")[-1]
+    assert same == (name in SAME_TRAINING)
+
+
+@given(st.sets(st.sampled_from(sorted(SAME_TRAINING - {"run_dir", "model.name"}))))
+def test_no_combination_of_layout_length_and_logging_moves_the_run(names: set[str]) -> None:
+    kinds = {name.replace(".", "__"): OTHER_VALUES[SETTINGS[name].kind] for name in names}
+    assert derive(changed(Config(), **kinds)).run_dir == derive(Config()).run_dir
+
+
+def test_writing_out_a_derived_size_is_the_same_training() -> None:
+    explicit = changed(Config(), model__num_key_value_heads=4, model__head_size=64, model__ffn_hidden_size=704)
+    assert default_run_dir(explicit) == default_run_dir(Config())
+
+
+def test_with_defaults_restores_only_the_named_settings() -> None:
+    config = changed(Config(), seed=1, train__steps=7, train__seq_length=9)
+    restored = with_defaults(config, {"seed", "train.steps"})
+    assert (restored.seed, restored.train.steps, restored.train.seq_length) == (1234, Config().train.steps, 9)

@@ -1,0 +1,128 @@
+"""The launcher as a user meets it: one message, exit status 2, quickly, and nothing on disk."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+LAUNCHER = Path(__file__).parents[2] / "pretrain_gpt.py"
+
+
+def launch(folder: Path, *argv: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+    """Runs the launcher from another folder, so that conf/ must be found without its help."""
+    command = [sys.executable, str(LAUNCHER), *argv]
+    environment = {**os.environ, **variables}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+REFUSED: list[tuple[Sequence[str], dict[str, str], list[str]]] = [
+    (["optimzer.lr=1", "model=gtp2"], {}, ["2 problems", "optimizer.lr=1", "model=gpt2"]),
+    (["data=text"], {}, ["data.path"]),
+    (["--multirun", "seed=1,2"], {}, ["--multirun"]),
+    (["--cfg", "job", "zzz=1"], {}, ["zzz"]),
+    (["train.steps=x"], {"WORLD_SIZE": "2"}, ["4 problems", "RANK", "MASTER_ADDR", "MASTER_PORT", "train.steps"]),
+    (["wandb.api_key=CLISECRET"], {}, ["secret"]),
+]
+
+
+@pytest.mark.parametrize(("argv", "variables", "words"), REFUSED, ids=[" ".join(row[0]) for row in REFUSED])
+def test_a_refusal_is_one_message_with_status_2_and_leaves_nothing(
+    argv: Sequence[str], variables: dict[str, str], words: list[str], tmp_path: Path
+) -> None:
+    done = launch(tmp_path, *argv, **variables)
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    assert done.stderr.count("megalite: refused") == 1
+    assert "Traceback" not in done.stderr
+    assert all(word in done.stderr for word in words), done.stderr
+    assert "CLISECRET" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "word"),
+    [
+        (["--help"], "Most used settings"),
+        (["--cfg", "job"], "global_batch_size: 8"),
+        (["model=gpt2", "--cfg", "job", "data.path=[a,b]"], "hidden_size: 768"),
+        (["--info", "defaults"], "Defaults List"),
+        (["--hydra-help"], "Hydra's help"),
+        (["--version"], "Hydra"),
+    ],
+    ids=lambda part: " ".join(part) if isinstance(part, list) else None,
+)
+def test_information_is_shown_and_nothing_is_left(argv: list[str], word: str, tmp_path: Path) -> None:
+    done = launch(tmp_path, *argv)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert word in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_rank_zero_speaks(tmp_path: Path) -> None:
+    ranks = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    assert launch(tmp_path, "--help", RANK="1", **ranks).stdout == ""
+    start = time.monotonic()
+    other = launch(tmp_path, "zzz=1", RANK="1", **ranks)
+    assert (other.returncode, other.stderr) == (2, "")
+    assert time.monotonic() - start > 1, "the launcher ends all ranks with the first: rank 0 must have time to print"
+
+
+SLOW_IMPORTS = "torch", "transformers", "datasets", "tokenizers", "pyarrow", "numpy", "rich"
+
+
+@pytest.mark.parametrize(
+    "argv", [["model=gtp2", "data=text"], ["model=gpt2"], ["--help"], ["--cfg", "job"]], ids=" ".join
+)
+def test_checking_a_config_imports_nothing_slow(argv: list[str]) -> None:
+    code = f"""
+import sys, importlib.util
+sys.argv = ["pretrain_gpt.py", *{argv!r}]
+sys.path.insert(0, {str(LAUNCHER.parent)!r})
+from megalite.config.arguments import wants_information
+from megalite.config.compose import load_config, show_information
+from megalite.config.problems import UserError
+from megalite.parallel.environment import read_environment
+try:
+    read_environment({{}})
+    show_information(sys.argv[1:]) if wants_information(sys.argv[1:]) else load_config(sys.argv[1:], 1)
+except (UserError, SystemExit):
+    pass
+print("IMPORTED", sorted(set({SLOW_IMPORTS!r}) & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "IMPORTED []"
+
+
+def test_torchrun_prints_a_refusal_once(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(LAUNCHER)]
+    done = subprocess.run(
+        [*command, "model=gtp2", "zzz=1"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 1, "torchrun's own status for failed ranks"
+    assert done.stderr.count("megalite: refused, 2 problems") == 1
+    assert done.stderr.count("zzz=1: unknown setting") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_before_the_start_ends_with_130_and_no_traceback(tmp_path: Path) -> None:
+    # Torch's import is the long part of the start; the interrupt is sent when it has begun.
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(30)\n")
+    process = subprocess.Popen(
+        [sys.executable, str(LAUNCHER)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "importing\n"
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=20)
+    assert (process.returncode, errors) == (130, "")

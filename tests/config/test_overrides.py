@@ -1,0 +1,195 @@
+"""Every mistake in an override is found, all of them at once, each with what would work."""
+
+from pathlib import Path
+
+import pytest
+
+from megalite.config.compose import load_config
+from megalite.config.problems import Problem, UserError
+from tests.config.refusal import refusal, settings
+
+# What is typed, and the words that its message must hold.
+ONE_MISTAKE = [
+    # unknown names: the right leaf elsewhere, a slip, the word of another project, a group
+    ("optimzer.lr=0.1", ["optimzer.lr", "unknown setting", "optimizer.lr=0.1"]),
+    ("train.lr=0.1", ["train.lr", "unknown setting", "optimizer.lr=0.1"]),
+    ("lr=1e-3", ["lr", "unknown choice", "optimizer.lr=0.001"]),
+    ("learning_rate=0.1", ["unknown setting", "optimizer.lr=0.1"]),
+    ("n_layer=6", ["unknown setting", "model.num_layers=6"]),
+    ("model.layers=6", ["unknown setting", "model.num_layers=6"]),
+    ("model.numlayers=6", ["unknown setting", "model.num_layers=6"]),
+    ("modle=gpt2", ["unknown setting", "model=gpt2"]),
+    ("tokeniser=byte", ["unknown setting", "tokenizer=byte"]),
+    ("steps=10", ["unknown setting", "train.steps=10"]),
+    ("data.pth=a", ["unknown setting", "data.path=a"]),
+    ("zzz=1", ["zzz=1", "unknown setting", "model", "checkpoint", "docs/configuration.md"]),
+    ("model.zzz=1", ["model.zzz", "unknown setting", "num_layers"]),
+    ("model={zzz: 1}", ["model.zzz", "unknown setting"]),
+    ("+new.thing=1", ["+new.thing", "unknown setting"]),
+    ("+new.key=1", ["+new.key", "unknown setting"]),
+    ("+model.foo=1", ["+model.foo", "unknown setting"]),
+    ("++x=1", ["++x", "unknown setting"]),
+    ("+train.step=1", ["unknown setting", "train.steps=1"]),
+    ("+train.steps=1", ["exists already", "without the plus", "train.steps=1"]),
+    ("+model=gpt2", ["+model", "without the plus", "model=gpt2"]),
+    ("~x", ["~x", "cannot be removed"]),
+    ("~train.steps", ["~train.steps", "cannot be removed"]),
+    ("~model", ["~model", "cannot be removed"]),
+    # choices of groups
+    ("model=gtp2", ["unknown choice", "model=gpt2 is the nearest", "llama3_8b"]),
+    ("model=llama3", ["unknown choice", "llama3_8b"]),
+    ("model=", ["unknown choice", "tiny"]),
+    ("model=null", ["unknown choice", "tiny"]),
+    ("data=txt", ["unknown choice", "data=text is the nearest"]),
+    ("data=books/one.txt", ["unknown choice", "data=text data.path=books/one.txt"]),
+    ("train=100", ["unknown choice", "default"]),
+    # types
+    ("train.steps=abc", ["train.steps='abc'", "a whole number", "train.steps=200"]),
+    ("train.steps=1e3", ["train.steps=1000.0", "a whole number", "train.steps=1000"]),
+    ("train.steps=2.5", ["a whole number"]),
+    ("train.steps=true", ["a whole number"]),
+    ("train.steps=null", ["train.steps=null", "a whole number"]),
+    ("train.steps=", ["a whole number"]),
+    ("train.steps=[1]", ["a whole number"]),
+    ("train.steps=???", ["train.steps", "needed"]),
+    ("optimizer.lr=fast", ["'fast'", "a number", "optimizer.lr=0.001"]),
+    ("optimizer.lr=true", ["a number"]),
+    ("optimizer.betas=0.9", ["a list of numbers", "optimizer.betas=[0.9,0.95]"]),
+    ("optimizer.betas=[a,b]", ["a list of numbers"]),
+    ("model.bias=perhaps", ["true or false"]),
+    ("model.num_key_value_heads=two", ["a whole number or null"]),
+    ("tokenizer=[a,b]", ["text"]),
+    ("train.steps=${nope}", ["${nope}", "not found"]),
+    ("train.steps=${tokenizer}", ["${tokenizer}", "bpe"]),
+    ("data.path=${oc.env:MEGALITE_NOT_SET}", ["MEGALITE_NOT_SET"]),
+    # what cannot be read at all
+    ("train.steps", ["no '='", "train.steps=VALUE"]),
+    ("gpt2", ["no '='"]),
+    ("train.steps=3(", ["cannot be read", "quotes"]),
+    ("data.path=[a,~/b]", ["cannot be read", "each text"]),
+    ("data.path=a=b", ["cannot be read", "quotes"]),
+    ("seed=1,2", ["several values", "[1,2]"]),
+    ("seed=range(1,3)", ["several values"]),
+    # code and Hydra's own ways
+    ("model._target_=os.system", ["_target_ is not accepted"]),
+    ("+model={_target_: os.system}", ["_target_ is not accepted"]),
+    ("data.path=[{_target_: os.system}]", ["_target_ is not accepted"]),
+    ("+hydra.callbacks.x._target_=os.system", ["_target_ is not accepted"]),
+    ("hydra.run.dir=out", ["hydra.run.dir", "run_dir"]),
+    ("hydra.output_subdir=.hydra", ["hydra.output_subdir", "disk"]),
+    ("hydra.job.chdir=true", ["hydra.job.chdir"]),
+    ("hydra.mode=MULTIRUN", ["hydra.mode", "one run per setting"]),
+    ("hydra.nothing=1", ["hydra.nothing"]),
+    # flags
+    ("--multirun", ["--multirun", "one run per setting"]),
+    ("--train.steps=3", ["unknown option", "train.steps=3"]),
+    ("--cfg=nothing", ["nothing"]),
+    ("--config-name=nothing", ["--config-name='nothing'"]),
+    ("--config-dir=nothing", ["--config-dir", "no such folder"]),
+    ("--config-path=nothing", ["--config-path", "no such folder"]),
+    ("--resolve", ["--resolve", "--cfg"]),
+    ("--experimental-rerun=x.pickle", ["pickle"]),
+    # a setting on its own
+    ("train.steps=-1", ["at least 0", "200"]),
+    ("train.global_batch_size=0", ["at least 1"]),
+    ("model.hidden_size=-256", ["at least 1"]),
+    ("model.vocab_size=1", ["at least 2"]),
+    ("optimizer.lr=0", ["above 0"]),
+    ("optimizer.lr=nan", ["finite"]),
+    ("optimizer.lr=inf", ["finite"]),
+    ("optimizer.betas=[0.9,nan]", ["finite"]),
+    ("model.dropout=1", ["below 1"]),
+    ("seed=-1", ["at least 0"]),
+    ("seed=9223372036854775808", ["at most 9223372036854775807"]),
+    ("resume=alwyas", ["unknown choice", "auto, never"]),
+    ("lr.schedule=cosin", ["lr.schedule=cosine is the nearest"]),
+    ("precision=fp16", ["choices: auto, fp64, fp32, bf16"]),
+    ("model.activation=relu", ["gelu", "swiglu"]),
+]
+
+
+@pytest.mark.parametrize(("text", "words"), ONE_MISTAKE, ids=[text for text, _ in ONE_MISTAKE])
+def test_one_mistake_is_one_problem_that_says_what_would_work(text: str, words: list[str]) -> None:
+    error = refusal(text)
+    assert len(error.problems) == 1, str(error)
+    assert all(word in str(error) for word in words), str(error)
+
+
+def test_all_mistakes_of_a_command_line_are_in_one_message() -> None:
+    argv = ["optimzer.lr=1", "+a.b=2", "model=gtp2", "train.steps=many", "model.norm=batch", "data=text", "wandb.key=x"]
+    error = refusal(*argv)
+    expected = {"optimzer.lr", "+a.b", "model", "train.steps", "model.norm", "data.path", "wandb.key"}
+    assert set(settings(error)) == expected
+    assert len(error.problems) == len(expected)
+    assert str(error).startswith("megalite: refused, 7 problems:")
+
+
+def test_rules_do_not_judge_settings_that_are_refused_already() -> None:
+    # With the default of 4 heads, a width of 250 would be wrong too; but nobody asked for 4 heads.
+    assert settings(refusal("model.num_attention_heads=three", "model.hidden_size=250")) == [
+        "model.num_attention_heads"
+    ]
+    assert settings(refusal("model.num_attention_heads=-3", "model.hidden_size=250")) == ["model.num_attention_heads"]
+    assert settings(refusal("model=gtp2", "model.hidden_size=250")) == ["model"]
+    assert settings(refusal("data=text", "data.pth=book.txt")) == ["data.pth"]
+
+
+ACCEPTED = [
+    ("data.path=[a.txt,b.txt]", "data=text"),
+    ("data.path='a, b.txt'", "data=text"),
+    ('data.path="a=b.txt"', "data=text"),
+    ("data.path=my book.txt", "data=text"),
+    ("data.path=2024", "data=text"),
+    ("data.path='~/books'", "data=text"),
+    ("model=gpt2", "model.num_layers=2"),
+    ("model.num_layers=2", "model=gpt2"),
+    ("model={num_layers: 2, norm: layernorm}",),
+    ("++train.steps=5",),
+    ("train.steps=1_000",),
+    ("train.steps=5", "train.steps=6"),
+    ("train.eval_interval=${train.steps}",),
+    ("optimizer.lr=1e-4",),
+    ("optimizer.betas=[0.9,0.99]",),
+    ("model.bias=yes",),
+    ("train.compile=null",),
+    ("hydra.verbose=true",),
+    ("hydra.run.dir=.", "hydra.output_subdir=null"),
+    ("hydra/job_logging=disabled",),
+    ("--run", "seed=3"),
+    ("tokenizer=owner/name-1.5",),
+    ("train.steps=0",),
+]
+
+
+@pytest.mark.parametrize("argv", ACCEPTED, ids=" ".join)
+def test_what_hydra_understands_is_accepted(argv: tuple[str, ...]) -> None:
+    load_config(list(argv), 1)
+
+
+def test_overrides_mean_what_hydra_makes_of_them() -> None:
+    config = load_config(
+        ["model.num_layers=7", "model=gpt2", "train.steps=5", "train.steps=6", "lr.min_lr=${optimizer.eps}"], 1
+    )
+    assert (config.model.num_layers, config.model.hidden_size) == (7, 768)
+    assert config.train.steps == 6
+    assert config.lr.min_lr == 1e-8
+
+
+def test_presets_of_the_users_own_are_found_by_config_dir(tmp_path: Path) -> None:
+    folder = tmp_path
+    (folder / "model").mkdir()
+    (folder / "model" / "mine.yaml").write_text("defaults:\n  - default\n  - _self_\nname: mine\nnum_layers: 3\n")
+    (folder / "model" / "slip.yaml").write_text("num_layer: 3\n")
+    assert load_config(["--config-dir", str(folder), "model=mine"], 1).model.num_layers == 3
+    (folder / "experiment").mkdir()
+    (folder / "experiment" / "long.yaml").write_text("# @package _global_\ntrain:\n  steps: 7\n")
+    assert load_config(["--config-dir", str(folder), "+experiment=long"], 1).train.steps == 7
+    assert settings(refusal("--config-dir", str(folder), "+experiment=logn")) == ["experiment"]
+    error = refusal("--config-dir", str(folder), "model=slip", "zzz=1")
+    assert {"model", "zzz"} == set(settings(error))
+    assert "num_layer" in str(error)
+
+
+def test_a_problem_shows_null_and_no_value_as_the_user_writes_them() -> None:
+    assert str(UserError(Problem("a.b", None, "rule", "remedy"))).splitlines()[1] == "  1. a.b=null: rule"
+    assert str(Problem("a.b", ..., "rule", "remedy")).startswith("a.b: rule")

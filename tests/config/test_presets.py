@@ -1,0 +1,74 @@
+"""The presets compose, and have the published number of parameters."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megalite.config.compose import CONF, load_config
+from megalite.model.parameters import gpt_parameters
+
+# Vocabulary, and parameters as the published weights hold them (GPT-3: the paper's figure, rounded).
+PUBLISHED = {
+    "gpt2": (50257, 124_439_808),
+    "gpt2_medium": (50257, 354_823_168),
+    "gpt2_large": (50257, 774_030_080),
+    "gpt2_xl": (50257, 1_557_611_200),
+    "llama3_8b": (128256, 8_030_261_248),
+    "llama3_70b": (128256, 70_553_706_496),
+    "qwen3_0_6b": (151936, 596_049_920),
+    "qwen3_8b": (151936, 8_190_735_360),
+}
+
+
+def parameters(preset: str, vocab_size: int) -> int:
+    overrides = [f"model={preset}", "train.seq_length=1024", f"model.vocab_size={vocab_size}", "model.vocab_multiple=1"]
+    return sum(record.numel for record in gpt_parameters(load_config(overrides, 1).model))
+
+
+@pytest.mark.parametrize("preset", PUBLISHED)
+def test_a_published_shape_has_the_published_parameters(preset: str) -> None:
+    vocab_size, count = PUBLISHED[preset]
+    assert parameters(preset, vocab_size) == count
+
+
+def test_gpt3_has_the_175_billion_parameters_of_the_paper() -> None:
+    assert round(parameters("gpt3_175b", 50257) / 1e9) == 175
+
+
+@pytest.mark.parametrize("path", sorted(CONF.glob("model/*.yaml")), ids=lambda path: path.stem)
+def test_every_model_preset_takes_the_tokenizers_vocabulary_and_has_its_own_name(path: Path) -> None:
+    config = load_config([f"model={path.stem}"], 1)
+    assert config.model.vocab_size is None
+    assert config.model.name == (path.stem if path.stem != "default" else "tiny")
+    assert config.model.dropout == 0
+
+
+def test_the_default_is_the_tiny_model() -> None:
+    default, bare = load_config([], 1), load_config(["model=default"], 1)
+    assert default == bare
+    tiny = default.model
+    assert (tiny.num_layers, tiny.hidden_size, tiny.num_attention_heads) == (4, 256, 4)
+    assert (tiny.activation, tiny.norm, tiny.position, tiny.bias, tiny.tie_embeddings) == (
+        "swiglu",
+        "rmsnorm",
+        "rope",
+        False,
+        True,
+    )
+
+
+def test_the_qwen_heads_are_wider_than_the_model_over_its_heads() -> None:
+    model = load_config(["model=qwen3_0_6b"], 1).model
+    assert (model.head_size, model.hidden_size, model.num_attention_heads, model.qk_norm) == (128, 1024, 16, True)
+
+
+def test_llama_3_is_unscaled() -> None:
+    model = load_config(["model=llama3_8b"], 1).model
+    assert (model.rope_theta, model.rope_scaling_factor) == (500000, 1)
+
+
+@pytest.mark.parametrize("source", ["stdlib", "text", "hf", "tokens"])
+def test_a_data_preset_sets_its_source(source: str) -> None:
+    config = load_config([f"data={source}", *(["data.path=a"] if source != "stdlib" else [])], 1)
+    assert replace(config.data, path=None) == replace(load_config([], 1).data, source=source)

@@ -1,0 +1,168 @@
+"""Rules that join settings: each refusal holds the numbers and values that work, and those values do work."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from megalite.config.compose import load_config
+from megalite.config.problems import Problem
+from megalite.config.rules import check
+from megalite.config.schema import Config
+from tests.config.refusal import refusal, settings
+
+# Command line, world size, the setting that is named, and words of the message.
+BROKEN = [
+    ("model.hidden_size=250", 1, "model.hidden_size", ["num_attention_heads=4", "248 or 256", "model.head_size"]),
+    ("model.num_key_value_heads=3", 1, "model.num_key_value_heads", ["num_attention_heads=4", "1 or 2 or 4"]),
+    ("model.head_size=33", 1, "model.head_size", ["even", "32 or 34", "learned"]),
+    ("model.hidden_size=252 model.num_attention_heads=12", 1, "model.hidden_size", ["21", "240 or 264"]),
+    ("model.position=learned model.max_positions=128", 1, "train.seq_length", ["256", "128", "rope"]),
+    ("model.position=learned model.max_positions=1024 train.seq_length=2048", 1, "train.seq_length", ["1024", "2048"]),
+    (
+        "model.rope_scaling_factor=8 model.rope_high_frequency_factor=1",
+        1,
+        "model.rope_high_frequency_factor",
+        ["1 and 4"],
+    ),
+    ("model.name=../up", 1, "model.name", ["letters"]),
+    (
+        "train.global_batch_size=100 train.micro_batch_size=3",
+        8,
+        "train.global_batch_size",
+        ["3 x 8", "24", "96 or 120"],
+    ),
+    ("train.global_batch_size=12 train.micro_batch_size=5", 4, "train.global_batch_size", ["micro_batch_size=1 or 3"]),
+    ("train.global_batch_size=16 train.micro_batch_size=16", 3, "train.global_batch_size", ["48", "processes like 1"]),
+    (
+        "train.global_batch_size=8",
+        3,
+        "train.global_batch_size",
+        ["6 or 9", "3 data-parallel ranks", "1 processes"],
+    ),
+    ("train.steps=300 lr.warmup_steps=301", 1, "lr.warmup_steps", ["train.steps=300", "lr.warmup_steps=30", "301"]),
+    (
+        "train.steps=300 lr.schedule=wsd lr.warmup_steps=200 lr.decay_steps=101",
+        1,
+        "lr.decay_steps",
+        ["200", "300", "60"],
+    ),
+    ("lr.min_lr=0.01", 1, "lr.min_lr", ["optimizer.lr=0.001", "0.0001"]),
+    ("optimizer.betas=[0.9]", 1, "optimizer.betas", ["two numbers"]),
+    ("optimizer.betas=[0.9,1.0]", 1, "optimizer.betas", ["below 1"]),
+    ("optimizer.betas=[-0.1,0.9]", 1, "optimizer.betas", ["at least 0"]),
+    ("parallel.ep=2", 1, "parallel.ep", ["not built yet", "data parallelism is built", "1 process"]),
+    ("parallel.vpp=2", 2, "parallel.vpp", ["not built yet", "2 processes"]),
+    ("parallel.etp=2", 1, "parallel.etp", ["not built yet"]),
+    ("parallel.tp=2", 2, "parallel.tp", ["not built yet", "2 processes"]),
+    ("parallel.order=tp-dp-pp", 1, "parallel.order", ["tp-cp-ep-dp-pp"]),
+    ("parallel.order=tp-cp-ep-dp-pp-tp", 1, "parallel.order", ["once each"]),
+    ("data.source=text", 1, "data.path", ["data=text", "data.path="]),
+    ("data.source=hf", 1, "data.path", ["data=hf", "data.path="]),
+    ("data.source=tokens data.path=[]", 1, "data.path", ["data=tokens"]),
+    ("data.source=text data.path=[a,null]", 1, "data.path", ["text or a list"]),
+    ("data.source=text 'data.path={a: b}'", 1, "data.path", ["text or a list"]),
+    ("data.path=a.txt", 1, "data.path", ["stdlib", "data=text"]),
+    ("data.source=text data.path=a data.weights=[1]", 1, "data.weights", ["several parts"]),
+    ("data.source=text data.path=[a,b] data.weights=[1]", 1, "data.weights", ["1 shares", "2 parts"]),
+    ("data.source=text data.path=[a,b] data.weights=[1,-1]", 1, "data.weights", ["negative"]),
+    ("data.source=text data.path=[a,b] data.weights=[0,0]", 1, "data.weights", ["not all 0"]),
+    ("data.source=text data.path=[a,b] data.weights=[1,nan]", 1, "data.weights", ["finite"]),
+    ("model.vocab_size=1000", 1, "model.vocab_size", ["4096", "data.bpe_vocab_size=1000"]),
+    ("tokenizer=./none", 1, "tokenizer", ["no folder"]),
+    ("tokenizer=/none/such", 1, "tokenizer", ["no folder /none/such"]),
+    ("'tokenizer=by te'", 1, "tokenizer", ["tokenizer=byte", "hub name"]),
+    ("tokenizer=", 1, "tokenizer", ["bpe, byte, char"]),
+    ("checkpoint.init_from=none", 1, "checkpoint.init_from", ["does not exist", "save_pretrained"]),
+    ("checkpoint.init_from=/", 1, "checkpoint.init_from", ["no config.json"]),
+]
+
+
+def problems_of(line: str, world_size: int) -> list[Problem]:
+    """The problems of a config given as `name=value` words; without Hydra, which would take most of the time."""
+    config = OmegaConf.structured(Config)
+    for word in shlex.split(line):
+        name, _, value = word.partition("=")
+        OmegaConf.update(config, name, yaml.safe_load(value) if value else value)
+    plain = OmegaConf.to_object(config)
+    assert isinstance(plain, Config)
+    return check(plain, world_size)
+
+
+@pytest.mark.parametrize(
+    ("line", "world_size", "name", "words"), BROKEN, ids=[f"{row[0]} on {row[1]}" for row in BROKEN]
+)
+def test_a_broken_rule_names_the_setting_and_what_would_work(
+    line: str, world_size: int, name: str, words: list[str]
+) -> None:
+    problems = problems_of(line, world_size)
+    assert [problem.setting for problem in problems] == [name], problems
+    assert all(word in str(problems[0]) for word in words), str(problems[0])
+
+
+@pytest.mark.parametrize(
+    ("line", "world_size"),
+    [
+        (row[0], row[1])
+        for row in BROKEN
+        if row[2].startswith(("model.hidden", "model.num", "train.", "lr.", "optimizer."))
+    ],
+)
+def test_following_the_advice_helps(line: str, world_size: int) -> None:
+    """Every `name=number or number` of a remedy is tried on top of the refused command line."""
+    (problem,) = problems_of(line, world_size)
+    tried = 0
+    for name, values in re.findall(r"([a-z_]+\.[a-z_]+)=(\[[^\]]+\]|[\d.]+(?: or [\d.]+)*)", problem.remedy):
+        for value in values.split(" or "):
+            assert problems_of(f"{line} {name}={value}", world_size) == []
+            tried += 1
+    assert tried, problem.remedy
+
+
+def test_a_layout_must_divide_the_world() -> None:
+    problems = problems_of("parallel.pp=3", 4)
+    assert [problem.setting for problem in problems] == ["parallel.pp", "world size"]
+    assert "multiple of 3" in problems[1].remedy
+
+
+def test_run_dir_must_be_a_folder_that_can_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert settings(refusal(f"run_dir={tmp_path}/file")) == ["run_dir"]
+    assert settings(refusal(f"run_dir={tmp_path}/file/run")) == ["run_dir"]
+    assert load_config([f"run_dir={tmp_path}/new/run"], 1).run_dir == f"{tmp_path}/new/run"
+
+
+def test_run_dir_must_be_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: str(path) != str(tmp_path))  # root may write anywhere
+    assert "not writable" in str(refusal(f"run_dir={tmp_path}/run"))
+
+
+def test_start_weights_and_tokenizer_may_be_relative_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gpt").mkdir()
+    (tmp_path / "gpt" / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    config = load_config(["checkpoint.init_from=gpt", "tokenizer=./gpt"], 1)
+    assert config.checkpoint.init_from == config.tokenizer == str(tmp_path / "gpt")
+
+
+def test_the_default_config_is_right_on_one_and_two_ranks() -> None:
+    assert check(Config(), 1) == check(Config(), 2) == []
+
+
+def test_many_broken_rules_are_all_told() -> None:
+    line = (
+        "model.hidden_size=250 train.global_batch_size=10 train.micro_batch_size=4 lr.warmup_steps=900 lr.min_lr=1 "
+        "parallel.order=x data=hf"
+    )
+    expected = [
+        "model.hidden_size",
+        "train.global_batch_size",
+        "lr.warmup_steps",
+        "lr.min_lr",
+        "parallel.order",
+        "data.path",
+    ]
+    assert settings(refusal(*line.split())) == expected

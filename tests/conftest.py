@@ -1,0 +1,41 @@
+"""What all tests share: one thread, no network, no trace in the user's cache, and when `gpu` and `long` tests run."""
+
+import os
+import tempfile
+
+import pytest
+
+# Set before anything imports torch or a Hugging Face library: they read these once.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+_CACHE = tempfile.TemporaryDirectory(prefix="megalite-test-cache-")
+os.environ["XDG_CACHE_HOME"] = _CACHE.name
+for name in list(os.environ):
+    if name.startswith(("SLURM_", "TORCHELASTIC_")) or name in {
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    }:
+        del os.environ[name]  # tests started inside a job are not part of that job
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="also run the tests marked long")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if "long" in item.keywords and not config.getoption("--full"):
+            item.add_marker(pytest.mark.skip(reason="long: run by scripts/test.sh --full"))
+        if "gpu" in item.keywords and not _has_gpu():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()

@@ -1,0 +1,102 @@
+"""Device, precision and threads of one rank."""
+
+import os
+
+import pytest
+import torch
+
+from megalite.config.problems import UserError
+from megalite.parallel.context import CPU
+from megalite.parallel.device import choose_device, choose_precision, set_threads, threads_per_rank, usable_cores
+from megalite.parallel.environment import ProcessEnvironment
+
+SINGLE = ProcessEnvironment()
+EIGHT_LOCAL_RANKS = ProcessEnvironment(5, 16, None, 8, "host", 1, "env")
+
+
+def _pretend_cuda(monkeypatch: pytest.MonkeyPatch, devices: int, *, bf16: bool = True) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: devices > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: bf16)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100-SXM2-16GB")
+
+
+def test_auto_takes_cuda_where_present(monkeypatch: pytest.MonkeyPatch) -> None:
+    _pretend_cuda(monkeypatch, 0)
+    assert choose_device("auto", SINGLE) == CPU
+    _pretend_cuda(monkeypatch, 4)
+    assert choose_device("auto", SINGLE) == torch.device("cuda", 0)
+    assert choose_device("cpu", SINGLE) == CPU
+
+
+def test_without_a_local_rank_the_gpu_is_the_rank_modulo_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    _pretend_cuda(monkeypatch, 4)
+    assert choose_device("cuda", EIGHT_LOCAL_RANKS) == torch.device("cuda", 1)
+    assert choose_device("cuda", ProcessEnvironment(5, 16, 3, 8, "host", 1, "env")) == torch.device("cuda", 3)
+
+
+def test_a_task_that_sees_only_its_own_gpu_uses_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    _pretend_cuda(monkeypatch, 1)
+    assert choose_device("auto", ProcessEnvironment(3, 4, 3, 4, "host", 1, "slurm")) == torch.device("cuda", 0)
+
+
+def test_cuda_asked_for_and_absent_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    _pretend_cuda(monkeypatch, 0)
+    with pytest.raises(UserError, match=r"device='cuda': no usable CUDA device.*\n.*device=cpu"):
+        choose_device("cuda", SINGLE)
+
+
+@pytest.mark.parametrize(
+    ("setting", "dtype"), [("fp64", torch.float64), ("fp32", torch.float32), ("bf16", torch.bfloat16)]
+)
+def test_a_cpu_does_whatever_is_asked_for(setting: str, dtype: torch.dtype) -> None:
+    assert choose_precision(setting, CPU) == dtype
+
+
+def test_auto_is_bf16_on_a_cpu_with_amx_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    assert choose_precision("auto", CPU) == torch.bfloat16
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    assert choose_precision("auto", CPU) == torch.float32
+
+
+def test_a_gpu_without_bf16_refuses_it_and_defaults_to_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    _pretend_cuda(monkeypatch, 1, bf16=False)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())  # any context manager
+    gpu = torch.device("cuda", 0)
+    assert choose_precision("auto", gpu) == torch.float32
+    with pytest.raises(UserError, match=r"V100.* cannot multiply bf16"):
+        choose_precision("bf16", gpu)
+
+
+def test_local_ranks_share_the_cores() -> None:
+    assert threads_per_rank(32, EIGHT_LOCAL_RANKS, None) == 4
+    assert threads_per_rank(4, EIGHT_LOCAL_RANKS, None) == 1
+
+
+def test_a_slurm_task_s_cores_are_its_own() -> None:
+    task = ProcessEnvironment(0, 8, 0, 8, "host", 1, "slurm")
+    assert threads_per_rank(4, task, "4") == 4  # bound: it sees only its own
+    assert threads_per_rank(64, task, "4") == 4  # unbound
+    assert threads_per_rank(64, task, None) == 8
+
+
+@pytest.mark.parametrize(
+    ("launcher", "omp", "expected"),
+    [("single", None, "share"), ("single", "1", "kept"), ("torchrun", "1", "share"), ("torchrun", "3", "kept")],
+)
+def test_threads_set_by_the_user_are_kept(
+    monkeypatch: pytest.MonkeyPatch, launcher: str, omp: str | None, expected: str
+) -> None:
+    if omp is None:
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    else:
+        monkeypatch.setenv("OMP_NUM_THREADS", omp)
+    chosen: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    set_threads(ProcessEnvironment(0, 1, 0, 1, "host", 1, launcher))  # type: ignore[arg-type]
+    assert chosen == ([] if expected == "kept" else [usable_cores()])
+
+
+def test_usable_cores_are_those_of_the_affinity_mask() -> None:
+    assert 1 <= usable_cores() <= (os.cpu_count() or 1)

@@ -1,0 +1,189 @@
+"""Starting: from an environment to a context, and a clear refusal on all ranks when the ranks cannot meet."""
+
+import os
+import socket
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megalite.config.problems import Problem, UserError
+from megalite.config.schema import Config, ParallelConfig
+from megalite.parallel.context import CPU, ParallelContext
+from megalite.parallel.environment import ProcessEnvironment
+from megalite.parallel.layout import ParallelLayout
+from megalite.parallel.meeting import Card, judge, meet
+from megalite.parallel.startup import axis_group, start
+from tests.ranks import run_ranks
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def environment(rank: int, world_size: int, port: int) -> ProcessEnvironment:
+    return ProcessEnvironment(rank, world_size, rank, world_size, "127.0.0.1", port, "env")
+
+
+def cpu_config(timeout_s: float = 20) -> Config:
+    return Config(device="cpu", precision="fp32", parallel=ParallelConfig(timeout_s=timeout_s))
+
+
+def _start_anew(context: ParallelContext, port: int, changes: dict[int, dict[str, int]]) -> list[Problem] | float:
+    """What `start` gives a rank that has left its first world: the problems, or a sum over the new world."""
+    context.close()
+    place = replace(environment(context.rank, context.world_size, port), **changes.get(context.rank, {}))
+    try:
+        started = start(cpu_config(), place)
+    except UserError as error:
+        return error.problems
+    number = torch.tensor(1.0)
+    dist.all_reduce(number, group=started.dp_group)
+    started.close()
+    return float(number)
+
+
+def test_ranks_meet_at_the_master_s_port() -> None:
+    assert run_ranks(_start_anew, 3, free_port(), {}) == [3.0] * 3
+
+
+def test_ranks_that_were_told_different_world_sizes_refuse() -> None:
+    results = run_ranks(_start_anew, 2, free_port(), {1: {"world_size": 3}})
+    assert {problem.setting for problems in results for problem in problems} == {"WORLD_SIZE"}
+    assert "were told a world of" in results[0][0].rule
+
+
+def _claim_rank_1(context: ParallelContext, port: int) -> list[str]:
+    """Ranks 0, 1, 1 of a world of 3."""
+    context.close()
+    with pytest.raises(UserError) as caught:
+        start(cpu_config(), environment(min(context.rank, 1), 3, port))
+    return [problem.setting for problem in caught.value.problems]
+
+
+def test_a_rank_that_is_claimed_twice_is_refused_by_all_at_once() -> None:
+    begin = time.monotonic()
+    assert run_ranks(_claim_rank_1, 3, free_port()) == [["RANK"]] * 3
+    assert time.monotonic() - begin < 10
+
+
+def test_a_peer_that_never_comes_is_named_when_the_time_is_up() -> None:
+    begin = time.monotonic()
+    with pytest.raises(UserError) as caught:
+        meet(environment(0, 3, free_port()), CPU, [], timeout_s=0.5)
+    assert time.monotonic() - begin < 5
+    assert "1 of 3 ranks arrived" in str(caught.value)
+    assert "missing: 1, 2" in str(caught.value)
+
+
+def _one_of_three_is_missing(context: ParallelContext, port: int) -> str:
+    context.close()
+    with pytest.raises(UserError) as caught:
+        meet(environment(context.rank, 3, port), CPU, [], timeout_s=0.5 + context.rank)
+    return caught.value.problems[0].rule
+
+
+def test_whoever_runs_out_of_time_first_tells_the_others() -> None:
+    rules = run_ranks(_one_of_three_is_missing, 2, free_port())
+    assert rules == ["2 of 3 ranks arrived within parallel.timeout_s; missing: 2"] * 2
+
+
+def test_a_master_that_never_comes_is_an_error_in_time() -> None:
+    port = free_port()
+    with pytest.raises(UserError, match=f"127.0.0.1:{port}.*found nobody"):
+        meet(environment(1, 2, port), CPU, [], timeout_s=0.5)
+
+
+def test_a_port_in_use_is_said() -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        with pytest.raises(UserError, match="port is in use"):
+            meet(environment(0, 2, taken.getsockname()[1]), CPU, [], timeout_s=5)
+
+
+def test_a_master_address_that_does_not_exist_is_said() -> None:
+    place = replace(environment(0, 2, free_port()), master_addr="no-such-host.invalid")
+    with pytest.raises(UserError, match="cannot be looked up"):
+        meet(place, CPU, [], timeout_s=5)
+
+
+def _one_has_no_device(context: ParallelContext, port: int) -> list[str]:
+    context.close()
+    problems = [Problem("device", "cuda", "no GPU here", "device=cpu")] if context.rank == 1 else []
+    with pytest.raises(UserError) as caught:
+        meet(environment(context.rank, 2, port), CPU, problems, timeout_s=20)
+    return [problem.rule for problem in caught.value.problems]
+
+
+def test_one_rank_s_missing_device_stops_all_ranks_at_once() -> None:
+    assert run_ranks(_one_has_no_device, 2, free_port()) == [["no GPU here"]] * 2
+
+
+def _start_twice(context: ParallelContext) -> list[float]:
+    """A context made in a process that has a world already uses that world."""
+    again = start(cpu_config(), environment(context.rank, context.world_size, 1))
+    sums = []
+    for group in (context.dp_group, again.dp_group):
+        number = torch.tensor(1.0)
+        dist.all_reduce(number, group=group)
+        sums.append(float(number))
+    return sums
+
+
+def test_starting_twice_uses_the_same_world() -> None:
+    assert run_ranks(_start_twice, 2) == [[2.0, 2.0]] * 2
+
+
+def test_a_single_process_creates_no_process_group() -> None:
+    context = start(cpu_config(), ProcessEnvironment())
+    assert (context.rank, context.world_size, context.dp_size) == (0, 1, 1)
+    assert context.dp_group is None
+    assert context.control_group is None
+    assert not dist.is_initialized()
+
+
+def test_a_missing_gpu_is_refused_without_a_group() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(UserError, match="no usable CUDA device"):
+        start(replace(cpu_config(), device="cuda"), ProcessEnvironment())
+
+
+def card(rank: int, host: str = "a", gpu: str | None = None, loopback: bool = False) -> Card:
+    return Card(rank, host, gpu, loopback, [])
+
+
+def test_two_ranks_on_one_gpu_are_refused() -> None:
+    assert judge([card(0, gpu="x"), card(1, gpu="y"), card(2, host="b", gpu="x")]) == []
+    (problem,) = judge([card(0, gpu="x"), card(1, gpu="x")])
+    assert "ranks 0, 1 of a share one GPU" in problem.rule
+
+
+def test_hosts_that_know_themselves_only_by_loopback_cannot_form_a_cluster() -> None:
+    assert judge([card(0, loopback=True), card(1, loopback=True)]) == []
+    (problem,) = judge([card(0), card(1, host="b", loopback=True)])
+    assert problem.setting == "GLOO_SOCKET_IFNAME"
+
+
+@pytest.mark.gpu
+def test_nccl_groups_stand_beside_the_gloo_world() -> None:
+    port, timeout = free_port(), dist.default_pg_timeout
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    try:
+        device = torch.device("cuda", 0)
+        assert axis_group(ParallelLayout(), "dp", 0, device, timeout) is None
+        group = dist.new_group([0], backend="nccl", device_id=device)
+        number = torch.ones(1, device=device)
+        dist.all_reduce(number, group=group)
+        assert number.item() == 1
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_environment_of_a_test_is_no_part_of_a_job() -> None:
+    assert "RANK" not in os.environ
