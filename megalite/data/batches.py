@@ -1,0 +1,176 @@
+"""Samples as microbatches on the device, read ahead of the step that needs them.
+
+A global batch holds the global_batch_size samples after those of the batches before it; its microbatch j holds
+micro_batch_size of them in order. A layout only decides who reads which: data-parallel rank r takes the microbatches j
+with j % dp_size == r. Where a run stands in its data is one number, the samples that it has consumed: batch sizes may
+change when it continues.
+"""
+
+import itertools
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import TracebackType
+
+import numpy as np
+import torch
+
+from megalite.config.schema import Config
+from megalite.data.batch import Batch
+from megalite.data.permutation import IntArray
+from megalite.data.samples import SampleSource
+
+AHEAD = 2  # steps that are read in advance
+TICK = 0.1  # seconds between two looks at whether to stop
+
+
+@dataclass(frozen=True)
+class StepBatches:
+    """One rank's share of a global batch. `local_tokens` counts its labels that enter the loss."""
+
+    microbatches: list[Batch]
+    local_tokens: int
+    wait_s: float  # how long the step waited for its data
+
+
+def read_batch(source: SampleSource, indices: IntArray, number: int, config: Config) -> Batch:
+    """The samples `indices` [b] as one microbatch on the CPU."""
+    rows, parts, starts = source.read(indices)
+    labels = rows[:, 1:]
+    mask = np.ones(labels.shape, dtype=bool)
+    if config.data.mask_end_of_document and source.end_of_document is not None:
+        mask = labels != source.end_of_document
+    documents, positions = None, np.tile(np.arange(source.seq_length, dtype=np.int64), (len(rows), 1))
+    if not config.data.cross_document_attention:
+        documents, positions = source.documents(parts, starts)
+    return Batch(
+        tokens=torch.from_numpy(np.ascontiguousarray(rows[:, :-1])),
+        labels=torch.from_numpy(np.ascontiguousarray(labels)),
+        loss_mask=torch.from_numpy(mask),
+        positions=torch.from_numpy(positions),
+        documents=None if documents is None else torch.from_numpy(documents),
+        number=number,
+    )
+
+
+def local_batches(source: SampleSource, config: Config, first: int, dp_rank: int, dp_size: int) -> list[Batch]:
+    """The microbatches that one data-parallel rank computes of the global batch that starts at sample `first`."""
+    size = config.train.micro_batch_size
+    assert size is not None, "derive() fills it in"
+    count = config.train.global_batch_size // size
+    assert count % dp_size == 0, (count, dp_size)
+    starts = [first + microbatch * size for microbatch in range(dp_rank, count, dp_size)]
+    return [read_batch(source, np.arange(start, start + size), start // size, config) for start in starts]
+
+
+class TrainBatches:
+    """Iterates over the steps from sample `start_sample` on; a thread reads ahead. Close it, or use it as a context."""
+
+    def __init__(
+        self,
+        source: SampleSource,
+        config: Config,
+        *,
+        dp_rank: int,
+        dp_size: int,
+        device: torch.device,
+        start_sample: int,
+    ) -> None:
+        self._source, self._config, self._rank, self._size = source, config, dp_rank, dp_size
+        self._device, self._start = device, start_sample
+        self._ready: queue.Queue[tuple[list[Batch], int] | Exception] = queue.Queue(maxsize=AHEAD)
+        self._stop = threading.Event()
+        self._failure: Exception | None = None
+        self._thread = threading.Thread(target=self._read_ahead, name="batches", daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> Iterator[StepBatches]:
+        return self
+
+    def __next__(self) -> StepBatches:
+        """The next step's microbatches; a failure of the reading thread surfaces here, at its step."""
+        begin = time.perf_counter()
+        if self._failure:
+            raise self._failure
+        item = self._take()
+        if isinstance(item, Exception):
+            self._failure = item
+            raise item
+        microbatches, tokens = item
+        wait = time.perf_counter() - begin
+        return StepBatches([batch.to(self._device) for batch in microbatches], tokens, wait)
+
+    def close(self) -> None:
+        """End the thread, whatever it waits for."""
+        self._stop.set()
+        self._thread.join()
+
+    def __enter__(self) -> "TrainBatches":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _take(self) -> tuple[list[Batch], int] | Exception:
+        while not self._stop.is_set():
+            try:
+                return self._ready.get(timeout=TICK)
+            except queue.Empty:
+                continue
+        raise StopIteration
+
+    def _read_ahead(self) -> None:
+        try:
+            for first in itertools.count(self._start, self._config.train.global_batch_size):
+                batches = local_batches(self._source, self._config, first, self._rank, self._size)
+                tokens = sum(int(batch.loss_mask.sum()) for batch in batches)
+                if self._device.type == "cuda":
+                    batches = [_pinned(batch) for batch in batches]
+                if not self._put((batches, tokens)):
+                    return
+        except Exception as error:  # whatever it is belongs to the step that waits for it
+            self._put(error)
+
+    def _put(self, item: tuple[list[Batch], int] | Exception) -> bool:
+        """Hand over one item; False if nobody wants it any more."""
+        while not self._stop.is_set():
+            try:
+                self._ready.put(item, timeout=TICK)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+
+def validation_batches(
+    source: SampleSource, config: Config, *, dp_rank: int, dp_size: int, device: torch.device
+) -> Iterator[list[Batch]]:
+    """This rank's share of each validation batch, always the same: train.eval_batches global batches from the front, or
+    as many as there are. Fewer samples than one global batch are filled up with rows that do not enter the loss, so
+    that every rank has its share of the one shape."""
+    size = config.train.global_batch_size
+    held = source.without_repeats()
+    for step in range(min(config.train.eval_batches, held // size)):
+        yield [batch.to(device) for batch in local_batches(source, config, step * size, dp_rank, dp_size)]
+    if held < size:
+        batches = local_batches(source, config, 0, dp_rank, dp_size)
+        for batch in batches:
+            first = batch.number * len(batch.tokens)
+            batch.loss_mask[max(0, held - first) :] = False
+        yield [batch.to(device) for batch in batches]
+
+
+def _pinned(batch: Batch) -> Batch:
+    """The same batch in memory that the device copies from without waiting."""
+    return Batch(
+        tokens=batch.tokens.pin_memory(),
+        labels=batch.labels.pin_memory(),
+        loss_mask=batch.loss_mask.pin_memory(),
+        positions=batch.positions.pin_memory(),
+        documents=None if batch.documents is None else batch.documents.pin_memory(),
+        number=batch.number,
+    )

@@ -1,0 +1,135 @@
+"""The Hugging Face hub: data sets and tokenizers by name, or a refusal within seconds.
+
+Without network the libraries retry for 23 s (data sets) to 47 s (tokenizers); so one short request comes first, and
+what is not reachable is looked for in the local cache only. Data set scripts and remote code are never run.
+"""
+
+import os
+import ssl
+import sys
+import threading
+import urllib.error
+import urllib.request
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from megalite.config.problems import Problem, UserError
+
+PATIENCE = 4.0  # seconds for the hub to answer
+OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
+TOKENIZER_FILES = [
+    "tokenizer*",
+    "special_tokens_map.json",
+    "config.json",
+    "generation_config.json",
+    "vocab.*",
+    "merges.txt",
+]
+
+
+def reachable() -> bool:
+    """Whether the hub answers within PATIENCE seconds, name resolution included."""
+    if any(os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE") for name in OFFLINE):
+        return False
+    answers: list[bool] = []
+    probe = threading.Thread(target=lambda: answers.append(_answers()), daemon=True)  # a resolver may hang for longer
+    probe.start()
+    probe.join(PATIENCE)
+    return answers == [True]
+
+
+def _answers() -> bool:
+    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    try:
+        with urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=PATIENCE):
+            return True
+    except urllib.error.HTTPError as error:
+        return error.code not in (403, 407) and error.code < 500  # a proxy's refusal is no answer of the hub
+    except urllib.error.URLError as error:
+        return isinstance(error.reason, ssl.SSLError)  # there, behind a certificate that the hub's library may know
+    except (OSError, ValueError):
+        return False
+
+
+def go_offline() -> None:
+    """Make the hub's libraries use their caches alone; the switch is read when they are imported."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    for module, name in (("huggingface_hub.constants", "HF_HUB_OFFLINE"), ("datasets.config", "HF_HUB_OFFLINE")):
+        if module in sys.modules:
+            setattr(sys.modules[module], name, True)
+
+
+@lru_cache(maxsize=4)  # the shards of one data set come one after the other
+def load_dataset(name: str, subset: str | None, split: str, streaming: bool) -> Any:
+    """A `datasets` data set, from the hub, its cache, or a local folder."""
+    _require_dataset(name)
+    import datasets
+
+    datasets.disable_progress_bars()
+    try:
+        return datasets.load_dataset(name, subset, split=split, streaming=streaming)
+    except Exception as error:  # the library raises a dozen types, and all are about the user's choice
+        rule = f"cannot be loaded ({type(error).__name__}: {(str(error).splitlines() or [''])[0]})"
+        remedy = "check the name, data.subset and data.split; loading scripts are never run (use one in parquet)"
+        raise UserError(Problem("data.path", name, rule, remedy)) from error
+
+
+def _require_dataset(name: str) -> None:
+    """Refuse at once what is neither local, nor cached, nor reachable."""
+    if Path(name).exists():
+        return
+    cached = _hub_cache(f"datasets--{name.replace('/', '--')}").exists() or _datasets_cache(name).exists()
+    if reachable():
+        return
+    if not cached:
+        rule = f"the hub does not answer within {PATIENCE:.0f} s and the data set is not in the local cache"
+        remedy = (
+            "check the network; to work offline, download it elsewhere and use data=text data.path=FOLDER "
+            "(jsonl, parquet), or copy that machine's Hugging Face cache here (HF_HOME)"
+        )
+        raise UserError(Problem("data.path", name, rule, remedy))
+    go_offline()
+
+
+def tokenizer_folder(name: str) -> Path:
+    """The files of a hub tokenizer, downloaded or from the cache."""
+    if not _hub_cache(f"models--{name.replace('/', '--')}").exists() and not reachable():
+        raise _no_tokenizer(name, f"the hub does not answer within {PATIENCE:.0f} s and it is not in the local cache")
+    import huggingface_hub
+
+    try:
+        cached = huggingface_hub.snapshot_download(name, allow_patterns=TOKENIZER_FILES, local_files_only=True)
+        if any(Path(cached).glob("tokenizer*")) or any(Path(cached).glob("vocab.*")):
+            return Path(cached)
+    except Exception:  # not cached, in whichever way the library says so
+        cached = ""
+    if not reachable():
+        raise _no_tokenizer(
+            name, f"the hub does not answer within {PATIENCE:.0f} s and the local cache lacks its files"
+        )
+    try:
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=TOKENIZER_FILES, etag_timeout=PATIENCE))
+    except Exception as error:  # unknown, gated, private, no space: the library's own words say which
+        raise _no_tokenizer(name, f"cannot be loaded ({(str(error).splitlines() or [''])[0]})") from error
+
+
+def _no_tokenizer(name: str, why: str) -> UserError:
+    remedy = (
+        "use bpe, byte, char or a folder that exists; to work offline, save the tokenizer elsewhere "
+        "(AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)) and give tokenizer=FOLDER"
+    )
+    return UserError(Problem("tokenizer", name, f"is no folder here, and as a name on the hub: {why}", remedy))
+
+
+def _hub_home() -> Path:
+    fallback = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface"
+    return Path(os.environ.get("HF_HOME") or fallback)
+
+
+def _hub_cache(entry: str) -> Path:
+    return Path(os.environ.get("HF_HUB_CACHE") or _hub_home() / "hub") / entry
+
+
+def _datasets_cache(name: str) -> Path:
+    return Path(os.environ.get("HF_DATASETS_CACHE") or _hub_home() / "datasets") / name.replace("/", "___")

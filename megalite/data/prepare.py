@@ -1,0 +1,231 @@
+"""All slow work between text and token files: done once, by one process, and continued after a kill.
+
+Each part of the data becomes a token file in the cache whose name is a fingerprint of its files and its tokenizer.
+Under a file lock, the part's shards are tokenized into a work folder, one token file each, then joined; whoever comes
+second finds the work done, whoever comes after a kill does only the shards that are missing.
+"""
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megalite.config.problems import Problem, UserError
+from megalite.config.schema import Config
+from megalite.data.cache import cache_folder, digest, locked, make_folder
+from megalite.data.reading import Shard, documents
+from megalite.data.sources import Source, collected, sources_of
+from megalite.data.token_file import TokenFile, read_sidecar, with_suffix
+
+FORMAT = 1  # part of every fingerprint: a change of what preparation produces renews all caches
+SAMPLE = 8 << 20  # bytes of text that a BPE is trained on
+SAMPLED_SHARDS = 64
+Progress = Callable[[int, int, int, int], None]  # bytes done, bytes in all, documents, tokens
+
+
+@dataclass(frozen=True)
+class TokenizerChoice:
+    """Which tokenizer, before it exists. `identity` names it in fingerprints; trained ones live in `folder`."""
+
+    name: str
+    identity: str
+    folder: Path | None
+    vocab_size: int  # for bpe
+
+
+@dataclass(frozen=True)
+class Target:
+    """One part of the data and the token file that it becomes."""
+
+    source: Source
+    prefix: Path
+    key: str
+
+
+def targets_of(config: Config) -> tuple[TokenizerChoice, list[Target]]:
+    """What `prepare` makes and `open_data` opens. Looks at names, sizes and times of the input alone."""
+    sources = sources_of(config.data)
+    identities = collected(lambda source: [source.identity()], sources)
+    choice = choose_tokenizer(config, identities)
+    folder = cache_folder(config.data) / "tokens"
+    targets = []
+    for source, identity in zip(sources, identities, strict=True):
+        key = digest(FORMAT, identity, choice.identity)
+        targets.append(Target(source, folder / f"{source.label}-{key}", key))
+    return choice, targets
+
+
+def choose_tokenizer(config: Config, identities: list[str]) -> TokenizerChoice:
+    """The tokenizer that the config names; bpe and char depend on the data, whose identities are given."""
+    name, size = config.tokenizer, config.data.bpe_vocab_size
+    if name == "byte":
+        return TokenizerChoice(name, "byte", None, size)
+    if name in ("bpe", "char"):
+        key = digest(FORMAT, name, identities, size if name == "bpe" else None)
+        return TokenizerChoice(name, key, cache_folder(config.data) / "tokenizers" / f"{name}-{key}", size)
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        states = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(folder.glob("*token*"))]
+        return TokenizerChoice(name, digest(str(folder.absolute()), states), None, size)
+    return TokenizerChoice(name, digest("hub", name), None, size)
+
+
+def prepare(config: Config, progress: Progress | None = None) -> None:
+    """Make every token file that `config` needs and that is not there yet."""
+    if config.data.source == "tokens":
+        return
+    choice, targets = targets_of(config)
+    missing = [target for target in targets if not is_prepared(target.prefix)]
+    if not missing:
+        return
+    make_folder(cache_folder(config.data))
+    tokenizing = Tokenizing(config.data.workers or os.cpu_count() or 1, progress)
+    plans = collected(lambda target: [target.source.plan()], targets)
+    tokenizing.total = sum(shard.size for plan in plans for shard in plan)
+    tokenizing.report()
+    tokenizer = obtain_tokenizer(choice, plans)
+    for target, plan in zip(targets, plans, strict=True):
+        tokenizing.make(target, plan, tokenizer)
+
+
+def prepare_file(source: Source, config: Config, prefix: Path, progress: Progress | None = None) -> dict[str, Any]:
+    """Make the token file `prefix` of one source, wherever the user wants it; returns what PREFIX.json says. A file
+    that is there already must be the same one."""
+    identity = source.identity()
+    choice = choose_tokenizer(config, [identity])
+    target = Target(source, prefix.absolute(), digest(FORMAT, identity, choice.identity))
+    make_folder(target.prefix.parent, "--output")
+    if is_prepared(target.prefix):
+        facts = TokenFile.open(target.prefix).sidecar()
+        if facts.get("fingerprint") != target.key:
+            rule = "there is a token file already, of other text or another tokenizer"
+            raise UserError(Problem("--output", str(prefix), rule, "choose another name, or delete it"))
+        return facts
+    make_folder(cache_folder(config.data))
+    tokenizing = Tokenizing(config.data.workers or os.cpu_count() or 1, progress)
+    plan = source.plan()
+    tokenizing.total = sum(shard.size for shard in plan)
+    tokenizing.make(target, plan, obtain_tokenizer(choice, [plan]))
+    return TokenFile.open(target.prefix).sidecar()
+
+
+def is_prepared(prefix: Path) -> bool:
+    """Whether the token file is complete: its index comes last."""
+    return with_suffix(prefix, ".idx").exists()
+
+
+def obtain_tokenizer(choice: TokenizerChoice, plans: list[list[Shard]]) -> Any:
+    """The chosen tokenizer, trained on the planned shards and cached if need be."""
+    from megalite.data import tokenizers
+
+    if choice.name == "byte":
+        return tokenizers.byte_tokenizer()
+    if choice.folder is None:
+        return tokenizers.named_tokenizer(choice.name)
+    make_folder(choice.folder.parent)
+    with locked(choice.folder.with_name(choice.folder.name + ".lock")):
+        if not (choice.folder / "tokenizer.json").exists():
+            shards = [shard for plan in plans for shard in plan]
+            if choice.name == "char":
+                trained = tokenizers.char_tokenizer(text for shard in shards for text in documents(shard))
+            else:
+                trained = tokenizers.bpe_tokenizer(sample(shards), choice.vocab_size)
+            draft = choice.folder.with_name(f".{choice.folder.name}.tmp-{os.getpid()}")
+            trained.save(draft)
+            draft.replace(choice.folder)
+        return tokenizers.load_tokenizer(choice.folder)
+
+
+def sample(shards: list[Shard], size: int = SAMPLE) -> Iterator[str]:
+    """About `size` characters of text from all over the data, the same on every call."""
+    step = -(-len(shards) // SAMPLED_SHARDS)
+    chosen = shards[::step]
+    for number, shard in enumerate(chosen):
+        share = size // (len(chosen) - number)
+        for text in documents(shard):
+            yield text[:share]
+            size -= len(text[:share])
+            share -= len(text[:share])
+            if share <= 0:
+                break
+
+
+class Tokenizing:
+    """Turns planned shards into token files and keeps count over all of them."""
+
+    def __init__(self, workers: int, progress: Progress | None) -> None:
+        self.workers, self.progress = workers, progress
+        self.total = 0
+        self._done: dict[Path, tuple[int, int, int]] = {}  # per shard: bytes, documents, tokens
+
+    def report(self) -> None:
+        """Tell the caller how far all targets are."""
+        if self.progress:
+            sums = [sum(column) for column in zip(*self._done.values(), strict=True)] or [0, 0, 0]
+            self.progress(min(sums[0], self.total), self.total, sums[1], sums[2])
+
+    def make(self, target: Target, plan: list[Shard], tokenizer: Any) -> None:
+        """Write the token file of one target, unless it is there."""
+        make_folder(target.prefix.parent)
+        with locked(with_suffix(target.prefix, ".lock")):
+            if is_prepared(target.prefix):
+                file = TokenFile.open(target.prefix)
+                counts = (sum(shard.size for shard in plan), file.documents, len(file.tokens))
+                self._done[target.prefix] = counts
+                self.report()
+                return
+            self._make(target, plan, tokenizer)
+
+    def _make(self, target: Target, plan: list[Shard], tokenizer: Any) -> None:
+        from megalite.data import pool, worker
+
+        work = with_suffix(target.prefix, f".partial-{target.key}")
+        make_folder(work)
+        tokenizer.save(work / "tokenizer")
+        pieces = [work / f"shard-{number:05d}" for number in range(len(plan))]
+        jobs = []
+        for number, (shard, piece) in enumerate(zip(plan, pieces, strict=True)):
+            if worker.is_done(piece):
+                self._done[piece] = (shard.size, 0, 0)
+            else:
+                jobs.append((number, shard, piece))
+
+        def count(number: int, size: int, texts: int, tokens: int) -> None:
+            self._done[pieces[number]] = (min(size, plan[number].size) if plan[number].size else size, texts, tokens)
+            self.report()
+
+        pool.tokenize_shards(jobs, tokenizer, work / "tokenizer", self.workers, count)
+        self._join(target, pieces, work, tokenizer)
+
+    def _join(self, target: Target, pieces: list[Path], work: Path, tokenizer: Any) -> None:
+        """All shards into one token file, its tokenizer beside it; then the work folder goes."""
+        from megalite.data import pool, token_writer
+
+        files = [TokenFile.open(piece) for piece in pieces if piece.with_name(piece.name + ".bin").stat().st_size]
+        if not files:
+            rule = "holds no text at all (only empty documents)"
+            raise UserError(Problem("data.path", target.source.label, rule, "give text; check data.text_column"))
+        sidecars = [read_sidecar(piece) for piece in pieces]
+        facts = {
+            "source": target.source.label,
+            "fingerprint": target.key,
+            "tokens": sum(len(file.tokens) for file in files),
+            "documents": sum(file.documents for file in files),
+            "skipped_documents": sum(sidecar["skipped"] for sidecar in sidecars),
+            "bytes": sum(sidecar["bytes"] for sidecar in sidecars),
+            "tokenizer": tokenizer.identity,
+            "vocab_size": tokenizer.vocab_size,
+            "dtype": str(files[0].tokens.dtype),
+        }
+        prefix = target.prefix
+        for litter in prefix.parent.glob(f".{prefix.name}.*.tmp-*"):
+            litter.unlink()  # of a process that was killed while joining: we hold its lock
+        try:
+            tokenizer.save(with_suffix(prefix, ".tokenizer"))
+            token_writer.join(files, prefix, facts)
+        except OSError as error:
+            raise pool.storage_error(error.errno, prefix.parent, error) from error
+        for leftover in prefix.parent.glob(f"{prefix.name}.partial-*"):
+            shutil.rmtree(leftover, ignore_errors=True)

@@ -1,0 +1,240 @@
+"""One shard of the input, and the documents in it.
+
+A shard is a plain record that travels to a worker process as JSON. A document comes as one or more pieces, so that a
+text of any size passes through bounded memory; the pieces joined are the document, exactly. Text is never stripped, and
+line ends are never translated. Empty and missing texts are skipped and counted.
+"""
+
+import codecs
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megalite.config.problems import Problem, UserError
+
+PIECE = 1 << 20  # characters after which a document is cut at the next safe place
+READ = 1 << 20  # bytes read at once
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A part of the input that one worker tokenizes. What `start` and `stop` count depends on the kind:
+
+    text: nothing, each of `paths` is one document; jsonl: bytes, and a line belongs to the shard in which it starts;
+    parquet: row groups; rows: rows of a hub data set on disk; stream: `start` of `stop` shards of a streamed one.
+    `size` is the number of bytes of text, as near as is known before reading.
+    """
+
+    kind: str
+    paths: tuple[str, ...]
+    start: int = 0
+    stop: int = 0
+    size: int = 0
+    column: str = "text"
+    subset: str | None = None
+    split: str = "train"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Part of a document; `text` None is a row without text."""
+
+    text: str | None
+    ends_document: bool = True
+
+
+def pieces(shard: Shard) -> Iterator[Piece]:
+    """The documents of a shard in order, in pieces."""
+    if shard.kind == "text":
+        for path in shard.paths:
+            yield from _text_pieces(Path(path))
+        return
+    for text in _rows(shard):
+        if not text or len(text) <= PIECE:
+            yield Piece(text or None)
+        else:
+            *head, tail = cut(text)
+            yield from (Piece(part, ends_document=False) for part in head)
+            yield Piece(tail)
+
+
+def documents(shard: Shard) -> Iterator[str]:
+    """The documents of a shard in order, each whole."""
+    parts: list[str] = []
+    for piece in pieces(shard):
+        parts.append(piece.text or "")
+        if piece.ends_document:
+            if any(parts):
+                yield "".join(parts)
+            parts = []
+
+
+def safe_cut(text: str, start: int) -> int:
+    """A place at or after `start` where the text can be cut without changing its tokens, or 0.
+
+    It is in front of a line end that follows a letter or digit: there the byte-level BPEs of GPT-2, Llama 3 and Qwen
+    begin a new word. Tokenizers that see the whole text at once (SentencePiece's) may differ around a cut.
+    """
+    while (at := text.find("\n", start)) != -1:
+        at -= text[at - 1 : at] == "\r"
+        if at and text[at - 1].isalnum():
+            return at
+        start = at + 2
+    return 0
+
+
+def cut(text: str) -> list[str]:
+    """`text` in pieces of about PIECE characters."""
+    parts, start = [], 0
+    while len(text) - start > PIECE and (stop := safe_cut(text, start + PIECE)):
+        parts.append(text[start:stop])
+        start = stop
+    return [*parts, text[start:]]
+
+
+def _text_pieces(path: Path) -> Iterator[Piece]:
+    """One file as one document."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    buffer, offset = "", 0
+    with path.open("rb") as file:
+        while block := file.read(READ):
+            check_no_nul(path, block, offset)
+            buffer += _decode(path, decoder, block, offset)
+            offset += len(block)
+            if len(buffer) > PIECE and (stop := safe_cut(buffer, PIECE)):
+                yield Piece(buffer[:stop], ends_document=False)
+                buffer = buffer[stop:]
+        buffer += _decode(path, decoder, b"", offset, final=True)
+    yield Piece(buffer or None)
+
+
+def check_no_nul(path: Path, block: bytes, offset: int) -> None:
+    """Text has no zero byte; the first one names the place."""
+    if (at := block.find(0)) != -1:
+        raise binary_file(path, offset + at, "a zero byte")
+
+
+def binary_file(path: Path, offset: int, found: str) -> UserError:
+    rule = f"is not UTF-8 text: {found} at byte offset {offset:,}"
+    return UserError(
+        Problem("data.path", str(path), rule, "give text in UTF-8 (convert it with iconv), jsonl or parquet")
+    )
+
+
+def _decode(path: Path, decoder: codecs.IncrementalDecoder, block: bytes, offset: int, final: bool = False) -> str:
+    pending = len(decoder.getstate()[0])  # bytes of a character that the block before began
+    try:
+        return decoder.decode(block, final)
+    except UnicodeDecodeError as error:
+        raise binary_file(path, offset - pending + error.start, "an invalid byte") from error
+
+
+def _rows(shard: Shard) -> Iterator[str | None]:
+    if shard.kind == "jsonl":
+        return _jsonl_rows(Path(shard.paths[0]), shard)
+    if shard.kind == "parquet":
+        return _parquet_rows(Path(shard.paths[0]), shard)
+    return _hub_rows(shard)
+
+
+def _jsonl_rows(path: Path, shard: Shard) -> Iterator[str | None]:
+    """The text of each line that starts in [start, stop)."""
+    with path.open("rb") as file:
+        if shard.start:
+            file.seek(shard.start - 1)
+            file.readline()  # the line that began in the shard before
+        while (at := file.tell()) < shard.stop and (line := file.readline()):
+            if line.strip():
+                yield json_text(path, line, at, shard.column)
+
+
+def json_text(path: Path, line: bytes, at: int, column: str) -> str | None:
+    """The text in one line of a jsonl file; `at` is the line's byte offset."""
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        where = f"{path}:{_line_number(path, at)}"
+        shown = line[:80].decode("utf-8", "backslashreplace").rstrip()
+        rule = f"is not a line of JSON ({error}): {shown!r}"
+        raise UserError(Problem("data.path", where, rule, "one JSON object per line, in UTF-8")) from error
+    if not isinstance(row, dict):
+        where = f"{path}:{_line_number(path, at)}"
+        raise UserError(
+            Problem("data.path", where, f"holds {type(row).__name__}, not an object", 'write {"text": "..."}')
+        )
+    if column not in row:
+        raise missing_column(f"{path}:{_line_number(path, at)}", column, list(row))
+    text = checked_text(row[column], f"{path}:{_line_number(path, at)}" if not_text(row[column]) else "", column)
+    return without_lone_surrogates(text) if text else text
+
+
+def without_lone_surrogates(text: str) -> str:
+    """JSON can spell half of a character (`\\ud83d` alone), which no encoding of text can hold: it becomes U+FFFD."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return text
+
+
+def not_text(value: Any) -> bool:
+    return value is not None and not isinstance(value, str)
+
+
+def checked_text(value: Any, where: str, column: str) -> str | None:
+    """`value` if it is a text or missing."""
+    if not_text(value):
+        rule = f"column {column!r} holds {type(value).__name__}, not text"
+        raise UserError(Problem("data.text_column", column, f"{rule} ({where})", "name the column that holds the text"))
+    return value  # type: ignore[no-any-return]
+
+
+def missing_column(where: str, column: str, found: list[str]) -> UserError:
+    rule = f"{where} has no such column; it has: {', '.join(map(str, found)) or 'none'}"
+    remedy = (
+        f"data.text_column={found[0]}" if len(found) == 1 else "set data.text_column to the one that holds the text"
+    )
+    return UserError(Problem("data.text_column", column, rule, remedy))
+
+
+def _line_number(path: Path, at: int) -> int:
+    """Which line starts at byte `at`; counted only to report a mistake."""
+    number = 1
+    with path.open("rb") as file:
+        while at > 0 and (block := file.read(min(READ, at))):
+            number += block.count(b"\n")
+            at -= len(block)
+    return number
+
+
+def _parquet_rows(path: Path, shard: Shard) -> Iterator[str | None]:
+    """The text column of the row groups [start, stop)."""
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        with parquet.ParquetFile(path) as file:
+            groups = list(range(shard.start, shard.stop))
+            for batch in file.iter_batches(batch_size=256, row_groups=groups, columns=[shard.column]):
+                for value in batch.column(0).to_pylist():
+                    yield checked_text(value, str(path), shard.column)
+    except (pyarrow.ArrowException, OSError) as error:
+        rule = f"is damaged in row groups {shard.start} to {shard.stop - 1} ({str(error).splitlines()[0]})"
+        raise UserError(Problem("data.path", str(path), rule, "copy it again")) from error
+
+
+def _hub_rows(shard: Shard) -> Iterator[str | None]:
+    """The text column of some rows of a hub dataset."""
+    from megalite.data.hub import load_dataset
+
+    rows = load_dataset(shard.paths[0], shard.subset, shard.split, streaming=shard.kind == "stream")
+    if shard.kind == "stream":
+        chosen = rows.shard(num_shards=shard.stop, index=shard.start) if shard.stop > 1 else rows
+    else:
+        chosen = rows.select(range(shard.start, shard.stop))
+    for row in chosen:
+        if shard.column not in row:
+            raise missing_column(shard.paths[0], shard.column, list(row))
+        yield checked_text(row[shard.column], shard.paths[0], shard.column)

@@ -1,0 +1,78 @@
+"""A scan of a whole token file: every index entry and every token id, at the speed of the disk."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import xxhash
+
+from megalite.config.problems import Problem, UserError
+from megalite.data.token_file import TokenFile, broken_sequence, with_suffix
+
+ROWS = 1 << 20  # index entries at once
+TOKENS = 1 << 24  # tokens at once
+
+
+def verify(prefix: Path, vocab_size: int | None, progress: Callable[[int, int], None] | None = None) -> TokenFile:
+    """The file, if all of it is sound; else UserError naming the first broken sequence, boundary and document.
+    `progress` hears of tokens done and in all. Without `vocab_size`, that of PREFIX.json holds."""
+    file = TokenFile.open(prefix)
+    facts = file.sidecar()
+    size = vocab_size if vocab_size is not None else facts.get("vocab_size")
+    if size is None:
+        rule = "the vocabulary size is neither given nor in a file of ours"
+        raise UserError(Problem("--vocab-size", None, rule, "give --vocab-size N"))
+    problems = _index_problems(file) or _token_problems(file, int(size), progress)
+    if not problems and "xxh3_128" in facts and _hash(file) != facts["xxh3_128"]:
+        rule = f"its content is not what was prepared (xxh3_128 differs from that in {prefix.name}.json)"
+        problems = [Problem("data.path", str(with_suffix(prefix, ".bin")), rule, "copy it again, or prepare it again")]
+    if problems:
+        raise UserError(problems)
+    return file
+
+
+def _index_problems(file: TokenFile) -> list[Problem]:
+    index = str(with_suffix(file.prefix, ".idx"))
+    remedy = "copy both files again, or prepare the data again"
+    problems = []
+    for start in range(0, len(file.pointers), ROWS):
+        rows = np.arange(start, min(start + ROWS, len(file.pointers)), dtype=np.int64)
+        if broken := broken_sequence(file, rows):
+            problems.append(Problem("data.path", index, broken, remedy))
+            break
+    for start in range(0, file.documents, ROWS):
+        piece = file.boundaries[start : start + ROWS + 1]
+        wrong = np.flatnonzero(np.diff(piece) < 0)
+        if len(wrong):
+            document = start + int(wrong[0])
+            rule = f"document {document:,} ends before it starts (sequences {piece[wrong[0]]} to {piece[wrong[0] + 1]})"
+            problems.append(Problem("data.path", index, rule, remedy))
+            break
+    return problems
+
+
+def _token_problems(file: TokenFile, vocab_size: int, progress: Callable[[int, int], None] | None) -> list[Problem]:
+    total, first, count = len(file.tokens), -1, 0
+    for start in range(0, total, TOKENS):
+        piece = file.tokens[start : start + TOKENS]
+        wrong = np.flatnonzero((piece >= vocab_size) | (piece < 0))
+        if len(wrong):
+            first = start + int(wrong[0]) if first < 0 else first
+            count += len(wrong)
+        if progress:
+            progress(min(start + TOKENS, total), total)
+    if not count:
+        return []
+    rule = (
+        f"token id {int(file.tokens[first])} in document {file.document_at(first):,} (token {first:,}) is outside the "
+        f"vocabulary of {vocab_size:,}; {count:,} such tokens in all"
+    )
+    remedy = "give the vocabulary size of the tokenizer that made the file, or prepare the data again"
+    return [Problem("data.path", str(with_suffix(file.prefix, ".bin")), rule, remedy)]
+
+
+def _hash(file: TokenFile) -> str:
+    state = xxhash.xxh3_128()
+    for start in range(0, len(file.tokens), TOKENS):
+        state.update(file.tokens[start : start + TOKENS].tobytes())
+    return state.hexdigest()

@@ -1,0 +1,42 @@
+"""Small texts, small configs, and a cache of each test's own."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megalite.config.schema import Config
+from megalite.data.token_file import dtype_for
+from megalite.data.token_writer import TokenWriter
+
+WriteTokens = Callable[..., Path]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    """A config of tiny batches whose data the test chooses."""
+    made = Config(tokenizer="byte")
+    made.data.source = "text"
+    made.data.cache_dir = str(tmp_path / "cache")
+    made.data.workers = 1
+    made.train.seq_length = 16
+    made.train.micro_batch_size = 2
+    made.train.global_batch_size = 8
+    made.train.eval_batches = 2
+    return made
+
+
+@pytest.fixture
+def write_tokens(tmp_path: Path) -> WriteTokens:
+    """write_tokens(name, documents, vocab_size): a token file; returns its prefix."""
+
+    def write(name: str, documents: list[list[int]], vocab_size: int = 1000) -> Path:
+        writer = TokenWriter(tmp_path / name, dtype_for(vocab_size))
+        for document in documents:
+            writer.add(np.array(document))
+            writer.end_document()
+        writer.finish({"vocab_size": vocab_size})
+        return tmp_path / name
+
+    return write

@@ -1,0 +1,219 @@
+"""The stream of microbatches is one, whoever computes it and wherever it starts."""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megalite.config.problems import UserError
+from megalite.config.schema import Config
+from megalite.data.batch import Batch
+from megalite.data.batches import TrainBatches, validation_batches
+from megalite.data.open import OpenedData, open_data
+from megalite.data.prepare import prepare
+
+WriteTokens = Callable[..., Path]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def data(config: Config, write_tokens: WriteTokens) -> OpenedData:
+    config.data.source = "tokens"
+    config.data.path = [
+        str(write_tokens(name, [list(range(first, first + 400))] * 3)) for name, first in (("a", 0), ("b", 400))
+    ]
+    config.data.weights = [2.0, 1.0]
+    return open_data(config)
+
+
+def stream(
+    data: OpenedData, config: Config, steps: int, *, rank: int = 0, size: int = 1, start: int = 0
+) -> list[Batch]:
+    with TrainBatches(
+        data.train, config, dp_rank=rank, dp_size=size, device=CPU, start_sample=start * config.train.global_batch_size
+    ) as batches:
+        return [batch for _ in range(steps) for batch in next(batches).microbatches]
+
+
+def content(batches: list[Batch]) -> dict[int, list[list[int]]]:
+    return {batch.number: torch.cat([batch.tokens, batch.labels], dim=1).tolist() for batch in batches}
+
+
+def test_labels_are_the_next_tokens_and_positions_count(data: OpenedData, config: Config) -> None:
+    for batch in stream(data, config, 2):
+        assert batch.tokens.shape == batch.labels.shape == (2, 16)
+        assert torch.equal(batch.tokens[:, 1:], batch.labels[:, :-1])
+        assert batch.positions.tolist() == [list(range(16))] * 2
+        assert batch.loss_mask.all()
+        assert batch.documents is None
+        assert (batch.tokens.dtype, batch.labels.dtype, batch.loss_mask.dtype) == (torch.int64, torch.int64, torch.bool)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_together_compute_the_microbatches_of_one_process(data: OpenedData, config: Config, size: int) -> None:
+    whole = stream(data, config, 5)
+    assert [batch.number for batch in whole] == list(range(20))
+    shared = [stream(data, config, 5, rank=rank, size=size) for rank in range(size)]
+    assert {len(batches) for batches in shared} == {20 // size}
+    together = [batch for batches in shared for batch in batches]
+    assert content(together) == content(whole)
+    assert len(together) == len(whole)
+
+
+def test_a_global_batch_holds_the_same_samples_for_every_micro_batch_size(data: OpenedData, config: Config) -> None:
+    whole = torch.cat([batch.tokens for batch in stream(data, config, 3)])
+    config.train.micro_batch_size = 8
+    assert torch.equal(torch.cat([batch.tokens for batch in stream(data, config, 3)]), whole)
+
+
+@pytest.mark.parametrize("start", [1, 7, 40])
+def test_resuming_at_a_step_continues_the_stream(data: OpenedData, config: Config, start: int) -> None:
+    whole = stream(data, config, start + 3)  # several epochs
+    assert content(stream(data, config, 3, start=start)) == content(whole[4 * start :])
+
+
+def test_end_of_document_labels_leave_the_loss_if_asked(tmp_path: Path, config: Config) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "abcdefg"}\n' * 300)
+    config.data.path = str(tmp_path / "a.jsonl")
+    config.data.mask_end_of_document = True
+    prepare(config)
+    opened = open_data(config)
+    with TrainBatches(opened.train, config, dp_rank=0, dp_size=1, device=CPU, start_sample=0) as batches:
+        step = next(batches)
+    for batch in step.microbatches:
+        assert torch.equal(batch.loss_mask, batch.labels != 256)
+        assert not batch.loss_mask.all()
+    assert step.local_tokens == sum(int(batch.loss_mask.sum()) for batch in step.microbatches) == 8 * 16 * 7 // 8
+    assert opened.bytes_per_token == 1
+
+
+def test_documents_reach_the_batch_if_attention_stays_inside_them(tmp_path: Path, config: Config) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "abcdefg"}\n' * 300)
+    config.data.path = str(tmp_path / "a.jsonl")
+    config.data.cross_document_attention = False
+    prepare(config)
+    (first, *_) = stream(open_data(config), config, 1)
+    assert first.documents is not None
+    assert first.documents.dtype == torch.int32
+    assert first.documents.tolist() == [[0] * 8 + [1] * 8] * 2
+    assert first.positions.tolist() == [[*range(8), *range(8)]] * 2
+
+
+def test_validation_is_the_front_of_the_held_out_tokens_every_time(config: Config, write_tokens: WriteTokens) -> None:
+    config.data.source, config.data.path = "tokens", str(write_tokens("a", [list(range(1000))] * 4))
+    source = open_data(config).validation
+    assert source is not None
+    runs = [list(validation_batches(source, config, dp_rank=0, dp_size=1, device=CPU)) for _ in range(2)]
+    assert len(runs[0]) == 2  # eval_batches
+    assert [content(step) for step in runs[0]] == [content(step) for step in runs[1]]
+    inputs = torch.cat([batch.tokens for step in runs[0] for batch in step]).flatten()
+    assert torch.equal(inputs, (torch.arange(16 * 16) + 3600) % 1000)
+    shared = [list(validation_batches(source, config, dp_rank=rank, dp_size=2, device=CPU)) for rank in range(2)]
+    assert content([b for run in shared for step in run for b in step]) == content(
+        [b for step in runs[0] for b in step]
+    )
+
+
+def test_a_small_validation_set_is_filled_up_with_rows_outside_the_loss(
+    config: Config, write_tokens: WriteTokens
+) -> None:
+    config.data.source, config.data.path = "tokens", str(write_tokens("a", [list(range(500))]))
+    source = open_data(config).validation
+    assert source is not None
+    assert source.samples == 3
+    (step,) = validation_batches(source, config, dp_rank=0, dp_size=1, device=CPU)
+    assert [batch.loss_mask.all(dim=1).tolist() for batch in step] == [
+        [True, True],
+        [True, False],
+        [False] * 2,
+        [False] * 2,
+    ]
+    assert int(sum(batch.loss_mask.sum() for batch in step)) == 3 * 16
+
+
+def test_only_whole_global_batches_are_used_if_there_is_one(config: Config, write_tokens: WriteTokens) -> None:
+    config.data.source, config.data.path = "tokens", str(write_tokens("a", [list(range(1000))] * 2))
+    source = open_data(config).validation
+    assert source is not None
+    assert source.samples == 12
+    (step,) = validation_batches(source, config, dp_rank=0, dp_size=1, device=CPU)
+    assert all(batch.loss_mask.all() for batch in step)
+
+
+def test_a_failure_while_reading_ahead_surfaces_at_its_step(config: Config, write_tokens: WriteTokens) -> None:
+    config.data.source, config.data.path = "tokens", str(write_tokens("a", [[1] * 2000]))
+    config.train.eval_interval = 0
+    data = open_data(config)
+    broken = replace(data.train, vocab_size=1)
+    with TrainBatches(broken, config, dp_rank=0, dp_size=1, device=CPU, start_sample=0) as batches:
+        for _ in range(2):
+            with pytest.raises(UserError, match="outside the vocabulary of 1"):
+                next(batches)
+
+
+def test_closing_ends_the_thread_even_while_it_waits(data: OpenedData, config: Config) -> None:
+    before = threading.active_count()
+    batches = TrainBatches(data.train, config, dp_rank=0, dp_size=1, device=CPU, start_sample=0)
+    time.sleep(0.2)  # the queue is full, the thread waits to hand over
+    begin = time.monotonic()
+    batches.close()
+    assert time.monotonic() - begin < 1
+    assert threading.active_count() == before
+
+
+def test_closing_frees_a_consumer_that_waits(data: OpenedData, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megalite.data import batches as module
+
+    entered, release = threading.Event(), threading.Event()
+
+    def slow(*arguments: object) -> list[Batch]:
+        entered.set()
+        release.wait(5)
+        return []
+
+    monkeypatch.setattr(module, "local_batches", slow)
+    batches = TrainBatches(data.train, config, dp_rank=0, dp_size=1, device=CPU, start_sample=0)
+    ended = threading.Event()
+
+    def consume() -> None:
+        list(batches)
+        ended.set()
+
+    threading.Thread(target=consume, daemon=True).start()
+    entered.wait(5)
+    closer = threading.Thread(target=batches.close)
+    closer.start()
+    assert ended.wait(2)
+    release.set()
+    closer.join(2)
+    assert not closer.is_alive()
+
+
+def test_waiting_for_data_is_measured(data: OpenedData, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megalite.data import batches as module
+
+    read = module.local_batches
+
+    def slow(*arguments: object) -> list[Batch]:
+        time.sleep(0.1)
+        return read(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(module, "local_batches", slow)
+    with TrainBatches(data.train, config, dp_rank=0, dp_size=1, device=CPU, start_sample=0) as batches:
+        assert next(batches).wait_s > 0.05
+        time.sleep(0.4)
+        assert next(batches).wait_s < 0.05
+
+
+@pytest.mark.gpu
+def test_batches_arrive_on_the_device_from_pinned_memory(data: OpenedData, config: Config) -> None:
+    cuda = torch.device("cuda", 0)
+    expected = stream(data, config, 3)
+    with TrainBatches(data.train, config, dp_rank=0, dp_size=1, device=cuda, start_sample=0) as batches:
+        arrived = [batch for _ in range(3) for batch in next(batches).microbatches]
+    assert all(batch.tokens.device == cuda for batch in arrived)
+    assert content(arrived) == content(expected)

@@ -1,0 +1,86 @@
+"""Without network, names of the hub are refused within seconds, with advice."""
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megalite.config.problems import UserError
+from megalite.config.schema import Config
+from megalite.data import hub
+from megalite.data.prepare import prepare
+from megalite.data.tokenizers import named_tokenizer
+
+
+@pytest.fixture
+def silent_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A hub that takes connections and never answers: the slowest way to have no network."""
+    for name in (*hub.OFFLINE, "http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setattr(hub, "PATIENCE", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        yield
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    for name in ("HF_HUB_CACHE", "HF_DATASETS_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("silent_server", "empty_cache")
+def test_a_data_set_without_network_is_refused_in_seconds(config: Config) -> None:
+    config.data.source, config.data.path = "hf", "org/name"
+    begin = time.monotonic()
+    with pytest.raises(UserError, match=r"not in the local cache[\s\S]*to work offline"):
+        prepare(config)
+    assert time.monotonic() - begin < 5
+
+
+@pytest.mark.usefixtures("silent_server", "empty_cache")
+@pytest.mark.parametrize("name", ["gpt2", "org/name"])
+def test_a_tokenizer_without_network_is_refused_in_seconds(name: str) -> None:
+    begin = time.monotonic()
+    with pytest.raises(UserError, match=r"not in the local cache[\s\S]*to work offline"):
+        named_tokenizer(name)
+    assert time.monotonic() - begin < 5
+
+
+@pytest.mark.usefixtures("silent_server")
+def test_a_resolver_that_hangs_does_not_hold_us(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "_answers", lambda: time.sleep(3) or True)
+    begin = time.monotonic()
+    assert not hub.reachable()
+    assert time.monotonic() - begin < 1.5
+
+
+@pytest.mark.usefixtures("silent_server")
+@pytest.mark.parametrize(("status", "there"), [("200 OK", True), ("404 Not Found", True), ("403 Forbidden", False)])
+def test_an_answer_is_an_answer_unless_a_proxy_refuses(
+    status: str, there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(1000)
+                connection.sendall(f"HTTP/1.1 {status}\r\nContent-Length: 0\r\n\r\n".encode())
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        assert hub.reachable() is there
+        thread.join(5)
+
+
+def test_the_offline_switch_is_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "_answers", lambda: True)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert not hub.reachable()
