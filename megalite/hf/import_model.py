@@ -1,0 +1,169 @@
+"""Weights of a transformers GPT-2, Llama or Qwen3 folder as logical parameters. Reads config.json and safetensors only.
+
+No model of transformers is built, nothing is downloaded and nothing is unpickled. Whatever does not fit (another shape,
+missing or unexpected tensors, non-finite values) is refused, all of it in one message.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from megalite.config.problems import Problem, UserError
+from megalite.config.schema import ModelConfig
+from megalite.hf.families import DROPPED_PREFIX, FAMILIES, Source, UnsupportedError, model_settings, sources
+from megalite.model.parameters import gpt_parameters
+
+SETTING = "checkpoint.init_from"
+FLOATING = ("F64", "F32", "F16", "BF16")
+NOT_WEIGHTS = re.compile(r"attn\.(masked_)?bias$|rotary_emb\.inv_freq$")  # buffers that older versions saved
+
+
+def imported_model_settings(folder: str | Path) -> dict[str, Any]:
+    """The `model.*` settings that match the folder's config.json: {"num_layers": 12, ...}."""
+    return _settings(Path(folder), _read_config(Path(folder)))
+
+
+def import_model(folder: str | Path, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    """(logical name, tensor of the logical shape, in the dtype of the file) for every parameter of `config`.
+
+    Names and shapes are checked before the first is read; vocabulary rows that pad the table are zero.
+    """
+    folder = Path(folder)
+    found = _read_config(folder)
+    settings = _settings(folder, found)
+    config = replace(config, vocab_size=config.vocab_size or settings["vocab_size"])
+    differences = _differences(folder, settings, config)
+    if differences:
+        raise UserError(differences)
+    files = _open_files(folder)
+    wanted = sources(found["model_type"], config)
+    tensors = _check_tensors(folder, found["model_type"], files, wanted, config.tie_embeddings)
+    return _read(folder, tensors, wanted, config)
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a supported family."""
+    path = folder / "config.json"
+    if not folder.is_dir():
+        remedy = "give the path of a folder on this machine (nothing is downloaded), as save_pretrained writes it"
+        raise UserError(Problem(SETTING, str(folder), "is the folder of a transformers model", remedy))
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(_folder_problem(path, f"is a readable JSON file ({error})")) from error
+    family = found.get("model_type") if isinstance(found, dict) else None
+    if family not in FAMILIES:
+        remedy = "import a GPT-2, Llama or Qwen3 model, or train from random weights: leave checkpoint.init_from out"
+        raise UserError(Problem(f"model_type in {path}", family, f"is one of {', '.join(FAMILIES)}", remedy))
+    return dict(found)
+
+
+def _settings(folder: Path, found: dict[str, Any]) -> dict[str, Any]:
+    path = folder / "config.json"
+    try:
+        return model_settings(found)
+    except KeyError as missing:
+        raise UserError(_folder_problem(path, f"has the key {missing}")) from missing
+    except (TypeError, ZeroDivisionError) as error:
+        raise UserError(_folder_problem(path, f"has sizes that are positive integers ({error})")) from error
+    except UnsupportedError as refused:
+        key, value, rule = refused.args
+        remedy = "this kind of model cannot be imported; choose another, or leave checkpoint.init_from out"
+        raise UserError(Problem(f"{key} in {path}", value, rule, remedy)) from refused
+
+
+def _differences(folder: Path, settings: dict[str, Any], config: ModelConfig) -> list[Problem]:
+    """One problem for every setting in which `config` is not the folder's model."""
+    problems = []
+    for name, theirs in settings.items():
+        ours = getattr(config, name)
+        if ours != theirs:
+            override = f"model.{name}={json.dumps(theirs) if isinstance(theirs, bool) else theirs}"
+            problems.append(Problem(f"model.{name}", ours, f"is {theirs} in the model of {folder}", override))
+    return problems
+
+
+def _open_files(folder: Path) -> list[Any]:
+    """The safetensors files of the folder, headers read."""
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    paths = [single]
+    if index.exists() and not single.exists():
+        try:
+            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (OSError, ValueError, KeyError, AttributeError) as error:
+            raise UserError(_folder_problem(index, f"is an index of safetensors files ({error!r})")) from error
+        paths = [folder / Path(name).name for name in sorted(names)]
+    elif not single.exists():
+        remedy = (
+            "pickled weights (*.bin) are never loaded: save the model again with transformers' "
+            "save_pretrained(FOLDER), which writes safetensors"
+        )
+        raise UserError(
+            Problem(SETTING, str(folder), "holds model.safetensors or model.safetensors.index.json", remedy)
+        )
+    files, problems = [], []
+    for path in paths:
+        try:
+            files.append(safe_open(path, framework="pt"))
+        except (OSError, SafetensorError) as error:
+            problems.append(_folder_problem(path, f"is a complete safetensors file ({error})"))
+    if problems:
+        raise UserError(problems)
+    return files
+
+
+def _check_tensors(
+    folder: Path, family: str, files: list[Any], wanted: dict[str, Source], tied: bool
+) -> dict[str, tuple[Any, str]]:
+    """Every wanted tensor, without prefix, to its file and its name there; a UserError for all that does not fit."""
+    prefix = DROPPED_PREFIX[family]
+    present = {name.removeprefix(prefix): (file, name) for file in files for name in file.keys()}  # noqa: SIM118
+    shapes = {name: shape for source in wanted.values() for name, shape in source.tensors.items()}
+    problems = [_folder_problem(folder, f"has the tensor {name}") for name in shapes if name not in present]
+    for name, (file, full_name) in present.items():
+        if name not in shapes:
+            if not (NOT_WEIGHTS.search(name) or (tied and name == "lm_head.weight")):
+                problems.append(_folder_problem(folder, f"has no tensors but the model's own, and holds {full_name}"))
+            continue
+        header = file.get_slice(full_name)
+        if tuple(header.get_shape()) != shapes[name]:
+            rule = f"{full_name} has the shape {list(shapes[name])} of config.json, not {header.get_shape()}"
+            problems.append(_folder_problem(folder, rule))
+        if header.get_dtype() not in FLOATING:
+            rule = f"{full_name} is one of {', '.join(FLOATING)}, not {header.get_dtype()}"
+            problems.append(_folder_problem(folder, rule))
+    if problems:
+        raise UserError(problems)
+    return {name: present[name] for name in shapes}
+
+
+def _read(
+    folder: Path, tensors: dict[str, tuple[Any, str]], wanted: dict[str, Source], config: ModelConfig
+) -> Iterator[tuple[str, Tensor]]:
+    problems = []
+    for record in gpt_parameters(config):
+        source = wanted[record.name]
+        parts = []
+        for name in source.tensors:
+            file, full_name = tensors[name]
+            parts.append(file.get_tensor(full_name))
+            if not torch.isfinite(parts[-1]).all():
+                problems.append(_folder_problem(folder, f"holds finite numbers, unlike {full_name}"))
+        value = source.assemble(*parts)
+        padding = record.shape[0] - value.shape[0]  # rows that round the vocabulary up
+        yield record.name, F.pad(value, (0, 0, 0, padding)) if padding else value
+    if problems:
+        raise UserError(problems)
+
+
+def _folder_problem(path: Path, rule: str) -> Problem:
+    remedy = "the folder is damaged or incomplete: copy or download it again, or save it again with save_pretrained"
+    return Problem(SETTING, str(path), rule, remedy)

@@ -1,0 +1,99 @@
+"""Parameters and FLOPs of a GPT, and the dense peak of devices, as pure arithmetic. No torch import.
+
+Model FLOPs follow PaLM (Chowdhery et al. 2022, appendix B): forward and backward need 6 FLOPs per matrix parameter and
+token, and attention's two products 12 * layers * width of all heads * sequence length. Embedding look-ups, norms and
+whatever is computed a second time count nothing, so that a recomputing run does not look faster than it is.
+"""
+
+import re
+
+from megalite.config.schema import ModelConfig
+
+
+def parameter_count(config: ModelConfig) -> int:
+    """Parameters of the model, the padding of the vocabulary not counted."""
+    hidden, layers = config.hidden_size, config.num_layers
+    embeddings = _filled(config.vocab_size) * hidden * (1 if config.tie_embeddings else 2)
+    positions = _filled(config.max_positions) * hidden if config.position == "learned" else 0
+    norm = hidden * (2 if config.norm == "layernorm" and config.bias else 1)
+    block = _matrices_per_block(config) + 2 * norm
+    if config.bias:
+        block += _biases_per_block(config)
+    if config.qk_norm:
+        block += 2 * _filled(config.head_size)
+    return embeddings + positions + layers * block + norm
+
+
+def matmul_parameters(config: ModelConfig) -> int:
+    """Weights that multiply activations: the matrices of all blocks and the head, tied or not, once."""
+    return config.num_layers * _matrices_per_block(config) + _filled(config.vocab_size) * config.hidden_size
+
+
+def flops_per_token(config: ModelConfig, seq_length: int, *, causal: bool) -> float:
+    """Model FLOPs per trained token. `causal` counts only the half of the attention matrix that a causal model uses."""
+    attention = 12 * config.num_layers * config.num_attention_heads * _filled(config.head_size) * seq_length
+    return 6 * matmul_parameters(config) + attention * (0.5 if causal else 1.0)
+
+
+# Dense peak in FLOP/s by pattern in the device's name and torch dtype: the vendors' data sheets, without 2:4 sparsity,
+# and for float32 without TF32 (torch's default). First match wins, so variants stand before their family.
+_PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
+    (r"\bMIG\b|\bLaptop\b|\b4090 D\b|\b5090 D\b", {}),  # slower than the full device of the same name
+    (r"\bGB300\b", {"bfloat16": 2500e12}),
+    (r"\bGB200\b", {"bfloat16": 2500e12, "float32": 80e12, "float64": 40e12}),
+    (r"\bB300\b", {"bfloat16": 2250e12}),
+    (r"\bB200\b", {"bfloat16": 2250e12, "float32": 75e12, "float64": 37e12}),
+    (r"\bH200\b.*\bNVL\b", {"bfloat16": 835e12, "float32": 60e12, "float64": 60e12}),
+    (r"\b(GH200|H200)\b", {"bfloat16": 989e12, "float32": 67e12, "float64": 67e12}),
+    (r"\bH100\b.*\bNVL\b", {"bfloat16": 835e12, "float32": 60e12, "float64": 60e12}),
+    (r"\bH100\b.*\bPCIe\b", {"bfloat16": 756e12, "float32": 51e12, "float64": 51e12}),
+    (r"\bH100\b", {"bfloat16": 989e12, "float32": 67e12, "float64": 67e12}),
+    (r"\bH800\b", {"bfloat16": 989e12, "float32": 67e12}),
+    (r"\bH20\b", {"bfloat16": 148e12, "float32": 44e12}),
+    (r"\b(A100|A800)\b", {"bfloat16": 312e12, "float32": 19.5e12, "float64": 19.5e12}),
+    (r"\bA40\b", {"bfloat16": 149.7e12, "float32": 37.4e12}),
+    (r"\bA30\b", {"bfloat16": 165e12, "float32": 10.3e12, "float64": 10.3e12}),
+    (r"\bA10G\b", {"bfloat16": 70e12, "float32": 35e12}),
+    (r"\bA10\b", {"bfloat16": 125e12, "float32": 31.2e12}),
+    (r"\bA6000\b", {"bfloat16": 154.8e12, "float32": 38.7e12}),
+    (r"\bL40S\b", {"bfloat16": 362e12, "float32": 91.6e12}),
+    (r"\bL40\b", {"bfloat16": 181e12, "float32": 90.5e12}),
+    (r"\bL4\b", {"bfloat16": 121e12, "float32": 30.3e12}),
+    (r"\b(RTX )?5090\b", {"bfloat16": 209.5e12, "float32": 104.8e12}),
+    (r"\b(RTX )?4090\b", {"bfloat16": 165.2e12, "float32": 82.6e12}),
+    (r"\b(RTX )?3090\b", {"bfloat16": 71e12, "float32": 35.6e12}),
+    (r"\bV100\b.*\bSXM", {"float32": 15.7e12, "float64": 7.8e12}),  # V100: tensor cores for fp16 only
+    (r"\bV100\b.*\bPCIE\b", {"float32": 14e12, "float64": 7e12}),
+    (r"\bMI355X?\b", {"bfloat16": 2500e12, "float32": 157.3e12, "float64": 78.6e12}),
+    (r"\bMI325X?\b", {"bfloat16": 1307e12, "float32": 163.4e12, "float64": 163.4e12}),
+    (r"\bMI300X\b", {"bfloat16": 1307e12, "float32": 163.4e12, "float64": 163.4e12}),
+    (r"\bMI250X?\b", {"bfloat16": 191.5e12, "float32": 47.9e12, "float64": 47.9e12}),  # per die: torch sees two devices
+)
+
+
+def peak_flops(device_name: str, dtype_name: str) -> float | None:
+    """Dense peak of a device in a dtype (bfloat16, float32, float64); None where unknown: then there is no MFU."""
+    for pattern, peaks in _PEAKS:
+        if re.search(pattern, device_name, re.IGNORECASE):
+            return peaks.get(dtype_name)
+    return None
+
+
+def _matrices_per_block(config: ModelConfig) -> int:
+    """Query, key, value and output projections, and the two (gated: three) matrices of the MLP."""
+    hidden, head_size = config.hidden_size, _filled(config.head_size)
+    query, key_value = config.num_attention_heads * head_size, _filled(config.num_key_value_heads) * head_size
+    attention = hidden * (query + 2 * key_value) + query * hidden
+    return attention + hidden * _filled(config.ffn_hidden_size) * (3 if config.activation == "swiglu" else 2)
+
+
+def _biases_per_block(config: ModelConfig) -> int:
+    """One per output of each linear."""
+    heads = config.num_attention_heads + 2 * _filled(config.num_key_value_heads)
+    inner = _filled(config.ffn_hidden_size) * (2 if config.activation == "swiglu" else 1)
+    return heads * _filled(config.head_size) + config.hidden_size + inner + config.hidden_size
+
+
+def _filled(value: int | None) -> int:
+    assert value is not None, "only a derived config has all sizes: see config/derive.py"
+    return value

@@ -1,0 +1,71 @@
+"""Tiny transformers models with random weights, saved as folders."""
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from megalite.config.schema import ModelConfig
+from megalite.hf.import_model import imported_model_settings
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 5000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+GPT2: dict[str, Any] = {
+    "n_layer": 2,
+    "n_embd": 24,
+    "n_head": 3,
+    "n_inner": 40,
+    "n_positions": 32,
+    "vocab_size": 53,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "layer_norm_epsilon": 1e-4,
+}
+GROUPED: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "hidden_size": 24,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "intermediate_size": 40,
+    "vocab_size": 53,
+    "rms_norm_eps": 1e-4,
+}
+PEERS: dict[str, Any] = {
+    "gpt2": transformers.GPT2Config(**GPT2),
+    "gpt2_untied": transformers.GPT2Config(**GPT2, tie_word_embeddings=False, activation_function="gelu"),
+    "llama": transformers.LlamaConfig(**GROUPED),
+    "llama_tied": transformers.LlamaConfig(**GROUPED, tie_word_embeddings=True),
+    "llama3_rope": transformers.LlamaConfig(**GROUPED, rope_parameters=LLAMA3_ROPE),
+    "llama_bias": transformers.LlamaConfig(**GROUPED, attention_bias=True, mlp_bias=True),
+    "qwen3": transformers.Qwen3Config(**GROUPED, head_dim=10),
+    "qwen3_tied": transformers.Qwen3Config(**GROUPED, head_dim=10, tie_word_embeddings=True),
+}
+
+
+def save_peer(name: str, folder: Path, *, dtype: torch.dtype = torch.float64, **save: Any) -> Any:
+    """A fp64 model of kind `name`, saved in `folder`; no parameter is all zeros or ones, which could hide a mistake."""
+    config = deepcopy(PEERS[name])  # saving writes the dtype into it
+    config._attn_implementation = "eager"
+    torch.manual_seed(5)
+    model = transformers.AutoModelForCausalLM.from_config(config).double().eval()
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(dtype).double()
+            parameter.copy_((parameter.to(dtype).double() + 0.3 * noise).to(dtype))
+    model.to(dtype).save_pretrained(folder, **save)
+    return model.double()
+
+
+def matching_config(folder: Path, **changes: Any) -> ModelConfig:
+    """The resolved configuration of the folder's model."""
+    settings = {"attention_dropout": 0.0, "embedding_dropout": 0.0, "loss_chunk_tokens": 16, "vocab_multiple": 32}
+    return ModelConfig(**{"max_positions": 32, **imported_model_settings(folder), **settings, **changes})

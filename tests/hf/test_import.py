@@ -1,0 +1,160 @@
+"""What an import accepts, and how it refuses everything else: all problems at once, with what to do."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megalite.config.problems import UserError
+from megalite.config.schema import ModelConfig
+from megalite.hf.import_model import import_model, imported_model_settings
+from tests.hf.peers import matching_config, save_peer
+
+
+def refusal(folder: Path, config: ModelConfig) -> UserError:
+    with pytest.raises(UserError) as refused:
+        list(import_model(folder, config))
+    return refused.value
+
+
+def change_tensors(folder: Path, **changes: Any) -> None:
+    """Replace (or, with None, remove) tensors of model.safetensors; `__` in a name stands for a dot."""
+    tensors = load_file(folder / "model.safetensors")
+    for name, value in changes.items():
+        name = name.replace("__", ".")
+        if value is None:
+            del tensors[name]
+        else:
+            tensors[name] = value
+    save_file(tensors, folder / "model.safetensors")
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    found = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(found | changes))
+
+
+def test_a_sharded_folder_holds_the_same_model(tmp_path: Path) -> None:
+    save_peer("llama", tmp_path / "one")
+    save_peer("llama", tmp_path / "sharded", max_shard_size="20KB")
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 1
+    config = matching_config(tmp_path / "one")
+    one, sharded = (dict(import_model(tmp_path / name, config)) for name in ("one", "sharded"))
+    assert one.keys() == sharded.keys()
+    assert all(torch.equal(one[name], sharded[name]) for name in one)
+
+
+def test_tensors_keep_the_dtype_of_the_file_and_padding_rows_are_zero(tmp_path: Path) -> None:
+    save_peer("gpt2", tmp_path, dtype=torch.bfloat16)
+    values = dict(import_model(tmp_path, matching_config(tmp_path)))
+    word = values["embedding.word.weight"]
+    assert word.dtype == torch.bfloat16
+    assert word.shape == (64, 24)
+    assert word[:53].any(dim=1).all()
+    assert not word[53:].any()
+
+
+def test_a_null_vocabulary_is_the_folders(tmp_path: Path) -> None:
+    save_peer("gpt2", tmp_path)
+    values = dict(import_model(tmp_path, matching_config(tmp_path, vocab_size=None)))
+    assert values["embedding.word.weight"].shape == (64, 24)
+
+
+def test_old_folders_with_masks_and_without_prefix_are_read(tmp_path: Path) -> None:
+    save_peer("gpt2", tmp_path)
+    config = matching_config(tmp_path)
+    expected = dict(import_model(tmp_path, config))
+    tensors = load_file(tmp_path / "model.safetensors")
+    old = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    save_file({**old, "h.0.attn.bias": torch.ones(1, 1, 32, 32)}, tmp_path / "model.safetensors")
+    assert all(torch.equal(value, expected[name]) for name, value in import_model(tmp_path, config))
+
+
+def test_settings_of_a_folder_before_transformers_5(tmp_path: Path) -> None:
+    save_peer("llama", tmp_path)
+    found = json.loads((tmp_path / "config.json").read_text())
+    for key in ("rope_parameters", "head_dim", "num_key_value_heads"):
+        del found[key]
+    old_scaling = {"type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 2.0}
+    found |= {"rope_theta": 123.0, "rope_scaling": {**old_scaling, "original_max_position_embeddings": 99}}
+    (tmp_path / "config.json").write_text(json.dumps(found))
+    settings = imported_model_settings(tmp_path)
+    assert settings["rope_theta"] == 123.0
+    assert (settings["rope_scaling_factor"], settings["rope_original_positions"]) == (4.0, 99)
+    assert (settings["head_size"], settings["num_key_value_heads"]) == (4, 6)
+
+
+def test_every_difference_of_the_shape_is_listed_with_its_override(tmp_path: Path) -> None:
+    save_peer("qwen3", tmp_path)
+    config = matching_config(tmp_path, num_layers=3, norm_eps=1e-5, qk_norm=False, vocab_size=60)
+    problems = {problem.setting: problem.remedy for problem in refusal(tmp_path, config).problems}
+    assert problems == {
+        "model.num_layers": "model.num_layers=2",
+        "model.norm_eps": "model.norm_eps=0.0001",
+        "model.qk_norm": "model.qk_norm=true",
+        "model.vocab_size": "model.vocab_size=53",
+    }
+
+
+def test_all_tensors_that_do_not_fit_are_listed(tmp_path: Path) -> None:
+    save_peer("llama", tmp_path)
+    config = matching_config(tmp_path)
+    change_tensors(
+        tmp_path,
+        model__norm__weight=None,
+        model__layers__0__mlp__up_proj__weight=torch.zeros(24, 40),
+        model__layers__1__mlp__down_proj__weight=torch.zeros(24, 40, dtype=torch.int8),
+        model__layers__7__mlp__extra=torch.zeros(3),
+    )
+    message = str(refusal(tmp_path, config))
+    assert "4 problems" in message
+    for part in ("norm.weight", "[40, 24]", "[24, 40]", "I8", "model.layers.7.mlp.extra"):
+        assert part in message
+
+
+def test_non_finite_values_are_refused_by_name(tmp_path: Path) -> None:
+    save_peer("gpt2", tmp_path)
+    change_tensors(tmp_path, transformer__ln_f__bias=torch.full((24,), float("nan"), dtype=torch.float64))
+    assert "transformer.ln_f.bias" in str(refusal(tmp_path, matching_config(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"model_type": "mamba"}, "is one of gpt2, llama, qwen3"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type"),
+        ({"attention_bias": True}, "mlp_bias"),
+    ],
+)
+def test_models_that_no_setting_describes_are_refused(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
+    save_peer("llama", tmp_path)
+    config = matching_config(tmp_path)
+    change_config(tmp_path, **changes)
+    assert named in str(refusal(tmp_path, config))
+
+
+def test_a_folder_that_is_not_there_or_not_a_model_is_refused(tmp_path: Path) -> None:
+    assert "nothing is downloaded" in str(refusal(tmp_path / "absent", ModelConfig()))
+    assert "config.json" in str(refusal(tmp_path, ModelConfig()))
+    (tmp_path / "config.json").write_text("{")
+    assert "readable JSON" in str(refusal(tmp_path, ModelConfig()))
+
+
+def test_pickles_are_refused_with_the_way_out(tmp_path: Path) -> None:
+    save_peer("gpt2", tmp_path)
+    config = matching_config(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    assert "save_pretrained" in str(refusal(tmp_path, config))
+
+
+def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
+    save_peer("gpt2", tmp_path)
+    config = matching_config(tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    assert "complete safetensors file" in str(refusal(tmp_path, config))

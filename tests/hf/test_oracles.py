@@ -1,0 +1,71 @@
+"""Our mathematics is transformers': logits and the gradient of every parameter of imported models, in fp64."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megalite.data.batch import Batch
+from megalite.hf.families import DROPPED_PREFIX, sources
+from megalite.hf.import_model import import_model
+from megalite.model.gpt import GPT
+from megalite.model.init import fill
+from tests.hf.peers import PEERS, matching_config, save_peer
+
+
+def batch_of(tokens: Tensor, loss_mask: Tensor) -> Batch:
+    """A batch of [b, s + 1] tokens."""
+    b, s = loss_mask.shape
+    return Batch(tokens[:, :-1], tokens[:, 1:], loss_mask, torch.arange(s).expand(b, s), None, 0)
+
+
+def largest_error(ours: Tensor, theirs: Tensor, relative: float) -> float:
+    """max|a - b| as a share of what is allowed."""
+    ours, theirs = ours.detach(), theirs.detach()
+    return float((ours - theirs).abs().max() / (relative * theirs.abs().max() + 1e-12))
+
+
+def peer_gradients(peer: Any, name: str, config: Any) -> dict[str, Tensor]:
+    """The peer's gradients under our names, by the same map that imports its weights."""
+    family = PEERS[name].model_type
+    gradients = {key.removeprefix(DROPPED_PREFIX[family]): value.grad for key, value in peer.named_parameters()}
+    return {
+        ours: source.assemble(*(gradients[tensor] for tensor in source.tensors))
+        for ours, source in sources(family, config).items()
+    }
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_logits_and_every_gradient_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    peer = save_peer(name, tmp_path)
+    config = matching_config(tmp_path)
+    model = GPT(config, dtype=torch.float64, device=torch.device("cpu"), seed=0)
+    fill(model, import_model(tmp_path, config))
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(53, (3, 25), generator=generator)
+    batch = batch_of(tokens, torch.rand(3, 24, generator=generator) > 0.3)
+    scale = 1 / batch.loss_mask.sum().double()
+
+    logits = peer(input_ids=batch.tokens).logits
+    losses = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="none")
+    loss = (losses * batch.loss_mask.flatten()).sum() * scale
+    loss.backward()
+    our_loss = model.loss(batch, scale)
+    our_loss.backward()
+
+    # transformers computes RMSNorm and rotary tables of fp64 models in fp32.
+    logit_bound, gradient_bound = (1e-9, 1e-9) if name.startswith("gpt2") else (1e-6, 2e-5)
+    assert largest_error(model.logits(batch), logits, logit_bound) <= 1
+    assert largest_error(our_loss, loss, logit_bound) <= 1
+    gradients = peer_gradients(peer, name, config)
+    ours = dict(model.named_parameters())
+    assert gradients.keys() == ours.keys()
+    for key, gradient in gradients.items():
+        assert gradient.abs().max() > 0, key
+        found = ours[key].grad
+        assert found is not None, key
+        assert largest_error(found[: len(gradient)], gradient, gradient_bound) <= 1, key
+        assert not found[len(gradient) :].any(), "rows that pad the vocabulary have gradient zero"

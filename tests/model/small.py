@@ -1,0 +1,84 @@
+"""Small models and batches that the tests of this folder share."""
+
+from typing import Any
+
+import torch
+
+from megalite.config.schema import ModelConfig
+from megalite.data.batch import Batch
+from megalite.model.gpt import GPT
+from megalite.model.init import fill
+from megalite.model.parameters import gpt_parameters
+
+CPU = torch.device("cpu")
+
+
+def small(**changes: Any) -> ModelConfig:
+    """A resolved shape whose sizes all differ, so that a mixed-up dim cannot pass."""
+    shape: dict[str, Any] = {
+        "num_layers": 2,
+        "hidden_size": 24,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_size": 10,
+        "ffn_hidden_size": 36,
+        "vocab_size": 53,
+        "vocab_multiple": 32,
+        "max_positions": 32,
+        "attention_dropout": 0.0,
+        "embedding_dropout": 0.0,
+        "init_std": 0.3,
+        "loss_chunk_tokens": 16,
+    }
+    return ModelConfig(**{**shape, **changes})
+
+
+GPT2_LIKE: dict[str, Any] = {
+    "position": "learned",
+    "norm": "layernorm",
+    "activation": "gelu_tanh",
+    "bias": True,
+    "num_key_value_heads": 4,
+}
+LLAMA_LIKE: dict[str, Any] = {"tie_embeddings": False, "rope_scaling_factor": 8.0, "rope_original_positions": 64}
+QWEN3_LIKE: dict[str, Any] = {"qk_norm": True}
+FAMILIES = {"gpt2": GPT2_LIKE, "llama": LLAMA_LIKE, "qwen3": QWEN3_LIKE}
+ALL_DROPOUTS = {"dropout": 0.2, "attention_dropout": 0.3, "embedding_dropout": 0.1}
+
+
+def perturbed(config: ModelConfig, *, dtype: torch.dtype = torch.float64, **settings: Any) -> GPT:
+    """A model whose every parameter, norms and biases too, is random: no zero or one hides a mistake."""
+    model = GPT(config, dtype=dtype, device=CPU, seed=1, **settings)
+    generator = torch.Generator().manual_seed(7)
+    fill(
+        model,
+        (
+            (record.name, (record.init == "ones") + 0.3 * torch.randn(record.shape, generator=generator))
+            for record in gpt_parameters(config)
+        ),
+    )
+    return model
+
+
+def random_batch(config: ModelConfig, *, b: int = 3, s: int = 20, number: int = 5, seed: int = 0) -> Batch:
+    """Random tokens and labels, a quarter of them masked out of the loss."""
+    generator = torch.Generator().manual_seed(seed)
+    assert config.vocab_size is not None
+    tokens = torch.randint(config.vocab_size, (b, s + 1), generator=generator)
+    return Batch(
+        tokens=tokens[:, :-1],
+        labels=tokens[:, 1:],
+        loss_mask=torch.rand(b, s, generator=generator) > 0.25,
+        positions=torch.arange(s).expand(b, s),
+        documents=None,
+        number=number,
+    )
+
+
+def loss_and_gradients(model: GPT, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The mean loss of the batch and every parameter's gradient."""
+    model.zero_grad()
+    loss = model.loss(batch, torch.tensor(1.0, dtype=torch.float64) / batch.loss_mask.sum())
+    loss.backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return loss.detach(), gradients

@@ -1,0 +1,203 @@
+"""The model as a whole: who attends to whom, where gradients go, and what recompute and stages must not change."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalite.config.schema import ModelConfig
+from megalite.data.batch import Batch
+from megalite.model.gpt import GPT
+from tests.model.small import ALL_DROPOUTS, FAMILIES, loss_and_gradients, perturbed, random_batch, small
+
+EXACT = {"rtol": 1e-11, "atol": 1e-12}
+
+
+def family(name: str, **changes: object) -> ModelConfig:
+    return small(**{**FAMILIES[name], **changes})
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_token_changes_no_logits_before_it(name: str) -> None:
+    config = family(name)
+    model, batch = perturbed(config), random_batch(config, s=12)
+    tokens = batch.tokens.clone()
+    tokens[:, 7] = (tokens[:, 7] + 1) % 53
+    before, after = model.logits(batch), model.logits(replace(batch, tokens=tokens))
+    assert before.shape == (3, 12, 53)
+    torch.testing.assert_close(before[:, :7], after[:, :7], **EXACT)
+    assert not torch.isclose(before[:, 7:], after[:, 7:]).all(-1).any(), "every later token sees the change"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_packed_documents_have_the_logits_of_separate_sequences(name: str) -> None:
+    config = family(name)
+    model, batch = perturbed(config), random_batch(config, b=2, s=20)
+    lengths = (13, 7)
+    packed = replace(
+        batch,
+        positions=torch.cat([torch.arange(length) for length in lengths]).expand(2, 20),
+        documents=torch.repeat_interleave(torch.tensor([0, 1], dtype=torch.int32), torch.tensor(lengths)).expand(2, 20),
+    )
+    alone = [
+        Batch(tokens, tokens, tokens > 0, torch.arange(tokens.shape[1]).expand(tokens.shape), None, 0)
+        for tokens in batch.tokens.split(lengths, dim=1)
+    ]
+    separate = torch.cat([model.logits(part) for part in alone], dim=1)
+    torch.testing.assert_close(model.logits(packed), separate, **EXACT)
+    assert not torch.allclose(model.logits(batch)[:, 13:], separate[:, 13:])
+
+
+def test_one_document_per_sequence_is_the_same_as_none() -> None:
+    config = small()
+    model, batch = perturbed(config), random_batch(config)
+    whole = replace(batch, documents=torch.zeros(3, 20, dtype=torch.int32))
+    (loss, gradients), (masked_loss, masked) = loss_and_gradients(model, batch), loss_and_gradients(model, whole)
+    torch.testing.assert_close(loss, masked_loss, **EXACT)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, masked[name], **EXACT)
+
+
+def test_the_loss_is_the_scaled_sum_over_unmasked_tokens_of_the_real_vocabulary() -> None:
+    config = small()
+    model, batch = perturbed(config), random_batch(config)
+    losses = torch.nn.functional.cross_entropy(
+        model.logits(batch).flatten(0, 1), batch.labels.flatten(), reduction="none"
+    )
+    scale = torch.tensor(0.37, dtype=torch.float64)
+    torch.testing.assert_close(model.loss(batch, scale), 0.37 * losses[batch.loss_mask.flatten()].sum(), **EXACT)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_gradient_sinks_receive_what_autograd_would(tied: bool) -> None:
+    config = small(tie_embeddings=tied)
+    model, batch = perturbed(config), random_batch(config)
+    loss, expected = loss_and_gradients(model, batch)
+    names = ["embedding.word.weight"] + ([] if tied else ["head.weight"])
+    assert model.sunk_parameters == names
+    sinks = {name: torch.full_like(expected[name], 2.0) for name in names}
+    model.gradient_sinks(sinks)
+    sunk_loss, gradients = loss_and_gradients(model, batch)
+    assert torch.equal(sunk_loss, loss)
+    assert gradients.keys() == expected.keys() - sinks.keys(), "autograd gets no gradient of a sunk parameter"
+    for name, sink in sinks.items():
+        torch.testing.assert_close(sink - 2.0, expected[name], rtol=1e-10, atol=1e-12)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[name], **EXACT)
+
+
+def test_the_sink_of_a_bf16_model_is_summed_in_fp32() -> None:
+    config = small()
+    model, batch = perturbed(config, dtype=torch.bfloat16), random_batch(config)
+    sink = torch.zeros_like(model.embedding.word.weight, dtype=torch.float32)
+    model.gradient_sinks({"embedding.word.weight": sink})
+    model.loss(batch, torch.tensor(0.02)).backward()
+    once = sink.clone()
+    model.loss(batch, torch.tensor(0.02)).backward()
+    assert torch.equal(sink, 2 * once), "equal batches add equal bits"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_recompute_changes_no_bit_even_with_dropout(name: str) -> None:
+    config = family(name, **ALL_DROPOUTS)
+    batch = random_batch(config)
+    kept = loss_and_gradients(perturbed(config), batch)
+    torch.manual_seed(99)  # whatever state the generator is in
+    recomputed = loss_and_gradients(perturbed(config, recompute="full"), batch)
+    assert torch.equal(kept[0], recomputed[0])
+    assert all(torch.equal(gradient, recomputed[1][key]) for key, gradient in kept[1].items())
+
+
+def test_recompute_keeps_only_the_inputs_of_blocks() -> None:
+    config = small(num_layers=8)
+    batch = random_batch(config, s=32)
+
+    def kept_elements(recompute: str) -> int:
+        kept: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.numel()
+            return tensor
+
+        model = perturbed(config, recompute=recompute)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            hidden = model(batch)
+        parameters = {parameter.data_ptr() for parameter in model.parameters()}
+        assert hidden.requires_grad
+        return sum(size for pointer, size in kept.items() if pointer not in parameters)
+
+    assert kept_elements("full") < kept_elements("none") / 8
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_two_stages_are_the_whole_model(tied: bool) -> None:
+    config = family("gpt2", num_layers=3, tie_embeddings=tied)
+    whole, batch = perturbed(config), random_batch(config)
+    loss, gradients = loss_and_gradients(whole, batch)
+    first, last = (perturbed(config, layers=layers) for layers in (range(2), range(2, 3)))
+    assert {name for stage in (first, last) for name, _ in stage.named_parameters()} == gradients.keys()
+    sent = first(batch)
+    received = sent.detach().requires_grad_()
+    last_loss = last.loss(batch, 1 / batch.loss_mask.sum().double(), received)
+    last_loss.backward()
+    sent.backward(received.grad)
+    torch.testing.assert_close(last_loss.detach(), loss, **EXACT)
+    for name, gradient in gradients.items():
+        parts = [dict(stage.named_parameters()).get(name) for stage in (first, last)]
+        total = sum(part.grad for part in parts if part is not None and part.grad is not None)
+        torch.testing.assert_close(total, gradient, **EXACT)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_bf16_is_near_fp64(name: str) -> None:
+    config = family(name, init_std=0.02)
+    batch = random_batch(config)
+    exact, rounded = (
+        loss_and_gradients(perturbed(config, dtype=dtype), batch) for dtype in (torch.float64, torch.bfloat16)
+    )
+    assert rounded[0].dtype == torch.float32
+    assert abs(rounded[0] / exact[0] - 1) < 0.02
+    for key, gradient in exact[1].items():
+        assert (rounded[1][key] - gradient).norm() < 0.1 * gradient.norm(), key
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", FAMILIES)
+def test_compiled_blocks_compute_the_same(name: str) -> None:
+    config = family(name)
+    batch = random_batch(config)
+    loss, gradients = loss_and_gradients(perturbed(config), batch)
+    compiled_loss, compiled = loss_and_gradients(perturbed(config, compile=True), batch)
+    torch.testing.assert_close(compiled_loss, loss, rtol=1e-10, atol=1e-12)
+    for key, gradient in gradients.items():
+        torch.testing.assert_close(compiled[key], gradient, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.long
+def test_compiled_blocks_with_dropout_are_the_same_when_recomputed() -> None:
+    config = small(**ALL_DROPOUTS)
+    batch = random_batch(config)
+    kept = loss_and_gradients(perturbed(config, compile=True), batch)
+    torch.manual_seed(99)
+    recomputed = loss_and_gradients(perturbed(config, compile=True, recompute="full"), batch)
+    assert torch.equal(kept[0], recomputed[0])
+    for key, gradient in kept[1].items():
+        torch.testing.assert_close(recomputed[1][key], gradient, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_cuda_agrees_with_cpu(name: str, compiled: bool) -> None:
+    config = family(name, head_size=16)
+    batch = random_batch(config)
+    loss, gradients = loss_and_gradients(perturbed(config), batch)
+    device = torch.device("cuda")
+    on_gpu = GPT(config, dtype=torch.float64, device=device, seed=1, compile=compiled)
+    on_gpu.load_state_dict(perturbed(config).state_dict())
+    gpu_loss = on_gpu.loss(batch.to(device), 1 / batch.loss_mask.sum().double().to(device))
+    gpu_loss.backward()
+    torch.testing.assert_close(gpu_loss.detach().cpu(), loss, rtol=1e-10, atol=1e-12)
+    for key, parameter in on_gpu.named_parameters():
+        torch.testing.assert_close(parameter.grad.cpu(), gradients[key], rtol=1e-9, atol=1e-11)

@@ -1,0 +1,283 @@
+"""The chunked head and loss against torch's own, and its memory."""
+
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from megalite.model import loss as loss_module
+from megalite.model.loss import linear_cross_entropy
+
+N, WIDTH, VOCAB, PADDED = 50, 24, 101, 128
+
+
+class Case:
+    """Inputs of one comparison: a ragged mask and a padded vocabulary unless said otherwise."""
+
+    def __init__(self, dtype: torch.dtype, *, n: int = N, width: int = WIDTH, vocab: int = VOCAB, padded: int = PADDED):
+        generator = torch.Generator().manual_seed(1)
+        self.hidden = torch.randn(n, width, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        self.weight = torch.randn(padded, width, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        self.labels = torch.randint(0, vocab, (n,), generator=generator)
+        self.mask = torch.rand(n, generator=generator) < 0.7
+        self.scale = torch.tensor(0.37, dtype=torch.float64)
+        self.vocab_size = vocab
+
+    def loss(self, **options: Any) -> Tensor:
+        return linear_cross_entropy(
+            self.hidden, self.weight, self.labels, self.mask, self.scale, vocab_size=self.vocab_size, **options
+        )
+
+    def reference(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Loss and gradients in fp64 from the same (rounded) inputs, by torch."""
+        hidden = self.hidden.detach().double().requires_grad_()
+        weight = self.weight.detach().double().requires_grad_()
+        logits = hidden @ weight[: self.vocab_size].t()
+        loss = self.scale * F.cross_entropy(logits[self.mask], self.labels[self.mask], reduction="sum")
+        return loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
+
+    def gradients(self, loss: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.autograd.grad(loss, (self.hidden, self.weight))
+
+
+def relative_error(value: Tensor, reference: Tensor) -> float:
+    return float((value.double() - reference).abs().max() / reference.abs().max())
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16, N, 10 * N, None])
+def test_loss_and_gradients_equal_torch_in_fp64_for_every_chunk(chunk: int | None) -> None:
+    case = Case(torch.float64)
+    loss = case.loss(chunk_tokens=chunk)
+    assert loss.dtype == torch.float64
+    assert loss.shape == ()
+    for value, reference in zip((loss.detach(), *case.gradients(loss)), case.reference(), strict=True):
+        assert relative_error(value, reference) < 1e-12
+
+
+def test_upstream_gradient_multiplies_both_gradients() -> None:
+    case = Case(torch.float64)
+    gradients = case.gradients(-3.5 * case.loss(chunk_tokens=16))
+    for value, reference in zip(gradients, case.reference()[1:], strict=True):
+        assert relative_error(value, -3.5 * reference) < 1e-12
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_padding_of_the_vocabulary_does_not_enter_loss_or_gradients(dtype: torch.dtype) -> None:
+    case = Case(dtype)
+    loss = case.loss(chunk_tokens=16)
+    hidden_grad, weight_grad = case.gradients(loss)
+    with torch.no_grad():
+        case.weight[VOCAB:] = 1000.0  # would take all the probability
+    repeated = case.loss(chunk_tokens=16)
+    assert torch.equal(repeated, loss)
+    assert torch.equal(case.gradients(repeated)[0], hidden_grad)
+    assert torch.count_nonzero(weight_grad[VOCAB:]) == 0
+    assert torch.count_nonzero(weight_grad[:VOCAB]) > 0
+
+
+def test_masked_tokens_contribute_nothing() -> None:
+    case = Case(torch.float64)
+    loss = case.loss(chunk_tokens=16)
+    hidden_grad, weight_grad = case.gradients(loss)
+    assert torch.count_nonzero(hidden_grad[~case.mask]) == 0
+    case.labels[~case.mask] = 0
+    with torch.no_grad():
+        case.hidden[~case.mask] *= 100.0
+    repeated = case.loss(chunk_tokens=16)
+    assert torch.equal(repeated, loss)
+    assert relative_error(case.gradients(repeated)[1], weight_grad) < 1e-14
+
+
+def test_all_tokens_masked_give_zero_loss_and_gradients() -> None:
+    case = Case(torch.float32)
+    case.mask[:] = False
+    loss = case.loss(chunk_tokens=16)
+    assert loss.item() == 0.0
+    assert all(torch.count_nonzero(gradient) == 0 for gradient in case.gradients(loss))
+
+
+def test_loss_of_an_impossible_label_is_exact_not_infinite() -> None:
+    """The label's probability, exp(-2000), is zero in every format; its logarithm is not."""
+    hidden, weight = torch.ones(1, 1), torch.tensor([[0.0], [2000.0]])
+    scale, mask = torch.ones(()), torch.ones(1, dtype=torch.bool)
+    assert linear_cross_entropy(hidden, weight, torch.tensor([0]), mask, scale, vocab_size=2).item() == 2000.0
+
+
+def test_not_a_number_stays_visible() -> None:
+    case = Case(torch.float32)
+    with torch.no_grad():
+        case.hidden[int(case.mask.nonzero()[0])] = torch.nan
+    assert case.loss().isnan()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_sink_receives_what_autograd_would_have_returned(dtype: torch.dtype) -> None:
+    case = Case(dtype)
+    expected_hidden, expected_weight = case.gradients(case.loss(chunk_tokens=16))
+    sink = torch.full(case.weight.shape, 2.0, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    before = sink.clone()
+    case.loss(chunk_tokens=16, grad_sink=sink).backward()
+    assert case.weight.grad is None
+    assert case.hidden.grad is not None
+    assert torch.equal(case.hidden.grad, expected_hidden)
+    assert (
+        relative_error(sink - before, expected_weight.double())
+        < {
+            torch.float64: 1e-14,
+            torch.float32: 1e-6,
+            torch.bfloat16: 4e-3,  # the returned gradient is rounded to bf16, the sink is not
+        }[dtype]
+    )
+
+
+@pytest.mark.parametrize("frozen", ["no_grad", "weight"])
+def test_sink_is_untouched_where_the_weight_takes_no_gradient(frozen: str) -> None:
+    case, sink = Case(torch.float32), torch.zeros(PADDED, WIDTH)
+    case.weight.requires_grad_(frozen != "weight")
+    with torch.set_grad_enabled(frozen != "no_grad"):
+        loss = case.loss(grad_sink=sink)
+    assert loss.requires_grad == (frozen == "weight")
+    assert torch.count_nonzero(sink) == 0
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+def test_gradient_of_one_input_alone(frozen: str) -> None:
+    case = Case(torch.float64)
+    getattr(case, frozen).requires_grad_(False)
+    case.loss(chunk_tokens=16).backward()
+    _, hidden_grad, weight_grad = Case(torch.float64).reference()
+    wanted, reference = (case.weight, weight_grad) if frozen == "hidden" else (case.hidden, hidden_grad)
+    assert wanted.grad is not None
+    assert relative_error(wanted.grad, reference) < 1e-12
+    assert getattr(case, frozen).grad is None
+
+
+def test_evaluation_computes_the_same_loss() -> None:
+    case = Case(torch.float32)
+    trained = case.loss(chunk_tokens=16)
+    with torch.no_grad():
+        evaluated = case.loss(chunk_tokens=16)
+    assert torch.equal(evaluated, trained)
+    assert not evaluated.requires_grad
+
+
+def accuracy(dtype: torch.dtype, **options: Any) -> tuple[float, float, float]:
+    """Relative errors of loss and both gradients against fp64, at a vocabulary where bf16 statistics fail."""
+    case = Case(dtype, n=300, width=64, vocab=4000, padded=4096)
+    with torch.no_grad():
+        case.weight.mul_(0.1)  # logits of about unit size, as trained models have
+    loss = case.loss(**options)
+    errors = [
+        relative_error(value, reference)
+        for value, reference in zip((loss.detach(), *case.gradients(loss)), case.reference(), strict=True)
+    ]
+    return errors[0], errors[1], errors[2]
+
+
+@pytest.mark.parametrize("chunk", [64, None])
+def test_fp32_is_accurate(chunk: int | None) -> None:
+    loss, hidden_grad, weight_grad = accuracy(torch.float32, chunk_tokens=chunk)
+    assert loss < 1e-6
+    assert hidden_grad < 1e-5
+    assert weight_grad < 1e-5
+
+
+@pytest.mark.parametrize("chunk", [64, None])
+def test_bf16_keeps_fp32_statistics(chunk: int | None) -> None:
+    loss, hidden_grad, weight_grad = accuracy(torch.bfloat16, chunk_tokens=chunk)
+    assert loss < 1e-4
+    assert hidden_grad < 2**-7
+    assert weight_grad < 2**-7
+
+
+def test_bf16_loss_does_not_saturate_over_many_tokens() -> None:
+    """A sum kept in bf16 stops growing at 256 times its terms; this one is of 2,000 equal token losses of log 2."""
+    n = 2000
+    hidden, weight = torch.zeros(n, 8, dtype=torch.bfloat16), torch.zeros(2, 8, dtype=torch.bfloat16)
+    mask = torch.ones(n, dtype=torch.bool)
+    loss = linear_cross_entropy(hidden, weight, torch.zeros(n, dtype=torch.int64), mask, torch.ones(()), vocab_size=2)
+    assert loss.dtype == torch.float32
+    assert relative_error(loss, n * torch.log(torch.tensor(2.0, dtype=torch.float64))) < 1e-6
+
+
+def peak_bytes(work: Callable[[], Any]) -> int:
+    """Largest sum of live CPU allocations made by `work`, counted by torch's own allocator."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        kept = work()
+    assert profiler.profiler is not None
+    assert profiler.profiler.kineto_results is not None
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    live = accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
+    del kept
+    return max(live, default=0)
+
+
+def memory_bound(case: Case, chunk: int, *, sink: bool) -> int:
+    """Logits of a chunk, two fp32 pieces, the gradients that are returned, and a few numbers per token."""
+    (n, width), padded, size = case.hidden.shape, case.weight.shape[0], case.hidden.element_size()
+    logits = chunk * padded * size
+    pieces = 2 * 4 * min(chunk * padded, loss_module.PIECE_ELEMENTS["cpu"])
+    tiles = 0 if size == 4 else (4 + size) * min(padded * width, loss_module.PIECE_ELEMENTS["cpu"])
+    weight_grad = 0 if sink else padded * width * (4 + 2 * size)  # fp32 sum, its copy for backward, times upstream
+    return logits + pieces + tiles + weight_grad + 2 * n * width * size + 64 * n + 4096
+
+
+@pytest.mark.parametrize("sink", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_memory_is_that_of_a_chunk_and_never_of_all_logits(dtype: torch.dtype, sink: bool) -> None:
+    n, vocab = 4096, 4096
+    case = Case(dtype, n=n, width=16, vocab=vocab - 96, padded=vocab)
+    case.scale = case.scale.float()
+    grad_sink = torch.zeros(case.weight.shape) if sink else None
+    fp32_logits = 4 * n * vocab
+    peaks = []
+    for chunk in (256, 512, 1024):
+
+        def step(chunk: int = chunk) -> Any:
+            loss = case.loss(chunk_tokens=chunk, grad_sink=grad_sink)
+            return torch.autograd.grad(loss, case.hidden if sink else (case.hidden, case.weight))
+
+        peaks.append(peak_bytes(step))
+        assert peaks[-1] <= memory_bound(case, chunk, sink=sink) < fp32_logits / 2
+    assert peaks[0] < peaks[1]
+    assert peaks[2] - peaks[1] == 512 * vocab * case.hidden.element_size()  # only the chunk's logits grow with it
+
+    default = loss_module.CHUNK_TOKENS["cpu"]
+    assert peak_bytes(lambda: case.loss(grad_sink=grad_sink).backward()) <= memory_bound(case, default, sink=sink)
+
+    def naive() -> Any:
+        logits = (case.hidden @ case.weight[: case.vocab_size].t()).float()
+        return torch.autograd.grad(F.cross_entropy(logits, case.labels), (case.hidden, case.weight))
+
+    assert peak_bytes(naive) > fp32_logits  # the meter sees what must not happen
+
+
+@pytest.mark.parametrize("sink", [True, False])
+def test_nothing_as_large_as_logits_waits_for_backward(sink: bool) -> None:
+    case = Case(torch.float32, n=512, width=16, vocab=1024, padded=1024)
+    saved: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: (saved.append(tensor.nbytes), tensor)[1], lambda t: t):
+        case.loss(chunk_tokens=128, grad_sink=torch.zeros(case.weight.shape) if sink else None)
+    assert sum(saved) == case.hidden.nbytes + (0 if sink else case.weight.nbytes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_cuda_equals_fp64_and_adds_into_the_sink(dtype: torch.dtype) -> None:
+    case = Case(dtype, n=304, width=64, vocab=1000, padded=1024)
+    expected = case.reference()
+    for name in ("hidden", "weight"):
+        setattr(case, name, getattr(case, name).detach().cuda().requires_grad_())
+    case.labels, case.mask, case.scale = case.labels.cuda(), case.mask.cuda(), case.scale.cuda()
+    sink = torch.zeros(case.weight.shape, dtype=torch.float64 if dtype == torch.float64 else torch.float32).cuda()
+    loss = case.loss(chunk_tokens=128, grad_sink=sink)
+    loss.backward()
+    assert case.hidden.grad is not None
+    bound = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 2**-6}[dtype]
+    for value, reference in zip((loss.detach(), case.hidden.grad, sink), expected, strict=True):
+        assert relative_error(value.cpu(), reference) < bound
