@@ -1,0 +1,147 @@
+"""One live job per run folder.
+
+The file `lock` names its holder. On one host the kernel's lock on it (flock) tells the living from the dead: it goes
+with the process, so a killed job's lock is taken over at once. Another host may not see that kernel lock; there the
+holder's heartbeat decides: a lock whose modification time stands still for as long as we watch it belongs to a dead
+job. Watching the time change, instead of comparing it with our clock, makes clocks that disagree harmless.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+BEAT_S = 5.0
+PATIENCE_S = 25.0  # several beats, so that a slow file server is not taken for a dead job
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The job that holds a lock."""
+
+    host: str
+    pid: int
+    started: str
+    job: str | None  # SLURM's job id
+    token: str
+
+    def __str__(self) -> str:
+        job = f", SLURM job {self.job}" if self.job else ""
+        return f"process {self.pid} on {self.host}{job}, since {self.started}"
+
+
+class LockHeldError(Exception):
+    """Another live job has the lock."""
+
+    def __init__(self, holder: Holder | None) -> None:
+        super().__init__(str(holder or "a process that has not written its name yet"))
+
+
+class RunLock:
+    """A held lock; beats until released."""
+
+    def __init__(self, path: Path, descriptor: int, holder: Holder, beat_s: float) -> None:
+        self.path = path
+        self._descriptor = descriptor
+        self._holder = holder
+        self._stop = threading.Event()
+        self._heart = threading.Thread(target=self._beat, args=(beat_s,), name="run lock", daemon=True)
+        self._heart.start()
+
+    @classmethod
+    def acquire(cls, path: Path, *, beat_s: float = BEAT_S, patience_s: float = PATIENCE_S) -> "RunLock":
+        """Take the lock at `path`, or raise LockHeldError; OSError where the file cannot be written."""
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        try:
+            kernel_lock = _flock(descriptor)
+            previous = _read(descriptor)
+            if kernel_lock is False:
+                raise LockHeldError(previous)
+            known_dead = kernel_lock and previous is not None and previous.host == socket.gethostname()
+            if previous is not None and not known_dead and _beats(path, patience_s):
+                raise LockHeldError(previous)
+            holder = Holder(
+                host=socket.gethostname(),
+                pid=os.getpid(),
+                started=time.strftime("%Y-%m-%d %H:%M:%S %z"),
+                job=os.environ.get("SLURM_JOB_ID"),
+                token=secrets.token_hex(8),
+            )
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(vars(holder)).encode(), 0)
+            os.fsync(descriptor)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return cls(path, descriptor, holder, beat_s)
+
+    def held(self) -> bool:
+        """Whether the file still names us: a job on another host may have taken us for dead."""
+        try:
+            with open(self.path, "rb") as file:  # opened anew, so that NFS asks the server
+                return _parse(file.read()) == self._holder
+        except OSError:
+            return False
+
+    def release(self) -> None:
+        """Give the lock back, leaving an empty file: deleting it would race with the next job's opening it."""
+        if self._stop.is_set():
+            return
+        self._stop.set()
+        self._heart.join()
+        if self.held():
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._descriptor, 0)
+        os.close(self._descriptor)
+
+    def _beat(self, beat_s: float) -> None:
+        while not self._stop.wait(beat_s):
+            with contextlib.suppress(OSError):  # a server that is away for a while is no reason to stop training
+                os.utime(self._descriptor)
+
+
+def _flock(descriptor: int) -> bool | None:
+    """True: locked. False: another process on this host has it. None: the file system has no such locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def _read(descriptor: int) -> Holder | None:
+    return _parse(os.pread(descriptor, 1 << 16, 0))
+
+
+def _parse(content: bytes) -> Holder | None:
+    """The holder; None for a released lock and for one whose writer was killed in the middle of its name."""
+    try:
+        fields: Any = json.loads(content)
+        return Holder(**fields)
+    except (ValueError, TypeError):
+        return None
+
+
+def _beats(path: Path, patience_s: float) -> bool:
+    """Whether the modification time moves while we watch."""
+    deadline = time.monotonic() + patience_s
+    first = _modified(path)
+    while time.monotonic() < deadline:
+        time.sleep(min(1.0, patience_s / 10))
+        if _modified(path) != first:
+            return True
+    return False
+
+
+def _modified(path: Path) -> int:
+    with open(path, "rb") as file:  # opened anew, so that NFS asks the server
+        return os.fstat(file.fileno()).st_mtime_ns

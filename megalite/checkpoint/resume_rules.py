@@ -1,0 +1,57 @@
+"""What may change between a run and its continuation.
+
+What makes the saved tensors meaningless, or reorders data that the run is in the middle of, is refused: the model's
+mathematics, the sequence length, the seed, the split and the mixture of the data. Everything else may change on purpose
+(learning rate, batch, steps, layout, logging) and is said aloud, so that no change goes unnoticed.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from megalite.config.problems import Problem
+
+# Fields of the model that leave the meaning of its parameters alone.
+_FREE_IN_MODEL = ("name", "dropout", "attention_dropout", "embedding_dropout", "init_std", "loss_chunk_tokens")
+_FIXED = ("seed", "precision", "train.seq_length", "data.validation_fraction", "data.weights")
+_UNREMARKABLE = ("run_dir", "resume", "checkpoint.init_from")
+
+
+def compare(saved: Mapping[str, Any], current: Mapping[str, Any]) -> tuple[list[Problem], list[str]]:
+    """All refused differences, and the allowed ones in words. Settings that only one side knows are passed over."""
+    before, now = flatten(saved), flatten(current)
+    problems, changes = [], []
+    for name in before.keys() & now.keys():
+        if before[name] == now[name] or name in _UNREMARKABLE:
+            continue
+        if _fixed(name):
+            rule = f"the run in this folder was started with {name}={before[name]!r}"
+            remedy = f"set {name}={_as_override(before[name])}, or another run_dir for a new run"
+            problems.append(Problem(name, now[name], rule, remedy))
+        else:
+            changes.append(f"{name} is now {now[name]!r}; the run was at {before[name]!r}")
+    return sorted(problems, key=lambda problem: problem.setting), sorted(changes)
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by dotted name."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            flat.update(flatten(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _fixed(name: str) -> bool:
+    section, _, field = name.rpartition(".")
+    return name in _FIXED or (section == "model" and field not in _FREE_IN_MODEL)
+
+
+def _as_override(value: Any) -> str:
+    """The value as one types it on the command line."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)

@@ -1,0 +1,268 @@
+"""The commit: everything on disk before the name appears; a failed save changes nothing; old ones go last."""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megalite.checkpoint import commit
+from megalite.checkpoint.commit import committed, recover, retire
+from megalite.checkpoint.pieces import Piece
+from megalite.checkpoint.store import CheckpointError, newest, save
+from megalite.parallel.context import ParallelContext
+from tests.checkpoint.samples import SINGLE, cut, files_below, no_report, values, whole
+from tests.ranks import run_ranks
+
+
+def save_plain(folder: Path, step: int, keep: int = 2) -> None:
+    save(folder, step, whole(values(step)), {"step": step}, SINGLE, keep=keep)
+
+
+def newest_step(folder: Path) -> int:
+    found = newest(folder, SINGLE, no_report)
+    assert found is not None
+    return found.step
+
+
+def record_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, int]]:
+    """Every fsync (with the file's size at that moment) and rename from here on, in order: (call, path, size)."""
+    calls: list[tuple[str, str, int]] = []
+    fsync, rename = os.fsync, os.rename
+
+    def recorded_fsync(descriptor: int) -> None:
+        calls.append(("fsync", os.readlink(f"/proc/self/fd/{descriptor}"), os.fstat(descriptor).st_size))
+        fsync(descriptor)
+
+    def recorded_rename(source: str | Path, target: str | Path) -> None:
+        calls.append(("rename", f"{source} {target}", 0))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", recorded_fsync)
+    monkeypatch.setattr(os, "rename", recorded_rename)
+    return calls
+
+
+def test_a_power_cut_finds_all_bytes_on_disk_before_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order of syncs: data whole < manifest < temporary folder < rename < parent folder < deletion of old ones."""
+    save_plain(tmp_path, 1, keep=1)
+    calls = record_calls(monkeypatch)
+    save_plain(tmp_path, 2, keep=1)
+    monkeypatch.undo()
+    (at_commit,) = [
+        at for at, (call, paths, _) in enumerate(calls) if call == "rename" and paths.endswith("/step-00000002")
+    ]
+    temporary = calls[at_commit][1].split()[0]
+    synced = {path: (at, size) for at, (call, path, size) in enumerate(calls) if call == "fsync"}
+    index = calls.index(("rename", f"{temporary}/.metadata.tmp {temporary}/.metadata", 0))
+    synced[f"{temporary}/.metadata"] = synced.pop(f"{temporary}/.metadata.tmp")
+    manifest = synced[f"{temporary}/COMMIT.json"][0]
+    for file in (tmp_path / "step-00000002").iterdir():
+        at, size = synced[f"{temporary}/{file.name}"]
+        assert size == file.stat().st_size, f"{file.name} was synced before its last byte was written"
+        assert at <= manifest
+    assert synced[f"{temporary}/.metadata"][0] < index < manifest
+    assert manifest < synced[temporary][0] < at_commit < synced[str(tmp_path)][0]
+    deletions = [at for at, (call, paths, _) in enumerate(calls) if call == "rename" and "/.trash-" in paths]
+    assert len(deletions) == 1
+    assert deletions[0] > synced[str(tmp_path)][0]
+
+
+def test_the_newest_are_kept_and_the_rest_deleted(tmp_path: Path) -> None:
+    for step in range(1, 6):
+        save_plain(tmp_path, step, keep=2)
+        assert [at for at, _ in committed(tmp_path)] == [at for at in (step, step - 1) if at >= 1]
+    save_plain(tmp_path, 6, keep=1)
+    assert sorted(os.listdir(tmp_path)) == ["step-00000006"]
+
+
+def test_deleting_looks_only_at_steps_before_the_new_one(tmp_path: Path) -> None:
+    for step in (1, 2, 9):
+        save_plain(tmp_path, step, keep=5)
+    retire(tmp_path, 2, 1)
+    assert [at for at, _ in committed(tmp_path)] == [9, 2]
+
+
+def test_an_old_one_that_cannot_be_deleted_does_not_fail_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_plain(tmp_path, 1, keep=1)
+
+    def refuse(*_: object) -> None:
+        raise OSError("busy")
+
+    monkeypatch.setattr("shutil.rmtree", refuse)
+    save_plain(tmp_path, 2, keep=1)
+    assert newest_step(tmp_path) == 2
+    monkeypatch.undo()
+    recover(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == ["step-00000002"]
+
+
+def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+    save_plain(tmp_path, 3)
+    save(tmp_path, 3, whole(values(4)), {"again": True}, SINGLE, keep=2)
+    assert os.listdir(tmp_path) == ["step-00000003"]
+    found = newest(tmp_path, SINGLE, no_report)
+    assert found is not None
+    assert found.state == {"again": True}
+
+
+def test_a_kill_between_the_two_renames_of_a_replacement_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_plain(tmp_path, 3)
+    rename = os.rename
+
+    def killed(source: Path, target: Path) -> None:
+        if Path(target).name == "step-00000003":
+            raise KeyboardInterrupt
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", killed)
+    with pytest.raises(KeyboardInterrupt):
+        save_plain(tmp_path, 3)
+    monkeypatch.undo()
+    assert committed(tmp_path) == []
+    recover(tmp_path)
+    assert os.listdir(tmp_path) == ["step-00000003"]
+    assert newest_step(tmp_path) == 3
+
+
+def test_leftovers_of_dead_attempts_are_cleared_and_nothing_else(tmp_path: Path) -> None:
+    save_plain(tmp_path, 1)
+    for name in (".tmp-step-00000002-0123abcd", ".trash-step-00000000-0123abcd", ".old-step-00000001-0123abcd"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").touch()
+    others = [".tmp-mine", "notes", "step-00000002.bad-20250101-000000-ab", ".tmp-step-2-0123abcd"]
+    for name in others:
+        (tmp_path / name).mkdir()
+    recover(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == sorted(["step-00000001", *others])
+
+
+LIMIT = 200_000
+
+
+def save_with_a_small_disk(context: ParallelContext, folder: Path, small: list[int]) -> list[str]:
+    """Save on ranks of which some may only write small files; then all may, and it works."""
+    big = [Piece(f"w{i}", (16, 8192), (context.rank * 8, 0), torch.zeros(8, 8192)) for i in range(4)]
+    save(folder, 1, cut("flat", values(1), context.rank, context.world_size), {}, context, keep=2)
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if context.rank in small:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT, unlimited[1]))
+    messages = []
+    for _ in range(2):
+        with pytest.raises(CheckpointError) as failed:
+            save(folder, 2, big, {}, context, keep=1)
+        messages.append(str(failed.value))
+    context.barrier()
+    listing = sorted(os.listdir(folder))
+    resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    context.barrier()
+    save(folder, 3, big, {}, context, keep=1)
+    return [*messages, *listing]
+
+
+@pytest.mark.parametrize("small", [[0], [1], [0, 1]])
+def test_a_rank_that_cannot_write_fails_the_save_everywhere_and_training_goes_on(
+    tmp_path: Path, small: list[int]
+) -> None:
+    first, second = run_ranks(save_with_a_small_disk, 2, tmp_path, small)
+    assert first == second
+    message, again, *listing = first
+    assert message == again
+    assert "\n" not in message
+    assert f"step 2 was not saved: File too large (__{small[0]}_0.distcp) on rank {small[0]}" in message
+    assert ("and on 1 more ranks" in message) == (len(small) == 2)
+    assert "It needs about 2.0 MiB;" in message
+    assert f"were free in {tmp_path}. step-00000001 stays the newest checkpoint." in message
+    assert listing == ["step-00000001"]
+    assert os.listdir(tmp_path) == ["step-00000003"]
+
+
+def test_a_full_disk_is_called_that(tmp_path: Path) -> None:
+    """On a file system of 2 MiB, where the second checkpoint does not fit."""
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", tmp_path], capture_output=True)
+    if mounted.returncode != 0:
+        pytest.skip("cannot mount a small file system here")
+    try:
+        save_plain(tmp_path, 1)
+        before = files_below(tmp_path)
+        with pytest.raises(CheckpointError) as failed:
+            save(tmp_path, 2, [Piece("w", (1 << 20,), (0,), torch.zeros(1 << 20))], {}, SINGLE, keep=1)
+        assert "No space left on device" in str(failed.value)
+        assert "It needs about 4.0 MiB; 2.0 MiB were free" in str(failed.value)
+        assert files_below(tmp_path) == before
+        save_plain(tmp_path, 3)
+        assert newest_step(tmp_path) == 3
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+
+
+def fail_on_rank_0(context: ParallelContext, folder: Path, where: str) -> str:
+    """The disk breaks for rank 0 alone, while it writes the JSON or renames."""
+    save(folder, 1, cut("replicas", values(1), context.rank, 2), {}, context, keep=2)
+    with pytest.MonkeyPatch.context() as patch:
+        if context.rank == 0:
+
+            def broken(*_: object) -> None:
+                raise OSError(5, "Input/output error")
+
+            patch.setattr(commit, where, broken)
+        with pytest.raises(CheckpointError) as failed:
+            save(folder, 2, cut("replicas", values(2), context.rank, 2), {}, context, keep=2)
+    save(folder, 3, cut("replicas", values(3), context.rank, 2), {}, context, keep=2)
+    return str(failed.value)
+
+
+@pytest.mark.parametrize("where", ["begin", "write_synced", "publish", "sync_folder"])
+def test_what_only_rank_0_runs_into_reaches_all(tmp_path: Path, where: str) -> None:
+    first, second = run_ranks(fail_on_rank_0, 2, tmp_path, where)
+    assert first == second
+    assert "step 2 was not saved: Input/output error on rank 0." in first
+    assert sorted(os.listdir(tmp_path)) == ["step-00000001", "step-00000003"]
+
+
+def test_a_folder_that_cannot_be_made_is_a_failed_save() -> None:
+    with pytest.raises(CheckpointError, match=r"was not saved.*there is no earlier checkpoint"):
+        save_plain(Path("/proc/megalite/checkpoints"), 1)
+
+
+def test_a_job_that_lost_its_lock_does_not_commit(tmp_path: Path) -> None:
+    save_plain(tmp_path, 1)
+    with pytest.raises(CheckpointError, match="another job has taken over the run folder"):
+        save(tmp_path, 2, whole(values(2)), {}, SINGLE, keep=1, owned=lambda: False)
+    assert os.listdir(tmp_path) == ["step-00000001"]
+
+
+def bug_on_rank_1(context: ParallelContext, folder: Path) -> str:
+    state = {"step": 1} if context.rank == 1 else {"step": {1, 2}}
+    with pytest.raises((TypeError, RuntimeError)) as failed:
+        save(folder, 1, cut("replicas", values(1), context.rank, 2), state, context, keep=1)
+    return f"{type(failed.value).__name__}: {failed.value}"
+
+
+def test_a_bug_is_not_passed_off_as_a_full_disk(tmp_path: Path) -> None:
+    own, other = run_ranks(bug_on_rank_1, 2, tmp_path)
+    assert own == "TypeError: Object of type set is not JSON serializable"
+    assert other.startswith("RuntimeError: TypeError: Object of type set")
+    assert committed(tmp_path) == []
+
+
+def test_the_manifest_says_where_the_checkpoint_is_from(tmp_path: Path) -> None:
+    saved = save(tmp_path, 1, whole(values(1)), {}, SINGLE, keep=1, labels={"run_id": "abc"})
+    about = json.loads((saved.path / "COMMIT.json").read_text())["about"]
+    assert about["run_id"] == "abc"
+    assert about["layout"]["dp"] == 1
+    assert about["versions"]["torch"] == torch.__version__
+
+
+def test_the_pure_parts_do_not_import_torch() -> None:
+    """The lock and the rules of resuming are read before anything heavy; importing them must stay quick."""
+    code = "import sys, megalite.checkpoint.lock, megalite.checkpoint.resume_rules; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,84 @@
+"""Boxes: a flat range of a tensor is a few boxes that hold each of its elements once."""
+
+from itertools import pairwise
+from math import prod
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megalite.checkpoint.pieces import boxes, tiling_fault
+
+SHAPES = st.lists(st.integers(1, 5), max_size=5).map(tuple)
+
+
+@st.composite
+def flat_ranges(draw: st.DrawFn) -> tuple[int, int, tuple[int, ...]]:
+    shape = draw(SHAPES)
+    start = draw(st.integers(0, prod(shape)))
+    return start, draw(st.integers(start, prod(shape))), shape
+
+
+@given(flat_ranges())
+def test_boxes_hold_the_flat_range_in_order_and_nothing_else(case: tuple[int, int, tuple[int, ...]]) -> None:
+    start, stop, shape = case
+    indices = torch.arange(prod(shape)).view(shape)
+    at = start
+    for offsets, sizes, flat_start in boxes(start, stop, shape):
+        box = indices[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))]
+        assert flat_start == at
+        assert box.reshape(-1).tolist() == list(range(at, at + prod(sizes)))
+        at += prod(sizes)
+    assert at == stop
+
+
+@given(flat_ranges())
+def test_there_are_at_most_2n_minus_1_boxes(case: tuple[int, int, tuple[int, ...]]) -> None:
+    assert len(boxes(*case)) <= max(1, 2 * len(case[2]) - 1)
+
+
+def test_a_range_through_the_middle_of_a_cube_needs_all_five_boxes() -> None:
+    assert [box[:2] for box in boxes(1 + 4 + 16, 64 - 16 - 4 - 1, (4, 4, 4))] == [
+        ((1, 1, 1), (1, 1, 3)),
+        ((1, 2, 0), (1, 2, 4)),
+        ((2, 0, 0), (1, 2, 4)),
+        ((2, 2, 0), (1, 1, 3)),
+    ]
+    assert len(boxes(1, 63, (4, 4, 4))) == 5
+
+
+@st.composite
+def cut_tensors(draw: st.DrawFn) -> tuple[tuple[int, ...], list[tuple[tuple[int, ...], tuple[int, ...]]]]:
+    """A tensor and the boxes of all ranks of some ZeRO-1 layout of it, in any order."""
+    shape = draw(SHAPES)
+    inner = draw(st.lists(st.integers(0, prod(shape)), max_size=4))
+    marks = sorted({0, prod(shape), *inner})
+    parts = [box[:2] for a, b in pairwise(marks) for box in boxes(a, b, shape)]
+    return shape, draw(st.permutations(parts))
+
+
+@given(cut_tensors())
+def test_the_ranks_of_any_flat_layout_tile_the_tensor(case: tuple) -> None:
+    assert tiling_fault(*case) is None
+
+
+@given(cut_tensors(), st.data())
+def test_a_lost_or_doubled_or_moved_part_is_noticed(case: tuple, data: st.DataObject) -> None:
+    shape, parts = case
+    index = data.draw(st.integers(0, len(parts) - 1))
+    lost = [part for at, part in enumerate(parts) if at != index]
+    assert "elements" in (tiling_fault(shape, lost) or "")
+    assert tiling_fault(shape, [*parts, parts[index]]) is not None
+    if shape:
+        dim = data.draw(st.integers(0, len(shape) - 1))
+        offsets, sizes = parts[index]
+        moved = tuple(at + (here == dim) for here, at in enumerate(offsets))
+        fault = tiling_fault(shape, [*lost, (moved, sizes)])
+        assert fault is not None
+        assert "leaves" in fault or "twice" in fault
+
+
+@pytest.mark.parametrize("part", [((0,), (3,)), ((0, 0), (3,)), ((-1, 0), (2, 2))])
+def test_a_part_of_another_shape_is_a_fault(part: tuple) -> None:
+    assert tiling_fault((2, 2), [part]) is not None

@@ -1,0 +1,339 @@
+"""A run folder has one owner, continues only what can be continued, and a refused start leaves no trace."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megalite.checkpoint.lock import LockHeldError, RunLock
+from megalite.checkpoint.resume_rules import compare
+from megalite.checkpoint.run_folder import RunFolder
+from megalite.checkpoint.store import save
+from megalite.config.problems import UserError
+from megalite.config.schema import Config
+from megalite.parallel.context import ParallelContext
+from tests.checkpoint.samples import SINGLE, cut, files_below, values, whole
+from tests.ranks import run_ranks
+
+
+def settings(**changes: Any) -> dict[str, Any]:
+    """A configuration as plain dictionaries; changes as model__hidden_size=8."""
+    config = asdict(Config())
+    for name, value in changes.items():
+        *sections, field = name.split("__")
+        target = config
+        for section in sections:
+            target = target[section]
+        assert field in target, name
+        target[field] = value
+    return config
+
+
+def start(path: Path, resume: str = "auto", fingerprint: str = "data-1", **changes: Any) -> RunFolder:
+    return RunFolder.open(path, SINGLE, resume, settings(**changes), fingerprint)
+
+
+def start_and_save(path: Path, step: int = 1, **changes: Any) -> str:
+    """One job from start to end; the run's id."""
+    folder = start(path, **changes)
+    save(folder.checkpoints, step, whole(values(step)), {}, SINGLE, keep=2, labels=folder.labels, owned=folder.owned)
+    folder.close()
+    return folder.run_id
+
+
+def refusal(path: Path, *arguments: Any, **changes: Any) -> str:
+    with pytest.raises(UserError) as refused:
+        start(path, *arguments, **changes)
+    return str(refused.value)
+
+
+def test_a_new_run_writes_its_settings_and_keeps_its_id(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "run"
+    first = start_and_save(path, optimizer__lr=1e-5)
+    assert yaml.safe_load((path / "config.yaml").read_text()) == settings(optimizer__lr=1e-5)
+    again = start(path, optimizer__lr=1e-5)
+    assert again.run_id == first
+    assert again.changes == []
+    assert again.labels == {"run_id": first, "data_fingerprint": "data-1"}
+    again.close()
+    assert sorted(os.listdir(path)) == ["checkpoints", "config.yaml", "lock", "run.json"]
+    assert start_and_save(tmp_path / "other") != first
+
+
+def test_never_refuses_a_folder_that_holds_a_run(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    start(tmp_path / "run", "never").close()
+    before = files_below(tmp_path)
+    assert "holds a run already" in refusal(tmp_path / "run", "never")
+    assert files_below(tmp_path) == before
+
+
+def test_another_shape_is_refused_with_every_difference(tmp_path: Path) -> None:
+    start_and_save(tmp_path, model__hidden_size=256, model__num_layers=4, train__seq_length=256)
+    before = files_below(tmp_path)
+    text = refusal(
+        tmp_path,
+        fingerprint="data-2",
+        model__hidden_size=512,
+        model__num_layers=8,
+        model__norm="layernorm",
+        train__seq_length=128,
+        seed=1,
+        optimizer__lr=1.0,
+    )
+    for name, old in [
+        ("model.hidden_size", "256"),
+        ("model.num_layers", "4"),
+        ("model.norm", "rmsnorm"),
+        ("train.seq_length", "256"),
+        ("seed", "1234"),
+    ]:
+        assert f"set {name}={old}, or another run_dir for a new run" in text
+    assert "started with (fingerprint data-1)" in text
+    assert "refused, 6 problems" in text
+    assert "optimizer.lr" not in text
+    assert files_below(tmp_path) == before
+
+
+def test_what_may_change_is_said(tmp_path: Path) -> None:
+    start_and_save(tmp_path)
+    folder = start(
+        tmp_path, optimizer__lr=0.5, train__steps=9, model__dropout=0.1, parallel__timeout_s=5.0, run_dir="x"
+    )
+    assert folder.changes == [
+        "model.dropout is now 0.1; the run was at 0.0",
+        "optimizer.lr is now 0.5; the run was at 0.001",
+        "parallel.timeout_s is now 5.0; the run was at 600.0",
+        "train.steps is now 9; the run was at 200",
+    ]
+    folder.close()
+    folder = start(tmp_path, optimizer__lr=0.5, train__steps=9, model__dropout=0.1, parallel__timeout_s=5.0)
+    assert folder.changes == []
+    folder.close()
+
+
+def test_every_architecture_setting_of_the_model_is_fixed() -> None:
+    """A setting that is added to the schema is fixed unless someone decides that it is free."""
+    saved = settings()
+    free = set()
+    for field, value in saved["model"].items():
+        problems, changes = compare(saved, settings(**{f"model__{field}": f"not {value}"}))
+        assert len(problems) + len(changes) == 1
+        free.update([field] if changes else [])
+    assert free == {"name", "dropout", "attention_dropout", "embedding_dropout", "init_std", "loss_chunk_tokens"}
+
+
+def test_a_run_that_never_saved_may_start_as_another(tmp_path: Path) -> None:
+    start(tmp_path).close()
+    folder = start(tmp_path, fingerprint="data-2", model__num_layers=9)
+    assert folder.changes == []
+    assert folder.fingerprint == "data-2"
+    folder.close()
+
+
+def test_checkpoints_without_their_run_are_refused(tmp_path: Path) -> None:
+    start_and_save(tmp_path)
+    (tmp_path / "run.json").unlink()
+    assert "copy the whole run folder" in refusal(tmp_path)
+    (tmp_path / "run.json").write_text("{")
+    assert "run.json='damaged': it cannot be read" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["a: [", "- 1", "!!python/object/apply:os.mkdir [trace]"])
+def test_saved_settings_are_read_as_data_only(tmp_path: Path, content: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    start_and_save(tmp_path / "run")
+    (tmp_path / "run" / "config.yaml").write_text(content)
+    assert "config.yaml='damaged'" in refusal(tmp_path / "run")
+    assert not (tmp_path / "trace").exists()
+
+
+def test_a_file_or_an_impossible_place_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    before = files_below(tmp_path)
+    assert "it is a file" in refusal(tmp_path / "file")
+    assert "cannot be" in refusal(tmp_path / "file" / "run")
+    assert "cannot be written" in refusal(Path("/proc/megalite/run"))
+    assert "File name too long" in refusal(tmp_path / "new" / ("x" * 300))
+    assert "File name too long" in refusal(tmp_path / ("x" * 300))
+    assert files_below(tmp_path) == before
+
+
+def test_a_read_only_folder_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    """Root may write to a folder of mode 555, so this takes a file system that is mounted read-only."""
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", tmp_path], capture_output=True)
+    if mounted.returncode != 0:
+        pytest.skip("cannot mount a read-only file system here")
+    try:
+        assert "cannot be written: Read-only file system" in refusal(tmp_path)
+        assert "cannot be written: Read-only file system" in refusal(tmp_path / "run")
+        assert os.listdir(tmp_path) == []
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+
+
+def test_a_disk_that_is_full_at_the_start_is_refused_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("megalite.checkpoint.run_folder.replace_synced", full)
+    assert "No space left on device" in refusal(tmp_path / "a" / "b")
+    assert os.listdir(tmp_path) == []
+    monkeypatch.undo()
+    start(tmp_path / "a" / "b").close()
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from megalite.checkpoint.lock import RunLock
+lock = RunLock.acquire(Path(sys.argv[1]))
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def other_job(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """Another process on this host that holds the lock of tmp_path / "run"."""
+    start_and_save(tmp_path / "run")
+    job = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path / "run" / "lock")], stdout=subprocess.PIPE, text=True
+    )
+    assert job.stdout is not None
+    assert job.stdout.readline() == "held\n"
+    yield job
+    job.kill()
+    job.wait()
+    job.stdout.close()
+
+
+def test_a_second_live_job_is_refused_with_host_and_pid(tmp_path: Path, other_job: subprocess.Popen[str]) -> None:
+    before = files_below(tmp_path)
+    text = refusal(tmp_path / "run")
+    assert f"it is in use by process {other_job.pid} on {socket.gethostname()}" in text
+    assert files_below(tmp_path) == before
+
+
+def test_a_stopped_job_is_still_alive(tmp_path: Path, other_job: subprocess.Popen[str]) -> None:
+    other_job.send_signal(signal.SIGSTOP)
+    assert "it is in use by" in refusal(tmp_path / "run")
+
+
+def test_the_lock_of_a_killed_job_is_taken_over_at_once(tmp_path: Path, other_job: subprocess.Popen[str]) -> None:
+    other_job.kill()
+    other_job.wait()
+    begun = time.monotonic()
+    folder = start(tmp_path / "run")
+    assert time.monotonic() - begun < 2
+    assert folder.owned()
+    assert str(os.getpid()) in (tmp_path / "run" / "lock").read_text()
+    folder.close()
+
+
+def test_a_job_in_this_very_process_is_refused_too_and_close_lets_it_in(tmp_path: Path) -> None:
+    first = start(tmp_path)
+    assert f"process {os.getpid()} on" in refusal(tmp_path)
+    first.close()
+    first.close()
+    start(tmp_path).close()
+
+
+def write_foreign_lock(path: Path) -> None:
+    """A lock as a job on another host leaves it, with no kernel lock to be seen here."""
+    lock = RunLock.acquire(path)
+    content = path.read_text().replace(socket.gethostname(), "elsewhere")
+    lock.release()
+    path.write_text(content)
+
+
+def test_a_beating_lock_of_another_host_is_respected(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    write_foreign_lock(path)
+    done = threading.Event()
+
+    def beat() -> None:
+        while not done.wait(0.1):
+            os.utime(path)
+
+    heart = threading.Thread(target=beat)
+    heart.start()
+    try:
+        with pytest.raises(LockHeldError, match="on elsewhere, since"):
+            RunLock.acquire(path, patience_s=5)
+    finally:
+        done.set()
+        heart.join()
+
+
+def test_a_still_lock_of_another_host_is_taken_over(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    write_foreign_lock(path)
+    os.utime(path, (time.time() + 1e6, time.time() + 1e6))  # its clock is ahead: no matter
+    lock = RunLock.acquire(path, beat_s=0.05, patience_s=0.5)
+    first = path.stat().st_mtime_ns
+    deadline = time.monotonic() + 5
+    while path.stat().st_mtime_ns == first:
+        assert time.monotonic() < deadline, "a held lock does not beat"
+        time.sleep(0.02)
+    assert lock.held()
+    write_other = path.read_text().replace(f'"pid": {os.getpid()}', '"pid": 1')
+    path.write_text(write_other)
+    assert not lock.held()
+    lock.release()
+    assert path.read_text() == write_other, "a lock that was taken over is not ours to clear"
+
+
+def test_a_torn_lock_file_is_nobodys(tmp_path: Path) -> None:
+    (tmp_path / "lock").write_text('{"host": "elsew')
+    RunLock.acquire(tmp_path / "lock").release()
+    assert (tmp_path / "lock").read_text() == ""
+
+
+def test_a_lock_is_not_written_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("x")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "lock").symlink_to(tmp_path / "precious")
+    assert "cannot be written" in refusal(tmp_path / "run")
+    assert (tmp_path / "precious").read_text() == "x"
+
+
+def open_with_blind_ranks(context: ParallelContext, path: Path, fingerprint: str) -> Any:
+    """Ranks other than 0 see nothing of the file system while the folder is opened."""
+    with pytest.MonkeyPatch.context() as patch:
+        if context.rank > 0:
+
+            def blind(*_: object, **__: object) -> None:
+                raise AssertionError("a rank other than 0 looked at the file system to decide")
+
+            for name in ("stat", "scandir", "mkdir", "open", "listdir", "rename", "replace"):
+                patch.setattr(os, name, blind)
+        try:
+            folder = RunFolder.open(path, context, "auto", settings(), fingerprint)
+        except UserError as error:
+            return str(error)
+    pieces = cut("replicas", values(1), context.rank, context.world_size)
+    save(folder.checkpoints, 1, pieces, {}, context, keep=1, labels=folder.labels, owned=folder.owned)
+    folder.close()
+    return folder.run_id, folder.fingerprint, folder.checkpoints, folder.lock is not None
+
+
+def test_rank_0_decides_and_all_agree(tmp_path: Path) -> None:
+    first, second = run_ranks(open_with_blind_ranks, 2, tmp_path / "run", "a")
+    assert first[:3] == second[:3]
+    assert (first[3], second[3]) == (True, False)
+    first, second = run_ranks(open_with_blind_ranks, 2, tmp_path / "run", "b")
+    assert first == second
+    assert "fingerprint a" in first
