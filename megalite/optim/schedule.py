@@ -1,0 +1,28 @@
+"""The learning rate as a pure function of the step.
+
+Steps count from 0; the last one of a run is `steps - 1`. Warm-up step k of w has peak * (k + 1) / (w + 1), as in
+nanoGPT: never zero, and step w is the first at the peak. The decaying schedules then fall to `min_lr`, which the last
+step has exactly; beyond it the rate stays.
+"""
+
+import math
+
+from megalite.config.schema import LearningRateConfig
+
+
+def learning_rate(step: int, config: LearningRateConfig, *, peak: float, steps: int) -> float:
+    """Learning rate of `step` (from 0) in a run of `steps` steps; no field of `config` is None any more."""
+    warmup, lowest, decay = config.warmup_steps, config.min_lr, config.decay_steps
+    assert warmup is not None
+    assert lowest is not None
+    assert decay is not None
+    last = steps - 1
+    step = min(step, last)
+    if step < warmup:
+        return peak * (step + 1) / (warmup + 1)
+    start = max(warmup, last - decay) if config.schedule == "wsd" else warmup
+    if step <= start or config.schedule == "constant":
+        return peak
+    progress = (step - start) / (last - start)  # in (0, 1]
+    remaining = 0.5 * (1 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1 - progress
+    return lowest + remaining * (peak - lowest)

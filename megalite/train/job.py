@@ -1,0 +1,125 @@
+"""Everything that a run needs, built in the order in which mistakes are cheapest to report.
+
+device and process groups -> data -> run folder -> model, buffers, optimizer -> state of the newest checkpoint.
+Whatever one rank finds wrong, all ranks refuse together.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from megalite.checkpoint.run_folder import RunFolder
+from megalite.checkpoint.store import newest
+from megalite.config.derive import derive_vocabulary
+from megalite.config.problems import Problem, UserError
+from megalite.config.schema import Config
+from megalite.data.open import OpenedData, open_data
+from megalite.data.prepare import prepare
+from megalite.hf.import_model import import_model
+from megalite.model.build import build_stage
+from megalite.model.gpt import GPT
+from megalite.model.init import start_values
+from megalite.model.parameters import gpt_parameters
+from megalite.optim.adamw import FlatAdamW
+from megalite.optim.buffers import TrainingBuffers, buffer_layout
+from megalite.parallel.context import ParallelContext
+from megalite.parallel.device import DTYPES
+from megalite.parallel.environment import ProcessEnvironment
+from megalite.train.state import Progress, training_pieces
+
+T = TypeVar("T")
+
+
+@dataclass
+class Job:
+    """One run on this rank."""
+
+    config: Config
+    context: ParallelContext
+    data: OpenedData
+    folder: RunFolder
+    model: GPT
+    buffers: TrainingBuffers
+    optimizer: FlatAdamW
+    progress: Progress
+    resumed_from: int | None  # step of the checkpoint that the run continues from
+
+
+def agreed(context: ParallelContext, action: Callable[[], T]) -> T:
+    """The result of `action`, or one UserError on all ranks with the problems of all ranks."""
+    problems: list[Problem] = []
+    result: T | None = None
+    try:
+        result = action()
+    except UserError as error:
+        problems = error.problems
+    context.agree(problems)
+    return result  # type: ignore[return-value]  # agree() raises where an action failed
+
+
+def open_training_data(
+    config: Config, context: ParallelContext, environment: ProcessEnvironment, progress: Callable[..., None]
+) -> OpenedData:
+    """Prepared by the first rank of every node (under a lock: once on a shared disk), then opened by all."""
+    first_of_node = not environment.local_rank  # unknown: everybody asks, the lock lets one of them work
+    agreed(context, lambda: prepare(config, progress) if first_of_node else None)
+    return agreed(context, lambda: open_data(config))
+
+
+def derive_device(config: Config, context: ParallelContext) -> Config:
+    """Settings that follow from the device: compiling pays on CUDA, on a CPU it costs more than it brings."""
+    compiled = context.device.type == "cuda" if config.train.compile is None else config.train.compile
+    precision = next(name for name, dtype in DTYPES.items() if dtype == context.dtype)
+    return replace(config, precision=precision, train=replace(config.train, compile=compiled))
+
+
+def build_training(config: Config, context: ParallelContext) -> tuple[GPT, TrainingBuffers, FlatAdamW]:
+    """The model on flat buffers and its optimizer, with no values in them yet."""
+    model = build_stage(config, dtype=context.dtype, device=context.device)
+    buffers = TrainingBuffers(buffer_layout(gpt_parameters(config.model)), dtype=context.dtype, device=context.device)
+    model.gradient_sinks(buffers.attach(model, sunk=model.sunk_parameters))
+    decayed, size = buffers.layout.decay_stop, buffers.layout.size
+    first, second = config.optimizer.betas
+    groups = [(0, decayed, config.optimizer.weight_decay), (decayed, size, 0.0)]
+    return model, buffers, FlatAdamW(buffers.masters, groups, (first, second), config.optimizer.eps)
+
+
+def build_job(config: Config, context: ParallelContext, data: OpenedData, report: Callable[[str], None]) -> Job:
+    """The run folder, the model and its training state: new, imported, or of the newest checkpoint."""
+    config = derive_device(derive_vocabulary(config, data.vocab_size), context)
+    assert config.run_dir is not None, "derive() fills it in"
+    folder = RunFolder.open(Path(config.run_dir), context, config.resume, asdict(config), data.fingerprint)
+    for change in folder.changes:
+        report(change)
+    model, buffers, optimizer = build_training(config, context)
+    job = Job(config, context, data, folder, model, buffers, optimizer, Progress(), None)
+    _set_state(job, report)
+    return job
+
+
+def _set_state(job: Job, report: Callable[[str], None]) -> None:
+    found = newest(job.folder.checkpoints, job.context, report)
+    if found is not None:
+        found.read_into(training_pieces(job.buffers, job.optimizer))
+        job.progress = Progress.from_state(found.state["progress"])
+        job.resumed_from = found.step
+    elif job.config.checkpoint.init_from is not None:
+        folder = Path(job.config.checkpoint.init_from)
+        job.buffers.fill(agreed(job.context, lambda: list(import_model(folder, job.config.model))))
+    else:
+        job.buffers.fill(start_values(gpt_parameters(job.config.model), job.config.seed))
+
+
+def checkpoint_state(job: Job) -> dict[str, Any]:
+    """The JSON part of a checkpoint."""
+    config = job.config
+    return {
+        "progress": job.progress.as_state(),
+        "data": {"fingerprint": job.data.fingerprint, "description": job.data.description},
+        "layout": {"dp": job.context.dp_size, "world_size": job.context.world_size},
+        "config": asdict(config),
+        "torch": torch.__version__,
+    }

@@ -1,0 +1,193 @@
+"""The training loop.
+
+For each step: the next microbatches, one optimizer step, and what is due after it: a line of metrics, an evaluation, a
+check of the replicas, a checkpoint. A stop signal ends the run after the step in which all ranks learn of it, saved.
+"""
+
+import gc
+import socket
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megalite.config.schema import Config
+from megalite.data.batches import TrainBatches, validation_batches
+from megalite.optim.schedule import learning_rate
+from megalite.parallel.environment import ProcessEnvironment
+from megalite.parallel.startup import start
+from megalite.train.evaluate import validation_loss
+from megalite.train.job import Job, build_job, open_training_data
+from megalite.train.log import open_log
+from megalite.train.replicas import ReplicaMismatchError, check_replicas
+from megalite.train.reporter import Reporter
+from megalite.train.saving import Saver
+from megalite.train.signals import StopRequest
+from megalite.train.step import StepFigures, TrainStep
+from megalite.train.terminal import Terminal
+
+
+class TrainingStoppedError(RuntimeError):
+    """The run cannot go on; the message says why and what to try."""
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A step whose figures have not been read yet."""
+
+    step: int
+    figures: Tensor
+    lr: float
+    wait_s: float
+
+
+class Loop:
+    """Runs the steps of one job."""
+
+    def __init__(self, job: Job, reporter: Reporter, saver: Saver, stop: StopRequest) -> None:
+        self.job = job
+        self.reporter = reporter
+        self.saver = saver
+        self.stop = stop
+        self.step = TrainStep(
+            job.model, job.buffers, job.optimizer, job.config.optimizer, data_parallel=job.context.dp_group
+        )
+        # An accelerator runs ahead of the host: its figures are read one step late. A CPU's are there at once.
+        self.lateness = 0 if job.context.device.type == "cpu" else 1
+        self.launched: deque[Launched] = deque()
+        self.stopping = False
+
+    def run(self) -> None:
+        """All remaining steps, or as many as pass until a stop is asked for; leaves the last state saved."""
+        config, progress = self.job.config, self.job.progress
+        batches = TrainBatches(
+            self.job.data.train,
+            config,
+            dp_rank=self.job.context.dp_rank,
+            dp_size=self.job.context.dp_size,
+            device=self.job.context.device,
+            start_sample=progress.samples,
+        )
+        try:
+            for step in range(progress.step + 1, config.train.steps + 1):
+                self._launch(step, batches)
+                self._read(keep=self.lateness)
+                self._after(step)
+                if self.stopping:
+                    break
+        finally:
+            batches.close()
+        self._read(keep=0)
+        self.saver.save_last()
+
+    def _launch(self, step: int, batches: TrainBatches) -> None:
+        data = next(batches)
+        config = self.job.config
+        lr = learning_rate(step - 1, config.lr, peak=config.optimizer.lr, steps=config.train.steps)
+        figures = self.step(data.microbatches, data.local_tokens, lr, stop=self.stop.requested is not None)
+        self.launched.append(Launched(step, figures, lr, data.wait_s))
+
+    def _read(self, *, keep: int) -> None:
+        """Read the figures of all launched steps but the newest `keep`."""
+        while len(self.launched) > keep:
+            launched = self.launched.popleft()
+            figures = StepFigures.read(launched.figures)
+            self.stopping = self.stopping or figures.stop
+            progress = self.job.progress
+            progress.step = launched.step
+            progress.samples += self.job.config.train.global_batch_size
+            progress.tokens += figures.tokens
+            progress.bad_steps += figures.skipped
+            progress.bad_steps_in_a_row = progress.bad_steps_in_a_row + 1 if figures.skipped else 0
+            self.reporter.step(progress, figures, lr=launched.lr, wait_s=launched.wait_s)
+            if progress.bad_steps_in_a_row >= self.job.config.train.max_bad_steps:
+                self._give_up(figures)
+
+    def _after(self, step: int) -> None:
+        """Whatever is due after `step`; reading the figures first where something is."""
+        train = self.job.config.train
+        evaluate = train.eval_interval > 0 and (step % train.eval_interval == 0 or step == train.steps)
+        check = train.check_replicas_every > 0 and step % train.check_replicas_every == 0
+        if evaluate or check or self.saver.due(step):
+            self._read(keep=0)
+        if check:
+            check_replicas(self.job.buffers.masters, self.job.context.dp_group, step)
+        if evaluate and self.job.data.validation is not None:
+            self._evaluate(step)
+        if self.saver.due(step):
+            self.saver.save()
+        if evaluate or self.saver.due(step):
+            gc.collect()  # collection is off between these points: it would pause ranks at different times
+            self.reporter.restart_clock()
+
+    def _evaluate(self, step: int) -> None:
+        job = self.job
+        assert job.data.validation is not None
+        begin = time.perf_counter()
+        batches = validation_batches(
+            job.data.validation,
+            job.config,
+            dp_rank=job.context.dp_rank,
+            dp_size=job.context.dp_size,
+            device=job.context.device,
+        )
+        loss = validation_loss(job.model, batches, dtype=job.buffers.masters.dtype, data_parallel=job.context.dp_group)
+        self.reporter.evaluation(step, loss, seconds=time.perf_counter() - begin)
+
+    def _give_up(self, figures: StepFigures) -> None:
+        count = self.job.progress.bad_steps_in_a_row
+        newest = self.saver.newest_step
+        kept = f"The checkpoint of step {newest} is intact" if newest is not None else "No checkpoint was written yet"
+        raise TrainingStoppedError(
+            f"loss or gradient was not finite in {count} steps in a row (now step {self.job.progress.step}: loss "
+            f"{figures.loss}, gradient norm {figures.grad_norm}); none of them was applied. {kept}. Try a lower "
+            "optimizer.lr, a longer lr.warmup_steps, a smaller optimizer.clip_grad, precision=fp32, or look at the "
+            "data of these steps; train.max_bad_steps sets the patience."
+        )
+
+
+def run(config: Config, environment: ProcessEnvironment) -> int:
+    """Train as `config` says, on this rank. Returns the exit status; raises UserError for input that is refused."""
+    context = start(config, environment)
+    terminal = Terminal(sys.stdout, interactive=sys.stdout.isatty(), enabled=context.rank == 0)
+    job: Job | None = None
+    try:
+        data = open_training_data(config, context, environment, terminal.preparing)
+        job = build_job(config, context, data, terminal.note)
+        log = open_log(job.folder.path, context)
+        with StopRequest() as stop:
+            return _train(job, terminal, stop, Reporter(job, terminal, log))
+    finally:
+        if job is not None:
+            job.folder.close()
+        terminal.close()
+        context.close()
+
+
+def _train(job: Job, terminal: Terminal, stop: StopRequest, reporter: Reporter) -> int:
+    saver = Saver(job, reporter)
+    reporter.start()
+    if job.resumed_from is not None and job.progress.step >= job.config.train.steps:
+        terminal.note(f"already finished: step {job.progress.step} of {job.config.train.steps}")
+        return 0
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        Loop(job, reporter, saver, stop).run()
+    except (TrainingStoppedError, ReplicaMismatchError) as error:  # known to all ranks, and said in full
+        reporter.failed(error)
+        if job.context.rank == 0:
+            print(f"megalite: stopped: {error}", file=sys.stderr, flush=True)
+        return 1
+    except Exception as error:  # this rank's own: nobody else can say it
+        reporter.failed(error)
+        where = f"rank {job.context.rank} on {socket.gethostname()}, step {job.progress.step + 1}"
+        print(f"megalite: {where}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        raise
+    finally:
+        gc.enable()
+    reporter.finish(stopped_by=stop.requested)
+    return 0 if saver.newest_step == job.progress.step else 1

@@ -1,0 +1,113 @@
+"""Data parallelism computes what one process computes, in fp64, and a broken one is caught."""
+
+import json
+import random
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megalite.config.schema import Config
+from megalite.data.prepare import prepare
+from megalite.parallel.context import ParallelContext
+from megalite.train.step import TrainStep
+from tests.layouts.training import Trace, assert_same_training, small_config, train
+from tests.ranks import run_ranks
+
+RAGGED = {"data": {"mask_end_of_document": True, "cross_document_attention": False}}
+ROWS: list[tuple[int, str, dict[str, dict[str, Any]]]] = [
+    (2, "gpt2", {}),
+    (2, "llama", RAGGED),
+    (2, "qwen3", {"train": {"recompute": "full"}}),
+    (4, "llama", {"train": {"micro_batch_size": 3}}),  # one microbatch a rank: no accumulation
+    (4, "gpt2", RAGGED),
+    (3, "qwen3", {"train": {"micro_batch_size": 2}}),
+]
+LONG_ROWS = [
+    (size, family, {**masks, "train": {"recompute": recompute, "micro_batch_size": micro}})
+    for size in (2, 3, 4)
+    for family in ("gpt2", "llama", "qwen3")
+    for masks in ({}, RAGGED)
+    for recompute in ("none", "full")
+    for micro in (1, 12 // size)
+]
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A text of short documents, so that loss masks are ragged, and a cache folder."""
+    folder = tmp_path_factory.mktemp("layouts")
+    dice = random.Random(0)
+    lines = [json.dumps({"text": "".join(dice.choices("abcdefgh ", k=dice.randint(1, 30)))}) for _ in range(2000)]
+    text = folder / "text.jsonl"
+    text.write_text("\n".join(lines))
+    return text, folder / "cache"
+
+
+@cache
+def _reference(workplace: tuple[Path, Path], family: str, overrides: str) -> tuple[Config, Trace]:
+    """The single process, which never initialises torch.distributed."""
+    config = small_config(*workplace, family, **json.loads(overrides))
+    prepare(config, None)
+    trace = train(ParallelContext(dtype=torch.float64), config)
+    assert not dist.is_initialized()
+    return config, trace
+
+
+def reference(workplace: tuple[Path, Path], family: str, overrides: dict[str, Any]) -> tuple[Config, Trace]:
+    return _reference(workplace, family, json.dumps(overrides))
+
+
+def check_row(workplace: tuple[Path, Path], size: int, family: str, overrides: dict[str, Any]) -> None:
+    config, expected = reference(workplace, family, overrides)
+    assert min(expected.grad_norms) > 10 * config.optimizer.clip_grad, "clipping is part of what is compared"
+    assert (len(set(expected.tokens)) > 1) == ("data" in overrides), "a ragged mask changes the number of tokens"
+    for trace in run_ranks(train, size, config, dtype=torch.float64):
+        assert_same_training(trace, expected)
+
+
+@pytest.mark.parametrize(("size", "family", "overrides"), ROWS)
+def test_ranks_train_like_one_process(
+    workplace: tuple[Path, Path], size: int, family: str, overrides: dict[str, Any]
+) -> None:
+    check_row(workplace, size, family, overrides)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("size", "family", "overrides"), LONG_ROWS)
+def test_ranks_train_like_one_process_everywhere(
+    workplace: tuple[Path, Path], size: int, family: str, overrides: dict[str, Any]
+) -> None:
+    check_row(workplace, size, family, overrides)
+
+
+def _without_gradient_sum(context: ParallelContext, config: Config) -> Trace:
+    summed = TrainStep._sum
+    TrainStep._sum = lambda self, tensor: tensor if tensor.ndim else summed(self, tensor)  # type: ignore[method-assign]
+    return train(context, config)
+
+
+def _averaging_local_means(context: ParallelContext, config: Config) -> Trace:
+    """The classic mistake: each rank divides by its own tokens, then gradients are averaged."""
+    summed = TrainStep._sum
+
+    def broken(self: TrainStep, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype == torch.int64:
+            return tensor
+        return (
+            summed(self, tensor) / context.dp_size if tensor.ndim == 0 else summed(self, tensor).div_(context.dp_size)
+        )
+
+    TrainStep._sum = broken  # type: ignore[method-assign]
+    return train(context, config)
+
+
+@pytest.mark.parametrize("mutant", [_without_gradient_sum, _averaging_local_means])
+def test_a_broken_gradient_sum_is_caught(workplace: tuple[Path, Path], mutant: Any) -> None:
+    config, expected = reference(workplace, "llama", RAGGED)
+    broken, _ = run_ranks(mutant, 2, config, dtype=torch.float64)
+    with pytest.raises(AssertionError):
+        assert_same_training(broken, expected)

@@ -1,0 +1,82 @@
+"""The learning rate's shape: known values, and what holds for every schedule."""
+
+import math
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megalite.config.schema import LearningRateConfig
+from megalite.optim.schedule import learning_rate
+
+PEAK = 1e-3
+SCHEDULES = ("constant", "linear", "cosine", "wsd")
+
+
+def rates(schedule: str, *, steps: int, warmup: int = 0, lowest: float = 1e-4, decay: int = 0) -> list[float]:
+    config = LearningRateConfig(schedule, warmup, lowest, decay)
+    return [learning_rate(step, config, peak=PEAK, steps=steps) for step in range(steps)]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_warmup_rises_in_equal_parts_and_the_step_after_it_is_at_the_peak(schedule: str) -> None:
+    assert rates(schedule, steps=100, warmup=4, decay=10)[:5] == pytest.approx([2e-4, 4e-4, 6e-4, 8e-4, 1e-3])
+
+
+def test_constant_stays_at_the_peak() -> None:
+    assert rates("constant", steps=5) == [PEAK] * 5
+
+
+def test_linear_falls_in_equal_parts_to_the_lowest() -> None:
+    assert rates("linear", steps=4) == pytest.approx([1e-3, 7e-4, 4e-4, 1e-4])
+
+
+def test_cosine_is_half_way_at_half_time() -> None:
+    values = rates("cosine", steps=9)
+    assert values[4] == pytest.approx((PEAK + 1e-4) / 2)
+    assert values[2] == pytest.approx(1e-4 + 0.9e-3 * (0.5 + 0.5**1.5))
+
+
+def test_wsd_is_flat_until_its_decay_begins() -> None:
+    assert rates("wsd", steps=10, warmup=1, decay=3) == pytest.approx([5e-4, *[1e-3] * 6, 7e-4, 4e-4, 1e-4])
+
+
+def test_wsd_whose_decay_would_reach_into_the_warmup_decays_from_its_end() -> None:
+    assert rates("wsd", steps=6, warmup=2, decay=5) == pytest.approx([1e-3 / 3, 2e-3 / 3, 1e-3, 7e-4, 4e-4, 1e-4])
+
+
+def test_nanogpt_recipe() -> None:
+    """Its own formula, which decays over `lr_decay_iters` = 1,999 here, the number of its last iteration."""
+    values = rates("cosine", steps=2000, warmup=100)
+    assert values[0] == pytest.approx(PEAK * 1 / 101)
+    assert values[100] == PEAK
+    assert values[1050] == pytest.approx(1e-4 + 0.5 * (1 + math.cos(math.pi * 950 / 1899)) * 9e-4)
+    assert values[1999] == pytest.approx(1e-4)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_run_of_one_step_trains_at_the_peak(schedule: str) -> None:
+    assert rates(schedule, steps=1) == [PEAK]
+
+
+@given(
+    schedule=st.sampled_from(SCHEDULES),
+    steps=st.integers(1, 300),
+    share=st.floats(0, 1),
+    lowest=st.floats(0, PEAK),
+    decay=st.integers(0, 300),
+)
+def test_every_schedule_rises_then_falls_within_its_bounds_and_ends_as_promised(
+    schedule: str, steps: int, share: float, lowest: float, decay: int
+) -> None:
+    warmup = int(share * steps)
+    values = rates(schedule, steps=steps, warmup=warmup, lowest=lowest, decay=decay)
+    assert all(0 < value <= PEAK or value == lowest for value in values)
+    assert all(earlier < later for earlier, later in pairwise(values[: warmup + 1]))
+    after = values[warmup:]
+    assert all(earlier >= later for earlier, later in pairwise(after))
+    if len(after) > 1 and schedule != "constant" and not (schedule == "wsd" and decay == 0):
+        assert values[-1] == lowest
+    config = LearningRateConfig(schedule, warmup, lowest, decay)
+    assert learning_rate(steps + 7, config, peak=PEAK, steps=steps) == values[-1]

@@ -1,0 +1,124 @@
+"""Nothing is lost: a run that was killed or stopped ends exactly where the uninterrupted one ends, bit for bit."""
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.train.runs import finish, kill, launch, metrics, overrides, state_bytes, wait_for_step, write_text
+
+STEPS = 40
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("resume")
+    write_text(folder / "text.txt")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(folder: Path) -> Path:
+    status, output = finish(launch(overrides(folder, "whole")))
+    assert status == 0, output
+    assert [record["step"] for record in metrics(folder / "whole") if "loss" in record] == list(range(1, STEPS + 1))
+    return folder / "whole"
+
+
+def assert_same_run(run: Path, reference: Path) -> None:
+    assert metrics(run) == metrics(reference)
+    assert state_bytes(run, STEPS) == state_bytes(reference, STEPS)
+
+
+def test_the_loss_falls(uninterrupted: Path) -> None:
+    losses = [record["loss"] for record in metrics(uninterrupted) if "loss" in record]
+    assert losses[-1] < losses[0] - 0.5
+
+
+def test_killed_twice_and_stopped_once_it_ends_where_the_uninterrupted_run_ends(
+    folder: Path, uninterrupted: Path
+) -> None:
+    arguments = overrides(folder, "interrupted")
+    run = folder / "interrupted"
+    for step in (7, 18):
+        process = launch(arguments)
+        wait_for_step(process, run, step)
+        kill(process)
+    process = launch(arguments)
+    wait_for_step(process, run, 29)
+    os.kill(process.pid, signal.SIGTERM)
+    status, output = finish(process)
+    assert status == 0, output
+    stopped_at = metrics(run)[-1]["step"]
+    assert stopped_at < STEPS
+    assert (run / "checkpoints" / f"step-{stopped_at:08d}").is_dir(), "the stop saved its own step"
+    status, output = finish(launch(arguments))
+    assert status == 0, output
+    assert f"step {stopped_at}" in output
+    assert_same_run(run, uninterrupted)
+
+
+def test_a_finished_run_says_so_and_changes_nothing(uninterrupted: Path, folder: Path) -> None:
+    before = (uninterrupted / "metrics.jsonl").read_bytes()
+    status, output = finish(launch(overrides(folder, "whole")))
+    assert status == 0
+    assert f"step {STEPS} of {STEPS}" in output
+    assert (uninterrupted / "metrics.jsonl").read_bytes() == before
+
+
+def test_two_ranks_continue_after_one_of_them_is_killed(folder: Path) -> None:
+    whole, broken = folder / "two-whole", folder / "two-broken"
+    status, output = finish(launch(overrides(folder, "two-whole"), ranks=2))
+    assert status == 0, output
+    process = launch(overrides(folder, "two-broken"), ranks=2)
+    wait_for_step(process, broken, 12)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(children[-1]), signal.SIGKILL)
+    status, output = finish(process)
+    assert status != 0
+    status, output = finish(launch(overrides(folder, "two-broken"), ranks=2))
+    assert status == 0, output
+    assert_same_run(broken, whole)
+
+
+def test_a_run_moves_between_one_and_two_ranks(folder: Path, uninterrupted: Path) -> None:
+    """In fp64, without dropout: the design's bound for another layout."""
+    exact = ("precision=fp64", "model.dropout=0")
+    for ranks, steps in ((2, 20), (1, 30), (2, STEPS)):
+        # lr.schedule=constant: the length of the run, which changes here, is no part of the learning rate
+        status, output = finish(
+            launch(overrides(folder, "fp64-moved", *exact, f"train.steps={steps}", *CONSTANT), ranks=ranks)
+        )
+        assert status == 0, output
+    status, output = finish(launch(overrides(folder, "fp64-constant", *exact, *CONSTANT)))
+    assert status == 0, output
+    found = losses_by_step(folder / "fp64-moved")
+    expected = losses_by_step(folder / "fp64-constant")
+    assert found.keys() == expected.keys()
+    for step, values in expected.items():
+        assert found[step] == pytest.approx(values, rel=1e-10, abs=1e-12)
+
+
+CONSTANT = ("lr.schedule=constant", "lr.warmup_steps=4")
+
+
+def losses_by_step(run: Path) -> dict[int, tuple[Any, ...]]:
+    return {record["step"]: (record["loss"], record["grad_norm"]) for record in metrics(run) if "loss" in record}
+
+
+@pytest.mark.long
+def test_killed_at_any_moment(folder: Path, uninterrupted: Path) -> None:
+    """Twelve kills at random times, start-up and saves included."""
+    dice = random.Random(1)
+    arguments = overrides(folder, "random")
+    for _ in range(12):
+        process = launch(arguments)
+        time.sleep(dice.uniform(1.0, 6.0))
+        kill(process)
+    status, output = finish(launch(arguments))
+    assert status == 0, output
+    assert_same_run(folder / "random", uninterrupted)

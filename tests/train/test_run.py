@@ -1,0 +1,179 @@
+"""One run in this process: what a resume needs, and what happens to a step that is not finite."""
+
+import math
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import megalite.train.job as job_module
+import megalite.train.reporter as reporter_module
+from megalite.config.derive import derive
+from megalite.config.schema import Config
+from megalite.data.batch import Batch
+from megalite.model.gpt import GPT
+from megalite.parallel.environment import read_environment
+from megalite.train.metrics import read_metrics
+from megalite.train.run import run
+from tests.train.runs import state_bytes, write_text
+
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text(tmp_path_factory.mktemp("run") / "text.txt")
+
+
+def config_for(text: Path, run_dir: Path, **train: Any) -> Config:
+    config = Config(run_dir=str(run_dir), tokenizer="byte", device="cpu", precision="fp32")
+    config.data = replace(config.data, source="text", path=str(text), cache_dir=str(text.parent / "cache"), workers=1)
+    config.model = replace(config.model, num_layers=1, hidden_size=16, num_attention_heads=2, dropout=0.1)
+    shape = {"steps": STEPS, "global_batch_size": 4, "micro_batch_size": 2, "seq_length": 16, "sample_tokens": 4}
+    config.train = replace(config.train, eval_interval=4, eval_batches=1, **{**shape, **train})
+    config.checkpoint = replace(config.checkpoint, interval=4)
+    return derive(config)
+
+
+def start(config: Config) -> int:
+    return run(config, read_environment({}))
+
+
+def stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ask this process to stop once it has reported `step`."""
+    report = reporter_module.Reporter.step
+
+    def and_stop(self: Any, progress: Any, *args: Any, **kwargs: Any) -> None:
+        report(self, progress, *args, **kwargs)
+        if progress.step == step:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    monkeypatch.setattr(reporter_module.Reporter, "step", and_stop)
+
+
+def losses(run_dir: Path) -> dict[int, float]:
+    return {record["step"]: record["loss"] for record in read_metrics(run_dir / "metrics.jsonl") if "loss" in record}
+
+
+def resume_differs(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether a run that was stopped and continued differs from one that was not."""
+    whole, parts = config_for(text, tmp_path / "whole"), config_for(text, tmp_path / "parts")
+    assert start(whole) == 0
+    with monkeypatch.context() as patch:
+        stop_after(6, patch)
+        assert start(parts) == 0
+    assert max(losses(tmp_path / "parts")) < STEPS
+    assert start(parts) == 0
+    same_losses = losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    return not (same_losses and state_bytes(tmp_path / "parts", STEPS) == state_bytes(tmp_path / "whole", STEPS))
+
+
+def test_a_stopped_and_continued_run_equals_the_uninterrupted_one(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not resume_differs(text, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("dropped", ["exp_avg", "exp_avg_sq", "master", "optimizer"])
+def test_dropping_one_piece_of_state_is_noticed(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dropped: str
+) -> None:
+    """The negative control of every resume test: tensors of one kind are read into nowhere."""
+    pieces_of = job_module.training_pieces
+
+    def incomplete(*args: Any) -> list[Any]:
+        return [
+            replace(piece, tensor=piece.tensor.clone()) if piece.name.split(".")[0] == dropped else piece
+            for piece in pieces_of(*args)
+        ]
+
+    monkeypatch.setattr(job_module, "training_pieces", incomplete)
+    assert resume_differs(text, tmp_path, monkeypatch)
+
+
+def poison(numbers: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss of these microbatches is NaN."""
+    loss = GPT.loss
+
+    def poisoned(self: GPT, batch: Batch, scale: Tensor) -> Tensor:
+        value = loss(self, batch, scale)
+        return value * math.nan if batch.number in numbers and self.training else value
+
+    monkeypatch.setattr(GPT, "loss", poisoned)
+
+
+def test_a_step_that_is_not_finite_is_counted_and_not_applied(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    poison({2 * 4 + 1}, monkeypatch)  # the second microbatch of step 5
+    assert start(config_for(text, tmp_path / "run")) == 0
+    records = {r["step"]: r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in r}
+    assert math.isnan(records[5]["loss"])
+    assert records[4]["bad_steps"] == 0
+    assert records[12]["bad_steps"] == 1
+    assert all(math.isfinite(record["loss"]) for step, record in records.items() if step != 5)
+    assert "step 5: loss or gradient is not finite" in capsys.readouterr().out
+
+
+def test_too_many_bad_steps_in_a_row_stop_the_run_with_the_checkpoint_intact(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    poison(set(range(2 * 5, 1000)), monkeypatch)  # from step 6 on
+    config = config_for(text, tmp_path / "run", max_bad_steps=3)
+    assert start(config) == 1
+    message = capsys.readouterr().err
+    assert "3 steps in a row" in message
+    assert "checkpoint of step 4 is intact" in message
+    assert "optimizer.lr" in message
+    monkeypatch.undo()
+    assert start(config) == 0
+    assert max(losses(tmp_path / "run")) == STEPS
+    assert all(map(math.isfinite, losses(tmp_path / "run").values()))
+
+
+def test_no_steps_leave_the_start_values_as_a_checkpoint(text: Path, tmp_path: Path) -> None:
+    assert start(config_for(text, tmp_path / "run", steps=0)) == 0
+    assert (tmp_path / "run" / "checkpoints" / "step-00000000").is_dir()
+
+
+def test_the_same_seed_gives_the_same_run_and_another_seed_another(text: Path, tmp_path: Path) -> None:
+    first, second = config_for(text, tmp_path / "first"), config_for(text, tmp_path / "second")
+    other = replace(config_for(text, tmp_path / "other"), seed=99)
+    for config in (first, second, other):
+        assert start(config) == 0
+    assert losses(tmp_path / "first") == losses(tmp_path / "second")
+    assert losses(tmp_path / "first") != losses(tmp_path / "other")
+
+
+def test_a_save_that_fails_does_not_end_training(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import megalite.train.saving as saving_module
+
+    save = saving_module.save
+
+    def full_at_step_4(folder: Path, step: int, *args: Any, **kwargs: Any) -> Any:
+        if step == 4:
+            raise saving_module.CheckpointError("the checkpoint of step 4 was not saved: no space left on device")
+        return save(folder, step, *args, **kwargs)
+
+    monkeypatch.setattr(saving_module, "save", full_at_step_4)
+    assert start(config_for(text, tmp_path / "run")) == 0
+    assert "no space left" in capsys.readouterr().out
+    assert [path.name for path in sorted((tmp_path / "run" / "checkpoints").glob("step-*"))] == [
+        "step-00000008",
+        "step-00000012",
+    ]
+
+
+def test_bf16_trains_with_fp32_masters(text: Path, tmp_path: Path) -> None:
+    config = replace(config_for(text, tmp_path / "run", steps=60), precision="bf16")
+    assert start(config) == 0
+    values = losses(tmp_path / "run")
+    assert values[60] < values[1] - 0.5
+    assert torch.get_default_dtype() == torch.float32
