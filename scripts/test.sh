@@ -3,10 +3,4 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . scripts/setup.sh requirements.txt requirements-test.txt
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} HF_HUB_OFFLINE=1 # ranks x threads stay under the cores; nothing is fetched
-selection=(-m "not long")
-arguments=()
-for argument in "$@"; do
-    if [ "$argument" = --full ]; then selection=(); else arguments+=("$argument"); fi
-done
-exec .venv/bin/python -m pytest "${selection[@]}" "${arguments[@]}"
+exec .venv/bin/python -m pytest "$@"
