@@ -8,14 +8,17 @@ import os
 import sys
 import time
 
+from megalite.config.problems import Problem, UserError, collect
+from megalite.parallel.cores import let_waiting_threads_sleep
+from megalite.parallel.environment import claimed_rank, first_of_node, read_environment
+from megalite.train.signals import ignore_stop_signals
+
 WAIT_FOR_RANK_ZERO_S = 5.0  # torchrun ends all ranks when the first one exits: rank 0 must have printed by then
 
 
 def main(argv: list[str]) -> int:
     from megalite.config.arguments import wants_information
     from megalite.config.compose import load_config, show_information
-    from megalite.config.problems import Problem, UserError, collect
-    from megalite.parallel.environment import claimed_rank, read_environment
 
     rank = claimed_rank(os.environ)
     problems: list[Problem] = []
@@ -28,6 +31,7 @@ def main(argv: list[str]) -> int:
     if environment is None or config is None:
         return refuse(UserError(problems), rank)
 
+    let_waiting_threads_sleep(os.environ)
     from torch.distributed.elastic.multiprocessing.errors import record
 
     from megalite.train.run import run
@@ -39,17 +43,20 @@ def main(argv: list[str]) -> int:
     return record(train)() or 0
 
 
-def refuse(error: Exception, rank: int) -> int:
+def refuse(error: UserError, rank: int) -> int:
     """Says what is wrong, once for all ranks, and gives the exit status."""
-    if rank == 0:
-        print(error, file=sys.stderr, flush=True)
-    else:
+    if rank > 0:
         time.sleep(WAIT_FOR_RANK_ZERO_S)
+    # Still there: rank 0 may be well. Each machine then says once what it alone may lack.
+    if rank == 0 or (first_of_node(os.environ) and any(problem.here for problem in error.problems)):
+        print(error, file=sys.stderr, flush=True)
     return 2
 
 
 if __name__ == "__main__":
     try:
-        sys.exit(main(sys.argv[1:]))
+        status = main(sys.argv[1:])
     except KeyboardInterrupt:
-        sys.exit(130)
+        status = 130
+    ignore_stop_signals()
+    sys.exit(status)

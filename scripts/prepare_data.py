@@ -14,6 +14,15 @@ from pathlib import Path
 from megalite.config.problems import REFUSED, Problem, UserError
 from megalite.config.schema import Config, DataConfig
 
+FLAGS = {  # what this command calls the settings of a run
+    "data=text data.path=FOLDER": "the input FOLDER",
+    "data.path": "input",
+    "data.text_column": "--column",
+    "data.subset": "--subset",
+    "data.split": "--split",
+    "data.cache_dir": "--output",
+}
+
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -50,6 +59,8 @@ def check_arguments(options: argparse.Namespace) -> None:
         problems.append(
             Problem("--bpe-vocab-size", options.bpe_vocab_size, "must be at least 258", "4096, for example")
         )
+    if options.vocab_size is not None and options.vocab_size < 1:
+        problems.append(Problem("--vocab-size", options.vocab_size, "must be at least 1", "that of the tokenizer"))
     if problems:
         raise UserError(problems)
 
@@ -82,6 +93,13 @@ def run_verify(options: argparse.Namespace) -> None:
     file = verify(options.verify, options.vocab_size, line.show)
     line.end()
     print(f"{options.verify}: sound; {file.documents:,} documents, {len(file.tokens):,} tokens")
+
+
+def in_flags(message: str) -> str:
+    """The message in this command's words."""
+    for setting, flag in FLAGS.items():
+        message = message.replace(setting, flag)
+    return message
 
 
 class ProgressLine:
@@ -117,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             run_prepare(options)
     except UserError as error:
-        print(error.render(), file=sys.stderr)
+        print(in_flags(error.render()), file=sys.stderr)
         return REFUSED
     except KeyboardInterrupt:
         print("stopped; the same command continues where it was", file=sys.stderr)

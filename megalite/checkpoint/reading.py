@@ -4,7 +4,7 @@ A load that fails half-way leaves tensors of two states mixed, and DCP by itself
 and casts dtypes without a word. So names, shapes and dtypes are compared here, over all ranks, before the first write.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -24,8 +24,14 @@ _OTHER_MODEL = "use the model and optimizer of the run that wrote it, or another
 _SHOWN = 10  # tensors named for each kind of difference
 
 
-def read_pieces(path: Path, manifest: Manifest, pieces: Sequence[Piece], context: ParallelContext) -> None:
-    """Fill `pieces` from the checkpoint at `path`; see `Found.read_into`."""
+def read_pieces(
+    path: Path,
+    manifest: Manifest,
+    pieces: Sequence[Piece],
+    context: ParallelContext,
+    passed_over: Callable[[str], bool] = lambda name: False,
+) -> None:
+    """Fill `pieces` from the checkpoint at `path`; see `Found.read_into`. Saved names `passed_over` need no reader."""
     metadata, problems = _metadata(path, manifest)
     context.agree(problems)
     assert metadata is not None
@@ -33,6 +39,7 @@ def read_pieces(path: Path, manifest: Manifest, pieces: Sequence[Piece], context
         name: tensor
         for name, tensor in metadata.state_dict_metadata.items()
         if isinstance(tensor, TensorStorageMetadata)  # always: `read_metadata` accepts nothing else
+        and not passed_over(name)
     }
     context.agree([*_differences(path, saved, pieces), *_not_asked_for(path, list(saved), pieces, context)])
     try:

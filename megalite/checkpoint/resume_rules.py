@@ -12,7 +12,7 @@ from megalite.config.problems import Problem
 
 # Fields of the model that leave the meaning of its parameters alone.
 _FREE_IN_MODEL = ("name", "dropout", "attention_dropout", "embedding_dropout", "init_std", "loss_chunk_tokens")
-_FIXED = ("seed", "precision", "train.seq_length", "data.validation_fraction", "data.weights")
+_FIXED = ("seed", "train.seq_length", "data.validation_fraction", "data.weights")
 _UNREMARKABLE = ("run_dir", "resume", "checkpoint.init_from")
 
 

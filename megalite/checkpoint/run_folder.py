@@ -26,7 +26,8 @@ from megalite.checkpoint.resume_rules import compare
 from megalite.config.problems import Problem, UserError
 from megalite.parallel.context import ParallelContext
 
-_RUN, _CONFIG, _LOCK, _CHECKPOINTS = "run.json", "config.yaml", "lock", "checkpoints"
+_RUN, _CONFIG, _LOCK = "run.json", "config.yaml", "lock"
+CHECKPOINTS = "checkpoints"
 
 
 @dataclass
@@ -60,7 +61,7 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
-        return self.path / _CHECKPOINTS
+        return self.path / CHECKPOINTS
 
     @property
     def labels(self) -> dict[str, str]:
@@ -91,8 +92,8 @@ def _open(path: Path, resume: str, config: Mapping[str, Any], fingerprint: str) 
             created.append(path / _LOCK)
         lock = RunLock.acquire(path / _LOCK)
         run = run or {"run_id": secrets.token_hex(8), "data_fingerprint": fingerprint}
-        (path / _CHECKPOINTS).mkdir(exist_ok=True)
-        recover(path / _CHECKPOINTS)
+        (path / CHECKPOINTS).mkdir(exist_ok=True)
+        recover(path / CHECKPOINTS)
         _write_if_new(path / _CONFIG, yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True))
         _write_if_new(path / _RUN, json.dumps(run, indent=1) + "\n")  # last: it makes the folder a run
         sync_folder(path.parent)
@@ -118,7 +119,7 @@ def _examine(
     """
     if path.exists() and not path.is_dir():
         raise UserError(Problem("run_dir", str(path), "it is a file", "set run_dir to a folder, or to a new path"))
-    run, steps = _read_run(path), committed(path / _CHECKPOINTS)
+    run, steps = _read_run(path), committed(path / CHECKPOINTS)
     if resume == "never" and (run is not None or steps):
         rule = "the folder holds a run already, and resume=never was asked for"
         raise UserError(Problem("run_dir", str(path), rule, "set another run_dir, or resume=auto to continue that run"))
@@ -130,8 +131,11 @@ def _examine(
         raise UserError(Problem("run_dir", str(path), rule, remedy))
     problems, changes = compare(_read_config(path), config)
     if run["data_fingerprint"] != fingerprint:
-        rule = f"data or tokenizer are not those that the run was started with (fingerprint {run['data_fingerprint']})"
-        remedy = "use the same data and tokenizer, or set another run_dir for a new run"
+        rule = (
+            "data, tokenizer or the cut into samples are not those that the run was started with "
+            f"(fingerprint {run['data_fingerprint']})"
+        )
+        remedy = "use the same data, tokenizer and train.seq_length, or set another run_dir for a new run"
         problems.append(Problem("data", fingerprint, rule, remedy))
     if problems:
         raise UserError(problems)
@@ -187,7 +191,7 @@ def _remove(path: Path, created: list[Path]) -> None:
         for name in (_RUN, _CONFIG, _LOCK):
             (path / name).unlink(missing_ok=True)
         with contextlib.suppress(OSError):
-            (path / _CHECKPOINTS).rmdir()
+            (path / CHECKPOINTS).rmdir()
     for item in reversed(created):
         with contextlib.suppress(OSError):
             item.unlink() if item.name == _LOCK else os.rmdir(item)

@@ -59,14 +59,16 @@ class Found:
     def step(self) -> int:
         return self.manifest.step
 
-    def read_into(self, pieces: Sequence[Piece]) -> None:
+    def read_into(self, pieces: Sequence[Piece], *, unread: str | None = None) -> None:
         """Fill the tensors of `pieces`, whatever layout wrote them; collective.
 
         The union of all ranks' pieces must be exactly what was saved: every difference in name, shape or dtype is a
-        problem of one UserError, raised before any tensor is touched. A CheckpointError means that reading broke off
+        problem of one UserError, raised before any tensor is touched. Tensors of kind `unread` (`unread.NAME`), which
+        the caller can derive, are left alone on both sides. A CheckpointError means that reading broke off
         half-way: the tensors are then of no use and the process should end.
         """
-        read_pieces(self.path, self.manifest, pieces, self.context)
+        wanted = [piece for piece in pieces if _kind(piece.name) != unread]
+        read_pieces(self.path, self.manifest, wanted, self.context, passed_over=lambda name: _kind(name) == unread)
 
 
 def save(
@@ -159,6 +161,10 @@ def _not_saved(folder: Path, step: int, reason: str, planned: int, free: list[in
     kept = commit.committed(folder)
     stays = f"{kept[0][1].name} stays the newest checkpoint" if kept else "there is no earlier checkpoint"
     return f"the checkpoint of step {step} was not saved: {reason}.{room} {stays}."
+
+
+def _kind(name: str) -> str:
+    return name.partition(".")[0]
 
 
 def _size(amount: int) -> str:

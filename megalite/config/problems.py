@@ -17,13 +17,15 @@ Result = TypeVar("Result")
 class Problem:
     """One mistake. `setting` is a dotted name (`model.hidden_size`), a file or an environment variable.
 
-    A `value` of `...` means that there is none to show.
+    A `value` of `...` means that there is none to show. `here` marks what is wrong with the files of this machine:
+    other ranks may not see it.
     """
 
     setting: str
     value: Any
     rule: str
     remedy: str
+    here: bool = False
 
     def __str__(self) -> str:
         shown = "" if self.value is ... else "=null" if self.value is None else f"={self.value!r}"

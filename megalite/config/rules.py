@@ -211,7 +211,7 @@ def parallel_sizes_are_built(config: Config, world_size: int) -> Iterator[Proble
             yield Problem(
                 f"parallel.{axis}",
                 size,
-                f"sizes above 1 are not built yet in this version ({meaning.partition(':')[0]})",
+                f"sizes above 1 are not built yet in this version ({re.split('[:;]', meaning)[0]})",
                 f"parallel.{axis}=1; data parallelism is built: with all sizes 1 it takes the whole world "
                 f"({world_size} process{'es' if world_size > 1 else ''} here)",
             )
@@ -278,8 +278,9 @@ def weights_suit_the_blend(config: Config, world_size: int) -> Iterator[Problem]
             f"{len(weights)} shares for the {parts} parts of data.path",
             f"{parts} numbers, one for each part, in the same order",
         )
-    if any(weight < 0 for weight in weights) or sum(weights) <= 0:
-        yield Problem("data.weights", weights, "shares must not be negative, and not all 0", "data.weights=[0.7,0.3]")
+    if any(weight <= 0 for weight in weights):
+        remedy = "positive numbers like data.weights=[0.7,0.3]; leave out the path of a part that is not wanted"
+        yield Problem("data.weights", weights, "shares must be above 0", remedy)
 
 
 def vocabulary_holds_the_tokens(config: Config, world_size: int) -> Iterator[Problem]:
@@ -302,7 +303,9 @@ def tokenizer_exists(config: Config, world_size: int) -> Iterator[Problem]:
     if name in BUILT_IN_TOKENIZERS or (name and folder.is_dir()):
         return
     if looks_like_path(name):
-        yield Problem("tokenizer", name, f"there is no folder {folder}", "the folder of a transformers tokenizer")
+        yield Problem(
+            "tokenizer", name, f"there is no folder {folder}", "the folder of a transformers tokenizer", here=True
+        )
     elif not HUB_NAME.fullmatch(name):
         yield Problem(
             "tokenizer",
@@ -324,6 +327,7 @@ def start_weights_exist(config: Config, world_size: int) -> Iterator[Problem]:
             source,
             f"the folder {absolute(source)} {missing}",
             "a folder written by transformers' save_pretrained, with config.json and model.safetensors",
+            here=True,
         )
 
 
@@ -334,11 +338,19 @@ def run_dir_can_be_written(config: Config, world_size: int) -> Iterator[Problem]
     existing = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
     if not existing.is_dir():
         yield Problem(
-            "run_dir", config.run_dir, f"{existing} is not a folder", "a new folder, or that of a run to continue"
+            "run_dir",
+            config.run_dir,
+            f"{existing} is not a folder",
+            "a new folder, or that of a run to continue",
+            here=True,
         )
     elif not os.access(existing, os.W_OK | os.X_OK):
         yield Problem(
-            "run_dir", config.run_dir, f"{existing} is not writable for this user", "a folder you may write to"
+            "run_dir",
+            config.run_dir,
+            f"{existing} is not writable for this user",
+            "a folder you may write to",
+            here=True,
         )
 
 

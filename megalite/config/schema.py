@@ -105,7 +105,7 @@ class ParallelConfig:
 class TrainConfig:
     """Length and shape of the training loop. Batch sizes count sequences."""
 
-    steps: int = setting(200, "optimizer steps of the whole run", at_least=0)
+    steps: int = setting(200, "optimizer steps of the whole run", at_least=0, at_most=10**8 - 1)
     global_batch_size: int = setting(8, "sequences per optimizer step, over all ranks", at_least=1)
     micro_batch_size: int | None = setting(
         None, "sequences per forward pass of one rank; null: as many as divide a rank's share, at most 8", at_least=1

@@ -11,7 +11,7 @@ from megalite.config.problems import Problem, UserError
 from megalite.config.schema import Config
 from megalite.data.blend import Blend, integer_weights
 from megalite.data.cache import digest
-from megalite.data.prepare import FORMAT, is_prepared, targets_of
+from megalite.data.prepare import FORMAT, check_vocabulary, is_prepared, targets_of
 from megalite.data.samples import Part, SampleSource
 from megalite.data.sources import collected, paths_of
 from megalite.data.token_file import TokenFile, with_suffix
@@ -115,9 +115,7 @@ def _vocab_size(config: Config, files: list[TokenFile], tokenizer: TextTokenizer
         rule = "token files without a tokenizer do not say how many tokens there are"
         remedy = "set it to the vocabulary size of the tokenizer that made them, or give tokenizer=FOLDER"
         raise UserError(Problem("model.vocab_size", None, rule, remedy))
-    if wanted is not None and needed is not None and wanted < needed:
-        rule = f"the tokenizer has {needed:,} tokens"
-        raise UserError(Problem("model.vocab_size", wanted, rule, f"at least {needed}, or leave it out"))
+    check_vocabulary(config, needed or 0)
     size = wanted if wanted is not None else needed
     assert size is not None
     return size
@@ -129,7 +127,8 @@ def _split(config: Config, files: list[TokenFile]) -> tuple[list[Part], list[Par
     evaluated = fraction > 0 and config.train.eval_interval > 0
     train, validation = [], []
     problems: list[Problem] = []
-    for file in files:
+    names = ["stdlib"] if config.data.source == "stdlib" else paths_of(config.data)
+    for name, file in zip(names, files, strict=True):
         total = len(file.tokens)
         border = int(total * (1 - fraction))  # nanoGPT's rounding
         train.append(Part(file, 0, border))
@@ -140,9 +139,9 @@ def _split(config: Config, files: list[TokenFile]) -> tuple[list[Part], list[Par
             )
             remedy = "use more text"
             remedy += f", or train.seq_length={border - 1} or less" if border > 1 else ""
-            problems.append(Problem("data.path", file.prefix.name, rule, remedy))
+            problems.append(Problem("data.path", name, rule, remedy))
         elif evaluated and total - border < need:
-            rule = f"{total - border:,} validation tokens (of {total:,}) are less than one sample of {need:,}"
+            rule = f"{total - border:,} validation tokens (of {total:,}) of {name} are less than one sample of {need:,}"
             share = math.ceil(1000 * (need + 1) / total) / 1000
             remedy = f"data.validation_fraction={share} or more, or " if int(total * (1 - share)) >= need else ""
             problems.append(

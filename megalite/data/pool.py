@@ -86,7 +86,7 @@ class _Worker:
 
     def stop(self) -> None:
         """End the process, at once if it is still at work."""
-        self._process.terminate()
+        self._process.kill()
         self._process.wait()
         if self.thread.ident:
             self.thread.join()

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megalite.config.problems import Problem, UserError
+from megalite.config.problems import Problem, UserError, collect
 from megalite.config.schema import Config
 from megalite.data.cache import cache_folder, digest, locked, make_folder
 from megalite.data.reading import Shard, documents
 from megalite.data.sources import Source, collected, sources_of
 from megalite.data.token_file import TokenFile, read_sidecar, with_suffix
+from megalite.parallel.cores import usable_cores
 
 FORMAT = 1  # part of every fingerprint: a change of what preparation produces renews all caches
 SAMPLE = 8 << 20  # bytes of text that a BPE is trained on
@@ -47,7 +48,7 @@ class Target:
 def targets_of(config: Config) -> tuple[TokenizerChoice, list[Target]]:
     """What `prepare` makes and `open_data` opens. Looks at names, sizes and times of the input alone."""
     sources = sources_of(config.data)
-    identities = collected(lambda source: [source.identity()], sources)
+    identities = identities_of(sources, config.tokenizer)
     choice = choose_tokenizer(config, identities)
     folder = cache_folder(config.data) / "tokens"
     targets = []
@@ -55,6 +56,16 @@ def targets_of(config: Config) -> tuple[TokenizerChoice, list[Target]]:
         key = digest(FORMAT, identity, choice.identity)
         targets.append(Target(source, folder / f"{source.label}-{key}", key))
     return choice, targets
+
+
+def identities_of(sources: list[Source], tokenizer: str) -> list[str]:
+    """What each source is. Where one is not there, a tokenizer that is not there either is told with it."""
+    problems: list[Problem] = []
+    identities = collect(lambda: collected(lambda source: [source.identity()], sources), problems)
+    if identities is None:
+        collect(lambda: check_tokenizer(tokenizer), problems)
+        raise UserError(problems)
+    return identities
 
 
 def choose_tokenizer(config: Config, identities: list[str]) -> TokenizerChoice:
@@ -80,12 +91,13 @@ def prepare(config: Config, progress: Progress | None = None) -> None:
     missing = [target for target in targets if not is_prepared(target.prefix)]
     if not missing:
         return
+    plans = examine(choice, [target.source for target in targets])
     make_folder(cache_folder(config.data))
-    tokenizing = Tokenizing(config.data.workers or os.cpu_count() or 1, progress)
-    plans = collected(lambda target: [target.source.plan()], targets)
+    tokenizing = Tokenizing(config.data.workers or usable_cores(), progress)
     tokenizing.total = sum(shard.size for plan in plans for shard in plan)
     tokenizing.report()
     tokenizer = obtain_tokenizer(choice, plans)
+    check_vocabulary(config, tokenizer.vocab_size)
     for target, plan in zip(targets, plans, strict=True):
         tokenizing.make(target, plan, tokenizer)
 
@@ -93,19 +105,19 @@ def prepare(config: Config, progress: Progress | None = None) -> None:
 def prepare_file(source: Source, config: Config, prefix: Path, progress: Progress | None = None) -> dict[str, Any]:
     """Make the token file `prefix` of one source, wherever the user wants it; returns what PREFIX.json says. A file
     that is there already must be the same one."""
-    identity = source.identity()
+    [identity] = identities_of([source], config.tokenizer)
     choice = choose_tokenizer(config, [identity])
     target = Target(source, prefix.absolute(), digest(FORMAT, identity, choice.identity))
-    make_folder(target.prefix.parent, "--output")
     if is_prepared(target.prefix):
         facts = TokenFile.open(target.prefix).sidecar()
         if facts.get("fingerprint") != target.key:
             rule = "there is a token file already, of other text or another tokenizer"
             raise UserError(Problem("--output", str(prefix), rule, "choose another name, or delete it"))
         return facts
+    [plan] = examine(choice, [source])
+    make_folder(target.prefix.parent, "--output")
     make_folder(cache_folder(config.data))
-    tokenizing = Tokenizing(config.data.workers or os.cpu_count() or 1, progress)
-    plan = source.plan()
+    tokenizing = Tokenizing(config.data.workers or usable_cores(), progress)
     tokenizing.total = sum(shard.size for shard in plan)
     tokenizing.make(target, plan, obtain_tokenizer(choice, [plan]))
     return TokenFile.open(target.prefix).sidecar()
@@ -114,6 +126,32 @@ def prepare_file(source: Source, config: Config, prefix: Path, progress: Progres
 def is_prepared(prefix: Path) -> bool:
     """Whether the token file is complete: its index comes last."""
     return with_suffix(prefix, ".idx").exists()
+
+
+def examine(choice: TokenizerChoice, sources: list[Source]) -> list[list[Shard]]:
+    """The shards of every source, once text and tokenizer are known to be there: all problems, and nothing written."""
+    problems: list[Problem] = []
+    plans = collect(lambda: collected(lambda source: [source.plan()], sources), problems)
+    collect(lambda: check_tokenizer(choice.name), problems)
+    if problems or plans is None:
+        raise UserError(problems)
+    return plans
+
+
+def check_tokenizer(name: str) -> None:
+    """Refuse a tokenizer that is to be had neither here nor from the hub."""
+    from megalite.data import tokenizers
+
+    if name not in ("bpe", "byte", "char"):
+        tokenizers.named_tokenizer(name)
+
+
+def check_vocabulary(config: Config, needed: int) -> None:
+    """Refuse a model that lacks some of the tokenizer's tokens."""
+    wanted = config.model.vocab_size
+    if wanted is not None and wanted < needed:
+        rule = f"the tokenizer has {needed:,} tokens"
+        raise UserError(Problem("model.vocab_size", wanted, rule, f"at least {needed}, or leave it out"))
 
 
 def obtain_tokenizer(choice: TokenizerChoice, plans: list[list[Shard]]) -> Any:
@@ -196,7 +234,13 @@ class Tokenizing:
             self._done[pieces[number]] = (min(size, plan[number].size) if plan[number].size else size, texts, tokens)
             self.report()
 
-        pool.tokenize_shards(jobs, tokenizer, work / "tokenizer", self.workers, count)
+        try:
+            pool.tokenize_shards(jobs, tokenizer, work / "tokenizer", self.workers, count)
+        except UserError as error:
+            # Text that is refused must be changed, and changed text has another key: nobody would continue this work.
+            if target.source.kind == "text" and all(problem.setting != "data.cache_dir" for problem in error.problems):
+                shutil.rmtree(work, ignore_errors=True)
+            raise
         self._join(target, pieces, work, tokenizer)
 
     def _join(self, target: Target, pieces: list[Path], work: Path, tokenizer: Any) -> None:

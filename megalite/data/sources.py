@@ -153,16 +153,20 @@ def _files_at(path: str) -> list[Path]:
         raise UserError(
             Problem("data.path", path, rule, "give a txt, jsonl or parquet file, a folder of them or a glob")
         )
+    if not place.is_file():
+        rule = "is no regular file: it is read several times, so a pipe or a device will not do"
+        raise UserError(Problem("data.path", path, rule, "write its text to a file first"))
     return [place]
 
 
 def _file_shards(files: list[Path], column: str) -> list[Shard]:
     """Shards of text, jsonl and parquet files, in the files' order."""
-    sizes = dict(zip(files, collected(lambda path: [_checked_size(path)], files), strict=True))
+    kinds = {path: _kind(path) for path in files}
+    sizes = dict(zip(files, collected(lambda path: [_checked_size(path, kinds[path], column)], files), strict=True))
     size = shard_size(sum(sizes.values()))
     runs: list[tuple[str, list[Path]]] = []  # neighbouring text files share shards
     for path in files:
-        kind = "parquet" if path.suffix == ".parquet" else "jsonl" if path.suffix in JSON_LINES else "text"
+        kind = kinds[path]
         if kind == "text" and runs and runs[-1][0] == "text":
             runs[-1][1].append(path)
         else:
@@ -173,13 +177,11 @@ def _file_shards(files: list[Path], column: str) -> list[Shard]:
         if kind == "parquet":
             return _parquet_shards(members[0], column, size)
         if kind == "jsonl":
-            _check_first_line(members[0], column)
             end = sizes[members[0]]
             return [
                 Shard("jsonl", (str(members[0]),), start, min(start + size, end), min(size, end - start), column)
                 for start in range(0, end, size)
             ]
-        collected(lambda path: _check_head(path), members)
         return _text_shards([(path, sizes[path]) for path in members], size)
 
     return collected(shards_of, runs)
@@ -190,8 +192,12 @@ def shard_size(total: int) -> int:
     return min(max(total // SHARDS, SMALLEST), LARGEST)
 
 
-def _checked_size(path: Path) -> int:
-    """Size of a file that can be opened and holds something."""
+def _kind(path: Path) -> str:
+    return "parquet" if path.suffix == ".parquet" else "jsonl" if path.suffix in JSON_LINES else "text"
+
+
+def _checked_size(path: Path, kind: str, column: str) -> int:
+    """Size of a file that can be opened, holds something, and begins as its kind does."""
     try:
         with path.open("rb"):
             size = path.stat().st_size
@@ -200,14 +206,11 @@ def _checked_size(path: Path) -> int:
         raise UserError(Problem("data.path", str(path), rule, "check the path and its permissions")) from error
     if size == 0:
         raise UserError(Problem("data.path", str(path), "is empty (0 bytes)", "remove it from data.path, or fill it"))
+    if kind == "jsonl":
+        _check_first_line(path, column)
+    elif kind == "text":  # refuse a binary file before any work; what lies deeper is found when it is read
+        next(reading.pieces(Shard("text", (str(path),))))
     return size
-
-
-def _check_head(path: Path) -> list[Any]:
-    """Refuse a binary file before any work; what lies deeper is found when it is read."""
-    for _ in zip(range(1), reading.pieces(Shard("text", (str(path),))), strict=False):
-        pass
-    return []
 
 
 def _check_first_line(path: Path, column: str) -> None:

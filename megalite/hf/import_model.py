@@ -54,15 +54,15 @@ def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not folder.is_dir():
         remedy = "give the path of a folder on this machine (nothing is downloaded), as save_pretrained writes it"
-        raise UserError(Problem(SETTING, str(folder), "is the folder of a transformers model", remedy))
+        raise UserError(Problem(SETTING, str(folder), "must be the folder of a transformers model", remedy))
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(_folder_problem(path, f"is a readable JSON file ({error})")) from error
+        raise UserError(_folder_problem(path, f"must be a readable JSON file ({error})")) from error
     family = found.get("model_type") if isinstance(found, dict) else None
     if family not in FAMILIES:
         remedy = "import a GPT-2, Llama or Qwen3 model, or train from random weights: leave checkpoint.init_from out"
-        raise UserError(Problem(f"model_type in {path}", family, f"is one of {', '.join(FAMILIES)}", remedy))
+        raise UserError(Problem(f"model_type in {path}", family, f"must be one of {', '.join(FAMILIES)}", remedy))
     return dict(found)
 
 
@@ -71,9 +71,9 @@ def _settings(folder: Path, found: dict[str, Any]) -> dict[str, Any]:
     try:
         return model_settings(found)
     except KeyError as missing:
-        raise UserError(_folder_problem(path, f"has the key {missing}")) from missing
+        raise UserError(_folder_problem(path, f"must have the key {missing}")) from missing
     except (TypeError, ZeroDivisionError) as error:
-        raise UserError(_folder_problem(path, f"has sizes that are positive integers ({error})")) from error
+        raise UserError(_folder_problem(path, f"must have sizes that are positive integers ({error})")) from error
     except UnsupportedError as refused:
         key, value, rule = refused.args
         remedy = "this kind of model cannot be imported; choose another, or leave checkpoint.init_from out"
@@ -99,7 +99,7 @@ def _open_files(folder: Path) -> list[Any]:
         try:
             names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         except (OSError, ValueError, KeyError, AttributeError) as error:
-            raise UserError(_folder_problem(index, f"is an index of safetensors files ({error!r})")) from error
+            raise UserError(_folder_problem(index, f"must be an index of safetensors files ({error!r})")) from error
         paths = [folder / Path(name).name for name in sorted(names)]
     elif not single.exists():
         remedy = (
@@ -107,14 +107,14 @@ def _open_files(folder: Path) -> list[Any]:
             "save_pretrained(FOLDER), which writes safetensors"
         )
         raise UserError(
-            Problem(SETTING, str(folder), "holds model.safetensors or model.safetensors.index.json", remedy)
+            Problem(SETTING, str(folder), "must hold model.safetensors or model.safetensors.index.json", remedy)
         )
     files, problems = [], []
     for path in paths:
         try:
             files.append(safe_open(path, framework="pt"))
         except (OSError, SafetensorError) as error:
-            problems.append(_folder_problem(path, f"is a complete safetensors file ({error})"))
+            problems.append(_folder_problem(path, f"must be a complete safetensors file ({error})"))
     if problems:
         raise UserError(problems)
     return files
@@ -127,18 +127,20 @@ def _check_tensors(
     prefix = DROPPED_PREFIX[family]
     present = {name.removeprefix(prefix): (file, name) for file in files for name in file.keys()}  # noqa: SIM118
     shapes = {name: shape for source in wanted.values() for name, shape in source.tensors.items()}
-    problems = [_folder_problem(folder, f"has the tensor {name}") for name in shapes if name not in present]
+    problems = [_folder_problem(folder, f"must have the tensor {name}") for name in shapes if name not in present]
     for name, (file, full_name) in present.items():
         if name not in shapes:
             if not (NOT_WEIGHTS.search(name) or (tied and name == "lm_head.weight")):
-                problems.append(_folder_problem(folder, f"has no tensors but the model's own, and holds {full_name}"))
+                problems.append(
+                    _folder_problem(folder, f"must have no tensors but the model's own, and holds {full_name}")
+                )
             continue
         header = file.get_slice(full_name)
         if tuple(header.get_shape()) != shapes[name]:
-            rule = f"{full_name} has the shape {list(shapes[name])} of config.json, not {header.get_shape()}"
+            rule = f"{full_name} must have the shape {list(shapes[name])} of config.json, not {header.get_shape()}"
             problems.append(_folder_problem(folder, rule))
         if header.get_dtype() not in FLOATING:
-            rule = f"{full_name} is one of {', '.join(FLOATING)}, not {header.get_dtype()}"
+            rule = f"{full_name} must be one of {', '.join(FLOATING)}, not {header.get_dtype()}"
             problems.append(_folder_problem(folder, rule))
     if problems:
         raise UserError(problems)
@@ -156,7 +158,7 @@ def _read(
             file, full_name = tensors[name]
             parts.append(file.get_tensor(full_name))
             if not torch.isfinite(parts[-1]).all():
-                problems.append(_folder_problem(folder, f"holds finite numbers, unlike {full_name}"))
+                problems.append(_folder_problem(folder, f"must hold finite numbers, unlike {full_name}"))
         value = source.assemble(*parts)
         padding = record.shape[0] - value.shape[0]  # rows that round the vocabulary up
         yield record.name, F.pad(value, (0, 0, 0, padding)) if padding else value

@@ -1,7 +1,8 @@
 """Causal self-attention with grouped queries: one fused projection, rotary positions, attention, output projection.
 
 Queries, key and value of a group lie side by side in the fused projection [s, b, groups, q_per_kv + 2, d] and stay in
-it until attention itself, so that no layout is copied and gradients come back as one tensor.
+it until attention itself, so that gradients come back as one tensor and, with as many key heads as query heads, no
+layout is copied.
 """
 
 from collections.abc import Iterator

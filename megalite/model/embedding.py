@@ -1,7 +1,8 @@
 """Word and learned position embeddings; the word table's gradient can go straight into a gradient buffer (a sink).
 
-Autograd's own gradient of a table is a dense tensor of its size per microbatch. The sink is touched only in the rows of
-the batch's tokens, in fp32 (fp64 in fp64), in a fixed order: equal batches give equal bits.
+Autograd's own gradient of a table is a dense tensor of its size per microbatch, in the table's dtype. The sink receives
+the rows of the batch's tokens in fp32 (fp64 in fp64), in a fixed order: equal batches give equal bits. On a CPU nothing
+else is touched.
 """
 
 from typing import Any

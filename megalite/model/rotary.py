@@ -31,18 +31,15 @@ def rotary_frequencies(config: ModelConfig) -> Tensor:
 
 
 def rotary_tables(frequencies: Tensor, positions: Tensor, q_per_kv: int) -> tuple[Tensor, Tensor]:
-    """Factors of x and of its swapped halves, for positions [b, s]: two [s, b, 1, q_per_kv + 2, head_size].
+    """Factors of x and of its swapped halves, for positions [b, s]: two [s, b, 1, q_per_kv + 1, head_size].
 
-    Cosines and signed sines for queries and key, 1 and 0 for the value: the fused projection is rotated whole, in long
-    contiguous loops, which on CPUs takes a third of the time of rotating slices of it.
+    Cosines and signed sines for the queries and the key, which lie side by side: they are turned in one piece, in long
+    contiguous loops. Leaving the value out takes 0.7 of the time of turning it too, by 1 and 0 (bf16, one core).
     """
-    s, b = positions.t().shape
     angles = positions.t()[:, :, None, None, None] * frequencies  # [s, b, 1, 1, head_size / 2]
     cos, sin = angles.cos(), angles.sin()
-    straight = cos.new_ones(s, b, 1, q_per_kv + 2, 2 * len(frequencies))
-    swapped = torch.zeros_like(straight)
-    straight[..., :-1, :] = torch.cat((cos, cos), dim=-1)
-    swapped[..., :-1, :] = torch.cat((-sin, sin), dim=-1)
+    straight = torch.cat((cos, cos), dim=-1).repeat(1, 1, 1, q_per_kv + 1, 1)
+    swapped = torch.cat((-sin, sin), dim=-1).repeat(1, 1, 1, q_per_kv + 1, 1)
     return straight, swapped
 
 
@@ -57,14 +54,19 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, straight: Tensor, swapped: Tensor) -> Tensor:
         ctx.save_for_backward(straight, swapped)
-        turned = qkv.to(straight.dtype, copy=True)
-        halves_swapped = turned.roll(qkv.shape[-1] // 2, -1)
-        return turned.mul_(straight).addcmul_(halves_swapped, swapped).to(qkv.dtype)
+        return _turn(qkv, straight, swapped, 1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         straight, swapped = ctx.saved_tensors
-        turned = grads[0].to(straight.dtype, copy=True)
-        halves_swapped = turned.roll(turned.shape[-1] // 2, -1)
-        turned.mul_(straight).addcmul_(halves_swapped, swapped, value=-1)
-        return turned.to(grads[0].dtype), None, None
+        return _turn(grads[0], straight, swapped, -1), None, None
+
+
+def _turn(x: Tensor, straight: Tensor, swapped: Tensor, sign: int) -> Tensor:
+    """x * straight + sign * (x with its halves swapped) * swapped for queries and keys; the values are copied."""
+    turned = x[..., :-1, :].to(straight.dtype, memory_format=torch.contiguous_format, copy=True)
+    halves_swapped = turned.roll(x.shape[-1] // 2, -1)
+    out = torch.empty_like(x)
+    out[..., :-1, :] = turned.mul_(straight).addcmul_(halves_swapped, swapped, value=sign)
+    out[..., -1, :] = x[..., -1, :]
+    return out

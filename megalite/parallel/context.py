@@ -9,10 +9,12 @@ never queues behind the accelerator. Nothing is pickled.
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from megalite.config.problems import Problem, UserError
 from megalite.parallel.layout import ParallelLayout
@@ -30,6 +32,7 @@ class ParallelContext:
     dtype: torch.dtype = torch.float32
     dp_group: dist.ProcessGroup | None = None  # None: dp == 1
     control_group: dist.ProcessGroup | None = None  # None: a world of one
+    meeting: Store | None = None  # where the ranks met; outlives the groups
 
     @property
     def world_size(self) -> int:
@@ -73,10 +76,17 @@ class ParallelContext:
         dist.all_reduce(raised, op=dist.ReduceOp.MAX, group=self.control_group)
         return bool(raised)
 
-    def barrier(self) -> None:
-        """Return once all ranks have called it."""
+    def barrier(self, *, patient: bool = False) -> None:
+        """Return once all ranks have called it.
+
+        `patient`: whatever one of them does first may last longer than parallel.timeout_s. A rank that dies is an error
+        at once in either case.
+        """
         if self.control_group is not None:
-            dist.barrier(group=self.control_group)
+            options = dist.BarrierOptions()
+            if patient:
+                options.timeout = timedelta(days=365)
+            self.control_group.barrier(options).wait()
 
     def close(self) -> None:
         """Leave all groups. Needs no partner, so a failing rank may call it too; calling it again does nothing."""

@@ -1,10 +1,13 @@
 """Which device, which precision and how many CPU threads one rank gets. Nothing here communicates."""
 
 import os
+from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 
 from megalite.config.problems import Problem, UserError
+from megalite.parallel.cores import usable_cores
 from megalite.parallel.environment import ProcessEnvironment
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
@@ -38,28 +41,34 @@ def choose_precision(setting: str, device: torch.device) -> torch.dtype:
 def set_threads(environment: ProcessEnvironment) -> None:
     """Give each rank its share of the cores, so that the ranks of a node do not slow each other down several times.
 
-    OMP_NUM_THREADS wins where the user set it. torchrun sets it to 1 by itself, which a user who wants 1 cannot be told
-    from: with torchrun, 1 counts as unset. SLURM may already have bound each task to its own cores: then they are its
-    share.
+    OMP_NUM_THREADS wins where the user set it.
     """
-    chosen = os.environ.get("OMP_NUM_THREADS")
-    if chosen is not None and not (environment.launcher == "torchrun" and chosen == "1"):
-        return
-    torch.set_num_threads(threads_per_rank(usable_cores(), environment, os.environ.get("SLURM_CPUS_PER_TASK")))
+    if not _user_chose_threads(environment):
+        torch.set_num_threads(threads_per_rank(usable_cores(), environment, os.environ))
 
 
-def usable_cores() -> int:
-    """Cores that this process may run on: fewer than the machine has under SLURM, taskset or a container."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def threads_per_rank(cores: int, environment: ProcessEnvironment, slurm_cpus: str | None) -> int:
-    """Threads of one rank where this process may use `cores`."""
-    if environment.launcher == "slurm" and slurm_cpus is not None and slurm_cpus.isdigit():
-        return max(1, min(cores, int(slurm_cpus)))
+def threads_per_rank(cores: int, environment: ProcessEnvironment, environ: Mapping[str, str]) -> int:
+    """Threads of one rank where this process may use `cores`. SLURM may have given the step fewer, bound to it or not;
+    cores that are bound to a task are its share already."""
+    if environment.launcher == "slurm":
+        per_task, on_node = environ.get("SLURM_CPUS_PER_TASK", ""), environ.get("SLURM_CPUS_ON_NODE", "")
+        if per_task.isdigit():
+            return max(1, min(cores, int(per_task)))
+        if on_node.isdigit():
+            cores = min(cores, int(on_node))
     return max(1, cores // environment.local_world_size)
+
+
+def _user_chose_threads(environment: ProcessEnvironment) -> bool:
+    """Whether OMP_NUM_THREADS is the user's. Where it is not set, torchrun sets it to 1 for several ranks; whether it
+    was, the environment that torchrun itself was started with still tells, on Linux."""
+    chosen = os.environ.get("OMP_NUM_THREADS")
+    if chosen != "1" or environment.launcher != "torchrun" or environment.local_world_size == 1:
+        return chosen is not None
+    try:
+        return b"OMP_NUM_THREADS=1" in Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
 
 
 def _has_fast_bf16(device: torch.device) -> bool:

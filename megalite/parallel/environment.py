@@ -48,6 +48,11 @@ def claimed_rank(environ: Mapping[str, str]) -> int:
     return int(text) if text.isascii() and text.isdigit() else 0
 
 
+def first_of_node(environ: Mapping[str, str]) -> bool:
+    """Whether this process speaks for its machine: the first of its ranks there, or any where that is not known."""
+    return (environ.get("LOCAL_RANK") or environ.get("SLURM_LOCALID") or "0") == "0"
+
+
 def first_host(nodelist: str) -> str:
     """The first host of a SLURM node list: `gpu-a[03-04,9],n1` -> `gpu-a03`."""
     first = re.match(r"(?:[^\[\],\s]|\[[0-9][0-9,-]*\])+(?=,|$)", nodelist.strip())

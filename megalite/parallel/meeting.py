@@ -104,7 +104,7 @@ def judge(cards: list[Card]) -> list[Problem]:
             users.setdefault((card.host, card.gpu), []).append(card.rank)
     for (host, _), ranks in users.items():
         if len(ranks) > 1:
-            rule = f"ranks {_listed(ranks)} of {host} share one GPU"
+            rule = f"ranks {listed(ranks)} of {host} share one GPU"
             found[Problem("device", "cuda", rule, "at most one rank per GPU, or device=cpu")] = None
     if len({card.host for card in cards}) > 1:
         for card in cards:
@@ -160,7 +160,7 @@ def _missing_peers(store: Store, environment: ProcessEnvironment) -> Problem:
     world_size = environment.world_size
     missing = [rank for rank in range(world_size) if not store.check([f"cards/{rank}"])]
     came = world_size - len(missing)
-    rule = f"{came} of {world_size} ranks arrived within parallel.timeout_s; missing: {_listed(missing)}"
+    rule = f"{came} of {world_size} ranks arrived within parallel.timeout_s; missing: {listed(missing)}"
     return Problem("WORLD_SIZE", world_size, rule, "look at the logs of the missing ranks, or start fewer")
 
 
@@ -168,7 +168,7 @@ def _at_master(environment: ProcessEnvironment, rule: str, remedy: str) -> Probl
     return Problem("MASTER_ADDR:MASTER_PORT", f"{environment.master_addr}:{environment.master_port}", rule, remedy)
 
 
-def _listed(ranks: list[int]) -> str:
+def listed(ranks: list[int]) -> str:
     """The first few of many ranks, in words."""
     shown = ", ".join(str(rank) for rank in ranks[:8])
     return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"

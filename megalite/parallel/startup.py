@@ -63,7 +63,8 @@ def join(
         dist.init_process_group("gloo", store=store, rank=rank, world_size=layout.world_size, timeout=timeout)
     assert dist.get_world_size() == layout.world_size, "this process already belongs to a world of another size"
     dp_group = axis_group(layout, "dp", rank, device, timeout)
-    return ParallelContext(layout, rank, device, dtype, dp_group=dp_group, control_group=dist.group.WORLD)
+    control = dist.group.WORLD
+    return ParallelContext(layout, rank, device, dtype, dp_group, control, store)
 
 
 def axis_group(

@@ -1,19 +1,18 @@
-"""Validation loss on a fixed set of batches."""
+"""Validation loss on a fixed set of batches: each rank sums over its own, then all ranks add up."""
 
 from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megalite.data.batch import Batch
 from megalite.model.gpt import GPT
 
 
 @torch.no_grad()
-def validation_loss(
-    model: GPT, batches: Iterator[Sequence[Batch]], *, dtype: torch.dtype, data_parallel: dist.ProcessGroup | None
-) -> float:
-    """Mean loss per unmasked token over all `batches` of all data-parallel ranks, in nats."""
+def summed_loss(model: GPT, batches: Iterator[Sequence[Batch]], *, dtype: torch.dtype) -> Tensor:
+    """Sum of the token losses of this rank's `batches` in nats, and their unmasked tokens [2]."""
     model.eval()
     totals = None
     for microbatches in batches:
@@ -23,6 +22,11 @@ def validation_loss(
             totals = part if totals is None else totals + part
     model.train()
     assert totals is not None, "a validation set holds at least one batch"
+    return totals
+
+
+def mean_loss(totals: Tensor, data_parallel: dist.ProcessGroup | None) -> float:
+    """Mean loss per unmasked token over the sums of all data-parallel ranks."""
     if data_parallel is not None:
         dist.all_reduce(totals, group=data_parallel)
     loss, tokens = totals.tolist()

@@ -11,13 +11,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from megalite.checkpoint.run_folder import RunFolder
+from megalite.checkpoint.commit import committed
+from megalite.checkpoint.run_folder import CHECKPOINTS, RunFolder
 from megalite.checkpoint.store import newest
 from megalite.config.derive import derive_vocabulary
 from megalite.config.problems import Problem, UserError
 from megalite.config.schema import Config
 from megalite.data.open import OpenedData, open_data
-from megalite.data.prepare import prepare
+from megalite.data.prepare import examine, prepare, targets_of
 from megalite.hf.import_model import import_model
 from megalite.model.build import build_stage
 from megalite.model.gpt import GPT
@@ -28,9 +29,10 @@ from megalite.optim.buffers import TrainingBuffers, buffer_layout
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.device import DTYPES
 from megalite.parallel.environment import ProcessEnvironment
-from megalite.train.state import Progress, training_pieces
+from megalite.train.state import ROUNDED, Progress, training_pieces
 
 T = TypeVar("T")
+TOKENIZER = "tokenizer"  # folder of a run: what its token ids mean, as transformers reads it
 
 
 @dataclass
@@ -48,16 +50,28 @@ class Job:
     resumed_from: int | None  # step of the checkpoint that the run continues from
 
 
-def agreed(context: ParallelContext, action: Callable[[], T]) -> T:
-    """The result of `action`, or one UserError on all ranks with the problems of all ranks."""
+def agreed(context: ParallelContext, action: Callable[[], T], *, patient: bool = False) -> T:
+    """The result of `action`, or one UserError on all ranks with the problems of all ranks.
+
+    `patient`: the action may take a rank longer than parallel.timeout_s allows for a collective.
+    """
     problems: list[Problem] = []
     result: T | None = None
     try:
         result = action()
     except UserError as error:
         problems = error.problems
+    if patient:
+        context.barrier(patient=True)
     context.agree(problems)
     return result  # type: ignore[return-value]  # agree() raises where an action failed
+
+
+def find_text(config: Config) -> None:
+    """Refuse text or a tokenizer that is not there or not readable; quick, and nothing is written."""
+    if config.data.source != "tokens":
+        choice, targets = targets_of(config)
+        examine(choice, [target.source for target in targets])
 
 
 def open_training_data(
@@ -65,8 +79,13 @@ def open_training_data(
 ) -> OpenedData:
     """Prepared by the first rank of every node (under a lock: once on a shared disk), then opened by all."""
     first_of_node = not environment.local_rank  # unknown: everybody asks, the lock lets one of them work
-    agreed(context, lambda: prepare(config, progress) if first_of_node else None)
-    return agreed(context, lambda: open_data(config))
+    agreed(context, lambda: prepare(config, progress) if first_of_node else None, patient=True)
+    data = agreed(context, lambda: open_data(config))
+    others = {fingerprint: rank for rank, [fingerprint] in enumerate(context.gather_json([data.fingerprint]))}
+    if len(others) > 1:  # the same on every rank, so that all refuse
+        rule = f"ranks {' and '.join(map(str, sorted(others.values())))} find different data at this place"
+        raise UserError(Problem("data.path", config.data.path, rule, "give every node the same files"))
+    return data
 
 
 def derive_device(config: Config, context: ParallelContext) -> Config:
@@ -91,19 +110,30 @@ def build_job(config: Config, context: ParallelContext, data: OpenedData, report
     """The run folder, the model and its training state: new, imported, or of the newest checkpoint."""
     config = derive_device(derive_vocabulary(config, data.vocab_size), context)
     assert config.run_dir is not None, "derive() fills it in"
+    weights = config.checkpoint.init_from
+    begun = context.broadcast_object(bool(committed(Path(config.run_dir) / CHECKPOINTS)))
+    if weights is not None and not begun:  # else nobody reads them
+        agreed(context, lambda: import_model(weights, config.model))  # checked at once, read later
     folder = RunFolder.open(Path(config.run_dir), context, config.resume, asdict(config), data.fingerprint)
-    for change in folder.changes:
-        report(change)
-    model, buffers, optimizer = build_training(config, context)
-    job = Job(config, context, data, folder, model, buffers, optimizer, Progress(), None)
-    _set_state(job, report)
+    try:
+        for change in folder.changes:
+            report(change)
+        if context.rank == 0 and data.tokenizer is not None and not (folder.path / TOKENIZER).exists():
+            data.tokenizer.save(folder.path / TOKENIZER)
+        model, buffers, optimizer = build_training(config, context)
+        job = Job(config, context, data, folder, model, buffers, optimizer, Progress(), None)
+        _set_state(job, report)
+    except BaseException:
+        folder.close()  # nobody else will: the job does not exist
+        raise
     return job
 
 
 def _set_state(job: Job, report: Callable[[str], None]) -> None:
     found = newest(job.folder.checkpoints, job.context, report)
     if found is not None:
-        found.read_into(training_pieces(job.buffers, job.optimizer))
+        found.read_into(training_pieces(job.buffers, job.optimizer), unread=ROUNDED)
+        job.buffers.round_masters()
         job.progress = Progress.from_state(found.state["progress"])
         job.resumed_from = found.step
     elif job.config.checkpoint.init_from is not None:

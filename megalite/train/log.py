@@ -9,15 +9,27 @@ from pathlib import Path
 
 import torch
 
+from megalite.config.problems import Problem, UserError
 from megalite.parallel.context import ParallelContext
+
+
+class LogFile(logging.FileHandler):
+    """A full disk costs lines of the log, nothing else."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        """Instead of logging's own, which prints a traceback for every line."""
 
 
 def open_log(run_dir: Path, context: ParallelContext) -> logging.Logger:
     """This rank's logger, appending to `logs/rank-NNNNN.log`; a crashing interpreter leaves its stacks there too."""
     path = run_dir / "logs" / f"rank-{context.rank:05d}.log"
-    path.parent.mkdir(exist_ok=True)
     log = logging.Logger(f"megalite.rank{context.rank}")
-    handler = logging.FileHandler(path)
+    try:
+        path.parent.mkdir(exist_ok=True)
+        handler = LogFile(path)
+    except OSError as error:
+        rule = f"the log {path} cannot be written: {error.strerror}"
+        raise UserError(Problem("run_dir", str(run_dir), rule, "move it away, or set another run_dir")) from error
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     log.addHandler(handler)
     assert handler.stream is not None, "the file is open from the start"

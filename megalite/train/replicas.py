@@ -4,6 +4,8 @@ Ranks that drift apart train on silently with a loss curve that looks normal (ba
 their state is compared by hash now and then.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -28,14 +30,17 @@ def content_hash(tensor: Tensor) -> Tensor:
     return total
 
 
-def check_replicas(masters: Tensor, group: dist.ProcessGroup | None, step: int) -> None:
-    """Raise ReplicaMismatchError, naming the ranks in the minority, unless all of `group` hold equal `masters`."""
+def check_replicas(state: Sequence[Tensor], group: dist.ProcessGroup | None, step: int) -> None:
+    """Raise ReplicaMismatchError, naming the ranks in the minority, unless all of `group` hold equal `state`.
+
+    `state` are flat tensors [size] of parameters and optimizer; `group` is None where there are no replicas.
+    """
     if group is None:
         return
-    mine = content_hash(masters)
+    mine = torch.stack([content_hash(tensor) for tensor in state])
     hashes = [torch.empty_like(mine) for _ in range(group.size())]
     dist.all_gather(hashes, mine, group=group)
-    values = [int(value) for value in hashes]
+    values = [tuple(value.tolist()) for value in hashes]
     common = max(set(values), key=values.count)
     different = [dist.get_global_rank(group, index) for index, value in enumerate(values) if value != common]
     if different:

@@ -26,7 +26,7 @@ from megalite.train.step import StepFigures
 from megalite.train.terminal import Terminal
 
 GIB = 1 << 30
-PROMPTS = {"stdlib": "def "}  # how a sample begins, by data source; otherwise with the end of a document or a newline
+PROMPTS = {"stdlib": "def "}  # how a sample begins, by data source; otherwise with an end of document
 
 
 class Reporter:
@@ -38,6 +38,7 @@ class Reporter:
         self._log = log
         self._path = job.folder.path / "metrics.jsonl"
         self._metrics = MetricsFile(self._path, resume_step=job.progress.step) if job.context.rank == 0 else None
+        self._behind = False  # the last line of metrics could not be written
         self._began = self._clock = time.perf_counter()
         self._speeds: list[float] = []  # tokens/s of this start's steps
         device = job.context.device
@@ -49,6 +50,7 @@ class Reporter:
         job, train, model = self._job, self._job.config.train, self._job.config.model
         tokens_per_step = train.global_batch_size * train.seq_length
         flops = flops_per_token(model, train.seq_length, causal=False)
+        epochs = train.steps * train.global_batch_size / job.data.train.samples
         rows = [
             ("model", f"{model.name}: {parameter_count(model):,} parameters, {flops / 1e6:,.1f} MFLOP per token"),
             (
@@ -62,6 +64,7 @@ class Reporter:
                 f"{train.micro_batch_size} at a time",
             ),
             ("data", job.data.description),
+            ("", f"{train.steps * tokens_per_step:,} tokens in {train.steps:,} steps: {epochs:.3g} epochs"),
             ("layout", f"{job.context.world_size} rank(s): dp {job.context.dp_size}"),
             ("device", f"{self._device_name()}, {str(job.context.dtype).removeprefix('torch.')}"),
             ("run folder", str(job.folder.path)),
@@ -169,14 +172,25 @@ class Reporter:
         )
 
     def _sample(self) -> tuple[str, str | None]:
-        """A prompt and what the trained model makes of it."""
+        """A prompt and what the trained model makes of it. The run is trained and saved: it does not fail here."""
+        try:
+            return self._written_text()
+        except Exception as error:
+            self._terminal.note(f"no sample of text: {type(error).__name__}: {error}")
+            return "", None
+
+    def _written_text(self) -> tuple[str, str | None]:
         config, tokenizer = self._job.config, self._job.data.tokenizer
         if tokenizer is None or config.train.sample_tokens == 0:
             return "", None
         prompt = PROMPTS.get(config.data.source, "")
-        tokens = tokenizer.encode(prompt or "\n")
-        if not prompt and tokenizer.end_of_document is not None:
+        if prompt:
+            tokens = tokenizer.encode(prompt)
+        elif tokenizer.end_of_document is not None:
             tokens = [tokenizer.end_of_document]
+        else:  # whatever else we thought of, a char tokenizer might not know
+            part = self._job.data.train.parts[0]
+            tokens = [int(part.file.tokens[part.first])]
         following = sample(
             self._job.model,
             tokens,
@@ -188,8 +202,16 @@ class Reporter:
         return prompt, tokenizer.decode(following)
 
     def _write(self, record: dict[str, Any]) -> None:
-        if self._metrics is not None:
+        if self._metrics is None:
+            return
+        try:
             self._metrics.append(record)
+        except OSError as error:
+            if not self._behind:
+                self._terminal.note(f"warning: {self._path.name} cannot be written for now: {error.strerror}")
+            self._behind = True
+        else:
+            self._behind = False
 
     def _device_name(self) -> str:
         device = self._job.context.device
@@ -201,7 +223,8 @@ class Reporter:
         """Peak memory of this rank so far: of the accelerator's allocator, on a CPU of the process."""
         if self._job.context.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._job.context.device) / GIB
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak * (1 if sys.platform == "darwin" else 1024) / GIB  # macOS counts bytes, Linux KiB
 
     def _utilisation(self, tokens_per_s: float, *, causal: bool) -> float | None:
         """Model FLOPs utilisation; None where the device's peak is not known."""

@@ -11,21 +11,22 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-from torch import Tensor
-
+from megalite.config.problems import Problem, UserError, collect
 from megalite.config.schema import Config
-from megalite.data.batches import TrainBatches, validation_batches
+from megalite.data.batches import StepBatches, TrainBatches, validation_batches
 from megalite.optim.schedule import learning_rate
+from megalite.parallel.context import ParallelContext
 from megalite.parallel.environment import ProcessEnvironment
+from megalite.parallel.farewell import cause_of_the_end
 from megalite.parallel.startup import start
-from megalite.train.evaluate import validation_loss
-from megalite.train.job import Job, build_job, open_training_data
+from megalite.train.evaluate import mean_loss, summed_loss
+from megalite.train.job import Job, agreed, build_job, find_text, open_training_data
 from megalite.train.log import open_log
 from megalite.train.replicas import ReplicaMismatchError, check_replicas
 from megalite.train.reporter import Reporter
-from megalite.train.saving import Saver
-from megalite.train.signals import StopRequest
-from megalite.train.step import StepFigures, TrainStep
+from megalite.train.saving import Saver, TakenOverError
+from megalite.train.signals import StopRequest, notice_launcher_s_end
+from megalite.train.step import LaunchedStep, StepFigures, TrainStep
 from megalite.train.terminal import Terminal
 
 
@@ -38,7 +39,7 @@ class Launched:
     """A step whose figures have not been read yet."""
 
     step: int
-    figures: Tensor
+    figures: LaunchedStep
     lr: float
     wait_s: float
 
@@ -58,6 +59,7 @@ class Loop:
         self.lateness = 0 if job.context.device.type == "cpu" else 1
         self.launched: deque[Launched] = deque()
         self.stopping = False
+        self.problems: list[Problem] = []  # of the input that this rank has read
 
     def run(self) -> None:
         """All remaining steps, or as many as pass until a stop is asked for; leaves the last state saved."""
@@ -77,23 +79,33 @@ class Loop:
                 self._after(step)
                 if self.stopping:
                     break
+            self._read(keep=0)
+        except UserError:  # all ranks refuse the input that one of them has read: what was learned is kept
+            if progress.step > 0:
+                self.saver.save_last()
+            raise
         finally:
             batches.close()
-        self._read(keep=0)
         self.saver.save_last()
 
     def _launch(self, step: int, batches: TrainBatches) -> None:
-        data = next(batches)
+        try:
+            data = next(batches)
+        except UserError as error:  # the other ranks do not know yet: they learn of it in the step
+            self.problems, data = error.problems, StepBatches([], 0, 0.0)
         config = self.job.config
         lr = learning_rate(step - 1, config.lr, peak=config.optimizer.lr, steps=config.train.steps)
-        figures = self.step(data.microbatches, data.local_tokens, lr, stop=self.stop.requested is not None)
+        stop, refused = self.stop.requested is not None, bool(self.problems)
+        figures = self.step(data.microbatches, data.local_tokens, lr, stop=stop, refused=refused)
         self.launched.append(Launched(step, figures, lr, data.wait_s))
 
     def _read(self, *, keep: int) -> None:
         """Read the figures of all launched steps but the newest `keep`."""
         while len(self.launched) > keep:
             launched = self.launched.popleft()
-            figures = StepFigures.read(launched.figures)
+            figures = launched.figures.read()
+            if figures.refused:
+                self.job.context.agree(self.problems)
             self.stopping = self.stopping or figures.stop
             progress = self.job.progress
             progress.step = launched.step
@@ -113,7 +125,9 @@ class Loop:
         if evaluate or check or self.saver.due(step):
             self._read(keep=0)
         if check:
-            check_replicas(self.job.buffers.masters, self.job.context.dp_group, step)
+            optimizer = self.job.optimizer
+            state = [self.job.buffers.masters, optimizer.exp_avg, optimizer.exp_avg_sq]
+            check_replicas(state, self.job.context.dp_group, step)
         if evaluate and self.job.data.validation is not None:
             self._evaluate(step)
         if self.saver.due(step):
@@ -133,7 +147,8 @@ class Loop:
             dp_size=job.context.dp_size,
             device=job.context.device,
         )
-        loss = validation_loss(job.model, batches, dtype=job.buffers.masters.dtype, data_parallel=job.context.dp_group)
+        totals = agreed(job.context, lambda: summed_loss(job.model, batches, dtype=job.buffers.masters.dtype))
+        loss = mean_loss(totals, job.context.dp_group)
         self.reporter.evaluation(step, loss, seconds=time.perf_counter() - begin)
 
     def _give_up(self, figures: StepFigures) -> None:
@@ -150,20 +165,45 @@ class Loop:
 
 def run(config: Config, environment: ProcessEnvironment) -> int:
     """Train as `config` says, on this rank. Returns the exit status; raises UserError for input that is refused."""
-    context = start(config, environment)
+    if environment.launcher == "torchrun":
+        notice_launcher_s_end()
+    problems: list[Problem] = []
+    context = collect(lambda: start(config, environment), problems)
+    if context is None:  # the device: the same message tells of the data
+        collect(lambda: find_text(config), problems)
+        raise UserError(problems)
     terminal = Terminal(sys.stdout, interactive=sys.stdout.isatty(), enabled=context.rank == 0)
     job: Job | None = None
     try:
         data = open_training_data(config, context, environment, terminal.preparing)
         job = build_job(config, context, data, terminal.note)
-        log = open_log(job.folder.path, context)
+        reporter = _open_reporter(job, terminal)
         with StopRequest() as stop:
-            return _train(job, terminal, stop, Reporter(job, terminal, log))
+            return _train(job, terminal, stop, reporter)
+    except UserError:
+        raise
+    except Exception as error:
+        _tell_cause(error, context, job)
+        raise
     finally:
         if job is not None:
             job.folder.close()
         terminal.close()
         context.close()
+
+
+def _tell_cause(error: Exception, context: ParallelContext, job: Job | None) -> None:
+    """This rank's own words first: whoever started it may kill it soon. Then what the ranks find out together."""
+    where = f"rank {context.rank} on {socket.gethostname()}{f', step {job.progress.step + 1}' if job else ''}"
+    print(f"megalite: {where}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    with StopRequest():  # torchrun ends all ranks when the first one exits: not before this is said
+        cause = cause_of_the_end(context, error)
+    if cause:
+        print(f"megalite: rank {context.rank} ends because of: {cause}", file=sys.stderr, flush=True)
+
+
+def _open_reporter(job: Job, terminal: Terminal) -> Reporter:
+    return agreed(job.context, lambda: Reporter(job, terminal, open_log(job.folder.path, job.context)))
 
 
 def _train(job: Job, terminal: Terminal, stop: StopRequest, reporter: Reporter) -> int:
@@ -172,22 +212,34 @@ def _train(job: Job, terminal: Terminal, stop: StopRequest, reporter: Reporter) 
     if job.resumed_from is not None and job.progress.step >= job.config.train.steps:
         terminal.note(f"already finished: step {job.progress.step} of {job.config.train.steps}")
         return 0
+    loop = Loop(job, reporter, saver, stop)
     gc.collect()
     gc.freeze()
     gc.disable()
     try:
-        Loop(job, reporter, saver, stop).run()
-    except (TrainingStoppedError, ReplicaMismatchError) as error:  # known to all ranks, and said in full
+        loop.run()
+    except UserError as error:  # known to all ranks, and said by the launcher
+        reporter.failed(error)
+        raise
+    except (
+        TrainingStoppedError,
+        ReplicaMismatchError,
+        TakenOverError,
+    ) as error:  # known to all ranks, and said in full
         reporter.failed(error)
         if job.context.rank == 0:
             print(f"megalite: stopped: {error}", file=sys.stderr, flush=True)
         return 1
-    except Exception as error:  # this rank's own: nobody else can say it
+    except Exception as error:
         reporter.failed(error)
-        where = f"rank {job.context.rank} on {socket.gethostname()}, step {job.progress.step + 1}"
-        print(f"megalite: {where}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
         raise
     finally:
         gc.enable()
-    reporter.finish(stopped_by=stop.requested)
-    return 0 if saver.newest_step == job.progress.step else 1
+    stopped = loop.stopping and job.progress.step < job.config.train.steps
+    reporter.finish(stopped_by=(stop.requested or "a signal to another rank") if stopped else None)
+    if saver.newest_step == job.progress.step:
+        return 0
+    if job.context.rank == 0:
+        kept = "there is no checkpoint" if saver.newest_step is None else f"the newest is of step {saver.newest_step}"
+        print(f"megalite: the state of step {job.progress.step} is not saved; {kept}", file=sys.stderr, flush=True)
+    return 1

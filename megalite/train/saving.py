@@ -6,6 +6,10 @@ from megalite.train.reporter import Reporter
 from megalite.train.state import training_pieces
 
 
+class TakenOverError(RuntimeError):
+    """The run belongs to another job by now."""
+
+
 class Saver:
     """Writes the checkpoints of one run."""
 
@@ -34,6 +38,10 @@ class Saver:
                 owned=job.folder.owned,
             )
         except CheckpointError as error:
+            if not job.context.broadcast_object(job.folder.owned()):
+                raise TakenOverError(
+                    f"{error} Another job writes to this run folder now; this one has ended."
+                ) from None
             self._reporter.not_saved(error)
         else:
             self.newest_step = job.progress.step

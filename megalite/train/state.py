@@ -11,6 +11,8 @@ from megalite.checkpoint.pieces import Piece
 from megalite.optim.adamw import FlatAdamW
 from megalite.optim.buffers import TrainingBuffers
 
+ROUNDED = "parameter"  # kind of the tensors that are masters in the model's dtype: a resume rounds them anew
+
 
 @dataclass
 class Progress:
@@ -34,7 +36,7 @@ def training_pieces(buffers: TrainingBuffers, optimizer: FlatAdamW) -> list[Piec
     """Every tensor that a resumed run needs, as pieces over the live buffers."""
     flats = {"master": buffers.masters, "exp_avg": optimizer.exp_avg, "exp_avg_sq": optimizer.exp_avg_sq}
     if buffers.parameters is not buffers.masters:
-        flats["parameter"] = buffers.parameters
+        flats[ROUNDED] = buffers.parameters
     pieces = [
         Piece(f"{kind}.{slot.record.name}", slot.record.shape, (0,) * len(slot.record.shape), slot.view(flat))
         for kind, flat in flats.items()

@@ -103,7 +103,8 @@ ONE_MISTAKE = [
     ("seed=9223372036854775808", ["at most 9223372036854775807"]),
     ("resume=alwyas", ["unknown choice", "auto, never"]),
     ("lr.schedule=cosin", ["lr.schedule=cosine is the nearest"]),
-    ("precision=fp16", ["choices: auto, fp64, fp32, bf16"]),
+    ("precision=fp16", ["not built yet", "precision=bf16, fp32 or auto"]),
+    ("precision=fp8", ["choices: auto, fp64, fp32, bf16"]),
     ("model.activation=relu", ["gelu", "swiglu"]),
 ]
 

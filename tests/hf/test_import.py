@@ -124,7 +124,7 @@ def test_non_finite_values_are_refused_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"model_type": "mamba"}, "is one of gpt2, llama, qwen3"),
+        ({"model_type": "mamba"}, "must be one of gpt2, llama, qwen3"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type"),

@@ -16,7 +16,7 @@ from megalite.model.parameters import gpt_parameters
 from megalite.optim.schedule import learning_rate
 from megalite.parallel.context import ParallelContext
 from megalite.train.job import build_training, derive_device
-from megalite.train.step import StepFigures, TrainStep
+from megalite.train.step import TrainStep
 
 STEPS = 5
 RELATIVE, ABSOLUTE = 1e-10, 1e-12  # the design's bound on every layout against one process, in fp64
@@ -71,7 +71,7 @@ def train(context: ParallelContext, config: Config) -> Trace:
     for number in range(STEPS):
         batch = next(batches)
         lr = learning_rate(number, config.lr, peak=config.optimizer.lr, steps=config.train.steps)
-        figures.append(StepFigures.read(step(batch.microbatches, batch.local_tokens, lr)))
+        figures.append(step(batch.microbatches, batch.local_tokens, lr).read())
         gradients.append(buffers.gradients.clone())
     batches.close()
     return Trace(

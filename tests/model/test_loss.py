@@ -248,7 +248,8 @@ def test_memory_is_that_of_a_chunk_and_never_of_all_logits(dtype: torch.dtype, s
     assert peaks[2] - peaks[1] == 512 * vocab * case.hidden.element_size()  # only the chunk's logits grow with it
 
     default = loss_module.CHUNK_TOKENS["cpu"]
-    assert peak_bytes(lambda: case.loss(grad_sink=grad_sink).backward()) <= memory_bound(case, default, sink=sink)
+    bound = memory_bound(case, default, sink=sink)
+    assert peak_bytes(lambda: case.loss(grad_sink=grad_sink).backward()) <= bound < fp32_logits / 2
 
     def naive() -> Any:
         logits = (case.hidden @ case.weight[: case.vocab_size].t()).float()

@@ -1,14 +1,17 @@
 """Device, precision and threads of one rank."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
 
 from megalite.config.problems import UserError
 from megalite.parallel.context import CPU
-from megalite.parallel.device import choose_device, choose_precision, set_threads, threads_per_rank, usable_cores
-from megalite.parallel.environment import ProcessEnvironment
+from megalite.parallel.cores import usable_cores
+from megalite.parallel.device import choose_device, choose_precision, set_threads, threads_per_rank
+from megalite.parallel.environment import Launcher, ProcessEnvironment
 
 SINGLE = ProcessEnvironment()
 EIGHT_LOCAL_RANKS = ProcessEnvironment(5, 16, None, 8, "host", 1, "env")
@@ -70,32 +73,52 @@ def test_a_gpu_without_bf16_refuses_it_and_defaults_to_fp32(monkeypatch: pytest.
 
 
 def test_local_ranks_share_the_cores() -> None:
-    assert threads_per_rank(32, EIGHT_LOCAL_RANKS, None) == 4
-    assert threads_per_rank(4, EIGHT_LOCAL_RANKS, None) == 1
+    assert threads_per_rank(32, EIGHT_LOCAL_RANKS, {}) == 4
+    assert threads_per_rank(4, EIGHT_LOCAL_RANKS, {}) == 1
 
 
 def test_a_slurm_task_s_cores_are_its_own() -> None:
     task = ProcessEnvironment(0, 8, 0, 8, "host", 1, "slurm")
-    assert threads_per_rank(4, task, "4") == 4  # bound: it sees only its own
-    assert threads_per_rank(64, task, "4") == 4  # unbound
-    assert threads_per_rank(64, task, None) == 8
+    assert threads_per_rank(4, task, {"SLURM_CPUS_PER_TASK": "4"}) == 4  # bound: it sees only its own
+    assert threads_per_rank(64, task, {"SLURM_CPUS_PER_TASK": "4"}) == 4  # unbound
+    assert threads_per_rank(64, task, {}) == 8
+    assert threads_per_rank(64, task, {"SLURM_CPUS_ON_NODE": "16"}) == 2  # all that the step was given here
 
 
-@pytest.mark.parametrize(
-    ("launcher", "omp", "expected"),
-    [("single", None, "share"), ("single", "1", "kept"), ("torchrun", "1", "share"), ("torchrun", "3", "kept")],
-)
-def test_threads_set_by_the_user_are_kept(
-    monkeypatch: pytest.MonkeyPatch, launcher: str, omp: str | None, expected: str
-) -> None:
+def _threads_are_set(monkeypatch: pytest.MonkeyPatch, environment: ProcessEnvironment, omp: str | None) -> list[int]:
+    """What `set_threads` asks of torch where OMP_NUM_THREADS is `omp`."""
     if omp is None:
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     else:
         monkeypatch.setenv("OMP_NUM_THREADS", omp)
     chosen: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", chosen.append)
-    set_threads(ProcessEnvironment(0, 1, 0, 1, "host", 1, launcher))  # type: ignore[arg-type]
-    assert chosen == ([] if expected == "kept" else [usable_cores()])
+    set_threads(environment)
+    return chosen
+
+
+@pytest.mark.parametrize(("omp", "kept"), [(None, False), ("1", True), ("3", True)])
+@pytest.mark.parametrize("launcher", ["single", "torchrun"])
+def test_threads_set_by_the_user_are_kept(
+    monkeypatch: pytest.MonkeyPatch, launcher: Launcher, omp: str | None, kept: bool
+) -> None:
+    environment = ProcessEnvironment(0, 1, 0, 1, "host", 1, launcher)
+    assert _threads_are_set(monkeypatch, environment, omp) == ([] if kept else [usable_cores()])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(("set_by_user", "kept"), [({"OMP_NUM_THREADS": "1"}, True), ({}, False)])
+def test_one_thread_by_torchrun_is_told_from_one_thread_by_the_user(
+    monkeypatch: pytest.MonkeyPatch, set_by_user: dict[str, str], kept: bool
+) -> None:
+    torchrun = subprocess.Popen(["sleep", "60"], env=set_by_user)
+    monkeypatch.setattr(os, "getppid", lambda: torchrun.pid)
+    try:
+        chosen = _threads_are_set(monkeypatch, ProcessEnvironment(1, 2, 1, 2, "host", 1, "torchrun"), "1")
+    finally:
+        torchrun.kill()
+        torchrun.wait()
+    assert chosen == ([] if kept else [max(1, usable_cores() // 2)])
 
 
 def test_usable_cores_are_those_of_the_affinity_mask() -> None:

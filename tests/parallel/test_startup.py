@@ -51,6 +51,19 @@ def test_ranks_meet_at_the_master_s_port() -> None:
     assert run_ranks(_start_anew, 3, free_port(), {}) == [3.0] * 3
 
 
+def _one_works_longer(context: ParallelContext, port: int) -> None:
+    context.close()
+    started = start(cpu_config(timeout_s=1), environment(context.rank, 2, port))
+    if context.rank == 0:
+        time.sleep(2.5)
+    started.barrier(patient=True)
+    started.close()
+
+
+def test_a_patient_barrier_waits_beyond_the_time_for_collectives() -> None:
+    run_ranks(_one_works_longer, 2, free_port())
+
+
 def test_ranks_that_were_told_different_world_sizes_refuse() -> None:
     results = run_ranks(_start_anew, 2, free_port(), {1: {"world_size": 3}})
     assert {problem.setting for problems in results for problem in problems} == {"WORLD_SIZE"}

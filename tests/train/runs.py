@@ -7,8 +7,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
@@ -48,12 +49,14 @@ def overrides(folder: Path, run: str, *extra: str) -> list[str]:
     ]
 
 
-def launch(arguments: Sequence[str], ranks: int = 1) -> "subprocess.Popen[str]":
-    """The launcher as a process group of its own."""
+def launch(
+    arguments: Sequence[str], ranks: int = 1, variables: Mapping[str, str] = MappingProxyType({})
+) -> "subprocess.Popen[str]":
+    """The launcher as a process group of its own, under torchrun if there are several ranks."""
     command = [sys.executable]
     if ranks > 1:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **variables}
     return subprocess.Popen(
         [*command, str(ROOT / "pretrain_gpt.py"), *arguments],
         stdout=subprocess.PIPE,

@@ -29,7 +29,7 @@ def _check(context: ParallelContext, broken_rank: int | None) -> str | None:
     if context.rank == broken_rank:
         masters.view(torch.int32)[4] ^= 1
     try:
-        check_replicas(masters, context.dp_group, 7)
+        check_replicas([torch.ones(3), masters], context.dp_group, 7)
     except ReplicaMismatchError as error:
         return str(error)
     return None
@@ -45,4 +45,4 @@ def test_equal_replicas_pass_and_one_flipped_bit_is_named_on_every_rank() -> Non
 
 def test_a_single_replica_needs_no_check() -> None:
     lonely: Tensor = torch.ones(3)
-    check_replicas(lonely, None, 1)
+    check_replicas([lonely], None, 1)

@@ -13,9 +13,12 @@ from torch import Tensor
 
 import megalite.train.job as job_module
 import megalite.train.reporter as reporter_module
+from megalite.checkpoint.run_folder import RunFolder
 from megalite.config.derive import derive
+from megalite.config.problems import UserError
 from megalite.config.schema import Config
 from megalite.data.batch import Batch
+from megalite.data.tokenizers import load_tokenizer
 from megalite.model.gpt import GPT
 from megalite.parallel.environment import read_environment
 from megalite.train.metrics import read_metrics
@@ -177,3 +180,38 @@ def test_bf16_trains_with_fp32_masters(text: Path, tmp_path: Path) -> None:
     values = losses(tmp_path / "run")
     assert values[60] < values[1] - 0.5
     assert torch.get_default_dtype() == torch.float32
+
+
+def test_a_run_may_go_on_in_another_precision(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """bf16 parameters are rounded masters, so a checkpoint of either precision holds what the other needs."""
+    config = config_for(text, tmp_path / "run", steps=4)
+    for steps, precision in ((4, "bf16"), (8, "fp32"), (STEPS, "bf16")):
+        config = replace(config, precision=precision, train=replace(config.train, steps=steps))
+        assert start(config) == 0
+    assert max(losses(tmp_path / "run")) == STEPS
+    assert "precision is now 'bf16'; the run was at 'fp32'" in capsys.readouterr().out
+
+
+def test_the_run_keeps_its_tokenizer(text: Path, tmp_path: Path) -> None:
+    assert start(config_for(text, tmp_path / "run", steps=1)) == 0
+    tokenizer = load_tokenizer(tmp_path / "run" / "tokenizer")
+    assert tokenizer.decode(tokenizer.encode("tree river")) == "tree river"
+
+
+def test_a_start_that_is_refused_late_lets_go_of_the_run_folder(text: Path, tmp_path: Path) -> None:
+    config = config_for(text, tmp_path / "run", steps=4)
+    assert start(config) == 0
+    for manifest in (tmp_path / "run" / "checkpoints").glob("*/COMMIT.json"):
+        manifest.write_text("{}")
+    with pytest.raises(UserError, match="no checkpoint of this run can be read"):
+        start(config)
+    assert (tmp_path / "run" / "lock").read_text() == ""
+
+
+def test_a_run_that_another_job_has_taken_over_ends(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(RunFolder, "owned", lambda self: False)
+    assert start(config_for(text, tmp_path / "run")) == 1
+    assert "Another job writes to this run folder now" in capsys.readouterr().err
+    assert max(losses(tmp_path / "run")) == 4, "it ends at the first save, not after the last step"

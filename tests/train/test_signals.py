@@ -2,27 +2,62 @@
 
 import os
 import signal
+import subprocess
+import sys
+import time
 
 import pytest
 
-from megalite.train.signals import STOP_SIGNALS, StopRequest
+from megalite.train.signals import INTERRUPTED, LAUNCHER_ENDED, STOP_SIGNALS, StopRequest
 
 
-@pytest.mark.parametrize("number", STOP_SIGNALS)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_only_sets_the_request_and_the_old_handler_comes_back(number: signal.Signals) -> None:
-    before = signal.getsignal(number)
+    before = [signal.getsignal(stop) for stop in STOP_SIGNALS]
     with StopRequest() as stop:
         assert stop.requested is None
         os.kill(os.getpid(), number)
         assert stop.requested == number.name
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.requested == number.name
-    assert signal.getsignal(number) == before
+    assert [signal.getsignal(stop) for stop in STOP_SIGNALS] == before
 
 
 def test_the_third_interrupt_does_not_wait_for_the_step() -> None:
-    with StopRequest():
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)
-        with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt), StopRequest():  # noqa: PT012
+        for _ in range(3):
             os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(10)
+
+
+def test_the_end_of_the_launcher_stops_in_order_and_after_a_signal_at_once() -> None:
+    with StopRequest() as stop:
+        for _ in range(2):
+            os.kill(os.getpid(), LAUNCHER_ENDED)
+            time.sleep(0.1)
+        assert stop.requested == "the end of torchrun"
+    with pytest.raises(KeyboardInterrupt), StopRequest():  # noqa: PT012
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), LAUNCHER_ENDED)
+        time.sleep(10)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="knows the mutex of glibc")
+def test_a_main_thread_that_never_returns_to_python_is_ended_all_the_same() -> None:
+    code = """
+import ctypes
+from megalite.train.signals import StopRequest
+with StopRequest():
+    print("waiting", flush=True)
+    mutex = ctypes.create_string_buffer(64)  # zeros are an unlocked mutex
+    for _ in range(2):
+        ctypes.CDLL(None).pthread_mutex_lock(mutex)  # the second one waits for ever, whatever signals come
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "waiting\n"
+    time.sleep(0.2)
+    for _ in range(3):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.05)
+    assert process.wait(timeout=10) == INTERRUPTED

@@ -1,0 +1,388 @@
+"""Training speed of megalite beside transformers' model of the same shape in a plain PyTorch loop.
+
+Both sides train on the same device in the same dtype on the same number of tokens, in one process, in turns, so that
+whatever else the machine does hits both. megalite's side is its real training step (gradient buffers, fp32 masters,
+clipping, AdamW); the other is what one would write by hand: `model(input_ids, labels)`, `clip_grad_norm_` and fused
+AdamW on weights of that dtype, scaled_dot_product_attention, and torch.compile where megalite compiles too.
+
+    python scripts/benchmark.py                              tiny and gpt2, fp32 and bf16
+    python scripts/benchmark.py --model tiny --precision bf16 --steps 20 --json speed.json
+    python scripts/benchmark.py --overhead                   what the training loop costs beside the step
+"""
+
+import argparse
+import contextlib
+import io
+import itertools
+import json
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from megalite.config.compose import load_config
+from megalite.config.schema import Config, ModelConfig
+from megalite.data.batch import Batch
+from megalite.model.flops import flops_per_token, parameter_count, peak_flops
+from megalite.model.gpt import GPT
+from megalite.model.init import start_values
+from megalite.model.parameters import gpt_parameters
+from megalite.parallel.context import ParallelContext
+from megalite.parallel.device import DTYPES
+from megalite.parallel.environment import read_environment
+from megalite.train.job import build_training
+from megalite.train.run import run
+from megalite.train.step import LaunchedStep, TrainStep
+
+LEARNING_RATE = 1e-4
+WARM_UP_STEPS = 2  # compiling, first touch of memory, choice of kernels
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model and its sequence length as overrides, and the sequences per step: few on a CPU, enough to fill a GPU."""
+
+    overrides: tuple[str, ...]
+    cpu_batch: int
+    cuda_batch: int
+
+    def config(self, batch: int, precision: str, device: torch.device, *overrides: str) -> Config:
+        """megalite's resolved configuration."""
+        batch_sizes = (f"train.global_batch_size={batch}", f"train.micro_batch_size={batch}")
+        return load_config(
+            [
+                *self.overrides,
+                *batch_sizes,
+                f"precision={precision}",
+                f"device={device.type}",
+                "tokenizer=byte",
+                *overrides,
+            ],
+            1,
+        )
+
+
+GPT2 = ("model=gpt2", "model.vocab_size=50257")
+SHAPES = {
+    "tiny": Shape(("model=tiny", "model.vocab_size=4096", "train.seq_length=256"), 8, 128),
+    "gpt2": Shape((*GPT2, "train.seq_length=1024"), 1, 32),
+    "1.3b": Shape(
+        (
+            *GPT2,
+            "train.seq_length=2048",
+            "model.max_positions=2048",
+            "model.num_layers=24",
+            "model.hidden_size=2048",
+            "model.num_attention_heads=16",
+        ),
+        1,
+        8,
+    ),
+}
+
+
+def build_peer(config: ModelConfig, seq: int) -> nn.Module:
+    """transformers' model of the same shape, without dropout: Llama with rotary positions, else GPT-2."""
+    settings: Any
+    if config.position == "rope":
+        settings = transformers.LlamaConfig(
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.ffn_hidden_size,
+            num_hidden_layers=config.num_layers,
+            num_attention_heads=config.num_attention_heads,
+            max_position_embeddings=seq,
+            tie_word_embeddings=config.tie_embeddings,
+            rms_norm_eps=config.norm_eps,
+        )
+    else:
+        settings = transformers.GPT2Config(
+            vocab_size=config.vocab_size,
+            n_positions=config.max_positions,
+            n_embd=config.hidden_size,
+            n_layer=config.num_layers,
+            n_head=config.num_attention_heads,
+            n_inner=config.ffn_hidden_size,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+        )
+    settings.use_cache = False
+    transformers.logging.set_verbosity_error()  # its own default of the loss makes it warn
+    model: nn.Module = transformers.AutoModelForCausalLM.from_config(settings, attn_implementation="sdpa")
+    return model.train()
+
+
+class Megalite:
+    """megalite's training step on batches that exist already."""
+
+    def __init__(self, config: Config, context: ParallelContext, tokens: Tensor) -> None:
+        self.model, self.buffers, optimizer = build_training(config, context)
+        self.buffers.fill(start_values(gpt_parameters(config.model), config.seed))
+        self._train = TrainStep(self.model, self.buffers, optimizer, config.optimizer, data_parallel=None)
+        labels = tokens.roll(-1, dims=1)
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        mask = torch.ones_like(tokens, dtype=torch.bool)
+        mask[:, -1] = False  # transformers, too, has no label for the last token
+        self._batch = Batch(tokens, labels, mask, positions, None, 0)
+        self._labels = int(mask.sum())
+
+    def step(self) -> LaunchedStep:
+        """One step, which the device may still be working on."""
+        return self._train([self._batch], self._labels, LEARNING_RATE)
+
+
+class Peer:
+    """The loop that one writes by hand."""
+
+    def __init__(self, config: Config, context: ParallelContext, tokens: Tensor) -> None:
+        self.model = build_peer(config.model, config.train.seq_length).to(device=context.device, dtype=context.dtype)
+        self._forward: Callable[..., Any] = torch.compile(self.model) if config.train.compile else self.model
+        self._optimizer = torch.optim.AdamW(
+            self.model.parameters(),
+            lr=LEARNING_RATE,
+            betas=(config.optimizer.betas[0], config.optimizer.betas[1]),
+            weight_decay=config.optimizer.weight_decay,
+            fused=True,
+        )
+        self._clip = config.optimizer.clip_grad
+        self._tokens = tokens
+
+    def step(self) -> Tensor:
+        """One step; returns its loss, a device tensor."""
+        loss: Tensor = self._forward(input_ids=self._tokens, labels=self._tokens).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._clip)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One shape in one precision: medians over the rounds, and the best round of each side."""
+
+    model: str
+    precision: str
+    tokens_per_step: int
+    megalite_tokens_per_s: float
+    peer_tokens_per_s: float
+    ratio: float  # median over rounds of the peer's time by megalite's
+    megalite_best_tokens_per_s: float
+    peer_best_tokens_per_s: float
+    megalite_tflops: float  # model FLOP/s by PaLM's formula
+    megalite_of_products: float  # ... by those of a large square matrix product on the same device
+    megalite_mfu: float | None  # ... by the device's dense peak, where it is known
+    peer_mfu: float | None
+
+
+def compare(name: str, config: Config, context: ParallelContext, *, rounds: int, product_flops: float) -> Comparison:
+    """Train both sides in turns and compare their times."""
+    batch, seq = config.train.global_batch_size, config.train.seq_length
+    generator = torch.Generator().manual_seed(config.seed)
+    tokens = torch.randint(0, config.model.vocab_size or 0, (batch, seq), generator=generator).to(context.device)
+    ours, theirs = Megalite(config, context, tokens), Peer(config, context, tokens)
+    parameters = sum(parameter.numel() for parameter in theirs.model.parameters())
+    assert parameters == parameter_count(config.model), (name, parameters)
+
+    repeat = 10 if context.device.type == "cuda" else 1  # an accelerator is timed while the host runs ahead of it
+    sides: tuple[Callable[[], object], ...] = (ours.step, theirs.step)
+    for step in sides:
+        seconds_of(step, WARM_UP_STEPS, context.device)
+    times: tuple[list[float], list[float]] = ([], [])
+    for number in range(rounds):
+        for side in (0, 1) if number % 2 == 0 else (1, 0):
+            times[side].append(seconds_of(sides[side], repeat, context.device))
+
+    speeds = [[batch * seq / seconds for seconds in side] for side in times]
+    flops = flops_per_token(config.model, seq, causal=False)
+    median = [statistics.median(side) for side in speeds]
+    peak = peak_flops(device_name(context.device), str(context.dtype).removeprefix("torch."))
+    return Comparison(
+        model=name,
+        precision=config.precision,
+        tokens_per_step=batch * seq,
+        megalite_tokens_per_s=median[0],
+        peer_tokens_per_s=median[1],
+        ratio=statistics.median(theirs / ours for ours, theirs in zip(*times, strict=True)),
+        megalite_best_tokens_per_s=max(speeds[0]),
+        peer_best_tokens_per_s=max(speeds[1]),
+        megalite_tflops=median[0] * flops / 1e12,
+        megalite_of_products=median[0] * flops / product_flops,
+        megalite_mfu=None if peak is None else median[0] * flops / peak,
+        peer_mfu=None if peak is None else median[1] * flops / peak,
+    )
+
+
+def seconds_of(work: Callable[[], object], repeat: int, device: torch.device) -> float:
+    """Mean seconds of one call, the device's work included."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    wait()
+    begin = time.perf_counter()
+    for _ in range(repeat):
+        work()
+    wait()
+    return (time.perf_counter() - begin) / repeat
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's name, or the processor's as Linux tells it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    with contextlib.suppress(OSError, StopIteration), open("/proc/cpuinfo", encoding="utf-8") as lines:
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return platform.machine()
+
+
+def measure_products(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of a square matrix product: what a step made of nothing but products could reach here."""
+    n = 8192 if device.type == "cuda" else 1024
+    left, right = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
+    out = torch.empty_like(left)
+    best = min(seconds_of(lambda: torch.mm(left, right, out=out), 3, device) for _ in range(5))
+    return 2 * n**3 / best
+
+
+class StepClock:
+    """Times the parts of every training step of a real run by wrapping the methods that do them."""
+
+    PARTS = ((GPT, "loss"), (Tensor, "backward"), (TrainStep, "_update"))  # _update: norm, clipping, AdamW, rounding
+
+    def __init__(self) -> None:
+        self.parts: list[float] = []  # seconds inside PARTS, by step
+        self.begins: list[float] = []  # when each step began
+
+    @contextlib.contextmanager
+    def wrapped(self) -> Iterator["StepClock"]:
+        with contextlib.ExitStack() as stack:
+            for owner, name in self.PARTS:
+                self._replace(stack, owner, name, self._timed)
+            self._replace(stack, TrainStep, "__call__", self._began)
+            yield self
+
+    def overhead(self) -> tuple[float, float]:
+        """Median seconds of a step from one begin to the next, and the share of it outside PARTS; warm-up left out."""
+        periods = [after - before for before, after in zip(self.begins, self.begins[1:], strict=False)]
+        pairs = list(zip(periods, self.parts, strict=False))[WARM_UP_STEPS:]
+        return statistics.median(periods), statistics.median(1 - inside / period for period, inside in pairs)
+
+    def _replace(self, stack: contextlib.ExitStack, owner: type, name: str, wrap: Callable[..., Any]) -> None:
+        original = getattr(owner, name)
+        setattr(owner, name, wrap(original))
+        stack.callback(setattr, owner, name, original)
+
+    def _timed(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **options: Any) -> Any:
+            begin = time.perf_counter()
+            result = original(*args, **options)
+            self.parts[-1] += time.perf_counter() - begin
+            return result
+
+        return timed
+
+    def _began(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def began(*args: Any, **options: Any) -> Any:
+            self.begins.append(time.perf_counter())
+            self.parts.append(0.0)
+            return original(*args, **options)
+
+        return began
+
+
+def measure_overhead(shape: Shape, *, precision: str, steps: int) -> tuple[float, float]:
+    """Seconds per step of the real loop on a CPU, and the share outside forward, backward and optimizer.
+
+    Everything of a run takes part: data from a token file, prefetch, metrics.jsonl, the terminal's lines.
+    """
+    with tempfile.TemporaryDirectory(prefix="megalite-benchmark-") as folder:
+        text = Path(folder, "text.txt")
+        text.write_text("".join(f"{number * number} is the square of {number}.\n" for number in range(20_000)))
+        paths = [f"run_dir={folder}/run", "data=text", f"data.path={text}", f"data.cache_dir={folder}/cache"]
+        quiet = ["checkpoint.interval=0", "train.eval_interval=0", "train.sample_tokens=0"]
+        config = shape.config(shape.cpu_batch, precision, torch.device("cpu"), *paths, *quiet, f"train.steps={steps}")
+        with StepClock().wrapped() as clock, contextlib.redirect_stdout(io.StringIO()):
+            run(config, read_environment({}))
+        return clock.overhead()
+
+
+def table(comparisons: Sequence[Comparison]) -> str:
+    """One line per comparison."""
+    header = "model,precision,megalite tok/s,peer tok/s,ratio,ratio of best,TFLOP/s,of products,MFU,peer MFU"
+    rows = [header.split(",")]
+    for line in comparisons:
+        rows.append([line.model, line.precision])
+        rows[-1] += [f"{line.megalite_tokens_per_s:,.0f}", f"{line.peer_tokens_per_s:,.0f}", f"{line.ratio:.2f}"]
+        rows[-1] += [f"{line.megalite_best_tokens_per_s / line.peer_best_tokens_per_s:.2f}"]
+        rows[-1] += [f"{line.megalite_tflops:.3g}", f"{line.megalite_of_products:.0%}"]
+        rows[-1] += ["-" if mfu is None else f"{mfu:.1%}" for mfu in (line.megalite_mfu, line.peer_mfu)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", action="append", choices=SHAPES, help="default: tiny and gpt2, on CUDA 1.3b too")
+    parser.add_argument("--precision", action="append", choices=("fp32", "bf16"), help="default: both")
+    parser.add_argument("--steps", type=int, default=10, help="rounds, or steps of --overhead (default: %(default)s)")
+    parser.add_argument("--batch", type=int, help="sequences per step (default: by shape and device)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where present")
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="both sides; default: on CUDA alone")
+    parser.add_argument("--overhead", action="store_true", help="measure the loop around the step instead (CPU)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
+    options = parser.parse_args(arguments)
+    if options.steps < 1 or (options.batch is not None and options.batch < 1):
+        parser.error("--steps and --batch must be at least 1")
+    if options.overhead and options.steps < WARM_UP_STEPS + 2:
+        parser.error(f"--overhead needs --steps {WARM_UP_STEPS + 2} or more")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: this torch sees no CUDA device")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if options.overhead:
+        device = torch.device("cpu")
+    on_cuda = device.type == "cuda"
+    compiled = on_cuda if options.compile is None else options.compile
+    precisions = options.precision or ["fp32", "bf16"]
+    names = options.model or (["tiny", "gpt2", "1.3b"] if on_cuda else ["tiny", "gpt2"])
+    hardware = device_name(device) + ("" if on_cuda else f", {torch.get_num_threads()} threads")
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    print(f"{hardware}; {versions}", flush=True)
+    if options.overhead:
+        for precision in precisions:
+            seconds, share = measure_overhead(SHAPES["tiny"], precision=precision, steps=options.steps)
+            print(f"tiny {precision}: {seconds * 1e3:.1f} ms per step, {share:.2%} of it outside the step's own work")
+        return 0
+
+    comparisons: list[Comparison] = []
+    products = {name: measure_products(device, DTYPES[name]) for name in precisions}
+    print("matrix products: " + ", ".join(f"{name} {flops / 1e12:.3g} TFLOP/s" for name, flops in products.items()))
+    for name, precision in itertools.product(names, precisions):
+        batch = options.batch or (SHAPES[name].cuda_batch if on_cuda else SHAPES[name].cpu_batch)
+        config = SHAPES[name].config(batch, precision, device)
+        config = replace(config, train=replace(config.train, compile=compiled))
+        context = ParallelContext(device=device, dtype=DTYPES[precision])
+        line = compare(name, config, context, rounds=options.steps, product_flops=products[precision])
+        print(table([line]), flush=True)
+        comparisons.append(line)
+    print("\n" + table(comparisons))
+    if options.json:
+        report = {"hardware": hardware, "versions": versions, "product_flops": products}
+        options.json.write_text(json.dumps({**report, "figures": [asdict(line) for line in comparisons]}, indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,159 @@
+"""The program starts under any launcher with the same result, and ends in order whoever is asked to end it."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.train.runs import ROOT, finish, kill, launch, metrics, overrides, wait_for_step, write_text
+
+LONG = ("train.steps=100000", "train.eval_interval=0", "checkpoint.interval=0")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("launch")
+    write_text(folder / "text.txt")
+    return folder
+
+
+def launch_by_variables(arguments: list[str], world_size: int) -> "list[subprocess.Popen[str]]":
+    """Ranks that know no more than RANK, WORLD_SIZE and where to meet."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    meeting = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    return [launch(arguments, variables={"RANK": str(rank), **meeting}) for rank in range(world_size)]
+
+
+def saved_at_its_end(run: Path) -> bool:
+    return (run / "checkpoints" / f"step-{metrics(run)[-1]['step']:08d}").is_dir()
+
+
+def processes_of(run: Path) -> list[int]:
+    """Whoever has this run folder on its command line."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"run_dir={run}".encode() in (folder / "cmdline").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+        except OSError:
+            continue
+    return found
+
+
+def wait_for_the_end(run: Path, timeout: float = 30) -> None:
+    deadline = time.monotonic() + timeout
+    while processes_of(run):
+        assert time.monotonic() < deadline, f"still there after {timeout} s: {processes_of(run)}"
+        time.sleep(0.02)
+
+
+def test_ranks_by_plain_variables_compute_what_one_process_computes(folder: Path) -> None:
+    exact = ("precision=fp64", "model.dropout=0", "train.steps=6", "train.eval_interval=3")
+    assert finish(launch(overrides(folder, "one", *exact)))[0] == 0
+    ranks = launch_by_variables(overrides(folder, "two", *exact), 2)
+    outputs = [finish(rank) for rank in ranks]
+    assert [status for status, _ in outputs] == [0, 0], outputs
+    assert outputs[1][1] == "", "only rank 0 speaks"
+    one, two = metrics(folder / "one"), metrics(folder / "two")
+    assert len(one) == 8
+    for expected, found in zip(one, two, strict=True):
+        assert found == pytest.approx(expected, rel=1e-10, abs=1e-12)
+
+
+def read_terminal(descriptor: int) -> Iterator[bytes]:
+    """Everything that is shown until the terminal's last user ends, which reads as an error."""
+    with contextlib.suppress(OSError), open(descriptor, "rb", buffering=0, closefd=False) as terminal:
+        while part := terminal.read(65536):
+            yield part
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="starts a session on a terminal with setsid")
+def test_ctrl_c_in_a_terminal_saves_and_leaves_the_terminal_as_it_was(folder: Path) -> None:
+    run = folder / "terminal"
+    ours, theirs = os.openpty()
+    command = ["setsid", "--ctty", "--wait", sys.executable, str(ROOT / "pretrain_gpt.py")]
+    process = subprocess.Popen([*command, *overrides(folder, "terminal", *LONG)], stdin=theirs, stdout=theirs, cwd=ROOT)
+    os.close(theirs)
+    parts: list[bytes] = []
+    reading = threading.Thread(target=lambda: parts.extend(read_terminal(ours)))
+    reading.start()
+    try:
+        wait_for_step(process, run, 3)
+        os.write(ours, b"\x03")
+        status = process.wait(timeout=30)
+    finally:
+        for pid in processes_of(run):
+            os.kill(pid, signal.SIGKILL)
+        reading.join()
+    shown = b"".join(parts)
+    assert status == 0, shown
+    assert b"stopped by SIGINT" in shown
+    assert shown.rfind(b"\x1b[?25h") > shown.rfind(b"\x1b[?25l"), "the cursor is visible again"
+    assert saved_at_its_end(run)
+
+
+def test_a_signal_to_one_rank_ends_all_saved(folder: Path) -> None:
+    run = folder / "one-rank"
+    ranks = launch_by_variables(overrides(folder, "one-rank", *LONG), 2)
+    wait_for_step(ranks[0], run, 3)
+    ranks[1].send_signal(signal.SIGUSR1)
+    outputs = [finish(rank) for rank in ranks]
+    assert [status for status, _ in outputs] == [0, 0], outputs
+    assert "stopped by a signal to another rank" in outputs[0][1]
+    assert saved_at_its_end(run)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process of its parent's end")
+def test_the_ranks_of_a_killed_torchrun_save_and_end(folder: Path) -> None:
+    run = folder / "no-torchrun"
+    process = launch(overrides(folder, "no-torchrun", *LONG), ranks=2)
+    wait_for_step(process, run, 3)
+    process.kill()
+    wait_for_the_end(run)
+    output, _ = process.communicate()
+    assert saved_at_its_end(run), output
+
+
+def test_a_rank_that_stands_still_is_named_when_the_time_is_up(folder: Path) -> None:
+    run = folder / "still"
+    ranks = launch_by_variables(overrides(folder, "still", *LONG, "parallel.timeout_s=4"), 2)
+    wait_for_step(ranks[0], run, 3)
+    ranks[1].send_signal(signal.SIGSTOP)
+    try:
+        status, output = finish(ranks[0], timeout=40)
+    finally:
+        kill(ranks[1])
+    assert status == 1
+    assert "megalite: rank 0 ends because of: no word from rank 1: it was killed, is stopped, or hangs" in output
+
+
+WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+
+
+@pytest.mark.parametrize(
+    ("chosen", "expected"),
+    [({}, [None, "1000"]), ({"GOMP_SPINCOUNT": "7"}, [None, "7"]), ({"OMP_WAIT_POLICY": "ACTIVE"}, ["ACTIVE", None])],
+    ids=["neither", "count", "policy"],
+)
+def test_waiting_threads_sleep_unless_the_user_decided(
+    tmp_path: Path, chosen: dict[str, str], expected: list[str | None]
+) -> None:
+    """Seen by what is imported as torch: its OpenMP reads the environment when it is loaded, never again."""
+    (tmp_path / "torch").mkdir()
+    show = f"import os, sys; print([os.environ.get(name) for name in {WAITING}]); sys.exit()"
+    (tmp_path / "torch" / "__init__.py").write_text(show)
+    environment = {name: value for name, value in os.environ.items() if name not in WAITING}
+    environment |= {"PYTHONPATH": str(tmp_path), **chosen}
+    command = [sys.executable, str(ROOT / "pretrain_gpt.py"), f"run_dir={tmp_path / 'run'}"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+    assert done.stdout == f"{expected}\n", done.stderr
