@@ -1,6 +1,6 @@
 """Trains a GPT: `python pretrain_gpt.py [name=value ...]`, or the same under torchrun or srun; see --help.
 
-The command line and the environment are checked before torch is imported; what is wrong is printed once, by rank 0.
+Command line and environment are checked before torch is imported; what is wrong is printed once, by rank 0.
 Exit status: 0 finished or stopped after saving, 2 refused, 130 interrupted before the start, else a failure.
 """
 
@@ -20,17 +20,14 @@ def main(argv: list[str]) -> int:
     from megalite.config.arguments import wants_information
     from megalite.config.compose import load_config, show_information
 
-    rank = claimed_rank(os.environ)
-    problems: list[Problem] = []
+    rank, problems = claimed_rank(os.environ), list[Problem]()
     if wants_information(argv):
         status = collect(lambda: show_information(argv) if rank == 0 else 0, problems)
         return refuse(UserError(problems), rank) if status is None else status
-
     environment = collect(lambda: read_environment(os.environ), problems)
     config = collect(lambda: load_config(argv, environment.world_size if environment else 1), problems)
     if environment is None or config is None:
         return refuse(UserError(problems), rank)
-
     let_waiting_threads_sleep(os.environ)
     from torch.distributed.elastic.multiprocessing.errors import record
 

@@ -126,6 +126,6 @@ EXIT_STATUSES = """\
 | status | meaning |
 | --- | --- |
 | 0 | finished, or stopped on request after saving |
-| 2 | configuration or input refused: one message, nothing written |
+| 2 | configuration or input refused: one message; nothing is written, but what was trained before is saved |
 | 130 | interrupted before training started |
 | other | a failure, with the failing rank and cause named; torchrun ends with 1 whenever a process fails |"""

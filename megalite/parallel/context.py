@@ -68,14 +68,6 @@ class ParallelContext:
         dist.broadcast(carrier, src=0, group=self.control_group)
         return json.loads(carrier.numpy().tobytes())
 
-    def any(self, flag: bool) -> bool:
-        """True on every rank if `flag` is true on some rank."""
-        if self.control_group is None:
-            return flag
-        raised = torch.tensor([int(flag)])
-        dist.all_reduce(raised, op=dist.ReduceOp.MAX, group=self.control_group)
-        return bool(raised)
-
     def barrier(self, *, patient: bool = False) -> None:
         """Return once all ranks have called it.
 
@@ -88,9 +80,14 @@ class ParallelContext:
                 options.timeout = timedelta(days=365)
             self.control_group.barrier(options).wait()
 
-    def close(self) -> None:
-        """Leave all groups. Needs no partner, so a failing rank may call it too; calling it again does nothing."""
+    def close(self, *, failed: bool = False) -> None:
+        """Leave all groups; calling it again does nothing.
+
+        A rank that `failed` waits for no partner: what NCCL still has under way is aborted, not finished.
+        """
         if self.control_group is not None and dist.is_initialized():
+            if failed and self.dp_group is not None and self.device.type == "cuda":
+                self.dp_group.abort()
             dist.destroy_process_group()
 
     def gather_json(self, value: list[Any]) -> list[list[Any]]:

@@ -174,6 +174,7 @@ def run(config: Config, environment: ProcessEnvironment) -> int:
         raise UserError(problems)
     terminal = Terminal(sys.stdout, interactive=sys.stdout.isatty(), enabled=context.rank == 0)
     job: Job | None = None
+    failed = False
     try:
         data = open_training_data(config, context, environment, terminal.preparing)
         job = build_job(config, context, data, terminal.note)
@@ -183,13 +184,14 @@ def run(config: Config, environment: ProcessEnvironment) -> int:
     except UserError:
         raise
     except Exception as error:
+        failed = True
         _tell_cause(error, context, job)
         raise
     finally:
         if job is not None:
             job.folder.close()
         terminal.close()
-        context.close()
+        context.close(failed=failed)
 
 
 def _tell_cause(error: Exception, context: ParallelContext, job: Job | None) -> None:

@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -113,6 +115,8 @@ def test_one_thread_by_torchrun_is_told_from_one_thread_by_the_user(
 ) -> None:
     torchrun = subprocess.Popen(["sleep", "60"], env=set_by_user)
     monkeypatch.setattr(os, "getppid", lambda: torchrun.pid)
+    while not Path(f"/proc/{torchrun.pid}/cmdline").read_bytes().startswith(b"sleep"):
+        time.sleep(0.01)  # exec shows the new program's arguments and environment a moment after it closes pipes
     try:
         chosen = _threads_are_set(monkeypatch, ProcessEnvironment(1, 2, 1, 2, "host", 1, "torchrun"), "1")
     finally:
