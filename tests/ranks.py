@@ -79,6 +79,9 @@ def preloaded_modules() -> list[str]:
     return ["torch", "torch.distributed", "pytest", "numpy", *modules]
 
 
+ECHO_S = 1.0  # how long the cause of a failure may take to show after its first echo
+
+
 @dataclass(frozen=True)
 class _Answer:
     """What a rank sends back. `at` orders failures: the first is the cause, the rest its echoes."""
@@ -120,12 +123,14 @@ class _Rank:
 def _collect(ranks: list[_Rank], deadline: float, may_die: set[int]) -> list[Any]:
     """The results of all ranks, or the error that explains why there are none."""
     results: dict[int, Any] = {}
+    failures: list[_Answer] = []
     waiting = {rank.answers: rank for rank in ranks}
     while waiting:
         ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
-        if not ready:
+        if not ready and not failures:
             raise TimeoutError(_describe_hang(list(waiting.values())))
-        failures = []
+        if not ready:
+            break
         for connection in ready:
             assert isinstance(connection, Connection)
             rank = waiting.pop(connection)
@@ -133,10 +138,12 @@ def _collect(ranks: list[_Rank], deadline: float, may_die: set[int]) -> list[Any
             if answer.error is not None and not (answer.died and rank.number in may_die):
                 failures.append(answer)
             results[rank.number] = answer.result
-        if failures:
-            first = min(failures, key=lambda answer: answer.at)
-            assert first.error is not None
-            raise first.error from (RankError(first.trace) if first.trace else None)
+        if failures:  # an echo may be faster than its cause
+            deadline = min(deadline, time.monotonic() + ECHO_S)
+    if failures:
+        first = min(failures, key=lambda answer: answer.at)
+        assert first.error is not None
+        raise first.error from (RankError(first.trace) if first.trace else None)
     return [results[rank.number] for rank in ranks]
 
 
