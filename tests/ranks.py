@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import megalite
+from megalite.parallel.groups import GroupNeeds
+from megalite.parallel.layout import ParallelLayout
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -34,17 +36,20 @@ def run_ranks(
     *args: Any,
     timeout: float = 60,
     dtype: Any = None,
+    layout: ParallelLayout | None = None,
+    needs: GroupNeeds | None = None,
     may_die: Collection[int] = (),
 ) -> list[Any]:
-    """`function(context, *args)` in `world_size` gloo ranks with dp = world_size; the results, by rank.
+    """`function(context, *args)` in `world_size` gloo ranks; the results, by rank.
 
+    The ranks have the groups of `layout` (default: dp = world_size) and `needs`.
     The first exception of a rank is raised here, its traceback as the cause. A rank that dies without a word is an
     error, unless `may_die` holds it: then its result is None. After `timeout` seconds everything is killed, and the
     error says which ranks had not answered and where they stood. `dtype` is the context's (default fp32).
     """
     start_forkserver()
     with tempfile.TemporaryDirectory(prefix="megalite-ranks-") as folder:
-        job = pickle.dumps((function, args, dtype))
+        job = pickle.dumps((function, args, dtype, layout or ParallelLayout(dp=world_size), needs))
         ranks = [_Rank.started(rank, world_size, Path(folder), job, timeout) for rank in range(world_size)]
         try:
             return _collect(ranks, time.monotonic() + timeout, set(may_die))
@@ -172,7 +177,6 @@ def _serve(sender: Connection, job: bytes, rank: int, world_size: int, folder: s
     import torch
     import torch.distributed as dist
 
-    from megalite.parallel.layout import ParallelLayout
     from megalite.parallel.startup import join
 
     torch.set_num_threads(1)
@@ -180,11 +184,10 @@ def _serve(sender: Connection, job: bytes, rank: int, world_size: int, folder: s
         faulthandler.dump_traceback_later(timeout * 0.9, file=stacks)
         context = None
         try:
-            function, args, dtype = pickle.loads(job)
+            function, args, dtype, layout, needs = pickle.loads(job)
             store = dist.FileStore(str(Path(folder) / "store"), world_size)
-            layout = ParallelLayout(dp=world_size)
             cpu = torch.device("cpu")
-            context = join(layout, rank, cpu, dtype or torch.float32, store, timeout_s=2 * timeout)
+            context = join(layout, rank, cpu, dtype or torch.float32, store, timeout_s=2 * timeout, needs=needs)
             answer = _Answer(time.monotonic(), function(context, *args))
         except BaseException as error:
             answer = _Answer(time.monotonic(), error=_picklable(error), trace=traceback.format_exc())

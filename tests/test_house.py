@@ -35,7 +35,12 @@ def test_every_room_has_a_floor() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["megalite.config.compose", "megalite.parallel.environment", "megalite.model.parameters"]
+    "module",
+    [
+        "megalite.config.compose",
+        "megalite.model.parameters",
+        *(f"megalite.parallel.{name}" for name in ("environment", "groups", "layout_rules", "stages", "tables")),
+    ],
 )
 def test_arithmetic_needs_no_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"

@@ -37,7 +37,11 @@ def derive(config: Config, world_size: int = 1) -> Config:
         config,
         tokenizer=_tokenizer(config.tokenizer),
         model=derive_model(config.model, config.train.seq_length),
-        parallel=replace(config.parallel, etp=_or(config.parallel.etp, config.parallel.tp)),
+        parallel=replace(
+            config.parallel,
+            etp=_or(config.parallel.etp, config.parallel.tp),
+            nccl_options=config.parallel.nccl_options and absolute(config.parallel.nccl_options),
+        ),
         train=replace(config.train, micro_batch_size=_micro_batch_size(config, world_size)),
         optimizer=replace(config.optimizer, betas=list(config.optimizer.betas)),
         lr=_derive_learning_rate(config),

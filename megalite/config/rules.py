@@ -12,10 +12,13 @@ from pathlib import Path
 
 from megalite.config.bounds import bounds, with_defaults
 from megalite.config.derive import absolute, derive_model, looks_like_path
-from megalite.config.problems import Problem
+from megalite.config.problems import Problem, UserError
 from megalite.config.schema import Config
 from megalite.config.settings import SETTINGS
 from megalite.config.suggest import nearest
+from megalite.parallel.layout_rules import LayoutRequest, layout_problems
+from megalite.parallel.nccl_options import read_nccl_options
+from megalite.parallel.stage_rules import StageSettings, stage_problems
 
 Rule = Callable[[Config, int], Iterator[Problem]]
 
@@ -218,24 +221,37 @@ def parallel_sizes_are_built(config: Config, world_size: int) -> Iterator[Proble
 
 
 def world_splits_into_the_layout(config: Config, world_size: int) -> Iterator[Problem]:
-    parallel = config.parallel
-    product = parallel.tp * parallel.cp * parallel.pp
-    sizes = " x ".join(f"parallel.{axis}={getattr(parallel, axis)}" for axis in ("tp", "cp", "pp"))
-    if world_size % product:
-        yield Problem(
-            "world size",
-            world_size,
-            f"not a multiple of {sizes} = {product}",
-            f"start a multiple of {product} processes, or choose sizes whose product divides {world_size}",
-        )
+    yield from layout_problems(layout_request(config, world_size), parallel_setting)
 
 
-def order_names_every_axis_once(config: Config, world_size: int) -> Iterator[Problem]:
-    order = config.parallel.order
-    if sorted(order.split("-")) != ["cp", "dp", "ep", "pp", "tp"]:
-        yield Problem(
-            "parallel.order", order, "must name tp, cp, ep, dp and pp once each", "parallel.order=tp-cp-ep-dp-pp"
-        )
+def layers_split_over_stages(config: Config, world_size: int) -> Iterator[Problem]:
+    names = {"num_layers": "model.num_layers", "pp": "parallel.pp", "vpp": "parallel.vpp"}
+    if config.parallel.pp > 1:  # else it is one stage, and the layout's rules speak about vpp
+        settings = StageSettings(config.model.num_layers, config.parallel.pp, config.parallel.vpp)
+        yield from stage_problems(settings, names)
+
+
+def nccl_options_can_be_read(config: Config, world_size: int) -> Iterator[Problem]:
+    path = config.parallel.nccl_options
+    if path is not None:
+        try:
+            read_nccl_options(Path(absolute(path)))
+        except UserError as error:
+            yield from error.problems
+
+
+def layout_request(config: Config, world_size: int) -> LayoutRequest:
+    """What the config asks of a world. `etp` equal to tp is what a dense model has, too."""
+    axes = config.parallel
+    etp = None if axes.etp == axes.tp else axes.etp
+    return LayoutRequest(
+        world_size, tp=axes.tp, cp=axes.cp, pp=axes.pp, vpp=axes.vpp, ep=axes.ep, etp=etp, order=axes.order
+    )
+
+
+def parallel_setting(field: str) -> str:
+    """How a user knows a field of `LayoutRequest`."""
+    return "world size" if field == "world_size" else f"parallel.{field}"
 
 
 def _data_parallel_size(config: Config, world_size: int) -> int | None:
@@ -367,7 +383,8 @@ RULES: tuple[Rule, ...] = (
     betas_are_two_decay_rates,
     parallel_sizes_are_built,
     world_splits_into_the_layout,
-    order_names_every_axis_once,
+    layers_split_over_stages,
+    nccl_options_can_be_read,
     data_path_suits_the_source,
     weights_suit_the_blend,
     vocabulary_holds_the_tokens,

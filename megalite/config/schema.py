@@ -98,7 +98,17 @@ class ParallelConfig:
     ep: int = setting(1, "expert-parallel size: experts across ranks", at_least=1)
     etp: int | None = setting(None, "tensor-parallel size of the experts; null: tp", at_least=1)
     order: str = setting("tp-cp-ep-dp-pp", "how ranks are numbered, fastest-varying axis first")
-    timeout_s: float = setting(600.0, "seconds after which a collective that a rank never joins is an error", above=0)
+    startup_timeout_s: float = setting(
+        1200.0,
+        "seconds that ranks wait for each other until the first step is done: to arrive, to load, to compile",
+        above=0,
+    )
+    timeout_s: float = setting(
+        600.0, "seconds after which a collective that a rank never joins is an error, from the second step on", above=0
+    )
+    nccl_options: str | None = setting(
+        None, "YAML file of NCCL options by group, with Megatron-LM's group names and keys (docs/parallelism.md)"
+    )
 
 
 @dataclass

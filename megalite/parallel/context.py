@@ -1,25 +1,29 @@
 """This rank's place in the world: its coordinates and its process groups, passed to whoever needs them.
 
-There is no global: a layer, an optimizer or a checkpoint is given the group it works on. A group of one rank is None:
-no communication (torch takes None for the whole world, so ask before the call). Small host-side traffic (problems,
-flags, JSON) goes over `control_group`, a gloo group of the whole world even where tensors travel by NCCL, so that it
-never queues behind the accelerator. Nothing is pickled.
+There is no global: a layer, an optimizer or a checkpoint is given the group it works on, `context.group("tp")`; the
+names are those of groups.py. A group of one rank is None: no communication (torch takes None for the whole world, so
+ask before the call). Small host-side traffic (problems, flags, JSON) goes over `control_group`, a gloo group of the
+whole world even where tensors travel by NCCL, so that it never queues behind the accelerator. Nothing is pickled.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import _set_pg_timeout as set_group_timeout  # torch has no public name for it
 
 from megalite.config.problems import Problem, UserError
+from megalite.parallel.groups import GroupNeeds, GroupSpec, groups_of
 from megalite.parallel.layout import ParallelLayout
 
 CPU = torch.device("cpu")
+SOME_RANKS_GROUPS = ("embedding", "position-embedding")  # groups that not every rank belongs to
 
 
 @dataclass(frozen=True)
@@ -30,21 +34,70 @@ class ParallelContext:
     rank: int = 0
     device: torch.device = CPU
     dtype: torch.dtype = torch.float32
-    dp_group: dist.ProcessGroup | None = None  # None: dp == 1
+    specs: Mapping[str, GroupSpec] = field(default_factory=lambda: groups_of(ParallelLayout(), 0, GroupNeeds()))
+    groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)  # those of more than one rank
     control_group: dist.ProcessGroup | None = None  # None: a world of one
-    meeting: Store | None = None  # where the ranks met; outlives the groups
+    meeting: Store | None = None  # where the ranks met; outlives the groups. None: nobody met, or long before
 
     @property
     def world_size(self) -> int:
         return self.layout.world_size
 
-    @property
-    def dp_size(self) -> int:
-        return self.layout.dp
+    @cached_property
+    def coordinates(self) -> dict[str, int]:
+        """Position of this rank along every axis."""
+        return self.layout.coordinates(self.rank)
+
+    # --- groups ------------------------------------------------------------------------------------------------------
+
+    def group(self, name: str) -> dist.ProcessGroup | None:
+        """The communicator of the group called `name`; None where it has this rank alone, or not this rank."""
+        assert name in self.specs or name in SOME_RANKS_GROUPS, f"no group {name!r} among {', '.join(self.specs)}"
+        return self.groups.get(name)
+
+    def members(self, name: str) -> tuple[int, ...]:
+        """Global ranks of the group, ascending; empty where this rank does not belong to it."""
+        assert name in self.specs or name in SOME_RANKS_GROUPS, f"no group {name!r} among {', '.join(self.specs)}"
+        return self.specs[name].ranks if name in self.specs else ()
+
+    def size(self, name: str) -> int:
+        """Number of ranks in the group."""
+        return len(self.members(name))
+
+    def index(self, name: str) -> int:
+        """Position of this rank in the group: its rank there."""
+        return self.members(name).index(self.rank)
+
+    def source(self, name: str) -> int:
+        """Global rank of the group's first member, from which what all share is broadcast."""
+        return self.members(name)[0]
+
+    # --- pipeline ----------------------------------------------------------------------------------------------------
+
+    def is_first_stage(self, chunk: int = 0) -> bool:
+        """Whether this rank's `chunk` is the first virtual stage of its pipeline."""
+        return self.coordinates["pp"] == 0 and chunk == 0
+
+    def is_last_stage(self, chunk: int | None = None) -> bool:
+        """Whether this rank's `chunk` (default: its last one) is the last virtual stage of its pipeline."""
+        last = self.layout.vpp - 1
+        return self.coordinates["pp"] == self.layout.pp - 1 and (chunk is None or chunk == last)
 
     @property
-    def dp_rank(self) -> int:
-        return self.layout.coordinates(self.rank)["dp"]
+    def next_stage(self) -> int:
+        """Global rank of the next pipeline rank; after the last comes the first (it holds the next chunk)."""
+        return self._pipeline_neighbour(+1)
+
+    @property
+    def previous_stage(self) -> int:
+        """Global rank of the previous pipeline rank; before the first comes the last."""
+        return self._pipeline_neighbour(-1)
+
+    def _pipeline_neighbour(self, step: int) -> int:
+        pipeline = self.members("pp-forward")
+        return pipeline[(self.coordinates["pp"] + step) % len(pipeline)]
+
+    # --- agreement ---------------------------------------------------------------------------------------------------
 
     def agree(self, problems: Sequence[Problem]) -> None:
         """Raise the same UserError on every rank if any rank has a problem: the union, in order of rank, each once.
@@ -80,15 +133,27 @@ class ParallelContext:
                 options.timeout = timedelta(days=365)
             self.control_group.barrier(options).wait()
 
+    def set_timeout(self, seconds: float) -> None:
+        """From now on, a collective of any of this rank's groups that a member does not join within this time fails."""
+        for group in {*self.groups.values(), *([] if self.control_group is None else [self.control_group])}:
+            set_group_timeout(timedelta(seconds=seconds), group)
+
     def close(self, *, failed: bool = False) -> None:
-        """Leave all groups; calling it again does nothing.
+        """Leave all groups, and the world if this context made it; calling it again does nothing.
 
         A rank that `failed` waits for no partner: what NCCL still has under way is aborted, not finished.
         """
-        if self.control_group is not None and dist.is_initialized():
-            if failed and self.dp_group is not None and self.device.type == "cuda":
-                self.dp_group.abort()
+        if self.control_group is None or not dist.is_initialized():
+            return
+        if failed and self.device.type == "cuda":
+            for group in {group for name, group in self.groups.items() if self.specs[name].traffic != "control"}:
+                group.abort()
+        if self.meeting is not None:
             dist.destroy_process_group()
+            return
+        for group in {*self.groups.values()} - {self.control_group}:
+            if group in dist.distributed_c10d._world.pg_map:
+                dist.destroy_process_group(group)
 
     def gather_json(self, value: list[Any]) -> list[list[Any]]:
         """Every rank's list, by rank. Costs one small all-reduce where all lists are empty, the usual case."""

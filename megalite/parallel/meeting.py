@@ -151,7 +151,7 @@ def _await_server(environment: ProcessEnvironment, deadline: float) -> None:
         except OSError as error:
             last = error
             time.sleep(0.05)
-    rule = f"rank {environment.rank} found nobody there within parallel.timeout_s: {last}"
+    rule = f"rank {environment.rank} found nobody there within parallel.startup_timeout_s: {last}"
     remedy = "check that rank 0 runs, that MASTER_ADDR is its host, and that no firewall closes MASTER_PORT"
     raise UserError(_at_master(environment, rule, remedy))
 
@@ -160,7 +160,7 @@ def _missing_peers(store: Store, environment: ProcessEnvironment) -> Problem:
     world_size = environment.world_size
     missing = [rank for rank in range(world_size) if not store.check([f"cards/{rank}"])]
     came = world_size - len(missing)
-    rule = f"{came} of {world_size} ranks arrived within parallel.timeout_s; missing: {listed(missing)}"
+    rule = f"{came} of {world_size} ranks arrived within parallel.startup_timeout_s; missing: {listed(missing)}"
     return Problem("WORLD_SIZE", world_size, rule, "look at the logs of the missing ranks, or start fewer")
 
 

@@ -149,7 +149,7 @@ def checkpoint_state(job: Job) -> dict[str, Any]:
     return {
         "progress": job.progress.as_state(),
         "data": {"fingerprint": job.data.fingerprint, "description": job.data.description},
-        "layout": {"dp": job.context.dp_size, "world_size": job.context.world_size},
+        "layout": {"dp": job.context.size("dp"), "world_size": job.context.world_size},
         "config": asdict(config),
         "torch": torch.__version__,
     }

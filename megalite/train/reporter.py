@@ -17,6 +17,7 @@ import torch
 
 from megalite.checkpoint.store import CheckpointError, Saved
 from megalite.model.flops import flops_per_token, parameter_count, peak_flops
+from megalite.parallel.tables import header_lines
 from megalite.train.job import Job
 from megalite.train.metrics import MetricsFile, read_metrics
 from megalite.train.records import EvaluationView, HeaderView, StepView, Summary
@@ -65,7 +66,7 @@ class Reporter:
             ),
             ("data", job.data.description),
             ("", f"{train.steps * tokens_per_step:,} tokens in {train.steps:,} steps: {epochs:.3g} epochs"),
-            ("layout", f"{job.context.world_size} rank(s): dp {job.context.dp_size}"),
+            *zip(("layout", "", ""), header_lines(job.context.layout), strict=False),
             ("device", f"{self._device_name()}, {str(job.context.dtype).removeprefix('torch.')}"),
             ("run folder", str(job.folder.path)),
         ]

@@ -53,11 +53,12 @@ class Loop:
         self.saver = saver
         self.stop = stop
         self.step = TrainStep(
-            job.model, job.buffers, job.optimizer, job.config.optimizer, data_parallel=job.context.dp_group
+            job.model, job.buffers, job.optimizer, job.config.optimizer, data_parallel=job.context.group("dp-cp")
         )
         # An accelerator runs ahead of the host: its figures are read one step late. A CPU's are there at once.
         self.lateness = 0 if job.context.device.type == "cpu" else 1
         self.launched: deque[Launched] = deque()
+        self.under_way = False  # the first step is done: from now on no rank is late for a good reason
         self.stopping = False
         self.problems: list[Problem] = []  # of the input that this rank has read
 
@@ -67,8 +68,8 @@ class Loop:
         batches = TrainBatches(
             self.job.data.train,
             config,
-            dp_rank=self.job.context.dp_rank,
-            dp_size=self.job.context.dp_size,
+            dp_rank=self.job.context.index("dp"),
+            dp_size=self.job.context.size("dp"),
             device=self.job.context.device,
             start_sample=progress.samples,
         )
@@ -104,6 +105,9 @@ class Loop:
         while len(self.launched) > keep:
             launched = self.launched.popleft()
             figures = launched.figures.read()
+            if not self.under_way:
+                self.job.context.set_timeout(self.job.config.parallel.timeout_s)
+                self.under_way = True
             if figures.refused:
                 self.job.context.agree(self.problems)
             self.stopping = self.stopping or figures.stop
@@ -127,7 +131,7 @@ class Loop:
         if check:
             optimizer = self.job.optimizer
             state = [self.job.buffers.masters, optimizer.exp_avg, optimizer.exp_avg_sq]
-            check_replicas(state, self.job.context.dp_group, step)
+            check_replicas(state, self.job.context.group("dp-cp"), step)
         if evaluate and self.job.data.validation is not None:
             self._evaluate(step)
         if self.saver.due(step):
@@ -143,12 +147,12 @@ class Loop:
         batches = validation_batches(
             job.data.validation,
             job.config,
-            dp_rank=job.context.dp_rank,
-            dp_size=job.context.dp_size,
+            dp_rank=job.context.index("dp"),
+            dp_size=job.context.size("dp"),
             device=job.context.device,
         )
         totals = agreed(job.context, lambda: summed_loss(job.model, batches, dtype=job.buffers.masters.dtype))
-        loss = mean_loss(totals, job.context.dp_group)
+        loss = mean_loss(totals, job.context.group("dp-cp"))
         self.reporter.evaluation(step, loss, seconds=time.perf_counter() - begin)
 
     def _give_up(self, figures: StepFigures) -> None:

@@ -19,6 +19,7 @@ OPEN = {  # what the data or the machine decides, or what has no meaning in the 
     "model.max_positions",
     "model.loss_chunk_tokens",
     "train.compile",
+    "parallel.nccl_options",
     "data.path",
     "data.weights",
     "data.subset",

@@ -54,12 +54,13 @@ BROKEN = [
     ("optimizer.betas=[0.9]", 1, "optimizer.betas", ["two numbers"]),
     ("optimizer.betas=[0.9,1.0]", 1, "optimizer.betas", ["below 1"]),
     ("optimizer.betas=[-0.1,0.9]", 1, "optimizer.betas", ["at least 0"]),
-    ("parallel.ep=2", 1, "parallel.ep", ["not built yet", "data parallelism is built", "1 process"]),
-    ("parallel.vpp=2", 2, "parallel.vpp", ["not built yet", "2 processes"]),
-    ("parallel.etp=2", 1, "parallel.etp", ["not built yet"]),
+    ("parallel.ep=2", 2, "parallel.ep", ["not built yet", "data parallelism is built", "2 processes"]),
+    ("parallel.etp=2", 2, "parallel.etp", ["not built yet"]),
     ("parallel.tp=2", 2, "parallel.tp", ["not built yet", "2 processes"]),
-    ("parallel.order=tp-dp-pp", 1, "parallel.order", ["tp-cp-ep-dp-pp"]),
-    ("parallel.order=tp-cp-ep-dp-pp-tp", 1, "parallel.order", ["once each"]),
+    ("parallel.order=tp-cp-pp train.global_batch_size=6", 2, "parallel.order", ["no place for dp", "tp-cp-pp-ep-dp"]),
+    ("parallel.order=tp-cp-ep-dp-pp-tp", 1, "parallel.order", ["names tp more than once"]),
+    ("parallel.order=tp-zp", 1, "parallel.order", ["'zp' is no axis", "tp, cp, ep, dp, pp"]),
+    ("parallel.nccl_options=none.yaml", 1, "parallel.nccl_options", ["none.yaml"]),
     ("data.source=text", 1, "data.path", ["data=text", "data.path="]),
     ("data.source=hf", 1, "data.path", ["data=hf", "data.path="]),
     ("data.source=tokens data.path=[]", 1, "data.path", ["data=tokens"]),
@@ -123,9 +124,34 @@ def test_following_the_advice_helps(line: str, world_size: int) -> None:
 
 
 def test_a_layout_must_divide_the_world() -> None:
-    problems = problems_of("parallel.pp=3", 4)
+    problems = problems_of("parallel.pp=3 model.num_layers=6", 4)
     assert [problem.setting for problem in problems] == ["parallel.pp", "world size"]
-    assert "multiple of 3" in problems[1].remedy
+    assert problems[1].remedy == "world size=3 or 6, or parallel.pp=1 or 2 or 4"
+
+
+def test_layers_must_split_over_the_stages() -> None:
+    problems = [problem for problem in problems_of("parallel.pp=3", 3) if problem.setting == "model.num_layers"]
+    assert [problem.value for problem in problems] == [4]
+    assert "model.num_layers=3 or 6" in problems[0].remedy
+    problems = problems_of("parallel.pp=2 parallel.vpp=4", 2)
+    assert any("parallel.pp=2 x parallel.vpp=4" in problem.rule for problem in problems)
+
+
+def test_an_order_may_leave_out_axes_of_size_one() -> None:
+    assert problems_of("parallel.order=dp-pp", 2) == []
+
+
+def test_all_that_is_wrong_with_a_layout_is_said_at_once() -> None:
+    problems = problems_of("parallel.tp=3 parallel.vpp=2 parallel.ep=5 parallel.order=tp-tp", 4)
+    said = [(problem.setting, problem.rule.split(":")[0]) for problem in problems]
+    assert [setting for setting, rule in said if rule.startswith("sizes above 1 are not built")] == [
+        "parallel.tp",
+        "parallel.vpp",
+        "parallel.ep",
+    ]
+    rules = " ".join(rule for _, rule in said)
+    for words in ("no place for ep", "tp more than once", "virtual stages divide", "= 3", "= 15, the ranks of one set"):
+        assert words in rules
 
 
 def test_run_dir_must_be_a_folder_that_can_be_made(tmp_path: Path) -> None:

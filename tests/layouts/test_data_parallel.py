@@ -98,7 +98,9 @@ def _averaging_local_means(context: ParallelContext, config: Config) -> Trace:
         if tensor.dtype == torch.int64:
             return tensor
         return (
-            summed(self, tensor) / context.dp_size if tensor.ndim == 0 else summed(self, tensor).div_(context.dp_size)
+            summed(self, tensor) / context.size("dp")
+            if tensor.ndim == 0
+            else summed(self, tensor).div_(context.size("dp"))
         )
 
     TrainStep._sum = broken  # type: ignore[method-assign]

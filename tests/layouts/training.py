@@ -63,9 +63,14 @@ def train(context: ParallelContext, config: Config) -> Trace:
     config = derive_device(derive_vocabulary(config, data.vocab_size), context)
     model, buffers, optimizer = build_training(config, context)
     buffers.fill(start_values(gpt_parameters(config.model), config.seed))
-    step = TrainStep(model, buffers, optimizer, config.optimizer, data_parallel=context.dp_group)
+    step = TrainStep(model, buffers, optimizer, config.optimizer, data_parallel=context.group("dp-cp"))
     batches = TrainBatches(
-        data.train, config, dp_rank=context.dp_rank, dp_size=context.dp_size, device=context.device, start_sample=0
+        data.train,
+        config,
+        dp_rank=context.index("dp"),
+        dp_size=context.size("dp"),
+        device=context.device,
+        start_sample=0,
     )
     figures, gradients = [], []
     for number in range(STEPS):

@@ -59,9 +59,9 @@ def test_a_single_process_needs_no_group() -> None:
 
 
 def _sum_over_dp(context: ParallelContext) -> tuple[int, int, float]:
-    number = torch.tensor(float(context.dp_rank + 1))
-    dist.all_reduce(number, group=context.dp_group)
-    return context.dp_rank, context.dp_size, float(number)
+    number = torch.tensor(float(context.index("dp") + 1))
+    dist.all_reduce(number, group=context.group("dp"))
+    return context.index("dp"), context.size("dp"), float(number)
 
 
 def test_the_data_parallel_group_holds_all_ranks() -> None:
@@ -73,7 +73,7 @@ def _lose_a_peer(context: ParallelContext) -> str:
     if context.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     try:
-        dist.all_reduce(torch.ones(1), group=context.dp_group)
+        dist.all_reduce(torch.ones(1), group=context.group("dp"))
     except RuntimeError as error:
         return f"noticed: {error}"
     return "not noticed"

@@ -24,7 +24,7 @@ def _lose(context: ParallelContext, port: int, lost: int, dies: bool) -> str:
     if context.rank == lost:
         return cause_of_the_end(started, ValueError("no such token"))
     with pytest.raises(RuntimeError) as caught:
-        dist.all_reduce(torch.ones(1), group=started.dp_group)
+        dist.all_reduce(torch.ones(1), group=started.group("dp"))
     return cause_of_the_end(started, caught.value)
 
 

@@ -13,9 +13,8 @@ from megalite.config.problems import Problem, UserError
 from megalite.config.schema import Config, ParallelConfig
 from megalite.parallel.context import CPU, ParallelContext
 from megalite.parallel.environment import ProcessEnvironment
-from megalite.parallel.layout import ParallelLayout
 from megalite.parallel.meeting import Card, judge, meet
-from megalite.parallel.startup import axis_group, start
+from megalite.parallel.startup import start
 from tests.ranks import run_ranks
 
 
@@ -30,7 +29,7 @@ def environment(rank: int, world_size: int, port: int) -> ProcessEnvironment:
 
 
 def cpu_config(timeout_s: float = 20) -> Config:
-    return Config(device="cpu", precision="fp32", parallel=ParallelConfig(timeout_s=timeout_s))
+    return Config(device="cpu", precision="fp32", parallel=ParallelConfig(startup_timeout_s=timeout_s))
 
 
 def _start_anew(context: ParallelContext, port: int, changes: dict[int, dict[str, int]]) -> list[Problem] | float:
@@ -42,7 +41,7 @@ def _start_anew(context: ParallelContext, port: int, changes: dict[int, dict[str
     except UserError as error:
         return error.problems
     number = torch.tensor(1.0)
-    dist.all_reduce(number, group=started.dp_group)
+    dist.all_reduce(number, group=started.group("dp"))
     started.close()
     return float(number)
 
@@ -102,7 +101,7 @@ def _one_of_three_is_missing(context: ParallelContext, port: int) -> str:
 
 def test_whoever_runs_out_of_time_first_tells_the_others() -> None:
     rules = run_ranks(_one_of_three_is_missing, 2, free_port())
-    assert rules == ["2 of 3 ranks arrived within parallel.timeout_s; missing: 2"] * 2
+    assert rules == ["2 of 3 ranks arrived within parallel.startup_timeout_s; missing: 2"] * 2
 
 
 def test_a_master_that_never_comes_is_an_error_in_time() -> None:
@@ -141,7 +140,7 @@ def _start_twice(context: ParallelContext) -> list[float]:
     """A context made in a process that has a world already uses that world."""
     again = start(cpu_config(), environment(context.rank, context.world_size, 1))
     sums = []
-    for group in (context.dp_group, again.dp_group):
+    for group in (context.group("dp"), again.group("dp")):
         number = torch.tensor(1.0)
         dist.all_reduce(number, group=group)
         sums.append(float(number))
@@ -154,8 +153,8 @@ def test_starting_twice_uses_the_same_world() -> None:
 
 def test_a_single_process_creates_no_process_group() -> None:
     context = start(cpu_config(), ProcessEnvironment())
-    assert (context.rank, context.world_size, context.dp_size) == (0, 1, 1)
-    assert context.dp_group is None
+    assert (context.rank, context.world_size, context.size("dp")) == (0, 1, 1)
+    assert context.group("dp") is None
     assert context.control_group is None
     assert not dist.is_initialized()
 
@@ -185,12 +184,11 @@ def test_hosts_that_know_themselves_only_by_loopback_cannot_form_a_cluster() -> 
 
 @pytest.mark.gpu
 def test_nccl_groups_stand_beside_the_gloo_world() -> None:
-    port, timeout = free_port(), dist.default_pg_timeout
+    port = free_port()
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
     try:
         device = torch.device("cuda", 0)
-        assert axis_group(ParallelLayout(), "dp", 0, device, timeout) is None
-        group = dist.new_group([0], backend="nccl", device_id=device)
+        group = dist.new_group([0], backend="nccl", device_id=device, use_local_synchronization=True)
         number = torch.ones(1, device=device)
         dist.all_reduce(number, group=group)
         assert number.item() == 1

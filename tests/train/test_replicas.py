@@ -29,7 +29,7 @@ def _check(context: ParallelContext, broken_rank: int | None) -> str | None:
     if context.rank == broken_rank:
         masters.view(torch.int32)[4] ^= 1
     try:
-        check_replicas([torch.ones(3), masters], context.dp_group, 7)
+        check_replicas([torch.ones(3), masters], context.group("dp"), 7)
     except ReplicaMismatchError as error:
         return str(error)
     return None

@@ -1,0 +1,178 @@
+"""The groups of a rank as records: who is in them, in which order they are made, what they may share."""
+
+import time
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megalite.parallel.groups import GroupNeeds, all_groups, group_problems, groups_of
+from megalite.parallel.layout import ParallelLayout
+from tests.parallel.test_layout import layouts
+
+CUBE = ParallelLayout(tp=2, cp=2, dp=2, pp=2, etp=1, ep=4)
+
+
+def ranks(layout: ParallelLayout, rank: int, name: str, needs: GroupNeeds | None = None) -> Sequence[int]:
+    return groups_of(layout, rank, needs or GroupNeeds())[name].ranks
+
+
+def test_the_order_in_which_groups_are_made_is_fixed() -> None:
+    needs = GroupNeeds(tied_embeddings=True, kv_heads=1, optimizer_instances=2, cp_levels=(2, 1))
+    assert list(groups_of(CUBE, 0, needs)) == [
+        *("dp-cp", "dp", "edp", "dp-cp-instance", "dp-cp-across", "edp-instance", "edp-across", "instance"),
+        *("tp-pp", "tp-dp", "tp-dp-cp", "etp-ep-pp", "kv-replicas"),
+        *("tp", "tp-cp", "cp", "cp-level-0", "cp-level-1", "ep", "etp", "etp-ep"),
+        *("pp-forward", "pp-backward", "dp-control", "dp-cp-control", "edp-control"),
+        *("embedding", "position-embedding"),
+    ]
+
+
+def test_a_dense_model_has_no_expert_groups() -> None:
+    names = set(groups_of(ParallelLayout(tp=2, dp=2), 0, GroupNeeds()))
+    assert not names & {"ep", "etp", "edp", "etp-ep", "etp-ep-pp", "edp-control"}
+
+
+def test_the_embedding_group_joins_first_and_last_stage_where_embeddings_are_tied() -> None:
+    layout = ParallelLayout(tp=2, pp=4)
+    tied, untied = GroupNeeds(tied_embeddings=True), GroupNeeds()
+    assert [ranks(layout, rank, "embedding", tied) for rank in (0, 1, 6, 7)] == [(0, 6), (1, 7), (0, 6), (1, 7)]
+    assert all("embedding" not in groups_of(layout, rank, tied) for rank in (2, 3, 4, 5))
+    assert ranks(layout, 0, "embedding", untied) == ranks(layout, 0, "position-embedding", tied) == (0,)
+    assert "embedding" not in groups_of(layout, 6, untied)
+
+
+def test_one_stage_holds_all_embeddings_alone() -> None:
+    assert ranks(ParallelLayout(tp=2), 1, "embedding", GroupNeeds(tied_embeddings=True)) == (1,)
+
+
+def test_the_first_decoder_stage_holds_embeddings_too() -> None:
+    needs = GroupNeeds(tied_embeddings=True, split_rank=2)
+    layout = ParallelLayout(tp=2, pp=4)
+    assert ranks(layout, 4, "embedding", needs) == (0, 4, 6)
+    assert ranks(layout, 4, "position-embedding", needs) == (0, 4)
+    assert "position-embedding" not in groups_of(layout, 6, needs)
+    at_the_end = GroupNeeds(tied_embeddings=True, split_rank=3)
+    assert ranks(layout, 6, "embedding", at_the_end) == (0, 6)
+
+
+def test_ranks_that_share_a_key_value_head_are_neighbours_along_tp() -> None:
+    layout = ParallelLayout(tp=4, dp=2)
+    assert [ranks(layout, rank, "kv-replicas", GroupNeeds(kv_heads=2)) for rank in (0, 3, 5)] == [
+        (0, 1),
+        (2, 3),
+        (4, 5),
+    ]
+    assert ranks(layout, 6, "kv-replicas", GroupNeeds(kv_heads=1)) == (4, 5, 6, 7)
+    assert "kv-replicas" not in groups_of(layout, 0, GroupNeeds(kv_heads=4))
+
+
+def test_optimizer_instances_are_slices_of_the_replicas() -> None:
+    layout, needs = ParallelLayout(tp=2, dp=4, pp=2), GroupNeeds(optimizer_instances=2)
+    assert ranks(layout, 0, "dp-cp") == (0, 2, 4, 6)
+    assert ranks(layout, 0, "dp-cp-instance", needs) == (0, 2)
+    assert ranks(layout, 4, "dp-cp-instance", needs) == (4, 6)
+    assert ranks(layout, 0, "dp-cp-across", needs) == (0, 4)
+    assert ranks(layout, 0, "instance", needs) == (0, 1, 2, 3, 8, 9, 10, 11)
+    assert ranks(layout, 14, "instance", needs) == (4, 5, 6, 7, 12, 13, 14, 15)
+
+
+def test_instances_of_experts_are_slices_of_their_replicas() -> None:
+    layout, needs = ParallelLayout(tp=2, dp=8, etp=1, ep=4), GroupNeeds(optimizer_instances=2)
+    assert ranks(layout, 1, "edp") == (1, 5, 9, 13)
+    assert ranks(layout, 1, "edp-instance", needs) == (1, 5)
+    assert ranks(layout, 1, "edp-across", needs) == (1, 9)
+    assert ranks(layout, 1, "instance", needs) == tuple(range(8))
+    assert list(group_problems(layout, needs)) == []
+
+
+def test_levels_of_context_parallelism_start_with_neighbours() -> None:
+    layout, needs = ParallelLayout(cp=8), GroupNeeds(cp_levels=(2, 4))
+    assert ranks(layout, 5, "cp-level-0", needs) == (4, 5)
+    assert ranks(layout, 5, "cp-level-1", needs) == (1, 3, 5, 7)
+
+
+def test_the_two_directions_of_a_pipeline_are_different_traffic() -> None:
+    specs = groups_of(ParallelLayout(pp=2), 0, GroupNeeds())
+    assert specs["pp-forward"].ranks == specs["pp-backward"].ranks == (0, 1)
+    assert specs["pp-forward"].traffic != specs["pp-backward"].traffic
+
+
+@st.composite
+def needs_of(draw: st.DrawFn, layout: ParallelLayout) -> GroupNeeds:
+    replicas = layout.dp * layout.cp
+    divisors = [size for size in range(1, replicas + 1) if replicas % size == 0]
+    needs = GroupNeeds(
+        tied_embeddings=draw(st.booleans()),
+        kv_heads=draw(st.sampled_from([size for size in range(1, layout.tp + 1) if layout.tp % size == 0])),
+        split_rank=draw(st.none() | st.integers(1, layout.pp - 1)) if layout.pp > 1 else None,
+        optimizer_instances=draw(st.sampled_from(divisors)),
+    )
+    return needs if not list(group_problems(layout, needs)) else GroupNeeds(tied_embeddings=needs.tied_embeddings)
+
+
+@settings(deadline=None, max_examples=40)
+@given(layouts().filter(lambda layout: layout.world_size <= 256), st.data())
+def test_all_members_see_the_same_group(layout: ParallelLayout, data: st.DataObject) -> None:
+    """Whoever a rank waits for while a group is made waits for it, too, under the same name."""
+    needs = data.draw(needs_of(layout))
+    everyone = [groups_of(layout, rank, needs) for rank in range(layout.world_size)]
+    for rank, specs in enumerate(everyone):
+        for name, spec in specs.items():
+            assert rank in spec.ranks
+            assert list(spec.ranks) == sorted(set(spec.ranks))
+            assert all(everyone[member][name] == spec for member in spec.ranks)
+
+
+@settings(deadline=None, max_examples=40)
+@given(layouts().filter(lambda layout: layout.world_size <= 256), st.data())
+def test_the_groups_of_the_world_are_those_of_its_ranks(layout: ParallelLayout, data: st.DataObject) -> None:
+    needs = data.draw(needs_of(layout))
+    listed = list(all_groups(layout, needs))
+    assert len(set(listed)) == len(listed)
+    of_ranks = {spec for rank in range(layout.world_size) for spec in groups_of(layout, rank, needs).values()}
+    assert set(listed) == {spec for spec in of_ranks if len(spec.ranks) > 1}
+    names = list(groups_of(layout, 0, needs))  # the first rank has groups of all names
+    assert [names.index(spec.name) for spec in listed] == sorted(names.index(spec.name) for spec in listed)
+
+
+@pytest.mark.parametrize(
+    ("layout", "needs", "setting", "words"),
+    [
+        (ParallelLayout(tp=4), GroupNeeds(kv_heads=3), "kv_heads", ["tp=4", "tp=1"]),
+        (ParallelLayout(tp=4, dp=2), GroupNeeds(kv_heads=6), "kv_heads", ["tp=1 or 2"]),
+        (ParallelLayout(cp=8), GroupNeeds(cp_levels=(2, 2)), "cp_levels", ["cp=8, not 4", "cp_levels=[2, 4]"]),
+        (
+            ParallelLayout(dp=6),
+            GroupNeeds(optimizer_instances=4),
+            "optimizer_instances",
+            ["dp x cp = 6", "1 or 2 or 3"],
+        ),
+        (
+            ParallelLayout(tp=2, dp=8, etp=1, ep=8),
+            GroupNeeds(optimizer_instances=4),
+            "optimizer_instances",
+            ["edp = 2", "optimizer_instances=1 or 2"],
+        ),
+        (
+            ParallelLayout(tp=2, dp=4, etp=1, ep=4, order="dp-tp-cp-ep-pp"),
+            GroupNeeds(optimizer_instances=2),
+            "optimizer_instances",
+            ["order=dp-tp-cp-ep-pp", "order=tp-cp-ep-dp-pp"],
+        ),
+    ],
+)
+def test_groups_that_cannot_be_formed_are_refused(
+    layout: ParallelLayout, needs: GroupNeeds, setting: str, words: list[str]
+) -> None:
+    (problem,) = group_problems(layout, needs)
+    assert problem.setting == setting
+    assert all(word in str(problem) for word in words), str(problem)
+
+
+def test_all_groups_of_sixteen_thousand_ranks_are_listed_in_a_second() -> None:
+    begin = time.perf_counter()
+    layout = ParallelLayout(tp=8, cp=2, dp=64, pp=16, etp=1, ep=64)
+    assert len(list(all_groups(layout, GroupNeeds(optimizer_instances=4)))) > 10_000
+    assert time.perf_counter() - begin < 1

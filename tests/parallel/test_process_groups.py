@@ -1,0 +1,206 @@
+"""Groups as communicators: every one of them sums what the arithmetic predicts, and none is made in vain."""
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megalite.config.problems import UserError
+from megalite.parallel.context import CPU, ParallelContext
+from megalite.parallel.groups import GroupNeeds, all_groups, groups_of
+from megalite.parallel.layout import ParallelLayout
+from megalite.parallel.nccl_options import NcclOptions
+from megalite.parallel.process_groups import make_groups
+from megalite.parallel.startup import join
+from tests.ranks import run_ranks
+
+FOLDED = ParallelLayout(tp=2, cp=2, pp=2, etp=1, ep=4)
+LAYOUTS = {
+    "tp2 dp2 pp2, tied": (ParallelLayout(tp=2, dp=2, pp=2), GroupNeeds(tied_embeddings=True)),
+    "tp2 cp2 pp2 over ep4, tied": (FOLDED, GroupNeeds(tied_embeddings=True)),
+    "pipelines inside dp": (ParallelLayout(tp=2, dp=2, pp=2, order="tp-cp-ep-pp-dp"), GroupNeeds()),
+    "pp4 with a decoder": (ParallelLayout(dp=2, pp=4), GroupNeeds(tied_embeddings=True, split_rank=2)),
+    "tp4 with two key-value heads": (ParallelLayout(tp=4, dp=2), GroupNeeds(kv_heads=2)),
+    "two optimizer instances": (
+        ParallelLayout(tp=2, dp=4, etp=1, ep=2),
+        GroupNeeds(optimizer_instances=2),
+    ),
+    "two levels of cp": (ParallelLayout(cp=8), GroupNeeds(cp_levels=(2, 4))),
+}
+
+
+def _sums(context: ParallelContext) -> dict[str, float]:
+    """By group of more than one rank, the all-reduced sum of 2**rank: it names its summands."""
+    found = {}
+    for name in context.specs:
+        group = context.group(name)
+        if group is not None:
+            number = torch.tensor(2.0**context.rank)
+            dist.all_reduce(number, group=group)
+            found[name] = float(number)
+    return found
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_each_group_sums_the_ranks_that_the_arithmetic_predicts(name: str) -> None:
+    layout, needs = LAYOUTS[name]
+    for rank, sums in enumerate(run_ranks(_sums, 8, layout=layout, needs=needs)):
+        specs = groups_of(layout, rank, needs)
+        expected = {name: sum(2.0**member for member in spec.ranks) for name, spec in specs.items()}
+        assert sums == {name: total for name, total in expected.items() if total != 2.0**rank}
+
+
+def _close_and_join_again(context: ParallelContext, needs: GroupNeeds) -> list[dict[str, float]]:
+    """Contexts that find a world and leave it as it was; the first is still open when the second is made."""
+    results = []
+    contexts = []
+    for _ in range(3):
+        contexts.append(join(context.layout, context.rank, CPU, torch.float32, None, timeout_s=20, needs=needs))
+        results.append(_sums(contexts[-1]))
+        if len(contexts) > 1:
+            contexts[-2].close()
+            contexts[-2].close()
+    assert dist.is_initialized()
+    return results
+
+
+def test_a_world_that_was_there_before_is_used_and_left() -> None:
+    layout, needs = ParallelLayout(tp=2, pp=4), GroupNeeds(tied_embeddings=True)  # two stages have no embedding group
+    for first, second, third in run_ranks(_close_and_join_again, 8, needs, layout=layout):
+        assert first == second == third != {}
+
+
+def _refuse_another_size(context: ParallelContext) -> str:
+    with pytest.raises(UserError) as caught:
+        join(ParallelLayout(dp=3), context.rank, CPU, torch.float32, None, timeout_s=20)
+    return str(caught.value)
+
+
+def test_a_world_of_another_size_is_refused() -> None:
+    assert all("process group of 2 already" in message for message in run_ranks(_refuse_another_size, 2))
+
+
+def _wait_alone(context: ParallelContext) -> tuple[str, float]:
+    context.barrier()
+    context.set_timeout(1)
+    begin = time.monotonic()
+    if context.rank == 0:
+        try:
+            dist.all_reduce(torch.ones(1), group=context.group("dp"))
+        except RuntimeError as error:
+            return str(error), time.monotonic() - begin
+    time.sleep(4)
+    return "", 0.0
+
+
+def test_after_the_start_a_late_member_is_an_error_sooner() -> None:
+    (error, seconds), _ = run_ranks(_wait_alone, 2)
+    assert "imed out" in error
+    assert seconds < 3.5
+
+
+@pytest.fixture
+def fake_world() -> Iterator[Any]:
+    """`make(layout, rank, needs)`: the context of any rank of any layout, without other processes."""
+
+    def make(layout: ParallelLayout, rank: int, needs: GroupNeeds | None = None) -> ParallelContext:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        dist.init_process_group("fake", rank=rank, world_size=layout.world_size, store=FakeStore())
+        return join(layout, rank, CPU, torch.float32, None, timeout_s=10, needs=needs)
+
+    yield make
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def groups_made() -> int:
+    return len(dist.distributed_c10d._world.pg_map) - 1  # without the world
+
+
+def test_a_context_is_made_for_any_rank_without_processes(fake_world: Any) -> None:
+    layout = ParallelLayout(tp=8, cp=2, dp=64, pp=16, etp=1, ep=64)
+    begin = time.perf_counter()
+    context = fake_world(layout, 9999, GroupNeeds(tied_embeddings=True))
+    assert time.perf_counter() - begin < 1
+    assert context.size("tp") == context.group("tp").size() == 8
+    assert context.index("dp-cp") == context.group("dp-cp").rank()
+    assert context.coordinates == layout.coordinates(9999)
+
+
+def test_groups_of_one_rank_are_never_made(fake_world: Any) -> None:
+    context = fake_world(ParallelLayout(dp=4), 1)
+    assert context.group("tp") is context.group("pp-forward") is context.group("embedding") is None
+    assert context.members("tp") == (1,)
+    assert groups_made() == 1  # dp, dp-cp, tp-dp and tp-dp-cp in one
+    assert context.group("dp-control") is context.control_group
+
+
+def test_equal_groups_share_a_communicator_within_one_class_of_traffic_only(fake_world: Any) -> None:
+    context = fake_world(ParallelLayout(tp=2, pp=2), 0, GroupNeeds(tied_embeddings=True))
+    assert context.group("tp") is context.group("tp-cp")
+    assert context.group("tp") is not context.group("tp-dp")
+    pipeline = [context.group(name) for name in ("pp-forward", "pp-backward", "embedding")]
+    assert len(set(pipeline)) == 3
+    assert context.members("pp-forward") == context.members("embedding")
+
+
+def test_a_rank_without_embeddings_belongs_to_no_embedding_group(fake_world: Any) -> None:
+    context = fake_world(ParallelLayout(pp=3), 1, GroupNeeds(tied_embeddings=True))
+    assert context.group("embedding") is None
+    assert context.members("embedding") == ()
+    with pytest.raises(AssertionError, match="no group 'ep'"):
+        context.group("ep")
+
+
+def test_stages_know_their_place_and_their_neighbours(fake_world: Any) -> None:
+    layout = ParallelLayout(tp=2, pp=3, vpp=2)
+    places = []
+    for rank in (0, 3, 4):
+        context = fake_world(layout, rank)
+        places.append((context.is_first_stage(), context.is_last_stage(), context.previous_stage, context.next_stage))
+        assert context.source("tp") == rank // 2 * 2
+        assert not context.is_first_stage(chunk=1)
+        assert not context.is_last_stage(chunk=0)
+        assert context.is_last_stage(chunk=1) == (rank == 4)
+    assert places == [(True, False, 4, 2), (False, False, 1, 5), (False, True, 2, 0)]
+
+
+def test_a_single_process_is_every_stage_and_every_group() -> None:
+    context = ParallelContext()
+    assert context.is_first_stage()
+    assert context.is_last_stage()
+    assert context.next_stage == context.previous_stage == context.source("dp-cp") == 0
+    context.set_timeout(1)
+
+
+def test_nccl_options_reach_their_groups_and_keep_them_apart(monkeypatch: pytest.MonkeyPatch, fake_world: Any) -> None:
+    fake_world(ParallelLayout(dp=4), 0)
+    made: list[dict[str, Any]] = []
+
+    def record(ranks: list[int], **arguments: Any) -> object:
+        made.append(arguments)
+        return object()
+
+    monkeypatch.setattr(dist, "new_group", record)
+    monkeypatch.setattr(NcclOptions, "as_torch", lambda self: type("Options", (), {"max_ctas": self.max_ctas})())
+    specs = all_groups(ParallelLayout(tp=2, dp=2), GroupNeeds())
+    groups = make_groups(
+        specs,
+        0,
+        object(),
+        torch.device("cuda", 0),
+        torch.distributed.default_pg_timeout,
+        {"dp": NcclOptions(max_ctas=8)},
+    )
+    by_name = {arguments["group_desc"]: arguments for arguments in made}
+    assert by_name["dp"]["pg_options"].max_ctas == 8
+    assert by_name["dp-cp"]["pg_options"] is None
+    assert groups["dp"] is not groups["dp-cp"]
+    assert by_name["dp"]["backend"] == "nccl"
+    assert by_name["dp-control"]["backend"] == "fake"  # gloo in a world that is not fake
+    assert by_name["dp-control"]["device_id"] is None
