@@ -188,6 +188,7 @@ def _serve(sender: Connection, job: bytes, rank: int, world_size: int, folder: s
             store = dist.FileStore(str(Path(folder) / "store"), world_size)
             cpu = torch.device("cpu")
             context = join(layout, rank, cpu, dtype or torch.float32, store, timeout_s=2 * timeout, needs=needs)
+            context.barrier()  # a rank that ends at once must not break connections that others still make
             answer = _Answer(time.monotonic(), function(context, *args))
         except BaseException as error:
             answer = _Answer(time.monotonic(), error=_picklable(error), trace=traceback.format_exc())

@@ -13,6 +13,7 @@ from megalite.config.suggest import nearest
 from megalite.parallel.layout import DEFAULT_ORDER, EXPERT_NAME, ParallelLayout
 
 Naming = Callable[[str], str]  # "tp" -> the setting that a user knows it by
+LARGEST_FACTORED = 1 << 24  # worlds beyond any machine are not searched for sizes that would fit
 SIZES = ("tp", "cp", "dp", "pp", "vpp", "ep", "etp")
 
 
@@ -183,7 +184,9 @@ def _worlds(request: LayoutRequest, name: Naming) -> str:
 
 def _working_sizes(request: LayoutRequest, name: Naming) -> list[str]:
     """For each axis that could be changed alone, the sizes nearest to the given one that fit this world."""
-    works = []
+    works: list[str] = []
+    if request.world_size > LARGEST_FACTORED:
+        return ["sizes whose products divide it"]
     for axis in ("tp", "cp", "dp", "pp", "ep", "etp"):
         size = getattr(request, axis)
         if size is None or (size == 1 and axis != "dp"):
@@ -193,9 +196,7 @@ def _working_sizes(request: LayoutRequest, name: Naming) -> list[str]:
         nearest_three = sorted(sorted(fitting, key=lambda each: abs(each - size))[:3])
         if nearest_three:
             works.append(f"{name(axis)}={' or '.join(map(str, nearest_three))}")
-    if not works and request.world_size > 0:
-        works.append("sizes whose products divide it")
-    return works
+    return works or ["sizes whose products divide it"]
 
 
 def divisors(number: int) -> list[int]:

@@ -172,7 +172,7 @@ def test_groups_that_cannot_be_formed_are_refused(
 
 
 def test_all_groups_of_sixteen_thousand_ranks_are_listed_in_a_second() -> None:
-    begin = time.perf_counter()
+    begin = time.process_time()
     layout = ParallelLayout(tp=8, cp=2, dp=64, pp=16, etp=1, ep=64)
     assert len(list(all_groups(layout, GroupNeeds(optimizer_instances=4)))) > 10_000
-    assert time.perf_counter() - begin < 1
+    assert time.process_time() - begin < 1

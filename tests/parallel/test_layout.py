@@ -179,12 +179,12 @@ def test_members_ascend_however_the_axes_are_written(layout: ParallelLayout, dat
 
 
 def test_all_groups_of_sixteen_thousand_ranks_take_less_than_a_second() -> None:
-    begin = time.perf_counter()
+    begin = time.process_time()
     layout = ParallelLayout(tp=8, cp=2, dp=64, pp=16, etp=1, ep=64)
     assert layout.world_size == 16384
     count = sum(len(numbering.groups("-".join(axes))) for numbering, axes in axis_sets(layout))
     assert count > 30_000
-    assert time.perf_counter() - begin < 1
+    assert time.process_time() - begin < 1
 
 
 def test_a_dense_model_has_no_expert_groups() -> None:

@@ -70,6 +70,11 @@ def test_a_world_larger_or_smaller_than_the_layout_is_refused() -> None:
     assert smaller.rule.startswith("smaller than the layout")
 
 
+def test_a_world_beyond_any_machine_is_refused_at_once() -> None:
+    (problem,) = problems(10**30 + 1, tp=2)
+    assert "sizes whose products divide it" in problem.remedy
+
+
 def test_an_order_names_known_axes_once() -> None:
     unknown, repeated = problems(8, order="tp-xp-dp-dp-pp")
     assert "'xp' is no axis" in unknown.rule

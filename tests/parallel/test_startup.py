@@ -50,6 +50,25 @@ def test_ranks_meet_at_the_master_s_port() -> None:
     assert run_ranks(_start_anew, 3, free_port(), {}) == [3.0] * 3
 
 
+def _one_is_late_for_a_collective(context: ParallelContext, port: int) -> str:
+    context.close()
+    started = start(cpu_config(timeout_s=1), environment(context.rank, 2, port))
+    started.barrier()
+    error = ""
+    if context.rank == 0:
+        with pytest.raises(RuntimeError) as caught:
+            dist.all_reduce(torch.ones(1), group=started.group("dp"))
+        error = str(caught.value)
+    else:
+        time.sleep(2.5)
+    started.close()
+    return error
+
+
+def test_the_start_up_time_bounds_collectives_until_another_time_is_set() -> None:
+    assert "imed out" in run_ranks(_one_is_late_for_a_collective, 2, free_port())[0]
+
+
 def _one_works_longer(context: ParallelContext, port: int) -> None:
     context.close()
     started = start(cpu_config(timeout_s=1), environment(context.rank, 2, port))

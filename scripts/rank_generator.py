@@ -1,0 +1,169 @@
+"""Who talks to whom: every group of ranks of a layout, as tables, JSON or a picture, and the layers of each stage.
+
+python scripts/rank_generator.py --world-size 16 --tp 4 --pp 2
+python scripts/rank_generator.py --world-size 16 --tp 4 --pp 2 --ep 4 --etp 1 --json
+python scripts/rank_generator.py --world-size 64 --tp 8 --pp 4 --picture ranks.svg --gpus-per-node 8
+python scripts/rank_generator.py --world-size 8 --pp 4 --num-layers 12 --standalone-embedding
+"""
+
+import argparse
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megalite.config.problems import REFUSED, Problem, UserError, collect
+from megalite.parallel.layout import DEFAULT_ORDER, ParallelLayout
+from megalite.parallel.layout_rules import LayoutRequest, layout_of
+from megalite.parallel.picture import picture_problems, save_picture
+from megalite.parallel.stage_rules import StageSettings
+from megalite.parallel.stages import StageLayers, stage_layers
+from megalite.parallel.tables import json_lines, stage_lines, table_lines
+
+MOST_RANKS = 1 << 20  # lists of more would fill the memory before anybody reads them
+STAGE_FLAGS = {
+    "num_layers": "--num-layers",
+    "pp": "--pp",
+    "vpp": "--vpp",
+    "standalone_embedding": "--standalone-embedding",
+    "split_rank": "--pp-split-rank",
+    "first_layers": "--first-stage-layers",
+    "last_layers": "--last-stage-layers",
+    "count_embedding": "--count-embedding",
+    "count_loss": "--count-loss",
+    "layout": "--stages",
+}
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="All options can be written with underscores, too.",
+        allow_abbrev=False,
+    )
+    number: dict[str, Any] = {"type": _number, "metavar": "N"}
+    layout = parser.add_argument_group("layout")
+    layout.add_argument("--world-size", required=True, help="number of ranks", **number)
+    layout.add_argument("--tp", default=1, help="tensor parallel size", **number)
+    layout.add_argument("--cp", default=1, help="context parallel size", **number)
+    layout.add_argument("--dp", help="data parallel size (default: what remains of the world)", **number)
+    layout.add_argument("--pp", default=1, help="pipeline stages", **number)
+    layout.add_argument("--vpp", help="chunks of each pipeline rank (default: 1, or as --stages says)", **number)
+    layout.add_argument("--ep", default=1, help="expert parallel size", **number)
+    layout.add_argument("--etp", help="tensor parallel size inside an expert (default: tp)", **number)
+    layout.add_argument("--experts", action="store_true", help="a mixture of experts even without --ep and --etp")
+    layout.add_argument("--order", default=DEFAULT_ORDER, help="fastest-varying axis first (default: %(default)s)")
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    output.add_argument("--picture", type=Path, metavar="FILE", help="also draw the groups, to a .png or .svg file")
+    output.add_argument("--gpus-per-node", default=8, help="ranks of a node in the picture (default: 8)", **number)
+    stages = parser.add_argument_group("layers of each pipeline stage")
+    stages.add_argument("--num-layers", help="layers to be placed; of encoder and decoder each", **number)
+    stages.add_argument("--pp-split-rank", dest="split_rank", help="pipeline rank where the decoder begins", **number)
+    stages.add_argument("--standalone-embedding", action="store_true", help="no layers on the first pipeline rank")
+    stages.add_argument("--first-stage-layers", dest="first_layers", help="layers of the first pipeline rank", **number)
+    stages.add_argument("--last-stage-layers", dest="last_layers", help="layers of the last pipeline rank", **number)
+    stages.add_argument("--count-embedding", action="store_true", help="the embedding counts as a layer")
+    stages.add_argument("--count-loss", action="store_true", help="the loss counts as a layer")
+    stages.add_argument(
+        "--stages",
+        dest="layout",
+        metavar="LAYOUT",
+        type=_stage_list,
+        help="layers stage by stage: 'Et*3|(tt|)*4,L', or 3,2,2,2,2,0",
+    )
+    return parser.parse_args([_with_dashes(argument) for argument in arguments])
+
+
+def read(options: argparse.Namespace) -> tuple[ParallelLayout, tuple[StageLayers, ...] | None]:
+    """The layout, and its stages where layers are to be placed; a UserError with everything that stands against it."""
+    problems: list[Problem] = []
+    layout = collect(lambda: _layout(options), problems)
+    refused = {problem.setting for problem in problems}
+    stage_problems: list[Problem] = []
+    stages = collect(lambda: _stages(options), stage_problems)
+    problems += [problem for problem in stage_problems if problem.setting not in refused]  # --pp, said once
+    gpus = options.gpus_per_node
+    if not isinstance(gpus, int) or gpus < 1:
+        problems.append(Problem("--gpus-per-node", gpus, "must be a whole number, at least 1", "--gpus-per-node=8"))
+    if options.picture is not None:
+        problems += picture_problems(options.picture, "--picture")
+    if problems or layout is None:
+        raise UserError(problems)
+    return (replace(layout, vpp=len(stages) // layout.pp) if stages else layout), stages
+
+
+def _layout(options: argparse.Namespace) -> ParallelLayout:
+    world_size = options.world_size
+    if isinstance(world_size, int) and world_size > MOST_RANKS:
+        raise UserError(Problem("--world-size", world_size, "too many ranks to list", f"at most {MOST_RANKS}"))
+    settings = {field.name: getattr(options, field.name) for field in fields(LayoutRequest)}
+    settings["vpp"] = 1 if options.vpp is None else options.vpp
+    return layout_of(LayoutRequest(**settings), lambda field: f"--{field.replace('_', '-')}")
+
+
+def _stages(options: argparse.Namespace) -> tuple[StageLayers, ...] | None:
+    settings = StageSettings(**{field: getattr(options, field) for field in STAGE_FLAGS})
+    if options.num_layers is not None:
+        return stage_layers(settings, STAGE_FLAGS)
+    others = [field for field in STAGE_FLAGS if field not in ("num_layers", "pp", "vpp")]
+    asked = [STAGE_FLAGS[field] for field in others if settings.asks_for(field)]
+    if asked:
+        rule, remedy = f"is needed by {' and '.join(asked)}", "--num-layers=N, the layers of the model"
+        raise UserError(Problem("--num-layers", ..., rule, remedy))
+    return None
+
+
+def _number(text: str) -> int | str:
+    """The number, or the text as it is: it is refused later, together with everything else that is wrong."""
+    return int(text) if re.fullmatch(r"[+-]?[0-9]{1,18}", text) else text
+
+
+def _stage_list(text: str) -> str | list[int]:
+    return [int(count) for count in text.split(",")] if re.fullmatch(r"[0-9]{1,9}(,[0-9]{1,9})*", text) else text
+
+
+def _with_dashes(argument: str) -> str:
+    """--world_size=16 -> --world-size=16"""
+    return re.sub(r"^--[\w-]+", lambda option: option[0].replace("_", "-"), argument)
+
+
+def write(lines: Iterable[str]) -> None:
+    """Print, and end quietly where the reader, like `head`, has seen enough."""
+    try:
+        for line in lines:
+            print(line)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered goes nowhere
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(sys.argv[1:] if arguments is None else arguments)
+    try:
+        layout, stages = read(options)
+        if options.picture is not None:
+            save_picture(layout, options.gpus_per_node, options.picture, "--picture")
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return REFUSED
+    if options.json:
+        write(json_lines(layout, stages))
+        return 0
+    write(table_lines(layout, shutil.get_terminal_size((120, 24)).columns if sys.stdout.isatty() else 120))
+    if stages:
+        write(["", *stage_lines(stages)])
+    if options.picture is not None:
+        write(["", f"picture: {options.picture}"])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

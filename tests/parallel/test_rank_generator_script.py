@@ -1,0 +1,179 @@
+"""scripts/rank_generator.py: the worked examples number by number, and mistakes all told at once."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = "scripts/rank_generator.py"
+
+
+def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([sys.executable, SCRIPT, *arguments], capture_output=True, text=True, check=False, cwd=ROOT)
+
+
+def groups(*arguments: str) -> Any:
+    done = run(*arguments, "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    return json.loads(done.stdout)
+
+
+def test_sixteen_ranks_at_tp_2_pp_4() -> None:
+    """The example in the docstring of Megatron's initialize_model_parallel."""
+    shown = groups("--world-size", "16", "--tp", "2", "--pp", "4")
+    assert shown["expert"] == {}
+    assert shown["dense"]["dp"] == [[0, 2], [1, 3], [4, 6], [5, 7], [8, 10], [9, 11], [12, 14], [13, 15]]
+    assert shown["dense"]["tp"] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11], [12, 13], [14, 15]]
+    assert shown["dense"]["pp"] == [[0, 4, 8, 12], [1, 5, 9, 13], [2, 6, 10, 14], [3, 7, 11, 15]]
+    assert shown["dense"]["tp-pp"] == [[0, 1, 4, 5, 8, 9, 12, 13], [2, 3, 6, 7, 10, 11, 14, 15]]
+
+
+def test_sixteen_ranks_at_tp_4_pp_2_dp_2() -> None:
+    assert groups("--world-size", "16", "--tp", "4", "--pp", "2") == {"dense": DENSE_TP4_PP2, "expert": {}}
+
+
+def test_sixteen_ranks_at_etp_1_ep_4_pp_2_edp_2() -> None:
+    shown = groups("--world_size", "16", "--tp", "4", "--pp", "2", "--etp", "1", "--ep", "4")
+    assert shown["dense"] == DENSE_TP4_PP2
+    assert list(shown["expert"]) == ["etp", "ep", "edp", "pp", "etp-ep", "etp-ep-pp"]
+    assert shown["expert"] == {
+        "etp": [[rank] for rank in range(16)],
+        "ep": [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]],
+        "edp": [[0, 4], [1, 5], [2, 6], [3, 7], [8, 12], [9, 13], [10, 14], [11, 15]],
+        "pp": [[0, 8], [1, 9], [2, 10], [3, 11], [4, 12], [5, 13], [6, 14], [7, 15]],
+        "etp-ep": [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]],
+        "etp-ep-pp": [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]],
+    }
+
+
+DENSE_TP4_PP2 = {
+    "tp": [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]],
+    "cp": [[rank] for rank in range(16)],
+    "dp": [[0, 4], [1, 5], [2, 6], [3, 7], [8, 12], [9, 13], [10, 14], [11, 15]],
+    "pp": [[0, 8], [1, 9], [2, 10], [3, 11], [4, 12], [5, 13], [6, 14], [7, 15]],
+    "tp-pp": [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]],
+    "dp-cp": [[0, 4], [1, 5], [2, 6], [3, 7], [8, 12], [9, 13], [10, 14], [11, 15]],
+    "tp-cp": [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]],
+    "tp-dp-cp": [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15]],
+}
+
+
+def test_other_orders_change_who_is_next() -> None:
+    shown = groups("--world-size", "8", "--tp", "2", "--pp", "2", "--order", "tp-cp-ep-pp-dp")["dense"]
+    assert shown["pp"] == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert shown["dp"] == [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+
+def test_a_mixture_of_experts_without_ep_has_expert_groups() -> None:
+    assert groups("--world-size", "4", "--tp", "2", "--experts")["expert"]["etp"] == [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "counts"),
+    [
+        ([], [3, 3, 3, 3]),
+        (["--standalone-embedding"], [0, 4, 4, 4]),
+        (["--pp-split-rank", "2"], [6, 6, 6, 6]),
+        (["--pp-split-rank", "2", "--standalone_embedding"], [0, 12, 6, 6]),
+        (["--first-stage-layers", "2", "--last_stage_layers", "4"], [2, 3, 3, 4]),
+        (["--stages", "Et*5|t*4|t*2|tL"], [5, 4, 2, 1]),
+        (["--stages", "5,4,2,1"], [5, 4, 2, 1]),
+        (["--stages", "Et*5|tt|t|t|t|t||tL"], [5, 2, 1, 1, 1, 1, 0, 1]),
+        (["--vpp", "3"], [1] * 12),
+    ],
+)
+def test_stages_hold_the_layers_that_the_rules_say(arguments: list[str], counts: list[int]) -> None:
+    stages = groups("--world-size", "8", "--pp", "4", "--num-layers", "12", *arguments)["stages"]
+    assert [stage["count"] for stage in stages] == counts
+    assert [(stage["chunk"], stage["rank"]) for stage in stages] == [divmod(stage, 4) for stage in range(len(counts))]
+
+
+def test_embedding_and_loss_may_count_as_layers() -> None:
+    flags = ["--num_layers=10", "--count-embedding", "--count-loss"]
+    assert [stage["count"] for stage in groups("--world-size=4", "--pp=4", *flags)["stages"]] == [2, 3, 3, 2]
+
+
+def test_tables_end_with_the_stages_and_the_name_of_the_picture(tmp_path: Path) -> None:
+    picture = tmp_path / "ranks.png"
+    done = run("--world-size", "8", "--pp", "2", "--num-layers", "4", "--vpp", "2", "--picture", str(picture))
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert lines[0] == "8 ranks: dp 4 x pp 2 (vpp 2), order tp-cp-ep-dp-pp"
+    assert "  pp rank 1, chunk 1: 1 layer, 3 (loss)" in lines
+    assert lines[-1] == f"picture: {picture}"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert max(map(len, lines[:-1])) <= 120
+
+
+def test_everything_that_is_wrong_is_told_at_once_and_nothing_is_printed_or_written(tmp_path: Path) -> None:
+    wrong = ["--tp", "zero", "--pp", "2.5", "--order", "tp-xx", "--gpus-per-node", "0", "--num-layers", "-3"]
+    done = run("--world-size", "ten", *wrong, "--picture", str(tmp_path / "ranks.png"))
+    assert (done.returncode, done.stdout) == (2, "")
+    told = re.findall(r"^  \d+\. (--[\w-]+)", done.stderr, re.MULTILINE)
+    assert told == ["--world-size", "--tp", "--pp", "--order", "--num-layers", "--gpus-per-node"]
+    assert "--tp='zero': must be a whole number" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--world-size", "16", "--tp", "3"], r"--world-size=16: not a multiple of --tp=3.*\n.*--world-size=15 or 18"),
+        (["--world-size", "16", "--ep", "3"], "not a multiple of --tp=1 x --ep=3 x --pp=1 = 3"),
+        (["--world-size", "16", "--dp", "4"], "larger than the layout"),
+        (
+            ["--world-size=16", "--tp=4", "--pp=2", "--etp=1", "--ep=2", "--order=tp-cp-ep-pp-dp"],
+            "neighbouring stages are 4 ranks apart for dense layers .*, 2 for experts",
+        ),
+        (["--world-size", "8", "--vpp", "2"], "--vpp=2: virtual stages"),
+        (["--world-size", "99999999999"], "--world-size=99999999999: too many ranks to list"),
+        (["--world-size", "9" * 5000], "must be a whole number"),
+        (["--world-size", "4", "--pp", "4", "--num-layers", "6"], "--num-layers=6: does not divide"),
+        (["--world-size", "4", "--pp", "4", "--num-layers", "8", "--stages", "Q|t"], "--stages='Q|t'"),
+        (["--world-size", "4", "--pp", "4", "--pp-split-rank", "2"], "--num-layers: is needed by --pp-split-rank"),
+        (["--world-size", "4", "--picture", "ranks.pdf"], r"--picture='ranks.pdf': must end in .png or .svg"),
+        (["--world-size", "4", "--picture", "no/such/ranks.png"], "the folder no/such does not exist"),
+    ],
+)
+def test_bad_input_is_refused_with_status_two_and_no_traceback(arguments: list[str], message: str) -> None:
+    done = run(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.search(message, done.stderr), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_reader_that_has_seen_enough_ends_it_quietly() -> None:
+    command = [sys.executable, SCRIPT, "--world-size", "16384", "--tp", "2"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline().startswith(b"16384 ranks")
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(10) == 0
+
+
+@pytest.mark.parametrize("module", ["torch", "matplotlib", "numpy"])
+def test_without_a_picture_it_starts_without_what_is_slow(module: str) -> None:
+    code = (
+        "import runpy, sys\n"
+        f"sys.argv = ['rank_generator.py', '--world-size', '8', '--pp', '2', '--num-layers', '4']\n"
+        f"try: runpy.run_path({SCRIPT!r}, run_name='__main__')\n"
+        f"except SystemExit as end: sys.exit(end.code or {module!r} in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_sixteen_thousand_ranks_are_listed_in_two_seconds() -> None:
+    begin = os.times().children_user
+    shown = groups("--world-size", "16384", "--tp", "8", "--cp", "2", "--pp", "16", "--ep", "64", "--etp", "1")
+    assert os.times().children_user - begin < 2
+    assert all(sum(map(len, found)) == 16384 for part in shown.values() for found in part.values())
