@@ -44,8 +44,8 @@ def refuse(error: UserError, rank: int) -> int:
     """Says what is wrong, once for all ranks, and gives the exit status."""
     if rank > 0:
         time.sleep(WAIT_FOR_RANK_ZERO_S)
-    # Still there: rank 0 may be well. Each machine then says once what it alone may lack.
-    if rank == 0 or (first_of_node(os.environ) and any(problem.here for problem in error.problems)):
+    # Still there: rank 0 may be well, or missing. Each machine then says once what it alone may lack.
+    if rank == 0 or any(it.alone or (it.here and first_of_node(os.environ)) for it in error.problems):
         print(error, file=sys.stderr, flush=True)
     return 2
 

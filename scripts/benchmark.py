@@ -128,7 +128,7 @@ class Megalite:
     def __init__(self, config: Config, context: ParallelContext, tokens: Tensor) -> None:
         self.model, self.buffers, optimizer = build_training(config, context)
         self.buffers.fill(start_values(gpt_parameters(config.model), config.seed))
-        self._train = TrainStep(self.model, self.buffers, optimizer, config.optimizer, data_parallel=None)
+        self._train = TrainStep(self.model, self.buffers, optimizer, config.optimizer, ParallelContext())
         labels = tokens.roll(-1, dims=1)
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         mask = torch.ones_like(tokens, dtype=torch.bool)

@@ -20,13 +20,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megalite.config.problems import REFUSED, Problem, UserError, collect
 from megalite.parallel.layout import DEFAULT_ORDER, ParallelLayout
-from megalite.parallel.layout_rules import LayoutRequest, layout_of
+from megalite.parallel.layout_rules import LayoutRequest, layout_of, layout_problems, pipeline_sizes
 from megalite.parallel.picture import picture_problems, save_picture
-from megalite.parallel.stage_rules import StageSettings
+from megalite.parallel.remedies import is_whole
+from megalite.parallel.stage_rules import StageSettings, broken_rules
 from megalite.parallel.stages import StageLayers, stage_layers
 from megalite.parallel.tables import json_lines, stage_lines, table_lines
 
 MOST_RANKS = 1 << 20  # lists of more would fill the memory before anybody reads them
+MOST_DIGITS = 40  # of a number that is read at all
 STAGE_FLAGS = {
     "num_layers": "--num-layers",
     "pp": "--pp",
@@ -56,7 +58,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     layout.add_argument("--dp", help="data parallel size (default: what remains of the world)", **number)
     layout.add_argument("--pp", default=1, help="pipeline stages", **number)
     layout.add_argument("--vpp", help="chunks of each pipeline rank (default: 1, or as --stages says)", **number)
-    layout.add_argument("--ep", default=1, help="expert parallel size", **number)
+    layout.add_argument("--ep", help="expert parallel size (default: 1)", **number)
     layout.add_argument("--etp", help="tensor parallel size inside an expert (default: tp)", **number)
     layout.add_argument("--experts", action="store_true", help="a mixture of experts even without --ep and --etp")
     layout.add_argument("--order", default=DEFAULT_ORDER, help="fastest-varying axis first (default: %(default)s)")
@@ -84,14 +86,20 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def read(options: argparse.Namespace) -> tuple[ParallelLayout, tuple[StageLayers, ...] | None]:
     """The layout, and its stages where layers are to be placed; a UserError with everything that stands against it."""
-    problems: list[Problem] = []
-    layout = collect(lambda: _layout(options), problems)
-    refused = {problem.setting for problem in problems}
-    stage_problems: list[Problem] = []
-    stages = collect(lambda: _stages(options), stage_problems)
-    problems += [problem for problem in stage_problems if problem.setting not in refused]  # --pp, said once
+    settings = StageSettings(**{field: getattr(options, field) for field in STAGE_FLAGS})
+    request = _request(options)
+    problems = _too_long(options)
+    unread = {problem.setting for problem in problems}
+    found: list[Problem] = []
+    layout = collect(lambda: _layout(request, settings, options), found)
+    stages = collect(lambda: _stages(settings, request, options), found)
+    for problem in found:  # what both say about --pp and --vpp is said once
+        if problem.setting not in unread and (problem.setting, problem.rule) not in {
+            (one.setting, one.rule) for one in problems
+        }:
+            problems.append(problem)
     gpus = options.gpus_per_node
-    if not isinstance(gpus, int) or gpus < 1:
+    if not is_whole(gpus, 1) and "--gpus-per-node" not in unread:
         problems.append(Problem("--gpus-per-node", gpus, "must be a whole number, at least 1", "--gpus-per-node=8"))
     if options.picture is not None:
         problems += picture_problems(options.picture, "--picture")
@@ -100,19 +108,34 @@ def read(options: argparse.Namespace) -> tuple[ParallelLayout, tuple[StageLayers
     return (replace(layout, vpp=len(stages) // layout.pp) if stages else layout), stages
 
 
-def _layout(options: argparse.Namespace) -> ParallelLayout:
-    world_size = options.world_size
-    if isinstance(world_size, int) and world_size > MOST_RANKS:
-        raise UserError(Problem("--world-size", world_size, "too many ranks to list", f"at most {MOST_RANKS}"))
-    settings = {field.name: getattr(options, field.name) for field in fields(LayoutRequest)}
-    settings["vpp"] = 1 if options.vpp is None else options.vpp
-    return layout_of(LayoutRequest(**settings), lambda field: f"--{field.replace('_', '-')}")
+def _request(options: argparse.Namespace) -> LayoutRequest:
+    asked = {field.name: getattr(options, field.name) for field in fields(LayoutRequest)}
+    asked |= {field: 1 for field in ("vpp", "ep") if asked[field] is None}
+    return LayoutRequest(**asked | {"experts": options.experts or options.ep is not None})
 
 
-def _stages(options: argparse.Namespace) -> tuple[StageLayers, ...] | None:
-    settings = StageSettings(**{field: getattr(options, field) for field in STAGE_FLAGS})
+def _layout(request: LayoutRequest, settings: StageSettings, options: argparse.Namespace) -> ParallelLayout:
+    broken = broken_rules(settings)
+
+    def accepts(changed: LayoutRequest) -> bool:
+        """Whether the stages suit the changed sizes, too."""
+        if is_whole(changed.world_size, MOST_RANKS + 1) and changed.world_size != request.world_size:
+            return False
+        then = replace(settings, pp=changed.pp, vpp=None if options.vpp is None else changed.vpp)
+        return options.num_layers is None or broken_rules(then) <= broken
+
+    if is_whole(request.world_size, MOST_RANKS + 1):
+        problems = [each for each in layout_problems(request, _flag, accepts) if each.setting != "--world-size"]
+        many = Problem("--world-size", request.world_size, "too many ranks to list", f"at most {MOST_RANKS}")
+        raise UserError([many, *problems])
+    return layout_of(request, _flag, accepts)
+
+
+def _stages(
+    settings: StageSettings, request: LayoutRequest, options: argparse.Namespace
+) -> tuple[StageLayers, ...] | None:
     if options.num_layers is not None:
-        return stage_layers(settings, STAGE_FLAGS)
+        return stage_layers(settings, STAGE_FLAGS, pipeline_sizes(request))
     others = [field for field in STAGE_FLAGS if field not in ("num_layers", "pp", "vpp")]
     asked = [STAGE_FLAGS[field] for field in others if settings.asks_for(field)]
     if asked:
@@ -121,13 +144,28 @@ def _stages(options: argparse.Namespace) -> tuple[StageLayers, ...] | None:
     return None
 
 
+def _too_long(options: argparse.Namespace) -> list[Problem]:
+    """Numbers with so many digits that they are left unread."""
+    problems = []
+    for name, given in vars(options).items():
+        if isinstance(given, str) and re.fullmatch(r"[+-]?[0-9]+", given) and name not in ("order", "layout"):
+            rule = f"too large: it has {len(given.lstrip('+-'))} digits"
+            problems.append(Problem(STAGE_FLAGS.get(name, _flag(name)), ..., rule, f"at most {MOST_DIGITS} digits"))
+    return problems
+
+
+def _flag(field: str) -> str:
+    return f"--{field.replace('_', '-')}"
+
+
 def _number(text: str) -> int | str:
     """The number, or the text as it is: it is refused later, together with everything else that is wrong."""
-    return int(text) if re.fullmatch(r"[+-]?[0-9]{1,18}", text) else text
+    return int(text) if re.fullmatch(rf"[+-]?[0-9]{{1,{MOST_DIGITS}}}", text) else text
 
 
 def _stage_list(text: str) -> str | list[int]:
-    return [int(count) for count in text.split(",")] if re.fullmatch(r"[0-9]{1,9}(,[0-9]{1,9})*", text) else text
+    count = rf"\s*[0-9]{{1,{MOST_DIGITS}}}\s*"
+    return [int(each) for each in text.split(",")] if re.fullmatch(f"{count}(,{count})*", text) else text
 
 
 def _with_dashes(argument: str) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "megalite"
-FLOORS = [{"config", "parallel"}, {"data"}, {"model"}, {"optim"}, {"checkpoint", "hf"}, {"train"}]
+FLOORS = [{"config", "parallel"}, {"tensor_parallel", "data"}, {"model"}, {"optim"}, {"checkpoint", "hf"}, {"train"}]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
 

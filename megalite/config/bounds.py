@@ -21,11 +21,13 @@ def bounds(config: Config) -> Iterator[Problem]:
 
 def outside(setting: Setting, value: Any) -> Problem | None:
     """The problem of a value of the right type that its setting does not allow."""
-    if setting.choices and value not in setting.choices:
+    unknown = [one for one in (value if isinstance(value, list) else [value]) if one not in setting.choices]
+    if setting.choices and unknown:
         if (setting.name, value) == ("precision", "fp16"):
             return Problem(setting.name, value, "fp16 is not built yet in this version", "precision=bf16, fp32 or auto")
-        near = nearest(str(value), setting.choices, cutoff=0.3)
-        first = f"{setting.name}={near} is the nearest; " if near else ""
+        near = nearest(str(unknown[0]), setting.choices, cutoff=0.3)
+        shown = near if isinstance(value, list) else f"{setting.name}={near}"
+        first = f"{shown} is the nearest; " if near else ""
         return Problem(setting.name, value, "unknown choice", f"{first}choices: {', '.join(setting.choices)}")
     numbers = value if isinstance(value, list) else [value]
     if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):

@@ -40,6 +40,7 @@ def derive(config: Config, world_size: int = 1) -> Config:
         parallel=replace(
             config.parallel,
             etp=_or(config.parallel.etp, config.parallel.tp),
+            sequence_parallel=_or(config.parallel.sequence_parallel, config.parallel.tp > 1),
             nccl_options=config.parallel.nccl_options and absolute(config.parallel.nccl_options),
         ),
         train=replace(config.train, micro_batch_size=_micro_batch_size(config, world_size)),
@@ -92,6 +93,7 @@ def default_run_dir(config: Config) -> Path:
         "optimizer": asdict(config.optimizer),
         "lr": asdict(config.lr),
         "batch": [config.train.global_batch_size, config.train.seq_length],
+        "loss": [config.train.label_smoothing, config.train.z_loss],
         "init_from": config.checkpoint.init_from and absolute(config.checkpoint.init_from),
     }
     for group, names in NOT_TRAINING.items():

@@ -18,7 +18,7 @@ class Problem:
     """One mistake. `setting` is a dotted name (`model.hidden_size`), a file or an environment variable.
 
     A `value` of `...` means that there is none to show. `here` marks what is wrong with the files of this machine:
-    other ranks may not see it.
+    other ranks may not see it. `alone` marks what no other rank can be relied on to say: rank 0 is out of reach.
     """
 
     setting: str
@@ -26,6 +26,7 @@ class Problem:
     rule: str
     remedy: str
     here: bool = False
+    alone: bool = False
 
     def __str__(self) -> str:
         shown = "" if self.value is ... else "=null" if self.value is None else f"={self.value!r}"

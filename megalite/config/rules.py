@@ -7,23 +7,20 @@ work. A rule whose text names a setting that is already refused stays silent: it
 import os
 import re
 from collections.abc import Callable, Collection, Iterator
-from math import gcd, isqrt
+from math import gcd
 from pathlib import Path
 
+from megalite.config.advice import around, divisors_near, either
 from megalite.config.bounds import bounds, with_defaults
 from megalite.config.derive import absolute, derive_model, looks_like_path
-from megalite.config.problems import Problem, UserError
+from megalite.config.parallel_rules import PARALLEL_RULES, data_parallel_size
+from megalite.config.problems import Problem
 from megalite.config.schema import Config
-from megalite.config.settings import SETTINGS
 from megalite.config.suggest import nearest
-from megalite.parallel.layout_rules import LayoutRequest, layout_problems
-from megalite.parallel.nccl_options import read_nccl_options
-from megalite.parallel.stage_rules import StageSettings, stage_problems
 
 Rule = Callable[[Config, int], Iterator[Problem]]
 
 BUILT_IN_TOKENIZERS = ("bpe", "byte", "char")
-PARALLEL_SIZES = ("tp", "cp", "pp", "vpp", "ep", "etp")
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -41,22 +38,6 @@ def _names(problem: Problem, name: str) -> bool:
     return bool(re.search(rf"(?<![\w.]){re.escape(name)}(?!\w)", f"{problem.setting} {problem.rule}"))
 
 
-def _around(value: int, step: int) -> str:
-    """The multiples of `step` next to `value`, as text: `96 or 120`."""
-    below = value // step * step
-    return " or ".join(str(number) for number in (below, below + step) if number > 0)
-
-
-def _divisors_near(number: int, value: int, count: int = 3) -> list[int]:
-    """The divisors of `number` nearest to `value`, ascending."""
-    found = {part for low in range(1, isqrt(number) + 1) if number % low == 0 for part in (low, number // low)}
-    return sorted(sorted(found, key=lambda part: abs(part - value))[:count])
-
-
-def _or(values: list[int]) -> str:
-    return " or ".join(str(value) for value in values)
-
-
 # --- model ---------------------------------------------------------------------------------------------------------
 
 
@@ -64,13 +45,13 @@ def hidden_splits_over_heads(config: Config, world_size: int) -> Iterator[Proble
     hidden, heads = config.model.hidden_size, config.model.num_attention_heads
     unit = 2 if config.model.position == "rope" else 1  # rotary heads are even
     if config.model.head_size is None and hidden % heads:
-        divisors = [] if hidden % unit else _divisors_near(hidden // unit, heads)
-        fewer = f"model.num_attention_heads={_or(divisors)}, or " if divisors else ""
+        divisors = [] if hidden % unit else divisors_near(hidden // unit, heads)
+        fewer = f"model.num_attention_heads={either(divisors)}, or " if divisors else ""
         yield Problem(
             "model.hidden_size",
             hidden,
             f"does not split over model.num_attention_heads={heads}",
-            f"model.hidden_size={_around(hidden, unit * heads)}, or {fewer}set model.head_size",
+            f"model.hidden_size={around(hidden, unit * heads)}, or {fewer}set model.head_size",
         )
 
 
@@ -81,7 +62,7 @@ def query_heads_split_over_key_value_heads(config: Config, world_size: int) -> I
             "model.num_key_value_heads",
             groups,
             f"model.num_attention_heads={heads} is not a multiple of it",
-            f"model.num_key_value_heads={_or(_divisors_near(heads, groups))}",
+            f"model.num_key_value_heads={either(divisors_near(heads, groups))}",
         )
 
 
@@ -96,7 +77,7 @@ def rotary_heads_are_even(config: Config, world_size: int) -> Iterator[Problem]:
             "model.head_size",
             size,
             "model.position=rope turns pairs of numbers, so it must be even",
-            f"model.head_size={_around(size, 2)}, or model.position=learned",
+            f"model.head_size={around(size, 2)}, or model.position=learned",
         )
     elif size % 2:
         heads = model.num_attention_heads
@@ -105,7 +86,7 @@ def rotary_heads_are_even(config: Config, world_size: int) -> Iterator[Problem]:
             model.hidden_size,
             f"over model.num_attention_heads={heads} it gives heads of odd size {size}, and model.position=rope turns "
             "pairs of numbers",
-            f"model.hidden_size={_around(model.hidden_size, 2 * heads)}, or set an even model.head_size",
+            f"model.hidden_size={around(model.hidden_size, 2 * heads)}, or set an even model.head_size",
         )
 
 
@@ -147,16 +128,16 @@ def model_name_is_a_file_name(config: Config, world_size: int) -> Iterator[Probl
 
 def batch_splits_over_ranks(config: Config, world_size: int) -> Iterator[Problem]:
     batch, micro = config.train.global_batch_size, config.train.micro_batch_size
-    replicas = _data_parallel_size(config, world_size)
+    replicas = data_parallel_size(config, world_size)
     if replicas is None or batch % ((micro or 1) * replicas) == 0:
         return
     if micro is None:
-        remedy = f"train.global_batch_size={_around(batch, replicas)}, or {gcd(batch, replicas)} processes"
+        remedy = f"train.global_batch_size={around(batch, replicas)}, or {gcd(batch, replicas)} processes"
         yield Problem("train.global_batch_size", batch, f"not a multiple of the {replicas} data-parallel ranks", remedy)
         return
-    works = [f"train.global_batch_size={_around(batch, micro * replicas)}"]
+    works = [f"train.global_batch_size={around(batch, micro * replicas)}"]
     if batch % replicas == 0:
-        works.append(f"train.micro_batch_size={_or(_divisors_near(batch // replicas, micro))}")
+        works.append(f"train.micro_batch_size={either(divisors_near(batch // replicas, micro))}")
     elif batch % micro == 0 and (fewer := gcd(batch // micro, replicas)) < replicas:
         works.append(f"a number of processes like {fewer * world_size // replicas}")
     yield Problem(
@@ -202,62 +183,6 @@ def betas_are_two_decay_rates(config: Config, world_size: int) -> Iterator[Probl
         yield Problem(
             "optimizer.betas", betas, "must be two numbers, each at least 0 and below 1", "optimizer.betas=[0.9,0.95]"
         )
-
-
-# --- parallel ------------------------------------------------------------------------------------------------------
-
-
-def parallel_sizes_are_built(config: Config, world_size: int) -> Iterator[Problem]:
-    for axis in PARALLEL_SIZES:
-        size, meaning = getattr(config.parallel, axis), SETTINGS[f"parallel.{axis}"].meaning
-        if size is not None and size > 1:
-            yield Problem(
-                f"parallel.{axis}",
-                size,
-                f"sizes above 1 are not built yet in this version ({re.split('[:;]', meaning)[0]})",
-                f"parallel.{axis}=1; data parallelism is built: with all sizes 1 it takes the whole world "
-                f"({world_size} process{'es' if world_size > 1 else ''} here)",
-            )
-
-
-def world_splits_into_the_layout(config: Config, world_size: int) -> Iterator[Problem]:
-    yield from layout_problems(layout_request(config, world_size), parallel_setting)
-
-
-def layers_split_over_stages(config: Config, world_size: int) -> Iterator[Problem]:
-    names = {"num_layers": "model.num_layers", "pp": "parallel.pp", "vpp": "parallel.vpp"}
-    if config.parallel.pp > 1:  # else it is one stage, and the layout's rules speak about vpp
-        settings = StageSettings(config.model.num_layers, config.parallel.pp, config.parallel.vpp)
-        yield from stage_problems(settings, names)
-
-
-def nccl_options_can_be_read(config: Config, world_size: int) -> Iterator[Problem]:
-    path = config.parallel.nccl_options
-    if path is not None:
-        try:
-            read_nccl_options(Path(absolute(path)))
-        except UserError as error:
-            yield from error.problems
-
-
-def layout_request(config: Config, world_size: int) -> LayoutRequest:
-    """What the config asks of a world. `etp` equal to tp is what a dense model has, too."""
-    axes = config.parallel
-    etp = None if axes.etp == axes.tp else axes.etp
-    return LayoutRequest(
-        world_size, tp=axes.tp, cp=axes.cp, pp=axes.pp, vpp=axes.vpp, ep=axes.ep, etp=etp, order=axes.order
-    )
-
-
-def parallel_setting(field: str) -> str:
-    """How a user knows a field of `LayoutRequest`."""
-    return "world size" if field == "world_size" else f"parallel.{field}"
-
-
-def _data_parallel_size(config: Config, world_size: int) -> int | None:
-    """What remains of the world, or None where the layout does not divide it."""
-    product = config.parallel.tp * config.parallel.cp * config.parallel.pp
-    return None if world_size % product else world_size // product
 
 
 # --- data and tokenizer --------------------------------------------------------------------------------------------
@@ -381,10 +306,7 @@ RULES: tuple[Rule, ...] = (
     schedule_fits_the_steps,
     learning_rate_falls,
     betas_are_two_decay_rates,
-    parallel_sizes_are_built,
-    world_splits_into_the_layout,
-    layers_split_over_stages,
-    nccl_options_can_be_read,
+    *PARALLEL_RULES,
     data_path_suits_the_source,
     weights_suit_the_blend,
     vocabulary_holds_the_tokens,

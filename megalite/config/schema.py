@@ -98,6 +98,9 @@ class ParallelConfig:
     ep: int = setting(1, "expert-parallel size: experts across ranks", at_least=1)
     etp: int | None = setting(None, "tensor-parallel size of the experts; null: tp", at_least=1)
     order: str = setting("tp-cp-ep-dp-pp", "how ranks are numbered, fastest-varying axis first")
+    sequence_parallel: bool | None = setting(
+        None, "norms, dropout and residuals hold 1/tp of each sequence; null: on where tp is above 1"
+    )
     startup_timeout_s: float = setting(
         1200.0,
         "seconds that ranks wait for each other until the first step is done: to arrive, to load, to compile",
@@ -124,8 +127,21 @@ class TrainConfig:
     log_interval: int = setting(1, "steps between two lines of metrics.jsonl and of the terminal", at_least=1)
     eval_interval: int = setting(100, "steps between evaluations; 0: none", at_least=0)
     eval_batches: int = setting(8, "global batches of one evaluation, always the same ones", at_least=1)
+    label_smoothing: float = setting(
+        0.0, "share of each label's weight that is spread evenly over the vocabulary", at_least=0, below=1
+    )
+    z_loss: float = setting(0.0, "times the squared log of the softmax's denominator, added to the loss", at_least=0)
     recompute: str = setting(
-        "none", "full: keep only each block's input and recompute the rest in backward", choices=("none", "full")
+        "none",
+        "what backward computes again instead of keeping it; selective: train.recompute_modules of every block; full: "
+        "whole blocks, of which only the inputs are kept",
+        choices=("none", "selective", "full"),
+    )
+    recompute_layers: int | None = setting(None, "full: only the first so many blocks; null: all", at_least=1)
+    recompute_modules: list[str] = setting(  # noqa: RUF009
+        ["attention"],
+        "selective: any of attention (its core: scores, probabilities), norm and activation (their outputs)",
+        choices=("attention", "norm", "activation"),
     )
     compile: bool | None = setting(None, "torch.compile block by block; null: on for CUDA, off for CPU")
     max_bad_steps: int = setting(

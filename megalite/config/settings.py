@@ -21,7 +21,7 @@ class Setting:
 
     name: str  # dotted: train.steps
     group: str  # the part before the dot; empty for the settings of the run itself
-    kind: Any  # int, float, bool, str, list[float] or Any
+    kind: Any  # int, float, bool, str, list[float], list[str] or Any
     nullable: bool
     default: Any
     meaning: str
@@ -35,7 +35,7 @@ class Setting:
     @property
     def type_words(self) -> str:
         """The type as a person says it: `a whole number or null`."""
-        words = TYPE_WORDS.get(self.kind) or "a list of numbers"
+        words = TYPE_WORDS.get(self.kind) or f"a list of {'words' if self.kind == list[str] else 'numbers'}"
         return f"{words} or null" if self.nullable and self.kind is not Any else words
 
     @property

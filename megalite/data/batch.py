@@ -16,8 +16,8 @@ class Batch:
     """One microbatch of `b` sequences of `s` tokens. All tensors are [b, s].
 
     `documents` numbers the document of each token within its sequence, for attention that stays inside documents; None
-    means that a token attends to every earlier token of its sequence. `number` counts microbatches of the whole run
-    over all ranks (global batch k holds numbers k*m .. k*m + m - 1): dropout masks are derived from it.
+    means that a token attends to every earlier token of its sequence. Row i is sample `first_sample + i` of the run:
+    dropout masks are derived from it.
     """
 
     tokens: Tensor  # int64
@@ -25,7 +25,7 @@ class Batch:
     loss_mask: Tensor  # bool: True where the token counts in the loss
     positions: Tensor  # int64
     documents: Tensor | None  # int32
-    number: int
+    first_sample: int
 
     def to(self, device: torch.device) -> "Batch":
         """The same batch on `device`; asynchronous where the source is pinned."""

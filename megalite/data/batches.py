@@ -19,7 +19,6 @@ import torch
 
 from megalite.config.schema import Config
 from megalite.data.batch import Batch
-from megalite.data.permutation import IntArray
 from megalite.data.samples import SampleSource
 
 AHEAD = 2  # steps that are read in advance
@@ -35,9 +34,9 @@ class StepBatches:
     wait_s: float  # how long the step waited for its data
 
 
-def read_batch(source: SampleSource, indices: IntArray, number: int, config: Config) -> Batch:
-    """The samples `indices` [b] as one microbatch on the CPU."""
-    rows, parts, starts = source.read(indices)
+def read_batch(source: SampleSource, first: int, size: int, config: Config) -> Batch:
+    """The samples from `first` on, `size` of them, as one microbatch on the CPU."""
+    rows, parts, starts = source.read(np.arange(first, first + size))
     labels = rows[:, 1:]
     mask = np.ones(labels.shape, dtype=bool)
     if config.data.mask_end_of_document and source.end_of_document is not None:
@@ -51,7 +50,7 @@ def read_batch(source: SampleSource, indices: IntArray, number: int, config: Con
         loss_mask=torch.from_numpy(mask),
         positions=torch.from_numpy(positions),
         documents=None if documents is None else torch.from_numpy(documents),
-        number=number,
+        first_sample=first,
     )
 
 
@@ -62,7 +61,7 @@ def local_batches(source: SampleSource, config: Config, first: int, dp_rank: int
     count = config.train.global_batch_size // size
     assert count % dp_size == 0, (count, dp_size)
     starts = [first + microbatch * size for microbatch in range(dp_rank, count, dp_size)]
-    return [read_batch(source, np.arange(start, start + size), start // size, config) for start in starts]
+    return [read_batch(source, start, size, config) for start in starts]
 
 
 class TrainBatches:
@@ -159,8 +158,7 @@ def validation_batches(
     if held < size:
         batches = local_batches(source, config, 0, dp_rank, dp_size)
         for batch in batches:
-            first = batch.number * len(batch.tokens)
-            batch.loss_mask[max(0, held - first) :] = False
+            batch.loss_mask[max(0, held - batch.first_sample) :] = False
         yield [batch.to(device) for batch in batches]
 
 
@@ -172,5 +170,5 @@ def _pinned(batch: Batch) -> Batch:
         loss_mask=batch.loss_mask.pin_memory(),
         positions=batch.positions.pin_memory(),
         documents=None if batch.documents is None else batch.documents.pin_memory(),
-        number=batch.number,
+        first_sample=batch.first_sample,
     )

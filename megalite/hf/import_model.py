@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megalite.config.problems import Problem, UserError
 from megalite.config.schema import ModelConfig
-from megalite.hf.families import DROPPED_PREFIX, FAMILIES, Source, UnsupportedError, model_settings, sources
+from megalite.hf.families import FAMILIES, UnsupportedError, model_settings
+from megalite.hf.tensors import HEAD, PREFIX, Source, sources
 from megalite.model.parameters import gpt_parameters
 
 SETTING = "checkpoint.init_from"
@@ -124,13 +124,13 @@ def _check_tensors(
     folder: Path, family: str, files: list[Any], wanted: dict[str, Source], tied: bool
 ) -> dict[str, tuple[Any, str]]:
     """Every wanted tensor, without prefix, to its file and its name there; a UserError for all that does not fit."""
-    prefix = DROPPED_PREFIX[family]
+    prefix = PREFIX[family]
     present = {name.removeprefix(prefix): (file, name) for file in files for name in file.keys()}  # noqa: SIM118
     shapes = {name: shape for source in wanted.values() for name, shape in source.tensors.items()}
     problems = [_folder_problem(folder, f"must have the tensor {name}") for name in shapes if name not in present]
     for name, (file, full_name) in present.items():
         if name not in shapes:
-            if not (NOT_WEIGHTS.search(name) or (tied and name == "lm_head.weight")):
+            if not (NOT_WEIGHTS.search(name) or (tied and name == HEAD)):
                 problems.append(
                     _folder_problem(folder, f"must have no tensors but the model's own, and holds {full_name}")
                 )
@@ -159,9 +159,7 @@ def _read(
             parts.append(file.get_tensor(full_name))
             if not torch.isfinite(parts[-1]).all():
                 problems.append(_folder_problem(folder, f"must hold finite numbers, unlike {full_name}"))
-        value = source.assemble(*parts)
-        padding = record.shape[0] - value.shape[0]  # rows that round the vocabulary up
-        yield record.name, F.pad(value, (0, 0, 0, padding)) if padding else value
+        yield record.name, source.assemble(*parts)
     if problems:
         raise UserError(problems)
 

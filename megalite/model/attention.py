@@ -1,5 +1,8 @@
 """Causal self-attention with grouped queries: one fused projection, rotary positions, attention, output projection.
 
+Tensor-parallel ranks divide the heads, whole groups of them where there are enough; else ranks share a group's key and
+value and divide its queries (arXiv 1909.08053, section 3). Attention itself sees the whole sequence and no other rank.
+
 Queries, key and value of a group lie side by side in the fused projection [s, b, groups, q_per_kv + 2, d] and stay in
 it until attention itself, so that gradients come back as one tensor and, with as many key heads as query heads, no
 layout is copied.
@@ -8,6 +11,7 @@ layout is copied.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +21,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megalite.config.schema import ModelConfig
 from megalite.model.causal_attention import MAX_LENGTH, causal_attention
 from megalite.model.norm import RMSNorm
-from megalite.model.projection import Projection
+from megalite.model.parameters import GROUPS
+from megalite.model.placement import Placement
 from megalite.model.rotary import rotate
+from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megalite.tensor_parallel.recompute import chain
 
 FASTEST_FIRST = [  # on Hopper cuDNN runs at 1.7 to 2.3 times flash, torch's own first choice
     SDPBackend.CUDNN_ATTENTION,
@@ -56,31 +63,41 @@ def document_mask(documents: Tensor, dtype: torch.dtype) -> Tensor:
 class Attention(nn.Module):
     """Queries of `num_attention_heads`, keys and values of `num_key_value_heads` heads."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, place: Placement, *, recompute: bool = False) -> None:
         super().__init__()
         heads, groups, d = config.num_attention_heads, config.num_key_value_heads, config.head_size
         assert groups is not None
         assert d is not None
         assert config.attention_dropout is not None
-        self.group_shape = (groups, heads // groups + 2, d)
         self.dropout = config.attention_dropout
-        self.qkv = Projection(self.group_shape, config.hidden_size, bias=config.bias, dtype=dtype, device=device)
-        self.query_norm = RMSNorm(d, config.norm_eps, dtype, device) if config.qk_norm else None
-        self.key_norm = RMSNorm(d, config.norm_eps, dtype, device) if config.qk_norm else None
-        self.out = Projection((config.hidden_size,), heads * d, bias=config.bias, dtype=dtype, device=device)
+        self.recompute = recompute  # backward computes all between the two projections again
+        self.device = place.device
+        self.qkv = ColumnParallelLinear(
+            (groups, heads // groups + 2, d), config.hidden_size, GROUPS, bias=config.bias, **place.of_layers
+        )
+        self.group_shape = self.qkv.local_outputs
+        self.query_norm = RMSNorm(d, config.norm_eps, place.dtype, place.device) if config.qk_norm else None
+        self.key_norm = RMSNorm(d, config.norm_eps, place.dtype, place.device) if config.qk_norm else None
+        self.out = RowParallelLinear(config.hidden_size, heads * d, bias=config.bias, **place.of_layers)
 
     def forward(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
-        """[s, b, h] -> [s, b, h]"""
+        """[s, b, h] -> [s, b, h], with sequence parallelism [s/t, b, h] -> [s/t, b, h]"""
         qkv = self.qkv(x).unflatten(-1, self.group_shape)  # [s, b, groups, q_per_kv + 2, d]
+        dropout = self.dropout if self.training else 0.0
+        core = partial(self._core, inputs=inputs, dropout=dropout)
+        backends = partial(attention_backends, self.device)
+        return chain(core, self.out, qkv, rebuild=self.recompute, random=dropout > 0, around=backends)
+
+    def _core(self, qkv: Tensor, inputs: AttentionInputs, dropout: float) -> Tensor:
+        """[s, b, groups, q_per_kv + 2, d] -> [s, b, heads * d]: norms, rotation and attention."""
         if self.query_norm is not None and self.key_norm is not None:
             queries, keys, values = self._split(qkv)
             qkv = torch.cat((self.query_norm(queries), self.key_norm(keys), values), dim=3)
         if inputs.rotation is not None:
             qkv = rotate(qkv, *inputs.rotation)
-        dropout = self.dropout if self.training else 0.0
-        if x.device.type == "cpu" and inputs.mask is None and dropout == 0.0 and len(x) <= MAX_LENGTH:
-            return self.out(causal_attention(qkv))  # type: ignore[no-any-return]
-        return self.out(self._attend(qkv, inputs.mask, dropout))  # type: ignore[no-any-return]
+        if qkv.device.type == "cpu" and inputs.mask is None and dropout == 0.0 and len(qkv) <= MAX_LENGTH:
+            return causal_attention(qkv)
+        return self._attend(qkv, inputs.mask, dropout)
 
     def _attend(self, qkv: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
         """[s, b, groups, q_per_kv + 2, d] -> [s, b, heads * d] by torch's fused kernels."""

@@ -4,31 +4,50 @@ A pure function of its inputs, parameters and the random generator, so that it c
 recomputed in backward.
 """
 
-import torch
-import torch.nn.functional as F
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import partial
+
 from torch import Tensor, nn
 
 from megalite.config.schema import ModelConfig
 from megalite.model.attention import Attention, AttentionInputs
 from megalite.model.mlp import build_mlp
 from megalite.model.norm import build_norm
+from megalite.model.placement import Placement
+from megalite.tensor_parallel.dropout import DropoutKey, hash_dropout
+from megalite.tensor_parallel.recompute import chain
+
+
+@dataclass(frozen=True)
+class BlockInputs:
+    """What a block needs besides activations. The keys of residual dropout are None where nothing is dropped."""
+
+    attention: AttentionInputs
+    attention_dropout: DropoutKey | None = None
+    mlp_dropout: DropoutKey | None = None
 
 
 class Block(nn.Module):
-    """The residual stream stays in the compute dtype."""
+    """The residual stream stays in the compute dtype. `recompute`: what backward computes again, of "attention", "norm"
+    and "activation"."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, place: Placement, recompute: Collection[str] = ()) -> None:
         super().__init__()
-        self.attention_norm = build_norm(config, dtype, device)
-        self.attention = Attention(config, dtype, device)
-        self.mlp_norm = build_norm(config, dtype, device)
-        self.mlp = build_mlp(config, dtype, device)
+        self.attention_norm = build_norm(config, place.dtype, place.device)
+        self.attention = Attention(config, place, recompute="attention" in recompute)
+        self.mlp_norm = build_norm(config, place.dtype, place.device)
+        self.mlp = build_mlp(config, place, recompute="activation" in recompute)
         self.dropout = config.dropout
+        self.recompute_norms = "norm" in recompute
 
-    def forward(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
-        """[s, b, h] -> [s, b, h]"""
-        x = x + self._drop(self.attention(self.attention_norm(x), inputs))
-        return x + self._drop(self.mlp(self.mlp_norm(x)))
+    def forward(self, x: Tensor, inputs: BlockInputs) -> Tensor:
+        """[s, b, h] -> [s, b, h], with sequence parallelism [s/t, b, h] -> [s/t, b, h]"""
+        attention = partial(self.attention, inputs=inputs.attention)
+        y = chain(self.attention_norm, attention, x, rebuild=self.recompute_norms)
+        x = x + self._drop(y, inputs.attention_dropout)
+        y = chain(self.mlp_norm, self.mlp, x, rebuild=self.recompute_norms)
+        return x + self._drop(y, inputs.mlp_dropout)
 
-    def _drop(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self.dropout) if self.training and self.dropout > 0 else x
+    def _drop(self, x: Tensor, key: DropoutKey | None) -> Tensor:
+        return x if key is None else hash_dropout(x, self.dropout, key)

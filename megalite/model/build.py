@@ -4,10 +4,21 @@ import torch
 
 from megalite.config.schema import Config
 from megalite.model.gpt import GPT
+from megalite.tensor_parallel.collectives import TensorGroup
 
 
-def build_stage(config: Config, *, dtype: torch.dtype, device: torch.device, layers: range | None = None) -> GPT:
-    """The GPT's layers `layers` (default: all), on `device`, without values in its parameters. `config` is resolved."""
+def build_stage(
+    config: Config,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    layers: range | None = None,
+    tp: TensorGroup | None = None,
+) -> GPT:
+    """The GPT's layers `layers` (default: all), on `device`, without values in its parameters. `config` is resolved.
+
+    With `tp` it holds this rank's shard of every layer.
+    """
     compile = config.train.compile
     assert compile is not None, "train.compile is derived before the model is built"
     return GPT(
@@ -16,6 +27,12 @@ def build_stage(config: Config, *, dtype: torch.dtype, device: torch.device, lay
         device=device,
         seed=config.seed,
         recompute=config.train.recompute,
+        recompute_layers=config.train.recompute_layers,
+        recompute_modules=config.train.recompute_modules,
         compile=compile,
         layers=layers,
+        tp=tp,
+        sequence_parallel=bool(config.parallel.sequence_parallel),
+        label_smoothing=config.train.label_smoothing,
+        z_loss=config.train.z_loss,
     )

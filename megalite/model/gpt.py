@@ -1,12 +1,14 @@
 """The GPT: embedding, blocks, final norm, head. Covers the GPT-2, Llama and Qwen3 families.
 
-Activations are [s, b, h] in the compute dtype. Parameters have the names and shapes of `gpt_parameters`; they are
+Activations are [s, b, h] in the compute dtype; with sequence parallelism each rank of a tensor-parallel group has its
+part of the sequence between the layers, [s/t, b, h]. Parameters have the names and shapes of `gpt_parameters`; they are
 created without values, which come from start values, an import or a checkpoint. What must stay outside a compiled or
 recomputed block (the choice of attention kernel, the seeding of dropout) happens here, at each block's entry.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,14 +18,18 @@ from torch.utils.checkpoint import checkpoint
 from megalite.config.schema import ModelConfig
 from megalite.data.batch import Batch
 from megalite.model.attention import AttentionInputs, attention_backends, document_mask
-from megalite.model.block import Block
-from megalite.model.dropout import EMBEDDING, derive_dropout
+from megalite.model.block import Block, BlockInputs
+from megalite.model.dropout import seed_attention_dropout
 from megalite.model.embedding import Embedding, Table
-from megalite.model.linear import linear
 from megalite.model.loss import linear_cross_entropy
 from megalite.model.norm import build_norm, statistics_dtype
-from megalite.model.parameters import padded_vocabulary
+from megalite.model.parameters import padded_vocabulary, vocabulary_rows
+from megalite.model.placement import Placement
 from megalite.model.rotary import rotary_frequencies, rotary_tables
+from megalite.tensor_parallel.collectives import TensorGroup
+from megalite.tensor_parallel.dropout import DropoutKey, DropoutStreams, hash_dropout
+from megalite.tensor_parallel.linear import linear
+from megalite.tensor_parallel.mappings import gather_from_sequence_parallel, gather_from_tensor_parallel
 
 
 class GPT(nn.Module):
@@ -41,60 +47,90 @@ class GPT(nn.Module):
         device: torch.device,
         seed: int,
         recompute: str = "none",
+        recompute_layers: int | None = None,
+        recompute_modules: Collection[str] = ("attention",),
         compile: bool = False,
         layers: range | None = None,
+        tp: TensorGroup | None = None,
+        sequence_parallel: bool = False,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
     ) -> None:
         super().__init__()
         layers = range(config.num_layers) if layers is None else layers
-        self.config, self.dtype, self.device = config, dtype, device
-        self.seed, self.recompute = seed, recompute
+        place = Placement(dtype, device, tp, sequence_parallel and tp is not None)
+        self.config, self.dtype, self.device, self.place = config, dtype, device, place
+        self.seed, self.recomputed = seed, range(0)  # layers whose blocks backward computes again
+        if recompute == "full":
+            self.recomputed = range(config.num_layers if recompute_layers is None else recompute_layers)
+        modules = recompute_modules if recompute == "selective" else ()
+        self.label_smoothing, self.z_loss = label_smoothing, z_loss
         self.is_first, self.is_last = layers.start == 0, layers.stop == config.num_layers
         if self.is_first or (self.is_last and config.tie_embeddings):
             positions = self.is_first and config.position == "learned"
-            self.embedding = Embedding(config, dtype, device, positions=positions)
-        self.blocks = nn.ModuleDict({str(layer): Block(config, dtype, device) for layer in layers})
+            self.embedding = Embedding(config, place, positions=positions)
+        self.blocks = nn.ModuleDict({str(layer): Block(config, place, modules) for layer in layers})
         if self.is_last:
             self.final_norm = build_norm(config, dtype, device)
             if not config.tie_embeddings:
-                self.head = Table(padded_vocabulary(config), config.hidden_size, dtype, device)
+                rows = vocabulary_rows(config, tp.size, tp.index) if tp else padded_vocabulary(config)
+                self.head = Table(rows, config.hidden_size, place)
+        streams: list[tuple[int | str, ...]] = [(layer, part) for layer in layers for part in ("attention", "mlp")]
+        self.dropout_streams = DropoutStreams(seed, [("embedding",), *streams], config.hidden_size, device)
         if config.position == "rope":
             frequencies = rotary_frequencies(config).to(device, statistics_dtype(dtype))
             self.register_buffer("frequencies", frequencies, persistent=False)
         self._sinks: dict[str, Tensor] = {}
         if compile:
+            # Reordering for memory, inductor would finish each collective before it starts the next product.
+            options = None if tp is None else {"reorder_for_peak_memory": False}
             for block in self.blocks.values():
-                block.compile(fullgraph=True, dynamic=False)
+                block.compile(fullgraph=True, dynamic=False, options=options)
 
     @property
     def sunk_parameters(self) -> list[str]:
-        """Parameters whose gradient backward can add straight into a buffer: the word embedding and the head."""
-        return [name for name, _ in self.named_parameters() if name in ("embedding.word.weight", "head.weight")]
+        """Parameters whose gradient backward can add straight into a buffer: all matrices and the word embedding."""
+        return [name for name, _ in self.named_parameters() if name == "head.weight" or self._sink_owner(name)]
 
     def gradient_sinks(self, sinks: Mapping[str, Tensor]) -> None:
         """From now on add gradients of these parameters to the given fp32 (fp64) tensors of their shape."""
         assert set(sinks) <= set(self.sunk_parameters), sinks.keys()
         self._sinks = dict(sinks)
+        for name, sink in sinks.items():
+            if (owner := self._sink_owner(name)) is not None:
+                owner.grad_sink = sink
+
+    def _sink_owner(self, name: str) -> Any:
+        """The layer that fills the sink of the parameter called `name`, if one does."""
+        owner = self.get_submodule(name.rpartition(".")[0])
+        return owner if name.endswith(".weight") and hasattr(owner, "grad_sink") else None
 
     def forward(self, batch: Batch, received: Tensor | None = None) -> Tensor:
-        """Hidden states after the last layer held here (after the final norm where it is held): [s, b, h].
+        """Hidden states after the last layer held here, and the final norm if it is: [s, b, h] (or [s/t, b, h]).
 
-        `received` [s, b, h] is the output of the layers before, None where the first layer is held.
+        `received`, of the same shape, is the output of the layers before, None where the first layer is held.
         """
-        x = self._embed(batch) if received is None else received
-        inputs = self._attention_inputs(batch)
-        for layer, block in self.blocks.items():
-            run = partial(self._run_block, block, int(layer), batch.number)
-            if self.recompute == "full" and torch.is_grad_enabled():
+        keys = self._dropout_keys(batch)
+        x = self._embed(batch, keys) if received is None else received
+        attention = self._attention_inputs(batch)
+        for name, block in self.blocks.items():
+            layer = int(name)
+            inputs = BlockInputs(attention, keys.get((layer, "attention")), keys.get((layer, "mlp")))
+            run = partial(self._run_block, block, layer, batch.first_sample)
+            if layer in self.recomputed and torch.is_grad_enabled():
                 x = checkpoint(run, x, inputs, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = run(x, inputs)
         return self.final_norm(x) if self.is_last else x
 
     def loss(self, batch: Batch, scale: Tensor, received: Tensor | None = None) -> Tensor:
-        """scale (0-d) * sum of the losses of the batch's unmasked tokens: 0-d, fp32 (fp64 in fp64)."""
+        """scale (0-d) * sum of the losses of the batch's unmasked tokens: 0-d, fp32 (fp64 in fp64), alike on tp ranks.
+
+        Label smoothing and z-loss are part of it while training.
+        """
         name, weight = self._head_weight()
         return linear_cross_entropy(
-            self(batch, received).flatten(0, 1),  # [s * b, h]
+            self(batch, received).flatten(0, 1),  # [s * b, h] or [s/t * b, h]
             weight,
             batch.labels.t().flatten(),
             batch.loss_mask.t().flatten(),
@@ -102,38 +138,65 @@ class GPT(nn.Module):
             vocab_size=self._vocab_size,
             chunk_tokens=self.config.loss_chunk_tokens,
             grad_sink=self._sinks.get(name),
+            group=self.place.tp,
+            padded_vocab=padded_vocabulary(self.config),
+            sequence_parallel=self.place.sequence_parallel,
+            label_smoothing=self.label_smoothing if self.training else 0.0,
+            z_loss=self.z_loss if self.training else 0.0,
         )
 
     def head_logits(self, hidden: Tensor) -> Tensor:
-        """Logits of hidden states that passed the final norm: [..., h] -> [..., vocab_size]."""
-        return linear(hidden, self._head_weight()[1][: self._vocab_size])
+        """Logits of final hidden states, the same on all ranks of a model: [..., h] -> [..., vocab_size]."""
+        weight, tp = self._head_weight()[1], self.place.tp
+        if tp is None:
+            return linear(hidden, weight[: self._vocab_size])
+        rows = [vocabulary_rows(self.config, tp.size, index) for index in range(tp.size)]
+        padded = F.pad(linear(hidden, weight), (0, max(rows) - len(weight)))
+        parts = gather_from_tensor_parallel(padded, tp).split(max(rows), dim=-1)
+        logits = torch.cat([part[..., :count] for part, count in zip(parts, rows, strict=True)], dim=-1)
+        return logits[..., : self._vocab_size]
 
     def logits(self, batch: Batch) -> Tensor:
         """[b, s, vocab_size]"""
-        return self.head_logits(self(batch)).transpose(0, 1)
+        return self.head_logits(self.whole_sequence(self(batch))).transpose(0, 1)
 
-    def _embed(self, batch: Batch) -> Tensor:
-        x: Tensor = self.embedding(batch.tokens, batch.positions, self._sinks.get("embedding.word.weight"))
+    def whole_sequence(self, x: Tensor) -> Tensor:
+        """[s/t, b, h] of every rank -> [s, b, h] on all of them; without sequence parallelism x itself."""
+        return gather_from_sequence_parallel(x, self.place.tp) if self.place.sequence_parallel else x
+
+    def _embed(self, batch: Batch, keys: Mapping[tuple[int | str, ...], DropoutKey]) -> Tensor:
+        x: Tensor = self.embedding(batch.tokens, batch.positions)
         dropout = self.config.embedding_dropout
-        if not (self.training and dropout):
-            return x
-        derive_dropout(self.seed, batch.number, EMBEDDING, self.device)
-        return F.dropout(x, dropout)
+        return hash_dropout(x, dropout, keys[("embedding",)]) if self.training and dropout else x
+
+    def _dropout_keys(self, batch: Batch) -> Mapping[tuple[int | str, ...], DropoutKey]:
+        """By stream, what residual and embedding dropout of this microbatch need; empty where nothing is dropped."""
+        if not (self.training and (self.config.dropout or self.config.embedding_dropout)):
+            return {}
+        b, s = batch.tokens.shape
+        tp = self.place.tp if self.place.sequence_parallel else None
+        size, index = (tp.size, tp.index) if tp else (1, 0)
+        positions = torch.arange(s // size, device=self.device) + index * (s // size)  # in the sample
+        keys = self.dropout_streams.keys(batch.first_sample + torch.arange(b, device=self.device), positions)
+        return keys if self.config.dropout else {("embedding",): keys[("embedding",)]}
 
     def _attention_inputs(self, batch: Batch) -> AttentionInputs:
         """Rotary tables and document mask, built once for all layers."""
         rotation = None
         if self.config.position == "rope":
             assert self.config.num_key_value_heads is not None
-            q_per_kv = self.config.num_attention_heads // self.config.num_key_value_heads
+            ranks = 1 if self.place.tp is None else self.place.tp.size
+            groups = max(1, self.config.num_key_value_heads // ranks)  # of this rank
+            q_per_kv = self.config.num_attention_heads // ranks // groups
             rotation = rotary_tables(self.frequencies, batch.positions, q_per_kv)
         mask = None if batch.documents is None else document_mask(batch.documents, self.dtype)
         return AttentionInputs(rotation, mask)
 
-    def _run_block(self, block: nn.Module, layer: int, number: int, x: Tensor, inputs: AttentionInputs) -> Tensor:
+    def _run_block(self, block: nn.Module, layer: int, first_sample: int, x: Tensor, inputs: BlockInputs) -> Tensor:
         """One block and all that must happen anew when backward recomputes it."""
-        if self.training and (self.config.dropout or self.config.attention_dropout):
-            derive_dropout(self.seed, number, layer, self.device)
+        if self.training and self.config.attention_dropout:
+            tp_index = 0 if self.place.tp is None else self.place.tp.index
+            seed_attention_dropout(self.seed, first_sample, layer, tp_index, self.device)
         with attention_backends(self.device):
             out: Tensor = block(x, inputs)
         return out

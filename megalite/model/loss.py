@@ -1,24 +1,33 @@
 """The head and the cross entropy as one function that never holds fp32 logits of all tokens.
 
-Invariant: tokens are taken in chunks; the logits of one chunk exist in the compute dtype, and a piece of them at a time
-in fp32. Maximum, sum of exponentials, loss and probabilities are fp32 (fp64 in fp64) whatever the compute dtype. Where
-gradients are wanted they are taken chunk by chunk in the forward pass, from the logits at hand, so that nothing as
-large as logits waits for backward. The padding of the vocabulary has probability zero and a gradient of exactly zero.
+Invariant: tokens are taken in chunks; the logits of one chunk (of two where ranks share the vocabulary) exist in the
+compute dtype, and a piece of them at a time in fp32. Maximum, sum of exponentials, loss and probabilities are fp32
+(fp64 in fp64) whatever the compute dtype. Where gradients are wanted they are taken chunk by chunk in the forward pass,
+from the logits at hand, so that nothing as large as logits waits for backward. The padding of the vocabulary has
+probability zero and a gradient of exactly zero.
 """
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megalite.tensor_parallel.collectives import (
+    TensorGroup,
+    finish,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
+from megalite.tensor_parallel.cross_entropy import TokenLoss, softmax, statistics_dtype, work_buffers
+from megalite.tensor_parallel.linear import add_transposed_product
+
 # Tokens per chunk. Each chunk reads and writes the whole gradient of the weight once, so chunks must be long; 512 on a
 # CPU cost a few percent more than 1024 and hold half the logits. CUDA needs larger products to be busy.
 CHUNK_TOKENS = {"cpu": 512, "cuda": 8192}
-
-# Elements worked on at once in fp32. On a CPU 4 MiB, so that the passes over a piece stay in the caches (a whole chunk
-# at once measured 2 to 6 times slower); on CUDA 512 MiB, which only bounds memory.
-PIECE_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 27}
 
 
 def linear_cross_entropy(
@@ -31,131 +40,171 @@ def linear_cross_entropy(
     vocab_size: int,
     chunk_tokens: int | None = None,
     grad_sink: Tensor | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    group: TensorGroup | None = None,
+    padded_vocab: int | None = None,
+    sequence_parallel: bool = False,
 ) -> Tensor:
-    """scale * sum over unmasked tokens of -log softmax(hidden weight[:vocab_size]^T)[label]: a 0-d fp32 (fp64) tensor.
+    """scale * sum over unmasked tokens of the loss of hidden weight[:vocab_size]^T: a 0-d fp32 (fp64) tensor.
 
-    hidden [n, h]; weight [padded_vocab, h]; labels int64 [n], within the vocabulary also where masked; loss_mask bool
-    [n]; scale 0-d, a constant to autograd.
+    hidden [n, h]; weight [P, h], P the padded vocabulary; labels int64 [n], within the vocabulary also where masked;
+    loss_mask bool [n]; scale 0-d, a constant to autograd. What a token's loss is: `TokenLoss`.
+
+    With a `group` of t ranks, weight is rows [i * P // t, (i + 1) * P // t) of rank i (`padded_vocab` is P), and all
+    else is the same on every rank, gradient of hidden and returned value (bit for bit) included. With
+    `sequence_parallel` hidden, and its gradient, is the rank's rows [i * n / t, (i + 1) * n / t) alone.
 
     With `grad_sink` (fp32 or fp64, like weight) the gradient of the weight is added to it in this very call, if
     gradients are enabled and the weight requires one, and autograd returns none for the weight. That is right only
     where the returned value itself is the root of backward, with an upstream gradient of one: factors go into `scale`.
+
+    Memory, with c tokens per chunk and v rows of weight: c * v logits in the compute dtype, twice that with a group
+    and gradients (the next chunk's product is issued before this one's statistics are waited for), 2 *
+    min(c * v, PIECE_ELEMENTS) in fp32, the gradients, a few numbers per token; with a group also the summed gradient
+    of hidden besides the rank's own, with sequence parallelism also the gathered hidden; what `add_transposed_product`
+    and the collectives' library need for themselves.
     """
-    n, width = hidden.shape
+    assert group is not None or not sequence_parallel
+    n, width = hidden.shape[0] * (group.size if group is not None and sequence_parallel else 1), hidden.shape[1]
     assert weight.shape[1] == width
     assert labels.shape == loss_mask.shape == (n,)
-    assert 0 < vocab_size <= weight.shape[0]
+    assert group is None or padded_vocab is not None, "uneven rows do not say which they are"
+    token_loss = TokenLoss.of(
+        weight.shape[0],
+        padded_vocab or weight.shape[0],
+        group,
+        vocab_size=vocab_size,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+    )
     chunk = max(1, min(n, chunk_tokens or CHUNK_TOKENS[hidden.device.type]))
+    task = _Task(labels, loss_mask, scale, token_loss, chunk, sequence_parallel)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-        loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, labels, loss_mask, scale, vocab_size, chunk, grad_sink)
+        loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, task, grad_sink)
         return loss
-    return _sweep(hidden, weight, labels, loss_mask, scale, vocab_size, chunk, None, None)
+    return _Sweep(task, hidden, weight, None, wants_hidden=False).run()
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What to compute, but for the two inputs that take gradients."""
+
+    labels: Tensor
+    loss_mask: Tensor
+    scale: Tensor
+    token_loss: TokenLoss
+    chunk: int
+    sequence_parallel: bool
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     """Loss and both gradients in one sweep over the chunks; backward multiplies by the upstream gradient."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        loss_mask: Tensor,
-        scale: Tensor,
-        vocab_size: int,
-        chunk: int,
-        grad_sink: Tensor | None,
-    ) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, task: _Task, grad_sink: Tensor | None) -> Tensor:
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        hidden_grad = torch.empty_like(hidden) if wants_hidden else None
         weight_grad = None
         if wants_weight and grad_sink is None:
-            weight_grad = torch.zeros_like(weight, dtype=_statistics_dtype(weight))  # chunks add up in fp32
+            weight_grad = torch.zeros_like(weight, dtype=statistics_dtype(weight.dtype))  # chunks add up in fp32
         sink = grad_sink if wants_weight and grad_sink is not None else weight_grad
 
-        loss = _sweep(hidden, weight, labels, loss_mask, scale, vocab_size, chunk, hidden_grad, sink)
-        ctx.save_for_backward(hidden_grad, None if weight_grad is None else weight_grad.to(weight.dtype))
+        sweep = _Sweep(task, hidden, weight, sink, wants_hidden=wants_hidden)
+        loss = sweep.run()
+        ctx.save_for_backward(sweep.hidden_grad, None if weight_grad is None else weight_grad.to(weight.dtype))
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         hidden_grad, weight_grad = (None if saved is None else saved * upstream for saved in ctx.saved_tensors)
-        return hidden_grad, weight_grad, None, None, None, None, None, None
+        return hidden_grad, weight_grad, None, None
 
 
-def _sweep(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    loss_mask: Tensor,
-    scale: Tensor,
-    vocab_size: int,
-    chunk: int,
-    hidden_grad: Tensor | None,
-    weight_grad: Tensor | None,
-) -> Tensor:
-    """The scaled loss, chunk by chunk; fills `hidden_grad` [n, h], adds to `weight_grad` [padded_vocab, h]."""
-    n, padded_vocab = hidden.shape[0], weight.shape[0]
-    dtype, device = _statistics_dtype(weight), hidden.device
-    piece = min(chunk, max(1, PIECE_ELEMENTS[device.type] // padded_vocab))
-    logits = hidden.new_empty(chunk, padded_vocab)
-    work = torch.empty(2, 0 if hidden.is_cuda else piece, padded_vocab, dtype=dtype, device=device)
-    token_loss = torch.empty(n, dtype=dtype, device=device)
-    row_scale = loss_mask.to(dtype) * scale.to(dtype)  # [n]
+class _Sweep:
+    """One pass over the chunks: the scaled loss, `hidden_grad` (like hidden) if wanted, a sum into `weight_grad`."""
 
-    for start in range(0, n, chunk):
-        x = hidden[start : start + chunk]  # [c, h]
-        chunk_logits = logits[: x.shape[0]]
-        torch.mm(x, weight.t(), out=chunk_logits)  # [c, padded_vocab]
-        chunk_logits[:, vocab_size:] = -torch.inf
-        for first in range(0, x.shape[0], piece):
-            part = chunk_logits[first : first + piece]
-            rows = slice(start + first, start + first + part.shape[0])
-            token_loss[rows], probabilities = _softmax_loss(part, labels[rows, None], work)
-            if hidden_grad is not None or weight_grad is not None:
-                # d loss / d logits = (probability - [column is the label]) * row_scale, in place of the logits
-                probabilities.scatter_add_(1, labels[rows, None], probabilities.new_full((part.shape[0], 1), -1.0))
-                part.copy_(probabilities.mul_(row_scale[rows, None]))
-        if hidden_grad is not None:
-            torch.mm(chunk_logits, weight, out=hidden_grad[start : start + chunk])
-        if weight_grad is not None:
-            _add_transposed_product(weight_grad, chunk_logits, x)
-    return scale.to(dtype) * token_loss.masked_fill_(~loss_mask, 0.0).sum()
+    def __init__(
+        self, task: _Task, hidden: Tensor, weight: Tensor, weight_grad: Tensor | None, *, wants_hidden: bool
+    ) -> None:
+        self.task, self.token_loss, self.group = task, task.token_loss, task.token_loss.group
+        if task.sequence_parallel:
+            assert self.group is not None
+            hidden = finish(start_all_gather(hidden, self.group))
+        self.hidden, self.weight, self.weight_grad = hidden, weight, weight_grad
+        self.hidden_grad = torch.empty_like(hidden) if wants_hidden else None
+        self.wants_gradients = wants_hidden or weight_grad is not None
+        overlaps = self.group is not None and self.wants_gradients
+        self.buffers = hidden.new_empty(2 if overlaps else 1, task.chunk, weight.shape[0])
+        self.work, self.piece = work_buffers(self.buffers[0])
+        dtype = self.work.dtype
+        self.losses = torch.empty(hidden.shape[0], dtype=dtype, device=hidden.device)
+        self.upstream = task.loss_mask.to(dtype) * task.scale.to(dtype)  # [n]
 
+    def run(self) -> Tensor:
+        waiting: tuple[slice, Tensor, Tensor] | None = None
+        for number, start in enumerate(range(0, self.hidden.shape[0], self.task.chunk)):
+            tokens = slice(start, start + self.task.chunk)
+            logits = self._logits(tokens, self.buffers[number % len(self.buffers)])
+            if self.group is None:
+                self._settle_alone(tokens, logits)
+                self._add_gradients(tokens, logits)
+                continue
+            exchanged = self.token_loss.start_exchange(self._statistics(tokens, logits))
+            if waiting is not None:
+                self._settle(*waiting)
+                self._add_gradients(*waiting[:2])
+            waiting = tokens, logits, exchanged
+        if waiting is not None:
+            self._settle(*waiting)
+            self._add_gradients(*waiting[:2])
+        if self.group is not None and self.hidden_grad is not None:
+            self.hidden_grad = finish(self.hidden_grad)
+        return self.task.scale.to(self.losses.dtype) * self.losses.masked_fill_(~self.task.loss_mask, 0.0).sum()
 
-def _softmax_loss(logits: Tensor, labels: Tensor, work: Tensor) -> tuple[Tensor, Tensor]:
-    """Token losses [r] and probabilities [r, padded_vocab] of logits [r, padded_vocab] and labels [r, 1].
+    def _logits(self, tokens: slice, buffer: Tensor) -> Tensor:
+        x = self.hidden[tokens]
+        logits = torch.mm(x, self.weight.t(), out=buffer[: x.shape[0]])  # [c, v]
+        logits[:, self.token_loss.real :] = -torch.inf
+        return logits
 
-    `work` is of the statistics' dtype and, on a CPU, two buffers [*, padded_vocab], since fresh pages cost more there
-    than the arithmetic; CUDA's allocator makes them needless. The log of the sum of exponentials follows from the
-    largest probability, which cannot underflow as the label's own can: log sum exp = largest logit - log(largest p).
-    """
-    r = logits.shape[0]
-    if logits.is_cuda:
-        probabilities = torch.softmax(logits, -1, dtype=work.dtype)  # one kernel reads bf16 and writes fp32
-    else:
-        logits = work[0, :r].copy_(logits) if logits.dtype != work.dtype else logits
-        probabilities = torch.softmax(logits, -1, out=work[1, :r])
-    log_sum = logits.amax(-1).to(work.dtype) - probabilities.amax(-1).log_()
-    return log_sum - logits.gather(1, labels)[:, 0].to(work.dtype), probabilities
+    def _settle_alone(self, tokens: slice, logits: Tensor) -> None:
+        """Losses of a chunk whose logits are all here, and gradients in their place: one softmax serves both."""
+        for rows, part in self._pieces(tokens, logits):
+            labels = self.task.labels[rows]
+            wide, probabilities = softmax(part, self.work)
+            statistics = self.token_loss.local_statistics(wide, probabilities, labels)
+            self.losses[rows], factor = self.token_loss.combine(statistics[None])
+            if self.wants_gradients:
+                self.token_loss.write_gradient(part, probabilities, labels, factor, self.upstream[rows])
 
+    def _statistics(self, tokens: slice, logits: Tensor) -> Tensor:
+        """[k, c] of this rank's columns."""
+        pieces = self._pieces(tokens, logits)
+        labels = self.task.labels
+        parts = [self.token_loss.local_statistics(*softmax(part, self.work), labels[rows]) for rows, part in pieces]
+        return torch.cat(parts, 1)
 
-def _add_transposed_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total [v, h] += left^T right for left [c, v], right [c, h]; total may be of wider dtype than the product's."""
-    if total.dtype == left.dtype:
-        total.addmm_(left.t(), right)
-    elif total.is_cuda:
-        torch.addmm(total, left.t(), right, out_dtype=total.dtype, out=total)
-    else:
-        # No CPU kernel multiplies bf16 into fp32, and mixed sums are slow: product, widened copy, sum, tile by tile.
-        rows = min(total.shape[0], max(1, PIECE_ELEMENTS["cpu"] // total.shape[1]))
-        product, widened = right.new_empty(rows, total.shape[1]), total.new_empty(rows, total.shape[1])
-        for tile, columns in zip(total.split(rows), left.split(rows, dim=1), strict=True):
-            torch.mm(columns.t(), right, out=product[: len(tile)])
-            tile.add_(widened[: len(tile)].copy_(product[: len(tile)]))
+    def _settle(self, tokens: slice, logits: Tensor, exchanged: Tensor) -> None:
+        """Losses of a chunk from the statistics of all ranks, and gradients in place of the logits."""
+        self.losses[tokens], factors = self.token_loss.combine(finish(exchanged))
+        if not self.wants_gradients:
+            return
+        for (rows, part), factor in zip(self._pieces(tokens, logits), factors.split(self.piece), strict=True):
+            _, probabilities = softmax(part, self.work)
+            self.token_loss.write_gradient(part, probabilities, self.task.labels[rows], factor, self.upstream[rows])
 
+    def _add_gradients(self, tokens: slice, gradient: Tensor) -> None:
+        """From the gradient [c, v] of a chunk's logits. The last sum over ranks runs while the weight's is computed."""
+        if self.hidden_grad is not None:
+            torch.mm(gradient, self.weight, out=self.hidden_grad[tokens])
+            if self.group is not None and tokens.stop >= self.hidden.shape[0]:
+                start_sum = start_reduce_scatter if self.task.sequence_parallel else start_all_reduce
+                self.hidden_grad = start_sum(self.hidden_grad, self.group)
+        if self.weight_grad is not None:
+            add_transposed_product(self.weight_grad, gradient, self.hidden[tokens])
 
-def _statistics_dtype(tensor: Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+    def _pieces(self, tokens: slice, logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        for first in range(0, logits.shape[0], self.piece):
+            part = logits[first : first + self.piece]
+            yield slice(tokens.start + first, tokens.start + first + part.shape[0]), part

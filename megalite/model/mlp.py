@@ -1,45 +1,58 @@
-"""The MLP of a block: up projection, non-linearity, down projection; gated (SwiGLU, Shazeer 2020) or plain."""
+"""The MLP of a block: up projection, non-linearity, down projection; gated (SwiGLU, Shazeer 2020) or plain.
 
-import torch
+Tensor-parallel ranks divide the inner width, so that the non-linearity needs no communication (arXiv 1909.08053).
+"""
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.config.schema import ModelConfig
-from megalite.model.projection import Projection
+from megalite.model.placement import Placement
+from megalite.parallel.parameters import Split
+from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megalite.tensor_parallel.recompute import chain
 
 
 class MLP(nn.Module):
     """GELU: down(gelu(up x))."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, place: Placement, *, recompute: bool) -> None:
         super().__init__()
+        self.recompute = recompute  # backward computes the non-linearity again
         hidden, ffn = config.hidden_size, config.ffn_hidden_size
         assert ffn is not None
         self.approximate = "tanh" if config.activation == "gelu_tanh" else "none"
-        self.up = Projection((ffn,), hidden, bias=config.bias, dtype=dtype, device=device)
-        self.down = Projection((hidden,), ffn, bias=config.bias, dtype=dtype, device=device)
+        self.up = ColumnParallelLinear((ffn,), hidden, Split(0), bias=config.bias, **place.of_layers)
+        self.down = RowParallelLinear(hidden, ffn, bias=config.bias, **place.of_layers)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[s, b, h] -> [s, b, h]"""
-        return self.down(F.gelu(self.up(x), approximate=self.approximate))  # type: ignore[no-any-return]
+        """[s, b, h] -> [s, b, h], with sequence parallelism [s/t, b, h] -> [s/t, b, h]"""
+        return chain(self._activate, self.down, self.up(x), rebuild=self.recompute)
+
+    def _activate(self, x: Tensor) -> Tensor:
+        return F.gelu(x, approximate=self.approximate)
 
 
 class GatedMLP(nn.Module):
     """SwiGLU: down(silu(gate x) * up x); gate and up are one product."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, place: Placement, *, recompute: bool) -> None:
         super().__init__()
+        self.recompute = recompute  # backward computes the non-linearity again
         hidden, ffn = config.hidden_size, config.ffn_hidden_size
         assert ffn is not None
-        self.gate_up = Projection((2, ffn), hidden, bias=config.bias, dtype=dtype, device=device)
-        self.down = Projection((hidden,), ffn, bias=config.bias, dtype=dtype, device=device)
+        self.gate_up = ColumnParallelLinear((2, ffn), hidden, Split(1), bias=config.bias, **place.of_layers)
+        self.down = RowParallelLinear(hidden, ffn, bias=config.bias, **place.of_layers)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[s, b, h] -> [s, b, h]"""
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)  # type: ignore[no-any-return]
+        """[s, b, h] -> [s, b, h], with sequence parallelism [s/t, b, h] -> [s/t, b, h]"""
+        return chain(self._activate, self.down, self.gate_up(x), rebuild=self.recompute)
+
+    def _activate(self, x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate) * up
 
 
-def build_mlp(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> MLP | GatedMLP:
+def build_mlp(config: ModelConfig, place: Placement, *, recompute: bool = False) -> MLP | GatedMLP:
     """The MLP that `config` asks for."""
-    return (GatedMLP if config.activation == "swiglu" else MLP)(config, dtype, device)
+    return (GatedMLP if config.activation == "swiglu" else MLP)(config, place, recompute=recompute)

@@ -12,15 +12,23 @@ from dataclasses import replace
 from math import sqrt
 
 from megalite.config.schema import ModelConfig
-from megalite.parallel.parameters import Group, ParameterRecord, Split
+from megalite.parallel.parameters import Group, ParameterRecord, Split, shard_of
 
 Groups = tuple[Group, ...]
+
+ROWS = Split(0, uneven=True)  # of the vocabulary
+GROUPS = Split(0, shared_tail=2)  # of the fused attention projection: each has its queries, its key and its value
 
 
 def padded_vocabulary(config: ModelConfig) -> int:
     """Rows of the embedding and the head: vocab_size, up to the next vocab_multiple whatever the layout."""
     assert config.vocab_size is not None, "the vocabulary is derived before the model is built"
     return -(-config.vocab_size // config.vocab_multiple) * config.vocab_multiple
+
+
+def vocabulary_rows(config: ModelConfig, size: int, index: int) -> int:
+    """Rows of the embedding and the head on rank `index` of `size` tensor-parallel ranks."""
+    return shard_of((padded_vocabulary(config),), ROWS, size, index).shape[0]
 
 
 def gpt_parameters(config: ModelConfig, *, sequence_parallel: bool = False) -> list[ParameterRecord]:
@@ -57,7 +65,7 @@ def _head(config: ModelConfig) -> Iterator[ParameterRecord]:
 
 def _vocabulary(name: str, config: ModelConfig) -> ParameterRecord:
     shape = (padded_vocabulary(config), config.hidden_size)
-    return _weight(name, shape, config.init_std, Split(0, uneven=True))
+    return _weight(name, shape, config.init_std, ROWS)
 
 
 def _block(layer: int, config: ModelConfig, on_sequence: Groups) -> Iterator[ParameterRecord]:
@@ -73,10 +81,9 @@ def _attention(name: str, config: ModelConfig, on_sequence: Groups) -> Iterator[
     assert head_size is not None
     heads = config.num_attention_heads
     group = (kv_heads, heads // kv_heads + 2, head_size)  # queries, key, value of each group
-    groups = Split(0, shared_tail=2)
-    yield _weight(f"{name}.qkv.weight", (*group, config.hidden_size), config.init_std, groups)
+    yield _weight(f"{name}.qkv.weight", (*group, config.hidden_size), config.init_std, GROUPS)
     if config.bias:
-        yield _zeros(f"{name}.qkv.bias", group, split=groups)
+        yield _zeros(f"{name}.qkv.bias", group, split=GROUPS)
     if config.qk_norm:  # one weight for all heads, of which each tp rank sees its own
         yield _ones(f"{name}.query_norm.weight", head_size, partial_over=("tp",))
         yield _ones(f"{name}.key_norm.weight", head_size, partial_over=("tp",))

@@ -1,36 +1,41 @@
 """All parameters in one flat buffer, all gradients in another.
 
-The layout of the buffers is data: which parameter sits at which offset is a pure function of the parameter records.
-Parameters that weight decay touches come first, so that one optimizer call covers each of the two ranges. Parameters of
-the model become views of the flat buffer; gradients of every microbatch are added up in fp32 (fp64 in fp64) in a flat
-buffer of the same layout, through one hook per parameter. There is no second persistent copy of either.
+The layout of the buffers is data: which shard of which parameter sits at which offset is a pure function of the
+parameter records and this rank's place on the tensor-parallel axis. Parameters that weight decay touches come first, so
+that one optimizer call covers each of the two ranges; in each, those that tp splits come before those it replicates, so
+that the latter are one range, which one rank counts and all of them sum. Parameters of the model become views of the
+flat buffer; gradients of all microbatches are added up in fp32 (fp64 in fp64) in a flat buffer of the same layout, by
+the model's own backward or by one hook per parameter. There is no second persistent copy of either.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import product
+from math import prod
 
 import torch
 from torch import Tensor, nn
 
-from megalite.parallel.parameters import ParameterRecord
+from megalite.parallel.parameters import ParameterRecord, Shard, shard
 
 ALIGNMENT = 64  # elements: 256 bytes of fp32, so that every parameter starts on a full vector and cache line
 
 
 @dataclass(frozen=True)
 class BufferSlot:
-    """Elements [start, start + record.numel) of a flat buffer: one parameter."""
+    """Elements [start, stop) of a flat buffer: what this rank holds of one parameter."""
 
     record: ParameterRecord
+    shard: Shard
     start: int
 
     @property
     def stop(self) -> int:
-        return self.start + self.record.numel
+        return self.start + prod(self.shard.shape)
 
     def view(self, buffer: Tensor) -> Tensor:
-        """The parameter's shape over its part of `buffer` ([size])."""
-        return buffer[self.start : self.stop].view(self.record.shape)
+        """The shard's shape over its part of `buffer` ([size])."""
+        return buffer[self.start : self.stop].view(self.shard.shape)
 
 
 @dataclass(frozen=True)
@@ -41,16 +46,47 @@ class BufferLayout:
     decay_stop: int
     size: int
 
+    def counted(self, buffer: Tensor) -> list[Tensor]:
+        """The parts of `buffer` that this rank counts in a norm, as few as possible: of replicas one rank's only.
 
-def buffer_layout(records: Sequence[ParameterRecord]) -> BufferLayout:
-    """Decayed parameters, then the others; each in reverse order of `records`, as backward reaches them."""
+        Gaps between slots are zero and may be part of them.
+        """
+        parts: list[Tensor] = []
+        start: int | None = None  # of a run of slots that are counted whole
+        for slot in self.slots:
+            whole = all(box.counted for box in slot.shard.boxes)
+            if whole and start is None:
+                start = slot.start
+            elif not whole:
+                if start is not None:
+                    parts.append(buffer[start : slot.start])
+                    start = None
+                parts += [slot.view(buffer)[box.local] for box in slot.shard.boxes if box.counted]
+        return parts if start is None else [*parts, buffer[start:]]
+
+    def replicated(self, buffer: Tensor) -> list[Tensor]:
+        """The parts of `buffer` that tensor-parallel ranks hold alike: a range of decayed parameters, one of others."""
+        ranges = []
+        for decay in (True, False):
+            slots = [slot for slot in self.slots if slot.record.split is None and slot.record.decay == decay]
+            ranges += [buffer[slots[0].start : slots[-1].stop]] if slots else []
+        return ranges
+
+
+def buffer_layout(records: Sequence[ParameterRecord], *, size: int = 1, index: int = 0) -> BufferLayout:
+    """The buffers of rank `index` of `size` tensor-parallel ranks.
+
+    Decayed parameters, then the others; in each, split ones, then replicated ones; those in reverse order of `records`,
+    as backward reaches them.
+    """
     slots = []
     cursor = decay_stop = 0
-    for decay in (True, False):
+    for decay, split in product((True, False), (True, False)):
         for record in reversed(records):
-            if record.decay == decay:
-                slots.append(BufferSlot(record, cursor))
-                cursor += -(-record.numel // ALIGNMENT) * ALIGNMENT
+            if (record.decay, record.split is not None) == (decay, split):
+                slot = BufferSlot(record, shard(record, size, index), cursor)
+                slots.append(slot)
+                cursor += -(-(slot.stop - slot.start) // ALIGNMENT) * ALIGNMENT
         if decay:
             decay_stop = cursor
     return BufferLayout(tuple(slots), decay_stop, cursor)
@@ -69,8 +105,6 @@ class TrainingBuffers:
         self.masters = torch.zeros(layout.size, dtype=master_dtype, device=device)
         self.gradients = torch.zeros(layout.size, dtype=master_dtype, device=device)
         self.parameters = self.masters if dtype == master_dtype else torch.zeros_like(self.masters, dtype=dtype)
-        self._stale: set[str] = set()  # slots whose gradients are still those of the step before
-        self._sunk: set[str] = set()  # slots that the model's own backward fills
 
     def attach(self, model: nn.Module, *, sunk: Iterable[str] = ()) -> dict[str, Tensor]:
         """Make the model's parameters views of the flat buffer and add up their gradients in the other.
@@ -78,55 +112,34 @@ class TrainingBuffers:
         The gradients of parameters named in `sunk` are accumulated by the model itself; the returned tensors, by name,
         are where to.
         """
-        self._sunk = set(sunk)
+        own = set(sunk)
         parameters = dict(model.named_parameters())
         names = [slot.record.name for slot in self.layout.slots]
         assert sorted(parameters) == sorted(names), set(parameters) ^ set(names)
         for slot in self.layout.slots:
             parameter = parameters[slot.record.name]
-            assert tuple(parameter.shape) == slot.record.shape, (slot.record, parameter.shape)
+            assert tuple(parameter.shape) == slot.shard.shape, (slot, parameter.shape)
             parameter.data = slot.view(self.parameters)
-            if slot.record.name not in self._sunk:
-                self._add_up(parameter, slot.record.name, slot.view(self.gradients))
-        return {
-            slot.record.name: slot.view(self.gradients) for slot in self.layout.slots if slot.record.name in self._sunk
-        }
-
-    def _add_up(self, parameter: nn.Parameter, name: str, total: Tensor) -> None:
-        def accumulate(ready: Tensor) -> None:
-            assert ready.grad is not None
-            if name in self._stale:  # the step's first microbatch overwrites: cheaper than zeroing and adding
-                total.copy_(ready.grad)
-                self._stale.discard(name)
-            elif ready.grad.dtype == total.dtype:
-                total.add_(ready.grad)
-            else:
-                total.add_(ready.grad.to(total.dtype))  # a mixed-dtype add is several times slower on CPUs
-            ready.grad = None
-
-        parameter.register_post_accumulate_grad_hook(accumulate)
+            if slot.record.name not in own:
+                _add_up(parameter, slot.view(self.gradients))
+        return {slot.record.name: slot.view(self.gradients) for slot in self.layout.slots if slot.record.name in own}
 
     def start_step(self) -> None:
         """Forget the gradients of the step before."""
-        for slot in self.layout.slots:
-            if slot.record.name in self._sunk:
-                slot.view(self.gradients).zero_()
-            else:
-                self._stale.add(slot.record.name)
-
-    def finish_step(self) -> None:
-        """After the last microbatch's backward: parameters that took no part have gradient zero."""
-        for slot in self.layout.slots:
-            if slot.record.name in self._stale:
-                slot.view(self.gradients).zero_()
-        self._stale.clear()
+        self.gradients.zero_()
 
     @torch.no_grad()
     def fill(self, values: Iterable[tuple[str, Tensor]]) -> None:
-        """Set masters and parameters to `values`, (name, tensor of the logical shape) pairs."""
+        """Set masters and parameters to `values`: (name, tensor) pairs, the tensor logical or this rank's shard."""
         slots = {slot.record.name: slot for slot in self.layout.slots}
         for name, value in values:
-            slots[name].view(self.masters).copy_(value)
+            slot = slots[name]
+            if value.shape == slot.shard.shape:
+                slot.view(self.masters).copy_(value)
+            else:
+                assert value.shape == slot.record.shape, (slot, value.shape)
+                for box in slot.shard.boxes:
+                    slot.view(self.masters)[box.local] = value[box.logical].to(self.masters)
         self.round_masters()
 
     @torch.no_grad()
@@ -134,3 +147,14 @@ class TrainingBuffers:
         """Parameters become the masters, rounded to the model's dtype."""
         if self.parameters is not self.masters:
             self.parameters.copy_(self.masters)
+
+
+def _add_up(parameter: nn.Parameter, total: Tensor) -> None:
+    """Have each gradient of the parameter added to `total` and forgotten."""
+
+    def accumulate(ready: Tensor) -> None:
+        assert ready.grad is not None
+        total.add_(ready.grad.to(total.dtype))  # a mixed-dtype add is several times slower on CPUs
+        ready.grad = None
+
+    parameter.register_post_accumulate_grad_hook(accumulate)

@@ -36,8 +36,8 @@ class ParallelContext:
     dtype: torch.dtype = torch.float32
     specs: Mapping[str, GroupSpec] = field(default_factory=lambda: groups_of(ParallelLayout(), 0, GroupNeeds()))
     groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)  # those of more than one rank
-    control_group: dist.ProcessGroup | None = None  # None: a world of one
-    meeting: Store | None = None  # where the ranks met; outlives the groups. None: nobody met, or long before
+    control_group: dist.ProcessGroup | None = None  # made for this context, as all its groups. None: a world of one
+    meeting: Store | None = None  # where the ranks met to make the world; outlives the groups. None: it was there
 
     @property
     def world_size(self) -> int:
@@ -151,7 +151,7 @@ class ParallelContext:
         if self.meeting is not None:
             dist.destroy_process_group()
             return
-        for group in {*self.groups.values()} - {self.control_group}:
+        for group in {*self.groups.values(), self.control_group}:
             if group in dist.distributed_c10d._world.pg_map:
                 dist.destroy_process_group(group)
 

@@ -12,9 +12,10 @@ from functools import partial
 from math import prod
 from typing import Literal
 
-from megalite.config.problems import Problem
-from megalite.parallel.layout import ParallelLayout
-from megalite.parallel.layout_rules import Naming, divisors
+from megalite.config.problems import Problem, UserError
+from megalite.parallel.layout import DEFAULT_ORDER, ParallelLayout
+from megalite.parallel.layout_rules import LayoutRequest, Naming, divisors, layout_problems
+from megalite.parallel.remedies import is_whole
 
 Traffic = Literal[
     "gradient",  # gradient and parameter sync, and the sums of a step's end: norms, token counts
@@ -55,7 +56,11 @@ class GroupNeeds:
 
 
 def groups_of(layout: ParallelLayout, rank: int, needs: GroupNeeds) -> dict[str, GroupSpec]:
-    """The groups of `rank` by name, groups of one rank included, in the order of their making."""
+    """The groups of `rank` by name, groups of one rank included, in the order of their making.
+
+    Raises `UserError` with all of `group_problems`.
+    """
+    _check(layout, needs)
     specs = {family.name: family.group_of(rank) for family in _families(layout, needs)}
     return {name: spec for name, spec in specs.items() if spec is not None}
 
@@ -63,8 +68,14 @@ def groups_of(layout: ParallelLayout, rank: int, needs: GroupNeeds) -> dict[str,
 def all_groups(layout: ParallelLayout, needs: GroupNeeds) -> Iterator[GroupSpec]:
     """Every group of more than one rank of the whole world, in the one order in which all ranks make them.
 
-    Gradient sync comes first: switches that reduce in the network serve the first communicator alone.
+    Gradient sync comes first: switches that reduce in the network serve the first communicator alone. The call raises
+    `UserError` with all of `group_problems`.
     """
+    _check(layout, needs)
+    return _all_groups(layout, needs)
+
+
+def _all_groups(layout: ParallelLayout, needs: GroupNeeds) -> Iterator[GroupSpec]:
     first = layout.rank_offset
     for family in _families(layout, needs):
         largest = family.group_of(first)  # of the first stage, where groups of several sizes have all their members
@@ -79,28 +90,83 @@ def all_groups(layout: ParallelLayout, needs: GroupNeeds) -> Iterator[GroupSpec]
 
 
 def group_problems(layout: ParallelLayout, needs: GroupNeeds, name: Naming = str) -> Iterator[Problem]:
-    """What keeps the groups from being formed, for settings named by the fields of `GroupNeeds`."""
-    heads, instances = needs.kv_heads, needs.optimizer_instances
-    if heads is not None and (layout.tp % heads if heads < layout.tp else heads % layout.tp):
-        works = [size for size in divisors(layout.world_size) if size % heads == 0 or heads % size == 0]
-        rule = f"neither a multiple nor a divisor of {name('tp')}={layout.tp}"
-        remedy = f"{name('tp')}={' or '.join(str(size) for size in works if size <= max(heads, layout.tp))}"
-        yield Problem(name("kv_heads"), heads, rule, remedy)
+    """What keeps the groups from being formed, for settings named by the fields of needs and layout."""
+    bad = list(_bad_values(layout, needs, name))
+    yield from bad
+    if not bad:
+        yield from _uneven_heads(layout, needs, name)
+        yield from _uneven_levels(layout, needs, name)
+        yield from _uneven_instances(layout, needs, name)
+
+
+def _check(layout: ParallelLayout, needs: GroupNeeds) -> None:
+    if problems := list(group_problems(layout, needs)):
+        raise UserError(problems)
+
+
+def _bad_values(layout: ParallelLayout, needs: GroupNeeds, name: Naming) -> Iterator[Problem]:
+    whole = "must be a whole number, at least 1"
+    if needs.kv_heads is not None and not is_whole(needs.kv_heads, 1):
+        yield Problem(name("kv_heads"), needs.kv_heads, whole, f"{name('kv_heads')}={layout.tp}")
+    if not is_whole(needs.optimizer_instances, 1):
+        remedy = f"{name('optimizer_instances')}=1"
+        yield Problem(name("optimizer_instances"), needs.optimizer_instances, whole, remedy)
+    levels = needs.cp_levels
+    if not isinstance(levels, tuple | list) or not all(is_whole(size, 1) for size in levels):
+        rule = "each level must be a whole number, at least 1"
+        yield Problem(name("cp_levels"), levels, rule, _some_levels(layout, name))
+    split, last = needs.split_rank, layout.pp - 1
+    if split is not None and not (is_whole(split, 1) and split <= last):
+        rule = f"must leave encoder and decoder a rank each of {name('pp')}={layout.pp}"
+        valid = f"{name('split_rank')}=1{f' to {last}' if last > 1 else ''}, or " if last else ""
+        yield Problem(name("split_rank"), split, rule, f"{valid}leave {name('split_rank')} unset")
+
+
+def _uneven_heads(layout: ParallelLayout, needs: GroupNeeds, name: Naming) -> Iterator[Problem]:
+    heads, tp = needs.kv_heads, layout.tp
+    if heads is None or tp % heads == 0 or heads % tp == 0:
+        return
+    asked = LayoutRequest(
+        layout.world_size, tp, layout.cp, None, layout.pp, layout.vpp, layout.ep, layout.etp, order=layout.order
+    )
+    sizes = [size for size in divisors(layout.world_size) if size % heads == 0 or heads % size == 0]
+    sizes = [size for size in sizes if not any(layout_problems(replace(asked, tp=size)))]
+    near = sorted({*divisors(tp), tp * (heads // tp), tp * (heads // tp + 1)} - {0}, key=lambda n: abs(n - heads))[:3]
+    ways = {"tp": sizes, "kv_heads": sorted(near)}
+    remedy = ", or ".join(f"{name(field)}={_either(values)}" for field, values in ways.items() if values)
+    yield Problem(name("kv_heads"), heads, f"neither a multiple nor a divisor of {name('tp')}={tp}", remedy)
+
+
+def _uneven_levels(layout: ParallelLayout, needs: GroupNeeds, name: Naming) -> Iterator[Problem]:
     if needs.cp_levels and prod(needs.cp_levels) != layout.cp:
         rule = f"their product must be {name('cp')}={layout.cp}, not {prod(needs.cp_levels)}"
-        pair = next(([each, layout.cp // each] for each in divisors(layout.cp)[1:-1]), [layout.cp])
-        yield Problem(name("cp_levels"), list(needs.cp_levels), rule, f"{name('cp_levels')}={pair}")
+        yield Problem(name("cp_levels"), list(needs.cp_levels), rule, _some_levels(layout, name))
+
+
+def _some_levels(layout: ParallelLayout, name: Naming) -> str:
+    pair = next(([each, layout.cp // each] for each in divisors(layout.cp)[1:-1]), [layout.cp])
+    return f"{name('cp_levels')}={pair}"
+
+
+def _uneven_instances(layout: ParallelLayout, needs: GroupNeeds, name: Naming) -> Iterator[Problem]:
+    instances = needs.optimizer_instances
     replicas = {"dp x cp": layout.dp * layout.cp} | ({"edp": layout.edp} if layout.has_experts else {})
-    uneven = {axes: size for axes, size in replicas.items() if size % instances}
-    if uneven:
-        rule = f"does not divide {' and '.join(f'{axes} = {size}' for axes, size in uneven.items())}"
-        fits = [each for each in divisors(layout.world_size) if not any(size % each for size in replicas.values())]
-        remedy = f"{name('optimizer_instances')}={' or '.join(map(str, fits))}"
-        yield Problem(name("optimizer_instances"), instances, rule, remedy)
-    elif layout.has_experts and not _instances_agree(layout, instances):
+    uneven = [f"{axes} = {size}" for axes, size in replicas.items() if size % instances]
+    if not uneven and (not layout.has_experts or _instances_agree(layout, instances)):
+        return
+    fits = [each for each in divisors(layout.dp * layout.cp) if not any(size % each for size in replicas.values())]
+    if layout.has_experts:
+        fits = [each for each in fits if _instances_agree(layout, each)]
+    remedy = f"{name('optimizer_instances')}={_either(fits)}"
+    rule = f"does not divide {' and '.join(uneven)}"
+    if not uneven:
         rule = f"{name('order')}={layout.order} deals dense layers and experts out to different instances"
-        remedy = f"{name('optimizer_instances')}=1, or {name('order')}=tp-cp-ep-dp-pp"
-        yield Problem(name("optimizer_instances"), instances, rule, remedy)
+        remedy += f", or {name('order')}={DEFAULT_ORDER}"
+    yield Problem(name("optimizer_instances"), instances, rule, remedy)
+
+
+def _either(sizes: list[int]) -> str:
+    return " or ".join(str(size) for size in sizes)
 
 
 @dataclass(frozen=True)

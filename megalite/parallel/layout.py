@@ -6,6 +6,7 @@ layers live on tp x cp x dp x pp, experts on etp x ep x edp x pp, in the same or
 dp's. So ep may span tp, cp and dp ("folding", arXiv 2504.14960); only the pipelines must be the same. No torch import.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -90,8 +91,8 @@ class RankGenerator:
 class ParallelLayout:
     """Sizes of all axes over one world. `etp` is None for a dense model, which has no expert axes.
 
-    The fields are taken as they are: sizes that a user gave go through `layout_rules.layout_of`, which refuses what
-    cannot be laid out.
+    Sizes that a user gave go through `layout_rules.layout_of`, which refuses what cannot be laid out; here that is a
+    mistake of ours.
     """
 
     tp: int = 1
@@ -103,6 +104,17 @@ class ParallelLayout:
     etp: int | None = None
     order: str = DEFAULT_ORDER
     rank_offset: int = 0
+
+    def __post_init__(self) -> None:
+        sizes = {axis: self._size(axis) for axis in (*DENSE_AXES, "vpp", "ep")} | {
+            "etp": 1 if self.etp is None else self.etp
+        }
+        assert min(sizes.values()) >= 1, self
+        assert self.ep == 1 or self.has_experts, f"ep needs etp, the tensor-parallel size of an expert: {self}"
+        if self.has_experts:
+            assert self.world_size % (sizes["etp"] * self.ep * self.pp) == 0, f"experts do not fill the world: {self}"
+            dense, expert = pipeline_strides(self.order, sizes | {"edp": self.edp})
+            assert self.pp == 1 or dense == expert, f"stages are {dense} ranks apart, those of experts {expert}: {self}"
 
     @property
     def world_size(self) -> int:
@@ -120,7 +132,7 @@ class ParallelLayout:
     @cached_property
     def dense(self) -> RankGenerator:
         """The numbering over tp, cp, dp and pp."""
-        axes = [axis for axis in self.complete_order if axis in DENSE_AXES]
+        axes = [axis for axis in complete_order(self.order) if axis in DENSE_AXES]
         return RankGenerator(tuple((axis, self._size(axis)) for axis in axes), self.rank_offset)
 
     @cached_property
@@ -128,14 +140,8 @@ class ParallelLayout:
         """The numbering over etp, ep, edp and pp; None for a dense model."""
         if not self.has_experts:
             return None
-        axes = [EXPERT_NAME[axis] for axis in self.complete_order if axis in EXPERT_NAME]
+        axes = [EXPERT_NAME[axis] for axis in complete_order(self.order) if axis in EXPERT_NAME]
         return RankGenerator(tuple((axis, self._size(axis)) for axis in axes), self.rank_offset)
-
-    @property
-    def complete_order(self) -> list[str]:
-        """The axes of `order`; those it leaves out have size 1 and follow at the end."""
-        named = self.order.split("-")
-        return named + [axis for axis in DEFAULT_ORDER.split("-") if axis not in named]
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Position of `rank` along every axis, with those of the experts if there are any."""
@@ -160,3 +166,21 @@ class ParallelLayout:
     def _size(self, axis: str) -> int:
         size: Any = getattr(self, axis)
         return int(size)
+
+
+def complete_order(order: str) -> list[str]:
+    """The axes of `order`; those it leaves out have size 1 and follow at the end."""
+    named = order.split("-")
+    return named + [axis for axis in DEFAULT_ORDER.split("-") if axis not in named]
+
+
+def pipeline_strides(order: str, sizes: Mapping[str, int]) -> tuple[int, int]:
+    """Distance in ranks between neighbouring stages: in the dense numbering, and in that of the experts.
+
+    A pipeline is an arithmetic sequence of ranks, and in both numberings one starts at the first rank: the pipelines
+    are the same where the strides are.
+    """
+    axes = complete_order(order)
+    before = axes[: axes.index("pp")]
+    dense = prod(sizes[axis] for axis in before if axis in DENSE_AXES)
+    return dense, prod(sizes[EXPERT_NAME[axis]] for axis in before if axis in EXPERT_NAME)

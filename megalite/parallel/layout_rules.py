@@ -1,20 +1,26 @@
 """Which sizes of the axes can be laid out over a world, and what would work where they cannot.
 
-The one check for the launcher's config and for commands: each names the settings in its own way. No torch import.
+The one check for the launcher's config and for commands: each names the settings in its own way. Each remedy is found
+by trying it: the request, changed as it says, breaks no further rule. No torch import.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import combinations, product
 from math import isqrt, lcm
 from typing import Any
 
 from megalite.config.problems import Problem, UserError
 from megalite.config.suggest import nearest
-from megalite.parallel.layout import DEFAULT_ORDER, EXPERT_NAME, ParallelLayout
+from megalite.parallel.layout import DEFAULT_ORDER, EXPERT_NAME, ParallelLayout, pipeline_strides
+from megalite.parallel.remedies import is_whole, number_meant, told
 
 Naming = Callable[[str], str]  # "tp" -> the setting that a user knows it by
-LARGEST_FACTORED = 1 << 24  # worlds beyond any machine are not searched for sizes that would fit
+LARGEST_FACTORED = 1 << 24  # of worlds beyond any machine, only the small divisors are looked for
+SMALL = 4096
 SIZES = ("tp", "cp", "dp", "pp", "vpp", "ep", "etp")
+AXES = tuple(DEFAULT_ORDER.split("-"))
 
 
 @dataclass(frozen=True)
@@ -47,45 +53,24 @@ class LayoutRequest:
         """Ranks that hold one copy of the experts; 1 without any."""
         return (self.etp or self.tp) * self.ep * self.pp if self.has_experts else 1
 
-    @property
-    def fits(self) -> bool:
-        """Whether both numberings fill the world exactly."""
-        dense = self.dense_product == self.world_size if self.dp else self.world_size % self.dense_product == 0
-        return dense and self.world_size % self.expert_product == 0
+
+Accepts = Callable[[LayoutRequest], bool]  # whether a changed request suits what else is said about its sizes
 
 
-def layout_of(request: LayoutRequest, name: Naming = str) -> ParallelLayout:
+def anything(request: LayoutRequest) -> bool:
+    """Nothing else is said."""
+    return True
+
+
+def layout_of(request: LayoutRequest, name: Naming = str, accepts: Accepts = anything) -> ParallelLayout:
     """The layout of a request, or a UserError with everything that is wrong with it."""
-    problems = list(layout_problems(request, name))
+    problems = list(layout_problems(request, name, accepts))
     if problems:
         raise UserError(problems)
-    return _layout(request)
-
-
-def layout_problems(request: LayoutRequest, name: Naming = str) -> Iterator[Problem]:
-    """Everything that keeps the request from being laid out. Sizes may be of any type: whatever a user wrote."""
-    bad = list(_bad_sizes(request, name))
-    yield from bad
-    bad_order = list(_unknown_axes(request.order, name))
-    yield from bad_order
-    if bad or not isinstance(request.order, str):
-        return
-    missing = list(_missing_axes(request, name))
-    yield from missing
-    if request.vpp > 1 and request.pp == 1:
-        rule = f"virtual stages divide the stages of a pipeline, and {name('pp')}=1 has none"
-        yield Problem(name("vpp"), request.vpp, rule, f"{name('vpp')}=1, or {name('pp')}=2 or more")
-    if not request.fits:
-        yield from _misfits(request, name)
-    elif request.has_experts and not bad_order and not missing:
-        yield from _pipelines_disagree(request, name)
-
-
-def _layout(request: LayoutRequest) -> ParallelLayout:
     return ParallelLayout(
         tp=request.tp,
         cp=request.cp,
-        dp=request.dp or request.world_size // request.dense_product,
+        dp=request.world_size // (request.tp * request.cp * request.pp),
         pp=request.pp,
         vpp=request.vpp,
         ep=request.ep,
@@ -94,109 +79,24 @@ def _layout(request: LayoutRequest) -> ParallelLayout:
     )
 
 
-def _bad_sizes(request: LayoutRequest, name: Naming) -> Iterator[Problem]:
-    for field in ("world_size", *SIZES):
-        size: Any = getattr(request, field)
-        whole = isinstance(size, int) and not isinstance(size, bool)
-        if size is None and field in ("dp", "etp"):
-            continue
-        if not whole or size < 1:
-            example = "the number of processes, 1 or more" if field == "world_size" else f"{name(field)}=1 or more"
-            rule = "must be at least 1" if whole else "must be a whole number"
-            yield Problem(name(field), size, rule, example)
+def layout_problems(request: LayoutRequest, name: Naming = str, accepts: Accepts = anything) -> Iterator[Problem]:
+    """Everything that keeps the request from being laid out. Sizes may be of any type: whatever a user wrote.
+
+    A remedy offers only what `accepts`, the caller's own judgement of the changed request, agrees to.
+    """
+    judge = _Judge(request, name)
+    for one in judge.broken:
+        remedy = _hint(one) + _remedy(judge, one, accepts)
+        yield Problem(name(one.field), getattr(request, one.field), one.rule, remedy)
 
 
-def _unknown_axes(order: Any, name: Naming) -> Iterator[Problem]:
-    axes = DEFAULT_ORDER.split("-")
-    named = order.split("-") if isinstance(order, str) else []
-    example = f"{', '.join(axes)}, each at most once, like {name('order')}={DEFAULT_ORDER}"
-    if not isinstance(order, str):
-        yield Problem(name("order"), order, "must be text, axes joined by '-'", example)
-    for axis in dict.fromkeys(axis for axis in named if axis not in axes):
-        near = nearest(axis, tuple(axes), cutoff=0.3)
-        hint = f"{near} is the nearest; " if near else ""
-        if axis in EXPERT_NAME.values():  # etp, edp
-            place = next(dense for dense, expert in EXPERT_NAME.items() if expert == axis)
-            hint = f"{axis} takes the place of {place}; "
-        yield Problem(name("order"), order, f"{axis!r} is no axis", f"{hint}{example}")
-    repeated = [axis for axis in axes if named.count(axis) > 1]
-    if repeated:
-        yield Problem(name("order"), order, f"names {' and '.join(repeated)} more than once", example)
-
-
-def _missing_axes(request: LayoutRequest, name: Naming) -> Iterator[Problem]:
-    """An axis that the order leaves out has no place unless its size is 1."""
-    axes = DEFAULT_ORDER.split("-")
-    named = [axis for axis in dict.fromkeys(request.order.split("-")) if axis in axes]
-    sizes = {axis: getattr(request, axis) for axis in SIZES}
-    if request.fits:
-        layout = _layout(request)
-        sizes |= {"dp": layout.dp, "edp": layout.edp}
-    missing = [axis for axis in axes if axis not in named]
-    for axis in missing:
-        split = [each for each in dict.fromkeys((axis, EXPERT_NAME.get(axis, axis))) if (sizes.get(each) or 1) > 1]
-        if split:
-            what = " and ".join(f"{_shown(each, name)}={sizes[each]}" for each in split)
-            completed = (
-                sorted(named + missing, key=lambda each: each == "pp") if request.has_experts else named + missing
-            )
-            remedy = f"{name('order')}={'-'.join(completed)}"
-            yield Problem(name("order"), request.order, f"has no place for {axis}, but {what}", remedy)
-
-
-def _shown(axis: str, name: Naming) -> str:
-    """dp and edp are derived: no setting of theirs need exist."""
-    return axis if axis in ("dp", "edp") else name(axis)
-
-
-def _misfits(request: LayoutRequest, name: Naming) -> Iterator[Problem]:
-    world, dense, expert = request.world_size, request.dense_product, request.expert_product
-    works = _working_sizes(request, name)
-    if request.dp is not None and world != dense:
-        more = "larger" if world > dense else "smaller"
-        rule = f"{more} than the layout: {_product(request, ('tp', 'cp', 'pp', 'dp'), name)} = {dense}"
-        remedy = [f"{name('world_size')}={dense}"] if dense % expert == 0 else []
-        yield Problem(name("world_size"), world, rule, ", or ".join([*remedy, *works]))
-    elif world % dense:
-        rule = f"not a multiple of {_product(request, ('tp', 'cp', 'pp'), name)} = {dense}"
-        yield Problem(name("world_size"), world, rule, ", or ".join([_worlds(request, name), *works]))
-    if world % expert:
-        product = _product(request, ("etp", "ep", "pp"), name)
-        rule = f"not a multiple of {product} = {expert}, the ranks of one set of experts"
-        remedy = [_worlds(request, name)] if request.dp is None else []
-        yield Problem(name("world_size"), world, rule, ", or ".join([*remedy, *works]))
-
-
-def _product(request: LayoutRequest, axes: tuple[str, ...], name: Naming) -> str:
-    sizes = {axis: getattr(request, axis) for axis in axes}
-    if "etp" in sizes and request.etp is None:
-        sizes = {"tp" if axis == "etp" else axis: size or request.tp for axis, size in sizes.items()}
-    return " x ".join(f"{name(axis)}={size}" for axis, size in sizes.items())
-
-
-def _worlds(request: LayoutRequest, name: Naming) -> str:
-    """The nearest numbers of processes that both numberings fill."""
-    step = lcm(request.dense_product, request.expert_product)
-    below = request.world_size // step * step
-    worlds = [str(world) for world in (below, below + step) if world > 0]
-    return f"{name('world_size')}={' or '.join(worlds)}"
-
-
-def _working_sizes(request: LayoutRequest, name: Naming) -> list[str]:
-    """For each axis that could be changed alone, the sizes nearest to the given one that fit this world."""
-    works: list[str] = []
-    if request.world_size > LARGEST_FACTORED:
-        return ["sizes whose products divide it"]
-    for axis in ("tp", "cp", "dp", "pp", "ep", "etp"):
-        size = getattr(request, axis)
-        if size is None or (size == 1 and axis != "dp"):
-            continue
-        changes: list[dict[str, Any]] = [{axis: each} for each in divisors(request.world_size)]
-        fitting = [change[axis] for change in changes if replace(request, **change).fits]
-        nearest_three = sorted(sorted(fitting, key=lambda each: abs(each - size))[:3])
-        if nearest_three:
-            works.append(f"{name(axis)}={' or '.join(map(str, nearest_three))}")
-    return works or ["sizes whose products divide it"]
+def pipeline_sizes(request: LayoutRequest) -> list[int]:
+    """The values of pp, ascending, with which the request breaks no rule, or else no further one."""
+    judge = _Judge(replace(request, vpp=1), str)
+    broken = {size: judge.changed(pp=size).keys for size in judge.factors}
+    return [size for size, keys in broken.items() if not keys] or [
+        s for s, keys in broken.items() if keys <= judge.keys
+    ]
 
 
 def divisors(number: int) -> list[int]:
@@ -205,19 +105,215 @@ def divisors(number: int) -> list[int]:
     return sorted(found)
 
 
-def _pipelines_disagree(request: LayoutRequest, name: Naming) -> Iterator[Problem]:
-    """Activations flow along one pipeline, so dense layers and experts must agree who is next.
+@dataclass(frozen=True)
+class _Broken:
+    """A broken rule about `field`, and the fields of which one, changed alone, may mend it."""
 
-    A pipeline is an arithmetic sequence of ranks, and in both numberings one starts at rank 0: they agree where the
-    strides do.
+    field: str
+    kind: str  # tells the rules about one field apart
+    rule: str
+    fixes: tuple[str, ...]
+
+
+class _Judge:
+    """Judges all that can be judged: a size that is no size counts as 1, so that the others are judged all the same."""
+
+    def __init__(self, request: LayoutRequest, name: Naming) -> None:
+        self.request, self.name = request, name
+        self.bad = [
+            field
+            for field in ("world_size", *SIZES)
+            if not is_whole(getattr(request, field), 1)
+            and not (field in ("dp", "etp") and getattr(request, field) is None)
+        ]
+        text = request.order.lower() if isinstance(request.order, str) else DEFAULT_ORDER
+        self.named = text.split("-")
+        self.placed = [axis for axis in dict.fromkeys(self.named) if axis in AXES]
+        ones: dict[str, Any] = {field: None if field in ("dp", "etp") else 1 for field in self.bad}
+        self.sound = replace(request, **ones)
+        self.broken = [*self._sizes(), *self._order(), *self._virtual_stages()]
+        misfits = list(self._misfits()) if "world_size" not in self.bad else []
+        self.broken += [*self._missing_axes(fits=not misfits), *misfits]
+        if not self.broken and self.sound.has_experts:
+            self.broken += self._pipelines_disagree()
+        self.keys = frozenset((one.field, one.kind) for one in self.broken)
+
+    def changed(self, **changes: Any) -> "_Judge":
+        return _Judge(replace(self.request, **changes), self.name)
+
+    @cached_property
+    def factors(self) -> list[int]:
+        """Sizes worth trying for an axis."""
+        world = self.sound.world_size
+        if "world_size" in self.bad:
+            return list(range(1, 17))
+        return divisors(world) if world <= LARGEST_FACTORED else [n for n in range(1, SMALL + 1) if world % n == 0]
+
+    @property
+    def split(self) -> tuple[str, ...]:
+        """The axes that could be split otherwise."""
+        sizes = {axis: getattr(self.sound, axis) for axis in ("tp", "cp", "dp", "pp", "ep", "etp")}
+        return tuple(axis for axis, size in sizes.items() if size is not None and (size > 1 or axis == "dp"))
+
+    def _sizes(self) -> Iterator[_Broken]:
+        for field in self.bad:
+            yield _Broken(field, "value", "must be a whole number, at least 1", (field,))
+
+    def _order(self) -> Iterator[_Broken]:
+        order: Any = self.request.order
+        if not isinstance(order, str):
+            yield _Broken("order", "text", "must be text, axes joined by '-'", ("order",))
+        elif order != order.lower():
+            yield _Broken("order", "case", "axes are written in lower case", ("order",))
+        for axis in dict.fromkeys(axis for axis in self.named if axis not in AXES):
+            yield _Broken("order", f"unknown {axis}", f"{axis!r} is no axis", ("order",))
+        repeated = [axis for axis in AXES if self.named.count(axis) > 1]
+        if repeated:
+            yield _Broken("order", "repeated", f"names {' and '.join(repeated)} more than once", ("order",))
+
+    def _virtual_stages(self) -> Iterator[_Broken]:
+        if self.sound.vpp > 1 and self.request.pp == 1:
+            rule = f"virtual stages divide the stages of a pipeline, and {self.name('pp')}=1 has none"
+            yield _Broken("vpp", "pipeline", rule, ("vpp", "pp"))
+
+    def _missing_axes(self, *, fits: bool) -> Iterator[_Broken]:
+        """An axis that the order leaves out has no place unless its size is 1."""
+        sizes: dict[str, int | None] = {axis: getattr(self.sound, axis) for axis in SIZES}
+        if fits and not self.bad:
+            sizes |= self._derived()
+        for axis in (axis for axis in AXES if axis not in self.placed):
+            split = [each for each in dict.fromkeys((axis, EXPERT_NAME.get(axis, axis))) if (sizes.get(each) or 1) > 1]
+            if split:
+                # dp and edp are derived: no setting of theirs need exist.
+                what = (f"{each if each in ('dp', 'edp') else self.name(each)}={sizes[each]}" for each in split)
+                rule = f"has no place for {axis}, but {' and '.join(what)}"
+                yield _Broken("order", f"missing {axis}", rule, ("order",))
+
+    def _derived(self) -> dict[str, int]:
+        """dp and edp of a request that fits."""
+        request = self.sound
+        dp = request.world_size // (request.tp * request.cp * request.pp)
+        return {"dp": dp, "edp": request.world_size // request.expert_product if request.has_experts else 1}
+
+    def _misfits(self) -> Iterator[_Broken]:
+        request, world = self.sound, self.sound.world_size
+        dense, expert = request.dense_product, request.expert_product
+        exact = request.dp is not None and not {"tp", "cp", "pp"} & {*self.bad}  # else what is missing may mend it
+        if world != dense if exact else world % dense:
+            axes = ("tp", "cp", "pp") if request.dp is None else ("tp", "cp", "pp", "dp")
+            rule = "not a multiple of"
+            if exact:
+                rule = f"{'larger' if world > dense else 'smaller'} than the layout:"
+            rule = f"{rule} {self._product(axes)} = {dense}"
+            yield _Broken("world_size", "dense", rule, ("world_size", *self.split))
+        if world % expert:
+            product_ = self._product(("tp" if request.etp is None else "etp", "ep", "pp"))
+            rule = f"not a multiple of {product_} = {expert}, the ranks of one set of experts"
+            yield _Broken("world_size", "expert", rule, ("world_size", *self.split))
+
+    def _product(self, axes: tuple[str, ...]) -> str:
+        return " x ".join(f"{self.name(axis)}={getattr(self.sound, axis)}" for axis in axes if axis not in self.bad)
+
+    def _pipelines_disagree(self) -> Iterator[_Broken]:
+        """Activations flow along one pipeline, so dense layers and experts must agree who is next."""
+        request, name = self.sound, self.name
+        etp = request.etp or request.tp
+        sizes = {axis: getattr(request, axis) for axis in ("tp", "cp", "pp", "ep")} | {"etp": etp} | self._derived()
+        dense, expert = pipeline_strides(request.order, sizes)
+        if request.pp > 1 and dense != expert:
+            rule = (
+                f"neighbouring stages are {dense} ranks apart for dense layers ({name('tp')}={request.tp}, "
+                f"{name('cp')}={request.cp}), {expert} for experts ({name('etp')}={etp}, {name('ep')}={request.ep})"
+            )
+            yield _Broken("order", "pipelines", rule, ("order", *(axis for axis in self.split if axis != "dp")))
+
+
+def _hint(one: _Broken) -> str:
+    """What stands before the order that would work."""
+    kind, _, axis = one.kind.partition(" ")
+    if one.field != "order" or kind not in ("text", "unknown", "repeated"):
+        return ""
+    meant = ""
+    if axis in EXPERT_NAME.values():  # etp, edp
+        place = next(dense for dense, expert in EXPERT_NAME.items() if expert == axis)
+        meant = f"{axis} takes the place of {place}; "
+    elif near := nearest(axis, AXES, cutoff=0.3) if axis else None:
+        meant = f"{near} is the nearest; "
+    return f"{meant}{', '.join(AXES)}, each at most once, like "
+
+
+def _remedy(judge: _Judge, one: _Broken, accepts: Accepts) -> str:
+    """Single changes after which no rule is broken; failing that, no rule but those that are reported as well, and at
+    the very least none of a layout.
+
+    Where the sizes do not fill the world and no other single size would, two of them that do are named, too.
     """
-    layout = _layout(request)
-    assert layout.expert is not None
-    dense, expert = layout.dense.strides["pp"], layout.expert.strides["pp"]
-    if layout.pp > 1 and dense != expert:
-        rule = (
-            f"neighbouring stages are {dense} ranks apart for dense layers ({name('tp')}={layout.tp}, "
-            f"{name('cp')}={layout.cp}), {expert} for experts ({name('etp')}={layout.etp}, {name('ep')}={layout.ep})"
-        )
-        pp_last = "-".join([*(axis for axis in layout.complete_order if axis != "pp"), "pp"])
-        yield Problem(name("order"), request.order, rule, f"{name('order')}={pp_last}, or sizes that make both equal")
+    others = judge.keys - {(one.field, one.kind)}
+    for allowed, agrees in ((frozenset[Any](), accepts), (others, accepts), (others, anything)):
+        found = {field: _working(judge, field, allowed, agrees) for field in one.fixes}
+        texts = [_told(judge.name(field), values) for field, values in found.items() if values]
+        if one.field == "world_size" and not any(values for field, values in found.items() if field != one.field):
+            texts += _pair(judge, one.fixes[1:], allowed, agrees)
+        if texts:
+            return ", or ".join(texts)
+    return _plain_remedy(judge)
+
+
+def _working(judge: _Judge, field: str, allowed: frozenset[Any], accepts: Accepts) -> list[Any]:
+    """The nearest few values of `field` that leave only the `allowed` rules broken."""
+    wanted = {"order": 1, "world_size": 2}.get(field, 3)
+    found: list[Any] = []
+    for value in _candidates(judge, field):
+        if judge.changed(**{field: value}).keys <= allowed and accepts(replace(judge.request, **{field: value})):
+            found.append(value)
+        if len(found) == wanted:
+            break
+    return found
+
+
+def _pair(judge: _Judge, fields: tuple[str, ...], allowed: frozenset[Any], accepts: Accepts) -> Iterator[str]:
+    """Two sizes that work together, the nearest of the first pair of axes that has any."""
+    for first, second in combinations(fields, 2):
+        tried = product(*(enumerate([*_candidates(judge, field)][:8]) for field in (first, second)))
+        for (_, one), (_, other) in sorted(tried, key=lambda both: both[0][0] + both[1][0]):
+            changes: dict[str, Any] = {first: one, second: other}
+            if judge.changed(**changes).keys <= allowed and accepts(replace(judge.request, **changes)):
+                yield " with ".join(_told(judge.name(field), [value]) for field, value in changes.items())
+                return
+
+
+def _plain_remedy(judge: _Judge) -> str:
+    """Back to data parallelism alone: it always works."""
+    changes: dict[str, Any] = {
+        field: None if field in ("dp", "etp") else 1
+        for field in SIZES
+        if getattr(judge.request, field) not in (1, None) or field in judge.bad
+    }
+    if judge.request.dp is not None:
+        changes["dp"] = None
+    if "world_size" in judge.bad:
+        changes["world_size"] = 1
+    if judge.changed(**changes).keys:
+        changes["order"] = DEFAULT_ORDER
+    return ", and ".join(_told(judge.name(field), [value]) for field, value in changes.items())
+
+
+def _told(name: str, values: list[Any]) -> str:
+    """An order is told as it is written; `told` would quote it."""
+    return f"{name}={values[0]}" if isinstance(values[0], str) else told(name, values)
+
+
+def _candidates(judge: _Judge, field: str) -> Iterator[Any]:
+    """Values worth trying for one field, the nearest first."""
+    near = number_meant(getattr(judge.request, field)) if field != "order" else 0
+    if field == "order":
+        completed = judge.placed + [axis for axis in AXES if axis not in judge.placed]
+        yield from ("-".join(judge.placed if judge.placed == judge.named else completed), "-".join(completed))
+        yield from ("-".join([*(axis for axis in completed if axis != "pp"), "pp"]), DEFAULT_ORDER)
+    elif field == "world_size":
+        step = lcm(judge.sound.dense_product, judge.sound.expert_product)
+        below = near // step * step
+        yield from (world for world in dict.fromkeys((below, below + step, step)) if world > 0)
+    else:
+        sizes = range(1, 17) if field == "vpp" else judge.factors
+        yield from sorted(sizes, key=lambda size: abs(size - near))

@@ -1,27 +1,34 @@
 """The ranks of a job find each other, or everyone learns why not.
 
-They meet at a TCPStore before any process group exists: each leaves a card (its host, its GPU, its problems), the last
-to arrive reads all cards and leaves the verdict, an empty list or the problems that all ranks then raise alike. So a
-missing rank is named, and a rank without a GPU stops the others at once instead of leaving them to wait.
+They meet at a TCPStore before any process group exists: each leaves a card (its host, its GPU, its plan, its problems),
+the last to arrive reads all cards and leaves the verdict, an empty list or the problems that all ranks then raise
+alike. So a missing rank is named, a rank without a GPU stops the others at once instead of leaving them to wait, and
+ranks of different plans do not wait for each other's groups. The ranks of a world that exists meet in its store.
 """
 
 import json
 import os
 import socket
+import threading
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore  # torch.distributed exports it, but not to type checkers
 from torch.distributed import DistError
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from megalite.config.problems import Problem, UserError
 from megalite.parallel.context import problem_fields
 from megalite.parallel.environment import ProcessEnvironment
+
+CONNECT_S = 30.0  # for what listens already; torch's client retries for so long, each time with a trace of C++ frames
+FOREIGN = "what listens there does not answer as rank 0 of megalite does"
+OTHER_PLACE = "another MASTER_PORT, or the MASTER_ADDR of rank 0"
 
 
 @dataclass(frozen=True)
@@ -32,22 +39,43 @@ class Card:
     host: str
     gpu: str | None  # unique id of the device, None on the CPU
     gloo_on_loopback: bool
+    plan: Mapping[str, str]  # what must be equal on all ranks, by its name; empty beside problems
     problems: list[dict[str, Any]]
 
+    @classmethod
+    def written(cls, rank: int, device: torch.device, plan: Mapping[str, str], problems: list[Problem]) -> "Card":
+        """The card of this process."""
+        return cls(rank, socket.gethostname(), _gpu_id(device), _gloo_on_loopback(), plan, _plain(problems))
 
-def meet(environment: ProcessEnvironment, device: torch.device, problems: list[Problem], *, timeout_s: float) -> Store:
+
+def meet(environment: ProcessEnvironment, card: Card, *, timeout_s: float) -> Store:
     """Wait until all ranks are there; the store they met at. Raises one UserError, alike on all ranks."""
     deadline = time.monotonic() + timeout_s
     store = _open_store(environment, deadline)
-    card = Card(environment.rank, socket.gethostname(), _gpu_id(device), _gloo_on_loopback(), _plain(problems))
+    _agree(store, environment, card, deadline)
+    return PrefixStore("groups", store)
+
+
+def meet_in_world(environment: ProcessEnvironment, card: Card, *, timeout_s: float) -> None:
+    """The same for the ranks of torch's default process group, whatever its backend. All of them must call it.
+
+    They count by that group, not by `environment`.
+    """
+    place = replace(environment, rank=dist.get_rank(), world_size=dist.get_world_size())
+    store = PrefixStore("megalite", _get_default_store())
+    times = store.add(f"meetings/{place.rank}", 1)  # no meeting finds the cards of the one before
+    card = replace(card, rank=place.rank)
+    _agree(PrefixStore(str(times), store), place, card, time.monotonic() + timeout_s)
+
+
+def _agree(store: Store, environment: ProcessEnvironment, card: Card, deadline: float) -> None:
     try:
         verdict = _attend(store, environment, card, deadline)
     except DistError as error:
-        rule = "rank 0 left before all ranks had arrived"
-        raise UserError(_at_master(environment, rule, "read the message of rank 0")) from error
+        rule = "left before all ranks had arrived"
+        raise UserError(Problem("RANK", 0, rule, "look for the last words of rank 0", alone=True)) from error
     if verdict:
         raise UserError(verdict)
-    return PrefixStore("groups", store)
 
 
 def _attend(store: Store, environment: ProcessEnvironment, card: Card, deadline: float) -> list[Problem]:
@@ -98,6 +126,7 @@ def _await(condition: Callable[[], bool], deadline: float) -> bool:
 def judge(cards: list[Card]) -> list[Problem]:
     """Everything that stands against starting, from the cards of all ranks."""
     found = dict.fromkeys(Problem(**fields) for card in cards for fields in card.problems)
+    found |= dict.fromkeys(_differences(cards))
     users: dict[tuple[str, str], list[int]] = {}
     for card in cards:
         if card.gpu is not None:
@@ -115,18 +144,37 @@ def judge(cards: list[Card]) -> list[Problem]:
     return list(found)
 
 
+def _differences(cards: list[Card]) -> Iterator[Problem]:
+    """What the ranks plan differently: they would make different groups, and wait for each other for ever."""
+    for name in dict.fromkeys(name for card in cards for name in card.plan):
+        ranks: dict[str, list[int]] = {}
+        for card in cards:
+            if name in card.plan:
+                ranks.setdefault(card.plan[name], []).append(card.rank)
+        if len(ranks) > 1:
+            (first, holders), *others = ranks.items()
+            shown = ", ".join(f"{text!r} on {_named(who)}" for text, who in others[:4])
+            rule = f"so on {_named(holders)}, but {shown}"
+            yield Problem(name, first, rule, "start every rank with the same settings and the same files")
+
+
 def _open_store(environment: ProcessEnvironment, deadline: float) -> Store:
     """The meeting place at MASTER_ADDR:MASTER_PORT. Rank 0 opens it, unless torchrun's agent already has."""
     host, port = str(environment.master_addr), int(environment.master_port)
     served_by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serves = environment.rank == 0 and not served_by_agent
-    left = timedelta(seconds=max(1.0, deadline - time.monotonic()))
     try:
         if serves:
             socket.getaddrinfo(host, port)
         else:
             _await_server(environment, deadline)
-        store = TCPStore(host, port, environment.world_size, serves, left, wait_for_workers=False)
+        left = max(1.0, deadline - time.monotonic())
+        connecting = timedelta(seconds=min(left, CONNECT_S))
+        size = environment.world_size
+        store = _in_time(lambda: TCPStore(host, port, size, serves, connecting, wait_for_workers=False), left)
+        if store is None:
+            raise UserError(_at_master(environment, f"{FOREIGN}: no answer in {left:.0f} s", OTHER_PLACE))
+        store.set_timeout(timedelta(seconds=left))
     except OSError as error:
         rule, remedy = f"cannot be looked up: {error}", "set MASTER_ADDR to the host of rank 0"
         raise UserError(_at_master(environment, rule, remedy)) from error
@@ -135,10 +183,31 @@ def _open_store(environment: ProcessEnvironment, deadline: float) -> Store:
             rule = "the port is in use on this host, perhaps by another job"
             remedy = "another MASTER_PORT; with torchrun --standalone, or --master-port"
         else:
-            rule, remedy = f"no meeting there: {str(error).splitlines()[0]}", "another MASTER_ADDR or MASTER_PORT"
+            rule, remedy = f"{FOREIGN}: {str(error).splitlines()[0]}", OTHER_PLACE
         raise UserError(_at_master(environment, rule, remedy)) from error
     # A restart by torchrun must not meet the cards of the attempt before.
     return PrefixStore(f"megalite/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _in_time(connect: Callable[[], TCPStore], seconds: float) -> TCPStore | None:
+    """The store, or None: torch waits for a server's first answer without limit. Raises what `connect` raises."""
+    outcome: list[TCPStore | Exception] = []
+
+    def attempt() -> None:
+        try:
+            outcome.append(connect())
+        except Exception as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=attempt, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    match outcome:
+        case [Exception() as error]:
+            raise error
+        case [TCPStore() as store]:
+            return store
+    return None
 
 
 def _await_server(environment: ProcessEnvironment, deadline: float) -> None:
@@ -146,7 +215,8 @@ def _await_server(environment: ProcessEnvironment, deadline: float) -> None:
     last: OSError | None = None
     while time.monotonic() < deadline:
         try:
-            socket.create_connection((environment.master_addr, environment.master_port), timeout=5).close()
+            left = max(0.1, deadline - time.monotonic())
+            socket.create_connection((environment.master_addr, environment.master_port), timeout=min(5, left)).close()
             return
         except OSError as error:
             last = error
@@ -161,17 +231,24 @@ def _missing_peers(store: Store, environment: ProcessEnvironment) -> Problem:
     missing = [rank for rank in range(world_size) if not store.check([f"cards/{rank}"])]
     came = world_size - len(missing)
     rule = f"{came} of {world_size} ranks arrived within parallel.startup_timeout_s; missing: {listed(missing)}"
-    return Problem("WORLD_SIZE", world_size, rule, "look at the logs of the missing ranks, or start fewer")
+    remedy = "look at the logs of the missing ranks, or start fewer"
+    return Problem("WORLD_SIZE", world_size, rule, remedy, alone=0 in missing)
 
 
 def _at_master(environment: ProcessEnvironment, rule: str, remedy: str) -> Problem:
-    return Problem("MASTER_ADDR:MASTER_PORT", f"{environment.master_addr}:{environment.master_port}", rule, remedy)
+    """Said by every rank that comes to know it: nobody else may."""
+    place = f"{environment.master_addr}:{environment.master_port}"
+    return Problem("MASTER_ADDR:MASTER_PORT", place, rule, remedy, alone=True)
 
 
 def listed(ranks: list[int]) -> str:
     """The first few of many ranks, in words."""
     shown = ", ".join(str(rank) for rank in ranks[:8])
     return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"
+
+
+def _named(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks)}"
 
 
 def _to_json(problems: list[Problem]) -> str:

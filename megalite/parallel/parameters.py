@@ -77,6 +77,16 @@ class ShardBox:
     replicas: int = 1
     counted: bool = True
 
+    @property
+    def logical(self) -> tuple[slice, ...]:
+        """The box as an index into the logical tensor."""
+        return tuple(slice(at, at + size) for at, size in zip(self.offsets, self.sizes, strict=True))
+
+    @property
+    def local(self) -> tuple[slice, ...]:
+        """The box as an index into the rank's own tensor."""
+        return tuple(slice(at, at + size) for at, size in zip(self.local_offsets, self.sizes, strict=True))
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -88,16 +98,21 @@ class Shard:
 
 def shard(record: ParameterRecord, size: int, index: int) -> Shard:
     """What rank `index` of `size` along the record's axis holds. That the sizes divide is a config rule."""
+    return shard_of(record.shape, record.split, size, index)
+
+
+def shard_of(shape: tuple[int, ...], split: Split | None, size: int, index: int) -> Shard:
+    """What rank `index` of `size` holds of anything of logical `shape`, cut by `split`."""
     assert 0 <= index < size, (index, size)
-    if record.split is None:
-        whole = _box(record.shape, {}, replicas=size, counted=index == 0)
-        return Shard(record.shape, (whole,))
-    split, entries = record.split, record.shape[record.split.dim]
+    if split is None:
+        whole = _box(shape, {}, replicas=size, counted=index == 0)
+        return Shard(shape, (whole,))
+    entries = shape[split.dim]
     if size > entries:
-        return _shard_of_entry(record, split, size, index)
-    assert split.uneven or entries % size == 0, (record, size)
+        return _shard_of_entry(shape, split, size, index)
+    assert split.uneven or entries % size == 0, (shape, split, size)
     start, stop = index * entries // size, (index + 1) * entries // size
-    part = _box(record.shape, {split.dim: (start, stop - start)})
+    part = _box(shape, {split.dim: (start, stop - start)})
     return Shard(part.sizes, (part,))
 
 
@@ -113,19 +128,19 @@ def is_counted(record: ParameterRecord, *, embedding: bool) -> bool:
     return embedding or record.place != ("embedding", "loss")
 
 
-def _shard_of_entry(record: ParameterRecord, split: Split, size: int, index: int) -> Shard:
+def _shard_of_entry(shape: tuple[int, ...], split: Split, size: int, index: int) -> Shard:
     """The shard of one of several ranks that share an entry: its share of the next dim, and the shared tail."""
-    entries, length = record.shape[split.dim : split.dim + 2]
+    entries, length = shape[split.dim : split.dim + 2]
     sharers, divided = size // entries, length - split.shared_tail
-    assert split.shared_tail > 0, (record, size)
-    assert size % entries == 0, (record, size)
-    assert divided % sharers == 0, (record, size)
+    assert split.shared_tail > 0, (shape, split, size)
+    assert size % entries == 0, (shape, split, size)
+    assert divided % sharers == 0, (shape, split, size)
     entry, turn = divmod(index, sharers)
     share = divided // sharers
     entry_cut, within = {split.dim: (entry, 1)}, split.dim + 1
-    own = _box(record.shape, {**entry_cut, within: (turn * share, share)})
+    own = _box(shape, {**entry_cut, within: (turn * share, share)})
     tail = _box(
-        record.shape,
+        shape,
         {**entry_cut, within: (divided, split.shared_tail)},
         local={within: share},
         replicas=sharers,

@@ -5,6 +5,12 @@ then counts alike on every rank and gives each group a name of its own. `new_gro
 would spare a rank the groups of others, 0.2 s among 16,384 ranks, but derives a group's name from how many groups this
 rank has at the moment: groups that not all ranks have, and groups made anew after others were closed, then wait for
 members under different names or under a used one, for ever. Groups of one rank are never made.
+
+NCCL's communicators are formed here, not by the first collective: a group that is given `device_id` calls ncclCommInit*
+at once (torch's words on init_process_group), so a network or a driver that is not up to it fails under the time-out of
+the start and not in the middle of a step. And an eager group sends and receives over its own communicator, in the order
+of all else on it, where a lazy one forms another communicator for each pair of ranks (torch's ProcessGroupNCCL): that
+is why each direction of the pipeline has a group of its own. What the forming costs was not measured.
 """
 
 from collections.abc import Iterable, Mapping

@@ -5,11 +5,12 @@ is judged before any stage is built. Each remedy is found by trying it: the sett
 break no further rule.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from megalite.config.problems import Problem
+from megalite.parallel.remedies import is_whole, number_meant, told
 from megalite.parallel.stage_string import Layout, LayoutError, example_layout, layout_counts, without_prediction
 
 REACH = 1000  # how far from the given number a working one is looked for
@@ -63,22 +64,25 @@ EXCLUDED_BY = {
 }
 
 
-def stage_problems(settings: StageSettings, names: Mapping[str, str] = FIELD_NAMES) -> list[Problem]:
+def stage_problems(
+    settings: StageSettings, names: Mapping[str, str] = FIELD_NAMES, pp_sizes: Collection[int] | None = None
+) -> list[Problem]:
     """Everything that is wrong with the settings, each with values that would work; empty where they are accepted.
 
     `names` maps the fields of `StageSettings` to the settings that the user knows (`model.num_layers`, `--num-layers`);
-    a remedy never offers a field that is missing from it.
+    a remedy never offers a field that is missing from it. `pp_sizes`: the sizes of the pipeline that the world has room
+    for (`layout_rules.pipeline_sizes`), so that a remedy offers no other; None where no world is known.
     """
-    judge = _Judge(settings, names)
+    judge = _Judge(settings, names, pp_sizes)
     return [
         Problem(names.get(one.field, one.field), getattr(settings, one.field), one.rule, _remedy(judge, one))
         for one in judge.broken
     ]
 
 
-def is_whole(value: object, at_least: int) -> bool:
-    """Whether `value` is a whole number of at least that size; True and False are not."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
+def broken_rules(settings: StageSettings) -> frozenset[tuple[str, str]]:
+    """The rules that the settings break, as (field, kind): to see whether a change would break one more."""
+    return _Judge(settings, FIELD_NAMES, None).keys
 
 
 @dataclass(frozen=True)
@@ -94,18 +98,19 @@ class _Broken:
 class _Judge:
     """Judges values first, then contradictions, and sums only where both are sound."""
 
-    def __init__(self, settings: StageSettings, names: Mapping[str, str]) -> None:
+    def __init__(self, settings: StageSettings, names: Mapping[str, str], pp_sizes: Collection[int] | None) -> None:
         self.settings = settings
         self.names = names
+        self.pp_sizes = pp_sizes
         first = [*self._values(), *self._needs_ranks(), *self._layout_reads(), *self._clashes()]
         self.broken = first or list(self._sums())
-        self.keys = {(one.field, one.kind) for one in self.broken}
+        self.keys = frozenset((one.field, one.kind) for one in self.broken)
 
     def show(self, field: str) -> str:
         return f"{self.names.get(field, field)}={getattr(self.settings, field)!r}"
 
     def changed(self, **changes: Any) -> "_Judge":
-        return _Judge(replace(self.settings, **changes), self.names)
+        return _Judge(replace(self.settings, **changes), self.names, self.pp_sizes)
 
     def _values(self) -> Iterator[_Broken]:
         limits = {"num_layers": 1, "pp": 1, "vpp": 1, "split_rank": 1, "first_layers": 0, "last_layers": 0}
@@ -120,7 +125,8 @@ class _Judge:
         if not is_whole(s.pp, 1):
             return
         if s.pp == 1 and is_whole(s.vpp, 2):
-            yield _Broken("vpp", "value", f"chunks interleave several ranks, {self.show('pp')} is one", ("vpp", "pp"))
+            rule = f"virtual stages divide the stages of a pipeline, and {self.show('pp')} has none"
+            yield _Broken("vpp", "value", rule, ("vpp", "pp"))
         for field in ("standalone_embedding", "first_layers", "last_layers"):
             if s.pp == 1 and s.asks_for(field) and (field == "standalone_embedding" or is_whole(getattr(s, field), 0)):
                 yield _Broken(field, "value", f"sets ranks apart, but {self.show('pp')} is one rank", (field, "pp"))
@@ -221,34 +227,24 @@ class _Judge:
 def _remedy(judge: _Judge, one: _Broken) -> str:
     """Single changes after which no rule is broken; failing that, no rule but those that are reported as well."""
     others = judge.keys - {(one.field, one.kind)}
-    for allowed in (set(), others):
+    for allowed in (frozenset[Any](), others):
         found = {field: _working(judge, one, field, allowed) for field in one.fixes if field in judge.names}
-        texts = [_told(judge.names[field], values) for field, values in found.items() if values]
+        texts = [told(judge.names[field], values) for field, values in found.items() if values]
         if texts:
             return ", or ".join(texts)
     return _plain_remedy(judge)
 
 
-def _working(judge: _Judge, one: _Broken, field: str, allowed: set[Any]) -> list[Any]:
+def _working(judge: _Judge, one: _Broken, field: str, allowed: frozenset[Any]) -> list[Any]:
     """The nearest few values of `field` that leave only the `allowed` rules broken."""
     wanted = 2 if field == "num_layers" else 3
     found: list[Any] = []
-    for value in _candidates(judge.settings, field, one.kind):
+    for value in _candidates(judge, field, one.kind):
         if len(found) < wanted and judge.changed(**{field: value}).keys <= allowed:
             found.append(value)
-        if len(found) == wanted or (found and found[-1] == _number(getattr(judge.settings, field))):  # 4 for "4"
+        if len(found) == wanted or (found and found[-1] == number_meant(getattr(judge.settings, field))):  # 4 for "4"
             break
     return found
-
-
-def _told(name: str, values: list[Any]) -> str:
-    """`pp=2 or 4`, `leave layout unset`."""
-    shown = [repr(value) for value in sorted(value for value in values if is_whole(value, 0))]
-    shown += [repr(value) for value in values if isinstance(value, str)]
-    parts = [f"{name}={' or '.join(shown)}"] if shown else []
-    if any(value is None or value is False for value in values):
-        parts.append(f"leave {name} unset")
-    return ", or ".join(parts)
 
 
 def _plain_remedy(judge: _Judge) -> str:
@@ -256,19 +252,20 @@ def _plain_remedy(judge: _Judge) -> str:
     s = judge.settings
     rules = [judge.names.get(field, field) for field in DEFAULTS if field != "vpp" and s.asks_for(field)]
     parts = [f"leave {' and '.join(rules)} unset"] if rules else []
-    pp = s.pp if is_whole(s.pp, 1) else 1
+    pp = s.pp if is_whole(s.pp, 1) else min(judge.pp_sizes or [1])
     chunks = 1 if s.vpp is None or pp == 1 or not is_whole(s.vpp, 1) else s.vpp
     layers = s.num_layers if is_whole(s.num_layers, 1) else pp * chunks
     below = layers // (pp * chunks) * pp * chunks
     near = [layers] if below == layers else [number for number in (below, below + pp * chunks) if number]
     for field, values in (("pp", [pp]), ("vpp", [chunks]), ("num_layers", near)):
         if getattr(s, field) not in (None if field == "vpp" else values[0], *values):
-            parts.append(_told(judge.names.get(field, field), values))
+            parts.append(told(judge.names.get(field, field), values))
     return ", and ".join(parts)
 
 
-def _candidates(settings: StageSettings, field: str, kind: str) -> Iterator[Any]:
+def _candidates(judge: _Judge, field: str, kind: str) -> Iterator[Any]:
     """Values worth trying for one field, the nearest first."""
+    settings = judge.settings
     given, layers = getattr(settings, field), settings.num_layers
     if field == "layout":
         if isinstance(given, str):
@@ -277,7 +274,11 @@ def _candidates(settings: StageSettings, field: str, kind: str) -> Iterator[Any]
             chunks = settings.vpp if settings.vpp is not None and is_whole(settings.vpp, 1) else 1
             yield example_layout(layers, settings.pp * chunks)
     elif kind != "together" and field not in ("standalone_embedding", "count_embedding", "count_loss"):
-        yield from _numbers(settings, field)
+        if field == "pp" and judge.pp_sizes is not None:
+            near = number_meant(given)
+            yield from sorted(judge.pp_sizes, key=lambda size: abs(size - near))
+        else:
+            yield from _numbers(settings, field)
     if field == "vpp" and kind == "together":
         yield 1
     elif field in DEFAULTS and field != "vpp" and given is not None:
@@ -298,7 +299,7 @@ def _numbers(settings: StageSettings, field: str) -> Iterator[int]:
         low, high = (0, layers) if field.endswith("layers") else (1, 2 * layers + 2)
     if (given is None and field in DEFAULTS) or high < low:
         return
-    near = min(max(_number(given), low), high)
+    near = min(max(number_meant(given), low), high)
     for distance in range(REACH + 1):
         for value in sorted({near - distance, near + distance}):
             if low <= value <= high:
@@ -311,11 +312,3 @@ def _placed(settings: StageSettings) -> tuple[int, ...]:
         return () if settings.layout is None else layout_counts(settings.layout)
     except LayoutError:
         return ()
-
-
-def _number(given: Any) -> int:
-    """The whole number that was most likely meant: 4 for 4.0 and "4", 0 for what is no number."""
-    try:
-        return given if is_whole(given, 0) else int(float(given))
-    except (TypeError, ValueError, OverflowError):
-        return 0

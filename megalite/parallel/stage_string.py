@@ -1,9 +1,10 @@
 """A layout of stages as the user writes it, read into layers per stage.
 
 The text form is Megatron-LM's: `E` embedding, `t` one transformer layer, `L` loss, `|` the border of two stages, `*n`
-repeats the symbol or the parenthesised group before it, commas mean nothing. `Et*3|(tt|)*2,L` is 3, 2, 2 and 0 layers;
-two borders in a row, or a stage of E or L alone, ask for a stage without layers. E opens the first stage and L closes
-the last, so the layers per stage say everything. Megatron's `m` (multi-token prediction) is refused: it is not built.
+repeats the symbol or the parenthesised group before it; commas and blanks mean nothing. `Et*3|(tt|)*2,L` is 3, 2, 2 and
+0 layers; two borders in a row, or a stage of E or L alone, ask for a stage without layers. E opens the first stage and
+L closes the last, so the layers per stage say everything. Megatron's `m` (multi-token prediction) is refused: it is not
+built.
 """
 
 import re
@@ -51,7 +52,7 @@ def example_layout(num_layers: int, stages: int) -> str:
 
 def without_prediction(layout: str) -> str:
     """The text with its `m` symbols, and their repeats, taken out."""
-    return re.sub(r"m,*(?:\*,*\d+)?", "", layout)
+    return re.sub(r"m[,\s]*(?:\*[,\s]*\d+)?", "", layout)
 
 
 Symbol = tuple[str, str]  # one of E, t, L and |, and where it stands
@@ -97,10 +98,10 @@ def _check_ends(stages: list[list[Symbol]]) -> None:
 
 def _expand(text: str, label: str = "") -> list[Symbol]:
     """The symbols with all repeats written out. A repeated symbol keeps the place where it was written."""
-    if inside := re.search(r"\d(,+)\d", text):
-        raise LayoutError(f"{label}position {inside.start(1) + 1}: a comma inside a number")
-    places = [at for at, symbol in enumerate(text) if symbol != ","]
-    bare = text.replace(",", "")
+    if inside := re.search(r"\d([,\s]+)\d", text):
+        raise LayoutError(f"{label}position {inside.start(1) + 1}: a comma or blank inside a number")
+    places = [at for at, symbol in enumerate(text) if symbol != "," and not symbol.isspace()]
+    bare = "".join(text[at] for at in places)
     out: list[Symbol] = []
     opened: tuple[int, str] | None = None  # where the open group begins in `out` and in the text
     repeatable: int | None = None  # where in `out` the item begins that a `*n` would repeat

@@ -5,12 +5,13 @@ all stages, concatenated in stage order, are 0..num_layers-1: nothing is dropped
 and a decoder that holds for each side. Settings that cannot keep this are refused by `stage_rules`. No torch import.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from megalite.config.problems import Problem, UserError
-from megalite.parallel.stage_rules import FIELD_NAMES, StageSettings, is_whole, stage_problems
+from megalite.parallel.remedies import is_whole
+from megalite.parallel.stage_rules import FIELD_NAMES, StageSettings, stage_problems
 from megalite.parallel.stage_string import layout_counts
 
 
@@ -38,9 +39,11 @@ class StageLayers:
         return range(self.first, self.first + self.count)
 
 
-def stage_layers(settings: StageSettings, names: Mapping[str, str] = FIELD_NAMES) -> tuple[StageLayers, ...]:
-    """All stages in stage order. Raises `UserError` with all of `stage_problems`, told in `names`."""
-    if problems := stage_problems(settings, names):
+def stage_layers(
+    settings: StageSettings, names: Mapping[str, str] = FIELD_NAMES, pp_sizes: Collection[int] | None = None
+) -> tuple[StageLayers, ...]:
+    """All stages in stage order. Raises `UserError` with all of `stage_problems`, told in `names` and `pp_sizes`."""
+    if problems := stage_problems(settings, names, pp_sizes):
         raise UserError(problems)
     counts = _counts(settings)
     pp, split = settings.pp, settings.split_rank

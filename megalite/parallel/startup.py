@@ -1,19 +1,22 @@
 """From environment variables to a ParallelContext.
 
-A mistake in one rank's environment or device stops all ranks alike, before a process group exists (meeting.py). A
-single process has no process group at all.
+A mistake in one rank's environment, device or settings stops all ranks alike, before a process group is made
+(meeting.py). A single process has no process group at all.
 """
 
+import hashlib
 from collections.abc import Mapping
+from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+from megalite.config.parallel_rules import layout_request, parallel_setting
 from megalite.config.problems import Problem, UserError, collect
-from megalite.config.rules import layout_request, parallel_setting
 from megalite.config.schema import Config
 from megalite.parallel.context import CPU, ParallelContext
 from megalite.parallel.device import choose_device, choose_precision, set_threads
@@ -21,7 +24,7 @@ from megalite.parallel.environment import ProcessEnvironment
 from megalite.parallel.groups import GroupNeeds, all_groups, groups_of
 from megalite.parallel.layout import ParallelLayout
 from megalite.parallel.layout_rules import layout_of
-from megalite.parallel.meeting import meet
+from megalite.parallel.meeting import Card, meet, meet_in_world
 from megalite.parallel.nccl_options import NcclOptions, read_nccl_options
 from megalite.parallel.process_groups import host_backend, make_groups
 
@@ -29,6 +32,7 @@ from megalite.parallel.process_groups import host_backend, make_groups
 def start(config: Config, environment: ProcessEnvironment) -> ParallelContext:
     """This rank's context. Where the process already belongs to a world (of the same size), its groups are made there.
 
+    All ranks must call it. Raises one UserError, alike on all ranks, that holds the problems of all.
     Until `set_timeout` is called, a rank may take parallel.startup_timeout_s to join the others.
     """
     problems: list[Problem] = []
@@ -37,15 +41,22 @@ def start(config: Config, environment: ProcessEnvironment) -> ParallelContext:
     dtype = collect(lambda: choose_precision(config.precision, device), problems) or torch.float32
     nccl = collect(lambda: read_nccl_options(Path(axes.nccl_options)) if axes.nccl_options else {}, problems) or {}
     set_threads(environment)
-    layout = layout_of(layout_request(config, environment.world_size), parallel_setting)
+    layout = collect(lambda: layout_of(layout_request(config, environment.world_size), parallel_setting), problems)
+    needs = GroupNeeds(tied_embeddings=config.model.tie_embeddings, kv_heads=config.model.num_key_value_heads)
+    collect(lambda: _refuse_other_world(environment.rank, environment.world_size), problems)
+    plan = {} if problems or layout is None else _plan(layout, needs, nccl)
     store = None
-    if environment.world_size > 1 and not dist.is_initialized():
-        store = meet(environment, device, problems, timeout_s=axes.startup_timeout_s)
+    if dist.is_initialized() or environment.world_size > 1:
+        card = Card.written(environment.rank, device, plan, problems)
+        if dist.is_initialized():
+            meet_in_world(environment, card, timeout_s=axes.startup_timeout_s)
+        else:
+            store = meet(environment, card, timeout_s=axes.startup_timeout_s)
     elif problems:
         raise UserError(problems)
+    assert layout is not None, "whoever meets with problems is refused"
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    needs = GroupNeeds(tied_embeddings=config.model.tie_embeddings, kv_heads=config.model.num_key_value_heads)
     return join(
         layout, environment.rank, device, dtype, store, timeout_s=axes.startup_timeout_s, needs=needs, nccl=nccl
     )
@@ -64,24 +75,53 @@ def join(
 ) -> ParallelContext:
     """Make the groups of the layout. `store` is where the ranks have met; None: one process, or already initialised.
 
-    The default group of torch.distributed is the control group, gloo unless somebody else made it. With torch's fake
-    backend as the default group, one process becomes any rank of any layout.
+    The control group is the world that is made here, or a gloo group beside one that was there before, whose time-outs
+    and end are its maker's. With torch's fake backend as the default group, one process becomes any rank of any layout.
+    Raises a UserError, on this rank alone, where the world is another one; `start` has settled that with all ranks.
     """
     needs = needs or GroupNeeds()
     specs = groups_of(layout, rank, needs)
+    _refuse_other_world(rank, layout.world_size)
     if layout.world_size == 1:
         return ParallelContext(layout, rank, device, dtype, specs)
     timeout = timedelta(seconds=timeout_s)
-    if not dist.is_initialized():
+    if dist.is_initialized():
+        store = None
+        control = dist.new_group(timeout=timeout, backend=host_backend(), group_desc="control")
+    else:
         assert store is not None
         dist.init_process_group("gloo", store=store, rank=rank, world_size=layout.world_size, timeout=timeout)
-    if (dist.get_rank(), dist.get_world_size()) != (rank, layout.world_size):
-        rule = f"this process is rank {dist.get_rank()} of a process group of {dist.get_world_size()} already"
-        remedy = "leave it first (torch.distributed.destroy_process_group), or start with its sizes"
-        raise UserError(Problem("rank, world size", f"{rank}, {layout.world_size}", rule, remedy))
-    control = dist.group.WORLD
-    if dist.get_backend() != host_backend():
-        control = dist.new_group(timeout=timeout, backend=host_backend(), group_desc="control")
+        control = dist.group.WORLD
     assert control is not None
     groups = make_groups(all_groups(layout, needs), rank, control, device, timeout, nccl or {})
     return ParallelContext(layout, rank, device, dtype, specs, groups, control, store)
+
+
+def _refuse_other_world(rank: int, world_size: int) -> None:
+    """A process that belongs to a world already cannot be another rank, or one of another number."""
+    if not dist.is_initialized():
+        return
+    remedy = "leave it first (torch.distributed.destroy_process_group), or start with its rank and size"
+    if dist.get_world_size() != world_size:
+        rule = f"this process belongs to a process group of {dist.get_world_size()} already"
+        raise UserError(Problem("WORLD_SIZE", world_size, rule, remedy))
+    if dist.get_rank() != rank:
+        rule = f"this process is rank {dist.get_rank()} of a process group already"
+        raise UserError(Problem("RANK", rank, rule, remedy))
+
+
+def _plan(layout: ParallelLayout, needs: GroupNeeds, nccl: Mapping[str, NcclOptions]) -> dict[str, str]:
+    """What decides how many groups there are, and must therefore be equal on all ranks."""
+    options = hashlib.sha256(repr(sorted(nccl.items(), key=lambda item: item[0])).encode()).hexdigest()[:12]
+    return {
+        "layout": _unusual(layout),
+        "process groups": _unusual(needs),
+        "parallel.nccl_options": f"options with fingerprint {options}" if nccl else "no options",
+    }
+
+
+def _unusual(record: Any) -> str:
+    """The fields of a dataclass that differ from their defaults."""
+    values = {field.name: getattr(record, field.name) for field in fields(record)}
+    default = type(record)()
+    return " ".join(f"{name}={value}" for name, value in values.items() if value != getattr(default, name)) or "default"

@@ -29,6 +29,8 @@ from megalite.optim.buffers import TrainingBuffers, buffer_layout
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.device import DTYPES
 from megalite.parallel.environment import ProcessEnvironment
+from megalite.parallel.parameters import ParameterRecord
+from megalite.tensor_parallel.collectives import TensorGroup
 from megalite.train.state import ROUNDED, Progress, training_pieces
 
 T = TypeVar("T")
@@ -95,10 +97,23 @@ def derive_device(config: Config, context: ParallelContext) -> Config:
     return replace(config, precision=precision, train=replace(config.train, compile=compiled))
 
 
+def parameters_of(config: Config) -> list[ParameterRecord]:
+    """The registry of the model as this run lays it out."""
+    return gpt_parameters(config.model, sequence_parallel=bool(config.parallel.sequence_parallel))
+
+
+def fill_with_start_values(buffers: TrainingBuffers, config: Config, context: ParallelContext) -> None:
+    """Parameters as the seed draws them; each rank draws what it holds."""
+    size, index = context.size("tp"), context.index("tp")
+    buffers.fill(start_values(parameters_of(config), config.seed, size=size, index=index))
+
+
 def build_training(config: Config, context: ParallelContext) -> tuple[GPT, TrainingBuffers, FlatAdamW]:
     """The model on flat buffers and its optimizer, with no values in them yet."""
-    model = build_stage(config, dtype=context.dtype, device=context.device)
-    buffers = TrainingBuffers(buffer_layout(gpt_parameters(config.model)), dtype=context.dtype, device=context.device)
+    tp = TensorGroup.of(context.group("tp"))
+    model = build_stage(config, dtype=context.dtype, device=context.device, tp=tp)
+    layout = buffer_layout(parameters_of(config), size=context.size("tp"), index=context.index("tp"))
+    buffers = TrainingBuffers(layout, dtype=context.dtype, device=context.device)
     model.gradient_sinks(buffers.attach(model, sunk=model.sunk_parameters))
     decayed, size = buffers.layout.decay_stop, buffers.layout.size
     first, second = config.optimizer.betas
@@ -140,7 +155,7 @@ def _set_state(job: Job, report: Callable[[str], None]) -> None:
         folder = Path(job.config.checkpoint.init_from)
         job.buffers.fill(agreed(job.context, lambda: list(import_model(folder, job.config.model))))
     else:
-        job.buffers.fill(start_values(gpt_parameters(job.config.model), job.config.seed))
+        fill_with_start_values(job.buffers, job.config, job.context)
 
 
 def checkpoint_state(job: Job) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""Do all data-parallel ranks still hold the same parameters?
+"""Do ranks that should hold the same parameters still do so?
 
-Ranks that drift apart train on silently with a loss curve that looks normal (bad memory, a collective gone wrong), so
-their state is compared by hash now and then.
+Data-parallel ranks share all of them, tensor-parallel ranks those that are not split. Ranks that drift apart train on
+silently with a loss curve that looks normal (bad memory, a collective gone wrong), so their state is compared by hash
+now and then.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, as a signed 64-bit number: F
 
 
 class ReplicaMismatchError(RuntimeError):
-    """Data-parallel ranks hold different parameters."""
+    """Ranks that should hold the same parameters do not."""
 
 
 def content_hash(tensor: Tensor) -> Tensor:

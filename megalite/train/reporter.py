@@ -145,13 +145,15 @@ class Reporter:
     def finish(self, *, stopped_by: str | None) -> None:
         """The run ends in order, at its last step or because it was asked to stop."""
         self._log.info("ended at step %d%s", self._job.progress.step, f" ({stopped_by})" if stopped_by else "")
+        prompt, text = "", None
+        if stopped_by is None and self._job.context.source("tp-pp") == 0:  # the ranks of the first rank's model
+            prompt, text = self._sample()
         if self._metrics is None:
             return
         self._metrics.close()
         records = read_metrics(self._path)
         evaluations = [record for record in records if "val_loss" in record]
         last: dict[str, Any] = evaluations[-1] if evaluations else {}
-        prompt, text = self._sample() if stopped_by is None else ("", None)
         self._terminal.finish(
             Summary(
                 step=self._job.progress.step,

@@ -18,6 +18,7 @@ from megalite.optim.schedule import learning_rate
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.environment import ProcessEnvironment
 from megalite.parallel.farewell import cause_of_the_end
+from megalite.parallel.hosts import slow_tensor_parallelism
 from megalite.parallel.startup import start
 from megalite.train.evaluate import mean_loss, summed_loss
 from megalite.train.job import Job, agreed, build_job, find_text, open_training_data
@@ -52,9 +53,7 @@ class Loop:
         self.reporter = reporter
         self.saver = saver
         self.stop = stop
-        self.step = TrainStep(
-            job.model, job.buffers, job.optimizer, job.config.optimizer, data_parallel=job.context.group("dp-cp")
-        )
+        self.step = TrainStep(job.model, job.buffers, job.optimizer, job.config.optimizer, job.context)
         # An accelerator runs ahead of the host: its figures are read one step late. A CPU's are there at once.
         self.lateness = 0 if job.context.device.type == "cpu" else 1
         self.launched: deque[Launched] = deque()
@@ -129,9 +128,11 @@ class Loop:
         if evaluate or check or self.saver.due(step):
             self._read(keep=0)
         if check:
-            optimizer = self.job.optimizer
+            optimizer, context = self.job.optimizer, self.job.context
             state = [self.job.buffers.masters, optimizer.exp_avg, optimizer.exp_avg_sq]
-            check_replicas(state, self.job.context.group("dp-cp"), step)
+            check_replicas(state, context.group("dp-cp"), step)
+            alike = [part for flat in state for part in self.job.buffers.layout.replicated(flat)]
+            check_replicas(alike, context.group("tp"), step)
         if evaluate and self.job.data.validation is not None:
             self._evaluate(step)
         if self.saver.due(step):
@@ -183,6 +184,8 @@ def run(config: Config, environment: ProcessEnvironment) -> int:
         data = open_training_data(config, context, environment, terminal.preparing)
         job = build_job(config, context, data, terminal.note)
         reporter = _open_reporter(job, terminal)
+        if warning := slow_tensor_parallelism(context):
+            terminal.note(warning)
         with StopRequest() as stop:
             return _train(job, terminal, stop, reporter)
     except UserError:

@@ -17,6 +17,7 @@ def sample(
 ) -> list[int]:
     """`count` tokens that follow `prompt` (at least one token), the same for the same weights and seed.
 
+    All ranks of a model must call it; each returns the tokens.
     The window is always `seq_length` long, so that a compiled model sees one shape; what stands behind the newest token
     cannot reach it.
     """
@@ -33,9 +34,9 @@ def sample(
             loss_mask=torch.zeros_like(window, dtype=torch.bool),
             positions=torch.arange(seq_length).unsqueeze(0),
             documents=None,
-            number=0,
+            first_sample=0,
         )
-        hidden = model(batch.to(device))  # [s, 1, h]
+        hidden = model.whole_sequence(model(batch.to(device)))  # [s, 1, h]
         logits = model.head_logits(hidden[len(recent) - 1]).flatten().float().cpu()
         best, candidates = logits.topk(min(TOP_K, logits.numel()))
         choice = torch.multinomial(torch.softmax(best / TEMPERATURE, dim=0), 1, generator=generator)

@@ -38,8 +38,9 @@ def training_pieces(buffers: TrainingBuffers, optimizer: FlatAdamW) -> list[Piec
     if buffers.parameters is not buffers.masters:
         flats[ROUNDED] = buffers.parameters
     pieces = [
-        Piece(f"{kind}.{slot.record.name}", slot.record.shape, (0,) * len(slot.record.shape), slot.view(flat))
+        Piece(f"{kind}.{slot.record.name}", slot.record.shape, box.offsets, slot.view(flat)[box.local])
         for kind, flat in flats.items()
         for slot in buffers.layout.slots
+        for box in slot.shard.boxes
     ]
     return [*pieces, Piece("optimizer.step", (1,), (0,), optimizer.step_count.view(1))]

@@ -1,8 +1,9 @@
 """One optimizer step, without waiting on the device.
 
-Microbatches -> gradients of the one loss -> sum over data-parallel ranks -> norm -> clipped AdamW. The loss that is
-optimised is the loss that is reported: the sum of token losses over the global batch divided by its number of unmasked
-tokens, which is known before the first backward. A step whose loss or gradient is not finite changes nothing.
+Microbatches -> gradients of the one loss -> sums over tensor- and data-parallel ranks -> norm -> clipped AdamW. The
+loss that is optimised is the loss that is reported: the sum of token losses over the global batch divided by its number
+of unmasked tokens, which is known before the first backward. A step whose loss or gradient is not finite changes
+nothing.
 """
 
 from collections.abc import Sequence
@@ -17,6 +18,8 @@ from megalite.data.batch import Batch
 from megalite.model.gpt import GPT
 from megalite.optim.adamw import FlatAdamW
 from megalite.optim.buffers import TrainingBuffers
+from megalite.optim.partial import PartialGradients
+from megalite.parallel.context import ParallelContext
 
 CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_'s
 
@@ -58,23 +61,24 @@ class LaunchedStep:
         return StepFigures(loss, grad_norm, int(tokens), skipped > 0, stop > 0, refused > 0)
 
 
-def gradient_norm(gradients: Tensor) -> Tensor:
-    """The L2 norm of a flat buffer [size], 0-d fp64.
+def gradient_norm(parts: Sequence[Tensor]) -> Tensor:
+    """The L2 norm of all elements of the parts together, 0-d fp64.
 
     torch's CPU kernel adds all squares in a few fp32 sums, which loses 2 % of the norm at 124 million elements: rows of
     4,096 are exact to 1e-6, and their norms are added in fp64. CUDA's kernel adds in a tree.
     """
-    if gradients.is_cuda:
-        return torch.linalg.vector_norm(gradients).double()  # type: ignore[no-any-return]
-    whole = gradients.numel() // NORM_ROW * NORM_ROW
-    rows = torch.linalg.vector_norm(gradients[:whole].view(-1, NORM_ROW), dim=1)
-    rest = torch.linalg.vector_norm(gradients[whole:])
-    norm: Tensor = torch.linalg.vector_norm(torch.cat([rows, rest.view(1)]), dtype=torch.float64)
+    norms: list[Tensor] = []
+    for part in parts:
+        flat = part.reshape(-1)
+        whole = 0 if part.is_cuda else flat.numel() // NORM_ROW * NORM_ROW
+        norms += [torch.linalg.vector_norm(flat[:whole].view(-1, NORM_ROW), dim=1)] if whole else []
+        norms += [torch.linalg.vector_norm(flat[whole:]).view(1)]
+    norm: Tensor = torch.linalg.vector_norm(torch.cat(norms), dtype=torch.float64)
     return norm
 
 
 class TrainStep:
-    """Runs steps on one model replica; `data_parallel` is None where there is only one."""
+    """Runs the steps of one rank."""
 
     def __init__(
         self,
@@ -82,14 +86,17 @@ class TrainStep:
         buffers: TrainingBuffers,
         optimizer: FlatAdamW,
         settings: OptimizerConfig,
-        *,
-        data_parallel: dist.ProcessGroup | None,
+        context: ParallelContext,
     ) -> None:
         self._model = model
         self._buffers = buffers
         self._optimizer = optimizer
         self._clip = settings.clip_grad
-        self._data_parallel = data_parallel
+        self._data_parallel = context.group("dp-cp")
+        self._model_parallel = context.group("tp-pp")
+        replicas = context.group("kv-replicas") if "kv-replicas" in context.specs else None
+        self._partial = PartialGradients.of(buffers, context.group("tp"), replicas)
+        self._counted = buffers.layout.counted(buffers.gradients)
         self._lr = torch.zeros((), dtype=torch.float64, device=buffers.masters.device)
 
     def __call__(
@@ -109,25 +116,26 @@ class TrainStep:
         buffers = self._buffers
         buffers.start_step()
         device = buffers.gradients.device
-        tokens = self._sum(
-            torch.full((), local_tokens, device=device)
-        )  # full: a kernel; a copy from the host would wait
+        # full: a kernel; a copy from the host would wait
+        tokens = self._sum(torch.full((), local_tokens, device=device), self._data_parallel)
         scale = tokens.clamp(min=1).to(buffers.gradients.dtype).reciprocal()
         loss = torch.zeros_like(scale)
         for batch in microbatches:
             part = self._model.loss(batch, scale)
             part.backward()
             loss += part.detach()
-        buffers.finish_step()
-        self._sum(buffers.gradients)
+        self._partial.sum()
+        self._sum(buffers.gradients, self._data_parallel)
         flags = [torch.full((), float(flag), dtype=torch.float64, device=device) for flag in (stop, refused)]
-        totals = self._sum(torch.stack([loss.double(), *flags]))
-        return LaunchedStep(self._update(totals[0], tokens, lr, totals[1:]))
+        totals = self._sum(torch.stack([loss.double(), *flags]), self._data_parallel)
+        squares = gradient_norm(self._counted).square()
+        # Ranks of one model hold different parameters; each may have been asked to stop. Their loss is the same.
+        shared = self._sum(torch.stack([squares, totals[1], totals[2]]), self._model_parallel)
+        return LaunchedStep(self._update(totals[0], shared[0].sqrt(), tokens, lr, shared[1:]))
 
-    def _update(self, loss: Tensor, tokens: Tensor, lr: float, flags: Tensor) -> Tensor:
+    def _update(self, loss: Tensor, norm: Tensor, tokens: Tensor, lr: float, flags: Tensor) -> Tensor:
         """Clip, apply unless something is not finite or a rank was refused, and gather the step's figures."""
         gradients = self._buffers.gradients
-        norm = gradient_norm(gradients)
         skipped = ~(torch.isfinite(norm) & torch.isfinite(loss)) | (flags[1] > 0)
         divisor = ((norm + CLIP_EPSILON) / self._clip).clamp(min=1) if self._clip > 0 else torch.ones_like(norm)
         self._lr.fill_(lr)
@@ -135,8 +143,8 @@ class TrainStep:
         self._buffers.round_masters()
         return torch.cat([torch.stack([loss, norm, tokens.double(), skipped.double()]), flags])
 
-    def _sum(self, tensor: Tensor) -> Tensor:
-        """`tensor` summed over the data-parallel ranks, in place."""
-        if self._data_parallel is not None:
-            dist.all_reduce(tensor, group=self._data_parallel)
+    def _sum(self, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+        """`tensor` summed over the ranks of `group`, in place; as it is where there is none."""
+        if group is not None:
+            dist.all_reduce(tensor, group=group)
         return tensor

@@ -19,6 +19,7 @@ OPEN = {  # what the data or the machine decides, or what has no meaning in the 
     "model.max_positions",
     "model.loss_chunk_tokens",
     "train.compile",
+    "train.recompute_layers",
     "parallel.nccl_options",
     "data.path",
     "data.weights",
@@ -102,7 +103,16 @@ def test_the_default_run_folder_is_named_after_model_and_data() -> None:
     assert len(name) == len("gpt2-text-") + 8
 
 
-OTHER_VALUES = {int: 12, float: 0.25, bool: True, str: "other", list[float]: [0.5, 0.5], Any: "some/path"}
+OTHER_VALUES = {
+    int: 12,
+    float: 0.25,
+    bool: True,
+    str: "other",
+    list[float]: [0.5, 0.5],
+    list[str]: ["norm"],
+    Any: "some/path",
+}
+DEFINES_TRAINING = {"train.global_batch_size", "train.seq_length", "train.label_smoothing", "train.z_loss"}
 SAME_TRAINING = {
     "run_dir",
     "resume",
@@ -116,11 +126,7 @@ SAME_TRAINING = {
     "checkpoint.interval",
     "checkpoint.keep",
     *(name for name in SETTINGS if name.startswith("parallel.")),
-    *(
-        name
-        for name in SETTINGS
-        if name.startswith("train.") and name not in {"train.global_batch_size", "train.seq_length"}
-    ),
+    *(name for name in SETTINGS if name.startswith("train.") and name not in DEFINES_TRAINING),
 }
 
 

@@ -40,7 +40,7 @@ def stream(
 
 
 def content(batches: list[Batch]) -> dict[int, list[list[int]]]:
-    return {batch.number: torch.cat([batch.tokens, batch.labels], dim=1).tolist() for batch in batches}
+    return {batch.first_sample: torch.cat([batch.tokens, batch.labels], dim=1).tolist() for batch in batches}
 
 
 def test_labels_are_the_next_tokens_and_positions_count(data: OpenedData, config: Config) -> None:
@@ -56,7 +56,7 @@ def test_labels_are_the_next_tokens_and_positions_count(data: OpenedData, config
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_together_compute_the_microbatches_of_one_process(data: OpenedData, config: Config, size: int) -> None:
     whole = stream(data, config, 5)
-    assert [batch.number for batch in whole] == list(range(20))
+    assert [batch.first_sample for batch in whole] == list(range(0, 40, 2))
     shared = [stream(data, config, 5, rank=rank, size=size) for rank in range(size)]
     assert {len(batches) for batches in shared} == {20 // size}
     together = [batch for batches in shared for batch in batches]

@@ -1,8 +1,5 @@
 """Data parallelism computes what one process computes, in fp64, and a broken one is caught."""
 
-import json
-import random
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +8,10 @@ import torch
 import torch.distributed as dist
 
 from megalite.config.schema import Config
-from megalite.data.prepare import prepare
 from megalite.parallel.context import ParallelContext
 from megalite.train.step import TrainStep
-from tests.layouts.training import Trace, assert_same_training, small_config, train
+from tests.layouts.reference import reference
+from tests.layouts.training import Trace, assert_same_training, train
 from tests.ranks import run_ranks
 
 RAGGED = {"data": {"mask_end_of_document": True, "cross_document_attention": False}}
@@ -34,31 +31,6 @@ LONG_ROWS = [
     for recompute in ("none", "full")
     for micro in (1, 12 // size)
 ]
-
-
-@pytest.fixture(scope="module")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A text of short documents, so that loss masks are ragged, and a cache folder."""
-    folder = tmp_path_factory.mktemp("layouts")
-    dice = random.Random(0)
-    lines = [json.dumps({"text": "".join(dice.choices("abcdefgh ", k=dice.randint(1, 30)))}) for _ in range(2000)]
-    text = folder / "text.jsonl"
-    text.write_text("\n".join(lines))
-    return text, folder / "cache"
-
-
-@cache
-def _reference(workplace: tuple[Path, Path], family: str, overrides: str) -> tuple[Config, Trace]:
-    """The single process, which never initialises torch.distributed."""
-    config = small_config(*workplace, family, **json.loads(overrides))
-    prepare(config, None)
-    trace = train(ParallelContext(dtype=torch.float64), config)
-    assert not dist.is_initialized()
-    return config, trace
-
-
-def reference(workplace: tuple[Path, Path], family: str, overrides: dict[str, Any]) -> tuple[Config, Trace]:
-    return _reference(workplace, family, json.dumps(overrides))
 
 
 def check_row(workplace: tuple[Path, Path], size: int, family: str, overrides: dict[str, Any]) -> None:
@@ -86,7 +58,9 @@ def test_ranks_train_like_one_process_everywhere(
 
 def _without_gradient_sum(context: ParallelContext, config: Config) -> Trace:
     summed = TrainStep._sum
-    TrainStep._sum = lambda self, tensor: tensor if tensor.ndim else summed(self, tensor)  # type: ignore[method-assign]
+    TrainStep._sum = (  # type: ignore[method-assign]
+        lambda self, tensor, group: tensor if tensor.ndim else summed(self, tensor, group)
+    )
     return train(context, config)
 
 
@@ -94,14 +68,10 @@ def _averaging_local_means(context: ParallelContext, config: Config) -> Trace:
     """The classic mistake: each rank divides by its own tokens, then gradients are averaged."""
     summed = TrainStep._sum
 
-    def broken(self: TrainStep, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dtype == torch.int64:
+    def broken(self: TrainStep, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+        if tensor.dtype == torch.int64 or group is None:
             return tensor
-        return (
-            summed(self, tensor) / context.size("dp")
-            if tensor.ndim == 0
-            else summed(self, tensor).div_(context.size("dp"))
-        )
+        return summed(self, tensor, group).div_(context.size("dp"))
 
     TrainStep._sum = broken  # type: ignore[method-assign]
     return train(context, config)

@@ -11,11 +11,11 @@ from megalite.config.derive import derive, derive_vocabulary
 from megalite.config.schema import Config
 from megalite.data.batches import TrainBatches
 from megalite.data.open import open_data
-from megalite.model.init import start_values
-from megalite.model.parameters import gpt_parameters
+from megalite.optim.buffers import BufferLayout
 from megalite.optim.schedule import learning_rate
 from megalite.parallel.context import ParallelContext
-from megalite.train.job import build_training, derive_device
+from megalite.parallel.parameters import Shard
+from megalite.train.job import build_training, derive_device, fill_with_start_values
 from megalite.train.step import TrainStep
 
 STEPS = 5
@@ -28,16 +28,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+Tensors = dict[str, Tensor]  # by logical name: what the rank holds of each
+
+
 @dataclass(frozen=True)
 class Trace:
-    """What a run computed. Tensors are flat, in the buffers' order."""
+    """What one rank of a run computed. `shards` says where in the logical tensors its own ones belong."""
 
     losses: list[float]
     grad_norms: list[float]
     tokens: list[int]
-    gradients: list[Tensor]  # of each step, after the sum over ranks and before clipping
-    parameters: Tensor  # after the last step
-    moments: Tensor
+    gradients: list[Tensors]  # of each step, after all sums over ranks and before clipping
+    parameters: Tensors  # masters after the last step, as are the moments
+    first_moments: Tensors
+    second_moments: Tensors
+    shards: dict[str, Shard]
 
 
 def small_config(text: Path, cache: Path, family: str = "llama", **overrides: dict[str, Any]) -> Config:
@@ -57,13 +62,13 @@ def small_config(text: Path, cache: Path, family: str = "llama", **overrides: di
     return derive(config)
 
 
-def train(context: ParallelContext, config: Config) -> Trace:
-    """Five steps of the real training step on this rank's share of the real batches."""
+def train(context: ParallelContext, config: Config, steps: int = STEPS) -> Trace:
+    """A few steps of the real training step on this rank's share of the real batches."""
     data = open_data(config)
     config = derive_device(derive_vocabulary(config, data.vocab_size), context)
     model, buffers, optimizer = build_training(config, context)
-    buffers.fill(start_values(gpt_parameters(config.model), config.seed))
-    step = TrainStep(model, buffers, optimizer, config.optimizer, data_parallel=context.group("dp-cp"))
+    fill_with_start_values(buffers, config, context)
+    step = TrainStep(model, buffers, optimizer, config.optimizer, context)
     batches = TrainBatches(
         data.train,
         config,
@@ -73,20 +78,26 @@ def train(context: ParallelContext, config: Config) -> Trace:
         start_sample=0,
     )
     figures, gradients = [], []
-    for number in range(STEPS):
+    for number in range(steps):
         batch = next(batches)
         lr = learning_rate(number, config.lr, peak=config.optimizer.lr, steps=config.train.steps)
         figures.append(step(batch.microbatches, batch.local_tokens, lr).read())
-        gradients.append(buffers.gradients.clone())
+        gradients.append(_by_name(buffers.layout, buffers.gradients))
     batches.close()
     return Trace(
         losses=[f.loss for f in figures],
         grad_norms=[f.grad_norm for f in figures],
         tokens=[f.tokens for f in figures],
         gradients=gradients,
-        parameters=buffers.masters.clone(),
-        moments=torch.cat([optimizer.exp_avg, optimizer.exp_avg_sq]),
+        parameters=_by_name(buffers.layout, buffers.masters),
+        first_moments=_by_name(buffers.layout, optimizer.exp_avg),
+        second_moments=_by_name(buffers.layout, optimizer.exp_avg_sq),
+        shards={slot.record.name: slot.shard for slot in buffers.layout.slots},
     )
+
+
+def _by_name(layout: BufferLayout, flat: Tensor) -> Tensors:
+    return {slot.record.name: slot.view(flat).clone() for slot in layout.slots}
 
 
 def assert_same_training(found: Trace, reference: Trace) -> None:
@@ -96,8 +107,16 @@ def assert_same_training(found: Trace, reference: Trace) -> None:
     torch.testing.assert_close(torch.tensor(found.losses).double(), torch.tensor(reference.losses).double(), **close)
     torch.testing.assert_close(found.grad_norms, reference.grad_norms, **close)
     for mine, theirs in zip(found.gradients, reference.gradients, strict=True):
-        assert (mine - theirs).abs().max() <= RELATIVE * theirs.abs().max() + ABSOLUTE
-    assert (
-        found.parameters - reference.parameters
-    ).abs().max() <= RELATIVE * reference.parameters.abs().max() + ABSOLUTE
-    assert (found.moments - reference.moments).abs().max() <= RELATIVE * reference.moments.abs().max() + ABSOLUTE
+        _assert_same_tensors("gradients", mine, theirs, found.shards)
+    for kind in ("parameters", "first_moments", "second_moments"):
+        _assert_same_tensors(kind, getattr(found, kind), getattr(reference, kind), found.shards)
+
+
+def _assert_same_tensors(kind: str, found: Tensors, reference: Tensors, shards: dict[str, Shard]) -> None:
+    """Every box that the rank holds is that box of the reference's logical tensor."""
+    assert found.keys() == reference.keys()
+    largest = max(float(tensor.abs().max()) for tensor in reference.values())
+    for name, shard in shards.items():
+        for box in shard.boxes:
+            difference = float((found[name][box.local] - reference[name][box.logical]).abs().max())
+            assert difference <= RELATIVE * largest + ABSOLUTE, f"{kind} of {name}: {difference} of {largest}"

@@ -60,7 +60,7 @@ def perturbed(config: ModelConfig, *, dtype: torch.dtype = torch.float64, **sett
     return model
 
 
-def random_batch(config: ModelConfig, *, b: int = 3, s: int = 20, number: int = 5, seed: int = 0) -> Batch:
+def random_batch(config: ModelConfig, *, b: int = 3, s: int = 20, first_sample: int = 5, seed: int = 0) -> Batch:
     """Random tokens and labels, a quarter of them masked out of the loss."""
     generator = torch.Generator().manual_seed(seed)
     assert config.vocab_size is not None
@@ -71,7 +71,7 @@ def random_batch(config: ModelConfig, *, b: int = 3, s: int = 20, number: int = 
         loss_mask=torch.rand(b, s, generator=generator) > 0.25,
         positions=torch.arange(s).expand(b, s),
         documents=None,
-        number=number,
+        first_sample=first_sample,
     )
 
 

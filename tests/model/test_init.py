@@ -1,21 +1,57 @@
 """Start values depend on seed, name and position in the logical tensor, and on nothing else."""
 
+from itertools import combinations
+
 import pytest
 import torch
 
+from megalite.model import init
 from megalite.model.init import draw, fill, start_values
 from megalite.model.parameters import gpt_parameters
-from megalite.parallel.parameters import ParameterRecord
+from megalite.parallel.parameters import ParameterRecord, Split, shard
 from tests.model.small import perturbed, small
+from tests.parallel.shards import cut
 
 WEIGHT = ParameterRecord("blocks.0.mlp.gate_up.weight", (2, 290, 300), "normal", 0.5, True)
+SPLIT = ParameterRecord("w", (8, 300), "normal", 0.5, True, split=Split(0))
 
 
-@pytest.mark.parametrize("rows", [slice(0, 100), slice(100, 290), slice(200, 400), slice(512, 580), slice(255, 257)])
-def test_a_shard_is_a_slice_of_the_whole_bit_for_bit(rows: slice) -> None:
+BOXES = [  # offsets and sizes
+    ((0, 0, 0), (1, 100, 300)),
+    ((0, 145, 0), (2, 145, 300)),  # a tensor-parallel half: two runs of rows
+    ((1, 222, 17), (1, 68, 270)),
+    ((0, 255, 255), (2, 2, 2)),
+    ((1, 289, 299), (1, 1, 1)),
+]
+
+
+@pytest.mark.parametrize(("offsets", "sizes"), BOXES)
+def test_a_box_is_a_part_of_the_whole_bit_for_bit(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> None:
     whole = draw(WEIGHT, seed=3)
     assert whole.shape == WEIGHT.shape
-    assert torch.equal(draw(WEIGHT, 3, rows), whole.view(580, 300)[rows])
+    box = tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
+    assert torch.equal(draw(WEIGHT, 3, offsets, sizes), whole[box])
+
+
+def test_a_shard_draws_only_the_tiles_that_it_touches(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = []
+    monkeypatch.setattr(init, "_draw_tile", lambda record, seed, at, origin, values: drawn.append(at))
+    draw(ParameterRecord("w", (1024, 512), "normal", 1.0, True), 1, (256, 0), (256, 256))
+    assert drawn == [(1, 0)]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_shards_of_all_ranks_are_the_parts_of_one_start(size: int) -> None:
+    records = gpt_parameters(small(num_attention_heads=8, num_key_value_heads=2, ffn_hidden_size=32, qk_norm=True))
+    whole = dict(start_values(records, 9))
+    for index in range(size):
+        for record, (name, values) in zip(records, start_values(records, 9, size=size, index=index), strict=True):
+            assert torch.equal(values, cut(whole[name], shard(record, size, index)))
+
+
+def test_shards_of_one_weight_differ() -> None:
+    parts = [dict(start_values([SPLIT], 3, size=4, index=index))["w"] for index in range(4)]
+    assert not any(torch.equal(one, other) for one, other in combinations(parts, 2))
 
 
 def test_the_number_of_threads_changes_nothing() -> None:

@@ -12,6 +12,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from megalite.model import loss as loss_module
 from megalite.model.loss import linear_cross_entropy
+from megalite.tensor_parallel.cross_entropy import PIECE_ELEMENTS
+from megalite.tensor_parallel.linear import TILE_ELEMENTS
 
 N, WIDTH, VOCAB, PADDED = 50, 24, 101, 128
 
@@ -221,8 +223,8 @@ def memory_bound(case: Case, chunk: int, *, sink: bool) -> int:
     """Logits of a chunk, two fp32 pieces, the gradients that are returned, and a few numbers per token."""
     (n, width), padded, size = case.hidden.shape, case.weight.shape[0], case.hidden.element_size()
     logits = chunk * padded * size
-    pieces = 2 * 4 * min(chunk * padded, loss_module.PIECE_ELEMENTS["cpu"])
-    tiles = 0 if size == 4 else (4 + size) * min(padded * width, loss_module.PIECE_ELEMENTS["cpu"])
+    pieces = 2 * 4 * min(chunk * padded, PIECE_ELEMENTS["cpu"])
+    tiles = 0 if size == 4 else (4 + size) * min(padded * width, TILE_ELEMENTS)
     weight_grad = 0 if sink else padded * width * (4 + 2 * size)  # fp32 sum, its copy for backward, times upstream
     return logits + pieces + tiles + weight_grad + 2 * n * width * size + 64 * n + 4096
 

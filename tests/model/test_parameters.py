@@ -13,6 +13,7 @@ from megalite.model.attention import Attention, AttentionInputs
 from megalite.model.gpt import GPT
 from megalite.model.mlp import build_mlp
 from megalite.model.parameters import gpt_parameters, padded_vocabulary
+from megalite.model.placement import Placement
 from megalite.parallel.parameters import ParameterRecord, Shard, is_counted, is_held, shard
 from tests.model.small import CPU, FAMILIES, small
 from tests.parallel.shards import cut, slices
@@ -245,11 +246,11 @@ def gradients_of(
 
 
 def _attention(config: ModelConfig) -> nn.Module:
-    return Attention(config, torch.float64, CPU)
+    return Attention(config, Placement(torch.float64, CPU))
 
 
 def _mlp(config: ModelConfig) -> nn.Module:
-    return build_mlp(config, torch.float64, CPU)
+    return build_mlp(config, Placement(torch.float64, CPU))
 
 
 @pytest.mark.parametrize("tp", [2, 4])

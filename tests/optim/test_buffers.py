@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from megalite.optim.buffers import ALIGNMENT, TrainingBuffers, buffer_layout
-from megalite.parallel.parameters import ParameterRecord
+from megalite.parallel.parameters import ParameterRecord, Split
 
 shapes = st.lists(
     st.tuples(st.lists(st.integers(1, 9), min_size=1, max_size=3), st.booleans()), min_size=1, max_size=20
@@ -67,7 +67,6 @@ def test_gradients_of_all_microbatches_add_up_and_start_anew_each_step(dtype: to
         buffers.start_step()
         for x in inputs:
             model(x).sum().backward()
-        buffers.finish_step()
     for slot in buffers.layout.slots:
         torch.testing.assert_close(
             slot.view(buffers.gradients), expected[slot.record.name].expand(slot.record.shape), rtol=1e-12, atol=0
@@ -90,3 +89,48 @@ def test_bf16_parameters_are_the_rounded_masters() -> None:
     weight = dict(model.named_parameters())["first.weight"]
     slot = next(slot for slot in buffers.layout.slots if slot.record.name == "first.weight")
     assert torch.equal(weight, slot.view(buffers.masters).bfloat16())
+
+
+SHARDED = [
+    ParameterRecord("table", (8, 6), "normal", 0.1, True, split=Split(0)),
+    ParameterRecord("position", (5, 6), "normal", 0.1, True),
+    ParameterRecord("qkv", (1, 4 + 2, 3, 6), "normal", 0.1, True, split=Split(0, shared_tail=2)),
+    ParameterRecord("bias", (8,), "zeros", 0.0, False, split=Split(0)),
+    ParameterRecord("norm", (6,), "ones", 0.0, False),
+]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_ranks_together_count_each_element_once(size: int) -> None:
+    total = 0.0
+    for index in range(size):
+        layout = buffer_layout(SHARDED, size=size, index=index)
+        buffer = torch.zeros(layout.size, dtype=torch.float64)
+        for slot in layout.slots:
+            slot.view(buffer).fill_(1.0)
+        total += sum(float(part.sum()) for part in layout.counted(buffer))
+    assert total == sum(record.numel for record in SHARDED)
+
+
+def test_what_one_rank_counts_is_few_ranges() -> None:
+    layout = buffer_layout(SHARDED)
+    assert len(layout.counted(torch.zeros(layout.size))) == 1
+    other = buffer_layout([record for record in SHARDED if record.name != "qkv"], size=2, index=1)
+    assert len(other.counted(torch.zeros(other.size))) == 2  # decayed and not
+
+
+def test_ranks_hold_the_replicated_parameters_in_the_same_ranges() -> None:
+    layouts = [buffer_layout(SHARDED, size=2, index=index) for index in range(2)]
+    for layout in layouts:
+        buffer = torch.zeros(layout.size)
+        for slot in layout.slots:
+            slot.view(buffer).fill_(float(slot.record.split is None))
+        assert [float(part.sum()) for part in layout.replicated(buffer)] == [30.0, 6.0]
+
+
+def test_a_logical_tensor_fills_this_rank_s_shard() -> None:
+    value = torch.arange(6 * 3 * 6, dtype=torch.float64).view(1, 6, 3, 6)
+    layout = buffer_layout([SHARDED[2]], size=4, index=2)
+    buffers = TrainingBuffers(layout, dtype=torch.float64, device=torch.device("cpu"))
+    buffers.fill([("qkv", value)])
+    assert torch.equal(layout.slots[0].view(buffers.masters), value[:, [2, 4, 5]])

@@ -1,14 +1,19 @@
 """The groups of a rank as records: who is in them, in which order they are made, what they may share."""
 
+import re
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megalite.config.problems import UserError
 from megalite.parallel.groups import GroupNeeds, all_groups, group_problems, groups_of
 from megalite.parallel.layout import ParallelLayout
+from tests.parallel.following import ways_out
 from tests.parallel.test_layout import layouts
 
 CUBE = ParallelLayout(tp=2, cp=2, dp=2, pp=2, etp=1, ep=4)
@@ -84,7 +89,6 @@ def test_instances_of_experts_are_slices_of_their_replicas() -> None:
     assert ranks(layout, 1, "edp-instance", needs) == (1, 5)
     assert ranks(layout, 1, "edp-across", needs) == (1, 9)
     assert ranks(layout, 1, "instance", needs) == tuple(range(8))
-    assert list(group_problems(layout, needs)) == []
 
 
 def test_levels_of_context_parallelism_start_with_neighbours() -> None:
@@ -137,38 +141,92 @@ def test_the_groups_of_the_world_are_those_of_its_ranks(layout: ParallelLayout, 
     assert [names.index(spec.name) for spec in listed] == sorted(names.index(spec.name) for spec in listed)
 
 
-@pytest.mark.parametrize(
-    ("layout", "needs", "setting", "words"),
-    [
-        (ParallelLayout(tp=4), GroupNeeds(kv_heads=3), "kv_heads", ["tp=4", "tp=1"]),
-        (ParallelLayout(tp=4, dp=2), GroupNeeds(kv_heads=6), "kv_heads", ["tp=1 or 2"]),
-        (ParallelLayout(cp=8), GroupNeeds(cp_levels=(2, 2)), "cp_levels", ["cp=8, not 4", "cp_levels=[2, 4]"]),
-        (
-            ParallelLayout(dp=6),
-            GroupNeeds(optimizer_instances=4),
-            "optimizer_instances",
-            ["dp x cp = 6", "1 or 2 or 3"],
-        ),
-        (
-            ParallelLayout(tp=2, dp=8, etp=1, ep=8),
-            GroupNeeds(optimizer_instances=4),
-            "optimizer_instances",
-            ["edp = 2", "optimizer_instances=1 or 2"],
-        ),
-        (
-            ParallelLayout(tp=2, dp=4, etp=1, ep=4, order="dp-tp-cp-ep-pp"),
-            GroupNeeds(optimizer_instances=2),
-            "optimizer_instances",
-            ["order=dp-tp-cp-ep-pp", "order=tp-cp-ep-dp-pp"],
-        ),
-    ],
-)
+EXPERTS_APART = ParallelLayout(tp=2, dp=4, etp=1, ep=4, order="dp-tp-cp-ep-pp")
+REFUSED: list[tuple[ParallelLayout, dict[str, Any], str, str]] = [
+    (ParallelLayout(tp=4), {"kv_heads": 3}, "divisor of tp=4", "tp=1, or kv_heads=1 or 2 or 4"),
+    (ParallelLayout(tp=4, dp=2), {"kv_heads": 6}, "divisor of tp=4", "tp=1 or 2, or kv_heads=2 or 4 or 8"),
+    (ParallelLayout(tp=4, dp=3), {"kv_heads": 6}, "divisor of tp=4", "tp=1 or 2 or 3 or 6 or 12, or kv"),
+    (ParallelLayout(tp=4), {"kv_heads": 0}, "whole number, at least 1", "kv_heads=4"),
+    (ParallelLayout(tp=4), {"kv_heads": 2.0}, "whole number, at least 1", "kv_heads=4"),
+    (ParallelLayout(tp=4), {"kv_heads": True}, "whole number, at least 1", "kv_heads=4"),
+    (ParallelLayout(cp=8), {"cp_levels": (2, 2)}, "cp=8, not 4", "cp_levels=[2, 4]"),
+    (ParallelLayout(cp=7), {"cp_levels": (2, 2)}, "cp=7, not 4", "cp_levels=[7]"),
+    (ParallelLayout(cp=8), {"cp_levels": (8, 0)}, "each level must be a whole number", "cp_levels=[2, 4]"),
+    (ParallelLayout(cp=8), {"cp_levels": (-2, -4)}, "each level must be a whole number", "cp_levels=[2, 4]"),
+    (ParallelLayout(cp=8), {"cp_levels": ("8",)}, "each level must be a whole number", "cp_levels=[2, 4]"),
+    (ParallelLayout(cp=8), {"cp_levels": 8}, "each level must be a whole number", "cp_levels=[2, 4]"),
+    (ParallelLayout(dp=2), {"optimizer_instances": 3}, "dp x cp = 2", "optimizer_instances=1 or 2"),
+    (ParallelLayout(dp=6), {"optimizer_instances": 4}, "dp x cp = 6", "optimizer_instances=1 or 2 or 3 or 6"),
+    (ParallelLayout(dp=6), {"optimizer_instances": 0}, "whole number, at least 1", "optimizer_instances=1"),
+    (ParallelLayout(dp=6), {"optimizer_instances": None}, "whole number, at least 1", "optimizer_instances=1"),
+    (ParallelLayout(tp=2, dp=8, etp=1, ep=8), {"optimizer_instances": 4}, "edp = 2", "optimizer_instances=1 or 2"),
+    (
+        EXPERTS_APART,
+        {"optimizer_instances": 2},
+        "order=dp-tp-cp-ep-pp deals",
+        "optimizer_instances=1, or order=tp-cp-ep-dp-pp",
+    ),
+    (ParallelLayout(pp=4), {"split_rank": 9}, "a rank each of pp=4", "split_rank=1 to 3, or leave split_rank unset"),
+    (ParallelLayout(pp=4), {"split_rank": 4}, "a rank each of pp=4", "split_rank=1 to 3, or"),
+    (ParallelLayout(pp=4), {"split_rank": 0}, "a rank each of pp=4", "split_rank=1 to 3, or"),
+    (ParallelLayout(pp=4), {"split_rank": -1}, "a rank each of pp=4", "split_rank=1 to 3, or"),
+    (ParallelLayout(pp=2), {"split_rank": "1"}, "a rank each of pp=2", "split_rank=1, or leave"),
+    (ParallelLayout(dp=2), {"split_rank": 1}, "a rank each of pp=1", "leave split_rank unset"),
+]
+
+
+@pytest.mark.parametrize(("layout", "asked", "rule", "remedy"), REFUSED)
 def test_groups_that_cannot_be_formed_are_refused(
-    layout: ParallelLayout, needs: GroupNeeds, setting: str, words: list[str]
+    layout: ParallelLayout, asked: dict[str, Any], rule: str, remedy: str
 ) -> None:
+    needs = GroupNeeds(**asked)
     (problem,) = group_problems(layout, needs)
-    assert problem.setting == setting
-    assert all(word in str(problem) for word in words), str(problem)
+    assert problem.setting in asked
+    assert rule in problem.rule
+    assert problem.remedy.startswith(remedy)
+
+
+@pytest.mark.parametrize(("layout", "asked", "rule", "remedy"), REFUSED)
+def test_nobody_makes_groups_without_being_refused(
+    layout: ParallelLayout, asked: dict[str, Any], rule: str, remedy: str
+) -> None:
+    needs = GroupNeeds(**asked)
+    with pytest.raises(UserError, match=re.escape(rule)):
+        groups_of(layout, 0, needs)
+    with pytest.raises(UserError, match=re.escape(rule)):
+        all_groups(layout, needs)  # at the call: nothing is made before the refusal
+
+
+def test_all_that_keeps_groups_from_being_formed_is_told_at_once() -> None:
+    layout = ParallelLayout(tp=4, cp=2, dp=2)
+    values = GroupNeeds(kv_heads=0, optimizer_instances=-1, cp_levels=(0,), split_rank=1)
+    assert [each.setting for each in group_problems(layout, values)] == [
+        *("kv_heads", "optimizer_instances", "cp_levels", "split_rank")
+    ]
+    sizes = GroupNeeds(kv_heads=3, optimizer_instances=3, cp_levels=(3,))
+    assert [each.setting for each in group_problems(layout, sizes, lambda field: f"--{field}")] == [
+        *("--kv_heads", "--cp_levels", "--optimizer_instances")
+    ]
+
+
+@settings(deadline=None, max_examples=40)
+@given(layouts().filter(lambda layout: layout.world_size <= 256), st.integers(1, 12), st.integers(1, 12))
+def test_what_is_advised_for_heads_and_instances_works(layout: ParallelLayout, heads: int, instances: int) -> None:
+    for needs in (GroupNeeds(kv_heads=heads), GroupNeeds(optimizer_instances=instances)):
+        for problem in group_problems(layout, needs):
+            for way in ways_out(problem.remedy):
+                ((field, value),) = way.items()
+                assert value is not None
+                if field == "tp":
+                    dp = layout.world_size // (layout.cp * layout.pp * int(value))
+                    changed = replace(layout, tp=int(value), dp=dp)
+                    assert changed.world_size == layout.world_size
+                    assert not any(group_problems(changed, needs))
+                elif field == "order":
+                    assert not any(group_problems(replace(layout, order=value), needs))
+                else:
+                    asked: dict[str, Any] = {field: int(value)}
+                    assert not any(group_problems(layout, replace(needs, **asked)))
 
 
 def test_all_groups_of_sixteen_thousand_ranks_are_listed_in_a_second() -> None:

@@ -3,12 +3,13 @@
 import time
 from collections import Counter
 from itertools import combinations
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.parallel.layout import DENSE_AXES, EXPERT_AXES, ParallelLayout, RankGenerator
+from megalite.parallel.layout import DENSE_AXES, EXPERT_AXES, ParallelLayout, RankGenerator, pipeline_strides
 
 
 def pairs(distance: int, firsts: list[int]) -> list[list[int]]:
@@ -97,7 +98,10 @@ def test_ranks_may_start_at_an_offset() -> None:
 
 @st.composite
 def layouts(draw: st.DrawFn) -> ParallelLayout:
-    """Random layouts of up to 4,096 ranks in random orders; those with experts fold them over the same stages."""
+    """Random layouts of up to 4,096 ranks in random orders; those with experts fold them over the same stages.
+
+    Where an order would give the experts other pipelines, they are moved to its end: there the two always agree.
+    """
     tp, cp, dp, pp = (draw(st.integers(1, 8)) for _ in range(4))
     order = "-".join(draw(st.permutations(["tp", "cp", "ep", "dp", "pp"])))
     if draw(st.booleans()):
@@ -105,6 +109,10 @@ def layouts(draw: st.DrawFn) -> ParallelLayout:
     rest = tp * cp * dp
     etp = draw(st.sampled_from([size for size in range(1, rest + 1) if rest % size == 0]))
     ep = draw(st.sampled_from([size for size in range(1, rest // etp + 1) if rest // etp % size == 0]))
+    sizes = {"tp": tp, "cp": cp, "dp": dp, "pp": pp, "etp": etp, "ep": ep, "edp": rest // etp // ep}
+    dense, expert = pipeline_strides(order, sizes)
+    if dense != expert:
+        order = "-".join([*(axis for axis in order.split("-") if axis != "pp"), "pp"])
     return ParallelLayout(tp=tp, cp=cp, dp=dp, pp=pp, etp=etp, ep=ep, order=order)
 
 
@@ -190,3 +198,39 @@ def test_all_groups_of_sixteen_thousand_ranks_take_less_than_a_second() -> None:
 def test_a_dense_model_has_no_expert_groups() -> None:
     with pytest.raises(AssertionError, match="no groups of ep"):
         ParallelLayout(tp=2).groups("ep")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ({"tp": 0}, "tp=0"),
+        ({"dp": -1}, "dp=-1"),
+        ({"vpp": 0}, "vpp=0"),
+        ({"dp": 2, "ep": 0, "etp": 1}, "ep=0"),
+        ({"dp": 2, "etp": 0}, "etp=0"),
+        ({"dp": 4, "ep": 2}, "ep needs etp"),
+        ({"dp": 2, "ep": 4, "etp": 1}, "experts do not fill the world"),
+        ({"dp": 6, "ep": 4, "etp": 1}, "experts do not fill the world"),
+        (
+            {"tp": 4, "dp": 2, "pp": 2, "ep": 2, "etp": 1, "order": "tp-cp-ep-pp-dp"},
+            "4 ranks apart, those of experts 2",
+        ),
+    ],
+)
+def test_sizes_that_no_rule_would_have_let_through_are_our_own_mistake(sizes: dict[str, Any], said: str) -> None:
+    with pytest.raises(AssertionError, match=said):
+        ParallelLayout(**sizes)
+
+
+def test_pipelines_of_one_stage_are_the_same_in_any_order() -> None:
+    assert ParallelLayout(tp=4, dp=2, ep=2, etp=1, order="tp-cp-ep-pp-dp").edp == 4
+
+
+@given(layouts())
+def test_strides_tell_whether_the_pipelines_are_the_same(layout: ParallelLayout) -> None:
+    sizes = {axis: dict(layout.dense.sizes)[axis] for axis in DENSE_AXES}
+    if layout.expert is not None:
+        expert = layout.expert
+        strides = pipeline_strides(layout.order, sizes | dict(expert.sizes))
+        assert strides == (layout.dense.strides["pp"], expert.strides["pp"])
+        assert layout.groups("pp") == expert.groups("pp")

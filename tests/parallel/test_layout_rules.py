@@ -1,16 +1,18 @@
 """A layout that cannot be is refused with everything that is wrong with it, and the advice works."""
 
 import re
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite.config.problems import Problem, UserError
 from megalite.parallel.layout import ParallelLayout
-from megalite.parallel.layout_rules import LayoutRequest, layout_of, layout_problems
+from megalite.parallel.layout_rules import LayoutRequest, layout_of, layout_problems, pipeline_sizes
+from tests.parallel.following import ways_out
 
 
 def problems(world_size: Any, **sizes: Any) -> list[Problem]:
@@ -72,7 +74,7 @@ def test_a_world_larger_or_smaller_than_the_layout_is_refused() -> None:
 
 def test_a_world_beyond_any_machine_is_refused_at_once() -> None:
     (problem,) = problems(10**30 + 1, tp=2)
-    assert "sizes whose products divide it" in problem.remedy
+    assert problem.remedy == f"world_size={10**30} or {10**30 + 2}, or tp=1 or 61 or 101"
 
 
 def test_an_order_names_known_axes_once() -> None:
@@ -128,7 +130,54 @@ def test_settings_are_named_as_the_user_knows_them() -> None:
     assert problem.remedy == "--world-size=8 or 10, or --tp=1 or 3 or 9"
 
 
+def test_two_sizes_are_advised_where_no_single_one_would_do() -> None:
+    (problem,) = problems(16, tp=3, cp=5)
+    assert problem.remedy == "world_size=15 or 30, or tp=2 with cp=4"
+    dense, expert = problems(16, tp=3, dp=5, ep=2)
+    assert dense.remedy == "tp=4 with dp=4"  # of 15 ranks, experts of 6 are no part
+    assert expert.remedy == "tp=4 with dp=4"
+
+
+def test_the_advice_for_a_bad_size_fits_the_world() -> None:
+    (problem,) = problems(15, tp=0)
+    assert problem.remedy == "tp=1 or 3 or 5"
+    (problem,) = problems(16, tp="2", dp=8)
+    assert problem.remedy == "tp=2"
+    (problem,) = problems(0, tp=4)
+    assert problem.remedy == "world_size=4"
+    (problem,) = problems(4, vpp=2)
+    assert problem.remedy == "vpp=1, or pp=2 or 4"
+    (problem,) = problems(1, vpp=2)
+    assert problem.remedy == "vpp=1"
+
+
+def test_sound_sizes_are_judged_beside_bad_ones() -> None:
+    bad, misfit = problems(16, tp=0, cp=3)
+    assert (bad.setting, bad.remedy) == ("tp", "tp=1 or 2 or 4")
+    assert misfit.rule == "not a multiple of cp=3 x pp=1 = 3"
+
+
+def test_an_order_in_capitals_is_one_mistake() -> None:
+    (problem,) = problems(8, tp=2, order="TP-CP-EP-DP-PP")
+    assert (problem.rule, problem.remedy) == ("axes are written in lower case", "order=tp-cp-ep-dp-pp")
+
+
+def test_no_size_is_advised_that_the_caller_does_not_accept() -> None:
+    (problem,) = layout_problems(LayoutRequest(16, tp=3, pp=2), accepts=lambda changed: changed.tp != 2)
+    assert problem.remedy == "world_size=12 or 18, or tp=1 or 4 or 8"
+
+
+def test_pipelines_have_the_sizes_that_fit_the_world_beside_the_others() -> None:
+    assert pipeline_sizes(LayoutRequest(16, tp=4)) == [1, 2, 4]
+    assert pipeline_sizes(LayoutRequest(16, tp=4, pp=3)) == [1, 2, 4]
+    assert pipeline_sizes(LayoutRequest(16, tp=4, order="tp-cp-ep-dp-pp-xp")) == [1, 2, 4]
+    assert pipeline_sizes(LayoutRequest(16, tp=4, pp=0)) == [1, 2, 4]
+    assert pipeline_sizes(LayoutRequest(16, pp=2, vpp=2)) == [1, 2, 4, 8, 16]
+    assert pipeline_sizes(LayoutRequest(16, tp=4, ep=8, etp=1)) == [1, 2]
+
+
 sizes = st.integers(1, 6)
+perhaps = st.sampled_from([1, 1, 2, 3, 4, 6, 0, -1, "2", None])
 requests = st.builds(
     LayoutRequest,
     world_size=st.integers(1, 64),
@@ -140,8 +189,23 @@ requests = st.builds(
     etp=st.none() | sizes,
     order=st.permutations(["tp", "cp", "ep", "dp", "pp"]).map("-".join),
 )
+anything = st.builds(
+    LayoutRequest,
+    world_size=st.integers(0, 64),
+    tp=perhaps,
+    cp=perhaps,
+    dp=st.none() | perhaps,
+    pp=perhaps,
+    vpp=perhaps,
+    ep=perhaps,
+    etp=st.none() | perhaps,
+    experts=st.booleans(),
+    order=st.lists(st.sampled_from(["tp", "cp", "ep", "dp", "pp", "PP", "xp"]), max_size=6).map("-".join)
+    | st.permutations(["tp", "cp", "ep", "dp", "pp"]).map("-".join),
+)
 
 
+@settings(deadline=None)
 @given(requests)
 def test_what_is_accepted_is_a_layout_of_this_world(request: LayoutRequest) -> None:
     try:
@@ -154,13 +218,25 @@ def test_what_is_accepted_is_a_layout_of_this_world(request: LayoutRequest) -> N
         assert layout.expert.groups("pp") == layout.dense.groups("pp")
 
 
-@given(requests)
-def test_every_size_that_is_advised_fits_the_world(request: LayoutRequest) -> None:
-    for problem in layout_problems(request):
-        if problem.setting != "world_size":
-            continue
-        assert re.search(r"=\d+|sizes whose products divide it", problem.remedy)
-        for axis, values in re.findall(r"(\w+)=(\d+(?: or \d+)*)", problem.remedy):
-            for value in values.split(" or "):
-                changed = replace(request, **{axis: int(value)})
-                assert [each.setting for each in layout_problems(changed) if each.setting == "world_size"] == []
+@settings(deadline=None, max_examples=100)
+@given(requests | anything)
+def test_following_a_remedy_removes_its_problem_and_adds_none(request: LayoutRequest) -> None:
+    found = list(layout_problems(request))
+    rules = Counter(map(identity, found))
+    for problem in found:
+        ways = ways_out(problem.remedy)
+        assert ways, problem
+        for way in ways:
+            values: dict[str, Any] = {
+                name: value if name == "order" else value and int(value) for name, value in way.items()
+            }
+            after = Counter(map(identity, layout_problems(replace(request, **values))))
+            assert after < rules, (problem, way)
+            assert after[identity(problem)] < rules[identity(problem)], (problem, way)
+
+
+def identity(problem: Problem) -> tuple[str, str]:
+    """The rule that is broken, whatever the sizes that it speaks of."""
+    if problem.setting == "world_size" and "whole number" not in problem.rule:
+        return problem.setting, "experts" if problem.rule.endswith("set of experts") else "dense layers"
+    return problem.setting, re.sub(r", but .*|\d+", "", problem.rule)

@@ -75,13 +75,36 @@ def test_a_world_that_was_there_before_is_used_and_left() -> None:
 
 
 def _refuse_another_size(context: ParallelContext) -> str:
-    with pytest.raises(UserError) as caught:
-        join(ParallelLayout(dp=3), context.rank, CPU, torch.float32, None, timeout_s=20)
-    return str(caught.value)
+    messages = []
+    for size in (1, 3):
+        with pytest.raises(UserError) as caught:
+            join(ParallelLayout(dp=size), 0, CPU, torch.float32, None, timeout_s=20)
+        messages.append(str(caught.value))
+    return "\n".join(messages)
 
 
 def test_a_world_of_another_size_is_refused() -> None:
-    assert all("process group of 2 already" in message for message in run_ranks(_refuse_another_size, 2))
+    for messages in run_ranks(_refuse_another_size, 2):
+        assert messages.count("process group of 2 already") == 2
+
+
+def _touch_nothing_of_the_world(context: ParallelContext) -> tuple[bool, bool, float]:
+    joined = join(context.layout, context.rank, CPU, torch.float32, None, timeout_s=20)
+    assert joined.control_group is not None
+    joined.set_timeout(1)
+    joined.barrier()
+    if context.rank == 1:
+        time.sleep(2.5)
+    number = torch.ones(1)
+    dist.all_reduce(number)  # over the world of before, whose time-out is longer
+    pg_map = dist.distributed_c10d._world.pg_map
+    before = joined.control_group in pg_map
+    joined.close()
+    return before, joined.control_group in pg_map, float(number)
+
+
+def test_a_context_neither_retimes_the_world_of_before_nor_leaves_a_group_behind() -> None:
+    assert run_ranks(_touch_nothing_of_the_world, 2) == [(True, False, 2.0)] * 2
 
 
 def _wait_alone(context: ParallelContext) -> tuple[str, float]:
@@ -136,7 +159,7 @@ def test_groups_of_one_rank_are_never_made(fake_world: Any) -> None:
     context = fake_world(ParallelLayout(dp=4), 1)
     assert context.group("tp") is context.group("pp-forward") is context.group("embedding") is None
     assert context.members("tp") == (1,)
-    assert groups_made() == 1  # dp, dp-cp, tp-dp and tp-dp-cp in one
+    assert groups_made() == 2  # control, and dp, dp-cp, tp-dp and tp-dp-cp in one
     assert context.group("dp-control") is context.control_group
 
 

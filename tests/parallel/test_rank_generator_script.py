@@ -3,15 +3,23 @@
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megalite.config.problems import Problem, collect
+from tests.parallel.following import Way, ways_out
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = "scripts/rank_generator.py"
+GENERATOR = runpy.run_path(str(ROOT / SCRIPT))
 
 
 def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
@@ -68,6 +76,18 @@ def test_other_orders_change_who_is_next() -> None:
     shown = groups("--world-size", "8", "--tp", "2", "--pp", "2", "--order", "tp-cp-ep-pp-dp")["dense"]
     assert shown["pp"] == [[0, 2], [1, 3], [4, 6], [5, 7]]
     assert shown["dp"] == [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+
+def test_an_explicit_ep_of_one_shows_the_experts() -> None:
+    shown = groups("--world-size", "4", "--tp", "2", "--ep", "1")
+    assert shown["expert"]["etp"] == [[0, 1], [2, 3]]
+    assert shown["expert"]["edp"] == [[0, 2], [1, 3]]
+
+
+def test_blanks_in_a_layout_of_stages_mean_nothing() -> None:
+    for written in ("E t*2 | t tL", "2, 2"):
+        stages = groups("--world-size", "2", "--pp", "2", "--num-layers", "4", "--stages", written)["stages"]
+        assert [stage["count"] for stage in stages] == [2, 2]
 
 
 def test_a_mixture_of_experts_without_ep_has_expert_groups() -> None:
@@ -134,7 +154,25 @@ def test_everything_that_is_wrong_is_told_at_once_and_nothing_is_printed_or_writ
         ),
         (["--world-size", "8", "--vpp", "2"], "--vpp=2: virtual stages"),
         (["--world-size", "99999999999"], "--world-size=99999999999: too many ranks to list"),
-        (["--world-size", "9" * 5000], "must be a whole number"),
+        (["--world-size", "9" * 20], "--world-size=99999999999999999999: too many ranks to list"),
+        (["--world-size", "9" * 5000], "--world-size: too large: it has 5000 digits"),
+        (["--world-size", "4", "--pp", "9" * 5000, "--num-layers", "4"], "1 problem:\n.*--pp: too large: it has 5000"),
+        (["--world-size", "4", "--gpus-per-node", "9" * 41], "1 problem:\n.*--gpus-per-node: too large"),
+        (["--world-size", "9999999", "--tp", "0"], r"2 problems:\n.*too many ranks to list\n.*\n.*--tp=0"),
+        (["--world-size", "16", "--tp", "9" * 20], "not a multiple of --tp=99999999999999999999"),
+        (["--world-size", "8", "--order", "TP-CP-EP-DP-PP"], "1 problem:\n.*lower case\n.*--order=tp-cp-ep-dp-pp\n"),
+        (["--world-size", "16", "--tp", "0"], "fix: --tp=1 or 2 or 4\n"),
+        (["--world-size", "16", "--tp", "1048577"], "fix: --tp=4 or 8 or 16\n"),  # no world that is too large to list
+        (["--world-size", "15", "--vpp", "2"], "fix: --vpp=1, or --pp=3 or 5 or 15\n"),
+        (
+            ["--world-size=16", "--pp=2", "--vpp=2", "--num-layers=10"],
+            "fix: --num-layers=8 or 12, or --vpp=1 or 5, or --stages=",
+        ),
+        (
+            ["--world-size=16", "--pp=4", "--num-layers=12", "--pp-split-rank=4"],
+            "fix: --pp-split-rank=1 or 2 or 3, or --pp=8 or 16\n",
+        ),
+        (["--world-size=16", "--pp=3", "--num-layers=9"], "1 problem:\n.*\n.*--world-size=15 or 18, or --pp=1\n"),
         (["--world-size", "4", "--pp", "4", "--num-layers", "6"], "--num-layers=6: does not divide"),
         (["--world-size", "4", "--pp", "4", "--num-layers", "8", "--stages", "Q|t"], "--stages='Q|t'"),
         (["--world-size", "4", "--pp", "4", "--pp-split-rank", "2"], "--num-layers: is needed by --pp-split-rank"),
@@ -147,6 +185,59 @@ def test_bad_input_is_refused_with_status_two_and_no_traceback(arguments: list[s
     assert (done.returncode, done.stdout) == (2, "")
     assert re.search(message, done.stderr), done.stderr
     assert "Traceback" not in done.stderr
+
+
+FLAGS = {
+    **dict.fromkeys(("tp", "cp", "pp", "vpp"), st.sampled_from([1, 2, 2, 3, 4, 6, 0, "two"])),
+    **dict.fromkeys(("dp", "ep", "etp"), st.sampled_from([1, 2, 3, 4, -1])),
+    "num-layers": st.integers(0, 24),
+    "pp-split-rank": st.integers(0, 5),
+    "first-stage-layers": st.integers(-1, 4),
+    "last-stage-layers": st.integers(0, 4),
+    "stages": st.sampled_from(["Ett|ttL", "E t*3 | t*3 | t*3 | L", "3, 3,2", "Et|x"]),
+    "order": st.permutations(["tp", "cp", "ep", "dp", "pp"]).map("-".join)
+    | st.sampled_from(["tp-pp", "TP-PP-DP", "tp-cp-dp", "tp-tp-dp-pp"]),
+    **dict.fromkeys(("experts", "standalone-embedding", "count-loss"), st.just(None)),
+}
+likely = st.fixed_dictionaries({}, optional={flag: FLAGS[flag] for flag in ("tp", "pp", "vpp", "ep", "num-layers")})
+mistaken = st.fixed_dictionaries({"world-size": st.integers(1, 24) | st.just("0")}, optional=FLAGS)
+
+
+def problems_of(options: dict[str, Any]) -> list[Problem]:
+    arguments = [f"--{flag}" if value is None else f"--{flag}={value}" for flag, value in options.items()]
+    found: list[Problem] = []
+    collect(lambda: GENERATOR["read"](GENERATOR["parse"](arguments)), found)
+    return found
+
+
+def rule_of(problem: Problem) -> tuple[str, str]:
+    """The rule that is broken, whatever the sizes that it speaks of."""
+    kinds = ("whole number", "set of experts", "lower case", "no place for", "no axis", "cannot be combined", "chunks")
+    return problem.setting, next((kind for kind in kinds if kind in problem.rule), "")
+
+
+@settings(deadline=None, max_examples=30)
+@given(mistaken | st.builds(lambda world, rest: {"world-size": world} | rest, st.integers(1, 24), likely))
+def test_every_value_that_is_advised_removes_its_problem_and_adds_none(options: dict[str, Any]) -> None:
+    found = problems_of(options)
+    before = Counter(map(rule_of, found))
+
+    def mends(way: Way, problem: Problem) -> bool:
+        kept = {flag: value for flag, value in options.items() if f"--{flag}" not in way}
+        changes = {name.removeprefix("--"): value.strip("'") for name, value in way.items() if value is not None}
+        after = Counter(map(rule_of, problems_of(kept | changes)))
+        return after < before and after[rule_of(problem)] < before[rule_of(problem)]
+
+    for problem in found:
+        ways = ways_out(problem.remedy)
+        assert ways, problem
+        if problem.remedy.startswith("--num-layers=N") or all(mends(way, problem) for way in ways):
+            continue
+        # A size that is no size may hide what every other one of this world would break, too.
+        world = int(options["world-size"])
+        whole = problem.setting in ("--tp", "--cp", "--dp", "--pp", "--ep", "--etp")
+        sizes = (size for size in range(25) if not whole or (size and world % size == 0))
+        assert not any(mends({problem.setting: str(size)}, problem) for size in sizes), problem
 
 
 def test_a_reader_that_has_seen_enough_ends_it_quietly() -> None:

@@ -20,6 +20,7 @@ from megalite.parallel.stage_string import LayoutError, example_layout, layout_c
         ("E(t)*3L", [3]),
         ("E(t*2|t)*2L", [2, 3, 1]),  # groups may hold repeated symbols; the border only ends a stage
         ("E,t*,3,|,t*12L", [3, 12]),
+        (" E t* 3 |\tt *12 L\n", [3, 12]),
         ("Et(|tt)*2|L", [1, 2, 2, 0]),
     ],
 )
@@ -28,7 +29,8 @@ def test_a_text_means_the_layers_of_its_stages(text: str, counts: list[int]) -> 
 
 
 def test_the_layout_of_61_layers_with_its_prediction_taken_out() -> None:
-    assert list(layout_counts(without_prediction("Et*3|(tt|)*29,m|L"))) == [3] + [2] * 29 + [0, 0]
+    for text in ("Et*3|(tt|)*29,m|L", "Et*3|(tt|)*29, m * 1 |L"):
+        assert list(layout_counts(without_prediction(text))) == [3] + [2] * 29 + [0, 0]
 
 
 def test_a_list_of_counts_and_a_list_of_symbols_mean_the_same_as_the_text() -> None:
@@ -42,7 +44,7 @@ def _written(draw: st.DrawFn) -> tuple[str, list[int]]:
     items = draw(
         st.lists(st.tuples(st.lists(st.integers(0, 5), min_size=1, max_size=3), st.integers(1, 4)), max_size=4)
     )
-    commas = st.sampled_from(["", ","])
+    commas = st.sampled_from(["", ",", " ", ", "])
 
     def stage(count: int) -> str:
         starred = count > 0 and draw(st.booleans())
@@ -82,7 +84,7 @@ def test_the_example_holds_every_layer_as_evenly_as_possible(num_layers: int, st
         ("EttL|ttL", "position 4: a second L"),
         ("E*2tL", "position 1: a second E"),
         ("Ett|t,xL", "position 7: 'x' is none of"),
-        ("Ett|t tL", "position 6: ' ' is none of"),
+        ("Ett|t xL", "position 7: 'x' is none of"),
         ("Et3|tL", "position 3: '3' is none of"),
         ("Ett,m|L", "position 5: 'm', multi-token prediction, is not built"),
         ("Et*|tL", "position 3: a number must follow"),
@@ -90,7 +92,8 @@ def test_the_example_holds_every_layer_as_evenly_as_possible(num_layers: int, st
         ("(*2)*3", r"position 2: nothing stands before"),
         ("Et*2*3L", "position 5: nothing stands before"),
         ("E(t*2|)*2*3L", "position 10: nothing stands before"),
-        ("Et*1,0L", "position 5: a comma inside a number"),
+        ("Et*1,0L", "position 5: a comma or blank inside a number"),
+        ("Et*1 0L", "position 5: a comma or blank inside a number"),
         ("Et*0|tL", "position 3: repeats 0 times"),
         ("E(t|)tL", "position 5: a group needs a number of repeats"),
         ("E()*2tL", "position 3: an empty group"),

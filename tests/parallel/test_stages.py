@@ -1,5 +1,6 @@
 """Who holds which layers: nothing is dropped, every refusal names a way out that works."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -12,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite.config.problems import Problem, UserError
-from megalite.parallel.stage_rules import DEFAULTS, FIELD_NAMES, StageSettings, stage_problems
+from megalite.parallel.stage_rules import DEFAULTS, FIELD_NAMES, StageSettings, broken_rules, stage_problems
 from megalite.parallel.stages import StageLayers, get_num_layers, stage_layers
+from tests.parallel.following import ways_out
 
 
 def _counts(num_layers: int, pp: int, **rules: Any) -> list[int]:
@@ -134,6 +136,7 @@ def _accepted(draw: st.DrawFn) -> StageSettings:
     return StageSettings((split - alone) * (pp - split) * each, pp, split_rank=split, standalone_embedding=alone)
 
 
+@settings(deadline=None)
 @given(_accepted())
 def test_the_layers_of_all_stages_in_order_are_the_model(asked: StageSettings) -> None:
     stages = stage_layers(asked)
@@ -143,6 +146,7 @@ def test_the_layers_of_all_stages_in_order_are_the_model(asked: StageSettings) -
         assert held == list(range(asked.num_layers))
 
 
+@settings(deadline=None)
 @given(_accepted())
 def test_chunk_c_on_rank_r_is_stage_c_pp_r_and_the_ends_are_where_tokens_enter_and_leave(asked: StageSettings) -> None:
     stages = stage_layers(asked)
@@ -157,6 +161,7 @@ def test_chunk_c_on_rank_r_is_stage_c_pp_r_and_the_ends_are_where_tokens_enter_a
     ]
 
 
+@settings(deadline=None)
 @given(_accepted())
 def test_the_count_of_a_rank_is_the_sum_over_its_chunks(asked: StageSettings) -> None:
     stages = stage_layers(asked)
@@ -168,6 +173,7 @@ def test_the_count_of_a_rank_is_the_sum_over_its_chunks(asked: StageSettings) ->
         assert get_num_layers(asked.num_layers, asked.pp, rank, **rules) == sum(chunks)
 
 
+@settings(deadline=None)
 @given(_accepted())
 def test_no_stage_is_empty_unless_asked_for(asked: StageSettings) -> None:
     if asked.layout is not None:
@@ -178,6 +184,7 @@ def test_no_stage_is_empty_unless_asked_for(asked: StageSettings) -> None:
         assert stage.count > 0 or ends or counted or (asked.standalone_embedding and stage.rank == 0)
 
 
+@settings(deadline=None)
 @given(st.integers(2, 9), st.integers(1, 4), st.integers(1, 5), st.booleans(), st.booleans())
 def test_offsets_with_counted_ends_are_those_of_megatron(
     pp: int, vpp: int, each: int, embedding: bool, loss: bool
@@ -190,6 +197,7 @@ def test_offsets_with_counted_ends_are_those_of_megatron(
         assert stage.first == expected
 
 
+@settings(deadline=None)
 @given(st.integers(3, 9), st.integers(1, 4), st.integers(0, 5), st.integers(0, 5), st.integers(1, 5))
 def test_offsets_with_first_and_last_counts_are_those_of_megatron(
     pp: int, vpp: int, first: int, last: int, each: int
@@ -215,7 +223,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("pp='many': must be a whole number", {"pp": "many"}),
     ("vpp=0: must be a whole number", {"vpp": 0}),
     ("vpp=1.5: must be a whole number", {"vpp": 1.5}),
-    ("vpp=2: chunks interleave several ranks, pp=1 is one", {"pp": 1, "vpp": 2}),
+    ("vpp=2: virtual stages divide the stages of a pipeline, and pp=1 has none", {"pp": 1, "vpp": 2}),
     ("num_layers=10: does not divide over the 4 stages of pp=4: 2 would be left over", {"num_layers": 10}),
     ("num_layers=80: does not divide over the 48 stages of pp=16 x vpp=3", {"num_layers": 80, "pp": 16, "vpp": 3}),
     ("num_layers=3: fewer than the 4 stages of pp=4: a stage would be left empty", {"num_layers": 3}),
@@ -254,27 +262,18 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("layout='Et.*': has 3 stages, not a multiple of pp=4", {"layout": "Et*4|t*4|t*4L"}),
     (r"layout=\[6, 6\]: has 2 stages, but pp=1 has one", {"pp": 1, "layout": [6, 6]}),
     (r"vpp=3: layout=\[.*\] has 4 stages, that is 2", {"pp": 2, "vpp": 3, "layout": [3, 3, 3, 3]}),
-    ("vpp=2: chunks interleave", {"pp": 1, "vpp": 2, "layout": [6, 6]}),
+    ("vpp=2: virtual stages", {"pp": 1, "vpp": 2, "layout": [6, 6]}),
     (r"num_layers=12: layout=\[.*\] places 11", {"layout": [3, 3, 3, 2]}),
 ]
 
 
 def _ways_out(asked: StageSettings, remedy: str) -> list[StageSettings]:
-    """Every change that a remedy offers: alternatives between `, or `, changes made together between `, and `."""
-    ways: list[StageSettings] = []
-    for alternative in remedy.split(", or "):
-        changed = [asked]
-        for step in alternative.split(", and "):
-            if unset := re.fullmatch(r"leave (\w+(?: and \w+)*) unset", step):
-                defaults = {field: DEFAULTS[field] for field in unset[1].split(" and ")}
-                changed = [replace(one, **defaults) for one in changed]
-            else:
-                assignment = re.fullmatch(r"(\w+)=(.+)", step)
-                assert assignment, step
-                values = [eval(value) for value in assignment[2].split(" or ")]
-                changed = [replace(one, **{assignment[1]: value}) for one in changed for value in values]
-        ways += changed
-    return ways
+    """Every change that a remedy offers."""
+
+    def read(field: str, value: str | None) -> Any:
+        return DEFAULTS[field] if value is None else ast.literal_eval(value)
+
+    return [replace(asked, **{field: read(field, value) for field, value in way.items()}) for way in ways_out(remedy)]
 
 
 def _asked(changes: dict[str, Any]) -> StageSettings:
@@ -325,6 +324,29 @@ def test_following_remedies_always_ends_in_accepted_settings(changes: dict[str, 
             assert all(not stage_problems(way) for way in ways), problems
         asked = ways[0]
     pytest.fail(f"remedies of {changes} lead nowhere")
+
+
+@settings(max_examples=100, deadline=None)
+@given(_anything, st.sets(st.sampled_from([1, 2, 3, 4, 6, 8]), max_size=4))
+def test_no_remedy_offers_a_pipeline_that_the_world_has_no_room_for(changes: dict[str, Any], room: set[int]) -> None:
+    asked = StageSettings(**changes)
+    allowed = (room or {1}) | {asked.pp}  # what is asked for is refused, if at all, by another rule
+    for problem in stage_problems(asked, pp_sizes=room):
+        assert {way.pp for way in _ways_out(asked, problem.remedy)} <= allowed
+
+
+def test_a_remedy_within_the_world_names_the_nearest_pipelines_that_work() -> None:
+    (problem,) = stage_problems(StageSettings(12, 4, split_rank=4), pp_sizes=[1, 2, 4, 8, 16])
+    assert problem.remedy == "split_rank=1 or 2 or 3, or pp=8 or 16"
+    (problem,) = stage_problems(StageSettings(10, 2, vpp=2), {"num_layers": "n", "pp": "p", "vpp": "v"}, [1, 2, 4, 8])
+    assert problem.remedy == "n=8 or 12, or v=1 or 5"
+
+
+def test_the_rules_that_are_broken_can_be_compared_with_those_of_a_change() -> None:
+    asked = StageSettings(10, 4)
+    assert broken_rules(asked) == {("num_layers", "sum")}
+    assert broken_rules(replace(asked, pp=5)) == frozenset()
+    assert broken_rules(replace(asked, vpp=0)) == {("vpp", "value")}
 
 
 def test_all_problems_are_told_at_once() -> None:

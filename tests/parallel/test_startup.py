@@ -2,8 +2,11 @@
 
 import os
 import socket
+import threading
 import time
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,11 +31,15 @@ def environment(rank: int, world_size: int, port: int) -> ProcessEnvironment:
     return ProcessEnvironment(rank, world_size, rank, world_size, "127.0.0.1", port, "env")
 
 
-def cpu_config(timeout_s: float = 20) -> Config:
-    return Config(device="cpu", precision="fp32", parallel=ParallelConfig(startup_timeout_s=timeout_s))
+def cpu_config(timeout_s: float = 20, tp: int = 1) -> Config:
+    return Config(device="cpu", precision="fp32", parallel=ParallelConfig(startup_timeout_s=timeout_s, tp=tp))
 
 
-def _start_anew(context: ParallelContext, port: int, changes: dict[int, dict[str, int]]) -> list[Problem] | float:
+def meet_on_cpu(place: ProcessEnvironment, problems: list[Problem], timeout_s: float) -> None:
+    meet(place, Card.written(place.rank, CPU, {}, problems), timeout_s=timeout_s)
+
+
+def _start_anew(context: ParallelContext, port: int, changes: dict[int, dict[str, Any]]) -> list[Problem] | float:
     """What `start` gives a rank that has left its first world: the problems, or a sum over the new world."""
     context.close()
     place = replace(environment(context.rank, context.world_size, port), **changes.get(context.rank, {}))
@@ -105,7 +112,7 @@ def test_a_rank_that_is_claimed_twice_is_refused_by_all_at_once() -> None:
 def test_a_peer_that_never_comes_is_named_when_the_time_is_up() -> None:
     begin = time.monotonic()
     with pytest.raises(UserError) as caught:
-        meet(environment(0, 3, free_port()), CPU, [], timeout_s=0.5)
+        meet_on_cpu(environment(0, 3, free_port()), [], timeout_s=0.5)
     assert time.monotonic() - begin < 5
     assert "1 of 3 ranks arrived" in str(caught.value)
     assert "missing: 1, 2" in str(caught.value)
@@ -114,7 +121,7 @@ def test_a_peer_that_never_comes_is_named_when_the_time_is_up() -> None:
 def _one_of_three_is_missing(context: ParallelContext, port: int) -> str:
     context.close()
     with pytest.raises(UserError) as caught:
-        meet(environment(context.rank, 3, port), CPU, [], timeout_s=0.5 + context.rank)
+        meet_on_cpu(environment(context.rank, 3, port), [], timeout_s=0.5 + context.rank)
     return caught.value.problems[0].rule
 
 
@@ -126,7 +133,38 @@ def test_whoever_runs_out_of_time_first_tells_the_others() -> None:
 def test_a_master_that_never_comes_is_an_error_in_time() -> None:
     port = free_port()
     with pytest.raises(UserError, match=f"127.0.0.1:{port}.*found nobody"):
-        meet(environment(1, 2, port), CPU, [], timeout_s=0.5)
+        meet_on_cpu(environment(1, 2, port), [], timeout_s=0.5)
+
+
+def test_a_port_where_nobody_answers_is_an_error_in_time() -> None:
+    with socket.socket() as foreign:
+        foreign.bind(("127.0.0.1", 0))
+        foreign.listen()
+        begin = time.monotonic()
+        with pytest.raises(UserError, match="does not answer as rank 0") as caught:
+            meet_on_cpu(environment(1, 2, foreign.getsockname()[1]), [], timeout_s=1.5)
+    assert time.monotonic() - begin < 4
+    assert caught.value.problems[0].alone
+
+
+def test_a_port_where_somebody_else_answers_is_said(capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as foreign:
+        foreign.bind(("127.0.0.1", 0))
+        foreign.listen()
+        threading.Thread(target=_answer_in_http, args=(foreign,), daemon=True).start()
+        with pytest.raises(UserError, match="does not answer as rank 0"):
+            meet_on_cpu(environment(1, 2, foreign.getsockname()[1]), [], timeout_s=1.5)
+    capfd.readouterr()  # torch's traces
+
+
+def _answer_in_http(foreign: socket.socket) -> None:
+    try:
+        while True:
+            with foreign.accept()[0] as connection:
+                connection.recv(64)
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+    except OSError:
+        return
 
 
 def test_a_port_in_use_is_said() -> None:
@@ -134,20 +172,20 @@ def test_a_port_in_use_is_said() -> None:
         taken.bind(("", 0))
         taken.listen()
         with pytest.raises(UserError, match="port is in use"):
-            meet(environment(0, 2, taken.getsockname()[1]), CPU, [], timeout_s=5)
+            meet_on_cpu(environment(0, 2, taken.getsockname()[1]), [], timeout_s=5)
 
 
 def test_a_master_address_that_does_not_exist_is_said() -> None:
     place = replace(environment(0, 2, free_port()), master_addr="no-such-host.invalid")
     with pytest.raises(UserError, match="cannot be looked up"):
-        meet(place, CPU, [], timeout_s=5)
+        meet_on_cpu(place, [], timeout_s=5)
 
 
 def _one_has_no_device(context: ParallelContext, port: int) -> list[str]:
     context.close()
     problems = [Problem("device", "cuda", "no GPU here", "device=cpu")] if context.rank == 1 else []
     with pytest.raises(UserError) as caught:
-        meet(environment(context.rank, 2, port), CPU, problems, timeout_s=20)
+        meet_on_cpu(environment(context.rank, 2, port), problems, timeout_s=20)
     return [problem.rule for problem in caught.value.problems]
 
 
@@ -170,6 +208,71 @@ def test_starting_twice_uses_the_same_world() -> None:
     assert run_ranks(_start_twice, 2) == [[2.0, 2.0]] * 2
 
 
+def _start_in_world(context: ParallelContext, changes: dict[int, dict[str, Any]], tp: dict[int, int]) -> list[Problem]:
+    """The problems of starting in the world that is there; then that it can still be started in."""
+    place = environment(context.rank, context.world_size, 1)
+    with pytest.raises(UserError) as caught:
+        start(cpu_config(tp=tp.get(context.rank, 1)), replace(place, **changes.get(context.rank, {})))
+    again = start(cpu_config(), place)
+    again.barrier()
+    again.close()
+    return caught.value.problems
+
+
+def test_a_rank_that_takes_a_world_for_none_is_refused_by_all() -> None:
+    for problems in run_ranks(_start_in_world, 2, {1: {"rank": 0, "world_size": 1}}, {}):
+        assert [problem.setting for problem in problems] == ["WORLD_SIZE"]
+        assert "belongs to a process group of 2 already" in problems[0].rule
+
+
+def test_ranks_that_all_take_a_world_for_none_are_refused() -> None:
+    alone = {"rank": 0, "world_size": 1}
+    for problems in run_ranks(_start_in_world, 2, {0: alone, 1: alone}, {}):
+        assert [problem.setting for problem in problems] == ["WORLD_SIZE"]
+
+
+def test_ranks_of_a_world_with_different_layouts_are_refused_by_all() -> None:
+    for problems in run_ranks(_start_in_world, 2, {}, {1: 2}):
+        assert [problem.setting for problem in problems] == ["layout"]
+
+
+def test_a_world_of_one_is_no_obstacle() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert start(cpu_config(), ProcessEnvironment()).control_group is None
+    finally:
+        dist.destroy_process_group()
+
+
+def _plan_differently(context: ParallelContext, port: int, settings: dict[str, list[Any]]) -> list[Problem]:
+    """Refusals where the parallel settings of the ranks differ: with a meeting at the port, then in a world."""
+    mine = {name: values[context.rank] for name, values in settings.items()}
+    config = replace(cpu_config(), parallel=ParallelConfig(startup_timeout_s=20, **mine))
+    place = environment(context.rank, context.world_size, port)
+    with pytest.raises(UserError) as within:
+        start(config, place)
+    context.close()
+    with pytest.raises(UserError) as anew:
+        start(config, place)
+    assert within.value.problems == anew.value.problems
+    return anew.value.problems
+
+
+def test_ranks_with_different_nccl_options_are_refused_before_they_make_groups(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{rank}.yaml" for rank in range(2)]
+    for rank, path in enumerate(paths):
+        path.write_text(f"dp: {{max_ctas: {8 + rank}}}")
+    for problems in run_ranks(_plan_differently, 2, free_port(), {"nccl_options": [str(path) for path in paths]}):
+        assert [problem.setting for problem in problems] == ["parallel.nccl_options"]
+
+
+def test_ranks_with_different_layouts_are_refused_before_they_make_groups() -> None:
+    for problems in run_ranks(_plan_differently, 2, free_port(), {"tp": [1, 2]}):
+        assert [str(problem).partition("\n")[0] for problem in problems] == [
+            "layout='dp=2': so on rank 0, but 'tp=2' on rank 1"
+        ]
+
+
 def test_a_single_process_creates_no_process_group() -> None:
     context = start(cpu_config(), ProcessEnvironment())
     assert (context.rank, context.world_size, context.size("dp")) == (0, 1, 1)
@@ -185,14 +288,25 @@ def test_a_missing_gpu_is_refused_without_a_group() -> None:
         start(replace(cpu_config(), device="cuda"), ProcessEnvironment())
 
 
-def card(rank: int, host: str = "a", gpu: str | None = None, loopback: bool = False) -> Card:
-    return Card(rank, host, gpu, loopback, [])
+def card(
+    rank: int, host: str = "a", gpu: str | None = None, loopback: bool = False, plan: dict[str, str] | None = None
+) -> Card:
+    return Card(rank, host, gpu, loopback, plan or {}, [])
 
 
 def test_two_ranks_on_one_gpu_are_refused() -> None:
     assert judge([card(0, gpu="x"), card(1, gpu="y"), card(2, host="b", gpu="x")]) == []
     (problem,) = judge([card(0, gpu="x"), card(1, gpu="x")])
     assert "ranks 0, 1 of a share one GPU" in problem.rule
+
+
+def test_ranks_that_plan_differently_are_named() -> None:
+    equal = {"layout": "tp=2", "parallel.nccl_options": "no options"}
+    assert judge([card(0, plan=equal), card(1, plan=equal), card(2)]) == []
+    other = equal | {"parallel.nccl_options": "options with fingerprint 0"}
+    (problem,) = judge([card(0, plan=equal), card(1, plan=other), card(2, plan=equal)])
+    assert (problem.setting, problem.value) == ("parallel.nccl_options", "no options")
+    assert problem.rule == "so on ranks 0, 2, but 'options with fingerprint 0' on rank 1"
 
 
 def test_hosts_that_know_themselves_only_by_loopback_cannot_form_a_cluster() -> None:

@@ -70,6 +70,17 @@ def test_ranks_by_plain_variables_compute_what_one_process_computes(folder: Path
         assert found == pytest.approx(expected, rel=1e-10, abs=1e-12)
 
 
+def test_a_rank_that_finds_nobody_says_so_whatever_its_place_on_its_machine(folder: Path) -> None:
+    meeting = {"WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}  # a port of no program
+    arguments = overrides(folder, "nobody", "parallel.startup_timeout_s=1")
+    ranks = [launch(arguments, variables={**meeting, "RANK": "1"})]
+    ranks.append(launch(arguments, variables={**meeting, "RANK": "2", "LOCAL_RANK": "1"}))
+    for number, rank in enumerate(ranks, start=1):
+        status, output = finish(rank)
+        assert status == 2
+        assert f"MASTER_ADDR:MASTER_PORT='localhost:1': rank {number} found nobody there" in output
+
+
 def read_terminal(descriptor: int) -> Iterator[bytes]:
     """Everything that is shown until the terminal's last user ends, which reads as an error."""
     with contextlib.suppress(OSError), open(descriptor, "rb", buffering=0, closefd=False) as terminal:
@@ -102,9 +113,10 @@ def test_ctrl_c_in_a_terminal_saves_and_leaves_the_terminal_as_it_was(folder: Pa
     assert saved_at_its_end(run)
 
 
-def test_a_signal_to_one_rank_ends_all_saved(folder: Path) -> None:
-    run = folder / "one-rank"
-    ranks = launch_by_variables(overrides(folder, "one-rank", *LONG), 2)
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_signal_to_one_rank_ends_all_saved(folder: Path, tp: int) -> None:
+    run = folder / f"one-rank-{tp}"
+    ranks = launch_by_variables(overrides(folder, run.name, f"parallel.tp={tp}", *LONG), 2)
     wait_for_step(ranks[0], run, 3)
     ranks[1].send_signal(signal.SIGUSR1)
     outputs = [finish(rank) for rank in ranks]

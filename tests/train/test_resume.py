@@ -85,25 +85,34 @@ def test_two_ranks_continue_after_one_of_them_is_killed(folder: Path) -> None:
     assert_same_run(broken, whole)
 
 
-def test_a_run_moves_between_one_and_two_ranks(folder: Path, uninterrupted: Path) -> None:
+# Ranks and tp. At tp 4 two ranks share each key-value head.
+MOVES = [(2, 1), (1, 1), (2, 2), (4, 4), (1, 1), (4, 2)]
+EVERY_MOVE = [(1, 1), (2, 2), (4, 4), (2, 2), (1, 1), (4, 4), (1, 1), (2, 1), (4, 2), (2, 1)]
+
+
+@pytest.mark.parametrize("moves", [MOVES, pytest.param(EVERY_MOVE, marks=pytest.mark.long)], ids=["some", "every"])
+def test_a_run_moves_between_layouts(
+    folder: Path, uninterrupted: Path, moves: list[tuple[int, int]], request: pytest.FixtureRequest
+) -> None:
     """In fp64, without dropout: the design's bound for another layout."""
     exact = ("precision=fp64", "model.dropout=0")
-    for ranks, steps in ((2, 20), (1, 30), (2, STEPS)):
+    name = f"fp64-moved-{request.node.callspec.id}"
+    for number, (ranks, tp) in enumerate(moves, 1):
+        steps = STEPS * number // len(moves)
         # lr.schedule=constant: the length of the run, which changes here, is no part of the learning rate
-        status, output = finish(
-            launch(overrides(folder, "fp64-moved", *exact, f"train.steps={steps}", *CONSTANT), ranks=ranks)
-        )
+        moved = (name, *exact, f"train.steps={steps}", f"parallel.tp={tp}", *CONSTANT)
+        status, output = finish(launch(overrides(folder, *moved), ranks=ranks))
         assert status == 0, output
     status, output = finish(launch(overrides(folder, "fp64-constant", *exact, *CONSTANT)))
     assert status == 0, output
-    found = losses_by_step(folder / "fp64-moved")
+    found = losses_by_step(folder / name)
     expected = losses_by_step(folder / "fp64-constant")
     assert found.keys() == expected.keys()
     for step, values in expected.items():
         assert found[step] == pytest.approx(values, rel=1e-10, abs=1e-12)
 
 
-CONSTANT = ("lr.schedule=constant", "lr.warmup_steps=4")
+CONSTANT = ("lr.schedule=constant", "lr.warmup_steps=4", "model.num_key_value_heads=2")
 
 
 def losses_by_step(run: Path) -> dict[int, tuple[Any, ...]]:

@@ -99,13 +99,13 @@ def test_dropping_one_piece_of_state_is_noticed(
     assert resume_differs(text, tmp_path, monkeypatch)
 
 
-def poison(numbers: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loss of these microbatches is NaN."""
+def poison(samples: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss of the microbatches that start with these samples is NaN."""
     loss = GPT.loss
 
     def poisoned(self: GPT, batch: Batch, scale: Tensor) -> Tensor:
         value = loss(self, batch, scale)
-        return value * math.nan if batch.number in numbers and self.training else value
+        return value * math.nan if batch.first_sample in samples and self.training else value
 
     monkeypatch.setattr(GPT, "loss", poisoned)
 
@@ -113,7 +113,7 @@ def poison(numbers: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_step_that_is_not_finite_is_counted_and_not_applied(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    poison({2 * 4 + 1}, monkeypatch)  # the second microbatch of step 5
+    poison({4 * 4 + 2}, monkeypatch)  # the second microbatch of step 5
     assert start(config_for(text, tmp_path / "run")) == 0
     records = {r["step"]: r for r in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in r}
     assert math.isnan(records[5]["loss"])
@@ -126,7 +126,7 @@ def test_a_step_that_is_not_finite_is_counted_and_not_applied(
 def test_too_many_bad_steps_in_a_row_stop_the_run_with_the_checkpoint_intact(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    poison(set(range(2 * 5, 1000)), monkeypatch)  # from step 6 on
+    poison(set(range(4 * 5, 1000)), monkeypatch)  # from step 6 on
     config = config_for(text, tmp_path / "run", max_bad_steps=3)
     assert start(config) == 1
     message = capsys.readouterr().err

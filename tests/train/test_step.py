@@ -16,7 +16,7 @@ from megalite.train.step import TrainStep, gradient_norm
 def test_the_norm_of_a_large_fp32_buffer_is_exact_to_fp32() -> None:
     """torch's own CPU norm is 2 % short here: it adds millions of squares in a few fp32 sums."""
     gradients = torch.full(((1 << 26) + 7,), 1e-3)
-    assert float(gradient_norm(gradients)) == pytest.approx(1e-3 * ((1 << 26) + 7) ** 0.5, rel=1e-5)
+    assert float(gradient_norm([gradients])) == pytest.approx(1e-3 * ((1 << 26) + 7) ** 0.5, rel=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -24,7 +24,7 @@ def test_the_norm_is_not_finite_where_a_gradient_is_not(dtype: torch.dtype) -> N
     gradients = torch.ones(1 << 18, dtype=dtype)
     for value in (torch.nan, torch.inf):
         gradients[200_000] = value
-        assert not torch.isfinite(gradient_norm(gradients))
+        assert not torch.isfinite(gradient_norm([gradients]))
 
 
 @pytest.mark.gpu
@@ -35,7 +35,7 @@ def test_a_step_never_waits_for_the_device() -> None:
     config = derive_device(derive(config), context)
     model, buffers, optimizer = build_training(config, context)
     buffers.fill(start_values(gpt_parameters(config.model), config.seed))
-    step = TrainStep(model, buffers, optimizer, config.optimizer, data_parallel=None)
+    step = TrainStep(model, buffers, optimizer, config.optimizer, ParallelContext())
     tokens = torch.randint(300, (8, 256), device=context.device)
     positions = torch.arange(256, device=context.device).expand_as(tokens)
     batch = Batch(tokens, tokens.roll(-1, 1), torch.ones_like(tokens, dtype=torch.bool), positions, None, 0)

@@ -1,0 +1,54 @@
+"""The collectives of tensor parallelism, as functions that `torch.compile(fullgraph=True)` can trace.
+
+They are torch's functional collectives, by their ops: the wrappers in Python changed their names between torch 2.11 and
+2.13. `start_*` returns a new tensor at once, whose content is there after `finish`; what is computed in between runs
+beside the communication. None of them is differentiable: mappings.py and linear.py say what their gradients are.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_ops = torch.ops._c10d_functional
+
+
+@dataclass(frozen=True)
+class TensorGroup:
+    """A process group as constants that a compiled graph can hold: its name, its size, this rank's place in it."""
+
+    name: str
+    size: int
+    index: int
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None) -> "TensorGroup | None":
+        """None stays None: no communication."""
+        return None if group is None else cls(group.group_name, group.size(), group.rank())
+
+
+def start_all_reduce(x: Tensor, group: TensorGroup, op: str = "sum") -> Tensor:
+    """The sum (or "max") over the ranks."""
+    return _ops.all_reduce(x.contiguous(), op, group.name)  # type: ignore[no-any-return]
+
+
+def start_all_gather(x: Tensor, group: TensorGroup) -> Tensor:
+    """Everybody's [n, ...], in order of rank: [t * n, ...]."""
+    return _ops.all_gather_into_tensor(x.contiguous(), group.size, group.name)  # type: ignore[no-any-return]
+
+
+def start_reduce_scatter(x: Tensor, group: TensorGroup) -> Tensor:
+    """This rank's part of the sum: [t * n, ...] -> [n, ...]."""
+    return _ops.reduce_scatter_tensor(x.contiguous(), "sum", group.size, group.name)  # type: ignore[no-any-return]
+
+
+def start_all_to_all(x: Tensor, sent: Sequence[int], received: Sequence[int], group: TensorGroup) -> Tensor:
+    """Rows of x [sum(sent), ...] to each rank in turn, for rows from each rank in turn: [sum(received), ...]."""
+    return _ops.all_to_all_single(x.contiguous(), list(received), list(sent), group.name)  # type: ignore[no-any-return]
+
+
+def finish(x: Tensor) -> Tensor:
+    """The tensor, complete."""
+    return _ops.wait_tensor(x)  # type: ignore[no-any-return]

@@ -1,0 +1,219 @@
+"""Cross entropy where each rank has the logits of some columns of the vocabulary.
+
+Invariant: the loss of a token is the same number, bit for bit, on every rank, and depends on the vocabulary alone: not
+on its padding, and on the number of ranks only by rounding. The statistics of a rank's columns are three or four
+numbers per token in fp32 (fp64 in fp64), exchanged in one all-gather and combined by every rank in the same order. The
+mean that label smoothing takes is over the whole vocabulary: over a rank's part, it would depend on their number.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megalite.tensor_parallel.collectives import TensorGroup, finish, start_all_gather
+
+# Elements worked on at once in fp32. On a CPU 4 MiB, so that the passes over a piece stay in the caches (a whole chunk
+# at once measured 2 to 6 times slower); on CUDA 512 MiB, which only bounds memory.
+PIECE_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 27}
+
+
+def vocab_parallel_cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    vocab_size: int,
+    group: TensorGroup | None,
+    padded_vocab: int | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> Tensor:
+    """The losses of tokens (the formula: `TokenLoss`): [...], fp32 (fp64 in fp64), the same on every rank.
+
+    logits [..., columns]: of rank i of t, columns [i * P // t, (i + 1) * P // t) of the padded vocabulary P, which
+    is t * columns unless `padded_vocab` says otherwise; they are only read. labels int64 [...]: global, the same
+    on every rank, within the vocabulary. Besides logits and their gradient, both in the logits' dtype, it holds
+    `PIECE_ELEMENTS` logits twice in fp32, and between forward and backward a few numbers per token.
+    """
+    columns = logits.shape[-1]
+    assert labels.shape == logits.shape[:-1]
+    if padded_vocab is None:
+        padded_vocab = columns * (1 if group is None else group.size)
+    token_loss = TokenLoss.of(
+        columns, padded_vocab, group, vocab_size=vocab_size, label_smoothing=label_smoothing, z_loss=z_loss
+    )
+    losses: Tensor = _VocabParallelCrossEntropy.apply(
+        logits.reshape(labels.numel(), columns), labels.flatten(), token_loss
+    )
+    return losses.view(labels.shape)
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """logsumexp - (1 - label_smoothing) * logit[label] - label_smoothing * mean(logits) + z_loss * logsumexp^2.
+
+    Sum, mean and label are over the `vocab_size` logits of a token, of which this rank of `group` has `real`, from
+    `first` on; any more columns that it has are padding, whose logits must be -inf. (Label smoothing: Szegedy et
+    al. 2016, arXiv 1512.00567. z-loss: Chowdhery et al. 2022, arXiv 2204.02311.)
+    """
+
+    group: TensorGroup | None
+    first: int
+    real: int
+    vocab_size: int
+    label_smoothing: float
+    z_loss: float
+
+    @classmethod
+    def of(
+        cls,
+        columns: int,
+        padded_vocab: int,
+        group: TensorGroup | None,
+        *,
+        vocab_size: int,
+        label_smoothing: float,
+        z_loss: float,
+    ) -> "TokenLoss":
+        """For the rank that has these many columns of a vocabulary padded to `padded_vocab`."""
+        index, size = (0, 1) if group is None else (group.index, group.size)
+        first, stop = index * padded_vocab // size, (index + 1) * padded_vocab // size
+        assert columns == stop - first, (columns, first, stop, padded_vocab)
+        assert 0 < vocab_size <= padded_vocab, (vocab_size, padded_vocab)
+        assert 0 <= label_smoothing < 1, label_smoothing
+        return cls(group, first, max(0, min(stop, vocab_size) - first), vocab_size, label_smoothing, z_loss)
+
+    def local_statistics(self, logits: Tensor, probabilities: Tensor, labels: Tensor) -> Tensor:
+        """[3 or 4, r] from `softmax`'s [r, columns] and labels [r]: maximum, sum of exp(logit - maximum), the label's
+        logit (zero where another rank has it) and, for smoothing, the sum of logits."""
+        if not self.real:
+            shape = (4 if self.label_smoothing else 3, *labels.shape)
+            statistics = torch.zeros(shape, dtype=probabilities.dtype, device=labels.device)
+            statistics[0] = -torch.inf
+            return statistics
+        column, is_here = self._column(labels)
+        label_logits = logits.gather(1, column[:, None])[:, 0]
+        rows = [
+            logits.amax(-1),
+            probabilities.amax(-1).reciprocal_(),  # the largest cannot underflow, as the label's own can
+            label_logits if is_here is None else torch.where(is_here, label_logits, 0.0),
+        ]
+        if self.label_smoothing:
+            rows.append(logits[:, : self.real].sum(-1, dtype=probabilities.dtype))
+        return torch.stack([row.to(probabilities.dtype) for row in rows])
+
+    def start_exchange(self, statistics: Tensor) -> Tensor:
+        """Of [k, r] of every rank, [t, k, r], complete after `finish` on the result where there is a group."""
+        if self.group is None:
+            return statistics[None]
+        return start_all_gather(statistics, self.group).view(self.group.size, *statistics.shape)
+
+    def combine(self, statistics: Tensor) -> tuple[Tensor, Tensor]:
+        """From [t, k, r]: losses [r], and what to multiply `softmax`'s local probabilities by for the gradient, [r].
+
+        Differences to the largest logit are summed, so that large logits cancel before they round anything.
+        """
+        maxima, sums, label_logits, *logit_sums = statistics.unbind(1)
+        top = maxima.amax(0)
+        sums = sums * (maxima - top).exp_()  # [t, r]
+        total = sums.sum(0)
+        log_total = total.log()
+        losses = log_total + (1 - self.label_smoothing) * (top - label_logits.sum(0))
+        if self.label_smoothing:
+            losses += self.label_smoothing * (top - logit_sums[0].sum(0) / self.vocab_size)
+        factor = sums[0 if self.group is None else self.group.index] / total
+        if self.z_loss:
+            log_sum = top + log_total
+            losses += self.z_loss * log_sum.square()
+            factor *= 1 + 2 * self.z_loss * log_sum
+        return losses, factor
+
+    def write_gradient(
+        self, out: Tensor, probabilities: Tensor, labels: Tensor, factor: Tensor, upstream: Tensor
+    ) -> None:
+        """The gradient of sum(upstream [r] * losses [r]) to out [r, columns]; `probabilities` are used up.
+
+        d loss / d logit = probability * (1 + 2 z logsumexp) - (1 - s) [is label] - s / vocab_size, 0 for padding.
+        """
+        if not self.real:
+            out.zero_()
+            return
+        column, is_here = self._column(labels)
+        probabilities.mul_((factor * upstream)[:, None])
+        label_term = (self.label_smoothing - 1) * upstream
+        if is_here is not None:
+            label_term *= is_here
+        probabilities.scatter_add_(1, column[:, None], label_term[:, None])
+        if self.label_smoothing:
+            probabilities[:, : self.real].sub_((self.label_smoothing / self.vocab_size * upstream)[:, None])
+        out.copy_(probabilities)
+
+    def _column(self, labels: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The local column of each label, and whether it is here (None: all are); elsewhere the column is any."""
+        if self.group is None:
+            return labels, None
+        column = labels - self.first
+        inside = column.clamp(0, self.real - 1)
+        return inside, inside == column
+
+
+def softmax(logits: Tensor, work: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits [r, columns], in the dtype of `work` or as given, and their probabilities in the dtype of `work`.
+
+    On a CPU `work` is of `work_buffers`, and what is returned lies in it until the next call.
+    """
+    if logits.is_cuda:
+        return logits, torch.softmax(logits, -1, dtype=work.dtype)  # one kernel reads bf16 and writes fp32
+    r = logits.shape[0]
+    if logits.dtype != work.dtype:
+        logits = work[0, :r].copy_(logits)
+    return logits, torch.softmax(logits, -1, out=work[1, :r])
+
+
+def work_buffers(logits: Tensor) -> tuple[Tensor, int]:
+    """Buffers [2, r, columns] for `softmax` of r rows of logits [n, columns], and r: how many to take at once.
+
+    Fresh pages cost a CPU more than the arithmetic; CUDA's allocator makes the buffers needless (r rows of none).
+    """
+    n, columns = logits.shape
+    rows = max(1, min(n, PIECE_ELEMENTS[logits.device.type] // max(1, columns)))
+    dtype = statistics_dtype(logits.dtype)
+    return torch.empty(2, 0 if logits.is_cuda else rows, columns, dtype=dtype, device=logits.device), rows
+
+
+def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What statistics are computed in for logits of `dtype`."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class _VocabParallelCrossEntropy(torch.autograd.Function):
+    """Saves the logits and a few numbers per token; backward computes the probabilities again, piece by piece."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, token_loss: TokenLoss) -> Tensor:
+        real = logits[:, : token_loss.real]
+        work, rows = work_buffers(real)
+        parts = zip(real.split(rows), labels.split(rows), strict=True)
+        statistics = [token_loss.local_statistics(*softmax(part, work), label) for part, label in parts]
+        gathered = token_loss.start_exchange(torch.cat(statistics, 1))
+        losses, factor = token_loss.combine(gathered if token_loss.group is None else finish(gathered))
+        ctx.save_for_backward(logits, labels, factor)
+        ctx.token_loss = token_loss
+        return losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        logits, labels, factor = ctx.saved_tensors
+        token_loss: TokenLoss = ctx.token_loss
+        real, gradient = logits[:, : token_loss.real], torch.empty_like(logits)
+        gradient[:, token_loss.real :] = 0
+        work, rows = work_buffers(real)
+        for start in range(0, logits.shape[0], rows):
+            part = slice(start, start + rows)
+            probabilities = softmax(real[part], work)[1]
+            out = gradient[part, : token_loss.real]
+            token_loss.write_gradient(out, probabilities, labels[part], factor[part], upstream[part])
+        return gradient, None, None

@@ -1,0 +1,111 @@
+"""Dropout whose masks are hashes of coordinates: (seed, stream, sample, position in the sample, channel), nothing else.
+
+So the mask of an element is the same on ranks that hold copies of it, another one where the activation is split, and
+the same whatever the layout, the micro-batch size and the number of times that it is derived: nothing is drawn, saved
+or restored, and backward derives its mask again.
+
+Each row of an activation has a key of 64 bits, hashed in a few operations on [streams, s, b] outside compiled blocks:
+no number that changes from step to step is a constant of a graph. An element costs three multiplications of 32 bits
+more. All of it is integer arithmetic that wraps around, so that CPUs, GPUs and compiled code agree bit for bit.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch import Tensor
+
+GOLDEN = -0x61C8864680B583EB  # 2^64 / golden ratio, odd, as int64: spreads counters over 64 bits
+
+
+@dataclass(frozen=True)
+class DropoutKey:
+    """What one dropout of an activation [s, b, h] needs: two words per row, one per channel. All are int32."""
+
+    rows: Tensor  # [s, b, 2]
+    channels: Tensor  # [h]
+
+
+class DropoutStreams:
+    """The dropouts of one part of a model: each stream, a tuple such as (layer, "mlp"), has masks of its own."""
+
+    def __init__(self, seed: int, streams: Sequence[tuple[int | str, ...]], width: int, device: torch.device) -> None:
+        """`width`: h, the number of channels."""
+        words = [_word(seed, stream) for stream in streams]
+        self._order = {stream: row for row, stream in enumerate(streams)}
+        self._words = torch.tensor(words, dtype=torch.int64, device=device)
+        channels = torch.arange(width, device=device) * GOLDEN
+        self._channels = _mix(channels + _word(seed, ("channels",))).to(torch.int32)
+
+    def keys(self, samples: Tensor, positions: Tensor) -> dict[tuple[int | str, ...], DropoutKey]:
+        """The key of each stream for a microbatch.
+
+        samples [b]: the index in the run of each row's sample. positions [s]: where in its sample each row of the
+        activation lies; under sequence parallelism those of this rank's part. Both int64.
+        """
+        rows = _mix(self._words.view(-1, 1, 1) + samples * GOLDEN)  # [streams, 1, b]
+        rows = _mix(rows + positions.view(-1, 1) * GOLDEN)  # [streams, s, b]
+        words = rows.unsqueeze(-1).view(torch.int32)  # [streams, s, b, 2]
+        return {stream: DropoutKey(words[row], self._channels) for stream, row in self._order.items()}
+
+
+def hash_dropout(x: Tensor, p: float, key: DropoutKey) -> Tensor:
+    """x [s, b, h] with a share p in [0, 1) of its elements zero and the others divided by 1 - p.
+
+    Keeps no mask for backward, only the key.
+    """
+    return _HashDropout.apply(x, key.rows, key.channels, p)  # type: ignore[no-any-return]
+
+
+class _HashDropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor, channels: Tensor, p: float) -> Tensor:
+        ctx.save_for_backward(rows, channels)
+        ctx.p = p
+        return _drop(x, rows, channels, p)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        rows, channels = ctx.saved_tensors
+        return _drop(grads[0], rows, channels, ctx.p), None, None, None
+
+
+def _drop(x: Tensor, rows: Tensor, channels: Tensor, p: float) -> Tensor:
+    kept = _element_bits(rows, channels) >= round(p * 2**32) - 2**31
+    return (x * (1 / (1 - p))).mul_(kept)
+
+
+def _element_bits(rows: Tensor, channels: Tensor) -> Tensor:
+    """32 bits per element as int32: [..., 2] and [h] -> [..., h].
+
+    Multiplications carry bits upwards and shifts bring them down, as in MurmurHash3's finalizer (the constants are
+    those of Wellons' "triple32", searched for least bias); the second word of the row enters halfway, so that rows
+    whose first words are alike differ. That `>>` copies the sign costs one bit of 32.
+    """
+    bits = rows[..., :1] ^ channels
+    bits *= -0x12A52B45  # 0xED5AD4BB as int32
+    bits ^= bits >> 11
+    bits ^= rows[..., 1:]
+    bits *= -0x53B3E4AF  # 0xAC4C1B51
+    bits ^= bits >> 15
+    bits *= 0x31848BAB
+    return bits
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A bijection of int64 in which each bit in moves half of the bits out (Stafford's variant 13, in SplitMix64)."""
+    x = (x ^ _shifted(x, 30)) * -0x40A7B892E31B1A47  # 0xBF58476D1CE4E5B9 as int64
+    x = (x ^ _shifted(x, 27)) * -0x6B2FB644ECCEEE15  # 0x94D049BB133111EB as int64
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: Tensor, count: int) -> Tensor:
+    """x >> count with zeros shifted in."""
+    return (x >> count) & ((1 << (64 - count)) - 1)
+
+
+def _word(seed: int, stream: tuple[int | str, ...]) -> int:
+    """63 random bits that belong to a stream."""
+    return int.from_bytes(blake2b(repr((seed, "dropout", *stream)).encode(), digest_size=8).digest(), "little") >> 1

@@ -1,0 +1,145 @@
+"""The one function through which all matrix products of the model go.
+
+The seam where tensor parallelism, a gradient sink and fp8 enter: whoever changes how the model multiplies changes it
+here. Without a group and a sink it is torch's own product, nothing around it. Otherwise backward runs in an order in
+which communication overlaps with products:
+
+    input copied      x.grad of this rank | start sum | weight gradient                        | finish sum
+    input a sequence  start gather of x | x.grad of this rank | start reduce-scatter | finish gather | weight gradient
+                                                                                     | finish reduce-scatter
+
+A compiled backward keeps that order under inductor's `reorder_for_peak_memory=False` only.
+Sources: Shoeybi et al. 2019 (arXiv 1909.08053), section 3; Korthikanti et al. 2022 (arXiv 2205.05198), section 4.2.2.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megalite.tensor_parallel.collectives import (
+    TensorGroup,
+    finish,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
+
+# Elements of a product that is rounded and widened at once, on a CPU: few enough that they stay in the caches.
+TILE_ELEMENTS = 1 << 20
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    group: TensorGroup | None = None,
+    sequence_parallel: bool = False,
+    grad_sink: Tensor | None = None,
+) -> Tensor:
+    """x [..., k] times the transpose of weight [n, k], plus bias [n] -> [..., n].
+
+    `group` holds the ranks among which the outputs are split (a column-parallel product): x is the same on all of them
+    and its gradient is summed over them. With `sequence_parallel` each has its part of the sequence instead,
+    x [s/t, ..., k] -> [s, ..., n]: x is gathered, in backward once more, and its gradient reduce-scattered.
+
+    With `grad_sink` (fp32, fp64 in fp64; contiguous, of the weight's size in any shape) backward adds the gradient of
+    the weight to it, and autograd sees none.
+    """
+    assert group is not None or not sequence_parallel
+    if group is None and grad_sink is None:
+        return F.linear(x, weight, bias)
+    return _Linear.apply(x, weight, bias, group, sequence_parallel, grad_sink)  # type: ignore[no-any-return]
+
+
+class _Linear(torch.autograd.Function):
+    """Saves this rank's x and the weight, nothing that was gathered."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        group: TensorGroup | None,
+        sequence_parallel: bool,
+        grad_sink: Tensor | None,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.group, ctx.sequence_parallel, ctx.grad_sink = group, sequence_parallel, grad_sink
+        if group is not None and sequence_parallel:
+            x = finish(start_all_gather(x, group))
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        group: TensorGroup | None = ctx.group
+        gathering = group if ctx.sequence_parallel and wants_weight else None
+        x_grad = weight_grad = bias_grad = None
+
+        if gathering is not None:
+            x = start_all_gather(_copy_after(x, grad) if torch.compiler.is_compiling() else x, gathering)
+        if wants_x:
+            x_grad = torch.matmul(grad, weight)
+            if group is not None:
+                x_grad = (start_reduce_scatter if ctx.sequence_parallel else start_all_reduce)(x_grad, group)
+        if gathering is not None:
+            x = finish(x)
+        if wants_weight:
+            weight_grad = _weight_gradient(grad, x, ctx.grad_sink)
+        if wants_bias:
+            bias_grad = grad.flatten(0, -2).sum(0)
+        if x_grad is not None and group is not None:
+            x_grad = finish(x_grad)
+        return x_grad, weight_grad, bias_grad, None, None, None
+
+
+def _weight_gradient(grad: Tensor, x: Tensor, sink: Tensor | None) -> Tensor | None:
+    """grad^T x for grad [..., n], x [..., k]: returned, or added to the sink."""
+    grad, x = grad.flatten(0, -2), x.flatten(0, -2)
+    if sink is None:
+        return torch.mm(grad.t(), x)
+    add = _add_transposed_product if torch.compiler.is_compiling() else add_transposed_product
+    add(sink.view(grad.shape[1], x.shape[1]), grad, x)
+    return None
+
+
+def add_transposed_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total [v, h] += left^T right for left [c, v], right [c, h]; total may be of wider dtype than the product's."""
+    if total.dtype == left.dtype:
+        total.addmm_(left.t(), right)
+    elif total.is_cuda:
+        torch.addmm(total, left.t(), right, out_dtype=total.dtype, out=total)
+    else:
+        # No CPU kernel multiplies bf16 into fp32, and mixed sums are slow: product, widened copy, sum, tile by tile.
+        rows = min(total.shape[0], max(1, TILE_ELEMENTS // total.shape[1]))
+        product, widened = right.new_empty(rows, total.shape[1]), total.new_empty(rows, total.shape[1])
+        for tile, columns in zip(total.split(rows), left.split(rows, dim=1), strict=True):
+            torch.mm(columns.t(), right, out=product[: len(tile)])
+            tile.add_(widened[: len(tile)].copy_(product[: len(tile)]))
+
+
+# A compiler would take the sum apart: a new tensor of the weight's size, then a copy. An op of our own stays in place.
+_add_transposed_product = torch.library.custom_op(
+    "megalite::add_transposed_product", add_transposed_product, mutates_args=("total",)
+)
+
+
+@torch.library.custom_op("megalite::copy_after", mutates_args=())
+def _copy_after(x: Tensor, grad: Tensor) -> Tensor:
+    """A copy of x that a compiler cannot make before it has `grad`.
+
+    Without it the compiler merges backward's gather of x with forward's, and stores what was gathered.
+    """
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+@_copy_after.register_fake
+def _(x: Tensor, grad: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -1,0 +1,166 @@
+"""Mappings between what the ranks of a tensor-parallel group hold, each with its adjoint as its gradient.
+
+A tensor is *replicated* (every rank holds the same), or each rank has its *own* (a part, or a term of a sum). The
+gradient of a replicated tensor is replicated and complete; that of an own one is the rank's own. In these terms:
+
+    function                             forward                              backward
+    copy_to_tensor_parallel              replicated -> own   identity         sum
+    reduce_from_tensor_parallel          own -> replicated   sum              identity
+    scatter_to_tensor_parallel           replicated -> own   split last dim   gather last dim
+    gather_from_tensor_parallel          own -> replicated   gather last dim  split last dim
+    scatter_to_sequence_parallel         replicated -> own   split dim 0      gather dim 0
+    gather_from_sequence_parallel        own -> own          gather dim 0     reduce-scatter dim 0
+      with partial_gradient=False        own -> replicated   gather dim 0     split dim 0
+    reduce_scatter_to_sequence_parallel  own -> own          reduce-scatter   gather dim 0
+    all_to_all                           own -> own          exchange rows    exchange them back
+    sequence_to_hidden_parallel          own -> own          all-to-all       hidden_to_sequence_parallel
+    hidden_to_sequence_parallel          own -> own          all-to-all       sequence_to_hidden_parallel
+
+Part i of what is split or gathered is rank i's; parts are equal but for `all_to_all`. Without a group all of them
+return x itself. They pass `torch.compile(fullgraph=True)` and can be differentiated any number of times.
+They wait for their result: who has something to compute meanwhile (linear.py) calls `collectives.start_*` and `finish`.
+Sources: Shoeybi et al. 2019 (f and g), Korthikanti et al. 2022 (over the sequence).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalite.tensor_parallel.collectives import (
+    TensorGroup,
+    finish,
+    start_all_gather,
+    start_all_reduce,
+    start_all_to_all,
+    start_reduce_scatter,
+)
+
+_Operation = Callable[[Tensor, TensorGroup], Tensor]
+
+
+def copy_to_tensor_parallel(x: Tensor, group: TensorGroup | None) -> Tensor:
+    """Hand a replicated x to ranks that each compute something of their own with it."""
+    return _map(x, _same, _sum, group)
+
+
+def reduce_from_tensor_parallel(x: Tensor, group: TensorGroup | None) -> Tensor:
+    """The sum of the ranks' x."""
+    return _map(x, _sum, _same, group)
+
+
+def scatter_to_tensor_parallel(x: Tensor, group: TensorGroup | None) -> Tensor:
+    """This rank's part of the last dim: [..., h] -> [..., h/t]."""
+    return _map(x, _split_last, _gather_last, group)
+
+
+def gather_from_tensor_parallel(x: Tensor, group: TensorGroup | None) -> Tensor:
+    """The parts of all ranks: [..., h/t] -> [..., h]. What follows must be the same on every rank."""
+    return _map(x, _gather_last, _split_last, group)
+
+
+def scatter_to_sequence_parallel(x: Tensor, group: TensorGroup | None) -> Tensor:
+    """This rank's part of the sequence: [s, ...] -> [s/t, ...]."""
+    return _map(x, _split, _gather, group)
+
+
+def gather_from_sequence_parallel(x: Tensor, group: TensorGroup | None, *, partial_gradient: bool = True) -> Tensor:
+    """The whole sequence: [s/t, ...] -> [s, ...].
+
+    With `partial_gradient` what follows is tensor parallel: each rank's gradient of the result is a term of a sum.
+    Without, every rank computes the same with it (Megatron's `tensor_parallel_output_grad=False`), and summing would
+    give t times the gradient.
+    """
+    return _map(x, _gather, _reduce_scatter if partial_gradient else _split, group)
+
+
+def reduce_scatter_to_sequence_parallel(x: Tensor, group: TensorGroup | None) -> Tensor:
+    """This rank's part of the sequence of the sum of the ranks' x: [s, ...] -> [s/t, ...]."""
+    return _map(x, _reduce_scatter, _gather, group)
+
+
+def all_to_all(x: Tensor, sent: Sequence[int], received: Sequence[int], group: TensorGroup | None) -> Tensor:
+    """Rows of x [sum(sent), ...] to each rank in turn, for rows from each rank in turn: [sum(received), ...]."""
+    return x if group is None else _AllToAll.apply(x, sent, received, group)
+
+
+def sequence_to_hidden_parallel(x: Tensor, group: TensorGroup | None) -> Tensor:
+    """From a part of the sequence to a part of the last dim: [s/t, ..., h] -> [s, ..., h/t]."""
+    if group is None:
+        return x
+    assert x.shape[-1] % group.size == 0, (x.shape, group)
+    rows = [x.shape[0]] * group.size
+    return all_to_all(torch.cat(x.chunk(group.size, dim=-1)), rows, rows, group)
+
+
+def hidden_to_sequence_parallel(x: Tensor, group: TensorGroup | None) -> Tensor:
+    """From a part of the last dim to a part of the sequence: [s, ..., h/t] -> [s/t, ..., h]."""
+    if group is None:
+        return x
+    assert x.shape[0] % group.size == 0, (x.shape, group)
+    rows = [x.shape[0] // group.size] * group.size
+    return torch.cat(all_to_all(x, rows, rows, group).chunk(group.size), dim=-1)
+
+
+def _map(x: Tensor, forward: _Operation, backward: _Operation, group: TensorGroup | None) -> Tensor:
+    return x if group is None else _Mapping.apply(x, forward, backward, group)
+
+
+class _Mapping(torch.autograd.Function):
+    """A linear operation and its adjoint, whose adjoint in turn is the operation."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: _Operation, backward: _Operation, group: TensorGroup) -> Tensor:
+        ctx.operations, ctx.group = (forward, backward), group
+        return forward(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        forward, backward = ctx.operations
+        return _Mapping.apply(gradient, backward, forward, ctx.group), None, None, None
+
+
+class _AllToAll(torch.autograd.Function):
+    """Its adjoint sends everything back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sent: Sequence[int], received: Sequence[int], group: TensorGroup) -> Tensor:
+        ctx.sizes, ctx.group = (sent, received), group
+        return finish(start_all_to_all(x, sent, received, group))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        sent, received = ctx.sizes
+        return _AllToAll.apply(gradient, received, sent, ctx.group), None, None, None
+
+
+def _same(x: Tensor, group: TensorGroup) -> Tensor:
+    return x
+
+
+def _sum(x: Tensor, group: TensorGroup) -> Tensor:
+    return finish(start_all_reduce(x, group))
+
+
+def _gather(x: Tensor, group: TensorGroup) -> Tensor:
+    return finish(start_all_gather(x, group))
+
+
+def _gather_last(x: Tensor, group: TensorGroup) -> Tensor:
+    return torch.cat(_gather(x, group).chunk(group.size), dim=-1)
+
+
+def _reduce_scatter(x: Tensor, group: TensorGroup) -> Tensor:
+    assert x.shape[0] % group.size == 0, (x.shape, group)
+    return finish(start_reduce_scatter(x, group))
+
+
+def _split(x: Tensor, group: TensorGroup, dim: int = 0) -> Tensor:
+    """A copy: a view would keep the whole x alive, and is refused to in-place operations."""
+    assert x.shape[dim] % group.size == 0, (x.shape, group)
+    return x.chunk(group.size, dim)[group.index].clone(memory_format=torch.contiguous_format)
+
+
+def _split_last(x: Tensor, group: TensorGroup) -> Tensor:
+    return _split(x, group, dim=-1)

@@ -1,0 +1,209 @@
+"""The user's config, small enough to be trained in fp64 on a CPU within seconds, with every feature that it had.
+
+What a layout can get wrong stays: which axes there are, whether sizes split evenly, whether ranks share key-value
+heads, grouped queries, padding and uneven rows of the vocabulary, accumulation over microbatches, recompute, clipping.
+Only counts shrink, each in units of its axis. No torch import.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import lcm, sqrt
+from typing import Any
+
+from megalite.config.derive import derive
+from megalite.config.parallel_rules import layout_request, parallel_setting
+from megalite.config.rules import check
+from megalite.config.schema import Config, LearningRateConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from megalite.parallel.layout import ParallelLayout
+from megalite.parallel.layout_rules import layout_of
+
+STEPS = 5  # the design's equivalence test
+MOST_RANKS = 8  # above, every axis shrinks to 2
+SEQ_LENGTH = 16
+EPS = 1e-8  # a smaller one turns rounding of gradients that are zero into steps of the parameters
+CLIP = 0.05  # below the gradient norm of the small models, so that clipping acts
+AXES = ("tp", "cp", "pp", "vpp", "ep", "etp")
+VOCABULARIES = {"byte": 257, "char": 65}  # unless model.vocab_size is set; of other tokenizers ASSUMED
+ASSUMED = 50257
+CAPS = tuple(2**power for power in range(1, 21))
+
+
+@dataclass(frozen=True)
+class Shrunk:
+    """`config` runs on `layout` in place of `asked` on `asked_layout`; `notes` say what else changed."""
+
+    config: Config
+    layout: ParallelLayout
+    asked: Config
+    asked_layout: ParallelLayout
+    notes: tuple[str, ...]
+
+    @property
+    def reference(self) -> Config:
+        """The same training on one process."""
+        return replace(self.config, parallel=ParallelConfig(etp=1, sequence_parallel=False))
+
+
+def shrink(config: Config, world_size: int) -> Shrunk:
+    """`config` is checked and derived for `world_size` ranks; so is the small one."""
+    asked = layout_of(layout_request(config, world_size), parallel_setting)
+    parallel, dp = _axes(config.parallel, asked)
+    run = ParallelLayout(tp=parallel.tp, cp=parallel.cp, dp=dp, pp=parallel.pp, vpp=parallel.vpp)
+    known = replace(config, model=replace(config.model, vocab_size=vocabulary_of(config)))
+    for cap in CAPS:  # the smallest that keeps every rule, those of axes that are built later included
+        small = _shrunk(known, asked, run, parallel, cap)
+        if not check(small, run.world_size):
+            layout = layout_of(layout_request(small, run.world_size), parallel_setting)
+            return Shrunk(derive(small, run.world_size), layout, config, asked, tuple(_notes(config, asked, layout)))
+    raise AssertionError(check(small, run.world_size))
+
+
+def vocabulary_of(config: Config) -> int:
+    """model.vocab_size, or what the tokenizer will say as far as its name tells."""
+    if config.model.vocab_size is not None:
+        return config.model.vocab_size
+    return VOCABULARIES.get(config.tokenizer, config.data.bpe_vocab_size if config.tokenizer == "bpe" else ASSUMED)
+
+
+def _axes(axes: ParallelConfig, asked: ParallelLayout) -> tuple[ParallelConfig, int]:
+    """Sizes of all axes, and dp: as asked, or at most 2 each."""
+    parallel = replace(axes, nccl_options=None)
+    if asked.world_size <= MOST_RANKS:
+        return parallel, asked.dp
+    sizes: dict[str, Any] = {axis: min(2, getattr(axes, axis) or 1) for axis in AXES}
+    parallel = replace(parallel, **sizes)
+    request = layout_request(replace(Config(), parallel=parallel), 1)
+    world = min(2, asked.dp) * request.dense_product
+    unit = lcm(request.dense_product, request.expert_product)
+    return parallel, -(-world // unit) * unit // request.dense_product
+
+
+def _shrunk(config: Config, asked: ParallelLayout, run: ParallelLayout, parallel: ParallelConfig, cap: int) -> Config:
+    """Every count of things on one rank is `cap` or a few times that, at most."""
+    train = _train(config.train, asked, run, cap)
+    model = _model(config.model, asked, run, cap)
+    layers, before = config.train.recompute_layers, config.model.num_layers
+    if layers is not None:
+        train.recompute_layers = model.num_layers if layers >= before else max(1, model.num_layers // 2)
+    if model.max_positions is not None and model.position == "learned":
+        model.max_positions = train.seq_length + min(8, model.max_positions - config.train.seq_length)
+    if model.loss_chunk_tokens is not None:
+        model.loss_chunk_tokens = max(1, model.loss_chunk_tokens * _tokens(train) // _tokens(config.train))
+    optimizer = _optimizer(config.optimizer)
+    return replace(
+        config,
+        run_dir=None,
+        device="cpu",
+        precision="fp64",
+        tokenizer="byte",
+        model=model,
+        parallel=parallel,
+        train=train,
+        optimizer=optimizer,
+        lr=_learning_rate(config.lr, optimizer.lr),
+        data=replace(config.data, source="stdlib", path=None, weights=None),
+        checkpoint=replace(config.checkpoint, init_from=None),
+    )
+
+
+def _model(model: ModelConfig, asked: ParallelLayout, run: ParallelLayout, cap: int) -> ModelConfig:
+    assert model.head_size is not None
+    assert model.ffn_hidden_size is not None
+    heads, kv_heads = _heads(model, asked.tp, run.tp, cap)
+    head_size = min(model.head_size, 4 * cap)
+    all_heads, before = heads * head_size, model.num_attention_heads * model.head_size
+    hidden = max(1, all_heads * model.hidden_size // before)  # as wide as the heads together, or narrower
+    if model.hidden_size > before:
+        hidden = min(2 * all_heads, -(-all_heads * model.hidden_size // before))
+    vocab_size, multiple = _vocabulary(model, asked.tp, run.tp)
+    stages, stages_run = asked.pp * asked.vpp, run.pp * run.vpp
+    layers = stages_run * max(1, min(model.num_layers // stages, cap)) + min(model.num_layers % stages, stages_run - 1)
+    return replace(
+        model,
+        num_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_size=head_size,
+        ffn_hidden_size=run.tp * min(model.ffn_hidden_size // asked.tp, 6 * cap),
+        vocab_size=vocab_size,
+        vocab_multiple=multiple,
+        dropout=0.0,
+        attention_dropout=0.0,
+        embedding_dropout=0.0,
+        init_std=model.init_std * sqrt(model.hidden_size / hidden),  # activations keep their size
+    )
+
+
+def _heads(model: ModelConfig, tp: int, run: int, cap: int) -> tuple[int, int]:
+    """Query and key-value heads. Ranks share a key-value head where they did; groups stay groups."""
+    heads, kv_heads = model.num_attention_heads, model.num_key_value_heads
+    assert kv_heads is not None
+    sharers = max(1, tp // kv_heads)  # ranks of one key-value head
+    sharers_run = min(sharers, run)
+    kv_heads_run = run // sharers_run * (min(kv_heads // tp, cap) if kv_heads >= tp else 1)
+    return kv_heads_run * sharers_run * min(heads // kv_heads // sharers, cap), kv_heads_run
+
+
+def _vocabulary(model: ModelConfig, tp: int, run: int) -> tuple[int, int]:
+    """Vocabulary and its multiple: as much padding as before, rows that split evenly over tp only if they did."""
+    assert model.vocab_size is not None
+    multiple = model.vocab_multiple
+    count = -(-model.vocab_size // multiple)
+    padding, uneven = count * multiple - model.vocab_size, count * multiple % tp != 0
+    for unit in (multiple, multiple + 1):
+        for few in range(min(count, 2 * run), min(count, 3 * run) + 2):
+            if (few * unit % run != 0) == uneven:
+                return few * unit - padding, unit
+    raise AssertionError((model, tp, run))
+
+
+def _train(train: TrainConfig, asked: ParallelLayout, run: ParallelLayout, cap: int) -> TrainConfig:
+    micro = train.micro_batch_size
+    assert micro is not None
+    unit = 2 * run.tp * run.cp  # context parallelism cuts twice as many pieces as it has ranks
+    length = max(1, SEQ_LENGTH // unit) * unit
+    small, microbatches = min(micro, 2), train.global_batch_size // (micro * asked.dp)
+    return replace(
+        train,
+        steps=STEPS,
+        seq_length=length if train.seq_length % (asked.tp * asked.cp) == 0 else length + 1,
+        micro_batch_size=small,
+        global_batch_size=small * run.dp * min(microbatches, cap * run.pp),
+        compile=False,
+    )
+
+
+def _tokens(train: TrainConfig) -> int:
+    """Of one microbatch."""
+    assert train.micro_batch_size is not None
+    return train.micro_batch_size * train.seq_length
+
+
+def _optimizer(optimizer: OptimizerConfig) -> OptimizerConfig:
+    clip = min(optimizer.clip_grad, CLIP)
+    return replace(optimizer, lr=min(optimizer.lr, 1e-2), eps=max(optimizer.eps, EPS), clip_grad=clip)
+
+
+def _learning_rate(lr: LearningRateConfig, peak: float) -> LearningRateConfig:
+    assert lr.warmup_steps is not None
+    assert lr.min_lr is not None
+    assert lr.decay_steps is not None
+    return replace(
+        lr, warmup_steps=min(lr.warmup_steps, 1), decay_steps=min(lr.decay_steps, 2), min_lr=min(lr.min_lr, peak)
+    )
+
+
+def _notes(config: Config, asked: ParallelLayout, run: ParallelLayout) -> Iterator[str]:
+    """What is not as the user asked for, besides sizes."""
+    model = config.model
+    if asked.world_size > MOST_RANKS:
+        yield f"above {MOST_RANKS} ranks each axis shrinks to 2: {run.world_size} ranks run for {asked.world_size}"
+    if model.dropout or model.attention_dropout or model.embedding_dropout:
+        yield "dropout is 0: layouts draw other masks, so equality is promised without it"
+    if config.train.compile:
+        yield "train.compile is off: this checks the layout, not the compiler"
+    if config.optimizer.eps < EPS:
+        yield f"optimizer.eps is {EPS:g}: a smaller one makes steps of rounding errors"
+    if model.vocab_size is None:
+        yield f"model.vocab_size is taken as {vocabulary_of(config):,}: the tokenizer is not asked (set it to be exact)"

@@ -1,0 +1,345 @@
+"""An export is the inverse of an import, transformers computes with it what we do, and layouts leave no trace in it."""
+
+import json
+import os
+from dataclasses import asdict, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megalite.checkpoint.pieces import Piece
+from megalite.checkpoint.store import newest, save
+from megalite.config.derive import derive_model
+from megalite.config.problems import UserError
+from megalite.config.schema import ModelConfig
+from megalite.hf.export_model import export_model, family_of, file_plan
+from megalite.hf.import_model import import_model, imported_model_settings
+from megalite.hf.tensors import sources
+from megalite.model.gpt import GPT
+from megalite.model.init import fill, start_values
+from megalite.model.parameters import gpt_parameters
+from megalite.parallel.context import ParallelContext
+from megalite.parallel.layout import ParallelLayout
+from megalite.parallel.parameters import shard
+from megalite.train.export import export_checkpoint, masters
+from tests.parallel.shards import slices
+from tests.ranks import run_ranks
+
+GPT2_SMALL: dict[str, Any] = {
+    "position": "learned",
+    "norm": "layernorm",
+    "activation": "gelu_tanh",
+    "bias": True,
+    "num_key_value_heads": 4,
+}
+SMALL: dict[str, dict[str, Any]] = {
+    "gpt2": GPT2_SMALL,
+    "llama": {"tie_embeddings": False},
+    "qwen3": {"qk_norm": True, "head_size": 10},
+}
+
+
+def small(family: str, **changes: Any) -> ModelConfig:
+    """A resolved configuration with a padded vocabulary; what transformers has defaults for differs from them."""
+    shape = {"num_layers": 2, "hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2}
+    vocabulary = {"vocab_size": 53, "vocab_multiple": 32, "norm_eps": 3e-4, "rope_theta": 777.0, "init_std": 0.3}
+    settings = {**shape, **vocabulary, **SMALL[family], "loss_chunk_tokens": 16, **changes}
+    return derive_model(ModelConfig(**settings), seq_length=32)
+
+
+def export(config: ModelConfig, folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Path:
+    values = start_values(gpt_parameters(config), seed=3)
+    export_model(values, config, folder, dtype=dtype, context_length=32, **options)
+    return folder
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+
+
+def refusal(config: ModelConfig, folder: Path, **options: Any) -> str:
+    with pytest.raises(UserError) as refused:
+        export(config, folder, **options)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "name",
+    ["gpt2", "gpt2_untied", "llama", "llama_tied", "llama3_rope", "llama_bias", "qwen3", "qwen3_tied"],
+)
+def test_what_was_imported_is_exported_bit_for_bit(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    from tests.hf.peers import matching_config, save_peer
+
+    save_peer(name, tmp_path / "theirs", dtype=dtype)
+    config = matching_config(tmp_path / "theirs")
+    values = import_model(tmp_path / "theirs", config)
+    export_model(values, config, tmp_path / "ours", dtype=dtype, context_length=32)
+    theirs, ours = tensors_of(tmp_path / "theirs"), tensors_of(tmp_path / "ours")
+    assert ours.keys() == theirs.keys()
+    for key, tensor in theirs.items():
+        assert ours[key].dtype == dtype
+        assert torch.equal(ours[key], tensor), key
+    assert imported_model_settings(tmp_path / "ours") == imported_model_settings(tmp_path / "theirs")
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("gpt2", {}),
+        ("gpt2", {"activation": "gelu", "tie_embeddings": False, "dropout": 0.1}),
+        ("llama", {}),
+        ("llama", {"bias": True, "tie_embeddings": True}),
+        ("llama", {"rope_scaling_factor": 8.0, "rope_original_positions": 16}),
+        ("qwen3", {}),
+        ("qwen3", {"tie_embeddings": False, "rope_scaling_factor": 4.0, "rope_original_positions": 8}),
+    ],
+)
+def test_transformers_computes_the_logits_that_we_do(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    import transformers
+
+    from tests.hf.test_oracles import batch_of, largest_error
+
+    config = small(family, **changes)
+    model = GPT(config, dtype=torch.float64, device=torch.device("cpu"), seed=0).eval()
+    generator = torch.Generator().manual_seed(1)
+    records = gpt_parameters(config)
+    values = [(r.name, torch.randn(r.shape, generator=generator, dtype=torch.float64) * 0.3) for r in records]
+    fill(model, values)
+    export_model(values, config, tmp_path / "ours", dtype=torch.float64, context_length=32, end_of_document=7)
+    peer, told = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "ours", dtype=torch.float64, output_loading_info=True, attn_implementation="eager"
+    )
+    assert not any(told.values()), told
+    assert (peer.config.bos_token_id, peer.config.eos_token_id) == (None, 7)
+    assert peer.config.max_position_embeddings == 32
+    tokens = torch.randint(53, (2, 21), generator=generator)
+    logits = peer.eval()(input_ids=tokens[:, :-1]).logits
+    ours = model.logits(batch_of(tokens, torch.ones(2, 20, dtype=torch.bool)))
+    bound = 1e-9 if family == "gpt2" else 1e-6  # transformers computes RMSNorm of fp64 models in fp32
+    assert largest_error(ours, logits, bound) <= 1
+
+
+@pytest.mark.parametrize("family", SMALL)
+def test_assembling_what_was_taken_apart_changes_no_bit(family: str) -> None:
+    config = small(family)
+    records = {record.name: record for record in gpt_parameters(config)}
+    found = sources(family, config)
+    assert found.keys() == records.keys()
+    for name, value in start_values(records.values(), seed=1):
+        value[config.vocab_size :] = 0 if name in ("embedding.word.weight", "head.weight") else value[53:]
+        assert torch.equal(found[name].assemble(*found[name].take_apart(value)), value), name
+
+
+def test_a_model_in_several_files_is_the_same_model(tmp_path: Path) -> None:
+    import transformers
+
+    config = small("llama")
+    one = export(config, tmp_path / "one")
+    parts = export(config, tmp_path / "parts", max_file_bytes=20_000)
+    names = sorted(path.name for path in parts.glob("*.safetensors"))
+    assert len(names) > 2
+    assert names[0] == f"model-00001-of-{len(names):05}.safetensors"
+    index = json.loads((parts / "model.safetensors.index.json").read_text())
+    for name in names:
+        contents = load_file(parts / name)
+        assert safe_open(parts / name, framework="pt").metadata() == {"format": "pt"}  # transformers 4 insists
+        assert dict.fromkeys(contents, name).items() <= index["weight_map"].items()
+        assert len(contents) == 1 or sum(tensor.nbytes for tensor in contents.values()) <= 20_000
+    whole, split = tensors_of(one), tensors_of(parts)
+    assert whole.keys() == split.keys() == index["weight_map"].keys()
+    assert all(torch.equal(whole[key], split[key]) for key in whole)
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in whole.values())
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(parts).state_dict()
+    assert all(torch.equal(loaded[key], whole[key]) for key in whole)
+
+
+@given(sizes=st.lists(st.integers(0, 20), min_size=1), limit=st.integers(1, 30))
+def test_files_hold_all_tensors_in_order_within_the_limit(sizes: list[int], limit: int) -> None:
+    named = {f"t{at}": size for at, size in enumerate(sizes)}
+    plan = list(file_plan(named, limit).values())
+    assert [name for names in plan for name in names] == list(named)
+    assert all(names and (len(names) == 1 or sum(named[name] for name in names) <= limit) for names in plan)
+    for names, following in pairwise(plan):  # none is begun before it must be
+        assert sum(named[name] for name in names) + named[following[0]] > limit
+
+
+def test_padding_rows_and_the_tied_head_are_left_out(tmp_path: Path) -> None:
+    tensors = tensors_of(export(small("gpt2"), tmp_path / "tied"))
+    assert tensors["transformer.wte.weight"].shape == (53, 24)
+    assert "lm_head.weight" not in tensors
+    assert tensors_of(export(small("llama"), tmp_path / "untied"))["lm_head.weight"].shape == (53, 24)
+
+
+def test_values_are_rounded_once_to_the_dtype(tmp_path: Path) -> None:
+    config = small("gpt2")
+    expected = dict(start_values(gpt_parameters(config), seed=3))["embedding.position.weight"].to(torch.bfloat16)
+    folder = export(config, tmp_path / "ours", torch.bfloat16)
+    assert torch.equal(tensors_of(folder)["transformer.wpe.weight"], expected)
+    assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "named"),
+    [
+        ("gpt2", {"position": "rope"}, ["gpt2 has model.position=learned", "llama has model.activation=swiglu"]),
+        ("gpt2", {"bias": False}, ["gpt2 has model.bias=true"]),
+        ("gpt2", {"num_key_value_heads": 2}, ["gpt2 has model.num_key_value_heads=4"]),
+        ("gpt2", {"head_size": 8}, ["gpt2 has model.head_size=6"]),
+        (
+            "llama",
+            {"norm": "layernorm"},
+            ["llama has model.norm=rmsnorm", "qwen3 has model.norm=rmsnorm, model.qk_norm"],
+        ),
+        ("llama", {"position": "learned"}, ["llama has model.position=rope"]),
+        ("llama", {"hidden_size": 26, "head_size": 6}, ["llama has model.hidden_size=a multiple of 4"]),
+        ("qwen3", {"bias": True}, ["qwen3 has model.bias=false", "llama has model.qk_norm=false"]),
+    ],
+)
+def test_settings_that_no_family_expresses_are_refused_by_name(
+    family: str, changes: dict[str, Any], named: list[str], tmp_path: Path
+) -> None:
+    assert family_of(small(family)) == family
+    message = refusal(small(family, **changes), tmp_path / "ours")
+    for words in named:
+        assert words in message
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_transformers_refuses_to_build_is_refused_here() -> None:
+    """The reason for the rule about hidden_size; should this fail, the rule can go."""
+    import transformers
+
+    with pytest.raises(Exception, match="not a multiple"):
+        transformers.LlamaConfig(hidden_size=26, num_attention_heads=4, head_dim=6)
+
+
+def test_values_that_are_not_finite_leave_no_folder(tmp_path: Path) -> None:
+    config = small("llama")
+    values = dict(start_values(gpt_parameters(config), seed=3))
+    values["blocks.1.mlp.down.weight"][3, 4] = float("nan")
+    values["final_norm.weight"][0] = 1e30
+    with pytest.raises(UserError) as refused:
+        export_model(values.items(), config, tmp_path / "ours", dtype=torch.float16, context_length=32)
+    assert [problem.setting for problem in refused.value.problems] == ["blocks.1.mlp.down.weight", "final_norm.weight"]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_failure_on_the_way_leaves_nothing(tmp_path: Path) -> None:
+    config = small("gpt2")
+
+    def broken() -> Any:
+        yield from list(start_values(gpt_parameters(config), seed=3))[:5]
+        assert len(list(tmp_path.iterdir())) == 1  # unfinished, under another name
+        assert not (tmp_path / "ours").exists()
+        raise RuntimeError("the source broke off")
+
+    with pytest.raises(RuntimeError, match="broke off"):
+        export_model(broken(), config, tmp_path / "ours", dtype=torch.float32, context_length=32, max_file_bytes=9000)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_with_something_in_it_is_refused_and_kept(tmp_path: Path) -> None:
+    config = small("gpt2")
+    export(config, tmp_path / "new" / "below")
+    (tmp_path / "empty").mkdir()
+    assert files(export(config, tmp_path / "empty")) == files(tmp_path / "new" / "below")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    for name in ("full", "file", "empty"):
+        assert "it exists already" in refusal(config, tmp_path / name)
+    assert files(tmp_path / "full") == {"notes": b"mine"}
+    assert "cannot be written" in refusal(config, tmp_path / "file" / "below")
+
+
+def test_a_full_disk_is_told_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("megalite.hf.export_model.save_file", full)
+    assert "No space left" in refusal(small("gpt2"), tmp_path / "ours")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_files_are_as_readable_as_any_other(tmp_path: Path) -> None:
+    folder = export(small("gpt2"), tmp_path / "ours")
+    (tmp_path / "other").write_text("")
+    assert {path.stat().st_mode for path in folder.iterdir()} == {(tmp_path / "other").stat().st_mode}
+
+
+# --- from checkpoints ------------------------------------------------------------------------------------------------
+
+
+def save_shards(context: ParallelContext, folder: Path, config: ModelConfig, precision: str) -> None:
+    """A checkpoint as a run at this tensor-parallel size writes it, with other kinds of tensors in it."""
+    pieces = []
+    records = gpt_parameters(config)
+    for record, (name, whole) in zip(records, start_values(records, seed=3), strict=True):
+        for box in shard(record, context.size("tp"), context.index("tp")).boxes:
+            part = whole[slices(box.offsets, box.sizes)].clone()
+            pieces.append(Piece(f"master.{name}", record.shape, box.offsets, part))
+            pieces.append(Piece(f"exp_avg.{name}", record.shape, box.offsets, torch.full_like(part, 9)))
+    state = {"config": {"model": asdict(config), "precision": precision, "train": {"seq_length": 32}}}
+    save(folder / "checkpoints", 12, pieces, state, context, keep=1)
+
+
+@pytest.mark.parametrize("family", SMALL)
+def test_the_export_of_tp_4_is_that_of_one_process_byte_for_byte(family: str, tmp_path: Path) -> None:
+    config = small(family)
+    save_shards(ParallelContext(), tmp_path / "run1", config, "bf16")
+    run_ranks(save_shards, 4, tmp_path / "run4", config, "bf16", layout=ParallelLayout(tp=4))
+    for run in ("run1", "run4"):
+        assert export_checkpoint(tmp_path / run, tmp_path / f"{run}-out", pytest.fail) == 12
+    expected = export(config, tmp_path / "expected", torch.bfloat16)
+    assert files(tmp_path / "run1-out") == files(expected)
+    assert files(tmp_path / "run4-out") == files(expected)
+
+
+@pytest.mark.parametrize("read_ahead", [1, 20_000, 10**9])
+def test_however_many_are_read_at_a_time_all_masters_come_in_order(read_ahead: int, tmp_path: Path) -> None:
+    config = small("llama")
+    save_shards(ParallelContext(), tmp_path, config, "fp32")
+    found = newest(tmp_path / "checkpoints", ParallelContext(), pytest.fail)
+    assert found is not None
+    values = list(masters(found, config, torch.float32, read_ahead))
+    expected = list(start_values(gpt_parameters(config), seed=3))
+    assert [name for name, _ in values] == [name for name, _ in expected]
+    assert all(torch.equal(value, other) for (_, value), (_, other) in zip(values, expected, strict=True))
+
+
+def test_a_run_without_checkpoints_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="holds no checkpoint"):
+        export_checkpoint(tmp_path / "run", tmp_path / "out", pytest.fail)
+    assert os.listdir(tmp_path) == []
+
+
+def test_importing_training_no_step_and_exporting_gives_the_same_tensors(tmp_path: Path) -> None:
+    from tests.train.runs import finish, launch, overrides, write_text
+
+    config = replace(small("qwen3"), vocab_size=257, vocab_multiple=128)
+    folder = export(config, tmp_path / "theirs")
+    write_text(tmp_path / "text.txt")
+    shape = [
+        f"model.{name}={str(value).lower() if isinstance(value, bool) else value}"
+        for name, value in imported_model_settings(folder).items()
+    ]
+    settings = [*shape, f"checkpoint.init_from={folder}", "train.steps=0", "train.eval_interval=0"]
+    status, output = finish(launch(overrides(tmp_path, "run", *settings)))
+    assert status == 0, output
+    assert export_checkpoint(tmp_path / "run", tmp_path / "ours", pytest.fail) == 0
+    theirs, ours = tensors_of(folder), tensors_of(tmp_path / "ours")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)

@@ -1,0 +1,300 @@
+"""The chunked head and loss of a vocabulary that ranks share: torch's numbers, its order of work, its memory."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megalite.model import loss as loss_module
+from megalite.model.loss import linear_cross_entropy
+from megalite.parallel.context import ParallelContext
+from megalite.parallel.layout import ParallelLayout
+from megalite.tensor_parallel.collectives import TensorGroup
+from megalite.tensor_parallel.cross_entropy import PIECE_ELEMENTS
+from tests.model.test_loss import peak_bytes, relative_error
+from tests.ranks import run_ranks
+from tests.tensor_parallel.test_cross_entropy import reference_losses
+
+
+@dataclass(frozen=True)
+class Case:
+    """Tokens 0 and 1 have the first and the last label of the vocabulary; the mask is ragged, or masks everything."""
+
+    vocab: int = 101
+    padded: int = 128
+    chunk: int | None = 16
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    sequence_parallel: bool = False
+    sink: bool = False
+    masked: bool = False
+    n: int = 48
+    width: int = 24
+    spread: float = 1.0
+    dtype: torch.dtype = torch.float64
+
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """hidden, weight, labels, loss mask, scale: of everything."""
+        generator = torch.Generator().manual_seed(self.padded)
+        hidden = torch.randn(self.n, self.width, generator=generator, dtype=torch.float64).to(self.dtype)
+        weight = torch.randn(self.padded, self.width, generator=generator, dtype=torch.float64)
+        labels = torch.randint(0, self.vocab, (self.n,), generator=generator)
+        labels[:2] = torch.tensor([0, self.vocab - 1])
+        mask = torch.rand(self.n, generator=generator) < (0.0 if self.masked else 0.7)
+        mask[:2] = not self.masked
+        return hidden, (self.spread * weight).to(self.dtype), labels, mask, torch.tensor(0.37, dtype=torch.float64)
+
+    def expected(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Loss and gradients of hidden and weight, by torch, of all logits at once."""
+        hidden, weight, labels, mask, scale = self.inputs()
+        hidden, weight = hidden.double().requires_grad_(), weight.double().requires_grad_()
+        logits = hidden @ weight[: self.vocab].t()
+        loss = scale * reference_losses(logits, labels, self.label_smoothing, self.z_loss)[mask].sum()
+        return loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of one rank: the loss, as trained and as evaluated, and its gradients."""
+
+    loss: Tensor
+    evaluated: Tensor
+    hidden_grad: Tensor
+    weight_grad: Tensor
+
+
+def compute(case: Case, group: TensorGroup | None) -> Result:
+    index, size = (0, 1) if group is None else (group.index, group.size)
+    hidden, weight, labels, mask, scale = case.inputs()
+    if case.sequence_parallel:
+        hidden = hidden[index * case.n // size : (index + 1) * case.n // size]
+    weight = weight[index * case.padded // size : (index + 1) * case.padded // size]
+    hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    sink = torch.full(weight.shape, 2.0, dtype=torch.float64) if case.sink else None
+
+    def loss(**options: Any) -> Tensor:
+        return linear_cross_entropy(
+            hidden,
+            weight,
+            labels,
+            mask,
+            scale,
+            vocab_size=case.vocab,
+            chunk_tokens=case.chunk,
+            label_smoothing=case.label_smoothing,
+            z_loss=case.z_loss,
+            group=group,
+            padded_vocab=case.padded,
+            sequence_parallel=case.sequence_parallel,
+            **options,
+        )
+
+    with torch.no_grad():
+        evaluated = loss(grad_sink=sink)
+    trained = loss(grad_sink=sink)
+    trained.backward()
+    assert hidden.grad is not None
+    assert (weight.grad is None) == case.sink
+    weight_grad = weight.grad if sink is None else sink - 2.0
+    assert weight_grad is not None
+    return Result(trained.detach(), evaluated, hidden.grad, weight_grad)
+
+
+def assert_right(case: Case, of_ranks: list[Result], tolerance: float = 1e-12) -> None:
+    loss, hidden_grad, weight_grad = case.expected()
+    for found in of_ranks:
+        assert torch.equal(found.loss, of_ranks[0].loss), "the same bits on every rank"
+        assert torch.equal(found.evaluated, found.loss)
+    found_weight = torch.cat([found.weight_grad for found in of_ranks])
+    if case.sequence_parallel:
+        found_hidden = torch.cat([found.hidden_grad for found in of_ranks])
+    else:
+        found_hidden = of_ranks[0].hidden_grad
+        assert all(torch.equal(found.hidden_grad, found_hidden) for found in of_ranks)
+    assert torch.count_nonzero(found_weight[case.vocab :]) == 0
+    if case.masked:
+        assert torch.count_nonzero(found_weight) == torch.count_nonzero(found_hidden) == of_ranks[0].loss == 0
+        return
+    assert relative_error(of_ranks[0].loss, loss) < tolerance
+    assert relative_error(found_hidden, hidden_grad) < tolerance
+    assert relative_error(found_weight, weight_grad) < tolerance
+
+
+CASES = [
+    Case(),
+    Case(sequence_parallel=True),
+    Case(label_smoothing=0.1, z_loss=1e-2, sequence_parallel=True, sink=True),
+    Case(label_smoothing=0.1, chunk=7),
+    Case(z_loss=1e-2, chunk=48, sink=True),
+    Case(chunk=1, label_smoothing=0.3, sequence_parallel=True),
+    Case(chunk=None, sequence_parallel=True),
+    Case(vocab=7, padded=10, label_smoothing=0.3),  # over 4: the last rank has padding alone
+    Case(vocab=7, padded=10, label_smoothing=0.3, z_loss=1e-2, sequence_parallel=True, sink=True),
+    Case(vocab=2, padded=2, chunk=5),  # over 3 and 4: some rank has no row at all
+    Case(vocab=100, padded=100, n=12, width=5, chunk=11, sequence_parallel=True),
+    Case(masked=True, label_smoothing=0.1, z_loss=1e-2),
+    Case(masked=True, sequence_parallel=True),
+    Case(spread=1e4, label_smoothing=0.1, sequence_parallel=True),
+    Case(spread=1e-9, label_smoothing=0.1, z_loss=1e-2),
+]
+
+
+def _compute(context: ParallelContext, cases: list[Case]) -> list[Result]:
+    group = TensorGroup.of(context.group("tp"))
+    return [compute(case, group) for case in cases]
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not case.sequence_parallel], ids=str)
+def test_one_process_equals_torch(case: Case) -> None:
+    assert_right(case, [compute(case, None)])
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_ranks_equal_torch(size: int) -> None:
+    of_ranks = run_ranks(_compute, size, CASES, layout=ParallelLayout(tp=size), dtype=torch.float64)
+    for case, *results in zip(CASES, *of_ranks, strict=True):
+        assert_right(case, results)
+
+
+def _compute_in_pieces(context: ParallelContext, case: Case) -> Result:
+    PIECE_ELEMENTS["cpu"] = 5 * case.padded // 2  # 5 of a chunk's 16 tokens at a time
+    return compute(case, TensorGroup.of(context.group("tp")))
+
+
+def test_pieces_of_a_chunk_do_not_show() -> None:
+    case = Case(label_smoothing=0.1, z_loss=1e-2)
+    assert_right(case, run_ranks(_compute_in_pieces, 2, case, layout=ParallelLayout(tp=2), dtype=torch.float64))
+
+
+def test_bf16_keeps_fp32_statistics_over_ranks() -> None:
+    wide = {"n": 300, "width": 64, "vocab": 4000, "padded": 4096, "spread": 0.1, "dtype": torch.bfloat16}
+    cases = [Case(label_smoothing=0.1, sequence_parallel=parallel, **wide) for parallel in (False, True)]  # type: ignore[arg-type]
+    of_ranks = run_ranks(_compute, 2, cases, layout=ParallelLayout(tp=2))
+    for case, *results in zip(cases, *of_ranks, strict=True):
+        assert_right(case, results, tolerance=2**-6)
+        assert relative_error(results[0].loss, case.expected()[0]) < 1e-4
+
+
+NAMES = {
+    "mm": "product",
+    "addmm_": "weight",
+    "all_gather_into_tensor": "gather",
+    "all_reduce": "sum",
+    "reduce_scatter_tensor": "sum",
+    "wait_tensor": "wait",
+}
+
+
+class _Recorder(TorchDispatchMode):
+    """The products and collectives, in the order in which they are issued."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order: list[str] = []
+        self.gathered: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = NAMES.get(func.overloadpacket.__name__)
+        if name is not None:
+            self.order.append(name)
+        if name == "gather":
+            self.gathered.append(tuple(args[0].shape))
+        return func(*args, **(kwargs or {}))
+
+
+def _record(context: ParallelContext, case: Case, *, train: bool) -> _Recorder:
+    group = TensorGroup.of(context.group("tp"))
+    assert group is not None
+    hidden, weight, labels, mask, scale = case.inputs()
+    weight = weight.chunk(group.size)[group.index].clone().requires_grad_(train)
+    hidden = hidden.chunk(group.size)[group.index].clone() if case.sequence_parallel else hidden
+    options: dict[str, Any] = {"vocab_size": case.vocab, "chunk_tokens": case.chunk, "group": group}
+    options |= {"padded_vocab": case.padded, "sequence_parallel": case.sequence_parallel}
+    options |= {"label_smoothing": case.label_smoothing, "z_loss": case.z_loss}
+    with _Recorder() as recorder:
+        linear_cross_entropy(hidden.requires_grad_(train), weight, labels, mask, scale, **options)
+    return recorder
+
+
+def _orders(context: ParallelContext, case: Case) -> tuple[list[str], list[str], list[tuple[int, ...]]]:
+    trained, evaluated = (_record(context, case, train=train) for train in (True, False))
+    return trained.order, evaluated.order, trained.gathered
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_product_is_issued_before_each_wait(sequence_parallel: bool) -> None:
+    """Of three chunks: statistics travel during the next chunk's product, the last sum during the weight's gradient."""
+    case = Case(chunk=16, label_smoothing=0.1, z_loss=0.1, sequence_parallel=sequence_parallel)
+    layout = ParallelLayout(tp=2)
+    for trained, evaluated, gathered in run_ranks(_orders, 2, case, layout=layout, dtype=torch.float64):
+        start = ["gather", "wait"] if sequence_parallel else []  # of hidden
+        issued, settled = ["product", "gather"], ["wait", "product", "weight"]
+        last = ["wait", "product", "sum", "weight", "wait"]
+        assert trained == start + issued + issued + settled + issued + settled + last
+        assert evaluated == start + issued + issued + ["wait"] + issued + ["wait", "wait"]
+        assert gathered[-3:] == [(4, 16)] * 3  # one collective a chunk, four numbers a token
+        assert len(gathered) == (4 if sequence_parallel else 3)
+
+
+def _peaks(context: ParallelContext, case: Case, chunks: list[int]) -> list[tuple[int, int]]:
+    """Peak bytes with and without gradients, for each length of chunk."""
+    group = TensorGroup.of(context.group("tp"))
+    assert group is not None
+    hidden, weight, labels, mask, scale = case.inputs()
+    weight = weight.chunk(group.size)[group.index].clone().requires_grad_()
+    hidden = (hidden.chunk(group.size)[group.index] if case.sequence_parallel else hidden).clone().requires_grad_()
+    sink = torch.zeros(weight.shape)
+    options: dict[str, Any] = {"vocab_size": case.vocab, "group": group, "padded_vocab": case.padded}
+    options |= {"sequence_parallel": case.sequence_parallel, "label_smoothing": case.label_smoothing}
+
+    def step(chunk: int) -> Tensor:
+        return linear_cross_entropy(hidden, weight, labels, mask, scale, chunk_tokens=chunk, grad_sink=sink, **options)
+
+    def evaluate(chunk: int) -> Tensor:
+        with torch.no_grad():
+            return step(chunk)
+
+    return [(peak_bytes(lambda: step(chunk)), peak_bytes(lambda: evaluate(chunk))) for chunk in chunks]  # noqa: B023
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_memory_is_that_of_two_chunks_of_the_ranks_columns(dtype: torch.dtype) -> None:
+    """What the docstring says: two chunks of logits, two fp32 pieces, a few [n, h] (one of gloo), little per token."""
+    n, vocab, width, size, chunks = 4096, 4096, 16, 2, [256, 512, 1024]
+    layout, itemsize = ParallelLayout(tp=size), dtype.itemsize
+    for sequence_parallel in (False, True):
+        case = Case(4000, vocab, None, 0.1, 0.0, sequence_parallel, n=n, width=width, dtype=dtype)
+        for peaks in run_ranks(_peaks, size, case, chunks, layout=layout):
+            for chunk, (trained, evaluated) in zip(chunks, peaks, strict=True):
+                logits = chunk * vocab // size
+                tiles = 0 if itemsize == 4 else (4 + itemsize) * vocab // size * width
+                rest = 2 * 4 * min(logits, PIECE_ELEMENTS["cpu"]) + tiles + 64 * n + 16384
+                assert trained <= 2 * itemsize * logits + rest + 4 * n * width * itemsize < 4 * n * vocab / size
+                assert evaluated <= itemsize * logits + rest + n * width * itemsize
+            growth = 512 * vocab // size * itemsize  # beyond a piece the logits grow with the chunk, and statistics
+            assert abs(peaks[2][0] - peaks[1][0] - 2 * growth) < 512 * 512
+            assert abs(peaks[2][1] - peaks[1][1] - growth) < 512 * 512
+
+
+def _without_hidden_sum(context: ParallelContext, cases: list[Case]) -> list[Result]:
+    loss_module.start_all_reduce = lambda x, group: x  # type: ignore[attr-defined]
+    return _compute(context, cases)
+
+
+def _scattered_in_the_wrong_order(context: ParallelContext, cases: list[Case]) -> list[Result]:
+    scatter = loss_module.start_reduce_scatter  # type: ignore[attr-defined]
+    loss_module.start_reduce_scatter = lambda x, group: scatter(x.flip(0), group)  # type: ignore[attr-defined]
+    return _compute(context, cases)
+
+
+@pytest.mark.parametrize(
+    ("mutant", "sequence_parallel"), [(_without_hidden_sum, False), (_scattered_in_the_wrong_order, True)]
+)
+def test_a_broken_sum_of_hidden_gradients_is_caught(mutant: Any, sequence_parallel: bool) -> None:
+    case = Case(sequence_parallel=sequence_parallel)
+    of_ranks = run_ranks(mutant, 2, [case], layout=ParallelLayout(tp=2), dtype=torch.float64)
+    with pytest.raises(AssertionError):
+        assert_right(case, [results[0] for results in of_ranks])

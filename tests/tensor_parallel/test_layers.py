@@ -1,0 +1,352 @@
+"""Split layers compute what torch's whole ones do, in fp64: outputs and all gradients, whoever holds which part.
+
+The ranks of one call of `run_ranks` go through all cases; the parent, which never initialises torch.distributed,
+computes the whole and compares. Each rank draws its own upstream gradient where its output is its own.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+
+from megalite.parallel.context import ParallelContext
+from megalite.parallel.layout import ParallelLayout
+from megalite.parallel.parameters import Shard, Split, shard_of
+from megalite.tensor_parallel import layers, linear, mappings
+from megalite.tensor_parallel.collectives import TensorGroup
+from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from tests.parallel.shards import cut
+from tests.ranks import run_ranks
+
+INPUTS = 8
+KINDS = {"dtype": torch.float64, "device": torch.device("cpu")}
+SIZES = (1, 2, 4)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layer and one input [*lead, inputs]; `whole` is `gather_output`, or not `input_is_parallel`."""
+
+    outputs: tuple[int, ...]
+    split: Split = Split(0)  # noqa: RUF009 (frozen)
+    lead: tuple[int, ...] = (4, 3)
+    sequence: bool = False
+    sunk: bool = False
+    whole: bool = False
+    skip: bool = False
+    bias: bool = True
+    strided: bool = False
+
+
+@dataclass
+class Outcome:
+    """What a rank got: y as returned, y with the bias, and gradients."""
+
+    y: Tensor
+    with_bias: Tensor
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+
+
+def drawn(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def strided(x: Tensor, case: Case) -> Tensor:
+    """The same values; with `case.strided` in memory that is not contiguous."""
+    return x.transpose(0, -1).contiguous().transpose(0, -1) if case.strided else x.contiguous()
+
+
+def part(x: Tensor, size: int, index: int, dim: int = 0) -> Tensor:
+    return x.chunk(size, dim)[index]
+
+
+def shards(case: Case, size: int, *trailing: int) -> list[Shard]:
+    return [shard_of((*case.outputs, *trailing), case.split, size, index) for index in range(size)]
+
+
+def summed(case: Case, locals_: list[Tensor], *trailing: int) -> Tensor:
+    """The logical [*outputs, *trailing] to which each rank adds what it holds."""
+    total = torch.zeros(*case.outputs, *trailing, dtype=torch.float64)
+    for held, local in zip(shards(case, len(locals_), *trailing), locals_, strict=True):
+        for box in held.boxes:
+            total[box.logical] += local.view(held.shape)[box.local]
+    return total
+
+
+def outputs_first(x: Tensor) -> Tensor:
+    """[*lead, n] -> [n, prod(lead)]"""
+    return x.flatten(0, -2).t()
+
+
+def local_upstream(case: Case, size: int, index: int) -> Tensor:
+    """Gradient of a rank's own columns: [*lead, prod(local outputs)]"""
+    return drawn(10 + index, *case.lead, prod(shards(case, size)[index].shape))
+
+
+def finished(layer: Any, case: Case, x: Tensor, upstream: Tensor) -> Outcome:
+    """Forward and backward of the layer, whose sink starts at ones."""
+    if case.sunk:
+        layer.grad_sink = torch.ones_like(layer.weight)
+    x = strided(x, case).detach().requires_grad_()
+    result = layer(x)
+    y, bias = result if case.skip else (result, None)
+    with_bias = y if bias is None else y + bias
+    with_bias.backward(strided(upstream, case))
+    assert (layer.weight.grad is None) == case.sunk
+    weight_grad = layer.grad_sink - 1 if case.sunk else layer.weight.grad
+    bias_grad = None if layer.bias is None else layer.bias.grad
+    return Outcome(y.detach(), with_bias.detach(), x.grad, weight_grad, bias_grad)
+
+
+def fill(layer: torch.nn.Module, **values: Tensor) -> None:
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            parameter.copy_(values[name])
+
+
+def columns(context: ParallelContext, cases: list[Case]) -> list[Outcome]:
+    group, size, index = TensorGroup.of(context.group("tp")), context.size("tp"), context.index("tp")
+    outcomes = []
+    for case in cases:
+        switches = {"bias": case.bias, "gather_output": case.whole, "skip_bias_add": case.skip}
+        layer = ColumnParallelLinear(
+            case.outputs, INPUTS, case.split, group=group, sequence_parallel=case.sequence, **switches, **KINDS
+        )
+        bias = cut(drawn(2, *case.outputs), shards(case, size)[index])
+        fill(layer, weight=cut(drawn(1, *case.outputs, INPUTS), shards(case, size, INPUTS)[index]), bias=bias)
+        x = drawn(3, *case.lead, INPUTS)
+        upstream = drawn(9, *case.lead, prod(case.outputs)) if case.whole else local_upstream(case, size, index)
+        outcomes.append(finished(layer, case, part(x, size, index) if case.sequence else x, upstream))
+    return outcomes
+
+
+def check_columns(case: Case, outcomes: list[Outcome]) -> None:
+    """Against torch's linear of the whole weight."""
+    size, n, tokens = len(outcomes), prod(case.outputs), prod(case.lead)
+    x = drawn(3, *case.lead, INPUTS).requires_grad_()
+    weight, bias = drawn(1, n, INPUTS).requires_grad_(), drawn(2, n).requires_grad_()
+    product_ = F.linear(x, weight)
+    y = product_ + bias if case.bias else product_
+    if case.whole:
+        y.backward(drawn(9, *case.lead, n))
+    else:
+        ups = [outputs_first(local_upstream(case, size, index)) for index in range(size)]
+        y.backward(summed(case, ups, tokens).view(n, tokens).t().view_as(y))
+    for index, outcome in enumerate(outcomes):
+        for got, wanted in ((outcome.y, product_ if case.skip else y), (outcome.with_bias, y)):
+            held = cut(outputs_first(wanted.detach()).reshape(*case.outputs, tokens), shards(case, size, tokens)[index])
+            local = outputs_first(wanted.detach()) if case.whole else held.flatten(0, -2)
+            same(outputs_first(got), local)
+        same(outcome.x, part(x.grad, size, index) if case.sequence else x.grad)
+    same(summed(case, [outcome.weight for outcome in outcomes], INPUTS), weight.grad.view(*case.outputs, INPUTS))
+    if case.bias:
+        same(summed(case, [outcome.bias for outcome in outcomes]), bias.grad.view(case.outputs))
+
+
+def rows(context: ParallelContext, cases: list[Case]) -> list[Outcome]:
+    group, size, index = TensorGroup.of(context.group("tp")), context.size("tp"), context.index("tp")
+    outcomes = []
+    for case in cases:
+        switches = {"bias": case.bias, "input_is_parallel": not case.whole, "skip_bias_add": case.skip}
+        (n,) = case.outputs
+        layer = RowParallelLinear(n, INPUTS, group=group, sequence_parallel=case.sequence, **switches, **KINDS)
+        fill(layer, weight=part(drawn(1, n, INPUTS), size, index, 1), bias=drawn(2, n))
+        x, upstream = drawn(3, *case.lead, INPUTS), drawn(9, *case.lead, n)
+        upstream = part(upstream, size, index) if case.sequence else upstream
+        outcomes.append(finished(layer, case, x if case.whole else part(x, size, index, -1), upstream))
+    return outcomes
+
+
+def check_rows(case: Case, outcomes: list[Outcome]) -> None:
+    """Against torch's linear of the whole weight."""
+    size, (n,) = len(outcomes), case.outputs
+    x = drawn(3, *case.lead, INPUTS).requires_grad_()
+    weight, bias = drawn(1, n, INPUTS).requires_grad_(), drawn(2, n).requires_grad_()
+    product_ = F.linear(x, weight)
+    y = product_ + bias if case.bias else product_
+    y.backward(drawn(9, *case.lead, n))
+    for index, outcome in enumerate(outcomes):
+        for got, wanted in ((outcome.y, product_ if case.skip else y), (outcome.with_bias, y)):
+            same(got, part(wanted.detach(), size, index) if case.sequence else wanted.detach())
+        same(outcome.x, x.grad if case.whole else part(x.grad, size, index, -1))
+        same(outcome.weight, part(weight.grad, size, index, 1))
+        if case.bias and not case.sequence:
+            same(outcome.bias, bias.grad)
+    if case.bias and case.sequence:
+        same(sum(outcome.bias for outcome in outcomes), bias.grad)
+
+
+def same(got: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-13)
+
+
+def check(ranks: Callable, checked: Callable, size: int, cases: list[Case]) -> None:
+    by_rank = run_ranks(ranks, size, cases, dtype=torch.float64, layout=ParallelLayout(tp=size))
+    for case, *outcomes in zip(cases, *by_rank, strict=True):
+        try:
+            checked(case, outcomes)
+        except AssertionError as error:
+            raise AssertionError(f"{case}: {error}") from error
+
+
+SWITCHES = [{"sequence": a, "sunk": b, "whole": c, "skip": d} for a, b, c, d in product((False, True), repeat=4)]
+COLUMNS = [
+    *(Case((12,), **switches) for switches in SWITCHES),
+    *(Case((2, 12), Split(1), **switches) for switches in SWITCHES),  # gate and up
+    *(Case((2, 4 + 2, 3), Split(0, shared_tail=2), **switches) for switches in SWITCHES),  # at tp 4 replicated kv heads
+    *(Case((10,), Split(0, uneven=True), **switches) for switches in SWITCHES),
+    *(Case((12,), lead=lead) for lead in ((5, 3), (7,), (3, 1, 5))),
+    *(Case((12,), lead=lead, sequence=True) for lead in ((8,), (4, 1, 5))),
+    *(Case((12,), strided=True, sequence=sequence, sunk=sunk) for sequence, sunk in product((False, True), repeat=2)),
+    Case((12,), bias=False),
+    Case((12,), bias=False, skip=True, whole=True),
+]
+ROWS = [
+    *(Case((6,), **switches) for switches in SWITCHES),
+    *(Case((5,), lead=lead) for lead in ((5, 3), (7,), (3, 1, 5))),
+    *(Case((5,), lead=lead, sequence=True) for lead in ((8,), (4, 1, 5))),
+    *(Case((6,), strided=True, sequence=sequence, sunk=sunk) for sequence, sunk in product((False, True), repeat=2)),
+    Case((6,), bias=False),
+    Case((6,), bias=False, skip=True),
+]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_column_parallel_linear_is_the_whole_linear(size: int) -> None:
+    check(columns, check_columns, size, COLUMNS)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_row_parallel_linear_is_the_whole_linear(size: int) -> None:
+    check(rows, check_rows, size, ROWS)
+
+
+def _kept(x: Tensor, group: TensorGroup, op: str = "sum") -> Tensor:
+    return x.clone()
+
+
+def _part_kept(x: Tensor, group: TensorGroup) -> Tensor:
+    return part(x, group.size, group.index).clone()
+
+
+def _columns_without_sum(context: ParallelContext, cases: list[Case]) -> list[Outcome]:
+    linear.start_all_reduce, linear.start_reduce_scatter = _kept, _part_kept
+    return columns(context, cases)
+
+
+def _rows_without_sum(context: ParallelContext, cases: list[Case]) -> list[Outcome]:
+    layers._sum = lambda x, group, sequence: part(x, group.size, group.index) if sequence else x
+    return rows(context, cases)
+
+
+def _rows_that_sum_the_bias(context: ParallelContext, cases: list[Case]) -> list[Outcome]:
+    true = mappings.reduce_from_tensor_parallel
+    layers.RowParallelLinear.forward = lambda layer, x: true(F.linear(x, layer.weight, layer.bias), layer.group)
+    return rows(context, cases)
+
+
+@pytest.mark.parametrize(
+    ("mutant", "checked", "case"),
+    [
+        (_columns_without_sum, check_columns, Case((12,))),
+        (_columns_without_sum, check_columns, Case((12,), sequence=True)),
+        (_rows_without_sum, check_rows, Case((6,))),
+        (_rows_without_sum, check_rows, Case((6,), sequence=True)),
+        (_rows_that_sum_the_bias, check_rows, Case((6,))),
+    ],
+)
+def test_a_broken_sum_is_caught(mutant: Callable, checked: Callable, case: Case) -> None:
+    with pytest.raises(AssertionError, match="not close"):
+        check(mutant, checked, 2, [case])
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """Tokens [s, b] into a table of `rows`."""
+
+    rows: int
+    sequence: bool
+    sunk: bool
+
+
+def tokens_of(case: Lookup) -> Tensor:
+    """[8, 3], every row and repeated ones; a transpose, as the model's are."""
+    return torch.randint(case.rows, (3, 8), generator=torch.Generator().manual_seed(5)).t()
+
+
+def embeddings(context: ParallelContext, cases: list[Lookup]) -> list[tuple[Tensor, Tensor]]:
+    group, size, index = TensorGroup.of(context.group("tp")), context.size("tp"), context.index("tp")
+    outcomes = []
+    for case in cases:
+        table = VocabParallelEmbedding(case.rows, 4, group=group, sequence_parallel=case.sequence, **KINDS)
+        fill(table, weight=cut(drawn(1, case.rows, 4), shard_of((case.rows, 4), Split(0, uneven=True), size, index)))
+        if case.sunk:
+            table.grad_sink = torch.ones_like(table.weight)
+        y = table(tokens_of(case))
+        y.backward(part(drawn(9, 8, 3, 4), size, index) if case.sequence else drawn(9, 8, 3, 4))
+        assert (table.weight.grad is None) == case.sunk
+        outcomes.append((y.detach(), table.grad_sink - 1 if case.sunk else table.weight.grad))
+    return outcomes
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_vocabulary_parallel_embedding_is_the_whole_table(size: int) -> None:
+    cases = [Lookup(*case) for case in product((10, 16), (False, True), (False, True))]
+    by_rank = run_ranks(embeddings, size, cases, dtype=torch.float64, layout=ParallelLayout(tp=size))
+    for case, *outcomes in zip(cases, *by_rank, strict=True):
+        weight = drawn(1, case.rows, 4).requires_grad_()
+        y = F.embedding(tokens_of(case), weight)
+        y.backward(drawn(9, 8, 3, 4))
+        for index, (got, _) in enumerate(outcomes):
+            assert torch.equal(got, part(y.detach(), size, index) if case.sequence else y.detach()), case
+        same(torch.cat([grad for _, grad in outcomes]), weight.grad)
+
+
+def test_ranks_hold_uneven_rows_and_their_own_share_of_shared_groups() -> None:
+    groups = [TensorGroup("tp", 4, index) for index in range(4)]
+    tables = [VocabParallelEmbedding(10, 4, group=group, **KINDS) for group in groups]
+    assert [(table.first_row, len(table.weight)) for table in tables] == [(0, 2), (2, 3), (5, 2), (7, 3)]
+    qkv = ColumnParallelLinear((2, 6, 3), 8, Split(0, shared_tail=2), bias=True, group=groups[1], **KINDS)
+    assert (qkv.weight.shape, qkv.bias.shape, qkv.local_outputs) == ((1, 4, 3, 8), (1, 4, 3), (1, 4, 3))
+
+
+@pytest.mark.parametrize("group", [None, TensorGroup("tp", 1, 0)])
+def test_one_rank_is_the_plain_torch_path(group: TensorGroup | None) -> None:
+    alone = {"group": group, "sequence_parallel": True, **KINDS}
+    x = torch.ones(4, 2, 8, dtype=torch.float64)
+    table, tokens = VocabParallelEmbedding(10, 8, **alone), torch.zeros(4, 2, dtype=torch.int64)
+    column = ColumnParallelLinear((2, 3), 8, Split(1), bias=True, gather_output=True, **alone)
+    row = RowParallelLinear(6, 8, bias=True, input_is_parallel=False, **alone)
+    for y in (column(x), row(x), table(tokens)):
+        assert not [node for node in graph(y) if isinstance(node, BackwardCFunction)]
+    assert [node.name() for node in graph(row(x))] == [node.name() for node in graph(torch.nn.Linear(8, 6).double()(x))]
+
+
+def graph(y: Tensor) -> list[Any]:
+    """The autograd nodes of y, leaves included."""
+    nodes, front = [], [y.grad_fn]
+    while front:
+        node = front.pop()
+        if node is not None:
+            nodes.append(node)
+            front.extend(following for following, _ in node.next_functions)
+    return nodes
+
+
+def test_a_sunk_embedding_adds_repeated_tokens_in_wide_precision_to_what_is_there() -> None:
+    table = VocabParallelEmbedding(10, 4, dtype=torch.bfloat16, device=torch.device("cpu"))
+    torch.nn.init.zeros_(table.weight)
+    table.grad_sink = torch.full((10, 4), 0.5)
+    upstream = torch.tensor([[256.0, 1.0], [1.0, 2.0]], dtype=torch.bfloat16)  # in bf16 256 + 1 + 1 is 256
+    table(torch.tensor([[3, 3], [3, 9]])).backward(upstream.unsqueeze(-1).expand(2, 2, 4))
+    assert table.weight.grad is None
+    assert table.grad_sink[:, 0].tolist() == [0.5, 0.5, 0.5, 258.5, 0.5, 0.5, 0.5, 0.5, 0.5, 2.5]
