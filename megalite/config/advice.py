@@ -1,5 +1,7 @@
 """Numbers that would work in place of one that does not, as text for a remedy."""
 
+from collections.abc import Iterable
+
 from megalite.parallel.layout_rules import divisors
 
 
@@ -11,7 +13,12 @@ def around(value: int, step: int) -> str:
 
 def divisors_near(number: int, value: int, count: int = 3) -> list[int]:
     """The divisors of `number` nearest to `value`, ascending."""
-    return sorted(sorted(divisors(number), key=lambda part: abs(part - value))[:count])
+    return nearest_of(divisors(number), value, count)
+
+
+def nearest_of(values: Iterable[int], value: int, count: int = 3) -> list[int]:
+    """Those nearest to `value`, ascending."""
+    return sorted(sorted(values, key=lambda one: abs(one - value))[:count])
 
 
 def either(values: list[int]) -> str:

@@ -1,7 +1,7 @@
 """What every setting must keep on its own: its choices, its limits, and finite numbers."""
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -46,10 +46,14 @@ def outside(setting: Setting, value: Any) -> Problem | None:
 
 def with_defaults(config: Config, names: Collection[str]) -> Config:
     """A copy in which the named settings hold their defaults, so that rules can compute with the rest."""
+    return with_values(config, {name: SETTINGS[name].default for name in names})
+
+
+def with_values(config: Config, values: Mapping[str, Any]) -> Config:
+    """A copy in which the settings, by their dotted names, hold these values."""
     changed = config
-    for name in names:
+    for name, value in values.items():
         group, _, leaf = name.rpartition(".")
-        value = SETTINGS[name].default
         part = {group: replace(getattr(changed, group), **{leaf: value})} if group else {leaf: value}
         changed = replace(changed, **part)
     return changed

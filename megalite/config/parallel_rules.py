@@ -2,14 +2,17 @@
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
+from math import gcd
 from pathlib import Path
+from typing import Any
 
 from megalite.config.advice import around, divisors_near, either
 from megalite.config.derive import absolute, derive_model
 from megalite.config.problems import Problem, UserError
 from megalite.config.schema import Config
 from megalite.config.settings import SETTINGS
-from megalite.parallel.layout_rules import LayoutRequest, divisors, layout_problems, pipeline_sizes
+from megalite.parallel.layout_rules import LayoutRequest, layout_problems, pipeline_sizes
 from megalite.parallel.nccl_options import read_nccl_options
 from megalite.parallel.stage_rules import StageSettings, broken_rules, stage_problems
 
@@ -29,59 +32,38 @@ def parallel_sizes_are_built(config: Config, world_size: int) -> Iterator[Proble
             )
 
 
-def layers_split_over_tensor_parallel_ranks(config: Config, world_size: int) -> Iterator[Problem]:
-    tp, model = config.parallel.tp, config.model
-    if tp == 1 or model.num_attention_heads % (model.num_key_value_heads or 1):
+def tensor_misfits(config: Config) -> Iterator[tuple[str, Any, str]]:
+    """Setting, value and rule of all that parallel.tp does not split; tensor_rules.py says what would work."""
+    tp, model, length = config.parallel.tp, config.model, config.train.seq_length
+    if tp == 1:
+        if config.parallel.sequence_parallel:
+            yield "parallel.sequence_parallel", True, "there is nothing to split it over with parallel.tp=1"
         return
-    derived = derive_model(model, config.train.seq_length)
-    groups, ffn = derived.num_key_value_heads, derived.ffn_hidden_size
+    derived = derive_model(model, length)
+    heads, groups, ffn = model.num_attention_heads, derived.num_key_value_heads, derived.ffn_hidden_size
     assert groups is not None
     assert ffn is not None
-    if model.num_attention_heads % tp:
-        remedy = _or_change("parallel.tp", model.num_attention_heads, tp, "model.num_attention_heads")
-        yield Problem(
-            "model.num_attention_heads", model.num_attention_heads, f"does not split over parallel.tp={tp}", remedy
-        )
-    elif groups % tp and tp % groups:
-        fits = [size for size in divisors(model.num_attention_heads) if groups % size == 0 or size % groups == 0]
-        rule = f"neither a multiple nor a divisor of parallel.tp={tp}"
-        yield Problem("model.num_key_value_heads", groups, rule, f"parallel.tp={either(fits)}")
+    if heads % tp:
+        yield "model.num_attention_heads", heads, f"does not split over parallel.tp={tp}"
+    if model.num_key_value_heads is not None and heads % groups == 0 and groups % tp and tp % groups:
+        yield "model.num_key_value_heads", groups, f"neither a multiple nor a divisor of parallel.tp={tp}"
     if ffn % tp:
-        name = "model.ffn_hidden_size"
-        yield Problem(name, ffn, f"does not split over parallel.tp={tp}", _or_change("parallel.tp", ffn, tp, name))
-
-
-def sequence_splits_over_tensor_parallel_ranks(config: Config, world_size: int) -> Iterator[Problem]:
-    tp, length = config.parallel.tp, config.train.seq_length
-    if config.parallel.sequence_parallel and tp == 1:
-        rule = "there is nothing to split it over with parallel.tp=1"
-        yield Problem("parallel.sequence_parallel", True, rule, "leave it out, or parallel.tp=2 or more")
-    elif tp > 1 and config.parallel.sequence_parallel is not False and length % tp:
-        remedy = _or_change("parallel.tp", length, tp, "train.seq_length")
-        rule = f"does not split over parallel.tp={tp} with sequence parallelism"
-        yield Problem("train.seq_length", length, rule, f"{remedy}, or parallel.sequence_parallel=false")
-
-
-def vocabulary_reaches_every_tensor_parallel_rank(config: Config, world_size: int) -> Iterator[Problem]:
-    tp, multiple = config.parallel.tp, config.model.vocab_multiple
-    if tp > multiple:
-        rule = (
-            f"below parallel.tp={tp}: a small vocabulary, padded to a multiple of it, might leave a rank without rows"
-        )
-        yield Problem("model.vocab_multiple", multiple, rule, f"model.vocab_multiple={tp} or more")
-
-
-def _or_change(axis: str, size: int, wanted: int, name: str) -> str:
-    """Divisors of a size that does not split, and sizes that would."""
-    return f"{axis}={either(divisors_near(size, wanted))}, or {name}={around(size, wanted)}"
+        yield "model.ffn_hidden_size", ffn, f"does not split over parallel.tp={tp}"
+    if config.parallel.sequence_parallel is not False and length % tp:
+        yield "train.seq_length", length, f"does not split over parallel.tp={tp} with sequence parallelism"
+    if tp > model.vocab_multiple:
+        uneven = "a small vocabulary, padded to a multiple of it, might leave a rank without rows"
+        yield "model.vocab_multiple", model.vocab_multiple, f"below parallel.tp={tp}: {uneven}"
 
 
 def world_splits_into_the_layout(config: Config, world_size: int) -> Iterator[Problem]:
-    def stages_accept(changed: LayoutRequest) -> bool:
+    def model_accepts(changed: LayoutRequest) -> bool:
         then = StageSettings(config.model.num_layers, changed.pp, changed.vpp)
-        return changed.pp == 1 or broken_rules(then) <= broken_rules(_stages(config))
+        stages = changed.pp == 1 or broken_rules(then) <= broken_rules(_stages(config))
+        return stages and _unsplit(replace(config, parallel=replace(config.parallel, tp=changed.tp))) <= unsplit
 
-    yield from layout_problems(layout_request(config, world_size), parallel_setting, stages_accept)
+    unsplit = _unsplit(config)
+    yield from layout_problems(layout_request(config, world_size), parallel_setting, model_accepts)
 
 
 def layers_split_over_stages(config: Config, world_size: int) -> Iterator[Problem]:
@@ -90,8 +72,35 @@ def layers_split_over_stages(config: Config, world_size: int) -> Iterator[Proble
         yield from stage_problems(_stages(config), names, pipeline_sizes(layout_request(config, world_size)))
 
 
+def _unsplit(config: Config) -> set[str]:
+    return {setting for setting, _, _ in tensor_misfits(config)}
+
+
 def _stages(config: Config) -> StageSettings:
     return StageSettings(config.model.num_layers, config.parallel.pp, config.parallel.vpp)
+
+
+def batch_splits_over_ranks(config: Config, world_size: int) -> Iterator[Problem]:
+    batch, micro = config.train.global_batch_size, config.train.micro_batch_size
+    replicas = data_parallel_size(config, world_size)
+    if replicas is None or batch % ((micro or 1) * replicas) == 0:
+        return
+    if micro is None:
+        fewer = gcd(batch, replicas) * world_size // replicas
+        remedy = f"train.global_batch_size={around(batch, replicas)}, or {fewer} processes"
+        yield Problem("train.global_batch_size", batch, f"not a multiple of the {replicas} data-parallel ranks", remedy)
+        return
+    works = [f"train.global_batch_size={around(batch, micro * replicas)}"]
+    if batch % replicas == 0:
+        works.append(f"train.micro_batch_size={either(divisors_near(batch // replicas, micro))}")
+    elif batch % micro == 0 and (fewer := gcd(batch // micro, replicas)) < replicas:
+        works.append(f"a number of processes like {fewer * world_size // replicas}")
+    yield Problem(
+        "train.global_batch_size",
+        batch,
+        f"not a multiple of train.micro_batch_size={micro} x {replicas} data-parallel ranks = {micro * replicas}",
+        ", or ".join(works),
+    )
 
 
 def nccl_options_can_be_read(config: Config, world_size: int) -> Iterator[Problem]:
@@ -125,9 +134,6 @@ def data_parallel_size(config: Config, world_size: int) -> int | None:
 
 PARALLEL_RULES = (
     parallel_sizes_are_built,
-    layers_split_over_tensor_parallel_ranks,
-    sequence_splits_over_tensor_parallel_ranks,
-    vocabulary_reaches_every_tensor_parallel_rank,
     world_splits_into_the_layout,
     layers_split_over_stages,
     nccl_options_can_be_read,

@@ -1,4 +1,5 @@
-"""Every rule that a config must keep; `bounds.py` has those of single settings, here are those that join several.
+"""Every rule that a config must keep; `bounds.py` has those of single settings, `model_rules.py` those
+of the model alone, `parallel_rules.py` those of the layout, `tensor_rules.py` those of both; here are all others.
 
 Each rule is a small generator of `Problem`s that names the settings it read, with their numbers, and values that would
 work. A rule whose text names a setting that is already refused stays silent: it would judge a value nobody asked for.
@@ -7,16 +8,17 @@ work. A rule whose text names a setting that is already refused stays silent: it
 import os
 import re
 from collections.abc import Callable, Collection, Iterator
-from math import gcd
 from pathlib import Path
 
-from megalite.config.advice import around, divisors_near, either
 from megalite.config.bounds import bounds, with_defaults
-from megalite.config.derive import absolute, derive_model, looks_like_path
-from megalite.config.parallel_rules import PARALLEL_RULES, data_parallel_size
+from megalite.config.derive import absolute, looks_like_path
+from megalite.config.model_rules import MODEL_RULES
+from megalite.config.parallel_rules import PARALLEL_RULES, batch_splits_over_ranks
 from megalite.config.problems import Problem
 from megalite.config.schema import Config
+from megalite.config.settings import SETTINGS, yaml_value
 from megalite.config.suggest import nearest
+from megalite.config.tensor_rules import TENSOR_RULES
 
 Rule = Callable[[Config, int], Iterator[Problem]]
 
@@ -38,114 +40,29 @@ def _names(problem: Problem, name: str) -> bool:
     return bool(re.search(rf"(?<![\w.]){re.escape(name)}(?!\w)", f"{problem.setting} {problem.rule}"))
 
 
-# --- model ---------------------------------------------------------------------------------------------------------
-
-
-def hidden_splits_over_heads(config: Config, world_size: int) -> Iterator[Problem]:
-    hidden, heads = config.model.hidden_size, config.model.num_attention_heads
-    unit = 2 if config.model.position == "rope" else 1  # rotary heads are even
-    if config.model.head_size is None and hidden % heads:
-        divisors = [] if hidden % unit else divisors_near(hidden // unit, heads)
-        fewer = f"model.num_attention_heads={either(divisors)}, or " if divisors else ""
-        yield Problem(
-            "model.hidden_size",
-            hidden,
-            f"does not split over model.num_attention_heads={heads}",
-            f"model.hidden_size={around(hidden, unit * heads)}, or {fewer}set model.head_size",
-        )
-
-
-def query_heads_split_over_key_value_heads(config: Config, world_size: int) -> Iterator[Problem]:
-    heads, groups = config.model.num_attention_heads, config.model.num_key_value_heads
-    if groups is not None and heads % groups:
-        yield Problem(
-            "model.num_key_value_heads",
-            groups,
-            f"model.num_attention_heads={heads} is not a multiple of it",
-            f"model.num_key_value_heads={either(divisors_near(heads, groups))}",
-        )
-
-
-def rotary_heads_are_even(config: Config, world_size: int) -> Iterator[Problem]:
-    model = config.model
-    if model.position != "rope" or (model.head_size is None and model.hidden_size % model.num_attention_heads):
-        return
-    size = derive_model(model, config.train.seq_length).head_size
-    assert size is not None
-    if size % 2 and model.head_size is not None:
-        yield Problem(
-            "model.head_size",
-            size,
-            "model.position=rope turns pairs of numbers, so it must be even",
-            f"model.head_size={around(size, 2)}, or model.position=learned",
-        )
-    elif size % 2:
-        heads = model.num_attention_heads
-        yield Problem(
-            "model.hidden_size",
-            model.hidden_size,
-            f"over model.num_attention_heads={heads} it gives heads of odd size {size}, and model.position=rope turns "
-            "pairs of numbers",
-            f"model.hidden_size={around(model.hidden_size, 2 * heads)}, or set an even model.head_size",
-        )
-
-
-def sequence_fits_learned_positions(config: Config, world_size: int) -> Iterator[Problem]:
-    length, positions = config.train.seq_length, config.model.max_positions
-    if config.model.position == "learned" and positions is not None and length > positions:
-        yield Problem(
-            "train.seq_length",
-            length,
-            f"longer than the table of learned positions, model.max_positions={positions}",
-            f"train.seq_length={positions} or less, or model.max_positions={length}, or model.position=rope",
-        )
-
-
-def rotary_scaling_band_is_ordered(config: Config, world_size: int) -> Iterator[Problem]:
-    model = config.model
-    low, high = model.rope_low_frequency_factor, model.rope_high_frequency_factor
-    if model.position == "rope" and model.rope_scaling_factor > 1 and high <= low:
-        yield Problem(
-            "model.rope_high_frequency_factor",
-            high,
-            f"must be above model.rope_low_frequency_factor={low:g} where model.rope_scaling_factor is above 1",
-            "Llama 3.1 has 1 and 4",
-        )
-
-
-def model_name_is_a_file_name(config: Config, world_size: int) -> Iterator[Problem]:
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", config.model.name):
-        yield Problem(
-            "model.name",
-            config.model.name,
-            "part of the run folder's name, so letters, digits, '.', '_' and '-' only, a letter or digit first",
-            "model.name=my_model",
-        )
-
-
 # --- training ------------------------------------------------------------------------------------------------------
 
 
-def batch_splits_over_ranks(config: Config, world_size: int) -> Iterator[Problem]:
-    batch, micro = config.train.global_batch_size, config.train.micro_batch_size
-    replicas = data_parallel_size(config, world_size)
-    if replicas is None or batch % ((micro or 1) * replicas) == 0:
-        return
-    if micro is None:
-        remedy = f"train.global_batch_size={around(batch, replicas)}, or {gcd(batch, replicas)} processes"
-        yield Problem("train.global_batch_size", batch, f"not a multiple of the {replicas} data-parallel ranks", remedy)
-        return
-    works = [f"train.global_batch_size={around(batch, micro * replicas)}"]
-    if batch % replicas == 0:
-        works.append(f"train.micro_batch_size={either(divisors_near(batch // replicas, micro))}")
-    elif batch % micro == 0 and (fewer := gcd(batch // micro, replicas)) < replicas:
-        works.append(f"a number of processes like {fewer * world_size // replicas}")
-    yield Problem(
-        "train.global_batch_size",
-        batch,
-        f"not a multiple of train.micro_batch_size={micro} x {replicas} data-parallel ranks = {micro * replicas}",
-        ", or ".join(works),
-    )
+def recompute_has_an_effect(config: Config, world_size: int) -> Iterator[Problem]:
+    """What is asked for is done: the modules under selective, the layers under full. The defaults ask for nothing."""
+    kind, layers, modules = config.train.recompute, config.train.recompute_layers, config.train.recompute_modules
+    there = config.model.num_layers
+    once = list(dict.fromkeys(modules))
+    if kind == "selective" and not modules:
+        remedy = "train.recompute=none, or train.recompute_modules=[attention]"
+        yield Problem("train.recompute_modules", modules, "train.recompute=selective needs some", remedy)
+    if len(once) < len(modules):
+        remedy = f"train.recompute_modules={yaml_value(once)}"
+        yield Problem("train.recompute_modules", modules, "names one more than once", remedy)
+    if kind != "selective" and once and once != SETTINGS["train.recompute_modules"].default:
+        rule = f"has no effect with train.recompute={kind}"
+        yield Problem("train.recompute_modules", modules, rule, "train.recompute=selective, or leave it out")
+    if layers is not None and kind != "full":
+        rule = f"has no effect with train.recompute={kind}"
+        yield Problem("train.recompute_layers", layers, rule, "train.recompute=full, or leave it out")
+    elif layers is not None and layers > there:
+        remedy = f"train.recompute_layers={there} or less, or leave it out: all"
+        yield Problem("train.recompute_layers", layers, f"more than model.num_layers={there}", remedy)
 
 
 def schedule_fits_the_steps(config: Config, world_size: int) -> Iterator[Problem]:
@@ -296,17 +213,14 @@ def run_dir_can_be_written(config: Config, world_size: int) -> Iterator[Problem]
 
 
 RULES: tuple[Rule, ...] = (
-    hidden_splits_over_heads,
-    query_heads_split_over_key_value_heads,
-    rotary_heads_are_even,
-    sequence_fits_learned_positions,
-    rotary_scaling_band_is_ordered,
-    model_name_is_a_file_name,
+    *MODEL_RULES,
     batch_splits_over_ranks,
+    recompute_has_an_effect,
     schedule_fits_the_steps,
     learning_rate_falls,
     betas_are_two_decay_rates,
     *PARALLEL_RULES,
+    *TENSOR_RULES,
     data_path_suits_the_source,
     weights_suit_the_blend,
     vocabulary_holds_the_tokens,

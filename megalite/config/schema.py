@@ -148,7 +148,7 @@ class TrainConfig:
         10, "stop after this many steps in a row whose loss or gradient is not finite", at_least=1
     )
     check_replicas_every: int = setting(
-        100, "steps between checks that all data-parallel ranks hold equal parameters; 0: none", at_least=0
+        100, "steps between checks that ranks which share parameters hold equal ones; 0: none", at_least=0
     )
     sample_tokens: int = setting(64, "tokens of text sampled from the model at the end; 0: none", at_least=0)
 

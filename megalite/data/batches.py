@@ -64,6 +64,22 @@ def local_batches(source: SampleSource, config: Config, first: int, dp_rank: int
     return [read_batch(source, start, size, config) for start in starts]
 
 
+def masked_batches(config: Config, dp_size: int, device: torch.device) -> list[Batch]:
+    """What stands in for microbatches that cannot be read: as many, of the same shapes, none of it in the loss."""
+    size = config.train.micro_batch_size
+    assert size is not None, "derive() fills it in"
+    tokens = torch.zeros((size, config.train.seq_length), dtype=torch.int64, device=device)
+    batch = Batch(
+        tokens=tokens,
+        labels=tokens,
+        loss_mask=torch.zeros_like(tokens, dtype=torch.bool),
+        positions=torch.arange(config.train.seq_length, device=device).repeat(size, 1),
+        documents=None if config.data.cross_document_attention else torch.zeros_like(tokens, dtype=torch.int32),
+        first_sample=0,
+    )
+    return [batch] * (config.train.global_batch_size // size // dp_size)
+
+
 class TrainBatches:
     """Iterates over the steps from sample `start_sample` on; a thread reads ahead. Close it, or use it as a context."""
 

@@ -151,7 +151,7 @@ class GPT(nn.Module):
         if tp is None:
             return linear(hidden, weight[: self._vocab_size])
         rows = [vocabulary_rows(self.config, tp.size, index) for index in range(tp.size)]
-        padded = F.pad(linear(hidden, weight), (0, max(rows) - len(weight)))
+        padded = F.pad(linear(hidden, weight, group=tp), (0, max(rows) - len(weight)))
         parts = gather_from_tensor_parallel(padded, tp).split(max(rows), dim=-1)
         logits = torch.cat([part[..., :count] for part, count in zip(parts, rows, strict=True)], dim=-1)
         return logits[..., : self._vocab_size]
@@ -162,7 +162,9 @@ class GPT(nn.Module):
 
     def whole_sequence(self, x: Tensor) -> Tensor:
         """[s/t, b, h] of every rank -> [s, b, h] on all of them; without sequence parallelism x itself."""
-        return gather_from_sequence_parallel(x, self.place.tp) if self.place.sequence_parallel else x
+        if not self.place.sequence_parallel:
+            return x
+        return gather_from_sequence_parallel(x, self.place.tp, partial_gradient=False)  # head_logits has summed it
 
     def _embed(self, batch: Batch, keys: Mapping[tuple[int | str, ...], DropoutKey]) -> Tensor:
         x: Tensor = self.embedding(batch.tokens, batch.positions)

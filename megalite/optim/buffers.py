@@ -65,12 +65,25 @@ class BufferLayout:
         return parts if start is None else [*parts, buffer[start:]]
 
     def replicated(self, buffer: Tensor) -> list[Tensor]:
-        """The parts of `buffer` that tensor-parallel ranks hold alike: a range of decayed parameters, one of others."""
+        """The parameters in `buffer` that tp does not split, alike on all its ranks: a range of decayed, one of others.
+
+        What ranks hold alike of split ones is in `shared_tails`.
+        """
         ranges = []
         for decay in (True, False):
             slots = [slot for slot in self.slots if slot.record.split is None and slot.record.decay == decay]
             ranges += [buffer[slots[0].start : slots[-1].stop]] if slots else []
         return ranges
+
+    def shared_tails(self, buffer: Tensor) -> list[Tensor]:
+        """Of the split parameters in `buffer`, the parts that this rank and its next neighbours on the tp axis hold
+        alike (`Split.shared_tail`: key-value heads), as views that need not be contiguous."""
+        return [
+            slot.view(buffer)[box.local]
+            for slot in self.slots
+            for box in slot.shard.boxes
+            if slot.record.split is not None and box.replicas > 1
+        ]
 
 
 def buffer_layout(records: Sequence[ParameterRecord], *, size: int = 1, index: int = 0) -> BufferLayout:

@@ -13,6 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalite.optim.buffers import TrainingBuffers
+from megalite.parallel.context import ParallelContext
+
+
+def sharers_of_tails(context: ParallelContext) -> dist.ProcessGroup | None:
+    """The ranks that hold the same key-value heads as this one; None where there are enough heads for all ranks."""
+    return context.group("kv-replicas") if "kv-replicas" in context.specs else None
 
 
 @dataclass(frozen=True)
@@ -25,20 +31,10 @@ class PartialGradients:
     replicas: dist.ProcessGroup | None
 
     @classmethod
-    def of(
-        cls, buffers: TrainingBuffers, tp: dist.ProcessGroup | None, replicas: dist.ProcessGroup | None
-    ) -> "PartialGradients":
-        """`replicas`: the ranks that hold the same key-value heads, a subgroup of `tp`."""
-        slots = buffers.layout.slots
-        views = {slot.record.name: slot.view(buffers.gradients) for slot in slots}
-        over_tp = [views[slot.record.name] for slot in slots if "tp" in slot.record.partial_over]
-        shared = [
-            views[slot.record.name][box.local]
-            for slot in slots
-            for box in slot.shard.boxes
-            if slot.record.split is not None and box.replicas > 1
-        ]
-        return cls(over_tp, tp, shared, replicas)
+    def of(cls, buffers: TrainingBuffers, context: ParallelContext) -> "PartialGradients":
+        layout, gradients = buffers.layout, buffers.gradients
+        over_tp = [slot.view(gradients) for slot in layout.slots if "tp" in slot.record.partial_over]
+        return cls(over_tp, context.group("tp"), layout.shared_tails(gradients), sharers_of_tails(context))
 
     def sum(self) -> None:
         """Every part becomes the whole, on all ranks of its group. All of them must call it."""

@@ -5,7 +5,8 @@
 """
 
 import re
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -51,6 +52,18 @@ def claimed_rank(environ: Mapping[str, str]) -> int:
 def first_of_node(environ: Mapping[str, str]) -> bool:
     """Whether this process speaks for its machine: the first of its ranks there, or any where that is not known."""
     return (environ.get("LOCAL_RANK") or environ.get("SLURM_LOCALID") or "0") == "0"
+
+
+def launch_command(environment: ProcessEnvironment, arguments: Sequence[str]) -> str:
+    """What starts a job of this form again; `arguments` are the script and its own."""
+    command = shlex.join(arguments)
+    if environment.launcher == "slurm":
+        return f"srun --ntasks {environment.world_size} python {command}"
+    if environment.launcher == "single":
+        return f"python {command}"
+    if environment.launcher == "torchrun" and environment.local_world_size == environment.world_size:
+        return f"torchrun --standalone --nproc-per-node {environment.world_size} {command}"
+    return f"torchrun --nproc-per-node {environment.local_world_size} ... {command}"  # on every node, as before
 
 
 def first_host(nodelist: str) -> str:

@@ -1,4 +1,8 @@
-"""Validation loss on a fixed set of batches: each rank sums over its own, then all ranks add up."""
+"""Validation loss on a fixed set of batches: each rank sums over its own, then all ranks add up.
+
+Ranks of one model compute each batch together, so a batch that one of them cannot read is refused by all before any of
+them computes it.
+"""
 
 from collections.abc import Iterator, Sequence
 
@@ -8,6 +12,17 @@ from torch import Tensor
 
 from megalite.data.batch import Batch
 from megalite.model.gpt import GPT
+from megalite.parallel.context import ParallelContext
+from megalite.train.job import agreed
+
+
+def agreed_batches(context: ParallelContext, batches: Iterator[list[Batch]]) -> Iterator[list[Batch]]:
+    """This rank's `batches`, of which each rank has as many; raises UserError on all ranks where one of them does.
+
+    One small all-reduce on the host for each.
+    """
+    while (microbatches := agreed(context, lambda: next(batches, None))) is not None:
+        yield microbatches
 
 
 @torch.no_grad()

@@ -153,7 +153,7 @@ def _set_state(job: Job, report: Callable[[str], None]) -> None:
         job.resumed_from = found.step
     elif job.config.checkpoint.init_from is not None:
         folder = Path(job.config.checkpoint.init_from)
-        job.buffers.fill(agreed(job.context, lambda: list(import_model(folder, job.config.model))))
+        agreed(job.context, lambda: job.buffers.fill(import_model(folder, job.config.model)))  # one tensor at a time
     else:
         fill_with_start_values(job.buffers, job.config, job.context)
 
@@ -164,7 +164,7 @@ def checkpoint_state(job: Job) -> dict[str, Any]:
     return {
         "progress": job.progress.as_state(),
         "data": {"fingerprint": job.data.fingerprint, "description": job.data.description},
-        "layout": {"dp": job.context.size("dp"), "world_size": job.context.world_size},
+        "layout": {"tp": job.context.size("tp"), "dp": job.context.size("dp"), "world_size": job.context.world_size},
         "config": asdict(config),
         "torch": torch.__version__,
     }

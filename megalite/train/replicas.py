@@ -1,15 +1,20 @@
 """Do ranks that should hold the same parameters still do so?
 
-Data-parallel ranks share all of them, tensor-parallel ranks those that are not split. Ranks that drift apart train on
-silently with a loss curve that looks normal (bad memory, a collective gone wrong), so their state is compared by hash
-now and then.
+Data-parallel ranks share all of them, tensor-parallel ranks those that are not split, and some of these ranks also the
+key-value heads that they have in common. Ranks that drift apart train on silently with a loss curve that looks normal
+(bad memory, a collective gone wrong), so their state is compared by hash now and then.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from megalite.optim.buffers import BufferLayout
+from megalite.optim.partial import sharers_of_tails
+from megalite.parallel.context import ParallelContext
 
 CHUNK = 1 << 22  # elements hashed at a time: bounds the int64 copy
 MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, as a signed 64-bit number: Fibonacci hashing
@@ -17,6 +22,40 @@ MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, as a signed 64-bit number: F
 
 class ReplicaMismatchError(RuntimeError):
     """Ranks that should hold the same parameters do not."""
+
+
+def check_replicas(state: Sequence[Tensor], layout: BufferLayout, context: ParallelContext, step: int) -> None:
+    """Raise ReplicaMismatchError, the same on all ranks of the world, unless all replicas hold equal `state`.
+
+    `state` are flat buffers [layout.size] of masters and moments. All ranks call it at the same step.
+    """
+    whole = different_ranks(state, context.group("dp-cp"))
+    over_tp = different_ranks([part for flat in state for part in layout.replicated(flat)], context.group("tp"))
+    tails = [part for flat in state for part in layout.shared_tails(flat)]
+    found = {*whole, *over_tp, *different_ranks(tails, sharers_of_tails(context))}
+    different = sorted({rank for said in context.gather_json(sorted(found)) for rank in said})
+    if different:
+        raise ReplicaMismatchError(
+            f"step {step}: parameters or moments of ranks {different} differ from those of ranks that should hold the "
+            "same. Something changed them outside of training (bad memory, a faulty collective). Start again to "
+            "continue from the newest checkpoint, without the hosts of these ranks if it happens again."
+        )
+
+
+def different_ranks(parts: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[int]:
+    """The global ranks of `group` whose `parts` differ from what most of its ranks hold; all, where no such is.
+
+    `group` is None where there are no replicas. The answer is the same on all ranks of the group.
+    """
+    if group is None or not parts:
+        return []
+    mine = torch.stack([content_hash(part.flatten()) for part in parts])
+    hashes = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(hashes, mine, group=group)
+    values = [tuple(value.tolist()) for value in hashes]
+    (common, votes), *others = Counter(values).most_common(2)
+    undecided = any(count == votes for _, count in others)  # of two that differ, either may be the wrong one
+    return [dist.get_global_rank(group, at) for at, value in enumerate(values) if undecided or value != common]
 
 
 def content_hash(tensor: Tensor) -> Tensor:
@@ -29,24 +68,3 @@ def content_hash(tensor: Tensor) -> Tensor:
         mixed = (part ^ (position * MULTIPLIER)) * MULTIPLIER
         total += (mixed ^ (mixed >> 29)).sum()  # sums wrap around: exact, and independent of their order
     return total
-
-
-def check_replicas(state: Sequence[Tensor], group: dist.ProcessGroup | None, step: int) -> None:
-    """Raise ReplicaMismatchError, naming the ranks in the minority, unless all of `group` hold equal `state`.
-
-    `state` are flat tensors [size] of parameters and optimizer; `group` is None where there are no replicas.
-    """
-    if group is None:
-        return
-    mine = torch.stack([content_hash(tensor) for tensor in state])
-    hashes = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(hashes, mine, group=group)
-    values = [tuple(value.tolist()) for value in hashes]
-    common = max(set(values), key=values.count)
-    different = [dist.get_global_rank(group, index) for index, value in enumerate(values) if value != common]
-    if different:
-        raise ReplicaMismatchError(
-            f"step {step}: ranks {different} hold other parameters than the remaining ranks. Something changed them "
-            "outside of training (bad memory, a faulty collective). Start again to continue from the newest "
-            "checkpoint, without the hosts of these ranks if it happens again."
-        )

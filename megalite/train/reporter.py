@@ -5,8 +5,8 @@ Only rank 0 writes metrics and the terminal; every rank keeps its own log.
 
 import logging
 import math
+import os
 import resource
-import shlex
 import statistics
 import sys
 import time
@@ -17,6 +17,7 @@ import torch
 
 from megalite.checkpoint.store import CheckpointError, Saved
 from megalite.model.flops import flops_per_token, parameter_count, peak_flops
+from megalite.parallel.environment import launch_command, read_environment
 from megalite.parallel.tables import header_lines
 from megalite.train.job import Job
 from megalite.train.metrics import MetricsFile, read_metrics
@@ -170,7 +171,7 @@ class Reporter:
                 sample=text,
                 sample_prompt=prompt,
                 stopped_by=stopped_by,
-                command=shlex.join(["python", *sys.argv]),
+                command=launch_command(read_environment(os.environ), sys.argv),
             )
         )
 

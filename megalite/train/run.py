@@ -13,14 +13,14 @@ from dataclasses import dataclass
 
 from megalite.config.problems import Problem, UserError, collect
 from megalite.config.schema import Config
-from megalite.data.batches import StepBatches, TrainBatches, validation_batches
+from megalite.data.batches import StepBatches, TrainBatches, masked_batches, validation_batches
 from megalite.optim.schedule import learning_rate
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.environment import ProcessEnvironment
 from megalite.parallel.farewell import cause_of_the_end
 from megalite.parallel.hosts import slow_tensor_parallelism
 from megalite.parallel.startup import start
-from megalite.train.evaluate import mean_loss, summed_loss
+from megalite.train.evaluate import agreed_batches, mean_loss, summed_loss
 from megalite.train.job import Job, agreed, build_job, find_text, open_training_data
 from megalite.train.log import open_log
 from megalite.train.replicas import ReplicaMismatchError, check_replicas
@@ -89,11 +89,12 @@ class Loop:
         self.saver.save_last()
 
     def _launch(self, step: int, batches: TrainBatches) -> None:
+        config, context = self.job.config, self.job.context
         try:
             data = next(batches)
         except UserError as error:  # the other ranks do not know yet: they learn of it in the step
-            self.problems, data = error.problems, StepBatches([], 0, 0.0)
-        config = self.job.config
+            self.problems = error.problems
+            data = StepBatches(masked_batches(config, context.size("dp"), context.device), local_tokens=0, wait_s=0.0)
         lr = learning_rate(step - 1, config.lr, peak=config.optimizer.lr, steps=config.train.steps)
         stop, refused = self.stop.requested is not None, bool(self.problems)
         figures = self.step(data.microbatches, data.local_tokens, lr, stop=stop, refused=refused)
@@ -128,11 +129,9 @@ class Loop:
         if evaluate or check or self.saver.due(step):
             self._read(keep=0)
         if check:
-            optimizer, context = self.job.optimizer, self.job.context
-            state = [self.job.buffers.masters, optimizer.exp_avg, optimizer.exp_avg_sq]
-            check_replicas(state, context.group("dp-cp"), step)
-            alike = [part for flat in state for part in self.job.buffers.layout.replicated(flat)]
-            check_replicas(alike, context.group("tp"), step)
+            buffers, optimizer = self.job.buffers, self.job.optimizer
+            state = [buffers.masters, optimizer.exp_avg, optimizer.exp_avg_sq]
+            check_replicas(state, buffers.layout, self.job.context, step)
         if evaluate and self.job.data.validation is not None:
             self._evaluate(step)
         if self.saver.due(step):
@@ -152,7 +151,7 @@ class Loop:
             dp_size=job.context.size("dp"),
             device=job.context.device,
         )
-        totals = agreed(job.context, lambda: summed_loss(job.model, batches, dtype=job.buffers.masters.dtype))
+        totals = summed_loss(job.model, agreed_batches(job.context, batches), dtype=job.buffers.masters.dtype)
         loss = mean_loss(totals, job.context.group("dp-cp"))
         self.reporter.evaluation(step, loss, seconds=time.perf_counter() - begin)
 

@@ -36,7 +36,7 @@ class StepFigures:
     tokens: int  # unmasked tokens of the global batch
     skipped: bool  # loss or gradient was not finite: nothing was updated
     stop: bool  # some rank was asked to stop
-    refused: bool  # some rank could not take part, its input was refused: nothing was updated
+    refused: bool  # some rank's input was refused, it computed with nothing: nothing was updated
 
 
 class LaunchedStep:
@@ -94,8 +94,7 @@ class TrainStep:
         self._clip = settings.clip_grad
         self._data_parallel = context.group("dp-cp")
         self._model_parallel = context.group("tp-pp")
-        replicas = context.group("kv-replicas") if "kv-replicas" in context.specs else None
-        self._partial = PartialGradients.of(buffers, context.group("tp"), replicas)
+        self._partial = PartialGradients.of(buffers, context)
         self._counted = buffers.layout.counted(buffers.gradients)
         self._lr = torch.zeros((), dtype=torch.float64, device=buffers.masters.device)
 
@@ -110,8 +109,8 @@ class TrainStep:
     ) -> LaunchedStep:
         """Train on this rank's microbatches, which hold `local_tokens` unmasked labels.
 
-        A rank whose input was `refused` has none; it takes part all the same, so that the others learn of it instead of
-        waiting for it. Nothing here waits for the device.
+        A rank whose input was `refused` brings `masked_batches`: ranks of the same model compute with it, and all learn
+        of it at the end instead of waiting for it. Nothing here waits for the device.
         """
         buffers = self._buffers
         buffers.start_step()

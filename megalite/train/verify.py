@@ -5,7 +5,7 @@ Nothing of the user's is read or written but the config. No torch import: the pr
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm
 
 from hydra.errors import HydraException
@@ -69,7 +69,8 @@ def load(argv: list[str], world_size: int | None, dp: int | None) -> tuple[Confi
         try:
             config = load_config(argv, world_size)
         except UserError as error:  # the world was ours: it is the other mistakes that count
-            raise UserError([p for p in error.problems if p.setting != "world size"] or error.problems) from None
+            problems = [p for p in error.problems if p.setting != "world size"] or error.problems
+            raise UserError(_advised_for_any_world(problems, argv, world_size)) from None
     else:
         config = load_config(argv, world_size)
     if world_size == 1:
@@ -78,6 +79,17 @@ def load(argv: list[str], world_size: int | None, dp: int | None) -> tuple[Confi
             Problem("world size", 1, rule, "--dp 2, or parallel.tp=2 with a train.global_batch_size to suit")
         )
     return config, world_size
+
+
+def _advised_for_any_world(problems: list[Problem], argv: list[str], world_size: int) -> list[Problem]:
+    """The same, but with every size of parallel.tp that the model allows: the world will follow it."""
+    roomy = world_size * lcm(*range(1, 17))
+    try:
+        load_config(argv, roomy * (roomy + 1))  # too many copies for any batch, so the batch rules none of them out
+    except UserError as error:
+        remedies = {(p.setting, p.rule): p.remedy for p in error.problems if "parallel.tp=" in p.rule}
+        return [replace(p, remedy=remedies.get((p.setting, p.rule), p.remedy)) for p in problems]
+    return problems
 
 
 def _natural_world(argv: list[str], dp: int | None) -> int:

@@ -1,7 +1,8 @@
 """Holds what ranks computed against what one process did: every number, and every element of every tensor.
 
-Each rank's boxes are compared to the same boxes of the reference's logical tensors, and the boxes of all ranks must
-cover them: a parameter that nobody holds is a difference, too. No torch import.
+Each rank's boxes are compared to the same boxes of the reference's logical tensors, relative to the largest element of
+that very tensor: a small one cannot hide behind its neighbours. The boxes of all ranks must cover them: a parameter
+that nobody holds is a difference, too. No torch import.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,7 +34,8 @@ class Trace:
 
 @dataclass(frozen=True)
 class Row:
-    """The worst difference of one kind. `scale` is what it is relative to: the largest element of the reference."""
+    """The worst difference of one kind. `scale` is what it is relative to: the reference's number, or the largest
+    element of the parameter at `where`."""
 
     what: str
     scale: float
@@ -108,13 +110,13 @@ def _tensors(
     """One row for each parameter of the group and each rank that holds some of it."""
     expected = reference.parameters if expected is None else expected
     names = [name for name in expected if group_of(name) == group]
-    scale = max(float(np.abs(expected[name]).max()) for name in names)
-    yield Row(f"{kind}: {group}", scale, 0.0, "")
+    scales = {name: float(np.abs(expected[name]).max()) for name in names}
+    yield Row(f"{kind}: {group}", max(scales.values()), 0.0, "")
     for rank, (trace, arrays) in enumerate(zip(traces, found, strict=True)):
         for name in names:
             for box in trace.shards[name].boxes if name in trace.shards else ():
                 difference = float(np.abs(arrays[name][box.local] - expected[name][box.logical]).max())
-                yield Row(f"{kind}: {group}", scale, difference, f"{name}{when}, rank {rank}")
+                yield Row(f"{kind}: {group}", scales[name], difference, f"{name}{when}, rank {rank}")
 
 
 def _uncovered(traces: Sequence[Trace], reference: Trace) -> Iterator[str]:

@@ -2,17 +2,28 @@
 
 import re
 import shlex
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
+from megalite.config.bounds import with_values
 from megalite.config.compose import load_config
+from megalite.config.derive import derive
+from megalite.config.parallel_rules import tensor_misfits
 from megalite.config.problems import Problem
 from megalite.config.rules import check
 from megalite.config.schema import Config
 from tests.config.refusal import refusal, settings
+
+HEADS = "model.num_attention_heads"
 
 # Command line, world size, the setting that is named, and words of the message.
 BROKEN = [
@@ -43,6 +54,7 @@ BROKEN = [
         "train.global_batch_size",
         ["6 or 9", "3 data-parallel ranks", "1 processes"],
     ),
+    ("parallel.tp=4 train.global_batch_size=8", 12, "train.global_batch_size", ["6 or 9", "or 4 processes"]),
     ("train.steps=300 lr.warmup_steps=301", 1, "lr.warmup_steps", ["train.steps=300", "lr.warmup_steps=30", "301"]),
     (
         "train.steps=300 lr.schedule=wsd lr.warmup_steps=200 lr.decay_steps=101",
@@ -60,19 +72,47 @@ BROKEN = [
         "parallel.tp=3 model.ffn_hidden_size=96 train.seq_length=255",
         3,
         "model.num_attention_heads",
-        ["parallel.tp=3", "parallel.tp=1 or 2 or 4", "3 or 6"],
+        ["parallel.tp=3", "fix: parallel.tp=1 with train.global_batch_size=6"],  # no multiple of 3 divides the width
+    ),
+    ("parallel.tp=4 model.num_attention_heads=6 model.hidden_size=384", 4, HEADS, ["parallel.tp=1 or 2, or", "4 or 8"]),
+    ("parallel.tp=4 model.ffn_hidden_size=701", 4, "model.ffn_hidden_size", ["fix: parallel.tp=1, or", "700 or 704"]),
+    (
+        "parallel.tp=2 model.num_attention_heads=25 model.hidden_size=1600 model.position=learned",
+        4,
+        HEADS,
+        ["fix: parallel.tp=1, or model.num_attention_heads=20 or 32"],
     ),
     (
         "parallel.tp=4 model.num_attention_heads=12 model.num_key_value_heads=6 model.hidden_size=240",
         4,
         "model.num_key_value_heads",
-        ["neither a multiple nor a divisor of parallel.tp=4", "parallel.tp=1 or 2 or 3 or 6 or 12"],
+        [
+            "neither a multiple nor a divisor of parallel.tp=4",
+            "parallel.tp=1 or 2, or model.num_key_value_heads=2 or 4",
+        ],
     ),
     ("parallel.tp=4 model.ffn_hidden_size=90", 4, "model.ffn_hidden_size", ["parallel.tp=4", "88 or 92"]),
     ("parallel.tp=4 train.seq_length=102", 4, "train.seq_length", ["100 or 104", "sequence_parallel=false"]),
-    ("parallel.sequence_parallel=true", 1, "parallel.sequence_parallel", ["parallel.tp=2 or more"]),
+    ("parallel.sequence_parallel=true", 1, "parallel.sequence_parallel", ["leave it out"]),
+    ("parallel.sequence_parallel=true", 8, "parallel.sequence_parallel", ["leave it out, or parallel.tp=2 or 4"]),
     ("parallel.tp=4 model.vocab_multiple=2", 4, "model.vocab_multiple", ["parallel.tp=4", "4 or more"]),
     ("train.recompute_modules=[attention,norms]", 1, "train.recompute_modules", ["norm is the nearest"]),
+    ("train.recompute=selective train.recompute_modules=[]", 1, "train.recompute_modules", ["recompute=none"]),
+    (
+        "train.recompute=selective train.recompute_modules=[norm,attention,norm]",
+        1,
+        "train.recompute_modules",
+        ["more than once", "train.recompute_modules=[norm,attention]"],
+    ),
+    ("train.recompute_modules=[norm]", 1, "train.recompute_modules", ["recompute=none", "recompute=selective"]),
+    ("train.recompute=full train.recompute_modules=[norm]", 1, "train.recompute_modules", ["no effect"]),
+    ("train.recompute_layers=2", 1, "train.recompute_layers", ["train.recompute=none", "train.recompute=full"]),
+    (
+        "train.recompute=full train.recompute_layers=5",
+        1,
+        "train.recompute_layers",
+        ["num_layers=4", "=4 or less"],
+    ),
     ("parallel.order=tp-cp-pp train.global_batch_size=6", 2, "parallel.order", ["no place for dp", "tp-cp-pp-ep-dp"]),
     ("parallel.order=tp-cp-ep-dp-pp-tp", 1, "parallel.order", ["names tp more than once"]),
     ("parallel.order=tp-zp", 1, "parallel.order", ["'zp' is no axis", "tp, cp, ep, dp, pp"]),
@@ -127,7 +167,7 @@ def test_a_broken_rule_names_the_setting_and_what_would_work(
         for row in BROKEN
         if row[2].startswith(("model.hidden", "model.num", "train.", "lr.", "optimizer."))
         and "parallel." not in row[0]
-        and "modules" not in row[0]
+        and "recompute" not in row[0]
     ],
 )
 def test_following_the_advice_helps(line: str, world_size: int) -> None:
@@ -139,6 +179,88 @@ def test_following_the_advice_helps(line: str, world_size: int) -> None:
             assert problems_of(f"{line} {name}={value}", world_size) == []
             tried += 1
     assert tried, problem.remedy
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"train.recompute": "selective"},
+        {"train.recompute": "selective", "train.recompute_modules": ["norm", "attention"]},
+        {"train.recompute": "full", "train.recompute_layers": 4},
+        {"train.recompute": "full", "train.recompute_modules": []},
+    ],
+)
+def test_what_recompute_does_is_accepted_and_so_is_the_config_of_such_a_run(settings: dict[str, Any]) -> None:
+    config = with_values(Config(), settings)
+    assert check(config, 1) == check(derive(config, 1), 1) == []
+
+
+def test_what_tensor_parallelism_does_not_split_is_told_beside_a_mistake_of_the_model() -> None:
+    line = "parallel.tp=4 model.num_attention_heads=12 model.hidden_size=768 model.num_key_value_heads=5"
+    problems = problems_of(f"{line} model.ffn_hidden_size=1002", 4)
+    assert [problem.setting for problem in problems] == ["model.num_key_value_heads", "model.ffn_hidden_size"]
+    assert problems[0].remedy == "model.num_key_value_heads=1 or 2 or 4"  # 3 and 6 do not suit parallel.tp=4
+
+
+@st.composite
+def _split_models(draw: st.DrawFn) -> tuple[dict[str, Any], int]:
+    """Settings that tensor parallelism reads, most of them at odds with it, and a world."""
+    heads = draw(st.sampled_from([1, 2, 4, 6, 7, 12, 16, 25, 96]))
+    tp = draw(st.integers(1, 12))
+    values = {
+        "parallel.tp": tp,
+        "parallel.sequence_parallel": draw(st.sampled_from([None, None, False, True])),
+        "parallel.etp": draw(st.sampled_from([None, None, tp])),
+        "model.num_attention_heads": heads,
+        "model.num_key_value_heads": draw(st.sampled_from([None, None, 1, 2, 3, 6, 8, 12])),
+        "model.hidden_size": draw(st.sampled_from([64 * heads, 1600, 768, 250])),
+        "model.head_size": draw(st.sampled_from([None, None, 64])),
+        "model.ffn_hidden_size": draw(st.sampled_from([None, 96, 701, 1000])),
+        "model.vocab_multiple": draw(st.sampled_from([1, 4, 8, 128])),
+        "model.position": draw(st.sampled_from(["learned", "rope"])),
+        "model.max_positions": draw(st.sampled_from([None, 256])),
+        "train.seq_length": draw(st.sampled_from([255, 256, 240])),
+        "train.global_batch_size": draw(st.sampled_from([5, 8, 96, 720])),
+        "train.micro_batch_size": draw(st.sampled_from([None, None, 1, 4])),
+    }
+    return values, draw(st.sampled_from([1, tp, 2 * tp, 12, 8 * tp, 7]))
+
+
+def advised(remedy: str) -> Iterator[dict[str, Any]]:
+    """The changes that a remedy names: `a=1 or 2, or b=3 with c=null and d=4` are three."""
+    for way in remedy.split(", or "):
+        if "=" in way:
+            name, _, values = way.partition("=")
+            first, *others = re.split(" with | and ", values)
+            more = dict(word.split("=") for word in others)
+            for value in first.removesuffix(" or more").split(" or "):
+                yield {key: yaml.safe_load(text) for key, text in {name: value, **more}.items()}
+
+
+@hypothesis_settings(max_examples=300, deadline=None)
+@given(_split_models())
+def test_advice_about_tensor_parallelism_mends_its_problem_and_makes_none(case: tuple[dict[str, Any], int]) -> None:
+    values, world_size = case
+    config = with_values(Config(), values)
+    problems = check(config, world_size)
+    before = Counter(problem.setting for problem in problems)
+    misfits = {setting: rule for setting, _, rule in tensor_misfits(config)}
+    told = [problem for problem in problems if misfits.get(problem.setting) == problem.rule]
+    assert len(told) == len(misfits)
+    for problem in told:
+        changes = list(advised(problem.remedy))
+        assert changes or problem.remedy == "leave it out"
+        for change in changes:
+            changed = with_values(config, change)
+            after = Counter(each.setting for each in check(changed, world_size))
+            assert after <= before - Counter([problem.setting]), (problem, change)
+            assert "parallel.tp" not in change or not list(tensor_misfits(changed)), (problem, change)
+
+
+def test_a_layout_that_fills_the_world_is_advised_only_where_the_model_splits() -> None:
+    (problem,) = problems_of("parallel.tp=4 train.global_batch_size=12", 6)
+    assert problem.remedy == "world size=4 or 8, or parallel.tp=1 or 2"  # 3 and 6 do not divide 4 heads
 
 
 def test_a_layout_must_divide_the_world() -> None:

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,7 @@ import torch
 from megalite.config.problems import UserError
 from megalite.config.schema import Config
 from megalite.data.batch import Batch
-from megalite.data.batches import TrainBatches, validation_batches
+from megalite.data.batches import TrainBatches, masked_batches, validation_batches
 from megalite.data.open import OpenedData, open_data
 from megalite.data.prepare import prepare
 
@@ -207,6 +207,24 @@ def test_waiting_for_data_is_measured(data: OpenedData, config: Config, monkeypa
         assert next(batches).wait_s > 0.05
         time.sleep(0.4)
         assert next(batches).wait_s < 0.05
+
+
+@pytest.mark.parametrize("cross_document_attention", [True, False])
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_stands_in_for_unreadable_batches_has_their_number_and_form_and_no_loss(
+    data: OpenedData, config: Config, size: int, cross_document_attention: bool
+) -> None:
+    config.data.cross_document_attention = cross_document_attention
+    real, masked = stream(data, config, 1, size=size), masked_batches(config, size, CPU)
+    assert len(masked) == len(real)
+    for expected, found in zip(real, masked, strict=True):
+        assert not found.loss_mask.any()
+        for field in fields(Batch):
+            value, meant = getattr(found, field.name), getattr(expected, field.name)
+            if isinstance(meant, torch.Tensor):
+                assert (value.shape, value.dtype, value.stride()) == (meant.shape, meant.dtype, meant.stride())
+            else:
+                assert type(value) is type(meant)
 
 
 @pytest.mark.gpu

@@ -1,5 +1,6 @@
 """Tensor and sequence parallelism compute what one process computes, in fp64, and a broken one is caught."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,15 +10,27 @@ import torch
 from torch import Tensor
 
 from megalite.config.schema import Config
-from megalite.optim.buffers import BufferLayout
-from megalite.optim.partial import PartialGradients
+from megalite.data.prepare import prepare
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.groups import GroupNeeds
 from megalite.parallel.layout import ParallelLayout
-from megalite.tensor_parallel import linear as linear_module
+from tests.layouts import mutants
 from tests.layouts.reference import reference
-from tests.layouts.training import Trace, assert_same_training, train
+from tests.layouts.training import Trace, assert_same_training, small_config, train
 from tests.ranks import run_ranks
+
+Overrides = dict[str, dict[str, Any]]
+Mutant = Callable[[ParallelContext, Config], Trace]
+
+
+def merged(*changes: Overrides) -> Overrides:
+    """All of them: of each section, the later settings over the earlier."""
+    together: Overrides = {}
+    for overrides in changes:
+        for section, values in overrides.items():
+            together[section] = {**together.get(section, {}), **values}
+    return together
+
 
 RAGGED = {"data": {"mask_end_of_document": True, "cross_document_attention": False}}
 SMOOTHED = {"train": {"label_smoothing": 0.1, "z_loss": 1e-3}}
@@ -25,43 +38,59 @@ DROPPED = {"model": {"dropout": 0.1, "attention_dropout": 0.0, "embedding_dropou
 UNEVEN = {"model": {"vocab_multiple": 7}}  # 257 tokens in 259 rows
 FULL = {"train": {"recompute": "full"}}
 SELECTIVE = {"train": {"recompute": "selective", "recompute_modules": ["attention", "norm", "activation"]}}
-Row = tuple[int, int, bool, str, dict[str, dict[str, Any]]]  # tp, dp, sequence parallel, family, overrides
+COMPILE = {"train": {"compile": True}}
+PLAIN = {"train": {"recompute": "none", "recompute_modules": ["attention"], "compile": False}}  # the single process
+WIDE = {"train": {"micro_batch_size": 3}}  # fewer, larger collectives, for many ranks on few cores
+Row = tuple[int, int, bool, str, Overrides]  # tp, dp, sequence parallel, family, overrides
 ROWS: list[Row] = [
     (2, 1, True, "gpt2", {}),
     (2, 1, False, "gpt2", RAGGED),
     (4, 1, True, "llama", UNEVEN),  # two key-value heads for four ranks
-    (4, 1, False, "llama", SMOOTHED),
+    (4, 1, False, "llama", merged(SMOOTHED, WIDE)),
     (2, 2, True, "llama", RAGGED),
-    (4, 1, True, "qwen3", SELECTIVE),
+    (4, 1, True, "qwen3", merged(SELECTIVE, WIDE)),
     (2, 1, False, "qwen3", FULL),
     (2, 1, True, "gpt2", FULL),
     (2, 2, False, "gpt2", SELECTIVE),
     (2, 2, True, "gpt2", DROPPED),
-    (4, 1, False, "llama", DROPPED),
+    (4, 1, False, "llama", merged(DROPPED, WIDE)),
+    (2, 1, True, "llama", merged(DROPPED, SELECTIVE)),
+    (2, 1, True, "gpt2", merged(DROPPED, FULL)),
+    (4, 2, True, "gpt2", merged(RAGGED, WIDE)),
+    (4, 2, False, "llama", WIDE),
 ]
 COMPILED: list[Row] = [
-    (2, 1, True, "llama", {"train": {"compile": True}}),
-    (2, 1, False, "gpt2", {"train": {"compile": True, **SELECTIVE["train"]}}),
+    (2, 1, True, "llama", COMPILE),
+    (2, 1, False, "gpt2", merged(COMPILE, SELECTIVE)),
 ]
 LONG_ROWS: list[Row] = COMPILED + [
-    (tp, dp, sequence_parallel, family, {**changes, "train": {**changes.get("train", {}), **recompute["train"]}})
+    (tp, dp, sequence_parallel, family, merged(changes, recompute))
     for tp in (2, 4)
     for dp in (1, 2)
     for sequence_parallel in (False, True)
     for family in ("gpt2", "llama", "qwen3")
-    for changes in (RAGGED, {**SMOOTHED, **UNEVEN})
-    for recompute in ({"train": {"recompute": "none"}}, SELECTIVE, FULL)
+    for changes in (RAGGED, merged(SMOOTHED, UNEVEN))
+    for recompute in ({}, SELECTIVE, FULL)
 ]
 
 
+def layout_config(workplace: tuple[Path, Path], row: Row) -> Config:
+    tp, _, sequence_parallel, family, overrides = row
+    config = small_config(*workplace, family, **overrides)
+    return replace(config, parallel=replace(config.parallel, tp=tp, sequence_parallel=sequence_parallel))
+
+
+def needs_of(config: Config) -> GroupNeeds:
+    return GroupNeeds(tied_embeddings=config.model.tie_embeddings, kv_heads=config.model.num_key_value_heads)
+
+
 def train_rows(workplace: tuple[Path, Path], row: Row, function: Any = train) -> tuple[list[Trace], Trace]:
-    """Traces of all ranks, and of the single process."""
-    tp, dp, sequence_parallel, family, overrides = row
-    config, expected = reference(workplace, family, overrides)
+    """Traces of all ranks, and of the single process, which keeps everything and is not compiled."""
+    tp, dp, _, family, overrides = row
+    config = layout_config(workplace, row)
+    _, expected = reference(workplace, family, merged(overrides, PLAIN))
     assert min(expected.grad_norms) > 10 * config.optimizer.clip_grad, "clipping is part of what is compared"
-    config = replace(config, parallel=replace(config.parallel, tp=tp, sequence_parallel=sequence_parallel))
-    needs = GroupNeeds(tied_embeddings=config.model.tie_embeddings, kv_heads=config.model.num_key_value_heads)
-    layout = ParallelLayout(tp=tp, dp=dp)
+    layout, needs = ParallelLayout(tp=tp, dp=dp), needs_of(config)
     return run_ranks(function, tp * dp, config, dtype=torch.float64, layout=layout, needs=needs, timeout=240), expected
 
 
@@ -85,42 +114,80 @@ def test_ranks_train_like_one_process_everywhere(workplace: tuple[Path, Path], r
     check_row(workplace, row)
 
 
-def _without_input_gradient_sum(context: ParallelContext, config: Config) -> Trace:
-    linear_module.start_all_reduce = lambda x, group, op="sum": x.clone()
-    return train(context, config)
+BROKEN: list[tuple[Mutant, Row]] = [
+    (mutants.no_sum_of_input_gradients, (2, 1, False, "llama", {})),
+    (mutants.own_slice_of_input_gradients, (2, 1, True, "llama", {})),
+    (mutants.own_output_gradient_everywhere, (2, 1, True, "llama", {})),
+    (mutants.output_gradients_in_wrong_order, (2, 1, True, "llama", {})),
+    (mutants.no_sum_of_partial_gradients, (2, 1, True, "llama", {})),
+    (mutants.no_sum_of_partial_gradients, (4, 1, False, "llama", WIDE)),  # shared key-value heads
+    (mutants.no_sum_of_partial_gradients, (2, 1, False, "qwen3", {})),  # norms over heads
+    (mutants.replicas_counted_on_every_rank, (2, 1, False, "gpt2", {})),
+    (mutants.same_shard_drawn_everywhere, (2, 1, False, "llama", {})),
+    (mutants.padding_in_the_loss, (2, 1, True, "llama", UNEVEN)),
+    (mutants.columns_off_by_one_on_one_rank, (2, 1, True, "llama", UNEVEN)),
+    (mutants.rows_off_by_one_on_one_rank, (2, 1, True, "llama", UNEVEN)),
+    (mutants.smoothing_over_the_local_part, (2, 1, False, "llama", SMOOTHED)),
+    (mutants.mask_ignored_on_one_rank, (2, 1, True, "llama", RAGGED)),
+    (mutants.mask_ignored_on_one_rank, (2, 1, False, "llama", RAGGED)),
+    (mutants.other_mask_when_recomputed, (2, 1, True, "gpt2", merged(DROPPED, FULL))),
+]
 
 
-def _without_sum_of_partial_gradients(context: ParallelContext, config: Config) -> Trace:
-    PartialGradients.sum = lambda self: None  # type: ignore[method-assign]
-    return train(context, config)
-
-
-def _counting_replicas_on_every_rank(context: ParallelContext, config: Config) -> Trace:
-    BufferLayout.counted = lambda self, buffer: [buffer]  # type: ignore[method-assign]
-    return train(context, config)
-
-
-def _drawing_the_same_shard_everywhere(context: ParallelContext, config: Config) -> Trace:
-    index = ParallelContext.index
-    ParallelContext.index = lambda self, name: 0 if name == "tp" else index(self, name)  # type: ignore[method-assign]
-    return train(context, config)
-
-
-@pytest.mark.parametrize(
-    ("mutant", "row"),
-    [
-        (_without_input_gradient_sum, (2, 1, False, "llama", {})),
-        (_without_sum_of_partial_gradients, (2, 1, True, "llama", {})),
-        (_without_sum_of_partial_gradients, (4, 1, False, "llama", {})),  # shared key-value heads
-        (_without_sum_of_partial_gradients, (2, 1, False, "qwen3", {})),  # norms over heads
-        (_counting_replicas_on_every_rank, (2, 1, False, "gpt2", {})),
-        (_drawing_the_same_shard_everywhere, (2, 1, False, "llama", {})),
-    ],
-)
-def test_a_broken_layout_is_caught(workplace: tuple[Path, Path], mutant: Any, row: Row) -> None:
+@pytest.mark.parametrize(("mutant", "row"), BROKEN, ids=lambda part: getattr(part, "__name__", str(part)))
+def test_a_broken_layout_is_caught(workplace: tuple[Path, Path], mutant: Mutant, row: Row) -> None:
     traces, expected = train_rows(workplace, row, mutant)
     with pytest.raises(AssertionError):
         assert_all_same(traces, expected)
+
+
+def train_with_attention_dropout(workplace: tuple[Path, Path], recompute: Overrides, function: Any) -> list[Trace]:
+    """Masks of attention belong to the ranks that hold the heads: no other layout draws the same."""
+    model = {"dropout": 0.1, "attention_dropout": 0.2, "embedding_dropout": 0.1}
+    config = layout_config(workplace, (2, 1, True, "llama", merged({"model": model}, recompute)))
+    prepare(config, None)
+    return run_ranks(function, 2, config, dtype=torch.float64, layout=ParallelLayout(tp=2), needs=needs_of(config))
+
+
+@pytest.fixture(scope="module")
+def kept_with_attention_dropout(workplace: tuple[Path, Path]) -> list[Trace]:
+    return train_with_attention_dropout(workplace, {}, train)
+
+
+def are_the_same_bits(found: list[Trace], expected: list[Trace]) -> bool:
+    """On every rank, losses and gradients of all steps."""
+    return all(
+        one.losses == other.losses
+        and all(
+            mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+            for mine, theirs in zip(one.gradients, other.gradients, strict=True)
+        )
+        for one, other in zip(found, expected, strict=True)
+    )
+
+
+@pytest.mark.parametrize("recompute", [SELECTIVE, FULL], ids=["selective", "full"])
+def test_recompute_draws_the_same_attention_masks_on_every_rank(
+    workplace: tuple[Path, Path], kept_with_attention_dropout: list[Trace], recompute: Overrides
+) -> None:
+    found = train_with_attention_dropout(workplace, recompute, train)
+    assert found[0].losses == found[1].losses
+    assert are_the_same_bits(found, kept_with_attention_dropout)
+
+
+@pytest.mark.parametrize(
+    ("mutant", "recompute"),
+    [
+        (mutants.generator_not_restored_when_rebuilt, SELECTIVE),
+        (mutants.attention_not_seeded_when_recomputed, FULL),
+    ],
+    ids=["selective", "full"],
+)
+def test_another_attention_mask_is_caught(
+    workplace: tuple[Path, Path], kept_with_attention_dropout: list[Trace], mutant: Mutant, recompute: Overrides
+) -> None:
+    found = train_with_attention_dropout(workplace, recompute, mutant)
+    assert not are_the_same_bits(found, kept_with_attention_dropout)
 
 
 def test_shards_of_one_weight_differ_and_make_up_the_single_process_s(workplace: tuple[Path, Path]) -> None:

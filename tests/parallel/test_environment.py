@@ -7,6 +7,7 @@ from megalite.parallel.environment import (
     ProcessEnvironment,
     claimed_rank,
     first_host,
+    launch_command,
     read_environment,
     tasks_per_node,
 )
@@ -168,3 +169,22 @@ def test_everything_wrong_is_told_at_once(variables: dict[str, str], names: list
 )
 def test_the_claimed_rank_needs_no_right_environment(variables: dict[str, str], rank: int) -> None:
     assert claimed_rank(variables) == rank
+
+
+@pytest.mark.parametrize(
+    ("environment", "command"),
+    [
+        (ProcessEnvironment(), "python pretrain_gpt.py 'a b=1'"),
+        (
+            ProcessEnvironment(world_size=4, local_world_size=4, launcher="torchrun"),
+            "torchrun --standalone --nproc-per-node 4 pretrain_gpt.py 'a b=1'",
+        ),
+        (
+            ProcessEnvironment(world_size=8, local_world_size=4, launcher="torchrun"),
+            "torchrun --nproc-per-node 4 ... pretrain_gpt.py 'a b=1'",
+        ),
+        (ProcessEnvironment(world_size=8, launcher="slurm"), "srun --ntasks 8 python pretrain_gpt.py 'a b=1'"),
+    ],
+)
+def test_a_job_is_told_how_it_is_started_again(environment: ProcessEnvironment, command: str) -> None:
+    assert launch_command(environment, ["pretrain_gpt.py", "a b=1"]) == command

@@ -1,8 +1,12 @@
-"""One run in this process: what a resume needs, and what happens to a step that is not finite."""
+"""One run in this process: what a resume needs, and what happens to a step that is not finite.
+
+And a few on ranks that are made here: what one of them refuses, or holds other than it should, ends all of them.
+"""
 
 import math
 import os
 import signal
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,16 +17,22 @@ from torch import Tensor
 
 import megalite.train.job as job_module
 import megalite.train.reporter as reporter_module
+import megalite.train.run as run_module
 from megalite.checkpoint.run_folder import RunFolder
 from megalite.config.derive import derive
-from megalite.config.problems import UserError
+from megalite.config.problems import Problem, UserError
 from megalite.config.schema import Config
 from megalite.data.batch import Batch
+from megalite.data.batches import StepBatches, TrainBatches, validation_batches
 from megalite.data.tokenizers import load_tokenizer
 from megalite.model.gpt import GPT
-from megalite.parallel.environment import read_environment
+from megalite.parallel.context import ParallelContext
+from megalite.parallel.environment import ProcessEnvironment, read_environment
+from megalite.parallel.layout import ParallelLayout
 from megalite.train.metrics import read_metrics
 from megalite.train.run import run
+from megalite.train.step import LaunchedStep, TrainStep
+from tests.ranks import run_ranks
 from tests.train.runs import state_bytes, write_text
 
 STEPS = 12
@@ -38,7 +48,8 @@ def config_for(text: Path, run_dir: Path, **train: Any) -> Config:
     config.data = replace(config.data, source="text", path=str(text), cache_dir=str(text.parent / "cache"), workers=1)
     config.model = replace(config.model, num_layers=1, hidden_size=16, num_attention_heads=2, dropout=0.1)
     shape = {"steps": STEPS, "global_batch_size": 4, "micro_batch_size": 2, "seq_length": 16, "sample_tokens": 4}
-    config.train = replace(config.train, eval_interval=4, eval_batches=1, **{**shape, **train})
+    evaluation = {"eval_interval": 4, "eval_batches": 1}
+    config.train = replace(config.train, **{**shape, **evaluation, **train})
     config.checkpoint = replace(config.checkpoint, interval=4)
     return derive(config)
 
@@ -215,3 +226,87 @@ def test_a_run_that_another_job_has_taken_over_ends(
     assert start(config_for(text, tmp_path / "run")) == 1
     assert "Another job writes to this run folder now" in capsys.readouterr().err
     assert max(losses(tmp_path / "run")) == 4, "it ends at the first save, not after the last step"
+
+
+UNREADABLE = Problem("data.path", "text.txt", "cannot be read on rank 1", "mend it")
+LAYOUTS = [ParallelLayout(dp=2), ParallelLayout(tp=2), ParallelLayout(tp=2, dp=2)]
+
+
+def run_on(layout: ParallelLayout, config: Config, function: Any) -> list[Any]:
+    """The outcomes of `function(context, config)` of all ranks."""
+    parallel = replace(config.parallel, tp=layout.tp, timeout_s=20)
+    config = derive(replace(config, parallel=parallel, checkpoint=replace(config.checkpoint, interval=0)))
+    return run_ranks(function, layout.world_size, config, layout=layout, timeout=40)
+
+
+def _outcome(context: ParallelContext, config: Config) -> int | str:
+    """The exit status of one rank of a run, or what it refused."""
+    try:
+        return run(config, ProcessEnvironment(context.rank, context.world_size, context.rank, context.world_size))
+    except UserError as error:
+        return str(error)
+
+
+def _refusing_step_3(context: ParallelContext, config: Config) -> int | str:
+    following = TrainBatches.__next__
+    asked: list[None] = []
+
+    def refuse(self: TrainBatches) -> StepBatches:
+        asked.append(None)
+        if len(asked) >= 3:
+            raise UserError(UNREADABLE)
+        return following(self)
+
+    if context.rank == 1:
+        TrainBatches.__next__ = refuse  # type: ignore[method-assign]
+    return _outcome(context, config)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["dp2", "tp2", "tp2-dp2"])
+def test_a_batch_that_one_rank_cannot_read_ends_all_with_its_message(
+    text: Path, tmp_path: Path, layout: ParallelLayout
+) -> None:
+    config = config_for(text, tmp_path / "run")
+    outcomes = run_on(layout, config, _refusing_step_3)
+    assert outcomes == [str(UserError(UNREADABLE))] * layout.world_size
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")] == ["step-00000002"]
+
+
+def _refusing_the_second_validation_batch(context: ParallelContext, config: Config) -> int | str:
+    def refuse(*args: Any, **kwargs: Any) -> Iterator[list[Batch]]:
+        yield next(validation_batches(*args, **kwargs))
+        raise UserError(UNREADABLE)
+
+    if context.rank == 1:
+        run_module.validation_batches = refuse
+    return _outcome(context, config)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["dp2", "tp2", "tp2-dp2"])
+def test_a_validation_batch_that_one_rank_cannot_read_ends_all_with_its_message(
+    text: Path, tmp_path: Path, layout: ParallelLayout
+) -> None:
+    config = config_for(text, tmp_path / "run", eval_batches=3)
+    outcomes = run_on(layout, config, _refusing_the_second_validation_batch)
+    assert outcomes == [str(UserError(UNREADABLE))] * layout.world_size
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")] == ["step-00000004"]
+
+
+def _drifting(context: ParallelContext, config: Config) -> int | str:
+    take_step = TrainStep.__call__
+
+    def and_drift(self: TrainStep, *args: Any, **kwargs: Any) -> LaunchedStep:
+        launched = take_step(self, *args, **kwargs)
+        self._buffers.masters[0] += 1
+        return launched
+
+    if context.rank == 3:
+        TrainStep.__call__ = and_drift  # type: ignore[method-assign]
+    return _outcome(context, config)
+
+
+def test_a_rank_that_drifts_from_its_replicas_stops_all(text: Path, tmp_path: Path) -> None:
+    """Rank 0 shares nothing with rank 3 that differs: it learns of it all the same."""
+    config = config_for(text, tmp_path / "run", check_replicas_every=3, eval_interval=0)
+    assert run_on(ParallelLayout(tp=2, dp=2), config, _drifting) == [1] * 4
+    assert max(losses(tmp_path / "run")) == 3

@@ -6,6 +6,7 @@ import torch
 from megalite.config.derive import derive
 from megalite.config.schema import Config
 from megalite.data.batch import Batch
+from megalite.data.batches import masked_batches
 from megalite.model.init import start_values
 from megalite.model.parameters import gpt_parameters
 from megalite.parallel.context import ParallelContext
@@ -43,6 +44,9 @@ def test_a_step_never_waits_for_the_device() -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         launched = [step([batch], tokens.numel(), 1e-3) for _ in range(3)]
+        refused = step(masked_batches(config, 1, context.device), 0, 1e-3, refused=True)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert launched[-1].read().loss < first.loss
+    figures = refused.read()
+    assert (figures.refused, figures.skipped, figures.loss) == (True, True, 0.0)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -171,6 +172,29 @@ def test_what_cannot_be_laid_out_is_refused(
     assert f"refused, {len(said)} problem" in error
 
 
+def test_the_examples_of_the_command_are_layouts_that_it_accepts(script: ModuleType) -> None:
+    assert script.__doc__
+    start = "python scripts/verify_layout.py "
+    examples = [line.removeprefix(start) for line in script.__doc__.splitlines() if line.startswith(start)]
+    assert len(examples) == 3
+    for example in examples:
+        options, overrides = script.parse(shlex.split(example))
+        assert load(overrides, options.world_size, options.dp)[0].parallel.tp > 1, example
+
+
+@pytest.mark.parametrize("words", [["model=gpt2", "parallel.tp=5"], ["parallel.tp=3"], ["parallel.tp=3", "--dp=2"]])
+def test_the_world_follows_the_tensor_parallel_size_that_a_refusal_advises(
+    script: ModuleType, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    assert script.main(words) == 2
+    error = capsys.readouterr().err
+    assert "fix: parallel.tp=1 or 2 or 4" in error
+    assert "world size" not in error
+    for size in (1, 2, 4):
+        options, overrides = script.parse([*words, f"parallel.tp={size}"])
+        assert load(overrides, options.world_size, options.dp)[0].parallel.tp == size
+
+
 @pytest.mark.parametrize(
     ("words", "dp", "expected"),
     [
@@ -198,8 +222,9 @@ def _asked(draw: st.DrawFn) -> tuple[Config, int]:
     groups = draw(st.sampled_from([1, 2, 4, 8, 12, 16, 3 * tp, tp]))
     heads = groups * draw(st.sampled_from([1, 2, 3, 4, 8, 12, 16]))
     micro, length = draw(st.integers(1, 6)), draw(st.integers(1, 40)) * draw(st.sampled_from([1, tp]))
+    layers, recompute = draw(st.integers(1, 9)), draw(st.sampled_from(["none", "selective", "full"]))
     model = ModelConfig(
-        num_layers=draw(st.integers(1, 9)),
+        num_layers=layers,
         hidden_size=draw(st.integers(1, 4000)),
         num_attention_heads=heads,
         num_key_value_heads=groups,
@@ -219,8 +244,8 @@ def _asked(draw: st.DrawFn) -> tuple[Config, int]:
         seq_length=length,
         micro_batch_size=micro,
         global_batch_size=micro * dp * draw(st.integers(1, 5)),
-        recompute=draw(st.sampled_from(["none", "selective", "full"])),
-        recompute_layers=draw(st.one_of(st.none(), st.integers(1, 9))),
+        recompute=recompute,
+        recompute_layers=draw(st.one_of(st.none(), st.integers(1, layers))) if recompute == "full" else None,
         label_smoothing=draw(st.sampled_from([0.0, 0.1])),
     )
     parallel = ParallelConfig(tp=tp, sequence_parallel=draw(st.sampled_from([None, False])))
@@ -273,7 +298,7 @@ def test_shrinking_keeps_every_feature(case: tuple[Config, int]) -> None:
     assert ranks <= MOST_RANKS
     assert world_size > MOST_RANKS or shrunk.layout == shrunk.asked_layout
     assert features(small, ranks) == features(config, world_size)
-    assert small.model.hidden_size <= 400
+    assert small.model.hidden_size <= 512
     assert small.train.global_batch_size <= 32
     assert (small.model.dropout, small.model.attention_dropout, small.model.embedding_dropout) == (0, 0, 0)
     assert ("dropout" in " ".join(shrunk.notes)) == (config.model.dropout > 0)
@@ -321,6 +346,23 @@ def test_equal_shards_pass_and_each_kind_of_difference_is_found_where_it_is() ->
     assert failed([first, replace(second, tokens=[8, 9])]) == {"tokens in the loss": "step 2, rank 1"}
     assert failed([replace(first, losses=[2.0 + 1e-9, 1.0]), second]) == {"loss": "step 1, rank 0"}
     assert failed([first, replace(second, grad_norms=[0.5, 0.4 + 1e-9])]) == {"gradient norm": "step 2, rank 1"}
+
+
+def test_a_small_tensor_cannot_hide_behind_a_large_one_of_its_group() -> None:
+    weights = {"final_norm.weight": np.full(2, 1e3), "final_norm.bias": np.array([1e-3, 0.0])}
+    shards = {name: shard_of(array.shape, None, 1, 0) for name, array in weights.items()}
+    reference = _trace(gradients=[weights], parameters=weights, shards=shards)
+
+    def found(error: float) -> dict[str, str]:
+        off = {**weights, "final_norm.bias": weights["final_norm.bias"] + error}
+        traces = [replace(reference, gradients=[off], parameters=off)]
+        return {row.what: f"{row.scale:g} {row.where}" for row in compare(traces, reference) if not row.passed}
+
+    assert found(1e-12) == {}  # within the absolute bound
+    assert found(1e-9) == {
+        "gradients: norms": "0.001 final_norm.bias, step 1, rank 0",
+        "parameters: norms": "0.001 final_norm.bias, rank 0",
+    }
 
 
 def test_what_is_not_a_number_and_what_no_rank_holds_fail() -> None:

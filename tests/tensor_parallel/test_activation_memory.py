@@ -1,0 +1,147 @@
+"""What a block keeps for backward, counted, is what the formulas of docs/tensor_parallel.md say.
+
+They are those of Korthikanti et al. 2022 (arXiv 2205.05198) for an attention that keeps no scores, and without masks of
+dropout, which are derived again. The communicators are torch's fake ones, which move nothing: gloo's threads let go of
+the tensors that they have summed some time after the sum is there.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megalite.config.derive import derive_model
+from megalite.config.schema import Config, ModelConfig
+from megalite.data.batch import Batch
+from megalite.model.causal_attention import BLOCK
+from megalite.parallel.context import ParallelContext
+from megalite.parallel.layout import ParallelLayout
+from megalite.parallel.startup import join
+from megalite.train.job import build_training, fill_with_start_values
+from tests.tensor_parallel.live_bytes import LiveBytes
+
+S, B, H, HEADS = 64, 2, 256, 8
+BF16 = 2  # bytes
+SHAPES: dict[str, dict[str, Any]] = {
+    "gpt2": {"norm": "layernorm", "activation": "gelu_tanh", "position": "learned", "bias": True},
+    "llama": {"num_key_value_heads": 2, "tie_embeddings": False},
+}
+RECOMPUTE: list[dict[str, Any]] = [
+    {},
+    {"recompute": "selective", "recompute_modules": ["attention"]},
+    {"recompute": "selective", "recompute_modules": ["norm", "activation"]},
+    {"recompute": "selective", "recompute_modules": ["attention", "norm", "activation"]},
+    {"recompute": "full"},
+]
+
+
+def config_of(
+    family: str, t: int = 1, sequence_parallel: bool = False, *, dropout: float = 0.0, length: int = S, **train: Any
+) -> Config:
+    config = Config(precision="bf16", device="cpu", seed=7)
+    sizes: dict[str, Any] = {"num_layers": 1, "hidden_size": H, "num_attention_heads": HEADS, "vocab_size": 64}
+    sizes |= {"vocab_multiple": 4, "dropout": dropout, "attention_dropout": 0.0}
+    config.model = derive_model(replace(config.model, **sizes, **SHAPES[family]), length)
+    config.train = replace(config.train, compile=False, seq_length=length, **train)
+    config.parallel = replace(config.parallel, tp=t, sequence_parallel=sequence_parallel)
+    return config
+
+
+def kept_units(config: Config) -> float:
+    """The formula: what a block keeps, in elements of one [s, b, h] on this rank. Each term is a tensor."""
+    model, t = config.model, config.parallel.tp
+    split = t if config.parallel.sequence_parallel else 1
+    if config.train.recompute == "full":
+        return 1 / split  # the block's input
+    again = config.train.recompute_modules if config.train.recompute == "selective" else []
+    assert model.ffn_hidden_size is not None
+    queries, ffn = 1 / t, model.ffn_hidden_size / H / t
+    norm_inputs = 2 / split
+    norm_outputs = 0 if "norm" in again else 2 / split  # inputs of qkv and up
+    qkv = queries + 2 * groups_on_a_rank(model, t) / HEADS
+    attended = 0 if "attention" in again else queries + copied_queries(model, t)
+    up = 2 * ffn if model.activation == "swiglu" else ffn
+    activated = 0 if "activation" in again else up  # gelu(up), input of down; swiglu: silu(gate) and its product
+    return norm_inputs + norm_outputs + qkv + attended + up + activated
+
+
+def groups_on_a_rank(model: ModelConfig, t: int) -> int:
+    assert model.num_key_value_heads is not None
+    return max(1, model.num_key_value_heads // t)
+
+
+def copied_queries(model: ModelConfig, t: int) -> float:
+    """Several groups of several queries on a rank: for torch's kernels they are copied out of the fused projection."""
+    groups = groups_on_a_rank(model, t)
+    return 1 / t if 1 < groups < HEADS // t else 0
+
+
+def count(context: ParallelContext, config: Config, *, mask: bool) -> float:
+    """Of one block, in units: what a second one adds. With a mask torch's attention kernel runs, else our own."""
+    length = config.train.seq_length
+    kept = []
+    for layers in (1, 2):
+        sized = replace(config, model=replace(config.model, num_layers=layers))
+        model, buffers, _ = build_training(sized, context)
+        fill_with_start_values(buffers, sized, context)
+        tokens, positions = torch.zeros(B, length, dtype=torch.int64), torch.arange(length).expand(B, length)
+        documents = torch.zeros(B, length, dtype=torch.int32) if mask else None
+        batch = Batch(tokens, tokens, torch.ones(B, length, dtype=torch.bool), positions, documents, 0)
+        live = LiveBytes(model.parameters())
+        with live:
+            _hidden = model(batch)
+            kept.append(live.now())
+    return (kept[1] - kept[0]) / (BF16 * length * B * H)
+
+
+@contextmanager
+def rank_of(t: int) -> Iterator[ParallelContext]:
+    """The first of t tensor-parallel ranks; the others do not exist."""
+    if t == 1:
+        yield ParallelContext(dtype=torch.bfloat16)
+        return
+    dist.init_process_group("fake", rank=0, world_size=t, store=FakeStore())
+    try:
+        yield join(ParallelLayout(tp=t), 0, torch.device("cpu"), torch.bfloat16, None, timeout_s=10)
+    finally:
+        dist.destroy_process_group()
+
+
+def assert_near(counted: float, formula: float) -> None:
+    """Statistics of norms and attention and keys of dropout, a few numbers per row, are above it."""
+    assert formula <= counted <= 1.05 * formula
+
+
+@pytest.mark.parametrize("t", [1, 2, 4])
+def test_a_block_keeps_what_the_formula_says(t: int) -> None:
+    """At tp 4 two ranks share each key-value head of the Llama-like block."""
+    splits = (False, True) if t > 1 else (False,)
+    rows = product(SHAPES, splits, RECOMPUTE, (0.0, 0.1))
+    configs = [config_of(family, t, split, dropout=p, **train) for family, split, train, p in rows]
+    with rank_of(t) as context:
+        for config in configs:
+            assert_near(count(context, config, mask=True), kept_units(config))
+
+
+@pytest.mark.parametrize("family", SHAPES)
+def test_short_sequences_keep_their_probabilities_on_cpus(family: str) -> None:
+    """The term that our CPU kernel adds: half of [b, heads, s, s]; its queries are always copied, the rest is not."""
+    length = 3 * BLOCK
+    config = config_of(family, length=length)
+    probabilities = HEADS * (length + BLOCK) / 2 / H
+    counted = count(ParallelContext(dtype=torch.bfloat16), config, mask=False)
+    assert_near(counted, kept_units(config) - copied_queries(config.model, 1) + probabilities)
+
+
+@pytest.mark.parametrize("t", [1, 2, 4, 8])
+def test_the_formulas_are_those_of_the_paper(t: int) -> None:
+    """Bytes of bf16 per s b h (their table 2), but for 2 masks of dropout of one byte, which are not kept here."""
+    assert BF16 * kept_units(config_of("gpt2", t)) == 10 + 24 / t - 2
+    assert BF16 * kept_units(config_of("gpt2", t, True)) == (34 - 2) / t
+    assert BF16 * kept_units(config_of("gpt2", t, recompute="full")) == 2
