@@ -49,13 +49,13 @@ ROWS: list[Row] = [
     (4, 1, False, "llama", merged(SMOOTHED, WIDE)),
     (2, 2, True, "llama", RAGGED),
     (4, 1, True, "qwen3", merged(SELECTIVE, WIDE)),
-    (2, 1, False, "qwen3", FULL),
-    (2, 1, True, "gpt2", FULL),
+    (2, 1, False, "qwen3", merged(FULL, WIDE)),
+    (2, 1, True, "gpt2", merged(FULL, WIDE)),
     (2, 2, False, "gpt2", SELECTIVE),
     (2, 2, True, "gpt2", DROPPED),
     (4, 1, False, "llama", merged(DROPPED, WIDE)),
     (2, 1, True, "llama", merged(DROPPED, SELECTIVE)),
-    (2, 1, True, "gpt2", merged(DROPPED, FULL)),
+    (2, 1, True, "gpt2", merged(merged(DROPPED, FULL), WIDE)),
     (4, 2, True, "gpt2", merged(RAGGED, WIDE)),
     (4, 2, False, "llama", WIDE),
 ]
@@ -130,7 +130,7 @@ BROKEN: list[tuple[Mutant, Row]] = [
     (mutants.smoothing_over_the_local_part, (2, 1, False, "llama", SMOOTHED)),
     (mutants.mask_ignored_on_one_rank, (2, 1, True, "llama", RAGGED)),
     (mutants.mask_ignored_on_one_rank, (2, 1, False, "llama", RAGGED)),
-    (mutants.other_mask_when_recomputed, (2, 1, True, "gpt2", merged(DROPPED, FULL))),
+    (mutants.other_mask_when_recomputed, (2, 1, True, "gpt2", merged(merged(DROPPED, FULL), WIDE))),
 ]
 
 
