@@ -16,11 +16,6 @@ from megalite.optim.buffers import TrainingBuffers
 from megalite.parallel.context import ParallelContext
 
 
-def sharers_of_tails(context: ParallelContext) -> dist.ProcessGroup | None:
-    """The ranks that hold the same key-value heads as this one; None where there are enough heads for all ranks."""
-    return context.group("kv-replicas") if "kv-replicas" in context.specs else None
-
-
 @dataclass(frozen=True)
 class PartialGradients:
     """Views of the gradient buffer and the groups over which they are summed; a group is None where it has one rank."""
@@ -34,7 +29,7 @@ class PartialGradients:
     def of(cls, buffers: TrainingBuffers, context: ParallelContext) -> "PartialGradients":
         layout, gradients = buffers.layout, buffers.gradients
         over_tp = [slot.view(gradients) for slot in layout.slots if "tp" in slot.record.partial_over]
-        return cls(over_tp, context.group("tp"), layout.shared_tails(gradients), sharers_of_tails(context))
+        return cls(over_tp, context.group("tp"), layout.shared_tails(gradients), context.group("kv-replicas"))
 
     def sum(self) -> None:
         """Every part becomes the whole, on all ranks of its group. All of them must call it."""

@@ -23,7 +23,7 @@ from megalite.parallel.groups import GroupNeeds, GroupSpec, groups_of
 from megalite.parallel.layout import ParallelLayout
 
 CPU = torch.device("cpu")
-SOME_RANKS_GROUPS = ("embedding", "position-embedding")  # groups that not every rank belongs to
+OPTIONAL_GROUPS = ("embedding", "position-embedding", "kv-replicas")  # not of every rank, or not of every model
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,11 @@ class ParallelContext:
 
     def group(self, name: str) -> dist.ProcessGroup | None:
         """The communicator of the group called `name`; None where it has this rank alone, or not this rank."""
-        assert name in self.specs or name in SOME_RANKS_GROUPS, f"no group {name!r} among {', '.join(self.specs)}"
-        return self.groups.get(name)
+        return self.groups.get(name) if self.members(name) else None
 
     def members(self, name: str) -> tuple[int, ...]:
         """Global ranks of the group, ascending; empty where this rank does not belong to it."""
-        assert name in self.specs or name in SOME_RANKS_GROUPS, f"no group {name!r} among {', '.join(self.specs)}"
+        assert name in self.specs or name in OPTIONAL_GROUPS, f"no group {name!r} among {', '.join(self.specs)}"
         return self.specs[name].ranks if name in self.specs else ()
 
     def size(self, name: str) -> int:

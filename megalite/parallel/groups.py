@@ -12,6 +12,7 @@ from functools import partial
 from math import prod
 from typing import Literal
 
+from megalite.config.advice import either
 from megalite.config.problems import Problem, UserError
 from megalite.parallel.layout import DEFAULT_ORDER, ParallelLayout
 from megalite.parallel.layout_rules import LayoutRequest, Naming, divisors, layout_problems
@@ -133,7 +134,7 @@ def _uneven_heads(layout: ParallelLayout, needs: GroupNeeds, name: Naming) -> It
     sizes = [size for size in sizes if not any(layout_problems(replace(asked, tp=size)))]
     near = sorted({*divisors(tp), tp * (heads // tp), tp * (heads // tp + 1)} - {0}, key=lambda n: abs(n - heads))[:3]
     ways = {"tp": sizes, "kv_heads": sorted(near)}
-    remedy = ", or ".join(f"{name(field)}={_either(values)}" for field, values in ways.items() if values)
+    remedy = ", or ".join(f"{name(field)}={either(values)}" for field, values in ways.items() if values)
     yield Problem(name("kv_heads"), heads, f"neither a multiple nor a divisor of {name('tp')}={tp}", remedy)
 
 
@@ -157,16 +158,12 @@ def _uneven_instances(layout: ParallelLayout, needs: GroupNeeds, name: Naming) -
     fits = [each for each in divisors(layout.dp * layout.cp) if not any(size % each for size in replicas.values())]
     if layout.has_experts:
         fits = [each for each in fits if _instances_agree(layout, each)]
-    remedy = f"{name('optimizer_instances')}={_either(fits)}"
+    remedy = f"{name('optimizer_instances')}={either(fits)}"
     rule = f"does not divide {' and '.join(uneven)}"
     if not uneven:
         rule = f"{name('order')}={layout.order} deals dense layers and experts out to different instances"
         remedy += f", or {name('order')}={DEFAULT_ORDER}"
     yield Problem(name("optimizer_instances"), instances, rule, remedy)
-
-
-def _either(sizes: list[int]) -> str:
-    return " or ".join(str(size) for size in sizes)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalite.optim.buffers import BufferLayout
-from megalite.optim.partial import sharers_of_tails
 from megalite.parallel.context import ParallelContext
 
 CHUNK = 1 << 22  # elements hashed at a time: bounds the int64 copy
@@ -32,7 +31,7 @@ def check_replicas(state: Sequence[Tensor], layout: BufferLayout, context: Paral
     whole = different_ranks(state, context.group("dp-cp"))
     over_tp = different_ranks([part for flat in state for part in layout.replicated(flat)], context.group("tp"))
     tails = [part for flat in state for part in layout.shared_tails(flat)]
-    found = {*whole, *over_tp, *different_ranks(tails, sharers_of_tails(context))}
+    found = {*whole, *over_tp, *different_ranks(tails, context.group("kv-replicas"))}
     different = sorted({rank for said in context.gather_json(sorted(found)) for rank in said})
     if different:
         raise ReplicaMismatchError(

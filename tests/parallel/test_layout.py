@@ -148,6 +148,13 @@ def test_a_rank_s_group_is_the_one_that_holds_it(layout: ParallelLayout, data: s
 
 @settings(deadline=None, max_examples=50)
 @given(layouts())
+def test_experts_and_dense_layers_share_their_pipelines(layout: ParallelLayout) -> None:
+    if layout.expert is not None:
+        assert layout.expert.groups("pp") == layout.dense.groups("pp")
+
+
+@settings(deadline=None, max_examples=50)
+@given(layouts())
 def test_coordinates_are_a_bijection(layout: ParallelLayout) -> None:
     for numbering in filter(None, (layout.dense, layout.expert)):
         positions = [numbering.coordinates(rank) for rank in range(layout.world_size)]
