@@ -36,7 +36,13 @@ def start_all_reduce(x: Tensor, group: TensorGroup, op: str = "sum") -> Tensor:
 
 def start_all_gather(x: Tensor, group: TensorGroup) -> Tensor:
     """Everybody's [n, ...], in order of rank: [t * n, ...]."""
-    return _ops.all_gather_into_tensor(x.contiguous(), group.size, group.name)  # type: ignore[no-any-return]
+    x = x.contiguous()
+    if x.is_cpu:
+        # Not the op below: gloo's two workers note the name of what they have done without a lock (torch 2.13), and
+        # two that write ALLGATHER_COALESCED, too long for a string's own buffer, free it twice. This one is ALLGATHER.
+        out = x.new_empty(group.size * x.shape[0], *x.shape[1:])
+        return _ops.all_gather_into_tensor_out(x, group.size, group.name, out=out)  # type: ignore[no-any-return]
+    return _ops.all_gather_into_tensor(x, group.size, group.name)  # type: ignore[no-any-return]
 
 
 def start_reduce_scatter(x: Tensor, group: TensorGroup) -> Tensor:

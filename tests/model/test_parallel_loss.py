@@ -181,7 +181,7 @@ def test_bf16_keeps_fp32_statistics_over_ranks() -> None:
 NAMES = {
     "mm": "product",
     "addmm_": "weight",
-    "all_gather_into_tensor": "gather",
+    "all_gather_into_tensor_out": "gather",  # the one for CPUs
     "all_reduce": "sum",
     "reduce_scatter_tensor": "sum",
     "wait_tensor": "wait",

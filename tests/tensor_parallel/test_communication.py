@@ -42,7 +42,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        namespace, _, name = func.name().partition("::")
+        namespace, _, name = func.name().removesuffix("_out").partition("::")
         if namespace in ("_c10d_functional", "c10d") and name != "wait_tensor":
             (tensor,) = args[0] if isinstance(args[0], list) else (args[0],)
             whole = tensor.nbytes * (self.ranks if name == "all_gather_into_tensor" else 1)
