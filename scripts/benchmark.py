@@ -8,6 +8,7 @@ AdamW on weights of that dtype, scaled_dot_product_attention, and torch.compile 
     python scripts/benchmark.py                              tiny and gpt2, fp32 and bf16
     python scripts/benchmark.py --model tiny --precision bf16 --steps 20 --json speed.json
     python scripts/benchmark.py --overhead                   what the training loop costs beside the step
+    python scripts/benchmark.py --zero                       ZeRO-1 beside torch's, two ranks (benchmark_zero.py)
 """
 
 import argparse
@@ -25,6 +26,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import benchmark_zero
 import torch
 import transformers
 from torch import Tensor, nn
@@ -34,14 +36,12 @@ from megalite.config.schema import Config, ModelConfig
 from megalite.data.batch import Batch
 from megalite.model.flops import flops_per_token, parameter_count, peak_flops
 from megalite.model.gpt import GPT
-from megalite.model.init import start_values
-from megalite.model.parameters import gpt_parameters
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.device import DTYPES
 from megalite.parallel.environment import read_environment
-from megalite.train.job import build_training
 from megalite.train.run import run
 from megalite.train.step import LaunchedStep, TrainStep
+from megalite.train.training import build_training, fill_with_start_values
 
 LEARNING_RATE = 1e-4
 WARM_UP_STEPS = 2  # compiling, first touch of memory, choice of kernels
@@ -126,9 +126,9 @@ class Megalite:
     """megalite's training step on batches that exist already."""
 
     def __init__(self, config: Config, context: ParallelContext, tokens: Tensor) -> None:
-        self.model, self.buffers, optimizer = build_training(config, context)
-        self.buffers.fill(start_values(gpt_parameters(config.model), config.seed))
-        self._train = TrainStep(self.model, self.buffers, optimizer, config.optimizer, ParallelContext())
+        self.training = build_training(config, context)
+        fill_with_start_values(self.training.buffers, config, context)
+        self._train = TrainStep(self.training, config.optimizer, context)
         labels = tokens.roll(-1, dims=1)
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         mask = torch.ones_like(tokens, dtype=torch.bool)
@@ -330,19 +330,27 @@ def table(comparisons: Sequence[Comparison]) -> str:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", action="append", choices=SHAPES, help="default: tiny and gpt2, on CUDA 1.3b too")
+    names = {**SHAPES, **benchmark_zero.SHAPES}
+    some = "default: tiny and gpt2, on CUDA 1.3b too; with --zero tiny and wide"
+    parser.add_argument("--model", action="append", choices=names, help=some)
     parser.add_argument("--precision", action="append", choices=("fp32", "bf16"), help="default: both")
     parser.add_argument("--steps", type=int, default=10, help="rounds, or steps of --overhead (default: %(default)s)")
-    parser.add_argument("--batch", type=int, help="sequences per step (default: by shape and device)")
+    parser.add_argument("--batch", type=int, help="sequences per step and rank (default: by shape and device)")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where present")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="both sides; default: on CUDA alone")
     parser.add_argument("--overhead", action="store_true", help="measure the loop around the step instead (CPU)")
+    parser.add_argument("--zero", action="store_true", help="measure data parallelism on two ranks instead (CPU)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
     options = parser.parse_args(arguments)
     if options.steps < 1 or (options.batch is not None and options.batch < 1):
         parser.error("--steps and --batch must be at least 1")
     if options.overhead and options.steps < WARM_UP_STEPS + 2:
         parser.error(f"--overhead needs --steps {WARM_UP_STEPS + 2} or more")
+    known = benchmark_zero.SHAPES if options.zero else SHAPES
+    if not {*known}.issuperset(options.model or ()):
+        parser.error(f"--model: {', '.join(known)} are what is compared {'with' if options.zero else 'without'} --zero")
+    if options.zero and sys.platform != "linux":
+        parser.error("--zero counts bytes by the statistics of Linux")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: this torch sees no CUDA device")
     return options
@@ -351,7 +359,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if options.overhead:
+    if options.overhead or options.zero:
         device = torch.device("cpu")
     on_cuda = device.type == "cuda"
     compiled = on_cuda if options.compile is None else options.compile
@@ -360,6 +368,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     hardware = device_name(device) + ("" if on_cuda else f", {torch.get_num_threads()} threads")
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     print(f"{hardware}; {versions}", flush=True)
+    if options.zero:
+        shapes = options.model or list(benchmark_zero.SHAPES)
+        return benchmark_zero.run(shapes, precisions, rounds=options.steps, batch=options.batch, file=options.json)
     if options.overhead:
         for precision in precisions:
             seconds, share = measure_overhead(SHAPES["tiny"], precision=precision, steps=options.steps)

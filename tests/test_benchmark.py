@@ -1,8 +1,9 @@
 """The benchmark compares like with like and reports what it measured."""
 
-import importlib.util
+import importlib
 import json
-import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,21 +13,28 @@ import torch
 
 from megalite.hf.import_model import import_model
 from megalite.parallel.context import ParallelContext
+from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
 SMALL = ("model.num_layers=2", "model.hidden_size=32", "model.num_attention_heads=2", "model.vocab_size=300")
 
 
 @pytest.fixture(scope="module")
-def benchmark() -> ModuleType:
-    path = Path(__file__).parents[1] / "scripts" / "benchmark.py"
-    spec = importlib.util.spec_from_file_location("benchmark", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["benchmark"] = module  # its dataclasses look themselves up
-    spec.loader.exec_module(module)
-    return module
+def scripts() -> Iterator[None]:
+    """Their folder is where Python looks for modules, in the processes that a test starts, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(Path(__file__).parents[1] / "scripts")
+        yield
+
+
+@pytest.fixture(scope="module")
+def benchmark(scripts: None) -> ModuleType:
+    return importlib.import_module("benchmark")
+
+
+@pytest.fixture(scope="module")
+def zero(scripts: None) -> ModuleType:
+    return importlib.import_module("benchmark_zero")
 
 
 @pytest.fixture(params=["tiny", "gpt2"])
@@ -42,7 +50,7 @@ def test_both_sides_train_the_same_model_on_the_same_loss(shape: Any, benchmark:
     tokens = torch.randint(0, 300, (2, 16), generator=torch.Generator().manual_seed(1))
     ours, theirs = benchmark.Megalite(config, context, tokens), benchmark.Peer(config, context, tokens)
     theirs.model.save_pretrained(tmp_path)
-    ours.buffers.fill(import_model(tmp_path, config.model))
+    ours.training.buffers.fill(import_model(tmp_path, config.model))
     first = ours.step().read().loss, theirs.step().item()
     assert first[0] == pytest.approx(first[1], rel=1e-6)
     second = ours.step().read().loss, theirs.step().item()
@@ -93,8 +101,70 @@ def test_overhead_counts_only_what_is_outside_the_steps_work(benchmark: ModuleTy
     assert benchmark.GPT.loss.__qualname__ == "GPT.loss"  # nothing stays wrapped
 
 
-@pytest.mark.parametrize("arguments", [["--steps", "0"], ["--batch", "0"], ["--overhead", "--steps", "2"]])
-def test_bad_numbers_are_refused(benchmark: ModuleType, arguments: list[str]) -> None:
+def test_all_who_shard_do_the_same_work_and_megalite_sends_what_the_formula_says(
+    benchmark: ModuleType,
+    zero: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    small = zero.Shape(("model=tiny", *SMALL, "model.vocab_size=384", "train.seq_length=16"), 2)  # no padded rows
+    monkeypatch.setitem(zero.SHAPES, "tiny", small)
+    file = tmp_path / "zero.json"
+    arguments = ["--zero", "--model", "tiny", "--precision", "fp32", "--steps", "2", "--json", str(file)]
+    assert benchmark.main(arguments) == 0, capsys.readouterr().out
+    [report] = json.loads(file.read_text())
+    assert report["measured"].keys() == {"megalite zero=1", "megalite zero=0", "DDP + AdamW", *zero.PEERS}
+    for name, ranks in report["measured"].items():
+        assert [len(each["wall"]) for each in ranks] == [2, 2]
+        assert ranks[0]["losses"][0] > ranks[0]["losses"][-1]
+        if name.startswith("megalite"):  # 2 x parameters x 4 bytes x (n - 1) / n, and the padding of buckets
+            assert 1 <= ranks[0]["formula"] / (report["parameters"] * 4) < 1.02
+    assert "x the time of the fastest peer" in capsys.readouterr().out
+
+
+def test_in_bf16_peers_keep_fp32_masters_and_gradients(zero: ModuleType) -> None:
+    config = zero.Shape(("model=gpt2", *SMALL, "train.seq_length=16"), 2).config("bf16")
+    ranks = run_ranks(zero.measure, 2, config, 1, dtype=torch.bfloat16)
+    comparison = zero.Comparison("small", "bf16", 1, {name: [rank[name] for rank in ranks] for name in ranks[0]})
+    assert comparison.faults == []
+    assert comparison.measured.keys() == {"megalite zero=1", "megalite zero=0", "FSDP2"}
+    sharded, whole = (comparison.measured[f"megalite zero={zero}"][0].formula for zero in (1, 0))
+    assert sharded / whole == 0.75  # parameters travel in bf16, gradients in fp32
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "fault"),
+    [
+        ("FSDP2", {"losses": [4.0, 3.1]}, "FSDP2 does other work"),
+        ("FSDP2", {"losses": [4.0, float("nan")]}, "FSDP2 does other work"),
+        ("FSDP2", {"norm": 2.1}, "FSDP2 does other work"),
+        ("megalite zero=1", {"sent": 999_999}, "999999 bytes from rank 1, 1000000 by the formula"),
+        ("megalite zero=1", {"on_the_wire": 999_999}, "over TCP 999999 bytes from rank 1"),
+        ("megalite zero=1", {"on_the_wire": 1_500_000}, "over TCP 1500000 bytes from rank 1"),
+    ],
+)
+def test_other_work_and_other_bytes_are_faults(zero: ModuleType, name: str, change: dict[str, Any], fault: str) -> None:
+    ours = zero.Measured([4.0, 3.0], 2.0, 1_001_000, 1_000_000, 1_000_000, [1.0], [1.0])
+    peer = replace(ours, sent=None, formula=None)
+    measured = {"megalite zero=1": [ours, ours], "FSDP2": [peer, peer]}
+    assert zero.Comparison("small", "fp32", 1, measured).faults == []
+    measured[name][1] = replace(measured[name][1], **change)
+    [found] = zero.Comparison("small", "fp32", 1, measured).faults
+    assert fault in found
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--steps", "0"],
+        ["--batch", "0"],
+        ["--overhead", "--steps", "2"],
+        ["--zero", "--model", "gpt2"],
+        ["--model", "wide"],
+    ],
+)
+def test_bad_options_are_refused(benchmark: ModuleType, arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as refused:
         benchmark.main(arguments)
     assert refused.value.code == 2

@@ -39,6 +39,7 @@ def test_every_room_has_a_floor() -> None:
     [
         "megalite.config.compose",
         "megalite.model.parameters",
+        *(f"megalite.optim.{name}" for name in ("buffer_layout", "buffer_table", "memory", "rank_buffers")),
         *(f"megalite.parallel.{name}" for name in ("environment", "groups", "layout_rules", "stages", "tables")),
     ],
 )

@@ -4,8 +4,12 @@ Whatever one rank alone runs into (a full disk on its node, a read-only mount on
 acts on it. Failures of the storage become one `CheckpointError`; anything else is a bug and keeps its type.
 """
 
+import json
 from collections.abc import Callable
 from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
 
 from megalite.parallel.context import ParallelContext
 
@@ -23,6 +27,19 @@ class StorageFailure(Exception):  # noqa: N818  # never leaves this package
 def gather(context: ParallelContext, said: list[Any]) -> list[list[Any]]:
     """Every rank's list of JSON values, by rank."""
     return context.gather_json(said)
+
+
+def gather_to_first(context: ParallelContext, said: list[Any]) -> list[list[Any]] | None:
+    """Every rank's list of JSON values, by rank, on rank 0; None on the others, which a long list would only burden."""
+    if context.control_group is None:
+        return [said]
+    payload = json.dumps(said).encode()
+    longest = torch.tensor([len(payload)])
+    dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=context.control_group)
+    padded = torch.frombuffer(bytearray(payload.ljust(int(longest), b" ")), dtype=torch.uint8)
+    received = [torch.empty_like(padded) for _ in range(context.world_size)] if context.rank == 0 else None
+    dist.gather(padded, received, dst=0, group=context.control_group)
+    return None if received is None else [json.loads(payload.numpy().tobytes()) for payload in received]
 
 
 def together(context: ParallelContext, action: Callable[[], T]) -> T:

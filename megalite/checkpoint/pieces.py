@@ -26,6 +26,11 @@ class Piece:
     offsets: tuple[int, ...]
     tensor: Tensor
 
+    @property
+    def box(self) -> tuple[slice, ...]:
+        """The piece as an index into the logical tensor."""
+        return tuple(slice(at, at + size) for at, size in zip(self.offsets, self.tensor.shape, strict=True))
+
 
 def boxes(start: int, stop: int, shape: Sequence[int]) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
     """The elements [start, stop) of a row-major tensor as boxes: (offsets, sizes, first flat index), in flat order.

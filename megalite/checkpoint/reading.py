@@ -1,7 +1,7 @@
 """Fill live tensors from a verified checkpoint, after everything that can be checked has been.
 
-A load that fails half-way leaves tensors of two states mixed, and DCP by itself ignores tensors that nobody asks for
-and casts dtypes without a word. So names, shapes and dtypes are compared here, over all ranks, before the first write.
+A load that fails half-way leaves tensors of two states mixed, and one that ignores what nobody asks for loses state in
+silence. So names, shapes and dtypes are compared here, over all ranks, before the first write.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -9,13 +9,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from megalite.checkpoint.failure import CheckpointError
+from megalite.checkpoint.failure import CheckpointError, StorageFailure, together
 from megalite.checkpoint.manifest import METADATA, Manifest, digest, read_own_file
 from megalite.checkpoint.pieces import Piece
-from megalite.checkpoint.tensors import read_tensors
+from megalite.checkpoint.stored_boxes import read_boxes
 from megalite.checkpoint.trusted_metadata import UntrustedMetadataError, read_metadata
 from megalite.config.problems import Problem
 from megalite.parallel.context import ParallelContext
@@ -43,11 +42,9 @@ def read_pieces(
     }
     context.agree([*_differences(path, saved, pieces), *_not_asked_for(path, list(saved), pieces, context)])
     try:
-        read_tensors(path, metadata, pieces, context.control_group)
-    except CheckpointException as error:
-        rank, (cause, _) = next(iter(error.failures.items()))
-        message = f"{path} could not be read on rank {rank}: {type(cause).__name__}: {cause}"
-        raise CheckpointError(message) from cause
+        together(context, lambda: read_boxes(path, metadata, pieces))
+    except StorageFailure as failure:
+        raise CheckpointError(f"{path} could not be read: {failure}") from failure
 
 
 def _metadata(path: Path, manifest: Manifest) -> tuple[Metadata | None, list[Problem]]:

@@ -30,7 +30,7 @@ from megalite.checkpoint.manifest import (
 )
 from megalite.checkpoint.pieces import Piece
 from megalite.checkpoint.reading import read_pieces
-from megalite.checkpoint.tensors import FileRecord, TensorWrite
+from megalite.checkpoint.writing import FileRecord, TensorWrite
 from megalite.config.problems import Problem, UserError
 from megalite.parallel.context import ParallelContext
 
@@ -39,11 +39,12 @@ __all__ = ["CheckpointError", "Found", "Piece", "Saved", "newest", "save"]
 
 @dataclass(frozen=True)
 class Saved:
-    """A complete checkpoint and what it took."""
+    """A complete checkpoint and what it took: `seconds` until it was on disk, `stall_s` of them without training."""
 
     path: Path
     seconds: float
     bytes: int
+    stall_s: float
 
 
 @dataclass(frozen=True)
@@ -101,26 +102,24 @@ def save(
     try:
         name = together(context, lambda: begin() if context.rank == 0 else "")
         temporary = Path(context.broadcast_object(name))
-        write = TensorWrite(temporary, pieces, context.control_group)
-        files = together(context, write.run)
-        everyone = gather(context, [list(files.items())])
-        merged = {name: (size, hashed) for [rank_files] in everyone for name, (size, hashed) in rank_files}
+        write = TensorWrite(temporary, context)
+        files = write.run(pieces)
         about = _about(context, labels)
         bytes_written = together(
-            context, lambda: _commit(temporary, step, merged, state, about, owned) if context.rank == 0 else 0
+            context, lambda: _commit(temporary, step, files, state, about, owned) if context.rank == 0 else 0
         )
     except StorageFailure as failure:
-        planned = sum(sum(amount) for amount in gather(context, [write.planned_bytes if write else 0]))
         message = ""
         if context.rank == 0:
             if temporary is not None:
                 commit.discard(temporary)
-            message = _not_saved(folder, step, str(failure), planned, free)
+            message = _not_saved(folder, step, str(failure), write.planned_bytes if write else 0, free)
         raise CheckpointError(context.broadcast_object(message)) from failure
     total = context.broadcast_object(bytes_written)
     if context.rank == 0:
         _retire(folder, step, keep)
-    return Saved(folder / commit.step_name(step), time.perf_counter() - begun, total)
+    seconds = time.perf_counter() - begun
+    return Saved(folder / commit.step_name(step), seconds, total, stall_s=seconds)
 
 
 def _commit(

@@ -1,13 +1,12 @@
 """What every setting must keep on its own: its choices, its limits, and finite numbers."""
 
 import math
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from megalite.config.problems import Problem
 from megalite.config.schema import Config
-from megalite.config.settings import SETTINGS, Setting, value_of, yaml_value
+from megalite.config.settings import SETTINGS, Setting, value_of, with_values, yaml_value
 from megalite.config.suggest import nearest
 
 
@@ -23,8 +22,6 @@ def outside(setting: Setting, value: Any) -> Problem | None:
     """The problem of a value of the right type that its setting does not allow."""
     unknown = [one for one in (value if isinstance(value, list) else [value]) if one not in setting.choices]
     if setting.choices and unknown:
-        if (setting.name, value) == ("precision", "fp16"):
-            return Problem(setting.name, value, "fp16 is not built yet in this version", "precision=bf16, fp32 or auto")
         near = nearest(str(unknown[0]), setting.choices, cutoff=0.3)
         shown = near if isinstance(value, list) else f"{setting.name}={near}"
         first = f"{shown} is the nearest; " if near else ""
@@ -47,13 +44,3 @@ def outside(setting: Setting, value: Any) -> Problem | None:
 def with_defaults(config: Config, names: Collection[str]) -> Config:
     """A copy in which the named settings hold their defaults, so that rules can compute with the rest."""
     return with_values(config, {name: SETTINGS[name].default for name in names})
-
-
-def with_values(config: Config, values: Mapping[str, Any]) -> Config:
-    """A copy in which the settings, by their dotted names, hold these values."""
-    changed = config
-    for name, value in values.items():
-        group, _, leaf = name.rpartition(".")
-        part = {group: replace(getattr(changed, group), **{leaf: value})} if group else {leaf: value}
-        changed = replace(changed, **part)
-    return changed

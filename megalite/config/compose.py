@@ -26,10 +26,11 @@ from megalite.config.problems import Problem, UserError
 from megalite.config.rules import check
 from megalite.config.schema import Config
 from megalite.config.secrecy import ADVICE, HIDDEN, secret_value
-from megalite.config.settings import SETTINGS, value_of, yaml_value
+from megalite.config.settings import SETTINGS, from_plain, value_of, yaml_value
+from megalite.config.typed import typed_settings
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
-SCHEMA = "megalite_schema"  # the name under which conf/config.yaml finds the dataclasses
+SCHEMA = "megalite_schema"  # the name under which conf/config.yaml finds the schema
 
 # Hydra's own folders and working directory: one process per rank must leave nothing of them on disk.
 FIXED_HYDRA_SETTINGS: dict[str, Any] = {
@@ -41,8 +42,8 @@ FIXED_HYDRA_SETTINGS: dict[str, Any] = {
 
 
 def register_schema() -> None:
-    """Lets Hydra check every key and type of conf/ and of overrides against the dataclasses."""
-    ConfigStore.instance().store(name=SCHEMA, node=Config)
+    """Lets Hydra check every key and type of conf/ and of overrides against the schema."""
+    ConfigStore.instance().store(name=SCHEMA, node=typed_settings())
 
 
 def load_config(argv: list[str], world_size: int) -> Config:
@@ -79,7 +80,7 @@ def _read(argv: list[str]) -> tuple[Config | None, list[Problem], set[str]]:
     problems += examination.problems + found
     if composed is None:
         return None, problems, set()
-    config, unresolved = _to_config(composed, examination.doubtful)
+    config, unresolved = _to_config(composed, examination.doubtful, arguments.config_name)
     doubtful = examination.doubtful | {problem.setting for problem in found + unresolved}
     return config, problems + unresolved, doubtful
 
@@ -135,8 +136,11 @@ def _first_words(error: BaseException) -> str:
     return ": ".join(parts) or type(error).__name__
 
 
-def _to_config(composed: DictConfig, doubtful: set[str]) -> tuple[Config, list[Problem]]:
-    """The plain dataclasses, interpolations resolved; values that do not resolve become problems and defaults."""
+def _to_config(composed: DictConfig, doubtful: set[str], file: str) -> tuple[Config | None, list[Problem]]:
+    """The plain dataclasses, interpolations resolved; values that do not resolve become problems and defaults.
+
+    None where `file`, a config of the user's own that leaves the schema out, has settings that there are not.
+    """
     problems = list(_hydra_problems(composed))
     with open_dict(composed):
         del composed["hydra"]
@@ -144,8 +148,13 @@ def _to_config(composed: DictConfig, doubtful: set[str]) -> tuple[Config, list[P
         if problem := _unresolved(composed, name):
             problems.append(problem)
             OmegaConf.update(composed, name, setting.default)
-    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), composed))
-    assert isinstance(config, Config)
+    try:
+        plain = OmegaConf.to_container(OmegaConf.merge(typed_settings(), composed), resolve=True)
+    except OmegaConfBaseException as error:
+        remedy = f"mend the file, with {SCHEMA} first in its defaults"
+        return None, [*problems, Problem("--config-name", file, _first_words(error), remedy)]
+    assert isinstance(plain, dict)
+    config = from_plain(plain)
     for name in SETTINGS:  # secrets that came in by a file or by ${oc.env:NAME}
         if name not in doubtful and secret_value(str(value_of(config, name))):
             problems.append(Problem(name, HIDDEN, "looks like a secret, and run folders keep the config", ADVICE))

@@ -2,7 +2,8 @@
 
 Pure functions of the config, the launch folder and (for the cache) the environment, so every rank derives the same.
 Left open: `model.vocab_size` (`derive_vocabulary`, once the tokenizer is known), `model.max_positions` without learned
-positions, and what depends on the machine (`train.compile`, `model.loss_chunk_tokens`, `data.workers`).
+positions, and what depends on the machine (`train.compile`, `model.loss_chunk_tokens`, `data.workers`) or on the
+parameters (`optimizer.bucket_size`).
 """
 
 import hashlib
@@ -18,6 +19,10 @@ from megalite.config.schema import Config, DataConfig, LearningRateConfig, Model
 NOT_TRAINING = {
     "model": {"name", "loss_chunk_tokens"},
     "data": {"cache_dir", "workers", "streaming"},
+    "optimizer": {
+        *("zero", "instances", "bucket_size", "overlap", "ownership", "communication_dtype"),  # layout and travel
+        *("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),  # of one precision
+    },
 }
 
 
@@ -44,7 +49,11 @@ def derive(config: Config, world_size: int = 1) -> Config:
             nccl_options=config.parallel.nccl_options and absolute(config.parallel.nccl_options),
         ),
         train=replace(config.train, micro_batch_size=_micro_batch_size(config, world_size)),
-        optimizer=replace(config.optimizer, betas=list(config.optimizer.betas)),
+        optimizer=replace(
+            config.optimizer,
+            betas=list(config.optimizer.betas),
+            communication_dtype=_or(config.optimizer.communication_dtype, config.optimizer.gradient_dtype),
+        ),
         lr=_derive_learning_rate(config),
         data=_derive_data(config.data),
         checkpoint=replace(

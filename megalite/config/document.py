@@ -18,7 +18,7 @@ COMMENT_WIDTH = 118
 def allowed(setting: Setting) -> str:
     """Type, choices and bounds in words."""
     if setting.choices:
-        return " | ".join(setting.choices)
+        return " | ".join((*setting.choices, "null") if setting.nullable else setting.choices)
     return ", ".join(words for words in (setting.type_words.removeprefix("a "), setting.limit_words) if words)
 
 
@@ -27,19 +27,22 @@ def yaml_entries(group: str) -> str:
     entries = []
     for setting in SETTINGS.values():
         if setting.group == group:
-            comment = textwrap.wrap(f"{setting.meaning} ({allowed(setting)})", COMMENT_WIDTH, break_on_hyphens=False)
-            lines = [f"# {line}" for line in comment]
-            entries.append("\n".join([*lines, f"{setting.leaf}: {yaml_value(setting.default)}"]) + "\n")
+            comment = _comment(f"{setting.meaning} ({allowed(setting)})")
+            entries.append(f"{comment}\n{setting.leaf}: {yaml_value(setting.default)}\n")
     return "\n".join(entries)
 
 
 def group_file(group: str) -> str:
     """The text of conf/GROUP/default.yaml."""
-    return f"{GENERATED}\n# {summary(group)}\n\n{yaml_entries(group)}"
+    return f"{GENERATED}\n{_comment(summary(group))}\n\n{yaml_entries(group)}"
+
+
+def _comment(text: str) -> str:
+    return "\n".join(f"# {line}" for line in textwrap.wrap(text, COMMENT_WIDTH, break_on_hyphens=False))
 
 
 def summary(group: str) -> str:
-    """First paragraph of the docstring of a group's dataclass, in one line."""
+    """The docstring of a group's dataclass, in one line."""
     return " ".join((GROUPS[group].__doc__ or "").split())
 
 

@@ -17,10 +17,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megalite.config.arguments import Arguments
 from megalite.config.problems import Problem
-from megalite.config.schema import Config
 from megalite.config.secrecy import ADVICE, HIDDEN, secret_name, secret_override, secret_value
 from megalite.config.settings import GROUPS, SETTINGS, Setting, yaml_value
 from megalite.config.suggest import nearest, nearest_setting
+from megalite.config.typed import typed_settings
 
 
 class Examination:
@@ -31,7 +31,7 @@ class Examination:
         self.config_name = arguments.config_name
         self.search_path = arguments.search_path
         self.parser = OverridesParser.create()
-        self.typed = OmegaConf.structured(Config)
+        self.typed = typed_settings()
         self.accepted: list[str] = []
         self.problems: list[Problem] = []
         self.doubtful: set[str] = set()

@@ -1,5 +1,6 @@
 """Every rule that a config must keep; `bounds.py` has those of single settings, `model_rules.py` those
-of the model alone, `parallel_rules.py` those of the layout, `tensor_rules.py` those of both; here are all others.
+of the model alone, `parallel_rules.py` those of the layout, `tensor_rules.py` those of both, `optimizer_rules.py`
+those of gradients and the optimizer's state; here are all others.
 
 Each rule is a small generator of `Problem`s that names the settings it read, with their numbers, and values that would
 work. A rule whose text names a setting that is already refused stays silent: it would judge a value nobody asked for.
@@ -13,6 +14,7 @@ from pathlib import Path
 from megalite.config.bounds import bounds, with_defaults
 from megalite.config.derive import absolute, looks_like_path
 from megalite.config.model_rules import MODEL_RULES
+from megalite.config.optimizer_rules import OPTIMIZER_RULES
 from megalite.config.parallel_rules import PARALLEL_RULES, batch_splits_over_ranks
 from megalite.config.problems import Problem
 from megalite.config.schema import Config
@@ -221,6 +223,7 @@ RULES: tuple[Rule, ...] = (
     betas_are_two_decay_rates,
     *PARALLEL_RULES,
     *TENSOR_RULES,
+    *OPTIMIZER_RULES,
     data_path_suits_the_source,
     weights_suit_the_blend,
     vocabulary_holds_the_tokens,

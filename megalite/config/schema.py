@@ -17,10 +17,15 @@ def setting(
     above: float | None = None,
     at_most: float | None = None,
     below: float | None = None,
+    name: str | None = None,
 ) -> Any:
-    """A dataclass field with its meaning and the bounds that `rules.py` enforces and the docs print."""
+    """A dataclass field with its meaning and the bounds that `rules.py` enforces and the docs print.
+
+    `name`: what users call it, where Python does not allow that name for a field.
+    """
     limits = {"at_least": at_least, "above": above, "at_most": at_most, "below": below}
     metadata = {
+        "name": name,
         "meaning": meaning,
         "choices": choices,
         "limits": {name: limit for name, limit in limits.items() if limit is not None},
@@ -155,13 +160,61 @@ class TrainConfig:
 
 @dataclass
 class OptimizerConfig:
-    """AdamW (Loshchilov and Hutter 2019); no weight decay on norms, biases and one-dimensional parameters."""
+    """AdamW (Loshchilov and Hutter 2019); no weight decay on norms, biases and one-dimensional parameters.
+
+    Its state is shared out over the data-parallel ranks; gradients travel in buckets. With precision=fp64, what is fp32
+    here is fp64.
+    """
 
     lr: float = setting(1e-3, "peak learning rate", above=0)
     weight_decay: float = setting(0.1, "decoupled weight decay", at_least=0)
     betas: list[float] = setting([0.9, 0.95], "decay rates of the first and second moment")  # noqa: RUF009
     eps: float = setting(1e-8, "added to the root of the second moment", above=0)
     clip_grad: float = setting(1.0, "largest global gradient norm; 0: no clipping", at_least=0)
+    zero: int = setting(
+        1,
+        "1: masters and moments are sharded over the data-parallel ranks (ZeRO); 0: every rank holds all of them",
+        at_least=0,
+        at_most=1,
+    )
+    instances: int = setting(
+        1,
+        "the sharded state is held so many times, by as many slices of the data-parallel ranks (hybrid sharding): less "
+        "travels between slices, each rank holds more",
+        at_least=1,
+    )
+    bucket_size: int | None = setting(
+        None,
+        "elements of a gradient bucket to aim at, what travels in one piece; null: chosen for the model and ranks",
+        at_least=1,
+    )
+    overlap: bool = setting(True, "gradients travel during the backward pass, parameters during the next forward")
+    ownership: str = setting(
+        "even",
+        "who holds which optimizer state of a bucket: an equal cut for each rank, or whole matrices (for optimizers "
+        "that need them)",
+        choices=("even", "whole"),
+    )
+    gradient_dtype: str = setting(
+        "fp32", "in which gradients are summed; bf16: only with precision=bf16", choices=("fp32", "bf16")
+    )
+    communication_dtype: str | None = setting(
+        None, "in which gradients travel between data-parallel ranks; null: as gradient_dtype", choices=("fp32", "bf16")
+    )
+    moment_dtype: str = setting("fp32", "of both moments", choices=("fp32", "bf16"))
+    initial_loss_scale: float = setting(
+        65536.0,
+        "fp16: what the loss is multiplied by at first, so that small gradients are not rounded to 0",
+        above=0,
+        at_most=2.0**32,
+    )
+    min_loss_scale: float = setting(1.0, "fp16: the scale never falls below this", above=0, at_most=2.0**32)
+    loss_scale_window: int = setting(
+        1000, "fp16: steps in a row without an overflow after which the scale doubles", at_least=1
+    )
+    hysteresis: int = setting(
+        2, "fp16: so many overflows since the scale last doubled halve it, and so does each one more", at_least=1
+    )
 
 
 @dataclass
@@ -213,6 +266,11 @@ class CheckpointConfig:
 
     interval: int = setting(100, "steps between checkpoints; 0: only at the end or when stopped", at_least=0)
     keep: int = setting(2, "newest checkpoints that are kept", at_least=1)
+    asynchronous: bool = setting(
+        False,
+        "true: the step waits only for the copy to host memory, which needs room for it; writing goes on behind",
+        name="async",
+    )
     init_from: str | None = setting(
         None, "folder of a transformers GPT-2, Llama or Qwen3 model whose weights a new run starts from"
     )
@@ -234,9 +292,10 @@ class Config:
     device: str = setting("auto", "auto: cuda where present, else cpu", choices=("auto", "cpu", "cuda"))
     precision: str = setting(
         "auto",
-        "of parameters and activations; auto: bf16 on CUDA and on CPUs with AMX, else fp32. Masters, moments, gradient "
-        "sums and statistics are fp32 (fp64 with fp64)",
-        choices=("auto", "fp64", "fp32", "bf16"),
+        "of parameters and activations; auto: bf16 on CUDA and on CPUs with AMX, else fp32. Masters and statistics are "
+        "fp32, and so are gradient sums and moments unless optimizer says otherwise (all fp64 with fp64); fp16 scales "
+        "the loss, and is slow on most CPUs",
+        choices=("auto", "fp64", "fp32", "bf16", "fp16"),
     )
     tokenizer: str = setting(
         "bpe", "bpe (trained on the data and cached), byte, char, or a transformers name or folder"

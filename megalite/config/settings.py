@@ -2,12 +2,14 @@
 
 Whatever speaks about settings in general (the checks of the command line, the bounds, `conf/`, the docs) reads this
 table, so a new field of `schema.py` is known everywhere at once. A group is a field of `Config` that is a dataclass.
+Users, files and checkpoints know a setting by its name, which Python may not allow for a field (`checkpoint.async`):
+a config comes from them by `from_plain` and goes to them by `as_plain`, and only this file knows both words.
 """
 
 import types
 import typing
-from collections.abc import Iterator
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, Field, asdict, dataclass, fields, is_dataclass, replace
 from typing import Any
 
 from megalite.config.schema import Config
@@ -20,6 +22,7 @@ class Setting:
     """One setting that a user can override."""
 
     name: str  # dotted: train.steps
+    field: str  # of the group's dataclass
     group: str  # the part before the dot; empty for the settings of the run itself
     kind: Any  # int, float, bool, str, list[float], list[str] or Any
     nullable: bool
@@ -59,9 +62,12 @@ def _setting(group: str, field: "Field[Any]") -> Setting:
         nullable = types.NoneType in members
         (kind,) = (member for member in members if member is not types.NoneType)
     default = field.default if field.default_factory is MISSING else field.default_factory()
-    name = f"{group}.{field.name}" if group else field.name
     about = field.metadata
-    return Setting(name, group, kind, nullable, default, about["meaning"], about["choices"], about["limits"])
+    leaf = about["name"] or field.name
+    name = f"{group}.{leaf}" if group else leaf
+    return Setting(
+        name, field.name, group, kind, nullable, default, about["meaning"], about["choices"], about["limits"]
+    )
 
 
 def _settings() -> Iterator[Setting]:
@@ -77,10 +83,39 @@ SETTINGS: dict[str, Setting] = {setting.name: setting for setting in _settings()
 
 def value_of(config: Config, name: str) -> Any:
     """The value of a setting by its dotted name."""
-    node: Any = config
-    for part in name.split("."):
-        node = getattr(node, part)
-    return node
+    setting = SETTINGS[name]
+    return getattr(getattr(config, setting.group) if setting.group else config, setting.field)
+
+
+def with_values(config: Config, values: Mapping[str, Any]) -> Config:
+    """A copy in which the settings, by their dotted names, hold these values."""
+    changed = config
+    for name, value in values.items():
+        setting = SETTINGS[name]
+        part = {setting.field: value}
+        if setting.group:
+            part = {setting.group: replace(getattr(changed, setting.group), **part)}
+        changed = replace(changed, **part)
+    return changed
+
+
+def as_plain(config: Config) -> dict[str, Any]:
+    """All settings as nested dictionaries by their names: what is written to files and compared with them."""
+    fields_ = asdict(config)
+    return {setting.leaf: fields_[setting.field] for setting in SETTINGS.values() if not setting.group} | {
+        group: {one.leaf: fields_[group][one.field] for one in SETTINGS.values() if one.group == group}
+        for group in GROUPS
+    }
+
+
+def from_plain(plain: Mapping[Any, Any]) -> Config:
+    """The config of nested dictionaries that name every setting."""
+    own = {setting.field: plain[setting.leaf] for setting in SETTINGS.values() if not setting.group}
+    parts = {
+        group: schema(**{one.field: plain[group][one.leaf] for one in SETTINGS.values() if one.group == group})
+        for group, schema in GROUPS.items()
+    }
+    return Config(**own, **parts)
 
 
 def yaml_value(value: Any) -> str:

@@ -11,7 +11,6 @@ from math import gcd
 from typing import Any
 
 from megalite.config.advice import around, either
-from megalite.config.bounds import with_values
 from megalite.config.model_rules import MODEL_RULES
 from megalite.config.parallel_rules import (
     batch_splits_over_ranks,
@@ -22,7 +21,7 @@ from megalite.config.parallel_rules import (
 )
 from megalite.config.problems import Problem
 from megalite.config.schema import Config
-from megalite.config.settings import SETTINGS, yaml_value
+from megalite.config.settings import SETTINGS, with_values, yaml_value
 from megalite.parallel.layout_rules import divisors
 
 TRIED = 64  # values of one setting, at most

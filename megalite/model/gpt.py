@@ -6,7 +6,7 @@ created without values, which come from start values, an import or a checkpoint.
 recomputed block (the choice of attention kernel, the seeding of dropout) happens here, at each block's entry.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -81,6 +81,7 @@ class GPT(nn.Module):
             frequencies = rotary_frequencies(config).to(device, statistics_dtype(dtype))
             self.register_buffer("frequencies", frequencies, persistent=False)
         self._sinks: dict[str, Tensor] = {}
+        self.before_use: Callable[[str], None] = lambda part: None  # called before parameters of a part are read
         if compile:
             # Reordering for memory, inductor would finish each collective before it starts the next product.
             options = None if tp is None else {"reorder_for_peak_memory": False}
@@ -115,13 +116,18 @@ class GPT(nn.Module):
         attention = self._attention_inputs(batch)
         for name, block in self.blocks.items():
             layer = int(name)
+            self.before_use(f"blocks.{name}")
             inputs = BlockInputs(attention, keys.get((layer, "attention")), keys.get((layer, "mlp")))
             run = partial(self._run_block, block, layer, batch.first_sample)
             if layer in self.recomputed and torch.is_grad_enabled():
                 x = checkpoint(run, x, inputs, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = run(x, inputs)
-        return self.final_norm(x) if self.is_last else x
+        if not self.is_last:
+            return x
+        self.before_use("final_norm")
+        normed: Tensor = self.final_norm(x)
+        return normed
 
     def loss(self, batch: Batch, scale: Tensor, received: Tensor | None = None) -> Tensor:
         """scale (0-d) * sum of the losses of the batch's unmasked tokens: 0-d, fp32 (fp64 in fp64), alike on tp ranks.
@@ -167,6 +173,7 @@ class GPT(nn.Module):
         return gather_from_sequence_parallel(x, self.place.tp, partial_gradient=False)  # head_logits has summed it
 
     def _embed(self, batch: Batch, keys: Mapping[tuple[int | str, ...], DropoutKey]) -> Tensor:
+        self.before_use("embedding")
         x: Tensor = self.embedding(batch.tokens, batch.positions)
         dropout = self.config.embedding_dropout
         return hash_dropout(x, dropout, keys[("embedding",)]) if self.training and dropout else x
@@ -205,9 +212,9 @@ class GPT(nn.Module):
 
     def _head_weight(self) -> tuple[str, Tensor]:
         """Name and weight [padded vocabulary, h] of the head."""
-        if self.config.tie_embeddings:
-            return "embedding.word.weight", self.embedding.word.weight
-        return "head.weight", self.head.weight
+        part = "embedding.word" if self.config.tie_embeddings else "head"
+        self.before_use(part.partition(".")[0])
+        return f"{part}.weight", self.get_parameter(f"{part}.weight")
 
     @property
     def _vocab_size(self) -> int:

@@ -1,83 +1,139 @@
-"""AdamW (Loshchilov and Hutter 2019) over flat buffers, driven by device tensors alone.
+"""AdamW (Loshchilov and Hutter 2019) over slices of buckets, driven by device tensors alone.
 
-Masters, both moments and gradients are one-dimensional tensors of the same layout; a group is a range of them with its
-weight decay. Learning rate, clipping and the decision to skip a step arrive as device tensors, so that nothing waits
-for the device; a skipped step leaves masters, moments and the step count bit for bit as they were.
+Masters, gradients and both moments are lists of one-dimensional tensors, one per bucket: what this rank owns of it. A
+group is a set of runs of elements with one weight decay, and one fused kernel call updates all of them through views
+made once. Learning rate, clipping and the decision to skip a step arrive as device tensors, so that nothing waits for
+the device; a skipped step leaves masters, moments and the step count bit for bit as they were.
+
+The kernel reads each element once, but wants one dtype. Where gradients or moments are narrower than the masters, they
+are widened, updated and rounded back a piece at a time: no whole tensor is ever held a second time.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from megalite.optim.buffer_layout import SliceRange
+
+PIECE = 2**18  # elements that are widened at once: their fp32 copies stay in a core's cache
+
+
+@dataclass(frozen=True)
+class _Views:
+    """What one kernel call updates: views that lie at the same places of the four lists."""
+
+    masters: list[Tensor]
+    gradients: list[Tensor]
+    exp_avg: list[Tensor]
+    exp_avg_sq: list[Tensor]
+
 
 class FlatAdamW:
-    """The optimizer of `masters` [size], fp32 or fp64.
+    """The optimizer of `masters`, one slice [size] per bucket, fp32 or fp64.
 
-    `groups` are (start, end, weight_decay) ranges; what lies in none of them is left alone. State to be saved:
-    `exp_avg` and `exp_avg_sq` (both like masters) and `step_count` (0-d fp32, exact up to 2^24 steps).
+    `gradients` are slices of the same sizes, which every step reads anew; their dtype may be narrower. `groups` are
+    (runs, weight_decay); what lies in no run is left alone. State to be saved: `exp_avg` and `exp_avg_sq`, like the
+    masters but of dtype `moments` (default: the masters'), each list in one block of memory, and `step_count` (0-d
+    fp32, exact up to 2^24 steps).
     """
 
     def __init__(
-        self, masters: Tensor, groups: Sequence[tuple[int, int, float]], betas: tuple[float, float], eps: float
+        self,
+        masters: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        groups: Sequence[tuple[Sequence[SliceRange], float]],
+        betas: tuple[float, float],
+        eps: float,
+        *,
+        moments: torch.dtype | None = None,
     ) -> None:
-        assert masters.dim() == 1
-        assert masters.dtype in (torch.float32, torch.float64)
-        self.masters = masters
-        self.exp_avg = torch.zeros_like(masters)
-        self.exp_avg_sq = torch.zeros_like(masters)
-        self.step_count = torch.zeros((), dtype=torch.float32, device=masters.device)
-        self._groups = [(slice(start, end), weight_decay) for start, end, weight_decay in groups if start < end]
+        assert masters
+        assert all(master.dim() == 1 for master in masters)
+        assert [master.shape for master in masters] == [gradient.shape for gradient in gradients]
+        self.masters = list(masters)
+        self.gradients = list(gradients)
+        dtype, device = masters[0].dtype, masters[0].device
+        assert dtype in (torch.float32, torch.float64)
+        moments = moments or dtype
+        sizes = [master.numel() for master in masters]
+        self.exp_avg = list(torch.zeros(sum(sizes), dtype=moments, device=device).split(sizes))
+        self.exp_avg_sq = list(torch.zeros(sum(sizes), dtype=moments, device=device).split(sizes))
+        self.step_count = torch.zeros((), dtype=torch.float32, device=device)
         self._betas = betas
         self._eps = eps
+        self._dtype = dtype
+        # CUDA's kernel takes bf16 moments with all else in fp32; the CPU's takes one dtype only.
+        mixed = (torch.float32, torch.float32, torch.bfloat16) if masters[0].is_cuda else None
+        self._widened = (dtype, gradients[0].dtype, moments) not in ((dtype, dtype, dtype), mixed)
+        _assert_disjoint([run for runs, _ in groups for run in runs], sizes)
+        self._calls = [(views, decay) for runs, decay in groups for views in self._views(runs)]
 
     @torch.no_grad()
-    def step(self, gradients: Tensor, lr: Tensor, *, gradient_scale: Tensor, skip: Tensor) -> None:
-        """One step with `gradients` [size] divided by `gradient_scale` (0-d), or none where `skip` (0-d) is 1.0.
+    def step(self, lr: Tensor, *, gradient_scale: Tensor, skip: Tensor) -> None:
+        """One step with the gradients divided by `gradient_scale` (0-d), or none where `skip` (0-d) is 1.0.
 
         The gradients are used up: they may hold the divided ones afterwards.
         """
         skip = skip.to(torch.float32)
         self.step_count += 1.0 - skip
-        update = self._update_plain if self.masters.dtype == torch.float64 else self._update_fused
-        for elements, weight_decay in self._groups:
-            update(elements, gradients[elements], lr, gradient_scale, skip, weight_decay)
+        # CUDA's kernel reads the rate as fp32, in fp64 too; the CPU's takes it as it is.
+        lr = lr.to(torch.float32) if lr.is_cuda else lr
+        scale = gradient_scale.to(self._dtype)
+        for views, weight_decay in self._calls:
+            if self._widened:
+                self._update_widened(views, lr, scale, skip, weight_decay)
+            else:
+                self._update(views, lr, scale, skip, weight_decay)
 
-    def _update_fused(
-        self, elements: slice, gradients: Tensor, lr: Tensor, gradient_scale: Tensor, skip: Tensor, weight_decay: float
-    ) -> None:
-        """One kernel reads each element once; it wants lr, scale and skip in fp32 and counts steps from 1."""
+    def _views(self, runs: Sequence[SliceRange]) -> Iterator[_Views]:
+        """The views of one group, for one kernel call; or, to be widened, of one piece at a time."""
+        tensors = (self.masters, self.gradients, self.exp_avg, self.exp_avg_sq)
+        runs = [run for run in runs if run.start < run.stop]
+        parts = [[piece] for run in runs for piece in _pieces(run)] if self._widened else [runs]
+        for part in filter(None, parts):
+            yield _Views(*([slices[run.bucket][run.start : run.stop] for run in part] for slices in tensors))
+
+    def _update_widened(self, views: _Views, lr: Tensor, scale: Tensor, skip: Tensor, weight_decay: float) -> None:
+        """The same kernel on copies in the masters' dtype; a skipped one rounds back to the bits that it came from."""
+        narrow = (views.gradients, views.exp_avg, views.exp_avg_sq)
+        wide = _Views(views.masters, *([tensor.to(self._dtype) for tensor in tensors] for tensors in narrow))
+        self._update(wide, lr, scale, skip, weight_decay)
+        for kept, new in zip(views.exp_avg + views.exp_avg_sq, wide.exp_avg + wide.exp_avg_sq, strict=True):
+            kept.copy_(new)
+
+    def _update(self, views: _Views, lr: Tensor, scale: Tensor, skip: Tensor, weight_decay: float) -> None:
+        exact = self._dtype == torch.float64  # the kernel would round the scale to fp32
+        if exact:
+            torch._foreach_div_(views.gradients, scale)
         torch._fused_adamw_(
-            [self.masters[elements]],
-            [gradients],
-            [self.exp_avg[elements]],
-            [self.exp_avg_sq[elements]],
+            views.masters,
+            views.gradients,
+            views.exp_avg,
+            views.exp_avg_sq,
             [],
-            [self.step_count],
-            lr=lr.to(torch.float32),
+            [self.step_count] * len(views.masters),  # only read: one count serves all
+            lr=lr,
             beta1=self._betas[0],
             beta2=self._betas[1],
             weight_decay=weight_decay,
             eps=self._eps,
             amsgrad=False,
             maximize=False,
-            grad_scale=gradient_scale.to(torch.float32),
+            grad_scale=None if exact else scale,
             found_inf=skip,
         )
 
-    def _update_plain(
-        self, elements: slice, gradients: Tensor, lr: Tensor, gradient_scale: Tensor, skip: Tensor, weight_decay: float
-    ) -> None:
-        """The definition, for fp64: the fused kernels would round lr and scale to fp32."""
-        (beta1, beta2), applied = self._betas, skip == 0
-        master, exp_avg, exp_avg_sq = self.masters[elements], self.exp_avg[elements], self.exp_avg_sq[elements]
-        gradient = gradients / gradient_scale
-        first = torch.lerp(exp_avg, gradient, 1 - beta1)
-        second = torch.lerp(exp_avg_sq, gradient.square(), 1 - beta2)
-        steps = self.step_count.double()
-        first_unbiased = first / (1 - beta1**steps)
-        second_unbiased = second / (1 - beta2**steps)
-        decayed = master * (1 - lr * weight_decay)
-        updated = decayed - lr * first_unbiased / (second_unbiased.sqrt() + self._eps)
-        for kept, new in ((master, updated), (exp_avg, first), (exp_avg_sq, second)):
-            kept.copy_(torch.where(applied, new, kept))
+
+def _pieces(run: SliceRange) -> Iterator[SliceRange]:
+    for start in range(run.start, run.stop, PIECE):
+        yield SliceRange(run.bucket, start, min(start + PIECE, run.stop))
+
+
+def _assert_disjoint(runs: Sequence[SliceRange], sizes: Sequence[int]) -> None:
+    ordered = sorted(runs, key=lambda run: (run.bucket, run.start))
+    assert all(0 <= run.start <= run.stop <= sizes[run.bucket] for run in ordered)
+    for run, following in pairwise(ordered):
+        assert run.bucket != following.bucket or run.stop <= following.start, f"{run} and {following} overlap"

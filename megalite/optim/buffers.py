@@ -1,165 +1,148 @@
-"""All parameters in one flat buffer, all gradients in another.
+"""All parameters in contiguous buffers, all gradients in others of the same layout, and this rank's share of both.
 
-The layout of the buffers is data: which shard of which parameter sits at which offset is a pure function of the
-parameter records and this rank's place on the tensor-parallel axis. Parameters that weight decay touches come first, so
-that one optimizer call covers each of the two ranges; in each, those that tp splits come before those it replicates, so
-that the latter are one range, which one rank counts and all of them sum. Parameters of the model become views of the
-flat buffer; gradients of all microbatches are added up in fp32 (fp64 in fp64) in a flat buffer of the same layout, by
-the model's own backward or by one hook per parameter. There is no second persistent copy of either.
+Parameters of the model become views of the parameter buffers; gradients of all microbatches are added up in the
+gradient buffers, by the model's own backward or by one hook per parameter. There is no second persistent copy of
+either. Everything that a rank has a share of (masters, gradients once they are summed, moments) is a list of one flat
+tensor per bucket: its slices.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import product
 from math import prod
 
 import torch
 from torch import Tensor, nn
 
-from megalite.parallel.parameters import ParameterRecord, Shard, shard
-
-ALIGNMENT = 64  # elements: 256 bytes of fp32, so that every parameter starts on a full vector and cache line
-
-
-@dataclass(frozen=True)
-class BufferSlot:
-    """Elements [start, stop) of a flat buffer: what this rank holds of one parameter."""
-
-    record: ParameterRecord
-    shard: Shard
-    start: int
-
-    @property
-    def stop(self) -> int:
-        return self.start + prod(self.shard.shape)
-
-    def view(self, buffer: Tensor) -> Tensor:
-        """The shard's shape over its part of `buffer` ([size])."""
-        return buffer[self.start : self.stop].view(self.shard.shape)
-
-
-@dataclass(frozen=True)
-class BufferLayout:
-    """Where every parameter lies. Elements [0, decay_stop) are decayed, [decay_stop, size) are not."""
-
-    slots: tuple[BufferSlot, ...]
-    decay_stop: int
-    size: int
-
-    def counted(self, buffer: Tensor) -> list[Tensor]:
-        """The parts of `buffer` that this rank counts in a norm, as few as possible: of replicas one rank's only.
-
-        Gaps between slots are zero and may be part of them.
-        """
-        parts: list[Tensor] = []
-        start: int | None = None  # of a run of slots that are counted whole
-        for slot in self.slots:
-            whole = all(box.counted for box in slot.shard.boxes)
-            if whole and start is None:
-                start = slot.start
-            elif not whole:
-                if start is not None:
-                    parts.append(buffer[start : slot.start])
-                    start = None
-                parts += [slot.view(buffer)[box.local] for box in slot.shard.boxes if box.counted]
-        return parts if start is None else [*parts, buffer[start:]]
-
-    def replicated(self, buffer: Tensor) -> list[Tensor]:
-        """The parameters in `buffer` that tp does not split, alike on all its ranks: a range of decayed, one of others.
-
-        What ranks hold alike of split ones is in `shared_tails`.
-        """
-        ranges = []
-        for decay in (True, False):
-            slots = [slot for slot in self.slots if slot.record.split is None and slot.record.decay == decay]
-            ranges += [buffer[slots[0].start : slots[-1].stop]] if slots else []
-        return ranges
-
-    def shared_tails(self, buffer: Tensor) -> list[Tensor]:
-        """Of the split parameters in `buffer`, the parts that this rank and its next neighbours on the tp axis hold
-        alike (`Split.shared_tail`: key-value heads), as views that need not be contiguous."""
-        return [
-            slot.view(buffer)[box.local]
-            for slot in self.slots
-            for box in slot.shard.boxes
-            if slot.record.split is not None and box.replicas > 1
-        ]
-
-
-def buffer_layout(records: Sequence[ParameterRecord], *, size: int = 1, index: int = 0) -> BufferLayout:
-    """The buffers of rank `index` of `size` tensor-parallel ranks.
-
-    Decayed parameters, then the others; in each, split ones, then replicated ones; those in reverse order of `records`,
-    as backward reaches them.
-    """
-    slots = []
-    cursor = decay_stop = 0
-    for decay, split in product((True, False), (True, False)):
-        for record in reversed(records):
-            if (record.decay, record.split is not None) == (decay, split):
-                slot = BufferSlot(record, shard(record, size, index), cursor)
-                slots.append(slot)
-                cursor += -(-(slot.stop - slot.start) // ALIGNMENT) * ALIGNMENT
-        if decay:
-            decay_stop = cursor
-    return BufferLayout(tuple(slots), decay_stop, cursor)
+from megalite.optim.buffer_layout import BufferLayout, BufferSlot, OwnedRange, SliceRange
 
 
 class TrainingBuffers:
-    """Flat parameters, masters and gradients of one model.
+    """Parameters, gradients and masters of one model on one rank.
 
-    `masters` ([size], fp32 or fp64) are what the optimizer updates; `parameters` ([size], the model's dtype) are what
-    the model computes with, the very same tensor when the dtypes agree. `gradients` ([size]) has the masters' dtype.
+    `parameter_buckets` and `gradient_buckets` ([bucket's size] each) are whole; `parameters`, `gradients` and `masters`
+    ([bucket's size / shards] each) are the slices of the rank at position `dense` (`expert`) of those that share state.
+    Masters are what the optimizer updates, in fp32 (fp64 in fp64): the very slices of the parameters where these have
+    that dtype, else views of one flat tensor. Gradients have `gradient_dtype`, the masters' by default.
     """
 
-    def __init__(self, layout: BufferLayout, *, dtype: torch.dtype, device: torch.device) -> None:
-        master_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    def __init__(
+        self,
+        layout: BufferLayout,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        dense: int = 0,
+        expert: int = 0,
+        gradient_dtype: torch.dtype | None = None,
+    ) -> None:
         self.layout = layout
-        self.masters = torch.zeros(layout.size, dtype=master_dtype, device=device)
-        self.gradients = torch.zeros(layout.size, dtype=master_dtype, device=device)
-        self.parameters = self.masters if dtype == master_dtype else torch.zeros_like(self.masters, dtype=dtype)
+        self.owned = layout.owned(dense, expert)
+        self.master_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        dtypes = {"model": dtype, "master": self.master_dtype}
+        summed_in = gradient_dtype or self.master_dtype
+        stored = {
+            name: torch.zeros(size, dtype=dtypes[name.precision], device=device) for name, size in layout.sizes.items()
+        }
+        summed = {name: torch.zeros(size, dtype=summed_in, device=device) for name, size in layout.sizes.items()}
+        self._parameters, self._gradients = stored, summed
+        self.parameter_buckets = [stored[bucket.buffer][bucket.start : bucket.stop] for bucket in layout.buckets]
+        self.gradient_buckets = [summed[bucket.buffer][bucket.start : bucket.stop] for bucket in layout.buckets]
+        index = {"dense": dense, "expert": expert}
+        own = [bucket.slice_of(index[bucket.buffer.kind]) for bucket in layout.buckets]
+        names = [bucket.buffer for bucket in layout.buckets]
+        self.parameters = [stored[name][at.start : at.stop] for name, at in zip(names, own, strict=True)]
+        self.gradients = [summed[name][at.start : at.stop] for name, at in zip(names, own, strict=True)]
+        self.masters = self._masters(device)
+        self.frozen: set[str] = set()  # parameters that are not trained
+
+    def _masters(self, device: torch.device) -> list[Tensor]:
+        rounded = [part for part in self.parameters if part.dtype != self.master_dtype]
+        flat = torch.zeros(sum(map(len, rounded)), dtype=self.master_dtype, device=device)
+        masters = iter(flat.split([len(part) for part in rounded]))
+        return [part if part.dtype == self.master_dtype else next(masters) for part in self.parameters]
+
+    @property
+    def device(self) -> torch.device:
+        return self.parameter_buckets[0].device
+
+    def parameter(self, slot: BufferSlot, number: int) -> Tensor:
+        """What the model computes with, in the shard's shape; `number` is the slot's bucket."""
+        return _view(self._parameters[self.layout.buckets[number].buffer], slot)
+
+    def gradient(self, slot: BufferSlot, number: int) -> Tensor:
+        """The sum of this rank's own gradients, in the shard's shape; after the sync only slices are of use."""
+        return _view(self._gradients[self.layout.buckets[number].buffer], slot)
 
     def attach(self, model: nn.Module, *, sunk: Iterable[str] = ()) -> dict[str, Tensor]:
-        """Make the model's parameters views of the flat buffer and add up their gradients in the other.
+        """Make the model's parameters views of their buffer and add up their gradients in the other.
 
         The gradients of parameters named in `sunk` are accumulated by the model itself; the returned tensors, by name,
-        are where to.
+        are where to. A parameter that wants no gradient is frozen: nothing changes it.
         """
         own = set(sunk)
+        sinks = {}
         parameters = dict(model.named_parameters())
         names = [slot.record.name for slot in self.layout.slots]
         assert sorted(parameters) == sorted(names), set(parameters) ^ set(names)
-        for slot in self.layout.slots:
-            parameter = parameters[slot.record.name]
-            assert tuple(parameter.shape) == slot.shard.shape, (slot, parameter.shape)
-            parameter.data = slot.view(self.parameters)
-            if slot.record.name not in own:
-                _add_up(parameter, slot.view(self.gradients))
-        return {slot.record.name: slot.view(self.gradients) for slot in self.layout.slots if slot.record.name in own}
+        for number, bucket in enumerate(self.layout.buckets):
+            for slot in bucket.slots:
+                name = slot.record.name
+                parameter, total = parameters[name], self.gradient(slot, number)
+                assert tuple(parameter.shape) == slot.shard.shape, (slot, parameter.shape)
+                parameter.data = self.parameter(slot, number)
+                if not parameter.requires_grad:
+                    self.frozen.add(name)
+                elif name in own:
+                    sinks[name] = total
+                else:
+                    _add_up(parameter, total)
+        return sinks
 
     def start_step(self) -> None:
         """Forget the gradients of the step before."""
-        self.gradients.zero_()
+        for gradients in self._gradients.values():
+            gradients.zero_()
 
     @torch.no_grad()
     def fill(self, values: Iterable[tuple[str, Tensor]]) -> None:
         """Set masters and parameters to `values`: (name, tensor) pairs, the tensor logical or this rank's shard."""
-        slots = {slot.record.name: slot for slot in self.layout.slots}
+        slots = {slot.record.name: (slot, at) for at, bucket in enumerate(self.layout.buckets) for slot in bucket.slots}
+        own: dict[str, list[OwnedRange]] = {name: [] for name in slots}
+        for each in self.owned:
+            own[each.slot.record.name].append(each)
         for name, value in values:
-            slot = slots[name]
-            if value.shape == slot.shard.shape:
-                slot.view(self.masters).copy_(value)
-            else:
-                assert value.shape == slot.record.shape, (slot, value.shape)
-                for box in slot.shard.boxes:
-                    slot.view(self.masters)[box.local] = value[box.logical].to(self.masters)
-        self.round_masters()
+            slot, number = slots[name]
+            if value.shape != slot.shard.shape:
+                value = _shard_of(value, slot)
+            self.parameter(slot, number).copy_(value)
+            flat = value.reshape(-1)
+            for each in own[name]:
+                part = flat[each.in_parameter.start : each.in_parameter.stop]
+                self.masters[number][each.in_slice.start : each.in_slice.stop].copy_(part)
 
     @torch.no_grad()
     def round_masters(self) -> None:
-        """Parameters become the masters, rounded to the model's dtype."""
-        if self.parameters is not self.masters:
-            self.parameters.copy_(self.masters)
+        """This rank's slices of the parameters become its masters, rounded to the model's dtype."""
+        for part, master in zip(self.parameters, self.masters, strict=True):
+            if part is not master:
+                part.copy_(master)
+
+
+def ranges_of(slices: Sequence[Tensor], ranges: Iterable[SliceRange]) -> list[Tensor]:
+    """The ranges as views of `slices` (one flat tensor per bucket)."""
+    return [slices[each.bucket][each.start : each.stop] for each in ranges]
+
+
+def _view(buffer: Tensor, slot: BufferSlot) -> Tensor:
+    return buffer[slot.start : slot.start + prod(slot.shard.shape)].view(slot.shard.shape)
+
+
+def _shard_of(value: Tensor, slot: BufferSlot) -> Tensor:
+    """This rank's part of a logical tensor."""
+    assert value.shape == slot.record.shape, (slot, value.shape)
+    part = value.new_empty(slot.shard.shape)
+    for box in slot.shard.boxes:
+        part[box.local] = value[box.logical]
+    return part
 
 
 def _add_up(parameter: nn.Parameter, total: Tensor) -> None:

@@ -2,7 +2,8 @@
 
 Which those are the registry says: norms and biases of what sequence parallelism splits along the sequence, norms over
 heads, and the key-value heads that several ranks hold (`Split.shared_tail`). They are few and small: one collective
-sums all of a group's together, after the last microbatch's backward.
+sums all of a group's together, after the data-parallel sums. Each rank adds what it owns of them, which is the same
+part on all ranks of the group: only tables of the vocabulary are cut unevenly, and these have buckets of their own.
 """
 
 from collections.abc import Sequence
@@ -12,13 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalite.optim.buffers import TrainingBuffers
+from megalite.optim.buffer_layout import box_ranges
+from megalite.optim.buffers import TrainingBuffers, ranges_of
 from megalite.parallel.context import ParallelContext
 
 
 @dataclass(frozen=True)
 class PartialGradients:
-    """Views of the gradient buffer and the groups over which they are summed; a group is None where it has one rank."""
+    """Views of the gradient slices and the groups over which they are summed; a group is None where it has one rank."""
 
     over_tp: Sequence[Tensor]
     tp: dist.ProcessGroup | None
@@ -27,15 +29,20 @@ class PartialGradients:
 
     @classmethod
     def of(cls, buffers: TrainingBuffers, context: ParallelContext) -> "PartialGradients":
-        layout, gradients = buffers.layout, buffers.gradients
-        over_tp = [slot.view(gradients) for slot in layout.slots if "tp" in slot.record.partial_over]
-        return cls(over_tp, context.group("tp"), layout.shared_tails(gradients), context.group("kv-replicas"))
+        partial = box_ranges(buffers.owned, lambda slot, _: "tp" in slot.record.partial_over)
+        shared = box_ranges(buffers.owned, lambda slot, box: slot.record.split is not None and box.replicas > 1)
+        return cls(
+            ranges_of(buffers.gradients, partial),
+            context.group("tp"),
+            ranges_of(buffers.gradients, shared),
+            context.group("kv-replicas"),
+        )
 
     def sum(self) -> None:
         """Every part becomes the whole, on all ranks of its group. All of them must call it."""
         for parts, group in ((self.over_tp, self.tp), (self.over_replicas, self.replicas)):
             if parts and group is not None:
-                total = torch.cat([part.flatten() for part in parts])
+                total = torch.cat(list(parts))
                 dist.all_reduce(total, group=group)
-                for part, whole in zip(parts, total.split([part.numel() for part in parts]), strict=True):
-                    part.copy_(whole.view(part.shape))
+                for part, whole in zip(parts, total.split([len(part) for part in parts]), strict=True):
+                    part.copy_(whole)

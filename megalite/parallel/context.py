@@ -145,7 +145,7 @@ class ParallelContext:
         if self.control_group is None or not dist.is_initialized():
             return
         if failed and self.device.type == "cuda":
-            for group in {group for name, group in self.groups.items() if self.specs[name].traffic != "control"}:
+            for group in {group for name, group in self.groups.items() if not self.specs[name].on_host}:
                 group.abort()
         if self.meeting is not None:
             dist.destroy_process_group()

@@ -10,7 +10,7 @@ from megalite.config.problems import Problem, UserError
 from megalite.parallel.cores import usable_cores
 from megalite.parallel.environment import ProcessEnvironment
 
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def choose_device(setting: str, environment: ProcessEnvironment) -> torch.device:
@@ -29,13 +29,18 @@ def choose_device(setting: str, environment: ProcessEnvironment) -> torch.device
 
 
 def choose_precision(setting: str, device: torch.device) -> torch.dtype:
-    """`setting` is auto, fp64, fp32 or bf16; auto is bf16 where the hardware multiplies bf16 matrices, else fp32."""
+    """`setting` is auto or one of DTYPES; auto is bf16 where the hardware multiplies bf16 matrices, else fp32."""
     if setting == "auto":
         return torch.bfloat16 if _has_fast_bf16(device) else torch.float32
     if setting == "bf16" and device.type == "cuda" and not _has_fast_bf16(device):
         rule = f"{torch.cuda.get_device_name(device)} cannot multiply bf16 matrices"
-        raise UserError(Problem("precision", "bf16", rule, "precision=fp32, or auto"))
+        raise UserError(Problem("precision", "bf16", rule, "precision=fp32, fp16 or auto"))
     return DTYPES[setting]
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """What the setting calls the dtype."""
+    return next(name for name, one in DTYPES.items() if one == dtype)
 
 
 def set_threads(environment: ProcessEnvironment) -> None:

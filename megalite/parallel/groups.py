@@ -26,7 +26,10 @@ Traffic = Literal[
     "forward",  # activations to the next pipeline stage
     "backward",  # their gradients to the previous one
     "control",  # host-side traffic, over gloo whatever the device
+    "saving",  # that of a checkpoint that is written while training goes on, from a thread of its own
 ]
+HOST_SIDE = ("control", "saving")
+WORLD = "tp-cp-dp-pp"  # the axes whose one group is all ranks
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,11 @@ class GroupSpec:
     ranks: tuple[int, ...]
     options: str
 
+    @property
+    def on_host(self) -> bool:
+        """Whether what it carries lies in host memory, whatever the device."""
+        return self.traffic in HOST_SIDE
+
 
 @dataclass(frozen=True)
 class GroupNeeds:
@@ -46,7 +54,7 @@ class GroupNeeds:
     `kv_heads`: None, or the model's key-value heads (fewer than tp: ranks share one). `split_rank`: None, or the
     pipeline rank of an encoder-decoder's first decoder stage. `optimizer_instances`: the optimizer's state is sharded
     inside each of so many slices of dp x cp and repeated across them. `cp_levels`: sizes of hierarchical context
-    parallelism, innermost first; their product is cp.
+    parallelism, innermost first; their product is cp. `background_saving`: checkpoints are written behind training.
     """
 
     tied_embeddings: bool = False
@@ -54,6 +62,7 @@ class GroupNeeds:
     split_rank: int | None = None
     optimizer_instances: int = 1
     cp_levels: tuple[int, ...] = ()
+    background_saving: bool = False
 
 
 def groups_of(layout: ParallelLayout, rank: int, needs: GroupNeeds) -> dict[str, GroupSpec]:
@@ -191,6 +200,7 @@ def _families(layout: ParallelLayout, needs: GroupNeeds) -> Iterator[_Family]:
         yield from _instances(layout, needs.optimizer_instances)
     for axes in ("tp-pp", "tp-dp", "tp-dp-cp", "etp-ep-pp") if experts else ("tp-pp", "tp-dp", "tp-dp-cp"):
         yield _Family(axes, "gradient", along(axes))
+    yield _Family("world", "gradient", along(WORLD))
     if needs.kv_heads is not None and needs.kv_heads < layout.tp:
         sharing = layout.tp // needs.kv_heads
         yield _Family("kv-replicas", "gradient", lambda rank: _slice_of(layout.group_of(rank, "tp"), rank, sharing))
@@ -205,6 +215,8 @@ def _families(layout: ParallelLayout, needs: GroupNeeds) -> Iterator[_Family]:
     yield _Family("pp-backward", "backward", along("pp"), "pp")
     for axes in ("dp", "dp-cp", "edp") if experts else ("dp", "dp-cp"):
         yield _Family(f"{axes}-control", "control", along(axes))
+    if needs.background_saving:
+        yield _Family("saving", "saving", along(WORLD))
     yield _Family("embedding", "gradient", lambda rank: _embedding_stages(layout, rank, needs))
     untied = replace(needs, tied_embeddings=False)
     yield _Family("position-embedding", "gradient", lambda rank: _embedding_stages(layout, rank, untied))

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroupNCCL
 
 # Megatron-LM's name of a group -> ours with the same traffic; each of ours stands here once. Megatron-LM has no groups
-# for kv heads that tp ranks share, and sums dense gradients across optimizer instances over `inter_ep_dp` too.
+# for kv heads that tp ranks share, sums dense gradients across optimizer instances over `inter_ep_dp` too, and takes
+# the world for the only instance where there is one.
 MEGATRON_GROUPS: dict[str, tuple[str, ...]] = {
     "tp": ("tp", "kv-replicas"),
     "cp": ("cp",),
@@ -43,7 +44,7 @@ MEGATRON_GROUPS: dict[str, tuple[str, ...]] = {
     "ep_dp": ("edp",),
     "intra_ep_dp": ("edp-instance",),
     "inter_ep_dp": ("edp-across", "dp-cp-across"),
-    "intra_dist_opt_instance": ("instance",),
+    "intra_dist_opt_instance": ("instance", "world"),
 }
 RANGES = {"cga_cluster_size": (0, 8), "min_ctas": (1, 32), "max_ctas": (1, 32)}  # NCCL user guide, ncclConfig_t
 NETWORKS = ("ib", "socket")  # NCCL's own two; it compares names without regard to case

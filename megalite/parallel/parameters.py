@@ -41,6 +41,7 @@ class ParameterRecord:
     `normal` start, unused otherwise. `place` is the parameter's layer, or the ends of the pipeline that hold a copy of
     it: a tied word embedding is at both, else at one (at none: part of no pipeline). Without a `split` each rank of
     `axis` holds the whole. `partial_over` are the groups whose ranks each have a part of the gradient, to be summed.
+    With `precision` "master" the model computes with it in the precision of the masters (a router).
     """
 
     name: str
@@ -52,6 +53,7 @@ class ParameterRecord:
     split: Split | None = None
     partial_over: tuple[Group, ...] = ()
     expert: int | None = None
+    precision: Literal["model", "master"] = "model"
 
     @property
     def numel(self) -> int:
@@ -86,6 +88,11 @@ class ShardBox:
     def local(self) -> tuple[slice, ...]:
         """The box as an index into the rank's own tensor."""
         return tuple(slice(at, at + size) for at, size in zip(self.local_offsets, self.sizes, strict=True))
+
+    def flat(self, shape: tuple[int, ...]) -> range:
+        """The box in the rank's own tensor, of `shape`, as a flat range: boxes of a shard follow one another there."""
+        start = sum(at * prod(shape[dim + 1 :]) for dim, at in enumerate(self.local_offsets))
+        return range(start, start + prod(self.sizes))
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ def make_groups(
     made: dict[tuple[str, tuple[int, ...], NcclOptions | None], Any] = {("control", world, None): control}
     groups = {}
     for spec in specs:
-        on_gpu = device.type == "cuda" and spec.traffic != "control"
+        on_gpu = device.type == "cuda" and not spec.on_host
         options = nccl.get(spec.options) if on_gpu else None
         key = (spec.traffic, spec.ranks, options)
         if key not in made:

@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+from megalite.config.optimizer_rules import precision_problems
 from megalite.config.parallel_rules import layout_request, parallel_setting
 from megalite.config.problems import Problem, UserError, collect
 from megalite.config.schema import Config
 from megalite.parallel.context import CPU, ParallelContext
-from megalite.parallel.device import choose_device, choose_precision, set_threads
+from megalite.parallel.device import choose_device, choose_precision, name_of, set_threads
 from megalite.parallel.environment import ProcessEnvironment
 from megalite.parallel.groups import GroupNeeds, all_groups, groups_of
 from megalite.parallel.layout import ParallelLayout
@@ -39,10 +40,12 @@ def start(config: Config, environment: ProcessEnvironment) -> ParallelContext:
     axes = config.parallel
     device = collect(lambda: choose_device(config.device, environment), problems) or CPU
     dtype = collect(lambda: choose_precision(config.precision, device), problems) or torch.float32
+    if config.precision == "auto":  # else rules.py has judged it
+        problems += precision_problems(config, name_of(dtype))
     nccl = collect(lambda: read_nccl_options(Path(axes.nccl_options)) if axes.nccl_options else {}, problems) or {}
     set_threads(environment)
     layout = collect(lambda: layout_of(layout_request(config, environment.world_size), parallel_setting), problems)
-    needs = GroupNeeds(tied_embeddings=config.model.tie_embeddings, kv_heads=config.model.num_key_value_heads)
+    needs = needs_of(config)
     collect(lambda: _refuse_other_world(environment.rank, environment.world_size), problems)
     plan = {} if problems or layout is None else _plan(layout, needs, nccl)
     store = None
@@ -95,6 +98,16 @@ def join(
     assert control is not None
     groups = make_groups(all_groups(layout, needs), rank, control, device, timeout, nccl or {})
     return ParallelContext(layout, rank, device, dtype, specs, groups, control, store)
+
+
+def needs_of(config: Config) -> GroupNeeds:
+    """What the config asks of the groups."""
+    return GroupNeeds(
+        tied_embeddings=config.model.tie_embeddings,
+        kv_heads=config.model.num_key_value_heads,
+        optimizer_instances=config.optimizer.instances if config.optimizer.zero else 1,
+        background_saving=config.checkpoint.asynchronous,
+    )
 
 
 def _refuse_other_world(rank: int, world_size: int) -> None:

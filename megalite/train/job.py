@@ -5,7 +5,7 @@ Whatever one rank finds wrong, all ranks refuse together.
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,21 +17,15 @@ from megalite.checkpoint.store import newest
 from megalite.config.derive import derive_vocabulary
 from megalite.config.problems import Problem, UserError
 from megalite.config.schema import Config
+from megalite.config.settings import as_plain
 from megalite.data.open import OpenedData, open_data
 from megalite.data.prepare import examine, prepare, targets_of
 from megalite.hf.import_model import import_model
-from megalite.model.build import build_stage
-from megalite.model.gpt import GPT
-from megalite.model.init import start_values
-from megalite.model.parameters import gpt_parameters
-from megalite.optim.adamw import FlatAdamW
-from megalite.optim.buffers import TrainingBuffers, buffer_layout
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.device import DTYPES
 from megalite.parallel.environment import ProcessEnvironment
-from megalite.parallel.parameters import ParameterRecord
-from megalite.tensor_parallel.collectives import TensorGroup
 from megalite.train.state import ROUNDED, Progress, training_pieces
+from megalite.train.training import Training, build_training, fill_with_start_values
 
 T = TypeVar("T")
 TOKENIZER = "tokenizer"  # folder of a run: what its token ids mean, as transformers reads it
@@ -45,9 +39,7 @@ class Job:
     context: ParallelContext
     data: OpenedData
     folder: RunFolder
-    model: GPT
-    buffers: TrainingBuffers
-    optimizer: FlatAdamW
+    training: Training
     progress: Progress
     resumed_from: int | None  # step of the checkpoint that the run continues from
 
@@ -97,30 +89,6 @@ def derive_device(config: Config, context: ParallelContext) -> Config:
     return replace(config, precision=precision, train=replace(config.train, compile=compiled))
 
 
-def parameters_of(config: Config) -> list[ParameterRecord]:
-    """The registry of the model as this run lays it out."""
-    return gpt_parameters(config.model, sequence_parallel=bool(config.parallel.sequence_parallel))
-
-
-def fill_with_start_values(buffers: TrainingBuffers, config: Config, context: ParallelContext) -> None:
-    """Parameters as the seed draws them; each rank draws what it holds."""
-    size, index = context.size("tp"), context.index("tp")
-    buffers.fill(start_values(parameters_of(config), config.seed, size=size, index=index))
-
-
-def build_training(config: Config, context: ParallelContext) -> tuple[GPT, TrainingBuffers, FlatAdamW]:
-    """The model on flat buffers and its optimizer, with no values in them yet."""
-    tp = TensorGroup.of(context.group("tp"))
-    model = build_stage(config, dtype=context.dtype, device=context.device, tp=tp)
-    layout = buffer_layout(parameters_of(config), size=context.size("tp"), index=context.index("tp"))
-    buffers = TrainingBuffers(layout, dtype=context.dtype, device=context.device)
-    model.gradient_sinks(buffers.attach(model, sunk=model.sunk_parameters))
-    decayed, size = buffers.layout.decay_stop, buffers.layout.size
-    first, second = config.optimizer.betas
-    groups = [(0, decayed, config.optimizer.weight_decay), (decayed, size, 0.0)]
-    return model, buffers, FlatAdamW(buffers.masters, groups, (first, second), config.optimizer.eps)
-
-
 def build_job(config: Config, context: ParallelContext, data: OpenedData, report: Callable[[str], None]) -> Job:
     """The run folder, the model and its training state: new, imported, or of the newest checkpoint."""
     config = derive_device(derive_vocabulary(config, data.vocab_size), context)
@@ -129,14 +97,13 @@ def build_job(config: Config, context: ParallelContext, data: OpenedData, report
     begun = context.broadcast_object(bool(committed(Path(config.run_dir) / CHECKPOINTS)))
     if weights is not None and not begun:  # else nobody reads them
         agreed(context, lambda: import_model(weights, config.model))  # checked at once, read later
-    folder = RunFolder.open(Path(config.run_dir), context, config.resume, asdict(config), data.fingerprint)
+    folder = RunFolder.open(Path(config.run_dir), context, config.resume, as_plain(config), data.fingerprint)
     try:
         for change in folder.changes:
             report(change)
         if context.rank == 0 and data.tokenizer is not None and not (folder.path / TOKENIZER).exists():
             data.tokenizer.save(folder.path / TOKENIZER)
-        model, buffers, optimizer = build_training(config, context)
-        job = Job(config, context, data, folder, model, buffers, optimizer, Progress(), None)
+        job = Job(config, context, data, folder, build_training(config, context), Progress(), None)
         _set_state(job, report)
     except BaseException:
         folder.close()  # nobody else will: the job does not exist
@@ -146,16 +113,19 @@ def build_job(config: Config, context: ParallelContext, data: OpenedData, report
 
 def _set_state(job: Job, report: Callable[[str], None]) -> None:
     found = newest(job.folder.checkpoints, job.context, report)
+    training = job.training
     if found is not None:
-        found.read_into(training_pieces(job.buffers, job.optimizer), unread=ROUNDED)
-        job.buffers.round_masters()
+        found.read_into(training_pieces(training), unread=ROUNDED)
+        training.spread_masters()
+        if training.loss_scale is not None and found.state.get("loss_scale") is not None:  # not if it was no fp16 run
+            training.loss_scale.state.copy_(torch.tensor(found.state["loss_scale"]))
         job.progress = Progress.from_state(found.state["progress"])
         job.resumed_from = found.step
     elif job.config.checkpoint.init_from is not None:
         folder = Path(job.config.checkpoint.init_from)
-        agreed(job.context, lambda: job.buffers.fill(import_model(folder, job.config.model)))  # one tensor at a time
+        agreed(job.context, lambda: training.buffers.fill(import_model(folder, job.config.model)))  # one by one
     else:
-        fill_with_start_values(job.buffers, job.config, job.context)
+        fill_with_start_values(training.buffers, job.config, job.context)
 
 
 def checkpoint_state(job: Job) -> dict[str, Any]:
@@ -163,8 +133,9 @@ def checkpoint_state(job: Job) -> dict[str, Any]:
     config = job.config
     return {
         "progress": job.progress.as_state(),
+        "loss_scale": None if job.training.loss_scale is None else job.training.loss_scale.state.tolist(),
         "data": {"fingerprint": job.data.fingerprint, "description": job.data.description},
         "layout": {"tp": job.context.size("tp"), "dp": job.context.size("dp"), "world_size": job.context.world_size},
-        "config": asdict(config),
+        "config": as_plain(config),
         "torch": torch.__version__,
     }

@@ -33,6 +33,7 @@ class StepView:
     mfu: float | None = None  # PaLM's formula: full attention, no recompute
     mfu_causal: float | None = None
     bad_steps: int = 0  # of the whole run: not applied because loss or gradient was not finite
+    loss_scale: float | None = None  # what fp16 multiplied the loss by before backward
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,22 @@
 """Do ranks that should hold the same parameters still do so?
 
-Data-parallel ranks share all of them, tensor-parallel ranks those that are not split, and some of these ranks also the
-key-value heads that they have in common. Ranks that drift apart train on silently with a loss curve that looks normal
-(bad memory, a collective gone wrong), so their state is compared by hash now and then.
+Data-parallel ranks share all parameters, and those of different optimizer instances also their slices of masters and
+moments; tensor-parallel ranks share what is not split, and some of these the key-value heads that they have in common.
+Ranks that drift apart train on silently with a loss curve that looks normal (bad memory, a collective gone wrong), so
+their state is compared by hash now and then.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalite.optim.buffers import BufferLayout
+from megalite.optim.buffer_layout import Kind, box_ranges, slice_ranges
+from megalite.optim.buffers import ranges_of
 from megalite.parallel.context import ParallelContext
+from megalite.train.training import Training
 
 CHUNK = 1 << 22  # elements hashed at a time: bounds the int64 copy
 MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, as a signed 64-bit number: Fibonacci hashing
@@ -23,15 +26,12 @@ class ReplicaMismatchError(RuntimeError):
     """Ranks that should hold the same parameters do not."""
 
 
-def check_replicas(state: Sequence[Tensor], layout: BufferLayout, context: ParallelContext, step: int) -> None:
-    """Raise ReplicaMismatchError, the same on all ranks of the world, unless all replicas hold equal `state`.
+def check_replicas(training: Training, context: ParallelContext, step: int) -> None:
+    """Raise ReplicaMismatchError, the same on all ranks of the world, unless all replicas hold equal state.
 
-    `state` are flat buffers [layout.size] of masters and moments. All ranks call it at the same step.
+    All ranks call it at the same step.
     """
-    whole = different_ranks(state, context.group("dp-cp"))
-    over_tp = different_ranks([part for flat in state for part in layout.replicated(flat)], context.group("tp"))
-    tails = [part for flat in state for part in layout.shared_tails(flat)]
-    found = {*whole, *over_tp, *different_ranks(tails, context.group("kv-replicas"))}
+    found = {rank for parts, group in _replicas(training, context) for rank in different_ranks(parts, group)}
     different = sorted({rank for said in context.gather_json(sorted(found)) for rank in said})
     if different:
         raise ReplicaMismatchError(
@@ -39,6 +39,23 @@ def check_replicas(state: Sequence[Tensor], layout: BufferLayout, context: Paral
             "same. Something changed them outside of training (bad memory, a faulty collective). Start again to "
             "continue from the newest checkpoint, without the hosts of these ranks if it happens again."
         )
+
+
+def _replicas(training: Training, context: ParallelContext) -> Iterator[tuple[list[Tensor], dist.ProcessGroup | None]]:
+    """What the ranks of which group hold alike."""
+    buffers, optimizer = training.buffers, training.optimizer
+    training.gather.finish()
+    slices = [buffers.masters, optimizer.exp_avg, optimizer.exp_avg_sq]
+    replicas: tuple[tuple[Kind, str], ...] = (("dense", "dp-cp"), ("expert", "edp"))
+    for kind, axes in replicas:
+        numbers = [at for at, bucket in enumerate(buffers.layout.buckets) if bucket.buffer.kind == kind]
+        if numbers:
+            yield [buffers.parameter_buckets[at] for at in numbers], context.group(axes)
+            yield [kept[at] for kept in slices for at in numbers], training.sharing[kind].across
+    whole = slice_ranges(buffers.owned, lambda record: record.split is None)
+    shared = box_ranges(buffers.owned, lambda slot, box: slot.record.split is not None and box.replicas > 1)
+    yield [part for kept in slices for part in ranges_of(kept, whole)], context.group("tp")
+    yield [part for kept in slices for part in ranges_of(kept, shared)], context.group("kv-replicas")
 
 
 def different_ranks(parts: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[int]:

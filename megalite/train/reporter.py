@@ -89,10 +89,12 @@ class Reporter:
         config = self._job.config
         speed = config.train.global_batch_size * config.train.seq_length / seconds
         self._speeds.append(speed)
+        loss_scale = None if self._job.training.loss_scale is None else figures.loss_scale
         if figures.skipped:
             self._log.warning("step %d skipped: loss %s, norm %s", progress.step, figures.loss, figures.grad_norm)
+            where = "" if loss_scale is None else f" at a loss scale of {loss_scale:g}"
             self._terminal.note(
-                f"step {progress.step}: loss or gradient is not finite, the step is not applied "
+                f"step {progress.step}: loss or gradient is not finite{where}, the step is not applied "
                 f"({progress.bad_steps} in all)"
             )
         if progress.step % config.train.log_interval and progress.step != config.train.steps:
@@ -111,9 +113,11 @@ class Reporter:
             mfu=self._utilisation(speed, causal=False),
             mfu_causal=self._utilisation(speed, causal=True),
             bad_steps=progress.bad_steps,
+            loss_scale=loss_scale,
         )
         self._terminal.step(view)
-        self._write({name: value for name, value in vars(view).items() if name != "steps"})
+        left_out = ("steps", *(["loss_scale"] if loss_scale is None else []))
+        self._write({name: value for name, value in vars(view).items() if name not in left_out})
 
     def evaluation(self, step: int, loss: float, *, seconds: float) -> None:
         """The validation set was evaluated after `step`; `loss` in nats per token."""
@@ -131,7 +135,9 @@ class Reporter:
         self._log.info("step %d validation loss %.6f", step, loss)
 
     def saved(self, saved: Saved) -> None:
-        self._log.info("saved %s: %.3f GiB in %.2f s", saved.path.name, saved.bytes / GIB, saved.seconds)
+        """A checkpoint is complete."""
+        took = f"{saved.bytes / GIB:.3f} GiB in {saved.seconds:.2f} s, training held up for {saved.stall_s:.3f} s"
+        self._log.info("saved %s: %s", saved.path.name, took)
 
     def not_saved(self, error: CheckpointError) -> None:
         self._log.error("%s", error)
@@ -196,7 +202,7 @@ class Reporter:
             part = self._job.data.train.parts[0]
             tokens = [int(part.file.tokens[part.first])]
         following = sample(
-            self._job.model,
+            self._job.training.model,
             tokens,
             config.train.sample_tokens,
             seq_length=config.train.seq_length,

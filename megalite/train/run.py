@@ -53,13 +53,14 @@ class Loop:
         self.reporter = reporter
         self.saver = saver
         self.stop = stop
-        self.step = TrainStep(job.model, job.buffers, job.optimizer, job.config.optimizer, job.context)
+        self.step = TrainStep(job.training, job.config.optimizer, job.context)
         # An accelerator runs ahead of the host: its figures are read one step late. A CPU's are there at once.
         self.lateness = 0 if job.context.device.type == "cpu" else 1
         self.launched: deque[Launched] = deque()
         self.under_way = False  # the first step is done: from now on no rank is late for a good reason
         self.stopping = False
         self.problems: list[Problem] = []  # of the input that this rank has read
+        self._least_loss_scale = job.config.optimizer.min_loss_scale
 
     def run(self) -> None:
         """All remaining steps, or as many as pass until a stop is asked for; leaves the last state saved."""
@@ -86,6 +87,7 @@ class Loop:
             raise
         finally:
             batches.close()
+        self.job.training.gather.finish()
         self.saver.save_last()
 
     def _launch(self, step: int, batches: TrainBatches) -> None:
@@ -116,22 +118,29 @@ class Loop:
             progress.samples += self.job.config.train.global_batch_size
             progress.tokens += figures.tokens
             progress.bad_steps += figures.skipped
-            progress.bad_steps_in_a_row = progress.bad_steps_in_a_row + 1 if figures.skipped else 0
+            progress.bad_steps_in_a_row = self._bad_steps_in_a_row(figures)
             self.reporter.step(progress, figures, lr=launched.lr, wait_s=launched.wait_s)
             if progress.bad_steps_in_a_row >= self.job.config.train.max_bad_steps:
                 self._give_up(figures)
 
+    def _bad_steps_in_a_row(self, figures: StepFigures) -> int:
+        """While fp16 looks for its loss scale it skips steps on purpose: they count once the scale is at its least."""
+        before = self.job.progress.bad_steps_in_a_row
+        if not figures.skipped:
+            return 0
+        falling = self.job.training.loss_scale is not None and figures.loss_scale > self._least_loss_scale
+        return before if falling else before + 1
+
     def _after(self, step: int) -> None:
         """Whatever is due after `step`; reading the figures first where something is."""
+        self.saver.tell()
         train = self.job.config.train
         evaluate = train.eval_interval > 0 and (step % train.eval_interval == 0 or step == train.steps)
         check = train.check_replicas_every > 0 and step % train.check_replicas_every == 0
         if evaluate or check or self.saver.due(step):
             self._read(keep=0)
         if check:
-            buffers, optimizer = self.job.buffers, self.job.optimizer
-            state = [buffers.masters, optimizer.exp_avg, optimizer.exp_avg_sq]
-            check_replicas(state, buffers.layout, self.job.context, step)
+            check_replicas(self.job.training, self.job.context, step)
         if evaluate and self.job.data.validation is not None:
             self._evaluate(step)
         if self.saver.due(step):
@@ -151,12 +160,14 @@ class Loop:
             dp_size=job.context.size("dp"),
             device=job.context.device,
         )
-        totals = summed_loss(job.model, agreed_batches(job.context, batches), dtype=job.buffers.masters.dtype)
+        dtype = job.training.buffers.master_dtype
+        totals = summed_loss(job.training.model, agreed_batches(job.context, batches), dtype=dtype)
         loss = mean_loss(totals, job.context.group("dp-cp"))
         self.reporter.evaluation(step, loss, seconds=time.perf_counter() - begin)
 
     def _give_up(self, figures: StepFigures) -> None:
         count = self.job.progress.bad_steps_in_a_row
+        self.saver.settle()
         newest = self.saver.newest_step
         kept = f"The checkpoint of step {newest} is intact" if newest is not None else "No checkpoint was written yet"
         raise TrainingStoppedError(
@@ -178,20 +189,24 @@ def run(config: Config, environment: ProcessEnvironment) -> int:
         raise UserError(problems)
     terminal = Terminal(sys.stdout, interactive=sys.stdout.isatty(), enabled=context.rank == 0)
     job: Job | None = None
+    saver: Saver | None = None
     failed = False
     try:
         data = open_training_data(config, context, environment, terminal.preparing)
         job = build_job(config, context, data, terminal.note)
         reporter = _open_reporter(job, terminal)
+        saver = Saver(job, reporter)
         if warning := slow_tensor_parallelism(context):
             terminal.note(warning)
         with StopRequest() as stop:
-            return _train(job, terminal, stop, reporter)
+            return _train(job, terminal, stop, reporter, saver)
     except UserError:
         raise
     except Exception as error:
         failed = True
         _tell_cause(error, context, job)
+        if saver is not None:
+            saver.close()
         raise
     finally:
         if job is not None:
@@ -214,8 +229,7 @@ def _open_reporter(job: Job, terminal: Terminal) -> Reporter:
     return agreed(job.context, lambda: Reporter(job, terminal, open_log(job.folder.path, job.context)))
 
 
-def _train(job: Job, terminal: Terminal, stop: StopRequest, reporter: Reporter) -> int:
-    saver = Saver(job, reporter)
+def _train(job: Job, terminal: Terminal, stop: StopRequest, reporter: Reporter, saver: Saver) -> int:
     reporter.start()
     if job.resumed_from is not None and job.progress.step >= job.config.train.steps:
         terminal.note(f"already finished: step {job.progress.step} of {job.config.train.steps}")
@@ -234,6 +248,7 @@ def _train(job: Job, terminal: Terminal, stop: StopRequest, reporter: Reporter) 
         ReplicaMismatchError,
         TakenOverError,
     ) as error:  # known to all ranks, and said in full
+        saver.close()
         reporter.failed(error)
         if job.context.rank == 0:
             print(f"megalite: stopped: {error}", file=sys.stderr, flush=True)

@@ -4,12 +4,17 @@ Masters, both moments and (where they differ from the masters) parameters, each 
 data order and dropout masks are functions of the step, so the step is all there is besides.
 """
 
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
-from megalite.checkpoint.pieces import Piece
-from megalite.optim.adamw import FlatAdamW
+from torch import Tensor
+
+from megalite.checkpoint.pieces import Piece, boxes
+from megalite.optim.buffer_layout import OwnedRange
 from megalite.optim.buffers import TrainingBuffers
+from megalite.train.training import Training
 
 ROUNDED = "parameter"  # kind of the tensors that are masters in the model's dtype: a resume rounds them anew
 
@@ -32,15 +37,35 @@ class Progress:
         return cls(**state)
 
 
-def training_pieces(buffers: TrainingBuffers, optimizer: FlatAdamW) -> list[Piece]:
-    """Every tensor that a resumed run needs, as pieces over the live buffers."""
-    flats = {"master": buffers.masters, "exp_avg": optimizer.exp_avg, "exp_avg_sq": optimizer.exp_avg_sq}
-    if buffers.parameters is not buffers.masters:
-        flats[ROUNDED] = buffers.parameters
-    pieces = [
-        Piece(f"{kind}.{slot.record.name}", slot.record.shape, box.offsets, slot.view(flat)[box.local])
-        for kind, flat in flats.items()
-        for slot in buffers.layout.slots
-        for box in slot.shard.boxes
-    ]
+def training_pieces(training: Training) -> list[Piece]:
+    """Every tensor that a resumed run needs, as pieces over this rank's slices of the live buffers."""
+    buffers, optimizer = training.buffers, training.optimizer
+    kinds = {"master": buffers.masters, "exp_avg": optimizer.exp_avg, "exp_avg_sq": optimizer.exp_avg_sq}
+    if any(part is not master for part, master in zip(buffers.parameters, buffers.masters, strict=True)):
+        kinds[ROUNDED] = buffers.parameters
+    pieces = [piece for kind, slices in kinds.items() for piece in owned_pieces(f"{kind}.", buffers.owned, slices)]
     return [*pieces, Piece("optimizer.step", (1,), (0,), optimizer.step_count.view(1))]
+
+
+def owned_pieces(prefix: str, owned: Iterable[OwnedRange], slices: Sequence[Tensor]) -> Iterator[Piece]:
+    """What the slices (one flat tensor per bucket) hold of each parameter, as boxes of the logical tensors."""
+    for each in owned:
+        shard, record = each.slot.shard, each.slot.record
+        for box in shard.boxes:
+            flat = box.flat(shard.shape)
+            start, stop = max(flat.start, each.in_parameter.start), min(flat.stop, each.in_parameter.stop)
+            to_slice = each.in_slice.start - each.in_parameter.start + flat.start  # from a place in the box
+            for at, sizes, first in boxes(start - flat.start, stop - flat.start, box.sizes) if start < stop else ():
+                begin = to_slice + first
+                offsets = tuple(outer + inner for outer, inner in zip(box.offsets, at, strict=True))
+                tensor = slices[each.bucket][begin : begin + prod(sizes)].view(sizes)
+                yield Piece(f"{prefix}{record.name}", record.shape, offsets, tensor)
+
+
+def held_pieces(buffers: TrainingBuffers) -> Iterator[Piece]:
+    """What the model on this rank computes with, as boxes of the logical tensors."""
+    for number, bucket in enumerate(buffers.layout.buckets):
+        for slot in bucket.slots:
+            held = buffers.parameter(slot, number)
+            for box in slot.shard.boxes:
+                yield Piece(slot.record.name, slot.record.shape, box.offsets, held[box.local])

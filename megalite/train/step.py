@@ -1,9 +1,9 @@
 """One optimizer step, without waiting on the device.
 
-Microbatches -> gradients of the one loss -> sums over tensor- and data-parallel ranks -> norm -> clipped AdamW. The
-loss that is optimised is the loss that is reported: the sum of token losses over the global batch divided by its number
-of unmasked tokens, which is known before the first backward. A step whose loss or gradient is not finite changes
-nothing.
+Microbatches -> gradients of the one loss -> sums over the ranks that share parameters -> norm -> clipped AdamW on this
+rank's slices -> parameters of all ranks. The loss that is optimised is the loss that is reported: the sum of token
+losses over the global batch divided by its number of unmasked tokens, which is known before the first backward. A step
+whose loss or gradient is not finite changes nothing.
 """
 
 from collections.abc import Sequence
@@ -15,16 +15,12 @@ from torch import Tensor
 
 from megalite.config.schema import OptimizerConfig
 from megalite.data.batch import Batch
-from megalite.model.gpt import GPT
-from megalite.optim.adamw import FlatAdamW
-from megalite.optim.buffers import TrainingBuffers
+from megalite.optim.norm import counted, gradient_norm
 from megalite.optim.partial import PartialGradients
 from megalite.parallel.context import ParallelContext
+from megalite.train.training import Training
 
 CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_'s
-
-
-NORM_ROW = 4096  # elements
 
 
 @dataclass(frozen=True)
@@ -37,6 +33,7 @@ class StepFigures:
     skipped: bool  # loss or gradient was not finite: nothing was updated
     stop: bool  # some rank was asked to stop
     refused: bool  # some rank's input was refused, it computed with nothing: nothing was updated
+    loss_scale: float = 1.0  # what the loss was multiplied by before backward (fp16)
 
 
 class LaunchedStep:
@@ -44,7 +41,7 @@ class LaunchedStep:
     it later waits for this step and for none that was launched after it."""
 
     def __init__(self, figures: Tensor) -> None:
-        """`figures`: the fields of StepFigures, a device tensor [6]."""
+        """`figures`: the fields of StepFigures, a device tensor [7]."""
         self._done: torch.cuda.Event | None = None
         self._figures = figures
         if figures.is_cuda:
@@ -57,46 +54,22 @@ class LaunchedStep:
         """Waits until the step is done."""
         if self._done is not None:
             self._done.synchronize()
-        loss, grad_norm, tokens, skipped, stop, refused = self._figures.tolist()
-        return StepFigures(loss, grad_norm, int(tokens), skipped > 0, stop > 0, refused > 0)
-
-
-def gradient_norm(parts: Sequence[Tensor]) -> Tensor:
-    """The L2 norm of all elements of the parts together, 0-d fp64.
-
-    torch's CPU kernel adds all squares in a few fp32 sums, which loses 2 % of the norm at 124 million elements: rows of
-    4,096 are exact to 1e-6, and their norms are added in fp64. CUDA's kernel adds in a tree.
-    """
-    norms: list[Tensor] = []
-    for part in parts:
-        flat = part.reshape(-1)
-        whole = 0 if part.is_cuda else flat.numel() // NORM_ROW * NORM_ROW
-        norms += [torch.linalg.vector_norm(flat[:whole].view(-1, NORM_ROW), dim=1)] if whole else []
-        norms += [torch.linalg.vector_norm(flat[whole:]).view(1)]
-    norm: Tensor = torch.linalg.vector_norm(torch.cat(norms), dtype=torch.float64)
-    return norm
+        loss, grad_norm, tokens, skipped, stop, refused, loss_scale = self._figures.tolist()
+        return StepFigures(loss, grad_norm, int(tokens), skipped > 0, stop > 0, refused > 0, loss_scale)
 
 
 class TrainStep:
     """Runs the steps of one rank."""
 
-    def __init__(
-        self,
-        model: GPT,
-        buffers: TrainingBuffers,
-        optimizer: FlatAdamW,
-        settings: OptimizerConfig,
-        context: ParallelContext,
-    ) -> None:
-        self._model = model
-        self._buffers = buffers
-        self._optimizer = optimizer
+    def __init__(self, training: Training, settings: OptimizerConfig, context: ParallelContext) -> None:
+        self._training = training
         self._clip = settings.clip_grad
         self._data_parallel = context.group("dp-cp")
-        self._model_parallel = context.group("tp-pp")
-        self._partial = PartialGradients.of(buffers, context)
-        self._counted = buffers.layout.counted(buffers.gradients)
-        self._lr = torch.zeros((), dtype=torch.float64, device=buffers.masters.device)
+        self._world = context.group("world")
+        self._partial = PartialGradients.of(training.buffers, context)
+        self._counted = counted(training.buffers, training.sharing)
+        self._tells_loss = context.index("tp") == 0  # the ranks of tp compute the same one
+        self._lr = torch.zeros((), dtype=torch.float64, device=training.buffers.device)
 
     def __call__(
         self,
@@ -112,35 +85,50 @@ class TrainStep:
         A rank whose input was `refused` brings `masked_batches`: ranks of the same model compute with it, and all learn
         of it at the end instead of waiting for it. Nothing here waits for the device.
         """
-        buffers = self._buffers
+        training, buffers = self._training, self._training.buffers
         buffers.start_step()
-        device = buffers.gradients.device
+        device = buffers.device
         # full: a kernel; a copy from the host would wait
         tokens = self._sum(torch.full((), local_tokens, device=device), self._data_parallel)
-        scale = tokens.clamp(min=1).to(buffers.gradients.dtype).reciprocal()
+        one = torch.ones((), dtype=torch.float32, device=device)
+        loss_scale = one if training.loss_scale is None else training.loss_scale.value.clone()
+        scale = loss_scale / tokens.clamp(min=1).to(buffers.master_dtype)
         loss = torch.zeros_like(scale)
-        for batch in microbatches:
-            part = self._model.loss(batch, scale)
+        for number, batch in enumerate(microbatches, 1):
+            part = training.model.loss(batch, scale)
+            if number == len(microbatches):
+                training.sync.expect_last()
             part.backward()
             loss += part.detach()
+        training.sync.finish()
         self._partial.sum()
-        self._sum(buffers.gradients, self._data_parallel)
+        # One reduction: each rank adds what is counted there alone; what is not finite makes the sum so everywhere.
+        squares = gradient_norm(self._counted).square() if self._counted else torch.zeros_like(self._lr)
+        own_loss = loss.double() if self._tells_loss else torch.zeros_like(self._lr)
         flags = [torch.full((), float(flag), dtype=torch.float64, device=device) for flag in (stop, refused)]
-        totals = self._sum(torch.stack([loss.double(), *flags]), self._data_parallel)
-        squares = gradient_norm(self._counted).square()
-        # Ranks of one model hold different parameters; each may have been asked to stop. Their loss is the same.
-        shared = self._sum(torch.stack([squares, totals[1], totals[2]]), self._model_parallel)
-        return LaunchedStep(self._update(totals[0], shared[0].sqrt(), tokens, lr, shared[1:]))
-
-    def _update(self, loss: Tensor, norm: Tensor, tokens: Tensor, lr: float, flags: Tensor) -> Tensor:
-        """Clip, apply unless something is not finite or a rank was refused, and gather the step's figures."""
-        gradients = self._buffers.gradients
-        skipped = ~(torch.isfinite(norm) & torch.isfinite(loss)) | (flags[1] > 0)
-        divisor = ((norm + CLIP_EPSILON) / self._clip).clamp(min=1) if self._clip > 0 else torch.ones_like(norm)
+        total = self._sum(torch.stack([squares, own_loss, *flags]), self._world)
+        norm, loss = total[0].sqrt() / loss_scale, total[1] / loss_scale
         self._lr.fill_(lr)
-        self._optimizer.step(gradients, self._lr, gradient_scale=divisor, skip=skipped.to(torch.float32))
-        self._buffers.round_masters()
-        return torch.cat([torch.stack([loss, norm, tokens.double(), skipped.double()]), flags])
+        skipped = self._update(loss, norm, total[3], loss_scale)
+        return LaunchedStep(
+            torch.stack([loss, norm, tokens.double(), skipped, total[2], total[3], loss_scale.double()])
+        )
+
+    def _update(self, loss: Tensor, norm: Tensor, refused: Tensor, loss_scale: Tensor) -> Tensor:
+        """Clip and apply, unless something is not finite or a rank was refused; whether it was not, 0-d fp64."""
+        training = self._training
+        overflow = ~(torch.isfinite(norm) & torch.isfinite(loss))
+        skipped = overflow | (refused > 0)
+        divisor = loss_scale.double()
+        if self._clip > 0:
+            divisor = divisor * ((norm + CLIP_EPSILON) / self._clip).clamp(min=1)
+        training.gather.finish()  # of the step before: what forward did not use
+        training.optimizer.step(self._lr, gradient_scale=divisor, skip=skipped.to(torch.float32))
+        if training.loss_scale is not None:
+            training.loss_scale.update(overflow.to(torch.float32))
+        training.buffers.round_masters()
+        training.gather.start()
+        return skipped.double()
 
     def _sum(self, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         """`tensor` summed over the ranks of `group`, in place; as it is where there is none."""

@@ -12,24 +12,36 @@ from math import isfinite
 import numpy as np
 import numpy.typing as npt
 
-from megalite.parallel.parameters import Shard
-
 RELATIVE, ABSOLUTE = 1e-10, 1e-12  # the design's bound on every layout against one process, in fp64
 GROUPS = ("embedding", "attention", "mlp", "norms", "head")  # as rows are ordered; others follow
 
-Arrays = dict[str, npt.NDArray[np.float64]]  # by logical name: what the rank holds of each parameter
+Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Part:
+    """The box of logical tensor `name`, of `shape`, that starts at `offsets`."""
+
+    name: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    values: Array
+
+    def of(self, logical: Array) -> Array:
+        """The same box of another tensor of the logical shape."""
+        box = tuple(slice(at, at + size) for at, size in zip(self.offsets, self.values.shape, strict=True))
+        return logical[box]
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What one process computed. `shards` says where in the logical tensors its own ones belong."""
+    """What one process computed, of each tensor the parts that it holds."""
 
     losses: list[float]
     grad_norms: list[float]
     tokens: list[int]
-    gradients: list[Arrays]  # of each step, after all sums over ranks and before clipping
-    parameters: Arrays  # after the last step
-    shards: dict[str, Shard]
+    gradients: list[list[Part]]  # of each step, after all sums over ranks and before clipping
+    parameters: list[Part]  # after the last step
 
 
 @dataclass(frozen=True)
@@ -64,14 +76,28 @@ def compare(traces: Sequence[Trace], reference: Trace) -> list[Row]:
         _worst(_numbers("loss", [trace.losses for trace in traces], reference.losses)),
         _worst(_numbers("gradient norm", [trace.grad_norms for trace in traces], reference.grad_norms)),
     ]
-    order = {group: place for place, group in enumerate(GROUPS)}
-    groups = sorted(set(map(group_of, reference.parameters)), key=lambda group: (order.get(group, len(order)), group))
-    for group in groups:
-        rows.append(_worst(_gradients(group, traces, reference)))
-    for group in groups:
-        rows.append(_worst(_tensors("parameters", group, "", [t.parameters for t in traces], traces, reference)))
-    missing = {group_of(name): name for name in _uncovered(traces, reference)}
-    return rows + [Row(f"held: {group}", 0.0, float("inf"), f"{name} on no rank") for group, name in missing.items()]
+    kinds = [
+        *(
+            (f", step {step}", "gradients", [trace.gradients[step - 1] for trace in traces], expected)
+            for step, expected in enumerate(reference.gradients, 1)
+        ),
+        ("", "parameters", [trace.parameters for trace in traces], reference.parameters),
+    ]
+    found: dict[tuple[str, str], list[Row]] = {}
+    for when, kind, held, expected in kinds:
+        for group, row in _tensors(kind, when, held, assembled(expected)):
+            found.setdefault((kind, group), []).append(row)
+    order = {name: place for place, name in enumerate(["gradients", "parameters", *GROUPS])}
+    ordered = sorted(found, key=lambda key: (order[key[0]], order.get(key[1], len(order)), key[1]))
+    return rows + [_worst(iter(found[key])) for key in ordered]
+
+
+def assembled(parts: Sequence[Part]) -> dict[str, Array]:
+    """The logical tensors, by name; what no part covers is not a number."""
+    whole: dict[str, Array] = {}
+    for part in parts:
+        part.of(whole.setdefault(part.name, np.full(part.shape, np.nan)))[...] = part.values
+    return whole
 
 
 def group_of(name: str) -> str:
@@ -92,39 +118,19 @@ def _numbers(what: str, found: Sequence[Sequence[float]], reference: Sequence[fl
             yield Row(what, abs(theirs), abs(mine - theirs), f"step {step}, rank {rank}")
 
 
-def _gradients(group: str, traces: Sequence[Trace], reference: Trace) -> Iterator[Row]:
-    for step, expected in enumerate(reference.gradients, 1):
-        found = [trace.gradients[step - 1] for trace in traces]
-        yield from _tensors("gradients", group, f", step {step}", found, traces, reference, expected)
-
-
 def _tensors(
-    kind: str,
-    group: str,
-    when: str,
-    found: Sequence[Arrays],
-    traces: Sequence[Trace],
-    reference: Trace,
-    expected: Arrays | None = None,
-) -> Iterator[Row]:
-    """One row for each parameter of the group and each rank that holds some of it."""
-    expected = reference.parameters if expected is None else expected
-    names = [name for name in expected if group_of(name) == group]
-    scales = {name: float(np.abs(expected[name]).max()) for name in names}
-    yield Row(f"{kind}: {group}", max(scales.values()), 0.0, "")
-    for rank, (trace, arrays) in enumerate(zip(traces, found, strict=True)):
-        for name in names:
-            for box in trace.shards[name].boxes if name in trace.shards else ():
-                difference = float(np.abs(arrays[name][box.local] - expected[name][box.logical]).max())
-                yield Row(f"{kind}: {group}", scales[name], difference, f"{name}{when}, rank {rank}")
-
-
-def _uncovered(traces: Sequence[Trace], reference: Trace) -> Iterator[str]:
-    """Parameters of which the boxes of all ranks leave something out."""
-    for name, array in reference.parameters.items():
-        held = np.zeros(array.shape, dtype=bool)
-        for trace in traces:
-            for box in trace.shards[name].boxes if name in trace.shards else ():
-                held[box.logical] = True
-        if not held.all():
-            yield name
+    kind: str, when: str, held: Sequence[Sequence[Part]], expected: dict[str, Array]
+) -> Iterator[tuple[str, Row]]:
+    """By group, a row for each part that a rank holds, and one for each tensor of which nobody holds something."""
+    scales = {name: float(np.abs(logical).max()) for name, logical in expected.items()}
+    covered = {name: np.zeros(logical.shape, dtype=bool) for name, logical in expected.items()}
+    for rank, parts in enumerate(held):
+        for part in parts:
+            difference = float(np.abs(part.values - part.of(expected[part.name])).max())
+            part.of(covered[part.name])[...] = True
+            where = f"{part.name}{when}, rank {rank}"
+            yield group_of(part.name), Row(f"{kind}: {group_of(part.name)}", scales[part.name], difference, where)
+    for name, cover in covered.items():
+        if not cover.all():
+            group = group_of(name)
+            yield group, Row(f"{kind}: {group}", scales[name], float("inf"), f"some of {name} on no rank")

@@ -3,26 +3,28 @@
 Everything but the text is the launcher's own: start-up, model, buffers, optimizer, sampling, learning rate.
 """
 
+from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
+from megalite.checkpoint.pieces import Piece
 from megalite.config.schema import Config
 from megalite.data.batches import TrainBatches
-from megalite.data.samples import Part, SampleSource
+from megalite.data.samples import Part as DataPart
+from megalite.data.samples import SampleSource
 from megalite.data.token_file import TokenFile
-from megalite.optim.buffers import BufferLayout
 from megalite.optim.schedule import learning_rate
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.environment import ProcessEnvironment
 from megalite.parallel.startup import start
-from megalite.train.job import build_training, fill_with_start_values
+from megalite.train.state import held_pieces, owned_pieces
 from megalite.train.step import TrainStep
-from megalite.train.verify_compare import Arrays, Trace
+from megalite.train.training import build_training, fill_with_start_values
+from megalite.train.verify_compare import Part, Trace
 
 LONGEST_DOCUMENT = 12  # tokens: several documents in each sample
 END_OF_DOCUMENT = 0
@@ -51,9 +53,10 @@ def leave(context: ParallelContext) -> None:
 def train(config: Config, context: ParallelContext) -> Trace:
     """All steps of `config` on this process's share of each batch."""
     assert dist.is_initialized() == (context.world_size > 1)
-    model, buffers, optimizer = build_training(config, context)
+    training = build_training(config, context)
+    buffers = training.buffers
     fill_with_start_values(buffers, config, context)
-    step = TrainStep(model, buffers, optimizer, config.optimizer, context)
+    step = TrainStep(training, config.optimizer, context)
     figures, gradients = [], []
     with TrainBatches(
         synthetic_samples(config),
@@ -67,14 +70,14 @@ def train(config: Config, context: ParallelContext) -> Trace:
             batch = next(batches)
             lr = learning_rate(number, config.lr, peak=config.optimizer.lr, steps=config.train.steps)
             figures.append(step(batch.microbatches, batch.local_tokens, lr).read())
-            gradients.append(_by_name(buffers.layout, buffers.gradients))
+            gradients.append(_parts(owned_pieces("", buffers.owned, buffers.gradients)))
+    training.gather.finish()
     return Trace(
         losses=[figure.loss for figure in figures],
         grad_norms=[figure.grad_norm for figure in figures],
         tokens=[figure.tokens for figure in figures],
         gradients=gradients,
-        parameters=_by_name(buffers.layout, buffers.masters),
-        shards={slot.record.name: slot.shard for slot in buffers.layout.slots},
+        parameters=_parts(held_pieces(buffers)),
     )
 
 
@@ -97,8 +100,8 @@ def synthetic_samples(config: Config) -> SampleSource:
         pointers=(ends - lengths) * tokens.itemsize,
         boundaries=np.arange(len(lengths) + 1, dtype=np.int64),
     )
-    return SampleSource([Part(file, 0, len(tokens))], (1,), length, size, config.seed, END_OF_DOCUMENT)
+    return SampleSource([DataPart(file, 0, len(tokens))], (1,), length, size, config.seed, END_OF_DOCUMENT)
 
 
-def _by_name(layout: BufferLayout, flat: Tensor) -> Arrays:
-    return {slot.record.name: slot.view(flat).numpy().copy() for slot in layout.slots}
+def _parts(pieces: Iterable[Piece]) -> list[Part]:
+    return [Part(piece.name, piece.logical_shape, piece.offsets, piece.tensor.numpy().copy()) for piece in pieces]

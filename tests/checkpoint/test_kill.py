@@ -1,25 +1,34 @@
 """Killed at any moment: an acknowledged checkpoint is never lost, and what is found is whole.
 
-The ranks save in a loop, rank 0 noting each step for which `save` has returned; a timer kills one or both of them with
-SIGKILL. Every trial goes on in the folder that the last one left, as a restarted job does.
+The ranks save in a loop, themselves or behind it, rank 0 noting each step whose save has ended; a timer kills one of
+them or all with SIGKILL. Every trial goes on in the folder that the last one left, as a restarted job does.
 """
 
 import os
 import random
 import signal
 import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megalite.checkpoint import commit
+from megalite.checkpoint.background import BackgroundSaves, PendingSave
 from megalite.checkpoint.commit import committed, recover
-from megalite.checkpoint.store import newest, save
+from megalite.checkpoint.pieces import Piece
+from megalite.checkpoint.store import Saved, newest, save
+from megalite.checkpoint.writing import TensorWrite
 from megalite.parallel.context import ParallelContext
+from megalite.parallel.groups import GroupNeeds
 from tests.checkpoint.samples import SINGLE, blank, cut, equal, no_report, values, whole
 from tests.ranks import run_ranks
 
 
-def save_until_killed(context: ParallelContext, root: Path, victims: list[int], delay: float) -> None:
+def save_until_killed(context: ParallelContext, root: Path, behind: bool, victims: list[int], delay: float) -> None:
     """Start like a job: clear up, find the newest, go on from there. Ends by SIGKILL, or as its partner is gone."""
     folder = root / "checkpoints"
     if context.rank == 0:
@@ -29,89 +38,181 @@ def save_until_killed(context: ParallelContext, root: Path, victims: list[int], 
     context.barrier()
     if context.rank in victims:
         threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    saves = partial(save_behind, BackgroundSaves(context)) if behind else save_at_once
     try:
         while True:
-            step += 1
-            pieces = cut("flat", values(step), context.rank, context.world_size)
-            save(folder, step, pieces, {"step": step}, context, keep=2)
-            if context.rank == 0:
-                with (root / "acknowledged").open("a") as file:
-                    file.write(f"{step}\n")
+            step = saves(context, root, step + 1)
     except RuntimeError:
-        assert context.rank not in victims, "this rank should have been killed"
+        if context.rank in victims:
+            assert len(victims) > 1, "this rank should have been killed"
+            time.sleep(60)  # its turn comes
 
 
-def check(root: Path) -> int:
-    """The newest checkpoint is at least the last acknowledged one, whole, and its values are its step's."""
+def save_at_once(context: ParallelContext, root: Path, step: int) -> int:
+    pieces = cut("flat", values(step), context.rank, context.world_size)
+    save(root / "checkpoints", step, pieces, {"step": step}, context, keep=2)
+    acknowledge(context, root, step)
+    return step
+
+
+def save_behind(saves: BackgroundSaves, context: ParallelContext, root: Path, step: int) -> int:
+    """The state goes on changing while it is written."""
+
+    def write(pieces: Sequence[Piece], its: ParallelContext) -> Saved:
+        return save(root / "checkpoints", step, pieces, {"step": step}, its, keep=2)
+
+    pieces = cut("flat", values(step), context.rank, context.world_size)
+    pending = saves.begin(pieces, write, begun=time.perf_counter())
+    for piece in pieces:
+        piece.tensor.zero_()
+    pending.result()
+    acknowledge(context, root, step)
+    return step
+
+
+def acknowledge(context: ParallelContext, root: Path, step: int) -> None:
+    if context.rank == 0:
+        with (root / "acknowledged").open("a") as file:
+            file.write(f"{step}\n")
+
+
+def check(root: Path, last: int = 0) -> int:
+    """The newest checkpoint is at least the last acknowledged one, whole, and its values are its step's.
+
+    `last`: what the trial before has left, acknowledged or not.
+    """
     log = root / "acknowledged"
     acknowledged = int(log.read_text().split("\n")[-2]) if log.exists() else 0
     found = newest(root / "checkpoints", SINGLE, no_report)
     if found is None:
-        assert acknowledged == 0
+        assert acknowledged == last == 0
         return 0
-    assert acknowledged <= found.step <= acknowledged + 1
+    assert max(acknowledged, last) <= found.step <= max(acknowledged, last) + 1
     assert found.state == {"step": found.step}
     pieces = blank(whole(values(found.step)))
     found.read_into(pieces)
     assert equal(pieces, whole(values(found.step)))
-    assert len(committed(root / "checkpoints")) <= 3
     return found.step
 
 
-def kill_again_and_again(root: Path, ranks: int, trials: int, seed: int) -> None:
+def kill_again_and_again(root: Path, ranks: int, behind: bool, trials: int, seed: int) -> None:
     chance = random.Random(seed)
     last = 0
     for trial in range(trials):
         victims = chance.choice([[rank] for rank in range(ranks)] + [list(range(ranks))])
         # From the very first call, which may take tenths of a second, to some tens of saves (4 to 20 ms each) later.
         delay = chance.uniform(0.0, 0.25 * (1 + trial % 4))
-        run_ranks(save_until_killed, ranks, root, victims, delay, may_die=victims)
-        reached = check(root)
-        assert reached >= last
-        last = reached
+        run_trial(save_until_killed, ranks, root, behind, victims, delay)
+        last = check(root, last)
     assert last > 0, "no trial lived long enough to save anything"
     recover(root / "checkpoints")
     assert all(name.startswith("step-") for name in os.listdir(root / "checkpoints"))
+    save_at_once(SINGLE, root, last + 1)
+    assert [step for step, _ in committed(root / "checkpoints")] == [last + 1, last], "kills left more; one save clears"
 
 
+def run_trial(
+    function: Callable[..., None], ranks: int, root: Path, behind: bool, victims: list[int], delay: float
+) -> None:
+    root.mkdir(exist_ok=True)
+    needs = GroupNeeds(background_saving=behind)
+    run_ranks(function, ranks, root, behind, victims, delay, may_die=victims, needs=needs)
+
+
+behind_or_not = pytest.mark.parametrize("behind", [False, True], ids=["at once", "behind"])
+
+
+@behind_or_not
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_kill_at_any_moment_loses_nothing(tmp_path: Path, ranks: int) -> None:
-    kill_again_and_again(tmp_path, ranks, trials=6, seed=ranks)
+def test_a_kill_at_any_moment_loses_nothing(tmp_path: Path, ranks: int, behind: bool) -> None:
+    kill_again_and_again(tmp_path, ranks, behind, trials=6, seed=ranks)
 
 
+@behind_or_not
 @pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_many_kills_at_any_moment_lose_nothing(tmp_path: Path, ranks: int) -> None:
-    kill_again_and_again(tmp_path, ranks, trials=60, seed=10 + ranks)
+def test_many_kills_at_any_moment_lose_nothing(tmp_path: Path, ranks: int, behind: bool) -> None:
+    kill_again_and_again(tmp_path, ranks, behind, trials=60, seed=10 + ranks)
 
 
-def save_in_place(context: ParallelContext, root: Path, delay: float) -> None:
+def write_in_place(patch: pytest.MonkeyPatch) -> None:
     """What would happen without the temporary folder: the files of a step are written under its final name."""
-    from megalite.checkpoint import commit
 
     def begin_in_place(folder: Path, step: int) -> Path:
         final = folder / commit.step_name(step)
         final.mkdir(parents=True)
         return final
 
+    patch.setattr(commit, "begin", begin_in_place)
+    patch.setattr(commit, "publish", lambda temporary, step: temporary)
+
+
+def commit_before_the_data_is_written(patch: pytest.MonkeyPatch) -> None:
+    """The rename comes first, and the tensors follow."""
+    run, publish = TensorWrite.run, commit.publish
+    later: list[Callable[[], Any]] = []
+
+    def put_off(self: TensorWrite, pieces: Sequence[Piece]) -> dict[str, Any]:
+        files = run(self, pieces)
+        contents = {name: (self._folder / name).read_bytes() for name in files}
+        for name in contents:
+            (self._folder / name).unlink()
+        later.append(lambda: [(final[0] / name).write_bytes(content) for name, content in contents.items()])
+        return files
+
+    final: list[Path] = []
+
+    def too_early(temporary: Path, step: int) -> Path:
+        final[:] = [publish(temporary, step)]
+        time.sleep(0.02)  # large files take longer than these
+        later.pop()()
+        return final[0]
+
+    patch.setattr(TensorWrite, "run", put_off)
+    patch.setattr(commit, "publish", too_early)
+
+
+def acknowledge_when_begun(patch: pytest.MonkeyPatch) -> None:
+    """Whoever asks is told that a save behind the loop has ended; only the next one waits for it."""
+    begin = BackgroundSaves.begin
+    before: list[PendingSave] = []
+
+    def begin_in_order(self: BackgroundSaves, *args: Any, **kwargs: Any) -> PendingSave:
+        for pending in before:
+            pending._thread.join()
+        before[:] = [begin(self, *args, **kwargs)]
+        return before[0]
+
+    patch.setattr(BackgroundSaves, "begin", begin_in_order)
+    patch.setattr(PendingSave, "result", lambda self: None)
+
+
+MUTANTS = {
+    "at once": [write_in_place, commit_before_the_data_is_written],
+    "behind": [write_in_place, commit_before_the_data_is_written, acknowledge_when_begun],
+}
+
+
+def save_wrongly(
+    context: ParallelContext, root: Path, behind: bool, victims: list[int], delay: float, mutant: Callable[..., None]
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(commit, "begin", begin_in_place)
-        patch.setattr(commit, "publish", lambda temporary, step: temporary)
-        save_until_killed(context, root, [0], delay)
+        mutant(patch)
+        save_until_killed(context, root, behind, victims, delay)
 
 
-def test_without_the_rename_kills_do_leave_broken_checkpoints(tmp_path: Path) -> None:
-    """The negative control: these kills do hit half-written checkpoints."""
-    broken = 0
-    for trial in range(20):
+@pytest.mark.parametrize(
+    ("behind", "mutant"),
+    [(way == "behind", mutant) for way, mutants in MUTANTS.items() for mutant in mutants],
+    ids=[f"{way}-{mutant.__name__}" for way, mutants in MUTANTS.items() for mutant in mutants],
+)
+def test_kills_do_show_what_would_be_wrong(tmp_path: Path, behind: bool, mutant: Callable[..., None]) -> None:
+    """The negative control: these kills do hit half-written checkpoints, and `check` notices them."""
+    for trial in range(30):
         root = tmp_path / str(trial)
-        run_ranks(save_in_place, 1, root, 0.03 + trial * 0.003, may_die=[0])
-        reports: list[str] = []
+        run_trial(partial(save_wrongly, mutant=mutant), 1, root, behind, [0], min(1.0, 0.03 * 1.3**trial))
         try:
-            newest(root / "checkpoints", SINGLE, reports.append)
+            check(root)
         except Exception:
-            reports.append("none is left")
-        broken += bool(reports)
-        if broken:
             return
-    pytest.fail("20 kills hit no half-written checkpoint")
+    pytest.fail("30 kills hit no half-written checkpoint")

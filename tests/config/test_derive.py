@@ -1,6 +1,5 @@
 """Derived values, and the default run folder: named by what defines the training and by nothing else."""
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from megalite.config.bounds import with_defaults
 from megalite.config.compose import load_config
 from megalite.config.derive import default_run_dir, derive, derive_vocabulary
 from megalite.config.schema import Config
-from megalite.config.settings import SETTINGS, value_of
+from megalite.config.settings import SETTINGS, value_of, with_values
 
 OPEN = {  # what the data or the machine decides, or what has no meaning in the default config
     "model.vocab_size",
@@ -25,17 +24,14 @@ OPEN = {  # what the data or the machine decides, or what has no meaning in the 
     "data.weights",
     "data.subset",
     "data.workers",
+    "optimizer.bucket_size",
     "checkpoint.init_from",
 }
 
 
 def changed(config: Config, **values: Any) -> Config:
     """A copy with settings given by dotted names, `__` for the dot."""
-    for name, value in values.items():
-        group, _, leaf = name.rpartition("__")
-        part = {group: dataclasses.replace(getattr(config, group), **{leaf: value})} if group else {leaf: value}
-        config = dataclasses.replace(config, **part)
-    return config
+    return with_values(config, {name.replace("__", "."): value for name, value in values.items()})
 
 
 def test_nothing_is_left_open_but_what_data_and_machine_decide() -> None:
@@ -71,6 +67,12 @@ def test_values_that_are_set_stay() -> None:
     }
     derived = derive(changed(Config(), **given_values))
     assert {name: value_of(derived, name.replace("__", ".")) for name in given_values} == given_values
+
+
+def test_gradients_travel_as_they_are_summed_unless_set() -> None:
+    assert derive(Config()).optimizer.communication_dtype == "fp32"
+    assert derive(changed(Config(), optimizer__gradient_dtype="bf16")).optimizer.communication_dtype == "bf16"
+    assert derive(changed(Config(), optimizer__communication_dtype="bf16")).optimizer.communication_dtype == "bf16"
 
 
 def test_the_vocabulary_is_the_tokenizers_unless_set() -> None:
@@ -125,6 +127,10 @@ SAME_TRAINING = {
     "data.streaming",
     "checkpoint.interval",
     "checkpoint.keep",
+    "checkpoint.async",
+    *(f"optimizer.{name}" for name in ("zero", "instances", "bucket_size", "overlap", "ownership")),
+    *(f"optimizer.{name}" for name in ("communication_dtype", "initial_loss_scale", "min_loss_scale")),
+    *(f"optimizer.{name}" for name in ("loss_scale_window", "hysteresis")),
     *(name for name in SETTINGS if name.startswith("parallel.")),
     *(name for name in SETTINGS if name.startswith("train.") and name not in DEFINES_TRAINING),
 }

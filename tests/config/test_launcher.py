@@ -49,6 +49,8 @@ def test_a_refusal_is_one_message_with_status_2_and_leaves_nothing(
     [
         (["--help"], "Most used settings"),
         (["--cfg", "job"], "global_batch_size: 8"),
+        (["--cfg", "job", "checkpoint.async=true"], "\n  async: true\n"),
+        (["--cfg", "job", "--package", "checkpoint"], "\nasync: false\n"),
         (["model=gpt2", "--cfg", "job", "data.path=[a,b]"], "hidden_size: 768"),
         (["--info", "defaults"], "Defaults List"),
         (["--hydra-help"], "Hydra's help"),

@@ -3,9 +3,11 @@
 from pathlib import Path
 
 import pytest
+import yaml  # type: ignore[import-untyped]
 
 from megalite.config.compose import load_config
 from megalite.config.problems import Problem, UserError
+from megalite.config.settings import as_plain
 from tests.config.refusal import refusal, settings
 
 # What is typed, and the words that its message must hold.
@@ -103,8 +105,24 @@ ONE_MISTAKE = [
     ("seed=9223372036854775808", ["at most 9223372036854775807"]),
     ("resume=alwyas", ["unknown choice", "auto, never"]),
     ("lr.schedule=cosin", ["lr.schedule=cosine is the nearest"]),
-    ("precision=fp16", ["not built yet", "precision=bf16, fp32 or auto"]),
-    ("precision=fp8", ["choices: auto, fp64, fp32, bf16"]),
+    ("precision=fp8", ["choices: auto, fp64, fp32, bf16, fp16"]),
+    ("optimizer.zero=2", ["at least 0, at most 1"]),
+    ("optimizer.bucket_size=0", ["at least 1", "null"]),
+    ("optimizer.instances=0", ["at least 1"]),
+    ("optimizer.ownership=matrix", ["choices: even, whole"]),
+    ("optimizer.communication_dtype=fp16", ["fp32, bf16"]),
+    ("optimizer.initial_loss_scale=1e300", ["at most 4294967296"]),
+    ("optimizer.loss_scale=128", ["optimizer.initial_loss_scale=128"]),
+    # a name that no field can have; nobody is shown the field's
+    ("checkpoint.async=1.5", ["checkpoint.async=1.5", "true or false", "checkpoint.async=false"]),
+    ("checkpoint.async=null", ["checkpoint.async=null", "true or false"]),
+    ("checkpoint.asinc=true", ["unknown setting", "checkpoint.async=True"]),
+    ("train.async=true", ["unknown setting", "checkpoint.async=True"]),
+    ("+checkpoint.async=true", ["exists already", "checkpoint.async=True"]),
+    ("checkpoint.zzz=1", ["interval, keep, async, init_from"]),
+    ("checkpoint.asynchronous=true", ["unknown setting", "checkpoint.async=True"]),
+    ("++checkpoint.asynchronous=true", ["unknown setting", "checkpoint.async=True"]),
+    ("checkpoint={asynchronous: true}", ["unknown setting", "checkpoint.async=True"]),
     ("model.activation=relu", ["gelu", "swiglu"]),
 ]
 
@@ -159,6 +177,11 @@ ACCEPTED = [
     ("--run", "seed=3"),
     ("tokenizer=owner/name-1.5",),
     ("train.steps=0",),
+    ("precision=fp16", "optimizer.initial_loss_scale=4294967296", "optimizer.hysteresis=1"),
+    ("optimizer.communication_dtype=null", "optimizer.bucket_size=1", "optimizer.zero=0"),
+    ("checkpoint.async=true",),
+    ("++checkpoint.async=yes",),
+    ("checkpoint={async: true, keep: 3}",),
 ]
 
 
@@ -176,16 +199,41 @@ def test_overrides_mean_what_hydra_makes_of_them() -> None:
     assert config.lr.min_lr == 1e-8
 
 
+def test_a_setting_whose_name_no_field_can_have_is_set_like_any_other() -> None:
+    for override in ("checkpoint.async=true", "++checkpoint.async=yes", "checkpoint={async: true}"):
+        assert load_config([override], 1).checkpoint.asynchronous, override
+    assert load_config(["data.streaming=true", "checkpoint.async=${data.streaming}"], 1).checkpoint.asynchronous
+    assert not load_config([], 1).checkpoint.asynchronous
+
+
+def test_a_config_of_the_users_own_that_leaves_the_schema_out_may_hold_settings_only(tmp_path: Path) -> None:
+    quiet = "hydra: {run: {dir: .}, output_subdir: null, job: {chdir: false}}\n"
+    (tmp_path / "mine.yaml").write_text(quiet + yaml.safe_dump(as_plain(load_config(["checkpoint.async=true"], 1))))
+    arguments = ["--config-path", str(tmp_path), "--config-name"]
+    assert load_config([*arguments, "mine"], 1).checkpoint.asynchronous
+    (tmp_path / "slip.yaml").write_text((tmp_path / "mine.yaml").read_text().replace("async:", "asynchronous:"))
+    error = refusal(*arguments, "slip")
+    assert settings(error) == ["--config-name"]
+    assert "asynchronous" in str(error)
+
+
 def test_presets_of_the_users_own_are_found_by_config_dir(tmp_path: Path) -> None:
     folder = tmp_path
     (folder / "model").mkdir()
     (folder / "model" / "mine.yaml").write_text("defaults:\n  - default\n  - _self_\nname: mine\nnum_layers: 3\n")
     (folder / "model" / "slip.yaml").write_text("num_layer: 3\n")
     assert load_config(["--config-dir", str(folder), "model=mine"], 1).model.num_layers == 3
+    (folder / "checkpoint").mkdir()
+    (folder / "checkpoint" / "behind.yaml").write_text("defaults:\n  - default\n  - _self_\nasync: true\n")
+    (folder / "checkpoint" / "field.yaml").write_text("defaults:\n  - default\n  - _self_\nasynchronous: true\n")
+    assert load_config(["--config-dir", str(folder), "checkpoint=behind"], 1).checkpoint.asynchronous
+    assert settings(refusal("--config-dir", str(folder), "checkpoint=field")) == ["checkpoint"]
     (folder / "experiment").mkdir()
     (folder / "experiment" / "long.yaml").write_text("# @package _global_\ntrain:\n  steps: 7\n")
     assert load_config(["--config-dir", str(folder), "+experiment=long"], 1).train.steps == 7
     assert settings(refusal("--config-dir", str(folder), "+experiment=logn")) == ["experiment"]
+    (folder / "experiment" / "flat.yaml").write_text("# @package _global_\nmodel: 5\n")
+    assert settings(refusal("--config-dir", str(folder), "+experiment=flat")) == ["+experiment"]
     error = refusal("--config-dir", str(folder), "model=slip", "zzz=1")
     assert {"model", "zzz"} == set(settings(error))
     assert "num_layer" in str(error)

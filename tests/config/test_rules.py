@@ -8,19 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+import yaml  # type: ignore[import-untyped]
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from megalite.config.bounds import with_values
 from megalite.config.compose import load_config
 from megalite.config.derive import derive
 from megalite.config.parallel_rules import tensor_misfits
 from megalite.config.problems import Problem
 from megalite.config.rules import check
 from megalite.config.schema import Config
+from megalite.config.settings import with_values
 from tests.config.refusal import refusal, settings
 
 HEADS = "model.num_attention_heads"

@@ -10,8 +10,13 @@ from torch import Tensor
 from megalite.config.schema import Config
 from megalite.model import block as block_module
 from megalite.model import gpt as gpt_module
-from megalite.optim.buffers import BufferLayout
+from megalite.optim import gradient_sync as sync_module
+from megalite.optim import parameter_gather as gather_module
+from megalite.optim.buffers import TrainingBuffers
+from megalite.optim.gradient_sync import GradientSync
+from megalite.optim.parameter_gather import ParameterGather
 from megalite.optim.partial import PartialGradients
+from megalite.optim.sharing import Sharing
 from megalite.parallel.context import ParallelContext
 from megalite.tensor_parallel import layers as layers_module
 from megalite.tensor_parallel import linear as linear_module
@@ -20,6 +25,8 @@ from megalite.tensor_parallel import recompute as recompute_module
 from megalite.tensor_parallel.collectives import TensorGroup
 from megalite.tensor_parallel.cross_entropy import TokenLoss
 from megalite.tensor_parallel.layers import RowParallelLinear, VocabParallelEmbedding
+from megalite.train import step as step_module
+from megalite.train import training as training_module
 from tests.layouts.training import Trace, train
 
 
@@ -61,7 +68,7 @@ def no_sum_of_partial_gradients(context: ParallelContext, config: Config) -> Tra
 
 
 def replicas_counted_on_every_rank(context: ParallelContext, config: Config) -> Trace:
-    BufferLayout.counted = lambda self, buffer: [buffer]  # type: ignore[method-assign]
+    step_module.counted = lambda buffers, sharing: buffers.gradients
     return train(context, config)
 
 
@@ -154,3 +161,120 @@ def generator_not_restored_when_rebuilt(context: ParallelContext, config: Config
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
+
+
+class _AtLast:
+    """A collective that nothing moves before it is waited for."""
+
+    def __init__(self, start: Callable[[], Any]) -> None:
+        self._start = start
+
+    def wait(self) -> None:
+        self._start().wait()
+
+
+def gather_at_the_last_moment(context: ParallelContext, config: Config) -> Trace:
+    """No mistake, but the worst network."""
+    start = gather_module.start_all_gather
+    gather_module.start_all_gather = lambda bucket, group: _AtLast(lambda: start(bucket, group))
+    return train(context, config)
+
+
+def use_before_arrival(context: ParallelContext, config: Config) -> Trace:
+    """Of all parts but the blocks on that network."""
+    wait_for = ParameterGather.wait_for
+    ParameterGather.wait_for = (  # type: ignore[method-assign]
+        lambda self, part: wait_for(self, part) if part.startswith("blocks") else None
+    )
+    return gather_at_the_last_moment(context, config)
+
+
+def no_gather_of_parameters(context: ParallelContext, config: Config) -> Trace:
+    ParameterGather.start = lambda self: None  # type: ignore[method-assign]
+    return train(context, config)
+
+
+class _Done:
+    def wait(self) -> None:
+        pass
+
+
+def no_sum_across_instances(context: ParallelContext, config: Config) -> Trace:
+    sync_module.start_all_reduce = lambda tensor, group, *, wire: _Done()
+    return train(context, config)
+
+
+def no_sum_inside_instances(context: ParallelContext, config: Config) -> Trace:
+    sync_module.start_reduce_scatter = lambda bucket, group, *, wire: _Done()
+    return train(context, config)
+
+
+def instances_counted_twice(context: ParallelContext, config: Config) -> Trace:
+    count = step_module.counted
+    step_module.counted = lambda buffers, sharing: count(
+        buffers, {kind: replace(place, repeat=0) for kind, place in sharing.items()}
+    )
+    return train(context, config)
+
+
+def next_rank_s_slices(context: ParallelContext, config: Config) -> Trace:
+    """Each rank updates what its neighbour has the gradient of."""
+    of = Sharing.of
+    Sharing.of = classmethod(  # type: ignore[assignment, method-assign]
+        lambda cls, context, kind, *, zero: replace(
+            place := of(context, kind, zero=zero), index=(place.index + 1) % place.shards
+        )
+    )
+    return train(context, config)
+
+
+def sent_before_the_last_gradient(context: ParallelContext, config: Config) -> Trace:
+    expect = GradientSync.expect_last
+
+    def one_less(self: GradientSync) -> None:
+        expect(self)
+        assert self._missing is not None
+        self._missing = [max(1, missing - 1) for missing in self._missing]
+
+    GradientSync.expect_last = one_less  # type: ignore[method-assign]
+    return read_at_once(context, config)
+
+
+def read_at_once(context: ParallelContext, config: Config) -> Trace:
+    """What is sent is read at once."""
+    start = sync_module.start_reduce_scatter
+
+    def at_once(bucket: Tensor, group: Any, *, wire: torch.dtype) -> Any:
+        start(bucket, group, wire=wire).wait()
+        return _Done()
+
+    sync_module.start_reduce_scatter = at_once
+    return train(context, config)
+
+
+def sent_before_the_last_microbatch(context: ParallelContext, config: Config) -> Trace:
+    """Each microbatch is taken for the last."""
+    start = TrainingBuffers.start_step
+
+    def and_expect(self: TrainingBuffers) -> None:
+        start(self)
+        syncs[0].expect_last()
+
+    syncs: list[GradientSync] = []
+    init = GradientSync.__init__
+
+    def remembered(self: GradientSync, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        syncs.append(self)
+
+    expect = GradientSync.expect_last
+    GradientSync.__init__ = remembered  # type: ignore[method-assign]
+    TrainingBuffers.start_step = and_expect  # type: ignore[method-assign]
+    GradientSync.expect_last = lambda self: expect(self) if self._missing is None else None  # type: ignore[method-assign]
+    return read_at_once(context, config)
+
+
+def decay_of_everything(context: ParallelContext, config: Config) -> Trace:
+    records = training_module.parameters_of
+    training_module.parameters_of = lambda config: [replace(record, decay=True) for record in records(config)]
+    return train(context, config)

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
+from megalite.checkpoint.pieces import Piece
 from megalite.config.schema import Config
 from megalite.data.prepare import prepare
 from megalite.parallel.context import ParallelContext
-from megalite.parallel.groups import GroupNeeds
 from megalite.parallel.layout import ParallelLayout
+from megalite.parallel.startup import needs_of
 from tests.layouts import mutants
 from tests.layouts.reference import reference
-from tests.layouts.training import Trace, assert_same_training, small_config, train
+from tests.layouts.training import Trace, assembled, assert_same_training, small_config, train
 from tests.ranks import run_ranks
 
 Overrides = dict[str, dict[str, Any]]
@@ -80,10 +80,6 @@ def layout_config(workplace: tuple[Path, Path], row: Row) -> Config:
     return replace(config, parallel=replace(config.parallel, tp=tp, sequence_parallel=sequence_parallel))
 
 
-def needs_of(config: Config) -> GroupNeeds:
-    return GroupNeeds(tied_embeddings=config.model.tie_embeddings, kv_heads=config.model.num_key_value_heads)
-
-
 def train_rows(workplace: tuple[Path, Path], row: Row, function: Any = train) -> tuple[list[Trace], Trace]:
     """Traces of all ranks, and of the single process, which keeps everything and is not compiled."""
     tp, dp, _, family, overrides = row
@@ -95,12 +91,7 @@ def train_rows(workplace: tuple[Path, Path], row: Row, function: Any = train) ->
 
 
 def check_row(workplace: tuple[Path, Path], row: Row) -> None:
-    assert_all_same(*train_rows(workplace, row))
-
-
-def assert_all_same(traces: list[Trace], expected: Trace) -> None:
-    for trace in traces:
-        assert_same_training(trace, expected)
+    assert_same_training(*train_rows(workplace, row))
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
@@ -138,7 +129,7 @@ BROKEN: list[tuple[Mutant, Row]] = [
 def test_a_broken_layout_is_caught(workplace: tuple[Path, Path], mutant: Mutant, row: Row) -> None:
     traces, expected = train_rows(workplace, row, mutant)
     with pytest.raises(AssertionError):
-        assert_all_same(traces, expected)
+        assert_same_training(traces, expected)
 
 
 def train_with_attention_dropout(workplace: tuple[Path, Path], recompute: Overrides, function: Any) -> list[Trace]:
@@ -159,7 +150,7 @@ def are_the_same_bits(found: list[Trace], expected: list[Trace]) -> bool:
     return all(
         one.losses == other.losses
         and all(
-            mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+            all(torch.equal(a.tensor, b.tensor) and a.name == b.name for a, b in zip(mine, theirs, strict=True))
             for mine, theirs in zip(one.gradients, other.gradients, strict=True)
         )
         for one, other in zip(found, expected, strict=True)
@@ -193,19 +184,17 @@ def test_another_attention_mask_is_caught(
 def test_shards_of_one_weight_differ_and_make_up_the_single_process_s(workplace: tuple[Path, Path]) -> None:
     """Elsewhere a silent mistake: every rank draws the same shard."""
     row: Row = (4, 1, True, "llama", {})
-    traces, _ = train_rows(workplace, row, _start)
-    (expected,) = [_start(ParallelContext(dtype=torch.float64), reference(workplace, "llama", {})[0])]
+    starts, _ = train_rows(workplace, row, _start)
+    expected = assembled(_start(ParallelContext(dtype=torch.float64), reference(workplace, "llama", {})[0]))
     name = "blocks.1.mlp.gate_up.weight"
-    parts = [start[name] for start, _ in traces]
+    parts = [piece.tensor for pieces in starts for piece in pieces if piece.name == name]
+    assert len(parts) == 4
     assert not any(torch.equal(one, other) for at, one in enumerate(parts) for other in parts[:at])
-    for start, shards in traces:
-        for each, shard in shards.items():
-            for box in shard.boxes:
-                assert torch.equal(start[each][box.local], expected[0][each][box.logical])
-    assert torch.equal(torch.cat(parts, dim=1), expected[0][name])
+    found = assembled([piece for pieces in starts for piece in pieces])
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[each], expected[each]) for each in expected)
 
 
-def _start(context: ParallelContext, config: Config) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Masters before the first step, and where they belong."""
-    trace = train(context, config, steps=0)
-    return trace.parameters, trace.shards
+def _start(context: ParallelContext, config: Config) -> list[Piece]:
+    """What the rank holds before the first step."""
+    return train(context, config, steps=0).parameters

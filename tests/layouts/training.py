@@ -1,5 +1,6 @@
 """Trains a few steps on any layout and records everything that must not depend on the layout."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -7,16 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalite.checkpoint.pieces import Piece
+from megalite.checkpoint.store import newest, save
 from megalite.config.derive import derive, derive_vocabulary
 from megalite.config.schema import Config
 from megalite.data.batches import TrainBatches
 from megalite.data.open import open_data
-from megalite.optim.buffers import BufferLayout
+from megalite.optim.buffers import TrainingBuffers
 from megalite.optim.schedule import learning_rate
 from megalite.parallel.context import ParallelContext
-from megalite.parallel.parameters import Shard
-from megalite.train.job import build_training, derive_device, fill_with_start_values
+from megalite.train.job import derive_device
+from megalite.train.state import held_pieces, owned_pieces, training_pieces
 from megalite.train.step import TrainStep
+from megalite.train.training import build_training, fill_with_start_values
 
 STEPS = 5
 RELATIVE, ABSOLUTE = 1e-10, 1e-12  # the design's bound on every layout against one process, in fp64
@@ -28,21 +32,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-Tensors = dict[str, Tensor]  # by logical name: what the rank holds of each
-
-
 @dataclass(frozen=True)
 class Trace:
-    """What one rank of a run computed. `shards` says where in the logical tensors its own ones belong."""
+    """What one rank of a run computed, of each tensor the boxes that it holds."""
 
     losses: list[float]
     grad_norms: list[float]
     tokens: list[int]
-    gradients: list[Tensors]  # of each step, after all sums over ranks and before clipping
-    parameters: Tensors  # masters after the last step, as are the moments
-    first_moments: Tensors
-    second_moments: Tensors
-    shards: dict[str, Shard]
+    gradients: list[list[Piece]]  # of each step, after all sums over ranks and before clipping
+    parameters: list[Piece]  # after the last step, as is all that follows
+    masters: list[Piece]
+    first_moments: list[Piece]
+    second_moments: list[Piece]
 
 
 def small_config(text: Path, cache: Path, family: str = "llama", **overrides: dict[str, Any]) -> Config:
@@ -62,63 +63,102 @@ def small_config(text: Path, cache: Path, family: str = "llama", **overrides: di
     return derive(config)
 
 
-def train(context: ParallelContext, config: Config, steps: int = STEPS) -> Trace:
-    """A few steps of the real training step on this rank's share of the real batches."""
+def train(
+    context: ParallelContext,
+    config: Config,
+    steps: int = STEPS,
+    *,
+    continued: Path | None = None,
+    saved: Path | None = None,
+) -> Trace:
+    """A few steps of the real training step on this rank's share of the real batches.
+
+    They start after those of the checkpoint in the folder `continued`, and end in one in `saved`.
+    """
     data = open_data(config)
     config = derive_device(derive_vocabulary(config, data.vocab_size), context)
-    model, buffers, optimizer = build_training(config, context)
-    fill_with_start_values(buffers, config, context)
-    step = TrainStep(model, buffers, optimizer, config.optimizer, context)
+    training = build_training(config, context)
+    buffers, optimizer = training.buffers, training.optimizer
+    done = 0
+    if continued is None:
+        fill_with_start_values(buffers, config, context)
+    else:
+        found = newest(continued, context, print)
+        assert found is not None
+        found.read_into(training_pieces(training))
+        training.spread_masters()
+        done = found.step
+    step = TrainStep(training, config.optimizer, context)
     batches = TrainBatches(
         data.train,
         config,
         dp_rank=context.index("dp"),
         dp_size=context.size("dp"),
         device=context.device,
-        start_sample=0,
+        start_sample=done * config.train.global_batch_size,
     )
     figures, gradients = [], []
-    for number in range(steps):
+    for number in range(done, done + steps):
         batch = next(batches)
         lr = learning_rate(number, config.lr, peak=config.optimizer.lr, steps=config.train.steps)
         figures.append(step(batch.microbatches, batch.local_tokens, lr).read())
-        gradients.append(_by_name(buffers.layout, buffers.gradients))
+        gradients.append(_owned(buffers, buffers.gradients))
     batches.close()
+    training.gather.finish()
+    if saved is not None:
+        save(saved, done + steps, training_pieces(training), {}, context, keep=1)
     return Trace(
         losses=[f.loss for f in figures],
         grad_norms=[f.grad_norm for f in figures],
         tokens=[f.tokens for f in figures],
         gradients=gradients,
-        parameters=_by_name(buffers.layout, buffers.masters),
-        first_moments=_by_name(buffers.layout, optimizer.exp_avg),
-        second_moments=_by_name(buffers.layout, optimizer.exp_avg_sq),
-        shards={slot.record.name: slot.shard for slot in buffers.layout.slots},
+        parameters=_copies(held_pieces(buffers)),
+        masters=_owned(buffers, buffers.masters),
+        first_moments=_owned(buffers, optimizer.exp_avg),
+        second_moments=_owned(buffers, optimizer.exp_avg_sq),
     )
 
 
-def _by_name(layout: BufferLayout, flat: Tensor) -> Tensors:
-    return {slot.record.name: slot.view(flat).clone() for slot in layout.slots}
+def _owned(buffers: TrainingBuffers, slices: Sequence[Tensor]) -> list[Piece]:
+    return _copies(owned_pieces("", buffers.owned, slices))
 
 
-def assert_same_training(found: Trace, reference: Trace) -> None:
-    """Every number of `found` within the design's bound of `reference`."""
-    assert found.tokens == reference.tokens
+def _copies(pieces: Iterable[Piece]) -> list[Piece]:
+    return [replace(piece, tensor=piece.tensor.clone()) for piece in pieces]
+
+
+def assert_same_training(found: Sequence[Trace], reference: Trace) -> None:
+    """Every number of every rank within the design's bound of `reference`, and nothing of it on no rank."""
     close = {"rtol": RELATIVE, "atol": ABSOLUTE}
-    torch.testing.assert_close(found.losses, reference.losses, **close)
-    torch.testing.assert_close(found.grad_norms, reference.grad_norms, **close)
-    for mine, theirs in zip(found.gradients, reference.gradients, strict=True):
-        _assert_same_tensors("gradients", mine, theirs, found.shards)
-    for kind in ("parameters", "first_moments", "second_moments"):
-        _assert_same_tensors(kind, getattr(found, kind), getattr(reference, kind), found.shards)
+    for trace in found:
+        assert trace.tokens == reference.tokens
+        torch.testing.assert_close(trace.losses, reference.losses, **close)
+        torch.testing.assert_close(trace.grad_norms, reference.grad_norms, **close)
+    for step, expected in enumerate(reference.gradients):
+        _assert_same_tensors("gradients", [trace.gradients[step] for trace in found], expected)
+    for kind in ("parameters", "masters", "first_moments", "second_moments"):
+        _assert_same_tensors(kind, [getattr(trace, kind) for trace in found], getattr(reference, kind))
 
 
-def _assert_same_tensors(kind: str, found: Tensors, reference: Tensors, shards: dict[str, Shard]) -> None:
-    """Every box that the rank holds is that box of the reference's logical tensor, measured by that tensor's largest
+def _assert_same_tensors(kind: str, found: Sequence[Sequence[Piece]], reference: Sequence[Piece]) -> None:
+    """Every box that a rank holds is that box of the reference's logical tensor, measured by that tensor's largest
     element: one bound for all would let small parameters be wrong, an absolute one small moments."""
     absolute = 0.0 if kind.endswith("moments") else ABSOLUTE
-    assert found.keys() == reference.keys() == shards.keys()
-    for name, shard in shards.items():
-        largest = float(reference[name].abs().max())
-        for box in shard.boxes:
-            difference = float((found[name][box.local] - reference[name][box.logical]).abs().max())
-            assert difference <= RELATIVE * largest + absolute, f"{kind} of {name}: {difference} of {largest}"
+    logical = assembled(reference)
+    covered = {name: torch.zeros_like(tensor, dtype=torch.bool) for name, tensor in logical.items()}
+    for piece in (piece for pieces in found for piece in pieces):
+        box = piece.box
+        largest = float(logical[piece.name].abs().max())
+        difference = float((piece.tensor - logical[piece.name][box]).abs().max())
+        assert difference <= RELATIVE * largest + absolute, f"{kind} of {piece.name}: {difference} of {largest}"
+        covered[piece.name][box] = True
+    assert all(bool(cover.all()) for cover in covered.values()), f"some {kind} are on no rank"
+
+
+def assembled(pieces: Sequence[Piece]) -> dict[str, Tensor]:
+    """The logical tensors, by name; what no piece covers is not a number."""
+    whole: dict[str, Tensor] = {}
+    for piece in pieces:
+        logical = whole.setdefault(piece.name, piece.tensor.new_full(piece.logical_shape, torch.nan))
+        logical[piece.box] = piece.tensor
+    return whole

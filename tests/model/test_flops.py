@@ -89,6 +89,21 @@ def test_an_unknown_device_has_no_peak(name: str) -> None:
     assert peak_flops(name, "bfloat16") is None
 
 
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("Tesla V100-SXM2-16GB", 125e12),
+        ("Tesla V100-PCIE-32GB", 112e12),
+    ],
+)
+def test_fp16_is_as_fast_as_bf16_where_there_is_bf16(name: str, peak: float) -> None:
+    assert peak_flops(name, "float16") == peak
+    assert peak_flops(name, "bfloat16") in (peak, None)
+    assert peak_flops("NVIDIA T4", "float16") is None
+
+
 def test_a_v100_has_no_bf16_peak() -> None:
     assert peak_flops("Tesla V100-SXM2-16GB", "bfloat16") is None
     assert peak_flops("Tesla V100-SXM2-16GB", "float32") == 15.7e12

@@ -68,7 +68,7 @@ def test_upstream_gradient_multiplies_both_gradients() -> None:
         assert relative_error(value, -3.5 * reference) < 1e-12
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_padding_of_the_vocabulary_does_not_enter_loss_or_gradients(dtype: torch.dtype) -> None:
     case = Case(dtype)
     loss = case.loss(chunk_tokens=16)
@@ -117,7 +117,7 @@ def test_not_a_number_stays_visible() -> None:
     assert case.loss().isnan()
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_sink_receives_what_autograd_would_have_returned(dtype: torch.dtype) -> None:
     case = Case(dtype)
     expected_hidden, expected_weight = case.gradients(case.loss(chunk_tokens=16))
@@ -133,6 +133,7 @@ def test_sink_receives_what_autograd_would_have_returned(dtype: torch.dtype) -> 
             torch.float64: 1e-14,
             torch.float32: 1e-6,
             torch.bfloat16: 4e-3,  # the returned gradient is rounded to bf16, the sink is not
+            torch.float16: 5e-4,
         }[dtype]
     )
 
@@ -168,9 +169,10 @@ def test_evaluation_computes_the_same_loss() -> None:
     assert not evaluated.requires_grad
 
 
-def accuracy(dtype: torch.dtype, **options: Any) -> tuple[float, float, float]:
+def accuracy(dtype: torch.dtype, *, scale: float = 0.37, **options: Any) -> tuple[float, float, float]:
     """Relative errors of loss and both gradients against fp64, at a vocabulary where bf16 statistics fail."""
     case = Case(dtype, n=300, width=64, vocab=4000, padded=4096)
+    case.scale.fill_(scale)
     with torch.no_grad():
         case.weight.mul_(0.1)  # logits of about unit size, as trained models have
     loss = case.loss(**options)
@@ -195,6 +197,13 @@ def test_bf16_keeps_fp32_statistics(chunk: int | None) -> None:
     assert loss < 1e-4
     assert hidden_grad < 2**-7
     assert weight_grad < 2**-7
+
+
+def test_fp16_keeps_fp32_statistics() -> None:
+    loss, hidden_grad, weight_grad = accuracy(torch.float16, scale=65536 / 300, chunk_tokens=64)
+    assert loss < 1e-5
+    assert hidden_grad < 2**-10
+    assert weight_grad < 2**-10
 
 
 def test_bf16_loss_does_not_saturate_over_many_tokens() -> None:
@@ -270,7 +279,7 @@ def test_nothing_as_large_as_logits_waits_for_backward(sink: bool) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_cuda_equals_fp64_and_adds_into_the_sink(dtype: torch.dtype) -> None:
     case = Case(dtype, n=304, width=64, vocab=1000, padded=1024)
     expected = case.reference()
@@ -281,6 +290,6 @@ def test_cuda_equals_fp64_and_adds_into_the_sink(dtype: torch.dtype) -> None:
     loss = case.loss(chunk_tokens=128, grad_sink=sink)
     loss.backward()
     assert case.hidden.grad is not None
-    bound = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 2**-6}[dtype]
+    bound = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 2**-6, torch.float16: 2**-9}[dtype]
     for value, reference in zip((loss.detach(), case.hidden.grad, sink), expected, strict=True):
         assert relative_error(value.cpu(), reference) < bound

@@ -6,13 +6,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megalite.model.norm import RMSNorm
+from megalite.model.norm import RMSNorm, build_norm
 from megalite.model.rotary import rotary_frequencies, rotary_tables, rotate
 from tests.model.small import CPU, small
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 2e-6), (torch.bfloat16, 1e-2)]
+    ("dtype", "tolerance"),
+    [(torch.float64, 1e-13), (torch.float32, 2e-6), (torch.bfloat16, 1e-2), (torch.float16, 1e-3)],
 )
 def test_rms_norm_is_torchs_with_its_gradients(dtype: torch.dtype, tolerance: float) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -27,6 +28,16 @@ def test_rms_norm_is_torchs_with_its_gradients(dtype: torch.dtype, tolerance: fl
     for value, true in zip([ours, *torch.autograd.grad(ours, (x, norm.weight), grad)], exact, strict=True):
         assert value.dtype == dtype
         assert (value - true).abs().max() <= tolerance * true.abs().max()
+
+
+@pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
+def test_fp16_is_normed_where_its_squares_would_overflow(kind: str) -> None:
+    config = small(norm=kind, bias=False)
+    norm = build_norm(config, torch.float16, CPU)
+    norm.weight.data.fill_(1.0)
+    x = 3000 * torch.randn(7, config.hidden_size, generator=torch.Generator().manual_seed(0))  # fp16 ends at 65504
+    small_x = (x / 3000).half()
+    torch.testing.assert_close(norm(x.half()), norm(small_x), rtol=0.01, atol=2e-3)
 
 
 def test_rotation_turns_pairs_by_position_times_frequency() -> None:

@@ -1,124 +1,290 @@
-"""The flat AdamW against torch's, and its promise that a skipped step did not happen."""
+"""AdamW over slices against torch's, and its promise that a skipped step did not happen."""
+
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from megalite.optim import adamw
 from megalite.optim.adamw import FlatAdamW
+from megalite.optim.buffer_layout import SliceRange
 
-SIZE, DECAYED = 1000, 640
-BETAS, EPS = (0.9, 0.95), 1e-8
+BETAS, EPS, DECAY = (0.9, 0.95), 1e-8, 0.1
+SLICES = (640, 64, 1, 395)
+KINDS = [  # masters, gradients, moments
+    (torch.float64, torch.float64, torch.float64),
+    (torch.float32, torch.float32, torch.float32),
+    (torch.float32, torch.float32, torch.bfloat16),
+    (torch.float32, torch.bfloat16, torch.float32),
+    (torch.float32, torch.bfloat16, torch.bfloat16),
+]
+NARROW = KINDS[2:]
+Kind = tuple[torch.dtype, torch.dtype, torch.dtype]
 
 
-def build(dtype: torch.dtype, *, device: str = "cpu", weight_decay: float = 0.1) -> FlatAdamW:
-    values = torch.randn(SIZE, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    groups = [(0, DECAYED, weight_decay), (DECAYED, SIZE, 0.0)]
-    return FlatAdamW(values.to(dtype).to(device), groups, BETAS, EPS)
+@pytest.fixture(autouse=True)
+def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces that do not divide the runs: what is widened crosses them."""
+    monkeypatch.setattr(adamw, "PIECE", 17)
 
 
-def gradients_of(step: int, dtype: torch.dtype) -> Tensor:
-    return torch.randn(SIZE, generator=torch.Generator().manual_seed(100 + step), dtype=torch.float64).to(dtype) * 3
+def runs_of(lengths: tuple[int, ...] = (37, 5, 1, 20)) -> tuple[list[SliceRange], list[SliceRange], list[SliceRange]]:
+    """(decayed, plain, frozen): the slices cut into runs of these lengths in turn, dealt to the three in turn."""
+    dealt: tuple[list[SliceRange], list[SliceRange], list[SliceRange]] = ([], [], [])
+    count = 0
+    for bucket, size in enumerate(SLICES):
+        start = 0
+        while start < size:
+            stop = min(start + lengths[count % len(lengths)], size)
+            dealt[count % 3].append(SliceRange(bucket, start, stop))
+            start, count = stop, count + 1
+    return dealt
 
 
-def take(optimizer: FlatAdamW, gradients: Tensor, *, lr: float, scale: float = 1.0, skip: bool = False) -> None:
-    device = optimizer.masters.device
+def normal(seed: int, dtype: torch.dtype, device: str = "cpu") -> list[Tensor]:
+    whole = torch.randn(sum(SLICES), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return list(whole.to(dtype).to(device).split(SLICES))
+
+
+def build(kind: Kind, *, device: str = "cpu", weight_decay: float = DECAY) -> FlatAdamW:
+    masters, gradients, moments = kind
+    decayed, plain, _ = runs_of()
+    groups = [(decayed, weight_decay), (plain, 0.0)]
+    zeros = [torch.zeros(size, dtype=gradients, device=device) for size in SLICES]
+    return FlatAdamW(normal(1, masters, device), zeros, groups, BETAS, EPS, moments=moments)
+
+
+def take(optimizer: FlatAdamW, seed: int, *, lr: float, scale: float = 1.0, skip: bool = False) -> None:
+    """A step with gradients drawn from `seed`."""
+    device = optimizer.masters[0].device
+    for kept, new in zip(optimizer.gradients, normal(seed, torch.float64), strict=True):
+        kept.copy_(new * 3)
+    step_with(optimizer, lr, scale, skip, str(device))
+
+
+def step_with(optimizer: FlatAdamW, lr: float, scale: float, skip: bool, device: str) -> None:
     optimizer.step(
-        gradients.to(device),
         torch.tensor(lr, dtype=torch.float64, device=device),
-        gradient_scale=torch.tensor(scale, dtype=optimizer.masters.dtype, device=device),
+        gradient_scale=torch.tensor(scale, dtype=torch.float64, device=device),
         skip=torch.tensor(float(skip), device=device),
     )
 
 
-def compare_with_torch(dtype: torch.dtype, device: str) -> float:
-    """Largest relative difference from torch.optim.AdamW over 20 clipped steps of two groups and a changing rate."""
-    ours = build(dtype, device=device)
-    start = ours.masters.cpu().double().clone()
-    theirs = [start[:DECAYED].clone().requires_grad_(), start[DECAYED:].clone().requires_grad_()]
-    groups = [{"params": [theirs[0]], "weight_decay": 0.1}, {"params": [theirs[1]], "weight_decay": 0.0}]
+def state_of(optimizer: FlatAdamW) -> list[Tensor]:
+    return [*optimizer.masters, *optimizer.exp_avg, *optimizer.exp_avg_sq, optimizer.step_count]
+
+
+def compare_with_torch(kind: Kind, device: str) -> float:
+    """Largest difference from torch.optim.AdamW in fp64, relative to the largest parameter: 20 clipped steps of two
+    groups at a changing rate, with a skipped one among them."""
+    ours, start = build(kind, device=device), normal(1, torch.float64)
+    theirs = [[start[run.bucket][run.start : run.stop].clone().requires_grad_() for run in runs] for runs in runs_of()]
+    moving = theirs[0] + theirs[1]
+    groups = [{"params": theirs[0], "weight_decay": DECAY}, {"params": theirs[1], "weight_decay": 0.0}]
     reference = torch.optim.AdamW(groups, lr=1.0, betas=BETAS, eps=EPS)
     for step in range(20):
-        lr, gradients = 1e-2 / (step + 1), gradients_of(step, dtype)
-        theirs[0].grad, theirs[1].grad = gradients.double().clone().split([DECAYED, SIZE - DECAYED])
-        norm = torch.nn.utils.clip_grad_norm_(theirs, 1.0)
+        # CUDA's kernel takes the rate as fp32
+        lr = torch.tensor(1e-2 / (step + 1), dtype=torch.float32 if device == "cuda" else torch.float64).item()
+        if step == 7:
+            take(ours, 500, lr=lr, skip=True)
+        gradients = normal(100 + step, torch.float64)
+        for runs, parameters in zip(runs_of(), theirs, strict=True):
+            for run, parameter in zip(runs, parameters, strict=True):
+                parameter.grad = gradients[run.bucket][run.start : run.stop] * 3
+        norm = torch.nn.utils.clip_grad_norm_(moving, 1.0)
         for group in reference.param_groups:
             group["lr"] = lr
         reference.step()
-        take(ours, gradients, lr=lr, scale=float(norm) + 1e-6)
+        take(ours, 100 + step, lr=lr, scale=float(norm) + 1e-6)
     assert ours.step_count.item() == 20
-    expected = torch.cat([part.detach() for part in theirs])
-    assert (expected - start).abs().max() > 1e-2
-    return float((ours.masters.cpu().double() - expected).abs().max() / expected.abs().max())
+    differences = [
+        (ours.masters[run.bucket][run.start : run.stop].cpu().double() - parameter.detach()).abs().max().item()
+        for runs, parameters in zip(runs_of(), theirs, strict=True)
+        for run, parameter in zip(runs, parameters, strict=True)
+    ]
+    assert len(differences) > 40
+    first = runs_of()[0][0]
+    assert (theirs[0][0] - start[0][first.start : first.stop]).abs().max() > 1e-2
+    return max(differences) / max(parameter.abs().max().item() for parameter in moving)
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-14), (torch.float32, 1e-6)])
-def test_twenty_clipped_steps_equal_torch(dtype: torch.dtype, bound: float) -> None:
-    assert compare_with_torch(dtype, "cpu") < bound
+@pytest.mark.parametrize(("kind", "bound"), [(KINDS[0], 1e-14), (KINDS[1], 1e-6)])
+def test_twenty_clipped_steps_equal_torch(kind: Kind, bound: float) -> None:
+    assert compare_with_torch(kind, "cpu") < bound
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-14), (torch.float32, 1e-6)])
-def test_twenty_clipped_steps_equal_torch_on_cuda_without_waiting(dtype: torch.dtype, bound: float) -> None:
-    assert compare_with_torch(dtype, "cuda") < bound
-    optimizer, gradients = build(dtype, device="cuda"), gradients_of(0, dtype).cuda()
-    one = torch.ones((), device="cuda")
+@pytest.mark.parametrize(("kind", "bound"), [(KINDS[0], 1e-14), (KINDS[1], 1e-6)])
+def test_twenty_clipped_steps_equal_torch_on_cuda(kind: Kind, bound: float) -> None:
+    assert compare_with_torch(kind, "cuda") < bound
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_does_not_wait_for_the_device(kind: Kind) -> None:
+    optimizer, one = build(kind, device="cuda"), torch.ones((), device="cuda")
     torch.cuda.set_sync_debug_mode("error")
     try:
-        optimizer.step(gradients, one * 1e-3, gradient_scale=one, skip=one * 0)
+        optimizer.step(one.double() * 1e-3, gradient_scale=one.double(), skip=one * 0)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def expected_step(optimizer: FlatAdamW, lr: float, scale: float) -> list[list[Tensor]]:
+    """The definition in fp64 from the state as it is: masters and moments after one step, not yet rounded."""
+    steps = optimizer.step_count.item() + 1
+    lists = (optimizer.masters, optimizer.exp_avg, optimizer.exp_avg_sq)
+    masters, first, second = ([tensor.double() for tensor in tensors] for tensors in lists)
+    for runs, decay in zip(runs_of(), (DECAY, 0.0), strict=False):
+        for run in runs:
+            part = slice(run.start, run.stop)
+            gradient = optimizer.gradients[run.bucket][part].double() / scale
+            master, mean, square = (tensors[run.bucket][part] for tensors in (masters, first, second))
+            mean.copy_(BETAS[0] * mean + (1 - BETAS[0]) * gradient)
+            square.copy_(BETAS[1] * square + (1 - BETAS[1]) * gradient * gradient)
+            root = (square / (1 - BETAS[1] ** steps)).sqrt() + EPS
+            master.copy_(master - lr * decay * master - lr * mean / (1 - BETAS[0] ** steps) / root)
+    return [masters, first, second]
+
+
+def check_steps_against_the_definition(kind: Kind, device: str) -> None:
+    """Each step from where the last one ended: a rounding that falls the other way does not add up."""
+    optimizer = build(kind, device=device)
+    assert optimizer.exp_avg[0].dtype == optimizer.exp_avg_sq[0].dtype == kind[2]
+    take(optimizer, 99, lr=1e-2)
+    for step in range(5):
+        for kept, new in zip(optimizer.gradients, normal(step, torch.float64), strict=True):
+            kept.copy_(new * 3)
+        expected = expected_step(optimizer, 1e-2, 1.7)
+        step_with(optimizer, 1e-2, 1.7, False, device)
+        found = (optimizer.masters, optimizer.exp_avg, optimizer.exp_avg_sq)
+        for tensors, wanted in zip(found, expected, strict=True):
+            half_a_digit = torch.finfo(tensors[0].dtype).eps * (0.501 if tensors[0].dtype == torch.bfloat16 else 4)
+            for tensor, want in zip(tensors, wanted, strict=True):
+                torch.testing.assert_close(tensor.double(), want, rtol=half_a_digit, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", NARROW)
+def test_narrow_gradients_and_moments_are_updated_in_fp32_and_rounded_once(kind: Kind) -> None:
+    check_steps_against_the_definition(kind, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", NARROW)
+def test_narrow_gradients_and_moments_are_updated_in_fp32_and_rounded_once_on_cuda(kind: Kind) -> None:
+    check_steps_against_the_definition(kind, "cuda")
+
+
+class Calls(TorchDispatchMode):
+    """Counts the calls into torch, and notes the largest tensor that one of them made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.largest = 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.count += 1
+        if isinstance(result, Tensor) and not any(result is argument for argument in args):
+            self.largest = max(self.largest, result.numel())
+        return result
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_makes_no_copy_larger_than_a_piece(kind: Kind) -> None:
+    optimizer = build(kind)
+    with Calls() as calls:
+        step_with(optimizer, 1e-2, 1.0, False, "cpu")
+    assert calls.largest == (17 if kind in NARROW else 1)
+
+
+@pytest.mark.parametrize("kind", KINDS[:2])
+def test_the_work_of_the_host_does_not_grow_with_the_number_of_runs(kind: Kind) -> None:
+    masters, gradients = normal(1, kind[0]), normal(2, kind[0])
+    counts = []
+    for lengths in ((640,), (3, 2)):
+        optimizer = FlatAdamW(masters, gradients, [(runs, 0.0) for runs in runs_of(lengths)], BETAS, EPS)
+        with Calls() as calls:
+            step_with(optimizer, 1e-2, 1.0, False, "cpu")
+        counts.append(calls.count)
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("steps_before", [0, 3])
-def test_a_skipped_step_leaves_everything_byte_equal(dtype: torch.dtype, steps_before: int) -> None:
-    optimizer = build(dtype)
+def test_a_skipped_step_leaves_everything_byte_equal(kind: Kind, steps_before: int) -> None:
+    optimizer = build(kind)
     for step in range(steps_before):
-        take(optimizer, gradients_of(step, dtype), lr=1e-2)
-    state = (optimizer.masters, optimizer.exp_avg, optimizer.exp_avg_sq, optimizer.step_count)
-    before = [tensor.clone() for tensor in state]
-    bad = gradients_of(9, dtype)
-    bad[::7] = torch.nan
-    bad[1::7] = torch.inf
-    take(optimizer, bad, lr=1e-2, scale=float("nan"), skip=True)
-    assert all(torch.equal(after, kept) for after, kept in zip(state, before, strict=True))
+        take(optimizer, step, lr=1e-2)
+    before = [tensor.clone() for tensor in state_of(optimizer)]
+    for gradient in optimizer.gradients:
+        gradient[::7] = torch.nan
+        gradient[1::7] = torch.inf
+    step_with(optimizer, 1e-2, float("nan"), True, "cpu")
+    assert all(torch.equal(after, kept) for after, kept in zip(state_of(optimizer), before, strict=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_the_step_after_a_skipped_one_is_as_if_it_had_not_been(dtype: torch.dtype) -> None:
-    with_skip, without = build(dtype), build(dtype)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_step_after_a_skipped_one_is_as_if_it_had_not_been(kind: Kind) -> None:
+    with_skip, without = build(kind), build(kind)
     for step in range(4):
-        take(with_skip, gradients_of(step, dtype), lr=1e-2)
-        take(with_skip, gradients_of(50, dtype), lr=1e-2, skip=True)
-        take(without, gradients_of(step, dtype), lr=1e-2)
-    assert torch.equal(with_skip.masters, without.masters)
+        take(with_skip, step, lr=1e-2)
+        take(with_skip, 50, lr=1e-2, skip=True)
+        take(without, step, lr=1e-2)
+    assert all(torch.equal(a, b) for a, b in zip(state_of(with_skip), state_of(without), strict=True))
     assert with_skip.step_count.item() == 4
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_weight_decay_touches_its_group_alone_and_what_is_in_no_run_stays(kind: Kind) -> None:
+    strong, none, start = build(kind, weight_decay=0.5), build(kind, weight_decay=0.0), normal(1, kind[0])
+    for optimizer in (strong, none):
+        take(optimizer, 3, lr=1e-2)
+    decayed, plain, frozen = runs_of()
+    for run in decayed:
+        parts = [tensors[run.bucket][run.start : run.stop] for tensors in (strong.masters, none.masters)]
+        assert not torch.isclose(parts[0], parts[1], rtol=1e-4, atol=0).any()
+    for run in plain:
+        parts = [tensors[run.bucket][run.start : run.stop] for tensors in (strong.masters, none.masters, start)]
+        assert torch.equal(parts[0], parts[1])
+        assert (parts[0] != parts[2]).all()
+    for run in frozen:
+        assert torch.equal(strong.masters[run.bucket][run.start : run.stop], start[run.bucket][run.start : run.stop])
+        assert not strong.exp_avg[run.bucket][run.start : run.stop].any()
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_weight_decay_touches_its_group_alone(dtype: torch.dtype) -> None:
-    decayed, plain = build(dtype, weight_decay=0.5), build(dtype, weight_decay=0.0)
-    for optimizer in (decayed, plain):
-        take(optimizer, gradients_of(0, dtype), lr=1e-2)
-    assert torch.equal(decayed.masters[DECAYED:], plain.masters[DECAYED:])
-    assert not torch.isclose(decayed.masters[:DECAYED], plain.masters[:DECAYED], rtol=1e-4, atol=0).any()
+def test_a_group_without_elements_is_no_call(dtype: torch.dtype) -> None:
+    masters = normal(1, dtype)
+    optimizer = FlatAdamW(masters, normal(2, dtype), [([], DECAY), ([SliceRange(0, 5, 5)], 0.0)], BETAS, EPS)
+    step_with(optimizer, 1e-2, 1.0, False, "cpu")
+    assert all(torch.equal(after, before) for after, before in zip(masters, normal(1, dtype), strict=True))
 
 
-def test_views_of_the_masters_are_updated_in_place() -> None:
-    optimizer = build(torch.float32)
-    view = optimizer.masters[100:300].view(10, 20)
-    before = view.clone()
-    take(optimizer, gradients_of(0, torch.float32), lr=1e-2)
-    assert (view != before).all()
+@pytest.mark.parametrize("runs", [[SliceRange(0, 0, 10), SliceRange(0, 9, 20)], [SliceRange(0, 0, 641)]])
+def test_runs_lie_in_their_slice_and_do_not_overlap(runs: list[SliceRange]) -> None:
+    with pytest.raises(AssertionError):
+        FlatAdamW(normal(1, torch.float32), normal(2, torch.float32), [(runs, 0.0)], BETAS, EPS)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_training_continues_from_copied_state(dtype: torch.dtype) -> None:
-    """The three tensors named in the class are the whole state."""
-    original, resumed = build(dtype), build(dtype)
-    take(original, gradients_of(0, dtype), lr=1e-2)
-    for name in ("masters", "exp_avg", "exp_avg_sq", "step_count"):
-        getattr(resumed, name).copy_(getattr(original, name))
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_moment_is_one_block_of_memory_in_its_own_dtype(kind: Kind) -> None:
+    optimizer = build(kind)
+    for moment in (optimizer.exp_avg, optimizer.exp_avg_sq):
+        assert {part.untyped_storage().data_ptr() for part in moment} == {moment[0].untyped_storage().data_ptr()}
+        assert moment[0].untyped_storage().nbytes() == sum(SLICES) * kind[2].itemsize
+        assert [part.numel() for part in moment] == list(SLICES)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_continues_from_copied_state(kind: Kind) -> None:
+    """The masters and the three things named in the class are the whole state."""
+    original, resumed = build(kind), build(kind)
+    take(original, 0, lr=1e-2)
+    for kept, saved in zip(state_of(resumed), state_of(original), strict=True):
+        kept.copy_(saved)
     for optimizer in (original, resumed):
-        take(optimizer, gradients_of(1, dtype), lr=1e-2)
-    assert torch.equal(original.masters, resumed.masters)
+        take(optimizer, 1, lr=1e-2)
+    assert all(torch.equal(a, b) for a, b in zip(state_of(original), state_of(resumed), strict=True))

@@ -10,9 +10,17 @@ import pytest
 import torch
 
 from megalite.config.problems import UserError
+from megalite.config.settings import SETTINGS
 from megalite.parallel.context import CPU
 from megalite.parallel.cores import usable_cores
-from megalite.parallel.device import choose_device, choose_precision, set_threads, threads_per_rank
+from megalite.parallel.device import (
+    DTYPES,
+    choose_device,
+    choose_precision,
+    name_of,
+    set_threads,
+    threads_per_rank,
+)
 from megalite.parallel.environment import Launcher, ProcessEnvironment
 
 SINGLE = ProcessEnvironment()
@@ -51,11 +59,17 @@ def test_cuda_asked_for_and_absent_is_refused(monkeypatch: pytest.MonkeyPatch) -
         choose_device("cuda", SINGLE)
 
 
-@pytest.mark.parametrize(
-    ("setting", "dtype"), [("fp64", torch.float64), ("fp32", torch.float32), ("bf16", torch.bfloat16)]
-)
+PRECISIONS = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@pytest.mark.parametrize(("setting", "dtype"), PRECISIONS.items())
 def test_a_cpu_does_whatever_is_asked_for(setting: str, dtype: torch.dtype) -> None:
     assert choose_precision(setting, CPU) == dtype
+    assert name_of(dtype) == setting
+
+
+def test_every_precision_that_can_be_asked_for_is_a_dtype() -> None:
+    assert {"auto", *DTYPES} == set(SETTINGS["precision"].choices)
 
 
 def test_auto_is_bf16_on_a_cpu_with_amx_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,6 +86,7 @@ def test_a_gpu_without_bf16_refuses_it_and_defaults_to_fp32(monkeypatch: pytest.
     assert choose_precision("auto", gpu) == torch.float32
     with pytest.raises(UserError, match=r"V100.* cannot multiply bf16"):
         choose_precision("bf16", gpu)
+    assert choose_precision("fp16", gpu) == torch.float16
 
 
 def test_local_ranks_share_the_cores() -> None:

@@ -24,12 +24,14 @@ def ranks(layout: ParallelLayout, rank: int, name: str, needs: GroupNeeds | None
 
 
 def test_the_order_in_which_groups_are_made_is_fixed() -> None:
-    needs = GroupNeeds(tied_embeddings=True, kv_heads=1, optimizer_instances=2, cp_levels=(2, 1))
+    needs = GroupNeeds(
+        tied_embeddings=True, kv_heads=1, optimizer_instances=2, cp_levels=(2, 1), background_saving=True
+    )
     assert list(groups_of(CUBE, 0, needs)) == [
         *("dp-cp", "dp", "edp", "dp-cp-instance", "dp-cp-across", "edp-instance", "edp-across", "instance"),
-        *("tp-pp", "tp-dp", "tp-dp-cp", "etp-ep-pp", "kv-replicas"),
+        *("tp-pp", "tp-dp", "tp-dp-cp", "etp-ep-pp", "world", "kv-replicas"),
         *("tp", "tp-cp", "cp", "cp-level-0", "cp-level-1", "ep", "etp", "etp-ep"),
-        *("pp-forward", "pp-backward", "dp-control", "dp-cp-control", "edp-control"),
+        *("pp-forward", "pp-backward", "dp-control", "dp-cp-control", "edp-control", "saving"),
         *("embedding", "position-embedding"),
     ]
 
@@ -91,6 +93,26 @@ def test_instances_of_experts_are_slices_of_their_replicas() -> None:
     assert ranks(layout, 1, "instance", needs) == tuple(range(8))
 
 
+@pytest.mark.parametrize("layout", [ParallelLayout(), CUBE, replace(CUBE, rank_offset=8), ParallelLayout(tp=2, dp=3)])
+def test_the_world_is_one_group_of_all_ranks(layout: ParallelLayout) -> None:
+    everyone = tuple(range(layout.rank_offset, layout.rank_offset + layout.world_size))
+    needs = GroupNeeds(background_saving=True)
+    for rank in everyone:
+        specs = groups_of(layout, rank, needs)
+        assert specs["world"].ranks == specs["saving"].ranks == everyone
+        assert (specs["world"].traffic, specs["world"].on_host) == ("gradient", False)
+    listed = [spec.name for spec in all_groups(layout, needs)]
+    assert listed.count("world") == listed.count("saving") == (layout.world_size > 1)
+
+
+def test_writing_behind_training_has_a_group_of_its_own_on_the_host_and_only_where_it_is_needed() -> None:
+    specs = groups_of(ParallelLayout(dp=2), 0, GroupNeeds(background_saving=True))
+    assert specs["saving"].on_host
+    assert specs["dp-control"].on_host
+    assert [name for name, spec in specs.items() if spec.traffic == specs["saving"].traffic] == ["saving"]
+    assert "saving" not in groups_of(ParallelLayout(dp=2), 0, GroupNeeds())
+
+
 def test_levels_of_context_parallelism_start_with_neighbours() -> None:
     layout, needs = ParallelLayout(cp=8), GroupNeeds(cp_levels=(2, 4))
     assert ranks(layout, 5, "cp-level-0", needs) == (4, 5)
@@ -112,6 +134,7 @@ def needs_of(draw: st.DrawFn, layout: ParallelLayout) -> GroupNeeds:
         kv_heads=draw(st.sampled_from([size for size in range(1, layout.tp + 1) if layout.tp % size == 0])),
         split_rank=draw(st.none() | st.integers(1, layout.pp - 1)) if layout.pp > 1 else None,
         optimizer_instances=draw(st.sampled_from(divisors)),
+        background_saving=draw(st.booleans()),
     )
     return needs if not list(group_problems(layout, needs)) else GroupNeeds(tied_embeddings=needs.tied_embeddings)
 

@@ -19,7 +19,7 @@ from megalite.parallel.nccl_options import KEYS, MAX_BYTES, MEGATRON_GROUPS, Ncc
 
 OURS = """
     tp cp cp-levels kv-replicas dp dp-cp dp-cp-instance dp-cp-across tp-pp tp-cp tp-dp tp-dp-cp pp embedding
-    position-embedding ep etp etp-ep etp-ep-pp edp edp-instance edp-across instance
+    position-embedding ep etp etp-ep etp-ep-pp edp edp-instance edp-across instance world
 """
 MEGATRON = """
     dp_cp intra_dp_cp dp cp hcp mp tp pp embd pos_embd tp_dp_cp tp_dp tp_cp ep ep_tp tp_ep_mp tp_ep_pp ep_dp

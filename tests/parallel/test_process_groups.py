@@ -29,6 +29,7 @@ LAYOUTS = {
         ParallelLayout(tp=2, dp=4, etp=1, ep=2),
         GroupNeeds(optimizer_instances=2),
     ),
+    "written behind training": (ParallelLayout(tp=2, dp=4), GroupNeeds(background_saving=True)),
     "two levels of cp": (ParallelLayout(cp=8), GroupNeeds(cp_levels=(2, 4))),
 }
 
@@ -159,7 +160,7 @@ def test_groups_of_one_rank_are_never_made(fake_world: Any) -> None:
     context = fake_world(ParallelLayout(dp=4), 1)
     assert context.group("tp") is context.group("pp-forward") is context.group("embedding") is None
     assert context.members("tp") == (1,)
-    assert groups_made() == 2  # control, and dp, dp-cp, tp-dp and tp-dp-cp in one
+    assert groups_made() == 2  # control, and dp, dp-cp, tp-dp, tp-dp-cp and world in one
     assert context.group("dp-control") is context.control_group
 
 
@@ -170,6 +171,29 @@ def test_equal_groups_share_a_communicator_within_one_class_of_traffic_only(fake
     pipeline = [context.group(name) for name in ("pp-forward", "pp-backward", "embedding")]
     assert len(set(pipeline)) == 3
     assert context.members("pp-forward") == context.members("embedding")
+
+
+@pytest.mark.parametrize(
+    ("layout", "equal"), [(ParallelLayout(dp=4), "dp-cp"), (ParallelLayout(tp=2, dp=2), "tp-dp-cp")]
+)
+def test_the_world_is_no_communicator_of_its_own_where_another_has_all_ranks(
+    fake_world: Any, layout: ParallelLayout, equal: str
+) -> None:
+    context = fake_world(layout, 0)
+    assert context.group("world") is context.group(equal)
+    assert context.group("world") is not context.control_group
+    staged = fake_world(ParallelLayout(dp=2, pp=2), 0)
+    assert staged.group("world").size() == 4
+
+
+def test_writing_behind_training_shares_no_communicator(fake_world: Any) -> None:
+    context = fake_world(ParallelLayout(dp=4), 0, GroupNeeds(background_saving=True))
+    saving = context.group("saving")
+    assert saving.size() == 4
+    assert saving is not context.control_group
+    assert [name for name, group in context.groups.items() if group is saving] == ["saving"]
+    with pytest.raises(AssertionError, match="no group 'saving'"):
+        fake_world(ParallelLayout(dp=4), 0).group("saving")
 
 
 def test_a_rank_without_embeddings_belongs_to_no_embedding_group(fake_world: Any) -> None:
@@ -211,7 +235,7 @@ def test_nccl_options_reach_their_groups_and_keep_them_apart(monkeypatch: pytest
 
     monkeypatch.setattr(dist, "new_group", record)
     monkeypatch.setattr(NcclOptions, "as_torch", lambda self: type("Options", (), {"max_ctas": self.max_ctas})())
-    specs = all_groups(ParallelLayout(tp=2, dp=2), GroupNeeds())
+    specs = all_groups(ParallelLayout(tp=2, dp=2), GroupNeeds(background_saving=True))
     groups = make_groups(
         specs,
         0,
@@ -225,5 +249,6 @@ def test_nccl_options_reach_their_groups_and_keep_them_apart(monkeypatch: pytest
     assert by_name["dp-cp"]["pg_options"] is None
     assert groups["dp"] is not groups["dp-cp"]
     assert by_name["dp"]["backend"] == "nccl"
-    assert by_name["dp-control"]["backend"] == "fake"  # gloo in a world that is not fake
-    assert by_name["dp-control"]["device_id"] is None
+    for name in ("dp-control", "saving"):
+        assert by_name[name]["backend"] == "fake"  # gloo in a world that is not fake
+        assert by_name[name]["device_id"] is None

@@ -14,10 +14,12 @@ import torch.distributed as dist
 
 from megalite.config.problems import Problem, UserError
 from megalite.config.schema import Config, ParallelConfig
+from megalite.config.settings import with_values
 from megalite.parallel.context import CPU, ParallelContext
 from megalite.parallel.environment import ProcessEnvironment
+from megalite.parallel.groups import GroupNeeds
 from megalite.parallel.meeting import Card, judge, meet
-from megalite.parallel.startup import start
+from megalite.parallel.startup import needs_of, start
 from tests.ranks import run_ranks
 
 
@@ -70,6 +72,23 @@ def _one_is_late_for_a_collective(context: ParallelContext, port: int) -> str:
         time.sleep(2.5)
     started.close()
     return error
+
+
+def test_the_groups_follow_the_settings() -> None:
+    changes: dict[str, Any] = {"optimizer.instances": 4, "checkpoint.async": True, "model.num_key_value_heads": 2}
+    asked = with_values(Config(), changes | {"model.tie_embeddings": False})
+    assert needs_of(asked) == GroupNeeds(False, kv_heads=2, optimizer_instances=4, background_saving=True)
+    assert needs_of(Config()) == GroupNeeds(True)
+    assert needs_of(with_values(asked, {"optimizer.zero": 0})).optimizer_instances == 1
+
+
+def test_types_are_judged_by_the_precision_that_the_device_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = with_values(Config(device="cpu"), {"optimizer.gradient_dtype": "bf16"})
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    assert start(asked, ProcessEnvironment()).dtype == torch.bfloat16
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    with pytest.raises(UserError, match=r"optimizer\.gradient_dtype='bf16'.*precision=auto, which is fp32 here"):
+        start(asked, ProcessEnvironment())
 
 
 def test_the_start_up_time_bounds_collectives_until_another_time_is_set() -> None:

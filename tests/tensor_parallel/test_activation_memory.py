@@ -23,7 +23,7 @@ from megalite.model.causal_attention import BLOCK
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.layout import ParallelLayout
 from megalite.parallel.startup import join
-from megalite.train.job import build_training, fill_with_start_values
+from megalite.train.training import build_training, fill_with_start_values
 from tests.tensor_parallel.live_bytes import LiveBytes
 
 S, B, H, HEADS = 64, 2, 256, 8
@@ -88,8 +88,9 @@ def count(context: ParallelContext, config: Config, *, mask: bool) -> float:
     kept = []
     for layers in (1, 2):
         sized = replace(config, model=replace(config.model, num_layers=layers))
-        model, buffers, _ = build_training(sized, context)
-        fill_with_start_values(buffers, sized, context)
+        training = build_training(sized, context)
+        model = training.model
+        fill_with_start_values(training.buffers, sized, context)
         tokens, positions = torch.zeros(B, length, dtype=torch.int64), torch.arange(length).expand(B, length)
         documents = torch.zeros(B, length, dtype=torch.int32) if mask else None
         batch = Batch(tokens, tokens, torch.ones(B, length, dtype=torch.bool), positions, documents, 0)

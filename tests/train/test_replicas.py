@@ -7,12 +7,12 @@ import torch
 
 from megalite.config.derive import derive
 from megalite.config.schema import Config
-from megalite.model.parameters import gpt_parameters
-from megalite.optim.buffers import buffer_layout
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.groups import GroupNeeds
 from megalite.parallel.layout import ParallelLayout
 from megalite.train.replicas import ReplicaMismatchError, check_replicas, content_hash
+from megalite.train.state import held_pieces, owned_pieces
+from megalite.train.training import build_training, fill_with_start_values
 from tests.ranks import run_ranks
 
 
@@ -33,62 +33,72 @@ def test_any_flipped_bit_and_any_swap_changes_the_hash(dtype: torch.dtype) -> No
 
 @dataclass(frozen=True)
 class Flip:
-    """One bit of the first element of some of a rank's state."""
+    """One bit of a rank's state."""
 
     rank: int
-    buffer: int  # of masters, first and second moments
-    part: str  # own: what the rank has of a split parameter; shared: with its tp group; key-value: heads
+    kind: str  # parameters (what the model computes with), masters, exp_avg, exp_avg_sq
+    name: str  # of the parameter; its last element there is changed
 
 
 KV_HEADS = 1
+SPLIT, WHOLE, KEYS = "blocks.1.mlp.down.weight", "blocks.1.mlp_norm.weight", "blocks.1.attention.qkv.weight"
 
 
-def _message(context: ParallelContext, flip: Flip | None) -> str | None:
+def _message(context: ParallelContext, flip: Flip | None, zero: int) -> str | None:
     """What the check says where only `flip` is wrong."""
     config = Config()
     config.model = replace(config.model, num_layers=2, hidden_size=16, num_attention_heads=4, vocab_size=11)
     config.model.num_key_value_heads = KV_HEADS
-    size, index = context.size("tp"), context.index("tp")
-    layout = buffer_layout(gpt_parameters(derive(config).model), size=size, index=index)
-    own, shared = (torch.Generator().manual_seed(seed) for seed in (index, 99))
-    state = [torch.randn(layout.size, generator=own) for _ in range(3)]
-    for flat in state:
-        for part in layout.replicated(flat) + layout.shared_tails(flat):
-            part.copy_(torch.randn(part.shape, generator=shared))
+    config.optimizer.zero, config.train.compile = zero, False
+    config = derive(config)
+    training = build_training(config, context)
+    fill_with_start_values(training.buffers, config, context)
+    buffers, optimizer = training.buffers, training.optimizer
+    kinds = {"masters": buffers.masters, "exp_avg": optimizer.exp_avg, "exp_avg_sq": optimizer.exp_avg_sq}
+    for kind in ("exp_avg", "exp_avg_sq"):
+        for piece in owned_pieces("", buffers.owned, kinds[kind]):
+            drawn = torch.randn(piece.logical_shape, generator=torch.Generator().manual_seed(len(piece.name)))
+            piece.tensor.copy_(drawn[piece.box])
     if flip is not None and context.rank == flip.rank:
-        flat = state[flip.buffer]
-        parts = {"own": [flat], "shared": layout.replicated(flat), "key-value": layout.shared_tails(flat)}[flip.part]
-        parts[-1].view(torch.int32)[(0,) * parts[-1].ndim] ^= 1
+        held = {kind: list(owned_pieces("", buffers.owned, slices)) for kind, slices in kinds.items()}
+        held["parameters"] = list(held_pieces(buffers))
+        last = [piece.tensor for piece in held[flip.kind] if piece.name == flip.name][-1]
+        last.view(torch.int32)[(-1,) * last.ndim] ^= 1
     try:
-        check_replicas(state, layout, context, 7)
+        check_replicas(training, context, 7)
     except ReplicaMismatchError as error:
         return str(error)
     return None
 
 
-def messages(flip: Flip | None, *, tp: int, dp: int) -> list[str | None]:
-    return run_ranks(_message, tp * dp, flip, layout=ParallelLayout(tp=tp, dp=dp), needs=GroupNeeds(kv_heads=KV_HEADS))
+def messages(flip: Flip | None, *, tp: int, dp: int, zero: int) -> list[str | None]:
+    needs = GroupNeeds(kv_heads=KV_HEADS)
+    return run_ranks(_message, tp * dp, flip, zero, layout=ParallelLayout(tp=tp, dp=dp), needs=needs)
 
 
+@pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize(("tp", "dp"), [(1, 1), (1, 3), (2, 2), (4, 1)])
-def test_equal_replicas_pass(tp: int, dp: int) -> None:
-    assert messages(None, tp=tp, dp=dp) == [None] * (tp * dp)
+def test_equal_replicas_pass(tp: int, dp: int, zero: int) -> None:
+    assert messages(None, tp=tp, dp=dp, zero=zero) == [None] * (tp * dp)
 
 
 @pytest.mark.parametrize(
-    ("flip", "tp", "dp", "named"),
+    ("flip", "tp", "dp", "zero", "named"),
     [
-        (Flip(1, 0, "own"), 1, 3, [1]),
-        (Flip(3, 0, "own"), 2, 3, [3]),  # the rest of its group hold the same
-        (Flip(3, 0, "own"), 2, 2, [1, 3]),  # either may be wrong; rank 0 compares with neither
-        (Flip(3, 1, "shared"), 4, 1, [3]),
-        (Flip(1, 0, "key-value"), 2, 1, [0, 1]),
-        (Flip(1, 1, "key-value"), 2, 1, [0, 1]),
-        (Flip(1, 2, "key-value"), 4, 1, [1]),
+        (Flip(1, "masters", SPLIT), 1, 3, 0, [1]),
+        (Flip(1, "parameters", SPLIT), 1, 3, 1, [1]),  # masters are sharded
+        (Flip(3, "exp_avg", SPLIT), 2, 3, 0, [3]),  # the rest of its group hold the same
+        (Flip(3, "masters", SPLIT), 2, 2, 0, [1, 3]),  # either may be wrong; rank 0 compares with neither
+        (Flip(3, "exp_avg", WHOLE), 4, 1, 1, [3]),
+        (Flip(1, "masters", KEYS), 2, 1, 1, [0, 1]),
+        (Flip(1, "exp_avg", KEYS), 2, 1, 1, [0, 1]),
+        (Flip(1, "exp_avg_sq", KEYS), 4, 1, 1, [1]),
     ],
 )
-def test_one_flipped_bit_is_told_with_its_rank_by_every_rank(flip: Flip, tp: int, dp: int, named: list[int]) -> None:
-    said = messages(flip, tp=tp, dp=dp)
+def test_one_flipped_bit_is_told_with_its_rank_by_every_rank(
+    flip: Flip, tp: int, dp: int, zero: int, named: list[int]
+) -> None:
+    said = messages(flip, tp=tp, dp=dp, zero=zero)
     assert len(set(said)) == 1, said
     assert said[0] is not None
     assert f"step 7: parameters or moments of ranks {named} differ" in said[0]

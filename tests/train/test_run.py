@@ -297,7 +297,7 @@ def _drifting(context: ParallelContext, config: Config) -> int | str:
 
     def and_drift(self: TrainStep, *args: Any, **kwargs: Any) -> LaunchedStep:
         launched = take_step(self, *args, **kwargs)
-        self._buffers.masters[0] += 1
+        self._training.buffers.masters[0] += 1
         return launched
 
     if context.rank == 3:

@@ -9,9 +9,11 @@ from megalite.data.batch import Batch
 from megalite.data.batches import masked_batches
 from megalite.model.init import start_values
 from megalite.model.parameters import gpt_parameters
+from megalite.optim.norm import gradient_norm
 from megalite.parallel.context import ParallelContext
-from megalite.train.job import build_training, derive_device
-from megalite.train.step import TrainStep, gradient_norm
+from megalite.train.job import derive_device
+from megalite.train.step import TrainStep
+from megalite.train.training import build_training
 
 
 def test_the_norm_of_a_large_fp32_buffer_is_exact_to_fp32() -> None:
@@ -34,9 +36,9 @@ def test_a_step_never_waits_for_the_device() -> None:
     config.model.vocab_size, config.train.compile = 300, False
     context = ParallelContext(device=torch.device("cuda", 0), dtype=torch.bfloat16)
     config = derive_device(derive(config), context)
-    model, buffers, optimizer = build_training(config, context)
-    buffers.fill(start_values(gpt_parameters(config.model), config.seed))
-    step = TrainStep(model, buffers, optimizer, config.optimizer, ParallelContext())
+    training = build_training(config, context)
+    training.buffers.fill(start_values(gpt_parameters(config.model), config.seed))
+    step = TrainStep(training, config.optimizer, ParallelContext())
     tokens = torch.randint(300, (8, 256), device=context.device)
     positions = torch.arange(256, device=context.device).expand_as(tokens)
     batch = Batch(tokens, tokens.roll(-1, 1), torch.ones_like(tokens, dtype=torch.bool), positions, None, 0)

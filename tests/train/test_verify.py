@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,10 +24,9 @@ from megalite.config.problems import UserError
 from megalite.config.rules import check
 from megalite.config.schema import Config, ModelConfig, ParallelConfig, TrainConfig
 from megalite.optim.partial import PartialGradients
-from megalite.parallel.parameters import Split, shard_of
 from megalite.train import verify as verify_module
 from megalite.train.verify import load, verify
-from megalite.train.verify_compare import Trace, compare
+from megalite.train.verify_compare import Part, Trace, compare
 from megalite.train.verify_rank import train
 from megalite.train.verify_shrink import MOST_RANKS, shrink, vocabulary_of
 from tests.ranks import start_forkserver
@@ -307,21 +307,31 @@ def test_shrinking_keeps_every_feature(case: tuple[Config, int]) -> None:
 # --- comparing -----------------------------------------------------------------------------------------------------
 
 
+def _parts(weights: Mapping[str, Any], offsets: Mapping[str, int] | None = None) -> list[Part]:
+    """Rows of logical tensors, from `offsets` on."""
+    start = offsets or {}
+    return [
+        Part(name, SHAPES[name], (start.get(name, 0), *(0 for _ in array.shape[1:])), array)
+        for name, array in weights.items()
+    ]
+
+
+SHAPES = {"blocks.0.mlp.up.weight": (6, 2), "final_norm.weight": (2,), "final_norm.bias": (2,)}
+WEIGHTS = {"blocks.0.mlp.up.weight": np.arange(12.0).reshape(6, 2), "final_norm.weight": np.ones(2)}
+
+
 def _trace(**changes: Any) -> Trace:
-    weights = {"blocks.0.mlp.up.weight": np.arange(12.0).reshape(6, 2), "final_norm.weight": np.ones(2)}
-    shards = {name: shard_of(array.shape, None, 1, 0) for name, array in weights.items()}
-    base = Trace([2.0, 1.0], [0.5, 0.4], [8, 8], [weights, weights], weights, shards)
-    return replace(base, **changes)
+    parts = _parts(WEIGHTS)
+    return replace(Trace([2.0, 1.0], [0.5, 0.4], [8, 8], [parts, parts], parts), **changes)
 
 
 def _halves() -> list[Trace]:
     """The same on two ranks."""
-    whole = _trace().parameters
     ranks = []
     for index in range(2):
-        arrays = {**whole, "blocks.0.mlp.up.weight": whole["blocks.0.mlp.up.weight"][3 * index : 3 * index + 3]}
-        shards = {**_trace().shards, "blocks.0.mlp.up.weight": shard_of((6, 2), Split(0), 2, index)}
-        ranks.append(_trace(gradients=[arrays, arrays], parameters=arrays, shards=shards))
+        arrays = {**WEIGHTS, "blocks.0.mlp.up.weight": WEIGHTS["blocks.0.mlp.up.weight"][3 * index : 3 * index + 3]}
+        parts = _parts(arrays, {"blocks.0.mlp.up.weight": 3 * index})
+        ranks.append(_trace(gradients=[parts, parts], parameters=parts))
     return ranks
 
 
@@ -332,14 +342,14 @@ def failed(traces: list[Trace]) -> dict[str, str]:
 def test_equal_shards_pass_and_each_kind_of_difference_is_found_where_it_is() -> None:
     first, second = _halves()
     assert failed([first, second]) == {}
-    off = {name: array * (1 + 3e-10) for name, array in second.parameters.items()}
-    near = {name: array * (1 + 3e-11) for name, array in second.parameters.items()}
+    off = [replace(part, values=part.values * (1 + 3e-10)) for part in second.parameters]
+    near = [replace(part, values=part.values * (1 + 3e-11)) for part in second.parameters]
     assert failed([first, replace(second, parameters=near)]) == {}
     assert failed([first, replace(second, parameters=off)]) == {
         "parameters: mlp": "blocks.0.mlp.up.weight, rank 1",
         "parameters: norms": "final_norm.weight, rank 1",
     }
-    one = {**second.parameters, "final_norm.weight": np.array([1.0, 1.001])}
+    one = [second.parameters[0], replace(second.parameters[1], values=np.array([1.0, 1.001]))]
     assert failed([first, replace(second, gradients=[one, second.parameters])]) == {
         "gradients: norms": "final_norm.weight, step 1, rank 1"
     }
@@ -350,11 +360,10 @@ def test_equal_shards_pass_and_each_kind_of_difference_is_found_where_it_is() ->
 
 def test_a_small_tensor_cannot_hide_behind_a_large_one_of_its_group() -> None:
     weights = {"final_norm.weight": np.full(2, 1e3), "final_norm.bias": np.array([1e-3, 0.0])}
-    shards = {name: shard_of(array.shape, None, 1, 0) for name, array in weights.items()}
-    reference = _trace(gradients=[weights], parameters=weights, shards=shards)
+    reference = _trace(gradients=[_parts(weights)], parameters=_parts(weights))
 
     def found(error: float) -> dict[str, str]:
-        off = {**weights, "final_norm.bias": weights["final_norm.bias"] + error}
+        off = _parts({**weights, "final_norm.bias": weights["final_norm.bias"] + error})
         traces = [replace(reference, gradients=[off], parameters=off)]
         return {row.what: f"{row.scale:g} {row.where}" for row in compare(traces, reference) if not row.passed}
 
@@ -367,10 +376,11 @@ def test_a_small_tensor_cannot_hide_behind_a_large_one_of_its_group() -> None:
 
 def test_what_is_not_a_number_and_what_no_rank_holds_fail() -> None:
     first, second = _halves()
-    broken = {**first.parameters, "final_norm.weight": np.array([1.0, np.nan])}
+    broken = [first.parameters[0], replace(first.parameters[1], values=np.array([1.0, np.nan]))]
     assert failed([replace(first, parameters=broken), second]) == {"parameters: norms": "final_norm.weight, rank 0"}
     assert failed([replace(first, losses=[2.0, float("nan")]), second]) == {"loss": "step 2, rank 0"}
-    assert failed([first, first]) == {"held: mlp": "blocks.0.mlp.up.weight on no rank"}
+    nowhere = "some of blocks.0.mlp.up.weight on no rank"
+    assert failed([first, first]) == {"gradients: mlp": nowhere, "parameters: mlp": nowhere}
 
 
 # --- as a user -----------------------------------------------------------------------------------------------------

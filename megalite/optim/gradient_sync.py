@@ -1,0 +1,95 @@
+"""Gradients are summed over the ranks that hold the same parameters, bucket by bucket, while backward still runs.
+
+A bucket starts to travel the moment its last gradient of the last microbatch is ready and all buckets before it have
+started: ranks of a group must start them in one order, also where a parameter is not used on one of them. What was not
+started during backward starts at its end. Inside an instance the sum is scattered: each rank receives its slice.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from torch.autograd.graph import Node, get_gradient_edge
+
+from megalite.optim.buffer_layout import Kind
+from megalite.optim.buffers import TrainingBuffers
+from megalite.optim.collectives import Pending, start_all_reduce, start_reduce_scatter
+from megalite.optim.sharing import Sharing
+
+
+class GradientSync:
+    """Turns the gradient buckets of all ranks into sums, of which each rank has its slices (`buffers.gradients`).
+
+    `wire` is the dtype that travels. Without `overlap` everything happens in `finish`, to the same bits.
+    """
+
+    def __init__(
+        self,
+        buffers: TrainingBuffers,
+        model: nn.Module,
+        sharing: Mapping[Kind, Sharing],
+        *,
+        wire: torch.dtype,
+        overlap: bool = True,
+    ) -> None:
+        self._buffers = buffers
+        self._sharing = [sharing[bucket.buffer.kind] for bucket in buffers.layout.buckets]
+        self._wire = wire
+        self._expected: list[int] = []  # gradients of each bucket
+        self._missing: list[int] | None = None  # of them, those that the last microbatch has not brought; None: not yet
+        self._started: list[Pending | None] = []
+        self._nodes: list[Node] = []  # hooks live as long as these
+        parameters = dict(model.named_parameters())
+        for number, bucket in enumerate(buffers.layout.buckets):
+            trained = [slot.record.name for slot in bucket.slots if slot.record.name not in buffers.frozen]
+            self._expected.append(len(trained))
+            for name in trained if overlap and self._travels(number) else ():
+                self._watch(parameters[name], number)
+
+    def _travels(self, number: int) -> bool:
+        return self._sharing[number].inside is not None or self._sharing[number].across is not None
+
+    def _watch(self, parameter: nn.Parameter, number: int) -> None:
+        """Learn when the parameter's gradient is complete: its node runs after all its uses, also if a layer has put
+        the gradient into the buffer itself and autograd sees none."""
+        node = get_gradient_edge(parameter).node
+        node.register_hook(lambda *_: self._ready(number))
+        self._nodes.append(node)
+
+    def expect_last(self) -> None:
+        """The next backward brings the last gradients of the step."""
+        self._missing = list(self._expected)
+        self._started = []
+
+    def _ready(self, number: int) -> None:
+        if self._missing is None:
+            return
+        self._missing[number] -= 1
+        while len(self._started) < len(self._missing) and self._missing[len(self._started)] == 0:
+            self._start_next()
+
+    def _start_next(self) -> None:
+        number = len(self._started)
+        sharing, bucket = self._sharing[number], self._buffers.gradient_buckets[number]
+        pending = None
+        if sharing.inside is not None:
+            pending = start_reduce_scatter(bucket, sharing.inside, wire=self._wire)
+        elif sharing.across is not None:
+            pending = start_all_reduce(bucket, sharing.across, wire=self._wire)
+        self._started.append(pending)
+
+    def finish(self) -> None:
+        """Return when `buffers.gradients` hold the sums over all ranks that hold the same parameters."""
+        assert self._missing is not None, "expect_last() comes before the last backward"
+        while len(self._started) < len(self._expected):
+            self._start_next()
+        across: list[Pending] = []
+        for number, pending in enumerate(self._started):
+            if pending is not None:
+                pending.wait()
+            sharing = self._sharing[number]
+            if sharing.inside is not None and sharing.across is not None:
+                across.append(start_all_reduce(self._buffers.gradients[number], sharing.across, wire=self._wire))
+        for pending in across:
+            pending.wait()
+        self._missing, self._started = None, []

@@ -1,0 +1,55 @@
+"""After the update each rank knows its slices of the parameters; the others' arrive while the next forward runs.
+
+Buckets start in the order in which forward uses them, the reverse of backward's. A part of the model waits for its
+buckets right before it is used (`GPT.before_use`).
+"""
+
+from collections.abc import Mapping
+
+from megalite.optim.buffer_layout import Kind
+from megalite.optim.buffers import TrainingBuffers
+from megalite.optim.collectives import Pending, start_all_gather
+from megalite.optim.sharing import Sharing
+
+
+class ParameterGather:
+    """Makes the parameter buckets whole from the slices of the ranks that share state."""
+
+    def __init__(self, buffers: TrainingBuffers, sharing: Mapping[Kind, Sharing], *, overlap: bool = True) -> None:
+        self._buffers = buffers
+        self._overlap = overlap
+        self._groups = [sharing[bucket.buffer.kind].inside for bucket in buffers.layout.buckets]
+        self._pending: dict[int, Pending] = {}  # by bucket
+        self._buckets_of: dict[str, list[int]] = {}
+        for number, bucket in enumerate(buffers.layout.buckets):
+            for slot in bucket.slots:
+                numbers = self._buckets_of.setdefault(part_of(slot.record.name), [])
+                if number not in numbers:
+                    numbers.append(number)
+
+    def start(self) -> None:
+        """Send this rank's slices. Nobody may write to the parameters before `finish`."""
+        assert not self._pending, "the parameters of the step before are still on their way"
+        for number in reversed(range(len(self._groups))):
+            group = self._groups[number]
+            if group is not None:
+                self._pending[number] = start_all_gather(self._buffers.parameter_buckets[number], group)
+        if not self._overlap:
+            self.finish()
+
+    def wait_for(self, part: str) -> None:
+        """Return when all parameters of this part of the model (see `part_of`) are there."""
+        for number in self._buckets_of.get(part, ()) if self._pending else ():
+            if (pending := self._pending.pop(number, None)) is not None:
+                pending.wait()
+
+    def finish(self) -> None:
+        """Return when all parameters are there."""
+        while self._pending:
+            self._pending.pop(next(iter(self._pending))).wait()
+
+
+def part_of(name: str) -> str:
+    """The part of the model that a parameter belongs to: `blocks.3`, `embedding`, `final_norm`, `head`."""
+    first, _, rest = name.partition(".")
+    return f"{first}.{rest.partition('.')[0]}" if first == "blocks" else first

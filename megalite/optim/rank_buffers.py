@@ -1,0 +1,49 @@
+"""The buffers of any rank of any world, from the config alone: what training lays out there. No torch import."""
+
+from dataclasses import dataclass
+
+from megalite.config.schema import Config
+from megalite.model.parameters import gpt_parameters
+from megalite.optim.buffer_layout import BufferLayout, Kind, OwnedRange, Ownership, buffer_layout
+from megalite.parallel.groups import GroupNeeds, groups_of
+from megalite.parallel.layout import ParallelLayout
+
+
+@dataclass(frozen=True)
+class RankBuffers:
+    """Buffers of `rank`. `owners` are the ranks that share the optimizer's state with it, in the order of slices."""
+
+    rank: int
+    layout: BufferLayout
+    owners: dict[Kind, tuple[int, ...]]
+
+    @property
+    def owned(self) -> tuple[OwnedRange, ...]:
+        return self.layout.owned(*(self.owners[kind].index(self.rank) for kind in ("dense", "expert")))
+
+
+def rank_buffers(config: Config, world: ParallelLayout, rank: int) -> RankBuffers:
+    """`config` is resolved for `world`, its vocabulary included."""
+    owners = _owners(config, world, rank)
+    at = world.coordinates(rank)
+    ownership: Ownership = "whole" if config.optimizer.ownership == "whole" else "even"
+    layout = buffer_layout(
+        gpt_parameters(config.model, sequence_parallel=bool(config.parallel.sequence_parallel)),
+        tp=(world.tp, at["tp"]),
+        etp=(world.etp or 1, at.get("etp", 0)),
+        dense_shards=len(owners["dense"]),
+        expert_shards=len(owners["expert"]),
+        bucket_size=config.optimizer.bucket_size,
+        ownership=ownership,
+    )
+    return RankBuffers(rank, layout, owners)
+
+
+def _owners(config: Config, world: ParallelLayout, rank: int) -> dict[Kind, tuple[int, ...]]:
+    optimizer = config.optimizer
+    if not optimizer.zero:
+        return {"dense": (rank,), "expert": (rank,)}
+    groups = groups_of(world, rank, GroupNeeds(optimizer_instances=optimizer.instances))
+    part = "-instance" if optimizer.instances > 1 else ""
+    expert = groups[f"edp{part}"].ranks if world.has_experts else (rank,)
+    return {"dense": groups[f"dp-cp{part}"].ranks, "expert": expert}

@@ -1,0 +1,245 @@
+"""A save behind the training: what is written is the state at its beginning, and nothing waits for the disk."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from megalite.checkpoint import host_copies
+from megalite.checkpoint.background import BackgroundSaves
+from megalite.checkpoint.host_copies import HostCopies
+from megalite.checkpoint.pieces import Piece
+from megalite.checkpoint.store import CheckpointError, Saved, newest, save
+from megalite.parallel.context import CPU, ParallelContext
+from megalite.parallel.groups import GroupNeeds
+from tests.checkpoint.samples import SINGLE, blank, cut, equal, no_report, values, whole
+from tests.ranks import run_ranks
+
+NEEDS = GroupNeeds(background_saving=True)
+
+
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    """As in training, where garbage in cycles stays until the next point of rest."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def save_while_training_goes_on(context: ParallelContext, folder: Path) -> list[float]:
+    """Begin a save that cannot end yet, change all state and talk to the other ranks, then let it end."""
+    let_go = threading.Event()
+
+    def write(pieces: Sequence[Piece], its: ParallelContext) -> Saved:
+        assert let_go.wait(30)
+        return save(folder, 1, pieces, {"step": 1}, its, keep=1)
+
+    pieces = cut("flat", values(1), context.rank, context.world_size)
+    pending = BackgroundSaves(context).begin(pieces, write, begun=time.perf_counter())
+    for piece in pieces:
+        piece.tensor.fill_(99)
+    answers = []
+    for step in range(200):
+        if step == 20:
+            let_go.set()
+        if context.control_group is not None:
+            answers.append(sum(said[0] for said in context.gather_json([step])))
+    assert answers in ([], [step * context.world_size for step in range(200)])
+    saved = pending.result()
+    assert pending.done()
+    assert saved.path == folder / "step-00000001"
+    return [saved.stall_s, saved.seconds]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_training_may_change_its_state_and_use_its_groups_meanwhile(tmp_path: Path, ranks: int) -> None:
+    for stall_s, seconds in run_ranks(save_while_training_goes_on, ranks, tmp_path, needs=NEEDS):
+        assert 0 < stall_s < seconds
+    found = newest(tmp_path, SINGLE, no_report)
+    assert found is not None
+    pieces = blank(whole(values(1)))
+    found.read_into(pieces)
+    assert equal(pieces, whole(values(1)))
+
+
+def test_the_stall_is_the_copy_and_not_the_write(tmp_path: Path) -> None:
+    def write(pieces: Sequence[Piece], context: ParallelContext) -> Saved:
+        time.sleep(0.5)
+        return save(tmp_path, 1, pieces, {}, context, keep=1)
+
+    saved = BackgroundSaves(SINGLE).begin(whole(values(1)), write, begun=time.perf_counter() - 2.0).result()
+    assert 2.0 < saved.stall_s < saved.seconds - 0.5, "what came before, such as the wait for another save, is stall"
+    synchronous = save(tmp_path, 2, whole(values(1)), {}, SINGLE, keep=1)
+    assert synchronous.stall_s == synchronous.seconds
+
+
+@pytest.mark.usefixtures("no_collection")
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_copies_go_with_the_write(tmp_path: Path, fails: bool) -> None:
+    """Though the outcome is kept until somebody asks for it, and whatever the traceback of a failure holds."""
+    copies: list[weakref.ref[torch.Tensor]] = []
+
+    def write(pieces: Sequence[Piece], context: ParallelContext) -> Saved:
+        copies.extend(weakref.ref(piece.tensor) for piece in pieces)
+        return save(tmp_path, 1, pieces, {}, context, keep=1, owned=lambda: not fails)
+
+    pending = BackgroundSaves(SINGLE).begin(whole(values(1)), write, begun=time.perf_counter())
+    while not pending.done():
+        time.sleep(0.01)
+    assert len(copies) == len(values(1))
+    assert [copy for copy in copies if copy() is not None] == []
+    if fails:
+        with pytest.raises(CheckpointError, match="another job has taken over"):
+            pending.result()
+    else:
+        assert pending.result().path.is_dir()
+
+
+def fail_on_one(context: ParallelContext, folder: Path) -> list[str]:
+    """The disk of the last rank is full, twice; what each rank is told."""
+    told = []
+    saves = BackgroundSaves(context)
+    small = context.rank == context.world_size - 1
+    for step in (1, 2, 3):
+        pieces = cut("flat", values(step), context.rank, context.world_size)
+
+        def write(pieces: Sequence[Piece], its: ParallelContext, step: int = step) -> Saved:
+            with pytest.MonkeyPatch.context() as patch:
+                if small and step < 3:
+
+                    def full(*_: object) -> None:
+                        raise OSError(28, "No space left on device")
+
+                    patch.setattr("megalite.checkpoint.writing.TensorWrite._write", full)
+                return save(folder, step, pieces, {"step": step}, its, keep=2)
+
+        pending = saves.begin(pieces, write, begun=time.perf_counter())
+        try:
+            pending.result()
+        except CheckpointError as error:
+            told.append(str(error))
+    return told
+
+
+def test_a_failure_is_the_same_on_all_ranks_and_the_next_save_works(tmp_path: Path) -> None:
+    first, *others = run_ranks(fail_on_one, 3, tmp_path, needs=NEEDS)
+    assert all(told == first for told in others)
+    assert len(first) == 2
+    assert "the checkpoint of step 1 was not saved: No space left on device on rank 2." in first[0]
+    assert os.listdir(tmp_path) == ["step-00000003"]
+
+
+def lose_a_rank(context: ParallelContext, folder: Path) -> str:
+    """The last rank is killed while the threads of the others wait for its part."""
+    saves = BackgroundSaves(context)
+    pieces = cut("flat", values(1), context.rank, context.world_size)
+
+    def write(pieces: Sequence[Piece], its: ParallelContext) -> Saved:
+        if its.rank == its.world_size - 1:
+            time.sleep(0.3)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return save(folder, 1, pieces, {}, its, keep=1)
+
+    pending = saves.begin(pieces, write, begun=time.perf_counter())
+    with pytest.raises(RuntimeError) as lost:
+        pending.result()
+    return str(lost.value)
+
+
+def test_a_lost_rank_ends_the_threads_that_wait_for_it(tmp_path: Path) -> None:
+    begun = time.monotonic()
+    *survivors, _ = run_ranks(lose_a_rank, 3, tmp_path, needs=NEEDS, may_die=[2], timeout=40)
+    assert len(survivors) == 2
+    assert time.monotonic() - begun < 20
+    assert newest(tmp_path, SINGLE, no_report) is None
+
+
+LEAVE = """
+import os, sys, time
+from pathlib import Path
+import torch, torch.distributed as dist
+from megalite.checkpoint.background import BackgroundSaves
+from megalite.parallel.groups import GroupNeeds
+from megalite.parallel.layout import ParallelLayout
+from megalite.parallel.startup import join
+rank = int(sys.argv[1])
+store = dist.FileStore(sys.argv[2], 2)
+needs = GroupNeeds(background_saving=True)
+context = join(ParallelLayout(dp=2), rank, torch.device("cpu"), torch.float32, store, timeout_s=600, needs=needs)
+context.barrier()
+if rank == 0:
+    def write(pieces, its):
+        its.barrier()  # the other rank never comes
+    BackgroundSaves(context).begin([], write, begun=0.0)
+    time.sleep(0.5)
+    context.close()
+    print("left", flush=True)
+else:
+    sys.stdin.read()
+"""
+
+
+def test_an_end_that_does_not_wait_is_not_held_up(tmp_path: Path) -> None:
+    """As after a third Ctrl-C: the thread sits in a collective that the other rank, alive, never joins."""
+    command = [sys.executable, "-c", LEAVE]
+    arguments = {"text": True, "stdout": subprocess.PIPE, "stdin": subprocess.PIPE, "stderr": subprocess.PIPE}
+    first, second = (subprocess.Popen([*command, str(rank), str(tmp_path / "store")], **arguments) for rank in (0, 1))  # type: ignore[call-overload]
+    try:
+        output, errors = first.communicate(timeout=40)
+        assert second.poll() is None
+    finally:
+        first.kill()
+        second.kill()
+        second.communicate()
+    assert (first.returncode, output, errors) == (0, "left\n", "")
+
+
+def test_copies_are_contiguous_and_of_every_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one block, and in several where they do not fit in one."""
+    columns = torch.arange(30.0).view(5, 6)[:, 1:4]
+    pieces = [*whole(values(1)), Piece("columns", (5, 3), (0, 0), columns), Piece("empty", (0,), (0,), torch.zeros(0))]
+    for block in (host_copies._BLOCK, 1000):
+        monkeypatch.setattr(host_copies, "_BLOCK", block)
+        copies, wait = HostCopies(CPU).of(pieces)
+        wait()
+        assert equal(copies, pieces)
+        assert all(copy.tensor.is_contiguous() for copy in copies)
+        assert len({copy.tensor.untyped_storage().data_ptr() for copy in copies}) == (1 if block > 1000 else 3)
+        for copy in copies:
+            copy.tensor.zero_()
+        assert columns.sum() > 0, "no copy is the original"
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_stream_waits_and_the_host_does_not() -> None:
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    live = [torch.full((1 << 26,), 1.0, device=device), torch.full((1000, 1000), 1.0, device=device).t()[:, 5:]]
+    pieces = [Piece(f"t{i}", tuple(tensor.shape), (0,) * tensor.dim(), tensor) for i, tensor in enumerate(live)]
+    host = HostCopies(device)
+    places = set()
+    for value in (2.0, 3.0):
+        torch.cuda._sleep(int(1e9))  # the state is not there yet
+        for tensor in live:
+            tensor.fill_(value)
+        begun = time.perf_counter()
+        copies, wait = host.of(pieces)
+        for tensor in live:
+            tensor.fill_(-1)
+        if value == 3.0:  # the first one allocates
+            assert time.perf_counter() - begun < 0.1
+        wait()
+        assert all(bool((copy.tensor == value).all()) for copy in copies)
+        assert all(copy.tensor.is_pinned() for copy in copies)
+        places.add(tuple(copy.tensor.data_ptr() for copy in copies))
+    assert len(places) == 1, "allocated once"

@@ -1,0 +1,114 @@
+"""What one cut of the optimizer's state saved, every other continues as if nothing had happened, in fp64."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.config.schema import Config
+from megalite.parallel.context import ParallelContext
+from megalite.parallel.layout import ParallelLayout
+from megalite.parallel.startup import needs_of
+from megalite.train.training import Training
+from tests.layouts.reference import reference
+from tests.layouts.test_tensor_parallel import Overrides, layout_config, merged
+from tests.layouts.training import STEPS, Trace, assert_same_training, train
+from tests.ranks import run_ranks
+
+BEFORE = 3  # steps until the save
+BATCH = {"train": {"micro_batch_size": 1}}
+ZERO = {"optimizer": {"zero": 1, "bucket_size": 6000}}
+OFF = {"optimizer": {"zero": 0}}
+INSTANCES = {"optimizer": {"instances": 2}}
+WHOLE = {"optimizer": {"ownership": "whole", "bucket_size": 6000}}
+Cut = tuple[int, int, Overrides]  # tp, dp, settings of the optimizer
+
+SAVED: list[Cut] = [(1, 4, ZERO), (1, 4, OFF), (2, 2, ZERO)]
+CONTINUED: list[Cut] = [
+    (1, 1, {}),
+    (1, 2, ZERO),
+    (1, 3, WHOLE),
+    (1, 4, INSTANCES),
+    (1, 2, OFF),
+    (2, 2, ZERO),
+    (4, 1, {}),
+]
+
+
+def config_of(workplace: tuple[Path, Path], family: str, cut: Cut) -> Config:
+    tp, dp, changes = cut
+    return layout_config(workplace, (tp, dp, tp > 1, family, merged(BATCH, changes)))
+
+
+def run(
+    config: Config,
+    cut: Cut,
+    steps: int,
+    *,
+    continued: Path | None = None,
+    saved: Path | None = None,
+    function: Callable[..., Trace] = train,
+) -> list[Trace]:
+    layout = ParallelLayout(tp=cut[0], dp=cut[1])
+    work = partial(function, steps=steps, continued=continued, saved=saved)
+    return run_ranks(work, layout.world_size, config, dtype=torch.float64, layout=layout, needs=needs_of(config))
+
+
+@pytest.fixture(scope="module")
+def saved(workplace: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A checkpoint of each cut in SAVED, after BEFORE steps."""
+    folders = {}
+    for cut in SAVED:
+        folder = tmp_path_factory.mktemp("saved")
+        reference(workplace, "llama", BATCH)  # prepares the text
+        run(config_of(workplace, "llama", cut), cut, BEFORE, saved=folder)
+        folders[str(cut)] = folder
+    return folders
+
+
+@pytest.mark.parametrize("after", CONTINUED, ids=str)
+@pytest.mark.parametrize("before", SAVED, ids=str)
+def test_any_cut_continues_any_other(
+    workplace: tuple[Path, Path], saved: dict[str, Path], before: Cut, after: Cut
+) -> None:
+    found = run(config_of(workplace, "llama", after), after, STEPS - BEFORE, continued=saved[str(before)])
+    assert_same_training(found, rest_of_the_reference(workplace))
+
+
+@pytest.mark.parametrize("lost", ["others", "moments"])
+def test_what_does_not_come_back_is_missed(workplace: tuple[Path, Path], saved: dict[str, Path], lost: str) -> None:
+    cut = (1, 2, ZERO)
+    function = partial(train_without, lost)
+    config = config_of(workplace, "llama", cut)
+    found = run(config, cut, STEPS - BEFORE, continued=saved[str(SAVED[0])], function=function)
+    with pytest.raises(AssertionError):
+        assert_same_training(found, rest_of_the_reference(workplace))
+
+
+def rest_of_the_reference(workplace: tuple[Path, Path]) -> Trace:
+    _, whole = reference(workplace, "llama", BATCH)
+    return replace(
+        whole,
+        losses=whole.losses[BEFORE:],
+        grad_norms=whole.grad_norms[BEFORE:],
+        tokens=whole.tokens[BEFORE:],
+        gradients=whole.gradients[BEFORE:],
+    )
+
+
+def train_without(lost: str, context: ParallelContext, config: Config, **options: Any) -> Trace:
+    """Continues without the other ranks' parameters, or without the first moments."""
+
+    def spread(self: Training) -> None:
+        if lost == "moments":
+            spread_masters(self)
+            for part in self.optimizer.exp_avg:
+                part.zero_()
+
+    spread_masters = Training.spread_masters
+    Training.spread_masters = spread  # type: ignore[method-assign]
+    return train(context, config, **options)

@@ -1,0 +1,366 @@
+"""Sums and gathers between real ranks: to the bit, whatever else is under way, and no more bytes than the formula."""
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megalite.optim import collectives
+from megalite.optim.collectives import (
+    Pending,
+    bytes_sent,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
+from megalite.parallel.context import ParallelContext
+from tests.ranks import run_ranks
+from tests.tensor_parallel.live_bytes import LiveBytes
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="asks Linux how much a process has sent")
+Check = Callable[[dist.ProcessGroup, int, torch.dtype, torch.dtype], bool]
+F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+TYPES = [(F32, F32), (F64, F64), (F32, BF16), (F32, F16), (F64, BF16), (BF16, BF16)]  # of the tensor, of what travels
+SMALL_CHUNK = 1 << 10  # bytes; lengths below are several of them, or less than one
+LENGTHS = [1, 37, 1000]  # per rank
+
+
+def numbers(rank: int, length: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """What that rank has: any rank knows it. Over many magnitudes, so that another order of adding shows."""
+    generator = torch.Generator().manual_seed(97 * seed + rank)
+    signed = torch.randn(length, dtype=F64, generator=generator)
+    return (signed * 2.0 ** torch.randint(-8, 9, (length,), generator=generator)).to(dtype)
+
+
+def sum_for(owner: int, terms: Sequence[Tensor], wire: torch.dtype) -> Tensor:
+    """In order of rank; all terms but the owner's were rounded on the way."""
+    total = torch.zeros_like(terms[0])
+    for rank, term in enumerate(terms):
+        total += term if rank == owner else term.to(wire).to(term.dtype)
+    return total
+
+
+def group_of(context: ParallelContext) -> dist.ProcessGroup:
+    group = context.group("dp-cp")
+    assert group is not None
+    return group
+
+
+def each_case(context: ParallelContext, check: Check) -> list[tuple[int, torch.dtype, torch.dtype]]:
+    """The (length, dtype, wire) for which the check fails."""
+    collectives.CHUNK_BYTES = SMALL_CHUNK  # of this process only, as all that ranks change
+    group = group_of(context)
+    cases = [(length, dtype, wire) for length in LENGTHS for dtype, wire in TYPES]
+    return [case for case in cases if not check(group, *case)]
+
+
+def sum_is_in_order(group: dist.ProcessGroup, length: int, dtype: torch.dtype, wire: torch.dtype) -> bool:
+    n, me = group.size(), group.rank()
+    everyone = [numbers(rank, n * length, dtype) for rank in range(n)]
+    bucket = everyone[me].clone()
+    start_reduce_scatter(bucket, group, wire=wire).wait()
+    own = slice(me * length, (me + 1) * length)
+    return torch.equal(bucket[own], sum_for(me, [terms[own] for terms in everyone], wire))
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_reduce_scatter_adds_in_order_of_rank_to_the_bit(n: int) -> None:
+    assert run_ranks(each_case, n, sum_is_in_order) == [[]] * n
+
+
+def sum_is_everywhere(group: dist.ProcessGroup, length: int, dtype: torch.dtype, wire: torch.dtype) -> bool:
+    n, me = group.size(), group.rank()
+    length = n * length - 1  # no multiple of n
+    everyone = [numbers(rank, length, dtype) for rank in range(n)]
+    tensor = everyone[me].clone()
+    start_all_reduce(tensor, group, wire=wire).wait()
+    others = [torch.empty_like(tensor) for _ in range(n)]
+    dist.all_gather(others, tensor, group=group)
+    if not all(torch.equal(tensor, other) for other in others):
+        return False
+    if dtype == wire and dtype != BF16:  # torch's own: another order from three ranks on
+        exact = sum_for(me, [terms.to(F64) for terms in everyone], F64)
+        return torch.allclose(tensor.to(F64), exact, rtol=0, atol=8 * torch.finfo(dtype).eps * 2**8)
+    owned = zip(*(terms.tensor_split(n) for terms in everyone), strict=True)
+    sums = [sum_for(owner, terms, wire).to(wire).to(dtype) for owner, terms in enumerate(owned)]
+    return torch.equal(tensor, torch.cat(sums))
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_all_reduce_gives_all_ranks_the_same_bits(n: int) -> None:
+    assert run_ranks(each_case, n, sum_is_everywhere) == [[]] * n
+
+
+def gather_is_whole(group: dist.ProcessGroup, length: int, dtype: torch.dtype, _: torch.dtype) -> bool:
+    n, me = group.size(), group.rank()
+    whole = numbers(0, n * length, dtype)
+    bucket = torch.full_like(whole, torch.nan)
+    bucket.chunk(n)[me].copy_(whole.chunk(n)[me])
+    start_all_gather(bucket, group).wait()
+    return torch.equal(bucket, whole)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_all_gather_puts_every_slice_in_place(n: int) -> None:
+    assert run_ranks(each_case, n, gather_is_whole) == [[]] * n
+
+
+def torch_agrees(group: dist.ProcessGroup, length: int, dtype: torch.dtype, wire: torch.dtype) -> bool:
+    n, me = group.size(), group.rank()
+    terms = [numbers(rank, n * length, dtype) for rank in range(n)]
+    total = (terms[0].to(wire) + terms[1].to(wire)).to(dtype)
+    scattered, reduced = terms[me].clone(), terms[me].clone()
+    for pending in (start_reduce_scatter(scattered, group, wire=wire), start_all_reduce(reduced, group, wire=wire)):
+        pending.wait()
+    same = torch.equal(scattered.chunk(n)[me], total.chunk(n)[me]) and torch.equal(reduced, total)
+    return same and gather_is_whole(group, length, dtype, wire)
+
+
+def each_case_with_torch(context: ParallelContext) -> list[tuple[int, torch.dtype, torch.dtype]]:
+    collectives._is_gloo = lambda group: False
+    return each_case(context, torch_agrees)
+
+
+def test_the_way_of_other_backends_gives_the_same_sums() -> None:
+    """torch's collectives, which all but gloo use, here on gloo. Two ranks: one order of adding."""
+    assert run_ranks(each_case_with_torch, 2) == [[]] * 2
+
+
+def _round_to_bf16(context: ParallelContext) -> float:
+    """The largest error of a sum, in units of what its terms from other ranks may contribute."""
+    group, n, me = group_of(context), context.world_size, context.rank
+    terms = [numbers(rank, n * 5000, F32) for rank in range(n)]
+    bucket = terms[me].clone()
+    start_reduce_scatter(bucket, group, wire=BF16).wait()
+    own = slice(me * 5000, (me + 1) * 5000)
+    error = (bucket[own].double() - sum(term[own].double() for term in terms)).abs()
+    others = sum(term[own].double().abs() for rank, term in enumerate(terms) if rank != me)
+    return float((error / (2**-8 * others + 2**-22 * terms[me][own].double().abs())).max())
+
+
+def test_bf16_on_the_way_costs_half_a_unit_of_each_term_once() -> None:
+    """Not one more with every addition, as a sum in bf16 would."""
+    assert all(0.5 < worst <= 1 for worst in run_ranks(_round_to_bf16, 4))
+
+
+def _transfer_much(context: ParallelContext, seed: int) -> tuple[bool, list[bytes]]:
+    """Sums, gathers and torch's own small collectives at once, with naps that are others on every rank."""
+    collectives.CHUNK_BYTES = 4 * SMALL_CHUNK
+    group, n, me = group_of(context), context.world_size, context.rank
+    naps = random.Random(f"{seed} {me}")
+    sums: list[tuple[Tensor, Pending]] = []
+    gathers: list[tuple[Tensor, Pending]] = []
+    works: list[tuple[Tensor, dist.Work]] = []
+    fine = True
+
+    def small_sum() -> bool:
+        time.sleep(naps.uniform(0, 0.003))
+        count = torch.tensor(me + 1)
+        dist.all_reduce(count, group=group)
+        return int(count) == n * (n + 1) // 2
+
+    for number, length in enumerate((4000, 300, 20000, 4000, 1, 4000)):
+        bucket = numbers(me, n * length, F64, seed=number)
+        sums.append((bucket, start_reduce_scatter(bucket, group, wire=(F64, BF16)[number % 2])))
+        fine = small_sum() and fine
+        spread = numbers(0, n * length, F32, seed=number)
+        gathers.append((spread, start_all_gather(spread, group)))
+        flag = torch.full((8,), me + 1.0)
+        works.append((flag, dist.all_reduce(flag, group=group, async_op=True)))
+        everywhere = numbers(me, length, F32, seed=-number)
+        sums.append((everywhere, start_all_reduce(everywhere, group, wire=(BF16, F32)[number % 2])))
+    naps.shuffle(gathers)
+    for (_, work), (_, pending) in zip(works, gathers, strict=True):
+        work.wait()
+        pending.wait()
+    for _, pending in sums:
+        pending.wait()
+        fine = small_sum() and fine
+    for number, (bucket, _) in enumerate(sums[::2]):
+        terms = [numbers(rank, bucket.numel(), F64, seed=number).chunk(n)[me] for rank in range(n)]
+        fine = fine and torch.equal(bucket.chunk(n)[me], sum_for(me, terms, (F64, BF16)[number % 2]))
+    fine = fine and all(torch.equal(flag, torch.full((8,), n * (n + 1) / 2)) for flag, _ in works)
+    results = [*(tensor.chunk(n)[me] for tensor, _ in sums[::2]), *(tensor for tensor, _ in sums[1::2])]
+    return fine, [result.numpy().tobytes() for result in results]
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_transfers_and_other_collectives_may_be_under_way_at_once(n: int) -> None:
+    first, second = (run_ranks(_transfer_much, n, seed) for seed in (1, 2))
+    assert all(fine for fine, _ in first + second)
+    assert first == second, "timing changed a sum"
+    assert len({tuple(results[6:]) for _, results in first}) == 1, "an all-reduce differs between ranks"
+
+
+def _written_by_this_process() -> int:
+    """Bytes that went into write and writev: gloo sends with the latter."""
+    (line,) = (line for line in Path("/proc/self/io").read_text().splitlines() if line.startswith("wchar"))
+    return int(line.split()[1])
+
+
+def starters(group: dist.ProcessGroup, wire: torch.dtype) -> dict[str, Callable[[Tensor], Pending]]:
+    return {
+        "reduce_scatter": partial(start_reduce_scatter, group=group, wire=wire),
+        "all_reduce": partial(start_all_reduce, group=group, wire=wire),
+        "all_gather": partial(start_all_gather, group=group),
+    }
+
+
+def _send_counted(context: ParallelContext, elements: int) -> dict[tuple[str, torch.dtype, torch.dtype], int]:
+    """Bytes beyond the formula."""
+    group, beyond = group_of(context), {}
+    for dtype, wire in TYPES:
+        for name, start in starters(group, wire).items():
+            tensor = numbers(context.rank, elements, dtype)
+            dist.barrier(group=group)
+            before = _written_by_this_process()
+            start(tensor).wait()
+            expected = bytes_sent(name, elements, group.size(), dtype if name == "all_gather" else wire)  # type: ignore[arg-type]
+            beyond[name, dtype, wire] = _written_by_this_process() - before - expected
+    return beyond
+
+
+@needs_proc
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_what_is_sent_is_what_the_formula_says(n: int) -> None:
+    for beyond in run_ranks(_send_counted, n, n * 30_000):
+        assert all(0 <= headers <= 3000 for headers in beyond.values()), beyond
+
+
+def _take_room(context: ParallelContext, elements: int, staging: int) -> dict[str, int]:
+    """Bytes that a transfer has beside its tensor, at most."""
+    collectives.STAGING_BYTES, collectives.CHUNK_BYTES = staging, staging // 4
+    group, peaks = group_of(context), {}
+    for wire in (F32, BF16):
+        for name, start in starters(group, wire).items():
+            tensor = torch.ones(elements)
+            with LiveBytes([tensor]) as live:
+                start(tensor).wait()
+            peaks[f"{name} {wire}"] = live.peak
+    return peaks
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_a_transfer_holds_no_copy_of_the_bucket(n: int) -> None:
+    elements, staging = n << 14, 1 << 14  # of the bucket that is an eighth, or less
+    for peaks in run_ranks(_take_room, n, elements, staging):
+        assert all(peak <= staging for peak in peaks.values()), peaks
+        assert peaks["reduce_scatter torch.float32"] > 0
+        assert peaks["all_gather torch.float32"] == 0
+
+
+def _drop(context: ParallelContext) -> bool:
+    """Whether the bucket of a rank that drops a gather stays as it is when the other rank sends."""
+    group = dist.new_group(list(range(context.world_size)))
+    bucket = torch.full((1 << 18,), float(context.rank))
+    if context.rank == 0:
+        start_all_gather(bucket, group)  # and nobody holds it
+    context.barrier()
+    pending = start_all_gather(bucket, group) if context.rank == 1 else None
+    time.sleep(0.2)
+    context.barrier()
+    del pending
+    return bool((bucket == context.rank).all())
+
+
+def test_a_pending_that_is_dropped_touches_nothing_afterwards() -> None:
+    assert run_ranks(_drop, 2)[0]
+
+
+def _wait_for_nobody(context: ParallelContext) -> float:
+    context.set_timeout(1)
+    if context.rank == 1:
+        time.sleep(2.5)
+        return 0
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match="imed out"):
+        start_reduce_scatter(torch.ones(1 << 16), group_of(context), wire=F32).wait()
+    return time.monotonic() - begin
+
+
+def test_a_rank_that_never_joins_is_an_error_after_the_timeout_of_the_moment() -> None:
+    assert 0.9 < run_ranks(_wait_for_nobody, 2)[0] < 2
+
+
+def _die_after_sending(size: int) -> None:
+    before = _written_by_this_process()
+    while _written_by_this_process() - before < size:
+        time.sleep(1e-4)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _transfer_for_ever(start: Callable[[Tensor], Pending], tensor: Tensor) -> None:
+    while True:
+        start(tensor).wait()
+
+
+def _lose_a_rank(context: ParallelContext, name: str) -> float:
+    """Rank 1 dies when it has sent a part of its slice."""
+    start = starters(group_of(context), BF16 if name == "all_reduce" else F32)[name]
+    tensor = torch.ones(1 << 23)
+    context.barrier()
+    if context.rank == 1:
+        threading.Thread(target=_die_after_sending, args=(1 << 20,), daemon=True).start()
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError):
+        _transfer_for_ever(start, tensor)
+    return time.monotonic() - begin
+
+
+@needs_proc
+@pytest.mark.parametrize("name", ["reduce_scatter", "all_reduce", "all_gather"])
+def test_the_death_of_a_rank_in_mid_transfer_is_an_error_at_once(name: str) -> None:
+    """Long before the group's timeout, twice that of run_ranks."""
+    assert run_ranks(_lose_a_rank, 2, name, may_die=[1], timeout=20)[0] < 10
+
+
+def _be_alone(context: ParallelContext) -> bool:
+    groups = [dist.new_group([rank]) for rank in range(context.world_size)]
+    expected = numbers(context.rank, 100, BF16).to(F32)
+    tensor = expected.clone()
+    for wire in (F32, BF16):
+        for start in starters(groups[context.rank], wire).values():
+            start(tensor).wait()
+    return torch.equal(tensor, expected)
+
+
+def test_a_group_of_one_keeps_what_it_has() -> None:
+    assert run_ranks(_be_alone, 2) == [True, True]
+
+
+def _ask_for_the_impossible(context: ParallelContext) -> None:
+    group = group_of(context)
+    row = torch.ones(4)
+    for tensor, wire in ((row[:3], F32), (row[::2], F32), (row.view(2, 2), F32), (row, F64), (row, torch.int8)):
+        with pytest.raises(AssertionError):
+            start_reduce_scatter(tensor, group, wire=wire)
+
+
+def test_uneven_buckets_and_wider_wires_are_our_own_bugs() -> None:
+    run_ranks(_ask_for_the_impossible, 2)
+
+
+@pytest.mark.gpu
+def test_nccl_transfers_in_place_and_rounds_what_travels(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        device = torch.device("cuda", 0)
+        group = dist.new_group([0], backend="nccl", device_id=device)
+        expected = numbers(0, 1 << 20, F32).to(device)
+        for wire in (F32, BF16):
+            for name, start in starters(group, wire).items():
+                tensor = expected.clone()
+                start(tensor).wait()
+                rounded = expected if name == "all_gather" else expected.to(wire).to(F32)
+                assert torch.equal(tensor, rounded), f"{name} {wire}"
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,117 @@
+"""The loss scale against the same rule in plain Python, for any sequence of overflows."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megalite.optim.loss_scale import LossScale
+
+SEQUENCES = st.lists(st.booleans(), max_size=40)
+
+
+class PlainScale:
+    """The rule on plain numbers, one branch per sentence of it; chances go on falling below zero."""
+
+    def __init__(self, initial: float, window: int, hysteresis: int, minimum: float) -> None:
+        self.scale, self.good, self.chances = initial, 0, hysteresis
+        self.window, self.hysteresis, self.minimum = window, hysteresis, minimum
+
+    def update(self, overflow: bool) -> None:
+        if overflow:
+            self.good = 0
+            self.chances -= 1
+            if self.chances <= 0:
+                self.scale = max(self.scale / 2, self.minimum)
+            return
+        self.good += 1
+        if self.good == self.window:
+            self.good = 0
+            self.chances = self.hysteresis
+            self.scale = self.scale * 2
+
+
+def build(*, initial: float = 2.0**16, window: int = 3, hysteresis: int = 2, minimum: float = 1.0) -> LossScale:
+    return LossScale(initial=initial, window=window, hysteresis=hysteresis, minimum=minimum, device="cpu")
+
+
+def after(scale: LossScale, steps: str) -> float:
+    """The scale after steps, each good (.) or an overflow (x)."""
+    for step in steps:
+        scale.update(torch.tensor(float(step == "x")))
+    return scale.value.item()
+
+
+@given(SEQUENCES, st.integers(1, 5), st.integers(1, 4), st.sampled_from([1.0, 2.0**14, 2.0**16]))
+def test_every_sequence_of_overflows_gives_the_scale_of_the_rule(
+    overflows: list[bool], window: int, hysteresis: int, minimum: float
+) -> None:
+    ours = build(window=window, hysteresis=hysteresis, minimum=minimum)
+    plain = PlainScale(2.0**16, window, hysteresis, minimum)
+    for overflow in overflows:
+        ours.update(torch.tensor(float(overflow)))
+        plain.update(overflow)
+        assert ours.state.tolist() == [plain.scale, plain.good, max(plain.chances, 0)]
+        assert ours.value.item() == plain.scale
+
+
+@given(SEQUENCES, SEQUENCES, st.integers(1, 5), st.integers(1, 4))
+def test_a_scale_continues_from_its_saved_state(
+    before: list[bool], following: list[bool], window: int, hysteresis: int
+) -> None:
+    original, resumed = (build(window=window, hysteresis=hysteresis) for _ in range(2))
+    value = resumed.value
+    for overflow in before:
+        original.update(torch.tensor(float(overflow)))
+    resumed.state.copy_(original.state.clone())
+    assert value == original.value  # whoever holds the value sees what was loaded
+    for overflow in following:
+        for scale in (original, resumed):
+            scale.update(torch.tensor(float(overflow)))
+        assert torch.equal(original.state, resumed.state)
+        assert value == resumed.value
+
+
+@pytest.mark.parametrize(
+    ("steps", "factor"),
+    [
+        ("x", 1),  # the first overflow costs a chance
+        ("xx", 0.5),
+        ("xxx", 0.25),  # halving restores no chance
+        ("xx..x", 0.25),
+        ("...", 2),
+        ("..x..", 1),  # an overflow restarts the window
+        ("..x...", 2),
+        ("xx...x", 1),  # a full window restores the chances
+        ("xx...xx", 0.5),
+    ],
+)
+def test_the_rule_by_example(steps: str, factor: float) -> None:
+    assert after(build(), steps) == 2.0**16 * factor
+
+
+def test_the_scale_never_falls_below_its_minimum() -> None:
+    scale = build(initial=4.0, minimum=1.0, hysteresis=1)
+    assert after(scale, "x" * 10) == 1.0
+    assert after(scale, "...") == 2.0
+
+
+def test_a_shorter_window_after_a_resume_is_full_at_the_next_good_step() -> None:
+    longer, shorter = build(window=10), build(window=3)
+    after(longer, "." * 7)
+    shorter.state.copy_(longer.state)
+    assert after(shorter, ".") == 2.0**17
+
+
+@pytest.mark.gpu
+def test_an_update_does_not_wait_for_the_device() -> None:
+    scale = LossScale(initial=2.0**16, window=1, hysteresis=1, minimum=1.0, device="cuda")
+    good, bad = torch.zeros((), device="cuda"), torch.ones((), device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        scale.update(good)
+        scale.update(bad)
+        scale.update(bad)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert scale.value.item() == 2.0**15

@@ -1,0 +1,324 @@
+"""What training keeps in memory is what the formula says, and a step makes no copy of parameters or gradients.
+
+Counted is all that torch allocates on the CPU, on all threads: also what a kernel or gloo takes and frees within one
+call. Whoever only keeps needs no other ranks (torch's fake ones do not exist); steps are those of real gloo ranks.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import record_function
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megalite.config.derive import derive
+from megalite.config.schema import Config
+from megalite.data.batch import Batch
+from megalite.optim import adamw, gradient_sync, parameter_gather
+from megalite.optim.buffer_layout import buffer_layout
+from megalite.optim.buffers import TrainingBuffers
+from megalite.optim.memory import StateBytes, bytes_of_element, bytes_of_rank, shards_of
+from megalite.parallel.context import ParallelContext
+from megalite.parallel.device import DTYPES
+from megalite.parallel.groups import GroupNeeds
+from megalite.parallel.layout import ParallelLayout
+from megalite.parallel.parameters import ParameterRecord
+from megalite.parallel.startup import join
+from megalite.train import step as step_module
+from megalite.train.job import derive_device
+from megalite.train.step import TrainStep
+from megalite.train.training import Training, build_training
+from tests.optim.allocations import allocations_of
+from tests.ranks import run_ranks
+
+SMALL = 1 << 16  # bytes: rotary tables, step count, loss scale, the profiler's own
+PART = 0.1  # of the gradients' bytes: what a step may take beside what is kept
+MOMENTS = {"moment_dtype": "bf16"}
+NARROW = {"gradient_dtype": "bf16", **MOMENTS}
+
+
+# --- the formula -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3, 64])
+def test_bytes_per_parameter_are_megatrons_for_the_same_dtypes(shards: int) -> None:
+    """Its docs/user-guide/features/dist_optimizer.md, with bf16 and with fp32 parameters, and fp32 gradients."""
+    assert bytes_of_element("bf16").per_parameter(shards) == 6 + 12 / shards
+    assert bytes_of_element("fp32").per_parameter(shards) == 8 + 8 / shards
+
+
+def test_settings_change_only_what_they_name() -> None:
+    assert bytes_of_element("bf16") == StateBytes(parameters=2, gradients=4, masters=4, moments=8)
+    assert bytes_of_element("fp16") == bytes_of_element("bf16")
+    assert bytes_of_element("bf16", gradient_dtype="bf16") == StateBytes(2, 2, 4, 8)
+    assert bytes_of_element("bf16", moment_dtype="bf16") == StateBytes(2, 4, 4, 4)
+    assert bytes_of_element("fp32") == StateBytes(4, 4, 0, 8)
+    assert bytes_of_element("fp64") == StateBytes(8, 8, 0, 16)
+    assert bytes_of_element("bf16", master_precision=True) == bytes_of_element("fp32")
+
+
+def test_a_layout_takes_its_padding_and_its_routers_precision_into_account() -> None:
+    matrix = ParameterRecord("matrix", (10, 7), "normal", 1.0, decay=True, place=0)  # 70 elements: 128 in its slot
+    router = replace(matrix, name="router", shape=(3, 5), precision="master")  # 64
+    layout = buffer_layout([matrix, router], dense_shards=3)
+    assert bytes_of_rank(layout, "bf16") == StateBytes(
+        parameters=2 * 192 + 4 * 192, gradients=4 * (192 + 192), masters=4 * 64, moments=8 * (64 + 64)
+    )
+
+
+# --- what is kept ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What one rank keeps, in bytes: by the formula for its layout, in its tensors, and by all that was allocated."""
+
+    layout: StateBytes
+    tensors: StateBytes
+    allocated: int
+    shards: int
+    parameters: int  # their number, without padding
+
+
+def config_of(*, hidden: int, vocabulary: int, layers: int = 1, tp: int = 1, **optimizer: Any) -> Config:
+    config = Config(device="cpu", tokenizer="byte", seed=7)
+    sizes: dict[str, Any] = {"num_layers": layers, "hidden_size": hidden, "num_attention_heads": 4}
+    config.model = replace(config.model, **sizes, vocab_size=vocabulary, tie_embeddings=False)
+    config.train = replace(
+        config.train, steps=4, global_batch_size=192, micro_batch_size=1, seq_length=8, compile=False
+    )
+    config.parallel = replace(config.parallel, tp=tp)
+    config.optimizer = replace(config.optimizer, **optimizer)
+    return config
+
+
+@contextmanager
+def rank_of(dp: int, *, tp: int = 1, instances: int = 1) -> Iterator[ParallelContext]:
+    """The last of so many ranks; the others do not exist."""
+    world, layout, needs = dp * tp, ParallelLayout(tp=tp, dp=dp), GroupNeeds(optimizer_instances=instances)
+    if world == 1:
+        yield ParallelContext()
+        return
+    dist.init_process_group("fake", rank=world - 1, world_size=world, store=FakeStore())
+    try:
+        yield join(layout, world - 1, torch.device("cpu"), torch.float32, None, timeout_s=10, needs=needs)
+    finally:
+        dist.destroy_process_group()
+
+
+def keep(context: ParallelContext, config: Config) -> Kept:
+    config = derive_device(derive(config, context.world_size), context)
+    training, allocations = allocations_of(lambda: build_training(config, context))
+    number = sum(parameter.numel() for parameter in training.model.parameters())
+    shards = training.sharing["dense"].shards
+    return Kept(by_layout(training, config), in_tensors(training), allocations.left, shards, number)
+
+
+def by_layout(training: Training, config: Config) -> StateBytes:
+    gradients, moments = config.optimizer.gradient_dtype, config.optimizer.moment_dtype
+    return bytes_of_rank(training.buffers.layout, config.precision, gradient_dtype=gradients, moment_dtype=moments)
+
+
+def in_tensors(training: Training) -> StateBytes:
+    """Of whole storages, each counted where it is met first."""
+    buffers, optimizer = training.buffers, training.optimizer
+    seen: set[int] = set()
+
+    def new(tensors: Iterable[Tensor]) -> int:
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+        found = storages.keys() - seen
+        seen.update(found)
+        return sum(storages[each] for each in found)
+
+    parameters = new([*buffers.parameter_buckets, *training.model.parameters()])
+    gradients = new([*buffers.gradient_buckets, *buffers.gradients])
+    return StateBytes(parameters, gradients, new(buffers.masters), new([*optimizer.exp_avg, *optimizer.exp_avg_sq]))
+
+
+def assert_kept(kept: Kept, config: Config, precision: str, replicas: int) -> None:
+    assert kept.tensors == kept.layout
+    assert kept.layout.total <= kept.allocated <= kept.layout.total + SMALL
+    assert kept.shards == shards_of(replicas, zero=config.optimizer.zero, instances=config.optimizer.instances)
+    gradients, moments = config.optimizer.gradient_dtype, config.optimizer.moment_dtype
+    each = bytes_of_element(precision, gradient_dtype=gradients, moment_dtype=moments)
+    assert kept.allocated == pytest.approx(kept.parameters * each.per_parameter(kept.shards), rel=0.02)
+
+
+@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize(
+    ("dp", "tp", "options"),
+    [
+        (1, 1, {}),
+        (3, 1, {}),
+        (64, 1, {}),
+        (4, 1, {"bucket_size": 1}),
+        (4, 1, {"zero": 0}),
+        (4, 1, {"instances": 2}),
+        (2, 2, {}),
+    ],
+)
+def test_a_rank_keeps_what_the_formula_says(dp: int, tp: int, options: dict[str, Any], precision: str) -> None:
+    narrower: dict[str, list[dict[str, Any]]] = {"bf16": [NARROW], "fp16": [MOMENTS], "fp32": [MOMENTS]}
+    with rank_of(dp, tp=tp, instances=options.get("instances", 1)) as context:
+        for dtypes in ({}, *narrower.get(precision, [])):
+            config = config_of(hidden=128, vocabulary=1003, tp=tp, **options, **dtypes)
+            assert_kept(keep(replace(context, dtype=DTYPES[precision]), config), config, precision, dp)
+
+
+def masters_beside_the_parameters(patch: pytest.MonkeyPatch) -> None:
+    masters = TrainingBuffers._masters
+    patch.setattr(TrainingBuffers, "_masters", lambda self, device: [part.clone() for part in masters(self, device)])
+
+
+def parameters_beside_their_buffers(patch: pytest.MonkeyPatch) -> None:
+    attach = TrainingBuffers.attach
+    start: list[Tensor] = []
+
+    def attach_and_keep(self: TrainingBuffers, model: Any, **sunk: Any) -> Any:
+        sinks = attach(self, model, **sunk)
+        start.extend(parameter.data.clone() for parameter in model.parameters())
+        return sinks
+
+    patch.setattr(TrainingBuffers, "attach", attach_and_keep)
+
+
+@pytest.mark.parametrize("mutate", [masters_beside_the_parameters, parameters_beside_their_buffers])
+def test_a_second_copy_that_stays_is_caught(
+    mutate: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(hidden=128, vocabulary=1003)
+    mutate(monkeypatch)
+    with rank_of(2) as context:
+        kept = keep(context, config)
+    with pytest.raises(AssertionError):
+        assert_kept(kept, config, "fp32", 2)
+
+
+# --- what a step takes -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Bytes of one rank that trains."""
+
+    kept: StateBytes
+    peak: int  # the most at any moment of the step
+    left: int  # after it
+    slices: int  # of this rank's slices of the parameters or of the gradients, whichever are less
+
+
+def large(**optimizer: Any) -> Config:
+    """A model next to whose gradients the activations of a few tokens, tiles, pieces and messages are small."""
+    return config_of(hidden=512, vocabulary=20480, **optimizer)
+
+
+def take(context: ParallelContext, config: Config) -> Taken:
+    """Of a step with two microbatches and its gather, counted from the building of the model on: nothing is older."""
+    config = derive_device(derive(config, context.world_size), context)
+    tokens = torch.arange(config.train.seq_length).view(1, -1)
+    batch = Batch(tokens, tokens, torch.ones_like(tokens, dtype=torch.bool), tokens, None, 0)
+
+    def build_and_train() -> Training:
+        training = build_training(config, context)
+        for master in training.buffers.masters:
+            master.fill_(0.01)
+        training.spread_masters()
+        step = TrainStep(training, config.optimizer, context)
+        with record_function("step"):
+            figures = step([batch, batch], 2 * tokens.numel(), 1e-3).read()
+            training.gather.finish()
+        assert not figures.skipped
+        return training
+
+    training, allocations = allocations_of(build_and_train)
+    buffers = training.buffers
+    slices = min(sum(part.nbytes for part in parts) for parts in (buffers.gradients, buffers.parameters))
+    return Taken(by_layout(training, config), allocations.peak("step"), allocations.left, slices)
+
+
+def assert_no_copy(taken: Taken) -> None:
+    assert taken.left <= taken.kept.total + SMALL
+    assert taken.peak <= taken.kept.total + PART * taken.kept.gradients
+
+
+NO_COPY: list[tuple[int, torch.dtype, dict[str, Any]]] = [
+    (1, torch.bfloat16, NARROW),
+    (2, torch.float32, {}),
+    (2, torch.bfloat16, {"communication_dtype": "bf16", **MOMENTS}),
+    (2, torch.float32, {"zero": 0}),
+    (4, torch.float32, {"instances": 2}),
+]
+MORE_NO_COPY: list[tuple[int, torch.dtype, dict[str, Any]]] = [
+    (2, torch.bfloat16, NARROW),
+    (2, torch.float32, {"overlap": False}),
+    (2, torch.float64, {"bucket_size": 1 << 22}),
+    (4, torch.float16, {}),
+]
+
+
+def check_row(ranks: int, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    needs = GroupNeeds(optimizer_instances=options.get("instances", 1))
+    for taken in run_ranks(take, ranks, large(**options), dtype=dtype, needs=needs):
+        assert taken.slices > PART * taken.kept.gradients, "a copy of them would not be seen"
+        assert_no_copy(taken)
+
+
+@pytest.mark.parametrize(("ranks", "dtype", "options"), NO_COPY)
+def test_a_step_copies_no_parameters_or_gradients(ranks: int, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    check_row(ranks, dtype, options)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("ranks", "dtype", "options"), MORE_NO_COPY)
+def test_a_step_copies_no_parameters_or_gradients_anywhere(
+    ranks: int, dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    check_row(ranks, dtype, options)
+
+
+def gradients_copied_for_the_norm(context: ParallelContext, config: Config) -> Taken:
+    norm = step_module.gradient_norm
+    step_module.gradient_norm = lambda parts: norm([part.clone() for part in parts])
+    return take(context, config)
+
+
+def buckets_copied_for_the_sync(context: ParallelContext, config: Config) -> Taken:
+    start = gradient_sync.start_reduce_scatter
+    gradient_sync.start_reduce_scatter = lambda bucket, group, *, wire: start(bucket.clone(), group, wire=wire)
+    return take(context, config)
+
+
+def slices_copied_for_the_gather(context: ParallelContext, config: Config) -> Taken:
+    start, sent = parameter_gather.start_all_gather, []
+
+    def copy_and_start(bucket: Tensor, group: dist.ProcessGroup) -> Any:
+        sent.append(bucket.chunk(group.size())[group.rank()].clone())
+        return start(bucket, group)
+
+    parameter_gather.start_all_gather = copy_and_start
+    return take(context, config)
+
+
+def moments_widened_at_once(context: ParallelContext, config: Config) -> Taken:
+    adamw.PIECE = 1 << 60
+    return take(context, config)
+
+
+@pytest.mark.parametrize(
+    ("mutant", "options"),
+    [
+        (gradients_copied_for_the_norm, {}),
+        (buckets_copied_for_the_sync, {}),
+        (slices_copied_for_the_gather, {}),
+        (moments_widened_at_once, MOMENTS),
+    ],
+)
+def test_a_copy_that_is_freed_again_is_caught(mutant: Callable[..., Taken], options: dict[str, Any]) -> None:
+    taken, _ = run_ranks(mutant, 2, large(**options), dtype=torch.float32)
+    with pytest.raises(AssertionError):
+        assert_no_copy(taken)
