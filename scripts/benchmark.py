@@ -255,7 +255,8 @@ def measure_products(device: torch.device, dtype: torch.dtype) -> float:
 class StepClock:
     """Times the parts of every training step of a real run by wrapping the methods that do them."""
 
-    PARTS = ((GPT, "loss"), (Tensor, "backward"), (TrainStep, "_update"))  # _update: norm, clipping, AdamW, rounding
+    # _update: norm, clipping, AdamW, rounding
+    PARTS = ((GPT, "loss"), (torch.autograd, "backward"), (TrainStep, "_update"))
 
     def __init__(self) -> None:
         self.parts: list[float] = []  # seconds inside PARTS, by step
@@ -275,7 +276,7 @@ class StepClock:
         pairs = list(zip(periods, self.parts, strict=False))[WARM_UP_STEPS:]
         return statistics.median(periods), statistics.median(1 - inside / period for period, inside in pairs)
 
-    def _replace(self, stack: contextlib.ExitStack, owner: type, name: str, wrap: Callable[..., Any]) -> None:
+    def _replace(self, stack: contextlib.ExitStack, owner: Any, name: str, wrap: Callable[..., Any]) -> None:
         original = getattr(owner, name)
         setattr(owner, name, wrap(original))
         stack.callback(setattr, owner, name, original)

@@ -381,7 +381,8 @@ def run(names: Sequence[str], precisions: Sequence[str], *, rounds: int, batch: 
         millions, ratio = comparison.parameters / 1e6, comparison.ours_by_it(peer)[0]
         print(f"\n{name} {precision}: {millions:.1f}M parameters, {RANKS} ranks, one thread each\n{table(comparison)}")
         print(f"megalite zero=1 takes {ratio:.2f} x the time of the fastest peer, {peer}")
-        print("\n".join(f"wrong: {fault}" for fault in comparison.faults) or "losses agree, bytes are the formula's")
+        verdict = "\n".join(f"wrong: {fault}" for fault in comparison.faults)
+        print(verdict or "losses and gradient norms agree, bytes are the formula's", flush=True)
         comparisons.append(comparison)
     if file is not None:
         file.write_text(json.dumps([asdict(comparison) for comparison in comparisons], indent=2))

@@ -101,7 +101,16 @@ ROWS = [
     Row("positions", "model=gpt2 train.seq_length=2048", ["=2048", "model.max_positions=1024", "rope"]),
     Row("warm-up", "lr.warmup_steps=20 train.steps=10", ["=20", "train.steps=10", "lr.warmup_steps=1 "]),
     Row("preset", "model=gpt5", ["'gpt5'", "model=gpt2 is the nearest", "llama3_8b"]),
-    Row("parallel sizes", "parallel.tp=2 parallel.vpp=2", ["parallel.vpp=2", "parallel.tp=2", "not built yet", "tp=1"]),
+    Row(
+        "parallel sizes",
+        "parallel.tp=2 parallel.cp=2 parallel.vpp=2",
+        ["3 problems", "parallel.cp=2", "not built yet", "parallel.vpp=2", "parallel.pp=1 has none", "tp=1"],
+    ),
+    Row(
+        "stages and their schedule",
+        "parallel.pp=2 parallel.vpp=3 parallel.schedule=zb-h1 train.compile=true",
+        ["4 problems", "fewer than the 6 stages", "model.num_layers=6 or 12", "schedule='zb-h1'", "train.compile=True"],
+    ),
     Row("secret", "+wandb.api_key=CLISECRET", ["wandb.api_key", "secret", "WANDB_API_KEY"]),
     Row("no rank", "", ["RANK=null", "WORLD_SIZE=2", "torchrun"], variables={"WORLD_SIZE": "2"}),
     Row("no CUDA", "device=cuda", ["device='cuda'", "no usable CUDA device", "device=cpu"]),

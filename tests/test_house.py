@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "megalite"
-FLOORS = [{"config", "parallel"}, {"tensor_parallel", "data"}, {"model"}, {"optim"}, {"checkpoint", "hf"}, {"train"}]
+FLOORS = [
+    {"config", "parallel"},
+    {"tensor_parallel", "data"},
+    {"model"},
+    {"optim", "pipeline"},
+    {"checkpoint", "hf"},
+    {"train"},
+]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
 
@@ -39,6 +46,7 @@ def test_every_room_has_a_floor() -> None:
     [
         "megalite.config.compose",
         "megalite.model.parameters",
+        *(f"megalite.pipeline.{name}" for name in ("checker", "painter", "recording", "rehearsal", "schedules")),
         *(f"megalite.optim.{name}" for name in ("buffer_layout", "buffer_table", "memory", "rank_buffers")),
         *(f"megalite.parallel.{name}" for name in ("environment", "groups", "layout_rules", "stages", "tables")),
     ],

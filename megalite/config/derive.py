@@ -2,8 +2,9 @@
 
 Pure functions of the config, the launch folder and (for the cache) the environment, so every rank derives the same.
 Left open: `model.vocab_size` (`derive_vocabulary`, once the tokenizer is known), `model.max_positions` without learned
-positions, and what depends on the machine (`train.compile`, `model.loss_chunk_tokens`, `data.workers`) or on the
-parameters (`optimizer.bucket_size`).
+positions, `parallel.microbatch_group_size` where a schedule has no groups, how layers divide over stages, and what
+depends on the machine (`train.compile`, `model.loss_chunk_tokens`, `data.workers`) or on the parameters
+(`optimizer.bucket_size`).
 """
 
 import hashlib
@@ -13,7 +14,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from megalite.config.schema import Config, DataConfig, LearningRateConfig, ModelConfig
+from megalite.config.schema import Config, DataConfig, LearningRateConfig, ModelConfig, ParallelConfig, TrainConfig
+from megalite.parallel.schedule_rules import default_group_size
 
 # Settings of the hashed groups that change how a run is computed or where things lie, not what is trained.
 NOT_TRAINING = {
@@ -42,13 +44,8 @@ def derive(config: Config, world_size: int = 1) -> Config:
         config,
         tokenizer=_tokenizer(config.tokenizer),
         model=derive_model(config.model, config.train.seq_length),
-        parallel=replace(
-            config.parallel,
-            etp=_or(config.parallel.etp, config.parallel.tp),
-            sequence_parallel=_or(config.parallel.sequence_parallel, config.parallel.tp > 1),
-            nccl_options=config.parallel.nccl_options and absolute(config.parallel.nccl_options),
-        ),
-        train=replace(config.train, micro_batch_size=_micro_batch_size(config, world_size)),
+        parallel=_derive_parallel(config, world_size),
+        train=_derive_train(config, world_size),
         optimizer=replace(
             config.optimizer,
             betas=list(config.optimizer.betas),
@@ -79,6 +76,20 @@ def derive_model(model: ModelConfig, seq_length: int) -> ModelConfig:
         attention_dropout=_or(model.attention_dropout, model.dropout),
         embedding_dropout=_or(model.embedding_dropout, model.dropout),
     )
+
+
+def derive_schedule(parallel: ParallelConfig) -> str:
+    """The pipeline's schedule: as set, else the one that works on as many chunks of layers as a rank has."""
+    return parallel.schedule or ("interleaved" if parallel.vpp > 1 else "1f1b")
+
+
+def derive_micro_batch_size(config: Config, world_size: int) -> int:
+    """As set, else the largest divisor of one data-parallel rank's share of the global batch that is at most 8 and
+    leaves a pipeline at least pp microbatches, or a group of them; 1 where the share is too small for that."""
+    share = _share(config, world_size)
+    microbatches = max(config.parallel.pp, config.parallel.microbatch_group_size or 1)
+    largest = min(8, max(1, share // microbatches))
+    return config.train.micro_batch_size or max(size for size in range(1, largest + 1) if share % size == 0)
 
 
 def derive_vocabulary(config: Config, vocab_size: int) -> Config:
@@ -120,12 +131,36 @@ def _tokenizer(name: str) -> str:
     return absolute(name) if looks_like_path(name) or os.path.isdir(os.path.expanduser(name)) else name
 
 
-def _micro_batch_size(config: Config, world_size: int) -> int:
-    """As set, else the largest divisor of one data-parallel rank's share of the global batch up to 8."""
+def _share(config: Config, world_size: int) -> int:
+    """Sequences of one data-parallel rank in a step."""
     axes = config.parallel
-    share = config.train.global_batch_size * axes.tp * axes.cp * axes.pp // world_size
-    largest = max(size for size in range(1, min(8, max(1, share)) + 1) if share % size == 0)
-    return config.train.micro_batch_size or largest
+    return max(1, config.train.global_batch_size * axes.tp * axes.cp * axes.pp // world_size)
+
+
+def _derive_parallel(config: Config, world_size: int) -> ParallelConfig:
+    axes, schedule = config.parallel, derive_schedule(config.parallel)
+    group_size = axes.microbatch_group_size
+    if schedule == "interleaved":
+        microbatches = _share(config, world_size) // derive_micro_batch_size(config, world_size)
+        group_size = _or(group_size, default_group_size(axes.pp, microbatches))
+    return replace(
+        axes,
+        etp=_or(axes.etp, axes.tp),
+        sequence_parallel=_or(axes.sequence_parallel, axes.tp > 1),
+        schedule=schedule,
+        microbatch_group_size=group_size,
+        nccl_options=axes.nccl_options and absolute(axes.nccl_options),
+    )
+
+
+def _derive_train(config: Config, world_size: int) -> TrainConfig:
+    """Compiled blocks cannot put their weight gradients off, as zb-h1 does."""
+    compiled = False if derive_schedule(config.parallel) == "zb-h1" else None
+    return replace(
+        config.train,
+        micro_batch_size=derive_micro_batch_size(config, world_size),
+        compile=_or(config.train.compile, compiled),
+    )
 
 
 def _derive_learning_rate(config: Config) -> LearningRateConfig:

@@ -1,22 +1,45 @@
-"""The rules that join the layout with the world and with the model's sizes; rules.py says what a rule is."""
+"""The rules that join the layout with the world, the batch and the model's sizes; rules.py says what a rule is.
+
+Values of a remedy are tried on the whole config: `misfits` says what a layout does not suit, before and after.
+"""
 
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from math import gcd
 from pathlib import Path
 from typing import Any
 
-from megalite.config.advice import around, divisors_near, either
-from megalite.config.derive import absolute, derive_model
+from megalite.config.advice import either, nearest_of
+from megalite.config.derive import absolute, derive_micro_batch_size, derive_model, derive_schedule
 from megalite.config.problems import Problem, UserError
 from megalite.config.schema import Config
-from megalite.config.settings import SETTINGS
-from megalite.parallel.layout_rules import LayoutRequest, layout_problems, pipeline_sizes
+from megalite.config.settings import SETTINGS, value_of, with_values
+from megalite.parallel import schedule_rules, stage_rules
+from megalite.parallel.layout_rules import LayoutRequest, divisors, layout_problems
 from megalite.parallel.nccl_options import read_nccl_options
-from megalite.parallel.stage_rules import StageSettings, broken_rules, stage_problems
+from megalite.parallel.schedule_rules import Naming, ScheduleRequest
+from megalite.parallel.stage_rules import StageSettings
 
-NOT_BUILT = ("cp", "pp", "vpp", "ep", "etp")  # axes whose sizes above 1 are refused
+NOT_BUILT = ("cp", "ep", "etp")  # axes whose sizes above 1 are refused
+STAGE_NAMES = {  # how a user knows the fields of `StageSettings`
+    "num_layers": "model.num_layers",
+    "pp": "parallel.pp",
+    "vpp": "parallel.vpp",
+    "standalone_embedding": "parallel.standalone_embedding",
+    "first_layers": "parallel.first_stage_layers",
+    "last_layers": "parallel.last_stage_layers",
+    "count_embedding": "parallel.count_embedding",
+    "count_loss": "parallel.count_loss",
+    "layout": "parallel.pipeline_layout",
+}
+SCHEDULE_NAMES = Naming(
+    schedule="parallel.schedule",
+    pp="parallel.pp",
+    vpp="parallel.vpp",
+    microbatches="train.global_batch_size",
+    group_size="parallel.microbatch_group_size",
+)
+UNSPLIT_BATCH, FEW_MICROBATCHES = (("batch", "train.global_batch_size"), ("schedule few", "train.global_batch_size"))
 
 
 def parallel_sizes_are_built(config: Config, world_size: int) -> Iterator[Problem]:
@@ -27,8 +50,9 @@ def parallel_sizes_are_built(config: Config, world_size: int) -> Iterator[Proble
                 f"parallel.{axis}",
                 size,
                 f"sizes above 1 are not built yet in this version ({re.split('[:;]', meaning)[0]})",
-                f"parallel.{axis}=1; tensor parallelism (parallel.tp) is built, and data parallelism, which takes what "
-                f"it leaves of the world ({world_size} process{'es' if world_size > 1 else ''} here)",
+                f"parallel.{axis}=1; tensor and pipeline parallelism (parallel.tp, parallel.pp) are built, and data "
+                "parallelism, which takes what they leave of the world "
+                f"({world_size} process{'es' if world_size > 1 else ''} here)",
             )
 
 
@@ -57,50 +81,58 @@ def tensor_misfits(config: Config) -> Iterator[tuple[str, Any, str]]:
 
 
 def world_splits_into_the_layout(config: Config, world_size: int) -> Iterator[Problem]:
-    def model_accepts(changed: LayoutRequest) -> bool:
-        then = StageSettings(config.model.num_layers, changed.pp, changed.vpp)
-        stages = changed.pp == 1 or broken_rules(then) <= broken_rules(_stages(config))
-        return stages and _unsplit(replace(config, parallel=replace(config.parallel, tp=changed.tp))) <= unsplit
+    def suits(changed: LayoutRequest) -> bool:
+        sizes = {f"parallel.{axis}": getattr(changed, axis) for axis in ("tp", "cp", "pp", "vpp", "ep")}
+        return misfits(with_values(config, sizes), changed.world_size) <= misfits(config, world_size)
 
-    unsplit = _unsplit(config)
-    yield from layout_problems(layout_request(config, world_size), parallel_setting, model_accepts)
-
-
-def layers_split_over_stages(config: Config, world_size: int) -> Iterator[Problem]:
-    names = {"num_layers": "model.num_layers", "pp": "parallel.pp", "vpp": "parallel.vpp"}
-    if config.parallel.pp > 1:  # else it is one stage, and the layout's rules speak about vpp
-        yield from stage_problems(_stages(config), names, pipeline_sizes(layout_request(config, world_size)))
-
-
-def _unsplit(config: Config) -> set[str]:
-    return {setting for setting, _, _ in tensor_misfits(config)}
-
-
-def _stages(config: Config) -> StageSettings:
-    return StageSettings(config.model.num_layers, config.parallel.pp, config.parallel.vpp)
+    yield from layout_problems(layout_request(config, world_size), parallel_setting, suits)
 
 
 def batch_splits_over_ranks(config: Config, world_size: int) -> Iterator[Problem]:
     batch, micro = config.train.global_batch_size, config.train.micro_batch_size
     replicas = data_parallel_size(config, world_size)
-    if replicas is None or batch % ((micro or 1) * replicas) == 0:
+    if replicas is None or _batch_splits(config, replicas):
         return
-    if micro is None:
-        fewer = gcd(batch, replicas) * world_size // replicas
-        remedy = f"train.global_batch_size={around(batch, replicas)}, or {fewer} processes"
-        yield Problem("train.global_batch_size", batch, f"not a multiple of the {replicas} data-parallel ranks", remedy)
-        return
-    works = [f"train.global_batch_size={around(batch, micro * replicas)}"]
-    if batch % replicas == 0:
-        works.append(f"train.micro_batch_size={either(divisors_near(batch // replicas, micro))}")
-    elif batch % micro == 0 and (fewer := gcd(batch // micro, replicas)) < replicas:
-        works.append(f"a number of processes like {fewer * world_size // replicas}")
-    yield Problem(
-        "train.global_batch_size",
-        batch,
-        f"not a multiple of train.micro_batch_size={micro} x {replicas} data-parallel ranks = {micro * replicas}",
-        ", or ".join(works),
-    )
+    works = [f"train.global_batch_size={either(batch_sizes(config, world_size))}"]
+    if micro is not None and batch % replicas == 0:
+        works += [
+            f"train.micro_batch_size={either(sizes)}" for sizes in [micro_batch_sizes(config, world_size)] if sizes
+        ]
+    elif batch % (micro or 1) == 0:
+        fewer = gcd(batch // (micro or 1), replicas) * world_size // replicas
+        if misfits(config, fewer) <= misfits(config, world_size):
+            works.append(f"{fewer} processes" if micro is None else f"a number of processes like {fewer}")
+    ranks = f"{replicas} data-parallel ranks"
+    rule = f"the {ranks}" if micro is None else f"train.micro_batch_size={micro} x {ranks} = {micro * replicas}"
+    yield Problem("train.global_batch_size", batch, f"not a multiple of {rule}", ", or ".join(works))
+
+
+def batch_sizes(config: Config, world_size: int) -> list[int]:
+    """The nearest two around the batch that split over the ranks and, as far as they do, suit the schedule."""
+    train, replicas = config.train, data_parallel_size(config, world_size) or 1
+    unit = (train.micro_batch_size or 1) * replicas
+    below = train.global_batch_size // unit * unit
+    near = [size for size in (below, below + unit) if size]
+    enough = max(below + unit, config.parallel.pp * unit)  # microbatches for every rank
+    allowed = misfits(config, world_size) - {UNSPLIT_BATCH, FEW_MICROBATCHES}
+    fit = [
+        size
+        for size in dict.fromkeys((*near, enough))
+        if misfits(with_values(config, {"train.global_batch_size": size}), world_size) <= allowed
+    ]
+    return fit[:2] or near
+
+
+def micro_batch_sizes(config: Config, world_size: int) -> list[int]:
+    """The nearest that split a rank's share of the batch into microbatches which suit the schedule, ascending."""
+    train = config.train
+    allowed = misfits(config, world_size) - {UNSPLIT_BATCH, FEW_MICROBATCHES}
+    replicas = data_parallel_size(config, world_size)
+    assert replicas is not None
+    assert train.micro_batch_size is not None
+    sizes = divisors(train.global_batch_size // replicas)
+    fit = [n for n in sizes if misfits(with_values(config, {"train.micro_batch_size": n}), world_size) <= allowed]
+    return nearest_of(fit, train.micro_batch_size)
 
 
 def nccl_options_can_be_read(config: Config, world_size: int) -> Iterator[Problem]:
@@ -132,9 +164,50 @@ def data_parallel_size(config: Config, world_size: int) -> int | None:
     return None if world_size % product else world_size // product
 
 
+def stage_settings(config: Config) -> StageSettings:
+    """Who holds which layers, as the config says it."""
+    return StageSettings(**{field: value_of(config, name) for field, name in STAGE_NAMES.items()})
+
+
+def schedule_request(config: Config, world_size: int) -> tuple[ScheduleRequest, int | None]:
+    """What the config asks of a schedule, and how many sequences make one microbatch of all replicas.
+
+    None where batch or layout do not suit the world: the request then holds as many microbatches as suit any schedule.
+    """
+    axes, batch = config.parallel, config.train.global_batch_size
+    schedule, group_size = derive_schedule(axes), axes.microbatch_group_size
+    replicas = data_parallel_size(config, world_size)
+    if replicas is None or not _batch_splits(config, replicas):
+        known = None if schedule == "interleaved" else group_size
+        return ScheduleRequest(schedule, axes.pp, axes.pp, axes.vpp, known), None
+    sequences = derive_micro_batch_size(config, world_size) * replicas
+    return ScheduleRequest(schedule, axes.pp, batch // sequences, axes.vpp, group_size), sequences
+
+
+def misfits(config: Config, world_size: int) -> frozenset[tuple[str, str]]:
+    """What does not suit the layout, as (rule, setting): to see whether a change would break one more.
+
+    The first word of a rule is tensor, stages, schedule or batch.
+    """
+    request, _ = schedule_request(config, world_size)
+    replicas = data_parallel_size(config, world_size)
+    found = {("tensor", setting) for setting, _, _ in tensor_misfits(config)}
+    broken = stage_rules.broken_rules(stage_settings(config))
+    found |= {(f"stages {kind}", STAGE_NAMES[field]) for field, kind in broken}
+    found |= {
+        (f"schedule {kind}", getattr(SCHEDULE_NAMES, field)) for field, kind in schedule_rules.broken_rules(request)
+    }
+    if replicas is not None and not _batch_splits(config, replicas):
+        found.add(UNSPLIT_BATCH)
+    return frozenset(found)
+
+
+def _batch_splits(config: Config, replicas: int) -> bool:
+    return config.train.global_batch_size % ((config.train.micro_batch_size or 1) * replicas) == 0
+
+
 PARALLEL_RULES = (
     parallel_sizes_are_built,
     world_splits_into_the_layout,
-    layers_split_over_stages,
     nccl_options_can_be_read,
 )

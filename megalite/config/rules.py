@@ -1,6 +1,6 @@
 """Every rule that a config must keep; `bounds.py` has those of single settings, `model_rules.py` those
-of the model alone, `parallel_rules.py` those of the layout, `tensor_rules.py` those of both, `optimizer_rules.py`
-those of gradients and the optimizer's state; here are all others.
+of the model alone, `parallel_rules.py` those of the layout, `tensor_rules.py` those of both, `pipeline_rules.py`
+those of stages and schedules, `optimizer_rules.py` those of gradients and the optimizer's state; here are all others.
 
 Each rule is a small generator of `Problem`s that names the settings it read, with their numbers, and values that would
 work. A rule whose text names a setting that is already refused stays silent: it would judge a value nobody asked for.
@@ -16,6 +16,7 @@ from megalite.config.derive import absolute, looks_like_path
 from megalite.config.model_rules import MODEL_RULES
 from megalite.config.optimizer_rules import OPTIMIZER_RULES
 from megalite.config.parallel_rules import PARALLEL_RULES, batch_splits_over_ranks
+from megalite.config.pipeline_rules import PIPELINE_RULES
 from megalite.config.problems import Problem
 from megalite.config.schema import Config
 from megalite.config.settings import SETTINGS, yaml_value
@@ -222,6 +223,7 @@ RULES: tuple[Rule, ...] = (
     learning_rate_falls,
     betas_are_two_decay_rates,
     *PARALLEL_RULES,
+    *PIPELINE_RULES,
     *TENSOR_RULES,
     *OPTIMIZER_RULES,
     data_path_suits_the_source,

@@ -100,6 +100,31 @@ class ParallelConfig:
     cp: int = setting(1, "context-parallel size: one sequence across ranks", at_least=1)
     pp: int = setting(1, "pipeline-parallel size: layers across ranks", at_least=1)
     vpp: int = setting(1, "chunks of layers (virtual stages) per pipeline rank", at_least=1)
+    schedule: str | None = setting(
+        None,
+        "order of a pipeline's passes (docs/pipeline.md); null: interleaved where vpp is above 1, else 1f1b",
+        choices=("1f1b", "interleaved", "zb-h1", "gpipe"),
+    )
+    microbatch_group_size: int | None = setting(
+        None,
+        "interleaved: microbatches that a rank takes through one chunk in a row; null: pp, or the next size above that "
+        "suits their number",
+        at_least=1,
+    )
+    first_stage_layers: int | None = setting(
+        None, "layers of the first pipeline rank, all chunks together; null: as many as the others", at_least=0
+    )
+    last_stage_layers: int | None = setting(
+        None, "layers of the last pipeline rank, all chunks together; null: as many as the others", at_least=0
+    )
+    count_embedding: bool = setting(False, "the embedding takes the place of one layer of the first stage")
+    count_loss: bool = setting(False, "the head and the loss take the place of one layer of the last stage")
+    standalone_embedding: bool = setting(False, "the first pipeline rank holds the embedding and no layers")
+    pipeline_layout: str | None = setting(
+        None,
+        "the stages one by one, in Megatron-LM's text form: E embedding, t layer, L loss, | border, *n repeats "
+        "(docs/parallelism.md); null: as the settings above divide the layers",
+    )
     ep: int = setting(1, "expert-parallel size: experts across ranks", at_least=1)
     etp: int | None = setting(None, "tensor-parallel size of the experts; null: tp", at_least=1)
     order: str = setting("tp-cp-ep-dp-pp", "how ranks are numbered, fastest-varying axis first")
@@ -126,7 +151,10 @@ class TrainConfig:
     steps: int = setting(200, "optimizer steps of the whole run", at_least=0, at_most=10**8 - 1)
     global_batch_size: int = setting(8, "sequences per optimizer step, over all ranks", at_least=1)
     micro_batch_size: int | None = setting(
-        None, "sequences per forward pass of one rank; null: as many as divide a rank's share, at most 8", at_least=1
+        None,
+        "sequences per forward pass of one rank; null: as many as divide a rank's share, at most 8, and leave a "
+        "pipeline at least pp microbatches",
+        at_least=1,
     )
     seq_length: int = setting(256, "tokens per sequence", at_least=1)
     log_interval: int = setting(1, "steps between two lines of metrics.jsonl and of the terminal", at_least=1)
@@ -154,6 +182,9 @@ class TrainConfig:
     )
     check_replicas_every: int = setting(
         100, "steps between checks that ranks which share parameters hold equal ones; 0: none", at_least=0
+    )
+    record_pipeline: int = setting(
+        0, "steps between recordings of the pipeline's times into the run's pipeline.jsonl; 0: none", at_least=0
     )
     sample_tokens: int = setting(64, "tokens of text sampled from the model at the end; 0: none", at_least=0)
 

@@ -10,23 +10,24 @@ from itertools import islice
 from math import gcd
 from typing import Any
 
-from megalite.config.advice import around, either
+from megalite.config.advice import either
 from megalite.config.model_rules import MODEL_RULES
 from megalite.config.parallel_rules import (
-    batch_splits_over_ranks,
-    data_parallel_size,
+    batch_sizes,
+    layout_request,
+    misfits,
+    parallel_setting,
     parallel_sizes_are_built,
     tensor_misfits,
-    world_splits_into_the_layout,
 )
 from megalite.config.problems import Problem
 from megalite.config.schema import Config
 from megalite.config.settings import SETTINGS, with_values, yaml_value
-from megalite.parallel.layout_rules import divisors
+from megalite.parallel.layout_rules import broken_rules, divisors
 
 TRIED = 64  # values of one setting, at most
 COMPANIONS = ("parallel.sequence_parallel", "parallel.etp", "parallel.order", "train.global_batch_size")
-JUDGES = (*MODEL_RULES, parallel_sizes_are_built, world_splits_into_the_layout, batch_splits_over_ranks)
+JUDGES = (*MODEL_RULES, parallel_sizes_are_built)
 
 Broken = Counter[tuple[str, str]]  # how often each rule finds fault with each setting
 
@@ -92,16 +93,8 @@ class _Trial:
             if any(name == setting for _, name in self._broken(changes) - allowed):
                 changes[setting] = SETTINGS[setting].default
                 if setting == "train.global_batch_size":
-                    changes[setting] = self._batch(size)
+                    changes[setting] = batch_sizes(with_values(self.config, changes), self.world_size)[0]
         return changes
-
-    def _batch(self, size: int) -> int:
-        """The global batch nearest below, or else above, that splits over the ranks that a tp size leaves."""
-        train = self.config.train
-        unit = (data_parallel_size(with_values(self.config, {"parallel.tp": size}), self.world_size) or 1) * (
-            train.micro_batch_size or 1
-        )
-        return int(around(train.global_batch_size, unit).split()[0])
 
     def _without(self, rule: str, setting: str | None = None) -> Broken:
         """What was broken before, less what a change must mend."""
@@ -109,7 +102,9 @@ class _Trial:
 
     def _broken(self, changes: Mapping[str, Any]) -> Broken:
         changed = with_values(self.config, changes)
-        found = Counter(("tensor", setting) for setting, _, _ in tensor_misfits(changed))
+        found = Counter(misfits(changed, self.world_size))
+        layout = broken_rules(layout_request(changed, self.world_size))
+        found.update(("layout", parallel_setting(field)) for field, _ in layout)
         for rule in JUDGES:
             found.update((rule.__name__, problem.setting) for problem in rule(changed, self.world_size))
         return found

@@ -13,11 +13,13 @@ def build_stage(
     dtype: torch.dtype,
     device: torch.device,
     layers: range | None = None,
+    embeds: bool | None = None,
+    has_loss: bool | None = None,
     tp: TensorGroup | None = None,
 ) -> GPT:
     """The GPT's layers `layers` (default: all), on `device`, without values in its parameters. `config` is resolved.
 
-    With `tp` it holds this rank's shard of every layer.
+    `embeds` and `has_loss` as in `GPT`. With `tp` it holds this rank's shard of every layer.
     """
     compile = config.train.compile
     assert compile is not None, "train.compile is derived before the model is built"
@@ -31,6 +33,8 @@ def build_stage(
         recompute_modules=config.train.recompute_modules,
         compile=compile,
         layers=layers,
+        embeds=embeds,
+        has_loss=has_loss,
         tp=tp,
         sequence_parallel=bool(config.parallel.sequence_parallel),
         label_smoothing=config.train.label_smoothing,

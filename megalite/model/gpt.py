@@ -27,13 +27,19 @@ from megalite.model.parameters import padded_vocabulary, vocabulary_rows
 from megalite.model.placement import Placement
 from megalite.model.rotary import rotary_frequencies, rotary_tables
 from megalite.tensor_parallel.collectives import TensorGroup
+from megalite.tensor_parallel.deferred import DeferredWork
 from megalite.tensor_parallel.dropout import DropoutKey, DropoutStreams, hash_dropout
+from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megalite.tensor_parallel.linear import linear
 from megalite.tensor_parallel.mappings import gather_from_sequence_parallel, gather_from_tensor_parallel
 
 
 class GPT(nn.Module):
-    """Layers `layers` of the model; the part with the first embeds, the part with the last has final norm and head."""
+    """Layers `layers` of the model, maybe none.
+
+    `embeds`: tokens enter here (default: where the first layer is). `has_loss`: final norm, head (if tied, a copy of
+    the word embedding) and loss are here (default: where the last layer is).
+    """
 
     embedding: Embedding
     head: Table
@@ -51,6 +57,8 @@ class GPT(nn.Module):
         recompute_modules: Collection[str] = ("attention",),
         compile: bool = False,
         layers: range | None = None,
+        embeds: bool | None = None,
+        has_loss: bool | None = None,
         tp: TensorGroup | None = None,
         sequence_parallel: bool = False,
         label_smoothing: float = 0.0,
@@ -65,28 +73,35 @@ class GPT(nn.Module):
             self.recomputed = range(config.num_layers if recompute_layers is None else recompute_layers)
         modules = recompute_modules if recompute == "selective" else ()
         self.label_smoothing, self.z_loss = label_smoothing, z_loss
-        self.is_first, self.is_last = layers.start == 0, layers.stop == config.num_layers
-        if self.is_first or (self.is_last and config.tie_embeddings):
-            positions = self.is_first and config.position == "learned"
+        self.embeds = layers.start == 0 if embeds is None else embeds
+        self.has_loss = layers.stop == config.num_layers if has_loss is None else has_loss
+        if self.embeds or (self.has_loss and config.tie_embeddings):
+            positions = self.embeds and config.position == "learned"
             self.embedding = Embedding(config, place, positions=positions)
         self.blocks = nn.ModuleDict({str(layer): Block(config, place, modules) for layer in layers})
-        if self.is_last:
+        if self.has_loss:
             self.final_norm = build_norm(config, dtype, device)
             if not config.tie_embeddings:
                 rows = vocabulary_rows(config, tp.size, tp.index) if tp else padded_vocabulary(config)
                 self.head = Table(rows, config.hidden_size, place)
         streams: list[tuple[int | str, ...]] = [(layer, part) for layer in layers for part in ("attention", "mlp")]
-        self.dropout_streams = DropoutStreams(seed, [("embedding",), *streams], config.hidden_size, device)
+        streams += [("embedding",)] if self.embeds else []
+        self.dropout_streams = DropoutStreams(seed, streams, config.hidden_size, device)
         if config.position == "rope":
             frequencies = rotary_frequencies(config).to(device, statistics_dtype(dtype))
             self.register_buffer("frequencies", frequencies, persistent=False)
         self._sinks: dict[str, Tensor] = {}
         self.before_use: Callable[[str], None] = lambda part: None  # called before parameters of a part are read
+        self.deferred = DeferredWork()  # products into the sinks of linear layers, of a backward that it collects
         if compile:
             # Reordering for memory, inductor would finish each collective before it starts the next product.
             options = None if tp is None else {"reorder_for_peak_memory": False}
             for block in self.blocks.values():
                 block.compile(fullgraph=True, dynamic=False, options=options)
+        else:  # a compiled backward cannot put work off
+            for layer in self.blocks.modules():
+                if isinstance(layer, (ColumnParallelLinear, RowParallelLinear)):
+                    layer.deferred = self.deferred
 
     @property
     def sunk_parameters(self) -> list[str]:
@@ -106,24 +121,23 @@ class GPT(nn.Module):
         owner = self.get_submodule(name.rpartition(".")[0])
         return owner if name.endswith(".weight") and hasattr(owner, "grad_sink") else None
 
-    def forward(self, batch: Batch, received: Tensor | None = None) -> Tensor:
-        """Hidden states after the last layer held here, and the final norm if it is: [s, b, h] (or [s/t, b, h]).
+    def activation_shape(self, batch: Batch) -> tuple[int, int, int]:
+        """Of what stages send each other for the microbatch: [s, b, h], with sequence parallelism [s/t, b, h]."""
+        b, s = batch.tokens.shape
+        ranks = self.place.tp.size if self.place.tp is not None and self.place.sequence_parallel else 1
+        return s // ranks, b, self.config.hidden_size
 
-        `received`, of the same shape, is the output of the layers before, None where the first layer is held.
+    def forward(self, batch: Batch, received: Tensor | None = None) -> Tensor:
+        """What the next stage receives or, of a part that has the loss, the hidden states: [s, b, h] (or [s/t, b, h]).
+
+        `received`, of the same shape, is the output of the stage before, None where tokens enter.
         """
+        assert (received is None) == self.embeds, "a part takes tokens or what the stage before sent"
         keys = self._dropout_keys(batch)
         x = self._embed(batch, keys) if received is None else received
-        attention = self._attention_inputs(batch)
-        for name, block in self.blocks.items():
-            layer = int(name)
-            self.before_use(f"blocks.{name}")
-            inputs = BlockInputs(attention, keys.get((layer, "attention")), keys.get((layer, "mlp")))
-            run = partial(self._run_block, block, layer, batch.first_sample)
-            if layer in self.recomputed and torch.is_grad_enabled():
-                x = checkpoint(run, x, inputs, use_reentrant=False, preserve_rng_state=False)
-            else:
-                x = run(x, inputs)
-        if not self.is_last:
+        if self.blocks:
+            x = self._run_blocks(x, batch, keys)
+        if not self.has_loss:
             return x
         self.before_use("final_norm")
         normed: Tensor = self.final_norm(x)
@@ -182,12 +196,11 @@ class GPT(nn.Module):
         """By stream, what residual and embedding dropout of this microbatch need; empty where nothing is dropped."""
         if not (self.training and (self.config.dropout or self.config.embedding_dropout)):
             return {}
-        b, s = batch.tokens.shape
-        tp = self.place.tp if self.place.sequence_parallel else None
-        size, index = (tp.size, tp.index) if tp else (1, 0)
-        positions = torch.arange(s // size, device=self.device) + index * (s // size)  # in the sample
+        length, b, _ = self.activation_shape(batch)
+        part = self.place.tp.index if self.place.tp is not None and self.place.sequence_parallel else 0
+        positions = torch.arange(length, device=self.device) + part * length  # in the sample
         keys = self.dropout_streams.keys(batch.first_sample + torch.arange(b, device=self.device), positions)
-        return keys if self.config.dropout else {("embedding",): keys[("embedding",)]}
+        return keys if self.config.dropout else {at: key for at, key in keys.items() if at == ("embedding",)}
 
     def _attention_inputs(self, batch: Batch) -> AttentionInputs:
         """Rotary tables and document mask, built once for all layers."""
@@ -200,6 +213,19 @@ class GPT(nn.Module):
             rotation = rotary_tables(self.frequencies, batch.positions, q_per_kv)
         mask = None if batch.documents is None else document_mask(batch.documents, self.dtype)
         return AttentionInputs(rotation, mask)
+
+    def _run_blocks(self, x: Tensor, batch: Batch, keys: Mapping[tuple[int | str, ...], DropoutKey]) -> Tensor:
+        attention = self._attention_inputs(batch)
+        for name, block in self.blocks.items():
+            layer = int(name)
+            self.before_use(f"blocks.{name}")
+            inputs = BlockInputs(attention, keys.get((layer, "attention")), keys.get((layer, "mlp")))
+            run = partial(self._run_block, block, layer, batch.first_sample)
+            if layer in self.recomputed and torch.is_grad_enabled():
+                x = checkpoint(run, x, inputs, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = run(x, inputs)
+        return x
 
     def _run_block(self, block: nn.Module, layer: int, first_sample: int, x: Tensor, inputs: BlockInputs) -> Tensor:
         """One block and all that must happen anew when backward recomputes it."""

@@ -72,15 +72,15 @@ class TrainingBuffers:
         """The sum of this rank's own gradients, in the shard's shape; after the sync only slices are of use."""
         return _view(self._gradients[self.layout.buckets[number].buffer], slot)
 
-    def attach(self, model: nn.Module, *, sunk: Iterable[str] = ()) -> dict[str, Tensor]:
-        """Make the model's parameters views of their buffer and add up their gradients in the other.
+    def attach(self, *chunks: nn.Module, sunk: Iterable[str] = ()) -> dict[str, Tensor]:
+        """Make the parameters of all chunks of the model views of their buffer and add up their gradients in the other.
 
         The gradients of parameters named in `sunk` are accumulated by the model itself; the returned tensors, by name,
         are where to. A parameter that wants no gradient is frozen: nothing changes it.
         """
         own = set(sunk)
         sinks = {}
-        parameters = dict(model.named_parameters())
+        parameters = {name: parameter for chunk in chunks for name, parameter in chunk.named_parameters()}
         names = [slot.record.name for slot in self.layout.slots]
         assert sorted(parameters) == sorted(names), set(parameters) ^ set(names)
         for number, bucket in enumerate(self.layout.buckets):

@@ -13,10 +13,10 @@ gloo it leaves the connection jammed: what comes next fails once the group's tim
 
 NCCL has these collectives, in place. gloo's reduce-scatter is slower than its all-reduce, so there ranks send each
 other the slices, straight out of the bucket, and add up what they receive in order of rank: a sum does not depend on
-how parameters are cut into buckets. 64 MiB of fp32 between 2 ranks cost each 16 ms of CPU time, torch's reduce-scatter
-70, its all-to-all 40 and its all-reduce 27; a gather costs 10, torch's 43. All-reduces in fp32 and fp64 are torch's
-own: slices summed and then gathered cost as much, and torch's move on while nobody waits. Those of 16-bit floats it
-adds slowly, and rounds after each term.
+how parameters are cut into buckets. 64 MiB of fp32 between 2 ranks cost each 13 ms of CPU time, torch's reduce-scatter
+53, its all-to-all 46 and its all-reduce 25; a gather costs 14, torch's 47. All-reduces in fp32 and fp64 are torch's
+own: slices summed and then gathered cost no less, and torch's move on while nobody waits. 16-bit floats it would add
+slowly, and round after each term.
 
 Pairs of gloo ranks deliver in order what is sent under one tag, so one tag is enough. A message travels as soon as both
 ends have posted it: of a sum that is two chunks from each peer while nobody waits, and the rest in `wait`.
@@ -126,14 +126,18 @@ class _Collective:
 
 
 class _Gather:
-    """Every slice goes straight from its rank's bucket into all others', in chunks (see `_finish`)."""
+    """Every slice goes straight from its rank's tensor into all others', in messages of CHUNK_BYTES.
+
+    All ranks post equally many messages, also if slices differ in length: torch counts them.
+    """
 
     def __init__(self, slices: Sequence[Tensor], group: dist.ProcessGroup) -> None:
         self._group = group
-        chunks = [part.split(CHUNK_BYTES // part.itemsize) for part in slices]
-        own, peers = chunks[group.rank()], _peers(group)
-        self._receives = [group.recv([chunk], peer, TAG) for peer in peers for chunk in chunks[peer]]
-        self._sends = [group.send([chunk], peer, TAG) for peer in peers for chunk in own]
+        size, longest = CHUNK_BYTES // slices[0].itemsize, max(part.numel() for part in slices)
+        messages = [[part[start : start + size] for start in range(0, longest, size)] for part in slices]
+        own, peers = messages[group.rank()], _peers(group)
+        self._receives = [group.recv([message], peer, TAG) for peer in peers for message in messages[peer]]
+        self._sends = [group.send([message], peer, TAG) for peer in peers for message in own]
 
     def wait(self) -> None:
         _finish(self._receives, self._group)
@@ -143,9 +147,9 @@ class _Gather:
 def _finish(works: Sequence[dist.Work], group: dist.ProcessGroup) -> None:
     """Return when these sends, or receives, are done.
 
-    When a peer dies, gloo fails what is queued for it at once, but not the one message that is half through, for which
-    we would wait until the timeout is over. So messages are short, and the last ones are waited for first. The timeout
-    is asked for each time, as messages, unlike collectives, go by that with which their group was made.
+    When a peer dies, gloo fails at once what is queued, but not what is half through: who waits for that does so until
+    the timeout is over. Hence short messages, and the last ones are waited for first; after that it is rare. The
+    timeout is asked for each time, as messages, unlike collectives, would keep to that with which their group was made.
     """
     timeout = group._get_backend(torch.device("cpu")).options._timeout
     for work in reversed(works):
@@ -155,7 +159,7 @@ def _finish(works: Sequence[dist.Work], group: dist.ProcessGroup) -> None:
 class _Sum:
     """Every rank sends every other one that one's slice and adds up, in order of rank, what it receives of its own.
 
-    Slices are cut into chunks of one length; they may differ in length, and then some have no chunk in the last step.
+    Slices are cut into chunks of one length; where they differ in length, some chunks of the last step are empty.
     WINDOW steps are under way at a time. Both ends of a pair post step after step, transfer after transfer: so the k-th
     send meets the k-th receive.
     """
@@ -186,10 +190,8 @@ class _Sum:
                 self._post(step + self._window)
 
     def _post(self, step: int) -> None:
-        arriving = [(self._arriving(step, peer), peer) for peer in self._peers]
-        leaving = [(self._leaving(step, peer), peer) for peer in self._peers]
-        receives = [self._group.recv([part], peer, TAG) for part, peer in arriving if part.numel()]
-        sends = [self._group.send([part], peer, TAG) for part, peer in leaving if part.numel()]
+        receives = [self._group.recv([self._arriving(step, peer)], peer, TAG) for peer in self._peers]
+        sends = [self._group.send([self._leaving(step, peer)], peer, TAG) for peer in self._peers]
         self._under_way.append((step, receives, sends))
 
     def _add(self, step: int) -> None:
@@ -226,6 +228,7 @@ class _SumEverywhere:
 
     def wait(self) -> None:
         self._sum.wait()
+        del self._sum  # what it took beside the tensor is free for what follows
         if self._wire == self._tensor.dtype:
             _Gather(self._tensor.tensor_split(self._group.size()), self._group).wait()
         else:

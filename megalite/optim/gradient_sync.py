@@ -5,7 +5,8 @@ started: ranks of a group must start them in one order, also where a parameter i
 started during backward starts at its end. Inside an instance the sum is scattered: each rank receives its slice.
 """
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -20,13 +21,14 @@ from megalite.optim.sharing import Sharing
 class GradientSync:
     """Turns the gradient buckets of all ranks into sums, of which each rank has its slices (`buffers.gradients`).
 
-    `wire` is the dtype that travels. Without `overlap` everything happens in `finish`, to the same bits.
+    `chunks` are the parts of the model that the rank holds; each has a last backward pass of its own in a step. `wire`
+    is the dtype that travels. Without `overlap` everything happens in `finish`, to the same bits.
     """
 
     def __init__(
         self,
         buffers: TrainingBuffers,
-        model: nn.Module,
+        chunks: Sequence[nn.Module],
         sharing: Mapping[Kind, Sharing],
         *,
         wire: torch.dtype,
@@ -35,35 +37,43 @@ class GradientSync:
         self._buffers = buffers
         self._sharing = [sharing[bucket.buffer.kind] for bucket in buffers.layout.buckets]
         self._wire = wire
-        self._expected: list[int] = []  # gradients of each bucket
-        self._missing: list[int] | None = None  # of them, those that the last microbatch has not brought; None: not yet
+        self._watched: list[list[int]] = [[] for _ in chunks]  # of each chunk: the bucket of each of its gradients
+        self._last: set[int] = set()  # chunks whose last gradients are coming
         self._started: list[Pending | None] = []
         self._nodes: list[Node] = []  # hooks live as long as these
-        parameters = dict(model.named_parameters())
-        for number, bucket in enumerate(buffers.layout.buckets):
-            trained = [slot.record.name for slot in bucket.slots if slot.record.name not in buffers.frozen]
-            self._expected.append(len(trained))
-            for name in trained if overlap and self._travels(number) else ():
-                self._watch(parameters[name], number)
+        buckets = {slot.record.name: at for at, bucket in enumerate(buffers.layout.buckets) for slot in bucket.slots}
+        for chunk, part in enumerate(chunks):
+            for name, parameter in part.named_parameters():
+                if overlap and name not in buffers.frozen and self._travels(buckets[name]):
+                    self._watch(parameter, chunk, buckets[name])
+        self._missing = self._all_missing()
 
     def _travels(self, number: int) -> bool:
         return self._sharing[number].inside is not None or self._sharing[number].across is not None
 
-    def _watch(self, parameter: nn.Parameter, number: int) -> None:
+    def _watch(self, parameter: nn.Parameter, chunk: int, number: int) -> None:
         """Learn when the parameter's gradient is complete: its node runs after all its uses, also if a layer has put
         the gradient into the buffer itself and autograd sees none."""
         node = get_gradient_edge(parameter).node
-        node.register_hook(lambda *_: self._ready(number))
+        node.register_hook(lambda *_: self._ready(number) if chunk in self._last else None)
         self._nodes.append(node)
+        self._watched[chunk].append(number)
 
-    def expect_last(self) -> None:
-        """The next backward brings the last gradients of the step."""
-        self._missing = list(self._expected)
-        self._started = []
+    def _all_missing(self) -> list[int]:
+        """By bucket: gradients that the last backward passes have not brought yet."""
+        missing = Counter(number for numbers in self._watched for number in numbers)
+        return [missing[number] for number in range(len(self._sharing))]
+
+    def expect_last(self, chunk: int = 0) -> None:
+        """The chunk's next backward brings the last gradients of the step."""
+        self._last.add(chunk)
+
+    def complete(self, chunk: int) -> None:
+        """All gradients of the chunk are there, which `expect_last` was not told to wait for."""
+        for number in self._watched[chunk]:
+            self._ready(number)
 
     def _ready(self, number: int) -> None:
-        if self._missing is None:
-            return
         self._missing[number] -= 1
         while len(self._started) < len(self._missing) and self._missing[len(self._started)] == 0:
             self._start_next()
@@ -80,8 +90,7 @@ class GradientSync:
 
     def finish(self) -> None:
         """Return when `buffers.gradients` hold the sums over all ranks that hold the same parameters."""
-        assert self._missing is not None, "expect_last() comes before the last backward"
-        while len(self._started) < len(self._expected):
+        while len(self._started) < len(self._sharing):
             self._start_next()
         across: list[Pending] = []
         for number, pending in enumerate(self._started):
@@ -92,4 +101,5 @@ class GradientSync:
                 across.append(start_all_reduce(self._buffers.gradients[number], sharing.across, wire=self._wire))
         for pending in across:
             pending.wait()
-        self._missing, self._started = None, []
+        self._missing, self._started = self._all_missing(), []
+        self._last.clear()

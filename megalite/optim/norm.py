@@ -5,21 +5,26 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from megalite.optim.buffer_layout import Kind, box_ranges
+from megalite.optim.buffer_layout import BufferSlot, Kind, box_ranges
 from megalite.optim.buffers import TrainingBuffers
 from megalite.optim.sharing import Sharing
+from megalite.parallel.parameters import ShardBox, is_counted
 
 NORM_ROW = 4096  # elements
 WIDENED = 64 * NORM_ROW  # elements of a narrow dtype that a CPU widens at once: it would copy all of a part
 
 
-def counted(buffers: TrainingBuffers, sharing: Mapping[Kind, Sharing]) -> list[Tensor]:
+def counted(buffers: TrainingBuffers, sharing: Mapping[Kind, Sharing], *, embeds: bool = True) -> list[Tensor]:
     """The parts of this rank's gradient slices that it counts, as few as possible.
 
-    Of what ranks of tp replicate one counts it, of equal slices those of the first instance. Padding is zero and may be
-    part of them.
+    Of what ranks of tp replicate one counts it, of equal slices those of the first instance, of a tied embedding the
+    stage that `embeds`. Padding is zero and may be part of them.
     """
-    others = box_ranges(buffers.owned, lambda _, box: not box.counted)
+
+    def elsewhere(slot: BufferSlot, box: ShardBox) -> bool:
+        return not (box.counted and is_counted(slot.record, embedding=embeds))
+
+    others = box_ranges(buffers.owned, elsewhere)
     parts = []
     for number, (bucket, gradients) in enumerate(zip(buffers.layout.buckets, buffers.gradients, strict=True)):
         if sharing[bucket.buffer.kind].repeat > 0:

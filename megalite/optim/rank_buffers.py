@@ -2,11 +2,14 @@
 
 from dataclasses import dataclass
 
+from megalite.config.parallel_rules import stage_settings
 from megalite.config.schema import Config
 from megalite.model.parameters import gpt_parameters
 from megalite.optim.buffer_layout import BufferLayout, Kind, OwnedRange, Ownership, buffer_layout
 from megalite.parallel.groups import GroupNeeds, groups_of
 from megalite.parallel.layout import ParallelLayout
+from megalite.parallel.parameters import ParameterRecord, is_held
+from megalite.parallel.stages import StageLayers, stage_layers
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,7 @@ def rank_buffers(config: Config, world: ParallelLayout, rank: int) -> RankBuffer
     at = world.coordinates(rank)
     ownership: Ownership = "whole" if config.optimizer.ownership == "whole" else "even"
     layout = buffer_layout(
-        gpt_parameters(config.model, sequence_parallel=bool(config.parallel.sequence_parallel)),
+        held_parameters(config, at["pp"]),
         tp=(world.tp, at["tp"]),
         etp=(world.etp or 1, at.get("etp", 0)),
         dense_shards=len(owners["dense"]),
@@ -37,6 +40,22 @@ def rank_buffers(config: Config, world: ParallelLayout, rank: int) -> RankBuffer
         ownership=ownership,
     )
     return RankBuffers(rank, layout, owners)
+
+
+def held_parameters(config: Config, pp_rank: int) -> list[ParameterRecord]:
+    """The registry of what one pipeline rank holds, chunk by chunk."""
+    records = gpt_parameters(config.model, sequence_parallel=bool(config.parallel.sequence_parallel))
+    return [
+        record
+        for stage in stages_of(config, pp_rank)
+        for record in records
+        if is_held(record, stage.layers, embedding=stage.embedding, loss=stage.loss)
+    ]
+
+
+def stages_of(config: Config, pp_rank: int) -> list[StageLayers]:
+    """The stages that are the chunks of one pipeline rank, in order."""
+    return [stage for stage in stage_layers(stage_settings(config)) if stage.rank == pp_rank]
 
 
 def _owners(config: Config, world: ParallelLayout, rank: int) -> dict[Kind, tuple[int, ...]]:

@@ -90,6 +90,11 @@ def layout_problems(request: LayoutRequest, name: Naming = str, accepts: Accepts
         yield Problem(name(one.field), getattr(request, one.field), one.rule, remedy)
 
 
+def broken_rules(request: LayoutRequest) -> frozenset[tuple[str, str]]:
+    """The rules that the request breaks, as (field, kind): to see whether a change would break one more."""
+    return _Judge(request, str).keys
+
+
 def pipeline_sizes(request: LayoutRequest) -> list[int]:
     """The values of pp, ascending, with which the request breaks no rule, or else no further one."""
     judge = _Judge(replace(request, vpp=1), str)

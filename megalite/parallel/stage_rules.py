@@ -5,7 +5,7 @@ is judged before any stage is built. Each remedy is found by trying it: the sett
 break no further rule.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -64,18 +64,30 @@ EXCLUDED_BY = {
 }
 
 
+Accepts = Callable[[StageSettings], bool]  # whether changed settings suit what else is said about the sizes
+
+
+def anything(settings: StageSettings) -> bool:
+    """Nothing else is said."""
+    return True
+
+
 def stage_problems(
-    settings: StageSettings, names: Mapping[str, str] = FIELD_NAMES, pp_sizes: Collection[int] | None = None
+    settings: StageSettings,
+    names: Mapping[str, str] = FIELD_NAMES,
+    pp_sizes: Collection[int] | None = None,
+    accepts: Accepts = anything,
 ) -> list[Problem]:
     """Everything that is wrong with the settings, each with values that would work; empty where they are accepted.
 
     `names` maps the fields of `StageSettings` to the settings that the user knows (`model.num_layers`, `--num-layers`);
     a remedy never offers a field that is missing from it. `pp_sizes`: the sizes of the pipeline that the world has room
-    for (`layout_rules.pipeline_sizes`), so that a remedy offers no other; None where no world is known.
+    for (`layout_rules.pipeline_sizes`), so that a remedy offers no other; None where no world is known. Where there is
+    a choice, a remedy offers what `accepts`, the caller's own judgement of the changed settings, agrees to.
     """
     judge = _Judge(settings, names, pp_sizes)
     return [
-        Problem(names.get(one.field, one.field), getattr(settings, one.field), one.rule, _remedy(judge, one))
+        Problem(names.get(one.field, one.field), getattr(settings, one.field), one.rule, _remedy(judge, one, accepts))
         for one in judge.broken
     ]
 
@@ -224,23 +236,24 @@ class _Judge:
         return f"the {ranks * vpp} {'stages' if ranks == s.pp else 'other stages'} of {sizes}"
 
 
-def _remedy(judge: _Judge, one: _Broken) -> str:
+def _remedy(judge: _Judge, one: _Broken, accepts: Accepts) -> str:
     """Single changes after which no rule is broken; failing that, no rule but those that are reported as well."""
     others = judge.keys - {(one.field, one.kind)}
-    for allowed in (frozenset[Any](), others):
-        found = {field: _working(judge, one, field, allowed) for field in one.fixes if field in judge.names}
+    for allowed, agrees in ((frozenset[Any](), accepts), (others, accepts), (others, anything)):
+        found = {field: _working(judge, one, field, allowed, agrees) for field in one.fixes if field in judge.names}
         texts = [told(judge.names[field], values) for field, values in found.items() if values]
         if texts:
             return ", or ".join(texts)
     return _plain_remedy(judge)
 
 
-def _working(judge: _Judge, one: _Broken, field: str, allowed: frozenset[Any]) -> list[Any]:
+def _working(judge: _Judge, one: _Broken, field: str, allowed: frozenset[Any], accepts: Accepts) -> list[Any]:
     """The nearest few values of `field` that leave only the `allowed` rules broken."""
     wanted = 2 if field == "num_layers" else 3
     found: list[Any] = []
     for value in _candidates(judge, field, one.kind):
-        if len(found) < wanted and judge.changed(**{field: value}).keys <= allowed:
+        changed = judge.changed(**{field: value})
+        if len(found) < wanted and changed.keys <= allowed and accepts(changed.settings):
             found.append(value)
         if len(found) == wanted or (found and found[-1] == number_meant(getattr(judge.settings, field))):  # 4 for "4"
             break

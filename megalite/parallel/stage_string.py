@@ -50,6 +50,11 @@ def example_layout(num_layers: int, stages: int) -> str:
     return f"E{run(each + 1, longer)}{run(each, stages - longer - 1)}{run(each, 1)[:-1]}L"
 
 
+def layout_text(counts: Sequence[int]) -> str:
+    """The text form of so many layers on each stage."""
+    return f"E{'|'.join('t' * count for count in counts)}L"
+
+
 def without_prediction(layout: str) -> str:
     """The text with its `m` symbols, and their repeats, taken out."""
     return re.sub(r"m[,\s]*(?:\*[,\s]*\d+)?", "", layout)

@@ -3,7 +3,8 @@
 Parameters keep the dims of their logical shape and hold this rank's shard of it, as the registry
 (parallel/parameters.py) cuts it; they are created without values. Without a group, or in one of a single rank, a layer
 holds the whole and is the plain torch path. Each weight has one `grad_sink`: None, or a tensor of its shape (fp32, fp64
-in fp64) to which backward adds the weight's gradient, in a fixed order; autograd then sees none.
+in fp64) to which backward adds the weight's gradient, in a fixed order; autograd then sees none. Where a linear layer
+has `deferred` work, a backward that is collected leaves that for later.
 
 A gradient is complete, but for what the registry calls partial: shared tails, and under sequence parallelism the bias
 of a `RowParallelLinear`.
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from megalite.parallel.parameters import Split, shard_of
 from megalite.tensor_parallel.collectives import TensorGroup
+from megalite.tensor_parallel.deferred import DeferredWork
 from megalite.tensor_parallel.linear import linear
 from megalite.tensor_parallel.mappings import (
     gather_from_tensor_parallel,
@@ -62,6 +64,7 @@ class ColumnParallelLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(*self.local_outputs, inputs, dtype=dtype, device=device))
         self.bias = nn.Parameter(torch.empty(self.local_outputs, dtype=dtype, device=device)) if bias else None
         self.grad_sink: Tensor | None = None
+        self.deferred: DeferredWork | None = None
         if self.gather_output:
             assert self.group is not None
             self.padded_outputs, order = _gathered_order(outputs, split, self.group.size)
@@ -80,6 +83,7 @@ class ColumnParallelLinear(nn.Module):
             group=self.group,
             sequence_parallel=self.sequence_parallel,
             grad_sink=self.grad_sink,
+            deferred=self.deferred,
         )
         if self.gather_output:
             y = self._gather(y)
@@ -122,6 +126,7 @@ class RowParallelLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
         self.bias = nn.Parameter(torch.empty(outputs, dtype=dtype, device=device)) if bias else None
         self.grad_sink: Tensor | None = None
+        self.deferred: DeferredWork | None = None
 
     def forward(self, x: Tensor) -> LayerOutput:
         """[..., inputs/t] (or [..., inputs]) -> [..., outputs]; with it the bias if skipped.
@@ -131,10 +136,15 @@ class RowParallelLinear(nn.Module):
         if not self.input_is_parallel:
             x = scatter_to_tensor_parallel(x, self.group)
         bias = None if self.skip_bias_add else self.bias
-        if self.group is None:
-            y = linear(x, self.weight, bias, grad_sink=self.grad_sink)
-        else:
-            y = _sum(linear(x, self.weight, grad_sink=self.grad_sink), self.group, self.sequence_parallel)
+        y = linear(
+            x,
+            self.weight,
+            bias if self.group is None else None,
+            grad_sink=self.grad_sink,
+            deferred=self.deferred,
+        )
+        if self.group is not None:
+            y = _sum(y, self.group, self.sequence_parallel)
             y = y if bias is None else y + bias
         return (y, self.bias) if self.skip_bias_add else y
 

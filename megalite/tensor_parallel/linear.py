@@ -9,6 +9,9 @@ which communication overlaps with products:
                                                                                      | finish reduce-scatter
 
 A compiled backward keeps that order under inductor's `reorder_for_peak_memory=False` only.
+
+Where weight gradients are deferred, backward has the first two steps and the last alone; what is left of it is done
+later from the gradient of the output and from this rank's x, which is gathered only then: as often as without.
 Sources: Shoeybi et al. 2019 (arXiv 1909.08053), section 3; Korthikanti et al. 2022 (arXiv 2205.05198), section 4.2.2.
 """
 
@@ -26,6 +29,7 @@ from megalite.tensor_parallel.collectives import (
     start_all_reduce,
     start_reduce_scatter,
 )
+from megalite.tensor_parallel.deferred import DeferredWork
 
 # Elements of a product that is rounded and widened at once, on a CPU: few enough that they stay in the caches.
 TILE_ELEMENTS = 1 << 20
@@ -39,6 +43,7 @@ def linear(
     group: TensorGroup | None = None,
     sequence_parallel: bool = False,
     grad_sink: Tensor | None = None,
+    deferred: DeferredWork | None = None,
 ) -> Tensor:
     """x [..., k] times the transpose of weight [n, k], plus bias [n] -> [..., n].
 
@@ -47,12 +52,13 @@ def linear(
     x [s/t, ..., k] -> [s, ..., n]: x is gathered, in backward once more, and its gradient reduce-scattered.
 
     With `grad_sink` (fp32, fp64 in fp64; contiguous, of the weight's size in any shape) backward adds the gradient of
-    the weight to it, and autograd sees none.
+    the weight to it, and autograd sees none. A backward that `deferred` collects puts that off to there, unless it is
+    compiled: `deferred` is then to be None.
     """
     assert group is not None or not sequence_parallel
     if group is None and grad_sink is None:
         return F.linear(x, weight, bias)
-    return _Linear.apply(x, weight, bias, group, sequence_parallel, grad_sink)  # type: ignore[no-any-return]
+    return _Linear.apply(x, weight, bias, group, sequence_parallel, grad_sink, deferred)  # type: ignore[no-any-return]
 
 
 class _Linear(torch.autograd.Function):
@@ -67,9 +73,10 @@ class _Linear(torch.autograd.Function):
         group: TensorGroup | None,
         sequence_parallel: bool,
         grad_sink: Tensor | None,
+        deferred: DeferredWork | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.group, ctx.sequence_parallel, ctx.grad_sink = group, sequence_parallel, grad_sink
+        ctx.group, ctx.sequence_parallel, ctx.grad_sink, ctx.deferred = group, sequence_parallel, grad_sink, deferred
         if group is not None and sequence_parallel:
             x = finish(start_all_gather(x, group))
         return F.linear(x, weight, bias)
@@ -82,6 +89,11 @@ class _Linear(torch.autograd.Function):
         group: TensorGroup | None = ctx.group
         gathering = group if ctx.sequence_parallel and wants_weight else None
         x_grad = weight_grad = bias_grad = None
+
+        if wants_weight and ctx.grad_sink is not None and ctx.deferred is not None and ctx.deferred.active:
+            later = _WeightGradient(grad, x.detach(), ctx.grad_sink, gathering)  # x itself would hold its graph
+            ctx.deferred.put(later.add, later.gather if gathering is not None else None)
+            wants_weight, gathering = False, None
 
         if gathering is not None:
             x = start_all_gather(_copy_after(x, grad) if torch.compiler.is_compiling() else x, gathering)
@@ -97,7 +109,22 @@ class _Linear(torch.autograd.Function):
             bias_grad = grad.flatten(0, -2).sum(0)
         if x_grad is not None and group is not None:
             x_grad = finish(x_grad)
-        return x_grad, weight_grad, bias_grad, None, None, None
+        return x_grad, weight_grad, bias_grad, None, None, None, None
+
+
+class _WeightGradient:
+    """That of one product, computed later. Holds the gradient of the output and this rank's x."""
+
+    def __init__(self, grad: Tensor, x: Tensor, sink: Tensor, gathering: TensorGroup | None) -> None:
+        self._grad, self._x, self._sink, self._gathering = grad, x, sink, gathering
+
+    def gather(self) -> None:
+        assert self._gathering is not None
+        self._x = start_all_gather(self._x, self._gathering)
+
+    def add(self) -> None:
+        x = self._x if self._gathering is None else finish(self._x)
+        _weight_gradient(self._grad, x, self._sink)
 
 
 def _weight_gradient(grad: Tensor, x: Tensor, sink: Tensor | None) -> Tensor | None:

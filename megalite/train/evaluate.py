@@ -8,12 +8,11 @@ from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from megalite.data.batch import Batch
-from megalite.model.gpt import GPT
 from megalite.parallel.context import ParallelContext
 from megalite.train.job import agreed
+from megalite.train.training import Training
 
 
 def agreed_batches(context: ParallelContext, batches: Iterator[list[Batch]]) -> Iterator[list[Batch]]:
@@ -25,24 +24,23 @@ def agreed_batches(context: ParallelContext, batches: Iterator[list[Batch]]) -> 
         yield microbatches
 
 
-@torch.no_grad()
-def summed_loss(model: GPT, batches: Iterator[Sequence[Batch]], *, dtype: torch.dtype) -> Tensor:
-    """Sum of the token losses of this rank's `batches` in nats, and their unmasked tokens [2]."""
-    model.eval()
-    totals = None
+def mean_loss(training: Training, context: ParallelContext, batches: Iterator[Sequence[Batch]]) -> float:
+    """Mean loss per unmasked token over this rank's `batches` and those of all others, the same on all ranks."""
+    dtype = training.buffers.master_dtype
+    one = torch.ones((), dtype=dtype, device=context.device)
+    totals = torch.zeros(2, dtype=torch.float64, device=context.device)  # loss, tokens
+    for chunk in training.chunks:
+        chunk.eval()
     for microbatches in batches:
-        for batch in microbatches:
-            one = torch.ones((), dtype=dtype, device=batch.tokens.device)
-            part = torch.stack([model.loss(batch, one).double(), batch.loss_mask.sum().double()])
-            totals = part if totals is None else totals + part
-    model.train()
-    assert totals is not None, "a validation set holds at least one batch"
-    return totals
-
-
-def mean_loss(totals: Tensor, data_parallel: dist.ProcessGroup | None) -> float:
-    """Mean loss per unmasked token over the sums of all data-parallel ranks."""
-    if data_parallel is not None:
-        dist.all_reduce(totals, group=data_parallel)
-    loss, tokens = totals.tolist()
-    return float(loss / tokens)
+        loss = training.executor.evaluate(microbatches, one)
+        tokens = torch.stack([batch.loss_mask.sum() for batch in microbatches]).sum()
+        totals += torch.stack([loss.double(), tokens.double()])
+    for chunk in training.chunks:
+        chunk.train()
+    if not training.has_loss or context.index("tp") > 0:
+        totals.zero_()  # others of the same model tell it
+    world = context.group("world")
+    if world is not None:
+        dist.all_reduce(totals, group=world)
+    loss_sum, count = totals.tolist()
+    return float(loss_sum / count)

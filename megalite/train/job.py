@@ -135,7 +135,7 @@ def checkpoint_state(job: Job) -> dict[str, Any]:
         "progress": job.progress.as_state(),
         "loss_scale": None if job.training.loss_scale is None else job.training.loss_scale.state.tolist(),
         "data": {"fingerprint": job.data.fingerprint, "description": job.data.description},
-        "layout": {"tp": job.context.size("tp"), "dp": job.context.size("dp"), "world_size": job.context.world_size},
+        "layout": {axis: getattr(job.context.layout, axis) for axis in ("tp", "pp", "vpp", "dp", "world_size")},
         "config": as_plain(config),
         "torch": torch.__version__,
     }

@@ -1,9 +1,9 @@
 """Do ranks that should hold the same parameters still do so?
 
 Data-parallel ranks share all parameters, and those of different optimizer instances also their slices of masters and
-moments; tensor-parallel ranks share what is not split, and some of these the key-value heads that they have in common.
-Ranks that drift apart train on silently with a loss curve that looks normal (bad memory, a collective gone wrong), so
-their state is compared by hash now and then.
+moments; tensor-parallel ranks share what is not split, and some of these the key-value heads that they have in common;
+the ends of a pipeline share a tied embedding. Ranks that drift apart train on silently with a loss curve that looks
+normal (bad memory, a collective gone wrong), so their state is compared by hash now and then.
 """
 
 from collections import Counter
@@ -56,6 +56,8 @@ def _replicas(training: Training, context: ParallelContext) -> Iterator[tuple[li
     shared = box_ranges(buffers.owned, lambda slot, box: slot.record.split is not None and box.replicas > 1)
     yield [part for kept in slices for part in ranges_of(kept, whole)], context.group("tp")
     yield [part for kept in slices for part in ranges_of(kept, shared)], context.group("kv-replicas")
+    tied = slice_ranges(buffers.owned, lambda record: "embedding" in record.partial_over)
+    yield [part for kept in slices for part in ranges_of(kept, tied)], context.group("embedding")
 
 
 def different_ranks(parts: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[int]:

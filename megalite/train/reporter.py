@@ -202,11 +202,11 @@ class Reporter:
             part = self._job.data.train.parts[0]
             tokens = [int(part.file.tokens[part.first])]
         following = sample(
-            self._job.training.model,
+            self._job.training,
+            self._job.context,
             tokens,
             config.train.sample_tokens,
             seq_length=config.train.seq_length,
-            device=self._job.context.device,
             seed=config.seed,
         )
         return prompt, tokenizer.decode(following)

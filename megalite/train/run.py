@@ -9,6 +9,8 @@ import socket
 import sys
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from megalite.config.problems import Problem, UserError, collect
@@ -20,9 +22,10 @@ from megalite.parallel.environment import ProcessEnvironment
 from megalite.parallel.farewell import cause_of_the_end
 from megalite.parallel.hosts import slow_tensor_parallelism
 from megalite.parallel.startup import start
-from megalite.train.evaluate import agreed_batches, mean_loss, summed_loss
+from megalite.train.evaluate import agreed_batches, mean_loss
 from megalite.train.job import Job, agreed, build_job, find_text, open_training_data
 from megalite.train.log import open_log
+from megalite.train.pipeline_times import write_times
 from megalite.train.replicas import ReplicaMismatchError, check_replicas
 from megalite.train.reporter import Reporter
 from megalite.train.saving import Saver, TakenOverError
@@ -99,8 +102,21 @@ class Loop:
             data = StepBatches(masked_batches(config, context.size("dp"), context.device), local_tokens=0, wait_s=0.0)
         lr = learning_rate(step - 1, config.lr, peak=config.optimizer.lr, steps=config.train.steps)
         stop, refused = self.stop.requested is not None, bool(self.problems)
-        figures = self.step(data.microbatches, data.local_tokens, lr, stop=stop, refused=refused)
+        with self._recorded(step):
+            figures = self.step(data.microbatches, data.local_tokens, lr, stop=stop, refused=refused)
         self.launched.append(Launched(step, figures, lr, data.wait_s))
+
+    @contextmanager
+    def _recorded(self, step: int) -> Iterator[None]:
+        """The pipeline's times of every train.record_pipeline-th step."""
+        config, job = self.job.config, self.job
+        if config.train.record_pipeline == 0 or step % config.train.record_pipeline:
+            yield
+            return
+        with job.training.executor.recording() as spans:
+            yield
+        assert config.parallel.schedule is not None, "derive() fills it in"
+        write_times(job.folder.path, step, config.parallel.schedule, spans, job.context)
 
     def _read(self, *, keep: int) -> None:
         """Read the figures of all launched steps but the newest `keep`."""
@@ -160,9 +176,7 @@ class Loop:
             dp_size=job.context.size("dp"),
             device=job.context.device,
         )
-        dtype = job.training.buffers.master_dtype
-        totals = summed_loss(job.training.model, agreed_batches(job.context, batches), dtype=dtype)
-        loss = mean_loss(totals, job.context.group("dp-cp"))
+        loss = mean_loss(job.training, job.context, agreed_batches(job.context, batches))
         self.reporter.evaluation(step, loss, seconds=time.perf_counter() - begin)
 
     def _give_up(self, figures: StepFigures) -> None:

@@ -67,8 +67,8 @@ class TrainStep:
         self._data_parallel = context.group("dp-cp")
         self._world = context.group("world")
         self._partial = PartialGradients.of(training.buffers, context)
-        self._counted = counted(training.buffers, training.sharing)
-        self._tells_loss = context.index("tp") == 0  # the ranks of tp compute the same one
+        self._counted = counted(training.buffers, training.sharing, embeds=training.embeds)
+        self._tells_loss = training.has_loss and context.index("tp") == 0  # the ranks of tp compute the same one
         self._lr = torch.zeros((), dtype=torch.float64, device=training.buffers.device)
 
     def __call__(
@@ -93,13 +93,7 @@ class TrainStep:
         one = torch.ones((), dtype=torch.float32, device=device)
         loss_scale = one if training.loss_scale is None else training.loss_scale.value.clone()
         scale = loss_scale / tokens.clamp(min=1).to(buffers.master_dtype)
-        loss = torch.zeros_like(scale)
-        for number, batch in enumerate(microbatches, 1):
-            part = training.model.loss(batch, scale)
-            if number == len(microbatches):
-                training.sync.expect_last()
-            part.backward()
-            loss += part.detach()
+        loss = training.executor.train(microbatches, scale)
         training.sync.finish()
         self._partial.sum()
         # One reduction: each rank adds what is counted there alone; what is not finite makes the sum so everywhere.

@@ -1,9 +1,9 @@
-"""The model on this rank and all that turns its gradients into its next parameters.
+"""What a rank holds of the model, and all that turns its gradients into its next parameters.
 
 Built without values: they come from the seed, an import or a checkpoint, and are whole on every rank before a step.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -11,18 +11,20 @@ from megalite.config.schema import Config, OptimizerConfig
 from megalite.model.build import build_stage
 from megalite.model.gpt import GPT
 from megalite.model.init import start_values
-from megalite.model.parameters import gpt_parameters
 from megalite.optim.adamw import FlatAdamW
 from megalite.optim.buffer_layout import Kind, slice_ranges
 from megalite.optim.buffers import TrainingBuffers
 from megalite.optim.gradient_sync import GradientSync
 from megalite.optim.loss_scale import LossScale
 from megalite.optim.parameter_gather import ParameterGather
-from megalite.optim.rank_buffers import rank_buffers
+from megalite.optim.rank_buffers import held_parameters, rank_buffers, stages_of
 from megalite.optim.sharing import Sharing
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.device import DTYPES
-from megalite.parallel.parameters import ParameterRecord
+from megalite.parallel.schedule_rules import ScheduleRequest
+from megalite.pipeline.actions import Schedule
+from megalite.pipeline.executor import Executor, LastGradients, Links
+from megalite.pipeline.schedules import build_schedule, forward_only
 from megalite.tensor_parallel.collectives import TensorGroup
 
 
@@ -30,13 +32,24 @@ from megalite.tensor_parallel.collectives import TensorGroup
 class Training:
     """What a training step works on."""
 
-    model: GPT
+    chunks: list[GPT]  # of the model: the stages that are this rank's
+    executor: Executor
     buffers: TrainingBuffers
     optimizer: FlatAdamW
     sharing: dict[Kind, Sharing]
     sync: GradientSync
     gather: ParameterGather
     loss_scale: LossScale | None  # in fp16
+
+    @property
+    def embeds(self) -> bool:
+        """Whether tokens enter the pipeline on this rank."""
+        return any(chunk.embeds for chunk in self.chunks)
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether the pipeline ends on this rank."""
+        return any(chunk.has_loss for chunk in self.chunks)
 
     def spread_masters(self) -> None:
         """Parameters become the masters of all ranks, rounded to the model's dtype; collective."""
@@ -48,10 +61,7 @@ class Training:
 def build_training(config: Config, context: ParallelContext) -> Training:
     """The model on its buffers and its optimizer, with no values in them yet. `config` is resolved."""
     settings = config.optimizer
-    tp = TensorGroup.of(context.group("tp"))
-    model = build_stage(config, dtype=context.dtype, device=context.device, tp=tp)
-    for parameter in model.parameters():
-        parameter.untyped_storage().resize_(0)  # the buffers will be its storage
+    chunks = _chunks(config, context)
     sharing = Sharing.of_rank(context, zero=settings.zero > 0)
     buffers = TrainingBuffers(
         rank_buffers(config, context.layout, context.rank).layout,
@@ -61,30 +71,68 @@ def build_training(config: Config, context: ParallelContext) -> Training:
         expert=sharing["expert"].index,
         gradient_dtype=_dtype(settings.gradient_dtype, context),
     )
-    model.gradient_sinks(buffers.attach(model, sunk=model.sunk_parameters))
+    sinks = buffers.attach(*chunks, sunk=[name for chunk in chunks for name in chunk.sunk_parameters])
     wire = _dtype(settings.communication_dtype or settings.gradient_dtype, context)
+    sync = GradientSync(buffers, chunks, sharing, wire=wire, overlap=settings.overlap)
     gather = ParameterGather(buffers, sharing, overlap=settings.overlap)
-    model.before_use = gather.wait_for
+    for chunk in chunks:
+        chunk.gradient_sinks({name: sinks[name] for name in chunk.sunk_parameters if name in sinks})
+        chunk.before_use = gather.wait_for
     return Training(
-        model,
+        chunks,
+        _executor(config, chunks, sync, context),
         buffers,
         _optimizer(buffers, settings, context),
         sharing,
-        GradientSync(buffers, model, sharing, wire=wire, overlap=settings.overlap),
+        sync,
         gather,
         _loss_scale(settings, context),
     )
 
 
-def parameters_of(config: Config) -> list[ParameterRecord]:
-    """The registry of the model as this run lays it out."""
-    return gpt_parameters(config.model, sequence_parallel=bool(config.parallel.sequence_parallel))
-
-
 def fill_with_start_values(buffers: TrainingBuffers, config: Config, context: ParallelContext) -> None:
     """Parameters as the seed draws them; each rank draws what it holds."""
     size, index = context.size("tp"), context.index("tp")
-    buffers.fill(start_values(parameters_of(config), config.seed, size=size, index=index))
+    records = held_parameters(config, context.coordinates["pp"])
+    buffers.fill(start_values(records, config.seed, size=size, index=index))
+
+
+def _chunks(config: Config, context: ParallelContext) -> list[GPT]:
+    """This rank's parts of the model, whose parameters have no storage of their own: the buffers will be it."""
+    tp = TensorGroup.of(context.group("tp"))
+    chunks = [
+        build_stage(
+            config,
+            dtype=context.dtype,
+            device=context.device,
+            layers=stage.layers,
+            embeds=stage.embedding,
+            has_loss=stage.loss,
+            tp=tp,
+        )
+        for stage in stages_of(config, context.coordinates["pp"])
+    ]
+    for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
+        parameter.untyped_storage().resize_(0)
+    return chunks
+
+
+def _executor(config: Config, chunks: list[GPT], sync: GradientSync, context: ParallelContext) -> Executor:
+    pipeline, schedule = config.parallel, config.parallel.schedule
+    assert schedule is not None, "derive() fills it in"
+    forward, backward = context.group("pp-forward"), context.group("pp-backward")
+    links = Links(context.coordinates["pp"])
+    if forward is not None and backward is not None:
+        links = replace(links, groups={"forward": forward, "backward": backward})
+
+    def table(microbatches: int) -> Schedule:
+        group_size = pipeline.microbatch_group_size
+        return build_schedule(ScheduleRequest(schedule, pipeline.pp, microbatches, pipeline.vpp, group_size))
+
+    def forward_table(microbatches: int) -> Schedule:
+        return forward_only(pipeline.pp, pipeline.vpp, microbatches)
+
+    return Executor(chunks, links, table, forward_table, LastGradients(sync.expect_last, sync.complete))
 
 
 def _optimizer(buffers: TrainingBuffers, settings: OptimizerConfig, context: ParallelContext) -> FlatAdamW:

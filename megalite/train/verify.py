@@ -14,10 +14,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megalite.config.arguments import read_arguments
 from megalite.config.compose import hydra_loader, load_config
-from megalite.config.parallel_rules import layout_request
+from megalite.config.parallel_rules import layout_request, stage_settings
 from megalite.config.problems import Problem, UserError
 from megalite.config.schema import Config, ParallelConfig
 from megalite.parallel.layout import ParallelLayout
+from megalite.parallel.stages import stage_layers
 from megalite.train.verify_compare import ABSOLUTE, RELATIVE, Row, compare
 from megalite.train.verify_processes import TrainRank, run_processes
 from megalite.train.verify_shrink import AXES, MOST_RANKS, Shrunk, shrink, vocabulary_of
@@ -110,7 +111,8 @@ def _natural_world(argv: list[str], dp: int | None) -> int:
     copies = unit // request.dense_product
     if dp is not None:
         return dp * request.dense_product
-    return 2 * unit if 2 * unit <= MOST_RANKS and batch % (2 * copies) == 0 else unit
+    enough = sizes["vpp"] == 1 or batch // (2 * copies) >= sizes["pp"]  # microbatches for interleaved
+    return 2 * unit if 2 * unit <= MOST_RANKS and batch % (2 * copies) == 0 and enough else unit
 
 
 def table(verdict: Verdict) -> Iterator[str]:
@@ -118,6 +120,8 @@ def table(verdict: Verdict) -> Iterator[str]:
     shrunk = verdict.shrunk
     yield f"asked   {_layout(shrunk.asked, shrunk.asked_layout)}: {_model(shrunk.asked)}"
     yield f"run     {_layout(shrunk.config, shrunk.layout)}: {_model(shrunk.config)}"
+    if shrunk.layout.pp > 1:
+        yield f"        {_pipeline(shrunk.config, shrunk.layout)}"
     yield f"        {_training(shrunk.config)}, fp64 on the CPU, synthetic tokens"
     yield from (f"note    {note}" for note in shrunk.notes)
     yield ""
@@ -156,6 +160,15 @@ def _model(config: Config) -> str:
     groups = f", {model.num_key_value_heads} key-value heads"
     grouped = groups if model.num_key_value_heads != model.num_attention_heads else ""
     return f"{shape}{grouped}, ffn {model.ffn_hidden_size}, vocabulary {vocabulary_of(config):,}"
+
+
+def _pipeline(config: Config, layout: ParallelLayout) -> str:
+    train, stages = config.train, [str(stage.count) for stage in stage_layers(stage_settings(config))]
+    assert train.micro_batch_size is not None
+    microbatches = train.global_batch_size // (train.micro_batch_size * layout.dp)
+    groups = config.parallel.microbatch_group_size
+    grouped = "" if groups is None else f" in groups of {groups}"
+    return f"{config.parallel.schedule}, {microbatches} microbatches{grouped}, stages of {', '.join(stages)} layers"
 
 
 def _training(config: Config) -> str:

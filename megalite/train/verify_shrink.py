@@ -1,8 +1,8 @@
 """The user's config, small enough to be trained in fp64 on a CPU within seconds, with every feature that it had.
 
 What a layout can get wrong stays: which axes there are, whether sizes split evenly, whether ranks share key-value
-heads, grouped queries, padding and uneven rows of the vocabulary, accumulation over microbatches, recompute, clipping.
-Only counts shrink, each in units of its axis. No torch import.
+heads, grouped queries, padding and uneven rows of the vocabulary, accumulation over microbatches, a pipeline's schedule
+with more or fewer of them than ranks, stages that are uneven or empty, recompute, clipping. Only counts shrink, each in units of its axis. No torch import.
 """
 
 from collections.abc import Iterator
@@ -11,11 +11,14 @@ from math import lcm, sqrt
 from typing import Any
 
 from megalite.config.derive import derive
-from megalite.config.parallel_rules import layout_request, parallel_setting
+from megalite.config.parallel_rules import layout_request, parallel_setting, stage_settings
 from megalite.config.rules import check
 from megalite.config.schema import Config, LearningRateConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from megalite.parallel.layout import ParallelLayout
 from megalite.parallel.layout_rules import layout_of
+from megalite.parallel.schedule_rules import ScheduleRequest, default_group_size, schedule_problems
+from megalite.parallel.stage_string import layout_text
+from megalite.parallel.stages import stage_layers
 
 STEPS = 5  # the design's equivalence test
 MOST_RANKS = 8  # above, every axis shrinks to 2
@@ -41,17 +44,17 @@ class Shrunk:
     @property
     def reference(self) -> Config:
         """The same training on one process."""
-        return replace(self.config, parallel=ParallelConfig(etp=1, sequence_parallel=False))
+        return derive(replace(self.config, parallel=ParallelConfig()))
 
 
 def shrink(config: Config, world_size: int) -> Shrunk:
     """`config` is checked and derived for `world_size` ranks; so is the small one."""
     asked = layout_of(layout_request(config, world_size), parallel_setting)
-    parallel, dp = _axes(config.parallel, asked)
-    run = ParallelLayout(tp=parallel.tp, cp=parallel.cp, dp=dp, pp=parallel.pp, vpp=parallel.vpp)
+    axes, dp = _axes(config.parallel, asked)
+    run = ParallelLayout(tp=axes.tp, cp=axes.cp, dp=dp, pp=axes.pp, vpp=axes.vpp)
     known = replace(config, model=replace(config.model, vocab_size=vocabulary_of(config)))
     for cap in CAPS:  # the smallest that keeps every rule, those of axes that are built later included
-        small = _shrunk(known, asked, run, parallel, cap)
+        small = _shrunk(known, asked, run, axes, cap)
         if not check(small, run.world_size):
             layout = layout_of(layout_request(small, run.world_size), parallel_setting)
             return Shrunk(derive(small, run.world_size), layout, config, asked, tuple(_notes(config, asked, layout)))
@@ -78,10 +81,13 @@ def _axes(axes: ParallelConfig, asked: ParallelLayout) -> tuple[ParallelConfig, 
     return parallel, -(-world // unit) * unit // request.dense_product
 
 
-def _shrunk(config: Config, asked: ParallelLayout, run: ParallelLayout, parallel: ParallelConfig, cap: int) -> Config:
+def _shrunk(config: Config, asked: ParallelLayout, run: ParallelLayout, axes: ParallelConfig, cap: int) -> Config:
     """Every count of things on one rank is `cap` or a few times that, at most."""
     train = _train(config.train, asked, run, cap)
+    num_layers, parallel = _stages(config, axes, cap)
+    parallel.microbatch_group_size = _group_size(config, asked, run, train)
     model = _model(config.model, asked, run, cap)
+    model.num_layers = num_layers
     layers, before = config.train.recompute_layers, config.model.num_layers
     if layers is not None:
         train.recompute_layers = model.num_layers if layers >= before else max(1, model.num_layers // 2)
@@ -106,6 +112,48 @@ def _shrunk(config: Config, asked: ParallelLayout, run: ParallelLayout, parallel
     )
 
 
+def _stages(config: Config, axes: ParallelConfig, cap: int) -> tuple[int, ParallelConfig]:
+    """Layers of the model, and who holds them: by the same settings, with empty stages where there were some."""
+    asked, pp, vpp = stage_settings(config), axes.pp, axes.vpp
+    counts = [stage.count for stage in stage_layers(asked)]
+    if asked.layout is not None:
+        middle = [counts[at * (len(counts) - 1) // (pp * vpp - 1)] for at in range(pp * vpp)] if pp > 1 else counts
+        small = [min(count, cap) for count in middle]
+        small[-1] += not sum(small)
+        return sum(small), replace(axes, pipeline_layout=layout_text(small))
+    if counted := asked.count_embedding + asked.count_loss:
+        each = min(max(counts[0] + asked.count_embedding, counts[-1] + asked.count_loss), cap)
+        layers = pp * vpp * each - counted
+        return layers if layers > 0 else layers + pp * vpp, replace(axes)
+    first, *_, last = counts if len(counts) > 1 else [counts[0]] * 2
+    ends = {"first_stage_layers": first, "last_stage_layers": last}
+    held = {name: vpp * min(count, cap) for name, count in ends.items() if getattr(axes, name) is not None}
+    others = pp - len(held) - asked.standalone_embedding
+    between = next((count for count in counts[1:] if count), counts[0])
+    total = sum(held.values()) + others * vpp * min(between, cap)
+    if total == 0:
+        held["last_stage_layers"] = total = vpp
+    return total, replace(axes, **held)
+
+
+def _group_size(config: Config, asked: ParallelLayout, run: ParallelLayout, small: TrainConfig) -> int | None:
+    """Of interleaved: the default if it was that, else another, with a shorter last group if there was one."""
+    axes, sizes = config.parallel, []
+    for train, layout in ((config.train, asked), (small, run)):
+        assert train.micro_batch_size is not None
+        sizes.append(train.global_batch_size // (train.micro_batch_size * layout.dp))
+    before, after = sizes
+    group_size = axes.microbatch_group_size
+    if group_size is None or group_size == default_group_size(asked.pp, before):
+        return None
+    legal = [
+        size
+        for size in range(run.pp, after + 1)
+        if not schedule_problems(ScheduleRequest("interleaved", run.pp, after, run.vpp, size))
+    ]
+    return max(legal, key=lambda size: (bool(after % size) == bool(before % group_size), size))
+
+
 def _model(model: ModelConfig, asked: ParallelLayout, run: ParallelLayout, cap: int) -> ModelConfig:
     assert model.head_size is not None
     assert model.ffn_hidden_size is not None
@@ -116,11 +164,8 @@ def _model(model: ModelConfig, asked: ParallelLayout, run: ParallelLayout, cap: 
     if model.hidden_size > before:
         hidden = min(2 * all_heads, -(-all_heads * model.hidden_size // before))
     vocab_size, multiple = _vocabulary(model, asked.tp, run.tp)
-    stages, stages_run = asked.pp * asked.vpp, run.pp * run.vpp
-    layers = stages_run * max(1, min(model.num_layers // stages, cap)) + min(model.num_layers % stages, stages_run - 1)
     return replace(
         model,
-        num_layers=layers,
         hidden_size=hidden,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
@@ -163,15 +208,23 @@ def _train(train: TrainConfig, asked: ParallelLayout, run: ParallelLayout, cap: 
     assert micro is not None
     unit = 2 * run.tp * run.cp  # context parallelism cuts twice as many pieces as it has ranks
     length = max(1, SEQ_LENGTH // unit) * unit
-    small, microbatches = min(micro, 2), train.global_batch_size // (micro * asked.dp)
+    small, microbatches = min(micro, 2), _microbatches(train.global_batch_size // (micro * asked.dp), asked, run, cap)
     return replace(
         train,
         steps=STEPS,
         seq_length=length if train.seq_length % (asked.tp * asked.cp) == 0 else length + 1,
         micro_batch_size=small,
-        global_batch_size=small * run.dp * min(microbatches, cap * run.pp),
+        global_batch_size=small * run.dp * microbatches,
         compile=False,
+        record_pipeline=0,
     )
+
+
+def _microbatches(number: int, asked: ParallelLayout, run: ParallelLayout, cap: int) -> int:
+    """Fewer than pipeline ranks, as many, or more; a multiple of them only if it was one."""
+    if number < asked.pp:
+        return min(number, run.pp - 1)
+    return run.pp * min(number // asked.pp, cap) + min(number % asked.pp, run.pp - 1)
 
 
 def _tokens(train: TrainConfig) -> int:

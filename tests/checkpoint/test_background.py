@@ -195,7 +195,7 @@ def test_an_end_that_does_not_wait_is_not_held_up(tmp_path: Path) -> None:
     arguments = {"text": True, "stdout": subprocess.PIPE, "stdin": subprocess.PIPE, "stderr": subprocess.PIPE}
     first, second = (subprocess.Popen([*command, str(rank), str(tmp_path / "store")], **arguments) for rank in (0, 1))  # type: ignore[call-overload]
     try:
-        output, errors = first.communicate(timeout=40)
+        output, errors = first.communicate(timeout=120)
         assert second.poll() is None
     finally:
         first.kill()

@@ -6,6 +6,7 @@ import os
 import pickle
 import random
 import shutil
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,8 @@ import torch
 from megalite.checkpoint import manifest as manifests
 from megalite.checkpoint import store
 from megalite.checkpoint.manifest import Manifest, digest, shares
+from megalite.checkpoint.pieces import Piece
+from megalite.checkpoint.reading import read_pieces
 from megalite.checkpoint.store import Found, newest, save
 from megalite.checkpoint.trusted_metadata import UntrustedMetadataError, read_metadata
 from megalite.config.problems import UserError
@@ -300,22 +303,77 @@ def test_an_index_that_runs_code_is_refused(two_steps: Path, call: Callable[...,
     assert equal(pieces, blank(pieces))
 
 
-def test_data_that_runs_code_is_not_run(two_steps: Path) -> None:
-    """A pickle in place of a tensor's bytes, behind right hashes and a right index."""
-    trace = two_steps / "trace"
-    checkpoint = two_steps / "step-00000002"
+def forge_data(checkpoint: Path, item: bytes) -> None:
+    """Put `item` in place of every stored box, behind right hashes and a right index."""
     metadata = read_metadata((checkpoint / ".metadata").read_bytes(), {"__0_0.distcp": 10**9})
-    buffer = io.BytesIO()
-    torch.save(Exploit(os.mkdir, str(trace)), buffer)
     for where in metadata.storage_data.values():
-        where.offset, where.length = 0, len(buffer.getvalue())
-    rewrite(checkpoint, "__0_0.distcp", buffer.getvalue())
+        where.offset, where.length = 0, len(item)
+    rewrite(checkpoint, "__0_0.distcp", item)
     rewrite(checkpoint, ".metadata", pickle.dumps(metadata))
+
+
+def saved_by_torch(value: object) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def test_data_that_runs_code_is_not_run(two_steps: Path) -> None:
+    """A pickle in place of a tensor's bytes."""
+    trace = two_steps / "trace"
+    forge_data(two_steps / "step-00000002", saved_by_torch(Exploit(os.mkdir, str(trace))))
     found = newest(two_steps, SINGLE, no_report)
     assert found is not None
     with pytest.raises(store.CheckpointError, match="could not be read"):
         found.read_into(blank(whole(values(2))))
     assert not trace.exists()
+
+
+def repacked(change: Callable[[bytes], bytes] = bytes, compression: int = zipfile.ZIP_STORED, name: str = "") -> bytes:
+    """The stored `scale` (8 bytes), with its elements changed, compressed or renamed."""
+    with zipfile.ZipFile(io.BytesIO(saved_by_torch(values(2)["scale"]))) as archive:
+        contents = {entry: archive.read(entry) for entry in archive.namelist()}
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", compression) as archive:
+        for entry, content in contents.items():
+            elements = entry.endswith("/data/0")
+            archive.writestr(name or entry if elements else entry, change(content) if elements else content)
+    return buffer.getvalue()
+
+
+def reaching_out() -> bytes:
+    """The name of the elements' entry claims to be so long that they would begin behind the item."""
+    item = bytearray(repacked())
+    header = item.index(b"PK\x03\x04", item.index(b"byteorder"))
+    item[header + 26 : header + 28] = b"\xff\xff"
+    return bytes(item)
+
+
+FORGED = {
+    "more elements": repacked(lambda content: content * 2),
+    "fewer elements": repacked(lambda content: content[:4]),
+    "compressed": repacked(compression=zipfile.ZIP_DEFLATED),
+    "none": repacked(name="archive/data/1"),
+    "elsewhere": reaching_out(),
+    "cut off": repacked()[:-10],
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("item", FORGED.values(), ids=FORGED)
+def test_an_item_that_is_not_the_tensor_of_the_index_is_refused(two_steps: Path, item: bytes) -> None:
+    forge_data(two_steps / "step-00000002", item)
+    found = newest(two_steps, SINGLE, no_report)
+    assert found is not None
+    piece = Piece("scale", (), (), torch.tensor(77))
+    with pytest.raises(store.CheckpointError, match=r"scale is not where it was written .*on rank 0"):
+        read_pieces(found.path, found.manifest, [piece], SINGLE, passed_over=lambda name: name != "scale")
+    assert piece.tensor == 77
+    forge_data(found.path, repacked())  # it was refused for what was changed, not for having been repacked
+    found = newest(two_steps, SINGLE, no_report)
+    assert found is not None
+    read_pieces(found.path, found.manifest, [piece], SINGLE, passed_over=lambda name: name != "scale")
+    assert piece.tensor == values(2)["scale"]
 
 
 def test_an_index_must_describe_the_files(two_steps: Path) -> None:

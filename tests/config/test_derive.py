@@ -20,6 +20,10 @@ OPEN = {  # what the data or the machine decides, or what has no meaning in the 
     "train.compile",
     "train.recompute_layers",
     "parallel.nccl_options",
+    "parallel.microbatch_group_size",
+    "parallel.first_stage_layers",
+    "parallel.last_stage_layers",
+    "parallel.pipeline_layout",
     "data.path",
     "data.weights",
     "data.subset",
@@ -67,6 +71,47 @@ def test_values_that_are_set_stay() -> None:
     }
     derived = derive(changed(Config(), **given_values))
     assert {name: value_of(derived, name.replace("__", ".")) for name in given_values} == given_values
+
+
+@pytest.mark.parametrize(
+    ("batch", "pp", "world_size", "expected"),
+    [
+        (64, 1, 1, 8),
+        (60, 1, 1, 6),
+        (60, 1, 4, 5),
+        (7, 1, 7, 1),
+        (64, 4, 4, 8),
+        (16, 4, 4, 4),
+        (16, 4, 8, 2),  # a share of 8 makes 4 microbatches
+        (18, 4, 4, 3),
+        (3, 4, 4, 1),  # fewer than there are ranks, whatever the size
+        (5, 4, 4, 1),
+    ],
+)
+def test_a_micro_batch_divides_the_share_and_leaves_a_pipeline_enough_of_them(
+    batch: int, pp: int, world_size: int, expected: int
+) -> None:
+    config = derive(changed(Config(), train__global_batch_size=batch, parallel__pp=pp), world_size)
+    assert config.train.micro_batch_size == expected
+
+
+def test_the_schedule_follows_the_chunks_and_its_groups_the_microbatches() -> None:
+    assert derive(changed(Config(), parallel__pp=2), 2).parallel.schedule == "1f1b"
+    assert derive(changed(Config(), parallel__pp=2, parallel__schedule="gpipe"), 2).parallel.schedule == "gpipe"
+    for batch, group_size in ((8, 4), (9, 5), (5, 5)):  # 9 microbatches in groups of 4 leave one alone
+        sizes = {"parallel__pp": 4, "parallel__vpp": 2, "train__micro_batch_size": 1, "train__global_batch_size": batch}
+        axes = derive(changed(Config(), **sizes), 4).parallel
+        assert (axes.schedule, axes.microbatch_group_size) == ("interleaved", group_size)
+
+
+def test_a_group_that_is_set_gets_so_many_microbatches() -> None:
+    sizes = {"parallel__pp": 4, "parallel__vpp": 2, "parallel__microbatch_group_size": 8}
+    assert derive(changed(Config(), **sizes), 4).train.micro_batch_size == 1
+
+
+def test_blocks_whose_weight_gradients_wait_are_not_compiled() -> None:
+    assert derive(changed(Config(), parallel__schedule="zb-h1")).train.compile is False
+    assert derive(changed(Config(), parallel__schedule="1f1b")).train.compile is None  # the device decides
 
 
 def test_gradients_travel_as_they_are_summed_unless_set() -> None:

@@ -12,12 +12,13 @@ from megalite.model import block as block_module
 from megalite.model import gpt as gpt_module
 from megalite.optim import gradient_sync as sync_module
 from megalite.optim import parameter_gather as gather_module
-from megalite.optim.buffers import TrainingBuffers
+from megalite.optim import rank_buffers as rank_buffers_module
 from megalite.optim.gradient_sync import GradientSync
 from megalite.optim.parameter_gather import ParameterGather
 from megalite.optim.partial import PartialGradients
 from megalite.optim.sharing import Sharing
 from megalite.parallel.context import ParallelContext
+from megalite.pipeline import executor as executor_module
 from megalite.tensor_parallel import layers as layers_module
 from megalite.tensor_parallel import linear as linear_module
 from megalite.tensor_parallel import mappings
@@ -26,7 +27,6 @@ from megalite.tensor_parallel.collectives import TensorGroup
 from megalite.tensor_parallel.cross_entropy import TokenLoss
 from megalite.tensor_parallel.layers import RowParallelLinear, VocabParallelEmbedding
 from megalite.train import step as step_module
-from megalite.train import training as training_module
 from tests.layouts.training import Trace, train
 
 
@@ -68,7 +68,7 @@ def no_sum_of_partial_gradients(context: ParallelContext, config: Config) -> Tra
 
 
 def replicas_counted_on_every_rank(context: ParallelContext, config: Config) -> Trace:
-    step_module.counted = lambda buffers, sharing: buffers.gradients
+    step_module.counted = lambda buffers, sharing, *, embeds: buffers.gradients
     return train(context, config)
 
 
@@ -211,8 +211,8 @@ def no_sum_inside_instances(context: ParallelContext, config: Config) -> Trace:
 
 def instances_counted_twice(context: ParallelContext, config: Config) -> Trace:
     count = step_module.counted
-    step_module.counted = lambda buffers, sharing: count(
-        buffers, {kind: replace(place, repeat=0) for kind, place in sharing.items()}
+    step_module.counted = lambda buffers, sharing, *, embeds: count(
+        buffers, {kind: replace(place, repeat=0) for kind, place in sharing.items()}, embeds=embeds
     )
     return train(context, config)
 
@@ -229,14 +229,10 @@ def next_rank_s_slices(context: ParallelContext, config: Config) -> Trace:
 
 
 def sent_before_the_last_gradient(context: ParallelContext, config: Config) -> Trace:
-    expect = GradientSync.expect_last
-
-    def one_less(self: GradientSync) -> None:
-        expect(self)
-        assert self._missing is not None
-        self._missing = [max(1, missing - 1) for missing in self._missing]
-
-    GradientSync.expect_last = one_less  # type: ignore[method-assign]
+    all_missing = GradientSync._all_missing
+    GradientSync._all_missing = (  # type: ignore[method-assign]
+        lambda self: [max(1, missing - 1) for missing in all_missing(self)]
+    )
     return read_at_once(context, config)
 
 
@@ -252,29 +248,97 @@ def read_at_once(context: ParallelContext, config: Config) -> Trace:
     return train(context, config)
 
 
+class _Everything(set[int]):
+    def __contains__(self, chunk: object) -> bool:
+        return True
+
+
 def sent_before_the_last_microbatch(context: ParallelContext, config: Config) -> Trace:
     """Each microbatch is taken for the last."""
-    start = TrainingBuffers.start_step
+    ready = GradientSync._watch
 
-    def and_expect(self: TrainingBuffers) -> None:
-        start(self)
-        syncs[0].expect_last()
+    def watch_always(self: GradientSync, parameter: Any, chunk: int, number: int) -> None:
+        self._last = _Everything()
+        ready(self, parameter, chunk, number)
 
-    syncs: list[GradientSync] = []
-    init = GradientSync.__init__
-
-    def remembered(self: GradientSync, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        syncs.append(self)
-
-    expect = GradientSync.expect_last
-    GradientSync.__init__ = remembered  # type: ignore[method-assign]
-    TrainingBuffers.start_step = and_expect  # type: ignore[method-assign]
-    GradientSync.expect_last = lambda self: expect(self) if self._missing is None else None  # type: ignore[method-assign]
+    GradientSync._watch = watch_always  # type: ignore[method-assign]
     return read_at_once(context, config)
 
 
 def decay_of_everything(context: ParallelContext, config: Config) -> Trace:
-    records = training_module.parameters_of
-    training_module.parameters_of = lambda config: [replace(record, decay=True) for record in records(config)]
+    held = rank_buffers_module.held_parameters
+    rank_buffers_module.held_parameters = lambda config, pp_rank: [
+        replace(record, decay=True) for record in held(config, pp_rank)
+    ]
+    return train(context, config)
+
+
+# --- pipelines -------------------------------------------------------------------------------------------------------
+
+
+def no_sum_over_tied_embeddings(context: ParallelContext, config: Config) -> Trace:
+    of = PartialGradients.of
+    PartialGradients.of = classmethod(  # type: ignore[assignment, method-assign]
+        lambda cls, buffers, context: replace(of(buffers, context), stages=None)
+    )
+    return train(context, config)
+
+
+def tied_embeddings_counted_twice(context: ParallelContext, config: Config) -> Trace:
+    count = step_module.counted
+    step_module.counted = lambda buffers, sharing, *, embeds: count(buffers, sharing, embeds=True)
+    return train(context, config)
+
+
+def weight_gradients_forgotten(context: ParallelContext, config: Config) -> Trace:
+    """Of the last microbatch."""
+    run = executor_module._Run._backward_weight
+    executor_module._Run._backward_weight = (  # type: ignore[method-assign]
+        lambda self, action: run(self, action) if action.microbatch < len(self._batches) - 1 else None
+    )
+    return train(context, config)
+
+
+def sync_before_the_weight_gradients(context: ParallelContext, config: Config) -> Trace:
+    backward = executor_module._Run._backward
+
+    def and_complete(self: Any, action: Any) -> None:
+        backward(self, action)
+        if action.microbatch == len(self._batches) - 1:
+            self._gradients.complete(action.chunk)
+
+    executor_module._Run._backward = and_complete  # type: ignore[method-assign]
+    executor_module._Run._backward_weight = (  # type: ignore[method-assign]
+        lambda self, action: self._chunks[action.chunk].deferred.run_next()
+    )
+    return read_at_once(context, config)
+
+
+def activations_of_another_microbatch(context: ParallelContext, config: Config) -> Trace:
+    """The data of the first for all of them, where tokens do not enter."""
+    forward = executor_module._Run._forward
+
+    def of_the_first(self: Any, action: Any) -> None:
+        batches = self._batches
+        if not self._chunks[action.chunk].embeds:
+            self._batches = [batches[0]] * len(batches)
+        forward(self, action)
+        self._batches = batches
+
+    executor_module._Run._forward = of_the_first  # type: ignore[method-assign]
+    return train(context, config)
+
+
+def loss_told_by_every_stage(context: ParallelContext, config: Config) -> Trace:
+    executor_train = executor_module.Executor.train
+    executor_module.Executor.train = (  # type: ignore[method-assign]
+        lambda self, batches, scale: executor_train(self, batches, scale) + scale
+    )
+    init = step_module.TrainStep.__init__
+
+    def and_tell(self: Any, *args: Any) -> None:
+        init(self, *args)
+        self._tells_loss = True
+
+    step_module.TrainStep.__init__ = and_tell  # type: ignore[method-assign]
     return train(context, config)

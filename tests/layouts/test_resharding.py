@@ -9,39 +9,45 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.config.schema import Config
+from megalite.config.derive import derive
+from megalite.config.schema import Config, ParallelConfig
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.layout import ParallelLayout
 from megalite.parallel.startup import needs_of
 from megalite.train.training import Training
 from tests.layouts.reference import reference
-from tests.layouts.test_tensor_parallel import Overrides, layout_config, merged
-from tests.layouts.training import STEPS, Trace, assert_same_training, train
+from tests.layouts.test_tensor_parallel import Overrides, merged
+from tests.layouts.training import STEPS, Trace, assert_same_training, small_config, train
 from tests.ranks import run_ranks
 
 BEFORE = 3  # steps until the save
-BATCH = {"train": {"micro_batch_size": 1}}
+BATCH = {"train": {"micro_batch_size": 1}, "model": {"num_layers": 4}}
 ZERO = {"optimizer": {"zero": 1, "bucket_size": 6000}}
 OFF = {"optimizer": {"zero": 0}}
 INSTANCES = {"optimizer": {"instances": 2}}
 WHOLE = {"optimizer": {"ownership": "whole", "bucket_size": 6000}}
-Cut = tuple[int, int, Overrides]  # tp, dp, settings of the optimizer
+Cut = tuple[dict[str, int], Overrides]  # sizes of the layout; settings of the optimizer and the pipeline
 
-SAVED: list[Cut] = [(1, 4, ZERO), (1, 4, OFF), (2, 2, ZERO)]
+SAVED: list[Cut] = [({"dp": 4}, ZERO), ({"dp": 4}, OFF), ({"tp": 2, "dp": 2}, ZERO), ({"pp": 2, "dp": 2}, ZERO)]
 CONTINUED: list[Cut] = [
-    (1, 1, {}),
-    (1, 2, ZERO),
-    (1, 3, WHOLE),
-    (1, 4, INSTANCES),
-    (1, 2, OFF),
-    (2, 2, ZERO),
-    (4, 1, {}),
+    ({}, {}),
+    ({"dp": 2}, ZERO),
+    ({"dp": 3}, WHOLE),
+    ({"dp": 4}, INSTANCES),
+    ({"dp": 2}, OFF),
+    ({"tp": 2, "dp": 2}, ZERO),
+    ({"tp": 4}, {}),
+    ({"pp": 2, "vpp": 2}, {}),
+    ({"pp": 4}, {"parallel": {"schedule": "zb-h1"}}),
 ]
 
 
 def config_of(workplace: tuple[Path, Path], family: str, cut: Cut) -> Config:
-    tp, dp, changes = cut
-    return layout_config(workplace, (tp, dp, tp > 1, family, merged(BATCH, changes)))
+    sizes, changes = cut
+    config = small_config(*workplace, family, **merged(BATCH, {"optimizer": changes.get("optimizer", {})}))
+    axes = {axis: size for axis, size in sizes.items() if axis != "dp"}
+    config.parallel = ParallelConfig(**axes, **changes.get("parallel", {}))
+    return derive(config, ParallelLayout(**sizes).world_size)
 
 
 def run(
@@ -53,7 +59,7 @@ def run(
     saved: Path | None = None,
     function: Callable[..., Trace] = train,
 ) -> list[Trace]:
-    layout = ParallelLayout(tp=cut[0], dp=cut[1])
+    layout = ParallelLayout(**cut[0])
     work = partial(function, steps=steps, continued=continued, saved=saved)
     return run_ranks(work, layout.world_size, config, dtype=torch.float64, layout=layout, needs=needs_of(config))
 
@@ -81,7 +87,7 @@ def test_any_cut_continues_any_other(
 
 @pytest.mark.parametrize("lost", ["others", "moments"])
 def test_what_does_not_come_back_is_missed(workplace: tuple[Path, Path], saved: dict[str, Path], lost: str) -> None:
-    cut = (1, 2, ZERO)
+    cut: Cut = ({"dp": 2}, ZERO)
     function = partial(train_without, lost)
     config = config_of(workplace, "llama", cut)
     found = run(config, cut, STEPS - BEFORE, continued=saved[str(SAVED[0])], function=function)

@@ -6,8 +6,10 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any, Literal, cast
 
 import pytest
 import torch
@@ -27,6 +29,7 @@ from tests.ranks import run_ranks
 from tests.tensor_parallel.live_bytes import LiveBytes
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="asks Linux how much a process has sent")
+Transfer = Literal["reduce_scatter", "all_reduce", "all_gather"]
 Check = Callable[[dist.ProcessGroup, int, torch.dtype, torch.dtype], bool]
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 TYPES = [(F32, F32), (F64, F64), (F32, BF16), (F32, F16), (F64, BF16), (BF16, BF16)]  # of the tensor, of what travels
@@ -201,13 +204,61 @@ def test_transfers_and_other_collectives_may_be_under_way_at_once(n: int) -> Non
     assert len({tuple(results[6:]) for _, results in first}) == 1, "an all-reduce differs between ranks"
 
 
+class Watched:
+    """A group that counts messages which nobody has waited for yet."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group, self.seen, self.under_way = group, 0, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+    def send(self, *args: Any) -> "WatchedWork":
+        return WatchedWork(self, self._group.send(*args))
+
+    def recv(self, *args: Any) -> "WatchedWork":
+        return WatchedWork(self, self._group.recv(*args))
+
+
+class WatchedWork:
+    def __init__(self, watched: Watched, work: dist.Work) -> None:
+        self._watched, self._work = watched, work
+        watched.seen += 1
+        watched.under_way += 1
+
+    def wait(self, timeout: timedelta) -> None:
+        self._work.wait(timeout)
+        self._watched.under_way -= 1
+
+
+def _count_messages(context: ParallelContext) -> list[tuple[str, int, int]]:
+    """Of each transfer: messages, and how many of them are still under way when it is over."""
+    collectives._is_gloo, collectives.CHUNK_BYTES = lambda group: True, SMALL_CHUNK
+    counts = []
+    for wire in (F32, BF16):
+        watched = Watched(group_of(context))
+        for name, start in starters(cast(dist.ProcessGroup, watched), wire).items():
+            before = watched.seen
+            start(torch.ones(context.world_size * 1000)).wait()
+            counts.append((f"{name} {wire}", watched.seen - before, watched.under_way))
+    return counts
+
+
+def test_every_message_has_arrived_when_a_transfer_is_over() -> None:
+    """Those sent as well, so that the tensor may be overwritten."""
+    steps = {"reduce_scatter torch.float32": 4, "all_reduce torch.float32": 0, "all_gather torch.float32": 4}
+    steps |= {"reduce_scatter torch.bfloat16": 2, "all_reduce torch.bfloat16": 4, "all_gather torch.bfloat16": 4}
+    expected = [(name, 2 * 2 * count, 0) for name, count in steps.items()]  # to and from two peers
+    assert run_ranks(_count_messages, 3) == [expected] * 3
+
+
 def _written_by_this_process() -> int:
     """Bytes that went into write and writev: gloo sends with the latter."""
     (line,) = (line for line in Path("/proc/self/io").read_text().splitlines() if line.startswith("wchar"))
     return int(line.split()[1])
 
 
-def starters(group: dist.ProcessGroup, wire: torch.dtype) -> dict[str, Callable[[Tensor], Pending]]:
+def starters(group: dist.ProcessGroup, wire: torch.dtype) -> dict[Transfer, "partial[Pending]"]:
     return {
         "reduce_scatter": partial(start_reduce_scatter, group=group, wire=wire),
         "all_reduce": partial(start_all_reduce, group=group, wire=wire),
@@ -215,7 +266,7 @@ def starters(group: dist.ProcessGroup, wire: torch.dtype) -> dict[str, Callable[
     }
 
 
-def _send_counted(context: ParallelContext, elements: int) -> dict[tuple[str, torch.dtype, torch.dtype], int]:
+def _send_counted(context: ParallelContext, elements: int) -> dict[tuple[Transfer, torch.dtype, torch.dtype], int]:
     """Bytes beyond the formula."""
     group, beyond = group_of(context), {}
     for dtype, wire in TYPES:
@@ -224,7 +275,7 @@ def _send_counted(context: ParallelContext, elements: int) -> dict[tuple[str, to
             dist.barrier(group=group)
             before = _written_by_this_process()
             start(tensor).wait()
-            expected = bytes_sent(name, elements, group.size(), dtype if name == "all_gather" else wire)  # type: ignore[arg-type]
+            expected = bytes_sent(name, elements, group.size(), dtype if name == "all_gather" else wire)
             beyond[name, dtype, wire] = _written_by_this_process() - before - expected
     return beyond
 
@@ -303,7 +354,7 @@ def _transfer_for_ever(start: Callable[[Tensor], Pending], tensor: Tensor) -> No
         start(tensor).wait()
 
 
-def _lose_a_rank(context: ParallelContext, name: str) -> float:
+def _lose_a_rank(context: ParallelContext, name: Transfer) -> float:
     """Rank 1 dies when it has sent a part of its slice."""
     start = starters(group_of(context), BF16 if name == "all_reduce" else F32)[name]
     tensor = torch.ones(1 << 23)
@@ -318,7 +369,7 @@ def _lose_a_rank(context: ParallelContext, name: str) -> float:
 
 @needs_proc
 @pytest.mark.parametrize("name", ["reduce_scatter", "all_reduce", "all_gather"])
-def test_the_death_of_a_rank_in_mid_transfer_is_an_error_at_once(name: str) -> None:
+def test_the_death_of_a_rank_in_mid_transfer_is_an_error_at_once(name: Transfer) -> None:
     """Long before the group's timeout, twice that of run_ranks."""
     assert run_ranks(_lose_a_rank, 2, name, may_die=[1], timeout=20)[0] < 10
 

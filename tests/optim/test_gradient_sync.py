@@ -56,14 +56,14 @@ def events_of_a_step(context: ParallelContext, changes: dict[str, Any], microbat
 
     for name in ("start_reduce_scatter", "start_all_reduce"):
         setattr(sync_module, name, recorded(getattr(sync_module, name)))
-    backward = Tensor.backward
+    backward = torch.autograd.backward
 
-    def observed(self: Tensor, *args: Any, **kwargs: Any) -> None:
+    def observed(*args: Any, **kwargs: Any) -> None:
         events.append("backward")
-        backward(self, *args, **kwargs)
+        backward(*args, **kwargs)
         events.append("end of backward")
 
-    Tensor.backward = observed  # type: ignore[method-assign, assignment]
+    torch.autograd.backward = observed  # type: ignore[assignment]
     step = TrainStep(training, config.optimizer, context)
     step([batch_of(context, number) for number in range(microbatches)], 16 * microbatches, 1e-3)
     training.gather.finish()
@@ -127,7 +127,7 @@ def branched_gradients(
     buffers = TrainingBuffers(layout, dtype=torch.float64, device=context.device, dense=sharing["dense"].index)
     buffers.attach(model)
     buffers.fill(start.items())
-    sync = GradientSync(buffers, model, sharing, wire=torch.float64)
+    sync = GradientSync(buffers, [model], sharing, wire=torch.float64)
     x = torch.randn(4, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(context.rank))
     for _ in range(2):  # the second step is like the first
         buffers.start_step()
@@ -174,13 +174,13 @@ def parameters_after_steps(context: ParallelContext, masked_rank: int | None) ->
     fill_with_start_values(training.buffers, config, context)
     step = TrainStep(training, config.optimizer, context)
     losses = []
-    before = {name: value.clone() for name, value in training.model.named_parameters()}
+    before = {name: value.clone() for name, value in training.chunks[0].named_parameters()}
     for number in range(2):
         masked = context.rank == masked_rank and number == 0
         figures = step([batch_of(context, number, masked=masked)], 0 if masked else 16, 1e-3).read()
         losses.append((figures.loss, figures.tokens, figures.skipped))
     training.gather.finish()
-    return losses, before, dict(training.model.named_parameters())
+    return losses, before, dict(training.chunks[0].named_parameters())
 
 
 def test_a_rank_whose_microbatch_is_all_masked_adds_nothing() -> None:
@@ -257,7 +257,7 @@ def train_experts(context: ParallelContext, zero: bool) -> dict[str, Tensor]:
     optimizer = FlatAdamW(
         buffers.masters, buffers.gradients, [(slice_ranges(buffers.owned, lambda _: True), 0.1)], (0.9, 0.95), 1e-8
     )
-    sync = GradientSync(buffers, model, sharing, wire=torch.float64)
+    sync = GradientSync(buffers, [model], sharing, wire=torch.float64)
     gather = ParameterGather(buffers, sharing)
     buffers.start_step()
     sync.expect_last()

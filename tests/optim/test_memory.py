@@ -114,7 +114,7 @@ def rank_of(dp: int, *, tp: int = 1, instances: int = 1) -> Iterator[ParallelCon
 def keep(context: ParallelContext, config: Config) -> Kept:
     config = derive_device(derive(config, context.world_size), context)
     training, allocations = allocations_of(lambda: build_training(config, context))
-    number = sum(parameter.numel() for parameter in training.model.parameters())
+    number = sum(parameter.numel() for parameter in training.chunks[0].parameters())
     shards = training.sharing["dense"].shards
     return Kept(by_layout(training, config), in_tensors(training), allocations.left, shards, number)
 
@@ -135,7 +135,7 @@ def in_tensors(training: Training) -> StateBytes:
         seen.update(found)
         return sum(storages[each] for each in found)
 
-    parameters = new([*buffers.parameter_buckets, *training.model.parameters()])
+    parameters = new([*buffers.parameter_buckets, *training.chunks[0].parameters()])
     gradients = new([*buffers.gradient_buckets, *buffers.gradients])
     return StateBytes(parameters, gradients, new(buffers.masters), new([*optimizer.exp_avg, *optimizer.exp_avg_sq]))
 

@@ -14,7 +14,7 @@ def ways_out(remedy: str) -> list[Way]:
         for step in re.split(", and | with ", alternative):
             if unset := re.fullmatch(r"leave (\S+(?: and \S+)*) unset", step):
                 choices += [[(name, None)] for name in unset[1].split(" and ")]
-            elif assigned := re.search(r"(?:^| )([\w-]+)=(.+)$", step):
+            elif assigned := re.search(r"(?:^| )([\w.-]+)=(.+)$", step):
                 choices.append([(assigned[1], value) for value in assigned[2].split(" or ")])
         ways += [dict(way) for way in product(*choices) if way]
     return ways

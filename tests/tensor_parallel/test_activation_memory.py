@@ -89,7 +89,7 @@ def count(context: ParallelContext, config: Config, *, mask: bool) -> float:
     for layers in (1, 2):
         sized = replace(config, model=replace(config.model, num_layers=layers))
         training = build_training(sized, context)
-        model = training.model
+        model = training.chunks[0]
         fill_with_start_values(training.buffers, sized, context)
         tokens, positions = torch.zeros(B, length, dtype=torch.int64), torch.arange(length).expand(B, length)
         documents = torch.zeros(B, length, dtype=torch.int32) if mask else None

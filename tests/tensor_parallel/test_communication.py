@@ -82,7 +82,7 @@ def count_in_microbatch(context: ParallelContext, config: Config) -> Counter[Col
     fill_with_start_values(training.buffers, config, context)
     recorder = Recorder(config.parallel.tp)
     with recorder:
-        training.model.loss(microbatch(), torch.ones(())).backward()
+        training.chunks[0].loss(microbatch(), torch.ones(())).backward()
     return recorder.seen
 
 

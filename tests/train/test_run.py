@@ -114,8 +114,8 @@ def poison(samples: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss of the microbatches that start with these samples is NaN."""
     loss = GPT.loss
 
-    def poisoned(self: GPT, batch: Batch, scale: Tensor) -> Tensor:
-        value = loss(self, batch, scale)
+    def poisoned(self: GPT, batch: Batch, scale: Tensor, received: Tensor | None = None) -> Tensor:
+        value = loss(self, batch, scale, received)
         return value * math.nan if batch.first_sample in samples and self.training else value
 
     monkeypatch.setattr(GPT, "loss", poisoned)

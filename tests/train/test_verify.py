@@ -20,10 +20,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megalite.config.derive import derive
+from megalite.config.parallel_rules import stage_settings
 from megalite.config.problems import UserError
 from megalite.config.rules import check
 from megalite.config.schema import Config, ModelConfig, ParallelConfig, TrainConfig
 from megalite.optim.partial import PartialGradients
+from megalite.parallel.stage_string import layout_text
+from megalite.parallel.stages import stage_layers
 from megalite.train import verify as verify_module
 from megalite.train.verify import load, verify
 from megalite.train.verify_compare import Part, Trace, compare
@@ -217,12 +220,15 @@ def test_the_world_has_two_copies_where_they_fit(words: list[str], dp: int | Non
 @st.composite
 def _asked(draw: st.DrawFn) -> tuple[Config, int]:
     """Any config that the rules accept, and its world."""
-    tp, dp = draw(st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16])), draw(st.integers(1, 8))
-    assume(tp * dp > 1)
+    pp = draw(st.sampled_from([1, 1, 2, 3, 4, 8]))
+    tp, dp = draw(st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16] if pp == 1 else [1, 2])), draw(st.integers(1, 8))
+    world_size = tp * dp * pp
+    assume(world_size > 1)
     groups = draw(st.sampled_from([1, 2, 4, 8, 12, 16, 3 * tp, tp]))
     heads = groups * draw(st.sampled_from([1, 2, 3, 4, 8, 12, 16]))
     micro, length = draw(st.integers(1, 6)), draw(st.integers(1, 40)) * draw(st.sampled_from([1, tp]))
-    layers, recompute = draw(st.integers(1, 9)), draw(st.sampled_from(["none", "selective", "full"]))
+    layers, stages = draw(_pipelines(pp)) if pp > 1 else (draw(st.integers(1, 9)), {})
+    recompute = draw(st.sampled_from(["none", "selective", "full"]))
     model = ModelConfig(
         num_layers=layers,
         hidden_size=draw(st.integers(1, 4000)),
@@ -243,15 +249,39 @@ def _asked(draw: st.DrawFn) -> tuple[Config, int]:
     train = TrainConfig(
         seq_length=length,
         micro_batch_size=micro,
-        global_batch_size=micro * dp * draw(st.integers(1, 5)),
+        global_batch_size=micro * dp * draw(st.integers(1, 5 if pp == 1 else 3 * pp)),
         recompute=recompute,
         recompute_layers=draw(st.one_of(st.none(), st.integers(1, layers))) if recompute == "full" else None,
         label_smoothing=draw(st.sampled_from([0.0, 0.1])),
     )
-    parallel = ParallelConfig(tp=tp, sequence_parallel=draw(st.sampled_from([None, False])))
+    parallel = ParallelConfig(tp=tp, pp=pp, sequence_parallel=draw(st.sampled_from([None, False])), **stages)
     config = Config(tokenizer="byte", model=model, train=train, parallel=parallel)
-    assume(not check(config, tp * dp))
-    return derive(config, tp * dp), tp * dp
+    assume(not check(config, world_size))
+    return derive(config, world_size), world_size
+
+
+@st.composite
+def _pipelines(draw: st.DrawFn, pp: int) -> tuple[int, dict[str, Any]]:
+    """Layers, and settings of a pipeline that place them; not always so that the rules accept it."""
+    vpp, each = draw(st.sampled_from([1, 1, 2, 3])), draw(st.integers(1, 4))
+    count = st.integers(0, 3).map(lambda layers: layers * vpp)
+    kind = draw(st.sampled_from(["even", "ends", "counted", "standalone", "layout"]))
+    asked: dict[str, Any] = {"vpp": vpp, "schedule": draw(st.sampled_from(["1f1b", "gpipe", "zb-h1"]))}
+    if vpp > 1:
+        asked |= {"schedule": None, "microbatch_group_size": draw(st.sampled_from([None, pp, pp + 1, 2 * pp]))}
+    if kind == "ends":
+        first, last = draw(count), draw(st.none() | count)
+        asked |= {"first_stage_layers": first, "last_stage_layers": last}
+        return first + (last or 0) + (pp - 1 - (last is not None)) * vpp * each, asked
+    if kind == "counted":
+        embedding, loss = draw(st.booleans()), draw(st.booleans())
+        return pp * vpp * each - embedding - loss, asked | {"count_embedding": embedding, "count_loss": loss}
+    if kind == "standalone":
+        return (pp - 1) * vpp * each, asked | {"standalone_embedding": True}
+    if kind == "layout":
+        counts = draw(st.lists(st.integers(0, 3), min_size=pp * vpp, max_size=pp * vpp))
+        return sum(counts), asked | {"pipeline_layout": layout_text(counts)}
+    return pp * vpp * each, asked
 
 
 def features(config: Config, world_size: int) -> dict[str, Any]:
@@ -263,7 +293,10 @@ def features(config: Config, world_size: int) -> dict[str, Any]:
     assert micro is not None
     vocabulary = vocabulary_of(config)
     rows = -(-vocabulary // model.vocab_multiple) * model.vocab_multiple
-    dp = world_size // tp
+    axes = config.parallel
+    dp = world_size // tp // axes.pp
+    microbatches, groups = train.global_batch_size // (micro * dp), axes.microbatch_group_size
+    stages = [stage.count for stage in stage_layers(stage_settings(config))]
     chunk, positions = model.loss_chunk_tokens, model.max_positions
     recomputed = train.recompute_layers
     return {
@@ -276,7 +309,13 @@ def features(config: Config, world_size: int) -> dict[str, Any]:
         "uneven rows": rows % tp > 0,
         "width of the heads": np.sign(model.num_attention_heads * head_size - model.hidden_size),
         "layers": model.num_layers > 1,
-        "accumulation": train.global_batch_size > micro * dp,
+        "accumulation": microbatches > 1,
+        "pipeline": [axes.pp > 1, axes.vpp > 1, axes.schedule, axes.standalone_embedding],
+        "counted layers": [axes.count_embedding, axes.count_loss],
+        "ends apart": [axes.first_stage_layers is None, axes.last_stage_layers is None, axes.pipeline_layout is None],
+        "microbatches for all ranks": np.sign(microbatches - axes.pp),
+        "short last group": groups is not None and microbatches % groups > 0,
+        "empty ends": [stages[0] == 0, stages[-1] == 0] if sum(stages) > 1 else None,
         "several sequences": micro > 1,
         "odd sequence": train.seq_length % tp > 0,
         "unused positions": model.position == "learned" and (positions or 0) > train.seq_length,
@@ -297,9 +336,9 @@ def test_shrinking_keeps_every_feature(case: tuple[Config, int]) -> None:
     assert not check(small, ranks)
     assert ranks <= MOST_RANKS
     assert world_size > MOST_RANKS or shrunk.layout == shrunk.asked_layout
-    assert features(small, ranks) == features(config, world_size)
+    assert small_features == asked_features
     assert small.model.hidden_size <= 512
-    assert small.train.global_batch_size <= 32
+    assert small.train.global_batch_size <= 48
     assert (small.model.dropout, small.model.attention_dropout, small.model.embedding_dropout) == (0, 0, 0)
     assert ("dropout" in " ".join(shrunk.notes)) == (config.model.dropout > 0)
 

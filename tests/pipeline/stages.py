@@ -1,0 +1,60 @@
+"""A GPT cut into the stages of a pipeline, and what its ranks train on: for tests of the executor."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from megalite.config.derive import derive_model
+from megalite.config.schema import Config
+from megalite.data.batch import Batch
+from megalite.parallel.context import ParallelContext
+from megalite.parallel.layout import ParallelLayout
+from megalite.parallel.startup import needs_of
+from megalite.train.training import Training, build_training, fill_with_start_values
+from tests.ranks import run_ranks
+
+
+def stages_config(pp: int, schedule: str = "1f1b", vpp: int = 1, *, seq_length: int = 16, **model: Any) -> Config:
+    """Two layers in each stage, unless `num_layers` says something else; tied embedding, learned positions."""
+    config = Config(precision="fp64", device="cpu", seed=7)
+    sizes: dict[str, Any] = {"num_layers": 2 * pp * vpp, "hidden_size": 32, "num_attention_heads": 4}
+    sizes |= {"vocab_size": 61, "vocab_multiple": 4, "dropout": 0.0, "init_std": 0.2, "position": "learned"}
+    config.model = derive_model(replace(config.model, **{**sizes, **model}), seq_length)
+    config.train = replace(config.train, compile=False, seq_length=seq_length)
+    config.parallel = replace(config.parallel, pp=pp, vpp=vpp, schedule=schedule)
+    return config
+
+
+def microbatches(config: Config, count: int, *, b: int = 2) -> list[Batch]:
+    """Random sequences, a quarter of their tokens masked out of the loss; the same on every rank."""
+    generator = torch.Generator().manual_seed(1)
+    shape, vocabulary = (b, config.train.seq_length), config.model.vocab_size
+    assert vocabulary is not None
+    return [
+        Batch(
+            tokens := torch.randint(vocabulary, shape, generator=generator),
+            tokens.roll(-1, dims=1),
+            torch.rand(shape, generator=generator) > 0.25,
+            torch.arange(shape[1]).expand(shape),
+            None,
+            first_sample=b * number,
+        )
+        for number in range(count)
+    ]
+
+
+def started(context: ParallelContext, config: Config) -> Training:
+    """A rank's stages with their start values."""
+    training = build_training(config, context)
+    fill_with_start_values(training.buffers, config, context)
+    return training
+
+
+def run_pipeline(function: Callable[..., Any], config: Config, *args: Any, dtype: torch.dtype = torch.float64) -> list:
+    """`function(context, config, *args)` on the ranks of the config's pipeline; the results, by rank."""
+    layout = ParallelLayout(pp=config.parallel.pp, vpp=config.parallel.vpp)
+    return run_ranks(
+        function, config.parallel.pp, config, *args, dtype=dtype, layout=layout, needs=needs_of(config), timeout=120
+    )

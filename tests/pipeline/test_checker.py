@@ -1,0 +1,194 @@
+"""The checker passes every schedule, and says of a wrong table on which rank, at which action and why it is wrong."""
+
+from collections.abc import Hashable
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from megalite.pipeline.actions import Action, Schedule, parse
+from megalite.pipeline.checker import check
+from megalite.pipeline.rehearsal import rehearse
+from megalite.pipeline.schedules import forward_only
+from megalite.pipeline.timeline import equal_durations
+from megalite.pipeline.transfers import Transfer, Wait, programs
+from tests.pipeline.shapes import schedule, schedules, training
+
+
+def flaws(table: Schedule) -> list[str]:
+    return [str(flaw) for flaw in check(table)]
+
+
+def swapped(table: Schedule, rank: int, one: int, other: int) -> Schedule:
+    actions = [*table.ranks[rank]]
+    actions[one], actions[other] = actions[other], actions[one]
+    return replace(table, ranks=(*table.ranks[:rank], tuple(actions), *table.ranks[rank + 1 :]))
+
+
+@settings(deadline=None)
+@given(schedules)
+def test_every_schedule_of_every_shape_passes(table: Schedule) -> None:
+    assert check(table) == []
+
+
+@settings(deadline=None)
+@given(schedules, st.data())
+def test_two_actions_of_one_kind_and_chunk_swapped_are_rejected_where_they_stand(
+    table: Schedule, data: st.DataObject
+) -> None:
+    rank = data.draw(st.integers(0, table.pp - 1))
+    actions = table.ranks[rank]
+    one = data.draw(st.integers(0, len(actions) - 1))
+    alike = [at for at, action in enumerate(actions) if action[:2] == actions[one][:2] and at != one]
+    assume(alike)
+    other = data.draw(st.sampled_from(alike))
+    first = check(swapped(table, rank, one, other))[0]
+    assert (first.rank, first.position) == (rank, min(one, other))
+    assert "a chunk takes the microbatches in their order" in first.reason or "has not been done" in first.reason
+
+
+@settings(deadline=None)
+@given(training, st.data())
+def test_a_forward_pass_swapped_with_its_backward_pass_is_rejected(table: Schedule, data: st.DataObject) -> None:
+    rank = data.draw(st.integers(0, table.pp - 1))
+    place = {(action.kind, *action[1:]): at for at, action in enumerate(table.ranks[rank])}
+    chunk, microbatch = data.draw(st.integers(0, table.vpp - 1)), data.draw(st.integers(0, table.microbatches - 1))
+    kind = "backward-input" if table.name == "zb-h1" else "backward"
+    at = place["forward", chunk, microbatch], place[kind, chunk, microbatch]
+    found = check(swapped(table, rank, *at))
+    assert (found[0].rank, found[0].position) == (rank, at[0])
+    assert "its forward pass has not been done" in found[0].reason or "comes before" in found[0].reason
+
+
+@settings(deadline=None, max_examples=60)
+@given(training, st.data())
+def test_any_two_actions_swapped_are_rejected_unless_the_table_can_still_be_performed(
+    table: Schedule, data: st.DataObject
+) -> None:
+    rank = data.draw(st.integers(0, table.pp - 1))
+    places = st.integers(0, len(table.ranks[rank]) - 1)
+    changed = swapped(table, rank, data.draw(places), data.draw(places))
+    if not check(changed):
+        performed = rehearse(changed, programs(changed), equal_durations(changed)).timeline
+        assert tuple(tuple(span.action for span in spans) for spans in performed.ranks) == changed.ranks
+
+
+ORDER = "a chunk takes the microbatches in their order"
+COUNTED = "counted from 0"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("0F1 0F0 0B0 0B1", [f"rank 0, action 0 (0F1): comes before 0F0: {ORDER}"]),
+        ("0F0 0B1 0F1 0B0", ["rank 0, action 1 (0B1): its forward pass has not been done"]),
+        ("0F0 0F1 0B1 0B0", [f"rank 0, action 2 (0B1): comes before 0B0: {ORDER}"]),
+        ("0F0 0F1 0B0", ["rank 0: missing: 0B1"]),
+        ("0B0 0F1 0B1", ["rank 0, action 0 (0B0): its forward pass has not been done",
+                         f"rank 0, action 1 (0F1): comes before 0F0: {ORDER}", "rank 0: missing: 0F0"]),
+        ("0F0 0F0 0B0 0F1 0B1", ["rank 0, action 1 (0F0): its forward pass has been done at action 0"]),
+        ("0F0 0B0 0I0 0F1 0B1", ["rank 0, action 2 (0I0): its backward pass has been done at action 1"]),
+        ("0F0 0W0 0I0 0F1 0B1", ["rank 0, action 1 (0W0): its backward pass has not been done"]),
+        ("0F0 0F1 0I0 0I1 0W1", [f"rank 0, action 4 (0W1): comes before 0W0: {ORDER}", "rank 0: missing: 0W0"]),
+        ("0F0 0I0 0B0 0F1 0B1", ["rank 0, action 2 (0B0): its backward pass has been done at action 1"]),
+        ("0F0 0B0 0F1 1B1 0B1", [f"rank 0, action 3 (1B1): there is no chunk 1: there is 1, {COUNTED}"]),
+        ("0F0 0B0 0F1 0B1 0F2", [f"rank 0, action 4 (0F2): there is no microbatch 2: there are 2, {COUNTED}"]),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_one_rank_is_told(text: str, told: list[str]) -> None:
+    assert flaws(replace(parse(text), vpp=1, microbatches=2, forward_only=False)) == told
+
+
+def test_the_missing_are_counted_where_there_are_many() -> None:
+    table = replace(schedule("1f1b", 2, 9), ranks=((), schedule("1f1b", 2, 9).ranks[1]))
+    assert flaws(table) == [
+        "rank 0: missing: 0F0 0F1 0F2 and 6 more",
+        "rank 0: missing: 0B0 0B1 0B2 and 6 more",
+    ]
+
+
+def test_evaluation_has_no_backward_pass() -> None:
+    table = forward_only(2, 1, 1)
+    wrong = replace(table, ranks=((*table.ranks[0], Action("backward", 0, 0)), table.ranks[1]))
+    assert flaws(wrong) == ["rank 0, action 1 (0B0): there are forward passes alone"]
+
+
+def test_a_rank_that_holds_more_than_the_schedule_means_it_to_is_rejected() -> None:
+    table = schedule("1f1b", 4, 8)
+    assert str(table.ranks[1][3]), str(table.ranks[1][4]) == ("0B0", "0F3")
+    assert flaws(swapped(table, 1, 3, 4)) == ["rank 1, action 3 (0F3): 4 activations are held; in 1f1b it is 3 at most"]
+    assert flaws(replace(swapped(table, 1, 3, 4), most_in_flight=None)) == []  # a sound table of another schedule
+
+
+def test_ranks_that_wait_for_each_other_are_named() -> None:
+    assert flaws(parse("0F0 0B0 0F1 0B1\n0F0 0F1 0B0 0B1")) == [
+        "rank 0, action 1 (0B0): deadlock: it waits for 0B0 of rank 1, which stands at action 1 (0F1)",
+        "rank 1, action 1 (0F1): deadlock: it waits for 0F1 of rank 0, which stands at action 1 (0B0)",
+    ]
+
+
+def one_for_all(rank: int, transfer: Transfer) -> Hashable:
+    return "all"
+
+
+def one_for_each_pair(rank: int, transfer: Transfer) -> Hashable:
+    return frozenset({rank, transfer.peer})
+
+
+def one_for_each_link_and_direction(rank: int, transfer: Transfer) -> Hashable:
+    return transfer.direction, rank if transfer.role == "send" else transfer.peer
+
+
+def test_a_table_that_only_hangs_where_the_directions_share_a_communicator() -> None:
+    table = parse("0F0 0F1 0B0 0B1\n0F0 0B0 0F1 0B1")
+    assert check(table) == []
+    assert [str(flaw) for flaw in check(table, one_for_all)] == [
+        "rank 0, action 2 (0B0): deadlock: it waits to receive the gradient for 0B0 from rank 1, before which rank 1 "
+        "posted to the same communicator: receive the activation for 0F1 from rank 0",
+        "rank 1, action 2 (0F1): deadlock: it waits to receive the activation for 0F1 from rank 0, before which rank 0 "
+        "posted to the same communicator: receive the gradient for 0B0 from rank 1",
+    ]
+
+
+@settings(deadline=None)
+@given(training)
+def test_directions_that_share_a_communicator_hang_every_pipeline(table: Schedule) -> None:
+    assume(table.pp > 1 and table.microbatches > 1 and table.name != "gpipe")
+    for shared in (one_for_all, one_for_each_pair):
+        assert any("same communicator" in flaw.reason for flaw in check(table, shared))
+
+
+@settings(deadline=None)
+@given(schedules)
+def test_communicators_of_their_own_for_every_link_are_as_good(table: Schedule) -> None:
+    assert check(table, one_for_each_link_and_direction) == []
+
+
+@settings(deadline=None, max_examples=40)
+@given(training, st.data())
+def test_two_transfers_issued_in_another_order_than_their_peers_hang(table: Schedule, data: st.DataObject) -> None:
+    """What an executor would do that walked its own order."""
+    assume(table.pp > 1 and table.microbatches > 1)
+    order = [*programs(table)]
+    rank = data.draw(st.integers(0, table.pp - 1))
+    program = [*order[rank]]
+    receives = [at for at, one in enumerate(program) if isinstance(one, Transfer) and one.role == "receive"]
+    pairs = [(one, other) for one, other in pairwise(receives) if Wait(program[one]) not in program[:other]]
+    pairs = [(one, other) for one, other in pairs if program[one].direction == program[other].direction]
+    assume(pairs)
+    first, second = data.draw(st.sampled_from(pairs))
+    program[first], program[second] = program[second], program[first]
+    order[rank] = tuple(program)
+    assert rehearse(table, order, equal_durations(table)).flaws
+
+
+def test_a_transfer_that_a_rank_never_issues_is_named() -> None:
+    table = parse("0F0\n0F0")
+    first, last = programs(table)
+    (flaw,) = rehearse(table, (first[:1], last), equal_durations(table)).flaws
+    assert str(flaw) == (
+        "rank 1, action 0 (0F0): deadlock: it waits to receive the activation for 0F0 from rank 0, "
+        "which rank 0 never posts"
+    )

@@ -1,0 +1,275 @@
+"""The executor does what the records say and nothing else, keeps nothing longer than they need it, and computes what
+one process computes."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import prod
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.flop_counter import FlopCounterMode
+
+from megalite.config.schema import Config
+from megalite.model.gpt import GPT
+from megalite.parallel.context import ParallelContext
+from megalite.parallel.schedule_rules import ScheduleRequest
+from megalite.pipeline import executor as executor_module
+from megalite.pipeline.actions import Action, Schedule
+from megalite.pipeline.executor import Executor, LastGradients, Links
+from megalite.pipeline.schedules import build_schedule, forward_only
+from megalite.pipeline.transfers import Direction, Record, Transfer, Wait, programs
+from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megalite.train.evaluate import mean_loss
+from megalite.train.sample import sample
+from tests.pipeline.stages import microbatches, run_pipeline, stages_config, started
+
+SCHEDULES = [(2, "1f1b", 1), (4, "1f1b", 1), (2, "gpipe", 1), (4, "zb-h1", 1), (2, "interleaved", 2)]
+ONE = torch.ones((), dtype=torch.float64)
+
+
+# --- records ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class FakeNetwork:
+    """In the place of torch.distributed for one rank alone: writes down what is asked of it, and delivers numbers
+    that tell where and when they were received."""
+
+    events: list[Any] = field(default_factory=list)
+    posted: int = 0
+    sent: list[StorageWeakRef] = field(default_factory=list)  # what was sent, in order
+    received: list[StorageWeakRef] = field(default_factory=list)
+    left: list[int] = field(default_factory=list)  # after the wait for each send: of those waited for, how many live
+    _done: list[StorageWeakRef] = field(default_factory=list)
+
+    Work = SimpleNamespace  # of torch.distributed: its type alone is used
+    ProcessGroup = SimpleNamespace
+
+    def groups(self, pp: int) -> dict[Direction, Any]:
+        return {way: SimpleNamespace(way=way, size=lambda: pp) for way in ("forward", "backward")}
+
+    def send(self, tensor: Tensor, *, group: Any, group_dst: int) -> None:
+        """Links are opened, of which the records say nothing."""
+
+    def recv(self, tensor: Tensor, *, group: Any, group_src: int) -> None:
+        """As `send`."""
+
+    def isend(self, tensor: Tensor, *, group: Any, group_dst: int) -> Any:
+        assert not tensor.requires_grad, "what travels is no part of a graph"
+        assert tensor.is_contiguous()
+        self.sent.append(StorageWeakRef(tensor.untyped_storage()))
+        return self._post(("send", group.way, group_dst), self.sent[-1])
+
+    def irecv(self, tensor: Tensor, *, group: Any, group_src: int) -> Any:
+        tensor.fill_(0.01)
+        self.received.append(StorageWeakRef(tensor.untyped_storage()))
+        return self._post(("receive", group.way, group_src), None)
+
+    def _post(self, event: tuple[str, Direction, int], sent: StorageWeakRef | None) -> Any:
+        number, self.posted = self.posted, self.posted + 1
+        self.events.append((number, *event))
+
+        def wait(*_: Any) -> None:
+            self.events.append(("wait", number))
+            if sent is not None:
+                self._done.append(sent)
+
+        return SimpleNamespace(wait=wait)
+
+    def computed(self, action: Action) -> None:
+        self.events.append(action)
+        self.left.append(sum(not each.expired() for each in self._done))
+
+
+def as_events(program: tuple[Record, ...]) -> Iterator[Any]:
+    """What the network and the model see of the records."""
+    numbers: dict[Transfer, int] = {}
+    for record in program:
+        if isinstance(record, Transfer):
+            numbers[record] = len(numbers)
+            yield numbers[record], record.role, record.direction, record.peer
+        elif isinstance(record, Wait):
+            yield "wait", numbers[record.transfer]
+        else:
+            yield record
+
+
+def table_of(pp: int, name: str, vpp: int, count: int) -> Schedule:
+    return build_schedule(ScheduleRequest(name, pp, count, vpp))
+
+
+def run_alone(
+    patch: pytest.MonkeyPatch, pp: int, name: str, vpp: int, rank: int, count: int, *, training: bool = True
+) -> tuple[FakeNetwork, list[tuple[str, int, Action | None]]]:
+    """One rank of a pipeline whose others do not exist; what it told of its last gradients, after which action."""
+    network = FakeNetwork()
+    patch.setattr(executor_module, "dist", network)
+    config = stages_config(pp, name, vpp)
+    chunks = [chunk_of(config, rank, chunk) for chunk in range(vpp)]
+    told: list[tuple[str, int, Action | None]] = []
+
+    def tell(what: str, chunk: int) -> None:
+        told.append((what, chunk, next((e for e in reversed(network.events) if isinstance(e, Action)), None)))
+
+    executor = Executor(
+        chunks,
+        Links(rank, network.groups(pp)),
+        lambda count: table_of(pp, name, vpp, count),
+        lambda count: forward_only(pp, vpp, count),
+        LastGradients(lambda chunk: tell("coming", chunk), lambda chunk: tell("complete", chunk)),
+    )
+    compute = executor_module._Run.compute
+
+    def computed(run: Any, action: Action) -> None:
+        network.computed(action)
+        compute(run, action)
+
+    with patch.context() as counted:
+        counted.setattr(executor_module._Run, "compute", computed)
+        (executor.train if training else executor.evaluate)(microbatches(config, count), ONE)
+    network.computed(Action("forward", 0, count))  # after all: what is left
+    network.events.pop()
+    return network, told
+
+
+def chunk_of(config: Config, rank: int, chunk: int) -> GPT:
+    """Two layers, with values and sinks."""
+    stage, stages = chunk * config.parallel.pp + rank, config.parallel.pp * config.parallel.vpp
+    part = GPT(
+        config.model,
+        dtype=torch.float64,
+        device=torch.device("cpu"),
+        seed=1,
+        layers=range(2 * stage, 2 * stage + 2),
+        embeds=stage == 0,
+        has_loss=stage == stages - 1,
+    )
+    for parameter in part.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    part.gradient_sinks({name: torch.zeros(part.get_parameter(name).shape).double() for name in part.sunk_parameters})
+    return part
+
+
+@pytest.mark.parametrize(("pp", "name", "vpp"), SCHEDULES)
+def test_the_executor_does_exactly_the_records_in_their_order(
+    pp: int, name: str, vpp: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Receives are posted when the records say, sends waited for when they say, nothing comes in between."""
+    for rank in range(pp):
+        network, _ = run_alone(monkeypatch, pp, name, vpp, rank, count=6)
+        assert network.events == list(as_events(programs(table_of(pp, name, vpp, 6))[rank]))
+        network, told = run_alone(monkeypatch, pp, name, vpp, rank, count=3, training=False)
+        assert network.events == list(as_events(programs(forward_only(pp, vpp, 3))[rank]))
+        assert told == []
+
+
+@pytest.mark.parametrize(("pp", "name", "vpp"), SCHEDULES)
+def test_what_was_sent_is_freed_when_it_has_arrived(
+    pp: int, name: str, vpp: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Activations whose graph waits for backward, and gradients; at the end nothing that travelled is left."""
+    for rank in range(pp):
+        network, _ = run_alone(monkeypatch, pp, name, vpp, rank, count=6)
+        assert network.sent
+        assert {*network.left} == {0}, f"rank {rank} keeps outputs after their send was waited for"
+        assert all(each.expired() for each in network.sent + network.received)
+
+
+@pytest.mark.parametrize(("pp", "name", "vpp"), SCHEDULES)
+def test_last_gradients_are_told_once_for_each_chunk(
+    pp: int, name: str, vpp: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the last microbatch's backward pass, or after its weight gradients."""
+    kind, what = ("backward-weight", "complete") if name == "zb-h1" else ("backward", "coming")
+    for rank in range(pp):
+        _, told = run_alone(monkeypatch, pp, name, vpp, rank, count=6)
+        expected = [(what, chunk, Action(kind, chunk, 5)) for chunk in reversed(range(vpp))]  # type: ignore[arg-type]
+        assert told == expected
+
+
+# --- evaluation ------------------------------------------------------------------------------------------------------
+
+
+def evaluate(context: ParallelContext, config: Config) -> dict[str, Any]:
+    """What does not depend on how many ranks computed it; hidden states only where the pipeline ends."""
+    training = started(context, config)
+    for chunk in training.chunks:
+        chunk.eval()
+    executor, batches = training.executor, microbatches(config, 5)
+    losses = [executor.evaluate(batches[:count], ONE).item() for count in (1, 2, 5)]
+    hidden = [executor.hidden(batch) for batch in batches]
+    assert all((each is not None) == training.has_loss for each in hidden)
+    assert not any(each is not None and each.requires_grad for each in hidden)
+    return {
+        "losses": losses if training.has_loss else None,
+        "hidden": hidden if training.has_loss else None,
+        "mean": mean_loss(training, context, iter([batches[:2], batches[2:]])),
+        "text": sample(training, context, [3, 1, 4], 12, seq_length=config.train.seq_length, seed=2),
+        "trained": executor.train(batches, ONE).item() if training.has_loss else executor.train(batches, ONE) * 0,
+    }
+
+
+@pytest.mark.parametrize(("pp", "schedule", "vpp"), [(2, "1f1b", 1), (4, "zb-h1", 1), (2, "interleaved", 2)])
+def test_evaluation_and_sampling_are_those_of_one_process(pp: int, schedule: str, vpp: int) -> None:
+    """With fewer microbatches than ranks, as many, and a number that is no multiple."""
+    config = stages_config(pp, schedule, vpp)
+    alone = evaluate(ParallelContext(dtype=torch.float64), stages_config(1, num_layers=2 * pp * vpp))
+    found = run_pipeline(evaluate, config)
+    close = {"rtol": 1e-10, "atol": 1e-12}
+    for rank in found:
+        torch.testing.assert_close(rank["mean"], alone["mean"], **close)
+        assert rank["text"] == alone["text"]
+    assert len({*alone["text"]}) > 3, "a text that can differ"
+    for what in ("losses", "hidden", "trained"):
+        torch.testing.assert_close(found[-1][what], alone[what], **close)
+
+
+# --- work ------------------------------------------------------------------------------------------------------------
+
+
+class Flops(FlopCounterMode):
+    """torch's counter knows no addition in place."""
+
+    def __init__(self) -> None:
+        super().__init__(display=False, custom_mapping={torch.ops.aten.addmm_: self._flops})
+
+    @staticmethod
+    def _flops(total: tuple[int, int], left: tuple[int, int], right: tuple[int, int], **_: Any) -> int:
+        return 2 * prod(total) * right[0]
+
+
+def count_flops(context: ParallelContext, config: Config) -> tuple[int, dict[Action, int], int]:
+    """Of a whole batch; of each action; and those of all products that give gradients of a microbatch's linears."""
+    training = started(context, config)
+    batches = microbatches(config, 5)
+    with Flops() as whole:
+        training.executor.train(batches, ONE)
+    by_action: dict[Action, int] = {}
+    compute = executor_module._Run.compute
+
+    def counted(run: Any, action: Action) -> None:
+        with Flops() as flops:
+            compute(run, action)
+        by_action[action] = flops.get_total_flops()
+
+    executor_module._Run.compute = counted  # type: ignore[method-assign]  # this rank's process ends soon
+    training.executor.train(batches, ONE)
+    modules = training.chunks[0].modules()
+    layers = [each for each in modules if isinstance(each, ColumnParallelLinear | RowParallelLinear)]
+    weights = sum(layer.weight.numel() for layer in layers)
+    return whole.get_total_flops(), by_action, 2 * batches[0].tokens.numel() * weights
+
+
+def test_zb_h1_computes_as_much_as_1f1b_and_no_weight_product_before_its_turn() -> None:
+    plain = run_pipeline(count_flops, stages_config(4, "1f1b"))
+    split = run_pipeline(count_flops, stages_config(4, "zb-h1"))
+    for (whole, parts, _), (split_whole, split_parts, products) in zip(plain, split, strict=True):
+        assert whole == sum(parts.values()) == split_whole == sum(split_parts.values()) > 0
+        for microbatch in range(5):
+            backward = parts[Action("backward", 0, microbatch)]
+            assert split_parts[Action("backward-weight", 0, microbatch)] == products > 0
+            assert split_parts[Action("backward-input", 0, microbatch)] == backward - products

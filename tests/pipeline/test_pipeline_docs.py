@@ -1,0 +1,92 @@
+"""docs/pipeline.md says what the code says: output and pictures are those of the commands above them, defaults are the
+schema's, and the schedule that is shown as an example is the real one."""
+
+import inspect
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megalite.config.parallel_rules import SCHEDULE_NAMES, STAGE_NAMES
+from megalite.config.problems import REFUSED
+from megalite.config.settings import SETTINGS, yaml_value
+from megalite.pipeline import schedules
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "pipeline.md").read_text(encoding="utf-8")
+COMMANDS = {
+    "stages": r"python scripts/rank_generator.py ",
+    "table": r"python scripts/schedule.py [^\n]*train.global_batch_size=4 train.micro_batch_size=1$",
+    "bubbles": r"python - <<'END'\n.*step\.bubble",
+    "program": r"python - <<'END'\n.*zip_longest",
+    "flaws": r"python - <<'END'\n.*print\(\*check\(",
+    "refused": r"python scripts/verify_layout.py .*train.compile=true$",
+}
+DRAWN = re.findall(r"^(python scripts/schedule\.py .*\\\n.*) --picture (docs/pictures/\S+)$", PAGE, re.MULTILINE)
+
+
+def ran(command: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    return subprocess.run(
+        ["bash", "-c", command], cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=120
+    )
+
+
+def shown(pattern: str) -> tuple[str, str]:
+    """The command of the page that fits the pattern, and what is shown below it: a block or a table."""
+    blocks = re.findall(r"```bash\n(.*?)\n```\n\n(?:```\n(.*?)\n?```|((?:\|[^\n]*\n)+)|)", PAGE, re.DOTALL)
+    fits = re.compile(pattern, re.DOTALL)
+    (found,) = [(command, block or table) for command, block, table in blocks if fits.match(command)]
+    return found
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_what_follows_a_command_is_its_output(name: str) -> None:
+    command, output = shown(COMMANDS[name])
+    done = ran(command)
+    told = done.stderr if name == "refused" else done.stdout
+    assert done.returncode == (REFUSED if name == "refused" else 0), done.stderr
+    assert output.splitlines() == told.splitlines(), f"docs/pipeline.md must show:\n{told}"
+
+
+def test_there_is_a_picture_of_every_schedule() -> None:
+    names = {path.removeprefix("docs/pictures/pipeline-").removesuffix(".svg") for _, path in DRAWN}
+    assert names == {*schedules.SCHEDULES}
+    for command, path in DRAWN:
+        assert f"parallel.schedule={path.removeprefix('docs/pictures/pipeline-').removesuffix('.svg')} " in command
+        assert f"]({path.removeprefix('docs/')})" in PAGE
+
+
+@pytest.mark.parametrize(("command", "path"), DRAWN, ids=[path for _, path in DRAWN])
+def test_a_picture_is_what_its_command_draws(command: str, path: str, tmp_path: Path) -> None:
+    drawn = tmp_path / "drawn.svg"
+    done = ran(f"{command} --picture {drawn}")
+    assert done.returncode == 0, done.stderr
+    assert drawn.read_bytes() == (ROOT / path).read_bytes(), f"draw {path} again"
+
+
+def test_the_table_of_settings_is_the_schema_s() -> None:
+    rows = dict(re.findall(r"^\| `((?:parallel|train)\.\w+)` \| `(.*?)` \|", PAGE, re.MULTILINE))
+    names = {*STAGE_NAMES.values(), *vars(SCHEDULE_NAMES).values()}
+    names = {name for name in names if str(name).startswith("parallel.")} | {"train.record_pipeline"}
+    assert rows == {name: yaml_value(SETTINGS[name].default) for name in names}
+
+
+def test_the_example_of_a_schedule_is_a_whole_one() -> None:
+    assert f"```python\n{inspect.getsource(schedules.gpipe)}```\n" in PAGE
+
+
+def test_every_file_setting_and_section_that_is_named_exists() -> None:
+    for group, name in re.findall(r"(?<![\w.])(parallel|train|model)\.([a-z]\w+)\b(?!\()", PAGE):
+        assert f"{group}.{name}" in SETTINGS, name
+    for path in re.findall(r"`((?:megalite|tests|scripts)/[\w/.]+)`", PAGE):
+        assert (ROOT / path).exists(), path
+    for link, section in re.findall(r"\]\(([^)#]+)#?([^)]*)\)", PAGE):
+        target = ROOT / "docs" / link
+        assert target.exists(), link
+        if section:
+            headings = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.MULTILINE)
+            assert section in {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}

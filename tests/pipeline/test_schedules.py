@@ -1,0 +1,113 @@
+"""The schedules are those of the papers and of Megatron-LM: orders, warm-up counts, what is held."""
+
+from itertools import takewhile
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megalite.parallel.schedule_rules import ScheduleRequest, default_group_size, schedule_problems
+from megalite.pipeline.actions import Schedule, in_flight, render
+from megalite.pipeline.schedules import forward_only
+from tests.pipeline.shapes import schedule, training
+
+
+def leading_forwards(schedule: Schedule) -> list[int]:
+    """By rank: the warm-up, and the forward pass with which the first backward pass takes turns, if any is left."""
+    return [len([*takewhile(lambda one: one.kind == "forward", actions)]) for actions in schedule.ranks]
+
+
+@pytest.mark.parametrize("pp", range(1, 17))
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_warm_up_counts_of_1f1b_are_megatrons(name: str, pp: int) -> None:
+    for microbatches in (1, 2, 3, pp, pp + 1, 2 * pp + 3):
+        warm_up = [min(pp - rank - 1, microbatches) for rank in range(pp)]
+        assert leading_forwards(schedule(name, pp, microbatches)) == [min(one + 1, microbatches) for one in warm_up]
+
+
+@pytest.mark.parametrize("pp", range(2, 17))
+@pytest.mark.parametrize("vpp", range(2, 5))
+def test_warm_up_counts_of_interleaved_are_megatrons(vpp: int, pp: int) -> None:
+    for microbatches, group in ((pp, pp), (3 * pp, pp), (2 * pp + 2, pp + 2), (2 * pp + 1, pp + 1), (pp + 3, pp + 3)):
+        passes = microbatches * vpp
+        warm_up = [min((pp - rank - 1) * 2 + (vpp - 1) * group, passes) for rank in range(pp)]
+        table = schedule("interleaved", pp, microbatches, vpp, group)
+        assert leading_forwards(table) == [min(one + 1, passes) for one in warm_up]
+
+
+@pytest.mark.parametrize(
+    ("pp", "vpp", "microbatches", "warm_up"), [(2, 2, 4, [4, 2]), (4, 2, 8, [10, 8, 6, 4]), (4, 3, 4, [12, 12, 10, 8])]
+)
+def test_warm_up_counts_that_megatron_was_seen_to_have(
+    pp: int, vpp: int, microbatches: int, warm_up: list[int]
+) -> None:
+    table = schedule("interleaved", pp, microbatches, vpp)
+    assert leading_forwards(table) == [min(one + 1, vpp * microbatches) for one in warm_up]
+
+
+def test_the_last_group_of_microbatches_may_be_shorter() -> None:
+    forward = [one for one in schedule("interleaved", 2, 5, vpp=2, group_size=3).ranks[0] if one.kind == "forward"]
+    backward = [one for one in schedule("interleaved", 2, 5, vpp=2, group_size=3).ranks[0] if one.kind == "backward"]
+    assert [one.microbatch for one in forward] == [0, 1, 2, 0, 1, 2, 3, 4, 3, 4]
+    assert [one.chunk for one in forward] == [0, 0, 0, 1, 1, 1, 0, 0, 1, 1]
+    assert [one.microbatch for one in backward] == [0, 1, 2, 0, 1, 2, 3, 4, 3, 4]
+    assert [one.chunk for one in backward] == [1, 1, 1, 0, 0, 0, 1, 1, 0, 0]
+
+
+KNOWN = {
+    "gpipe": ["0F0 0F1 0F2 0B0 0B1 0B2", "0F0 0F1 0F2 0B0 0B1 0B2"],
+    "1f1b": ["0F0 0F1 0B0 0F2 0B1 0B2", "0F0 0B0 0F1 0B1 0F2 0B2"],
+    "zb-h1": ["0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2", "0F0 0I0 0F1 0I1 0W0 0F2 0I2 0W1 0W2"],
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_three_microbatches_on_two_ranks(name: str) -> None:
+    assert render(schedule(name, 2, 3)).splitlines() == KNOWN[name]
+
+
+def test_interleaved_on_two_ranks() -> None:
+    assert render(schedule("interleaved", 2, 2, vpp=2)).splitlines() == [
+        "0F0 0F1 1F0 1F1 1B0 1B1 0B0 0B1",
+        "0F0 0F1 1F0 1B0 1F1 1B1 0B0 0B1",
+    ]
+
+
+@given(pp=st.integers(1, 8), microbatches=st.integers(1, 20))
+def test_zb_h1_is_1f1b_with_the_weight_gradients_put_off_by_the_rank(pp: int, microbatches: int) -> None:
+    plain, split = schedule("1f1b", pp, microbatches), schedule("zb-h1", pp, microbatches)
+    for rank, actions in enumerate(split.ranks):
+        others = [one._replace(kind="backward") if one.kind == "backward-input" else one for one in actions]
+        assert [one for one in others if one.kind != "backward-weight"] == [*plain.ranks[rank]]
+        waiting = 0
+        for one in actions:
+            waiting += (one.kind == "backward-input") - (one.kind == "backward-weight")
+            assert waiting <= rank + 1
+        assert in_flight(actions).together <= min(pp, microbatches)
+
+
+@given(training)
+def test_no_rank_holds_more_than_the_schedule_means_it_to(table: Schedule) -> None:
+    held = [in_flight(actions).activations for actions in table.ranks]
+    assert table.most_in_flight is not None
+    assert held == [*table.most_in_flight]  # and the bound is reached
+    if table.name in ("1f1b", "zb-h1"):
+        assert all(most <= table.pp - rank for rank, most in enumerate(held))
+
+
+def test_what_1f1b_holds_does_not_grow_with_the_microbatches() -> None:
+    assert schedule("1f1b", 4, 16).most_in_flight == schedule("1f1b", 4, 4).most_in_flight == (4, 3, 2, 1)
+    assert schedule("gpipe", 4, 16).most_in_flight == (16,) * 4
+
+
+@given(pp=st.integers(1, 12), more=st.integers(0, 60))
+def test_any_number_of_microbatches_from_pp_on_has_a_group_size(pp: int, more: int) -> None:
+    size = default_group_size(pp, pp + more)
+    assert size == pp or (pp + more) % pp
+    assert pp == 1 or not schedule_problems(ScheduleRequest("interleaved", pp, pp + more, vpp=2, group_size=size))
+
+
+def test_evaluation_takes_any_number_of_microbatches_forward() -> None:
+    assert render(forward_only(2, 1, 3)).splitlines() == ["0F0 0F1 0F2"] * 2
+    assert render(forward_only(2, 2, 3)).splitlines() == ["0F0 0F1 1F0 1F1 0F2 1F2"] * 2
+    assert render(forward_only(4, 2, 1)).splitlines() == ["0F0 1F0"] * 4

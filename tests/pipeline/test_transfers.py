@@ -1,0 +1,150 @@
+"""Both ranks of a transfer issue it in one order, early, and wait for it once; that never costs the schedule time."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+
+from megalite.pipeline.actions import Action, Schedule
+from megalite.pipeline.rehearsal import rehearse
+from megalite.pipeline.schedules import forward_only
+from megalite.pipeline.simulator import simulate
+from megalite.pipeline.timeline import equal_durations
+from megalite.pipeline.transfers import Transfer, Wait, input_of, output_of, programs
+from tests.pipeline.shapes import schedule, schedules
+
+
+@settings(deadline=None)
+@given(schedules)
+def test_a_rank_performs_its_actions_in_order_and_each_transfer_around_them(table: Schedule) -> None:
+    for rank, program in enumerate(programs(table)):
+        assert tuple(record for record in program if isinstance(record, Action)) == table.ranks[rank]
+        place = {record: at for at, record in enumerate(program)}
+        assert len(place) == len(program)  # nothing twice
+        awaited = {record.transfer for record in program if isinstance(record, Wait)}
+        assert awaited == {record for record in program if isinstance(record, Transfer)}
+        for action in table.ranks[rank]:
+            if (needed := input_of(table, rank, action)) is not None:
+                assert place[needed] < place[Wait(needed)] == place[action] - 1
+            if (made := output_of(table, rank, action)) is not None:
+                assert place[action] < place[made] < place[Wait(made)]
+
+
+@settings(deadline=None)
+@given(schedules)
+def test_both_ranks_issue_what_is_between_them_in_one_order(table: Schedule) -> None:
+    issued = [[record for record in program if isinstance(record, Transfer)] for program in programs(table)]
+    for rank, mine in enumerate(issued):
+        for direction in ("forward", "backward"):
+            for peer in {transfer.peer for transfer in mine}:
+                sends = [one.number for one in mine if one[:3] == ("send", direction, peer)]
+                receives = [one.number for one in issued[peer] if one[:3] == ("receive", direction, rank)]
+                assert sends == receives
+    numbers = Counter((one.role, one.number) for mine in issued for one in mine)
+    assert set(numbers.values()) <= {1}
+
+
+@settings(deadline=None)
+@given(schedules)
+def test_of_what_was_sent_one_output_is_kept_besides_the_newest(table: Schedule) -> None:
+    for program in programs(table):
+        kept: Counter[str] = Counter()
+        for record in program:
+            if isinstance(record, Transfer) and record.role == "send":
+                kept[record.direction] += 1
+                assert kept[record.direction] == 1
+            elif isinstance(record, Wait) and record.transfer.role == "send":
+                kept[record.transfer.direction] -= 1
+
+
+def test_activations_go_on_to_the_next_rank_and_from_the_last_to_the_first() -> None:
+    table = schedule("interleaved", 4, 4, vpp=2)
+    last = output_of(table, 3, Action("forward", 0, 2))
+    first = input_of(table, 0, Action("forward", 1, 2))
+    assert last is not None
+    assert first is not None
+    assert last[:5] == ("send", "forward", 0, 0, 2)
+    assert first[:5] == ("receive", "forward", 3, 1, 2)
+    assert last.number == first.number
+    assert output_of(table, 3, Action("forward", 1, 2)) is None  # the loss is there
+    assert input_of(table, 3, Action("backward", 1, 2)) is None
+    assert input_of(table, 0, Action("forward", 0, 2)) is None
+    assert output_of(table, 0, Action("backward", 0, 2)) is None
+
+
+def test_gradients_go_back_and_weight_gradients_go_nowhere() -> None:
+    table = schedule("zb-h1", 2, 2)
+    gradient = output_of(table, 1, Action("backward-input", 0, 1))
+    assert gradient is not None
+    assert gradient[:5] == ("send", "backward", 0, 0, 1)
+    assert input_of(table, 0, Action("backward-weight", 0, 1)) is None
+    assert output_of(table, 1, Action("backward-weight", 0, 1)) is None
+
+
+def test_with_two_ranks_both_neighbours_are_the_other_rank() -> None:
+    for rank, program in enumerate(programs(schedule("interleaved", 2, 4, vpp=2))):
+        transfers = [record for record in program if isinstance(record, Transfer)]
+        assert {transfer.peer for transfer in transfers} == {1 - rank}
+        assert {transfer[:2] for transfer in transfers} == {
+            (role, direction) for role in ("send", "receive") for direction in ("forward", "backward")
+        }
+
+
+def test_a_receive_is_issued_while_its_sender_computes_and_a_send_is_waited_for_before_the_next() -> None:
+    program = programs(schedule("1f1b", 2, 3))[1]
+    cells = [
+        str(record)
+        if isinstance(record, Action)
+        else f"wait {record.transfer.role} {record.transfer.microbatch}"
+        if isinstance(record, Wait)
+        else f"{record.role} {record.microbatch}"
+        for record in program
+    ]
+    assert cells == [
+        *("receive 0", "receive 1", "wait receive 0", "0F0", "0B0", "send 0"),
+        *("wait receive 1", "0F1", "receive 2", "0B1", "wait send 0", "send 1"),
+        *("wait receive 2", "0F2", "0B2", "wait send 1", "send 2", "wait send 2"),
+    ]
+
+
+def test_evaluation_only_goes_forward() -> None:
+    transfers = [one for program in programs(forward_only(4, 2, 3)) for one in program if isinstance(one, Transfer)]
+    assert {transfer.direction for transfer in transfers} == {"forward"}
+    assert len(transfers) == 2 * 7 * 3
+
+
+@settings(deadline=None)
+@given(schedules)
+def test_with_equal_stages_no_rank_ever_waits_for_the_order_of_transfers(table: Schedule) -> None:
+    durations = equal_durations(table)
+    rehearsal = rehearse(table, programs(table), durations)
+    assert not rehearsal.flaws
+    assert rehearsal.timeline == simulate(table, durations)
+
+
+SHAPES = [
+    schedule("1f1b", 8, 32),
+    schedule("gpipe", 4, 8),
+    schedule("zb-h1", 8, 16),
+    schedule("interleaved", 4, 8, vpp=2),
+    schedule("interleaved", 8, 32, vpp=4),
+    schedule("interleaved", 4, 11, vpp=2, group_size=7),
+    forward_only(4, 2, 8),
+]
+
+
+@pytest.mark.parametrize("table", SHAPES, ids=lambda table: f"{table.name}-{table.microbatches}")
+def test_with_equal_stages_transfers_are_hidden_as_well_as_they_can_be(table: Schedule) -> None:
+    durations = equal_durations(table, 1, 1, 1)
+    played = rehearse(table, programs(table), durations, transfer=0.125).timeline
+    assert played.makespan == simulate(table, durations, transfer=0.125).makespan
+
+
+@pytest.mark.parametrize("table", SHAPES, ids=lambda table: f"{table.name}-{table.microbatches}")
+def test_with_uneven_stages_the_order_of_transfers_costs_three_percent_at_most(table: Schedule) -> None:
+    durations = {
+        (rank, chunk, kind): time * (1 + 0.2 * ((7 * rank + 3 * chunk) % 5 - 2) / 2)  # up to 20% more or less
+        for (rank, chunk, kind), time in equal_durations(table).items()
+    }
+    best = simulate(table, durations, transfer=0.05).makespan
+    assert rehearse(table, programs(table), durations, transfer=0.05).timeline.makespan <= 1.03 * best

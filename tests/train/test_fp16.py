@@ -1,0 +1,95 @@
+"""fp16: the loss scale is found, what overflows is skipped on every rank, and what is told is the loss itself."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.data.batch import Batch
+from megalite.parallel.context import ParallelContext
+from megalite.train.step import TrainStep
+from megalite.train.training import Training, build_training, fill_with_start_values
+from tests.optim.small_model import small_config
+from tests.ranks import run_ranks
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One step: what it told, the scale after it, and whether it changed any master."""
+
+    loss: float
+    grad_norm: float
+    skipped: bool
+    loss_scale: float
+    next_scale: float
+    changed: bool
+
+
+def batch_of(rank: int) -> Batch:
+    tokens = torch.randint(50, (2, 9), generator=torch.Generator().manual_seed(rank))
+    mask, positions = torch.ones(2, 8, dtype=torch.bool), torch.arange(8).expand(2, 8)
+    return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), mask, positions, None, 0)
+
+
+def train(context: ParallelContext, steps: int, broken_rank: int | None, optimizer: dict[str, Any]) -> list[Seen]:
+    """`broken_rank` has an infinite gradient in the second step, alone."""
+    config = small_config(optimizer=optimizer)
+    training = build_training(config, context)
+    fill_with_start_values(training.buffers, config, context)
+    training.spread_masters()
+    step = TrainStep(training, config.optimizer, context)
+    seen = []
+    for number in range(steps):
+        before = [master.clone() for master in training.buffers.masters]
+        if context.rank == broken_rank and number == 1:
+            _break_once(training)
+        figures = step([batch_of(context.rank)], 16, 1e-2).read()
+        changed = not all(map(torch.equal, before, training.buffers.masters))
+        after = 1.0 if training.loss_scale is None else float(training.loss_scale.value)
+        told = (figures.loss, figures.grad_norm, figures.skipped, figures.loss_scale)
+        seen.append(Seen(*told, next_scale=after, changed=changed))
+    training.gather.finish()
+    return seen
+
+
+def _break_once(training: Training) -> None:
+    finish = training.sync.finish
+
+    def and_spoil() -> None:
+        training.buffers.gradient_buckets[0][:] = torch.inf
+        training.sync.finish = finish  # type: ignore[method-assign]
+        finish()
+
+    training.sync.finish = and_spoil  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_a_scale_that_is_too_large_is_halved_until_steps_count(zero: int) -> None:
+    start = {"initial_loss_scale": 2.0**30, "hysteresis": 1, "zero": zero}
+    one, other = run_ranks(train, 2, 20, None, start, dtype=torch.float16)
+    assert [seen.skipped for seen in one] == [seen.skipped for seen in other]
+    assert one[0].skipped
+    assert not any(seen.skipped for seen in one[-5:])
+    for seen in [*one, *other]:
+        assert seen.changed != seen.skipped
+        assert seen.next_scale == (seen.loss_scale / 2 if seen.skipped else seen.loss_scale)
+
+
+def test_figures_are_those_of_fp32() -> None:
+    """The scale is in neither the loss nor the norm."""
+    scaled = run_ranks(train, 2, 4, None, {"initial_loss_scale": 2.0**12}, dtype=torch.float16)[0]
+    plain = run_ranks(train, 2, 4, None, {}, dtype=torch.float32)[0]
+    assert not any(seen.skipped for seen in scaled)
+    for one, other in zip(scaled, plain, strict=True):
+        assert one.loss == pytest.approx(other.loss, rel=2e-3)
+        assert one.grad_norm == pytest.approx(other.grad_norm, rel=2e-2)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_what_overflows_on_one_rank_is_skipped_on_all(zero: int) -> None:
+    start = {"initial_loss_scale": 2.0**12, "hysteresis": 2, "zero": zero, "overlap": False}
+    for seen in run_ranks(train, 2, 4, 1, start, dtype=torch.float16):
+        assert [each.skipped for each in seen] == [False, True, False, False]
+        assert [each.changed for each in seen] == [True, False, True, True]
+        assert {each.loss_scale for each in seen} == {2.0**12}, "one chance is used up, the scale stays"
