@@ -1,8 +1,9 @@
 """What may change between a run and its continuation.
 
 What makes the saved tensors meaningless, or reorders data that the run is in the middle of, is refused: the model's
-mathematics, the sequence length, the seed, the split and the mixture of the data. Everything else may change on purpose
-(learning rate, batch, steps, layout, logging) and is said aloud, so that no change goes unnoticed.
+mathematics, the sequence length, the seed, the split and the mixture of the data, the dtype of the moments. Everything
+else may change on purpose (learning rate, batch, steps, layout, logging) and is said aloud, so that no change goes
+unnoticed.
 """
 
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ from megalite.config.problems import Problem
 
 # Fields of the model that leave the meaning of its parameters alone.
 _FREE_IN_MODEL = ("name", "dropout", "attention_dropout", "embedding_dropout", "init_std", "loss_chunk_tokens")
-_FIXED = ("seed", "train.seq_length", "data.validation_fraction", "data.weights")
+_FIXED = ("seed", "train.seq_length", "data.validation_fraction", "data.weights", "optimizer.moment_dtype")
 _UNREMARKABLE = ("run_dir", "resume", "checkpoint.init_from")
 
 

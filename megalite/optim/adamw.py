@@ -18,7 +18,8 @@ from torch import Tensor
 
 from megalite.optim.buffer_layout import SliceRange
 
-PIECE = 2**18  # elements that are widened at once: their fp32 copies stay in a core's cache
+PIECE = 2**18  # elements that a CPU widens at once: their fp32 copies stay in a core's cache
+CUDA_PIECE = 2**26  # on CUDA: few enough launches, and 256 MiB for a copy
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,8 @@ class FlatAdamW:
         """The views of one group, for one kernel call; or, to be widened, of one piece at a time."""
         tensors = (self.masters, self.gradients, self.exp_avg, self.exp_avg_sq)
         runs = [run for run in runs if run.start < run.stop]
-        parts = [[piece] for run in runs for piece in _pieces(run)] if self._widened else [runs]
+        size = CUDA_PIECE if self.step_count.is_cuda else PIECE
+        parts = [[piece] for run in runs for piece in _pieces(run, size)] if self._widened else [runs]
         for part in filter(None, parts):
             yield _Views(*([slices[run.bucket][run.start : run.stop] for run in part] for slices in tensors))
 
@@ -127,9 +129,9 @@ class FlatAdamW:
         )
 
 
-def _pieces(run: SliceRange) -> Iterator[SliceRange]:
-    for start in range(run.start, run.stop, PIECE):
-        yield SliceRange(run.bucket, start, min(start + PIECE, run.stop))
+def _pieces(run: SliceRange, size: int) -> Iterator[SliceRange]:
+    for start in range(run.start, run.stop, size):
+        yield SliceRange(run.bucket, start, min(start + size, run.stop))
 
 
 def _assert_disjoint(runs: Sequence[SliceRange], sizes: Sequence[int]) -> None:

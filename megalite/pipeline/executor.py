@@ -132,13 +132,6 @@ def _loss(scale: Tensor) -> End:
     return lambda chunk, batch, received: chunk.loss(batch, scale, received)
 
 
-def _activation_shape(chunk: GPT, batch: Batch) -> tuple[int, int, int]:
-    """[s, b, h] between stages, or [s/t, b, h] with sequence parallelism."""
-    (b, s), tp = batch.tokens.shape, chunk.place.tp
-    ranks = tp.size if tp is not None and chunk.place.sequence_parallel else 1
-    return s // ranks, b, chunk.config.hidden_size
-
-
 def _timed(compute: Callable[[Action], None], action: Action, device: torch.device) -> Span:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -177,7 +170,7 @@ class _Run:
             work = dist.isend(tensor, group=group, group_dst=transfer.peer)
         else:
             chunk, batch = self._chunks[transfer.chunk], self._batches[transfer.microbatch]
-            tensor = torch.empty(_activation_shape(chunk, batch), dtype=chunk.dtype, device=chunk.device)
+            tensor = torch.empty(chunk.activation_shape(batch), dtype=chunk.dtype, device=chunk.device)
             work = dist.irecv(tensor, group=group, group_src=transfer.peer)
         assert work is not None, "this rank is in the group"
         self._travelling[transfer.number] = work, tensor

@@ -63,6 +63,7 @@ class Loop:
         self.under_way = False  # the first step is done: from now on no rank is late for a good reason
         self.stopping = False
         self.problems: list[Problem] = []  # of the input that this rank has read
+        self._ahead: StepBatches | None = None  # of the step to come
         self._least_loss_scale = job.config.optimizer.min_loss_scale
 
     def run(self) -> None:
@@ -94,17 +95,31 @@ class Loop:
         self.saver.save_last()
 
     def _launch(self, step: int, batches: TrainBatches) -> None:
+        config = self.job.config
+        data = self._ahead or self._fetch(batches)
+        stop, refused = self.stop.requested is not None, bool(self.problems)
+        self._ahead = self._fetch(batches) if step < config.train.steps else None
+        tokens_ahead = None if self._ahead is None else self._ahead.local_tokens
+        lr = learning_rate(step - 1, config.lr, peak=config.optimizer.lr, steps=config.train.steps)
+        with self._recorded(step):
+            figures = self.step(
+                data.microbatches,
+                data.local_tokens,
+                lr,
+                stop=stop,
+                refused=refused,
+                next_local_tokens=tokens_ahead,
+            )
+        self.launched.append(Launched(step, figures, lr, data.wait_s))
+
+    def _fetch(self, batches: TrainBatches) -> StepBatches:
+        """The next microbatches; masked ones where they are refused, of which the other ranks learn in their step."""
         config, context = self.job.config, self.job.context
         try:
-            data = next(batches)
-        except UserError as error:  # the other ranks do not know yet: they learn of it in the step
+            return next(batches)
+        except UserError as error:
             self.problems = error.problems
-            data = StepBatches(masked_batches(config, context.size("dp"), context.device), local_tokens=0, wait_s=0.0)
-        lr = learning_rate(step - 1, config.lr, peak=config.optimizer.lr, steps=config.train.steps)
-        stop, refused = self.stop.requested is not None, bool(self.problems)
-        with self._recorded(step):
-            figures = self.step(data.microbatches, data.local_tokens, lr, stop=stop, refused=refused)
-        self.launched.append(Launched(step, figures, lr, data.wait_s))
+            return StepBatches(masked_batches(config, context.size("dp"), context.device), local_tokens=0, wait_s=0.0)
 
     @contextmanager
     def _recorded(self, step: int) -> Iterator[None]:

@@ -70,6 +70,7 @@ class TrainStep:
         self._counted = counted(training.buffers, training.sharing, embeds=training.embeds)
         self._tells_loss = training.has_loss and context.index("tp") == 0  # the ranks of tp compute the same one
         self._lr = torch.zeros((), dtype=torch.float64, device=training.buffers.device)
+        self._tokens: Tensor | None = None  # of the coming step, if the step before was told
 
     def __call__(
         self,
@@ -79,9 +80,12 @@ class TrainStep:
         *,
         stop: bool = False,
         refused: bool = False,
+        next_local_tokens: int | None = None,
     ) -> LaunchedStep:
         """Train on this rank's microbatches, which hold `local_tokens` unmasked labels.
 
+        With `next_local_tokens`, those of the step to come, the sum that it needs before its first backward comes with
+        this step's figures: a sum of its own would queue behind the parameters that are still on their way.
         A rank whose input was `refused` brings `masked_batches`: ranks of the same model compute with it, and all learn
         of it at the end instead of waiting for it. Nothing here waits for the device.
         """
@@ -89,7 +93,9 @@ class TrainStep:
         buffers.start_step()
         device = buffers.device
         # full: a kernel; a copy from the host would wait
-        tokens = self._sum(torch.full((), local_tokens, device=device), self._data_parallel)
+        tokens, self._tokens = self._tokens, None
+        if tokens is None:
+            tokens = self._sum(torch.full((), local_tokens, device=device), self._data_parallel)
         one = torch.ones((), dtype=torch.float32, device=device)
         loss_scale = one if training.loss_scale is None else training.loss_scale.value.clone()
         scale = loss_scale / tokens.clamp(min=1).to(buffers.master_dtype)
@@ -99,8 +105,11 @@ class TrainStep:
         # One reduction: each rank adds what is counted there alone; what is not finite makes the sum so everywhere.
         squares = gradient_norm(self._counted).square() if self._counted else torch.zeros_like(self._lr)
         own_loss = loss.double() if self._tells_loss else torch.zeros_like(self._lr)
-        flags = [torch.full((), float(flag), dtype=torch.float64, device=device) for flag in (stop, refused)]
-        total = self._sum(torch.stack([squares, own_loss, *flags]), self._world)
+        own_next = (next_local_tokens or 0) if self._tells_loss else 0
+        told = [torch.full((), float(one), dtype=torch.float64, device=device) for one in (stop, refused, own_next)]
+        total = self._sum(torch.stack([squares, own_loss, *told]), self._world)
+        if next_local_tokens is not None:
+            self._tokens = total[4].to(torch.int64)  # exact up to 2^53
         norm, loss = total[0].sqrt() / loss_scale, total[1] / loss_scale
         self._lr.fill_(lr)
         skipped = self._update(loss, norm, total[3], loss_scale)

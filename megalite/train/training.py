@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from megalite.config.derive import derive_schedule
 from megalite.config.schema import Config, OptimizerConfig
 from megalite.model.build import build_stage
 from megalite.model.gpt import GPT
@@ -118,8 +119,7 @@ def _chunks(config: Config, context: ParallelContext) -> list[GPT]:
 
 
 def _executor(config: Config, chunks: list[GPT], sync: GradientSync, context: ParallelContext) -> Executor:
-    pipeline, schedule = config.parallel, config.parallel.schedule
-    assert schedule is not None, "derive() fills it in"
+    pipeline, schedule = config.parallel, derive_schedule(config.parallel)
     forward, backward = context.group("pp-forward"), context.group("pp-backward")
     links = Links(context.coordinates["pp"])
     if forward is not None and backward is not None:

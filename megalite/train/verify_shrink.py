@@ -2,10 +2,11 @@
 
 What a layout can get wrong stays: which axes there are, whether sizes split evenly, whether ranks share key-value
 heads, grouped queries, padding and uneven rows of the vocabulary, accumulation over microbatches, a pipeline's schedule
-with more or fewer of them than ranks, stages that are uneven or empty, recompute, clipping. Only counts shrink, each in units of its axis. No torch import.
+with more or fewer of them than ranks, uneven and empty stages, recompute, clipping. Only counts shrink, each in units
+of its axis. No torch import.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import lcm, sqrt
 from typing import Any
@@ -16,7 +17,7 @@ from megalite.config.rules import check
 from megalite.config.schema import Config, LearningRateConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from megalite.parallel.layout import ParallelLayout
 from megalite.parallel.layout_rules import layout_of
-from megalite.parallel.schedule_rules import ScheduleRequest, default_group_size, schedule_problems
+from megalite.parallel.schedule_rules import default_group_size
 from megalite.parallel.stage_string import layout_text
 from megalite.parallel.stages import stage_layers
 
@@ -83,9 +84,9 @@ def _axes(axes: ParallelConfig, asked: ParallelLayout) -> tuple[ParallelConfig, 
 
 def _shrunk(config: Config, asked: ParallelLayout, run: ParallelLayout, axes: ParallelConfig, cap: int) -> Config:
     """Every count of things on one rank is `cap` or a few times that, at most."""
-    train = _train(config.train, asked, run, cap)
-    num_layers, parallel = _stages(config, axes, cap)
-    parallel.microbatch_group_size = _group_size(config, asked, run, train)
+    microbatches, group_size = _microbatches(config, asked, run, cap)
+    train = _train(config.train, asked, run, microbatches)
+    num_layers, parallel = _stages(config, replace(axes, microbatch_group_size=group_size), cap)
     model = _model(config.model, asked, run, cap)
     model.num_layers = num_layers
     layers, before = config.train.recompute_layers, config.model.num_layers
@@ -113,45 +114,57 @@ def _shrunk(config: Config, asked: ParallelLayout, run: ParallelLayout, axes: Pa
 
 
 def _stages(config: Config, axes: ParallelConfig, cap: int) -> tuple[int, ParallelConfig]:
-    """Layers of the model, and who holds them: by the same settings, with empty stages where there were some."""
+    """Layers of the model, and who holds them: by the same settings, with uneven and empty stages where some were."""
     asked, pp, vpp = stage_settings(config), axes.pp, axes.vpp
     counts = [stage.count for stage in stage_layers(asked)]
     if asked.layout is not None:
-        middle = [counts[at * (len(counts) - 1) // (pp * vpp - 1)] for at in range(pp * vpp)] if pp > 1 else counts
-        small = [min(count, cap) for count in middle]
+        kept = [counts[at * (len(counts) - 1) // max(1, pp * vpp - 1)] for at in range(pp * vpp)]
+        few = _fewer(kept, cap)
+        small = [few[count] for count in kept]
         small[-1] += not sum(small)
         return sum(small), replace(axes, pipeline_layout=layout_text(small))
     if counted := asked.count_embedding + asked.count_loss:
         each = min(max(counts[0] + asked.count_embedding, counts[-1] + asked.count_loss), cap)
         layers = pp * vpp * each - counted
-        return layers if layers > 0 else layers + pp * vpp, replace(axes)
-    first, *_, last = counts if len(counts) > 1 else [counts[0]] * 2
-    ends = {"first_stage_layers": first, "last_stage_layers": last}
-    held = {name: vpp * min(count, cap) for name, count in ends.items() if getattr(axes, name) is not None}
-    others = pp - len(held) - asked.standalone_embedding
+        return layers if layers > 0 else layers + pp * vpp, axes
+    first = None if axes.first_stage_layers is None else counts[0]
+    last = None if axes.last_stage_layers is None else counts[-1]
+    others = pp - asked.standalone_embedding - (first is not None) - (last is not None)
     between = next((count for count in counts[1:] if count), counts[0])
-    total = sum(held.values()) + others * vpp * min(between, cap)
-    if total == 0:
-        held["last_stage_layers"] = total = vpp
-    return total, replace(axes, **held)
+    few = _fewer([first or 0, last or 0, between if others else 0], cap)
+    total = vpp * (few[first or 0] + few[last or 0] + (others * few[between] if others else 0))
+    if total == 0:  # the layers were on ranks in between, of which there are none now
+        total, last = vpp, 1
+    return total, replace(
+        axes,
+        first_stage_layers=None if first is None else vpp * few[first],
+        last_stage_layers=None if last is None else vpp * few.get(last, 1),
+    )
 
 
-def _group_size(config: Config, asked: ParallelLayout, run: ParallelLayout, small: TrainConfig) -> int | None:
-    """Of interleaved: the default if it was that, else another, with a shorter last group if there was one."""
-    axes, sizes = config.parallel, []
-    for train, layout in ((config.train, asked), (small, run)):
-        assert train.micro_batch_size is not None
-        sizes.append(train.global_batch_size // (train.micro_batch_size * layout.dp))
-    before, after = sizes
-    group_size = axes.microbatch_group_size
-    if group_size is None or group_size == default_group_size(asked.pp, before):
-        return None
-    legal = [
-        size
-        for size in range(run.pp, after + 1)
-        if not schedule_problems(ScheduleRequest("interleaved", run.pp, after, run.vpp, size))
-    ]
-    return max(legal, key=lambda size: (bool(after % size) == bool(before % group_size), size))
+def _fewer(counts: Sequence[int], cap: int) -> dict[int, int]:
+    """In place of each count a small one: equal ones stay equal, larger ones larger, none none."""
+    several = sorted({*counts} - {0})
+    if len(several) == 1:
+        return {0: 0, several[0]: min(several[0], cap)}
+    return {0: 0} | {count: at for at, count in enumerate(several, 1)}
+
+
+def _microbatches(config: Config, asked: ParallelLayout, run: ParallelLayout, cap: int) -> tuple[int, int | None]:
+    """Microbatches of a step, and how many make a group (interleaved; None: as many as derived).
+
+    They are fewer than pipeline ranks, as many or more if they were, and a multiple of the group if they were.
+    """
+    train, group_size = config.train, config.parallel.microbatch_group_size
+    assert train.micro_batch_size is not None
+    number = train.global_batch_size // (train.micro_batch_size * asked.dp)
+    if group_size is not None and number % group_size:
+        return 2 * run.pp + 1, run.pp + 1
+    few = run.pp * min(number // asked.pp, cap) + min(number % asked.pp, run.pp - 1)
+    if group_size is None:
+        return few, None
+    usual = group_size == default_group_size(asked.pp, number) and few % default_group_size(run.pp, few) == 0
+    return few, None if usual else few
 
 
 def _model(model: ModelConfig, asked: ParallelLayout, run: ParallelLayout, cap: int) -> ModelConfig:
@@ -203,12 +216,12 @@ def _vocabulary(model: ModelConfig, tp: int, run: int) -> tuple[int, int]:
     raise AssertionError((model, tp, run))
 
 
-def _train(train: TrainConfig, asked: ParallelLayout, run: ParallelLayout, cap: int) -> TrainConfig:
+def _train(train: TrainConfig, asked: ParallelLayout, run: ParallelLayout, microbatches: int) -> TrainConfig:
     micro = train.micro_batch_size
     assert micro is not None
     unit = 2 * run.tp * run.cp  # context parallelism cuts twice as many pieces as it has ranks
     length = max(1, SEQ_LENGTH // unit) * unit
-    small, microbatches = min(micro, 2), _microbatches(train.global_batch_size // (micro * asked.dp), asked, run, cap)
+    small = min(micro, 2)
     return replace(
         train,
         steps=STEPS,
@@ -218,13 +231,6 @@ def _train(train: TrainConfig, asked: ParallelLayout, run: ParallelLayout, cap: 
         compile=False,
         record_pipeline=0,
     )
-
-
-def _microbatches(number: int, asked: ParallelLayout, run: ParallelLayout, cap: int) -> int:
-    """Fewer than pipeline ranks, as many, or more; a multiple of them only if it was one."""
-    if number < asked.pp:
-        return min(number, run.pp - 1)
-    return run.pp * min(number // asked.pp, cap) + min(number % asked.pp, run.pp - 1)
 
 
 def _tokens(train: TrainConfig) -> int:

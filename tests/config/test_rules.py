@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml  # type: ignore[import-untyped]
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
@@ -240,8 +240,21 @@ def advised(remedy: str) -> Iterator[dict[str, Any]]:
                 yield {key: yaml.safe_load(text) for key, text in {name: value, **more}.items()}
 
 
+# The only size of parallel.tp leaves five replicas, and too few microbatches for an interleaved pipeline.
+FEW_MICROBATCHES = {
+    "parallel.tp": 5,
+    "parallel.pp": 2,
+    "parallel.vpp": 2,
+    "model.num_attention_heads": 1,
+    "model.hidden_size": 64,
+    "train.seq_length": 255,
+    "train.global_batch_size": 5,
+}
+
+
 @hypothesis_settings(max_examples=300, deadline=None)
 @given(_split_models())
+@example((FEW_MICROBATCHES, 10))
 def test_advice_about_tensor_parallelism_mends_its_problem_and_makes_none(case: tuple[dict[str, Any], int]) -> None:
     values, world_size = case
     config = with_values(Config(), values)

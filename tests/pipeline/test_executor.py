@@ -3,6 +3,8 @@ one process computes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
 from math import prod
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +31,7 @@ from tests.pipeline.stages import microbatches, run_pipeline, stages_config, sta
 
 SCHEDULES = [(2, "1f1b", 1), (4, "1f1b", 1), (2, "gpipe", 1), (4, "zb-h1", 1), (2, "interleaved", 2)]
 ONE = torch.ones((), dtype=torch.float64)
+PATIENCE = timedelta(seconds=7)
 
 
 # --- records ---------------------------------------------------------------------------------------------------------
@@ -43,14 +46,19 @@ class FakeNetwork:
     posted: int = 0
     sent: list[StorageWeakRef] = field(default_factory=list)  # what was sent, in order
     received: list[StorageWeakRef] = field(default_factory=list)
-    left: list[int] = field(default_factory=list)  # after the wait for each send: of those waited for, how many live
-    _done: list[StorageWeakRef] = field(default_factory=list)
+    left: list[int] = field(default_factory=list)  # at each action: of what was sent and has arrived, how many live
+    arrived: list[StorageWeakRef] = field(default_factory=list)
+    breaks_at: int | None = None  # the transfer that does not end
 
     Work = SimpleNamespace  # of torch.distributed: its type alone is used
     ProcessGroup = SimpleNamespace
 
     def groups(self, pp: int) -> dict[Direction, Any]:
-        return {way: SimpleNamespace(way=way, size=lambda: pp) for way in ("forward", "backward")}
+        backend = SimpleNamespace(options=SimpleNamespace(_timeout=PATIENCE))
+        return {
+            way: SimpleNamespace(way=way, size=lambda: pp, _get_backend=lambda device: backend)
+            for way in ("forward", "backward")
+        }
 
     def send(self, tensor: Tensor, *, group: Any, group_dst: int) -> None:
         """Links are opened, of which the records say nothing."""
@@ -73,16 +81,19 @@ class FakeNetwork:
         number, self.posted = self.posted, self.posted + 1
         self.events.append((number, *event))
 
-        def wait(*_: Any) -> None:
+        def wait(timeout: timedelta) -> None:
+            assert timeout == PATIENCE
+            if number == self.breaks_at:
+                raise RuntimeError("[third_party/gloo] connection closed")
             self.events.append(("wait", number))
             if sent is not None:
-                self._done.append(sent)
+                self.arrived.append(sent)
 
         return SimpleNamespace(wait=wait)
 
     def computed(self, action: Action) -> None:
         self.events.append(action)
-        self.left.append(sum(not each.expired() for each in self._done))
+        self.left.append(sum(not each.expired() for each in self.arrived))
 
 
 def as_events(program: tuple[Record, ...]) -> Iterator[Any]:
@@ -103,10 +114,18 @@ def table_of(pp: int, name: str, vpp: int, count: int) -> Schedule:
 
 
 def run_alone(
-    patch: pytest.MonkeyPatch, pp: int, name: str, vpp: int, rank: int, count: int, *, training: bool = True
+    patch: pytest.MonkeyPatch,
+    pp: int,
+    name: str,
+    vpp: int,
+    rank: int,
+    count: int,
+    *,
+    training: bool = True,
+    breaks_at: int | None = None,
 ) -> tuple[FakeNetwork, list[tuple[str, int, Action | None]]]:
-    """One rank of a pipeline whose others do not exist; what it told of its last gradients, after which action."""
-    network = FakeNetwork()
+    """One rank of a pipeline whose others do not exist; what it told of its last gradients, at which action."""
+    network = FakeNetwork(breaks_at=breaks_at)
     patch.setattr(executor_module, "dist", network)
     config = stages_config(pp, name, vpp)
     chunks = [chunk_of(config, rank, chunk) for chunk in range(vpp)]
@@ -191,6 +210,21 @@ def test_last_gradients_are_told_once_for_each_chunk(
         assert told == expected
 
 
+def test_a_link_that_breaks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an error of the same type, whose words still tell that a link broke (`farewell.is_broken_link`)."""
+    found = []
+    for number in range(4):
+        with pytest.raises(RuntimeError, match="third_party/gloo") as broken:
+            run_alone(monkeypatch, 2, "1f1b", 1, rank=0, count=2, breaks_at=number)
+        found.append(str(broken.value).partition(":")[0])
+    assert sorted(found) == [
+        "pipeline rank 0, activations of microbatch 0 to rank 1",
+        "pipeline rank 0, activations of microbatch 1 to rank 1",
+        "pipeline rank 0, gradients of microbatch 0 from rank 1",
+        "pipeline rank 0, gradients of microbatch 1 from rank 1",
+    ]
+
+
 # --- evaluation ------------------------------------------------------------------------------------------------------
 
 
@@ -209,7 +243,7 @@ def evaluate(context: ParallelContext, config: Config) -> dict[str, Any]:
         "hidden": hidden if training.has_loss else None,
         "mean": mean_loss(training, context, iter([batches[:2], batches[2:]])),
         "text": sample(training, context, [3, 1, 4], 12, seq_length=config.train.seq_length, seed=2),
-        "trained": executor.train(batches, ONE).item() if training.has_loss else executor.train(batches, ONE) * 0,
+        "trained": executor.train(batches, ONE).item(),
     }
 
 
@@ -219,13 +253,14 @@ def test_evaluation_and_sampling_are_those_of_one_process(pp: int, schedule: str
     config = stages_config(pp, schedule, vpp)
     alone = evaluate(ParallelContext(dtype=torch.float64), stages_config(1, num_layers=2 * pp * vpp))
     found = run_pipeline(evaluate, config)
-    close = {"rtol": 1e-10, "atol": 1e-12}
+    assert_close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
     for rank in found:
-        torch.testing.assert_close(rank["mean"], alone["mean"], **close)
+        assert_close(rank["mean"], alone["mean"])
         assert rank["text"] == alone["text"]
+    assert [rank["trained"] for rank in found[:-1]] == [0] * (pp - 1), "the loss is where the pipeline ends"
     assert len({*alone["text"]}) > 3, "a text that can differ"
     for what in ("losses", "hidden", "trained"):
-        torch.testing.assert_close(found[-1][what], alone[what], **close)
+        assert_close(found[-1][what], alone[what])
 
 
 # --- work ------------------------------------------------------------------------------------------------------------
@@ -256,7 +291,7 @@ def count_flops(context: ParallelContext, config: Config) -> tuple[int, dict[Act
             compute(run, action)
         by_action[action] = flops.get_total_flops()
 
-    executor_module._Run.compute = counted  # type: ignore[method-assign]  # this rank's process ends soon
+    executor_module._Run.compute = counted  # type: ignore  # this process ends soon
     training.executor.train(batches, ONE)
     modules = training.chunks[0].modules()
     layers = [each for each in modules if isinstance(each, ColumnParallelLinear | RowParallelLinear)]

@@ -42,7 +42,7 @@ def test_the_others_end_in_time_and_name_it(folder: Path, pp: int, schedule: str
         begin = time.monotonic()
         outputs = [finish(rank, timeout=60) for rank in ranks if rank is not ranks[1]]
     finally:
-        for rank in ranks:
+        for rank in (rank for rank in ranks if rank.poll() is None):
             kill(rank)
     assert time.monotonic() - begin < TIMEOUT_S + 20, "its patience, some words to each other, the interpreter's end"
     assert all(status not in (0, 2) for status, _ in outputs)

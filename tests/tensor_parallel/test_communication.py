@@ -168,7 +168,7 @@ def test_a_step_sums_the_partial_gradients_once(family: str, t: int, sequence_pa
     over_tp, over_sharers = partial_elements(model, t, sequence_parallel=sequence_parallel)
     each = block_sends(config) + block_sends(config) + ends_send(config)
     expected = Counter({key: MICROBATCHES * count for key, count in each.items()})
-    expected["allreduce_", 4 * 8] += 1  # gradient norm, loss and the ranks' flags, fp64
+    expected["allreduce_", 5 * 8] += 1  # gradient norm, loss, the ranks' flags, tokens to come, fp64
     for elements in (over_tp, over_sharers):
         if elements:
             expected["allreduce_", 4 * elements] += 1

@@ -21,7 +21,7 @@ import megalite.train.run as run_module
 from megalite.checkpoint.run_folder import RunFolder
 from megalite.config.derive import derive
 from megalite.config.problems import Problem, UserError
-from megalite.config.schema import Config
+from megalite.config.schema import Config, OptimizerConfig
 from megalite.data.batch import Batch
 from megalite.data.batches import StepBatches, TrainBatches, validation_batches
 from megalite.data.tokenizers import load_tokenizer
@@ -74,9 +74,9 @@ def losses(run_dir: Path) -> dict[int, float]:
     return {record["step"]: record["loss"] for record in read_metrics(run_dir / "metrics.jsonl") if "loss" in record}
 
 
-def resume_differs(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
+def resume_differs(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> bool:
     """Whether a run that was stopped and continued differs from one that was not."""
-    whole, parts = config_for(text, tmp_path / "whole"), config_for(text, tmp_path / "parts")
+    whole, parts = (replace(config_for(text, tmp_path / name), **changes) for name in ("whole", "parts"))
     assert start(whole) == 0
     with monkeypatch.context() as patch:
         stop_after(6, patch)
@@ -91,6 +91,29 @@ def test_a_stopped_and_continued_run_equals_the_uninterrupted_one(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert not resume_differs(text, tmp_path, monkeypatch)
+
+
+FP16 = {"precision": "fp16", "optimizer": OptimizerConfig(loss_scale_window=4, initial_loss_scale=2.0**12)}
+
+
+def test_a_continued_fp16_run_has_the_loss_scale_of_the_uninterrupted_one(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It grows every four steps, of which some are on either side of the stop."""
+    assert not resume_differs(text, tmp_path, monkeypatch, **FP16)
+    scales = [r["loss_scale"] for r in read_metrics(tmp_path / "parts" / "metrics.jsonl") if "loss" in r]
+    assert scales == [2.0 ** (12 + step // 4) for step in range(STEPS)]
+
+
+def test_a_loss_scale_that_does_not_come_back_is_noticed(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = job_module.checkpoint_state
+    monkeypatch.setattr("megalite.train.saving.checkpoint_state", lambda job: {**state(job), "loss_scale": None})
+    start(replace(config_for(text, tmp_path / "parts", steps=6), **FP16))
+    assert start(replace(config_for(text, tmp_path / "parts"), **FP16)) == 0
+    scales = [r["loss_scale"] for r in read_metrics(tmp_path / "parts" / "metrics.jsonl") if "loss" in r]
+    assert scales != [2.0 ** (12 + step // 4) for step in range(STEPS)]
 
 
 @pytest.mark.parametrize("dropped", ["exp_avg", "exp_avg_sq", "master", "optimizer"])

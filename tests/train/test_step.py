@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megalite.config.derive import derive
 from megalite.config.schema import Config
@@ -13,7 +14,9 @@ from megalite.optim.norm import gradient_norm
 from megalite.parallel.context import ParallelContext
 from megalite.train.job import derive_device
 from megalite.train.step import TrainStep
-from megalite.train.training import build_training
+from megalite.train.training import build_training, fill_with_start_values
+from tests.optim.small_model import small_config
+from tests.ranks import run_ranks
 
 
 def test_the_norm_of_a_large_fp32_buffer_is_exact_to_fp32() -> None:
@@ -52,3 +55,34 @@ def test_a_step_never_waits_for_the_device() -> None:
     assert launched[-1].read().loss < first.loss
     figures = refused.read()
     assert (figures.refused, figures.skipped, figures.loss) == (True, True, 0.0)
+
+
+def sums_of_steps(context: ParallelContext, ahead: bool) -> tuple[list[int], list[int]]:
+    """Of three steps: how many sums over ranks each waits for, and the tokens that it tells of."""
+    config = small_config()
+    training = build_training(config, context)
+    fill_with_start_values(training.buffers, config, context)
+    step = TrainStep(training, config.optimizer, context)
+    add_up, seen = step._sum, []
+
+    def counted(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+        seen[-1] += 1
+        return add_up(tensor, group)
+
+    step._sum = counted  # type: ignore[method-assign]
+    tokens = []
+    for number in range(3):
+        seen.append(0)
+        batch = masked_batches(config, 1, context.device)
+        local = 5 + number + context.rank
+        tokens.append(step(batch, local, 1e-3, next_local_tokens=local + 1 if ahead else None).read().tokens)
+    training.gather.finish()
+    return seen, tokens
+
+
+@pytest.mark.parametrize(("ahead", "sums"), [(True, [2, 1, 1]), (False, [2, 2, 2])])
+def test_a_count_of_tokens_that_is_known_ahead_waits_for_no_sum_of_its_own(ahead: bool, sums: list[int]) -> None:
+    """Such a sum would queue behind the parameters that are on their way."""
+    for seen, tokens in run_ranks(sums_of_steps, 2, ahead):
+        assert seen == sums
+        assert tokens == [11, 13, 15]
