@@ -9,6 +9,7 @@ AdamW on weights of that dtype, scaled_dot_product_attention, and torch.compile 
     python scripts/benchmark.py --model tiny --precision bf16 --steps 20 --json speed.json
     python scripts/benchmark.py --overhead                   what the training loop costs beside the step
     python scripts/benchmark.py --zero                       ZeRO-1 beside torch's, two ranks (benchmark_zero.py)
+    python scripts/benchmark.py --pipeline                   the pipeline, two ranks (benchmark_pipeline.py)
 """
 
 import argparse
@@ -26,6 +27,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import benchmark_pipeline
 import benchmark_zero
 import torch
 import transformers
@@ -331,8 +333,8 @@ def table(comparisons: Sequence[Comparison]) -> str:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = {**SHAPES, **benchmark_zero.SHAPES}
-    some = "default: tiny and gpt2, on CUDA 1.3b too; with --zero tiny and wide"
+    names = {**SHAPES, **benchmark_zero.SHAPES, **benchmark_pipeline.SHAPES}
+    some = "default: tiny and gpt2, on CUDA 1.3b too; with --zero or --pipeline tiny and wide"
     parser.add_argument("--model", action="append", choices=names, help=some)
     parser.add_argument("--precision", action="append", choices=("fp32", "bf16"), help="default: both")
     parser.add_argument("--steps", type=int, default=10, help="rounds, or steps of --overhead (default: %(default)s)")
@@ -341,15 +343,18 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="both sides; default: on CUDA alone")
     parser.add_argument("--overhead", action="store_true", help="measure the loop around the step instead (CPU)")
     parser.add_argument("--zero", action="store_true", help="measure data parallelism on two ranks instead (CPU)")
+    parser.add_argument("--pipeline", action="store_true", help="measure a pipeline of two ranks instead (CPU)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
     options = parser.parse_args(arguments)
     if options.steps < 1 or (options.batch is not None and options.batch < 1):
         parser.error("--steps and --batch must be at least 1")
     if options.overhead and options.steps < WARM_UP_STEPS + 2:
         parser.error(f"--overhead needs --steps {WARM_UP_STEPS + 2} or more")
-    known = benchmark_zero.SHAPES if options.zero else SHAPES
+    if options.overhead + options.zero + options.pipeline > 1:
+        parser.error("--overhead, --zero and --pipeline measure different things: one of them")
+    known = list(benchmark_pipeline.SHAPES if options.pipeline else benchmark_zero.SHAPES if options.zero else SHAPES)
     if not {*known}.issuperset(options.model or ()):
-        parser.error(f"--model: {', '.join(known)} are what is compared {'with' if options.zero else 'without'} --zero")
+        parser.error(f"--model: what is compared so is one of {', '.join(known)}")
     if options.zero and sys.platform != "linux":
         parser.error("--zero counts bytes by the statistics of Linux")
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -360,7 +365,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if options.overhead or options.zero:
+    if options.overhead or options.zero or options.pipeline:
         device = torch.device("cpu")
     on_cuda = device.type == "cuda"
     compiled = on_cuda if options.compile is None else options.compile
@@ -369,9 +374,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     hardware = device_name(device) + ("" if on_cuda else f", {torch.get_num_threads()} threads")
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     print(f"{hardware}; {versions}", flush=True)
-    if options.zero:
-        shapes = options.model or list(benchmark_zero.SHAPES)
-        return benchmark_zero.run(shapes, precisions, rounds=options.steps, batch=options.batch, file=options.json)
+    if options.zero or options.pipeline:
+        compare_ranks = benchmark_zero.run if options.zero else benchmark_pipeline.run
+        shapes = options.model or list(benchmark_zero.SHAPES if options.zero else benchmark_pipeline.SHAPES)
+        return compare_ranks(shapes, precisions, rounds=options.steps, batch=options.batch, file=options.json)
     if options.overhead:
         for precision in precisions:
             seconds, share = measure_overhead(SHAPES["tiny"], precision=precision, steps=options.steps)

@@ -40,6 +40,7 @@ SCHEDULE_NAMES = Naming(
     group_size="parallel.microbatch_group_size",
 )
 UNSPLIT_BATCH, FEW_MICROBATCHES = (("batch", "train.global_batch_size"), ("schedule few", "train.global_batch_size"))
+COMPILED = ("compiled", "train.compile")
 
 
 def parallel_sizes_are_built(config: Config, world_size: int) -> Iterator[Problem]:
@@ -187,7 +188,7 @@ def schedule_request(config: Config, world_size: int) -> tuple[ScheduleRequest, 
 def misfits(config: Config, world_size: int) -> frozenset[tuple[str, str]]:
     """What does not suit the layout, as (rule, setting): to see whether a change would break one more.
 
-    The first word of a rule is tensor, stages, schedule or batch.
+    The first word of a rule is tensor, stages, schedule, batch or compiled.
     """
     request, _ = schedule_request(config, world_size)
     replicas = data_parallel_size(config, world_size)
@@ -199,6 +200,8 @@ def misfits(config: Config, world_size: int) -> frozenset[tuple[str, str]]:
     }
     if replicas is not None and not _batch_splits(config, replicas):
         found.add(UNSPLIT_BATCH)
+    if request.schedule == "zb-h1" and config.train.compile:
+        found.add(COMPILED)
     return frozenset(found)
 
 

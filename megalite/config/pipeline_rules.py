@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from megalite.config.advice import either
-from megalite.config.derive import derive_schedule
 from megalite.config.parallel_rules import (
+    COMPILED,
     SCHEDULE_NAMES,
     STAGE_NAMES,
     layout_request,
@@ -67,7 +67,7 @@ def schedule_suits_the_pipeline(config: Config, world_size: int) -> Iterator[Pro
 
 
 def weight_gradients_can_wait(config: Config, world_size: int) -> Iterator[Problem]:
-    if derive_schedule(config.parallel) == "zb-h1" and config.train.compile:
+    if COMPILED in misfits(config, world_size):
         rule = "compiled blocks cannot put their weight gradients off, as parallel.schedule=zb-h1 does"
         yield Problem("train.compile", True, rule, "train.compile=false, or parallel.schedule=1f1b")
 

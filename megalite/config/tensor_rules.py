@@ -91,9 +91,10 @@ class _Trial:
         changes: dict[str, Any] = {"parallel.tp": size}
         for setting in COMPANIONS:
             if any(name == setting for _, name in self._broken(changes) - allowed):
-                changes[setting] = SETTINGS[setting].default
                 if setting == "train.global_batch_size":
                     changes[setting] = batch_sizes(with_values(self.config, changes), self.world_size)[0]
+                else:
+                    changes[setting] = SETTINGS[setting].default
         return changes
 
     def _without(self, rule: str, setting: str | None = None) -> Broken:

@@ -9,6 +9,7 @@ which needs no values. A single rank is a pipeline without transfers.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from datetime import timedelta
 from time import perf_counter
 
 import torch
@@ -32,6 +33,20 @@ class Links:
 
     rank: int = 0
     groups: Mapping[Direction, dist.ProcessGroup] = field(default_factory=dict)  # empty: one rank alone
+
+    def patience(self, way: Direction, device: torch.device) -> timedelta | None:
+        """How long a transfer may take: the time-out of its group now. gloo's transfers know only the one with which
+        the group was made. None: NCCL watches over its own, and a wait with a time-out would hold its host."""
+        if device.type == "cuda":
+            return None
+        timeout: timedelta = self.groups[way]._get_backend(device).options._timeout
+        return timeout
+
+    def told(self, transfer: Transfer) -> str:
+        """A transfer for whoever reads why a run has ended."""
+        what = "activations" if transfer.direction == "forward" else "gradients"
+        way = "to" if transfer.role == "send" else "from"
+        return f"pipeline rank {self.rank}, {what} of microbatch {transfer.microbatch} {way} rank {transfer.peer}"
 
 
 @dataclass(frozen=True)
@@ -177,7 +192,11 @@ class _Run:
 
     def wait(self, transfer: Transfer) -> None:
         work, tensor = self._travelling.pop(transfer.number)
-        work.wait()
+        patience = self._links.patience(transfer.direction, tensor.device)
+        try:
+            work.wait() if patience is None else work.wait(patience)
+        except RuntimeError as error:
+            raise type(error)(f"{self._links.told(transfer)}: {error}") from error
         if transfer.role == "receive":
             self._here[transfer.number] = tensor
 

@@ -74,6 +74,13 @@ BROKEN = [
         "leave parallel.microbatch_group_size unset",
     ),
     (
+        "parallel.pp=2 parallel.schedule=interleaved train.compile=true",
+        2,
+        SCHEDULE,
+        "parallel.vpp=1 is one chunk",
+        "parallel.vpp=2, or parallel.schedule=1f1b or gpipe",  # zb-h1 is not compiled
+    ),
+    (
         "parallel.pp=4 parallel.schedule=zb-h1 train.compile=true",
         4,
         "train.compile",

@@ -30,7 +30,7 @@ def arguments(folder: Path, run: str, pp: int, *extra: str) -> list[str]:
     return overrides(folder, run, *PIPELINE, f"parallel.pp={pp}", f"model.num_layers={pp}", *extra)
 
 
-@pytest.mark.parametrize(("pp", "schedule"), [(2, "1f1b"), (3, "zb-h1")])
+@pytest.mark.parametrize(("pp", "schedule"), [(2, "1f1b"), pytest.param(3, "zb-h1", marks=pytest.mark.long)])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=lambda how: how.name)
 def test_the_others_end_in_time_and_name_it(folder: Path, pp: int, schedule: str, how: signal.Signals) -> None:
     run = folder / f"{schedule}-{how.name}"
