@@ -45,6 +45,7 @@ ROWS: list[Row] = [
     ("gpt2", merged(FOUR, LARGE, SELECTIVE), pipeline(pp=2, schedule="zb-h1", tp=2)),
     ("gpt2", merged({"model": {"num_layers": 3}}, LARGE), pipeline(pp=2, first_stage_layers=1)),
     ("gpt2", merged(FOUR, LARGE), pipeline(pp=3, standalone_embedding=True)),
+    ("llama", merged(FOUR, LARGE), pipeline(pp=2, vpp=2, standalone_embedding=True)),  # a chunk that only passes on
     ("llama", merged(LARGE, FULL), pipeline(pp=2, tp=2)),
     ("gpt2", {"train": {"micro_batch_size": 2}}, merged(pipeline(pp=2, dp=2), {"optimizer": {"bucket_size": 6000}})),
     ("qwen3", {"train": {"micro_batch_size": 3}}, pipeline(pp=2, tp=2, dp=2)),
