@@ -122,6 +122,8 @@ def test_ctrl_c_before_the_start_ends_with_130_and_no_traceback(tmp_path: Path) 
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # What a shell starts in the background has Ctrl-C ignored, and so have all its children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "importing\n"

@@ -12,6 +12,7 @@ from megalite.checkpoint.pieces import Piece
 from megalite.checkpoint.store import newest, save
 from megalite.config.derive import derive, derive_vocabulary
 from megalite.config.schema import Config
+from megalite.config.settings import as_plain
 from megalite.data.batches import TrainBatches
 from megalite.data.open import open_data
 from megalite.optim.buffers import TrainingBuffers
@@ -106,7 +107,8 @@ def train(
     batches.close()
     training.gather.finish()
     if saved is not None:
-        save(saved, done + steps, training_pieces(training), {}, context, keep=1)
+        state = {"config": as_plain(config)}
+        save(saved, done + steps, training_pieces(training), state, context, keep=1)
     return Trace(
         losses=[f.loss for f in figures],
         grad_norms=[f.grad_norm for f in figures],

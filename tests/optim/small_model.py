@@ -16,4 +16,4 @@ def small_config(**overrides: dict[str, Any]) -> Config:
     config.train = replace(config.train, seq_length=8, compile=False)
     for section, values in overrides.items():
         setattr(config, section, replace(getattr(config, section), **values))
-    return derive(config)
+    return derive(config, config.parallel.pp)

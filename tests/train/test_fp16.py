@@ -8,6 +8,8 @@ import torch
 
 from megalite.data.batch import Batch
 from megalite.parallel.context import ParallelContext
+from megalite.parallel.groups import GroupNeeds
+from megalite.parallel.layout import ParallelLayout
 from megalite.train.step import TrainStep
 from megalite.train.training import Training, build_training, fill_with_start_values
 from tests.optim.small_model import small_config
@@ -26,15 +28,15 @@ class Seen:
     changed: bool
 
 
-def batch_of(rank: int) -> Batch:
-    tokens = torch.randint(50, (2, 9), generator=torch.Generator().manual_seed(rank))
+def batch_of(number: int) -> Batch:
+    tokens = torch.randint(50, (2, 9), generator=torch.Generator().manual_seed(number))
     mask, positions = torch.ones(2, 8, dtype=torch.bool), torch.arange(8).expand(2, 8)
     return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), mask, positions, None, 0)
 
 
 def train(context: ParallelContext, steps: int, broken_rank: int | None, optimizer: dict[str, Any]) -> list[Seen]:
-    """`broken_rank` has an infinite gradient in the second step, alone."""
-    config = small_config(optimizer=optimizer)
+    """Two microbatches a step. `broken_rank` has an infinite gradient in the second step, alone."""
+    config = small_config(optimizer=optimizer, parallel={"pp": context.layout.pp})
     training = build_training(config, context)
     fill_with_start_values(training.buffers, config, context)
     training.spread_masters()
@@ -44,7 +46,8 @@ def train(context: ParallelContext, steps: int, broken_rank: int | None, optimiz
         before = [master.clone() for master in training.buffers.masters]
         if context.rank == broken_rank and number == 1:
             _break_once(training)
-        figures = step([batch_of(context.rank)], 16, 1e-2).read()
+        batches = [batch_of(2 * context.index("dp") + microbatch) for microbatch in range(2)]
+        figures = step(batches, 32, 1e-2).read()
         changed = not all(map(torch.equal, before, training.buffers.masters))
         after = 1.0 if training.loss_scale is None else float(training.loss_scale.value)
         told = (figures.loss, figures.grad_norm, figures.skipped, figures.loss_scale)
@@ -64,10 +67,19 @@ def _break_once(training: Training) -> None:
     training.sync.finish = and_spoil  # type: ignore[method-assign]
 
 
+LAYOUTS = [ParallelLayout(dp=2), ParallelLayout(pp=2)]
+
+
+def run(layout: ParallelLayout, *arguments: Any, dtype: torch.dtype = torch.float16) -> list[list[Seen]]:
+    needs = GroupNeeds(tied_embeddings=True)
+    return run_ranks(train, layout.world_size, *arguments, dtype=dtype, layout=layout, needs=needs)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"dp{layout.dp}-pp{layout.pp}")
 @pytest.mark.parametrize("zero", [0, 1])
-def test_a_scale_that_is_too_large_is_halved_until_steps_count(zero: int) -> None:
+def test_a_scale_that_is_too_large_is_halved_until_steps_count(zero: int, layout: ParallelLayout) -> None:
     start = {"initial_loss_scale": 2.0**30, "hysteresis": 1, "zero": zero}
-    one, other = run_ranks(train, 2, 20, None, start, dtype=torch.float16)
+    one, other = run(layout, 30, None, start)
     assert [seen.skipped for seen in one] == [seen.skipped for seen in other]
     assert one[0].skipped
     assert not any(seen.skipped for seen in one[-5:])
@@ -76,20 +88,22 @@ def test_a_scale_that_is_too_large_is_halved_until_steps_count(zero: int) -> Non
         assert seen.next_scale == (seen.loss_scale / 2 if seen.skipped else seen.loss_scale)
 
 
-def test_figures_are_those_of_fp32() -> None:
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"dp{layout.dp}-pp{layout.pp}")
+def test_figures_are_those_of_fp32(layout: ParallelLayout) -> None:
     """The scale is in neither the loss nor the norm."""
-    scaled = run_ranks(train, 2, 4, None, {"initial_loss_scale": 2.0**12}, dtype=torch.float16)[0]
-    plain = run_ranks(train, 2, 4, None, {}, dtype=torch.float32)[0]
+    scaled = run(layout, 4, None, {"initial_loss_scale": 2.0**12})[0]
+    plain = run(layout, 4, None, {}, dtype=torch.float32)[0]
     assert not any(seen.skipped for seen in scaled)
     for one, other in zip(scaled, plain, strict=True):
         assert one.loss == pytest.approx(other.loss, rel=2e-3)
         assert one.grad_norm == pytest.approx(other.grad_norm, rel=2e-2)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"dp{layout.dp}-pp{layout.pp}")
 @pytest.mark.parametrize("zero", [0, 1])
-def test_what_overflows_on_one_rank_is_skipped_on_all(zero: int) -> None:
+def test_what_overflows_on_one_rank_is_skipped_on_all(zero: int, layout: ParallelLayout) -> None:
     start = {"initial_loss_scale": 2.0**12, "hysteresis": 2, "zero": zero, "overlap": False}
-    for seen in run_ranks(train, 2, 4, 1, start, dtype=torch.float16):
+    for seen in run(layout, 4, 1, start):
         assert [each.skipped for each in seen] == [False, True, False, False]
         assert [each.changed for each in seen] == [True, False, True, True]
         assert {each.loss_scale for each in seen} == {2.0**12}, "one chance is used up, the scale stays"
