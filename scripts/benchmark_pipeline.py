@@ -43,6 +43,7 @@ from megalite.train.training import Training, build_training, fill_with_start_va
 RANKS = 2
 MICROBATCHES = 8
 WARM_UP_STEPS = 2
+MOST_OF_PREDICTION = 1.10
 SCHEDULES = {"1f1b": 1, "zb-h1": 1, "interleaved": 2}  # and chunks of a rank
 OURS, PEER = "megalite 1f1b", "torch Schedule1F1B"
 ROUNDING = {"fp32": 1e-5, "bf16": 1e-2}  # how far losses and gradients may lie apart, relative to the largest
@@ -222,6 +223,15 @@ class Comparison:
                 found.append(f"{name} does other work: its gradients' squares are {self._squares(name)}, not {norm}")
         return found
 
+    @property
+    def aims(self) -> list[str]:
+        """What the executor is held to, and whether it was reached here."""
+        cost, peer = self.by_prediction(OURS), self.by_peer(OURS)
+        return [
+            f"1f1b at most {MOST_OF_PREDICTION} of its prediction: {_reached(cost <= MOST_OF_PREDICTION)} ({cost:.3f})",
+            f"1f1b faster than torch's Schedule1F1B: {_reached(peer < 1)} ({peer:.3f})",
+        ]
+
     def milliseconds(self, name: str) -> float:
         """Of one step, from its begin on the first rank to its end on the last; median over the rounds."""
         return 1e3 * statistics.median(self._seconds(name))
@@ -252,6 +262,10 @@ class Comparison:
 
     def _squares(self, name: str) -> float:
         return sum(sum(rank.gradient) for rank in self.measured[name])
+
+
+def _reached(yes: bool) -> str:
+    return "yes" if yes else "no, in this run"
 
 
 def table(comparison: Comparison) -> str:
@@ -306,7 +320,8 @@ def run(names: Sequence[str], precisions: Sequence[str], *, rounds: int, batch: 
         print(f"\n{name} {precision}: {size}, pp {RANKS}, {MICROBATCHES} microbatches, one thread each")
         print(table(comparison))
         verdict = "\n".join(f"wrong: {fault}" for fault in comparison.faults)
-        print(verdict or "losses and gradients agree", flush=True)
+        print(verdict or "losses and gradients agree")
+        print(*comparison.aims, sep="\n", flush=True)
         comparisons.append(comparison)
     if file is not None:
         file.write_text(json.dumps([asdict(comparison) for comparison in comparisons], indent=2))

@@ -63,7 +63,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         allow_abbrev=False,
     )
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the timeline, to a .png or .svg file")
-    parser.add_argument("--dp", type=int, default=1, metavar="N", help="data-parallel size (default: 1)")
+    parser.add_argument("--dp", type=int, metavar="N", help="data-parallel size (default: 1)")
     parser.add_argument("--measured", type=Path, metavar="RUN_DIR", help="a run that recorded its pipeline")
     parser.add_argument("--step", type=int, metavar="N", help="which recorded step (default: the last)")
     return parser.parse_known_args(arguments)
@@ -128,12 +128,12 @@ def timeline_of(options: argparse.Namespace, overrides: list[str]) -> tuple[Time
             problems.append(
                 Problem("--step", options.step, "is a recorded step", "--measured RUN_DIR, or leave it out")
             )
-        timeline = collect(lambda: simulated(overrides, options.dp), problems)
+        timeline = collect(lambda: simulated(overrides, 1 if options.dp is None else options.dp), problems)
         title = timeline.title if timeline else ""
     else:
-        if overrides:
+        for word in [*overrides[:1], *(["--dp"] if options.dp is not None else [])]:
             rule = "has no effect with --measured: the run was as it was"
-            problems.append(Problem(overrides[0], ..., rule, "leave it out"))
+            problems.append(Problem(word, ..., rule, "leave it out"))
         found = collect(lambda: read_recording(options.measured, options.step, "--measured"), problems)
         step, timeline = found or (0, None)
         title = f"{timeline.title}; measured in step {step}" if timeline else ""

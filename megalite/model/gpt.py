@@ -148,9 +148,10 @@ class GPT(nn.Module):
 
         Label smoothing and z-loss are part of it while training.
         """
-        name, weight = self._head_weight()
+        hidden: Tensor = self(batch, received)
+        name, weight = self._head_weight()  # now: its values may have been on their way until here
         return linear_cross_entropy(
-            self(batch, received).flatten(0, 1),  # [s * b, h] or [s/t * b, h]
+            hidden.flatten(0, 1),  # [s * b, h] or [s/t * b, h]
             weight,
             batch.labels.t().flatten(),
             batch.loss_mask.t().flatten(),

@@ -38,7 +38,7 @@ class FlatAdamW:
     `gradients` are slices of the same sizes, which every step reads anew; their dtype may be narrower. `groups` are
     (runs, weight_decay); what lies in no run is left alone. State to be saved: `exp_avg` and `exp_avg_sq`, like the
     masters but of dtype `moments` (default: the masters'), each list in one block of memory, and `step_count` (0-d
-    fp32, exact up to 2^24 steps).
+    fp32, exact up to 2^24 steps). `device`: where the steps are counted if there are no masters.
     """
 
     def __init__(
@@ -50,13 +50,14 @@ class FlatAdamW:
         eps: float,
         *,
         moments: torch.dtype | None = None,
+        device: torch.device | None = None,
     ) -> None:
-        assert masters
         assert all(master.dim() == 1 for master in masters)
         assert [master.shape for master in masters] == [gradient.shape for gradient in gradients]
         self.masters = list(masters)
         self.gradients = list(gradients)
-        dtype, device = masters[0].dtype, masters[0].device
+        dtype = masters[0].dtype if masters else torch.float32
+        device = masters[0].device if masters else device
         assert dtype in (torch.float32, torch.float64)
         moments = moments or dtype
         sizes = [master.numel() for master in masters]
@@ -67,8 +68,9 @@ class FlatAdamW:
         self._eps = eps
         self._dtype = dtype
         # CUDA's kernel takes bf16 moments with all else in fp32; the CPU's takes one dtype only.
-        mixed = (torch.float32, torch.float32, torch.bfloat16) if masters[0].is_cuda else None
-        self._widened = (dtype, gradients[0].dtype, moments) not in ((dtype, dtype, dtype), mixed)
+        mixed = (torch.float32, torch.float32, torch.bfloat16) if self.step_count.is_cuda else None
+        summed_in = gradients[0].dtype if gradients else dtype
+        self._widened = (dtype, summed_in, moments) not in ((dtype, dtype, dtype), mixed)
         _assert_disjoint([run for runs, _ in groups for run in runs], sizes)
         self._calls = [(views, decay) for runs, decay in groups for views in self._views(runs)]
 

@@ -35,6 +35,7 @@ class TrainingBuffers:
         gradient_dtype: torch.dtype | None = None,
     ) -> None:
         self.layout = layout
+        self.device = device
         self.owned = layout.owned(dense, expert)
         self.master_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         dtypes = {"model": dtype, "master": self.master_dtype}
@@ -59,10 +60,6 @@ class TrainingBuffers:
         flat = torch.zeros(sum(map(len, rounded)), dtype=self.master_dtype, device=device)
         masters = iter(flat.split([len(part) for part in rounded]))
         return [part if part.dtype == self.master_dtype else next(masters) for part in self.parameters]
-
-    @property
-    def device(self) -> torch.device:
-        return self.parameter_buckets[0].device
 
     def parameter(self, slot: BufferSlot, number: int) -> Tensor:
         """What the model computes with, in the shard's shape; `number` is the slot's bucket."""

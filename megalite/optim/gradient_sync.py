@@ -6,7 +6,8 @@ started during backward starts at its end. Inside an instance the sum is scatter
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -16,6 +17,8 @@ from megalite.optim.buffer_layout import Kind
 from megalite.optim.buffers import TrainingBuffers
 from megalite.optim.collectives import Pending, start_all_reduce, start_reduce_scatter
 from megalite.optim.sharing import Sharing
+
+Later = Callable[[Callable[[], None]], None]  # does what it is given, now or in its turn
 
 
 class GradientSync:
@@ -37,8 +40,8 @@ class GradientSync:
         self._buffers = buffers
         self._sharing = [sharing[bucket.buffer.kind] for bucket in buffers.layout.buckets]
         self._wire = wire
-        self._watched: list[list[int]] = [[] for _ in chunks]  # of each chunk: the bucket of each of its gradients
-        self._last: set[int] = set()  # chunks whose last gradients are coming
+        self._watched: Counter[int] = Counter()  # by bucket: gradients that backward brings
+        self._last: dict[int, Later] = {}  # chunks whose last gradients are coming
         self._started: list[Pending | None] = []
         self._nodes: list[Node] = []  # hooks live as long as these
         buckets = {slot.record.name: at for at, bucket in enumerate(buffers.layout.buckets) for slot in bucket.slots}
@@ -55,23 +58,19 @@ class GradientSync:
         """Learn when the parameter's gradient is complete: its node runs after all its uses, also if a layer has put
         the gradient into the buffer itself and autograd sees none."""
         node = get_gradient_edge(parameter).node
-        node.register_hook(lambda *_: self._ready(number) if chunk in self._last else None)
+        ready = partial(self._ready, number)
+        node.register_hook(lambda *_: self._last[chunk](ready) if chunk in self._last else None)
         self._nodes.append(node)
-        self._watched[chunk].append(number)
+        self._watched[number] += 1
 
     def _all_missing(self) -> list[int]:
         """By bucket: gradients that the last backward passes have not brought yet."""
-        missing = Counter(number for numbers in self._watched for number in numbers)
-        return [missing[number] for number in range(len(self._sharing))]
+        return [self._watched[number] for number in range(len(self._sharing))]
 
-    def expect_last(self, chunk: int = 0) -> None:
-        """The chunk's next backward brings the last gradients of the step."""
-        self._last.add(chunk)
-
-    def complete(self, chunk: int) -> None:
-        """All gradients of the chunk are there, which `expect_last` was not told to wait for."""
-        for number in self._watched[chunk]:
-            self._ready(number)
+    def expect_last(self, chunk: int, later: Later) -> None:
+        """The chunk's next backward brings the last gradients of the step. `later` gets what a gradient's arrival
+        starts: to be done now, or after the work that this backward has put off so far."""
+        self._last[chunk] = later
 
     def _ready(self, number: int) -> None:
         self._missing[number] -= 1

@@ -46,6 +46,7 @@ class Schedule:
 
     `ranks`: the actions of each pipeline rank, in order. `most_in_flight`: for each rank, how many activations of one
     chunk for one microbatch it may hold between their forward and their backward(-input) pass; None: as many as come.
+    `most_together`: how many with those that wait for their backward-weight; None: likewise.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Schedule:
     ranks: tuple[tuple[Action, ...], ...]
     forward_only: bool = False
     most_in_flight: tuple[int, ...] | None = None
+    most_together: tuple[int, ...] | None = None
 
     @cached_property
     def pp(self) -> int:

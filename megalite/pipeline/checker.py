@@ -44,7 +44,9 @@ def _flaws_of_rank(schedule: Schedule, rank: int) -> Iterator[Flaw]:
     """What can be told from the actions of one rank."""
     done: dict[tuple[Pass, int, int], int] = {}  # -> at which position
     following: dict[tuple[Pass, int], int] = {}  # the microbatch whose turn it is
-    held, most = 0, None if schedule.most_in_flight is None else schedule.most_in_flight[rank]
+    held, put_off = 0, 0
+    most = None if schedule.most_in_flight is None else schedule.most_in_flight[rank]
+    together = None if schedule.most_together is None else schedule.most_together[rank]
     for position, action in enumerate(schedule.ranks[rank]):
         if reason := _not_there(schedule, action) or _out_of_turn(action, done, following):
             yield Flaw(rank, position, action, reason)
@@ -55,7 +57,12 @@ def _flaws_of_rank(schedule: Schedule, rank: int) -> Iterator[Flaw]:
         held += (action.kind == "forward") - ("backward" in PASSES[action.kind])
         if most is not None and held > most:
             yield Flaw(rank, position, action, f"{held} activations are held; in {schedule.name} it is {most} at most")
-            most = None  # once is enough
+            most = together = None  # once is enough
+        put_off += (action.kind == "backward-input") - (action.kind == "backward-weight")
+        if together is not None and held + put_off > together:
+            waiting = f"{held} activations and what {put_off} weight gradients need are held"
+            yield Flaw(rank, position, action, f"{waiting}; in {schedule.name} it is {together} at most")
+            most = together = None
     yield from _missing(schedule, rank, done)
 
 

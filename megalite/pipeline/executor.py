@@ -24,6 +24,8 @@ from megalite.pipeline.timeline import Span
 from megalite.pipeline.transfers import Direction, Program, Transfer, Wait, programs
 
 TableOf = Callable[[int], Schedule]  # the table for so many microbatches
+Later = Callable[[Callable[[], None]], None]  # does what it is given: now, or after the work that has been put off
+LastGradients = Callable[[int, Later], None]  # hears that the next backward brings a chunk's last gradients, each Later
 End = Callable[[GPT, Batch, Tensor | None], Tensor]  # what becomes of a microbatch in the chunk with the loss
 
 
@@ -47,15 +49,6 @@ class Links:
         what = "activations" if transfer.direction == "forward" else "gradients"
         way = "to" if transfer.role == "send" else "from"
         return f"pipeline rank {self.rank}, {what} of microbatch {transfer.microbatch} {way} rank {transfer.peer}"
-
-
-@dataclass(frozen=True)
-class LastGradients:
-    """Whom the executor tells that gradients become complete. `coming(chunk)`: the next backward pass brings the last
-    gradients of the chunk's parameters. `complete(chunk)`: its put-off weight gradients, too, are all there."""
-
-    coming: Callable[[int], None]
-    complete: Callable[[int], None]
 
 
 @dataclass
@@ -141,6 +134,10 @@ class Executor:
                     dist.send(token, group=group, group_dst=receiver)
                 elif rank == receiver:
                     dist.recv(token, group=group, group_src=sender)
+
+
+def _at_once(work: Callable[[], None]) -> None:
+    work()
 
 
 def _loss(scale: Tensor) -> End:
@@ -229,9 +226,10 @@ class _Run:
         in_flight = self._in_flight.pop((action.chunk, action.microbatch))
         gradient = self._input(action)  # None: the output is the loss
         split = action.kind == "backward-input"
-        if action.microbatch == self._schedule.microbatches - 1 and not split:
-            self._gradients.coming(action.chunk)
-        with self._chunks[action.chunk].deferred.collecting() if split else nullcontext():
+        deferred = self._chunks[action.chunk].deferred
+        if action.microbatch == self._schedule.microbatches - 1:
+            self._gradients(action.chunk, deferred.put if split else _at_once)
+        with deferred.collecting() if split else nullcontext():
             torch.autograd.backward((in_flight.output,), (gradient,))
         if in_flight.received is not None:
             assert in_flight.received.grad is not None
@@ -239,8 +237,6 @@ class _Run:
 
     def _backward_weight(self, action: Action) -> None:
         self._chunks[action.chunk].deferred.run_next()
-        if action.microbatch == self._schedule.microbatches - 1:
-            self._gradients.complete(action.chunk)
 
     def _input(self, action: Action) -> Tensor | None:
         number = self._schedule.needed(self._links.rank, action)

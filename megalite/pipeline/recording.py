@@ -3,12 +3,12 @@
     {"step": 20, "schedule": "1f1b", "pp": 4, "rank": 0, "actions": [["0F0", 0.0, 0.0131], ["0F1", 0.0131, 0.0262]]}
 
 One line for each step and pipeline rank, from one of the run's pipelines. Times are seconds on one clock for all ranks
-of a step, whatever its zero. Lines that are torn, and steps of which a rank is missing, as where a run was killed, are
-passed over; of a step that was done again the last lines count. No torch import.
+of a step, whatever its zero. A step's lines come from rank 0 on; lines that are torn, and steps of which a rank is
+missing, as where a run was killed, are passed over; of a step that was done again, on as many ranks or others, the last
+complete lines count. No torch import.
 """
 
 import json
-from collections import defaultdict
 from collections.abc import Iterable
 from itertools import pairwise
 from math import isfinite
@@ -52,11 +52,22 @@ def read_recording(run_dir: Path, step: int | None = None, setting: str = "run_d
 
 def _complete(lines: list[str]) -> dict[int, dict[int, dict[str, Any]]]:
     """By step and rank: the records of steps of which all ranks are there."""
-    steps: dict[int, dict[int, dict[str, Any]]] = defaultdict(dict)
-    for line in lines:
-        if (record := _record(line)) is not None:
-            steps[record["step"]][record["rank"]] = record
-    return {step: ranks for step, ranks in steps.items() if {*ranks} == {*range(next(iter(ranks.values()))["pp"])}}
+    complete: dict[int, dict[int, dict[str, Any]]] = {}
+    ranks: dict[int, dict[str, Any]] = {}  # of the step that is being read, up to the line before
+    for record in map(_record, lines):
+        if record is None or record["rank"] == 0 or not _continues(ranks, record):
+            ranks = {}
+        if record is not None and record["rank"] == len(ranks):
+            ranks = {**ranks, len(ranks): record}
+            if len(ranks) == record["pp"]:
+                complete[record["step"]] = ranks
+    return complete
+
+
+def _continues(ranks: dict[int, dict[str, Any]], record: dict[str, Any]) -> bool:
+    """Whether a line is the next of the step whose first ones are `ranks`."""
+    same = ("step", "pp", "schedule")
+    return bool(ranks) and record["rank"] == len(ranks) and all(record[name] == ranks[0][name] for name in same)
 
 
 def _record(line: str) -> dict[str, Any] | None:

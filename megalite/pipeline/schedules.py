@@ -1,8 +1,9 @@
 """The schedules: each is one pure function from the shape of a pipeline to the actions of one rank.
 
 In every schedule each chunk takes the microbatches in their order, forward and backward, so that gradients are summed
-in one order and all schedules give the same bits. A new schedule is one function, one line of `SCHEDULES` and a choice
-of the setting `parallel.schedule`.
+in one order and all schedules of several ranks give the same bits. (On one rank, tied embeddings get two gradients of
+each microbatch: gpipe adds them in another order than 1f1b.) A new schedule is one function, one line of `SCHEDULES`
+and a choice of the setting `parallel.schedule`.
 
 gpipe: Huang et al. 2018 (arXiv 1811.06965). 1f1b, interleaved: Narayanan et al. 2021 (arXiv 2104.04473), warm-up counts
 and orders as in Megatron-LM. zb-h1: Qi et al. 2023 (arXiv 2401.10241). No torch import.
@@ -76,14 +77,26 @@ def zb_h1(shape: Shape, rank: int) -> Iterator[Action]:
     yield from (Action("backward-weight", 0, microbatch) for microbatch in range(put_off, shape.microbatches))
 
 
-SCHEDULES: dict[str, tuple[Rows, Bound]] = {
-    "1f1b": (one_forward_one_backward, lambda shape, rank: min(shape.pp - rank, shape.microbatches)),
-    "interleaved": (
-        interleaved,
-        lambda shape, rank: min(_interleaved_warm_up(shape, rank) + 1, shape.chunk_passes),
+@dataclass(frozen=True)
+class Recipe:
+    """A schedule's actions and what its ranks hold at most; None: nothing is put off."""
+
+    rows: Rows
+    activations: Bound
+    together: Bound | None = None  # with those whose weight gradients are put off
+
+
+SCHEDULES: dict[str, Recipe] = {
+    "1f1b": Recipe(one_forward_one_backward, lambda shape, rank: min(shape.pp - rank, shape.microbatches)),
+    "interleaved": Recipe(
+        interleaved, lambda shape, rank: min(_interleaved_warm_up(shape, rank) + 1, shape.chunk_passes)
     ),
-    "zb-h1": (zb_h1, lambda shape, rank: min(shape.pp - rank, shape.microbatches)),
-    "gpipe": (gpipe, lambda shape, rank: shape.microbatches),
+    "zb-h1": Recipe(
+        zb_h1,
+        lambda shape, rank: min(shape.pp - rank, shape.microbatches),
+        together=lambda shape, rank: min(shape.pp, shape.microbatches),
+    ),
+    "gpipe": Recipe(gpipe, lambda shape, rank: shape.microbatches),
 }
 
 
@@ -97,13 +110,15 @@ def build_schedule(request: ScheduleRequest, names: Naming = PLAIN) -> Schedule:
 
 def table(name: str, shape: Shape) -> Schedule:
     """The schedule called `name` for a shape that suits it, which `build_schedule` makes sure of."""
-    rows, bound = SCHEDULES[name]
+    recipe, ranks = SCHEDULES[name], range(shape.pp)
+    together = recipe.together
     return Schedule(
         name,
         shape.vpp,
         shape.microbatches,
-        ranks=tuple(tuple(rows(shape, rank)) for rank in range(shape.pp)),
-        most_in_flight=tuple(bound(shape, rank) for rank in range(shape.pp)),
+        ranks=tuple(tuple(recipe.rows(shape, rank)) for rank in ranks),
+        most_in_flight=tuple(recipe.activations(shape, rank) for rank in ranks),
+        most_together=None if together is None else tuple(together(shape, rank) for rank in ranks),
     )
 
 

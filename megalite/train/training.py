@@ -24,7 +24,7 @@ from megalite.parallel.context import ParallelContext
 from megalite.parallel.device import DTYPES
 from megalite.parallel.schedule_rules import ScheduleRequest
 from megalite.pipeline.actions import Schedule
-from megalite.pipeline.executor import Executor, LastGradients, Links
+from megalite.pipeline.executor import Executor, Links
 from megalite.pipeline.schedules import build_schedule, forward_only
 from megalite.tensor_parallel.collectives import TensorGroup
 
@@ -132,7 +132,7 @@ def _executor(config: Config, chunks: list[GPT], sync: GradientSync, context: Pa
     def forward_table(microbatches: int) -> Schedule:
         return forward_only(pipeline.pp, pipeline.vpp, microbatches)
 
-    return Executor(chunks, links, table, forward_table, LastGradients(sync.expect_last, sync.complete))
+    return Executor(chunks, links, table, forward_table, sync.expect_last)
 
 
 def _optimizer(buffers: TrainingBuffers, settings: OptimizerConfig, context: ParallelContext) -> FlatAdamW:
@@ -147,6 +147,7 @@ def _optimizer(buffers: TrainingBuffers, settings: OptimizerConfig, context: Par
         (first, second),
         settings.eps,
         moments=_dtype(settings.moment_dtype, context),
+        device=context.device,
     )
 
 

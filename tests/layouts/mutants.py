@@ -300,16 +300,9 @@ def weight_gradients_forgotten(context: ParallelContext, config: Config) -> Trac
 
 
 def sync_before_the_weight_gradients(context: ParallelContext, config: Config) -> Trace:
-    backward = executor_module._Run._backward
-
-    def and_complete(self: Any, action: Any) -> None:
-        backward(self, action)
-        if action.microbatch == len(self._batches) - 1:
-            self._gradients.complete(action.chunk)
-
-    executor_module._Run._backward = and_complete  # type: ignore[method-assign]
-    executor_module._Run._backward_weight = (  # type: ignore[method-assign]
-        lambda self, action: self._chunks[action.chunk].deferred.run_next()
+    expect_last = GradientSync.expect_last
+    GradientSync.expect_last = (  # type: ignore[method-assign]
+        lambda self, chunk, later: expect_last(self, chunk, lambda start: start())
     )
     return read_at_once(context, config)
 

@@ -25,6 +25,7 @@ SELECTIVE = {"train": {"recompute": "selective", "recompute_modules": ["attentio
 LARGE = {"train": {"micro_batch_size": 4}}  # three microbatches without data parallelism
 TWO = {"train": {"micro_batch_size": 6}}
 ONE = {"train": {"micro_batch_size": 12}}
+SMALL_BUCKETS = {"optimizer": {"bucket_size": 6000}}
 
 
 def pipeline(**settings: Any) -> Overrides:
@@ -40,14 +41,22 @@ ROWS: list[Row] = [
     ("gpt2", merged(FOUR, LARGE), pipeline(pp=4, schedule="zb-h1")),
     ("llama", merged(FOUR, {"train": {"micro_batch_size": 3}}, RAGGED), pipeline(pp=4, schedule="gpipe")),
     ("gpt2", merged(FOUR, {"train": {"micro_batch_size": 3}}), pipeline(pp=2, vpp=2)),
-    ("llama", merged(FOUR, LARGE), pipeline(pp=2, vpp=2)),  # three microbatches in groups of two
+    ("llama", merged(FOUR, TWO), pipeline(pp=2, vpp=2)),  # as many microbatches as ranks
+    ("llama", merged(FOUR, {"train": {"micro_batch_size": 2}}), pipeline(pp=2, vpp=2, microbatch_group_size=4)),  # 4, 2
     ("llama", merged(EIGHT, {"train": {"micro_batch_size": 2}}), pipeline(pp=4, vpp=2)),
     ("gpt2", merged(FOUR, LARGE, SELECTIVE), pipeline(pp=2, schedule="zb-h1", tp=2)),
     ("gpt2", merged({"model": {"num_layers": 3}}, LARGE), pipeline(pp=2, first_stage_layers=1)),
     ("gpt2", merged(FOUR, LARGE), pipeline(pp=3, standalone_embedding=True)),
+    ("llama", LARGE, pipeline(pp=3, pipeline_layout="Et||tL")),  # a rank that holds nothing
     ("llama", merged(FOUR, LARGE), pipeline(pp=2, vpp=2, standalone_embedding=True)),  # a chunk that only passes on
     ("llama", merged(LARGE, FULL), pipeline(pp=2, tp=2)),
-    ("gpt2", {"train": {"micro_batch_size": 2}}, merged(pipeline(pp=2, dp=2), {"optimizer": {"bucket_size": 6000}})),
+    ("gpt2", {"train": {"micro_batch_size": 2}}, merged(pipeline(pp=2, dp=2), SMALL_BUCKETS)),
+    ("gpt2", merged(FOUR, {"train": {"micro_batch_size": 1}}), merged(pipeline(pp=2, vpp=2, dp=2), SMALL_BUCKETS)),
+    (
+        "gpt2",
+        merged({"train": {"micro_batch_size": 2}}, FULL),
+        merged(pipeline(pp=2, dp=2, schedule="zb-h1"), SMALL_BUCKETS),
+    ),
     ("qwen3", {"train": {"micro_batch_size": 3}}, pipeline(pp=2, tp=2, dp=2)),
 ]
 
@@ -117,11 +126,12 @@ def test_a_broken_pipeline_is_caught(workplace: tuple[Path, Path], mutant: Mutan
         assert_same_training(traces, expected)
 
 
-def test_all_schedules_give_the_same_bits(workplace: tuple[Path, Path]) -> None:
+@pytest.mark.parametrize("family", ["llama", "gpt2"])  # untied and tied embeddings
+def test_all_schedules_give_the_same_bits(workplace: tuple[Path, Path], family: str) -> None:
     """Each takes the microbatches of a chunk in one order."""
     shared = merged(FOUR, LARGE)
     found = [
-        train_row(workplace, ("llama", shared, pipeline(pp=2, schedule=schedule)))[0]
+        train_row(workplace, (family, shared, pipeline(pp=2, schedule=schedule)))[0]
         for schedule in ("1f1b", "gpipe", "zb-h1")
     ]
     for traces in found[1:]:

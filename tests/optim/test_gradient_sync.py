@@ -14,7 +14,7 @@ from megalite.optim.adamw import FlatAdamW
 from megalite.optim.buffer_layout import buffer_layout, slice_ranges
 from megalite.optim.buffers import TrainingBuffers
 from megalite.optim.gradient_sync import GradientSync
-from megalite.optim.parameter_gather import ParameterGather
+from megalite.optim.parameter_gather import ParameterGather, part_of
 from megalite.optim.sharing import Sharing
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.groups import GroupNeeds
@@ -131,7 +131,7 @@ def branched_gradients(
     x = torch.randn(4, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(context.rank))
     for _ in range(2):  # the second step is like the first
         buffers.start_step()
-        sync.expect_last()
+        sync.expect_last(0, lambda start: start())
         model(x, left=uses_left[context.rank]).square().sum().backward()
         sync.finish()
     return [
@@ -260,7 +260,7 @@ def train_experts(context: ParallelContext, zero: bool) -> dict[str, Tensor]:
     sync = GradientSync(buffers, [model], sharing, wire=torch.float64)
     gather = ParameterGather(buffers, sharing)
     buffers.start_step()
-    sync.expect_last()
+    sync.expect_last(0, lambda start: start())
     one_loss(model, context.rank, mine).backward()
     sync.finish()
     one, no = torch.ones((), dtype=torch.float64), torch.zeros(())
@@ -296,3 +296,18 @@ def test_dense_and_expert_parameters_are_averaged_by_the_one_loss(zero: bool) ->
     for held in found:
         for name, value in held.items():
             torch.testing.assert_close(value, expected[name].detach(), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_parameters_are_waited_for_where_they_are_used_in_the_order_in_which_they_travel(tied: bool) -> None:
+    """Waiting for a late one first, on a communicator that keeps its order, would be waiting for all."""
+    config = small_config(optimizer={"bucket_size": 1}, model={"tie_embeddings": tied})
+    training = build_training(config, ParallelContext())
+    used: list[str] = []
+    (chunk,) = training.chunks
+    chunk.before_use = used.append
+    training.executor.evaluate([batch_of(ParallelContext(), 0)], torch.ones(()))
+    order = list(dict.fromkeys(used))
+    buckets = reversed(training.buffers.layout.buckets)
+    assert order == list(dict.fromkeys(part_of(slot.record.name) for bucket in buckets for slot in bucket.slots[::-1]))
+    assert used[-1] == ("embedding" if tied else "head")

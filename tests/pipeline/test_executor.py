@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -21,7 +22,7 @@ from megalite.parallel.context import ParallelContext
 from megalite.parallel.schedule_rules import ScheduleRequest
 from megalite.pipeline import executor as executor_module
 from megalite.pipeline.actions import Action, Schedule
-from megalite.pipeline.executor import Executor, LastGradients, Links
+from megalite.pipeline.executor import Executor, Later, Links
 from megalite.pipeline.schedules import build_schedule, forward_only
 from megalite.pipeline.transfers import Direction, Record, Transfer, Wait, programs
 from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -130,16 +131,23 @@ def run_alone(
     config = stages_config(pp, name, vpp)
     chunks = [chunk_of(config, rank, chunk) for chunk in range(vpp)]
     told: list[tuple[str, int, Action | None]] = []
+    nodes: list[Node] = []  # hooks live as long as these
 
     def tell(what: str, chunk: int) -> None:
         told.append((what, chunk, next((e for e in reversed(network.events) if isinstance(e, Action)), None)))
+
+    def coming(chunk: int, later: Later) -> None:
+        tell("coming", chunk)
+        for parameter in chunks[chunk].parameters():  # as the sums of gradients hear of each
+            nodes.append(get_gradient_edge(parameter).node)
+            nodes[-1].register_hook(lambda *_: later(lambda: tell("there", chunk)))
 
     executor = Executor(
         chunks,
         Links(rank, network.groups(pp)),
         lambda count: table_of(pp, name, vpp, count),
         lambda count: forward_only(pp, vpp, count),
-        LastGradients(lambda chunk: tell("coming", chunk), lambda chunk: tell("complete", chunk)),
+        coming,
     )
     compute = executor_module._Run.compute
 
@@ -202,12 +210,38 @@ def test_what_was_sent_is_freed_when_it_has_arrived(
 def test_last_gradients_are_told_once_for_each_chunk(
     pp: int, name: str, vpp: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the last microbatch's backward pass, or after its weight gradients."""
-    kind, what = ("backward-weight", "complete") if name == "zb-h1" else ("backward", "coming")
+    """Announced before the last microbatch's backward pass, and there in it or among its weight gradients."""
+    begin, end = ("backward-input", "backward-weight") if name == "zb-h1" else ("backward", "backward")
     for rank in range(pp):
         _, told = run_alone(monkeypatch, pp, name, vpp, rank, count=6)
-        expected = [(what, chunk, Action(kind, chunk, 5)) for chunk in reversed(range(vpp))]  # type: ignore[arg-type]
-        assert told == expected
+        for chunk in range(vpp):
+            of_chunk = [(what, action) for what, other, action in told if other == chunk]
+            assert of_chunk[0] == ("coming", Action(begin, chunk, 5))  # type: ignore[arg-type]
+            assert {*of_chunk[1:]} == {("there", Action(end, chunk, 5))}  # type: ignore[arg-type]
+
+
+def test_a_put_off_gradient_is_told_when_it_is_there_and_not_when_all_are() -> None:
+    """So that its bucket travels while the rest of the weight gradients is computed."""
+    config = stages_config(2, "zb-h1", 1)
+    chunk = chunk_of(config, 0, 0)
+    sinks = {name: torch.zeros_like(parameter) for name, parameter in chunk.named_parameters() if ".weight" in name}
+    chunk.gradient_sinks({name: sink for name, sink in sinks.items() if name in chunk.sunk_parameters})
+    seen: dict[str, tuple[Tensor, int]] = {}  # the gradient when it was told, and how many others were still to come
+    hooked = [(name, sinks[name], get_gradient_edge(chunk.get_parameter(name)).node) for name in chunk.sunk_parameters]
+
+    def tell(name: str, sink: Tensor) -> None:
+        seen[name] = sink.clone(), sum(not other.any() for _, other, _ in hooked)
+
+    for name, sink, node in hooked:
+        node.register_hook(lambda *_, name=name, sink=sink: chunk.deferred.put(partial(tell, name, sink)))
+    output = chunk(microbatches(config, 1)[0])
+    with chunk.deferred.collecting():
+        output.sum().backward()
+    assert seen == {}
+    chunk.deferred.run_next()
+    assert {*seen} == {name for name, *_ in hooked}
+    assert all(torch.equal(seen[name][0], sink) and sink.any() for name, sink, _ in hooked)
+    assert max(missing for _, missing in seen.values()) > len(hooked) / 2
 
 
 def test_a_link_that_breaks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,14 +43,30 @@ def test_the_last_step_is_read_with_its_clock_set_to_zero(tmp_path: Path) -> Non
     assert read_recording(tmp_path) == (20, timeline())
 
 
-def test_another_step_can_be_chosen_and_ranks_stand_in_any_order(tmp_path: Path) -> None:
-    write(tmp_path, *reversed(lines(10, timeline())), *lines(20, timeline(schedule("1f1b", 2, 3))))
+def test_another_step_can_be_chosen(tmp_path: Path) -> None:
+    write(tmp_path, *lines(10, timeline()), *lines(20, timeline(schedule("1f1b", 2, 3))))
     assert read_recording(tmp_path, 10) == (10, timeline())
 
 
 def test_of_a_step_that_was_done_again_the_last_lines_count(tmp_path: Path) -> None:
     slow = Timeline("interleaved", 2, 4, tuple(spans[:1] for spans in timeline().ranks))
     write(tmp_path, *lines(10, slow), *lines(10, timeline()))
+    assert read_recording(tmp_path) == (10, timeline())
+
+
+@pytest.mark.parametrize("pp", [1, 2, 4])
+def test_a_step_may_be_done_again_on_fewer_or_more_ranks(tmp_path: Path, pp: int) -> None:
+    again = timeline(schedule("1f1b", pp, 3))
+    write(tmp_path, *lines(10, timeline()), *lines(10, again))
+    assert read_recording(tmp_path) == (10, again)
+
+
+def test_lines_of_two_runs_are_never_one_step(tmp_path: Path) -> None:
+    """Their clocks may be hours apart."""
+    again = lines(10, timeline(later=1000))
+    write(tmp_path, *lines(10, timeline()), again[0][:9] + "\n", again[1])
+    assert read_recording(tmp_path) == (10, timeline())
+    write(tmp_path, *lines(10, timeline()), again[0])
     assert read_recording(tmp_path) == (10, timeline())
 
 

@@ -92,6 +92,7 @@ def test_a_run_that_recorded_its_pipeline_is_drawn(tmp_path: Path) -> None:
         (("train.global_batch_size=9", "train.micro_batch_size=2"), ["not a multiple of train.micro_batch_size=2"]),
         (("--speed",), ["--speed='': unknown option"]),
         (("--measured", "nowhere"), ["--measured='nowhere': pipeline.jsonl cannot be read there"]),
+        (("--measured", "nowhere", "--dp", "2"), ["--dp: has no effect with --measured"]),
         (("--measured", "nowhere", "parallel.pp=2"), ["parallel.pp=2: has no effect with --measured"]),
         (("--step", "3"), ["--step=3: is a recorded step"]),
     ],

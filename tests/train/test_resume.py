@@ -85,22 +85,33 @@ def test_two_ranks_continue_after_one_of_them_is_killed(folder: Path) -> None:
     assert_same_run(broken, whole)
 
 
-# Ranks and tp. At tp 4 two ranks share each key-value head.
-MOVES = [(2, 1), (1, 1), (2, 2), (4, 4), (1, 1), (4, 2)]
-EVERY_MOVE = [(1, 1), (2, 2), (4, 4), (2, 2), (1, 1), (4, 4), (1, 1), (2, 1), (4, 2), (2, 1)]
+# Ranks, tp and pp. At tp 4 two ranks share each key-value head.
+MOVES = [(2, 1, 1), (2, 1, 2), (1, 1, 1), (2, 2, 1)]
+EVERY_MOVE = [
+    (1, 1, 1),
+    (2, 2, 1),
+    (4, 4, 1),
+    (2, 1, 2),
+    (1, 1, 1),
+    (4, 2, 2),
+    (4, 4, 1),
+    (2, 1, 1),
+    (4, 1, 2),
+    (4, 2, 1),
+]
 
 
 @pytest.mark.parametrize("moves", [MOVES, pytest.param(EVERY_MOVE, marks=pytest.mark.long)], ids=["some", "every"])
 def test_a_run_moves_between_layouts(
-    folder: Path, uninterrupted: Path, moves: list[tuple[int, int]], request: pytest.FixtureRequest
+    folder: Path, uninterrupted: Path, moves: list[tuple[int, int, int]], request: pytest.FixtureRequest
 ) -> None:
     """In fp64, without dropout: the design's bound for another layout."""
     exact = ("precision=fp64", "model.dropout=0")
     name = f"fp64-moved-{request.node.callspec.id}"
-    for number, (ranks, tp) in enumerate(moves, 1):
+    for number, (ranks, tp, pp) in enumerate(moves, 1):
         steps = STEPS * number // len(moves)
         # lr.schedule=constant: the length of the run, which changes here, is no part of the learning rate
-        moved = (name, *exact, f"train.steps={steps}", f"parallel.tp={tp}", *CONSTANT)
+        moved = (name, *exact, f"train.steps={steps}", f"parallel.tp={tp}", f"parallel.pp={pp}", *CONSTANT)
         status, output = finish(launch(overrides(folder, *moved), ranks=ranks))
         assert status == 0, output
     status, output = finish(launch(overrides(folder, "fp64-constant", *exact, *CONSTANT)))
