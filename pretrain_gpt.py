@@ -1,8 +1,7 @@
 """Trains a GPT: `python pretrain_gpt.py [name=value ...]`, or the same under torchrun or srun; see --help.
 
-Command line and environment are checked before torch is imported; what is wrong is printed once, by rank 0.
-Exit status: 0 finished or stopped after saving, 2 refused, 130 interrupted before the start, else a failure.
-"""
+Command line and environment are checked before torch is imported; what is wrong is printed once, by rank 0. Exit
+status: 0 finished or stopped after saving, 2 refused, 130 interrupted before the start, else a failure."""
 
 import os
 import sys
@@ -11,7 +10,7 @@ import time
 from megalite.config.problems import Problem, UserError, collect
 from megalite.parallel.cores import let_waiting_threads_sleep
 from megalite.parallel.environment import claimed_rank, first_of_node, read_environment
-from megalite.train.signals import ignore_stop_signals
+from megalite.train.signals import ignore_stop_signals, notice_launcher_s_end
 
 WAIT_FOR_RANK_ZERO_S = 5.0  # torchrun ends all ranks when the first one exits: rank 0 must have printed by then
 
@@ -28,6 +27,7 @@ def main(argv: list[str]) -> int:
     config = collect(lambda: load_config(argv, environment.world_size if environment else 1), problems)
     if environment is None or config is None:
         return refuse(UserError(problems), rank)
+    notice_launcher_s_end(environment.launcher)  # during the imports, too: ranks without it wait for nobody
     let_waiting_threads_sleep(os.environ)
     from torch.distributed.elastic.multiprocessing.errors import record
 

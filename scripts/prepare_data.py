@@ -7,12 +7,13 @@ python scripts/prepare_data.py --verify tokens/books --vocab-size 4096
 
 import argparse
 import sys
-import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 from megalite.config.problems import REFUSED, Problem, UserError
 from megalite.config.schema import Config, DataConfig
+from megalite.train.terminal import Terminal
 
 FLAGS = {  # what this command calls the settings of a run
     "data=text data.path=FOLDER": "the input FOLDER",
@@ -21,6 +22,7 @@ FLAGS = {  # what this command calls the settings of a run
     "data.subset": "--subset",
     "data.split": "--split",
     "data.cache_dir": "--output",
+    "tokenizer=": "--tokenizer=",
 }
 
 
@@ -53,6 +55,9 @@ def check_arguments(options: argparse.Namespace) -> None:
         problems.append(Problem("inputs", options.inputs, "give files or --hub NAME, one of the two", "see --help"))
     if not options.verify and not options.output:
         problems.append(Problem("--output", None, "is needed", "--output PREFIX"))
+    if options.output and options.output.suffix in (".bin", ".idx"):
+        rule = "is a PREFIX: .bin, .idx and others are added"
+        problems.append(Problem("--output", str(options.output), rule, f"--output {options.output.with_suffix('')}"))
     if options.workers is not None and options.workers < 1:
         problems.append(Problem("--workers", options.workers, "must be at least 1", "leave it out for one per core"))
     if options.bpe_vocab_size < 258:
@@ -65,34 +70,27 @@ def check_arguments(options: argparse.Namespace) -> None:
         raise UserError(problems)
 
 
-def run_prepare(options: argparse.Namespace) -> None:
+def run_prepare(options: argparse.Namespace, terminal: Terminal) -> list[str]:
+    """Make the token files; returns what to say of them."""
     from megalite.data.prepare import prepare_file
     from megalite.data.sources import Source
+    from megalite.data.summary import summary
 
     paths = (options.hub,) if options.hub else tuple(options.inputs)
     kind = "hf" if options.hub else "text"
     source = Source(kind, paths, options.column, options.subset, options.split, options.streaming)
     config = Config(tokenizer=options.tokenizer)
     config.data.bpe_vocab_size, config.data.workers = options.bpe_vocab_size, options.workers
-    line = ProgressLine("bytes")
-    facts = prepare_file(source, config, options.output, lambda done, total, *_: line.show(done, total))
-    line.end()
-    bytes_per_token = facts["bytes"] / facts["tokens"]
-    print(
-        f"{options.output}: {facts['documents']:,} documents, {facts['tokens']:,} tokens, {facts['bytes']:,} bytes, "
-        f"{bytes_per_token:.3f} bytes per token, vocabulary {facts['vocab_size']:,}"
-    )
-    if facts["skipped_documents"]:
-        print(f"skipped {facts['skipped_documents']:,} rows without text")
+    prepare_file(source, config, options.output, terminal.preparing)
+    return summary(options.output)
 
 
-def run_verify(options: argparse.Namespace) -> None:
+def run_verify(options: argparse.Namespace, terminal: Terminal) -> list[str]:
+    """Scan a token file; returns what to say of it."""
     from megalite.data.verify import verify
 
-    line = ProgressLine("tokens")
-    file = verify(options.verify, options.vocab_size, line.show)
-    line.end()
-    print(f"{options.verify}: sound; {file.documents:,} documents, {len(file.tokens):,} tokens")
+    file = verify(options.verify, options.vocab_size, terminal.checking)
+    return [f"{options.verify}: sound; {file.documents:,} documents, {len(file.tokens):,} tokens"]
 
 
 def in_flags(message: str) -> str:
@@ -102,44 +100,19 @@ def in_flags(message: str) -> str:
     return message
 
 
-class ProgressLine:
-    """Done, in all, and the time left: a line that is rewritten on a terminal, one in ten seconds elsewhere."""
-
-    def __init__(self, unit: str) -> None:
-        self.unit, self.begin, self.shown = unit, time.monotonic(), time.monotonic()
-        self.terminal = sys.stderr.isatty()
-
-    def show(self, done: int, total: int) -> None:
-        now = time.monotonic()
-        if now - self.shown < (0.2 if self.terminal else 10):
-            return
-        self.shown = now
-        left = f", {(now - self.begin) * (total - done) / done:.0f} s left" if 0 < done <= total else ""
-        share = f" ({100 * done / total:.0f} %)" if total else ""
-        text = f"{done:,} of {total:,} {self.unit}{share}{left}" if total else f"{done:,} {self.unit}"
-        print(
-            f"\r{text:<70}" if self.terminal else text, end="" if self.terminal else "\n", file=sys.stderr, flush=True
-        )
-
-    def end(self) -> None:
-        if self.terminal:
-            print("\r" + " " * 70, end="\r", file=sys.stderr, flush=True)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     try:
         check_arguments(options)
-        if options.verify:
-            run_verify(options)
-        else:
-            run_prepare(options)
+        with closing(Terminal(sys.stderr, interactive=sys.stderr.isatty())) as terminal:
+            lines = run_verify(options, terminal) if options.verify else run_prepare(options, terminal)
     except UserError as error:
         print(in_flags(error.render()), file=sys.stderr)
         return REFUSED
     except KeyboardInterrupt:
         print("stopped; the same command continues where it was", file=sys.stderr)
         return 130
+    print("\n".join(lines))
     return 0
 
 

@@ -10,6 +10,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["WANDB_MODE"] = "disabled"  # whoever runs the tests may have a key
 _CACHE = tempfile.TemporaryDirectory(prefix="megalite-test-cache-")
 os.environ["XDG_CACHE_HOME"] = _CACHE.name
 for name in list(os.environ):

@@ -82,13 +82,14 @@ class RunLock:
             raise
         return cls(path, descriptor, holder, beat_s)
 
+    @property
+    def token(self) -> str:
+        """What tells this lock from every other."""
+        return self._holder.token
+
     def held(self) -> bool:
         """Whether the file still names us: a job on another host may have taken us for dead."""
-        try:
-            with open(self.path, "rb") as file:  # opened anew, so that NFS asks the server
-                return _parse(file.read()) == self._holder
-        except OSError:
-            return False
+        return holder_of(self.path) == self._holder
 
     def release(self) -> None:
         """Give the lock back, leaving an empty file: deleting it would race with the next job's opening it."""
@@ -105,6 +106,15 @@ class RunLock:
         while not self._stop.wait(beat_s):
             with contextlib.suppress(OSError):  # a server that is away for a while is no reason to stop training
                 os.utime(self._descriptor)
+
+
+def holder_of(path: Path) -> Holder | None:
+    """Whom the lock file names, asked from any machine; None where it names nobody or cannot be read."""
+    try:
+        with open(path, "rb") as file:  # opened anew, so that NFS asks the server
+            return _parse(file.read())
+    except OSError:
+        return None
 
 
 def _flock(descriptor: int) -> bool | None:

@@ -5,29 +5,35 @@
     lock           the job that runs now
     checkpoints/   see commit.py
 
-Rank 0 alone looks at the file system (others may see it late on NFS) and tells the rest. A start that is refused leaves
-nothing behind.
+Rank 0 alone decides by what is on disk (others may see it late on NFS) and tells the rest; they only make sure that it
+is one disk for all. A start that is refused leaves nothing behind.
 """
 
 import contextlib
 import json
 import os
 import secrets
-from collections.abc import Mapping
-from dataclasses import dataclass
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml  # type: ignore[import-untyped]
 
 from megalite.checkpoint.commit import committed, recover, replace_synced, sync_folder
-from megalite.checkpoint.lock import LockHeldError, RunLock
+from megalite.checkpoint.lock import LockHeldError, RunLock, holder_of
 from megalite.checkpoint.resume_rules import compare
-from megalite.config.problems import Problem, UserError
+from megalite.config.problems import Problem, UserError, collect
 from megalite.parallel.context import ParallelContext
+from megalite.parallel.meeting import listed
 
 _RUN, _CONFIG, _LOCK = "run.json", "config.yaml", "lock"
 CHECKPOINTS = "checkpoints"
+SEEN_WITHIN_S = 65.0  # an NFS client may remember for 60 s (acdirmax) that a file was not there
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -39,25 +45,39 @@ class RunFolder:
     fingerprint: str
     changes: list[str]
     lock: RunLock | None  # on rank 0
+    created: list[Path] = field(default_factory=list)  # on rank 0, what is there for the lock's sake alone
 
     @classmethod
     def open(
         cls, path: Path, context: ParallelContext, resume: str, config: Mapping[str, Any], fingerprint: str
     ) -> "RunFolder":
-        """Create or continue the run in `path`; collective. UserError, the same on all ranks, where that cannot be.
+        """Lock the folder for a new run or the one it holds; collective. UserError on all ranks where that cannot be.
 
         `config` is the resolved configuration as plain dictionaries; `fingerprint` identifies data and tokenizer.
         """
-        opened: RunFolder | None = None
-        problems: list[Problem] = []
-        if context.rank == 0:
-            try:
-                opened = _open(path, resume, config, fingerprint)
-            except UserError as error:
-                problems = error.problems
-        context.agree(problems)
-        said = context.broadcast_object({"run_id": opened.run_id, "changes": opened.changes} if opened else None)
-        return opened or cls(path, said["run_id"], fingerprint, said["changes"], None)
+        opened = _by_rank_0(context, lambda: _open(path, resume, config, fingerprint))
+        try:
+            _refuse_disks_of_their_own(path, opened, context)
+            said = context.broadcast_object([opened.run_id, opened.changes] if opened else None)
+        except BaseException:
+            if opened is not None:
+                opened.withdraw()
+            raise
+        return opened or cls(path, said[0], fingerprint, said[1], None)
+
+    def begin(self, context: ParallelContext, config: Mapping[str, Any]) -> None:
+        """Write what a run folder holds from its start on; collective. Until then nothing in it has changed."""
+        _by_rank_0(context, lambda: self._fill(config))
+
+    def _fill(self, config: Mapping[str, Any]) -> None:
+        run = {"run_id": self.run_id, "data_fingerprint": self.fingerprint}
+        try:
+            self.checkpoints.mkdir(exist_ok=True)
+            _write_if_new(self.path / _CONFIG, yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True))
+            _write_if_new(self.path / _RUN, json.dumps(run, indent=1) + "\n")  # last: it makes the folder a run
+            sync_folder(self.path.parent)
+        except OSError as error:
+            raise UserError(_not_usable(self.path, "written", error)) from error
 
     @property
     def checkpoints(self) -> Path:
@@ -68,6 +88,14 @@ class RunFolder:
         """What the manifest of a checkpoint says about its origin."""
         return {"run_id": self.run_id, "data_fingerprint": self.fingerprint}
 
+    def refuse_another_s(self, checkpoint: Path, about: Mapping[str, Any]) -> None:
+        """UserError where a checkpoint of this folder is, by its own words, of another run: somebody put it there."""
+        origin = about.get("run_id", self.run_id)
+        if origin != self.run_id:
+            rule = f"it is of run {origin}, and the folder is that of run {self.run_id}"
+            remedy = "take it out of this folder; to continue its run, copy the whole run folder and set run_dir to it"
+            raise UserError(Problem(str(checkpoint), "of another run", rule, remedy))
+
     def owned(self) -> bool:
         """Whether this job still has the folder to itself. Asked before every commit, on rank 0."""
         return self.lock is None or self.lock.held()
@@ -77,9 +105,22 @@ class RunFolder:
         if self.lock is not None:
             self.lock.release()
 
+    def withdraw(self) -> None:
+        """Undo what was made for a run that does not begin, and close the folder."""
+        _remove(self.path, self.created)
+        self.close()
+
+
+def _by_rank_0(context: ParallelContext, action: Callable[[], T]) -> T | None:
+    """The result of `action`, which rank 0 alone performs, or its UserError on all ranks."""
+    problems: list[Problem] = []
+    result = collect(action, problems) if context.rank == 0 else None
+    context.agree(problems)
+    return result
+
 
 def _open(path: Path, resume: str, config: Mapping[str, Any], fingerprint: str) -> RunFolder:
-    """Rank 0: look first, then lock, then write."""
+    """Judge first, then lock, then clear up after those that were killed."""
     try:
         run, changes = _examine(path, resume, config, fingerprint)
     except OSError as error:
@@ -91,12 +132,7 @@ def _open(path: Path, resume: str, config: Mapping[str, Any], fingerprint: str) 
         if not (path / _LOCK).exists():
             created.append(path / _LOCK)
         lock = RunLock.acquire(path / _LOCK)
-        run = run or {"run_id": secrets.token_hex(8), "data_fingerprint": fingerprint}
-        (path / CHECKPOINTS).mkdir(exist_ok=True)
         recover(path / CHECKPOINTS)
-        _write_if_new(path / _CONFIG, yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True))
-        _write_if_new(path / _RUN, json.dumps(run, indent=1) + "\n")  # last: it makes the folder a run
-        sync_folder(path.parent)
     except LockHeldError as error:
         rule = f"it is in use by {error}"
         raise UserError(
@@ -107,7 +143,29 @@ def _open(path: Path, resume: str, config: Mapping[str, Any], fingerprint: str) 
             lock.release()
         _remove(path, created)
         raise UserError(_not_usable(path, "written", error)) from error
-    return RunFolder(path, run["run_id"], run["data_fingerprint"], changes, lock)
+    run = run or {"run_id": secrets.token_hex(8), "data_fingerprint": fingerprint}
+    return RunFolder(path, run["run_id"], run["data_fingerprint"], changes, lock, created)
+
+
+def _refuse_disks_of_their_own(path: Path, opened: RunFolder | None, context: ParallelContext) -> None:
+    """All ranks must find the lock that rank 0 has just written: else their part of each checkpoint lies elsewhere."""
+    here = socket.gethostname()
+    token, first = context.broadcast_object([opened.lock.token, here] if opened and opened.lock else None)
+    deadline = time.monotonic() + SEEN_WITHIN_S
+    while not (seen := _finds(path / _LOCK, token)) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    context.barrier(patient=True)
+    blind = {rank: host[0] for rank, host in enumerate(context.gather_json([] if seen else [here])) if host}
+    if blind:
+        where = ", ".join(sorted(set(blind.values()))[:8])
+        rule = f"rank 0 on {first} has written there what rank {listed(list(blind))} on {where} does not find"
+        remedy = "set run_dir to a folder on a disk that all nodes share, by the same path on each"
+        raise UserError(Problem("run_dir", str(path), rule, remedy))
+
+
+def _finds(lock: Path, token: str) -> bool:
+    holder = holder_of(lock)
+    return holder is not None and holder.token == token
 
 
 def _examine(

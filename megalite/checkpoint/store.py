@@ -2,6 +2,7 @@
 
 `save` returns after the commit, or raises the same CheckpointError on every rank with everything as it was before.
 `newest` gives the newest checkpoint whose every byte is as written; damaged ones are told and renamed, not deleted.
+`of_step` gives the one that a person has named.
 """
 
 import json
@@ -34,7 +35,7 @@ from megalite.checkpoint.writing import FileRecord, TensorWrite
 from megalite.config.problems import Problem, UserError
 from megalite.parallel.context import ParallelContext
 
-__all__ = ["CheckpointError", "Found", "Piece", "Saved", "newest", "save"]
+__all__ = ["CheckpointError", "Found", "Piece", "Saved", "newest", "of_step", "save"]
 
 
 @dataclass(frozen=True)
@@ -173,11 +174,14 @@ def _size(amount: int) -> str:
     return f"{amount} bytes"
 
 
-def newest(folder: Path, context: ParallelContext, report: Callable[[str], None]) -> Found | None:
+def newest(
+    folder: Path, context: ParallelContext, report: Callable[[str], None], *, look_only: bool = False
+) -> Found | None:
     """The newest undamaged checkpoint in `folder`; None if there is none at all.
 
     `report` is called on rank 0 for every damaged one that was passed over. If all are damaged the run is refused, with
-    nothing renamed: starting again from nothing is for a person to decide.
+    nothing renamed: starting again from nothing is for a person to decide. `look_only` renames nothing either: for
+    readers that do not hold the run's lock.
     """
     names = [path.name for _, path in commit.committed(folder)] if context.rank == 0 else []
     damaged: list[tuple[str, str]] = []
@@ -185,7 +189,7 @@ def newest(folder: Path, context: ParallelContext, report: Callable[[str], None]
         found, fault = _inspect(folder / name, context)
         if found is not None:
             if context.rank == 0:
-                _set_aside(folder, damaged, found.step, report)
+                _pass_over(folder, damaged, found.step, report, look_only)
             context.barrier()  # names are final before any rank goes on
             return found
         damaged.append((name, fault))
@@ -204,13 +208,30 @@ def newest(folder: Path, context: ParallelContext, report: Callable[[str], None]
     return None
 
 
-def _set_aside(folder: Path, damaged: list[tuple[str, str]], used: int, report: Callable[[str], None]) -> None:
+def _pass_over(
+    folder: Path, damaged: list[tuple[str, str]], used: int, report: Callable[[str], None], look_only: bool
+) -> None:
     for name, fault in damaged:
         try:
-            kept = f"kept as {commit.set_aside(folder / name).name}"
+            kept = "" if look_only else f"; kept as {commit.set_aside(folder / name).name}"
         except OSError as error:
-            kept = f"it could not be renamed: {error.strerror}"
-        report(f"checkpoint {name} is damaged and was passed over: {fault}; {kept}. Going on from step {used}.")
+            kept = f"; it could not be renamed: {error.strerror}"
+        report(f"checkpoint {name} is damaged and was passed over: {fault}{kept}. Going on from step {used}.")
+
+
+def of_step(folder: Path, step: int, context: ParallelContext) -> Found:
+    """The checkpoint of `step`, which is a person's choice: UserError where there is none, or it is damaged."""
+    steps = [at for at, _ in commit.committed(folder)] if context.rank == 0 else []
+    steps = context.broadcast_object(steps)
+    others = ", ".join(str(at) for at in sorted(steps) if at != step) or "none, in this run"
+    if step not in steps:
+        raise UserError(
+            Problem("step", step, f"there is no checkpoint of it in {folder}", f"those there are: {others}")
+        )
+    found, fault = _inspect(folder / commit.step_name(step), context)
+    if found is None:
+        raise UserError(Problem("step", step, f"its checkpoint is damaged: {fault}", f"others: {others}"))
+    return found
 
 
 def _inspect(path: Path, context: ParallelContext) -> tuple[Found | None, str]:

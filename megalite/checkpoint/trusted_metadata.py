@@ -35,15 +35,25 @@ _RECORDS = (
     _MEM_FORMAT_ENCODING,
     _StorageInfo,
 )
-_ALLOWED: dict[tuple[str, str], Any] = {
-    **{(record.__module__, record.__name__): record for record in _RECORDS},
-    ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): _get_layout,  # a look-up of torch.strided by name
-}
 
 
 class UntrustedMetadataError(Exception):
     """The index names something it has no business naming, or does not describe what is in the files."""
+
+
+def _member(owner: Any, name: Any) -> _MEM_FORMAT_ENCODING:
+    """Stands for `getattr`, by which Python 3.11.0 to 3.11.3 pickle a member of an enum; the records have one enum."""
+    if owner is not _MEM_FORMAT_ENCODING or name not in _MEM_FORMAT_ENCODING.__members__:
+        raise UntrustedMetadataError(f"it asks for {name!r} of {owner!r}, which a checkpoint never needs")
+    return _MEM_FORMAT_ENCODING[name]
+
+
+_ALLOWED: dict[tuple[str, str], Any] = {
+    **{(record.__module__, record.__name__): record for record in _RECORDS},
+    ("builtins", "getattr"): _member,
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): _get_layout,  # a look-up of torch.strided by name
+}
 
 
 class _AllowListUnpickler(pickle.Unpickler):

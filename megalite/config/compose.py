@@ -4,6 +4,7 @@ Hydra stops at its first error, so each override is examined on its own against 
 that passed, and the rules judge the result. Imports neither torch nor any data library. Nothing is written.
 """
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,6 +40,8 @@ FIXED_HYDRA_SETTINGS: dict[str, Any] = {
     "hydra.job.chdir": False,
     "hydra.callbacks": {},
 }
+
+_VARIABLE = re.compile(r"\$\{oc\.env:\s*([^,}\s]+)\s*\}")  # one that nothing is written for in case it is not set
 
 
 def register_schema() -> None:
@@ -144,8 +147,9 @@ def _to_config(composed: DictConfig, doubtful: set[str], file: str) -> tuple[Con
     problems = list(_hydra_problems(composed))
     with open_dict(composed):
         del composed["hydra"]
+    written = OmegaConf.to_container(composed, resolve=False)
     for name, setting in SETTINGS.items():
-        if problem := _unresolved(composed, name):
+        if problem := _unresolved(composed, name, _plain(written, name)):
             problems.append(problem)
             OmegaConf.update(composed, name, setting.default)
     try:
@@ -161,16 +165,25 @@ def _to_config(composed: DictConfig, doubtful: set[str], file: str) -> tuple[Con
     return config, problems
 
 
-def _unresolved(composed: DictConfig, name: str) -> Problem | None:
+def _unresolved(composed: DictConfig, name: str, written: Any) -> Problem | None:
     """The problem of a value that is left open (`???`) or that refers (`${...}`) to nothing or to another type."""
+    setting, refers = SETTINGS[name], "${" in str(written)
+    instead = f"{'a value' if setting.default is None else f'{name}={yaml_value(setting.default)}'} in place of "
     try:
         value = OmegaConf.select(composed, name, throw_on_missing=True, throw_on_resolution_failure=True)
         if OmegaConf.is_config(value):
-            OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
+            value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
-        written = _plain(OmegaConf.to_container(composed, resolve=False), name)
-        rule = "left open, but a value is needed" if written == "???" else _first_words(error)
-        return Problem(name, written, rule, f"a value, like {name}={yaml_value(SETTINGS[name].default)}")
+        if unset := [variable for variable in _VARIABLE.findall(str(written)) if variable not in os.environ]:
+            rule = f"the environment variable {unset[0]} is not set"
+            return Problem(name, written, rule, f"export {unset[0]}=..., or {instead}${{...}}")
+        rule = _first_words(error) if refers else "left open, but a value is needed"
+        return Problem(name, written, rule, instead + ("${...}" if refers else "???"))
+    try:
+        if refers:
+            OmegaConf.update(typed_settings(), name, value)
+    except OmegaConfBaseException:
+        return Problem(name, written, f"refers to what is not {setting.type_words}", f"{instead}${{...}}")
     return None
 
 
@@ -190,6 +203,7 @@ def _hydra_problems(composed: DictConfig) -> Iterator[Problem]:
 
 
 def _plain(tree: Any, name: str) -> Any:
-    for part in re.split(r"\.", name):
-        tree = tree[part]
+    """The part of that name, None where there is none: a config of the user's own may leave out what it likes."""
+    for part in name.split("."):
+        tree = tree[part] if tree is not None and part in tree else None
     return OmegaConf.to_container(tree) if OmegaConf.is_config(tree) else tree

@@ -2,19 +2,21 @@
 
 Pure functions of the config, the launch folder and (for the cache) the environment, so every rank derives the same.
 Left open: `model.vocab_size` (`derive_vocabulary`, once the tokenizer is known), `model.max_positions` without learned
-positions, `parallel.microbatch_group_size` where a schedule has no groups, how layers divide over stages, and what
-depends on the machine (`train.compile`, `model.loss_chunk_tokens`, `data.workers`) or on the parameters
-(`optimizer.bucket_size`).
+positions, `parallel.microbatch_group_size` where a schedule has no groups or batches grow, how layers divide over
+stages, and what depends on the machine (`train.compile`, `model.loss_chunk_tokens`, `data.workers`) or on the
+parameters (`optimizer.bucket_size`).
 """
 
 import hashlib
 import json
 import os
 from dataclasses import asdict, replace
+from math import gcd
 from pathlib import Path
 from typing import Any
 
 from megalite.config.schema import Config, DataConfig, LearningRateConfig, ModelConfig, ParallelConfig, TrainConfig
+from megalite.config.step_plan import ramp_sizes
 from megalite.parallel.schedule_rules import default_group_size
 
 # Settings of the hashed groups that change how a run is computed or where things lie, not what is trained.
@@ -84,12 +86,12 @@ def derive_schedule(parallel: ParallelConfig) -> str:
 
 
 def derive_micro_batch_size(config: Config, world_size: int) -> int:
-    """As set, else the largest divisor of one data-parallel rank's share of the global batch that is at most 8 and
+    """As set, else the largest divisor of one data-parallel rank's share of every global batch that is at most 8 and
     leaves a pipeline at least pp microbatches, or a group of them; 1 where the share is too small for that."""
-    share = _share(config, world_size)
+    shares = [_share(config, world_size, sequences) for sequences in ramp_sizes(config.train)]
     microbatches = max(config.parallel.pp, config.parallel.microbatch_group_size or 1)
-    largest = min(8, max(1, share // microbatches))
-    return config.train.micro_batch_size or max(size for size in range(1, largest + 1) if share % size == 0)
+    largest, common = min(8, max(1, shares[0] // microbatches)), gcd(*shares)
+    return config.train.micro_batch_size or max(size for size in range(1, largest + 1) if common % size == 0)
 
 
 def derive_vocabulary(config: Config, vocab_size: int) -> Config:
@@ -112,7 +114,7 @@ def default_run_dir(config: Config) -> Path:
         "data": asdict(derived.data),
         "optimizer": asdict(config.optimizer),
         "lr": asdict(config.lr),
-        "batch": [config.train.global_batch_size, config.train.seq_length],
+        "batch": [config.train.global_batch_size, config.train.batch_ramp, config.train.seq_length],
         "loss": [config.train.label_smoothing, config.train.z_loss],
         "init_from": config.checkpoint.init_from and absolute(config.checkpoint.init_from),
     }
@@ -131,17 +133,18 @@ def _tokenizer(name: str) -> str:
     return absolute(name) if looks_like_path(name) or os.path.isdir(os.path.expanduser(name)) else name
 
 
-def _share(config: Config, world_size: int) -> int:
-    """Sequences of one data-parallel rank in a step."""
+def _share(config: Config, world_size: int, sequences: int) -> int:
+    """Those of the `sequences` of a global batch that are one data-parallel rank's."""
     axes = config.parallel
-    return max(1, config.train.global_batch_size * axes.tp * axes.cp * axes.pp // world_size)
+    return max(1, sequences * axes.tp * axes.cp * axes.pp // world_size)
 
 
 def _derive_parallel(config: Config, world_size: int) -> ParallelConfig:
     axes, schedule = config.parallel, derive_schedule(config.parallel)
     group_size = axes.microbatch_group_size
-    if schedule == "interleaved":
-        microbatches = _share(config, world_size) // derive_micro_batch_size(config, world_size)
+    if schedule == "interleaved" and config.train.batch_ramp is None:
+        share = _share(config, world_size, config.train.global_batch_size)
+        microbatches = share // derive_micro_batch_size(config, world_size)
         group_size = _or(group_size, default_group_size(axes.pp, microbatches))
     return replace(
         axes,

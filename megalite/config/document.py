@@ -6,7 +6,7 @@ The schema is the single source; `stale_files` says which written file no longer
 import textwrap
 from pathlib import Path
 
-from megalite.config.settings import GROUPS, SETTINGS, Setting, yaml_value
+from megalite.config.settings import EXPERIMENT, GROUPS, SETTINGS, Setting, yaml_value
 
 GENERATED = (
     "# Written by `scripts/configuration_docs.py --write` from megalite/config/schema.py; edit the schema instead."
@@ -49,7 +49,17 @@ def summary(group: str) -> str:
 def presets(conf: Path, group: str) -> dict[str, str]:
     """Name and first comment of the hand-written files of a group, by name."""
     files = [path for path in (conf / group).glob("*.yaml") if path.stem != "default"]
-    return {path.stem: path.read_text(encoding="utf-8").splitlines()[0].lstrip("# ") for path in sorted(files)}
+    return {path.stem: _first_words(path) for path in sorted(files)}
+
+
+def _first_words(path: Path) -> str:
+    """What a file says of itself, behind what it says to Hydra (`# @package ...`)."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return next(line.lstrip("# ") for line in lines if not line.startswith("# @"))
+
+
+def _listed(group: str, found: dict[str, str]) -> str:
+    return "\n".join(f"- `{group}={name}`: {about}" for name, about in found.items())
 
 
 def _escaped(text: str) -> str:
@@ -68,10 +78,10 @@ def _table(group: str) -> str:
 
 def markdown(conf: Path) -> str:
     """The text of docs/configuration.md."""
-    parts = [INTRODUCTION, f"## The run itself\n\n{_table('')}"]
+    recipes = _listed(EXPERIMENT, presets(conf, EXPERIMENT))
+    parts = [INTRODUCTION, f"{EXPERIMENTS}\n\n{recipes}", f"## The run itself\n\n{_table('')}"]
     for group in GROUPS:
-        found = presets(conf, group)
-        listed = "\n".join(f"- `{group}={name}`: {about}" for name, about in found.items())
+        listed = _listed(group, presets(conf, group))
         parts.append("\n\n".join(part for part in (f"## `{group}`", summary(group), listed, _table(group)) if part))
     return "\n\n".join([*parts, EXIT_STATUSES]) + "\n"
 
@@ -107,7 +117,7 @@ INTRODUCTION = f"""\
 Every setting has a default, so `python pretrain_gpt.py` alone runs. Settings are overridden on the command line, as
 [Hydra](https://hydra.cc) reads it:
 
-```
+```bash
 python pretrain_gpt.py model=gpt2 model.dropout=0.1 train.steps=1000 'data.path=[a.txt,b.txt]' data=text
 ```
 
@@ -117,11 +127,18 @@ python pretrain_gpt.py model=gpt2 model.dropout=0.1 train.steps=1000 'data.path=
 - `--cfg job` prints the composed settings, `--info defaults` says where each comes from, `--help` is a summary.
 - A config is refused before anything starts or is written, with every problem and what would work in one message.
 - Secrets are never settings: pass them in the environment (`HF_TOKEN`, `WANDB_API_KEY`).
-- For presets of your own, `--config-dir FOLDER` adds a folder like `conf/`: `model=mine` is `FOLDER/model/mine.yaml`.
+- `experiment=NAME` picks a whole recipe. For presets and recipes of your own, `--config-dir FOLDER` adds a folder like
+  `conf/`: `model=mine` is `FOLDER/model/mine.yaml`.
 
 The default run folder is `runs/<model.name>-<data>-<hash>`, where the hash covers what defines the training (model,
-data, tokenizer, seed, optimizer, schedule as given, global batch, sequence length, start weights) and nothing else. So
-the same command continues its run, on any number of processes and with more steps."""
+data, tokenizer, seed, optimizer, schedule as given, global batch and its ramp, sequence length, start weights) and
+nothing else. So the same command continues its run, on any number of processes and with more steps."""
+
+EXPERIMENTS = """\
+## Experiments
+
+A recipe sets whatever it needs in any group; what the command line says counts more. The head of its file says on how
+many processes it runs, how its data is prepared and what to expect ([training.md](training.md#experiments))."""
 
 EXIT_STATUSES = """\
 ## Exit statuses

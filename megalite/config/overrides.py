@@ -18,8 +18,8 @@ from omegaconf.errors import OmegaConfBaseException
 from megalite.config.arguments import Arguments
 from megalite.config.problems import Problem
 from megalite.config.secrecy import ADVICE, HIDDEN, secret_name, secret_override, secret_value
-from megalite.config.settings import GROUPS, SETTINGS, Setting, yaml_value
-from megalite.config.suggest import nearest, nearest_setting
+from megalite.config.settings import EXPERIMENT, GROUPS, SETTINGS, Setting, yaml_value
+from megalite.config.suggest import SAID_OTHERWISE, nearest, nearest_setting
 from megalite.config.typed import typed_settings
 
 
@@ -55,8 +55,9 @@ class Examination:
     def _refuse(self, problem: Problem) -> None:
         self.problems.append(problem)
         name = problem.setting.lstrip("+~")
-        known = name in SETTINGS or name in GROUPS
-        self.doubtful.add(name if known else nearest_setting(name) or name)  # `data.pth=x` was to set data.path
+        known = name in SETTINGS or name in GROUPS or name == EXPERIMENT
+        meant = name if known else nearest_setting(name) or name  # `data.pth=x` was to set data.path
+        self.doubtful.update(SETTINGS if meant == EXPERIMENT else [meant])  # no one knows what a recipe was to set
 
     def _problems(self, text: str, override: Override) -> Iterator[Problem]:
         name, value = override.key_or_group, override.value()
@@ -89,7 +90,7 @@ class Examination:
         return list(found)
 
     def _group_problems(self, group: str, value: Any, choices: list[str], prefix: str) -> Iterator[Problem]:
-        if prefix and group in GROUPS:
+        if prefix and group in (*GROUPS, EXPERIMENT):
             yield Problem(f"{prefix}{group}", value, "is chosen already", f"without the plus: {group}={value}")
             return
         for choice in value if isinstance(value, list) else [value]:
@@ -104,10 +105,12 @@ class Examination:
             yield Problem(
                 f"+{name}", value, "exists already, and + adds a new one", f"without the plus: {name}={value}"
             )
+        elif setting.kind is bool and type(value) is int and value not in (0, 1):  # to OmegaConf, 2 is true
+            yield _wrong_type(setting, value)
         else:
             try:
                 OmegaConf.update(self.typed, name, value, merge=True)
-            except OmegaConfBaseException:
+            except (OmegaConfBaseException, OverflowError):  # the latter: 400 digits, and no point among them
                 yield _wrong_type(setting, value)
 
 
@@ -174,6 +177,8 @@ def _unknown_choice(group: str, choice: Any, choices: list[str]) -> Problem:
 
 
 def _unknown_setting(name: str, value: Any, prefix: str) -> Problem:
+    if instead := SAID_OTHERWISE.get(name.rpartition(".")[2]):
+        return Problem(prefix + name, value, "unknown setting", instead)
     if near := nearest_setting(name):
         shown = value if isinstance(value, str | int | float | bool) else "..."
         return Problem(prefix + name, value, "unknown setting", f"did you mean {near}={shown} ?")

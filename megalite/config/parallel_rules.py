@@ -5,6 +5,7 @@ Values of a remedy are tried on the whole config: `misfits` says what a layout d
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from math import gcd
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from megalite.config.derive import absolute, derive_micro_batch_size, derive_mod
 from megalite.config.problems import Problem, UserError
 from megalite.config.schema import Config
 from megalite.config.settings import SETTINGS, value_of, with_values
+from megalite.config.step_plan import ramp_flaw, ramp_sizes
 from megalite.parallel import schedule_rules, stage_rules
 from megalite.parallel.layout_rules import LayoutRequest, divisors, layout_problems
 from megalite.parallel.nccl_options import read_nccl_options
@@ -41,6 +43,7 @@ SCHEDULE_NAMES = Naming(
 )
 UNSPLIT_BATCH, FEW_MICROBATCHES = (("batch", "train.global_batch_size"), ("schedule few", "train.global_batch_size"))
 COMPILED = ("compiled", "train.compile")
+RAMP = ("ramp", "train.batch_ramp")
 
 
 def parallel_sizes_are_built(config: Config, world_size: int) -> Iterator[Problem]:
@@ -188,7 +191,7 @@ def schedule_request(config: Config, world_size: int) -> tuple[ScheduleRequest, 
 def misfits(config: Config, world_size: int) -> frozenset[tuple[str, str]]:
     """What does not suit the layout, as (rule, setting): to see whether a change would break one more.
 
-    The first word of a rule is tensor, stages, schedule, batch or compiled.
+    The first word of a rule is tensor, stages, schedule, batch, ramp or compiled.
     """
     request, _ = schedule_request(config, world_size)
     replicas = data_parallel_size(config, world_size)
@@ -200,9 +203,36 @@ def misfits(config: Config, world_size: int) -> frozenset[tuple[str, str]]:
     }
     if replicas is not None and not _batch_splits(config, replicas):
         found.add(UNSPLIT_BATCH)
+    if ramp_misfit(config, world_size):
+        found.add(RAMP)
     if request.schedule == "zb-h1" and config.train.compile:
         found.add(COMPILED)
     return frozenset(found)
+
+
+def ramp_misfit(config: Config, world_size: int) -> str | None:
+    """The rule that train.batch_ramp breaks, if its numbers are no ramp or a batch smaller than the full one does not
+    suit the layout. What does not suit the full one either is for other rules to say."""
+    if config.train.batch_ramp is None or (flaw := ramp_flaw(config.train)):
+        return None if config.train.batch_ramp is None else flaw
+    request, sequences = schedule_request(config, world_size)
+    replicas, micro = data_parallel_size(config, world_size), config.train.micro_batch_size
+    if sequences is None or replicas is None:
+        return None
+    before = schedule_rules.broken_rules(request)
+    for size in ramp_sizes(config.train)[:-1]:
+        if size % (replicas * (micro or 1)):
+            ranks = f"{replicas} data-parallel ranks"
+            unit = f"the {ranks}" if micro is None else f"train.micro_batch_size={micro} x {ranks} = {micro * replicas}"
+            return f"its batches of {size} sequences are not a multiple of {unit}"
+        microbatches = size // sequences
+        if broken := schedule_rules.broken_rules(replace(request, microbatches=microbatches)) - before:
+            few = any(kind == "few" for _, kind in broken)
+            needs = f"{request.schedule} needs one for each of parallel.pp={request.pp} ranks"
+            group = f"parallel.microbatch_group_size={request.group_size} does not divide them as it must"
+            made = "1 microbatch" if microbatches == 1 else f"{microbatches} microbatches"
+            return f"its batches of {size} sequences make {made}, and {needs if few else group}"
+    return None
 
 
 def _batch_splits(config: Config, replicas: int) -> bool:

@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 class Problem:
     """One mistake. `setting` is a dotted name (`model.hidden_size`), a file or an environment variable.
 
-    A `value` of `...` means that there is none to show. `here` marks what is wrong with the files of this machine:
+    A `value` of `...` means that there is none to show. `here` marks what is wrong with files or variables here:
     other ranks may not see it. `alone` marks what no other rank can be relied on to say: rank 0 is out of reach.
     """
 

@@ -1,6 +1,7 @@
 """Every rule that a config must keep; `bounds.py` has those of single settings, `model_rules.py` those
 of the model alone, `parallel_rules.py` those of the layout, `tensor_rules.py` those of both, `pipeline_rules.py`
-those of stages and schedules, `optimizer_rules.py` those of gradients and the optimizer's state; here are all others.
+those of stages and schedules, `optimizer_rules.py` those of gradients and the optimizer's state, `step_rules.py` those
+of single steps, `wandb_rules.py` those of the mirror at wandb; here are all others.
 
 Each rule is a small generator of `Problem`s that names the settings it read, with their numbers, and values that would
 work. A rule whose text names a setting that is already refused stays silent: it would judge a value nobody asked for.
@@ -9,6 +10,7 @@ work. A rule whose text names a setting that is already refused stays silent: it
 import os
 import re
 from collections.abc import Callable, Collection, Iterator
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from megalite.config.bounds import bounds, with_defaults
@@ -20,11 +22,14 @@ from megalite.config.pipeline_rules import PIPELINE_RULES
 from megalite.config.problems import Problem
 from megalite.config.schema import Config
 from megalite.config.settings import SETTINGS, yaml_value
+from megalite.config.step_rules import STEP_RULES
 from megalite.config.suggest import nearest
 from megalite.config.tensor_rules import TENSOR_RULES
+from megalite.config.wandb_rules import WANDB_RULES
 
 Rule = Callable[[Config, int], Iterator[Problem]]
 
+OLDEST_TORCH = (2, 11)  # as in pyproject.toml
 BUILT_IN_TOKENIZERS = ("bpe", "byte", "char")
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
@@ -182,14 +187,31 @@ def tokenizer_exists(config: Config, world_size: int) -> Iterator[Problem]:
 def start_weights_exist(config: Config, world_size: int) -> Iterator[Problem]:
     source = config.checkpoint.init_from
     if source is not None and not Path(absolute(source), "config.json").is_file():
-        missing = "holds no config.json" if Path(absolute(source)).is_dir() else "does not exist"
-        yield Problem(
-            "checkpoint.init_from",
-            source,
-            f"the folder {absolute(source)} {missing}",
-            "a folder written by transformers' save_pretrained, with config.json and model.safetensors",
-            here=True,
-        )
+        place = Path(absolute(source))
+        remedy = "a folder written by transformers' save_pretrained, with config.json and model.safetensors"
+        if place.is_file():
+            rule = f"{place} is a file; a pickle (.pt, .bin) can run code, so none is ever loaded"
+        elif not place.is_dir():
+            rule = f"the folder {place} does not exist"
+        elif any((place / name).exists() for name in ("run.json", "checkpoints")):
+            rule = f"{place} is the folder of a run, not of a transformers model"
+            remedy = f"scripts/export_hf.py {source} OUT and checkpoint.init_from=OUT; to continue it, run_dir={source}"
+        else:
+            rule = f"the folder {place} holds no config.json"
+        yield Problem("checkpoint.init_from", source, rule, remedy, here=True)
+
+
+def run_dir_is_not_read_as_data(config: Config, world_size: int) -> Iterator[Problem]:
+    """A folder of text is read with all that is below it: what the run writes there would be other data next time."""
+    path, folder = config.data.path, Path(absolute(config.run_dir or "runs"))
+    if config.data.source not in ("text", "hf"):
+        return
+    for part in path if isinstance(path, list) else [path]:
+        place = Path(absolute(str(part)))
+        if place.is_dir() and folder.is_relative_to(place):
+            rule = f"it is inside data.path={part}, a folder that is read whole: the run would change its own data"
+            shown = config.run_dir or "null (runs/ in the folder of the command)"
+            yield Problem("run_dir", shown, rule, "a run_dir elsewhere, or a glob like data.path='*.txt'", here=True)
 
 
 def run_dir_can_be_written(config: Config, world_size: int) -> Iterator[Problem]:
@@ -215,7 +237,23 @@ def run_dir_can_be_written(config: Config, world_size: int) -> Iterator[Problem]
         )
 
 
+# --- installation --------------------------------------------------------------------------------------------------
+
+
+def torch_is_new_enough(config: Config, world_size: int) -> Iterator[Problem]:
+    """pip sees to it, unless it was told not to. Asked without importing torch, which an old one would not survive."""
+    try:
+        found = version("torch")
+    except PackageNotFoundError:  # built in place: whoever does that knows what it is
+        return
+    if tuple(int(part) for part in re.findall(r"\d+", found)[:2]) < OLDEST_TORCH:
+        oldest = ".".join(map(str, OLDEST_TORCH))
+        rule = f"older than {oldest}; before 2.10 a file that torch loads can run code (CVE-2026-24747)"
+        yield Problem("torch", found, rule, f"pip install 'torch>={oldest}'", here=True)
+
+
 RULES: tuple[Rule, ...] = (
+    torch_is_new_enough,
     *MODEL_RULES,
     batch_splits_over_ranks,
     recompute_has_an_effect,
@@ -226,10 +264,13 @@ RULES: tuple[Rule, ...] = (
     *PIPELINE_RULES,
     *TENSOR_RULES,
     *OPTIMIZER_RULES,
+    *STEP_RULES,
+    *WANDB_RULES,
     data_path_suits_the_source,
     weights_suit_the_blend,
     vocabulary_holds_the_tokens,
     tokenizer_exists,
     start_weights_exist,
     run_dir_can_be_written,
+    run_dir_is_not_read_as_data,
 )

@@ -7,6 +7,8 @@ None means "derived": `derive.py` fills it in, and the meaning says from what. I
 from dataclasses import dataclass, field
 from typing import Any
 
+A_YEAR_S = 365 * 24 * 3600  # as long as a wait may be asked for
+
 
 def setting(
     default: Any,
@@ -135,9 +137,13 @@ class ParallelConfig:
         1200.0,
         "seconds that ranks wait for each other until the first step is done: to arrive, to load, to compile",
         above=0,
+        at_most=A_YEAR_S,
     )
     timeout_s: float = setting(
-        600.0, "seconds after which a collective that a rank never joins is an error, from the second step on", above=0
+        600.0,
+        "seconds after which a collective that a rank never joins is an error, from the second step on",
+        above=0,
+        at_most=A_YEAR_S,
     )
     nccl_options: str | None = setting(
         None, "YAML file of NCCL options by group, with Megatron-LM's group names and keys (docs/parallelism.md)"
@@ -186,7 +192,24 @@ class TrainConfig:
     record_pipeline: int = setting(
         0, "steps between recordings of the pipeline's times into the run's pipeline.jsonl; 0: none", at_least=0
     )
-    sample_tokens: int = setting(64, "tokens of text sampled from the model at the end; 0: none", at_least=0)
+    sample_interval: int = setting(
+        0, "steps between samples of text from the model; 0: only when training is done", at_least=0
+    )
+    sample_prompts: list[str] | None = setting(  # noqa: RUF009
+        None, "how the samples begin; null: one that suits the data"
+    )
+    sample_tokens: int = setting(64, "tokens of text sampled from the model for each prompt; 0: none", at_least=0)
+    skip_steps: list[int] = setting(  # noqa: RUF009
+        [], "steps whose data is passed over without training on it (a loss spike that comes back, a bad shard)"
+    )
+    batch_ramp: list[int] | None = setting(  # noqa: RUF009
+        None,
+        "[start, increment, samples]: global batches grow from `start` sequences to train.global_batch_size in equal "
+        "increments over that many samples; null: always of full size",
+    )
+    profile_steps: list[int] = setting(  # noqa: RUF009
+        [], "steps that torch's profiler records, on every rank, into the run's profile folder"
+    )
 
 
 @dataclass
@@ -308,6 +331,23 @@ class CheckpointConfig:
 
 
 @dataclass
+class LogConfig:
+    """Where a run is shown besides its own folder."""
+
+    wandb: str | None = setting(
+        None,
+        "Weights and Biases; null: online if a key is set up, else disabled",
+        choices=("disabled", "offline", "online"),
+    )
+    wandb_project: str = setting("megalite", "project that the run appears in")
+    wandb_entity: str | None = setting(None, "user or team that the project belongs to; null: the key's own")
+    wandb_name: str | None = setting(None, "what the run is called there; null: the name of its folder")
+    report_interval_s: float = setting(
+        30.0, "least seconds between two refreshes of report.html; 0: only at the end", at_least=0
+    )
+
+
+@dataclass
 class Config:
     """One run. The same config and seed give the same training on every layout."""
 
@@ -338,3 +378,4 @@ class Config:
     lr: LearningRateConfig = field(default_factory=LearningRateConfig)
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)

@@ -14,7 +14,16 @@ from typing import Any
 
 from megalite.config.schema import Config
 
-TYPE_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Any: "text or a list of it"}
+TYPE_WORDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    list[int]: "a list of whole numbers",
+    list[float]: "a list of numbers",
+    list[str]: "a list of words",
+    Any: "text or a list of it",
+}
 
 
 @dataclass(frozen=True)
@@ -24,7 +33,7 @@ class Setting:
     name: str  # dotted: train.steps
     field: str  # of the group's dataclass
     group: str  # the part before the dot; empty for the settings of the run itself
-    kind: Any  # int, float, bool, str, list[float], list[str] or Any
+    kind: Any  # a key of TYPE_WORDS
     nullable: bool
     default: Any
     meaning: str
@@ -38,7 +47,7 @@ class Setting:
     @property
     def type_words(self) -> str:
         """The type as a person says it: `a whole number or null`."""
-        words = TYPE_WORDS.get(self.kind) or f"a list of {'words' if self.kind == list[str] else 'numbers'}"
+        words = TYPE_WORDS[self.kind]
         return f"{words} or null" if self.nullable and self.kind is not Any else words
 
     @property
@@ -78,6 +87,7 @@ def _settings() -> Iterator[Setting]:
 
 
 GROUPS: dict[str, type] = groups()
+EXPERIMENT = "experiment"  # the folder of conf/ whose files are no group of settings: each may set any of them
 SETTINGS: dict[str, Setting] = {setting.name: setting for setting in _settings()}
 
 

@@ -7,7 +7,7 @@ A right leaf in the wrong group (`train.lr`) counts more than a similar spelling
 from collections.abc import Iterable
 from difflib import SequenceMatcher, get_close_matches
 
-from megalite.config.settings import GROUPS, SETTINGS
+from megalite.config.settings import EXPERIMENT, GROUPS, SETTINGS
 
 # What the same thing is called in nanoGPT, Megatron-LM and transformers.
 FOREIGN_WORDS = {
@@ -50,6 +50,9 @@ FOREIGN_WORDS = {
     "out_dir": "run_dir",
     "output_dir": "run_dir",
 }
+LENGTH = "train.steps=N: the length of a run is in steps of train.global_batch_size x train.seq_length tokens"
+# What there is no setting for, and what takes its place.
+SAID_OTHERWISE = dict.fromkeys(("tokens", "train_tokens", "max_tokens", "num_train_epochs", "epochs"), LENGTH)
 
 
 def similarity(one: str, other: str) -> float:
@@ -79,5 +82,5 @@ def nearest_setting(name: str) -> str | None:
     elif group:
         found = nearest(name, SETTINGS, cutoff=0.7) or leaves.get(nearest(leaf, leaves, cutoff=0.7) or "")
     else:
-        found = nearest(name, GROUPS, cutoff=0.75) or leaves.get(nearest(leaf, leaves) or "")
+        found = nearest(name, (*GROUPS, EXPERIMENT), cutoff=0.75) or leaves.get(nearest(leaf, leaves) or "")
     return found

@@ -10,7 +10,7 @@ from omegaconf import AnyNode, BooleanNode, DictConfig, FloatNode, IntegerNode, 
 from megalite.config.settings import GROUPS, SETTINGS, Setting
 
 SCALARS: dict[Any, Any] = {int: IntegerNode, float: FloatNode, bool: BooleanNode, str: StringNode}
-LISTS = {list[float]: (List[float], float), list[str]: (List[str], str)}  # noqa: UP006
+LISTS = {list[int]: (List[int], int), list[float]: (List[float], float), list[str]: (List[str], str)}  # noqa: UP006
 
 
 def typed_settings() -> DictConfig:

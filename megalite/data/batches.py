@@ -1,16 +1,15 @@
 """Samples as microbatches on the device, read ahead of the step that needs them.
 
-A global batch holds the global_batch_size samples after those of the batches before it; its microbatch j holds
-micro_batch_size of them in order. A layout only decides who reads which: data-parallel rank r takes the microbatches j
-with j % dp_size == r. Where a run stands in its data is one number, the samples that it has consumed: batch sizes may
-change when it continues.
+A global batch holds the samples after those of the batches before it, as many as its step takes (step_plan.py); its
+microbatch j holds micro_batch_size of them in order. A layout only decides who reads which: data-parallel rank r takes
+the microbatches j with j % dp_size == r. Where a run stands in its data is one number, the samples that it has
+consumed: batch sizes may change while it lasts, and when it continues.
 """
 
-import itertools
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 
 from megalite.config.schema import Config
+from megalite.config.step_plan import PlannedStep
 from megalite.data.batch import Batch
 from megalite.data.samples import SampleSource
 
@@ -54,18 +54,22 @@ def read_batch(source: SampleSource, first: int, size: int, config: Config) -> B
     )
 
 
-def local_batches(source: SampleSource, config: Config, first: int, dp_rank: int, dp_size: int) -> list[Batch]:
-    """The microbatches that one data-parallel rank computes of the global batch that starts at sample `first`."""
+def local_batches(
+    source: SampleSource, config: Config, first: int, sequences: int, *, dp_rank: int, dp_size: int
+) -> list[Batch]:
+    """The microbatches that one data-parallel rank computes of the global batch of the `sequences` samples from `first`
+    on."""
     size = config.train.micro_batch_size
     assert size is not None, "derive() fills it in"
-    count = config.train.global_batch_size // size
+    count = sequences // size
     assert count % dp_size == 0, (count, dp_size)
     starts = [first + microbatch * size for microbatch in range(dp_rank, count, dp_size)]
     return [read_batch(source, start, size, config) for start in starts]
 
 
-def masked_batches(config: Config, dp_size: int, device: torch.device) -> list[Batch]:
-    """What stands in for microbatches that cannot be read: as many, of the same shapes, none of it in the loss."""
+def masked_batches(config: Config, sequences: int, dp_size: int, device: torch.device) -> list[Batch]:
+    """What stands in for a rank's microbatches of a global batch that cannot be read: as many, of the same shapes, none
+    of it in the loss."""
     size = config.train.micro_batch_size
     assert size is not None, "derive() fills it in"
     tokens = torch.zeros((size, config.train.seq_length), dtype=torch.int64, device=device)
@@ -77,24 +81,24 @@ def masked_batches(config: Config, dp_size: int, device: torch.device) -> list[B
         documents=None if config.data.cross_document_attention else torch.zeros_like(tokens, dtype=torch.int32),
         first_sample=0,
     )
-    return [batch] * (config.train.global_batch_size // size // dp_size)
+    return [batch] * (sequences // size // dp_size)
 
 
 class TrainBatches:
-    """Iterates over the steps from sample `start_sample` on; a thread reads ahead. Close it, or use it as a context."""
+    """Iterates over those of the `steps` that train; a thread reads ahead. Close it, or use it as a context."""
 
     def __init__(
         self,
         source: SampleSource,
         config: Config,
+        steps: Iterable[PlannedStep],
         *,
         dp_rank: int,
         dp_size: int,
         device: torch.device,
-        start_sample: int,
     ) -> None:
         self._source, self._config, self._rank, self._size = source, config, dp_rank, dp_size
-        self._device, self._start = device, start_sample
+        self._device, self._steps = device, steps
         self._ready: queue.Queue[tuple[list[Batch], int] | Exception] = queue.Queue(maxsize=AHEAD)
         self._stop = threading.Event()
         self._failure: Exception | None = None
@@ -140,13 +144,18 @@ class TrainBatches:
 
     def _read_ahead(self) -> None:
         try:
-            for first in itertools.count(self._start, self._config.train.global_batch_size):
-                batches = local_batches(self._source, self._config, first, self._rank, self._size)
+            for step in self._steps:
+                if step.skipped:
+                    continue  # not even read: its samples may be what is wrong
+                batches = local_batches(
+                    self._source, self._config, step.first, step.sequences, dp_rank=self._rank, dp_size=self._size
+                )
                 tokens = sum(int(batch.loss_mask.sum()) for batch in batches)
                 if self._device.type == "cuda":
                     batches = [_pinned(batch) for batch in batches]
                 if not self._put((batches, tokens)):
                     return
+            self._put(StopIteration())
         except Exception as error:  # whatever it is belongs to the step that waits for it
             self._put(error)
 
@@ -169,10 +178,11 @@ def validation_batches(
     that every rank has its share of the one shape."""
     size = config.train.global_batch_size
     held = source.without_repeats()
-    for step in range(min(config.train.eval_batches, held // size)):
-        yield [batch.to(device) for batch in local_batches(source, config, step * size, dp_rank, dp_size)]
+    for first in range(0, min(config.train.eval_batches, held // size) * size, size):
+        batches = local_batches(source, config, first, size, dp_rank=dp_rank, dp_size=dp_size)
+        yield [batch.to(device) for batch in batches]
     if held < size:
-        batches = local_batches(source, config, 0, dp_rank, dp_size)
+        batches = local_batches(source, config, 0, size, dp_rank=dp_rank, dp_size=dp_size)
         for batch in batches:
             batch.loss_mask[max(0, held - batch.first_sample) :] = False
         yield [batch.to(device) for batch in batches]

@@ -7,6 +7,8 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from megalite.config.problems import Problem, UserError
 from megalite.config.schema import Config
 from megalite.data.blend import Blend, integer_weights
@@ -110,6 +112,8 @@ def _vocab_size(config: Config, files: list[TokenFile], tokenizer: TextTokenizer
     """The ids that may occur: model.vocab_size, which covers the tokenizer's, or the tokenizer's."""
     known = [int(str(facts["vocab_size"])) for _, facts in _sidecars(files) if "vocab_size" in facts]
     needed = tokenizer.vocab_size if tokenizer else max(known, default=None)
+    if needed is not None:
+        _check_width(files, needed)
     wanted = config.model.vocab_size
     if wanted is None and needed is None:
         rule = "token files without a tokenizer do not say how many tokens there are"
@@ -119,6 +123,19 @@ def _vocab_size(config: Config, files: list[TokenFile], tokenizer: TextTokenizer
     size = wanted if wanted is not None else needed
     assert size is not None
     return size
+
+
+def _check_width(files: list[TokenFile], vocab_size: int) -> None:
+    """Refuse files that cannot hold all ids of the tokenizer: larger ones would have been cut when written."""
+    problems = []
+    for file in files:
+        largest = int(np.iinfo(file.tokens.dtype).max)
+        if largest < vocab_size - 1:
+            rule = f"holds {file.tokens.dtype} ids, up to {largest:,}; the tokenizer has {vocab_size:,} tokens"
+            remedy = "give the tokenizer that made it, or prepare the data again with this one"
+            problems.append(Problem("data.path", str(with_suffix(file.prefix, ".bin")), rule, remedy))
+    if problems:
+        raise UserError(problems)
 
 
 def _split(config: Config, files: list[TokenFile]) -> tuple[list[Part], list[Part]]:

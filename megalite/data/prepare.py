@@ -8,6 +8,7 @@ second finds the work done, whoever comes after a kill does only the shards that
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ from megalite.parallel.cores import usable_cores
 FORMAT = 1  # part of every fingerprint: a change of what preparation produces renews all caches
 SAMPLE = 8 << 20  # bytes of text that a BPE is trained on
 SAMPLED_SHARDS = 64
-Progress = Callable[[int, int, int, int], None]  # bytes done, bytes in all, documents, tokens
+# Bytes done, bytes in all (0: of a stream nobody knows), documents, tokens. The first call says what is there already.
+Progress = Callable[[int, int, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,15 @@ class Target:
     source: Source
     prefix: Path
     key: str
+
+    @property
+    def work(self) -> Path:
+        """The folder of its finished shards, until all are."""
+        return with_suffix(self.prefix, f".partial-{self.key}")
+
+    def pieces(self, plan: list[Shard]) -> list[Path]:
+        """The token files of the planned shards."""
+        return [self.work / f"shard-{number:05d}" for number in range(len(plan))]
 
 
 def targets_of(config: Config) -> tuple[TokenizerChoice, list[Target]]:
@@ -93,9 +104,7 @@ def prepare(config: Config, progress: Progress | None = None) -> None:
         return
     plans = examine(choice, [target.source for target in targets])
     make_folder(cache_folder(config.data))
-    tokenizing = Tokenizing(config.data.workers or usable_cores(), progress)
-    tokenizing.total = sum(shard.size for plan in plans for shard in plan)
-    tokenizing.report()
+    tokenizing = Tokenizing(targets, plans, config.data.workers or usable_cores(), progress)
     tokenizer = obtain_tokenizer(choice, plans)
     check_vocabulary(config, tokenizer.vocab_size)
     for target, plan in zip(targets, plans, strict=True):
@@ -116,16 +125,21 @@ def prepare_file(source: Source, config: Config, prefix: Path, progress: Progres
         return facts
     [plan] = examine(choice, [source])
     make_folder(target.prefix.parent, "--output")
-    make_folder(cache_folder(config.data))
-    tokenizing = Tokenizing(config.data.workers or usable_cores(), progress)
-    tokenizing.total = sum(shard.size for shard in plan)
+    if choice.folder is not None:
+        make_folder(cache_folder(config.data), "XDG_CACHE_HOME")
+    tokenizing = Tokenizing([target], [plan], config.data.workers or usable_cores(), progress)
     tokenizing.make(target, plan, obtain_tokenizer(choice, [plan]))
     return TokenFile.open(target.prefix).sidecar()
 
 
 def is_prepared(prefix: Path) -> bool:
-    """Whether the token file is complete: its index comes last."""
+    """Whether the token file (of a target, or of a shard) is complete: its index comes last."""
     return with_suffix(prefix, ".idx").exists()
+
+
+def opened(piece: Path) -> TokenFile | None:
+    """The token file of a shard, or None for one of empty documents alone."""
+    return TokenFile.open(piece) if with_suffix(piece, ".bin").stat().st_size else None
 
 
 def examine(choice: TokenizerChoice, sources: list[Source]) -> list[list[Shard]]:
@@ -191,66 +205,80 @@ def sample(shards: list[Shard], size: int = SAMPLE) -> Iterator[str]:
 
 
 class Tokenizing:
-    """Turns planned shards into token files and keeps count over all of them."""
+    """Turns planned shards into token files and keeps count over all of them, from what is there already."""
 
-    def __init__(self, workers: int, progress: Progress | None) -> None:
+    def __init__(
+        self, targets: list[Target], plans: list[list[Shard]], workers: int, progress: Progress | None
+    ) -> None:
         self.workers, self.progress = workers, progress
-        self.total = 0
-        self._done: dict[Path, tuple[int, int, int]] = {}  # per shard: bytes, documents, tokens
+        self.total = sum(shard.size for plan in plans for shard in plan)
+        self._done: dict[Path, tuple[int, int, int]] = {}  # of a shard, or a whole target: bytes, documents, tokens
+        for target, plan in zip(targets, plans, strict=True):
+            self._count_what_is_there(target, plan)
+        self.report()
 
     def report(self) -> None:
         """Tell the caller how far all targets are."""
         if self.progress:
-            sums = [sum(column) for column in zip(*self._done.values(), strict=True)] or [0, 0, 0]
-            self.progress(min(sums[0], self.total), self.total, sums[1], sums[2])
+            done, texts, tokens = [sum(column) for column in zip(*self._done.values(), strict=True)] or [0, 0, 0]
+            self.progress(min(done, self.total) if self.total else done, self.total, texts, tokens)
 
     def make(self, target: Target, plan: list[Shard], tokenizer: Any) -> None:
         """Write the token file of one target, unless it is there."""
         make_folder(target.prefix.parent)
         with locked(with_suffix(target.prefix, ".lock")):
+            self._count_what_is_there(target, plan)
             if is_prepared(target.prefix):
-                file = TokenFile.open(target.prefix)
-                counts = (sum(shard.size for shard in plan), file.documents, len(file.tokens))
-                self._done[target.prefix] = counts
                 self.report()
-                return
-            self._make(target, plan, tokenizer)
+            else:
+                self._make(target, plan, tokenizer)
+
+    def _count_what_is_there(self, target: Target, plan: list[Shard]) -> None:
+        """An earlier or another process may have made the whole target, or some of its shards."""
+        sizes = {piece: shard.size for piece, shard in zip(target.pieces(plan), plan, strict=True)}
+        for piece in sizes:
+            self._done.pop(piece, None)
+        if is_prepared(target.prefix):
+            sizes = {target.prefix: sum(sizes.values())}
+        for prefix, size in sizes.items():
+            if is_prepared(prefix):
+                with suppress(UserError, FileNotFoundError):  # another process joins and deletes them just now
+                    file = opened(prefix)
+                    self._done[prefix] = (size, file.documents, len(file.tokens)) if file else (size, 0, 0)
 
     def _make(self, target: Target, plan: list[Shard], tokenizer: Any) -> None:
-        from megalite.data import pool, worker
+        from megalite.data import pool
 
-        work = with_suffix(target.prefix, f".partial-{target.key}")
-        make_folder(work)
-        tokenizer.save(work / "tokenizer")
-        pieces = [work / f"shard-{number:05d}" for number in range(len(plan))]
-        jobs = []
-        for number, (shard, piece) in enumerate(zip(plan, pieces, strict=True)):
-            if worker.is_done(piece):
-                self._done[piece] = (shard.size, 0, 0)
-            else:
-                jobs.append((number, shard, piece))
+        make_folder(target.work)
+        tokenizer.save(target.work / "tokenizer")
+        pieces = target.pieces(plan)
+        jobs = [
+            (number, shard, piece)
+            for number, (shard, piece) in enumerate(zip(plan, pieces, strict=True))
+            if not is_prepared(piece)
+        ]
 
         def count(number: int, size: int, texts: int, tokens: int) -> None:
             self._done[pieces[number]] = (min(size, plan[number].size) if plan[number].size else size, texts, tokens)
             self.report()
 
         try:
-            pool.tokenize_shards(jobs, tokenizer, work / "tokenizer", self.workers, count)
+            pool.tokenize_shards(jobs, tokenizer, target.work / "tokenizer", self.workers, count)
+            self._join(target, pieces, tokenizer)
         except UserError as error:
             # Text that is refused must be changed, and changed text has another key: nobody would continue this work.
             if target.source.kind == "text" and all(problem.setting != "data.cache_dir" for problem in error.problems):
-                shutil.rmtree(work, ignore_errors=True)
+                shutil.rmtree(target.work, ignore_errors=True)
             raise
-        self._join(target, pieces, work, tokenizer)
 
-    def _join(self, target: Target, pieces: list[Path], work: Path, tokenizer: Any) -> None:
+    def _join(self, target: Target, pieces: list[Path], tokenizer: Any) -> None:
         """All shards into one token file, its tokenizer beside it; then the work folder goes."""
         from megalite.data import pool, token_writer
 
-        files = [TokenFile.open(piece) for piece in pieces if piece.with_name(piece.name + ".bin").stat().st_size]
+        files = [file for piece in pieces if (file := opened(piece))]
         if not files:
-            rule = "holds no text at all (only empty documents)"
-            raise UserError(Problem("data.path", target.source.label, rule, "give text; check data.text_column"))
+            rule, found = "holds no text at all (only empty documents)", " ".join(target.source.paths)
+            raise UserError(Problem("data.path", found, rule, "give text; check data.text_column"))
         sidecars = [read_sidecar(piece) for piece in pieces]
         facts = {
             "source": target.source.label,

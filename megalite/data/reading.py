@@ -9,6 +9,7 @@ import codecs
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -113,14 +114,13 @@ def _text_pieces(path: Path) -> Iterator[Piece]:
 def check_no_nul(path: Path, block: bytes, offset: int) -> None:
     """Text has no zero byte; the first one names the place."""
     if (at := block.find(0)) != -1:
-        raise binary_file(path, offset + at, "a zero byte")
+        raise binary_file(str(path), offset + at, "a zero byte")
 
 
-def binary_file(path: Path, offset: int, found: str) -> UserError:
+def binary_file(where: str, offset: int, found: str) -> UserError:
+    """What is no text, by its file (and line)."""
     rule = f"is not UTF-8 text: {found} at byte offset {offset:,}"
-    return UserError(
-        Problem("data.path", str(path), rule, "give text in UTF-8 (convert it with iconv), jsonl or parquet")
-    )
+    return UserError(Problem("data.path", where, rule, "give text in UTF-8 (convert it with iconv), jsonl or parquet"))
 
 
 def _decode(path: Path, decoder: codecs.IncrementalDecoder, block: bytes, offset: int, final: bool = False) -> str:
@@ -128,7 +128,7 @@ def _decode(path: Path, decoder: codecs.IncrementalDecoder, block: bytes, offset
     try:
         return decoder.decode(block, final)
     except UnicodeDecodeError as error:
-        raise binary_file(path, offset - pending + error.start, "an invalid byte") from error
+        raise binary_file(str(path), offset - pending + error.start, "an invalid byte") from error
 
 
 def _rows(shard: Shard) -> Iterator[str | None]:
@@ -154,10 +154,14 @@ def json_text(path: Path, line: bytes, at: int, column: str) -> str | None:
     """The text in one line of a jsonl file; `at` is the line's byte offset."""
     try:
         row = json.loads(line)
-    except ValueError as error:
-        where = f"{path}:{_line_number(path, at)}"
+    except UnicodeDecodeError as error:
+        raise binary_file(f"{path}:{_line_number(path, at)}", at + error.start, "an invalid byte") from error
+    except (ValueError, RecursionError) as error:
+        place = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        place = f"{error.msg} at column {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else place
         shown = line[:80].decode("utf-8", "backslashreplace").rstrip()
-        rule = f"is not a line of JSON ({error}): {shown!r}"
+        rule = f"is not a line of JSON ({place}): {shown!r}"
+        where = f"{path}:{_line_number(path, at)}"
         raise UserError(Problem("data.path", where, rule, "one JSON object per line, in UTF-8")) from error
     if not isinstance(row, dict):
         where = f"{path}:{_line_number(path, at)}"
@@ -186,9 +190,13 @@ def not_text(value: Any) -> bool:
 def checked_text(value: Any, where: str, column: str) -> str | None:
     """`value` if it is a text or missing."""
     if not_text(value):
-        rule = f"column {column!r} holds {type(value).__name__}, not text"
-        raise UserError(Problem("data.text_column", column, f"{rule} ({where})", "name the column that holds the text"))
+        raise wrong_type(column, type(value).__name__, where)
     return value  # type: ignore[no-any-return]
+
+
+def wrong_type(column: str, found: str, where: str) -> UserError:
+    rule = f"column {column!r} holds {found}, not text ({where})"
+    return UserError(Problem("data.text_column", column, rule, "name the column that holds the text"))
 
 
 def missing_column(where: str, column: str, found: list[str]) -> UserError:
@@ -216,10 +224,14 @@ def _parquet_rows(path: Path, shard: Shard) -> Iterator[str | None]:
 
     try:
         with parquet.ParquetFile(path) as file:
+            first = row = sum(file.metadata.row_group(group).num_rows for group in range(shard.start))
             groups = list(range(shard.start, shard.stop))
-            for batch in file.iter_batches(batch_size=256, row_groups=groups, columns=[shard.column]):
-                for value in batch.column(0).to_pylist():
-                    yield checked_text(value, str(path), shard.column)
+            batches = file.iter_batches(batch_size=256, row_groups=groups, columns=[shard.column])
+            for row, value in enumerate(chain.from_iterable(batch.column(0) for batch in batches), first):
+                yield checked_text(value.as_py(), f"row {row:,} of {path}", shard.column)
+    except UnicodeDecodeError as error:
+        rule = f"is not UTF-8 text: row {row:,} of column {shard.column!r} ({error})"
+        raise UserError(Problem("data.path", str(path), rule, "leave out that row, or repair it")) from error
     except (pyarrow.ArrowException, OSError) as error:
         rule = f"is damaged in row groups {shard.start} to {shard.stop - 1} ({str(error).splitlines()[0]})"
         raise UserError(Problem("data.path", str(path), rule, "copy it again")) from error

@@ -33,6 +33,7 @@ NOT_LIBRARY = {
 }
 IN_FOLDERS = (".txt", ".jsonl", ".parquet")  # what is taken from a folder
 JSON_LINES = (".jsonl", ".json", ".ndjson")
+COMPRESSED = {".gz": "gunzip", ".zst": "unzstd", ".bz2": "bunzip2", ".xz": "unxz", ".zip": "unzip"}
 SHARDS = 1024  # about this many for large inputs ...
 SMALLEST, LARGEST = 1 << 20, 256 << 20  # ... of between so many and so many bytes
 HUB_ROW = 2048  # bytes that a row of a hub data set is taken for where its size is unknown
@@ -206,6 +207,8 @@ def _checked_size(path: Path, kind: str, column: str) -> int:
         raise UserError(Problem("data.path", str(path), rule, "check the path and its permissions")) from error
     if size == 0:
         raise UserError(Problem("data.path", str(path), "is empty (0 bytes)", "remove it from data.path, or fill it"))
+    if unpack := COMPRESSED.get(path.suffix):
+        raise UserError(Problem("data.path", str(path), "is compressed", f"unpack it first: {unpack} {path.name}"))
     if kind == "jsonl":
         _check_first_line(path, column)
     elif kind == "text":  # refuse a binary file before any work; what lies deeper is found when it is read
@@ -245,13 +248,16 @@ def _parquet_shards(path: Path, column: str, size: int) -> list[Shard]:
 
     try:
         with parquet.ParquetFile(path) as file:
-            names, metadata = file.schema_arrow.names, file.metadata
+            schema, metadata = file.schema_arrow, file.metadata
     except (pyarrow.ArrowException, OSError) as error:
         rule = f"is not a whole parquet file ({str(error).splitlines()[0]}; {path.stat().st_size:,} bytes)"
         raise UserError(Problem("data.path", str(path), rule, "copy it again: it is truncated or damaged")) from error
+    names = schema.names
     if column not in names:
         raise reading.missing_column(str(path), column, names)
     at = names.index(column)
+    if not _is_text(schema.types[at]):
+        raise reading.wrong_type(column, str(schema.types[at]), str(path))
     shards: list[Shard] = []
     start = held = 0
     for group in range(metadata.num_row_groups):
@@ -262,6 +268,14 @@ def _parquet_shards(path: Path, column: str, size: int) -> list[Shard]:
             shards.append(Shard("parquet", (str(path),), start, group + 1, held, column))
             start, held = group + 1, 0
     return shards
+
+
+def _is_text(kind: Any) -> bool:
+    """Whether a column of this pyarrow type holds texts (or nothing at all)."""
+    from pyarrow import types
+
+    held = kind.value_type if types.is_dictionary(kind) else kind
+    return any(is_a(held) for is_a in (types.is_string, types.is_large_string, types.is_string_view, types.is_null))
 
 
 def _hub_shards(source: Source) -> list[Shard]:

@@ -2,7 +2,8 @@
 
 PREFIX.idx (little-endian): magic `MMIDIDX\\0\\0`, u64 version 1, u8 dtype code, u64 sequences n, u64 boundaries d; then
 i32 lengths [n] in tokens, i64 pointers [n] in bytes, i64 boundaries [d]: document k is made of sequences
-boundaries[k] .. boundaries[k + 1] - 1. A document of more than 2^31 - 1 tokens is several sequences.
+boundaries[k] .. boundaries[k + 1] - 1. Behind them, multimodal files have i8 modes [n], which are passed over: an id is
+an id. Our documents are one sequence each, unless they have more than 2^31 - 1 tokens; those of others any number.
 Reading maps both files and touches only what is asked for. PREFIX.json is ours: what is known about the text.
 """
 
@@ -22,7 +23,8 @@ from megalite.data.permutation import IntArray
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")  # 34 bytes: the arrays behind it are not aligned
-DTYPES: dict[int, str] = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
+DTYPES: dict[int, str] = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+NOT_IDS = {6: "float64", 7: "float32"}  # Megatron stores other things than tokens, too
 CODES = {np.dtype(name): code for code, name in DTYPES.items()}
 SAMPLED_CHECKS = 1024  # index entries that are checked when a file is opened
 HASH_WHOLE = 16 << 20  # bytes up to which the identity covers every byte
@@ -68,7 +70,7 @@ class TokenFile:
         pointers_at = lengths_at + 4 * sequences
         boundaries_at = pointers_at + 8 * sequences
         end = boundaries_at + 8 * boundaries
-        if len(raw) not in (end, end + sequences):  # Megatron's multimodal files have one byte more per sequence
+        if len(raw) not in (end, end + sequences):  # with the modes of a multimodal file
             rule = f"has {len(raw):,} bytes; {sequences:,} sequences and {boundaries:,} boundaries need {end:,}"
             raise _damaged(index, rule, "copy it again: it is truncated or damaged")
         size = data.stat().st_size
@@ -192,6 +194,9 @@ def _read_header(index: Path, raw: npt.NDArray[np.uint8]) -> tuple[np.dtype[Any]
         raise _damaged(index, f"starts with {magic!r}, an index starts with {MAGIC!r}", "give a Megatron token file")
     if version != 1:
         raise _damaged(index, f"has version {version}, only version 1 is known", "prepare the data again")
+    if code in NOT_IDS:
+        rule = f"holds {NOT_IDS[code]} numbers (dtype code {code}); token ids are whole numbers, these may be rounded"
+        raise _damaged(index, rule, "prepare the data again as uint16 or int32, which Megatron does by default")
     if code not in DTYPES:
         raise _damaged(index, f"has dtype code {code}, known are {sorted(DTYPES)}", "prepare the data again")
     return np.dtype(DTYPES[code]), sequences, boundaries

@@ -70,6 +70,8 @@ class TextTokenizer:
         """Write tokenizer.json and a tokenizer_config.json that transformers 4.57 and 5 both accept."""
         make_folder(folder, "run_dir")
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False} | self.settings
+        if self.end_of_document is not None and not settings.get("eos_token"):  # it was known by its id
+            settings["eos_token"] = self.backend.id_to_token(self.end_of_document)
         write_atomically(folder / "tokenizer.json", self.backend.to_str(pretty=True).encode())
         write_atomically(folder / "tokenizer_config.json", json.dumps(settings, indent=1).encode())
 

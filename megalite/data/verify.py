@@ -1,21 +1,21 @@
 """A scan of a whole token file: every index entry and every token id, at the speed of the disk."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import xxhash
 
 from megalite.config.problems import Problem, UserError
+from megalite.data.prepare import Progress
 from megalite.data.token_file import TokenFile, broken_sequence, with_suffix
 
 ROWS = 1 << 20  # index entries at once
 TOKENS = 1 << 24  # tokens at once
 
 
-def verify(prefix: Path, vocab_size: int | None, progress: Callable[[int, int], None] | None = None) -> TokenFile:
+def verify(prefix: Path, vocab_size: int | None, progress: Progress | None = None) -> TokenFile:
     """The file, if all of it is sound; else UserError naming the first broken sequence, boundary and document.
-    `progress` hears of tokens done and in all. Without `vocab_size`, that of PREFIX.json holds."""
+    Without `vocab_size`, that of PREFIX.json holds."""
     file = TokenFile.open(prefix)
     facts = file.sidecar()
     size = vocab_size if vocab_size is not None else facts.get("vocab_size")
@@ -51,8 +51,8 @@ def _index_problems(file: TokenFile) -> list[Problem]:
     return problems
 
 
-def _token_problems(file: TokenFile, vocab_size: int, progress: Callable[[int, int], None] | None) -> list[Problem]:
-    total, first, count = len(file.tokens), -1, 0
+def _token_problems(file: TokenFile, vocab_size: int, progress: Progress | None) -> list[Problem]:
+    total, width, first, count = len(file.tokens), file.tokens.itemsize, -1, 0
     for start in range(0, total, TOKENS):
         piece = file.tokens[start : start + TOKENS]
         wrong = np.flatnonzero((piece >= vocab_size) | (piece < 0))
@@ -60,7 +60,8 @@ def _token_problems(file: TokenFile, vocab_size: int, progress: Callable[[int, i
             first = start + int(wrong[0]) if first < 0 else first
             count += len(wrong)
         if progress:
-            progress(min(start + TOKENS, total), total)
+            done = start + len(piece)
+            progress(done * width, total * width, file.document_at(done - 1) + 1, done)
     if not count:
         return []
     rule = (

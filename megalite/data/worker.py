@@ -18,17 +18,12 @@ import numpy as np
 
 from megalite.config.problems import UserError
 from megalite.data.reading import PIECE, Piece, Shard, pieces
-from megalite.data.token_file import dtype_for, with_suffix
+from megalite.data.token_file import dtype_for
 from megalite.data.token_writer import TokenWriter
 from megalite.data.tokenizers import TextTokenizer, load_tokenizer
 
 BATCH = 4 * PIECE  # characters that are tokenized in one call
-Report = Callable[[int, int, int], None]  # bytes of text, documents and tokens of the shard so far
-
-
-def is_done(target: Path) -> bool:
-    """Whether the shard's token file is there; its index comes last."""
-    return with_suffix(target, ".idx").exists()
+Report = Callable[[int, int, int], None]  # bytes of the shard's size, documents and tokens so far
 
 
 def tokenize_shard(shard: Shard, tokenizer: TextTokenizer, target: Path, batch: int, report: Report) -> None:
@@ -50,7 +45,7 @@ def tokenize_shard(shard: Shard, tokenizer: TextTokenizer, target: Path, batch: 
     except BaseException:
         writer.discard()
         raise
-    report(done.bytes, writer.documents, writer.tokens)
+    report(max(done.bytes, shard.size), writer.documents, writer.tokens)  # what is not text is done with, too
 
 
 class Tally:

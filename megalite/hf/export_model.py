@@ -1,4 +1,4 @@
-"""Logical parameters as a folder that transformers loads: config.json and safetensors. The inverse of import_model.
+"""Logical parameters as a folder that transformers loads: json files and safetensors. The inverse of import_model.
 
 The folder is complete or not there: it is written under another name beside its own and renamed. What is written is a
 function of the parameters alone, so exports of equal parameters are equal files, whatever layout trained them. They
@@ -7,13 +7,15 @@ are taken one at a time; memory holds one file of the export beside what the cal
 
 import json
 import os
+import re
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -28,7 +30,10 @@ from megalite.hf.tensors import Source, name_in_file, sources
 from megalite.model.parameters import gpt_parameters
 
 MAX_FILE_BYTES = 5 * 10**9  # transformers' 5GB
+NO_FILES: Mapping[str, bytes] = MappingProxyType({})
 _NAME = "model"
+_UNITS = {"": 1, **{f"{letter}B": 1000**n for n, letter in enumerate("KMGT", 1)}}
+_UNITS |= {f"{letter}IB": 1024**n for n, letter in enumerate("KMGT", 1)}
 
 
 def export_model(
@@ -40,27 +45,29 @@ def export_model(
     context_length: int,
     end_of_document: int | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
+    others: Mapping[str, bytes] = NO_FILES,
 ) -> None:
-    """Write `folder` (new or empty): config.json, and model.safetensors or its parts with their index.
+    """Write `folder` (new or empty): config.json, generation_config.json, model.safetensors or its parts with their
+    index, and `others` (by name: what belongs to it besides the model).
 
     `values` are (logical name, tensor of the logical shape on any device) in the order of `gpt_parameters(config)`, as
     `import_model` and `start_values` give them; they are rounded to `dtype`. `config` is resolved (no None left).
     `context_length` is what a family with rotary positions says of its length; `end_of_document` the token that ends a
-    text. UserError, with no folder written: no family expresses the settings, a value is not finite, or the disk
-    refuses.
+    text, and so stands before the next one: it is what to begin with, too. UserError, with no folder written: no family
+    expresses the settings, a value is not finite, or the disk refuses.
     """
     family = family_of(config)
+    ends = dict.fromkeys(("bos_token_id", "eos_token_id"), end_of_document)  # absent: the family's first model's
     with new_folder(folder) as unfinished:
-        described = describe(family, config) | {
-            "architectures": [ARCHITECTURE[family]],
-            "dtype": str(dtype).removeprefix("torch."),
-            "bos_token_id": None,  # absent ones would be those of the family's first model
-            "eos_token_id": end_of_document,
-        }
+        described = describe(family, config) | ends
+        described |= {"architectures": [ARCHITECTURE[family]], "dtype": str(dtype).removeprefix("torch.")}
         if config.position == "rope":
             described["max_position_embeddings"] = context_length
         with _writing(folder):
             _write_json(unfinished / "config.json", described)
+            _write_json(unfinished / "generation_config.json", ends)
+            for name, content in others.items():
+                (unfinished / name).write_bytes(content)
         _write_tensors(unfinished, folder, family, values, config, dtype, max_file_bytes)
 
 
@@ -88,11 +95,8 @@ def new_folder(folder: Path) -> Iterator[Path]:
     """
     final = folder.resolve()
     unfinished = final.with_name(f".{final.name}.{secrets.token_hex(4)}")
+    require_new(folder)
     with _writing(folder):
-        if final.exists() and not (final.is_dir() and not any(final.iterdir())):
-            raise UserError(
-                Problem("folder", str(folder), "it exists already", "name a new folder, or delete this one")
-            )
         final.parent.mkdir(parents=True, exist_ok=True)
         unfinished.mkdir()
     try:
@@ -105,6 +109,23 @@ def new_folder(folder: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
+
+
+def require_new(folder: Path) -> None:
+    """UserError where `folder` is a file or holds something."""
+    with _writing(folder):
+        if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+            raise UserError(
+                Problem("folder", str(folder), "it exists already", "name a new folder, or delete this one")
+            )
+
+
+def bytes_of(size: str) -> int:
+    """`5GB`, `200MiB` or a number of bytes, as transformers understands them; UserError for what is no size."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)", size.strip())
+    if found is None or found[2].upper() not in _UNITS or float(found[1]) == 0:
+        raise UserError(Problem("max shard size", size, "is no size above 0", "5GB, 500MB or 2GiB, for example"))
+    return int(float(found[1]) * _UNITS[found[2].upper()]) or 1
 
 
 def file_plan(sizes: dict[str, int], limit: int) -> dict[str, list[str]]:

@@ -31,6 +31,16 @@ def imported_model_settings(folder: str | Path) -> dict[str, Any]:
     return _settings(Path(folder), _read_config(Path(folder)))
 
 
+def imported_context_length(folder: str | Path) -> int:
+    """The sequence length that the folder's model was made for."""
+    found = _read_config(Path(folder))
+    key = "n_positions" if found["model_type"] == "gpt2" else "max_position_embeddings"
+    length = found.get(key, 1024)
+    if not isinstance(length, int) or length < 1:
+        raise UserError(_folder_problem(Path(folder) / "config.json", f"must have a positive integer as {key}"))
+    return length
+
+
 def import_model(folder: str | Path, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     """(logical name, tensor of the logical shape, in the dtype of the file) for every parameter of `config`.
 
@@ -61,7 +71,9 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise UserError(_folder_problem(path, f"must be a readable JSON file ({error})")) from error
     family = found.get("model_type") if isinstance(found, dict) else None
     if family not in FAMILIES:
-        remedy = "import a GPT-2, Llama or Qwen3 model, or train from random weights: leave checkpoint.init_from out"
+        remedy = "give a GPT-2, Llama or Qwen3 model"
+        if isinstance(found, dict) and "auto_map" in found:
+            remedy += "; code that comes with a model is never run"
         raise UserError(Problem(f"model_type in {path}", family, f"must be one of {', '.join(FAMILIES)}", remedy))
     return dict(found)
 
@@ -76,7 +88,7 @@ def _settings(folder: Path, found: dict[str, Any]) -> dict[str, Any]:
         raise UserError(_folder_problem(path, f"must have sizes that are positive integers ({error})")) from error
     except UnsupportedError as refused:
         key, value, rule = refused.args
-        remedy = "this kind of model cannot be imported; choose another, or leave checkpoint.init_from out"
+        remedy = "give another model: none of the settings here describes this one"
         raise UserError(Problem(f"{key} in {path}", value, rule, remedy)) from refused
 
 

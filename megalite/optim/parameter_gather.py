@@ -4,7 +4,8 @@ Buckets start in the order in which forward uses them, the reverse of backward's
 buckets right before it is used (`GPT.before_use`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 from megalite.optim.buffer_layout import Kind
 from megalite.optim.buffers import TrainingBuffers
@@ -13,11 +14,21 @@ from megalite.optim.sharing import Sharing
 
 
 class ParameterGather:
-    """Makes the parameter buckets whole from the slices of the ranks that share state."""
+    """Makes the parameter buckets whole from the slices of the ranks that share state.
 
-    def __init__(self, buffers: TrainingBuffers, sharing: Mapping[Kind, Sharing], *, overlap: bool = True) -> None:
+    What waits for them does so within a `waiting()`.
+    """
+
+    def __init__(
+        self,
+        buffers: TrainingBuffers,
+        sharing: Mapping[Kind, Sharing],
+        *,
+        overlap: bool = True,
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self._buffers = buffers
-        self._overlap = overlap
+        self._overlap, self._waiting = overlap, waiting
         self._groups = [sharing[bucket.buffer.kind].inside for bucket in buffers.layout.buckets]
         self._pending: dict[int, Pending] = {}  # by bucket
         self._buckets_of: dict[str, list[int]] = {}
@@ -41,12 +52,14 @@ class ParameterGather:
         """Return when all parameters of this part of the model (see `part_of`) are there."""
         for number in self._buckets_of.get(part, ()) if self._pending else ():
             if (pending := self._pending.pop(number, None)) is not None:
-                pending.wait()
+                with self._waiting():
+                    pending.wait()
 
     def finish(self) -> None:
         """Return when all parameters are there."""
         while self._pending:
-            self._pending.pop(next(iter(self._pending))).wait()
+            with self._waiting():
+                self._pending.pop(next(iter(self._pending))).wait()
 
 
 def part_of(name: str) -> str:

@@ -95,8 +95,9 @@ class _Reader:
     def has(self, name: str) -> bool:
         return bool(self.environ.get(name))
 
-    def refuse(self, name: str, rule: str, remedy: str) -> None:
-        self.problems.append(Problem(name, self.environ.get(name), rule, remedy))
+    def refuse(self, name: str, rule: str, remedy: str, *, alone: bool = False) -> None:
+        """`here`: another machine's variables may be right, and its ranks know nothing of these."""
+        self.problems.append(Problem(name, self.environ.get(name), rule, remedy, here=True, alone=alone))
 
     def integer(self, name: str, *, at_least: int = 0, below: int | None = None) -> int | None:
         """The value of a variable that is set, or None with a problem noted."""
@@ -132,7 +133,7 @@ def _from_variables(reader: _Reader) -> ProcessEnvironment | None:
     world_size = reader.integer("WORLD_SIZE", at_least=1) if reader.has("WORLD_SIZE") else None
     rank = reader.integer("RANK") if reader.has("RANK") else None
     if rank is not None and world_size is not None and rank >= world_size:
-        reader.refuse("RANK", f"must be below WORLD_SIZE={world_size}", f"0 to {world_size - 1}, each once")
+        reader.refuse("RANK", f"must be below WORLD_SIZE={world_size}", f"0 to {world_size - 1}, each once", alone=True)
     address, port = _master(reader, needed=world_size is None or world_size > 1)
     local_rank, local_world_size = _local(reader, world_size or 1, address)
     if reader.problems or rank is None or world_size is None:

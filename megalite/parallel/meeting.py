@@ -39,7 +39,7 @@ class Card:
     host: str
     gpu: str | None  # unique id of the device, None on the CPU
     gloo_on_loopback: bool
-    plan: Mapping[str, str]  # what must be equal on all ranks, by its name; empty beside problems
+    plan: Mapping[str, str]  # what must be equal on all ranks, by name, unless at its default; empty beside problems
     problems: list[dict[str, Any]]
 
     @classmethod
@@ -101,13 +101,16 @@ def _attend(store: Store, environment: ProcessEnvironment, card: Card, deadline:
 
 def _claim(store: Store, environment: ProcessEnvironment, host: str) -> Problem | None:
     """Take the rank's place in the world; what is wrong with it if it cannot be."""
-    rank, world_size = environment.rank, environment.world_size
+    rank, world_size, me = environment.rank, environment.world_size, f"process {os.getpid()} on {host}"
     told = int(store.compare_set("world_size", "", str(world_size)))
     if told != world_size:
         rule = f"other ranks of this job were told a world of {told}"
         return Problem("WORLD_SIZE", world_size, rule, "start every process with the same WORLD_SIZE")
-    if store.add(f"claims/{rank}", 1) > 1:
-        rule = f"two processes claim this rank (one on {host}), or another job meets at the same port"
+    claims = store.add(f"claims/{rank}", 1)
+    store.set(f"claims/{rank}/{claims}", me)
+    if claims > 1:
+        first = store.get(f"claims/{rank}/1").decode()  # it has claimed, and says in a moment who it is
+        rule = f"{first} and {me} both claim this rank, or belong to two jobs that meet at the same port"
         return Problem("RANK", rank, rule, "give each process its own RANK, and each job its own MASTER_PORT")
     return None
 
@@ -145,17 +148,17 @@ def judge(cards: list[Card]) -> list[Problem]:
 
 
 def _differences(cards: list[Card]) -> Iterator[Problem]:
-    """What the ranks plan differently: they would make different groups, and wait for each other for ever."""
-    for name in dict.fromkeys(name for card in cards for name in card.plan):
+    """What the ranks plan differently: they would wait for each other for ever, or train different models."""
+    plans = {card.rank: card.plan for card in cards if card.plan}
+    for name in dict.fromkeys(name for plan in plans.values() for name in plan):
         ranks: dict[str, list[int]] = {}
-        for card in cards:
-            if name in card.plan:
-                ranks.setdefault(card.plan[name], []).append(card.rank)
+        for rank, plan in plans.items():
+            ranks.setdefault(plan.get(name, "default"), []).append(rank)
         if len(ranks) > 1:
             (first, holders), *others = ranks.items()
             shown = ", ".join(f"{text!r} on {_named(who)}" for text, who in others[:4])
-            rule = f"so on {_named(holders)}, but {shown}"
-            yield Problem(name, first, rule, "start every rank with the same settings and the same files")
+            remedy = "start every rank with the same settings, the same files and the same versions"
+            yield Problem(name, first, f"so on {_named(holders)}, but {shown}", remedy)
 
 
 def _open_store(environment: ProcessEnvironment, deadline: float) -> Store:

@@ -6,10 +6,9 @@ A mistake in one rank's environment, device or settings stops all ranks alike, b
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import fields
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +18,7 @@ from megalite.config.optimizer_rules import precision_problems
 from megalite.config.parallel_rules import layout_request, parallel_setting
 from megalite.config.problems import Problem, UserError, collect
 from megalite.config.schema import Config
+from megalite.config.settings import SETTINGS, value_of, yaml_value
 from megalite.parallel.context import CPU, ParallelContext
 from megalite.parallel.device import choose_device, choose_precision, name_of, set_threads
 from megalite.parallel.environment import ProcessEnvironment
@@ -27,7 +27,15 @@ from megalite.parallel.layout import ParallelLayout
 from megalite.parallel.layout_rules import layout_of
 from megalite.parallel.meeting import Card, meet, meet_in_world
 from megalite.parallel.nccl_options import NcclOptions, read_nccl_options
+from megalite.parallel.open_files import allow_open_files, files_of
 from megalite.parallel.process_groups import host_backend, make_groups
+
+CODE = Path(__file__).parents[1]  # all of megalite
+# What a machine may have its own of: cores, and places whose content is compared by those who read it.
+OF_A_MACHINE = (
+    *("tokenizer", "data.path", "data.cache_dir", "data.workers"),
+    *("checkpoint.init_from", "parallel.nccl_options"),
+)
 
 
 def start(config: Config, environment: ProcessEnvironment) -> ParallelContext:
@@ -47,9 +55,11 @@ def start(config: Config, environment: ProcessEnvironment) -> ParallelContext:
     layout = collect(lambda: layout_of(layout_request(config, environment.world_size), parallel_setting), problems)
     needs = needs_of(config)
     collect(lambda: _refuse_other_world(environment.rank, environment.world_size), problems)
-    plan = {} if problems or layout is None else _plan(layout, needs, nccl)
     store = None
     if dist.is_initialized() or environment.world_size > 1:
+        if layout is not None:
+            collect(partial(_allow_connections, layout, environment.rank, needs, device), problems)
+        plan = {} if problems else _plan(config, device, dtype, nccl)
         card = Card.written(environment.rank, device, plan, problems)
         if dist.is_initialized():
             meet_in_world(environment, card, timeout_s=axes.startup_timeout_s)
@@ -110,6 +120,11 @@ def needs_of(config: Config) -> GroupNeeds:
     )
 
 
+def _allow_connections(layout: ParallelLayout, rank: int, needs: GroupNeeds, device: torch.device) -> None:
+    specs = groups_of(layout, rank, needs).values()
+    allow_open_files(files_of(specs, layout.world_size, on_gpu=device.type == "cuda"))
+
+
 def _refuse_other_world(rank: int, world_size: int) -> None:
     """A process that belongs to a world already cannot be another rank, or one of another number."""
     if not dist.is_initialized():
@@ -123,18 +138,26 @@ def _refuse_other_world(rank: int, world_size: int) -> None:
         raise UserError(Problem("RANK", rank, rule, remedy))
 
 
-def _plan(layout: ParallelLayout, needs: GroupNeeds, nccl: Mapping[str, NcclOptions]) -> dict[str, str]:
-    """What decides how many groups there are, and must therefore be equal on all ranks."""
+def _plan(config: Config, device: torch.device, dtype: torch.dtype, nccl: Mapping[str, NcclOptions]) -> dict[str, str]:
+    """What must be equal on all ranks, or they would make other groups or train another model: settings that are not at
+    their defaults, what device and precision became, and the code that acts on them."""
+    settings = {
+        name: yaml_value(value_of(config, name))
+        for name, setting in SETTINGS.items()
+        if name not in OF_A_MACHINE and value_of(config, name) != setting.default
+    }
     options = hashlib.sha256(repr(sorted(nccl.items(), key=lambda item: item[0])).encode()).hexdigest()[:12]
-    return {
-        "layout": _unusual(layout),
-        "process groups": _unusual(needs),
+    return settings | {
+        "device": device.type,
+        "precision": name_of(dtype),
         "parallel.nccl_options": f"options with fingerprint {options}" if nccl else "no options",
+        "torch": torch.__version__,
+        "megalite": f"code with fingerprint {_fingerprint_of_the_code()}",
     }
 
 
-def _unusual(record: Any) -> str:
-    """The fields of a dataclass that differ from their defaults."""
-    values = {field.name: getattr(record, field.name) for field in fields(record)}
-    default = type(record)()
-    return " ".join(f"{name}={value}" for name, value in values.items() if value != getattr(default, name)) or "default"
+def _fingerprint_of_the_code() -> str:
+    content = hashlib.sha256()
+    for path in sorted(CODE.rglob("*.py")):
+        content.update(path.relative_to(CODE).as_posix().encode() + b"\0" + path.read_bytes())
+    return content.hexdigest()[:12]

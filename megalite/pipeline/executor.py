@@ -11,6 +11,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from time import perf_counter
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -21,9 +22,11 @@ from megalite.data.batch import Batch
 from megalite.model.gpt import GPT
 from megalite.pipeline.actions import Action, Schedule
 from megalite.pipeline.timeline import Span
-from megalite.pipeline.transfers import Direction, Program, Transfer, Wait, programs
+from megalite.pipeline.transfers import Direction, Program, Record, Transfer, Wait, programs
 
 TableOf = Callable[[int], Schedule]  # the table for so many microbatches
+Part = Literal["forward", "backward", "communication"]
+Switch = Callable[[Part], object]  # told in training when another part of a step begins
 Later = Callable[[Callable[[], None]], None]  # does what it is given: now, or after the work that has been put off
 LastGradients = Callable[[int, Later], None]  # hears that the next backward brings a chunk's last gradients, each Later
 End = Callable[[GPT, Batch, Tensor | None], Tensor]  # what becomes of a microbatch in the chunk with the loss
@@ -69,8 +72,9 @@ class Executor:
         table: TableOf,
         evaluation_table: TableOf,
         gradients: LastGradients,
+        switch: Switch = lambda part: None,
     ) -> None:
-        self._chunks, self._links, self._gradients = chunks, links, gradients
+        self._chunks, self._links, self._gradients, self._switch = chunks, links, gradients, switch
         self._tables = {"training": table, "evaluation": evaluation_table}
         self._plans: dict[tuple[str, int], tuple[Schedule, Program]] = {}
         self._recorded: list[Span] | None = None
@@ -104,6 +108,8 @@ class Executor:
         schedule, program = self._plan(table, len(batches))
         run = _Run(self._chunks, self._links, schedule, batches, end, self._gradients)
         for record in program:
+            if table == "training":
+                self._switch(_part(record))
             if isinstance(record, Transfer):
                 run.issue(record)
             elif isinstance(record, Wait):
@@ -142,6 +148,12 @@ def _at_once(work: Callable[[], None]) -> None:
 
 def _loss(scale: Tensor) -> End:
     return lambda chunk, batch, received: chunk.loss(batch, scale, received)
+
+
+def _part(record: Record) -> Part:
+    if not isinstance(record, Action):
+        return "communication"
+    return "forward" if record.kind == "forward" else "backward"
 
 
 def _timed(compute: Callable[[Action], None], action: Action, device: torch.device) -> Span:

@@ -24,6 +24,7 @@ from megalite.hf.import_model import import_model
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.device import DTYPES
 from megalite.parallel.environment import ProcessEnvironment
+from megalite.train.sample import Prompt, prompts_of
 from megalite.train.state import ROUNDED, Progress, training_pieces
 from megalite.train.training import Training, build_training, fill_with_start_values
 
@@ -42,6 +43,7 @@ class Job:
     training: Training
     progress: Progress
     resumed_from: int | None  # step of the checkpoint that the run continues from
+    prompts: list[Prompt]  # of the samples of text
 
 
 def agreed(context: ParallelContext, action: Callable[[], T], *, patient: bool = False) -> T:
@@ -93,6 +95,7 @@ def build_job(config: Config, context: ParallelContext, data: OpenedData, report
     """The run folder, the model and its training state: new, imported, or of the newest checkpoint."""
     config = derive_device(derive_vocabulary(config, data.vocab_size), context)
     assert config.run_dir is not None, "derive() fills it in"
+    prompts = agreed(context, lambda: prompts_of(config, data))
     weights = config.checkpoint.init_from
     begun = context.broadcast_object(bool(committed(Path(config.run_dir) / CHECKPOINTS)))
     if weights is not None and not begun:  # else nobody reads them
@@ -101,12 +104,13 @@ def build_job(config: Config, context: ParallelContext, data: OpenedData, report
     try:
         for change in folder.changes:
             report(change)
+        job = Job(config, context, data, folder, build_training(config, context), Progress(), None, prompts)
+        _set_state(job, report)
+        folder.begin(context, as_plain(config))
         if context.rank == 0 and data.tokenizer is not None and not (folder.path / TOKENIZER).exists():
             data.tokenizer.save(folder.path / TOKENIZER)
-        job = Job(config, context, data, folder, build_training(config, context), Progress(), None)
-        _set_state(job, report)
     except BaseException:
-        folder.close()  # nobody else will: the job does not exist
+        folder.withdraw()  # nobody else will: the job does not exist
         raise
     return job
 
@@ -115,6 +119,7 @@ def _set_state(job: Job, report: Callable[[str], None]) -> None:
     found = newest(job.folder.checkpoints, job.context, report)
     training = job.training
     if found is not None:
+        job.folder.refuse_another_s(found.path, found.manifest.about)
         found.read_into(training_pieces(training), unread=ROUNDED)
         training.spread_masters()
         if training.loss_scale is not None and found.state.get("loss_scale") is not None:  # not if it was no fp16 run

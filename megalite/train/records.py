@@ -3,7 +3,25 @@
 Figures are raw (nats, seconds, tokens, shares of 1); None is "not known here". A view decides how they look.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+Part = Literal["data", "forward", "backward", "communication", "optimizer", "other"]  # of a step's time
+PARTS: tuple[Part, ...] = ("data", "forward", "backward", "communication", "optimizer", "other")
+
+
+class Mirror(Protocol):
+    """A place besides the run folder where a run is shown. It never raises, and never makes training wait."""
+
+    def record(self, record: Mapping[str, Any], /) -> None:
+        """metrics.jsonl holds one more line."""
+
+    def sample(self, step: int, prompt: str, text: str, /) -> None:
+        """events.jsonl holds one more sample."""
+
+    def finish(self, status: int, /) -> None:
+        """The run has written its last line and ends with this exit status."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +48,7 @@ class StepView:
     step_time_s: float
     memory_gib: float
     data_wait_share: float  # of step_time_s
+    time_split: Mapping[Part, float] | None = None  # seconds of this rank, by part
     mfu: float | None = None  # PaLM's formula: full attention, no recompute
     mfu_causal: float | None = None
     bad_steps: int = 0  # of the whole run: not applied because loss or gradient was not finite
@@ -62,7 +81,6 @@ class Summary:
     perplexity: float | None = None
     bits_per_byte: float | None = None
     bad_steps: int = 0
-    sample: str | None = None  # text that the model wrote
-    sample_prompt: str = ""
+    samples: list[tuple[str, str]] = field(default_factory=list)  # prompts, and what the model wrote after each
     stopped_by: str | None = None  # e.g. "SIGTERM"; None: all steps are done
     command: str = "python pretrain_gpt.py"  # that continues the run

@@ -1,6 +1,6 @@
-"""What a run tells the world: metrics.jsonl, the terminal and this rank's log, from the same figures.
+"""What a run tells the world: its records (chronicle.py), the terminal and this rank's log, from the same figures.
 
-Only rank 0 writes metrics and the terminal; every rank keeps its own log.
+Only rank 0 writes records and the terminal; every rank keeps its own log.
 """
 
 import logging
@@ -11,92 +11,150 @@ import statistics
 import sys
 import time
 import traceback
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from megalite.checkpoint.store import CheckpointError, Saved
-from megalite.model.flops import flops_per_token, parameter_count, peak_flops
+from megalite.config.problems import UserError
+from megalite.model.flops import flops_per_token, peak_flops
 from megalite.parallel.environment import launch_command, read_environment
-from megalite.parallel.tables import header_lines
+from megalite.train.about import resolved, start_fields
+from megalite.train.chronicle import Chronicle
 from megalite.train.job import Job
-from megalite.train.metrics import MetricsFile, read_metrics
-from megalite.train.records import EvaluationView, HeaderView, StepView, Summary
+from megalite.train.metrics import read_metrics
+from megalite.train.rank_watch import RankWatch
+from megalite.train.records import EvaluationView, HeaderView, Mirror, Part, StepView, Summary
 from megalite.train.sample import sample
 from megalite.train.state import Progress
 from megalite.train.step import StepFigures
 from megalite.train.terminal import Terminal
+from megalite.train.trace import TimeSplit, told
 
 GIB = 1 << 30
-PROMPTS = {"stdlib": "def "}  # how a sample begins, by data source; otherwise with an end of document
+Sample = tuple[str, str]  # a prompt, and what the model makes of it
 
 
 class Reporter:
     """Tells of one run on this rank."""
 
-    def __init__(self, job: Job, terminal: Terminal, log: logging.Logger) -> None:
+    def __init__(self, job: Job, terminal: Terminal, log: logging.Logger, mirror: Mirror | None = None) -> None:
+        """`mirror`: where rank 0 also shows the run, if it does."""
         self._job = job
         self._terminal = terminal
         self._log = log
-        self._path = job.folder.path / "metrics.jsonl"
-        self._metrics = MetricsFile(self._path, resume_step=job.progress.step) if job.context.rank == 0 else None
-        self._behind = False  # the last line of metrics could not be written
+        self._chronicle = Chronicle(job, terminal.note, mirror) if job.context.rank == 0 else None
         self._began = self._clock = time.perf_counter()
         self._speeds: list[float] = []  # tokens/s of this start's steps
+        self._ranks = RankWatch(job.context)
+        self._hosts: list[str] = []  # by rank
+        self._ranks_told = -1  # the newest step after which ranks told each other of themselves
+        self._known_slow: set[int] = set()  # ranks that the terminal was told of
+        self._sampled: tuple[int, list[Sample]] = -1, []  # the newest texts, and after which step
         device = job.context.device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         self._peak = peak_flops(name, str(job.context.dtype).removeprefix("torch."))
 
+    # --- the run as a whole ------------------------------------------------------------------------------------------
+
     def start(self) -> None:
-        """The header: everything that was resolved."""
-        job, train, model = self._job, self._job.config.train, self._job.config.model
-        tokens_per_step = train.global_batch_size * train.seq_length
-        flops = flops_per_token(model, train.seq_length, causal=False)
-        epochs = train.steps * train.global_batch_size / job.data.train.samples
-        rows = [
-            ("model", f"{model.name}: {parameter_count(model):,} parameters, {flops / 1e6:,.1f} MFLOP per token"),
-            (
-                "",
-                f"{model.num_layers} layers, {model.hidden_size} wide, {model.num_attention_heads} heads, "
-                f"vocabulary {model.vocab_size:,}",
-            ),
-            (
-                "batch",
-                f"{tokens_per_step:,} tokens per step: {train.global_batch_size} sequences of {train.seq_length}, "
-                f"{train.micro_batch_size} at a time",
-            ),
-            ("data", job.data.description),
-            ("", f"{train.steps * tokens_per_step:,} tokens in {train.steps:,} steps: {epochs:.3g} epochs"),
-            *zip(("layout", "", ""), header_lines(job.context.layout), strict=False),
-            ("device", f"{self._device_name()}, {str(job.context.dtype).removeprefix('torch.')}"),
-            ("run folder", str(job.folder.path)),
-        ]
-        if job.resumed_from is not None:
-            rows.append(("continues", f"from the checkpoint of step {job.resumed_from}"))
-        header = HeaderView(f"{model.name} on {job.config.data.source}", rows, train.steps, job.progress.step)
-        self._terminal.header(header)
+        """The header: everything that was resolved. All ranks call it."""
+        job, train = self._job, self._job.config.train
+        self._hosts = self._ranks.hosts()
+        title = f"{job.config.model.name} on {job.config.data.source}"
+        self._terminal.header(HeaderView(title, resolved(job), train.steps, job.progress.step))
+        if train.sample_interval > 0 and train.sample_tokens > 0 and not job.prompts:
+            self._terminal.note("no samples of text: the tokenizer of these tokens is not known")
         self._log.info("training from step %d to %d", job.progress.step, train.steps)
+        kind = "start" if job.resumed_from is None else "resume"
+        self._event(kind, job.progress.step, **start_fields(job, self._hosts))
         self.restart_clock()
 
     def restart_clock(self) -> None:
         """What passed since the last step (an evaluation, a checkpoint) is not part of the next one."""
         self._clock = time.perf_counter()
+        self._job.training.clock.restart()
 
-    def step(self, progress: Progress, figures: StepFigures, *, lr: float, wait_s: float) -> None:
-        """One step is done."""
+    def failed(self, error: Exception, *, taken_over: bool = False) -> None:
+        """The run ends with an error: this rank's log says where; the run's files too if it still has them."""
+        step = self._job.progress.step
+        self._log.error("failed at step %d\n%s", step + 1, "".join(traceback.format_exception(error)))
+        if self._chronicle is not None and not taken_over:
+            message = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+            self._chronicle.end("failed", step, status=2 if isinstance(error, UserError) else 1, message=message)
+
+    def nothing_to_do(self) -> None:
+        """The run had reached its last step before this start."""
+        step, steps = self._job.progress.step, self._job.config.train.steps
+        self._terminal.note(f"already finished: step {step} of {steps}")
+        if self._chronicle is not None:
+            self._chronicle.end("finished", step, status=0, message=f"all {steps} steps were done before")
+
+    def finish(self, *, stopped_by: str | None) -> None:
+        """The run ends in order, at its last step or because it was asked to stop. All ranks call it."""
+        step = self._job.progress.step
+        self._log.info("ended at step %d%s", step, f" ({stopped_by})" if stopped_by else "")
+        self.ranks(step)
+        if stopped_by is None and self._sampled[0] != step:
+            self._sample_at_the_end(step)
+        if self._chronicle is None:
+            return
+        if stopped_by is None:
+            self._chronicle.end("finished", step, status=0)
+        else:
+            self._chronicle.end("stopped", step, status=0, by=stopped_by)
+        self._terminal.finish(self._summary(self._chronicle.metrics_path, stopped_by))
+
+    def close(self) -> None:
+        """Nothing more will be told."""
+        if self._chronicle is not None:
+            self._chronicle.close()
+
+    def _summary(self, metrics: Path, stopped_by: str | None) -> Summary:
+        job, records = self._job, read_metrics(metrics)
+        evaluations = [record for record in records if "val_loss" in record]
+        last: dict[str, Any] = evaluations[-1] if evaluations else {}
+        return Summary(
+            step=job.progress.step,
+            steps=job.config.train.steps,
+            tokens=job.progress.tokens,
+            seconds=time.perf_counter() - self._began,
+            tokens_per_s=statistics.median(self._speeds) if self._speeds else 0.0,
+            run_dir=str(job.folder.path),
+            train_curve=[(record["step"], record["loss"]) for record in records if "loss" in record],
+            validation_curve=[(record["step"], record["val_loss"]) for record in evaluations],
+            perplexity=last.get("val_perplexity"),
+            bits_per_byte=last.get("val_bits_per_byte"),
+            bad_steps=job.progress.bad_steps,
+            samples=self._sampled[1] if stopped_by is None else [],
+            stopped_by=stopped_by,
+            command=launch_command(read_environment(os.environ), sys.argv),
+        )
+
+    # --- steps -------------------------------------------------------------------------------------------------------
+
+    def step(
+        self,
+        progress: Progress,
+        figures: StepFigures,
+        *,
+        lr: float,
+        wait_s: float,
+        sequences: int,
+        time_split: Mapping[Part, float],
+    ) -> None:
+        """One step is done, on a global batch of so many `sequences`; `time_split` is this rank's."""
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
         config = self._job.config
-        speed = config.train.global_batch_size * config.train.seq_length / seconds
+        speed = sequences * config.train.seq_length / seconds
         self._speeds.append(speed)
+        self._ranks.add(time_split)
         loss_scale = None if self._job.training.loss_scale is None else figures.loss_scale
         if figures.skipped:
-            self._log.warning("step %d skipped: loss %s, norm %s", progress.step, figures.loss, figures.grad_norm)
-            where = "" if loss_scale is None else f" at a loss scale of {loss_scale:g}"
-            self._terminal.note(
-                f"step {progress.step}: loss or gradient is not finite{where}, the step is not applied "
-                f"({progress.bad_steps} in all)"
-            )
+            self._skipped(progress, figures, loss_scale)
         if progress.step % config.train.log_interval and progress.step != config.train.steps:
             return
         view = StepView(
@@ -110,6 +168,7 @@ class Reporter:
             step_time_s=seconds,
             memory_gib=self._memory_gib(),
             data_wait_share=min(1.0, wait_s / seconds),
+            time_split={part: round(spent, 6) for part, spent in time_split.items()},
             mfu=self._utilisation(speed, causal=False),
             mfu_causal=self._utilisation(speed, causal=True),
             bad_steps=progress.bad_steps,
@@ -117,13 +176,41 @@ class Reporter:
         )
         self._terminal.step(view)
         left_out = ("steps", *(["loss_scale"] if loss_scale is None else []))
-        self._write({name: value for name, value in vars(view).items() if name not in left_out})
+        self._record({name: value for name, value in vars(view).items() if name not in left_out})
+
+    def _skipped(self, progress: Progress, figures: StepFigures, loss_scale: float | None) -> None:
+        self._log.warning("step %d skipped: loss %s, norm %s", progress.step, figures.loss, figures.grad_norm)
+        where = "" if loss_scale is None else f" at a loss scale of {loss_scale:g}"
+        self._terminal.note(
+            f"step {progress.step}: loss or gradient is not finite{where}, the step is not applied "
+            f"({progress.bad_steps} in all)"
+        )
+        found = {"loss": figures.loss, "grad_norm": figures.grad_norm}
+        self._event("skipped", progress.step, **found, loss_scale=loss_scale)
+
+    def skipped_on_request(self, step: int) -> None:
+        """The step was passed over, as train.skip_steps says."""
+        self._log.info("step %d passed over: it is one of train.skip_steps", step)
+        self._terminal.note(f"step {step}: passed over, it is one of train.skip_steps")
+        self._event("skipped_on_request", step)
+
+    def profiled(self, step: int, split: TimeSplit, folder: Path) -> None:
+        """The step was recorded by the profiler."""
+        self._log.info("step %d profiled into %s\n%s", step, folder, told(split))
+        self._terminal.note(f"step {step}: profiled into {folder}")
+        self._event("profile", step, folder=str(folder), wall_s=split.wall_s, parts=split.parts, inside=split.inside)
+
+    def not_profiled(self, step: int, why: str) -> None:
+        self._log.error("the profile of step %d could not be kept: %s", step, why)
+        self._terminal.note(f"warning: the profile of step {step} could not be kept: {why}")
+
+    # --- between steps -----------------------------------------------------------------------------------------------
 
     def evaluation(self, step: int, loss: float, *, seconds: float) -> None:
         """The validation set was evaluated after `step`; `loss` in nats per token."""
         view = EvaluationView(step, loss, _perplexity(loss), self._bits_per_byte(loss), seconds)
         self._terminal.evaluation(view)
-        self._write(
+        self._record(
             {
                 "step": step,
                 "val_loss": loss,
@@ -138,96 +225,81 @@ class Reporter:
         """A checkpoint is complete."""
         took = f"{saved.bytes / GIB:.3f} GiB in {saved.seconds:.2f} s, training held up for {saved.stall_s:.3f} s"
         self._log.info("saved %s: %s", saved.path.name, took)
+        times = {"seconds": round(saved.seconds, 3), "stall_s": round(saved.stall_s, 3)}
+        self._event("checkpoint", int(saved.path.name.rpartition("-")[2]), bytes=saved.bytes, **times)
 
     def not_saved(self, error: CheckpointError) -> None:
         self._log.error("%s", error)
         self._terminal.note(f"warning: {error}")
+        self._event("checkpoint_failed", self._job.progress.step, message=str(error))
 
-    def failed(self, error: Exception) -> None:
-        """The run ends with an error: this rank's log says where."""
-        self._log.error(
-            "failed at step %d\n%s", self._job.progress.step + 1, "".join(traceback.format_exception(error))
-        )
-
-    def finish(self, *, stopped_by: str | None) -> None:
-        """The run ends in order, at its last step or because it was asked to stop."""
-        self._log.info("ended at step %d%s", self._job.progress.step, f" ({stopped_by})" if stopped_by else "")
-        prompt, text = "", None
-        if stopped_by is None and self._job.context.source("tp-pp") == 0:  # the ranks of the first rank's model
-            prompt, text = self._sample()
-        if self._metrics is None:
+    def ranks(self, step: int) -> None:
+        """What each rank takes, and who is slow. All ranks call it after the same step; one small all-gather."""
+        if step == self._ranks_told:
             return
-        self._metrics.close()
-        records = read_metrics(self._path)
-        evaluations = [record for record in records if "val_loss" in record]
-        last: dict[str, Any] = evaluations[-1] if evaluations else {}
-        self._terminal.finish(
-            Summary(
-                step=self._job.progress.step,
-                steps=self._job.config.train.steps,
-                tokens=self._job.progress.tokens,
-                seconds=time.perf_counter() - self._began,
-                tokens_per_s=statistics.median(self._speeds) if self._speeds else 0.0,
-                run_dir=str(self._job.folder.path),
-                train_curve=[(record["step"], record["loss"]) for record in records if "loss" in record],
-                validation_curve=[(record["step"], record["val_loss"]) for record in evaluations],
-                perplexity=last.get("val_perplexity"),
-                bits_per_byte=last.get("val_bits_per_byte"),
-                bad_steps=self._job.progress.bad_steps,
-                sample=text,
-                sample_prompt=prompt,
-                stopped_by=stopped_by,
-                command=launch_command(read_environment(os.environ), sys.argv),
-            )
-        )
+        self._ranks_told = step
+        figures = self._ranks.gather(self._memory_gib())
+        self._event("ranks", step, memory_gib=figures.memory_gib, compute_s=figures.compute_s)
+        for slow in figures.stragglers:
+            where = {"rank": slow.rank, "host": self._hosts[slow.rank], "times": round(slow.times, 2)}
+            self._event("straggler", step, **where)
+            if slow.rank not in self._known_slow:
+                self._terminal.note(
+                    f"rank {slow.rank} on {self._hosts[slow.rank]} computes {slow.times:.1f} times as long as others "
+                    f"with the same work (step {step})"
+                )
+        self._known_slow |= {slow.rank for slow in figures.stragglers}
 
-    def _sample(self) -> tuple[str, str | None]:
-        """A prompt and what the trained model makes of it. The run is trained and saved: it does not fail here."""
+    def sample(self, step: int) -> None:
+        """Text from the model after a step. All ranks call it; the first rank's model writes, others wait for it."""
+        if self._job.prompts:
+            self._sampled = step, self._texts()
+            for prompt, text in self._sampled[1]:
+                self._told_sample(step, prompt, text)
+                if step < self._job.config.train.steps:  # else the summary shows it
+                    self._terminal.sample(step, prompt, text)
+            self._job.context.barrier(patient=True)
+
+    def _sample_at_the_end(self, step: int) -> None:
+        """The run is trained and saved: it does not fail here."""
         try:
-            return self._written_text()
+            self._sampled = step, self._texts()
         except Exception as error:
             self._terminal.note(f"no sample of text: {type(error).__name__}: {error}")
-            return "", None
+        for prompt, text in self._sampled[1]:
+            self._told_sample(step, prompt, text)
 
-    def _written_text(self) -> tuple[str, str | None]:
-        config, tokenizer = self._job.config, self._job.data.tokenizer
-        if tokenizer is None or config.train.sample_tokens == 0:
-            return "", None
-        prompt = PROMPTS.get(config.data.source, "")
-        if prompt:
-            tokens = tokenizer.encode(prompt)
-        elif tokenizer.end_of_document is not None:
-            tokens = [tokenizer.end_of_document]
-        else:  # whatever else we thought of, a char tokenizer might not know
-            part = self._job.data.train.parts[0]
-            tokens = [int(part.file.tokens[part.first])]
+    def _texts(self) -> list[Sample]:
+        """Each prompt with what follows it, on the ranks of the first rank's model; nothing on others."""
+        job, train = self._job, self._job.config.train
+        if job.context.source("tp-pp") != 0 or job.data.tokenizer is None:
+            return []
         following = sample(
-            self._job.training,
-            self._job.context,
-            tokens,
-            config.train.sample_tokens,
-            seq_length=config.train.seq_length,
-            seed=config.seed,
+            job.training,
+            job.context,
+            [prompt.tokens for prompt in job.prompts],
+            train.sample_tokens,
+            seq_length=train.seq_length,
+            seed=job.config.seed,
+            rows=train.micro_batch_size if train.compile else None,
         )
-        return prompt, tokenizer.decode(following)
+        texts = map(job.data.tokenizer.decode, following)
+        return [(prompt.text, text) for prompt, text in zip(job.prompts, texts, strict=True)]
 
-    def _write(self, record: dict[str, Any]) -> None:
-        if self._metrics is None:
-            return
-        try:
-            self._metrics.append(record)
-        except OSError as error:
-            if not self._behind:
-                self._terminal.note(f"warning: {self._path.name} cannot be written for now: {error.strerror}")
-            self._behind = True
-        else:
-            self._behind = False
+    def _told_sample(self, step: int, prompt: str, text: str) -> None:
+        if self._chronicle is not None:
+            self._log.info("sample after step %d: %s%s", step, prompt, text)
+            self._chronicle.sample(step, prompt, text)
 
-    def _device_name(self) -> str:
-        device = self._job.context.device
-        if device.type == "cuda":
-            return torch.cuda.get_device_name(device)
-        return f"cpu, {torch.get_num_threads()} thread(s) per rank"
+    # --- figures -----------------------------------------------------------------------------------------------------
+
+    def _record(self, line: dict[str, Any]) -> None:
+        if self._chronicle is not None:
+            self._chronicle.record(line)
+
+    def _event(self, kind: str, step: int, **fields: Any) -> None:
+        if self._chronicle is not None:
+            self._chronicle.event(kind, step, **fields)
 
     def _memory_gib(self) -> float:
         """Peak memory of this rank so far: of the accelerator's allocator, on a CPU of the process."""

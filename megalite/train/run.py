@@ -1,7 +1,8 @@
 """The training loop.
 
 For each step: the next microbatches, one optimizer step, and what is due after it: a line of metrics, an evaluation, a
-check of the replicas, a checkpoint. A stop signal ends the run after the step in which all ranks learn of it, saved.
+check of the replicas, a checkpoint. A step of train.skip_steps only consumes its samples and its turn. A stop signal
+ends the run after the step in which all ranks learn of it, saved.
 """
 
 import gc
@@ -12,9 +13,13 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import takewhile
+
+import torch
 
 from megalite.config.problems import Problem, UserError, collect
 from megalite.config.schema import Config
+from megalite.config.step_plan import PlannedStep, planned_steps
 from megalite.data.batches import StepBatches, TrainBatches, masked_batches, validation_batches
 from megalite.optim.schedule import learning_rate
 from megalite.parallel.context import ParallelContext
@@ -26,12 +31,16 @@ from megalite.train.evaluate import agreed_batches, mean_loss
 from megalite.train.job import Job, agreed, build_job, find_text, open_training_data
 from megalite.train.log import open_log
 from megalite.train.pipeline_times import write_times
+from megalite.train.profile import StepProfiler
 from megalite.train.replicas import ReplicaMismatchError, check_replicas
 from megalite.train.reporter import Reporter
 from megalite.train.saving import Saver, TakenOverError
-from megalite.train.signals import StopRequest, notice_launcher_s_end
+from megalite.train.signals import StopRequest
 from megalite.train.step import LaunchedStep, StepFigures, TrainStep
 from megalite.train.terminal import Terminal
+from megalite.train.wandb_mirror import open_mirror
+
+RANKS_EVERY = 50  # lines of metrics between two moments at which ranks tell each other of themselves, at most
 
 
 class TrainingStoppedError(RuntimeError):
@@ -42,10 +51,10 @@ class TrainingStoppedError(RuntimeError):
 class Launched:
     """A step whose figures have not been read yet."""
 
-    step: int
-    figures: LaunchedStep
-    lr: float
-    wait_s: float
+    planned: PlannedStep
+    figures: LaunchedStep | None = None  # None: it is passed over
+    lr: float = 0.0
+    wait_s: float = 0.0
 
 
 class Loop:
@@ -63,30 +72,33 @@ class Loop:
         self.under_way = False  # the first step is done: from now on no rank is late for a good reason
         self.stopping = False
         self.problems: list[Problem] = []  # of the input that this rank has read
+        self._coming = (planned for planned in self._plan() if not planned.skipped)  # whose data is to be fetched
         self._ahead: StepBatches | None = None  # of the step to come
+        self._profiler = StepProfiler(
+            job.folder.path, job.config.train.profile_steps, job.training.clock, job.context, reporter
+        )
         self._least_loss_scale = job.config.optimizer.min_loss_scale
 
     def run(self) -> None:
         """All remaining steps, or as many as pass until a stop is asked for; leaves the last state saved."""
-        config, progress = self.job.config, self.job.progress
         batches = TrainBatches(
             self.job.data.train,
-            config,
+            self.job.config,
+            self._plan(),
             dp_rank=self.job.context.index("dp"),
             dp_size=self.job.context.size("dp"),
             device=self.job.context.device,
-            start_sample=progress.samples,
         )
         try:
-            for step in range(progress.step + 1, config.train.steps + 1):
-                self._launch(step, batches)
+            for planned in self._plan():
+                self._launch(planned, batches)
                 self._read(keep=self.lateness)
-                self._after(step)
+                self._after(planned.step)
                 if self.stopping:
                     break
             self._read(keep=0)
         except UserError:  # all ranks refuse the input that one of them has read: what was learned is kept
-            if progress.step > 0:
+            if self.job.progress.step > 0:
                 self.saver.save_last()
             raise
         finally:
@@ -94,11 +106,31 @@ class Loop:
         self.job.training.gather.finish()
         self.saver.save_last()
 
-    def _launch(self, step: int, batches: TrainBatches) -> None:
-        config = self.job.config
+    def _plan(self) -> Iterator[PlannedStep]:
+        """The steps that remain."""
+        train, progress = self.job.config.train, self.job.progress
+        plan = planned_steps(train, done=progress.step, samples=progress.samples)
+        return takewhile(lambda planned: planned.step <= train.steps, plan)
+
+    def _launch(self, planned: PlannedStep, batches: TrainBatches) -> None:
+        if planned.skipped:
+            self.launched.append(Launched(planned))
+            return
+        if not self._profiler.due(planned.step):
+            self._launch_training(planned, batches)
+            return
+        self._read(keep=0)
+        with self._profiler.recording():
+            self.reporter.restart_clock()
+            self._launch_training(planned, batches)
+            self._read(keep=0)  # here: its time ends before the profiler's work begins
+
+    def _launch_training(self, planned: PlannedStep, batches: TrainBatches) -> None:
+        config, step = self.job.config, planned.step
         data = self._ahead or self._fetch(batches)
+        assert data is not None, "this step trains"
         stop, refused = self.stop.requested is not None, bool(self.problems)
-        self._ahead = self._fetch(batches) if step < config.train.steps else None
+        self._ahead = self._fetch(batches)
         tokens_ahead = None if self._ahead is None else self._ahead.local_tokens
         lr = learning_rate(step - 1, config.lr, peak=config.optimizer.lr, steps=config.train.steps)
         with self._recorded(step):
@@ -110,16 +142,21 @@ class Loop:
                 refused=refused,
                 next_local_tokens=tokens_ahead,
             )
-        self.launched.append(Launched(step, figures, lr, data.wait_s))
+        self.launched.append(Launched(planned, figures, lr, data.wait_s))
 
-    def _fetch(self, batches: TrainBatches) -> StepBatches:
-        """The next microbatches; masked ones where they are refused, of which the other ranks learn in their step."""
+    def _fetch(self, batches: TrainBatches) -> StepBatches | None:
+        """The next microbatches, None after the last; masked ones where they are refused, of which the other ranks
+        learn in their step."""
         config, context = self.job.config, self.job.context
+        if (coming := next(self._coming, None)) is None:
+            return None
         try:
-            return next(batches)
+            with self.job.training.clock.within("data"):
+                return next(batches)
         except UserError as error:
             self.problems = error.problems
-            return StepBatches(masked_batches(config, context.size("dp"), context.device), local_tokens=0, wait_s=0.0)
+            masked = masked_batches(config, coming.sequences, context.size("dp"), context.device)
+            return StepBatches(masked, local_tokens=0, wait_s=0.0)
 
     @contextmanager
     def _recorded(self, step: int) -> Iterator[None]:
@@ -137,6 +174,11 @@ class Loop:
         """Read the figures of all launched steps but the newest `keep`."""
         while len(self.launched) > keep:
             launched = self.launched.popleft()
+            progress = self.job.progress
+            if launched.figures is None:
+                progress.consume(launched.planned)
+                self.reporter.skipped_on_request(progress.step)
+                continue
             figures = launched.figures.read()
             if not self.under_way:
                 self.job.context.set_timeout(self.job.config.parallel.timeout_s)
@@ -144,13 +186,18 @@ class Loop:
             if figures.refused:
                 self.job.context.agree(self.problems)
             self.stopping = self.stopping or figures.stop
-            progress = self.job.progress
-            progress.step = launched.step
-            progress.samples += self.job.config.train.global_batch_size
+            progress.consume(launched.planned)
             progress.tokens += figures.tokens
             progress.bad_steps += figures.skipped
             progress.bad_steps_in_a_row = self._bad_steps_in_a_row(figures)
-            self.reporter.step(progress, figures, lr=launched.lr, wait_s=launched.wait_s)
+            self.reporter.step(
+                progress,
+                figures,
+                lr=launched.lr,
+                wait_s=launched.wait_s,
+                sequences=launched.planned.sequences,
+                time_split=launched.figures.lap.read(),
+            )
             if progress.bad_steps_in_a_row >= self.job.config.train.max_bad_steps:
                 self._give_up(figures)
 
@@ -168,15 +215,23 @@ class Loop:
         train = self.job.config.train
         evaluate = train.eval_interval > 0 and (step % train.eval_interval == 0 or step == train.steps)
         check = train.check_replicas_every > 0 and step % train.check_replicas_every == 0
-        if evaluate or check or self.saver.due(step):
+        sample = train.sample_interval > 0 and step % train.sample_interval == 0
+        pause = evaluate or sample or self.saver.due(step) or self._profiler.due(step)
+        if pause or check:
             self._read(keep=0)
         if check:
             check_replicas(self.job.training, self.job.context, step)
         if evaluate and self.job.data.validation is not None:
             self._evaluate(step)
+        if sample:
+            self.reporter.sample(step)
+        if self._profiler.due(step):
+            self._profiler.write(step)
         if self.saver.due(step):
             self.saver.save()
-        if evaluate or self.saver.due(step):
+        if pause or step % (RANKS_EVERY * train.log_interval) == 0:
+            self.reporter.ranks(step)
+        if pause:
             gc.collect()  # collection is off between these points: it would pause ranks at different times
             self.reporter.restart_clock()
 
@@ -209,8 +264,6 @@ class Loop:
 
 def run(config: Config, environment: ProcessEnvironment) -> int:
     """Train as `config` says, on this rank. Returns the exit status; raises UserError for input that is refused."""
-    if environment.launcher == "torchrun":
-        notice_launcher_s_end()
     problems: list[Problem] = []
     context = collect(lambda: start(config, environment), problems)
     if context is None:  # the device: the same message tells of the data
@@ -218,6 +271,7 @@ def run(config: Config, environment: ProcessEnvironment) -> int:
         raise UserError(problems)
     terminal = Terminal(sys.stdout, interactive=sys.stdout.isatty(), enabled=context.rank == 0)
     job: Job | None = None
+    reporter: Reporter | None = None
     saver: Saver | None = None
     failed = False
     try:
@@ -238,6 +292,8 @@ def run(config: Config, environment: ProcessEnvironment) -> int:
             saver.close()
         raise
     finally:
+        if reporter is not None:
+            reporter.close()
         if job is not None:
             job.folder.close()
         terminal.close()
@@ -248,20 +304,37 @@ def _tell_cause(error: Exception, context: ParallelContext, job: Job | None) -> 
     """This rank's own words first: whoever started it may kill it soon. Then what the ranks find out together."""
     where = f"rank {context.rank} on {socket.gethostname()}{f', step {job.progress.step + 1}' if job else ''}"
     print(f"megalite: {where}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    if isinstance(error, torch.OutOfMemoryError) and job is not None:
+        print(f"megalite: {_less_memory(job.config)}", file=sys.stderr, flush=True)
     with StopRequest():  # torchrun ends all ranks when the first one exits: not before this is said
         cause = cause_of_the_end(context, error)
     if cause:
         print(f"megalite: rank {context.rank} ends because of: {cause}", file=sys.stderr, flush=True)
 
 
+def _less_memory(config: Config) -> str:
+    """What to try where an accelerator's memory has run out."""
+    train = config.train
+    micro = train.micro_batch_size or 1
+    next_below = max((size for size in range(1, micro) if micro % size == 0), default=None)
+    smaller = f"train.micro_batch_size={next_below} (now {micro}), " if next_below else ""
+    recompute = "" if train.recompute == "full" else f"train.recompute=full (now {train.recompute}), "
+    return f"less memory is needed with {smaller}{recompute}or a larger parallel.tp or parallel.pp"
+
+
 def _open_reporter(job: Job, terminal: Terminal) -> Reporter:
-    return agreed(job.context, lambda: Reporter(job, terminal, open_log(job.folder.path, job.context)))
+    def opened() -> Reporter:
+        folder = job.folder.path
+        mirror = open_mirror(job.config, folder, terminal.note) if job.context.rank == 0 else None
+        return Reporter(job, terminal, open_log(folder, job.context), mirror)
+
+    return agreed(job.context, opened)
 
 
 def _train(job: Job, terminal: Terminal, stop: StopRequest, reporter: Reporter, saver: Saver) -> int:
     reporter.start()
     if job.resumed_from is not None and job.progress.step >= job.config.train.steps:
-        terminal.note(f"already finished: step {job.progress.step} of {job.config.train.steps}")
+        reporter.nothing_to_do()
         return 0
     loop = Loop(job, reporter, saver, stop)
     gc.collect()
@@ -278,7 +351,7 @@ def _train(job: Job, terminal: Terminal, stop: StopRequest, reporter: Reporter, 
         TakenOverError,
     ) as error:  # known to all ranks, and said in full
         saver.close()
-        reporter.failed(error)
+        reporter.failed(error, taken_over=isinstance(error, TakenOverError))
         if job.context.rank == 0:
             print(f"megalite: stopped: {error}", file=sys.stderr, flush=True)
         return 1

@@ -1,66 +1,157 @@
-"""Text from the model: the newest token's distribution, sampled and appended, one token at a time."""
+"""Text from the model: the newest token's distribution, sampled and appended, one token at a time.
+
+The same weights, prompts and seed give the same text on any layout, up to rounding; a prompt's text does not depend on
+which others are sampled beside it.
+"""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megalite.config.problems import Problem, UserError, collect
+from megalite.config.schema import Config
 from megalite.data.batch import Batch
+from megalite.data.open import OpenedData
+from megalite.data.tokenizers import TextTokenizer
 from megalite.model.gpt import GPT
 from megalite.parallel.context import ParallelContext
 from megalite.train.training import Training
 
 TEMPERATURE = 0.8
 TOP_K = 50
+PROMPTS = {"stdlib": "def "}  # how samples begin where nobody says, by data source; otherwise with an end of document
+WINDOW = 64  # a window that may be shorter than the sequence is a multiple of this
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """How a sample begins, as people read it and as tokens (at least one)."""
+
+    text: str
+    tokens: list[int]
+
+
+def prompts_of(config: Config, data: OpenedData) -> list[Prompt]:
+    """What is to be continued, nothing where the data's tokens are no text. Raises UserError for a prompt that the
+    tokenizer does not know."""
+    asked, tokenizer = config.train.sample_prompts, data.tokenizer
+    if tokenizer is None and asked:
+        remedy = "leave it out, or name the tokenizer that made the token files: tokenizer=NAME_OR_FOLDER"
+        raise UserError(Problem("train.sample_prompts", asked, "the tokenizer of this data is not known", remedy))
+    if tokenizer is None or config.train.sample_tokens == 0:
+        return []
+    texts = [PROMPTS.get(config.data.source, "")] if asked is None else asked
+    problems: list[Problem] = []
+    prompts = [collect(partial(_prompt, text, tokenizer, data), problems) for text in texts]
+    if problems:
+        raise UserError(problems)
+    return [prompt for prompt in prompts if prompt is not None]
+
+
+def _prompt(text: str, tokenizer: TextTokenizer, data: OpenedData) -> Prompt:
+    try:
+        tokens = tokenizer.encode(text)
+    except UserError as error:
+        remedy = "begin with symbols of the training text, or use tokenizer=byte"
+        raise UserError(Problem("train.sample_prompts", text, error.problems[0].rule, remedy)) from error
+    if tokens:
+        return Prompt(text, tokens)
+    if tokenizer.end_of_document is not None:
+        return Prompt(text, [tokenizer.end_of_document])
+    part = data.train.parts[0]  # whatever else we thought of, a char tokenizer might not know
+    return Prompt(text, [int(part.file.tokens[part.first])])
 
 
 @torch.no_grad()
 def sample(
-    training: Training, context: ParallelContext, prompt: Sequence[int], count: int, *, seq_length: int, seed: int
-) -> list[int]:
-    """`count` tokens that follow `prompt` (at least one token), the same for the same weights and seed.
+    training: Training,
+    context: ParallelContext,
+    prompts: Sequence[Sequence[int]],
+    count: int,
+    *,
+    seq_length: int,
+    seed: int,
+    rows: int | None = None,
+) -> list[list[int]]:
+    """For each of the `prompts` (of at least one token) the `count` tokens that follow it.
 
-    All ranks of a model must call it; each returns the tokens, which the end of the pipeline draws.
-    The window is always `seq_length` long, so that a compiled model sees one shape; what stands behind the newest token
-    cannot reach it.
+    All ranks of a model must call it; each returns the tokens, which the end of the pipeline draws. A compiled model
+    sees one shape only: `rows` windows of `seq_length` at a time. Without `rows` there are as many as prompts and
+    no longer than needed. What stands behind the newest token cannot reach it.
     """
-    generator = torch.Generator().manual_seed(seed)
-    tokens = list(prompt)
     for chunk in training.chunks:
         chunk.eval()
-    for _ in range(count):
-        window = torch.zeros(1, seq_length, dtype=torch.int64)
-        recent = tokens[-seq_length:]
-        window[0, : len(recent)] = torch.tensor(recent)
-        batch = Batch(
-            tokens=window,
-            labels=torch.zeros_like(window),
-            loss_mask=torch.zeros_like(window, dtype=torch.bool),
-            positions=torch.arange(seq_length).unsqueeze(0),
-            documents=None,
-            first_sample=0,
-        )
-        hidden = training.executor.hidden(batch.to(context.device))
-        drawn = None if hidden is None else _draw(training.chunks[-1], hidden, len(recent) - 1, generator)
-        tokens.append(_told(drawn, context))
+    at_once = rows or max(len(prompts), 1)
+    length = seq_length
+    if rows is None:
+        unit = WINDOW * context.size("tp")  # sequence parallelism splits a window over tp
+        longest = max((len(prompt) for prompt in prompts), default=0) + count
+        length = min(seq_length, -(-longest // unit) * unit)
+    texts: list[list[int]] = []
+    for first in range(0, len(prompts), at_once):
+        group = prompts[first : first + at_once]
+        texts += _continued(training, context, group, count, (at_once, length), seed)
     for chunk in training.chunks:
         chunk.train()
-    return tokens[len(prompt) :]
+    return texts
 
 
-def _draw(end: GPT, hidden: Tensor, position: int, generator: torch.Generator) -> Tensor:
-    """The token [1] after `position`, from final hidden states [s, 1, h] (or [s/t, 1, h])."""
-    logits = end.head_logits(end.whole_sequence(hidden)[position]).flatten().float().cpu()
-    best, candidates = logits.topk(min(TOP_K, logits.numel()))
-    return candidates[torch.multinomial(torch.softmax(best / TEMPERATURE, dim=0), 1, generator=generator)]
+def _continued(
+    training: Training,
+    context: ParallelContext,
+    prompts: Sequence[Sequence[int]],
+    count: int,
+    shape: tuple[int, int],
+    seed: int,
+) -> list[list[int]]:
+    """The tokens that follow each of at most shape[0] prompts, by windows of that `shape` [b, s]."""
+    generators = [torch.Generator().manual_seed(seed) for _ in prompts]
+    texts = [list(prompt) for prompt in prompts]
+    for _ in range(count):
+        window = torch.zeros(shape, dtype=torch.int64)
+        recent = [text[-shape[1] :] for text in texts]
+        for row, tokens in enumerate(recent):
+            window[row, : len(tokens)] = torch.tensor(tokens)
+        hidden = training.executor.hidden(_batch(window).to(context.device))
+        places = [len(tokens) - 1 for tokens in recent]
+        drawn = None if hidden is None else _draw(training.chunks[-1], hidden, places, generators)
+        for text, token in zip(texts, _told(drawn, len(texts), context), strict=True):
+            text.append(token)
+    return [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
 
 
-def _told(drawn: Tensor | None, context: ParallelContext) -> int:
-    """The token that the end of the pipeline has drawn, on all its ranks."""
+def _batch(window: Tensor) -> Batch:
+    """Windows [b, s] as a microbatch of which nothing enters a loss."""
+    return Batch(
+        tokens=window,
+        labels=torch.zeros_like(window),
+        loss_mask=torch.zeros_like(window, dtype=torch.bool),
+        positions=torch.arange(window.shape[1]).expand(window.shape),
+        documents=None,
+        first_sample=0,
+    )
+
+
+def _draw(end: GPT, hidden: Tensor, places: Sequence[int], generators: Sequence[torch.Generator]) -> Tensor:
+    """A token after each of the `places` of the first n rows, [n], from hidden states [s, b, h] (or [s/t, b, h])."""
+    whole = end.whole_sequence(hidden)
+    newest = torch.stack([whole[place, row] for row, place in enumerate(places)])
+    logits = end.head_logits(newest).float().cpu()  # [n, vocabulary]
+    best, candidates = logits.topk(min(TOP_K, logits.shape[1]))
+    shares = torch.softmax(best / TEMPERATURE, dim=1)
+    drawn = [torch.multinomial(share, 1, generator=dice) for share, dice in zip(shares, generators, strict=True)]
+    return candidates.gather(1, torch.stack(drawn)).flatten()
+
+
+def _told(drawn: Tensor | None, count: int, context: ParallelContext) -> list[int]:
+    """The tokens that the end of the pipeline has drawn, on all its ranks."""
     pipeline = context.group("pp-forward")
-    token = torch.zeros(1, dtype=torch.int64) if drawn is None else drawn
+    tokens = torch.zeros(count, dtype=torch.int64) if drawn is None else drawn
     if pipeline is not None:
-        token = token.to(context.device)
-        dist.broadcast(token, group=pipeline, group_src=pipeline.size() - 1)
-    return int(token)
+        tokens = tokens.to(context.device)
+        dist.broadcast(tokens, group=pipeline, group_src=pipeline.size() - 1)
+    return [int(token) for token in tokens.tolist()]

@@ -22,9 +22,10 @@ INTERRUPTED = 130  # exit status, as shells have it
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-def notice_launcher_s_end() -> None:
-    """Have LAUNCHER_ENDED sent to this process when its parent dies (Linux; elsewhere nobody tells)."""
-    if sys.platform == "linux":
+def notice_launcher_s_end(launcher: str) -> None:
+    """Have LAUNCHER_ENDED sent to this process when its torchrun dies (Linux; elsewhere nobody tells). Until somebody
+    listens to signals, that ends the process."""
+    if launcher == "torchrun" and sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(LAUNCHER_ENDED))
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from megalite.checkpoint.pieces import Piece, boxes
+from megalite.config.step_plan import PlannedStep
 from megalite.optim.buffer_layout import OwnedRange
 from megalite.optim.buffers import TrainingBuffers
 from megalite.train.training import Training
@@ -23,11 +24,15 @@ ROUNDED = "parameter"  # kind of the tensors that are masters in the model's dty
 class Progress:
     """Where a run stands."""
 
-    step: int = 0  # optimizer steps done, skipped ones included
+    step: int = 0  # steps done, skipped ones and those of train.skip_steps included
     samples: int = 0  # consumed: the whole state of the data
     tokens: int = 0  # unmasked tokens trained on
     bad_steps: int = 0  # steps that were skipped, in all
     bad_steps_in_a_row: int = 0
+
+    def consume(self, planned: PlannedStep) -> None:
+        """A step's turn and samples are over, whatever came of it."""
+        self.step, self.samples = planned.step, planned.first + planned.sequences
 
     def as_state(self) -> dict[str, Any]:
         return dict(vars(self))

@@ -18,6 +18,7 @@ from megalite.data.batch import Batch
 from megalite.optim.norm import counted, gradient_norm
 from megalite.optim.partial import PartialGradients
 from megalite.parallel.context import ParallelContext
+from megalite.train.clock import Lap
 from megalite.train.training import Training
 
 CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_'s
@@ -40,8 +41,9 @@ class LaunchedStep:
     """A step that the device may still be working on. What it reports is copied to the host behind it, so that reading
     it later waits for this step and for none that was launched after it."""
 
-    def __init__(self, figures: Tensor) -> None:
-        """`figures`: the fields of StepFigures, a device tensor [7]."""
+    def __init__(self, figures: Tensor, lap: Lap) -> None:
+        """`figures`: the fields of StepFigures, a device tensor [7]. `lap`: this rank's times, to be read after it."""
+        self.lap = lap
         self._done: torch.cuda.Event | None = None
         self._figures = figures
         if figures.is_cuda:
@@ -89,33 +91,39 @@ class TrainStep:
         A rank whose input was `refused` brings `masked_batches`: ranks of the same model compute with it, and all learn
         of it at the end instead of waiting for it. Nothing here waits for the device.
         """
-        training, buffers = self._training, self._training.buffers
+        training, buffers, clock = self._training, self._training.buffers, self._training.clock
+        clock.switch("optimizer")
         buffers.start_step()
         device = buffers.device
         # full: a kernel; a copy from the host would wait
         tokens, self._tokens = self._tokens, None
         if tokens is None:
+            clock.switch("communication")
             tokens = self._sum(torch.full((), local_tokens, device=device), self._data_parallel)
         one = torch.ones((), dtype=torch.float32, device=device)
         loss_scale = one if training.loss_scale is None else training.loss_scale.value.clone()
         scale = loss_scale / tokens.clamp(min=1).to(buffers.master_dtype)
         loss = training.executor.train(microbatches, scale)
+        clock.switch("communication")
         training.sync.finish()
         self._partial.sum()
+        clock.switch("optimizer")
         # One reduction: each rank adds what is counted there alone; what is not finite makes the sum so everywhere.
         squares = gradient_norm(self._counted).square() if self._counted else torch.zeros_like(self._lr)
         own_loss = loss.double() if self._tells_loss else torch.zeros_like(self._lr)
         own_next = (next_local_tokens or 0) if self._tells_loss else 0
         told = [torch.full((), float(one), dtype=torch.float64, device=device) for one in (stop, refused, own_next)]
-        total = self._sum(torch.stack([squares, own_loss, *told]), self._world)
+        squares_and_told = torch.stack([squares, own_loss, *told])
+        clock.switch("communication")
+        total = self._sum(squares_and_told, self._world)
+        clock.switch("optimizer")
         if next_local_tokens is not None:
             self._tokens = total[4].to(torch.int64)  # exact up to 2^53
         norm, loss = total[0].sqrt() / loss_scale, total[1] / loss_scale
         self._lr.fill_(lr)
         skipped = self._update(loss, norm, total[3], loss_scale)
-        return LaunchedStep(
-            torch.stack([loss, norm, tokens.double(), skipped, total[2], total[3], loss_scale.double()])
-        )
+        figures = torch.stack([loss, norm, tokens.double(), skipped, total[2], total[3], loss_scale.double()])
+        return LaunchedStep(figures, clock.lap())
 
     def _update(self, loss: Tensor, norm: Tensor, refused: Tensor, loss_scale: Tensor) -> Tensor:
         """Clip and apply, unless something is not finite or a rank was refused; whether it was not, 0-d fp64."""

@@ -36,16 +36,20 @@ class Terminal:
             self._screen = LiveScreen(stream) if live else LogScreen(stream)
         self._pace = Pace()
         self._table: Table | None = None
-        self._preparation: Preparation | None = None
+        self._data_work: DataWork | None = None
         self._validation: EvaluationView | None = None
         self._began = time.monotonic()
         self._digits = 1  # of the last step
 
     def preparing(self, bytes_done: int, bytes_total: int, documents: int, tokens: int) -> None:
         """How far the preparation of the data is; may be called often."""
-        if self._preparation is None:
-            self._preparation = Preparation(self._screen)
-        self._preparation.show(bytes_done, bytes_total, documents, tokens)
+        self._data_work = self._data_work or DataWork(self._screen, "preparing data", "prepared")
+        self._data_work.show(bytes_done, bytes_total, documents, tokens)
+
+    def checking(self, bytes_done: int, bytes_total: int, documents: int, tokens: int) -> None:
+        """How far the scan of a token file is; may be called often."""
+        self._data_work = self._data_work or DataWork(self._screen, "checking tokens", "checked")
+        self._data_work.show(bytes_done, bytes_total, documents, tokens)
 
     def header(self, header: HeaderView) -> None:
         """What is about to be trained, once."""
@@ -83,6 +87,11 @@ class Terminal:
             spans += [(f"  {name} ", QUIET), (value, "bold green" if name == "validation loss" else "")]
         self._screen.print([*spans, (f"  ({readable.step_time(view.seconds)})", QUIET)])
 
+    def sample(self, step: int, prompt: str, text: str) -> None:
+        """What the model makes of a prompt after a step."""
+        self._screen.print([(f"step {step:>{self._digits}}", "bold"), ("  the model writes", QUIET)])
+        self._screen.print(*self._quoted(prompt + text))
+
     def note(self, text: str) -> None:
         """Something worth a line: a warning, a checkpoint that was passed over."""
         self._screen.print(*[[(line, "yellow")] for line in printable(text).splitlines()])
@@ -92,15 +101,18 @@ class Terminal:
         self._screen.close()
         self._screen.print([], *summary_lines(summary), [])
         self._screen.print(*[[(line, "")] for line in self._curve(summary)])
-        if summary.sample is not None:
-            text = printable(summary.sample_prompt + summary.sample)
-            quoted = [[("  | ", QUIET), (part, "")] for part in self._wrapped(text)]
-            self._screen.print([("the model writes", LABEL)], *quoted, [])
+        if summary.samples:
+            self._screen.print([("the model writes", LABEL)])
+        for prompt, text in summary.samples:
+            self._screen.print(*self._quoted(prompt + text), [])
         self._screen.print(*ending_lines(summary))
 
     def close(self) -> None:
         """Leave the terminal as it was; also after an error. May be repeated."""
         self._screen.close()
+
+    def _quoted(self, text: str) -> list[Line]:
+        return [[("  | ", QUIET), (part, "")] for part in self._wrapped(printable(text))]
 
     def _wrapped(self, text: str) -> list[str]:
         """Lines of a sample, cut to the screen's width, otherwise untouched."""
@@ -205,32 +217,37 @@ class Table:
         return [(self._gap.join([*names, f"{'left':>{LEFT}}"]), "bold")]
 
 
-class Preparation:
-    """The progress of making token files."""
+class DataWork:
+    """The progress of making or scanning token files. The first call says what was there before."""
 
-    def __init__(self, screen: Screen) -> None:
-        self._screen = screen
+    def __init__(self, screen: Screen, doing: str, done: str) -> None:
+        self._screen, self._doing, self._done = screen, doing, done
         self._began = self._logged = time.monotonic()
+        self._there: int | None = None
         self._finished = False
 
     def show(self, bytes_done: int, bytes_total: int, documents: int, tokens: int) -> None:
         now = time.monotonic()
-        passed = now - self._began
-        done = bytes_done / bytes_total if bytes_total else 1.0
+        self._there = bytes_done if self._there is None else self._there
         counts = f"{readable.count(documents)} documents, {readable.count(tokens)} tokens"
-        if done >= 1:
+        if bytes_done >= bytes_total > 0:
             if not self._finished:
-                took = readable.duration(passed)
-                self._screen.print([(f"prepared {readable.size(bytes_total)}: {counts} in {took}", "")])
+                self._screen.status(now=True)  # no bar stays behind
+                took = readable.duration(now - self._began)
+                self._screen.print([(f"{self._done} {readable.size(bytes_total)}: {counts} in {took}", "")])
             self._finished = True
             return
-        left = f"{readable.duration(passed / done * (1 - done))} left" if done > 0.02 else ""
-        text = f"{readable.size(bytes_done)} of {readable.size(bytes_total)}, {counts}  {left}"
-        head: Line = [("preparing data ", "bold"), *bar(done, 30), (f" {100 * done:3.0f}%", "")]
+        text, head = f"{readable.size(bytes_done)}, {counts}", [(self._doing, "bold")]
+        if bytes_total:
+            share = bytes_done / bytes_total
+            head += [(" ", ""), *bar(share, 30), (f" {100 * share:3.0f}%", "")]
+            text = f"{readable.size(bytes_done)} of {readable.size(bytes_total)}, {counts}"
+            if (made := bytes_done - self._there) > 0.02 * (bytes_total - self._there):
+                text += f"  {readable.duration((now - self._began) / made * (bytes_total - bytes_done))} left"
         self._screen.status(head, [(text, QUIET)])
         if not self._screen.live and now - self._logged >= PREPARING_LOG_S:
             self._logged = now
-            self._screen.print([(f"preparing data: {text}", "")])
+            self._screen.print([(f"{self._doing}: {text}", "")])
 
 
 def bar(done: float, width: int) -> list[Span]:

@@ -4,6 +4,7 @@ Built without values: they come from the seed, an import or a checkpoint, and ar
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -27,6 +28,7 @@ from megalite.pipeline.actions import Schedule
 from megalite.pipeline.executor import Executor, Links
 from megalite.pipeline.schedules import build_schedule, forward_only
 from megalite.tensor_parallel.collectives import TensorGroup
+from megalite.train.clock import StepClock
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class Training:
     sync: GradientSync
     gather: ParameterGather
     loss_scale: LossScale | None  # in fp16
+    clock: StepClock
 
     @property
     def embeds(self) -> bool:
@@ -62,6 +65,7 @@ class Training:
 def build_training(config: Config, context: ParallelContext) -> Training:
     """The model on its buffers and its optimizer, with no values in them yet. `config` is resolved."""
     settings = config.optimizer
+    clock = StepClock(context.device)
     chunks = _chunks(config, context)
     sharing = Sharing.of_rank(context, zero=settings.zero > 0)
     buffers = TrainingBuffers(
@@ -75,19 +79,21 @@ def build_training(config: Config, context: ParallelContext) -> Training:
     sinks = buffers.attach(*chunks, sunk=[name for chunk in chunks for name in chunk.sunk_parameters])
     wire = _dtype(settings.communication_dtype or settings.gradient_dtype, context)
     sync = GradientSync(buffers, chunks, sharing, wire=wire, overlap=settings.overlap)
-    gather = ParameterGather(buffers, sharing, overlap=settings.overlap)
+    waiting = partial(clock.within, "communication")
+    gather = ParameterGather(buffers, sharing, overlap=settings.overlap, waiting=waiting)
     for chunk in chunks:
         chunk.gradient_sinks({name: sinks[name] for name in chunk.sunk_parameters if name in sinks})
         chunk.before_use = gather.wait_for
     return Training(
         chunks,
-        _executor(config, chunks, sync, context),
+        _executor(config, chunks, sync, clock, context),
         buffers,
         _optimizer(buffers, settings, context),
         sharing,
         sync,
         gather,
         _loss_scale(settings, context),
+        clock,
     )
 
 
@@ -118,7 +124,9 @@ def _chunks(config: Config, context: ParallelContext) -> list[GPT]:
     return chunks
 
 
-def _executor(config: Config, chunks: list[GPT], sync: GradientSync, context: ParallelContext) -> Executor:
+def _executor(
+    config: Config, chunks: list[GPT], sync: GradientSync, clock: StepClock, context: ParallelContext
+) -> Executor:
     pipeline, schedule = config.parallel, derive_schedule(config.parallel)
     forward, backward = context.group("pp-forward"), context.group("pp-backward")
     links = Links(context.coordinates["pp"])
@@ -132,7 +140,7 @@ def _executor(config: Config, chunks: list[GPT], sync: GradientSync, context: Pa
     def forward_table(microbatches: int) -> Schedule:
         return forward_only(pipeline.pp, pipeline.vpp, microbatches)
 
-    return Executor(chunks, links, table, forward_table, sync.expect_last)
+    return Executor(chunks, links, table, forward_table, sync.expect_last, clock.switch)
 
 
 def _optimizer(buffers: TrainingBuffers, settings: OptimizerConfig, context: ParallelContext) -> FlatAdamW:

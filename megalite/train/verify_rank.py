@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from megalite.checkpoint.pieces import Piece
 from megalite.config.schema import Config
+from megalite.config.step_plan import planned_steps
 from megalite.data.batches import TrainBatches
 from megalite.data.samples import Part as DataPart
 from megalite.data.samples import SampleSource
@@ -61,10 +62,10 @@ def train(config: Config, context: ParallelContext) -> Trace:
     with TrainBatches(
         synthetic_samples(config),
         config,
+        planned_steps(config.train, done=0, samples=0),
         dp_rank=context.index("dp"),
         dp_size=context.size("dp"),
         device=context.device,
-        start_sample=0,
     ) as batches:
         for number in range(config.train.steps):
             batch = next(batches)

@@ -230,6 +230,9 @@ def _train(train: TrainConfig, asked: ParallelLayout, run: ParallelLayout, micro
         global_batch_size=small * run.dp * microbatches,
         compile=False,
         record_pipeline=0,
+        batch_ramp=None,
+        skip_steps=[],
+        profile_steps=[],
     )
 
 
@@ -262,6 +265,8 @@ def _notes(config: Config, asked: ParallelLayout, run: ParallelLayout) -> Iterat
         yield "dropout is 0: layouts draw other masks, so equality is promised without it"
     if config.train.compile:
         yield "train.compile is off: this checks the layout, not the compiler"
+    if config.train.batch_ramp is not None:
+        yield "train.batch_ramp is off: all batches hold as many sequences"
     if config.optimizer.eps < EPS:
         yield f"optimizer.eps is {EPS:g}: a smaller one makes steps of rounding errors"
     if model.vocab_size is None:

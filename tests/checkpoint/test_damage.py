@@ -1,5 +1,6 @@
 """A damaged checkpoint is never loaded: it is told, set aside, and the one before is used; and no file runs code."""
 
+import enum
 import io
 import json
 import os
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from megalite.checkpoint import manifest as manifests
 from megalite.checkpoint import store
@@ -269,6 +271,9 @@ def test_files_are_shared_out_by_size() -> None:
     assert sorted(sum(files[name][0] for name in names) for names in split) == [95, 100]
 
 
+SIZES = {"__0_0.distcp": 10**9}  # of files that an index may speak of
+
+
 class Exploit:
     """Pickles as a call that makes a file."""
 
@@ -303,9 +308,32 @@ def test_an_index_that_runs_code_is_refused(two_steps: Path, call: Callable[...,
     assert equal(pieces, blank(pieces))
 
 
+class PicklerOfPython311(pickle.Pickler):
+    """Pickles members of enums as Python 3.11.0 to 3.11.3 do, of which Debian 12 has one."""
+
+    def reducer_override(self, value: object) -> object:
+        return (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented
+
+
+def test_an_index_that_an_early_python_3_11_wrote_is_read(two_steps: Path) -> None:
+    written = io.BytesIO()
+    content = (two_steps / "step-00000002" / ".metadata").read_bytes()
+    PicklerOfPython311(written).dump(pickle.loads(content))
+    assert b"getattr" in written.getvalue()
+    assert pickle.dumps(read_metadata(written.getvalue(), SIZES)) == pickle.dumps(read_metadata(content, SIZES))
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(Metadata, "__init__"), (_MEM_FORMAT_ENCODING, "__class__"), ("x", "join")]
+)
+def test_no_other_attribute_is_looked_up(owner: object, name: str) -> None:
+    with pytest.raises(UntrustedMetadataError, match="which a checkpoint never needs"):
+        read_metadata(pickle.dumps(Exploit(getattr, owner, name)), SIZES)
+
+
 def forge_data(checkpoint: Path, item: bytes) -> None:
     """Put `item` in place of every stored box, behind right hashes and a right index."""
-    metadata = read_metadata((checkpoint / ".metadata").read_bytes(), {"__0_0.distcp": 10**9})
+    metadata = read_metadata((checkpoint / ".metadata").read_bytes(), SIZES)
     for where in metadata.storage_data.values():
         where.offset, where.length = 0, len(item)
     rewrite(checkpoint, "__0_0.distcp", item)

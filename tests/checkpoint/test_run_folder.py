@@ -40,7 +40,14 @@ def settings(**changes: Any) -> dict[str, Any]:
 
 
 def start(path: Path, resume: str = "auto", fingerprint: str = "data-1", **changes: Any) -> RunFolder:
-    return RunFolder.open(path, SINGLE, resume, settings(**changes), fingerprint)
+    config = settings(**changes)
+    folder = RunFolder.open(path, SINGLE, resume, config, fingerprint)
+    try:
+        folder.begin(SINGLE, config)
+    except UserError:
+        folder.withdraw()
+        raise
+    return folder
 
 
 def start_and_save(path: Path, step: int = 1, **changes: Any) -> str:
@@ -322,6 +329,7 @@ def open_with_blind_ranks(context: ParallelContext, path: Path, fingerprint: str
                 patch.setattr(os, name, blind)
         try:
             folder = RunFolder.open(path, context, "auto", settings(), fingerprint)
+            folder.begin(context, settings())
         except UserError as error:
             return str(error)
     pieces = cut("replicas", values(1), context.rank, context.world_size)

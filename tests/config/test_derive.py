@@ -19,6 +19,8 @@ OPEN = {  # what the data or the machine decides, or what has no meaning in the 
     "model.loss_chunk_tokens",
     "train.compile",
     "train.recompute_layers",
+    "train.sample_prompts",
+    "train.batch_ramp",
     "parallel.nccl_options",
     "parallel.microbatch_group_size",
     "parallel.first_stage_layers",
@@ -30,6 +32,9 @@ OPEN = {  # what the data or the machine decides, or what has no meaning in the 
     "data.workers",
     "optimizer.bucket_size",
     "checkpoint.init_from",
+    "log.wandb",
+    "log.wandb_entity",
+    "log.wandb_name",
 }
 
 
@@ -155,11 +160,15 @@ OTHER_VALUES = {
     float: 0.25,
     bool: True,
     str: "other",
+    list[int]: [1, 1, 1],
     list[float]: [0.5, 0.5],
     list[str]: ["norm"],
     Any: "some/path",
 }
-DEFINES_TRAINING = {"train.global_batch_size", "train.seq_length", "train.label_smoothing", "train.z_loss"}
+DEFINES_TRAINING = {
+    *("train.global_batch_size", "train.batch_ramp", "train.seq_length"),
+    *("train.label_smoothing", "train.z_loss"),
+}
 SAME_TRAINING = {
     "run_dir",
     "resume",
@@ -176,7 +185,7 @@ SAME_TRAINING = {
     *(f"optimizer.{name}" for name in ("zero", "instances", "bucket_size", "overlap", "ownership")),
     *(f"optimizer.{name}" for name in ("communication_dtype", "initial_loss_scale", "min_loss_scale")),
     *(f"optimizer.{name}" for name in ("loss_scale_window", "hysteresis")),
-    *(name for name in SETTINGS if name.startswith("parallel.")),
+    *(name for name in SETTINGS if name.startswith(("parallel.", "log."))),
     *(name for name in SETTINGS if name.startswith("train.") and name not in DEFINES_TRAINING),
 }
 

@@ -48,6 +48,8 @@ def test_a_refusal_is_one_message_with_status_2_and_leaves_nothing(
     ("argv", "word"),
     [
         (["--help"], "Most used settings"),
+        (["--help"], "experiment: gpt2_124m_openwebtext, llama3_8b_fineweb, qwen3_0_6b, shakespeare_char"),
+        (["experiment=qwen3_0_6b", "--cfg", "job", "train.steps=7"], "steps: 7"),
         (["--cfg", "job"], "global_batch_size: 8"),
         (["--cfg", "job", "checkpoint.async=true"], "\n  async: true\n"),
         (["--cfg", "job", "--package", "checkpoint"], "\nasync: false\n"),

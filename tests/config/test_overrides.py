@@ -230,10 +230,10 @@ def test_presets_of_the_users_own_are_found_by_config_dir(tmp_path: Path) -> Non
     assert settings(refusal("--config-dir", str(folder), "checkpoint=field")) == ["checkpoint"]
     (folder / "experiment").mkdir()
     (folder / "experiment" / "long.yaml").write_text("# @package _global_\ntrain:\n  steps: 7\n")
-    assert load_config(["--config-dir", str(folder), "+experiment=long"], 1).train.steps == 7
-    assert settings(refusal("--config-dir", str(folder), "+experiment=logn")) == ["experiment"]
+    assert load_config(["--config-dir", str(folder), "experiment=long"], 1).train.steps == 7
+    assert settings(refusal("--config-dir", str(folder), "experiment=logn")) == ["experiment"]
     (folder / "experiment" / "flat.yaml").write_text("# @package _global_\nmodel: 5\n")
-    assert settings(refusal("--config-dir", str(folder), "+experiment=flat")) == ["+experiment"]
+    assert settings(refusal("--config-dir", str(folder), "experiment=flat")) == ["experiment"]
     error = refusal("--config-dir", str(folder), "model=slip", "zzz=1")
     assert {"model", "zzz"} == set(settings(error))
     assert "num_layer" in str(error)

@@ -15,7 +15,16 @@ from megalite.config.settings import GROUPS, SETTINGS, as_plain, from_plain, val
 from megalite.config.typed import typed_settings
 from tests.config.test_document import ROOT
 
-OTHER_VALUES = {int: 12, float: 0.25, bool: True, str: "other", list[float]: [0.5], list[str]: ["norm"], Any: ["a", 1]}
+OTHER_VALUES = {
+    int: 12,
+    float: 0.25,
+    bool: True,
+    str: "other",
+    list[int]: [3, 7],
+    list[float]: [0.5],
+    list[str]: ["norm"],
+    Any: ["a", 1],
+}
 
 
 def other(name: str) -> Any:

@@ -93,7 +93,7 @@ CASES: dict[str, tuple[Arrange, str]] = {
     "json with a number as text": (text('{"text": 5}\n', "a.jsonl"), r"holds int, not text.*a\.jsonl:1"),
     "only empty documents": (text('{"text": ""}\n', "a.jsonl"), "holds no text at all"),
     "parquet without the column": (parquet_of("body", ["x"]), r"has: body[\s\S]*data\.text_column=body"),
-    "parquet with numbers": (parquet_of("text", [1, 2]), "holds int, not text"),
+    "parquet with numbers": (parquet_of("text", [1, 2]), "holds int64, not text"),
     "truncated parquet": (cut_parquet, r"a\.parquet.*is not a whole parquet file"),
     "damaged parquet": (flipped_parquet, r"a\.parquet.*is damaged in row groups 0 to 0"),
     "text that is no parquet": (text("x", "a.parquet"), "is not a whole parquet file"),

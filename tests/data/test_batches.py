@@ -2,15 +2,18 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from megalite.config.problems import UserError
 from megalite.config.schema import Config
+from megalite.config.step_plan import PlannedStep, batch_ramp, planned_steps
 from megalite.data.batch import Batch
 from megalite.data.batches import TrainBatches, masked_batches, validation_batches
 from megalite.data.open import OpenedData, open_data
@@ -30,12 +33,15 @@ def data(config: Config, write_tokens: WriteTokens) -> OpenedData:
     return open_data(config)
 
 
+def steps_of(config: Config) -> Iterator[PlannedStep]:
+    return planned_steps(config.train, done=0, samples=0)
+
+
 def stream(
     data: OpenedData, config: Config, steps: int, *, rank: int = 0, size: int = 1, start: int = 0
 ) -> list[Batch]:
-    with TrainBatches(
-        data.train, config, dp_rank=rank, dp_size=size, device=CPU, start_sample=start * config.train.global_batch_size
-    ) as batches:
+    plan = planned_steps(config.train, done=start, samples=batch_ramp(config.train).samples_after(start))
+    with TrainBatches(data.train, config, plan, dp_rank=rank, dp_size=size, device=CPU) as batches:
         return [batch for _ in range(steps) for batch in next(batches).microbatches]
 
 
@@ -76,13 +82,55 @@ def test_resuming_at_a_step_continues_the_stream(data: OpenedData, config: Confi
     assert content(stream(data, config, 3, start=start)) == content(whole[4 * start :])
 
 
+@pytest.mark.parametrize("start", [0, 2, 9])
+@pytest.mark.parametrize("size", [1, 2])
+def test_growing_batches_hold_the_samples_of_one_order(data: OpenedData, config: Config, size: int, start: int) -> None:
+    whole = stream(data, config, 20)
+    config.train.batch_ramp = [4, 4, 40]
+    before = batch_ramp(config.train).samples_after(start)
+    shared = [stream(data, config, 12 - start, rank=rank, size=size, start=start) for rank in range(size)]
+    together = sorted((batch for batches in shared for batch in batches), key=lambda batch: batch.first_sample)
+    assert [batch.first_sample for batch in together] == list(
+        range(before, 40 + 2 * 8, 2)
+    )  # ten batches of 4, two of 8
+    assert content(together) == {first: rows for first, rows in content(whole).items() if before <= first < 56}
+
+
+def test_what_is_passed_over_is_not_even_read(data: OpenedData, config: Config) -> None:
+    """A bad shard does not end a run that knows of it."""
+    whole = stream(data, config, 5)
+    broken = {first for batch in whole[4:12] for first in [batch.first_sample]}  # of the second and the third step
+    config.train.skip_steps = [2, 3]
+    read: list[int] = []
+
+    class Watched:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(data.train, name)
+
+        def read(self, indices: Any) -> Any:
+            read.append(int(indices[0]))
+            return data.train.read(indices)
+
+    with TrainBatches(Watched(), config, steps_of(config), dp_rank=0, dp_size=1, device=CPU) as batches:  # type: ignore[arg-type]
+        trained = [batch for _ in range(3) for batch in next(batches).microbatches]
+    assert content(trained) == content(whole[:4] + whole[12:])
+    assert not broken & set(read)
+
+
+def test_the_steps_of_a_run_end(data: OpenedData, config: Config) -> None:
+    steps = list(islice(steps_of(config), 3))
+    with TrainBatches(data.train, config, steps, dp_rank=0, dp_size=1, device=CPU) as batches:
+        assert len(list(batches)) == 3
+        assert next(batches, None) is None
+
+
 def test_end_of_document_labels_leave_the_loss_if_asked(tmp_path: Path, config: Config) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "abcdefg"}\n' * 300)
     config.data.path = str(tmp_path / "a.jsonl")
     config.data.mask_end_of_document = True
     prepare(config)
     opened = open_data(config)
-    with TrainBatches(opened.train, config, dp_rank=0, dp_size=1, device=CPU, start_sample=0) as batches:
+    with TrainBatches(opened.train, config, steps_of(config), dp_rank=0, dp_size=1, device=CPU) as batches:
         step = next(batches)
     for batch in step.microbatches:
         assert torch.equal(batch.loss_mask, batch.labels != 256)
@@ -149,7 +197,7 @@ def test_a_failure_while_reading_ahead_surfaces_at_its_step(config: Config, writ
     config.train.eval_interval = 0
     data = open_data(config)
     broken = replace(data.train, vocab_size=1)
-    with TrainBatches(broken, config, dp_rank=0, dp_size=1, device=CPU, start_sample=0) as batches:
+    with TrainBatches(broken, config, steps_of(config), dp_rank=0, dp_size=1, device=CPU) as batches:
         for _ in range(2):
             with pytest.raises(UserError, match="outside the vocabulary of 1"):
                 next(batches)
@@ -157,7 +205,7 @@ def test_a_failure_while_reading_ahead_surfaces_at_its_step(config: Config, writ
 
 def test_closing_ends_the_thread_even_while_it_waits(data: OpenedData, config: Config) -> None:
     before = threading.active_count()
-    batches = TrainBatches(data.train, config, dp_rank=0, dp_size=1, device=CPU, start_sample=0)
+    batches = TrainBatches(data.train, config, steps_of(config), dp_rank=0, dp_size=1, device=CPU)
     time.sleep(0.2)  # the queue is full, the thread waits to hand over
     begin = time.monotonic()
     batches.close()
@@ -170,13 +218,13 @@ def test_closing_frees_a_consumer_that_waits(data: OpenedData, config: Config, m
 
     entered, release = threading.Event(), threading.Event()
 
-    def slow(*arguments: object) -> list[Batch]:
+    def slow(*arguments: object, **named: object) -> list[Batch]:
         entered.set()
         release.wait(5)
         return []
 
     monkeypatch.setattr(module, "local_batches", slow)
-    batches = TrainBatches(data.train, config, dp_rank=0, dp_size=1, device=CPU, start_sample=0)
+    batches = TrainBatches(data.train, config, steps_of(config), dp_rank=0, dp_size=1, device=CPU)
     ended = threading.Event()
 
     def consume() -> None:
@@ -198,12 +246,12 @@ def test_waiting_for_data_is_measured(data: OpenedData, config: Config, monkeypa
 
     read = module.local_batches
 
-    def slow(*arguments: object) -> list[Batch]:
+    def slow(*arguments: object, **named: object) -> list[Batch]:
         time.sleep(0.1)
-        return read(*arguments)  # type: ignore[arg-type]
+        return read(*arguments, **named)  # type: ignore[arg-type]
 
     monkeypatch.setattr(module, "local_batches", slow)
-    with TrainBatches(data.train, config, dp_rank=0, dp_size=1, device=CPU, start_sample=0) as batches:
+    with TrainBatches(data.train, config, steps_of(config), dp_rank=0, dp_size=1, device=CPU) as batches:
         assert next(batches).wait_s > 0.05
         time.sleep(0.4)
         assert next(batches).wait_s < 0.05
@@ -215,7 +263,7 @@ def test_what_stands_in_for_unreadable_batches_has_their_number_and_form_and_no_
     data: OpenedData, config: Config, size: int, cross_document_attention: bool
 ) -> None:
     config.data.cross_document_attention = cross_document_attention
-    real, masked = stream(data, config, 1, size=size), masked_batches(config, size, CPU)
+    real, masked = stream(data, config, 1, size=size), masked_batches(config, config.train.global_batch_size, size, CPU)
     assert len(masked) == len(real)
     for expected, found in zip(real, masked, strict=True):
         assert not found.loss_mask.any()
@@ -231,7 +279,7 @@ def test_what_stands_in_for_unreadable_batches_has_their_number_and_form_and_no_
 def test_batches_arrive_on_the_device_from_pinned_memory(data: OpenedData, config: Config) -> None:
     cuda = torch.device("cuda", 0)
     expected = stream(data, config, 3)
-    with TrainBatches(data.train, config, dp_rank=0, dp_size=1, device=cuda, start_sample=0) as batches:
+    with TrainBatches(data.train, config, steps_of(config), dp_rank=0, dp_size=1, device=cuda) as batches:
         arrived = [batch for _ in range(3) for batch in next(batches).microbatches]
     assert all(batch.tokens.device == cuda for batch in arrived)
     assert content(arrived) == content(expected)

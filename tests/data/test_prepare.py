@@ -103,7 +103,7 @@ def test_progress_grows_to_the_whole(tmp_path: Path, config: Config) -> None:
     prepare(config, lambda *counts: seen.append(counts))
     assert [done for done, *_ in seen] == sorted(done for done, *_ in seen)
     done, total, documents, tokens = seen[-1]
-    assert 0.9 * total < done <= total
+    assert done == total == (tmp_path / "a.jsonl").stat().st_size
     assert documents == 2000
     assert tokens > 2000 * 30 * len(LINE)
 
@@ -132,9 +132,12 @@ def test_killed_preparation_continues_and_ends_with_the_same_file(tmp_path: Path
         tokenize(shard, tokenizer, target, batch, report)
 
     config.data.path, config.data.workers = str(path), 1
+    said: list[tuple[int, int, int, int]] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worker, "tokenize_shard", counted)
-        prepare(config)
+        prepare(config, lambda *counts: said.append(counts))
+    assert said[0][0] == len(kept) << 20, "the first report is what was there"
+    assert said[-1][2] == 8000, "what was there counts"
     assert len(done) == 11 - len(kept)
     assert not {f"{shard.stem}" for shard in kept} & set(done)
 

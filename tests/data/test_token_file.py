@@ -38,7 +38,7 @@ def test_sixteen_bits_below_65500_tokens_else_thirty_two() -> None:
 
 
 @pytest.mark.parametrize("dtype", list(CODES), ids=str)
-def test_every_dtype_is_readable(tmp_path: Path, dtype: np.dtype) -> None:
+def test_every_dtype_of_ids_is_readable(tmp_path: Path, dtype: np.dtype) -> None:
     writer = TokenWriter(tmp_path / "x", dtype)
     writer.add(np.array([1, 2, 100]))
     writer.end_document()
@@ -160,6 +160,7 @@ DAMAGES = {
     "magic": (lambda prefix: patch(prefix, ".idx", 0, b"X"), "starts with b'XMIDIDX"),
     "version": (lambda prefix: patch(prefix, ".idx", 9, b"\x02"), "has version 2"),
     "dtype code": (lambda prefix: patch(prefix, ".idx", 17, b"\x63"), "dtype code 99"),
+    "dtype of fractions": (lambda prefix: patch(prefix, ".idx", 17, b"\x07"), "holds float32 numbers .dtype code 7"),
     "index cut in its header": (lambda prefix: shorten(prefix, ".idx", 20), "has 20 bytes"),
     "index cut in its arrays": (
         lambda prefix: shorten(prefix, ".idx", 50),

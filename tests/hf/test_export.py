@@ -2,7 +2,6 @@
 
 import json
 import os
-from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megalite.checkpoint.pieces import Piece
-from megalite.checkpoint.store import newest, save
-from megalite.config.derive import derive_model
+from megalite.checkpoint.store import save
+from megalite.config.derive import derive, derive_model
 from megalite.config.problems import UserError
-from megalite.config.schema import ModelConfig
-from megalite.hf.export_model import export_model, family_of, file_plan
+from megalite.config.schema import Config, ModelConfig, TrainConfig
+from megalite.config.settings import as_plain
+from megalite.hf.export_model import bytes_of, export_model, family_of, file_plan
 from megalite.hf.import_model import import_model, imported_model_settings
 from megalite.hf.tensors import sources
 from megalite.model.gpt import GPT
@@ -29,7 +29,8 @@ from megalite.model.parameters import gpt_parameters
 from megalite.parallel.context import ParallelContext
 from megalite.parallel.layout import ParallelLayout
 from megalite.parallel.parameters import shard
-from megalite.train.export import export_checkpoint, masters
+from megalite.train.export import export_checkpoint
+from megalite.train.saved_run import open_run
 from tests.parallel.shards import slices
 from tests.ranks import run_ranks
 
@@ -123,7 +124,8 @@ def test_transformers_computes_the_logits_that_we_do(family: str, changes: dict[
         tmp_path / "ours", dtype=torch.float64, output_loading_info=True, attn_implementation="eager"
     )
     assert not any(told.values()), told
-    assert (peer.config.bos_token_id, peer.config.eos_token_id) == (None, 7)
+    for about in (peer.config, peer.generation_config):
+        assert (about.bos_token_id, about.eos_token_id) == (7, 7)
     assert peer.config.max_position_embeddings == 32
     tokens = torch.randint(53, (2, 21), generator=generator)
     logits = peer.eval()(input_ids=tokens[:, :-1]).logits
@@ -292,7 +294,8 @@ def save_shards(context: ParallelContext, folder: Path, config: ModelConfig, pre
             part = whole[slices(box.offsets, box.sizes)].clone()
             pieces.append(Piece(f"master.{name}", record.shape, box.offsets, part))
             pieces.append(Piece(f"exp_avg.{name}", record.shape, box.offsets, torch.full_like(part, 9)))
-    state = {"config": {"model": asdict(config), "precision": precision, "train": {"seq_length": 32}}}
+    settings = as_plain(derive(Config(model=config, precision=precision, train=TrainConfig(seq_length=32))))
+    state = {"config": settings, "progress": {"tokens": 768}, "data": {"description": "words"}}
     save(folder / "checkpoints", 12, pieces, state, context, keep=1)
 
 
@@ -302,44 +305,41 @@ def test_the_export_of_tp_4_is_that_of_one_process_byte_for_byte(family: str, tm
     save_shards(ParallelContext(), tmp_path / "run1", config, "bf16")
     run_ranks(save_shards, 4, tmp_path / "run4", config, "bf16", layout=ParallelLayout(tp=4))
     for run in ("run1", "run4"):
-        assert export_checkpoint(tmp_path / run, tmp_path / f"{run}-out", pytest.fail) == 12
-    expected = export(config, tmp_path / "expected", torch.bfloat16)
-    assert files(tmp_path / "run1-out") == files(expected)
-    assert files(tmp_path / "run4-out") == files(expected)
+        assert export_checkpoint(tmp_path / run, tmp_path / f"{run}-out", pytest.fail).step == 12
+    one, four = files(tmp_path / "run1-out"), files(tmp_path / "run4-out")
+    assert one == four
+    assert one.pop("README.md")
+    assert one == files(export(config, tmp_path / "expected", torch.bfloat16))
 
 
 @pytest.mark.parametrize("read_ahead", [1, 20_000, 10**9])
 def test_however_many_are_read_at_a_time_all_masters_come_in_order(read_ahead: int, tmp_path: Path) -> None:
     config = small("llama")
     save_shards(ParallelContext(), tmp_path, config, "fp32")
-    found = newest(tmp_path / "checkpoints", ParallelContext(), pytest.fail)
-    assert found is not None
-    values = list(masters(found, config, torch.float32, read_ahead))
+    values = list(open_run(tmp_path, pytest.fail).masters(read_ahead))
     expected = list(start_values(gpt_parameters(config), seed=3))
     assert [name for name, _ in values] == [name for name, _ in expected]
     assert all(torch.equal(value, other) for (_, value), (_, other) in zip(values, expected, strict=True))
 
 
 def test_a_run_without_checkpoints_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="there is no such folder"):
+        export_checkpoint(tmp_path / "run", tmp_path / "out", pytest.fail)
+    (tmp_path / "run").mkdir()
     with pytest.raises(UserError, match="holds no checkpoint"):
         export_checkpoint(tmp_path / "run", tmp_path / "out", pytest.fail)
-    assert os.listdir(tmp_path) == []
+    assert os.listdir(tmp_path) == ["run"]
 
 
-def test_importing_training_no_step_and_exporting_gives_the_same_tensors(tmp_path: Path) -> None:
-    from tests.train.runs import finish, launch, overrides, write_text
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("5GB", 5 * 10**9), ("1.5 MiB", 3 * 2**19), ("200kb", 200_000), ("77", 77), ("2TB", 2 * 10**12)],
+)
+def test_sizes_are_understood_as_transformers_does(text: str, size: int) -> None:
+    assert bytes_of(text) == size
 
-    config = replace(small("qwen3"), vocab_size=257, vocab_multiple=128)
-    folder = export(config, tmp_path / "theirs")
-    write_text(tmp_path / "text.txt")
-    shape = [
-        f"model.{name}={str(value).lower() if isinstance(value, bool) else value}"
-        for name, value in imported_model_settings(folder).items()
-    ]
-    settings = [*shape, f"checkpoint.init_from={folder}", "train.steps=0", "train.eval_interval=0"]
-    status, output = finish(launch(overrides(tmp_path, "run", *settings)))
-    assert status == 0, output
-    assert export_checkpoint(tmp_path / "run", tmp_path / "ours", pytest.fail) == 0
-    theirs, ours = tensors_of(folder), tensors_of(tmp_path / "ours")
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+@pytest.mark.parametrize("text", ["", "0GB", "-1", "many", "5 GBs", "1e9", "GB"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match="5GB, 500MB"):
+        bytes_of(text)

@@ -26,6 +26,7 @@ LARGE = {"train": {"micro_batch_size": 4}}  # three microbatches without data pa
 TWO = {"train": {"micro_batch_size": 6}}
 ONE = {"train": {"micro_batch_size": 12}}
 SMALL_BUCKETS = {"optimizer": {"bucket_size": 6000}}
+GROWING = {"train": {"micro_batch_size": 1, "batch_ramp": [4, 4, 16], "skip_steps": [2]}}
 
 
 def pipeline(**settings: Any) -> Overrides:
@@ -58,6 +59,7 @@ ROWS: list[Row] = [
         merged(pipeline(pp=2, dp=2, schedule="zb-h1"), SMALL_BUCKETS),
     ),
     ("qwen3", {"train": {"micro_batch_size": 3}}, pipeline(pp=2, tp=2, dp=2)),
+    ("llama", merged(FOUR, GROWING, RAGGED), pipeline(pp=2, vpp=2, dp=2)),  # 2, 4 and 6 microbatches of a replica
 ]
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from megalite.checkpoint.store import newest, save
 from megalite.config.derive import derive, derive_vocabulary
 from megalite.config.schema import Config
 from megalite.config.settings import as_plain
+from megalite.config.step_plan import batch_ramp, planned_steps
 from megalite.data.batches import TrainBatches
 from megalite.data.open import open_data
 from megalite.optim.buffers import TrainingBuffers
@@ -90,24 +92,27 @@ def train(
         training.spread_masters()
         done = found.step
     step = TrainStep(training, config.optimizer, context)
+    samples = batch_ramp(config.train).samples_after(done)
     batches = TrainBatches(
         data.train,
         config,
+        planned_steps(config.train, done=done, samples=samples),
         dp_rank=context.index("dp"),
         dp_size=context.size("dp"),
         device=context.device,
-        start_sample=done * config.train.global_batch_size,
     )
     figures, gradients = [], []
-    for number in range(done, done + steps):
+    for planned in islice(planned_steps(config.train, done=done, samples=samples), steps):
+        if planned.skipped:
+            continue
         batch = next(batches)
-        lr = learning_rate(number, config.lr, peak=config.optimizer.lr, steps=config.train.steps)
+        lr = learning_rate(planned.step - 1, config.lr, peak=config.optimizer.lr, steps=config.train.steps)
         figures.append(step(batch.microbatches, batch.local_tokens, lr).read())
         gradients.append(_owned(buffers, buffers.gradients))
     batches.close()
     training.gather.finish()
     if saved is not None:
-        state = {"config": as_plain(config)}
+        state = {"config": as_plain(config), "progress": {"tokens": 0}, "data": {"description": "the layouts' text"}}
         save(saved, done + steps, training_pieces(training), state, context, keep=1)
     return Trace(
         losses=[f.loss for f in figures],

@@ -252,7 +252,7 @@ def test_ranks_that_all_take_a_world_for_none_are_refused() -> None:
 
 def test_ranks_of_a_world_with_different_layouts_are_refused_by_all() -> None:
     for problems in run_ranks(_start_in_world, 2, {}, {1: 2}):
-        assert [problem.setting for problem in problems] == ["layout"]
+        assert [problem.setting for problem in problems] == ["parallel.tp"]
 
 
 def test_a_world_of_one_is_no_obstacle() -> None:
@@ -288,7 +288,7 @@ def test_ranks_with_different_nccl_options_are_refused_before_they_make_groups(t
 def test_ranks_with_different_layouts_are_refused_before_they_make_groups() -> None:
     for problems in run_ranks(_plan_differently, 2, free_port(), {"tp": [1, 2]}):
         assert [str(problem).partition("\n")[0] for problem in problems] == [
-            "layout='dp=2': so on rank 0, but 'tp=2' on rank 1"
+            "parallel.tp='default': so on rank 0, but '2' on rank 1"
         ]
 
 

@@ -276,7 +276,7 @@ def evaluate(context: ParallelContext, config: Config) -> dict[str, Any]:
         "losses": losses if training.has_loss else None,
         "hidden": hidden if training.has_loss else None,
         "mean": mean_loss(training, context, iter([batches[:2], batches[2:]])),
-        "text": sample(training, context, [3, 1, 4], 12, seq_length=config.train.seq_length, seed=2),
+        "text": sample(training, context, [[3, 1, 4]], 12, seq_length=config.train.seq_length, seed=2)[0],
         "trained": executor.train(batches, ONE).item(),
     }
 

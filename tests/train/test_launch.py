@@ -169,3 +169,25 @@ def test_waiting_threads_sleep_unless_the_user_decided(
     command = [sys.executable, str(ROOT / "pretrain_gpt.py"), f"run_dir={tmp_path / 'run'}"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
     assert done.stdout == f"{expected}\n", done.stderr
+
+
+def test_ranks_whose_torchrun_is_killed_while_they_start_wait_for_nobody(folder: Path) -> None:
+    """They would look for their store until parallel.startup_timeout_s, 20 minutes by default."""
+    process = launch(overrides(folder, "never"), ranks=2)
+    deadline = time.monotonic() + 60
+    while len(started := ranks_of(process)) < 2 or not all(map(imports_torch, started)):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+    while any(Path(f"/proc/{rank}").exists() for rank in started) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not [rank for rank in started if Path(f"/proc/{rank}").exists()]
+
+
+def ranks_of(process: "subprocess.Popen[str]") -> list[str]:
+    return Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+
+
+def imports_torch(rank: str) -> bool:
+    return "libtorch" in Path(f"/proc/{rank}/maps").read_text()

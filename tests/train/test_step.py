@@ -49,7 +49,7 @@ def test_a_step_never_waits_for_the_device() -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         launched = [step([batch], tokens.numel(), 1e-3) for _ in range(3)]
-        refused = step(masked_batches(config, 1, context.device), 0, 1e-3, refused=True)
+        refused = step(masked_batches(config, config.train.global_batch_size, 1, context.device), 0, 1e-3, refused=True)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert launched[-1].read().loss < first.loss
@@ -73,7 +73,7 @@ def sums_of_steps(context: ParallelContext, ahead: bool) -> tuple[list[int], lis
     tokens = []
     for number in range(3):
         seen.append(0)
-        batch = masked_batches(config, 1, context.device)
+        batch = masked_batches(config, config.train.global_batch_size, 1, context.device)
         local = 5 + number + context.rank
         tokens.append(step(batch, local, 1e-3, next_local_tokens=local + 1 if ahead else None).read().tokens)
     training.gather.finish()

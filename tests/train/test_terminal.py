@@ -20,7 +20,7 @@ STEP = StepView(
 SUMMARY = Summary(
     step=300, steps=300, tokens=1_228_800, seconds=92.4, tokens_per_s=13421.4, run_dir="runs/tiny-stdlib-1a2b",
     train_curve=[(1, 8.3213), (2, 7.5), (300, 4.1234)], validation_curve=[(100, 4.9), (200, 4.2), (300, 4.3)],
-    perplexity=73.7, bits_per_byte=2.31, sample="foo(self):\n    return \x1b[31m1", sample_prompt="def ",
+    perplexity=73.7, bits_per_byte=2.31, samples=[("def ", "foo(self):\n    return \x1b[31m1")],
 )  # fmt: skip
 
 

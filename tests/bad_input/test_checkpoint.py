@@ -1,0 +1,323 @@
+"""Numbers 71 to 93: checkpoints that are damaged, forged, of another kind, or of another run.
+
+All rows meet one run of two steps, each of them saved; a row that damages a checkpoint damages both, since a single
+one is passed over (tests/checkpoint/test_damage.py). What each kind of damage does to one file is tested there, too.
+"""
+
+import pickle
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import yaml  # type: ignore[import-untyped]
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+import pretrain_gpt
+from megalite.checkpoint import manifest as manifests
+from megalite.checkpoint.manifest import Manifest
+from megalite.checkpoint.trusted_metadata import read_metadata
+from tests.bad_input.launching import SMALL, TOKENS, Row, Scene, check, write_corpus
+from tests.checkpoint import test_damage as damage
+
+RUN = [*SMALL, *TOKENS, "run_dir=run"]
+NONE_CAN_BE_READ = ["2 problems", "run/checkpoints/step-00000002", "no checkpoint of this run can be read", "copy"]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run, its corpus and its export."""
+    folder = tmp_path_factory.mktemp("finished")
+    write_corpus(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert pretrain_gpt.main([*RUN, "train.steps=2", "checkpoint.interval=1"]) == 0
+        assert Row(0, "", "run exported", [], script="export_hf").run([]) == 0
+    return folder
+
+
+@pytest.fixture
+def run(finished: Path, launch_folder: Path) -> Path:
+    """A copy of the run in the launch folder, as if it had been made there."""
+    shutil.copytree(finished, launch_folder, dirs_exist_ok=True)
+    config = launch_folder / "run" / "config.yaml"
+    config.write_text(config.read_text().replace(str(finished), str(launch_folder)))
+    return launch_folder / "run"
+
+
+def of_both(harm: Callable[[Path], object]) -> Callable[[Scene], None]:
+    """Do it to each checkpoint of the run, the older one first."""
+
+    def arrange(scene: Scene) -> None:
+        for checkpoint in sorted((scene.folder / "run" / "checkpoints").iterdir()):
+            harm(checkpoint)
+
+    return arrange
+
+
+def flip_a_bit(checkpoint: Path) -> None:
+    data = checkpoint / "__0_0.distcp"
+    data.write_bytes(damage.flipped(data.read_bytes(), 8 * 3000))
+
+
+def rewrite_manifest(checkpoint: Path, change: Callable[[Manifest], Manifest]) -> None:
+    path = checkpoint / "COMMIT.json"
+    step = int(checkpoint.name.removeprefix("step-"))
+    path.write_bytes(change(Manifest.parse(path.read_bytes(), step)).render())
+
+
+def point_outside(checkpoint: Path) -> None:
+    rewrite_manifest(checkpoint, lambda found: replace(found, files={**found.files, "../../lock": (0, "0" * 32)}))
+
+
+def call_it_another_run_s(checkpoint: Path) -> None:
+    rewrite_manifest(checkpoint, lambda found: replace(found, about={**found.about, "run_id": "0123456789abcdef"}))
+
+
+def write_a_later_format(scene: Scene) -> None:
+    with pytest.MonkeyPatch.context() as later:
+        later.setattr(manifests, "FORMAT", 2)
+        of_both(lambda checkpoint: rewrite_manifest(checkpoint, lambda found: found))(scene)
+
+
+def lose_half_of_a_tensor(checkpoint: Path) -> None:
+    """In the index, behind right hashes."""
+    index = (checkpoint / ".metadata").read_bytes()
+    metadata = read_metadata(index, {"__0_0.distcp": 10**9})
+    saved = metadata.state_dict_metadata["master.embedding.word.weight"]
+    assert isinstance(saved, TensorStorageMetadata)
+    saved.chunks.pop()
+    damage.rewrite(checkpoint, ".metadata", pickle.dumps(metadata))
+
+
+def index_that_runs_code(checkpoint: Path) -> None:
+    trace = checkpoint.parent / "trace"
+    damage.rewrite(checkpoint, ".metadata", pickle.dumps(damage.Exploit(Path.mkdir, trace)))
+
+
+def forget_the_setting(name: str) -> Callable[[Scene], None]:
+    """As if the run was of a version without it, of which nothing is known, and nothing is loaded that does not fit."""
+
+    def arrange(scene: Scene) -> None:
+        path = scene.folder / "run" / "config.yaml"
+        config = yaml.safe_load(path.read_text())
+        group, _, leaf = name.rpartition(".")
+        del config[group][leaf]
+        path.write_text(yaml.safe_dump(config, sort_keys=False))
+
+    return arrange
+
+
+def lose_the_run(scene: Scene) -> None:
+    (scene.folder / "run" / "run.json").unlink()
+
+
+def folder_of_another_program(scene: Scene) -> None:
+    """What torch.distributed.checkpoint writes for others: an index and its data."""
+    (scene.folder / "theirs" / "checkpoints").mkdir(parents=True)
+    step = scene.folder / "run" / "checkpoints" / "step-00000001"
+    theirs = shutil.copytree(step, scene.folder / "theirs" / "checkpoints" / step.name)
+    (theirs / "COMMIT.json").unlink()
+    (theirs / "state.json").unlink()
+
+
+def export_with_nan(scene: Scene) -> None:
+    path = scene.folder / "exported" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.norm.weight"][3] = float("nan")
+    save_file(tensors, path)
+
+
+def pickled_model(scene: Scene) -> None:
+    torch.save({"weight": torch.zeros(1)}, scene.folder / "model.pt")
+
+
+def folder_of_pickles(scene: Scene) -> None:
+    (scene.folder / "exported" / "model.safetensors").rename(scene.folder / "exported" / "pytorch_model.bin")
+
+
+ROWS = [
+    Row(
+        71,
+        "a step that there is not",
+        "run out --step 7",
+        ["step=7: there is no checkpoint of it", "those there are: 1, 2"],
+        script="export_hf",
+    ),
+    Row(
+        72,
+        "no manifest",
+        "",
+        [*NONE_CAN_BE_READ, "it has no COMMIT.json: it was not written, or not copied, completely"],
+        of_both(damage.lose_the_manifest),
+    ),
+    Row(73, "a file of another size", "", [*NONE_CAN_BE_READ, "has 1,000 bytes where"], of_both(damage.truncate)),
+    Row(
+        74,
+        "a flipped bit",
+        "",
+        [*NONE_CAN_BE_READ, "__0_0.distcp is damaged: its content hashes to", "was written"],
+        of_both(flip_a_bit),
+    ),
+    Row(
+        75,
+        "a manifest that cannot be read",
+        "",
+        [*NONE_CAN_BE_READ, "COMMIT.json is damaged"],
+        of_both(damage.fill_the_manifest_with_rubbish),
+    ),
+    Row(
+        75,
+        "a manifest that was edited",
+        "",
+        [*NONE_CAN_BE_READ, "COMMIT.json is damaged (its hash does not match)"],
+        of_both(damage.reformat_the_manifest),
+    ),
+    Row(76, "a file less", "", [*NONE_CAN_BE_READ, "__0_0.distcp is missing"], of_both(damage.lose_the_data)),
+    Row(
+        77,
+        "a manifest that points outside",
+        "",
+        [*NONE_CAN_BE_READ, "names '../../lock', which is not a file of the checkpoint's own folder"],
+        of_both(point_outside),
+    ),
+    Row(
+        78,
+        "a later format",
+        "",
+        ["it has format 2; this megalite reads up to 1", "use the megalite that wrote it"],
+        write_a_later_format,
+    ),
+    Row(
+        79,
+        "a checkpoint of another program",
+        "run_dir=theirs",
+        ["theirs': it holds checkpoints, but not the run.json", "another run_dir"],
+        folder_of_another_program,
+    ),
+    Row(
+        79,
+        "another program's as start weights",
+        "run_dir=new checkpoint.init_from=theirs/checkpoints/step-00000001",
+        ["checkpoint.init_from=", "holds no config.json", "save_pretrained"],
+        folder_of_another_program,
+    ),
+    Row(
+        79,
+        "a run as start weights",
+        "run_dir=new checkpoint.init_from=run",
+        ["checkpoint.init_from='run'", "the folder of a run", "scripts/export_hf.py run OUT", "run_dir=run"],
+    ),
+    Row(
+        80,
+        "a pickle",
+        "run_dir=new checkpoint.init_from=model.pt",
+        ["checkpoint.init_from='model.pt'", "is a file", "can run code", "model.safetensors"],
+        pickled_model,
+    ),
+    Row(
+        80,
+        "a model in pickles",
+        "run_dir=new checkpoint.init_from=exported",
+        ["must hold model.safetensors", "pickled weights (*.bin) are never loaded", "save_pretrained"],
+        folder_of_pickles,
+    ),
+    Row(
+        80,
+        "an index that runs code",
+        "",
+        [".metadata='refused': it asks for pathlib.Path", "which a checkpoint never needs"],
+        of_both(index_that_runs_code),
+    ),
+    Row(
+        82,
+        "another model",
+        "model.hidden_size=32 model.num_layers=2 train.seq_length=8",
+        [
+            "model.hidden_size=32: the run in this folder was started with model.hidden_size=16",
+            *("model.num_layers=1", "train.seq_length=16", "another run_dir"),
+        ],
+    ),
+    Row(
+        82,
+        "start weights of another model",
+        "run_dir=new checkpoint.init_from=exported model.hidden_size=32 model.num_layers=2",
+        ["hidden_size=32: is 16", "num_layers=2"],
+    ),
+    Row(
+        83,
+        "a tensor more",
+        "model.tie_embeddings=false",
+        ["'3 missing': the checkpoint has no tensor", "master.head.weight", "of the run that wrote it"],
+        forget_the_setting("model.tie_embeddings"),
+    ),
+    Row(
+        83,
+        "a tensor less",
+        "model.norm=rmsnorm model.activation=gelu",
+        ["left over': this run has no tensor", "master.blocks.0.mlp", "another run_dir"],
+        forget_the_setting("model.activation"),
+    ),
+    Row(
+        84,
+        "another precision",
+        "precision=fp64",
+        ["of another dtype", "exp_avg.", "is torch.float32 there and torch.float64 here", "precision of the run"],
+    ),
+    Row(
+        85,
+        "another padding of the vocabulary",
+        "model.vocab_multiple=64",
+        ["model.vocab_multiple=64", "started with model.vocab_multiple=128"],
+    ),
+    Row(
+        86,
+        "another kind of the optimizer's state",
+        "optimizer.moment_dtype=bf16",
+        ["optimizer.moment_dtype='bf16'", "started with optimizer.moment_dtype='fp32'"],
+    ),
+    Row(
+        89,
+        "start weights that are not finite",
+        "run_dir=new checkpoint.init_from=exported",
+        ["must hold finite numbers, unlike model.norm.weight", "save_pretrained"],
+        export_with_nan,
+    ),
+    Row(
+        92,
+        "a checkpoint of another run",
+        "",
+        ["it is of run 0123456789abcdef, and the folder is that of run ", "copy the whole run folder"],
+        of_both(call_it_another_run_s),
+    ),
+    Row(
+        92,
+        "a run where none is wanted",
+        "resume=never",
+        ["run_dir=", "holds a run already, and resume=never", "resume=auto to continue"],
+    ),
+    Row(92, "checkpoints without their run", "", ["holds checkpoints, but not the run.json"], lose_the_run),
+    Row(
+        93,
+        "a tensor with a gap",
+        "",
+        [".metadata='refused': master.embedding.word.weight has data for", "restore this folder"],
+        of_both(lose_half_of_a_tensor),
+    ),
+]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+@pytest.mark.usefixtures("run")
+def test_a_bad_checkpoint_is_refused(row: Row, scene: Scene, capfd: pytest.CaptureFixture[str]) -> None:
+    check(row, scene, capfd, RUN)
+
+
+@pytest.mark.usefixtures("run")
+def test_the_run_itself_goes_on(launch_folder: Path) -> None:
+    """What the rows start from is refused for nothing but what they do to it."""
+    assert pretrain_gpt.main([*RUN, "train.steps=3"]) == 0
+    assert (launch_folder / "run" / "checkpoints" / "step-00000003").is_dir()

@@ -1,0 +1,84 @@
+"""Bad data that every reader expects first (missing, empty, binary), a row each; numbers 48 to 70 of the list, and what
+is beside them there, are in tests/data/test_bad_inputs_of_data.py."""
+
+import os
+
+import pytest
+
+from tests.bad_input.launching import (
+    SMALL,
+    TOKENS,
+    Row,
+    Scene,
+    check,
+    corpus,
+    corpus_of_another_index,
+    file,
+    truncated_corpus,
+)
+
+
+def pipe(scene: Scene) -> None:
+    os.mkfifo(scene.folder / "pipe.txt")
+
+
+ROWS = [
+    Row(48, "a missing file", "data=text data.path=none.txt", ["none.txt", "no such file", "txt, jsonl or parquet"]),
+    Row(49, "an empty file", "data=text data.path=e.txt", ["e.txt", "is empty (0 bytes)"], file("e.txt", b"")),
+    Row(48, "a pipe", "data=text data.path=pipe.txt", ["pipe.txt", "no regular file", "to a file first"], pipe),
+    Row(
+        57,
+        "a binary file",
+        "data=text data.path=b.txt",
+        ["b.txt", "zero byte", "offset 3", "UTF-8"],
+        file("b.txt", b"abc\0"),
+    ),
+    Row(
+        57,
+        "a binary file that begins as text",
+        "data=text data.path=b.txt",
+        ["b.txt", "invalid byte at byte offset 3,000,000"],
+        file("b.txt", b"good text\n" * 300_000 + b"\xff\xfe"),
+    ),
+    Row(
+        58,
+        "a short text",
+        "data=text data.path=s.txt",
+        ["/s.txt'", "one sample of 17", "=4 or less"],
+        file("s.txt", b"short"),
+    ),
+    Row(
+        50,
+        "truncated tokens",
+        " ".join(TOKENS),
+        ["corpus.bin", "has 8,000 bytes", "describes 10,000"],
+        truncated_corpus,
+    ),
+    Row(52, "an index of other tokens", " ".join(TOKENS), ["corpus.bin", "10,000 bytes"], corpus_of_another_index),
+    Row(
+        60,
+        "tokens without a vocabulary",
+        "data=tokens data.path=corpus",
+        ["model.vocab_size=null", "set it"],
+        corpus,
+    ),
+    Row(60, "a small vocabulary", "model.vocab_size=100", ["=100", "257 tokens", "at least 257"]),
+    Row(62, "no tokenizer's folder", "tokenizer=./none", ["'./none'", "no folder", "transformers tokenizer"]),
+    Row(
+        0,
+        "hub names without network",
+        "data=hf data.path=some/corpus tokenizer=some/tokenizer",
+        ["2 problems", "some/corpus", "some/tokenizer", "hub does not answer", "to work offline"],
+    ),
+    Row(
+        0,
+        "a device and data that are not there",
+        "device=cuda data=text data.path=none.txt tokenizer=some/tokenizer",
+        ["3 problems", "none.txt"],
+    ),
+]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_bad_data_is_refused(row: Row, scene: Scene, capfd: pytest.CaptureFixture[str]) -> None:
+    check(row, scene, capfd, SMALL)

@@ -1,0 +1,127 @@
+"""Every recipe is complete: it passes all checks on the processes that it names. The command line has the last word."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml  # type: ignore[import-untyped]
+
+from megalite.config.compose import CONF, load_config
+from megalite.config.settings import GROUPS, SETTINGS, value_of
+from megalite.config.step_plan import batch_ramp
+from megalite.model.parameters import gpt_parameters
+from tests.config.refusal import refusal, settings
+
+RECIPES = sorted((CONF / "experiment").glob("*.yaml"))
+GIVEN = {"shakespeare_char": ["data.path=input.txt"]}  # what the user has to bring
+
+
+def words(recipe: Path) -> list[str]:
+    return [f"experiment={recipe.stem}", *GIVEN.get(recipe.stem, [])]
+
+
+def world_size(recipe: Path) -> int:
+    (number,) = re.findall(r"^# world size: (\d+)$", recipe.read_text(), flags=re.MULTILINE)
+    return int(number)
+
+
+def test_there_is_a_recipe_for_each_promised_model() -> None:
+    promised = {"shakespeare_char": 1, "gpt2_124m_openwebtext": 8, "llama3_8b_fineweb": 64, "qwen3_0_6b": 8}
+    assert {recipe.stem: world_size(recipe) for recipe in RECIPES} == promised
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
+def test_a_recipe_passes_all_checks_on_its_own_processes(recipe: Path) -> None:
+    config = load_config(words(recipe), world_size(recipe))
+    assert config.train.micro_batch_size is not None
+    written = yaml.safe_load(recipe.read_text())
+    for group, values in written.items():
+        for name, value in (values if group in GROUPS else {}).items():
+            if name != "path":
+                assert value_of(config, f"{group}.{name}") == value
+    assert set(written) - {"defaults", *GROUPS} <= {"tokenizer", "precision"}
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
+def test_a_recipe_says_how_it_is_started(recipe: Path) -> None:
+    head = recipe.read_text().partition("defaults:")[0]
+    assert f"experiment={recipe.stem}" in head
+    assert head.startswith("# @package _global_\n# ")
+    if "override /data: tokens" in recipe.read_text():
+        prepared = re.search(r"--output (\S+)", head)
+        assert prepared is not None
+        assert yaml.safe_load(recipe.read_text())["data"]["path"] == prepared[1]
+
+
+SAID = {  # by their heads: parameters, tokens of the largest step, and of the whole run
+    "shakespeare_char": (10.7e6, 64 * 256, 5000 * 64 * 256),
+    "gpt2_124m_openwebtext": (124.4e6, 491_520, 295e9),
+    "llama3_8b_fineweb": (8.03e9, 4.2e6, 95e9),
+    "qwen3_0_6b": (596e6, 1.05e6, 9.4e9),
+}
+VOCABULARIES = {"shakespeare_char": 65, "gpt2_124m_openwebtext": 50257, "llama3_8b_fineweb": 128256}
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
+def test_a_recipe_trains_what_its_head_says(recipe: Path) -> None:
+    vocabulary = [f"model.vocab_size={size}" for size in [VOCABULARIES.get(recipe.stem)] if size]
+    config = load_config([*words(recipe), *vocabulary], world_size(recipe))
+    parameters, tokens, whole = SAID[recipe.stem]
+    assert sum(record.numel for record in gpt_parameters(config.model)) == pytest.approx(parameters, rel=0.01)
+    assert config.train.global_batch_size * config.train.seq_length == pytest.approx(tokens, rel=0.01)
+    samples = batch_ramp(config.train).samples_after(config.train.steps)
+    assert samples * config.train.seq_length == pytest.approx(whole, rel=0.01)
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["before", "after"])
+def test_the_command_line_has_the_last_word(order: int) -> None:
+    own: list[str] = ["train.steps=7", "tokenizer=byte", "data=stdlib", "model=tiny", "lr.warmup_steps=2"]
+    config = load_config(["experiment=gpt2_124m_openwebtext", "data.path=null", *own][::order], 8)
+    assert (config.train.steps, config.tokenizer, config.lr.warmup_steps) == (7, "byte", 2)
+    assert (config.data.source, config.model.name, config.model.position) == ("stdlib", "tiny", "rope")
+    assert config.train.global_batch_size == 480, "the rest is the recipe's"
+
+
+def test_without_a_recipe_nothing_changes() -> None:
+    config = load_config([], 1)
+    assert config.model.name == "tiny"
+    assert {name: value_of(config, name) for name in ("seed", "tokenizer", "precision")} == {
+        name: SETTINGS[name].default for name in ("seed", "tokenizer", "precision")
+    }
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        (
+            "experiment=llama3_8b_finewb",
+            ["experiment=llama3_8b_fineweb is the nearest", "choices: gpt2_124m_openwebtext"],
+        ),
+        ("experiment=mine", ["no conf/experiment/mine.yaml", "choices: gpt2_124m_openwebtext"]),
+        ("+experiment=qwen3_0_6b", ["without the plus: experiment=qwen3_0_6b"]),
+        ("experiments=qwen3_0_6b", ["did you mean experiment=qwen3_0_6b"]),
+    ],
+)
+def test_an_unknown_recipe_gives_the_choices_and_nothing_else_is_judged(word: str, said: list[str]) -> None:
+    """On 64 processes the default batch would not do: but it is not what was asked for."""
+    error = refusal(word, "lr.warmup_steps=1000", world_size=64)
+    assert settings(error) == [word.partition("=")[0]]
+    assert all(text in str(error) for text in said), error
+
+
+def test_a_folder_of_ones_own_may_hold_recipes_like_the_one_in_the_docs(tmp_path: Path) -> None:
+    page = (CONF.parent / "docs" / "training.md").read_text(encoding="utf-8")
+    (recipe,) = re.findall(r"```yaml\n(.*?)```", page, flags=re.DOTALL)
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text(recipe)
+    config = load_config(["--config-dir", str(tmp_path), "experiment=mine", "model.num_layers=2"], 1)
+    assert (config.train.steps, config.train.batch_ramp) == (1500, [4, 4, 2000])
+    assert all(f"`experiment={recipe.stem}`" in page for recipe in RECIPES)
+
+
+def test_a_recipe_that_sets_what_there_is_not_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\ntrain: {stps: 3}\n")
+    error = refusal("--config-dir", str(tmp_path), "experiment=mine")
+    assert settings(error) == ["experiment"]
+    assert "stps" in str(error)

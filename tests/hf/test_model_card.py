@@ -1,0 +1,63 @@
+"""The model card says what a model is, what it was trained on and how well it does; nothing of where that was."""
+
+from dataclasses import replace
+from typing import Any
+
+from megalite.config.derive import derive, derive_vocabulary
+from megalite.config.schema import Config, DataConfig, ParallelConfig
+from megalite.hf.model_card import model_card
+
+FIGURES = {"loss": 2.34567, "val_loss": 2.5, "val_perplexity": 12.18, "val_bits_per_byte": 1.0625}
+
+
+def card(config: Config | None = None, **changes: Any) -> str:
+    config = derive_vocabulary(derive(config or Config()), 4096)
+    facts: dict[str, Any] = {"step": 1200, "tokens": 9_830_400, "data": "stdlib: 2,345,678 tokens", "figures": FIGURES}
+    return model_card(config, "llama", **{"has_tokenizer": True, **facts, **changes})
+
+
+def test_it_states_data_tokens_and_losses() -> None:
+    text = card()
+    for row in (
+        "| data | stdlib: 2,345,678 tokens |",
+        "| tokens | 9,830,400 |",
+        "| steps | 1,200 |",
+        "| training, at the last step that was logged | 2.3457 |",
+        "| validation | 2.5000 |",
+        "| validation bits per byte | 1.0625 |",
+        "| vocabulary | 4,096 |",
+    ):
+        assert row in text
+    assert text.startswith("---\nlibrary_name: transformers\n")
+    assert "LlamaForCausalLM with 4,262,144 parameters" in text
+
+
+def test_figures_that_are_not_known_or_not_finite_are_said_to_be_so() -> None:
+    assert "None were recorded." in card(figures={})
+    assert "bits per byte" not in card(figures=FIGURES | {"val_bits_per_byte": None})
+    assert "| validation | not finite |" in card(figures={"val_loss": float("nan")})
+
+
+def test_paths_of_the_machine_and_the_layout_stay_out_of_it() -> None:
+    data = DataConfig(source="text", path=["/home/someone/secret/books.txt", "/home/someone/web"])
+    here = Config(data=data, run_dir="/home/someone/run")
+    assert "books.txt, web" in card(here)
+    assert "someone" not in card(here)
+    layout = replace(here, parallel=ParallelConfig(tp=2, pp=2), run_dir="/elsewhere")
+    assert card(layout) == card(here)
+    begun = replace(here, checkpoint=replace(here.checkpoint, init_from="/home/someone/gpt2"))
+    assert "the weights of gpt2" in card(begun)
+
+
+def test_a_data_set_of_the_hub_keeps_its_whole_name() -> None:
+    data = DataConfig(source="hf", path="org/name", subset="en")
+    assert "| data | org/name, en, train; " in card(Config(data=data))
+
+
+def test_what_would_break_the_table_is_written_otherwise() -> None:
+    text = card(data="a|b\n<script>")
+    assert "| data | a&#124;b &lt;script> |" in text
+
+
+def test_without_a_tokenizer_it_shows_no_use_of_one() -> None:
+    assert "AutoTokenizer" not in card(has_tokenizer=False)

@@ -1,0 +1,81 @@
+"""The worked examples of CONTRIBUTING.md fit the code as it is: applied to a copy of it, they work."""
+
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "CONTRIBUTING.md").read_text()
+WORK = """
+import csv, tempfile
+from pathlib import Path
+from megalite.config.settings import SETTINGS
+from megalite.data.reading import documents
+from megalite.data.sources import Source
+from megalite.pipeline.checker import check
+from megalite.pipeline.schedules import Shape, table
+
+for pp, microbatches in ((1, 3), (2, 3), (4, 8), (8, 4)):
+    assert check(table("eager", Shape(pp, 1, microbatches, pp))) == []
+assert "eager" in SETTINGS["parallel.schedule"].choices
+assert "relu2" in SETTINGS["model.activation"].choices
+path = Path("rows.csv")
+path.write_text('id,text\\n1,"one, and\\ntwo"\\n')
+assert [*documents(*Source("text", ("rows.csv",)).plan())] == ["one, and\\ntwo"]
+"""
+
+
+def changes() -> Iterator[tuple[str, str, str]]:
+    """(file, text that is there, text that takes its place) of every place of every example."""
+    for block in re.findall(r"```diff\n(.*?)```", PAGE, re.DOTALL):
+        for part in re.split(r"(?m)^--- ", block)[1:]:
+            name, *places = re.split(r"(?m)^@@\n", part)
+            for place in places:
+                lines = [line or " " for line in place.splitlines()]
+                before, after = ("".join(f"{line[1:]}\n" for line in lines if line[0] in kept) for kept in (" -", " +"))
+                yield name.strip(), before, after
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """The code with all examples applied."""
+    for name in ("megalite", "tests"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name, before, after in changes():
+        text = (tmp_path / name).read_text()
+        assert text.count(before) == 1, f"CONTRIBUTING.md speaks of a place that {name} does not have:\n{before}"
+        (tmp_path / name).write_text(text.replace(before, after))
+    return tmp_path
+
+
+def test_the_examples_work(copy: Path) -> None:
+    assert len({name for name, _, _ in changes()}) == 8
+    for name in {name for name, _, _ in changes()}:
+        compile((copy / name).read_text(), name, "exec")
+    done = subprocess.run([sys.executable, "-c", WORK], cwd=copy, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_mathematics_of_the_model_option(copy: Path) -> None:
+    spec = importlib.util.spec_from_file_location("changed_mlp", copy / "megalite" / "model" / "mlp.py")
+    assert spec is not None
+    assert spec.loader is not None
+    changed = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(changed)
+    x = torch.tensor([-1.0, 3.0])
+    assert changed.ACTIVATIONS["relu2"](x).tolist() == [0.0, 9.0]
+    assert torch.equal(changed.ACTIVATIONS["gelu"](x), torch.nn.functional.gelu(x))
+
+
+def test_the_files_that_the_page_names_are_there() -> None:
+    names = re.findall(r"`((?:megalite|tests|scripts|conf|docs)/[\w./]+\w)`", PAGE)
+    names += re.findall(r"\]\((docs/[\w./]+)", PAGE)
+    assert len(names) > 10
+    assert [name for name in names if not (ROOT / name).exists()] == []

@@ -1,0 +1,44 @@
+"""The Dockerfile can be read by what rehearses it, is pinned, and ends as nobody in particular."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+REHEARSAL = ROOT / "tests" / "cluster" / "dockerfile_steps.sh"
+
+
+@pytest.fixture(scope="module")
+def steps() -> list[tuple[str, str]]:
+    """(instruction, the rest) of every step, as the rehearsal reads them."""
+    listed = subprocess.run([REHEARSAL, "--list"], capture_output=True, text=True, check=True)
+    return [(line.partition(" ")[0], line.partition(" ")[2]) for line in listed.stdout.splitlines()]
+
+
+def test_the_rehearsal_knows_every_step(steps: list[tuple[str, str]]) -> None:
+    known = set(re.findall(r"(?m)^        ([A-Z]+)\)", REHEARSAL.read_text()))
+    assert {name for name, _ in steps} <= known
+    assert "RUN" in known
+
+
+def test_the_base_is_pinned_and_the_user_is_not_root(steps: list[tuple[str, str]]) -> None:
+    assert re.fullmatch(r"BASE=debian:\w+-\d{8}-slim", steps[0][1])
+    users = [rest for name, rest in steps if name == "USER"]
+    assert users
+    assert users[-1] not in ("root", "0")
+    assert [name for name, _ in steps].index("USER") > max(n for n, (name, _) in enumerate(steps) if name == "RUN")
+
+
+def test_what_is_copied_is_there_and_not_ignored(steps: list[tuple[str, str]]) -> None:
+    ignored = (ROOT / ".dockerignore").read_text().split()
+    for _, rest in (step for step in steps if step[0] == "COPY"):
+        for source in rest.split()[:-1]:
+            assert (ROOT / source).exists()
+            assert source not in ignored
+
+
+def test_no_environment_and_no_result_gets_into_the_image() -> None:
+    ignored = (ROOT / ".dockerignore").read_text().split()
+    assert {".git", ".venv", "runs", "**/__pycache__"} <= set(ignored)

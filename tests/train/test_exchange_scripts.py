@@ -1,0 +1,429 @@
+"""scripts/export_hf.py, generate.py and evaluate.py on a real run: what they give, and how they refuse."""
+
+import json
+import math
+import os
+import runpy
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+import pretrain_gpt
+from tests.train.runs import ROOT, write_text
+
+SHAPE = ["model.num_layers=2", "model.hidden_size=32", "model.num_attention_heads=4", "model.num_key_value_heads=2"]
+LENGTHS = ["train.seq_length=32", "train.global_batch_size=4", "train.eval_batches=3", "train.eval_interval=3"]
+PLACE = ["device=cpu", "precision=fp32", "train.sample_tokens=0", "log.wandb=disabled"]
+
+
+def command(name: str) -> Callable[..., int]:
+    main: Callable[..., int] = runpy.run_path(str(ROOT / "scripts" / f"{name}.py"))["main"]
+    return main
+
+
+EXPORT, GENERATE, EVALUATE = command("export_hf"), command("generate"), command("evaluate")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A run of 6 steps with checkpoints at 3 and 6, its export, its text, and another text."""
+
+    folder: Path
+
+    @property
+    def run(self) -> str:
+        return str(self.folder / "run")
+
+    @property
+    def exported(self) -> str:
+        return str(self.folder / "exported")
+
+
+def train(folder: Path, run: str, *extra: str) -> None:
+    data = ["data=text", f"data.path={folder / 'text.txt'}", f"data.cache_dir={folder / 'cache'}"]
+    steps = ["train.steps=6", "checkpoint.interval=3"]
+    words = [f"run_dir={folder / run}", *data, "data.bpe_vocab_size=300", *SHAPE, *LENGTHS, *PLACE, *steps, *extra]
+    assert pretrain_gpt.main(words) == 0
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    folder = tmp_path_factory.mktemp("exchange")
+    write_text(folder / "text.txt")
+    (folder / "other.txt").write_text("A stone in the river. The wind — shadow, light… " * 9)
+    train(folder, "run")
+    assert EXPORT([str(folder / "run"), str(folder / "exported")]) == 0
+    return Trained(folder)
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def evaluated_in_training(trained: Trained, step: int) -> dict[str, Any]:
+    """The line of metrics of the evaluation after `step`."""
+    lines = [json.loads(line) for line in (Path(trained.run) / "metrics.jsonl").read_text().splitlines()]
+    [found] = [line for line in lines if line["step"] == step and "val_loss" in line]
+    return dict(found)
+
+
+def evaluation(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    capsys.readouterr()
+    assert EVALUATE([*arguments, "--json"]) == 0, capsys.readouterr().err
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def text(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    capsys.readouterr()
+    assert GENERATE(list(arguments)) == 0, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+# --- export ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_export_holds_all_that_transformers_and_a_reader_need(trained: Trained) -> None:
+    names = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert set(os.listdir(trained.exported)) == names | {"README.md"}
+    card = (Path(trained.exported) / "README.md").read_text()
+    assert f"| validation | {evaluated_in_training(trained, 6)['val_loss']:.4f} |" in card
+    assert "| tokens | 768 |" in card
+    assert "text.txt; text: " in card
+    assert str(trained.folder) not in card
+
+
+def test_step_dtype_and_shard_size_are_those_asked_for(
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "parts"
+    options = ["--step", "3", "--dtype", "bf16", "--max-shard-size", "20KB"]
+    assert EXPORT([trained.run, str(out), *options]) == 0
+    assert "after step 3" in capsys.readouterr().out
+    assert len(list(out.glob("*.safetensors"))) > 2
+    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+    assert EXPORT([trained.run, str(tmp_path / "whole"), "--step", "3"]) == 0
+    whole = load_file(tmp_path / "whole" / "model.safetensors")
+    parts = {name: value for path in out.glob("*.safetensors") for name, value in load_file(path).items()}
+    newest = load_file(Path(trained.exported) / "model.safetensors")
+    assert whole.keys() == parts.keys() == newest.keys()
+    assert all(torch.equal(parts[name], value.bfloat16()) for name, value in whole.items())
+    assert not all(torch.equal(newest[name], value) for name, value in whole.items())
+    card = (tmp_path / "whole" / "README.md").read_text()
+    assert f"| validation | {evaluated_in_training(trained, 3)['val_loss']:.4f} |" in card
+    assert "| tokens | 384 |" in card
+
+
+def test_import_no_step_and_export_gives_the_same_tensors_bit_for_bit(trained: Trained) -> None:
+    train(trained.folder, "again", f"checkpoint.init_from={trained.exported}", "train.steps=0", "train.eval_interval=0")
+    assert EXPORT([str(trained.folder / "again"), str(trained.folder / "back")]) == 0
+    theirs, ours = (
+        load_file(Path(place) / "model.safetensors") for place in (trained.exported, trained.folder / "back")
+    )
+    assert theirs.keys() == ours.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert "the weights of exported" in (trained.folder / "back" / "README.md").read_text()
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over_and_left_as_it_is(
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(trained.run, tmp_path / "run")
+    damaged = next((tmp_path / "run" / "checkpoints" / "step-00000006").glob("*.distcp"))
+    damaged.write_bytes(b"?" + damaged.read_bytes()[1:])
+    before = tree(tmp_path / "run")
+    assert EXPORT([str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    said = capsys.readouterr()
+    assert "step-00000006 is damaged and was passed over" in said.err
+    assert "after step 3" in said.out
+    assert EXPORT([str(tmp_path / "run"), str(tmp_path / "named"), "--step", "6"]) == 2
+    said = capsys.readouterr()
+    assert "step=6: its checkpoint is damaged" in said.err
+    assert "others: 3" in said.err
+    assert tree(tmp_path / "run") == before
+
+
+# --- generation ------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_and_its_export_write_the_same_text(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
+    ask = ["--prompt", "The river", "--max-new-tokens", "9", "--num-samples", "2", "--seed", "5"]
+    written = text(capsys, trained.run, *ask)
+    assert written == text(capsys, trained.exported, *ask)
+    assert written.count("The river") == 2
+    assert written != text(capsys, trained.run, *ask[:-1], "6")
+
+
+def test_the_likeliest_text_is_that_of_transformers(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(trained.exported)
+    model = transformers.AutoModelForCausalLM.from_pretrained(trained.exported)
+    tokens = tokenizer("light", return_tensors="pt")["input_ids"]
+    for _ in range(6):
+        tokens = torch.cat([tokens, model(tokens).logits[:, -1:].argmax(-1)], dim=1)
+    expected = tokenizer.decode(tokens[0], skip_special_tokens=True)
+    asked = ["--prompt", "light", "--temperature", "0", "--max-new-tokens", "6"]
+    assert text(capsys, trained.exported, *asked) == expected + "\n"
+
+
+def test_more_tokens_than_were_trained_on_are_warned_of(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
+    assert GENERATE([trained.exported, "--prompt", "tree", "--max-new-tokens", "40", "--temperature", "0"]) == 0
+    assert "from token 32 on" in capsys.readouterr().err
+
+
+def test_a_table_of_positions_is_used_as_far_as_it_was_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model_of_positions(tmp_path)
+    (tmp_path / "text.txt").write_text("abcacb" * 20)
+    assert GENERATE([str(tmp_path / "table"), "--prompt", "abca"]) == 0
+    said = capsys.readouterr()
+    assert (len(said.out), said.err) == (17, "")  # with the end of the line
+    words = ["--data", "text", f"data.path={tmp_path / 'text.txt'}", f"data.cache_dir={tmp_path / 'cache'}"]
+    assert evaluation(capsys, str(tmp_path / "table"), *words)["seq_length"] == 16
+
+
+# --- evaluation ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", [3, 6])
+def test_a_run_on_its_own_data_has_the_val_loss_of_its_metrics(
+    step: int, trained: Trained, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = evaluated_in_training(trained, step)
+    found = evaluation(capsys, trained.run, "--step", str(step))
+    assert found["step"] == step
+    assert found["loss"] == pytest.approx(said["val_loss"], rel=1e-6)
+    assert found["bits_per_byte"] == pytest.approx(said["val_bits_per_byte"], rel=1e-6)
+    assert found["perplexity"] == pytest.approx(said["val_perplexity"], rel=1e-5)
+    assert found["tokens"] == 3 * 4 * 32
+
+
+def losses_by_transformers(folder: str, tokens: list[int], length: int) -> torch.Tensor:
+    """The loss of each token but the first, in windows of `length`, by transformers' model in fp64."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    losses = []
+    for first in range(0, len(tokens) - 1, length):
+        window = torch.tensor([tokens[first : first + length + 1]])
+        losses.append(F.cross_entropy(model(window[:, :-1]).logits[0], window[0, 1:], reduction="none"))
+    return torch.cat(losses).detach()
+
+
+def test_other_data_is_evaluated_whole_to_the_last_token(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
+    import transformers
+
+    other = trained.folder / "other.txt"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(trained.exported)
+    tokens = [*tokenizer(other.read_text())["input_ids"], tokenizer.eos_token_id]
+    assert (len(tokens) - 1) % 32 != 0  # the last window is not full
+    losses = losses_by_transformers(trained.exported, tokens, 32)
+    words = ["data=text", f"data.path={other}", f"data.cache_dir={trained.folder / 'cache'}", "precision=fp64"]
+    for folder in (trained.run, trained.exported):
+        found = evaluation(capsys, folder, *words, "--batch-size", "3")
+        assert found["tokens"] == len(tokens) - 1
+        assert found["loss"] == pytest.approx(float(losses.mean()), rel=1e-6)  # transformers has RMSNorm in fp32
+        bits = float(losses.mean()) / math.log(2) * len(tokens)
+        assert found["bits_per_byte"] == pytest.approx(bits / len(other.read_bytes()), rel=1e-6)
+    front = evaluation(capsys, trained.exported, *words, "--max-tokens", "50")
+    assert front["tokens"] == 50
+    assert front["loss"] == pytest.approx(float(losses[:50].mean()), rel=1e-6)
+    bits = float(losses[:50].mean()) / math.log(2) * 51
+    assert front["bits_per_byte"] == pytest.approx(bits / len(tokenizer.decode(tokens[:51]).encode()), rel=1e-6)
+
+
+def test_the_option_and_the_override_name_the_same_data(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
+    place = f"data.cache_dir={trained.folder / 'cache'}"
+    words = [f"data.path={trained.folder / 'other.txt'}", place]
+    option = evaluation(capsys, trained.run, "--data", "text", *words)
+    assert option == evaluation(capsys, trained.run, "data=text", *words)
+    part = evaluation(capsys, trained.run, "--data", "text", *words, "data.validation_fraction=0.25")
+    assert option["tokens"] // 5 < part["tokens"] < option["tokens"] // 3
+    shorter = evaluation(capsys, trained.run, "--data", "text", *words, "train.seq_length=8")
+    assert (shorter["tokens"], shorter["seq_length"]) == (option["tokens"], 8)
+    assert shorter["loss"] != option["loss"]
+
+
+def test_token_files_are_evaluated_as_the_text_they_were_made_of(
+    trained: Trained, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepare = command("prepare_data")
+    for name, tokenizer in (("tokens", f"{trained.run}/tokenizer"), ("strange", "byte")):
+        out = ["--output", str(trained.folder / name), "--tokenizer", tokenizer]
+        assert prepare([str(trained.folder / "other.txt"), *out]) == 0
+    found = evaluation(capsys, trained.run, "--data", "tokens", f"data.path={trained.folder / 'tokens'}")
+    words = [f"data.path={trained.folder / 'other.txt'}", f"data.cache_dir={trained.folder / 'cache'}"]
+    expected = evaluation(capsys, trained.run, "--data", "text", *words)
+    assert {**found, "data": ""} == {**expected, "data": ""}
+    assert EVALUATE([trained.run, "--data", "tokens", f"data.path={trained.folder / 'strange'}"]) == 2
+    assert "made with another tokenizer than the model's" in capsys.readouterr().err
+
+
+def test_what_people_read_is_in_words(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert EVALUATE([trained.run]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert [line.partition("  ")[0] for line in said] == [
+        *("model", "data", "predicted", "loss", "perplexity", "bits per byte"),
+    ]
+    assert "after step 6, in fp32" in said[0]
+
+
+# --- refusals --------------------------------------------------------------------------------------------------------
+
+
+def full_folder(place: Path) -> None:
+    (place / "out").mkdir()
+    (place / "out" / "notes").write_text("mine")
+
+
+def broken_run(place: Path) -> None:
+    (place / "broken" / "checkpoints" / "step-00000003").mkdir(parents=True)
+
+
+def empty_run(place: Path) -> None:
+    (place / "empty" / "checkpoints").mkdir(parents=True)
+
+
+def strange_run(place: Path) -> None:
+    """A run whose tokenizer was replaced by one with more tokens than its model knows."""
+    from megalite.data.tokenizers import char_tokenizer
+
+    shutil.copytree(place / "run", place / "strange")
+    shutil.rmtree(place / "strange" / "tokenizer")
+    char_tokenizer(["".join(map(chr, range(1000, 1400)))]).save(place / "strange" / "tokenizer")
+
+
+def model_with_code(place: Path) -> None:
+    (place / "code").mkdir()
+    about = {"model_type": "theirs", "auto_map": {"AutoModelForCausalLM": "theirs.Model"}}
+    (place / "code" / "config.json").write_text(json.dumps(about))
+
+
+def model_of_symbols(place: Path) -> None:
+    """An exported model whose tokenizer knows the letters of `abc` alone."""
+    from megalite.data.tokenizers import char_tokenizer
+    from megalite.hf.tokenizer_files import tokenizer_files
+
+    shutil.copytree(place / "exported", place / "symbols")
+    for name, content in tokenizer_files(char_tokenizer(["abc"]), 32).items():
+        (place / "symbols" / name).write_bytes(content)
+
+
+def model_of_positions(place: Path) -> None:
+    """A GPT-2 of 32 positions, trained on sequences of 16."""
+    from megalite.data.tokenizers import char_tokenizer
+    from megalite.hf.export_model import export_model
+    from megalite.hf.tokenizer_files import tokenizer_files
+    from megalite.model.init import start_values
+    from megalite.model.parameters import gpt_parameters
+    from tests.hf.test_export import small
+
+    config, others = small("gpt2", vocab_size=3), tokenizer_files(char_tokenizer(["abc"]), 16)
+    values = start_values(gpt_parameters(config), seed=1)
+    export_model(values, config, place / "table", dtype=torch.float32, context_length=16, others=others)
+
+
+def model_without_tokenizer(place: Path) -> None:
+    shutil.copytree(place / "exported", place / "mute")
+    (place / "mute" / "tokenizer.json").unlink()
+    (place / "mute" / "tokenizer_config.json").unlink()
+
+
+def nothing(place: Path) -> None:
+    """No files are needed."""
+
+
+ASK = ["--prompt", "a tree"]
+DATA = ["--data", "text", "data.path=other.txt", "data.cache_dir=cache"]
+
+
+@pytest.mark.parametrize(
+    ("arrange", "name", "arguments", "words"),
+    [
+        (nothing, "export_hf", ["gone", "out"], ["run_dir='gone'", "there is no such folder"]),
+        (empty_run, "export_hf", ["empty", "out"], ["it holds no checkpoint"]),
+        (broken_run, "export_hf", ["broken", "out"], ["no checkpoint of this run can be read"]),
+        (nothing, "export_hf", ["run", "out", "--step", "5"], ["step=5", "those there are: 3, 6"]),
+        (full_folder, "export_hf", ["run", "out"], ["folder='out'", "it exists already"]),
+        (nothing, "export_hf", ["run", "out", "--max-shard-size", "big"], ["max shard size='big'", "5GB"]),
+        (strange_run, "export_hf", ["strange", "out"], ["has 400 tokens", "the model of the checkpoint knows 297"]),
+        (nothing, "generate", ["run", "--prompt", ""], ["--prompt=''", "nothing to continue"]),
+        (nothing, "generate", ["run", *ASK, "--temperature", "-1", "--top-p", "0"], ["2 problems", "--top-p=0.0"]),
+        (nothing, "generate", ["run", *ASK, "--temperature", "0", "--num-samples", "2"], ["all of them are the same"]),
+        (nothing, "generate", ["gpt2", *ASK], ["model='gpt2'", "models are not downloaded"]),
+        (nothing, "generate", ["cache", *ASK], ["neither the folder of a run nor one of a transformers model"]),
+        (model_with_code, "generate", ["code", *ASK], ["such code is never run"]),
+        (model_of_symbols, "generate", ["symbols", "--prompt", "abcdef"], ["'d' (character 3)"]),
+        (model_without_tokenizer, "generate", ["mute", *ASK], ["holds no tokenizer"]),
+        (nothing, "generate", ["exported", *ASK, "--step", "3"], ["step=3", "has no steps"]),
+        (
+            model_of_positions,
+            "generate",
+            ["table", "--prompt", "ab" * 16],
+            ["takes 32 of the model's 32", "at most 31"],
+        ),
+        (
+            model_of_positions,
+            "generate",
+            ["table", "--prompt", "abc", "--max-new-tokens", "30"],
+            ["takes 3 of the model's 32 positions", "--max-new-tokens 29"],
+        ),
+        (model_of_positions, "evaluate", ["table", *DATA, "train.seq_length=33"], ["has 32 positions"]),
+        (strange_run, "evaluate", ["strange", *DATA], ["has 400 tokens", "knows 297"]),
+        (model_with_code, "evaluate", ["code", *DATA], ["must be one of gpt2, llama, qwen3", "never run"]),
+        (model_of_symbols, "evaluate", ["symbols", *DATA], ["'A' (character 0)", "3 symbols"]),
+        (model_without_tokenizer, "evaluate", ["mute", *DATA], ["holds no tokenizer"]),
+        (nothing, "evaluate", ["exported"], ["has no data of its own", "--data stdlib"]),
+        (nothing, "evaluate", ["run", "train.steps=3"], ["train.steps: an evaluation does not read it"]),
+        (nothing, "evaluate", ["run", "train.seq_lenght=3"], ["did you mean train.seq_length=3"]),
+        (nothing, "evaluate", ["run", "--max-tokens", "9"], ["evaluated as in training"]),
+        (nothing, "evaluate", ["run", "--data", "text"], ["data.path"]),
+        (nothing, "evaluate", ["run", "--data", "text", "data=hf", "data.path=x"], ["give one of the two"]),
+        (nothing, "evaluate", ["run", "--data", "text", "data.path=gone.txt"], ["there is no such file"]),
+        (nothing, "evaluate", ["run", *DATA, "train.eval_batches=2"], ["--max-tokens N"]),
+    ],
+)
+def test_mistakes_are_refused_with_status_two_and_nothing_written(
+    arrange: Callable[[Path], None],
+    name: str,
+    arguments: list[str],
+    words: list[str],
+    trained: Trained,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for part in ("run", "exported", "cache"):
+        (tmp_path / part).symlink_to(trained.folder / part)
+    (tmp_path / "other.txt").symlink_to(trained.folder / "other.txt")
+    monkeypatch.chdir(tmp_path)
+    arrange(tmp_path)
+    before, entries = tree(tmp_path), sorted(os.listdir(tmp_path))
+    assert command(name)(arguments) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("megalite: refused") == 1
+    for word in words:
+        assert word in said.err
+    assert (tree(tmp_path), sorted(os.listdir(tmp_path))) == (before, entries)
+
+
+def test_a_run_whose_text_has_changed_has_no_val_loss_any_more(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_text(tmp_path / "text.txt")
+    train(tmp_path, "run", "tokenizer=byte", "train.steps=1", "train.eval_interval=0")
+    with (tmp_path / "text.txt").open("a") as file:
+        file.write(" And so on.")
+    assert EVALUATE([str(tmp_path / "run")]) == 2
+    assert "not the data of the run any more" in capfd.readouterr().err

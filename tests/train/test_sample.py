@@ -1,0 +1,138 @@
+"""Text from the model: the same on every layout, whatever stands beside it, and training is not disturbed by it."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.config.problems import UserError
+from megalite.config.schema import Config
+from megalite.data.open import open_data
+from megalite.data.prepare import prepare
+from megalite.parallel.context import ParallelContext
+from megalite.parallel.layout import ParallelLayout
+from megalite.train import sample as sample_module
+from megalite.train.events import read_events
+from megalite.train.sample import prompts_of, sample
+from tests.pipeline.stages import stages_config, started
+from tests.train.runs import state_bytes, write_text
+from tests.train.test_run import STEPS, _outcome, config_for, losses, run_on, start
+
+PROMPTS = [[3, 1, 4], [1], [5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2]]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text(tmp_path_factory.mktemp("run") / "text.txt")
+
+
+def texts(prompts: list[list[int]], **options: Any) -> list[list[int]]:
+    config = stages_config(1, num_layers=2, position="rope")
+    training = started(ParallelContext(dtype=torch.float64), config)
+    settings = {"seq_length": config.train.seq_length, "seed": 2, **options}
+    return sample(training, ParallelContext(dtype=torch.float64), prompts, 12, **settings)
+
+
+def test_a_text_does_not_depend_on_what_is_sampled_beside_it_nor_on_the_shape_of_the_windows() -> None:
+    alone = [texts([prompt])[0] for prompt in PROMPTS]
+    assert len({*alone[0]}) > 3, "a text that can differ"
+    assert texts(PROMPTS) == alone
+    assert texts(PROMPTS, rows=2) == alone
+    assert texts(PROMPTS[:2], seq_length=1000) == texts(PROMPTS[:2], seq_length=1000, rows=2)
+    assert texts(PROMPTS, seed=3) != alone
+
+
+def test_the_next_token_is_drawn_from_what_the_model_says_after_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sample_module, "TOP_K", 1)
+    context, config = ParallelContext(dtype=torch.float64), stages_config(1, num_layers=2, position="rope")
+    (model,) = started(context, config).chunks
+    for prompt, (token, *_) in zip(PROMPTS, texts(PROMPTS, seq_length=1000, rows=3), strict=True):
+        said = model.logits(sample_module._batch(torch.tensor([prompt])))
+        assert token == int(said[0, -1].argmax())
+
+
+def test_a_window_is_as_short_as_it_may_be_unless_one_shape_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, ...]] = []
+    batch = sample_module._batch
+    monkeypatch.setattr(sample_module, "_batch", lambda window: seen.append(tuple(window.shape)) or batch(window))
+    texts(PROMPTS, seq_length=1000)
+    assert {*seen} == {(3, 64)}
+    seen.clear()
+    texts(PROMPTS, seq_length=1000, rows=2)
+    assert {*seen} == {(2, 1000)}
+
+
+def sampled(run_dir: Path) -> dict[tuple[int, str], str]:
+    events = read_events(run_dir / "events.jsonl")
+    return {(it["step"], it["prompt"]): it["text"] for it in events if it["kind"] == "sample"}
+
+
+SAMPLING = {"sample_interval": 5, "sample_prompts": ["tree ", ""], "sample_tokens": 6}
+
+
+def test_samples_are_written_on_the_way_and_at_the_end_and_change_nothing(
+    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert start(config_for(text, tmp_path / "plain", sample_tokens=0)) == 0
+    assert "the model writes" not in capsys.readouterr().out
+    assert sampled(tmp_path / "plain") == {}
+    assert start(config_for(text, tmp_path / "sampling", **SAMPLING)) == 0
+    assert capsys.readouterr().out.count("the model writes") == 2 * 2 + 1  # after two steps, and at the end
+    assert {*sampled(tmp_path / "sampling")} == {(step, prompt) for step in (5, 10, 12) for prompt in ("tree ", "")}
+    assert losses(tmp_path / "sampling") == losses(tmp_path / "plain")
+    assert state_bytes(tmp_path / "sampling", STEPS) == state_bytes(tmp_path / "plain", STEPS)
+    log = (tmp_path / "sampling" / "logs" / "rank-00000.log").read_text()
+    assert log.count("sample after step 10: tree ") == 1
+
+
+def test_a_sample_after_the_last_step_is_not_made_twice(text: Path, tmp_path: Path) -> None:
+    assert start(config_for(text, tmp_path / "run", sample_interval=6, sample_tokens=4)) == 0
+    events = [it for it in read_events(tmp_path / "run" / "events.jsonl") if it["kind"] == "sample"]
+    assert [it["step"] for it in events] == [6, 12]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [ParallelLayout(dp=2), ParallelLayout(tp=2, dp=2), ParallelLayout(tp=2, pp=2)],
+    ids=["dp2", "tp2-dp2", "tp2-pp2"],
+)
+def test_every_layout_writes_the_texts_of_one_process(text: Path, tmp_path: Path, layout: ParallelLayout) -> None:
+    def config(name: str, **parallel: int) -> Config:
+        found = config_for(text, tmp_path / name, **SAMPLING, steps=5)
+        model = replace(found.model, num_layers=2, dropout=0.0, attention_dropout=0.0, embedding_dropout=0.0)
+        return replace(found, precision="fp64", model=model, parallel=replace(found.parallel, **parallel))
+
+    assert start(config("alone")) == 0
+    assert run_on(layout, config("run", tp=layout.tp, pp=layout.pp), _outcome) == [0] * layout.world_size
+    assert sampled(tmp_path / "run") == sampled(tmp_path / "alone")
+    assert len(sampled(tmp_path / "run")) == 2
+
+
+def prompts(text: Path, **settings: Any) -> list[tuple[str, list[int]]]:
+    config = config_for(text, text.parent / "unused", sample_prompts=settings.pop("prompts", None))
+    config = replace(config, **settings)
+    prepare(config, lambda *progress: None)
+    return [(prompt.text, prompt.tokens) for prompt in prompts_of(config, open_data(config))]
+
+
+def test_a_sample_begins_with_the_prompt_or_an_end_of_document(text: Path) -> None:
+    assert prompts(text, prompts=["ab", ""]) == [("ab", [97, 98]), ("", [256])]
+    assert prompts(text) == [("", [256])]
+    (only,) = prompts(text, tokenizer="char")  # no end of document: the first symbol of the data
+    assert only[0] == ""
+    assert len(only[1]) == 1
+
+
+def test_prompts_that_the_tokenizer_does_not_know_are_refused_before_anything_is_written(
+    text: Path, tmp_path: Path
+) -> None:
+    config = config_for(text, tmp_path / "run", sample_prompts=["tree", "ça", "123"])
+    with pytest.raises(UserError) as refused:
+        start(replace(config, tokenizer="char"))
+    message = str(refused.value)
+    assert "2 problems" in message
+    for words in ("train.sample_prompts='ça'", "holds 'ç'", "train.sample_prompts='123'", "tokenizer=byte"):
+        assert words in message
+    assert not (tmp_path / "run").exists()
