@@ -2,8 +2,9 @@
 
 The text is taken from the pages and given to bash, in a copy of the repository, page by page and block by block. Only
 the size is another: `python` and `torchrun` are found in a folder of small scripts that add settings of a small model
-(and rounds, and test selections) to the words that they are given, and then call the real ones. Blocks that need a
-cluster, an account or hours say so by their language: `text` instead of `bash`.
+to the words that they are given, and then call the real ones; tests are only collected, and of benchmarks only the
+options are read (test_benchmark.py and test_benchmark_pipeline.py run them, small). Blocks that need a cluster, an
+account or hours say so by their language: `text` instead of `bash`.
 """
 
 import os
@@ -38,8 +39,7 @@ case " $* " in
     *" -m pip "*) echo "nothing is to be installed: see setup.sh's stamp" >&2; exit 1 ;;
     *pretrain_gpt.py*--help*) ;;
     *pretrain_gpt.py*) set -- "$@" {settings} $steps $tokenizer ;;
-    *benchmark.py*--overhead*) set -- "$@" --steps 3 ;;
-    *benchmark.py*) set -- "$@" --model tiny --precision fp32 --steps 1 ;;
+    *benchmark.py*) set -- "$@" --help ;;
     *" -m pytest "*.py*) set -- "$@" --collect-only -q ;;
     *" -m pytest "*) set -- "$@" --collect-only -q tests/test_house.py ;;
 esac
