@@ -1,13 +1,12 @@
-"""Trains a GPT: `python pretrain_gpt.py [name=value ...]`, or the same under torchrun or srun; see --help.
-
-Command line and environment are checked before torch is imported; what is wrong is printed once, by rank 0. Exit
-status: 0 finished or stopped after saving, 2 refused, 130 interrupted before the start, else a failure."""
+"""Trains a GPT: `python pretrain_gpt.py [name=value ...]`, or the same under torchrun or srun; see --help. Exit status:
+0 finished or stopped after saving, 2 refused (said by rank 0), 130 interrupted before the start, else a failure."""
 
 import os
 import sys
 import time
 
 from megalite.config.problems import Problem, UserError, collect
+from megalite.data.hub import ask_early
 from megalite.parallel.cores import let_waiting_threads_sleep
 from megalite.parallel.environment import claimed_rank, first_of_node, read_environment
 from megalite.train.signals import ignore_stop_signals, notice_launcher_s_end
@@ -29,7 +28,8 @@ def main(argv: list[str]) -> int:
         return refuse(UserError(problems), rank)
     notice_launcher_s_end(environment.launcher)  # during the imports, too: ranks without it wait for nobody
     let_waiting_threads_sleep(os.environ)
-    from torch.distributed.elastic.multiprocessing.errors import record
+    ask_early(config)
+    from torch.distributed.elastic.multiprocessing.errors import record  # torch: from here on it takes seconds
 
     from megalite.train.run import run
 

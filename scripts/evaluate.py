@@ -21,6 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megalite.config.problems import REFUSED, UserError
+from megalite.data.hub import ask_early
 from megalite.train.evaluation_request import SOURCES, read_request
 
 
@@ -60,6 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, overrides = parse(sys.argv[1:] if arguments is None else arguments)
     try:
         request = read_request(overrides, options.data, batch_size=options.batch_size, max_tokens=options.max_tokens)
+        ask_early(request.config)
         from megalite.train.evaluate_saved import evaluate_saved
 
         found = evaluate_saved(

@@ -4,6 +4,7 @@ import os
 import tempfile
 
 import pytest
+from hypothesis import settings
 
 # Set before anything imports torch or a Hugging Face library: they read these once.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -26,6 +27,14 @@ for name in list(os.environ):
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also run the tests marked long")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Generated examples are the same in every plain run, so that a change fails by its own fault alone; a full run
+    searches anew."""
+    settings.register_profile("same", derandomize=True)
+    if not config.getoption("--full"):
+        settings.load_profile("same")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

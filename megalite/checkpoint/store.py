@@ -31,6 +31,7 @@ from megalite.checkpoint.manifest import (
 )
 from megalite.checkpoint.pieces import Piece
 from megalite.checkpoint.reading import read_pieces
+from megalite.checkpoint.room import size_in_words
 from megalite.checkpoint.writing import FileRecord, TensorWrite
 from megalite.config.problems import Problem, UserError
 from megalite.parallel.context import ParallelContext
@@ -157,7 +158,11 @@ def _about(context: ParallelContext, labels: Mapping[str, str] | None) -> dict[s
 
 def _not_saved(folder: Path, step: int, reason: str, planned: int, free: list[int]) -> str:
     """The one line that people read."""
-    room = f" It needs about {_size(planned)}; {_size(free[0])} were free in {folder}." if planned and free else ""
+    room = (
+        f" It needs about {size_in_words(planned)}; {size_in_words(free[0])} were free in {folder}."
+        if planned and free
+        else ""
+    )
     kept = commit.committed(folder)
     stays = f"{kept[0][1].name} stays the newest checkpoint" if kept else "there is no earlier checkpoint"
     return f"the checkpoint of step {step} was not saved: {reason}.{room} {stays}."
@@ -165,13 +170,6 @@ def _not_saved(folder: Path, step: int, reason: str, planned: int, free: list[in
 
 def _kind(name: str) -> str:
     return name.partition(".")[0]
-
-
-def _size(amount: int) -> str:
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if amount >= scale:
-            return f"{amount / scale:.1f} {unit}"
-    return f"{amount} bytes"
 
 
 def newest(

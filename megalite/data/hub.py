@@ -8,6 +8,7 @@ import os
 import ssl
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from functools import lru_cache
@@ -15,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from megalite.config.problems import Problem, UserError
+from megalite.config.schema import Config
 
-PATIENCE = 4.0  # seconds for the hub to answer
+PATIENCE = 3.0  # seconds for the hub to answer
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 TOKENIZER_FILES = [
     "tokenizer*",
@@ -28,19 +30,45 @@ TOKENIZER_FILES = [
 ]
 
 
+def ask_early(config: Config) -> None:
+    """Ask the hub, if the data or the tokenizer may be there, while a program still imports what it needs."""
+    named = [config.data.path] if config.data.source == "hf" else []
+    named += [config.tokenizer] if config.tokenizer not in ("bpe", "byte", "char") else []
+    if not _told_offline() and not all(Path(str(name)).expanduser().exists() for name in named):
+        _ask(_endpoint())
+
+
 def reachable() -> bool:
-    """Whether the hub answers within PATIENCE seconds, name resolution included."""
-    if any(os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE") for name in OFFLINE):
-        return False
-    answers: list[bool] = []
-    probe = threading.Thread(target=lambda: answers.append(_answers()), daemon=True)  # a resolver may hang for longer
-    probe.start()
-    probe.join(PATIENCE)
-    return answers == [True]
+    """Whether the hub answers within PATIENCE seconds of being asked, name resolution included."""
+    return not _told_offline() and _ask(_endpoint()).there()
 
 
-def _answers() -> bool:
-    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+class _Question:
+    """One request, in a thread of its own: a resolver may hang for longer than we wait."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.answers: list[bool] = []
+        self.thread = threading.Thread(target=lambda: self.answers.append(_answers(endpoint)), daemon=True)
+        self.until = time.monotonic() + PATIENCE
+        self.thread.start()
+
+    def there(self) -> bool:
+        self.thread.join(max(0.0, self.until - time.monotonic()))
+        return self.answers == [True]
+
+
+_ask = lru_cache(maxsize=1)(_Question)  # once in a process
+
+
+def _told_offline() -> bool:
+    return any(os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE") for name in OFFLINE)
+
+
+def _endpoint() -> str:
+    return os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+
+
+def _answers(endpoint: str) -> bool:
     try:
         with urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=PATIENCE):
             return True

@@ -14,12 +14,13 @@ from megalite.config.schema import Config
 from megalite.data.blend import Blend, integer_weights
 from megalite.data.cache import digest
 from megalite.data.prepare import FORMAT, check_vocabulary, is_prepared, targets_of
-from megalite.data.samples import Part, SampleSource
+from megalite.data.samples import Part, SampleSource, beyond_vocabulary
 from megalite.data.sources import collected, paths_of
-from megalite.data.token_file import TokenFile, with_suffix
+from megalite.data.token_file import TokenFile, ids_of, largest_id, with_suffix
 from megalite.data.tokenizers import TextTokenizer, load_tokenizer, named_tokenizer
 
 MEASURED = 1 << 18  # validation tokens from which bytes_per_token is taken, at most
+LOOKS = 512  # tokens all over a file that are looked at when it is opened
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ def open_data(config: Config) -> OpenedData:
     weights = _weights(config, files)
     tokenizer = _tokenizer(config, files)
     vocab_size = _vocab_size(config, files, tokenizer)
+    _check_ids(files, vocab_size)
     end = tokenizer.end_of_document if tokenizer else None
     if config.data.mask_end_of_document and end is None:
         rule = "the tokenizer has no end-of-document token" if tokenizer else "without a tokenizer its id is unknown"
@@ -129,11 +131,24 @@ def _check_width(files: list[TokenFile], vocab_size: int) -> None:
     """Refuse files that cannot hold all ids of the tokenizer: larger ones would have been cut when written."""
     problems = []
     for file in files:
-        largest = int(np.iinfo(file.tokens.dtype).max)
+        largest = largest_id(file.tokens.dtype)
         if largest < vocab_size - 1:
             rule = f"holds {file.tokens.dtype} ids, up to {largest:,}; the tokenizer has {vocab_size:,} tokens"
             remedy = "give the tokenizer that made it, or prepare the data again with this one"
             problems.append(Problem("data.path", str(with_suffix(file.prefix, ".bin")), rule, remedy))
+    if problems:
+        raise UserError(problems)
+
+
+def _check_ids(files: list[TokenFile], vocab_size: int) -> None:
+    """Refuse what a few looks at each file find, before a run begins: the ids of another tokenizer, mostly."""
+    problems = []
+    for file in files:
+        places = np.linspace(0, len(file.tokens) - 1, LOOKS).astype(np.int64)
+        ids = ids_of(file.tokens[places])
+        wrong = places[(ids < 0) | (ids >= vocab_size)]
+        if len(wrong):
+            problems.append(beyond_vocabulary(file, int(wrong[0]), vocab_size))
     if problems:
         raise UserError(problems)
 

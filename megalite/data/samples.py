@@ -15,7 +15,7 @@ import numpy.typing as npt
 from megalite.config.problems import Problem, UserError
 from megalite.data.blend import Blend
 from megalite.data.permutation import IntArray, permute, round_keys
-from megalite.data.token_file import TokenFile, with_suffix
+from megalite.data.token_file import TokenFile, ids_of, with_suffix
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class SampleSource:
         parts, starts = self.places(indices)
         rows = np.empty((len(indices), self.seq_length + 1), dtype=np.int64)
         for row, part, start in zip(rows, parts, starts, strict=True):
-            row[:] = self.parts[part].file.tokens[start : start + self.seq_length + 1]
+            row[:] = ids_of(self.parts[part].file.tokens[start : start + self.seq_length + 1])
         if rows.max() >= self.vocab_size or rows.min() < 0:
             raise self._beyond_vocabulary(rows, indices, parts, starts)
         return rows, parts, starts
@@ -102,13 +102,18 @@ class SampleSource:
     def _beyond_vocabulary(self, rows: IntArray, indices: IntArray, parts: IntArray, starts: IntArray) -> UserError:
         """Name the first id that the model has no embedding for."""
         row, at = (int(place[0]) for place in np.nonzero((rows >= self.vocab_size) | (rows < 0)))
-        file, position = self.parts[parts[row]].file, int(starts[row]) + at
-        rule = (
-            f"token id {int(rows[row, at])} at token {position:,} (document {file.document_at(position):,}, "
-            f"sample {int(indices[row]):,}) is outside the vocabulary of {self.vocab_size:,}"
-        )
-        remedy = "set model.vocab_size to that of the file's tokenizer; scripts/prepare_data.py --verify scans it all"
-        return UserError(Problem("data.path", str(with_suffix(file.prefix, ".bin")), rule, remedy))
+        file, sample = self.parts[parts[row]].file, f", sample {int(indices[row]):,}"
+        return UserError(beyond_vocabulary(file, int(starts[row]) + at, self.vocab_size, sample))
+
+
+def beyond_vocabulary(file: TokenFile, position: int, vocab_size: int, sample: str = "") -> Problem:
+    """The token at `position` is none that the model has an embedding for."""
+    rule = (
+        f"token id {file.tokens[position]} at token {position:,} (document {file.document_at(position):,}{sample}) is "
+        f"outside the vocabulary of {vocab_size:,}"
+    )
+    remedy = "set model.vocab_size to that of the file's tokenizer; scripts/prepare_data.py --verify scans it all"
+    return Problem("data.path", str(with_suffix(file.prefix, ".bin")), rule, remedy)
 
 
 @lru_cache(maxsize=64)

@@ -23,8 +23,7 @@ from megalite.data.permutation import IntArray
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")  # 34 bytes: the arrays behind it are not aligned
-DTYPES: dict[int, str] = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
-NOT_IDS = {6: "float64", 7: "float32"}  # Megatron stores other things than tokens, too
+DTYPES: dict[int, str] = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 CODES = {np.dtype(name): code for code, name in DTYPES.items()}
 SAMPLED_CHECKS = 1024  # index entries that are checked when a file is opened
 HASH_WHOLE = 16 << 20  # bytes up to which the identity covers every byte
@@ -34,6 +33,19 @@ HASH_BLOCKS, HASH_BLOCK = 64, 64 << 10
 def dtype_for(vocab_size: int) -> np.dtype[Any]:
     """Megatron's choice: 16 bits where every id fits with room to spare."""
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
+
+
+def largest_id(dtype: np.dtype[Any]) -> int:
+    """Up to here every id can be stored; floats skip whole numbers beyond."""
+    return 2 ** (np.finfo(dtype).nmant + 1) if dtype.kind == "f" else int(np.iinfo(dtype).max)
+
+
+def ids_of(tokens: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Stored tokens [n] as whole numbers [n]; -1, which no vocabulary has, for a float that is none."""
+    if tokens.dtype.kind != "f":
+        return tokens
+    whole = (tokens == np.floor(tokens)) & (np.abs(tokens) < 2**63)
+    return np.where(whole, tokens, -1).astype(np.int64)
 
 
 def with_suffix(prefix: Path, suffix: str) -> Path:
@@ -194,9 +206,6 @@ def _read_header(index: Path, raw: npt.NDArray[np.uint8]) -> tuple[np.dtype[Any]
         raise _damaged(index, f"starts with {magic!r}, an index starts with {MAGIC!r}", "give a Megatron token file")
     if version != 1:
         raise _damaged(index, f"has version {version}, only version 1 is known", "prepare the data again")
-    if code in NOT_IDS:
-        rule = f"holds {NOT_IDS[code]} numbers (dtype code {code}); token ids are whole numbers, these may be rounded"
-        raise _damaged(index, rule, "prepare the data again as uint16 or int32, which Megatron does by default")
     if code not in DTYPES:
         raise _damaged(index, f"has dtype code {code}, known are {sorted(DTYPES)}", "prepare the data again")
     return np.dtype(DTYPES[code]), sequences, boundaries

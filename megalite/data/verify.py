@@ -7,7 +7,7 @@ import xxhash
 
 from megalite.config.problems import Problem, UserError
 from megalite.data.prepare import Progress
-from megalite.data.token_file import TokenFile, broken_sequence, with_suffix
+from megalite.data.token_file import TokenFile, broken_sequence, ids_of, with_suffix
 
 ROWS = 1 << 20  # index entries at once
 TOKENS = 1 << 24  # tokens at once
@@ -54,7 +54,7 @@ def _index_problems(file: TokenFile) -> list[Problem]:
 def _token_problems(file: TokenFile, vocab_size: int, progress: Progress | None) -> list[Problem]:
     total, width, first, count = len(file.tokens), file.tokens.itemsize, -1, 0
     for start in range(0, total, TOKENS):
-        piece = file.tokens[start : start + TOKENS]
+        piece = ids_of(file.tokens[start : start + TOKENS])
         wrong = np.flatnonzero((piece >= vocab_size) | (piece < 0))
         if len(wrong):
             first = start + int(wrong[0]) if first < 0 else first
@@ -65,7 +65,7 @@ def _token_problems(file: TokenFile, vocab_size: int, progress: Progress | None)
     if not count:
         return []
     rule = (
-        f"token id {int(file.tokens[first])} in document {file.document_at(first):,} (token {first:,}) is outside the "
+        f"token id {file.tokens[first]} in document {file.document_at(first):,} (token {first:,}) is outside the "
         f"vocabulary of {vocab_size:,}; {count:,} such tokens in all"
     )
     remedy = "give the vocabulary size of the tokenizer that made the file, or prepare the data again"

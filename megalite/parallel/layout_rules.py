@@ -316,9 +316,10 @@ def _candidates(judge: _Judge, field: str) -> Iterator[Any]:
         yield from ("-".join(judge.placed if judge.placed == judge.named else completed), "-".join(completed))
         yield from ("-".join([*(axis for axis in completed if axis != "pp"), "pp"]), DEFAULT_ORDER)
     elif field == "world_size":
-        step = lcm(judge.sound.dense_product, judge.sound.expert_product)
-        below = near // step * step
-        yield from (world for world in dict.fromkeys((below, below + step, step)) if world > 0)
+        dense, expert = judge.sound.dense_product, judge.sound.expert_product
+        steps = (lcm(dense, expert), dense, expert)  # the latter two for one of several problems
+        worlds = (world for step in steps for world in (near // step * step, (near // step + 1) * step, step))
+        yield from (world for world in dict.fromkeys(worlds) if world > 0)
     else:
         sizes = range(1, 17) if field == "vpp" else judge.factors
         yield from sorted(sizes, key=lambda size: abs(size - near))

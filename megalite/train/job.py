@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from megalite.checkpoint.commit import committed
+from megalite.checkpoint.room import judge_room
 from megalite.checkpoint.run_folder import CHECKPOINTS, RunFolder
 from megalite.checkpoint.store import newest
 from megalite.config.derive import derive_vocabulary
@@ -25,7 +26,7 @@ from megalite.parallel.context import ParallelContext
 from megalite.parallel.device import DTYPES
 from megalite.parallel.environment import ProcessEnvironment
 from megalite.train.sample import Prompt, prompts_of
-from megalite.train.state import ROUNDED, Progress, training_pieces
+from megalite.train.state import ROUNDED, Progress, state_bytes, training_pieces
 from megalite.train.training import Training, build_training, fill_with_start_values
 
 T = TypeVar("T")
@@ -104,6 +105,8 @@ def build_job(config: Config, context: ParallelContext, data: OpenedData, report
     try:
         for change in folder.changes:
             report(change)
+        if warning := agreed(context, lambda: _judge_room(config, folder, context)):
+            report(warning)
         job = Job(config, context, data, folder, build_training(config, context), Progress(), None, prompts)
         _set_state(job, report)
         folder.begin(context, as_plain(config))
@@ -113,6 +116,10 @@ def build_job(config: Config, context: ParallelContext, data: OpenedData, report
         folder.withdraw()  # nobody else will: the job does not exist
         raise
     return job
+
+
+def _judge_room(config: Config, folder: RunFolder, context: ParallelContext) -> str:
+    return judge_room(folder.checkpoints, state_bytes(config), config.checkpoint.keep) if context.rank == 0 else ""
 
 
 def _set_state(job: Job, report: Callable[[str], None]) -> None:

@@ -92,8 +92,9 @@ class Reporter:
         if self._chronicle is not None:
             self._chronicle.end("finished", step, status=0, message=f"all {steps} steps were done before")
 
-    def finish(self, *, stopped_by: str | None) -> None:
-        """The run ends in order, at its last step or because it was asked to stop. All ranks call it."""
+    def finish(self, status: int, *, stopped_by: str | None) -> None:
+        """The run ends in order, at its last step or because it was asked to stop; `status` is not 0 where its state
+        could not be saved. All ranks call it."""
         step = self._job.progress.step
         self._log.info("ended at step %d%s", step, f" ({stopped_by})" if stopped_by else "")
         self.ranks(step)
@@ -102,9 +103,9 @@ class Reporter:
         if self._chronicle is None:
             return
         if stopped_by is None:
-            self._chronicle.end("finished", step, status=0)
+            self._chronicle.end("finished", step, status=status)
         else:
-            self._chronicle.end("stopped", step, status=0, by=stopped_by)
+            self._chronicle.end("stopped", step, status=status, by=stopped_by)
         self._terminal.finish(self._summary(self._chronicle.metrics_path, stopped_by))
 
     def close(self) -> None:

@@ -361,10 +361,9 @@ def _train(job: Job, terminal: Terminal, stop: StopRequest, reporter: Reporter, 
     finally:
         gc.enable()
     stopped = loop.stopping and job.progress.step < job.config.train.steps
-    reporter.finish(stopped_by=(stop.requested or "a signal to another rank") if stopped else None)
-    if saver.newest_step == job.progress.step:
-        return 0
-    if job.context.rank == 0:
+    status = 0 if saver.newest_step == job.progress.step else 1
+    reporter.finish(status, stopped_by=(stop.requested or "a signal to another rank") if stopped else None)
+    if status and job.context.rank == 0:
         kept = "there is no checkpoint" if saver.newest_step is None else f"the newest is of step {saver.newest_step}"
         print(f"megalite: the state of step {job.progress.step} is not saved; {kept}", file=sys.stderr, flush=True)
-    return 1
+    return status

@@ -12,9 +12,12 @@ from typing import Any
 from torch import Tensor
 
 from megalite.checkpoint.pieces import Piece, boxes
+from megalite.config.schema import Config
 from megalite.config.step_plan import PlannedStep
+from megalite.model.parameters import gpt_parameters
 from megalite.optim.buffer_layout import OwnedRange
 from megalite.optim.buffers import TrainingBuffers
+from megalite.optim.memory import bytes_of_element
 from megalite.train.training import Training
 
 ROUNDED = "parameter"  # kind of the tensors that are masters in the model's dtype: a resume rounds them anew
@@ -50,6 +53,20 @@ def training_pieces(training: Training) -> list[Piece]:
         kinds[ROUNDED] = buffers.parameters
     pieces = [piece for kind, slices in kinds.items() for piece in owned_pieces(f"{kind}.", buffers.owned, slices)]
     return [*pieces, Piece("optimizer.step", (1,), (0,), optimizer.step_count.view(1))]
+
+
+def state_bytes(config: Config) -> int:
+    """Bytes of those tensors, of all ranks together: what a checkpoint needs on disk, but for a few KiB."""
+    optimizer, total = config.optimizer, 0
+    for record in gpt_parameters(config.model):
+        element = bytes_of_element(
+            config.precision,
+            gradient_dtype=optimizer.gradient_dtype,
+            moment_dtype=optimizer.moment_dtype,
+            master_precision=record.precision == "master",
+        )
+        total += record.numel * (element.parameters + element.masters + element.moments)
+    return total
 
 
 def owned_pieces(prefix: str, owned: Iterable[OwnedRange], slices: Sequence[Tensor]) -> Iterator[Piece]:

@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -43,6 +44,10 @@ def not_writable(scene: Scene) -> None:
     """For root, under whom these tests may run, there is no such folder."""
     allowed = os.access
     scene.patch.setattr(os, "access", lambda path, mode: allowed(path, mode) and path != scene.folder)
+
+
+def full_disk(scene: Scene) -> None:
+    scene.patch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(total=2**40, free=1024))
 
 
 def old_torch(scene: Scene) -> None:
@@ -113,6 +118,13 @@ ROWS = [
         "run_dir=new/run",
         ["run_dir='new/run'", "is not writable for this user", "a folder you may write to"],
         not_writable,
+    ),
+    Row(
+        39,
+        "a disk without room for a checkpoint",
+        "run_dir=run",
+        ["run_dir='", "/run': a checkpoint needs about", "KiB, 1.0 KiB are free in", "make room", "another disk"],
+        full_disk,
     ),
     Row(
         42,

@@ -42,16 +42,6 @@ EXPLAINED = {
         "there is no such switch: a run on one layout repeats itself bit for bit, and a test would miss what does not",
         ["train/test_run.py::test_a_stopped_and_continued_run_equals_the_uninterrupted_one"],
     ),
-    39: Explained(
-        "a disk with room for less than two checkpoints",
-        "the room that a later save finds is not known at the start: a save that fails says what it needs and what was "
-        "free, and training goes on",
-        [
-            "checkpoint/test_commit.py::test_a_full_disk_is_called_that",
-            "checkpoint/test_run_folder.py::test_a_disk_that_is_full_at_the_start_is_refused_and_leaves_nothing",
-            "bad_input/test_on_the_way.py::test_a_full_disk_ends_neither_training_nor_the_last_checkpoint",
-        ],
-    ),
     43: Explained(
         "the lock of a dead job",
         "it is taken over at once on the same machine, and from another one when its heart has stopped",

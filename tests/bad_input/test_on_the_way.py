@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -19,9 +20,11 @@ from tests.train.runs import ROOT
 
 
 def test_a_full_disk_ends_neither_training_nor_the_last_checkpoint(
-    launch_folder: Path, capfd: pytest.CaptureFixture[str]
+    launch_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert pretrain_gpt.main([*SMALL, "run_dir=run", "train.steps=1"]) == 0
+    mirror = Mock()
+    monkeypatch.setattr("megalite.train.run.open_mirror", lambda *_: mirror)
     capfd.readouterr()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, hard))  # stands for a full disk: a checkpoint takes 120 KiB
@@ -34,6 +37,7 @@ def test_a_full_disk_ends_neither_training_nor_the_last_checkpoint(
     assert "step-00000001 stays the newest checkpoint" in said.out
     assert "4 of 4 steps" in said.out
     assert "the state of step 4 is not saved; the newest is of step 1" in said.err
+    mirror.finish.assert_called_once_with(1)
     assert [path.name for path in (launch_folder / "run" / "checkpoints").iterdir()] == ["step-00000001"]
 
 

@@ -258,7 +258,7 @@ ROWS = [
     Row(
         "61 numbers that are no ids",
         "data=tokens data.path=corpus model.vocab_size=99",
-        ["corpus.idx", "float32", "whole numbers"],
+        ["corpus.bin'", "token id 7.0", "outside the vocabulary of 99"],
         several(tokens("int32", [5] * 500), dtype_code(7)),
     ),
     Row(

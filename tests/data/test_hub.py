@@ -44,6 +44,25 @@ def test_a_data_set_without_network_is_refused_in_seconds(config: Config) -> Non
 
 
 @pytest.mark.usefixtures("silent_server", "empty_cache")
+def test_who_asked_early_waits_no_second_time(config: Config) -> None:
+    config.data.source, config.data.path = "hf", "org/name"
+    hub.ask_early(config)
+    time.sleep(hub.PATIENCE)
+    begin = time.monotonic()
+    assert not hub.reachable()
+    assert time.monotonic() - begin < hub.PATIENCE / 2
+
+
+def test_nobody_asks_for_what_is_here(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in hub.OFFLINE:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(hub, "_ask", lambda _: pytest.fail("asked"))
+    hub.ask_early(config)
+    config.tokenizer, config.data.source, config.data.path = str(tmp_path), "hf", str(tmp_path)
+    hub.ask_early(config)
+
+
+@pytest.mark.usefixtures("silent_server", "empty_cache")
 @pytest.mark.parametrize("name", ["gpt2", "org/name"])
 def test_a_tokenizer_without_network_is_refused_in_seconds(name: str) -> None:
     begin = time.monotonic()
@@ -54,7 +73,7 @@ def test_a_tokenizer_without_network_is_refused_in_seconds(name: str) -> None:
 
 @pytest.mark.usefixtures("silent_server")
 def test_a_resolver_that_hangs_does_not_hold_us(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "_answers", lambda: time.sleep(3) or True)
+    monkeypatch.setattr(hub, "_answers", lambda _: time.sleep(3) or True)
     begin = time.monotonic()
     assert not hub.reachable()
     assert time.monotonic() - begin < 1.5
@@ -81,6 +100,6 @@ def test_an_answer_is_an_answer_unless_a_proxy_refuses(
 
 
 def test_the_offline_switch_is_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "_answers", lambda: True)
+    monkeypatch.setattr(hub, "_answers", lambda _: True)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert not hub.reachable()

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -111,18 +112,40 @@ def test_files_that_megatron_joined_are_those_that_we_join(megatron: tuple[Path,
 
 
 @pytest.mark.parametrize("name", ["float32", "float64"])
-def test_numbers_that_are_no_ids_are_refused(name: str, megatron: tuple[Path, object]) -> None:
-    with pytest.raises(UserError, match=rf"{name}\.idx.*holds {name} numbers.*token ids are whole numbers"):
-        TokenFile.open(megatron[0] / name)
+@pytest.mark.parametrize("wrong", [2.5, math.nan, math.inf, -1.0])
+def test_numbers_that_are_no_ids_are_refused(name: str, wrong: float, tmp_path: Path, config: Config) -> None:
+    writer = TokenWriter(tmp_path / "numbers", np.dtype(name))
+    writer.add(np.array([1, 2, wrong, 4]))
+    writer.end_document()
+    writer.finish({})
+    config.data.source, config.tokenizer, config.data.path = "tokens", "bpe", [str(tmp_path / "numbers")]
+    config.data.validation_fraction, config.train.seq_length, config.model.vocab_size = 0.0, 3, 300
+    said = rf"numbers\.bin.*token id {wrong} .*outside the vocabulary of 300"
+    with pytest.raises(UserError, match=said):
+        open_data(config).train.read(np.arange(1))
+    with pytest.raises(UserError, match=said):
+        verify(tmp_path / "numbers", 300)
+
+
+def test_floats_are_too_narrow_where_they_skip_ids(tmp_path: Path, config: Config) -> None:
+    write_here(CASES["float32"], tmp_path / "numbers")
+    config.data.source, config.tokenizer, config.data.path = "tokens", "bpe", [str(tmp_path / "numbers")]
+    config.data.validation_fraction, config.train.seq_length = 0.0, 2
+    facts = tmp_path / "numbers.json"
+    facts.write_text(json.dumps({"vocab_size": 2**24 + 1}))
+    open_data(config)
+    facts.write_text(json.dumps({"vocab_size": 2**24 + 2}))
+    with pytest.raises(UserError, match="float32 ids, up to 16,777,216"):
+        open_data(config)
 
 
 def test_files_of_several_dtypes_blend(megatron: tuple[Path, object], config: Config) -> None:
     config.data.source, config.tokenizer = "tokens", "bpe"
-    config.data.path = [str(megatron[0] / name) for name in ("uint8", "int64", "several")]
+    config.data.path = [str(megatron[0] / name) for name in ("uint8", "float32", "several")]
     config.data.validation_fraction, config.train.seq_length, config.model.vocab_size = 0.0, 2, 2**63
     data = open_data(config)
     rows, parts, _ = data.train.read(np.arange(data.train.without_repeats()))
     assert set(parts.tolist()) == {0, 1, 2}
-    held = [CASES[name].tokens for name in ("uint8", "int64", "several")]
+    held = [CASES[name].tokens for name in ("uint8", "float32", "several")]
     for row, part in zip(rows.tolist(), parts, strict=True):
         assert any(held[part][at : at + 3] == row for at in range(len(held[part])))

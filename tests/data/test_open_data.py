@@ -1,6 +1,7 @@
 """Opening: the split, the vocabulary, the tokenizer and the fingerprint come from the data, at any size."""
 
 import shutil
+import string
 from collections.abc import Callable
 from pathlib import Path
 
@@ -121,4 +122,7 @@ def test_all_broken_parts_of_a_blend_are_named_at_once(tokens: Config, tmp_path:
 
 def test_a_saved_tokenizer_decides_over_the_default(tokens: Config, tmp_path: Path) -> None:
     char_tokenizer(["abc"]).save(tmp_path / "a.tokenizer")
-    assert open_data(tokens).vocab_size == 3
+    with pytest.raises(UserError, match=r"a.bin.* token id \d+ at token .*outside the vocabulary of 3"):
+        open_data(tokens)
+    char_tokenizer([string.printable]).save(tmp_path / "a.tokenizer")
+    assert open_data(tokens).vocab_size == 100

@@ -160,7 +160,6 @@ DAMAGES = {
     "magic": (lambda prefix: patch(prefix, ".idx", 0, b"X"), "starts with b'XMIDIDX"),
     "version": (lambda prefix: patch(prefix, ".idx", 9, b"\x02"), "has version 2"),
     "dtype code": (lambda prefix: patch(prefix, ".idx", 17, b"\x63"), "dtype code 99"),
-    "dtype of fractions": (lambda prefix: patch(prefix, ".idx", 17, b"\x07"), "holds float32 numbers .dtype code 7"),
     "index cut in its header": (lambda prefix: shorten(prefix, ".idx", 20), "has 20 bytes"),
     "index cut in its arrays": (
         lambda prefix: shorten(prefix, ".idx", 50),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megalite.config.problems import Problem, collect
@@ -218,6 +218,7 @@ def rule_of(problem: Problem) -> tuple[str, str]:
 
 @settings(deadline=None, max_examples=30)
 @given(mistaken | st.builds(lambda world, rest: {"world-size": world} | rest, st.integers(1, 24), likely))
+@example({"world-size": 1, "tp": 1, "dp": 1, "pp": 2, "standalone-embedding": None, "ep": 2, "num-layers": 0})
 def test_every_value_that_is_advised_removes_its_problem_and_adds_none(options: dict[str, Any]) -> None:
     found = problems_of(options)
     before = Counter(map(rule_of, found))

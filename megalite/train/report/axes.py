@@ -7,6 +7,7 @@ from dataclasses import dataclass
 Words = Callable[[float], str]
 
 STEEP = 60.0  # values that differ by more than this factor are shown on a logarithmic axis, where one is allowed
+NOTHING = 1e-250  # closer values are drawn as equal ones: nearer to the least float, distances cannot be divided
 
 
 @dataclass(frozen=True)
@@ -31,12 +32,12 @@ def axis_of(
     """An axis on which all (finite) values lie. `steep`: it may be logarithmic. `counts`: the values are steps or
     tokens, and it ends where they do."""
     low, high = min(values, default=0.0), max(values, default=1.0)
-    if steep and low > 0 and high / low > STEEP:
+    if steep and low > NOTHING and high / low > STEEP:
         return _logarithmic(low, high)
     if from_zero:
         low = min(low, 0.0)
-    if low == high:
-        room = abs(low) / 2 or 1.0
+    if high - low < NOTHING:
+        room = abs(low) / 2 if abs(low) >= NOTHING else 1.0
         low, high = (low, high + room) if from_zero and low == 0 else (low - room, high + room)
     step = max(1.0, _step((high - low) / ticks, (1, 2, 5, 10))) if counts else _step((high - low) / ticks)
     if not counts:

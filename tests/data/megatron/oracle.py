@@ -40,14 +40,14 @@ class Case:
         return np.cumsum([0, *(len(document) for document in self.documents)]).tolist()
 
 
-IDS = ("uint8", "int8", "int16", "uint16", "int32", "int64")
+LARGEST = {name: int(np.iinfo(name).max) for name in ("uint8", "int8", "int16", "uint16", "int32", "int64")}
+LARGEST |= {"float32": 2**24, "float64": 2**53}  # up to there floats hold every whole number
+IDS = tuple(LARGEST)
 SEVERAL = [[[7, 8, 9], [10]], [[11, 12]], [[13], [], [14, 15, 16]], [[70_000]]]
 CASES = {
-    **{name: Case(name, [[[1, 2, 3]], [[4, np.iinfo(name).max]], [[5]]]) for name in IDS},
+    **{name: Case(name, [[[1, 2, 3]], [[4, largest]], [[5]]]) for name, largest in LARGEST.items()},
     "several": Case("int32", SEVERAL),
     "modes": Case("uint16", [[[1, 2], [3, 4, 5]], [[6]]], modes=[0, 1, 0]),
-    "float32": Case("float32", [[[1, 2]]]),
-    "float64": Case("float64", [[[1, 2]]]),
 }
 FIXTURES = ("several", "modes")
 

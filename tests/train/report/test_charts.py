@@ -5,7 +5,7 @@ import re
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megalite.parallel.layout import ParallelLayout
@@ -29,6 +29,9 @@ def line(values: list[float], name: str = "loss") -> Line:
 
 
 @given(st.lists(FINITE, min_size=1, max_size=200), st.booleans(), st.booleans())
+@example([0.0, 3.76e-308], False, False)
+@example([3e-308, 3.76e-308], False, True)
+@example([4.8e13, 3.67e-295], False, True)
 def test_any_values_are_drawn_inside_their_frame(values: list[float], from_zero: bool, steep: bool) -> None:
     look = Look(from_zero=from_zero, steep=steep)
     tree = parsed(line_chart([line(values)], "a chart", look))
@@ -40,6 +43,7 @@ def test_any_values_are_drawn_inside_their_frame(values: list[float], from_zero:
 
 
 @given(FINITE, FINITE, st.integers(3, 6), st.booleans())
+@example(0.0, 3.76e-308, 5, False)
 def test_ticks_are_round_and_inside_the_axis(one: float, other: float, ticks: int, from_zero: bool) -> None:
     axis = axis_of([one, other], ticks=ticks, from_zero=from_zero)
     assert axis.low <= min(one, other)
