@@ -1,4 +1,4 @@
-"""Nothing that nobody uses: every setting is read, every function and class has a use, every module is imported."""
+"""Nothing that nobody uses: settings are read; functions, classes and constants have a use; modules are imported."""
 
 import ast
 import re
@@ -136,12 +136,16 @@ def code_shown(page: Path) -> list[str]:
     return re.findall(r"```.*?```|`[^`\n]+`", page.read_text(encoding="utf-8"), flags=re.DOTALL)
 
 
-def definitions(module: ast.AST) -> Iterator[tuple[str, Definition]]:
-    """Top-level functions and classes, and the methods of these that Python does not call by itself."""
+def definitions(module: ast.AST) -> Iterator[tuple[str, ast.stmt]]:
+    """Top-level functions, classes and constants, and the methods of classes that Python does not call by itself."""
     assert isinstance(module, ast.Module)
     for node in module.body:
         if isinstance(node, Definition):
             yield node.name, node
+        targets = (
+            node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        )
+        yield from ((target.id, node) for target in targets if isinstance(target, ast.Name) and target.id != "__all__")
         for inner in node.body if isinstance(node, ast.ClassDef) else ():
             if isinstance(inner, Definition) and not inner.name.startswith("__"):
                 yield inner.name, inner

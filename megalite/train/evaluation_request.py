@@ -13,7 +13,6 @@ from megalite.config.settings import EXPERIMENT, GROUPS, SETTINGS
 
 SOURCES = SETTINGS["data.source"].choices
 READ = ("device", "precision", "train.seq_length", "train.eval_batches")  # besides those of data
-FOR_OWN_DATA = ("device", "precision", "train.eval_batches")
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,10 @@
 """Stopping on request: a handler only sets a flag, the loop reads it at the end of a step.
 
-SIGINT (Ctrl-C), SIGTERM (schedulers) and SIGUSR1 (SLURM's --signal) all mean: finish the step, write a checkpoint, exit
-with status 0. Launchers repeat signals, so a second one changes nothing; the third Ctrl-C ends the process at once. So
-does, once a stop was asked for, the end of torchrun: its ranks live in sessions of their own, where a terminal's Ctrl-C
-does not reach them, and whoever interrupts torchrun until it gives up means them, too.
+SIGINT (Ctrl-C), SIGTERM (schedulers), SIGUSR1 (SLURM's --signal) and SIGHUP (the terminal is gone; under nohup it does
+not count) all mean: finish the step, write a checkpoint, exit with status 0. Launchers repeat signals, so a second one
+changes nothing; the third Ctrl-C ends the process at once. So does, once a stop was asked for, the end of torchrun: its
+ranks live in sessions of their own, where a terminal's Ctrl-C does not reach them, and whoever interrupts torchrun
+until it gives up means them, too.
 """
 
 import ctypes
@@ -15,7 +16,7 @@ import time
 from types import FrameType, TracebackType
 
 LAUNCHER_ENDED = signal.SIGUSR2  # sent by the kernel; nobody else here uses it
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, LAUNCHER_ENDED)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, LAUNCHER_ENDED)
 PATIENCE = 3  # interrupts until the process is ended without saving
 GRACE_S = 2.0  # then, for an orderly end
 INTERRUPTED = 130  # exit status, as shells have it
@@ -52,7 +53,8 @@ class StopRequest:
         threading.Thread(target=self._watch, args=(received,), name="signals", daemon=True).start()
         self._previous_wakeup = signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
         for number in STOP_SIGNALS:
-            self._previous[number] = signal.signal(number, self._handle)
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup has it ignored
+                self._previous[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(

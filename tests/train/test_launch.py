@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -63,7 +64,8 @@ def test_ranks_by_plain_variables_compute_what_one_process_computes(folder: Path
     ranks = launch_by_variables(overrides(folder, "two", *exact), 2)
     outputs = [finish(rank) for rank in ranks]
     assert [status for status, _ in outputs] == [0, 0], outputs
-    assert outputs[1][1] == "", "only rank 0 speaks"
+    noise = r"^\[W.*hostname of the client socket cannot be retrieved.*\n"  # torch's own, where no names are resolved
+    assert re.sub(noise, "", outputs[1][1], flags=re.MULTILINE) == "", "only rank 0 speaks"
     one, two = metrics(folder / "one"), metrics(folder / "two")
     assert len(one) == 8
     for expected, found in zip(one, two, strict=True):

@@ -11,7 +11,7 @@ import pytest
 from megalite.train.signals import INTERRUPTED, LAUNCHER_ENDED, STOP_SIGNALS, StopRequest
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_a_signal_only_sets_the_request_and_the_old_handler_comes_back(number: signal.Signals) -> None:
     before = [signal.getsignal(stop) for stop in STOP_SIGNALS]
     with StopRequest() as stop:
@@ -21,6 +21,17 @@ def test_a_signal_only_sets_the_request_and_the_old_handler_comes_back(number: s
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.requested == number.name
     assert [signal.getsignal(stop) for stop in STOP_SIGNALS] == before
+
+
+def test_a_terminal_that_goes_away_stops_nothing_under_nohup() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.requested is None
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_the_third_interrupt_does_not_wait_for_the_step() -> None:

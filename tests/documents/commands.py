@@ -1,9 +1,8 @@
-"""Every command that README and docs print runs exactly as printed, and ends as they say.
+"""How the commands that README and docs print are run: exactly as printed.
 
 The text is taken from the pages and given to bash, in a copy of the repository, page by page and block by block. Only
 the size is another: `python` and `torchrun` are found in a folder of small scripts that add settings of a small model
-to the words that they are given, and then call the real ones; tests are only collected, and of benchmarks only the
-options are read (test_benchmark.py and test_benchmark_pipeline.py run them, small). Blocks that need a cluster, an
+to the words that they are given, and then call the real ones; tests are only collected. Blocks that need a cluster, an
 account or hours say so by their language: `text` instead of `bash`.
 """
 
@@ -15,9 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-import pytest
-
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 COMMAND = re.compile(
@@ -26,6 +23,7 @@ COMMAND = re.compile(
 REFUSED = 2
 LEFT_OUT = (".git", ".venv", "runs", "__pycache__", ".*_cache", "*.egg-info")  # what a clone does not have
 # Pages with commands in `text` blocks: they need Docker, a GPU or several, the hub, or a root of their own.
+LAYOUTS = [ROOT / "docs" / f"{name}.md" for name in ("tensor_parallel", "pipeline", "optimizer")]
 NEEDS_MORE = {"docker.md": 4, "huggingface.md": 2, "performance.md": 1, "training.md": 1, "data.md": 0}
 
 SMALL = """\
@@ -39,7 +37,8 @@ case " $* " in
     *" -m pip "*) echo "nothing is to be installed: see setup.sh's stamp" >&2; exit 1 ;;
     *pretrain_gpt.py*--help*) ;;
     *pretrain_gpt.py*) set -- "$@" {settings} $steps $tokenizer ;;
-    *benchmark.py*) set -- "$@" --help ;;
+    *benchmark.py*--overhead*) set -- "$@" --steps 4 --batch 1 ;;
+    *benchmark.py*) set -- "$@" --model tiny --precision fp32 --steps 1 --batch 1 ;;
     *" -m pytest "*.py*) set -- "$@" --collect-only -q ;;
     *" -m pytest "*) set -- "$@" --collect-only -q tests/test_house.py ;;
 esac
@@ -77,10 +76,8 @@ def commands(page: Path) -> list[tuple[Block, int]]:
     ]
 
 
-@pytest.fixture(scope="module")
-def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The repository as a new user has it, set up, with the files of a user beside it."""
-    folder = tmp_path_factory.mktemp("clone") / "megalite"
+def copy_repository(folder: Path) -> None:
+    """`folder` is the repository as a new user has it, set up, with the files of a user beside it."""
     shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*LEFT_OUT))
     programs = folder / ".venv" / "bin"
     programs.mkdir(parents=True)
@@ -96,7 +93,6 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
         stamp = f"touch .venv/.installed-$(cat {files} pyproject.toml | cksum | tr ' ' '-')"
         subprocess.run(["bash", "-c", stamp], cwd=folder, check=True)
     _write_user_files(folder)
-    return folder
 
 
 def _write_user_files(folder: Path) -> None:
@@ -114,29 +110,16 @@ def _write_user_files(folder: Path) -> None:
 
 def run(block: Block, folder: Path) -> "subprocess.CompletedProcess[str]":
     path = f"{folder / '.venv' / 'bin'}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "TURNS": "1"}
+    environment = {**os.environ, "PATH": path, "TURNS": "1"}  # of what a page measures
     command = ["bash", "-euo", "pipefail", "-c", block.text]
     return subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda page: page.name)
-def test_the_commands_of_a_page_run_as_printed(page: Path, clone: Path) -> None:
+def check(page: Path, folder: Path) -> None:
+    """The page's commands end as it says, one after the other."""
     for block, status in commands(page):
-        done = run(block, clone)
+        done = run(block, folder)
         told = f"{page.name}, line {block.line}, status {done.returncode}:\n{block.text}\n{done.stdout}\n{done.stderr}"
         assert done.returncode == status, told
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_no_command_stands_in_a_block_that_nobody_runs(page: Path) -> None:
-    """Unless the block says that it is `text`."""
-    others = [block for block in blocks(page) if block.language != "bash" and COMMAND.search(block.text)]
-    assert [block.language for block in others] == ["text"] * NEEDS_MORE.get(page.name, 0), others
-
-
-def test_a_command_that_fails_is_noticed(clone: Path, tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("```bash\npython pretrain_gpt.py train.step=3\n```\n\n```bash\npython no_such_script.py\n```\n")
-    assert [run(block, clone).returncode == status for block, status in commands(page)] == [False, False]
