@@ -29,7 +29,7 @@ install_requirements() {
     for file in "$@"; do arguments+=(-r "$file"); done
     # torch first and alone: a resolver that sees a wheel that is already installed asks for no other build of it
     .venv/bin/python -m pip install --quiet --disable-pip-version-check "$(grep '^torch==' requirements.txt)" &&
-        .venv/bin/python -m pip install --quiet --disable-pip-version-check "${arguments[@]}" &&
+        .venv/bin/python -m pip install --quiet --disable-pip-version-check --use-pep517 "${arguments[@]}" &&
         .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable . || return 1
     touch "$stamp"
 }
