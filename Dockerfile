@@ -24,10 +24,11 @@ RUN bash -c '. scripts/setup.sh requirements.txt' \
 COPY . .
 RUN .venv/bin/python -m pip install --quiet --no-deps --editable .
 
-# Nobody trains as root. Whoever the container is started as (--user) may write to these folders and to no others.
+# Nobody trains as root. Whoever the container is started as (--user) may put files into these folders, the working folder
+# among them, and may change nothing that is there.
 RUN useradd --uid 10001 --create-home megalite \
     && mkdir -p /cache runs \
-    && chmod 1777 /cache runs /home/megalite
+    && chmod 1777 . /cache runs /home/megalite
 ENV PATH=/megalite/.venv/bin:$PATH \
     HOME=/home/megalite \
     USER=megalite \

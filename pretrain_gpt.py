@@ -28,7 +28,7 @@ def main(argv: list[str]) -> int:
         return refuse(UserError(problems), rank)
     notice_launcher_s_end(environment.launcher)  # during the imports, too: ranks without it wait for nobody
     let_waiting_threads_sleep(os.environ)
-    ask_early(config)
+    ask_early(config, environment)
     from torch.distributed.elastic.multiprocessing.errors import record  # torch: from here on it takes seconds
 
     from megalite.train.run import run

@@ -378,10 +378,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         compare_ranks = benchmark_zero.run if options.zero else benchmark_pipeline.run
         shapes = options.model or list(benchmark_zero.SHAPES if options.zero else benchmark_pipeline.SHAPES)
         return compare_ranks(shapes, precisions, rounds=options.steps, batch=options.batch, file=options.json)
+    report: dict[str, Any] = {"hardware": hardware, "versions": versions}
     if options.overhead:
-        for precision in precisions:
-            seconds, share = measure_overhead(SHAPES["tiny"], precision=precision, steps=options.steps)
+        overheads = {each: measure_overhead(SHAPES["tiny"], precision=each, steps=options.steps) for each in precisions}
+        for precision, (seconds, share) in overheads.items():
             print(f"tiny {precision}: {seconds * 1e3:.1f} ms per step, {share:.2%} of it outside the step's own work")
+        if options.json:
+            report["figures"] = {name: {"step_s": step, "outside": share} for name, (step, share) in overheads.items()}
+            options.json.write_text(json.dumps(report, indent=2))
         return 0
 
     comparisons: list[Comparison] = []
@@ -397,7 +401,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         comparisons.append(line)
     print("\n" + table(comparisons))
     if options.json:
-        report = {"hardware": hardware, "versions": versions, "product_flops": products}
+        report["product_flops"] = products
         options.json.write_text(json.dumps({**report, "figures": [asdict(line) for line in comparisons]}, indent=2))
     return 0
 

@@ -11,6 +11,7 @@ evaluated whole. Exit status: 0 evaluated, 2 refused.
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megalite.config.problems import REFUSED, UserError
 from megalite.data.hub import ask_early
+from megalite.parallel.environment import read_environment
 from megalite.train.evaluation_request import SOURCES, read_request
 
 
@@ -61,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, overrides = parse(sys.argv[1:] if arguments is None else arguments)
     try:
         request = read_request(overrides, options.data, batch_size=options.batch_size, max_tokens=options.max_tokens)
-        ask_early(request.config)
+        ask_early(request.config, read_environment(os.environ))
         from megalite.train.evaluate_saved import evaluate_saved
 
         found = evaluate_saved(

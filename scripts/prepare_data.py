@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from megalite.config.problems import REFUSED, Problem, UserError
 from megalite.config.schema import Config, DataConfig
 from megalite.train.terminal import Terminal

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Set everything up, then test. Arguments go to pytest: scripts/test.sh -k resume; --full adds the long matrices.
-# Two files are tested at a time, long ones early: ranks wait for each other much of the time, so that one at a time
-# leaves cores idle.
+# Two files are tested at a time: ranks wait for each other much of the time, so that one at a time leaves cores idle.
+# In order: the files with the fewest tests are not the shortest, and the last ones run alone.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . scripts/setup.sh requirements.txt requirements-test.txt

@@ -7,19 +7,26 @@ from megalite.checkpoint.commit import committed
 from megalite.config.problems import Problem, UserError
 
 
-def judge_room(folder: Path, size: int, keep: int) -> str:
+def judge_room(folder: Path, size: int, *, keep: int, saves: int) -> str:
     """A warning where the disk of `folder`, that of a run's checkpoints, has room for one of `size` bytes but not for
-    `keep` of them and the one being written; empty where it has. UserError if not even one fits."""
-    usage = shutil.disk_usage(folder if folder.exists() else folder.parent)
-    if usage.total == 0:  # some network disks do not tell
+    all that will be there at once; empty where it has. UserError if not even one fits.
+
+    `saves` checkpoints are still to be written; one gives way to the next only when more than `keep` are complete.
+    """
+    try:
+        usage = shutil.disk_usage(folder if folder.exists() else folder.parent)
+        saved = len(committed(folder))
+    except OSError:
         return ""
-    room = f"a checkpoint needs about {size_in_words(size)}, {size_in_words(usage.free)} are free in {folder}"
+    if usage.total == 0 or saves == 0:  # some network disks do not tell
+        return ""
+    room = f"a checkpoint needs about {size_in_words(size)}, {size_in_words(usage.free)} are free in {folder.parent}"
     if usage.free < size:
-        remedy = "make room, or set run_dir to a folder on another disk"
-        raise UserError(Problem("run_dir", str(folder.parent), room, remedy))
-    wanted = max(1, keep + 1 - len(committed(folder)))  # one at least is written before an old one goes
-    if usage.free < wanted * size:
-        return f"warning: {room}; {wanted} more are to fit (checkpoint.keep={keep} and the one being written)"
+        elsewhere = "move the whole folder to another disk and name it there" if saved else "name a folder elsewhere"
+        raise UserError(Problem("run_dir", str(folder.parent), room, f"make room, or {elsewhere}"))
+    more = min(saves, max(1, keep + 1 - saved))
+    if usage.free < more * size:
+        return f"warning: {room}; {more} more are to fit (checkpoint.keep={keep} and the one being written)"
     return ""
 
 

@@ -1,6 +1,7 @@
-"""What every setting must keep on its own: its choices, its limits, and finite numbers."""
+"""What every setting must keep on its own: its choices, its limits, finite numbers, and names that a file can have."""
 
 import math
+import os
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -9,12 +10,15 @@ from megalite.config.schema import Config
 from megalite.config.settings import SETTINGS, Setting, value_of, with_values, yaml_value
 from megalite.config.suggest import nearest
 
+PLACES = ("run_dir", "tokenizer", "data.path", "data.cache_dir", "checkpoint.init_from", "parallel.nccl_options")
+LONGEST_NAME, LONGEST_PATH = 255, 4095  # bytes, of Linux's and macOS' file systems
+
 
 def bounds(config: Config) -> Iterator[Problem]:
-    """Choices, limits and finiteness of every setting on its own."""
+    """Choices, limits, finiteness and usable names of every setting on its own."""
     for setting in SETTINGS.values():
         value = value_of(config, setting.name)
-        if value is not None and (problem := outside(setting, value)):
+        if value is not None and (problem := outside(setting, value) or unusable(setting, value)):
             yield problem
 
 
@@ -38,6 +42,25 @@ def outside(setting: Setting, value: Any) -> Problem | None:
     if any(broken[name](value, limit) for name, limit in setting.limits.items()):
         default = "null (derived)" if setting.default is None else yaml_value(setting.default)
         return Problem(setting.name, value, f"must be {setting.limit_words}", f"the default is {default}")
+    return None
+
+
+def unusable(setting: Setting, value: Any) -> Problem | None:
+    """The problem of a path that no file system would take."""
+    if setting.name not in PLACES:
+        return None
+    for path in map(str, value if isinstance(value, list) else [value]):
+        expanded = os.fsencode(os.path.expanduser(path))
+        longest = max(map(len, expanded.split(b"/")))
+        if b"\0" in expanded:
+            return Problem(setting.name, value, "holds a character of code 0", "leave that out")
+        if longest > LONGEST_NAME or len(expanded) > LONGEST_PATH:
+            rule = f"a name in it has {longest:,} bytes, all of it {len(expanded):,}"
+            allowed = f"file systems take names of {LONGEST_NAME} bytes and paths of {LONGEST_PATH:,}"
+            return Problem(setting.name, value, f"{rule}; {allowed}", "a shorter path")
+        if expanded.startswith(b"~"):
+            user = path.partition("/")[0]
+            return Problem(setting.name, value, f"there is no user {user[1:]}", f"./{path} for a folder of that name")
     return None
 
 

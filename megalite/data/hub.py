@@ -17,8 +17,10 @@ from typing import Any
 
 from megalite.config.problems import Problem, UserError
 from megalite.config.schema import Config
+from megalite.parallel.environment import ProcessEnvironment
 
 PATIENCE = 3.0  # seconds for the hub to answer
+GRACE = 0.5  # of them at least are waited for when the answer is needed
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 TOKENIZER_FILES = [
     "tokenizer*",
@@ -30,12 +32,23 @@ TOKENIZER_FILES = [
 ]
 
 
-def ask_early(config: Config) -> None:
-    """Ask the hub, if the data or the tokenizer may be there, while a program still imports what it needs."""
-    named = [config.data.path] if config.data.source == "hf" else []
-    named += [config.tokenizer] if config.tokenizer not in ("bpe", "byte", "char") else []
-    if not _told_offline() and not all(Path(str(name)).expanduser().exists() for name in named):
+def ask_early(config: Config, environment: ProcessEnvironment) -> None:
+    """Ask the hub, if data or tokenizer will be looked for there, while the program still imports what it needs. One
+    rank of a node does: the one that prepares the data."""
+    data, tokenizer = str(config.data.path), config.tokenizer
+    of_data = config.data.source == "hf" and not is_here(data)
+    of_tokenizer = config.data.source != "tokens" and tokenizer not in ("bpe", "byte", "char")
+    of_tokenizer = of_tokenizer and not is_here(tokenizer) and not _hub_cache(_entry("models", tokenizer)).exists()
+    if (of_data or of_tokenizer) and not environment.local_rank and not _told_offline():
         _ask(_endpoint())
+
+
+def is_here(name: str) -> bool:
+    """Whether this is the name of a file or folder, or can only be meant as one."""
+    try:
+        return Path(name).expanduser().exists()
+    except (OSError, RuntimeError):  # too long for one; a home that nobody has
+        return True
 
 
 def reachable() -> bool:
@@ -53,7 +66,8 @@ class _Question:
         self.thread.start()
 
     def there(self) -> bool:
-        self.thread.join(max(0.0, self.until - time.monotonic()))
+        # Importing large libraries may have left the thread no time to run.
+        self.thread.join(max(GRACE, self.until - time.monotonic()))
         return self.answers == [True]
 
 
@@ -105,9 +119,9 @@ def load_dataset(name: str, subset: str | None, split: str, streaming: bool) -> 
 
 def _require_dataset(name: str) -> None:
     """Refuse at once what is neither local, nor cached, nor reachable."""
-    if Path(name).exists():
+    if is_here(name):
         return
-    cached = _hub_cache(f"datasets--{name.replace('/', '--')}").exists() or _datasets_cache(name).exists()
+    cached = _hub_cache(_entry("datasets", name)).exists() or _datasets_cache(name).exists()
     if reachable():
         return
     if not cached:
@@ -122,7 +136,7 @@ def _require_dataset(name: str) -> None:
 
 def tokenizer_folder(name: str) -> Path:
     """The files of a hub tokenizer, downloaded or from the cache."""
-    if not _hub_cache(f"models--{name.replace('/', '--')}").exists() and not reachable():
+    if not _hub_cache(_entry("models", name)).exists() and not reachable():
         raise _no_tokenizer(name, f"the hub does not answer within {PATIENCE:.0f} s and it is not in the local cache")
     import huggingface_hub
 
@@ -148,6 +162,10 @@ def _no_tokenizer(name: str, why: str) -> UserError:
         "(AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)) and give tokenizer=FOLDER"
     )
     return UserError(Problem("tokenizer", name, f"is no folder here, and as a name on the hub: {why}", remedy))
+
+
+def _entry(kind: str, name: str) -> str:
+    return f"{kind}--{name.replace('/', '--')}"
 
 
 def _hub_home() -> Path:

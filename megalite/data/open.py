@@ -7,8 +7,6 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from megalite.config.problems import Problem, UserError
 from megalite.config.schema import Config
 from megalite.data.blend import Blend, integer_weights
@@ -20,7 +18,6 @@ from megalite.data.token_file import TokenFile, ids_of, largest_id, with_suffix
 from megalite.data.tokenizers import TextTokenizer, load_tokenizer, named_tokenizer
 
 MEASURED = 1 << 18  # validation tokens from which bytes_per_token is taken, at most
-LOOKS = 512  # tokens all over a file that are looked at when it is opened
 
 
 @dataclass(frozen=True)
@@ -141,14 +138,9 @@ def _check_width(files: list[TokenFile], vocab_size: int) -> None:
 
 
 def _check_ids(files: list[TokenFile], vocab_size: int) -> None:
-    """Refuse what a few looks at each file find, before a run begins: the ids of another tokenizer, mostly."""
-    problems = []
-    for file in files:
-        places = np.linspace(0, len(file.tokens) - 1, LOOKS).astype(np.int64)
-        ids = ids_of(file.tokens[places])
-        wrong = places[(ids < 0) | (ids >= vocab_size)]
-        if len(wrong):
-            problems.append(beyond_vocabulary(file, int(wrong[0]), vocab_size))
+    """Refuse what a look at parts of each file finds, before a run begins: the ids of another tokenizer, mostly."""
+    found = [(file, file.first_beyond(vocab_size)) for file in files]
+    problems = [beyond_vocabulary(file, at, vocab_size) for file, at in found if at is not None]
     if problems:
         raise UserError(problems)
 
@@ -192,7 +184,7 @@ def _bytes_per_token(config: Config, validation: SampleSource | None, tokenizer:
     shares = Blend(validation.weights).counts(min(evaluated, MEASURED))
     size = labels = 0
     for part, share in zip(validation.parts, shares, strict=True):
-        tokens = part.file.tokens[part.first : min(part.stop, part.first + share)]
+        tokens = ids_of(part.file.tokens[part.first : min(part.stop, part.first + share)])
         inside = tokens[(tokens >= 0) & (tokens < tokenizer.vocab_size)]
         if tokenizer.end_of_document is not None:
             inside = inside[inside != tokenizer.end_of_document]

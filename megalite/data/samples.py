@@ -113,6 +113,8 @@ def beyond_vocabulary(file: TokenFile, position: int, vocab_size: int, sample: s
         f"outside the vocabulary of {vocab_size:,}"
     )
     remedy = "set model.vocab_size to that of the file's tokenizer; scripts/prepare_data.py --verify scans it all"
+    if not int(ids_of(file.tokens[position : position + 1])[0]) >= 0:  # no vocabulary has it
+        remedy = "copy the file again, or prepare it again; scripts/prepare_data.py --verify scans it all"
     return Problem("data.path", str(with_suffix(file.prefix, ".bin")), rule, remedy)
 
 

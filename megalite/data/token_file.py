@@ -133,13 +133,29 @@ class TokenFile:
         size = self.tokens.nbytes
         state = xxhash.xxh3_128(f"{self.tokens.dtype.str},{size},{self.documents}".encode())
         raw = self.tokens.view(np.uint8)
-        if size <= HASH_WHOLE:
-            state.update(raw.data)
-        else:
-            for block in range(HASH_BLOCKS):
-                start = (size - HASH_BLOCK) * block // (HASH_BLOCKS - 1)
-                state.update(raw[start : start + HASH_BLOCK].data)
+        for start, stop in self._spans():
+            state.update(raw[start:stop].data)
         return state.hexdigest()
+
+    def first_beyond(self, vocab_size: int) -> int | None:
+        """Position of the first token that is no id below `vocab_size`, among those that the identity covers: at hand,
+        and enough to find another tokenizer's."""
+        width = self.tokens.itemsize
+        for start, stop in self._spans():
+            first = -(-start // width)
+            ids = ids_of(self.tokens[first : stop // width])
+            wrong = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+            if len(wrong):
+                return first + int(wrong[0])
+        return None
+
+    def _spans(self) -> list[tuple[int, int]]:
+        """The bytes that stand for the content: all of a small file, 64 blocks spread over a large one."""
+        size = self.tokens.nbytes
+        if size <= HASH_WHOLE:
+            return [(0, size)]
+        starts = [(size - HASH_BLOCK) * block // (HASH_BLOCKS - 1) for block in range(HASH_BLOCKS)]
+        return [(start, start + HASH_BLOCK) for start in starts]
 
     def _check(self, size: int) -> None:
         """Everything that is cheap at any size: the ends, and entries spread over the index."""

@@ -54,7 +54,7 @@ class Chronicle:
 
     def end(self, kind: str, step: int, *, status: int, **fields: Any) -> None:
         """The run has ended: `stopped`, `finished` or `failed`, with this exit status."""
-        self.event(kind, step, **fields)
+        self.event(kind, step, status=status, **fields)
         self._report.draw(live=False)
         if self._mirror is not None:
             self._mirror.finish(status)

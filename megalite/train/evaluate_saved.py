@@ -24,7 +24,7 @@ from megalite.data.open import OpenedData, open_data
 from megalite.data.prepare import prepare
 from megalite.data.samples import Part, SampleSource
 from megalite.data.sources import paths_of
-from megalite.data.token_file import with_suffix
+from megalite.data.token_file import ids_of, with_suffix
 from megalite.data.tokenizers import TextTokenizer, load_tokenizer
 from megalite.model.gpt import GPT
 from megalite.parallel.device import choose_device, choose_precision, name_of
@@ -245,7 +245,7 @@ def _bytes_per_token(config: Config, parts: list[Part], opened: OpenedData) -> f
         return None
     size = labels = 0
     for part in parts:
-        tokens, counted = part.file.tokens[part.first : part.stop], part.file.sidecar().get("bytes")
+        tokens, counted = ids_of(part.file.tokens[part.first : part.stop]), part.file.sidecar().get("bytes")
         whole = len(tokens) == len(part.file.tokens)
         size += int(str(counted)) if counted is not None and whole else _text_bytes(tokens, opened.tokenizer)
         masked = config.data.mask_end_of_document

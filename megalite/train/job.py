@@ -105,10 +105,10 @@ def build_job(config: Config, context: ParallelContext, data: OpenedData, report
     try:
         for change in folder.changes:
             report(change)
-        if warning := agreed(context, lambda: _judge_room(config, folder, context)):
-            report(warning)
         job = Job(config, context, data, folder, build_training(config, context), Progress(), None, prompts)
         _set_state(job, report)
+        if warning := agreed(context, lambda: _judge_room(job)):
+            report(warning)
         folder.begin(context, as_plain(config))
         if context.rank == 0 and data.tokenizer is not None and not (folder.path / TOKENIZER).exists():
             data.tokenizer.save(folder.path / TOKENIZER)
@@ -118,8 +118,13 @@ def build_job(config: Config, context: ParallelContext, data: OpenedData, report
     return job
 
 
-def _judge_room(config: Config, folder: RunFolder, context: ParallelContext) -> str:
-    return judge_room(folder.checkpoints, state_bytes(config), config.checkpoint.keep) if context.rank == 0 else ""
+def _judge_room(job: Job) -> str:
+    if job.context.rank > 0:
+        return ""
+    checkpoint, step, steps = job.config.checkpoint, job.progress.step, job.config.train.steps
+    saves = steps // checkpoint.interval - step // checkpoint.interval if checkpoint.interval else 0
+    saves += step < steps and (not checkpoint.interval or steps % checkpoint.interval > 0)  # that of the last step
+    return judge_room(job.folder.checkpoints, state_bytes(job.config), keep=checkpoint.keep, saves=max(0, saves))
 
 
 def _set_state(job: Job, report: Callable[[str], None]) -> None:

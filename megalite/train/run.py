@@ -37,7 +37,7 @@ from megalite.train.reporter import Reporter
 from megalite.train.saving import Saver, TakenOverError
 from megalite.train.signals import StopRequest
 from megalite.train.step import LaunchedStep, StepFigures, TrainStep
-from megalite.train.terminal import Terminal
+from megalite.train.terminal import Terminal, to_stderr
 from megalite.train.wandb_mirror import open_mirror
 
 RANKS_EVERY = 50  # lines of metrics between two moments at which ranks tell each other of themselves, at most
@@ -303,13 +303,13 @@ def run(config: Config, environment: ProcessEnvironment) -> int:
 def _tell_cause(error: Exception, context: ParallelContext, job: Job | None) -> None:
     """This rank's own words first: whoever started it may kill it soon. Then what the ranks find out together."""
     where = f"rank {context.rank} on {socket.gethostname()}{f', step {job.progress.step + 1}' if job else ''}"
-    print(f"megalite: {where}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+    to_stderr(f"megalite: {where}: {type(error).__name__}: {error}")
     if isinstance(error, torch.OutOfMemoryError) and job is not None:
-        print(f"megalite: {_less_memory(job.config)}", file=sys.stderr, flush=True)
+        to_stderr(f"megalite: {_less_memory(job.config)}")
     with StopRequest():  # torchrun ends all ranks when the first one exits: not before this is said
         cause = cause_of_the_end(context, error)
     if cause:
-        print(f"megalite: rank {context.rank} ends because of: {cause}", file=sys.stderr, flush=True)
+        to_stderr(f"megalite: rank {context.rank} ends because of: {cause}")
 
 
 def _less_memory(config: Config) -> str:
@@ -353,7 +353,7 @@ def _train(job: Job, terminal: Terminal, stop: StopRequest, reporter: Reporter, 
         saver.close()
         reporter.failed(error, taken_over=isinstance(error, TakenOverError))
         if job.context.rank == 0:
-            print(f"megalite: stopped: {error}", file=sys.stderr, flush=True)
+            to_stderr(f"megalite: stopped: {error}")
         return 1
     except Exception as error:
         reporter.failed(error)
@@ -365,5 +365,5 @@ def _train(job: Job, terminal: Terminal, stop: StopRequest, reporter: Reporter, 
     reporter.finish(status, stopped_by=(stop.requested or "a signal to another rank") if stopped else None)
     if status and job.context.rank == 0:
         kept = "there is no checkpoint" if saver.newest_step is None else f"the newest is of step {saver.newest_step}"
-        print(f"megalite: the state of step {job.progress.step} is not saved; {kept}", file=sys.stderr, flush=True)
+        to_stderr(f"megalite: the state of step {job.progress.step} is not saved; {kept}")
     return status

@@ -4,9 +4,11 @@ On a terminal the figures of the newest step stand below a progress bar and eval
 else (a SLURM log, a pipe) every shown step is one line of at most 100 columns, under column names that are repeated.
 """
 
+import contextlib
 import os
 import shlex
 import statistics
+import sys
 import textwrap
 import time
 from collections import deque
@@ -24,6 +26,12 @@ LABEL = "bold cyan"
 QUIET = "dim"
 ALARM = "bold red"
 LEFT = 8  # width of the time that is left
+
+
+def to_stderr(text: str) -> None:
+    """Words that must not get lost, if anybody still listens: a terminal that is gone ends no save."""
+    with contextlib.suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)
 
 
 class Terminal:

@@ -47,7 +47,7 @@ class TrainerEnd:
 
 def main(arguments: list[str]) -> int:
     folder, mode, trainer = Path(arguments[0]), arguments[1], int(arguments[2])
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # meant for the trainer: its end is ours
     os.nice(5)
     user = _user()

@@ -18,6 +18,8 @@ from megalite.data.token_file import TokenFile
 from tests.bad_input.launching import SMALL, TOKENS, refused, write_corpus
 from tests.train.runs import ROOT
 
+LARGE = 9_000_000  # tokens of a file that is not looked at as a whole when it is opened
+
 
 def test_a_full_disk_ends_neither_training_nor_the_last_checkpoint(
     launch_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -52,7 +54,8 @@ def test_files_of_a_run_that_are_in_the_way_are_refused(launch_folder: Path, cap
 
 def test_a_refusal_on_the_way_keeps_what_was_learned(launch_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for extra in ([], ["train.eval_interval=2", "train.eval_batches=1"]):
-        write_corpus(launch_folder, stranger_at=4505 if extra else place_of_sample(launch_folder, 4 * 2))
+        stranger = LARGE * 9 // 10 + 5 if extra else place_of_sample(launch_folder, 4 * 2)
+        write_corpus(launch_folder, stranger_at=stranger, count=LARGE)
         message = refused(capfd, [*SMALL, *TOKENS, *extra, f"run_dir=run{len(extra)}", "data.validation_fraction=0.1"])
         assert "corpus.bin" in message
         assert "token id 9999 at token" in message
@@ -63,9 +66,9 @@ def test_a_refusal_on_the_way_keeps_what_was_learned(launch_folder: Path, capfd:
 
 
 def place_of_sample(folder: Path, index: int) -> int:
-    """A token that only this sample of a run on `corpus` holds."""
-    write_corpus(folder)
-    part = Part(TokenFile.open(folder / "corpus"), 0, 4500)
+    """A token that only this sample of a run on `corpus` holds, and that no look at the file finds."""
+    write_corpus(folder, count=LARGE)
+    part = Part(TokenFile.open(folder / "corpus"), 0, LARGE * 9 // 10)
     _, starts = SampleSource([part], (1,), 16, 256, 1234, None).places(np.array([index]))
     return int(starts[0]) + 5
 
@@ -87,7 +90,7 @@ def test_what_one_other_machine_lacks_is_said_there(
 
 def test_what_only_rank_1_reads_ends_the_job_with_one_message(launch_folder: Path) -> None:
     """Each of the two microbatches of a step is another rank's."""
-    write_corpus(launch_folder, stranger_at=place_of_sample(launch_folder, 4 * 2 + 2))
+    write_corpus(launch_folder, stranger_at=place_of_sample(launch_folder, 4 * 2 + 2), count=LARGE)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     argv = [*SMALL, *TOKENS, "run_dir=run", "data.validation_fraction=0.1"]
     done = subprocess.run(

@@ -134,6 +134,19 @@ BROKEN = [
     ("'tokenizer=by te'", 1, "tokenizer", ["tokenizer=byte", "hub name"]),
     ("tokenizer=", 1, "tokenizer", ["bpe, byte, char"]),
     ("checkpoint.init_from=none", 1, "checkpoint.init_from", ["does not exist", "save_pretrained"]),
+    *(
+        (f"{source} {name}={'a' * 256}", 1, name, ["has 256 bytes", "names of 255"])
+        for name, source in {
+            "run_dir": "",
+            "tokenizer": "",
+            "data.path": "data.source=text",
+            "data.cache_dir": "",
+            "checkpoint.init_from": "",
+            "parallel.nccl_options": "",
+        }.items()
+    ),
+    (f"run_dir={'a/' * 2100}", 1, "run_dir", ["all of it 4,200", "paths of 4,095"]),
+    ("run_dir='~nobody-of-this-name/x'", 1, "run_dir", ["no user nobody-of-this-name", "./~nobody"]),
     ("checkpoint.init_from=/", 1, "checkpoint.init_from", ["no config.json"]),
 ]
 

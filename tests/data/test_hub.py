@@ -4,6 +4,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,9 @@ from megalite.config.schema import Config
 from megalite.data import hub
 from megalite.data.prepare import prepare
 from megalite.data.tokenizers import named_tokenizer
+from megalite.parallel.environment import read_environment
+
+ALONE = read_environment({})
 
 
 @pytest.fixture
@@ -46,20 +50,44 @@ def test_a_data_set_without_network_is_refused_in_seconds(config: Config) -> Non
 @pytest.mark.usefixtures("silent_server", "empty_cache")
 def test_who_asked_early_waits_no_second_time(config: Config) -> None:
     config.data.source, config.data.path = "hf", "org/name"
-    hub.ask_early(config)
+    hub.ask_early(config, ALONE)
     time.sleep(hub.PATIENCE)
     begin = time.monotonic()
     assert not hub.reachable()
     assert time.monotonic() - begin < hub.PATIENCE / 2
 
 
+@pytest.mark.usefixtures("empty_cache")
 def test_nobody_asks_for_what_is_here(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in hub.OFFLINE:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(hub, "_ask", lambda _: pytest.fail("asked"))
-    hub.ask_early(config)
+    hub.ask_early(config, ALONE)
     config.tokenizer, config.data.source, config.data.path = str(tmp_path), "hf", str(tmp_path)
-    hub.ask_early(config)
+    hub.ask_early(config, ALONE)
+    (tmp_path / "hf" / "hub" / "models--org--name").mkdir(parents=True)
+    config.tokenizer = "org/name"
+    hub.ask_early(config, ALONE)
+    config.tokenizer, config.data.source = "other/name", "tokens"  # its files bring their tokenizer
+    hub.ask_early(config, ALONE)
+    config.data.source = "text"
+    hub.ask_early(config, replace(ALONE, local_rank=1))
+    with pytest.raises(pytest.fail.Exception, match="asked"):
+        hub.ask_early(config, ALONE)
+
+
+def test_an_answer_counts_that_a_long_import_held_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "PATIENCE", 0.0)
+    monkeypatch.setattr(hub, "_answers", lambda _: time.sleep(0.1) or True)
+    assert hub._Question("anywhere").there()
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "~nobody-of-this-name/x"])
+def test_names_that_can_be_no_file_are_refused(name: str, config: Config) -> None:
+    config.tokenizer = name
+    hub.ask_early(config, ALONE)  # leaves the words to others
+    with pytest.raises(UserError, match=r"can be no folder[\s\S]*bpe, byte, char"):
+        named_tokenizer(name)
 
 
 @pytest.mark.usefixtures("silent_server", "empty_cache")

@@ -18,10 +18,11 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 COMMAND = re.compile(
-    r"^(\w+=\S+ )*(python|torchrun|bash|srun|sbatch|docker|pip|source|lm_eval|tests/|mkdir)\b", re.MULTILINE
+    r"^(?:\$ )?(\w+=\S+ )*(python|torchrun|bash|srun|sbatch|docker|pip|source|lm_eval|tests/|mkdir)\b", re.MULTILINE
 )
 REFUSED = 2
-LEFT_OUT = (".git", ".venv", "runs", "__pycache__", ".*_cache", "*.egg-info")  # what a clone does not have
+IGNORED = [line.strip("/") for line in (ROOT / ".gitignore").read_text().split()]
+LEFT_OUT = (".git", *IGNORED, "tokens", "corpus")  # what a clone does not have, or a user of these pages has made
 # Pages with commands in `text` blocks: they need Docker, a GPU or several, the hub, or a root of their own.
 LAYOUTS = [ROOT / "docs" / f"{name}.md" for name in ("tensor_parallel", "pipeline", "optimizer")]
 NEEDS_MORE = {"docker.md": 4, "huggingface.md": 2, "performance.md": 1, "training.md": 1, "data.md": 0}
@@ -52,12 +53,20 @@ SETTINGS = (
 
 @dataclass(frozen=True)
 class Block:
-    """What stands between two fences."""
+    """What stands between two fences. A transcript begins with `$ `: a command, and below it what that says."""
 
     page: Path
     line: int
     language: str
     text: str
+
+    @property
+    def is_transcript(self) -> bool:
+        return self.text.startswith("$ ")
+
+    @property
+    def command(self) -> str:
+        return self.text.partition("\n")[0][2:] if self.is_transcript else self.text
 
 
 def blocks(page: Path) -> list[Block]:
@@ -68,11 +77,12 @@ def blocks(page: Path) -> list[Block]:
 def commands(page: Path) -> list[tuple[Block, int]]:
     """The blocks to be run, each with the status that the page promises: output that begins with a refusal says 2."""
     found = blocks(page)
-    following = {block: after.text if after.language == "" else "" for block, after in pairwise(found)}
+    output = {block: after.text if after.language == "" else "" for block, after in pairwise(found)}
+    output |= {block: block.text.partition("\n")[2] for block in found if block.is_transcript}
     return [
-        (block, REFUSED if following.get(block, "").startswith("megalite: refused") else 0)
+        (block, REFUSED if output.get(block, "").startswith("megalite: refused") else 0)
         for block in found
-        if block.language == "bash"
+        if block.language == "bash" or block.is_transcript
     ]
 
 
@@ -111,7 +121,7 @@ def _write_user_files(folder: Path) -> None:
 def run(block: Block, folder: Path) -> "subprocess.CompletedProcess[str]":
     path = f"{folder / '.venv' / 'bin'}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "TURNS": "1"}  # of what a page measures
-    command = ["bash", "-euo", "pipefail", "-c", block.text]
+    command = ["bash", "-euo", "pipefail", "-c", block.command]
     return subprocess.run(
         command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
@@ -123,3 +133,5 @@ def check(page: Path, folder: Path) -> None:
         done = run(block, folder)
         told = f"{page.name}, line {block.line}, status {done.returncode}:\n{block.text}\n{done.stdout}\n{done.stderr}"
         assert done.returncode == status, told
+        if block.is_transcript:
+            assert done.stdout + done.stderr == block.text.partition("\n")[2], told

@@ -378,8 +378,8 @@ def test_killing_a_run_leaves_its_files_and_wandb_s_whole(tmp_path: Path, monkey
     assert losses == {step: 1.0 / step for step in range(1, newest + 1)}
     (offline,) = offline_runs(folder)
     del losses[newest]  # it may lack its evaluation: the next start sends it
-    assert {step: row["loss"] for step, row in history(offline).items()} == losses
     assert exit_code(offline) == 1
+    assert {step: row["loss"] for step, row in history(offline).items()} == losses
 
 
 def test_a_training_run_is_mirrored_to_its_last_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -391,9 +391,9 @@ def test_a_training_run_is_mirrored_to_its_last_step(tmp_path: Path, monkeypatch
     for record in read_metrics(tmp_path / "run" / "metrics.jsonl"):
         steps.setdefault(record.pop("step"), {}).update(flattened(record))
     (offline,) = offline_runs(tmp_path / "run")
+    assert exit_code(offline) == 0
     assert figures(history(offline)) == steps
     assert "val_loss" in steps[4]
-    assert exit_code(offline) == 0
 
 
 def test_a_run_that_failed_waits_for_no_server(tmp_path: Path) -> None:

@@ -2,11 +2,13 @@
 
 import json
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 BLOCK, HEADER = 1 << 15, 7
+PATIENCE_S = 30.0
 FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
 
 
@@ -28,9 +30,16 @@ def read_json(text: str) -> Any:
 
 
 def exit_code(folder: Path) -> int:
-    """With which status the run ended."""
-    (code,) = [record.exit.exit_code for record in _records(folder) if record.WhichOneof("record_type") == "exit"]
-    return int(code)
+    """With which status the run ended; waits for wandb's own process to write that."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not _exits(folder) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    (code,) = _exits(folder)
+    return code
+
+
+def _exits(folder: Path) -> list[int]:
+    return [int(record.exit.exit_code) for record in _records(folder) if record.WhichOneof("record_type") == "exit"]
 
 
 def _records(folder: Path) -> Iterator[Any]:
@@ -53,6 +62,8 @@ def _messages(content: bytes) -> Iterator[bytes]:
             position += left
             continue
         _, length, kind = struct.unpack_from("<IHB", content, position)
+        if position + HEADER + length > len(content):
+            return  # it is being written
         message += content[position + HEADER : position + HEADER + length]
         position += HEADER + length
         if kind in (FULL, LAST):

@@ -21,6 +21,8 @@ def status_of(run: RunData, *, live: bool) -> tuple[str, str]:
     """How a run stands, in a word, and the style of that word."""
     if run.end is not None:
         kind = str(run.end["kind"])
+        if kind != "failed" and run.end.get("status"):
+            return f"{kind}, not saved", "bad"
         return kind, {"finished": "good", "failed": "bad"}.get(kind, "warn")
     if live:
         return "running", "run"
@@ -56,8 +58,11 @@ def said(event: dict[str, Any]) -> str:
             f"rank {event.get('rank')} on {event.get('host')} computes {event.get('times', 0.0):.2f} times as long as "
             "others with the same work"
         )
+    if kind == "finished" and event.get("status"):
+        return "its last state could not be saved"
     if kind == "stopped":
-        return f"by {event.get('by')}; the same command continues"
+        lost = "; its last state could not be saved" if event.get("status") else ""
+        return f"by {event.get('by')}{lost}; the same command continues"
     if kind == "profile":
         wall = event.get("wall_s") or 1.0
         shares = (f"{part} {readable.percent(seconds / wall)}" for part, seconds in event.get("parts", {}).items())
