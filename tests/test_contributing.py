@@ -63,6 +63,35 @@ def test_the_examples_work(copy: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_what_the_page_prints_works_on_the_examples(copy: Path) -> None:
+    """But for the tests, which take minutes."""
+    for name in ("conf", "docs", "scripts"):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (copy / "rows.csv").write_text('id,text\n1,"one, and\ntwo"\n2,three\n')
+    lines = "".join(re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL)).splitlines()
+    lines = [line.partition("  #")[0].strip() for line in lines]
+    tried = [line for line in lines if "pytest" not in line]
+    assert len(tried) == 6
+    for line in tried:
+        done = subprocess.run(
+            [sys.executable, *line.split()[1:]], cwd=copy, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, (line, done.stdout, done.stderr)
+        if "prepare_data" in line:
+            assert "2 documents" in done.stdout
+    check = [sys.executable, "scripts/configuration_docs.py", "--check"]
+    assert subprocess.run(check, cwd=copy, check=False).returncode == 0
+    assert "relu2" in (copy / "docs" / "configuration.md").read_text()
+
+
+def test_the_steps_before_a_change_is_sent_are_those_of_ci() -> None:
+    ci = (ROOT / ".ci" / "run").read_text()
+    (block,) = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
+    steps = [step.strip() for line in block.splitlines() for step in line.split("&&")]
+    assert len(steps) == 5
+    assert [step for step in steps if step not in ci] == []
+
+
 def test_the_mathematics_of_the_model_option(copy: Path) -> None:
     spec = importlib.util.spec_from_file_location("changed_mlp", copy / "megalite" / "model" / "mlp.py")
     assert spec is not None

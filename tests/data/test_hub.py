@@ -1,6 +1,9 @@
 """Without network, names of the hub are refused within seconds, with advice."""
 
+import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,6 +20,8 @@ from megalite.data.tokenizers import named_tokenizer
 from megalite.parallel.environment import read_environment
 
 ALONE = read_environment({})
+ROOT = Path(__file__).parents[2]
+PATIENCE = hub.PATIENCE
 
 
 @pytest.fixture
@@ -131,3 +136,20 @@ def test_the_offline_switch_is_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "_answers", lambda _: True)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert not hub.reachable()
+
+
+@pytest.mark.usefixtures("silent_server", "empty_cache")
+@pytest.mark.parametrize("words", [["data=hf", "data.path=org/name"], ["tokenizer=org/name"]], ids=str)
+def test_the_command_waits_for_a_silent_hub_while_it_starts(words: list[str], tmp_path: Path) -> None:
+    """As a user sees it, with the patience that the code has; on a loaded machine only the difference can be judged."""
+    command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *words, f"run_dir={tmp_path / 'run'}"]
+
+    def seconds(**variables: str) -> float:
+        begin = time.monotonic()
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **variables})
+        assert (done.returncode, done.stderr.count("not in the local cache")) == (2, 1), done.stderr
+        return time.monotonic() - begin
+
+    assert PATIENCE <= 3.0, "with a start of under two seconds a refusal takes less than five"
+    offline = seconds(HF_HUB_OFFLINE="1")
+    assert seconds() < offline + PATIENCE - 0.5, "it asked only when everything was imported"

@@ -115,6 +115,30 @@ def test_ctrl_c_in_a_terminal_saves_and_leaves_the_terminal_as_it_was(folder: Pa
     assert saved_at_its_end(run)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="starts a session on a terminal with setsid")
+def test_a_terminal_that_goes_away_leaves_a_run_that_is_saved(folder: Path) -> None:
+    run = folder / "hangup"
+    ours, theirs = os.openpty()
+    command = ["setsid", "--ctty", "--wait", sys.executable, str(ROOT / "pretrain_gpt.py")]
+    words = overrides(folder, "hangup", *LONG)
+    process = subprocess.Popen([*command, *words], stdin=theirs, stdout=theirs, stderr=theirs, cwd=ROOT)
+    os.close(theirs)
+    os.set_blocking(ours, False)
+    try:
+        while not any(record["step"] >= 3 for record in metrics(run)):
+            with contextlib.suppress(BlockingIOError):
+                os.read(ours, 65536)
+            assert process.poll() is None
+            time.sleep(0.005)
+        os.close(ours)
+        assert process.wait(timeout=30) == 0
+    finally:
+        for pid in processes_of(run):
+            os.kill(pid, signal.SIGKILL)
+    assert saved_at_its_end(run)
+    assert '"by": "SIGHUP"' in (run / "events.jsonl").read_text()
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_signal_to_one_rank_ends_all_saved(folder: Path, tp: int) -> None:
     run = folder / f"one-rank-{tp}"

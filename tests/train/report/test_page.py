@@ -170,11 +170,15 @@ def test_how_a_run_stands_is_what_its_newest_start_came_to(tmp_path: Path) -> No
     def status(*events: dict[str, object]) -> str:
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
         page = Page(render(read_run(write_run(folder, events=list(events)))))
-        return next(text for text in page.texts if text in ("finished", "failed", "stopped", "not ended"))
+        kinds = ("finished", "failed", "stopped", "not ended", "finished, not saved", "stopped, not saved")
+        return next(text for text in page.texts if text in kinds)
 
     again = start_of(ParallelLayout(), tmp_path, kind="resume", step=5)
     assert status(event("finished", 40)) == "finished"
-    assert status(event("failed", 5, message="out of memory")) == "failed"
+    assert status(event("finished", 40, status=0)) == "finished"
+    assert status(event("finished", 40, status=1)) == "finished, not saved"
+    assert status(event("stopped", 40, status=1, by="SIGTERM")) == "stopped, not saved"
+    assert status(event("failed", 5, message="out of memory", status=1)) == "failed"
     assert status(event("failed", 5, message="out of memory"), again) == "not ended"
     assert status(event("stopped", 5, by="SIGTERM"), again, event("finished", 40)) == "finished"
 
