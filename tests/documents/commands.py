@@ -65,7 +65,14 @@ class Block:
         return self.text.startswith("$ ")
 
     @property
+    def is_program(self) -> bool:
+        """Python that stands alone, rather than a piece of some file."""
+        return self.language == "python" and self.text.startswith(("from ", "import "))
+
+    @property
     def command(self) -> str:
+        if self.is_program:
+            return f"python - <<'END'\n{self.text}END"
         return self.text.partition("\n")[0][2:] if self.is_transcript else self.text
 
 
@@ -82,7 +89,7 @@ def commands(page: Path) -> list[tuple[Block, int]]:
     return [
         (block, REFUSED if output.get(block, "").startswith("megalite: refused") else 0)
         for block in found
-        if block.language == "bash" or block.is_transcript
+        if block.language == "bash" or block.is_transcript or block.is_program
     ]
 
 
