@@ -22,7 +22,8 @@ COMMAND = re.compile(
 )
 REFUSED = 2
 IGNORED = [line.strip("/") for line in (ROOT / ".gitignore").read_text().split()]
-LEFT_OUT = (".git", *IGNORED, "tokens", "corpus")  # what a clone does not have, or a user of these pages has made
+# What a clone does not have, or who tries these pages has made.
+LEFT_OUT = (".git", *IGNORED, "tokens", "corpus", "exported", "my-model")
 # Pages with commands in `text` blocks: they need Docker, a GPU or several, the hub, or a root of their own.
 LAYOUTS = [ROOT / "docs" / f"{name}.md" for name in ("tensor_parallel", "pipeline", "optimizer")]
 NEEDS_MORE = {"docker.md": 4, "huggingface.md": 2, "performance.md": 1, "training.md": 1, "data.md": 0}
