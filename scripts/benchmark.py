@@ -401,8 +401,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         comparisons.append(line)
     print("\n" + table(comparisons))
     if options.json:
-        report["product_flops"] = products
-        options.json.write_text(json.dumps({**report, "figures": [asdict(line) for line in comparisons]}, indent=2))
+        report |= {"product_flops": products, "figures": [asdict(line) for line in comparisons]}
+        options.json.write_text(json.dumps(report, indent=2))
     return 0
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megalite.config.bounds import unusable
 from megalite.config.problems import REFUSED, Problem, UserError
 from megalite.config.schema import Config, DataConfig
 from megalite.train.terminal import Terminal
@@ -68,6 +69,9 @@ def check_arguments(options: argparse.Namespace) -> None:
         )
     if options.vocab_size is not None and options.vocab_size < 1:
         problems.append(Problem("--vocab-size", options.vocab_size, "must be at least 1", "that of the tokenizer"))
+    names = {"inputs": options.inputs, "--hub": options.hub, "--tokenizer": options.tokenizer}
+    names |= {"--output": options.output, "--verify": options.verify}
+    problems += [problem for name, value in names.items() if value and (problem := unusable(name, value))]
     if problems:
         raise UserError(problems)
 

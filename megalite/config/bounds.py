@@ -18,7 +18,9 @@ def bounds(config: Config) -> Iterator[Problem]:
     """Choices, limits, finiteness and usable names of every setting on its own."""
     for setting in SETTINGS.values():
         value = value_of(config, setting.name)
-        if value is not None and (problem := outside(setting, value) or unusable(setting, value)):
+        if value is None:
+            continue
+        if problem := outside(setting, value) or (unusable(setting.name, value) if setting.name in PLACES else None):
             yield problem
 
 
@@ -45,22 +47,20 @@ def outside(setting: Setting, value: Any) -> Problem | None:
     return None
 
 
-def unusable(setting: Setting, value: Any) -> Problem | None:
-    """The problem of a path that no file system would take."""
-    if setting.name not in PLACES:
-        return None
+def unusable(name: str, value: Any) -> Problem | None:
+    """The problem of a path, or one among several, that no file system would take; `name` is the setting's."""
     for path in map(str, value if isinstance(value, list) else [value]):
         expanded = os.fsencode(os.path.expanduser(path))
         longest = max(map(len, expanded.split(b"/")))
         if b"\0" in expanded:
-            return Problem(setting.name, value, "holds a character of code 0", "leave that out")
+            return Problem(name, value, "holds a character of code 0", "leave that out")
         if longest > LONGEST_NAME or len(expanded) > LONGEST_PATH:
             rule = f"a name in it has {longest:,} bytes, all of it {len(expanded):,}"
             allowed = f"file systems take names of {LONGEST_NAME} bytes and paths of {LONGEST_PATH:,}"
-            return Problem(setting.name, value, f"{rule}; {allowed}", "a shorter path")
+            return Problem(name, value, f"{rule}; {allowed}", "a shorter path")
         if expanded.startswith(b"~"):
             user = path.partition("/")[0]
-            return Problem(setting.name, value, f"there is no user {user[1:]}", f"./{path} for a folder of that name")
+            return Problem(name, value, f"there is no user {user[1:]}", f"./{path} for a folder of that name")
     return None
 
 

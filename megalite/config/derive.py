@@ -19,6 +19,8 @@ from megalite.config.schema import Config, DataConfig, LearningRateConfig, Model
 from megalite.config.step_plan import ramp_sizes
 from megalite.parallel.schedule_rules import default_group_size
 
+BUILT_IN_TOKENIZERS = ("bpe", "byte", "char")
+
 # Settings of the hashed groups that change how a run is computed or where things lie, not what is trained.
 NOT_TRAINING = {
     "model": {"name", "loss_chunk_tokens"},

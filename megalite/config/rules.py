@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from megalite.config.bounds import bounds, with_defaults
-from megalite.config.derive import absolute, looks_like_path
+from megalite.config.derive import BUILT_IN_TOKENIZERS, absolute, looks_like_path
 from megalite.config.model_rules import MODEL_RULES
 from megalite.config.optimizer_rules import OPTIMIZER_RULES
 from megalite.config.parallel_rules import PARALLEL_RULES, batch_splits_over_ranks
@@ -30,7 +30,6 @@ from megalite.config.wandb_rules import WANDB_RULES
 Rule = Callable[[Config, int], Iterator[Problem]]
 
 OLDEST_TORCH = (2, 11)  # as in pyproject.toml
-BUILT_IN_TOKENIZERS = ("bpe", "byte", "char")
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 

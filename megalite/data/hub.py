@@ -15,6 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from megalite.config.derive import BUILT_IN_TOKENIZERS
 from megalite.config.problems import Problem, UserError
 from megalite.config.schema import Config
 from megalite.parallel.environment import ProcessEnvironment
@@ -36,19 +37,15 @@ def ask_early(config: Config, environment: ProcessEnvironment) -> None:
     """Ask the hub, if data or tokenizer will be looked for there, while the program still imports what it needs. One
     rank of a node does: the one that prepares the data."""
     data, tokenizer = str(config.data.path), config.tokenizer
-    of_data = config.data.source == "hf" and not is_here(data)
-    of_tokenizer = config.data.source != "tokens" and tokenizer not in ("bpe", "byte", "char")
-    of_tokenizer = of_tokenizer and not is_here(tokenizer) and not _hub_cache(_entry("models", tokenizer)).exists()
+    of_data = config.data.source == "hf" and not _is_here(data)
+    of_tokenizer = config.data.source != "tokens" and tokenizer not in BUILT_IN_TOKENIZERS
+    of_tokenizer = of_tokenizer and not _is_here(tokenizer) and not _hub_cache(_entry("models", tokenizer)).exists()
     if (of_data or of_tokenizer) and not environment.local_rank and not _told_offline():
         _ask(_endpoint())
 
 
-def is_here(name: str) -> bool:
-    """Whether this is the name of a file or folder, or can only be meant as one."""
-    try:
-        return Path(name).expanduser().exists()
-    except (OSError, RuntimeError):  # too long for one; a home that nobody has
-        return True
+def _is_here(name: str) -> bool:
+    return Path(name).expanduser().exists()
 
 
 def reachable() -> bool:
@@ -119,7 +116,7 @@ def load_dataset(name: str, subset: str | None, split: str, streaming: bool) -> 
 
 def _require_dataset(name: str) -> None:
     """Refuse at once what is neither local, nor cached, nor reachable."""
-    if is_here(name):
+    if _is_here(name):
         return
     cached = _hub_cache(_entry("datasets", name)).exists() or _datasets_cache(name).exists()
     if reachable():

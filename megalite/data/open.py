@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from megalite.config.derive import BUILT_IN_TOKENIZERS
 from megalite.config.problems import Problem, UserError
 from megalite.config.schema import Config
 from megalite.data.blend import Blend, integer_weights
@@ -100,7 +101,7 @@ def _tokenizer(config: Config, files: list[TokenFile]) -> TextTokenizer | None:
         raise UserError(Problem("data.path", config.data.path, rule, "prepare all parts with one tokenizer"))
     if loaded:
         return next(iter(loaded.values()))
-    return None if config.tokenizer in ("bpe", "byte", "char") else named_tokenizer(config.tokenizer)
+    return None if config.tokenizer in BUILT_IN_TOKENIZERS else named_tokenizer(config.tokenizer)
 
 
 def _sidecars(files: list[TokenFile]) -> list[tuple[Path, dict[str, object]]]:

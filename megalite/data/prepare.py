@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megalite.config.derive import BUILT_IN_TOKENIZERS
 from megalite.config.problems import Problem, UserError, collect
 from megalite.config.schema import Config
 from megalite.data.cache import cache_folder, digest, locked, make_folder
@@ -156,7 +157,7 @@ def check_tokenizer(name: str) -> None:
     """Refuse a tokenizer that is to be had neither here nor from the hub."""
     from megalite.data import tokenizers
 
-    if name not in ("bpe", "byte", "char"):
+    if name not in BUILT_IN_TOKENIZERS:
         tokenizers.named_tokenizer(name)
 
 

@@ -140,17 +140,12 @@ def load_tokenizer(folder: Path) -> TextTokenizer:
 
 def named_tokenizer(name: str) -> TextTokenizer:
     """A folder, or a tokenizer of the hub."""
-    remedy = "bpe, byte, char, or a folder that holds tokenizer.json"
-    try:
-        folder = Path(name).expanduser()
-        there = folder.exists()
-    except (OSError, RuntimeError) as error:  # too long for a name; a home that nobody has
-        raise UserError(Problem("tokenizer", name, f"can be no folder ({error})", remedy)) from error
+    folder = Path(name).expanduser()
     if folder.is_dir():
         return load_tokenizer(folder)
-    if there or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        rule = "is a file, not a folder" if there else "there is no such folder"
-        raise UserError(Problem("tokenizer", name, rule, remedy))
+    if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        rule = "is a file, not a folder" if folder.exists() else "there is no such folder"
+        raise UserError(Problem("tokenizer", name, rule, "bpe, byte, char, or a folder that holds tokenizer.json"))
     from megalite.data.hub import tokenizer_folder
 
     return load_tokenizer(tokenizer_folder(name))

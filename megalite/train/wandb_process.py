@@ -8,11 +8,11 @@ output are for the user; what wandb itself has to say goes to its log. It import
 import json
 import os
 import select
-import signal
 import sys
 import threading
 from pathlib import Path
 
+from megalite.train.signals import ignore_stop_signals
 from megalite.train.wandb_rows import RowReader
 from megalite.train.wandb_sender import Sender, sending
 
@@ -47,8 +47,7 @@ class TrainerEnd:
 
 def main(arguments: list[str]) -> int:
     folder, mode, trainer = Path(arguments[0]), arguments[1], int(arguments[2])
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # meant for the trainer: its end is ours
+    ignore_stop_signals()  # meant for the trainer: its end is ours
     os.nice(5)
     user = _user()
     end = TrainerEnd(trainer)

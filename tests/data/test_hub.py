@@ -87,14 +87,6 @@ def test_an_answer_counts_that_a_long_import_held_up(monkeypatch: pytest.MonkeyP
     assert hub._Question("anywhere").there()
 
 
-@pytest.mark.parametrize("name", ["a" * 300, "~nobody-of-this-name/x"])
-def test_names_that_can_be_no_file_are_refused(name: str, config: Config) -> None:
-    config.tokenizer = name
-    hub.ask_early(config, ALONE)  # leaves the words to others
-    with pytest.raises(UserError, match=r"can be no folder[\s\S]*bpe, byte, char"):
-        named_tokenizer(name)
-
-
 @pytest.mark.usefixtures("silent_server", "empty_cache")
 @pytest.mark.parametrize("name", ["gpt2", "org/name"])
 def test_a_tokenizer_without_network_is_refused_in_seconds(name: str) -> None:

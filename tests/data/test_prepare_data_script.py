@@ -177,6 +177,9 @@ def test_every_kind_of_input_gives_the_same_tokens(
     assert "20 documents" in capfd.readouterr().out
 
 
+LONG = "a" * 300  # a name that no file can have
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -190,6 +193,10 @@ def test_every_kind_of_input_gives_the_same_tokens(
         (["a.txt", "--output", "x", "--bpe-vocab-size", "7"], ["--bpe-vocab-size=7", "at least 258"]),
         (["a.jsonl", "--output", "x", "--column", "body"], ["--column='body'", "it has: text", "--column=text"]),
         (["--verify", "gone"], ["gone.bin", "is missing"]),
+        ([LONG, "--output", "x"], ["input", "has 300 bytes", "names of 255"]),
+        (["--hub", LONG, "--output", LONG, "--tokenizer", LONG], ["--hub=", "--output=", "--tokenizer=", "3 problems"]),
+        (["a.txt", "--output", "x", "--tokenizer", "~nobody-of-this-name/x"], ["--tokenizer=", "no user nobody-of-th"]),
+        (["--verify", LONG], ["--verify=", "has 300 bytes"]),
     ],
 )
 def test_mistakes_are_refused_with_status_two_and_nothing_written(

@@ -24,8 +24,8 @@ REFUSED = 2
 IGNORED = [line.strip("/") for line in (ROOT / ".gitignore").read_text().split()]
 # What a clone does not have, or who tries these pages has made.
 LEFT_OUT = (".git", *IGNORED, "tokens", "corpus", "exported", "my-model")
-# Pages with commands in `text` blocks: they need Docker, a GPU or several, the hub, or a root of their own.
 LAYOUTS = [ROOT / "docs" / f"{name}.md" for name in ("tensor_parallel", "pipeline", "optimizer")]
+# Pages with commands in `text` blocks: they need Docker, a GPU or several, the hub, or a root of their own.
 NEEDS_MORE = {"docker.md": 4, "huggingface.md": 2, "performance.md": 1, "training.md": 1, "data.md": 0}
 
 SMALL = """\
@@ -63,7 +63,7 @@ class Block:
 
     @property
     def is_transcript(self) -> bool:
-        return self.text.startswith("$ ")
+        return self.language == "" and self.text.startswith("$ ")
 
     @property
     def is_program(self) -> bool:
