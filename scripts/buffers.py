@@ -9,9 +9,8 @@ OVERRIDES are those of pretrain_gpt.py. No data is read, no GPU is used, nothing
 """
 
 import argparse
-import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +29,7 @@ from megalite.parallel import tables
 from megalite.parallel.layout import ParallelLayout
 from megalite.parallel.layout_rules import layout_of
 from megalite.parallel.picture import picture_problems
+from megalite.train.screens import print_lines
 from megalite.train.verify import load
 from megalite.train.verify_shrink import vocabulary_of
 
@@ -82,16 +82,6 @@ def assumed(config: Config) -> tuple[Config, list[str]]:
     return config, [f"{note} (set it to be exact)" for note in notes]
 
 
-def write(lines: Iterable[str]) -> None:
-    """Print, and end quietly where the reader, like `head`, has seen enough."""
-    try:
-        for line in lines:
-            print(line)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered goes nowhere
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     options, overrides = parse(sys.argv[1:] if arguments is None else arguments)
     try:
@@ -106,12 +96,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(error, file=sys.stderr)
         return REFUSED
-    write([title, *header, *(f"note: {note}" for note in notes), ""])
-    write(bucket_lines(buffers, types, full=options.all))
+    print_lines([title, *header, *(f"note: {note}" for note in notes), ""])
+    print_lines(bucket_lines(buffers, types, full=options.all))
     if options.rank is not None:
-        write(["", *owned_lines(buffers, full=options.all)])
+        print_lines(["", *owned_lines(buffers, full=options.all)])
     if options.picture is not None:
-        write(["", f"picture: {options.picture}"])
+        print_lines(["", f"picture: {options.picture}"])
     return 0
 
 

@@ -7,11 +7,10 @@ python scripts/rank_generator.py --world-size 8 --pp 4 --num-layers 12 --standal
 """
 
 import argparse
-import os
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from megalite.parallel.remedies import is_whole
 from megalite.parallel.stage_rules import StageSettings, broken_rules
 from megalite.parallel.stages import StageLayers, stage_layers
 from megalite.parallel.tables import json_lines, stage_lines, table_lines
+from megalite.train.screens import print_lines
 
 MOST_RANKS = 1 << 20  # lists of more would fill the memory before anybody reads them
 MOST_DIGITS = 40  # of a number that is read at all
@@ -173,16 +173,6 @@ def _with_dashes(argument: str) -> str:
     return re.sub(r"^--[\w-]+", lambda option: option[0].replace("_", "-"), argument)
 
 
-def write(lines: Iterable[str]) -> None:
-    """Print, and end quietly where the reader, like `head`, has seen enough."""
-    try:
-        for line in lines:
-            print(line)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered goes nowhere
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(sys.argv[1:] if arguments is None else arguments)
     try:
@@ -193,13 +183,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return REFUSED
     if options.json:
-        write(json_lines(layout, stages))
+        print_lines(json_lines(layout, stages))
         return 0
-    write(table_lines(layout, shutil.get_terminal_size((120, 24)).columns if sys.stdout.isatty() else 120))
+    print_lines(table_lines(layout, shutil.get_terminal_size((120, 24)).columns if sys.stdout.isatty() else 120))
     if stages:
-        write(["", *stage_lines(stages)])
+        print_lines(["", *stage_lines(stages)])
     if options.picture is not None:
-        write(["", f"picture: {options.picture}"])
+        print_lines(["", f"picture: {options.picture}"])
     return 0
 
 

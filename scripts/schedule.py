@@ -40,6 +40,7 @@ from megalite.pipeline.recording import read_recording
 from megalite.pipeline.schedules import build_schedule
 from megalite.pipeline.simulator import simulate
 from megalite.pipeline.timeline import FORWARD_PASSES, MILLISECONDS, Timeline, Unit, equal_durations
+from megalite.train.screens import print_lines
 
 READ = (  # the settings that concern the schedule; of the model and of other axes nothing is asked
     "parallel.pp",
@@ -152,10 +153,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(error, file=sys.stderr)
         return REFUSED
-    for line in lines_of(timeline, unit, title):
-        print(line)
-    if options.picture is not None:
-        print(f"\npicture: {options.picture}")
+    picture = [] if options.picture is None else ["", f"picture: {options.picture}"]
+    print_lines([*lines_of(timeline, unit, title), *picture])
     return 0
 
 

@@ -5,14 +5,26 @@ over: on a live terminal a few lines, in a log nothing. A screen that can no lon
 disk) falls silent: a run does not end because nobody looks at it.
 """
 
+import os
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TextIO
 
 Span = tuple[str, str]
 Line = Sequence[Span]
 WIDTH = 100  # of a log's lines
 REDRAW_S = 0.2  # a live terminal is drawn at most this often: drawing costs a few milliseconds
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    """What a command has to show; it ends quietly where the reader, like `head`, has seen enough."""
+    try:
+        for line in lines:
+            print(line)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered goes nowhere
 
 
 class Screen(Protocol):

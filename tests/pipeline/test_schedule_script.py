@@ -115,3 +115,14 @@ def test_a_pipeline_of_ten_thousand_gpus_is_built_checked_and_drawn_in_twenty_se
     end = os.times()
     assert done.stdout.startswith("interleaved: pp 64, vpp 4, 512 microbatches\nstep 1583 ")
     assert end.children_user + end.children_system - begin.children_user - begin.children_system < 20
+
+
+def test_a_reader_that_has_seen_enough_ends_it_quietly() -> None:
+    sizes = ["parallel.pp=16", "train.global_batch_size=512", "train.micro_batch_size=1"]
+    command = [sys.executable, SCRIPT, *sizes]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(30) == 0
