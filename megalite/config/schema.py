@@ -90,7 +90,7 @@ class ModelConfig:
         0.02, "standard deviation of the start values; residual projections divide it by sqrt(2 * num_layers)", above=0
     )
     loss_chunk_tokens: int | None = setting(
-        None, "tokens per chunk of the head and loss; null: chosen for the device", at_least=1
+        None, "tokens per chunk of the head and loss; null: by device and vocabulary", at_least=1
     )
 
 

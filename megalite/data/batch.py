@@ -23,7 +23,7 @@ class Batch:
     tokens: Tensor  # int64
     labels: Tensor  # int64
     loss_mask: Tensor  # bool: True where the token counts in the loss
-    positions: Tensor  # int64
+    positions: Tensor  # int64; maybe one row expanded, so not to be written
     documents: Tensor | None  # int32
     first_sample: int
 

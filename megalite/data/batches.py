@@ -41,14 +41,15 @@ def read_batch(source: SampleSource, first: int, size: int, config: Config) -> B
     mask = np.ones(labels.shape, dtype=bool)
     if config.data.mask_end_of_document and source.end_of_document is not None:
         mask = labels != source.end_of_document
-    documents, positions = None, np.tile(np.arange(source.seq_length, dtype=np.int64), (len(rows), 1))
+    documents, positions = None, torch.arange(source.seq_length).expand(len(rows), -1)
     if not config.data.cross_document_attention:
-        documents, positions = source.documents(parts, starts)
+        documents, of_documents = source.documents(parts, starts)
+        positions = torch.from_numpy(of_documents)
     return Batch(
         tokens=torch.from_numpy(np.ascontiguousarray(rows[:, :-1])),
         labels=torch.from_numpy(np.ascontiguousarray(labels)),
         loss_mask=torch.from_numpy(mask),
-        positions=torch.from_numpy(positions),
+        positions=positions,
         documents=None if documents is None else torch.from_numpy(documents),
         first_sample=first,
     )
@@ -72,15 +73,16 @@ def masked_batches(config: Config, sequences: int, dp_size: int, device: torch.d
     of it in the loss."""
     size = config.train.micro_batch_size
     assert size is not None, "derive() fills it in"
-    tokens = torch.zeros((size, config.train.seq_length), dtype=torch.int64, device=device)
+    tokens = torch.zeros((size, config.train.seq_length), dtype=torch.int64)
+    positions = torch.arange(config.train.seq_length).expand(size, -1)
     batch = Batch(
         tokens=tokens,
         labels=tokens,
         loss_mask=torch.zeros_like(tokens, dtype=torch.bool),
-        positions=torch.arange(config.train.seq_length, device=device).repeat(size, 1),
+        positions=positions if config.data.cross_document_attention else positions.contiguous(),
         documents=None if config.data.cross_document_attention else torch.zeros_like(tokens, dtype=torch.int32),
         first_sample=0,
-    )
+    ).to(device)  # on CUDA expanded positions become rows of their own, as those of real batches do
     return [batch] * (sequences // size // dp_size)
 
 
@@ -194,7 +196,7 @@ def _pinned(batch: Batch) -> Batch:
         tokens=batch.tokens.pin_memory(),
         labels=batch.labels.pin_memory(),
         loss_mask=batch.loss_mask.pin_memory(),
-        positions=batch.positions.pin_memory(),
+        positions=batch.positions.contiguous().pin_memory(),  # which copies into memory of the same strides
         documents=None if batch.documents is None else batch.documents.pin_memory(),
         first_sample=batch.first_sample,
     )

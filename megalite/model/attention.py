@@ -93,10 +93,13 @@ class Attention(nn.Module):
         if self.query_norm is not None and self.key_norm is not None:
             queries, keys, values = self._split(qkv)
             qkv = torch.cat((self.query_norm(queries), self.key_norm(keys), values), dim=3)
-        if inputs.rotation is not None:
-            qkv = rotate(qkv, *inputs.rotation)
-        if qkv.device.type == "cpu" and inputs.mask is None and dropout == 0.0 and len(qkv) <= MAX_LENGTH:
-            return causal_attention(qkv)
+        rotation = inputs.rotation
+        by_blocks = qkv.device.type == "cpu" and inputs.mask is None and dropout == 0.0 and len(qkv) <= MAX_LENGTH
+        # A compiler makes one kernel of the rotation, and cannot trace its pieces.
+        if rotation is not None and (not by_blocks or torch.compiler.is_compiling()):
+            qkv, rotation = rotate(qkv, *rotation), None
+        if by_blocks:
+            return causal_attention(qkv, rotation)
         return self._attend(qkv, inputs.mask, dropout)
 
     def _attend(self, qkv: Tensor, mask: Tensor | None, dropout: float) -> Tensor:

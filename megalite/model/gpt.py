@@ -207,11 +207,7 @@ class GPT(nn.Module):
         """Rotary tables and document mask, built once for all layers."""
         rotation = None
         if self.config.position == "rope":
-            assert self.config.num_key_value_heads is not None
-            ranks = 1 if self.place.tp is None else self.place.tp.size
-            groups = max(1, self.config.num_key_value_heads // ranks)  # of this rank
-            q_per_kv = self.config.num_attention_heads // ranks // groups
-            rotation = rotary_tables(self.frequencies, batch.positions, q_per_kv)
+            rotation = rotary_tables(self.frequencies, batch.positions)
         mask = None if batch.documents is None else document_mask(batch.documents, self.dtype)
         return AttentionInputs(rotation, mask)
 

@@ -30,9 +30,11 @@ from megalite.tensor_parallel.collectives import (
     start_reduce_scatter,
 )
 from megalite.tensor_parallel.deferred import DeferredWork
+from megalite.tensor_parallel.pieces import piece_buffers, pieces
 
-# Elements of a product that is rounded and widened at once, on a CPU: few enough that they stay in the caches.
-TILE_ELEMENTS = 1 << 20
+# Elements of a product that is rounded at once, on a CPU: many, as each product packs `right` anew, yet few enough that
+# the C library hands out the same pages again (below 32 MiB) and that they are a small part of the gradients.
+TILE_ELEMENTS = 1 << 21
 
 
 def linear(
@@ -144,12 +146,14 @@ def add_transposed_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     elif total.is_cuda:
         torch.addmm(total, left.t(), right, out_dtype=total.dtype, out=total)
     else:
-        # No CPU kernel multiplies bf16 into fp32, and mixed sums are slow: product, widened copy, sum, tile by tile.
+        # No CPU kernel multiplies bf16 into fp32, and mixed sums are slow: product, then widened copies and sums.
         rows = min(total.shape[0], max(1, TILE_ELEMENTS // total.shape[1]))
-        product, widened = right.new_empty(rows, total.shape[1]), total.new_empty(rows, total.shape[1])
+        product = right.new_empty(rows, total.shape[1])
+        (widened,) = piece_buffers(1, total[:rows], total.dtype)
         for tile, columns in zip(total.split(rows), left.split(rows, dim=1), strict=True):
             torch.mm(columns.t(), right, out=product[: len(tile)])
-            tile.add_(widened[: len(tile)].copy_(product[: len(tile)]))
+            for part, of_product in pieces(tile, product[: len(tile)]):
+                part.add_(widened[: len(part)].copy_(of_product))
 
 
 # A compiler would take the sum apart: a new tensor of the weight's size, then a copy. An op of our own stays in place.

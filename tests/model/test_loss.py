@@ -1,6 +1,7 @@
 """The chunked head and loss against torch's own, and its memory."""
 
 from collections.abc import Callable
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -11,9 +12,11 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from megalite.model import loss as loss_module
-from megalite.model.loss import linear_cross_entropy
+from megalite.model.loss import _default_chunk, linear_cross_entropy
+from megalite.tensor_parallel.collectives import TensorGroup
 from megalite.tensor_parallel.cross_entropy import PIECE_ELEMENTS
 from megalite.tensor_parallel.linear import TILE_ELEMENTS
+from megalite.tensor_parallel.pieces import ELEMENTS
 
 N, WIDTH, VOCAB, PADDED = 50, 24, 101, 128
 
@@ -229,13 +232,24 @@ def peak_bytes(work: Callable[[], Any]) -> int:
 
 
 def memory_bound(case: Case, chunk: int, *, sink: bool) -> int:
-    """Logits of a chunk, two fp32 pieces, the gradients that are returned, and a few numbers per token."""
+    """Logits of a chunk, two fp32 pieces, the gradients that are returned, a few numbers per token, and what the
+    library of matrix products packs for itself."""
     (n, width), padded, size = case.hidden.shape, case.weight.shape[0], case.hidden.element_size()
     logits = chunk * padded * size
-    pieces = 2 * 4 * min(chunk * padded, PIECE_ELEMENTS["cpu"])
-    tiles = 0 if size == 4 else (4 + size) * min(padded * width, TILE_ELEMENTS)
+    softmax_pieces = 2 * 4 * min(chunk * padded, PIECE_ELEMENTS["cpu"])
     weight_grad = 0 if sink else padded * width * (4 + 2 * size)  # fp32 sum, its copy for backward, times upstream
-    return logits + pieces + tiles + weight_grad + 2 * n * width * size + 64 * n + 4096
+    returned = weight_grad + 2 * n * width * size
+    return logits + softmax_pieces + product_bytes(chunk, padded, width, case.hidden.dtype) + returned + 64 * n + 4096
+
+
+def product_bytes(chunk: int, columns: int, width: int, dtype: torch.dtype) -> int:
+    """What a chunk's products need besides their results: tiles to be widened, and the most that one product packs."""
+    tile, piece = (min(columns * width, most) for most in (TILE_ELEMENTS, ELEMENTS * torch.get_num_threads()))
+    shapes = ((chunk, width), (columns, width), (chunk, columns))
+    x, weight, logits = (torch.ones(shape, dtype=dtype) for shape in shapes)
+    products = [(x, weight.t(), logits), (logits, weight, x), (logits.t(), x, weight)]
+    packed = max(peak_bytes(partial(torch.mm, left, right, out=out)) for left, right, out in products)
+    return packed + (0 if dtype == torch.float32 else tile * dtype.itemsize + piece * 4)
 
 
 @pytest.mark.parametrize("sink", [True, False])
@@ -256,9 +270,12 @@ def test_memory_is_that_of_a_chunk_and_never_of_all_logits(dtype: torch.dtype, s
         peaks.append(peak_bytes(step))
         assert peaks[-1] <= memory_bound(case, chunk, sink=sink) < fp32_logits / 2
     assert peaks[0] < peaks[1]
-    assert peaks[2] - peaks[1] == 512 * vocab * case.hidden.element_size()  # only the chunk's logits grow with it
+    packed = [product_bytes(chunk, vocab, 16, dtype) for chunk in (512, 1024)]
+    grown = peaks[2] - peaks[1] - 512 * vocab * dtype.itemsize  # the chunk's logits grow with it, and nothing of ours
+    assert 0 <= grown <= packed[1] - packed[0]
 
-    default = loss_module.CHUNK_TOKENS["cpu"]
+    default = loss_module.CHUNK_BYTES // (vocab * dtype.itemsize)
+    assert default == _default_chunk(case.weight, None, None) > loss_module.CHUNK_TOKENS["cpu"]
     bound = memory_bound(case, default, sink=sink)
     assert peak_bytes(lambda: case.loss(grad_sink=grad_sink).backward()) <= bound < fp32_logits / 2
 
@@ -267,6 +284,15 @@ def test_memory_is_that_of_a_chunk_and_never_of_all_logits(dtype: torch.dtype, s
         return torch.autograd.grad(F.cross_entropy(logits, case.labels), (case.hidden, case.weight))
 
     assert peak_bytes(naive) > fp32_logits  # the meter sees what must not happen
+
+
+def test_ranks_with_uneven_parts_of_the_vocabulary_take_the_same_chunks() -> None:
+    """Each chunk is one exchange: a rank with one of its own would wait for ever."""
+    padded, group = 4099, TensorGroup("tp", 3, 0)
+    parts = [torch.empty((index + 1) * padded // 3 - index * padded // 3, 8) for index in range(3)]
+    assert len({len(part) for part in parts}) == 2
+    assert len({_default_chunk(part, padded, group) for part in parts}) == 1
+    assert _default_chunk(torch.empty(50304, 1), None, None) == loss_module.CHUNK_TOKENS["cpu"]
 
 
 @pytest.mark.parametrize("sink", [True, False])

@@ -14,7 +14,7 @@ from megalite.parallel.context import ParallelContext
 from megalite.parallel.layout import ParallelLayout
 from megalite.tensor_parallel.collectives import TensorGroup
 from megalite.tensor_parallel.cross_entropy import PIECE_ELEMENTS
-from tests.model.test_loss import peak_bytes, relative_error
+from tests.model.test_loss import peak_bytes, product_bytes, relative_error
 from tests.ranks import run_ranks
 from tests.tensor_parallel.test_cross_entropy import reference_losses
 
@@ -270,13 +270,14 @@ def test_memory_is_that_of_two_chunks_of_the_ranks_columns(dtype: torch.dtype) -
         for peaks in run_ranks(_peaks, size, case, chunks, layout=layout):
             for chunk, (trained, evaluated) in zip(chunks, peaks, strict=True):
                 logits = chunk * vocab // size
-                tiles = 0 if itemsize == 4 else (4 + itemsize) * vocab // size * width
-                rest = 2 * 4 * min(logits, PIECE_ELEMENTS["cpu"]) + tiles + 64 * n + 16384
+                products = product_bytes(chunk, vocab // size, width, dtype)
+                rest = 2 * 4 * min(logits, PIECE_ELEMENTS["cpu"]) + products + 64 * n + 16384
                 assert trained <= 2 * itemsize * logits + rest + 4 * n * width * itemsize < 4 * n * vocab / size
                 assert evaluated <= itemsize * logits + rest + n * width * itemsize
             growth = 512 * vocab // size * itemsize  # beyond a piece the logits grow with the chunk, and statistics
-            assert abs(peaks[2][0] - peaks[1][0] - 2 * growth) < 512 * 512
-            assert abs(peaks[2][1] - peaks[1][1] - growth) < 512 * 512
+            packed = [product_bytes(chunk, vocab // size, width, dtype) for chunk in chunks[1:]]
+            assert abs(peaks[2][0] - peaks[1][0] - 2 * growth) < 512 * 512 + packed[1] - packed[0]
+            assert abs(peaks[2][1] - peaks[1][1] - growth) < 512 * 512 + packed[1] - packed[0]
 
 
 def _without_hidden_sum(context: ParallelContext, cases: list[Case]) -> list[Result]:

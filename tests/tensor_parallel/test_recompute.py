@@ -56,7 +56,7 @@ class Case:
             if isinstance(layer, (ColumnParallelLinear, RowParallelLinear)):
                 layer.grad_sink = torch.zeros_like(layer.weight, requires_grad=False)
                 self.sinks.append(layer.grad_sink)
-        self.inputs = inputs_of(config, torch.arange(S // size) + index * (S // size), size)
+        self.inputs = inputs_of(config, torch.arange(S // size) + index * (S // size))
         x = torch.randn(S // size, B, H, dtype=torch.float64, generator=torch.Generator().manual_seed(3 + index))
         self.x = x.requires_grad_()
 
@@ -89,14 +89,12 @@ class Case:
         return [out.detach(), *gradients, *self.sinks]
 
 
-def inputs_of(config: ModelConfig, positions: Tensor, ranks: int) -> BlockInputs:
+def inputs_of(config: ModelConfig, positions: Tensor) -> BlockInputs:
     keys = DropoutStreams(1, [(0, "attention"), (0, "mlp")], H, CPU).keys(torch.arange(B), positions)
     rotation = None
     if config.position == "rope":
-        assert config.num_key_value_heads is not None
-        groups = config.num_key_value_heads // ranks
         frequencies = rotary_frequencies(config)
-        rotation = rotary_tables(frequencies, torch.arange(S).expand(B, S), HEADS // ranks // groups)
+        rotation = rotary_tables(frequencies, torch.arange(S).expand(B, S))
     return BlockInputs(AttentionInputs(rotation, None), keys[0, "attention"], keys[0, "mlp"])
 
 
