@@ -77,11 +77,14 @@ class _Rotate(torch.autograd.Function):
 
 def _turn(x: Tensor, straight: Tensor, swapped: Tensor, sign: int) -> Tensor:
     """x * straight + sign * (x with its halves swapped) * swapped for queries and keys; the values are copied."""
+    factors = [table.transpose(0, 1)[:, :, None, None] for table in (straight, swapped)]  # [s, b, 1, 1, d]
+    if torch.compiler.is_compiling():  # nothing in place: see _drop in tensor_parallel/dropout.py
+        wide = x[..., :-1, :].to(straight.dtype)
+        turned = wide * factors[0] + sign * wide.roll(x.shape[-1] // 2, -1) * factors[1]
+        return torch.cat((turned.to(x.dtype), x[..., -1:, :]), dim=-2)
     out = torch.empty_like(x)
-    factors = (table.transpose(0, 1)[:, :, None, None] for table in (straight, swapped))  # [s, b, 1, 1, d]
     whole = (x, out, *factors)
-    by_pieces = x.device.type == "cpu" and not torch.compiler.is_compiling()
-    for part, turned, factor, swapped_factor in pieces(*whole) if by_pieces else [whole]:
+    for part, turned, factor, swapped_factor in pieces(*whole) if x.device.type == "cpu" else [whole]:
         wide = part[..., :-1, :].to(factor.dtype, memory_format=torch.contiguous_format, copy=True)
         halves_swapped = wide.roll(x.shape[-1] // 2, -1)
         turned[..., :-1, :] = wide.mul_(factor).addcmul_(halves_swapped, swapped_factor, value=sign)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 _ops = torch.ops._c10d_functional
+NAMED_GATHER_COMPILES = torch.__version__ >= "2.13"
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ def start_all_reduce(x: Tensor, group: TensorGroup, op: str = "sum") -> Tensor:
 def start_all_gather(x: Tensor, group: TensorGroup) -> Tensor:
     """Everybody's [n, ...], in order of rank: [t * n, ...]."""
     x = x.contiguous()
-    if x.is_cpu:
+    if x.is_cpu and (NAMED_GATHER_COMPILES or not torch.compiler.is_compiling()):
         # Not the op below: gloo's two workers note the name of what they have done without a lock (torch 2.13), and
         # two that write ALLGATHER_COALESCED, too long for a string's own buffer, free it twice. This one is ALLGATHER.
         out = x.new_empty(group.size * x.shape[0], *x.shape[1:])

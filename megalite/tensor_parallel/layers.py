@@ -2,9 +2,9 @@
 
 Parameters keep the dims of their logical shape and hold this rank's shard of it, as the registry
 (parallel/parameters.py) cuts it; they are created without values. Without a group, or in one of a single rank, a layer
-holds the whole and is the plain torch path. Each weight has one `grad_sink`: None, or a tensor of its shape (fp32, fp64
-in fp64) to which backward adds the weight's gradient, in a fixed order; autograd then sees none. Where a linear layer
-has `deferred` work, a backward that is collected leaves that for later.
+holds the whole and is the plain torch path. Each weight has one `grad_sink`: None, or a tensor of its size (fp32, fp64
+in fp64; compiled, [outputs, inputs]) to which backward adds the weight's gradient, in a fixed order; autograd then sees
+none. Where a linear layer has `deferred` work, a backward that is collected leaves that for later.
 
 A gradient is complete, but for what the registry calls partial: shared tails, and under sequence parallelism the bias
 of a `RowParallelLinear`.

@@ -53,9 +53,9 @@ def linear(
     and its gradient is summed over them. With `sequence_parallel` each has its part of the sequence instead,
     x [s/t, ..., k] -> [s, ..., n]: x is gathered, in backward once more, and its gradient reduce-scattered.
 
-    With `grad_sink` (fp32, fp64 in fp64; contiguous, of the weight's size in any shape) backward adds the gradient of
-    the weight to it, and autograd sees none. A backward that `deferred` collects puts that off to there, unless it is
-    compiled: `deferred` is then to be None.
+    With `grad_sink` (fp32, fp64 in fp64; contiguous, of the weight's size in any shape, compiled [n, k]) backward adds
+    the gradient of the weight to it, and autograd sees none. A backward that `deferred` collects puts that off to
+    there, unless it is compiled: `deferred` is then to be None.
     """
     assert group is not None or not sequence_parallel
     if group is None and grad_sink is None:
@@ -134,8 +134,12 @@ def _weight_gradient(grad: Tensor, x: Tensor, sink: Tensor | None) -> Tensor | N
     grad, x = grad.flatten(0, -2), x.flatten(0, -2)
     if sink is None:
         return torch.mm(grad.t(), x)
-    add = _add_transposed_product if torch.compiler.is_compiling() else add_transposed_product
-    add(sink.view(grad.shape[1], x.shape[1]), grad, x)
+    shape = grad.shape[1], x.shape[1]
+    if torch.compiler.is_compiling():
+        assert sink.shape == shape, "compiled by torch 2.11, a change to a view of an input goes to the wrong place"
+        _add_transposed_product(sink, grad, x)
+    else:
+        add_transposed_product(sink.view(shape), grad, x)
     return None
 
 

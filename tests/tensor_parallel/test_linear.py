@@ -187,7 +187,7 @@ def compiled_and_not(context: ParallelContext, backend: str) -> None:
             continue
         x, up, down, bias = tensors((4, 3, K), (2, N // 2, K), (K, N), (N,))
         buffer = torch.zeros(5 + 2 * N * K, dtype=torch.float64)
-        sinks = [buffer[5:][: N * K].view_as(up), buffer[5 + N * K :].view_as(down)] if sunk else [None, None]
+        sinks = [buffer[5:][: N * K].view(N, K), buffer[5 + N * K :].view_as(down)] if sunk else [None, None]
         column = {"group": group if grouped else None, "sequence_parallel": sequence, "grad_sink": sinks[0]}
 
         def run(x: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ class Case:
         self.sinks = []
         for layer in self.block.modules():
             if isinstance(layer, (ColumnParallelLinear, RowParallelLinear)):
-                layer.grad_sink = torch.zeros_like(layer.weight, requires_grad=False)
+                layer.grad_sink = torch.zeros_like(layer.weight, requires_grad=False).flatten(0, -2)
                 self.sinks.append(layer.grad_sink)
         self.inputs = inputs_of(config, torch.arange(S // size) + index * (S // size))
         x = torch.randn(S // size, B, H, dtype=torch.float64, generator=torch.Generator().manual_seed(3 + index))
@@ -250,6 +250,7 @@ def compiled_results(rebuild: tuple[str, ...]) -> tuple[list[Tensor], int]:
     return case.results(), sum(size for pointer, size in storages.items() if pointer not in given)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="looks where torch 2.13 keeps what a compiled forward saves")
 def test_a_compiled_block_rebuilds_the_same_and_keeps_as_little() -> None:
     """Attention's dropout mask included. The partitioner unasked keeps the argument of every matrix product."""
     expected, kept_unasked = compiled_results(())
