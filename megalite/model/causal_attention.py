@@ -48,7 +48,7 @@ class _CausalAttention(torch.autograd.Function):
             out[start:stop] = (probabilities @ _upto(values, stop)).view(-1, q, rows, d).permute(2, 0, 1, 3)
         ctx.save_for_backward(queries, keys, values, straight, swapped, *kept)
         ctx.shape = qkv.shape
-        return out.view(s, b, groups * q * d)
+        return out.view(s, b, groups * q * d)  # `out` itself would not do: see _drop in tensor_parallel/dropout.py
 
     @staticmethod
     @once_differentiable

@@ -114,7 +114,7 @@ class GPT(nn.Module):
         self._sinks = dict(sinks)
         for name, sink in sinks.items():
             if (owner := self._sink_owner(name)) is not None:
-                owner.grad_sink = sink.flatten(0, -2)  # [outputs, inputs], as the product that is added to it
+                owner.grad_sink = sink.view(-1, sink.shape[-1])  # [outputs, inputs], as the product that is added to it
 
     def _sink_owner(self, name: str) -> Any:
         """The layer that fills the sink of the parameter called `name`, if one does."""

@@ -78,7 +78,7 @@ class _Rotate(torch.autograd.Function):
 def _turn(x: Tensor, straight: Tensor, swapped: Tensor, sign: int) -> Tensor:
     """x * straight + sign * (x with its halves swapped) * swapped for queries and keys; the values are copied."""
     factors = [table.transpose(0, 1)[:, :, None, None] for table in (straight, swapped)]  # [s, b, 1, 1, d]
-    if torch.compiler.is_compiling():  # nothing in place: see _drop in tensor_parallel/dropout.py
+    if torch.compiler.is_compiling():  # without in-place ops: see _drop in tensor_parallel/dropout.py
         wide = x[..., :-1, :].to(straight.dtype)
         turned = wide * factors[0] + sign * wide.roll(x.shape[-1] // 2, -1) * factors[1]
         return torch.cat((turned.to(x.dtype), x[..., -1:, :]), dim=-2)

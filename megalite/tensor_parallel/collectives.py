@@ -41,6 +41,7 @@ def start_all_gather(x: Tensor, group: TensorGroup) -> Tensor:
     if x.is_cpu and (NAMED_GATHER_COMPILES or not torch.compiler.is_compiling()):
         # Not the op below: gloo's two workers note the name of what they have done without a lock (torch 2.13), and
         # two that write ALLGATHER_COALESCED, too long for a string's own buffer, free it twice. This one is ALLGATHER.
+        # torch 2.11 cannot compile it, so that what is compiled there, on CPUs, may still meet that (rarely).
         out = x.new_empty(group.size * x.shape[0], *x.shape[1:])
         return _ops.all_gather_into_tensor_out(x, group.size, group.name, out=out)  # type: ignore[no-any-return]
     return _ops.all_gather_into_tensor(x, group.size, group.name)  # type: ignore[no-any-return]

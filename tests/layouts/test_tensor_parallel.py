@@ -60,7 +60,7 @@ ROWS: list[Row] = [
     (4, 2, False, "llama", WIDE),
 ]
 COMPILED: list[Row] = [
-    (2, 1, True, "llama", COMPILE),
+    (2, 1, True, "llama", merged(COMPILE, DROPPED)),
     (2, 1, False, "gpt2", merged(COMPILE, SELECTIVE)),
 ]
 LONG_ROWS: list[Row] = COMPILED + [

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -181,16 +182,17 @@ def test_a_server_that_does_not_answer_holds_nothing_up(tmp_path: Path, monkeypa
         try:
             server.settimeout(PATIENCE_S)
             connection, _ = server.accept()  # from now on wandb waits
-            longest = 0.0
+            waits = []
             for _ in range(2000):
                 begun = time.perf_counter()
                 mirror.record({})
-                longest = max(longest, time.perf_counter() - begun)
+                waits.append(time.perf_counter() - begun)
             begun = time.perf_counter()
             mirror.finish(0)
             assert time.perf_counter() - begun < 4
             assert process.poll() is None, "it waits for the server, on its own"
-            assert longest < 5, "it never answers: who waited for it would wait for ever"
+            assert max(waits) < 5, "it never answers: who waited for it would wait for ever"
+            assert median(waits) < 0.01
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
