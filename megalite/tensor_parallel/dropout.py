@@ -75,7 +75,8 @@ class _HashDropout(torch.autograd.Function):
 def _drop(x: Tensor, rows: Tensor, channels: Tensor, p: float) -> Tensor:
     kept = _element_bits(rows, channels) >= round(p * 2**32) - 2**31
     scaled = x * (1 / (1 - p))
-    # Compiled by torch 2.11, a Function that returns the result of an in-place op gets zeros as gradient (its #180642).
+    # Compiled by torch 2.11, a Function that returns the result of an in-place op gets zeros as gradient
+    # (https://github.com/pytorch/pytorch/issues/180642).
     return scaled * kept if torch.compiler.is_compiling() else scaled.mul_(kept)
 
 

@@ -209,7 +209,7 @@ def test_closing_ends_the_thread_even_while_it_waits(data: OpenedData, config: C
     time.sleep(0.2)  # the queue is full, the thread waits to hand over
     begin = time.monotonic()
     batches.close()
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 1
     assert threading.active_count() == before
 
 

@@ -130,11 +130,11 @@ def test_ten_billion_tokens_open_at_once_and_in_constant_memory(tmp_path: Path, 
     elapsed = []
     tracemalloc.start()
     for _ in range(3):  # the best of three: other tests may share the machine
-        begin = time.process_time()
+        begin = time.perf_counter()
         file = TokenFile.open(tmp_path / "big")
         assert file.identity()
         starts = file.document_starts(9_999_990_000, 9_999_999_999)
-        elapsed.append(time.process_time() - begin)
+        elapsed.append(time.perf_counter() - begin)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert len(file.tokens) == 10_000_000_000

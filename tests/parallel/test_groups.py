@@ -252,8 +252,11 @@ def test_what_is_advised_for_heads_and_instances_works(layout: ParallelLayout, h
                     assert not any(group_problems(layout, replace(needs, **asked)))
 
 
-def test_all_groups_of_sixteen_thousand_ranks_are_listed_at_once() -> None:
-    begin = time.process_time()
+def test_all_groups_of_sixteen_thousand_ranks_are_listed_in_a_second() -> None:
     layout = ParallelLayout(tp=8, cp=2, dp=64, pp=16, etp=1, ep=64)
-    assert len(list(all_groups(layout, GroupNeeds(optimizer_instances=4)))) > 10_000
-    assert time.process_time() - begin < 5, "0.4 s on a quiet machine; what looks at all pairs of groups takes minutes"
+    elapsed = []
+    for _ in range(3):  # the best of three: other tests may share the machine
+        begin = time.process_time()
+        assert len(list(all_groups(layout, GroupNeeds(optimizer_instances=4)))) > 10_000
+        elapsed.append(time.process_time() - begin)
+    assert min(elapsed) < 1

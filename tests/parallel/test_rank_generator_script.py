@@ -264,8 +264,8 @@ def test_without_a_picture_it_starts_without_what_is_slow(module: str) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_sixteen_thousand_ranks_are_listed_at_once() -> None:
+def test_sixteen_thousand_ranks_are_listed_in_two_seconds() -> None:
     begin = os.times().children_user
     shown = groups("--world-size", "16384", "--tp", "8", "--cp", "2", "--pp", "16", "--ep", "64", "--etp", "1")
-    assert os.times().children_user - begin < 5, "0.5 s on a quiet machine"
+    assert os.times().children_user - begin < 2
     assert all(sum(map(len, found)) == 16384 for part in shown.values() for found in part.values())

@@ -386,4 +386,4 @@ def test_remedies_are_found_at_once_however_large_the_numbers() -> None:
     begin = time.process_time()
     for asked in (StageSettings(10**9 + 1, 4096, vpp=4), StageSettings(10**400 + 1, 4), StageSettings(997, 16, vpp=3)):
         assert stage_problems(asked, FIELD_NAMES)[0].remedy
-    assert time.process_time() - begin < 5, "0.4 s on a quiet machine"
+    assert time.process_time() - begin < 2

@@ -138,12 +138,12 @@ def test_header_begins_at_the_first_rank_of_a_world_that_does_not_start_at_zero(
     assert header_lines(ParallelLayout(tp=2, dp=2, rank_offset=100))[-1] == "rank 100: tp 100 101, dp 100 102"
 
 
-def test_tables_and_json_of_sixteen_thousand_ranks_take_no_time() -> None:
+def test_tables_and_json_of_sixteen_thousand_ranks_take_under_two_seconds() -> None:
     layout = layout_of(LARGE)
     begin = time.process_time()
     assert sum(map(len, table_lines(layout, 120))) > 1e6
     assert len(json.loads("\n".join(json_lines(layout)))["expert"]["ep"]) == 256
-    assert time.process_time() - begin < 5, "0.4 s on a quiet machine"
+    assert time.process_time() - begin < 2
 
 
 def test_stages_are_listed_by_layer_with_what_else_they_hold() -> None:

@@ -108,14 +108,13 @@ def test_mistakes_are_refused_with_status_two_and_nothing_written(
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_pipeline_of_ten_thousand_gpus_is_built_checked_and_drawn_in_seconds(tmp_path: Path) -> None:
+def test_a_pipeline_of_ten_thousand_gpus_is_built_checked_and_drawn_in_twenty_seconds(tmp_path: Path) -> None:
     begin = os.times()
     words = ("parallel.pp=64", "parallel.vpp=4", "train.global_batch_size=512", "train.micro_batch_size=1")
     done = run(*words, "--picture", str(tmp_path / "large.png"))
     end = os.times()
     assert done.stdout.startswith("interleaved: pp 64, vpp 4, 512 microbatches\nstep 1583 ")
-    seconds = end.children_user + end.children_system - begin.children_user - begin.children_system
-    assert seconds < 40, "8 s on a quiet machine, twice that on one that is shared"
+    assert end.children_user + end.children_system - begin.children_user - begin.children_system < 20
 
 
 def test_a_reader_that_has_seen_enough_ends_it_quietly() -> None:

@@ -16,7 +16,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import pytest
@@ -182,17 +181,16 @@ def test_a_server_that_does_not_answer_holds_nothing_up(tmp_path: Path, monkeypa
         try:
             server.settimeout(PATIENCE_S)
             connection, _ = server.accept()  # from now on wandb waits
-            waits = []
+            longest = 0.0
             for _ in range(2000):
                 begun = time.perf_counter()
                 mirror.record({})
-                waits.append(time.perf_counter() - begun)
+                longest = max(longest, time.perf_counter() - begun)
             begun = time.perf_counter()
             mirror.finish(0)
-            assert time.perf_counter() - begun < 4
+            assert time.perf_counter() - begun < 0.5 + 1.0
             assert process.poll() is None, "it waits for the server, on its own"
-            assert max(waits) < 5, "it never answers: who waited for it would wait for ever"
-            assert median(waits) < 0.01
+            assert longest < 0.1
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -409,7 +407,7 @@ def test_a_run_that_failed_waits_for_no_server(tmp_path: Path) -> None:
         mirror.finish(1)
     finally:
         process.kill()
-    assert time.monotonic() - begin < 4
+    assert time.monotonic() - begin < 1
 
 
 @pytest.mark.parametrize("mode", ["disabled", "offline", None])
