@@ -182,7 +182,7 @@ class TrainConfig:
         "selective: any of attention (its core: scores, probabilities), norm and activation (their outputs)",
         choices=("attention", "norm", "activation"),
     )
-    compile: bool | None = setting(None, "torch.compile block by block; null: on for CUDA, off for CPU")
+    compile: bool | None = setting(None, "torch.compile of each block and of the loss; null: on for CUDA, off for CPU")
     max_bad_steps: int = setting(
         10, "stop after this many steps in a row whose loss or gradient is not finite", at_least=1
     )

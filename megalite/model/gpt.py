@@ -72,7 +72,7 @@ class GPT(nn.Module):
         if recompute == "full":
             self.recomputed = range(config.num_layers if recompute_layers is None else recompute_layers)
         modules = recompute_modules if recompute == "selective" else ()
-        self.label_smoothing, self.z_loss = label_smoothing, z_loss
+        self.label_smoothing, self.z_loss, self.compiled = label_smoothing, z_loss, compile
         self.embeds = layers.start == 0 if embeds is None else embeds
         self.has_loss = layers.stop == config.num_layers if has_loss is None else has_loss
         if self.embeds or (self.has_loss and config.tie_embeddings):
@@ -164,6 +164,7 @@ class GPT(nn.Module):
             sequence_parallel=self.place.sequence_parallel,
             label_smoothing=self.label_smoothing if self.training else 0.0,
             z_loss=self.z_loss if self.training else 0.0,
+            compile=self.compiled,
         )
 
     def head_logits(self, hidden: Tensor) -> Tensor:

@@ -7,9 +7,10 @@ from the logits at hand, so that nothing as large as logits waits for backward. 
 probability zero and a gradient of exactly zero.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +25,8 @@ from megalite.tensor_parallel.collectives import (
 )
 from megalite.tensor_parallel.cross_entropy import TokenLoss, softmax, statistics_dtype, work_buffers
 from megalite.tensor_parallel.linear import add_transposed_product
+
+T = TypeVar("T")
 
 # Tokens per chunk; on a CPU at least so many, and as many as CHUNK_BYTES hold. Each chunk reads and writes the whole
 # gradient of the weight once, so chunks must be long. With 50,000 columns a CPU gains nothing from more than these, and
@@ -47,6 +50,7 @@ def linear_cross_entropy(
     group: TensorGroup | None = None,
     padded_vocab: int | None = None,
     sequence_parallel: bool = False,
+    compile: bool = False,
 ) -> Tensor:
     """scale * sum over unmasked tokens of the loss of hidden weight[:vocab_size]^T: a 0-d fp32 (fp64) tensor.
 
@@ -65,7 +69,8 @@ def linear_cross_entropy(
     and gradients (the next chunk's product is issued before this one's statistics are waited for), 2 *
     min(c * v, PIECE_ELEMENTS) in fp32, the gradients, a few numbers per token; with a group also the summed gradient
     of hidden besides the rank's own, with sequence parallelism also the gathered hidden; what `add_transposed_product`
-    and the collectives' library need for themselves.
+    and the collectives' library need for themselves. With `compile` a chunk is two kernels beside its products, which
+    on CUDA need no fp32 logits.
     """
     assert group is not None or not sequence_parallel
     n, width = hidden.shape[0] * (group.size if group is not None and sequence_parallel else 1), hidden.shape[1]
@@ -81,7 +86,7 @@ def linear_cross_entropy(
         z_loss=z_loss,
     )
     chunk = max(1, min(n, chunk_tokens or _default_chunk(weight, padded_vocab, group)))
-    task = _Task(labels, loss_mask, scale, token_loss, chunk, sequence_parallel)
+    task = _Task(labels, loss_mask, scale, token_loss, chunk, sequence_parallel, compile)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, task, grad_sink)
         return loss
@@ -107,6 +112,7 @@ class _Task:
     token_loss: TokenLoss
     chunk: int
     sequence_parallel: bool
+    compile: bool
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -147,6 +153,9 @@ class _Sweep:
         self.wants_gradients = wants_hidden or weight_grad is not None
         overlaps = self.group is not None and self.wants_gradients
         self.buffers = hidden.new_empty(2 if overlaps else 1, task.chunk, weight.shape[0])
+        self.settle, self.statistics, self.differentiate = _settle, _statistics, _differentiate
+        if task.compile and self.token_loss.real:
+            self.settle, self.statistics, self.differentiate = map(_compiled, (_settle, _statistics, _differentiate))
         self.work, self.piece = work_buffers(self.buffers[0])
         dtype = self.work.dtype
         self.losses = torch.empty(hidden.shape[0], dtype=dtype, device=hidden.device)
@@ -182,28 +191,26 @@ class _Sweep:
     def _settle_alone(self, tokens: slice, logits: Tensor) -> None:
         """Losses of a chunk whose logits are all here, and gradients in their place: one softmax serves both."""
         for rows, part in self._pieces(tokens, logits):
-            labels = self.task.labels[rows]
-            wide, probabilities = softmax(part, self.work)
-            statistics = self.token_loss.local_statistics(wide, probabilities, labels)
-            self.losses[rows], factor = self.token_loss.combine(statistics[None])
-            if self.wants_gradients:
-                self.token_loss.write_gradient(part, probabilities, labels, factor, self.upstream[rows])
+            upstream = self.upstream[rows] if self.wants_gradients else None
+            self.losses[rows] = self.settle(self.token_loss, part, self.task.labels[rows], upstream, self.work)
 
     def _statistics(self, tokens: slice, logits: Tensor) -> Tensor:
         """[k, c] of this rank's columns."""
         pieces = self._pieces(tokens, logits)
-        labels = self.task.labels
-        parts = [self.token_loss.local_statistics(*softmax(part, self.work), labels[rows]) for rows, part in pieces]
+        parts = [self.statistics(self.token_loss, part, self.task.labels[rows], self.work) for rows, part in pieces]
         return torch.cat(parts, 1)
 
     def _settle(self, tokens: slice, logits: Tensor, exchanged: Tensor) -> None:
         """Losses of a chunk from the statistics of all ranks, and gradients in place of the logits."""
-        self.losses[tokens], factors = self.token_loss.combine(finish(exchanged))
+        assert self.group is not None
+        statistics = finish(exchanged)  # [t, k, c]
+        self.losses[tokens], factors = self.token_loss.combine(statistics)
         if not self.wants_gradients:
             return
-        for (rows, part), factor in zip(self._pieces(tokens, logits), factors.split(self.piece), strict=True):
-            _, probabilities = softmax(part, self.work)
-            self.token_loss.write_gradient(part, probabilities, self.task.labels[rows], factor, self.upstream[rows])
+        per_piece = statistics[self.group.index].split(self.piece, 1), factors.split(self.piece)
+        for (rows, part), local, factor in zip(self._pieces(tokens, logits), *per_piece, strict=True):
+            labels, upstream = self.task.labels[rows], self.upstream[rows]
+            self.differentiate(self.token_loss, part, local, labels, factor, upstream, self.work)
 
     def _add_gradients(self, tokens: slice, gradient: Tensor) -> None:
         """From the gradient [c, v] of a chunk's logits. The last sum over ranks runs while the weight's is computed."""
@@ -219,3 +226,50 @@ class _Sweep:
         for first in range(0, logits.shape[0], self.piece):
             part = logits[first : first + self.piece]
             yield slice(tokens.start + first, tokens.start + first + part.shape[0]), part
+
+
+def _settle(token_loss: TokenLoss, logits: Tensor, labels: Tensor, upstream: Tensor | None, work: Tensor) -> Tensor:
+    """The losses [r] of tokens whose logits [r, v] are all here; with `upstream` [r], gradients in their place."""
+    if torch.compiler.is_compiling():
+        statistics = token_loss.statistics_of(logits.to(work.dtype), labels)
+        losses, factor = token_loss.combine(statistics[None])
+        if upstream is not None:
+            token_loss.turn_into_gradient(logits, statistics, labels, factor, upstream)
+        return losses
+    wide, probabilities = softmax(logits, work)
+    losses, factor = token_loss.combine(token_loss.local_statistics(wide, probabilities, labels)[None])
+    if upstream is not None:
+        token_loss.write_gradient(logits, probabilities, labels, factor, upstream)
+    return losses
+
+
+def _statistics(token_loss: TokenLoss, logits: Tensor, labels: Tensor, work: Tensor) -> Tensor:
+    """[k, r] of logits [r, columns]."""
+    if torch.compiler.is_compiling():
+        return token_loss.statistics_of(logits.to(work.dtype), labels)
+    return token_loss.local_statistics(*softmax(logits, work), labels)
+
+
+def _differentiate(
+    token_loss: TokenLoss,
+    logits: Tensor,
+    statistics: Tensor,
+    labels: Tensor,
+    factor: Tensor,
+    upstream: Tensor,
+    work: Tensor,
+) -> None:
+    """Gradients in place of logits [r, columns], of which `_statistics` are [k, r]."""
+    if torch.compiler.is_compiling():
+        token_loss.turn_into_gradient(logits, statistics, labels, factor, upstream)
+    else:
+        token_loss.write_gradient(logits, softmax(logits, work)[1], labels, factor, upstream)
+
+
+@cache
+def _compiled(step: Callable[..., T]) -> Callable[..., T]:
+    """The chain of a step as a kernel for its sums and one for its gradients: logits are read twice, not ten times.
+
+    A shape always meets the same code, whatever came before it, so that a resumed run repeats what it would have been.
+    """
+    return torch.compile(step, dynamic=False)

@@ -93,16 +93,22 @@ class TokenLoss:
             statistics = torch.zeros(shape, dtype=probabilities.dtype, device=labels.device)
             statistics[0] = -torch.inf
             return statistics
+        sums = probabilities.amax(-1).reciprocal_()  # the largest cannot underflow, as the label's own can
+        return self._statistics(logits, logits.amax(-1), sums, labels)
+
+    def statistics_of(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """`local_statistics` without a softmax, for a compiler: one kernel that reads the logits, in `statistics_dtype`
+        or cast to it on the way, and writes nothing as large. There is a `real` column."""
+        maxima = logits.amax(-1)
+        return self._statistics(logits, maxima, (logits - maxima[:, None]).exp().sum(-1), labels)
+
+    def _statistics(self, logits: Tensor, maxima: Tensor, sums: Tensor, labels: Tensor) -> Tensor:
         column, is_here = self._column(labels)
         label_logits = logits.gather(1, column[:, None])[:, 0]
-        rows = [
-            logits.amax(-1),
-            probabilities.amax(-1).reciprocal_(),  # the largest cannot underflow, as the label's own can
-            label_logits if is_here is None else torch.where(is_here, label_logits, 0.0),
-        ]
+        rows = [maxima, sums, label_logits if is_here is None else torch.where(is_here, label_logits, 0.0)]
         if self.label_smoothing:
-            rows.append(logits[:, : self.real].sum(-1, dtype=probabilities.dtype))
-        return torch.stack([row.to(probabilities.dtype) for row in rows])
+            rows.append(logits[:, : self.real].sum(-1, dtype=sums.dtype))
+        return torch.stack([row.to(sums.dtype) for row in rows])
 
     def start_exchange(self, statistics: Tensor) -> Tensor:
         """Of [k, r] of every rank, [t, k, r], complete after `finish` on the result where there is a group."""
@@ -149,6 +155,24 @@ class TokenLoss:
         if self.label_smoothing:
             probabilities[:, : self.real].sub_((self.label_smoothing / self.vocab_size * upstream)[:, None])
         out.copy_(probabilities)
+
+    def turn_into_gradient(
+        self, logits: Tensor, statistics: Tensor, labels: Tensor, factor: Tensor, upstream: Tensor
+    ) -> None:
+        """What `write_gradient` writes, in place of the logits [r, columns] of which `statistics_of` are [k, r]; for a
+        compiler: one kernel, which no scatter can be part of."""
+        columns = torch.arange(logits.shape[1], device=logits.device)
+        column, is_here = self._column(labels)
+        has_label = columns == column[:, None]
+        if is_here is not None:
+            has_label &= is_here[:, None]
+        maxima, sums = statistics[:2, :, None]
+        gradient = (logits.to(sums.dtype) - maxima).exp() * (factor * upstream / sums[:, 0])[:, None]
+        gradient -= torch.where(has_label, (1 - self.label_smoothing) * upstream[:, None], 0.0)
+        if self.label_smoothing:
+            share = self.label_smoothing / self.vocab_size * upstream
+            gradient -= torch.where(columns < self.real, share[:, None], 0.0)
+        logits.copy_(gradient)
 
     def _column(self, labels: Tensor) -> tuple[Tensor, Tensor | None]:
         """The local column of each label, and whether it is here (None: all are); elsewhere the column is any."""

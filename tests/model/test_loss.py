@@ -1,5 +1,6 @@
 """The chunked head and loss against torch's own, and its memory."""
 
+import re
 from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
@@ -304,16 +305,43 @@ def test_nothing_as_large_as_logits_waits_for_backward(sink: bool) -> None:
     assert sum(saved) == case.hidden.nbytes + (0 if sink else case.weight.nbytes)
 
 
+SHAPING: list[dict[str, float]] = [{}, {"label_smoothing": 0.1, "z_loss": 1e-2}]
+
+
+@pytest.mark.parametrize("shaping", SHAPING, ids=["plain", "shaped"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_compiled_it_is_the_same_in_two_kernels(dtype: torch.dtype, shaping: dict[str, float]) -> None:
+    """Chunks of 16 tokens and, at the end, of 2."""
+    from torch._inductor.utils import run_and_get_code
+
+    torch.compiler.reset()
+    case, found = Case(dtype), []
+    for compiled in (False, True):
+        sink = torch.zeros(case.weight.shape, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+        train = partial(case.loss, chunk_tokens=16, compile=compiled, grad_sink=sink, **shaping)
+        loss, codes = run_and_get_code(train)
+        found.append((loss.detach(), torch.autograd.grad(loss, case.hidden)[0], sink))
+        assert len(codes) == 2 * compiled
+        # Nothing as large as the logits is allocated: sums are taken and gradients written as the logits are read.
+        assert not re.search(rf"empty_strided\w*\(\((16|2), {PADDED}\)", "".join(codes))
+        with torch.no_grad():
+            assert torch.equal(train(), loss)
+    bound = 1e-14 if dtype == torch.float64 else 2**-8
+    for eager, compiled_value in zip(*found, strict=True):
+        assert relative_error(compiled_value, eager.double()) < bound
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_cuda_equals_fp64_and_adds_into_the_sink(dtype: torch.dtype) -> None:
+def test_cuda_equals_fp64_and_adds_into_the_sink(dtype: torch.dtype, compiled: bool) -> None:
     case = Case(dtype, n=304, width=64, vocab=1000, padded=1024)
     expected = case.reference()
     for name in ("hidden", "weight"):
         setattr(case, name, getattr(case, name).detach().cuda().requires_grad_())
     case.labels, case.mask, case.scale = case.labels.cuda(), case.mask.cuda(), case.scale.cuda()
     sink = torch.zeros(case.weight.shape, dtype=torch.float64 if dtype == torch.float64 else torch.float32).cuda()
-    loss = case.loss(chunk_tokens=128, grad_sink=sink)
+    loss = case.loss(chunk_tokens=128, grad_sink=sink, compile=compiled)
     loss.backward()
     assert case.hidden.grad is not None
     bound = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 2**-6, torch.float16: 2**-9}[dtype]

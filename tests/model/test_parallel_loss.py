@@ -1,6 +1,6 @@
 """The chunked head and loss of a vocabulary that ranks share: torch's numbers, its order of work, its memory."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -35,6 +35,7 @@ class Case:
     width: int = 24
     spread: float = 1.0
     dtype: torch.dtype = torch.float64
+    compile: bool = False
 
     def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """hidden, weight, labels, loss mask, scale: of everything."""
@@ -89,6 +90,7 @@ def compute(case: Case, group: TensorGroup | None) -> Result:
             group=group,
             padded_vocab=case.padded,
             sequence_parallel=case.sequence_parallel,
+            compile=case.compile,
             **options,
         )
 
@@ -156,6 +158,16 @@ def test_one_process_equals_torch(case: Case) -> None:
 def test_ranks_equal_torch(size: int) -> None:
     of_ranks = run_ranks(_compute, size, CASES, layout=ParallelLayout(tp=size), dtype=torch.float64)
     for case, *results in zip(CASES, *of_ranks, strict=True):
+        assert_right(case, results)
+
+
+def test_compiled_ranks_equal_torch() -> None:
+    """The second rank of the last case has padding alone."""
+    shaped = Case(label_smoothing=0.1, z_loss=1e-2, chunk=None, sequence_parallel=True, sink=True, compile=True)
+    cases = [shaped, replace(shaped, vocab=7, padded=16), replace(shaped, vocab=5, padded=16, sequence_parallel=False)]
+    layout = ParallelLayout(tp=2)
+    of_ranks = run_ranks(_compute, 2, cases, layout=layout, dtype=torch.float64, timeout=300)
+    for case, *results in zip(cases, *of_ranks, strict=True):
         assert_right(case, results)
 
 
