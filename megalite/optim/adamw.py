@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megalite.optim.buffer_layout import SliceRange
 
+CUDA_TAKES_BF16_MOMENTS = torch.__version__ >= "2.12"  # beside fp32 masters and gradients
 PIECE = 2**18  # elements that a CPU widens at once: their fp32 copies stay in a core's cache
 CUDA_PIECE = 2**26  # on CUDA: few enough launches, and 256 MiB for a copy
 
@@ -67,8 +68,8 @@ class FlatAdamW:
         self._betas = betas
         self._eps = eps
         self._dtype = dtype
-        # CUDA's kernel takes bf16 moments with all else in fp32; the CPU's takes one dtype only.
-        mixed = (torch.float32, torch.float32, torch.bfloat16) if self.step_count.is_cuda else None
+        takes_mixed = self.step_count.is_cuda and CUDA_TAKES_BF16_MOMENTS  # all other kernels want one dtype
+        mixed = (torch.float32, torch.float32, torch.bfloat16) if takes_mixed else None
         summed_in = gradients[0].dtype if gradients else dtype
         self._widened = (dtype, summed_in, moments) not in ((dtype, dtype, dtype), mixed)
         _assert_disjoint([run for runs, _ in groups for run in runs], sizes)

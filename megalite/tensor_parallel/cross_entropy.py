@@ -189,7 +189,7 @@ def softmax(logits: Tensor, work: Tensor) -> tuple[Tensor, Tensor]:
     On a CPU `work` is of `work_buffers`, and what is returned lies in it until the next call.
     """
     if logits.is_cuda:
-        return logits, torch.softmax(logits, -1, dtype=work.dtype)  # one kernel reads bf16 and writes fp32
+        return logits, torch.softmax(logits, -1, dtype=work.dtype)
     r = logits.shape[0]
     if logits.dtype != work.dtype:
         logits = work[0, :r].copy_(logits)
