@@ -12,6 +12,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["WANDB_MODE"] = "disabled"  # whoever runs the tests may have a key
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # containers set it; each program started here would compile us anew
 _CACHE = tempfile.TemporaryDirectory(prefix="megalite-test-cache-")
 os.environ["XDG_CACHE_HOME"] = _CACHE.name
 for name in list(os.environ):
