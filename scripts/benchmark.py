@@ -14,6 +14,7 @@ AdamW on weights of that dtype, scaled_dot_product_attention, and torch.compile 
 
 import argparse
 import contextlib
+import gc
 import io
 import itertools
 import json
@@ -189,6 +190,8 @@ class Comparison:
 
 def compare(name: str, config: Config, context: ParallelContext, *, rounds: int, product_flops: float) -> Comparison:
     """Train both sides in turns and compare their times."""
+    torch.compiler.reset()  # models of this process count together towards the limit of compiled variants
+    gc.collect()  # those of the line before
     batch, seq = config.train.global_batch_size, config.train.seq_length
     generator = torch.Generator().manual_seed(config.seed)
     tokens = torch.randint(0, config.model.vocab_size or 0, (batch, seq), generator=generator).to(context.device)

@@ -46,6 +46,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+@pytest.fixture
+def fresh_compiler() -> None:
+    """Forgets what was compiled before: torch compiles a function in eight variants at most, in all tests together."""
+    import torch
+
+    torch.compiler.reset()
+
+
 def _has_gpu() -> bool:
     import torch
 

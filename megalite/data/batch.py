@@ -4,6 +4,7 @@ Nothing derives positions, masks or documents from a shape, so that an axis whic
 these tensors.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -29,9 +30,16 @@ class Batch:
 
     def to(self, device: torch.device) -> "Batch":
         """The same batch on `device`; asynchronous where the source is pinned."""
-        moved: dict[str, Any] = {
-            field.name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
-            for field in fields(self)
-            for value in [getattr(self, field.name)]
-        }
-        return Batch(**moved)
+        return self._with(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pinned(self) -> "Batch":
+        """The same batch in memory that a GPU copies from without anybody waiting."""
+        return self._with(Tensor.pin_memory)
+
+    def _with(self, moved: Callable[[Tensor], Tensor]) -> "Batch":
+        """A row that was expanded is moved once, and stays one: what follows from positions is then computed once."""
+        found: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name, value in found.items():
+            if isinstance(value, Tensor):
+                found[name] = moved(value) if value.stride(0) else moved(value[:1]).expand_as(value)
+        return Batch(**found)

@@ -82,7 +82,7 @@ def masked_batches(config: Config, sequences: int, dp_size: int, device: torch.d
         positions=positions if config.data.cross_document_attention else positions.contiguous(),
         documents=None if config.data.cross_document_attention else torch.zeros_like(tokens, dtype=torch.int32),
         first_sample=0,
-    ).to(device)  # on CUDA expanded positions become rows of their own, as those of real batches do
+    ).to(device)
     return [batch] * (sequences // size // dp_size)
 
 
@@ -154,7 +154,7 @@ class TrainBatches:
                 )
                 tokens = sum(int(batch.loss_mask.sum()) for batch in batches)
                 if self._device.type == "cuda":
-                    batches = [_pinned(batch) for batch in batches]
+                    batches = [batch.pinned() for batch in batches]
                 if not self._put((batches, tokens)):
                     return
             self._put(StopIteration())
@@ -188,15 +188,3 @@ def validation_batches(
         for batch in batches:
             batch.loss_mask[max(0, held - batch.first_sample) :] = False
         yield [batch.to(device) for batch in batches]
-
-
-def _pinned(batch: Batch) -> Batch:
-    """The same batch in memory that the device copies from without waiting."""
-    return Batch(
-        tokens=batch.tokens.pin_memory(),
-        labels=batch.labels.pin_memory(),
-        loss_mask=batch.loss_mask.pin_memory(),
-        positions=batch.positions.contiguous().pin_memory(),  # which copies into memory of the same strides
-        documents=None if batch.documents is None else batch.documents.pin_memory(),
-        first_sample=batch.first_sample,
-    )

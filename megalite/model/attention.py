@@ -44,13 +44,19 @@ class AttentionInputs:
 
 
 @contextmanager
-def attention_backends(device: torch.device) -> Iterator[None]:
+def attention_backends(device: torch.device, dropout: float) -> Iterator[None]:
     """Ask for CUDA's attention kernels in order of speed."""
     if device.type != "cuda":
         yield
         return
-    with sdpa_kernel(FASTEST_FIRST, set_priority=True):
+    with sdpa_kernel(fastest_first(dropout), set_priority=True):
         yield
+
+
+def fastest_first(dropout: float) -> list[SDPBackend]:
+    """Some of cuDNN's kernels round the probability of dropout to sixteenths; torch 2.11 lets them, later ones refuse
+    (https://github.com/pytorch/pytorch/pull/174245)."""
+    return FASTEST_FIRST if (16 * dropout).is_integer() else FASTEST_FIRST[1:]
 
 
 def document_mask(documents: Tensor, dtype: torch.dtype) -> Tensor:
@@ -85,7 +91,7 @@ class Attention(nn.Module):
         qkv = self.qkv(x).unflatten(-1, self.group_shape)  # [s, b, groups, q_per_kv + 2, d]
         dropout = self.dropout if self.training else 0.0
         core = partial(self._core, inputs=inputs, dropout=dropout)
-        backends = partial(attention_backends, self.device)
+        backends = partial(attention_backends, self.device, dropout)
         return chain(core, self.out, qkv, rebuild=self.recompute, random=dropout > 0, around=backends)
 
     def _core(self, qkv: Tensor, inputs: AttentionInputs, dropout: float) -> Tensor:

@@ -227,10 +227,11 @@ class GPT(nn.Module):
 
     def _run_block(self, block: nn.Module, layer: int, first_sample: int, x: Tensor, inputs: BlockInputs) -> Tensor:
         """One block and all that must happen anew when backward recomputes it."""
-        if self.training and self.config.attention_dropout:
+        attention_dropout = (self.config.attention_dropout or 0.0) if self.training else 0.0
+        if attention_dropout:
             tp_index = 0 if self.place.tp is None else self.place.tp.index
             seed_attention_dropout(self.seed, first_sample, layer, tp_index, self.device)
-        with attention_backends(self.device):
+        with attention_backends(self.device, attention_dropout):
             out: Tensor = block(x, inputs)
         return out
 

@@ -69,7 +69,7 @@ def linear_cross_entropy(
     and gradients (the next chunk's product is issued before this one's statistics are waited for), 2 *
     min(c * v, PIECE_ELEMENTS) in fp32, the gradients, a few numbers per token; with a group also the summed gradient
     of hidden besides the rank's own, with sequence parallelism also the gathered hidden; what `add_transposed_product`
-    and the collectives' library need for themselves. With `compile` a chunk is two kernels beside its products, which
+    and the collectives' library need for themselves. With `compile` a chunk is two passes beside its products, which
     on CUDA need no fp32 logits.
     """
     assert group is not None or not sequence_parallel
@@ -157,6 +157,8 @@ class _Sweep:
         if task.compile and self.token_loss.real:
             self.settle, self.statistics, self.differentiate = map(_compiled, (_settle, _statistics, _differentiate))
         self.work, self.piece = work_buffers(self.buffers[0])
+        if task.compile and hidden.is_cuda:  # no fp32 logits that pieces would bound
+            self.piece = task.chunk
         dtype = self.work.dtype
         self.losses = torch.empty(hidden.shape[0], dtype=dtype, device=hidden.device)
         self.upstream = task.loss_mask.to(dtype) * task.scale.to(dtype)  # [n]
@@ -268,7 +270,7 @@ def _differentiate(
 
 @cache
 def _compiled(step: Callable[..., T]) -> Callable[..., T]:
-    """The chain of a step as a kernel for its sums and one for its gradients: logits are read twice, not ten times.
+    """A step as a kernel for its sums, one for its gradients and two small ones: logits are read twice, not ten times.
 
     A shape always meets the same code, whatever came before it, so that a resumed run repeats what it would have been.
     """

@@ -5,6 +5,7 @@ A mistake in one rank's environment, device or settings stops all ranks alike, b
 """
 
 import hashlib
+import os
 from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
@@ -70,6 +71,8 @@ def start(config: Config, environment: ProcessEnvironment) -> ParallelContext:
     assert layout is not None, "whoever meets with problems is refused"
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        # Of the one order of all messages of a group, which the pipeline wants: see process_groups.py.
+        os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     return join(
         layout, environment.rank, device, dtype, store, timeout_s=axes.startup_timeout_s, needs=needs, nccl=nccl
     )

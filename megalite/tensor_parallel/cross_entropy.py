@@ -99,8 +99,9 @@ class TokenLoss:
     def statistics_of(self, logits: Tensor, labels: Tensor) -> Tensor:
         """`local_statistics` without a softmax, for a compiler: one kernel that reads the logits, in `statistics_dtype`
         or cast to it on the way, and writes nothing as large. There is a `real` column."""
-        maxima = logits.amax(-1)
-        return self._statistics(logits, maxima, (logits - maxima[:, None]).exp().sum(-1), labels)
+        maxima = logits.amax(-1, keepdim=True)  # the form in which inductor takes maximum and sum in one pass
+        sums = (logits - maxima).exp().sum(-1, keepdim=True)
+        return self._statistics(logits, maxima[:, 0], sums[:, 0], labels)
 
     def _statistics(self, logits: Tensor, maxima: Tensor, sums: Tensor, labels: Tensor) -> Tensor:
         column, is_here = self._column(labels)

@@ -257,16 +257,19 @@ def test_waiting_for_data_is_measured(data: OpenedData, config: Config, monkeypa
         assert next(batches).wait_s < 0.05
 
 
+@pytest.mark.parametrize("device", [CPU, torch.device("meta")], ids=str)  # one that copies
 @pytest.mark.parametrize("cross_document_attention", [True, False])
 @pytest.mark.parametrize("size", [1, 2])
 def test_what_stands_in_for_unreadable_batches_has_their_number_and_form_and_no_loss(
-    data: OpenedData, config: Config, size: int, cross_document_attention: bool
+    data: OpenedData, config: Config, size: int, cross_document_attention: bool, device: torch.device
 ) -> None:
     config.data.cross_document_attention = cross_document_attention
-    real, masked = stream(data, config, 1, size=size), masked_batches(config, config.train.global_batch_size, size, CPU)
+    real = [batch.to(device) for batch in stream(data, config, 1, size=size)]
+    masked = masked_batches(config, config.train.global_batch_size, size, device)
     assert len(masked) == len(real)
     for expected, found in zip(real, masked, strict=True):
-        assert not found.loss_mask.any()
+        assert device != CPU or not found.loss_mask.any()
+        assert (found.positions.stride(0) == 0) == cross_document_attention, "one row for all, on every device"
         for field in fields(Batch):
             value, meant = getattr(found, field.name), getattr(expected, field.name)
             if isinstance(meant, torch.Tensor):
@@ -282,4 +285,5 @@ def test_batches_arrive_on_the_device_from_pinned_memory(data: OpenedData, confi
     with TrainBatches(data.train, config, steps_of(config), dp_rank=0, dp_size=1, device=cuda) as batches:
         arrived = [batch for _ in range(3) for batch in next(batches).microbatches]
     assert all(batch.tokens.device == cuda for batch in arrived)
+    assert all(batch.positions.stride(0) == 0 for batch in arrived)
     assert content(arrived) == content(expected)

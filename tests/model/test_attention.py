@@ -4,8 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
-from megalite.model.attention import document_mask
+from megalite.model.attention import FASTEST_FIRST, document_mask, fastest_first
 from megalite.model.causal_attention import BLOCK, causal_attention
 
 
@@ -42,3 +43,9 @@ def test_the_document_mask_is_causal_and_block_diagonal() -> None:
         [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]],
     ]
     assert torch.equal(mask.exp().int(), torch.tensor(allowed, dtype=torch.int32).unsqueeze(1))
+
+
+def test_cudnn_is_asked_first_but_not_for_dropout_that_it_would_round() -> None:
+    assert [fastest_first(dropout)[0] for dropout in (0.0, 0.125)] == [SDPBackend.CUDNN_ATTENTION] * 2
+    assert SDPBackend.CUDNN_ATTENTION not in fastest_first(0.1)
+    assert len(fastest_first(0.1)) == len(FASTEST_FIRST) - 1

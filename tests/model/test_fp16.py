@@ -157,6 +157,7 @@ def test_tensor_parallel_ranks_have_the_gradients_of_fp32(family: str, sequence_
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("fresh_compiler")
 def test_compiled_blocks_compute_the_same() -> None:
     config = config_of("llama")
     found = compared(config, SCALE, compile=True)

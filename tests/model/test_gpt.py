@@ -170,6 +170,7 @@ def test_bf16_is_near_fp64(name: str) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_compiled_blocks_compute_the_same(name: str) -> None:
     config = family(name)
@@ -182,6 +183,7 @@ def test_compiled_blocks_compute_the_same(name: str) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("fresh_compiler")
 def test_compiled_blocks_with_dropout_are_the_same_when_recomputed() -> None:
     config = small(**ALL_DROPOUTS)
     batch = random_batch(config)
@@ -195,6 +197,7 @@ def test_compiled_blocks_with_dropout_are_the_same_when_recomputed() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_cuda_agrees_with_cpu(name: str, compiled: bool) -> None:
