@@ -69,8 +69,8 @@ def linear_cross_entropy(
     and gradients (the next chunk's product is issued before this one's statistics are waited for), 2 *
     min(c * v, PIECE_ELEMENTS) in fp32, the gradients, a few numbers per token; with a group also the summed gradient
     of hidden besides the rank's own, with sequence parallelism also the gathered hidden; what `add_transposed_product`
-    and the collectives' library need for themselves. With `compile` a chunk is two passes beside its products, which
-    on CUDA need no fp32 logits.
+    and the collectives' library need for themselves. With `compile` there are no fp32 pieces: on CUDA the sums are one
+    pass over a chunk, the gradients another.
     """
     assert group is not None or not sequence_parallel
     n, width = hidden.shape[0] * (group.size if group is not None and sequence_parallel else 1), hidden.shape[1]
@@ -153,12 +153,14 @@ class _Sweep:
         self.wants_gradients = wants_hidden or weight_grad is not None
         overlaps = self.group is not None and self.wants_gradients
         self.buffers = hidden.new_empty(2 if overlaps else 1, task.chunk, weight.shape[0])
-        self.settle, self.statistics, self.differentiate = _settle, _statistics, _differentiate
-        if task.compile and self.token_loss.real:
-            self.settle, self.statistics, self.differentiate = map(_compiled, (_settle, _statistics, _differentiate))
         self.work, self.piece = work_buffers(self.buffers[0])
-        if task.compile and hidden.is_cuda:  # no fp32 logits that pieces would bound
-            self.piece = task.chunk
+        steps = _settle_piece, _statistics_of_piece, _differentiate_piece
+        if task.compile and self.token_loss.real:
+            self.settle_piece, self.statistics_of_piece, self.differentiate_piece = map(_compiled, steps)
+            self.work = self.work.new_empty(0)  # of which the dtype is read
+            self.piece = task.chunk if hidden.is_cuda else self.piece  # no fp32 logits that pieces would bound
+        else:
+            self.settle_piece, self.statistics_of_piece, self.differentiate_piece = steps
         dtype = self.work.dtype
         self.losses = torch.empty(hidden.shape[0], dtype=dtype, device=hidden.device)
         self.upstream = task.loss_mask.to(dtype) * task.scale.to(dtype)  # [n]
@@ -194,12 +196,14 @@ class _Sweep:
         """Losses of a chunk whose logits are all here, and gradients in their place: one softmax serves both."""
         for rows, part in self._pieces(tokens, logits):
             upstream = self.upstream[rows] if self.wants_gradients else None
-            self.losses[rows] = self.settle(self.token_loss, part, self.task.labels[rows], upstream, self.work)
+            self.losses[rows] = self.settle_piece(self.token_loss, part, self.task.labels[rows], upstream, self.work)
 
     def _statistics(self, tokens: slice, logits: Tensor) -> Tensor:
         """[k, c] of this rank's columns."""
         pieces = self._pieces(tokens, logits)
-        parts = [self.statistics(self.token_loss, part, self.task.labels[rows], self.work) for rows, part in pieces]
+        parts = [
+            self.statistics_of_piece(self.token_loss, part, self.task.labels[rows], self.work) for rows, part in pieces
+        ]
         return torch.cat(parts, 1)
 
     def _settle(self, tokens: slice, logits: Tensor, exchanged: Tensor) -> None:
@@ -212,7 +216,7 @@ class _Sweep:
         per_piece = statistics[self.group.index].split(self.piece, 1), factors.split(self.piece)
         for (rows, part), local, factor in zip(self._pieces(tokens, logits), *per_piece, strict=True):
             labels, upstream = self.task.labels[rows], self.upstream[rows]
-            self.differentiate(self.token_loss, part, local, labels, factor, upstream, self.work)
+            self.differentiate_piece(self.token_loss, part, local, labels, factor, upstream, self.work)
 
     def _add_gradients(self, tokens: slice, gradient: Tensor) -> None:
         """From the gradient [c, v] of a chunk's logits. The last sum over ranks runs while the weight's is computed."""
@@ -230,7 +234,9 @@ class _Sweep:
             yield slice(tokens.start + first, tokens.start + first + part.shape[0]), part
 
 
-def _settle(token_loss: TokenLoss, logits: Tensor, labels: Tensor, upstream: Tensor | None, work: Tensor) -> Tensor:
+def _settle_piece(
+    token_loss: TokenLoss, logits: Tensor, labels: Tensor, upstream: Tensor | None, work: Tensor
+) -> Tensor:
     """The losses [r] of tokens whose logits [r, v] are all here; with `upstream` [r], gradients in their place."""
     if torch.compiler.is_compiling():
         statistics = token_loss.statistics_of(logits.to(work.dtype), labels)
@@ -245,14 +251,14 @@ def _settle(token_loss: TokenLoss, logits: Tensor, labels: Tensor, upstream: Ten
     return losses
 
 
-def _statistics(token_loss: TokenLoss, logits: Tensor, labels: Tensor, work: Tensor) -> Tensor:
+def _statistics_of_piece(token_loss: TokenLoss, logits: Tensor, labels: Tensor, work: Tensor) -> Tensor:
     """[k, r] of logits [r, columns]."""
     if torch.compiler.is_compiling():
         return token_loss.statistics_of(logits.to(work.dtype), labels)
     return token_loss.local_statistics(*softmax(logits, work), labels)
 
 
-def _differentiate(
+def _differentiate_piece(
     token_loss: TokenLoss,
     logits: Tensor,
     statistics: Tensor,
@@ -261,7 +267,7 @@ def _differentiate(
     upstream: Tensor,
     work: Tensor,
 ) -> None:
-    """Gradients in place of logits [r, columns], of which `_statistics` are [k, r]."""
+    """Gradients in place of logits [r, columns], of which `_statistics_of_piece` are [k, r]."""
     if torch.compiler.is_compiling():
         token_loss.turn_into_gradient(logits, statistics, labels, factor, upstream)
     else:
@@ -270,8 +276,8 @@ def _differentiate(
 
 @cache
 def _compiled(step: Callable[..., T]) -> Callable[..., T]:
-    """A step as a kernel for its sums, one for its gradients and two small ones: logits are read twice, not ten times.
+    """A step as a kernel for its sums, one for its gradients and small ones: on CUDA three passes over logits, not ten.
 
     A shape always meets the same code, whatever came before it, so that a resumed run repeats what it would have been.
     """
-    return torch.compile(step, dynamic=False)
+    return torch.compile(step, fullgraph=True, dynamic=False)

@@ -71,7 +71,7 @@ def start(config: Config, environment: ProcessEnvironment) -> ParallelContext:
     assert layout is not None, "whoever meets with problems is refused"
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        # Of the one order of all messages of a group, which the pipeline wants: see process_groups.py.
+        # torch would warn that messages of a group go in one order; the pipeline counts on it (process_groups.py).
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     return join(
         layout, environment.rank, device, dtype, store, timeout_s=axes.startup_timeout_s, needs=needs, nccl=nccl

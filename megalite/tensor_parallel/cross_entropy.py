@@ -94,21 +94,27 @@ class TokenLoss:
             statistics[0] = -torch.inf
             return statistics
         sums = probabilities.amax(-1).reciprocal_()  # the largest cannot underflow, as the label's own can
-        return self._statistics(logits, logits.amax(-1), sums, labels)
+        logit_sums = logits[:, : self.real].sum(-1, dtype=sums.dtype) if self.label_smoothing else None
+        return self._stacked(logits, logits.amax(-1), sums, logit_sums, labels)
 
     def statistics_of(self, logits: Tensor, labels: Tensor) -> Tensor:
         """`local_statistics` without a softmax, for a compiler: one kernel that reads the logits, in `statistics_dtype`
         or cast to it on the way, and writes nothing as large. There is a `real` column."""
         maxima = logits.amax(-1, keepdim=True)  # the form in which inductor takes maximum and sum in one pass
         sums = (logits - maxima).exp().sum(-1, keepdim=True)
-        return self._statistics(logits, maxima[:, 0], sums[:, 0], labels)
+        logit_sums = None
+        if self.label_smoothing:  # over as many columns as the other sums, to be taken with them
+            is_real = torch.arange(logits.shape[1], device=logits.device) < self.real
+            logit_sums = torch.where(is_real, logits, 0.0).sum(-1)
+        return self._stacked(logits, maxima[:, 0], sums[:, 0], logit_sums, labels)
 
-    def _statistics(self, logits: Tensor, maxima: Tensor, sums: Tensor, labels: Tensor) -> Tensor:
+    def _stacked(
+        self, logits: Tensor, maxima: Tensor, sums: Tensor, logit_sums: Tensor | None, labels: Tensor
+    ) -> Tensor:
         column, is_here = self._column(labels)
         label_logits = logits.gather(1, column[:, None])[:, 0]
         rows = [maxima, sums, label_logits if is_here is None else torch.where(is_here, label_logits, 0.0)]
-        if self.label_smoothing:
-            rows.append(logits[:, : self.real].sum(-1, dtype=sums.dtype))
+        rows += [] if logit_sums is None else [logit_sums]
         return torch.stack([row.to(sums.dtype) for row in rows])
 
     def start_exchange(self, statistics: Tensor) -> Tensor:

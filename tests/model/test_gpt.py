@@ -182,6 +182,22 @@ def test_compiled_blocks_compute_the_same(name: str) -> None:
         torch.testing.assert_close(compiled[key], gradient, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_loss_is_compiled_where_blocks_are(monkeypatch: pytest.MonkeyPatch, compiled: bool) -> None:
+    asked: list[bool] = []
+
+    def keep(hidden: Tensor, *_: Any, compile: bool, **__: Any) -> Tensor:
+        asked.append(compile)
+        return hidden.sum()
+
+    monkeypatch.setattr("megalite.model.gpt.linear_cross_entropy", keep)
+    config = family("llama")
+    ends = {"layers": range(0), "embeds": True, "has_loss": True}
+    model = GPT(config, dtype=torch.float64, device=torch.device("cpu"), seed=1, compile=compiled, **ends)  # type: ignore[arg-type]
+    model.loss(random_batch(config), torch.ones(()))
+    assert asked == [compiled]
+
+
 @pytest.mark.long
 @pytest.mark.usefixtures("fresh_compiler")
 def test_compiled_blocks_with_dropout_are_the_same_when_recomputed() -> None:

@@ -74,13 +74,15 @@ def test_upstream_gradient_multiplies_both_gradients() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_padding_of_the_vocabulary_does_not_enter_loss_or_gradients(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.usefixtures("fresh_compiler")
+def test_padding_of_the_vocabulary_does_not_enter_loss_or_gradients(dtype: torch.dtype, compiled: bool) -> None:
     case = Case(dtype)
-    loss = case.loss(chunk_tokens=16)
+    loss = case.loss(chunk_tokens=25, compile=compiled)
     hidden_grad, weight_grad = case.gradients(loss)
     with torch.no_grad():
         case.weight[VOCAB:] = 1000.0  # would take all the probability
-    repeated = case.loss(chunk_tokens=16)
+    repeated = case.loss(chunk_tokens=25, compile=compiled)
     assert torch.equal(repeated, loss)
     assert torch.equal(case.gradients(repeated)[0], hidden_grad)
     assert torch.count_nonzero(weight_grad[VOCAB:]) == 0
@@ -115,11 +117,13 @@ def test_loss_of_an_impossible_label_is_exact_not_infinite() -> None:
     assert linear_cross_entropy(hidden, weight, torch.tensor([0]), mask, scale, vocab_size=2).item() == 2000.0
 
 
-def test_not_a_number_stays_visible() -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.usefixtures("fresh_compiler")
+def test_not_a_number_stays_visible(compiled: bool) -> None:
     case = Case(torch.float32)
     with torch.no_grad():
         case.hidden[int(case.mask.nonzero()[0])] = torch.nan
-    assert case.loss().isnan()
+    assert case.loss(compile=compiled).isnan()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -324,7 +328,7 @@ def test_compiled_it_is_the_same_without_a_copy_of_the_logits(dtype: torch.dtype
         # Nothing as large as the logits is allocated: sums are taken and gradients written as the logits are read.
         assert not re.search(rf"empty_strided\w*\(\((16|2), {PADDED}\)", "".join(codes))
         with torch.no_grad():
-            assert torch.equal(train(), loss)
+            assert relative_error(train(), loss.double()) < 1e-6
     bound = 1e-14 if dtype == torch.float64 else 2**-8
     for eager, compiled_value in zip(*found, strict=True):
         assert relative_error(compiled_value, eager.double()) < bound

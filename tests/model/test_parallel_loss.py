@@ -161,13 +161,21 @@ def test_ranks_equal_torch(size: int) -> None:
         assert_right(case, results)
 
 
+def _compute_compiled(context: ParallelContext, cases: list[Case]) -> tuple[list[Result], int]:
+    from torch._dynamo.utils import counters
+
+    return _compute(context, cases), counters["stats"]["unique_graphs"]
+
+
 def test_compiled_ranks_equal_torch() -> None:
-    """The second rank of the last case has padding alone."""
+    """One chunk, two of 24 tokens, and a case whose second rank has padding alone."""
     shaped = Case(label_smoothing=0.1, z_loss=1e-2, chunk=None, sequence_parallel=True, sink=True, compile=True)
-    cases = [shaped, replace(shaped, vocab=7, padded=16), replace(shaped, vocab=5, padded=16, sequence_parallel=False)]
+    alone = replace(shaped, vocab=5, padded=16, sequence_parallel=False)
+    cases = [replace(shaped, vocab=11, padded=16), replace(shaped, chunk=24, label_smoothing=0.0), alone]
     layout = ParallelLayout(tp=2)
-    of_ranks = run_ranks(_compute, 2, cases, layout=layout, dtype=torch.float64, timeout=300)
-    for case, *results in zip(cases, *of_ranks, strict=True):
+    of_ranks = run_ranks(_compute_compiled, 2, cases, layout=layout, dtype=torch.float64, timeout=300)
+    assert [graphs for _, graphs in of_ranks] == [6, 4]  # statistics and gradients of each case, but of padding
+    for case, *results in zip(cases, *(results for results, _ in of_ranks), strict=True):
         assert_right(case, results)
 
 
