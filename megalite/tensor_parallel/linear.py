@@ -32,9 +32,9 @@ from megalite.tensor_parallel.collectives import (
 from megalite.tensor_parallel.deferred import DeferredWork
 from megalite.tensor_parallel.pieces import piece_buffers, pieces
 
-# Elements of a product that is rounded at once, on a CPU: many, as each product packs `right` anew, yet few enough that
-# the C library hands out the same pages again (below 32 MiB) and that they are a small part of the gradients.
-TILE_ELEMENTS = 1 << 21
+# Elements of a product that is rounded at once, on a CPU: many, as each product packs `right` anew, yet few enough to
+# be a small part of the gradients. The largest weight of GPT-2's smallest blocks (2,359,296) is one tile.
+TILE_ELEMENTS = 5 << 19
 
 
 def linear(
@@ -151,7 +151,8 @@ def add_transposed_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         torch.addmm(total, left.t(), right, out_dtype=total.dtype, out=total)
     else:
         # No CPU kernel multiplies bf16 into fp32, and mixed sums are slow: product, then widened copies and sums.
-        rows = min(total.shape[0], max(1, TILE_ELEMENTS // total.shape[1]))
+        tiles = max(1, -(-total.numel() // TILE_ELEMENTS))
+        rows = -(-total.shape[0] // tiles)  # as many in all tiles: a short one is slow
         product = right.new_empty(rows, total.shape[1])
         (widened,) = piece_buffers(1, total[:rows], total.dtype)
         for tile, columns in zip(total.split(rows), left.split(rows, dim=1), strict=True):
