@@ -1,7 +1,7 @@
 """Pieces of a training state copied to host memory, so that the training may change them while the copies are written.
 
-On a CPU the copies are fresh memory, which goes back when the last of them is let go. On CUDA they are pinned (a copy
-to other memory would hold up the host), allocated once and used again; a stream of its own copies, and the training's
+On a CPU the copies are ordinary memory, free again when the last of them is let go. On CUDA they are pinned (a copy to
+other memory would hold up the host), allocated once and used again; a stream of its own copies, and the training's
 stream waits for it on the device.
 """
 

@@ -24,6 +24,7 @@ from megalite.parallel.context import CPU, ParallelContext
 from megalite.parallel.device import choose_device, choose_precision, name_of, set_threads
 from megalite.parallel.environment import ProcessEnvironment
 from megalite.parallel.groups import GroupNeeds, all_groups, groups_of
+from megalite.parallel.host_memory import keep_freed_memory
 from megalite.parallel.layout import ParallelLayout
 from megalite.parallel.layout_rules import layout_of
 from megalite.parallel.meeting import Card, meet, meet_in_world
@@ -53,6 +54,8 @@ def start(config: Config, environment: ProcessEnvironment) -> ParallelContext:
         problems += precision_problems(config, name_of(dtype))
     nccl = collect(lambda: read_nccl_options(Path(axes.nccl_options)) if axes.nccl_options else {}, problems) or {}
     set_threads(environment)
+    if device.type == "cpu":
+        keep_freed_memory(os.environ)
     layout = collect(lambda: layout_of(layout_request(config, environment.world_size), parallel_setting), problems)
     needs = needs_of(config)
     collect(lambda: _refuse_other_world(environment.rank, environment.world_size), problems)

@@ -180,7 +180,7 @@ WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 @pytest.mark.parametrize(
     ("chosen", "expected"),
-    [({}, [None, "1000"]), ({"GOMP_SPINCOUNT": "7"}, [None, "7"]), ({"OMP_WAIT_POLICY": "ACTIVE"}, ["ACTIVE", None])],
+    [({}, [None, "2000"]), ({"GOMP_SPINCOUNT": "7"}, [None, "7"]), ({"OMP_WAIT_POLICY": "ACTIVE"}, ["ACTIVE", None])],
     ids=["neither", "count", "policy"],
 )
 def test_waiting_threads_sleep_unless_the_user_decided(
