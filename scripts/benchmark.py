@@ -1,9 +1,10 @@
 """Training speed of megalite beside transformers' model of the same shape in a plain PyTorch loop.
 
-Both sides train on the same device in the same dtype on the same number of tokens, in one process, in turns, so that
-whatever else the machine does hits both. megalite's side is its real training step (gradient buffers, fp32 masters,
-clipping, AdamW); the other is what one would write by hand: `model(input_ids, labels)`, `clip_grad_norm_` and fused
-AdamW on weights of that dtype, scaled_dot_product_attention, and torch.compile where megalite compiles too.
+Both sides train on the same device in the same dtype on the same tokens, in turns, so that whatever else the machine
+does hits both, each in a process of its own (benchmark_sides.py). megalite's side is its real training step (gradient
+buffers, fp32 masters, clipping, AdamW); the other is what one would write by hand: `model(input_ids, labels)`,
+`clip_grad_norm_` and fused AdamW on weights of that dtype, scaled_dot_product_attention, and torch.compile where
+megalite compiles too.
 
     python scripts/benchmark.py                              tiny and gpt2, fp32 and bf16
     python scripts/benchmark.py --model tiny --precision bf16 --steps 20 --json speed.json
@@ -14,7 +15,6 @@ AdamW on weights of that dtype, scaled_dot_product_attention, and torch.compile 
 
 import argparse
 import contextlib
-import gc
 import io
 import itertools
 import json
@@ -32,142 +32,15 @@ import benchmark_pipeline
 import benchmark_zero
 import torch
 import transformers
-from torch import Tensor, nn
+from benchmark_sides import SHAPES, WARM_UP_STEPS, Shape, Side, seconds_of
 
-from megalite.config.compose import load_config
-from megalite.config.schema import Config, ModelConfig
-from megalite.data.batch import Batch
-from megalite.model.flops import flops_per_token, parameter_count, peak_flops
+from megalite.config.schema import Config
+from megalite.model.flops import flops_per_token, peak_flops
 from megalite.model.gpt import GPT
-from megalite.parallel.context import ParallelContext
 from megalite.parallel.device import DTYPES
 from megalite.parallel.environment import read_environment
 from megalite.train.run import run
-from megalite.train.step import LaunchedStep, TrainStep
-from megalite.train.training import build_training, fill_with_start_values
-
-LEARNING_RATE = 1e-4
-WARM_UP_STEPS = 2  # compiling, first touch of memory, choice of kernels
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A model and its sequence length as overrides, and the sequences per step: few on a CPU, enough to fill a GPU."""
-
-    overrides: tuple[str, ...]
-    cpu_batch: int
-    cuda_batch: int
-
-    def config(self, batch: int, precision: str, device: torch.device, *overrides: str) -> Config:
-        """megalite's resolved configuration."""
-        batch_sizes = (f"train.global_batch_size={batch}", f"train.micro_batch_size={batch}")
-        return load_config(
-            [
-                *self.overrides,
-                *batch_sizes,
-                f"precision={precision}",
-                f"device={device.type}",
-                "tokenizer=byte",
-                *overrides,
-            ],
-            1,
-        )
-
-
-GPT2 = ("model=gpt2", "model.vocab_size=50257")
-SHAPES = {
-    "tiny": Shape(("model=tiny", "model.vocab_size=4096", "train.seq_length=256"), 8, 128),
-    "gpt2": Shape((*GPT2, "train.seq_length=1024"), 1, 32),
-    "1.3b": Shape(
-        (
-            *GPT2,
-            "train.seq_length=2048",
-            "model.max_positions=2048",
-            "model.num_layers=24",
-            "model.hidden_size=2048",
-            "model.num_attention_heads=16",
-        ),
-        1,
-        8,
-    ),
-}
-
-
-def build_peer(config: ModelConfig, seq: int) -> nn.Module:
-    """transformers' model of the same shape, without dropout: Llama with rotary positions, else GPT-2."""
-    settings: Any
-    if config.position == "rope":
-        settings = transformers.LlamaConfig(
-            vocab_size=config.vocab_size,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.ffn_hidden_size,
-            num_hidden_layers=config.num_layers,
-            num_attention_heads=config.num_attention_heads,
-            max_position_embeddings=seq,
-            tie_word_embeddings=config.tie_embeddings,
-            rms_norm_eps=config.norm_eps,
-        )
-    else:
-        settings = transformers.GPT2Config(
-            vocab_size=config.vocab_size,
-            n_positions=config.max_positions,
-            n_embd=config.hidden_size,
-            n_layer=config.num_layers,
-            n_head=config.num_attention_heads,
-            n_inner=config.ffn_hidden_size,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-        )
-    settings.use_cache = False
-    transformers.logging.set_verbosity_error()  # its own default of the loss makes it warn
-    model: nn.Module = transformers.AutoModelForCausalLM.from_config(settings, attn_implementation="sdpa")
-    return model.train()
-
-
-class Megalite:
-    """megalite's training step on batches that exist already."""
-
-    def __init__(self, config: Config, context: ParallelContext, tokens: Tensor) -> None:
-        self.training = build_training(config, context)
-        fill_with_start_values(self.training.buffers, config, context)
-        self._train = TrainStep(self.training, config.optimizer, context)
-        labels = tokens.roll(-1, dims=1)
-        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        mask = torch.ones_like(tokens, dtype=torch.bool)
-        mask[:, -1] = False  # transformers, too, has no label for the last token
-        self._batch = Batch(tokens, labels, mask, positions, None, 0)
-        self._labels = int(mask.sum())
-
-    def step(self) -> LaunchedStep:
-        """One step, which the device may still be working on."""
-        return self._train([self._batch], self._labels, LEARNING_RATE)
-
-
-class Peer:
-    """The loop that one writes by hand."""
-
-    def __init__(self, config: Config, context: ParallelContext, tokens: Tensor) -> None:
-        self.model = build_peer(config.model, config.train.seq_length).to(device=context.device, dtype=context.dtype)
-        self._forward: Callable[..., Any] = torch.compile(self.model) if config.train.compile else self.model
-        self._optimizer = torch.optim.AdamW(
-            self.model.parameters(),
-            lr=LEARNING_RATE,
-            betas=(config.optimizer.betas[0], config.optimizer.betas[1]),
-            weight_decay=config.optimizer.weight_decay,
-            fused=True,
-        )
-        self._clip = config.optimizer.clip_grad
-        self._tokens = tokens
-
-    def step(self) -> Tensor:
-        """One step; returns its loss, a device tensor."""
-        loss: Tensor = self._forward(input_ids=self._tokens, labels=self._tokens).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._clip)
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
+from megalite.train.step import TrainStep
 
 
 @dataclass(frozen=True)
@@ -188,30 +61,22 @@ class Comparison:
     peer_mfu: float | None
 
 
-def compare(name: str, config: Config, context: ParallelContext, *, rounds: int, product_flops: float) -> Comparison:
-    """Train both sides in turns and compare their times."""
-    torch.compiler.reset()  # models of this process count together towards the limit of compiled variants
-    gc.collect()  # those of the line before
+def compare(name: str, config: Config, *, rounds: int, product_flops: float) -> Comparison:
+    """Let both sides train in turns and compare their times."""
     batch, seq = config.train.global_batch_size, config.train.seq_length
-    generator = torch.Generator().manual_seed(config.seed)
-    tokens = torch.randint(0, config.model.vocab_size or 0, (batch, seq), generator=generator).to(context.device)
-    ours, theirs = Megalite(config, context, tokens), Peer(config, context, tokens)
-    parameters = sum(parameter.numel() for parameter in theirs.model.parameters())
-    assert parameters == parameter_count(config.model), (name, parameters)
-
-    repeat = 10 if context.device.type == "cuda" else 1  # an accelerator is timed while the host runs ahead of it
-    sides: tuple[Callable[[], object], ...] = (ours.step, theirs.step)
-    for step in sides:
-        seconds_of(step, WARM_UP_STEPS, context.device)
+    device = torch.device(config.device)
+    repeat = 10 if device.type == "cuda" else 1  # an accelerator is timed while the host runs ahead of it
     times: tuple[list[float], list[float]] = ([], [])
-    for number in range(rounds):
-        for side in (0, 1) if number % 2 == 0 else (1, 0):
-            times[side].append(seconds_of(sides[side], repeat, context.device))
+    with Side("megalite", config) as ours, Side("peer", config) as theirs:
+        sides = ours, theirs
+        for number in range(rounds):
+            for side in (0, 1) if number % 2 == 0 else (1, 0):
+                times[side].append(sides[side].seconds(repeat))
 
     speeds = [[batch * seq / seconds for seconds in side] for side in times]
     flops = flops_per_token(config.model, seq, causal=False)
     median = [statistics.median(side) for side in speeds]
-    peak = peak_flops(device_name(context.device), str(context.dtype).removeprefix("torch."))
+    peak = peak_flops(device_name(device), str(DTYPES[config.precision]).removeprefix("torch."))
     return Comparison(
         model=name,
         precision=config.precision,
@@ -226,17 +91,6 @@ def compare(name: str, config: Config, context: ParallelContext, *, rounds: int,
         megalite_mfu=None if peak is None else median[0] * flops / peak,
         peer_mfu=None if peak is None else median[1] * flops / peak,
     )
-
-
-def seconds_of(work: Callable[[], object], repeat: int, device: torch.device) -> float:
-    """Mean seconds of one call, the device's work included."""
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    wait()
-    begin = time.perf_counter()
-    for _ in range(repeat):
-        work()
-    wait()
-    return (time.perf_counter() - begin) / repeat
 
 
 def device_name(device: torch.device) -> str:
@@ -398,8 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         batch = options.batch or (SHAPES[name].cuda_batch if on_cuda else SHAPES[name].cpu_batch)
         config = SHAPES[name].config(batch, precision, device)
         config = replace(config, train=replace(config.train, compile=compiled))
-        context = ParallelContext(device=device, dtype=DTYPES[precision])
-        line = compare(name, config, context, rounds=options.steps, product_flops=products[precision])
+        line = compare(name, config, rounds=options.steps, product_flops=products[precision])
         print(table([line]), flush=True)
         comparisons.append(line)
     print("\n" + table(comparisons))

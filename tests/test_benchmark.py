@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megalite.hf.import_model import import_model
+from megalite.model.flops import parameter_count
 from megalite.parallel.context import ParallelContext
 from tests.ranks import run_ranks
 
@@ -33,22 +34,27 @@ def benchmark(scripts: None) -> ModuleType:
 
 
 @pytest.fixture(scope="module")
+def sides(scripts: None) -> ModuleType:
+    return importlib.import_module("benchmark_sides")
+
+
+@pytest.fixture(scope="module")
 def zero(scripts: None) -> ModuleType:
     return importlib.import_module("benchmark_zero")
 
 
 @pytest.fixture(params=["tiny", "gpt2"])
-def shape(request: pytest.FixtureRequest, benchmark: ModuleType) -> Any:
+def shape(request: pytest.FixtureRequest, sides: ModuleType) -> Any:
     """Either family, in miniature."""
-    return benchmark.Shape((f"model={request.param}", *SMALL, "train.seq_length=16"), 2, 2)
+    return sides.Shape((f"model={request.param}", *SMALL, "train.seq_length=16"), 2, 2)
 
 
-def test_both_sides_train_the_same_model_on_the_same_loss(shape: Any, benchmark: ModuleType, tmp_path: Path) -> None:
+def test_both_sides_train_the_same_model_on_the_same_loss(shape: Any, sides: ModuleType, tmp_path: Path) -> None:
     """Started from the peer's weights, in fp64, megalite reports the peer's loss, and so after a step of each."""
     config = shape.config(2, "fp64", CPU, "train.compile=false")
     context = ParallelContext(dtype=torch.float64)
     tokens = torch.randint(0, 300, (2, 16), generator=torch.Generator().manual_seed(1))
-    ours, theirs = benchmark.Megalite(config, context, tokens), benchmark.Peer(config, context, tokens)
+    ours, theirs = sides.Megalite(config, context, tokens), sides.Peer(config, context, tokens)
     theirs.model.save_pretrained(tmp_path)
     ours.training.buffers.fill(import_model(tmp_path, config.model))
     first = ours.step().read().loss, theirs.step().item()
@@ -58,11 +64,11 @@ def test_both_sides_train_the_same_model_on_the_same_loss(shape: Any, benchmark:
     assert second[0] < first[0]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_comparison_reports_rates_of_both_sides(shape: Any, benchmark: ModuleType, precision: str) -> None:
-    config = shape.config(2, precision, CPU, "train.compile=false")
-    context = ParallelContext(dtype=benchmark.DTYPES[precision])
-    line = benchmark.compare("small", config, context, rounds=3, product_flops=1e12)
+def test_comparison_reports_rates_of_both_sides(benchmark: ModuleType, sides: ModuleType) -> None:
+    config = sides.Shape(("model=tiny", *SMALL, "train.seq_length=16"), 2, 2).config(
+        2, "bf16", CPU, "train.compile=false"
+    )
+    line = benchmark.compare("small", config, rounds=3, product_flops=1e12)
     assert line.tokens_per_step == 32
     assert 0 < line.megalite_tokens_per_s <= line.megalite_best_tokens_per_s
     assert 0 < line.peer_tokens_per_s <= line.peer_best_tokens_per_s
@@ -71,9 +77,27 @@ def test_comparison_reports_rates_of_both_sides(shape: Any, benchmark: ModuleTyp
     assert "small" in benchmark.table([line])
 
 
-def test_shapes_are_the_ones_they_are_named_for(benchmark: ModuleType) -> None:
+def test_a_side_that_cannot_train_ends_the_comparison(sides: ModuleType, capfd: pytest.CaptureFixture[str]) -> None:
+    config = sides.Shape(("model=gpt2", *SMALL, "train.seq_length=16"), 2, 2).config(2, "fp32", CPU)
+    config = replace(config, model=replace(config.model, num_attention_heads=5))  # of which 32 is no multiple
+    with pytest.raises(RuntimeError, match=r"the side peer is gone \(exit status 1\)"):
+        sides.Side("peer", config)
+    assert "ValueError" in capfd.readouterr().err  # transformers' own words
+
+
+def test_a_side_that_is_killed_between_turns_ends_the_comparison(sides: ModuleType) -> None:
+    config = sides.Shape(("model=gpt2", *SMALL, "train.seq_length=16"), 2, 2).config(2, "fp32", CPU)
+    with sides.Side("peer", config) as peer:
+        assert peer.seconds(1) > 0
+        peer._process.kill()
+        peer._process.join()
+        with pytest.raises(RuntimeError, match=r"the side peer is gone \(exit status -9\)"):
+            peer.seconds(1)
+
+
+def test_shapes_are_the_ones_they_are_named_for(sides: ModuleType) -> None:
     def parameters(name: str) -> int:
-        return int(benchmark.parameter_count(benchmark.SHAPES[name].config(1, "fp32", CPU).model))
+        return parameter_count(sides.SHAPES[name].config(1, "fp32", CPU).model)
 
     assert parameters("gpt2") == 124_439_808
     assert parameters("1.3b") == pytest.approx(1.3e9, rel=0.02)

@@ -1,0 +1,250 @@
+"""The two sides of the benchmark, each in a process of its own: as its user starts it, with a heap of its own.
+
+megalite's side is its real training step (gradient buffers, fp32 masters, clipping, AdamW) after the start-up of a run.
+The peer's is the loop that one writes by hand around transformers' model of the same shape.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from megalite.config.compose import load_config
+from megalite.config.schema import Config, ModelConfig
+from megalite.data.batch import Batch
+from megalite.model.flops import parameter_count
+from megalite.parallel.context import ParallelContext
+from megalite.parallel.cores import let_waiting_threads_sleep
+from megalite.parallel.device import DTYPES
+from megalite.parallel.environment import read_environment
+from megalite.parallel.startup import start
+from megalite.train.step import LaunchedStep, TrainStep
+from megalite.train.training import build_training, fill_with_start_values
+
+LEARNING_RATE = 1e-4
+WARM_UP_STEPS = 2  # compiling, first touch of memory, choice of kernels
+PAUSE_S = 0.02  # before a turn: threads of the other side that wait for work fall asleep meanwhile
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model and its sequence length as overrides, and the sequences per step: few on a CPU, enough to fill a GPU."""
+
+    overrides: tuple[str, ...]
+    cpu_batch: int
+    cuda_batch: int
+
+    def config(self, batch: int, precision: str, device: torch.device, *overrides: str) -> Config:
+        """megalite's resolved configuration."""
+        batch_sizes = (f"train.global_batch_size={batch}", f"train.micro_batch_size={batch}")
+        return load_config(
+            [
+                *self.overrides,
+                *batch_sizes,
+                f"precision={precision}",
+                f"device={device.type}",
+                "tokenizer=byte",
+                *overrides,
+            ],
+            1,
+        )
+
+
+GPT2 = ("model=gpt2", "model.vocab_size=50257")
+SHAPES = {
+    "tiny": Shape(("model=tiny", "model.vocab_size=4096", "train.seq_length=256"), 8, 128),
+    "gpt2": Shape((*GPT2, "train.seq_length=1024"), 1, 32),
+    "1.3b": Shape(
+        (
+            *GPT2,
+            "train.seq_length=2048",
+            "model.max_positions=2048",
+            "model.num_layers=24",
+            "model.hidden_size=2048",
+            "model.num_attention_heads=16",
+        ),
+        1,
+        8,
+    ),
+}
+
+
+def build_peer(config: ModelConfig, seq: int) -> nn.Module:
+    """transformers' model of the same shape, without dropout: Llama with rotary positions, else GPT-2."""
+    settings: Any
+    if config.position == "rope":
+        settings = transformers.LlamaConfig(
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.ffn_hidden_size,
+            num_hidden_layers=config.num_layers,
+            num_attention_heads=config.num_attention_heads,
+            max_position_embeddings=seq,
+            tie_word_embeddings=config.tie_embeddings,
+            rms_norm_eps=config.norm_eps,
+        )
+    else:
+        settings = transformers.GPT2Config(
+            vocab_size=config.vocab_size,
+            n_positions=config.max_positions,
+            n_embd=config.hidden_size,
+            n_layer=config.num_layers,
+            n_head=config.num_attention_heads,
+            n_inner=config.ffn_hidden_size,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+        )
+    settings.use_cache = False
+    transformers.logging.set_verbosity_error()  # its own default of the loss makes it warn
+    model: nn.Module = transformers.AutoModelForCausalLM.from_config(settings, attn_implementation="sdpa")
+    return model.train()
+
+
+class Megalite:
+    """megalite's training step on batches that exist already."""
+
+    def __init__(self, config: Config, context: ParallelContext, tokens: Tensor) -> None:
+        self.training = build_training(config, context)
+        fill_with_start_values(self.training.buffers, config, context)
+        self._train = TrainStep(self.training, config.optimizer, context)
+        labels = tokens.roll(-1, dims=1)
+        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        mask = torch.ones_like(tokens, dtype=torch.bool)
+        mask[:, -1] = False  # transformers, too, has no label for the last token
+        self._batch = Batch(tokens, labels, mask, positions, None, 0)
+        self._labels = int(mask.sum())
+
+    def step(self) -> LaunchedStep:
+        """One step, which the device may still be working on."""
+        return self._train([self._batch], self._labels, LEARNING_RATE)
+
+
+class Peer:
+    """The loop that one writes by hand."""
+
+    def __init__(self, config: Config, context: ParallelContext, tokens: Tensor) -> None:
+        self.model = build_peer(config.model, config.train.seq_length).to(device=context.device, dtype=context.dtype)
+        self._forward: Callable[..., Any] = torch.compile(self.model) if config.train.compile else self.model
+        self._optimizer = torch.optim.AdamW(
+            self.model.parameters(),
+            lr=LEARNING_RATE,
+            betas=(config.optimizer.betas[0], config.optimizer.betas[1]),
+            weight_decay=config.optimizer.weight_decay,
+            fused=True,
+        )
+        self._clip = config.optimizer.clip_grad
+        self._tokens = tokens
+        parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        assert parameters == parameter_count(config.model), parameters
+
+    def step(self) -> Tensor:
+        """One step; returns its loss, a device tensor."""
+        loss: Tensor = self._forward(input_ids=self._tokens, labels=self._tokens).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._clip)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+
+class Side:
+    """A side's process, which trains when it is asked to."""
+
+    def __init__(self, name: str, config: Config) -> None:
+        """`name` is one of SIDES. Returns when the side is warm."""
+        spawning = multiprocessing.get_context("spawn")
+        self._name = name
+        self._connection, other_end = spawning.Pipe()
+        self._process = spawning.Process(target=_take_turns, args=(other_end, name, config, torch.get_num_threads()))
+        environment = dict(os.environ)
+        if name == "megalite":
+            let_waiting_threads_sleep(environment)  # as the launcher does before torch is imported
+        with _environment(environment):
+            self._process.start()
+        other_end.close()  # so that this end notices where the process is gone
+        try:
+            self._answer()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> "Side":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.join()
+        self._connection.close()
+
+    def seconds(self, repeat: int) -> float:
+        """Of one step, the mean over so many."""
+        time.sleep(PAUSE_S)
+        return self._answer(repeat)
+
+    def _answer(self, request: int | None = None) -> float:
+        """RuntimeError where the process is gone."""
+        try:
+            if request is not None:
+                self._connection.send(request)
+            seconds: float = self._connection.recv()
+        except (EOFError, OSError):
+            self._process.join()
+            status = self._process.exitcode
+            rule = f"the process of the side {self._name} is gone (exit status {status}); what it said stands above"
+            raise RuntimeError(rule) from None
+        return seconds
+
+
+SIDES: Mapping[str, Callable[[Config, ParallelContext, Tensor], Megalite | Peer]] = {"megalite": Megalite, "peer": Peer}
+
+
+def _take_turns(connection: Connection, name: str, config: Config, threads: int) -> None:
+    """A side's process: an answer when it is warm, then one for each number of steps that it is asked for."""
+    if name == "megalite":
+        context = start(config, read_environment({}))
+    else:
+        context = ParallelContext(device=torch.device(config.device), dtype=DTYPES[config.precision])
+    torch.set_num_threads(threads)
+    shape = config.train.global_batch_size, config.train.seq_length
+    generator = torch.Generator().manual_seed(config.seed)
+    tokens = torch.randint(0, config.model.vocab_size or 0, shape, generator=generator).to(context.device)
+    step = SIDES[name](config, context, tokens).step
+    repeat = WARM_UP_STEPS
+    while True:
+        connection.send(seconds_of(step, repeat, context.device))
+        repeat = connection.recv()
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """What processes that are started meanwhile find."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def seconds_of(work: Callable[[], object], repeat: int, device: torch.device) -> float:
+    """Mean seconds of one call, the device's work included."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    wait()
+    begin = time.perf_counter()
+    for _ in range(repeat):
+        work()
+    wait()
+    return (time.perf_counter() - begin) / repeat
