@@ -3,6 +3,7 @@
 import contextlib
 import os
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from megalite.config.wandb_rules import MODES, wandb_is_installed
 from megalite.train.wandb_key import key_is_set_up
 from megalite.train.wandb_rows import METRICS, RowReader
 from megalite.train.wandb_sender import AlreadySendingError, Sender, sending
+
+PATIENCE_S = 30.0  # with the sender of a run that has just ended: it goes on for seconds where all is well
 
 
 class ReplayError(Exception):
@@ -48,8 +51,21 @@ def _problem(folder: Path) -> Problem | None:
 
 
 def replay(folder: Path, mode: str) -> str:
-    """Send one run; what came of it, in words. Raises ReplayError, and UserError for a run that is being sent now."""
+    """Send one run; what came of it, in words. Raises ReplayError, and UserError for a run that another process sends,
+    for PATIENCE_S from now."""
     folder = folder.resolve()
+    end = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return _send(folder, mode)
+        except AlreadySendingError:
+            if time.monotonic() > end:
+                rule, remedy = "another process is sending it to wandb", "wait for that process, or stop the run"
+                raise UserError(Problem("RUN_DIR", str(folder), rule, remedy)) from None
+            time.sleep(0.2)
+
+
+def _send(folder: Path, mode: str) -> str:
     try:
         with sending(folder, wait=False) as identity, contextlib.redirect_stdout(sys.stderr):
             sender = Sender(folder, identity, mode, pid=os.getpid())
@@ -57,8 +73,7 @@ def replay(folder: Path, mode: str) -> str:
             sender.send(rows)
             sender.finish(0)
     except AlreadySendingError:
-        rule, remedy = "another process is sending it to wandb", "wait for that process, or stop the run"
-        raise UserError(Problem("RUN_DIR", str(folder), rule, remedy)) from None
+        raise
     except Exception as error:
         raise ReplayError(f"{folder} was not sent: {type(error).__name__}: {error}") from error
     known = len(rows) - sender.sent

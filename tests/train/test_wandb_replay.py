@@ -1,6 +1,7 @@
 """scripts/wandb_replay.py: what it sends, and what it refuses. (test_wandb.py has a replay with the real wandb.)"""
 
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -119,10 +120,22 @@ def test_what_cannot_be_sent_is_refused_before_anything_is_sent(
 
 
 def test_a_run_that_is_being_sent_is_refused(
-    service: Service, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    service: Service, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("megalite.train.wandb_replay.PATIENCE_S", 0.5)
     folder = make_run(tmp_path / "run", LINES)
     with sending(folder, wait=False):
         assert main([str(folder)]) == 2
     assert "another process is sending it" in capsys.readouterr().err
     assert service.steps == {}
+
+
+def test_a_run_whose_own_sender_comes_to_its_end_is_sent_then(service: Service, tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", LINES)
+    other = sending(folder, wait=False)
+    other.__enter__()
+    end = threading.Timer(1.0, other.__exit__, (None, None, None))
+    end.start()
+    assert main([str(folder)]) == 0
+    end.join()
+    assert service.steps != {}
