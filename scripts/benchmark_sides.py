@@ -165,10 +165,9 @@ class Side:
         self._name = name
         self._connection, other_end = spawning.Pipe()
         self._process = spawning.Process(target=_take_turns, args=(other_end, name, config, torch.get_num_threads()))
-        environment = dict(os.environ)
-        if name == "megalite":
-            let_waiting_threads_sleep(environment)  # as the launcher does before torch is imported
-        with _environment(environment):
+        with _environment_kept():  # the process inherits it
+            if name == "megalite":
+                let_waiting_threads_sleep(os.environ)  # as the launcher does before torch is imported
             self._process.start()
         other_end.close()  # so that this end notices where the process is gone
         try:
@@ -228,10 +227,9 @@ def _take_turns(connection: Connection, name: str, config: Config, threads: int)
 
 
 @contextlib.contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """What processes that are started meanwhile find."""
+def _environment_kept() -> Iterator[None]:
+    """What changes meanwhile is as it was."""
     before = dict(os.environ)
-    os.environ.update(variables)
     try:
         yield
     finally:

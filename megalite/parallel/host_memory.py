@@ -13,7 +13,7 @@ def keep_freed_memory(environ: Mapping[str, str]) -> None:
     otherwise. Other C libraries are left as they are.
 
     Every step frees and allocates the same activations, in the main thread. glibc returns large or last pieces to the
-    system, which then clears each page anew: on 2 cores that took 3 % to 7 % of a step of `tiny`, 3 % to 10 % of one of
+    system, which then clears each page anew: on 2 cores that took 3 % to 7 % of a step of `tiny`, 2 % to 10 % of one of
     `gpt2`. The price: what was needed once stays with the process, and sizes that change from step to step leave gaps
     in the heap (random ones of 33 to 100 MiB: 621 MiB where 348 are needed at a time). It is for the process's life.
     """

@@ -6,6 +6,7 @@ output are for the user; what wandb itself has to say goes to its log. It import
 """
 
 import json
+import math
 import os
 import select
 import sys
@@ -51,7 +52,7 @@ def main(arguments: list[str]) -> int:
     os.nice(5)
     user = _user()
     end = TrainerEnd(trainer)
-    with sending(folder, wait=True) as identity:
+    with sending(folder, patience_s=math.inf) as identity:
         sender = _open(folder, identity, mode, trainer, user)
         rows = RowReader(folder)
         while not end.wait(POLL_S):

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -54,26 +53,15 @@ def replay(folder: Path, mode: str) -> str:
     """Send one run; what came of it, in words. Raises ReplayError, and UserError for a run that another process sends,
     for PATIENCE_S from now."""
     folder = folder.resolve()
-    end = time.monotonic() + PATIENCE_S
-    while True:
-        try:
-            return _send(folder, mode)
-        except AlreadySendingError:
-            if time.monotonic() > end:
-                rule, remedy = "another process is sending it to wandb", "wait for that process, or stop the run"
-                raise UserError(Problem("RUN_DIR", str(folder), rule, remedy)) from None
-            time.sleep(0.2)
-
-
-def _send(folder: Path, mode: str) -> str:
     try:
-        with sending(folder, wait=False) as identity, contextlib.redirect_stdout(sys.stderr):
+        with sending(folder, patience_s=PATIENCE_S) as identity, contextlib.redirect_stdout(sys.stderr):
             sender = Sender(folder, identity, mode, pid=os.getpid())
             rows = RowReader(folder).rest()
             sender.send(rows)
             sender.finish(0)
     except AlreadySendingError:
-        raise
+        rule, remedy = f"another process is sending it to wandb, {PATIENCE_S:g} s on", "wait for it, or stop the run"
+        raise UserError(Problem("RUN_DIR", str(folder), rule, remedy)) from None
     except Exception as error:
         raise ReplayError(f"{folder} was not sent: {type(error).__name__}: {error}") from error
     known = len(rows) - sender.sent

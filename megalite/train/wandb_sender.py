@@ -12,6 +12,7 @@ import json
 import os
 import secrets
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ import yaml  # type: ignore[import-untyped]
 from megalite.train.wandb_rows import Row
 
 ID_FILE = "wandb.json"
+POLL_S = 0.2
 INIT_TIMEOUT_S = "30"  # unless WANDB_INIT_TIMEOUT says otherwise; wandb's own is 90
 
 
@@ -29,19 +31,29 @@ class AlreadySendingError(Exception):
 
 
 @contextmanager
-def sending(folder: Path, *, wait: bool) -> Iterator[str]:
-    """Be the only sender of this run; gives its id at wandb. Waits for another one to end, or AlreadySendingError."""
+def sending(folder: Path, *, patience_s: float) -> Iterator[str]:
+    """Be the only sender of this run; gives its id at wandb. Waits so long for another one to end, then
+    AlreadySendingError."""
+    end = time.monotonic() + patience_s
     descriptor = os.open(folder / ID_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            raise AlreadySendingError(str(folder)) from None
-        except OSError:
-            pass  # a file system without locks
+        while not _locked(descriptor):
+            if time.monotonic() >= end:
+                raise AlreadySendingError(str(folder))
+            time.sleep(POLL_S)
         yield _id(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass  # a file system without locks
+    return True
 
 
 def _id(descriptor: int) -> str:

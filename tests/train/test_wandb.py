@@ -244,9 +244,9 @@ def test_a_disk_without_room_for_the_log_costs_the_mirror_only(tmp_path: Path) -
 
 
 def test_one_process_at_a_time_sends_a_run(tmp_path: Path) -> None:
-    with sending(tmp_path, wait=False) as first, pytest.raises(AlreadySendingError), sending(tmp_path, wait=False):
+    with sending(tmp_path, patience_s=0) as first, pytest.raises(AlreadySendingError), sending(tmp_path, patience_s=0):
         pass
-    with sending(tmp_path, wait=False) as second:
+    with sending(tmp_path, patience_s=0) as second:
         assert first == second
 
 
@@ -372,7 +372,7 @@ def test_killing_a_run_leaves_its_files_and_wandb_s_whole(tmp_path: Path, monkey
         time.sleep(0.05)
     trainer.kill()
     trainer.wait()
-    with sending(folder, wait=True):  # wandb's process has ended
+    with sending(folder, patience_s=math.inf):  # wandb's process has ended
         losses = {record["step"]: record["loss"] for record in read_metrics(folder / "metrics.jsonl")}
     newest = max(losses)
     assert losses == {step: 1.0 / step for step in range(1, newest + 1)}

@@ -124,7 +124,7 @@ def test_a_run_that_is_being_sent_is_refused(
 ) -> None:
     monkeypatch.setattr("megalite.train.wandb_replay.PATIENCE_S", 0.5)
     folder = make_run(tmp_path / "run", LINES)
-    with sending(folder, wait=False):
+    with sending(folder, patience_s=0):
         assert main([str(folder)]) == 2
     assert "another process is sending it" in capsys.readouterr().err
     assert service.steps == {}
@@ -132,7 +132,7 @@ def test_a_run_that_is_being_sent_is_refused(
 
 def test_a_run_whose_own_sender_comes_to_its_end_is_sent_then(service: Service, tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", LINES)
-    other = sending(folder, wait=False)
+    other = sending(folder, patience_s=0)
     other.__enter__()
     end = threading.Timer(1.0, other.__exit__, (None, None, None))
     end.start()
