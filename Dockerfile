@@ -15,12 +15,12 @@ RUN apt-get update \
 # The exact versions of requirements.txt, before the code: a change of the code installs nothing again. The index has
 # torch's CPU builds; without it pip takes the CUDA build, which is several gigabytes.
 WORKDIR /megalite
-COPY pyproject.toml README.md requirements.txt requirements-test.txt ./
+COPY pyproject.toml README.md requirements.txt requirements-wandb.txt requirements-tensorboard.txt \
+    requirements-pictures.txt ./
 COPY scripts/setup.sh scripts/
 ARG PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
 ARG PIP_NO_CACHE_DIR=1
-RUN bash -c '. scripts/setup.sh requirements.txt' \
-    && bash -c '. scripts/setup.sh requirements.txt requirements-test.txt'
+RUN bash -c '. scripts/setup.sh requirements.txt requirements-wandb.txt requirements-tensorboard.txt requirements-pictures.txt'
 COPY . .
 RUN .venv/bin/python -m pip install --quiet --no-deps --editable .
 
@@ -36,4 +36,5 @@ ENV PATH=/megalite/.venv/bin:$PATH \
     PYTHONDONTWRITEBYTECODE=1
 USER megalite
 
-CMD ["bash", "scripts/quickstart.sh"]
+ENTRYPOINT ["megalite"]
+CMD ["train"]

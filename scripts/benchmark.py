@@ -28,18 +28,20 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import benchmark_pipeline
 import benchmark_zero
 import torch
 import transformers
 from benchmark_sides import SHAPES, WARM_UP_STEPS, Shape, Side, seconds_of
 
+from megalite.commands.train import run
 from megalite.config.schema import Config
+from megalite.launch.device import DTYPES
+from megalite.launch.environment import read_environment
 from megalite.model.flops import flops_per_token, peak_flops
 from megalite.model.gpt import GPT
-from megalite.parallel.device import DTYPES
-from megalite.parallel.environment import read_environment
-from megalite.train.run import run
 from megalite.train.step import TrainStep
 
 

@@ -59,16 +59,16 @@ class Primitives:
         return counting
 
 
-def bytes_by_formula(training: Training, wire: torch.dtype) -> int:
-    """What a rank sends in one step: all buckets' gradients as `wire`, and their parameters where state is sharded."""
+def bytes_by_formula(training: Training, comm_dtype: torch.dtype) -> int:
+    """What a rank sends in one step: the gradients of all buckets as `comm_dtype`; sharded, their parameters too."""
     sent = 0
     for bucket, parameters in zip(training.buffers.layout.buckets, training.buffers.parameter_buckets, strict=True):
         sharing, elements = training.sharing[bucket.buffer.kind], parameters.numel()
-        if sharing.inside is not None:
-            sent += bytes_sent("reduce_scatter", elements, sharing.inside.size(), wire)
-            sent += bytes_sent("all_gather", elements, sharing.inside.size(), parameters.dtype)
-        if sharing.across is not None:
-            sent += bytes_sent("all_reduce", elements // sharing.shards, sharing.across.size(), wire)
+        if sharing.shard_group is not None:
+            sent += bytes_sent("reduce_scatter", elements, sharing.shard_group.size(), comm_dtype)
+            sent += bytes_sent("all_gather", elements, sharing.shard_group.size(), parameters.dtype)
+        if sharing.replicate_group is not None:
+            sent += bytes_sent("all_reduce", elements // bucket.shards, sharing.replicate_group.size(), comm_dtype)
     return sent
 
 

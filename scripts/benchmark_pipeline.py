@@ -25,19 +25,20 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.multiprocessing.spawn import spawn
 
 from megalite.config.compose import load_config
+from megalite.config.schedule_rules import ScheduleRequest
 from megalite.config.schema import Config
 from megalite.data.batch import Batch
+from megalite.launch.context import ParallelContext
+from megalite.launch.device import DTYPES
+from megalite.launch.startup import join
+from megalite.layout.ranks import ParallelLayout
 from megalite.model.flops import parameter_count
 from megalite.model.gpt import GPT
-from megalite.parallel.context import ParallelContext
-from megalite.parallel.device import DTYPES
-from megalite.parallel.layout import ParallelLayout
-from megalite.parallel.schedule_rules import ScheduleRequest
-from megalite.parallel.startup import join, needs_of
 from megalite.pipeline.actions import parse_action
 from megalite.pipeline.schedules import build_schedule
-from megalite.pipeline.simulator import simulate
-from megalite.pipeline.timeline import Span, Timeline
+from megalite.pipeline.simulator import Span
+from megalite.plan.timeline import Timeline, simulated
+from megalite.train.start import needs_of
 from megalite.train.training import Training, build_training, fill_with_start_values
 
 RANKS = 2
@@ -253,7 +254,7 @@ class Comparison:
         for steps in zip(*(rank.steps for rank in self.measured[name]), strict=True):
             spans = tuple(tuple(Span(parse_action(cell), *times) for cell, *times in step.actions) for step in steps)
             recorded = Timeline(schedule, table.vpp, MICROBATCHES, spans)
-            found.append(simulate(table, recorded.durations()))
+            found.append(simulated(table, recorded.durations()))
         return found
 
     def _seconds(self, name: str) -> list[float]:

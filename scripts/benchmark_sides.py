@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from megalite.config.compose import load_config
 from megalite.config.schema import Config, ModelConfig
 from megalite.data.batch import Batch
+from megalite.launch.context import ParallelContext
+from megalite.launch.cores import limit_openmp_spinning
+from megalite.launch.device import DTYPES
+from megalite.launch.environment import read_environment
 from megalite.model.flops import parameter_count
-from megalite.parallel.context import ParallelContext
-from megalite.parallel.cores import let_waiting_threads_sleep
-from megalite.parallel.device import DTYPES
-from megalite.parallel.environment import read_environment
-from megalite.parallel.startup import start
+from megalite.train.start import start
 from megalite.train.step import LaunchedStep, TrainStep
 from megalite.train.training import build_training, fill_with_start_values
 
@@ -167,7 +167,7 @@ class Side:
         self._process = spawning.Process(target=_take_turns, args=(other_end, name, config, torch.get_num_threads()))
         with _environment_kept():  # the process inherits it
             if name == "megalite":
-                let_waiting_threads_sleep(os.environ)  # as the launcher does before torch is imported
+                limit_openmp_spinning(os.environ)  # as the launcher does before torch is imported
             self._process.start()
         other_end.close()  # so that this end notices where the process is gone
         try:

@@ -34,15 +34,15 @@ from torch.nn.parallel import DistributedDataParallel
 from megalite.config.compose import load_config
 from megalite.config.schema import Config
 from megalite.data.batch import Batch
-from megalite.model.build import build_stage
+from megalite.launch.context import ParallelContext
+from megalite.launch.device import DTYPES
+from megalite.launch.startup import join
+from megalite.layout.ranks import ParallelLayout
 from megalite.model.flops import parameter_count
 from megalite.model.gpt import GPT
 from megalite.model.init import start_values
 from megalite.model.parameters import gpt_parameters
-from megalite.parallel.context import ParallelContext
-from megalite.parallel.device import DTYPES
-from megalite.parallel.layout import ParallelLayout
-from megalite.parallel.startup import join, needs_of
+from megalite.train.start import needs_of
 from megalite.train.step import TrainStep
 from megalite.train.training import build_training, fill_with_start_values
 
@@ -103,7 +103,7 @@ class Megalite:
     def __init__(self, config: Config, context: ParallelContext, batch: Batch, *, zero: int) -> None:
         config = replace(config, optimizer=replace(config.optimizer, zero=zero))
         self.training = build_training(config, context)
-        self.wire = DTYPES[config.optimizer.communication_dtype or config.optimizer.gradient_dtype]
+        self.comm_dtype = DTYPES[config.optimizer.communication_dtype or config.optimizer.gradient_dtype]
         fill_with_start_values(self.training.buffers, config, context)
         self._train = TrainStep(self.training, config.optimizer, context)
         self._batch, self._tokens = batch, int(batch.loss_mask.sum())
@@ -143,7 +143,7 @@ class Torch:
         wrap: Callable[[GPT], nn.Module],
         optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
     ) -> None:
-        model = build_stage(config, dtype=dtype, device=torch.device("cpu")).float()
+        model = GPT(config, dtype=dtype, device=torch.device("cpu")).float()
         records = gpt_parameters(config.model)
         parameters = dict(model.named_parameters())
         with torch.no_grad():
@@ -262,7 +262,7 @@ def first_steps(side: Contender, context: ParallelContext) -> Measured:
     on_the_wire = bytes_on_the_wire() - before
     sent = formula = None
     if isinstance(side, Megalite):
-        sent, formula = primitives.sent, bytes_by_formula(side.training, side.wire)
+        sent, formula = primitives.sent, bytes_by_formula(side.training, side.comm_dtype)
     return Measured(losses, side.grad_norm(), on_the_wire, sent, formula, [], [])
 
 

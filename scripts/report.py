@@ -1,35 +1,11 @@
-"""Draws the report of a run again, or compares several runs on common axes: a thin command over megalite.train.report.
+"""Draws the report of a run again, or compares several runs: megalite/commands/report.py; see --help."""
 
-python scripts/report.py runs/my-run
-python scripts/report.py runs/first runs/second --out comparison.html
-
-One folder: its report.html. Several: comparison.html, here. The files are read as they are, also of a run that goes on.
-Exit status: 0, or 2 refused.
-"""
-
-import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megalite.config.problems import REFUSED, UserError
-from megalite.train.report.write import write_report
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="the folder of a run")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where to (default: RUN_DIR/report.html)")
-    options = parser.parse_args(arguments)
-    try:
-        print(write_report(options.runs, options.out))
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return REFUSED
-    return 0
-
+from megalite.commands.report import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -4,5 +4,5 @@
 # In order: the files with the fewest tests are not the shortest, and the last ones run alone.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-. scripts/setup.sh requirements.txt requirements-test.txt
+. scripts/setup.sh requirements.txt requirements-wandb.txt requirements-tensorboard.txt requirements-pictures.txt requirements-test.txt
 exec .venv/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder "$@"

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import megalite
-from megalite.parallel.groups import GroupNeeds
-from megalite.parallel.layout import ParallelLayout
+from megalite.layout.groups import GroupNeeds
+from megalite.layout.ranks import ParallelLayout
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -177,7 +177,7 @@ def _serve(sender: Connection, job: bytes, rank: int, world_size: int, folder: s
     import torch
     import torch.distributed as dist
 
-    from megalite.parallel.startup import join
+    from megalite.launch.startup import join
 
     torch.set_num_threads(1)
     with open(Path(folder) / f"stacks-{rank}", "w") as stacks:

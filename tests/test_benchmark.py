@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from megalite.hf.import_model import import_model
+from megalite.launch.context import ParallelContext
 from megalite.model.flops import parameter_count
-from megalite.parallel.context import ParallelContext
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")

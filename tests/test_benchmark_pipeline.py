@@ -48,7 +48,7 @@ def test_all_run_the_same_stages_to_the_same_losses_and_gradients(
 def comparison(pipeline: ModuleType) -> "pipeline.Comparison":  # type: ignore[name-defined]
     """Forward passes of 1 s, backward passes of 2 s, 27 s to the end of the step, 0.5 s of it lost."""
     table = pipeline.build_schedule(pipeline.ScheduleRequest("1f1b", 2, 8))
-    ideal = pipeline.simulate(table, {(rank, 0, kind): time for rank in (0, 1) for kind, time in TIMES.items()})
+    ideal = pipeline.simulated(table, {(rank, 0, kind): time for rank in (0, 1) for kind, time in TIMES.items()})
     ours = []
     for rank, spans in enumerate(ideal.ranks):
         actions = [(str(action), start, end) for action, start, end in spans]

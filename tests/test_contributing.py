@@ -14,11 +14,10 @@ import torch
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()
 WORK = """
-import csv, tempfile
 from pathlib import Path
 from megalite.config.settings import SETTINGS
-from megalite.data.reading import documents
-from megalite.data.sources import Source
+from megalite.prepare.reading import documents
+from megalite.prepare.sources import Source
 from megalite.pipeline.checker import check
 from megalite.pipeline.schedules import Shape, table
 
@@ -26,9 +25,8 @@ for pp, microbatches in ((1, 3), (2, 3), (4, 8), (8, 4)):
     assert check(table("eager", Shape(pp, 1, microbatches, pp))) == []
 assert "eager" in SETTINGS["parallel.schedule"].choices
 assert "relu2" in SETTINGS["model.activation"].choices
-path = Path("rows.csv")
-path.write_text('id,text\\n1,"one, and\\ntwo"\\n')
-assert [*documents(*Source("text", ("rows.csv",)).plan())] == ["one, and\\ntwo"]
+Path("mails.mbox").write_text("From a\\nSubject: one\\n\\nfirst\\n\\nFrom b\\n\\nsecond\\n")
+assert [text.strip() for text in documents(*Source("text", ("mails.mbox",)).plan())] == ["first", "second"]
 """
 
 
@@ -67,7 +65,7 @@ def test_what_the_page_prints_works_on_the_examples(copy: Path) -> None:
     """But for the tests, which take minutes."""
     for name in ("conf", "docs", "scripts"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-    (copy / "rows.csv").write_text('id,text\n1,"one, and\ntwo"\n2,three\n')
+    (copy / "mails.mbox").write_text("From a\nSubject: one\n\nfirst\n\nFrom b\n\nsecond\n")
     lines = "".join(re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL)).splitlines()
     lines = [line.partition("  #")[0].strip() for line in lines]
     tried = [line for line in lines if "pytest" not in line]

@@ -1,5 +1,6 @@
 """The Dockerfile can be read by what rehearses it, is pinned, and ends as nobody in particular."""
 
+import json
 import re
 import subprocess
 from pathlib import Path
@@ -29,6 +30,13 @@ def test_the_base_is_pinned_and_the_user_is_not_root(steps: list[tuple[str, str]
     assert users
     assert users[-1] not in ("root", "0")
     assert [name for name, _ in steps].index("USER") > max(n for n, (name, _) in enumerate(steps) if name == "RUN")
+
+
+def test_arguments_go_to_megalite_and_what_is_for_tests_is_not_installed(steps: list[tuple[str, str]]) -> None:
+    last = {name: json.loads(rest) for name, rest in steps if name in ("ENTRYPOINT", "CMD")}
+    assert last == {"ENTRYPOINT": ["megalite"], "CMD": ["train"]}
+    installed = re.findall(r"requirements[\w-]*\.txt", " ".join(rest for name, rest in steps if name == "RUN"))
+    assert set(installed) == {path.name for path in ROOT.glob("requirements*.txt")} - {"requirements-test.txt"}
 
 
 def test_what_is_copied_is_there_and_not_ignored(steps: list[tuple[str, str]]) -> None:

@@ -1,24 +1,32 @@
-"""A save behind the training: the pieces are copied to host memory, a thread writes the copies.
+"""Saves behind the training: the pieces are copied to host memory, and a thread writes the copies.
 
 Training waits for the copy alone. The thread's collectives use a group of its own ("saving"), so they never meet those
-of the training; nothing that it reads changes after the copy. One save at a time: its owner asks for the `result` of
-one before it begins the next. The thread is a daemon: it does not hold up an end in which nobody waits for it.
+of the training. One save at a time: its owner asks for the `result` of one before it begins the next. The thread is a
+daemon, so it does not hold up an end in which nobody waits for it.
+
+On a CPU the copies are ordinary memory, freed when the write is over. On CUDA they are pinned (a copy to other memory
+would hold up the host), allocated once and used again; a stream of its own copies, and the training's stream waits for
+it on the device.
 """
 
 import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
-from megalite.checkpoint.host_copies import HostCopies
 from megalite.checkpoint.pieces import Piece
 from megalite.checkpoint.store import Saved
-from megalite.parallel.context import ParallelContext
+from megalite.launch.context import ParallelContext
 
 Write = Callable[[Sequence[Piece], ParallelContext], Saved]
+
+_ALIGNMENT = 64  # bytes: every copy starts on a cache line, and at a multiple of any element's size
+_BLOCK = 1 << 30  # bytes; a power of two, to which torch rounds pinned memory up
 
 
 class BackgroundSaves:
@@ -29,60 +37,101 @@ class BackgroundSaves:
         self._context = context if alone else replace(context, control_group=context.group("saving"))
         self._copies = HostCopies(context.device)
 
-    def begin(self, pieces: Sequence[Piece], write: Write, *, begun: float) -> "PendingSave":
-        """Copy the pieces and have `write(copies, context)` called in a thread. `begun`: see `Saved.stall_s`."""
+    def begin(self, pieces: Sequence[Piece], write: Write, *, begun: float) -> "Future[Saved]":
+        """Copy the pieces and have `write(copies, context)` called in a thread. `begun`: see `Saved.stall_s`.
+
+        The future is of this rank: others may still be at their part when it is done. Its CheckpointErrors are the
+        same on all ranks.
+        """
         copies, wait = self._copies.of(pieces)
-        return PendingSave(copies, wait, write, self._context, begun)
+        saving: Future[Saved] = Future()
+        arguments = (saving, copies, wait, write, self._context, begun)
+        threading.Thread(target=_save, args=arguments, name="checkpoint", daemon=True).start()
+        return saving
 
 
-class PendingSave:
-    """One save under way."""
-
-    def __init__(
-        self, copies: list[Piece], wait: Callable[[], None], write: Write, context: ParallelContext, begun: float
-    ) -> None:
-        self._saved: Saved | None = None
-        self._error: Exception | None = None
-        arguments = (copies, wait, write, context, begun)  # not kept: the copies go when the thread ends
-        self._thread = threading.Thread(target=self._run, args=arguments, name="checkpoint", daemon=True)
-        self._thread.start()
-
-    def done(self) -> bool:
-        """Whether this rank's part is over; other ranks may still be at theirs."""
-        return not self._thread.is_alive()
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait at most so long for the end; whether it came."""
-        self._thread.join(timeout_s)
-        return self.done()
-
-    def result(self) -> Saved:
-        """Wait for the end; what `write` returned, or its exception. CheckpointErrors are the same on all ranks."""
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        assert self._saved is not None
-        return self._saved
-
-    def _run(
-        self, copies: list[Piece], wait: Callable[[], None], write: Write, context: ParallelContext, begun: float
-    ) -> None:
-        try:
-            if context.device.type == "cuda":
-                torch.cuda.set_device(context.device)  # a new thread starts on the first one
-            wait()
-            stall_s = time.perf_counter() - begun
-            saved = write(copies, context)
-            self._saved = replace(saved, seconds=time.perf_counter() - begun, stall_s=stall_s)
-        except Exception as error:
-            _forget_locals(error)
-            self._error = error
-        finally:
-            del copies  # this frame, too, is part of an error's trace
+def _save(
+    saving: "Future[Saved]",
+    copies: list[Piece],
+    wait: Callable[[], None],
+    write: Write,
+    context: ParallelContext,
+    begun: float,
+) -> None:
+    """The thread. The copies are let go before anybody can see that it is over."""
+    try:
+        if context.device.type == "cuda":
+            torch.cuda.set_device(context.device)  # a new thread starts on the first one
+        wait()
+        stall_s = time.perf_counter() - begun
+        saved = replace(write(copies, context), seconds=time.perf_counter() - begun, stall_s=stall_s)
+    except BaseException as error:
+        cause: BaseException | None = error
+        while cause is not None:  # keep the lines of the trace, and let go of the copies that its frames hold
+            traceback.clear_frames(cause.__traceback__)
+            cause = cause.__cause__ or cause.__context__
+        copies.clear()
+        saving.set_exception(error)
+    else:
+        copies.clear()
+        saving.set_result(saved)
 
 
-def _forget_locals(error: BaseException | None) -> None:
-    """Let go of what the frames of an error hold (the copies), until somebody asks for the result; keep their lines."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
+class HostCopies:
+    """Copies of one rank's pieces in host memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pinned: list[Tensor] = []  # blocks of bytes
+        self._side: torch.cuda.Stream | None = None
+
+    @torch.no_grad()
+    def of(self, pieces: Sequence[Piece]) -> tuple[list[Piece], Callable[[], None]]:
+        """The pieces with tensors in host memory, and a call that returns when these are filled.
+
+        On CUDA the copies of the call before must be done with: they are overwritten. What the caller puts on the
+        current stream from now on may change the pieces.
+        """
+        places, sizes = _places(pieces)
+        if self._device.type != "cuda":
+            copies = _views(pieces, places, [torch.empty(size, dtype=torch.uint8) for size in sizes])
+            _copy(pieces, copies)
+            return copies, lambda: None
+        if [block.numel() for block in self._pinned] != sizes:
+            self._pinned = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in sizes]
+        copies = _views(pieces, places, self._pinned)
+        training = torch.cuda.current_stream(self._device)
+        self._side = self._side or torch.cuda.Stream(self._device)
+        self._side.wait_stream(training)  # the state is complete when its last kernel is
+        with torch.cuda.stream(self._side):
+            _copy(pieces, copies)
+        copied = self._side.record_event()
+        training.wait_event(copied)
+        return copies, copied.synchronize
+
+
+def _copy(pieces: Sequence[Piece], copies: Sequence[Piece]) -> None:
+    for piece, copy in zip(pieces, copies, strict=True):
+        copy.tensor.copy_(piece.tensor, non_blocking=True)
+
+
+def _places(pieces: Sequence[Piece]) -> tuple[list[tuple[int, int]], list[int]]:
+    """Block and first byte of each piece, one after the other, and the blocks' sizes; a large piece has its own."""
+    places: list[tuple[int, int]] = []
+    sizes: list[int] = []
+    for piece in pieces:
+        size = -(-piece.tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        if not sizes or sizes[-1] + size > _BLOCK:
+            sizes.append(0)
+        places.append((len(sizes) - 1, sizes[-1]))
+        sizes[-1] += size
+    return places, sizes
+
+
+def _views(pieces: Sequence[Piece], places: Sequence[tuple[int, int]], blocks: Sequence[Tensor]) -> list[Piece]:
+    """Pieces like these, contiguous, at their places in `blocks`."""
+    views = []
+    for piece, (block, start) in zip(pieces, places, strict=True):
+        data = blocks[block][start : start + piece.tensor.nbytes]
+        views.append(replace(piece, tensor=data.view(piece.tensor.dtype).view(piece.tensor.shape)))
+    return views

@@ -1,10 +1,9 @@
-"""The folders of a run's checkpoints, and the one step that makes a checkpoint: a rename.
+"""Makes, commits, prunes and clears the folders of checkpoints, and writes small files durably. The commit is a rename.
 
-    .tmp-step-00000200-<attempt>   being written; of no account until renamed
+    .tmp-step-00000200-<attempt>   being written; no checkpoint until it is renamed
     step-00000200                  complete, never changed again
-    .old-step-00000200-<attempt>   moved aside by a second save of the same step
     .trash-step-00000100-<attempt> being deleted
-    step-00000300.bad-<time>       found damaged, kept for a look
+    step-00000300.bad-<time>       found damaged, kept for people
 
 A folder gets a `step-` name only when all its files are on disk (synced before the rename), and loses it before the
 first of its files is deleted; so a kill or a power cut at any point leaves only whole checkpoints under that name.
@@ -12,16 +11,18 @@ All functions are rank 0's; they touch nothing but these names.
 """
 
 import contextlib
+import errno
 import os
 import re
 import secrets
 import shutil
+import stat
 import time
 from pathlib import Path
+from typing import TextIO
 
 _STEP = re.compile(r"step-(\d{8})")
 _UNFINISHED = re.compile(r"\.(tmp|trash)-step-\d{8}-[0-9a-f]{8}")
-_MOVED_ASIDE = re.compile(r"\.old-(step-\d{8})-[0-9a-f]{8}")
 
 
 def step_name(step: int) -> str:
@@ -30,63 +31,59 @@ def step_name(step: int) -> str:
 
 
 def committed(folder: Path) -> list[tuple[int, Path]]:
-    """The steps under a final name, newest first. Ordered by number: clocks of file systems are not to be trusted."""
+    """The steps under a final name, newest first. They are ordered by number: clocks of file systems may be wrong."""
     if not folder.is_dir():
         return []
     matches = [(_STEP.fullmatch(entry.name), entry) for entry in os.scandir(folder)]
-    steps = [(int(match[1]), Path(entry.path)) for match, entry in matches if match and _is_folder(entry)]
+    steps = [
+        (int(match[1]), Path(entry.path)) for match, entry in matches if match and entry.is_dir(follow_symlinks=False)
+    ]
     return sorted(steps, reverse=True)
 
 
 def begin(folder: Path, step: int) -> Path:
     """A fresh temporary folder for one attempt to write `step`."""
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)  # a run folder that is not there any more is not made anew
     temporary = folder / f".tmp-{step_name(step)}-{secrets.token_hex(4)}"
     temporary.mkdir()
     return temporary
 
 
-def publish(temporary: Path, step: int) -> Path:
-    """Make a completely written temporary folder the checkpoint of `step`, durably."""
-    folder = temporary.parent
-    final = folder / step_name(step)
+def publish(temporary: Path, step: int) -> None:
+    """Make a completely written temporary folder the checkpoint of `step`, durably; OSError where there is one.
+
+    Where the last sync fails the folder has its temporary name again: the step is not saved and can be tried again.
+    """
+    final = temporary.with_name(step_name(step))
     sync_folder(temporary)
-    aside = None
-    if final.exists():
-        aside = folder / f".old-{final.name}-{secrets.token_hex(4)}"
-        os.rename(final, aside)
     os.rename(temporary, final)  # the commit point
-    sync_folder(folder)
-    if aside is not None:
-        with contextlib.suppress(OSError):  # the new one is complete; `recover` deletes what is left of the old
-            _delete(aside)
-    return final
+    try:
+        sync_folder(temporary.parent)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.rename(final, temporary)
+        raise
 
 
-def retire(folder: Path, step: int, keep: int) -> None:
-    """Delete the checkpoints before the just completed `step` but the newest `keep` - 1 of them."""
-    older = [path for at, path in committed(folder) if at < step]
-    for path in older[keep - 1 :]:
-        _delete(path)
+def retire(folder: Path, step: int, keep: int, *, good_before: int = 0) -> None:
+    """Delete the checkpoints before the just completed `step` but the newest `keep` - 1 of them, and never the newest
+    of those before `good_before`."""
+    older = [(at, path) for at, path in committed(folder) if at < step]
+    good = next((path for at, path in older if at < good_before), None)
+    for _, path in older[keep - 1 :]:
+        if path != good:
+            _delete(path)
 
 
 def recover(folder: Path) -> None:
     """Clear up after attempts that were killed. Only for the owner of the run's lock, when nothing is being saved."""
-    if not folder.is_dir():
-        return
-    for entry in list(os.scandir(folder)):
-        aside = _MOVED_ASIDE.fullmatch(entry.name)
-        if not _is_folder(entry):
-            continue
-        if aside and not (folder / aside[1]).exists():
-            os.rename(entry.path, folder / aside[1])  # killed between the two renames of `publish`
-            sync_folder(folder)
-        elif aside or _UNFINISHED.fullmatch(entry.name):
-            _delete(Path(entry.path))
+    for entry in list(os.scandir(folder)) if folder.is_dir() else ():
+        if _UNFINISHED.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+            shutil.rmtree(entry.path)
 
 
 def set_aside(path: Path) -> Path:
-    """Take a damaged checkpoint out of the running without losing it."""
+    """Rename a damaged checkpoint, so that it is not tried again and not lost."""
     aside = path.with_name(f"{path.name}.bad-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}")
     os.rename(path, aside)
     sync_folder(path.parent)
@@ -105,6 +102,16 @@ def write_synced(path: Path, content: bytes) -> None:
         file.write(content)
         file.flush()
         os.fsync(descriptor)
+
+
+def open_to_append(path: Path) -> TextIO:
+    """A text file to append lines to. It must be a regular file: no link is followed, and no pipe is waited for."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return open(descriptor, "a", buffering=1, encoding="utf-8")
 
 
 def replace_synced(path: Path, content: bytes) -> None:
@@ -130,17 +137,6 @@ def sync_folder(folder: Path) -> None:
 
 def _delete(path: Path) -> None:
     """Take the name away first, so that a half deleted folder cannot pass for a checkpoint."""
-    unfinished = _UNFINISHED.fullmatch(path.name)
-    trash = path if unfinished else path.with_name(f".trash-{_step_part(path.name)}-{secrets.token_hex(4)}")
-    if trash != path:
-        os.rename(path, trash)
+    trash = path.with_name(f".trash-{path.name}-{secrets.token_hex(4)}")
+    os.rename(path, trash)
     shutil.rmtree(trash)
-
-
-def _step_part(name: str) -> str:
-    aside = _MOVED_ASIDE.fullmatch(name)
-    return aside[1] if aside else name
-
-
-def _is_folder(entry: "os.DirEntry[str]") -> bool:
-    return entry.is_dir(follow_symlinks=False)

@@ -1,22 +1,26 @@
-"""One live job per run folder.
+"""Locks a run folder, so that one live job at a time writes to it.
 
-The file `lock` names its holder. On one host the kernel's lock on it (flock) tells the living from the dead: it goes
-with the process, so a killed job's lock is taken over at once. Another host may not see that kernel lock; there the
-holder's heartbeat decides: a lock whose modification time stands still for as long as we watch it belongs to a dead
-job. Watching the time change, instead of comparing it with our clock, makes clocks that disagree harmless.
+The file `lock` names its holder. On one host the kernel's lock on the file (flock) decides: it ends with the process,
+so a killed job's lock is taken over at once. Another host may not see that kernel lock. There the holder's heartbeat
+decides: a lock whose modification time stands still while we watch belongs to a dead job. The time is never compared
+with our clock, so clocks may disagree.
 """
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
 import secrets
 import socket
+import stat
 import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from megalite.config.user_files import as_record, read_bytes
+from megalite.errors.problems import UserError
 
 BEAT_S = 5.0
 PATIENCE_S = 25.0  # several beats, so that a slow file server is not taken for a dead job
@@ -58,10 +62,12 @@ class RunLock:
     @classmethod
     def acquire(cls, path: Path, *, beat_s: float = BEAT_S, patience_s: float = PATIENCE_S) -> "RunLock":
         """Take the lock at `path`, or raise LockHeldError; OSError where the file cannot be written."""
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
         try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise OSError(errno.EINVAL, "it is not a regular file", str(path))
             kernel_lock = _flock(descriptor)
-            previous = _read(descriptor)
+            previous = _parse(os.pread(descriptor, 1 << 16, 0))
             if kernel_lock is False:
                 raise LockHeldError(previous)
             known_dead = kernel_lock and previous is not None and previous.host == socket.gethostname()
@@ -84,12 +90,23 @@ class RunLock:
 
     @property
     def token(self) -> str:
-        """What tells this lock from every other."""
+        """Different for every lock that was ever taken."""
         return self._holder.token
 
-    def held(self) -> bool:
-        """Whether the file still names us: a job on another host may have taken us for dead."""
-        return holder_of(self.path) == self._holder
+    def lost(self) -> str | None:
+        """Why the file no longer names this job, None if it does. A job on another host may have taken it for dead."""
+        holder = holder_of(self.path)
+        if holder == self._holder:
+            return None
+        if holder is not None:
+            return f"another job has taken over the run folder: {holder}"
+        if os.path.lexists(self.path):
+            return f"{self.path} does not name this job any more, nor another"
+        now = ""
+        with contextlib.suppress(OSError):  # Linux tells where an open file is
+            now = os.readlink(f"/proc/self/fd/{self._descriptor}")
+        moved = f"it was moved to {os.path.dirname(now)}" if os.path.exists(now) else "it was moved or deleted"
+        return f"the run folder {self.path.parent} is not there any more: {moved}"
 
     def release(self) -> None:
         """Give the lock back, leaving an empty file: deleting it would race with the next job's opening it."""
@@ -97,7 +114,7 @@ class RunLock:
             return
         self._stop.set()
         self._heart.join()
-        if self.held():
+        if self.lost() is None:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._descriptor, 0)
         os.close(self._descriptor)
@@ -109,11 +126,10 @@ class RunLock:
 
 
 def holder_of(path: Path) -> Holder | None:
-    """Whom the lock file names, asked from any machine; None where it names nobody or cannot be read."""
+    """The holder that the lock file names, seen from any machine; None where it names nobody or cannot be read."""
     try:
-        with open(path, "rb") as file:  # opened anew, so that NFS asks the server
-            return _parse(file.read())
-    except OSError:
+        return _parse(read_bytes(path, follow_links=False))  # opened anew, so that NFS asks the server
+    except UserError:
         return None
 
 
@@ -128,30 +144,21 @@ def _flock(descriptor: int) -> bool | None:
     return True
 
 
-def _read(descriptor: int) -> Holder | None:
-    return _parse(os.pread(descriptor, 1 << 16, 0))
-
-
 def _parse(content: bytes) -> Holder | None:
     """The holder; None for a released lock and for one whose writer was killed in the middle of its name."""
     try:
-        fields: Any = json.loads(content)
-        return Holder(**fields)
-    except (ValueError, TypeError):
+        return as_record(Holder, json.loads(content), "the lock")
+    except (ValueError, RecursionError, UserError):
         return None
 
 
 def _beats(path: Path, patience_s: float) -> bool:
-    """Whether the modification time moves while we watch."""
+    """Whether the modification time changes within `patience_s`."""
     deadline = time.monotonic() + patience_s
-    first = _modified(path)
-    while time.monotonic() < deadline:
-        time.sleep(min(1.0, patience_s / 10))
-        if _modified(path) != first:
-            return True
-    return False
-
-
-def _modified(path: Path) -> int:
-    with open(path, "rb") as file:  # opened anew, so that NFS asks the server
-        return os.fstat(file.fileno()).st_mtime_ns
+    times: set[int] = set()
+    while len(times) < 2 and time.monotonic() < deadline:
+        if times:
+            time.sleep(min(1.0, patience_s / 10))
+        with open(path, "rb") as file:  # opened anew, so that NFS asks the server
+            times.add(os.fstat(file.fileno()).st_mtime_ns)
+    return len(times) > 1

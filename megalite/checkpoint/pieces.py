@@ -1,8 +1,8 @@
-"""Logical tensors as boxes.
+"""Boxes of logical tensors, the only thing that a checkpoint holds.
 
-A logical tensor is the unsharded one; a rank holds boxes of it. Checkpoints speak only of boxes, so what one layout
-wrote, another can read: data-parallel replicas hold equal boxes, a tensor-parallel shard is one box, and a flat range
-of a ZeRO-1 buffer is a few boxes (`boxes`). Nothing is gathered to save.
+A logical tensor is the unsharded one; a rank holds boxes of it. So what one layout wrote, another can read:
+data-parallel replicas hold equal boxes, a tensor-parallel shard is one box, and a flat range of a ZeRO-1 buffer is a
+few boxes (`boxes`). Nothing is gathered to save.
 """
 
 from collections.abc import Sequence
@@ -43,18 +43,16 @@ def boxes(start: int, stop: int, shape: Sequence[int]) -> list[tuple[tuple[int, 
         return []
     if len(shape) == 0:
         return [((), (), 0)]
-    if len(shape) == 1:
-        return [((start,), (stop - start,), start)]
     row = prod(shape[1:])
     first_whole, last_whole = -(-start // row), stop // row
     if first_whole > last_whole:  # the range lies inside one row
         return _in_row(last_whole, start, stop, shape)
-    head = _in_row(first_whole - 1, start, first_whole * row, shape)
-    tail = _in_row(last_whole, last_whole * row, stop, shape)
-    if first_whole == last_whole:
-        return head + tail
     whole_rows = ((first_whole, *(0 for _ in shape[1:])), (last_whole - first_whole, *shape[1:]), first_whole * row)
-    return [*head, whole_rows, *tail]
+    return [
+        *_in_row(first_whole - 1, start, first_whole * row, shape),
+        *([whole_rows] if first_whole < last_whole else []),
+        *_in_row(last_whole, last_whole * row, stop, shape),
+    ]
 
 
 def _in_row(
@@ -86,14 +84,15 @@ def tiling_fault(shape: Sequence[int], parts: Sequence[Box]) -> str | None:
     active: list[Box] = []
     for part in sorted(parts, key=lambda part: part[0][along]):
         active = [other for other in active if other[0][along] + other[1][along] > part[0][along]]
-        if any(_overlap(part, other) for other in active):
+        if any(overlap(part, other) is not None for other in active):
             return f"has data twice at {tuple(part[0])}"
         active.append(part)
     return None
 
 
-def _overlap(one: Box, other: Box) -> bool:
-    return all(
-        a < b + b_size and b < a + a_size
-        for a, a_size, b, b_size in zip(one[0], one[1], other[0], other[1], strict=True)
-    )
+def overlap(one: Box, other: Box) -> Box | None:
+    """What two boxes have in common; None if that is nothing."""
+    offsets = [max(a, b) for a, b in zip(one[0], other[0], strict=True)]
+    ends = [min(a + m, b + n) for a, m, b, n in zip(one[0], one[1], other[0], other[1], strict=True)]
+    sizes = [end - offset for offset, end in zip(offsets, ends, strict=True)]
+    return (offsets, sizes) if all(size > 0 for size in sizes) else None

@@ -1,105 +1,132 @@
-"""Fill live tensors from a verified checkpoint, after everything that can be checked has been.
+"""Fills live tensors from a verified checkpoint, whatever layout wrote it.
 
-A load that fails half-way leaves tensors of two states mixed, and one that ignores what nobody asks for loses state in
-silence. So names, shapes and dtypes are compared here, over all ranks, before the first write.
+Names, shapes and dtypes are compared over all ranks before the first tensor is touched: a load that fails half-way
+would mix two states, and one that leaves out what nobody asks for would lose state in silence. Each rank then reads,
+of each stored box, only the bytes from the first to the last element that it needs.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import errno
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch import Tensor
 
 from megalite.checkpoint.failure import CheckpointError, StorageFailure, together
-from megalite.checkpoint.manifest import METADATA, Manifest, digest, read_own_file
-from megalite.checkpoint.pieces import Piece
-from megalite.checkpoint.stored_boxes import read_boxes
-from megalite.checkpoint.trusted_metadata import UntrustedMetadataError, read_metadata
-from megalite.config.problems import Problem
-from megalite.parallel.context import ParallelContext
+from megalite.checkpoint.manifest import DTYPES, StoredTensor
+from megalite.checkpoint.pieces import Piece, overlap
+from megalite.errors.problems import Problem
+from megalite.launch.context import ParallelContext
 
 _OTHER_MODEL = "use the model and optimizer of the run that wrote it, or another run_dir"
 _SHOWN = 10  # tensors named for each kind of difference
 
 
 def read_pieces(
-    path: Path,
-    manifest: Manifest,
-    pieces: Sequence[Piece],
-    context: ParallelContext,
-    passed_over: Callable[[str], bool] = lambda name: False,
+    path: Path, saved: Mapping[str, StoredTensor], pieces: Sequence[Piece], context: ParallelContext
 ) -> None:
-    """Fill `pieces` from the checkpoint at `path`; see `Found.read_into`. Saved names `passed_over` need no reader."""
-    metadata, problems = _metadata(path, manifest)
-    context.agree(problems)
-    assert metadata is not None
-    saved = {
-        name: tensor
-        for name, tensor in metadata.state_dict_metadata.items()
-        if isinstance(tensor, TensorStorageMetadata)  # always: `read_metadata` accepts nothing else
-        and not passed_over(name)
-    }
-    context.agree([*_differences(path, saved, pieces), *_not_asked_for(path, list(saved), pieces, context)])
+    """Fill `pieces` from the tensors `saved` in the checkpoint at `path`; see `Found.read_into`."""
+    context.agree(_problems(path, saved, pieces, context))
     try:
-        together(context, lambda: read_boxes(path, metadata, pieces))
+        together(context, lambda: _read_all(path, saved, pieces))
     except StorageFailure as failure:
         raise CheckpointError(f"{path} could not be read: {failure}") from failure
 
 
-def _metadata(path: Path, manifest: Manifest) -> tuple[Metadata | None, list[Problem]]:
-    """DCP's index, from the very bytes that the manifest vouches for."""
-    remedy = "restore this folder from a copy, or delete it to go on from the checkpoint before"
-    try:
-        content = read_own_file(path, METADATA)
-        if digest(content) != manifest.files[METADATA][1]:
-            return None, [Problem(str(path / METADATA), "changed", "it has changed since it was verified", remedy)]
-        return read_metadata(content, {name: size for name, (size, _) in manifest.files.items()}), []
-    except OSError as error:
-        return None, [Problem(str(path / METADATA), "unreadable", f"it cannot be read: {error.strerror}", remedy)]
-    except UntrustedMetadataError as error:
-        return None, [Problem(str(path / METADATA), "refused", str(error), remedy)]
-
-
-def _differences(path: Path, saved: Mapping[str, TensorStorageMetadata], pieces: Sequence[Piece]) -> list[Problem]:
-    """Tensors of this rank that the checkpoint lacks or holds in another shape or dtype."""
-    problems = []
+def _problems(
+    path: Path, saved: Mapping[str, StoredTensor], pieces: Sequence[Piece], context: ParallelContext
+) -> list[Problem]:
+    """Tensors of this rank that the checkpoint lacks or holds in another form, and saved ones that no rank asks for."""
     live = {piece.name: piece for piece in pieces}
     missing = sorted(live.keys() - saved.keys())
-    if missing:
-        rule = f"the checkpoint has no tensor {_some(missing)}"
-        problems.append(Problem(str(path), f"{len(missing)} missing", rule, _OTHER_MODEL))
-    shapes = [
-        f"{name} is {list(saved[name].size)} there and {list(piece.logical_shape)} here"
-        for name, piece in sorted(live.items())
-        if name in saved and tuple(saved[name].size) != piece.logical_shape
-    ]
-    if shapes:
-        problems.append(Problem(str(path), f"{len(shapes)} of another shape", _some(shapes), _OTHER_MODEL))
-    dtypes = [
-        f"{name} is {saved[name].properties.dtype} there and {piece.tensor.dtype} here"
-        for name, piece in sorted(live.items())
-        if name in saved and saved[name].properties.dtype != piece.tensor.dtype
-    ]
-    if dtypes:
-        remedy = "use the precision of the run that wrote it, or another run_dir"
-        problems.append(Problem(str(path), f"{len(dtypes)} of another dtype", _some(dtypes), remedy))
-    return problems
-
-
-def _not_asked_for(path: Path, saved: list[str], pieces: Sequence[Piece], context: ParallelContext) -> list[Problem]:
-    """Tensors of the checkpoint that no rank has a piece of: state that would be lost in silence."""
-    live = {piece.name for piece in pieces}
-    names = sorted(saved)  # the same on all ranks: all have read the same bytes
-    asked = torch.tensor([name in live for name in names], dtype=torch.uint8)  # [tensors]
+    shapes, dtypes = [], []
+    for name in sorted(live.keys() & saved.keys()):
+        stored, piece = saved[name], live[name]
+        if stored.shape != piece.logical_shape:
+            shapes.append(f"{name} is {list(stored.shape)} there and {list(piece.logical_shape)} here")
+        if DTYPES[stored.dtype] != piece.tensor.dtype:
+            dtypes.append(f"{name} is {DTYPES[stored.dtype]} there and {piece.tensor.dtype} here")
+    names = sorted(saved)  # the same on all ranks
+    wanted = torch.tensor([name in live for name in names], dtype=torch.uint8)  # [tensors]
     if context.control_group is not None and names:
-        dist.all_reduce(asked, op=dist.ReduceOp.MAX, group=context.control_group)
-    left = [name for name, wanted in zip(names, asked.tolist(), strict=True) if not wanted]
-    if not left:
-        return []
-    return [Problem(str(path), f"{len(left)} left over", f"this run has no tensor {_some(left)}", _OTHER_MODEL)]
+        dist.all_reduce(wanted, op=dist.ReduceOp.MAX, group=context.control_group)
+    left = [name for name, by_any in zip(names, wanted.tolist(), strict=True) if not by_any]
+    kinds = [
+        ("missing", "the checkpoint has no tensor ", missing, _OTHER_MODEL),
+        ("of another shape", "", shapes, _OTHER_MODEL),
+        ("of another dtype", "", dtypes, "use the precision of the run that wrote it, or another run_dir"),
+        ("left over", "this run has no tensor ", left, _OTHER_MODEL),
+    ]
+    return [
+        Problem(str(path), f"{len(items)} {kind}", rule + _some(items), remedy)
+        for kind, rule, items, remedy in kinds
+        if items
+    ]
 
 
 def _some(items: list[str]) -> str:
     more = f", and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
     return ", ".join(items[:_SHOWN]) + more
+
+
+class _Read(NamedTuple):
+    """Elements of one stored box for a live tensor: `target[...]` gets the elements at `start + stride * index`."""
+
+    file: str
+    start: int  # byte of the first element
+    strides: list[int]  # of the stored box, in elements
+    target: Tensor
+
+
+def _read_all(folder: Path, saved: Mapping[str, StoredTensor], pieces: Sequence[Piece]) -> None:
+    by_file: dict[str, list[_Read]] = {}
+    for piece in pieces:
+        for read in _reads(saved[piece.name], piece):
+            by_file.setdefault(read.file, []).append(read)
+    for file, reads in sorted(by_file.items()):
+        descriptor = os.open(folder / file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            for read in sorted(reads, key=lambda read: read.start):
+                _read(descriptor, read)
+        finally:
+            os.close(descriptor)
+
+
+def _reads(stored: StoredTensor, piece: Piece) -> Iterator[_Read]:
+    """What to read for `piece`: from each stored box what both have in common."""
+    live = piece.tensor.detach()
+    for box in stored.boxes:
+        common = overlap((box.offsets, box.sizes), (piece.offsets, live.shape))
+        if common is None:
+            continue
+        offsets, sizes = common
+        window = tuple(
+            slice(at - first, at - first + size) for at, first, size in zip(offsets, piece.offsets, sizes, strict=True)
+        )
+        strides = [prod(box.sizes[dim + 1 :]) for dim in range(len(box.sizes))]
+        skipped = sum((at - first) * stride for at, first, stride in zip(offsets, box.offsets, strides, strict=True))
+        yield _Read(box.file, box.start + skipped * live.itemsize, strides, live[window])
+
+
+def _read(descriptor: int, read: _Read) -> None:
+    """Read the shortest range of the file that holds all elements, straight into the target where it has that form."""
+    target = read.target
+    reach = sum((size - 1) * stride for size, stride in zip(target.shape, read.strides, strict=True)) + 1  # elements
+    direct = target.device.type == "cpu" and target.is_contiguous() and reach == target.numel()
+    elements = target if direct else torch.empty(reach, dtype=target.dtype)
+    _read_fully(descriptor, elements.view(-1).view(torch.uint8).numpy().data, read.start)
+    if not direct:
+        target.copy_(elements.as_strided(target.shape, read.strides))
+
+
+def _read_fully(descriptor: int, into: memoryview, start: int) -> None:
+    done = 0
+    while done < len(into):  # one call reads at most 2 GiB
+        count = os.preadv(descriptor, [into[done:]], start + done)
+        if count == 0:
+            raise OSError(errno.EIO, "the file ends too early")
+        done += count

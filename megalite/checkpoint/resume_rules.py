@@ -1,20 +1,20 @@
 """What may change between a run and its continuation.
 
-What makes the saved tensors meaningless, or reorders data that the run is in the middle of, is refused: the model's
-mathematics, the sequence length, the seed, the split and the mixture of the data, the dtype of the moments. Everything
-else may change on purpose (learning rate, batch, steps, layout, logging) and is said aloud, so that no change goes
-unnoticed.
+A change is refused if it makes the saved tensors meaningless or reorders the data: the model's mathematics, the
+sequence length, the seed, the split and the mixture of the data, the dtype of the first moment. Everything else may
+change on purpose (learning rate, batch, steps, layout, logging) and is reported, so that no change goes unnoticed.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-from megalite.config.problems import Problem
+from megalite.config.settings import yaml_value
+from megalite.errors.problems import Problem
 
 # Fields of the model that leave the meaning of its parameters alone.
 _FREE_IN_MODEL = ("name", "dropout", "attention_dropout", "embedding_dropout", "init_std", "loss_chunk_tokens")
 _FIXED = ("seed", "train.seq_length", "data.validation_fraction", "data.weights", "optimizer.moment_dtype")
-_UNREMARKABLE = ("run_dir", "resume", "checkpoint.init_from")
+_UNREMARKABLE = ("run_dir", "run_name", "resume", "checkpoint.init_from")
 
 
 def compare(saved: Mapping[str, Any], current: Mapping[str, Any]) -> tuple[list[Problem], list[str]]:
@@ -26,7 +26,7 @@ def compare(saved: Mapping[str, Any], current: Mapping[str, Any]) -> tuple[list[
             continue
         if _fixed(name):
             rule = f"the run in this folder was started with {name}={before[name]!r}"
-            remedy = f"set {name}={_as_override(before[name])}, or another run_dir for a new run"
+            remedy = f"set {name}={yaml_value(before[name])}, or another run_dir for a new run"
             problems.append(Problem(name, now[name], rule, remedy))
         else:
             changes.append(f"{name} is now {now[name]!r}; the run was at {before[name]!r}")
@@ -47,12 +47,3 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def _fixed(name: str) -> bool:
     section, _, field = name.rpartition(".")
     return name in _FIXED or (section == "model" and field not in _FREE_IN_MODEL)
-
-
-def _as_override(value: Any) -> str:
-    """The value as one types it on the command line."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return str(value)

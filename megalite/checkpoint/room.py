@@ -1,17 +1,18 @@
-"""Whether a disk has room for a run's checkpoints, judged before the run begins."""
+"""Checks before a run begins whether the disk has room for its checkpoints."""
 
 import shutil
 from pathlib import Path
 
 from megalite.checkpoint.commit import committed
-from megalite.config.problems import Problem, UserError
+from megalite.errors.problems import Problem, UserError
 
 
 def judge_room(folder: Path, size: int, *, keep: int, saves: int) -> str:
     """A warning where the disk of `folder`, that of a run's checkpoints, has room for one of `size` bytes but not for
     all that will be there at once; empty where it has. UserError if not even one fits.
 
-    `saves` checkpoints are still to be written; one gives way to the next only when more than `keep` are complete.
+    `saves` checkpoints are still to be written; one gives way to the next only when more than `keep` are complete, and
+    the newest has one before it.
     """
     try:
         usage = shutil.disk_usage(folder if folder.exists() else folder.parent)
@@ -24,7 +25,7 @@ def judge_room(folder: Path, size: int, *, keep: int, saves: int) -> str:
     if usage.free < size:
         elsewhere = "move the whole folder to another disk and name it there" if saved else "name a folder elsewhere"
         raise UserError(Problem("run_dir", str(folder.parent), room, f"make room, or {elsewhere}"))
-    more = min(saves, max(1, keep + 1 - saved))
+    more = min(saves, max(1, max(keep, 2) + 1 - saved))
     if usage.free < more * size:
         return f"warning: {room}; {more} more are to fit (checkpoint.keep={keep} and the one being written)"
     return ""

@@ -1,10 +1,11 @@
-"""Save and find checkpoints. All ranks call these functions at the same point; what one sees, all act on.
+"""Saves and finds checkpoints. All ranks call these functions at the same point, and all get the same outcome.
 
 `save` returns after the commit, or raises the same CheckpointError on every rank with everything as it was before.
-`newest` gives the newest checkpoint whose every byte is as written; damaged ones are told and renamed, not deleted.
+`newest` gives the newest checkpoint whose every byte is as written; damaged ones are reported and renamed, not deleted.
 `of_step` gives the one that a person has named.
 """
 
+import contextlib
 import json
 import platform
 import shutil
@@ -17,26 +18,32 @@ from typing import Any
 import torch
 
 from megalite.checkpoint import commit
-from megalite.checkpoint.failure import CheckpointError, StorageFailure, gather, together
+from megalite.checkpoint.failure import CheckpointError, StorageFailure, gather_to_first, on_first, together
 from megalite.checkpoint.manifest import (
     MANIFEST,
     STATE,
     DamagedError,
+    FileRecord,
+    ForeignFormatError,
     Manifest,
-    NewerFormatError,
+    StoredTensor,
     digest,
     file_fault,
     read_own_file,
-    shares,
 )
 from megalite.checkpoint.pieces import Piece
 from megalite.checkpoint.reading import read_pieces
 from megalite.checkpoint.room import size_in_words
-from megalite.checkpoint.writing import FileRecord, TensorWrite
-from megalite.config.problems import Problem, UserError
-from megalite.parallel.context import ParallelContext
+from megalite.checkpoint.writing import HeldBox, WritePlan, data_file, plan_writes, write_file
+from megalite.errors.problems import Problem, UserError
+from megalite.launch.context import ParallelContext
 
 __all__ = ["CheckpointError", "Found", "Piece", "Saved", "newest", "of_step", "save"]
+
+_OTHER_VERSION = (
+    "go on with the megalite that wrote it, or set another run_dir; to use its weights here, export them with that "
+    "megalite (scripts/export_hf.py) and set checkpoint.init_from to the export"
+)
 
 
 @dataclass(frozen=True)
@@ -62,16 +69,16 @@ class Found:
     def step(self) -> int:
         return self.manifest.step
 
-    def read_into(self, pieces: Sequence[Piece], *, unread: str | None = None) -> None:
+    def read_into(self, pieces: Sequence[Piece], *, unread: Callable[[str], bool] = lambda name: False) -> None:
         """Fill the tensors of `pieces`, whatever layout wrote them; collective.
 
         The union of all ranks' pieces must be exactly what was saved: every difference in name, shape or dtype is a
-        problem of one UserError, raised before any tensor is touched. Tensors of kind `unread` (`unread.NAME`), which
-        the caller can derive, are left alone on both sides. A CheckpointError means that reading broke off
-        half-way: the tensors are then of no use and the process should end.
+        problem of one UserError, raised before any tensor is touched. Tensors whose name is `unread` are left alone on
+        both sides. A CheckpointError means that reading broke off half-way: the tensors are then of no use and the
+        process should end.
         """
-        wanted = [piece for piece in pieces if _kind(piece.name) != unread]
-        read_pieces(self.path, self.manifest, wanted, self.context, passed_over=lambda name: _kind(name) == unread)
+        saved = {name: tensor for name, tensor in self.manifest.tensors.items() if not unread(name)}
+        read_pieces(self.path, saved, [piece for piece in pieces if not unread(piece.name)], self.context)
 
 
 def save(
@@ -82,94 +89,79 @@ def save(
     context: ParallelContext,
     keep: int,
     *,
+    good_before: int = 0,
     labels: Mapping[str, str] | None = None,
-    owned: Callable[[], bool] = lambda: True,
+    lost: Callable[[], str | None] = lambda: None,
 ) -> Saved:
-    """Write the checkpoint of `step` into `folder`, then delete all but the newest `keep`.
+    """Write the checkpoint of `step` into `folder`, then delete all but the newest `keep`, and the newest before step
+    `good_before`.
 
-    `state` is plain JSON, equal on all ranks. `labels` go into the manifest for people (run, data). `owned` is asked on
+    `state` is plain JSON, equal on all ranks. `labels` go into the manifest for people (run, data). `lost` is asked on
     rank 0 right before the commit: a job whose lock was taken over must not commit into another's run.
     """
     assert keep >= 1, keep
     begun = time.perf_counter()
-    free: list[int] = []
     temporary: Path | None = None
-    write: TensorWrite | None = None
-
-    def begin() -> str:
-        path = commit.begin(folder, step)
-        free.append(shutil.disk_usage(folder).free)
-        return str(path)
-
+    plan: WritePlan | None = None
+    versions = {"torch": torch.__version__, "python": platform.python_version()}
+    about = {"layout": asdict(context.layout), "versions": versions, **(labels or {})}
     try:
-        name = together(context, lambda: begin() if context.rank == 0 else "")
-        temporary = Path(context.broadcast_object(name))
-        write = TensorWrite(temporary, context)
-        files = write.run(pieces)
-        about = _about(context, labels)
-        bytes_written = together(
-            context, lambda: _commit(temporary, step, files, state, about, owned) if context.rank == 0 else 0
-        )
+        temporary = Path(on_first(context, lambda: str(commit.begin(folder, step))))
+        held_by = gather_to_first(context, [HeldBox.of(piece) for piece in pieces])
+        plan = WritePlan(*on_first(context, lambda: plan_writes(held_by)))
+        mine = [pieces[at] for at in plan.boxes[context.rank]]
+        path = temporary / data_file(context.rank)
+        written = gather_to_first(context, together(context, lambda: [write_file(path, mine)] if mine else []))
+        size = on_first(context, lambda: _commit(path.parent, step, about, written, state, lost))
     except StorageFailure as failure:
         message = ""
         if context.rank == 0:
             if temporary is not None:
                 commit.discard(temporary)
-            message = _not_saved(folder, step, str(failure), write.planned_bytes if write else 0, free)
+            message = _not_saved(folder, step, str(failure), plan)
         raise CheckpointError(context.broadcast_object(message)) from failure
-    total = context.broadcast_object(bytes_written)
     if context.rank == 0:
-        _retire(folder, step, keep)
+        with contextlib.suppress(OSError):  # it costs space, nothing else; the next save tries again
+            commit.retire(folder, step, keep, good_before=good_before)
     seconds = time.perf_counter() - begun
-    return Saved(folder / commit.step_name(step), seconds, total, stall_s=seconds)
+    return Saved(folder / commit.step_name(step), seconds, size, stall_s=seconds)
 
 
 def _commit(
     temporary: Path,
     step: int,
-    files: dict[str, FileRecord],
-    state: Mapping[str, Any],
     about: dict[str, Any],
-    owned: Callable[[], bool],
+    written: Sequence[Sequence[Any]],
+    state: Mapping[str, Any],
+    lost: Callable[[], str | None],
 ) -> int:
-    """Rank 0: the JSON files, then the commit. Returns the bytes of the checkpoint."""
+    """Rank 0: the JSON files, then the commit. Returns the bytes of the checkpoint. `written`: the files by rank."""
+    files: dict[str, FileRecord] = {}
+    tensors: dict[str, StoredTensor] = {}
+    for name, record, parts in (file for of_rank in written for file in of_rank):
+        files[name] = FileRecord(*record)
+        for tensor, (dtype, shape, boxes) in parts.items():
+            tensors.setdefault(tensor, StoredTensor(dtype, shape, [])).boxes.extend(boxes)
     content = (json.dumps(state, indent=1) + "\n").encode()
     commit.write_synced(temporary / STATE, content)
-    manifest = Manifest(step, about, {**files, STATE: (len(content), digest(content))})
+    files[STATE] = FileRecord(len(content), digest(content))
+    manifest = Manifest(step, about, files, tensors)
     commit.write_synced(temporary / MANIFEST, manifest.render())
-    if not owned():
-        raise OSError("another job has taken over the run folder")
+    if why := lost():
+        raise OSError(why)
     commit.publish(temporary, step)
     return manifest.size
 
 
-def _retire(folder: Path, step: int, keep: int) -> None:
-    """An old checkpoint that cannot be deleted costs space, nothing else; the next save tries again."""
-    try:
-        commit.retire(folder, step, keep)
-    except OSError:
-        return
-
-
-def _about(context: ParallelContext, labels: Mapping[str, str] | None) -> dict[str, Any]:
-    versions = {"torch": torch.__version__, "python": platform.python_version()}
-    return {"layout": asdict(context.layout), "versions": versions, **(labels or {})}
-
-
-def _not_saved(folder: Path, step: int, reason: str, planned: int, free: list[int]) -> str:
-    """The one line that people read."""
-    room = (
-        f" It needs about {size_in_words(planned)}; {size_in_words(free[0])} were free in {folder}."
-        if planned and free
-        else ""
-    )
+def _not_saved(folder: Path, step: int, reason: str, plan: WritePlan | None) -> str:
+    """The one line that people read, when what was written has been deleted again."""
+    room = ""
+    with contextlib.suppress(OSError):
+        free = size_in_words(shutil.disk_usage(folder).free)
+        room = f" It needs about {size_in_words(plan.bytes)}; {free} were free in {folder}." if plan else ""
     kept = commit.committed(folder)
     stays = f"{kept[0][1].name} stays the newest checkpoint" if kept else "there is no earlier checkpoint"
     return f"the checkpoint of step {step} was not saved: {reason}.{room} {stays}."
-
-
-def _kind(name: str) -> str:
-    return name.partition(".")[0]
 
 
 def newest(
@@ -182,39 +174,39 @@ def newest(
     readers that do not hold the run's lock.
     """
     names = [path.name for _, path in commit.committed(folder)] if context.rank == 0 else []
-    damaged: list[tuple[str, str]] = []
+    damaged: list[tuple[Path, str]] = []
     for name in context.broadcast_object(names):
         found, fault = _inspect(folder / name, context)
         if found is not None:
             if context.rank == 0:
-                _pass_over(folder, damaged, found.step, report, look_only)
+                _pass_over(damaged, found.step, report, look_only)
             context.barrier()  # names are final before any rank goes on
             return found
-        damaged.append((name, fault))
-    if damaged:
-        raise UserError(
-            [
-                Problem(
-                    str(folder / name),
-                    "damaged",
-                    f"no checkpoint of this run can be read; {fault}",
-                    "restore this folder from a copy, or set another run_dir to start from nothing",
-                )
-                for name, fault in damaged
-            ]
-        )
+        damaged.append((folder / name, fault))
+    remedy = "restore this folder from a copy, or set another run_dir to start from nothing"
+    problems = [
+        Problem(str(path), "damaged", f"no checkpoint of this run can be read; {fault}", remedy)
+        for path, fault in damaged
+    ]
+    if problems:
+        raise UserError(problems)
     return None
 
 
-def _pass_over(
-    folder: Path, damaged: list[tuple[str, str]], used: int, report: Callable[[str], None], look_only: bool
-) -> None:
-    for name, fault in damaged:
+def _pass_over(damaged: list[tuple[Path, str]], used: int, report: Callable[[str], None], look_only: bool) -> None:
+    for path, fault in damaged:
         try:
-            kept = "" if look_only else f"; kept as {commit.set_aside(folder / name).name}"
+            kept = "" if look_only else f"; kept as {commit.set_aside(path).name}"
         except OSError as error:
             kept = f"; it could not be renamed: {error.strerror}"
-        report(f"checkpoint {name} is damaged and was passed over: {fault}{kept}. Going on from step {used}.")
+        report(f"checkpoint {path.name} is damaged and was passed over: {fault}{kept}. Going on from step {used}.")
+
+
+def saved_config(folder: Path) -> dict[str, Any]:
+    """The settings in the newest checkpoint whose JSON files are intact, for one rank to judge by before all ranks
+    verify it; none where all are damaged."""
+    found = (_read_json_files(path) for _, path in commit.committed(folder))
+    return next((dict(files["state"]["config"]) for files in found if "state" in files), {})
 
 
 def of_step(folder: Path, step: int, context: ParallelContext) -> Found:
@@ -223,9 +215,8 @@ def of_step(folder: Path, step: int, context: ParallelContext) -> Found:
     steps = context.broadcast_object(steps)
     others = ", ".join(str(at) for at in sorted(steps) if at != step) or "none, in this run"
     if step not in steps:
-        raise UserError(
-            Problem("step", step, f"there is no checkpoint of it in {folder}", f"those there are: {others}")
-        )
+        rule = f"there is no checkpoint of it in {folder}"
+        raise UserError(Problem("step", step, rule, f"those there are: {others}"))
     found, fault = _inspect(folder / commit.step_name(step), context)
     if found is None:
         raise UserError(Problem("step", step, f"its checkpoint is damaged: {fault}", f"others: {others}"))
@@ -234,28 +225,27 @@ def of_step(folder: Path, step: int, context: ParallelContext) -> Found:
 
 def _inspect(path: Path, context: ParallelContext) -> tuple[Found | None, str]:
     """The checkpoint at `path`, or what is wrong with it. Rank 0 reads its JSON, all ranks verify its files."""
-    said: dict[str, Any] = _read_json_files(path) if context.rank == 0 else {}
-    said = context.broadcast_object(said)
-    if "newer" in said:
-        problem = Problem(str(path), "newer", said["newer"], "use the megalite that wrote it, or another run_dir")
-        raise UserError(problem)
-    if "fault" in said:
-        return None, said["fault"]
-    manifest = Manifest.parse(said["manifest"].encode(), int(path.name.removeprefix("step-")))
-    mine = shares(manifest.files, context.world_size)[context.rank]
-    faults = [fault for name in mine if (fault := file_fault(path, name, *manifest.files[name])) is not None]
-    everyone = [fault for of_rank in gather(context, list(faults)) for fault in of_rank]
+    files: dict[str, Any] = context.broadcast_object(_read_json_files(path) if context.rank == 0 else {})
+    if "foreign" in files:
+        raise UserError(Problem(str(path), "of another version", files["foreign"], _OTHER_VERSION))
+    if "fault" in files:
+        return None, files["fault"]
+    manifest = Manifest.parse(files["manifest"].encode(), _step_of(path))
+    by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name].size, name))
+    mine = by_size[context.rank :: context.world_size]
+    faults = [fault for name in mine if (fault := file_fault(path, name, manifest.files[name])) is not None]
+    everyone = [fault for of_rank in context.gather_json(list(faults)) for fault in of_rank]
     if everyone:
         return None, "; ".join(everyone[:3]) + (f"; and {len(everyone) - 3} more files" if everyone[3:] else "")
-    return Found(path, manifest, said["state"], context), ""
+    return Found(path, manifest, files["state"], context), ""
 
 
 def _read_json_files(path: Path) -> dict[str, Any]:
-    """Rank 0: manifest and state of a checkpoint, or {"fault": why not}, or {"newer": what}."""
+    """One rank: manifest and state of a checkpoint, or {"fault": why not}, or {"foreign": which format it has}."""
     try:
         content = read_own_file(path, MANIFEST)
-        manifest = Manifest.parse(content, int(path.name.removeprefix("step-")))
-        fault = file_fault(path, STATE, *manifest.files[STATE])
+        manifest = Manifest.parse(content, _step_of(path))
+        fault = file_fault(path, STATE, manifest.files[STATE])
         if fault is not None:
             return {"fault": fault}
         return {"manifest": content.decode(), "state": json.loads(read_own_file(path, STATE))}
@@ -263,7 +253,11 @@ def _read_json_files(path: Path) -> dict[str, Any]:
         return {"fault": f"it has no {MANIFEST}: it was not written, or not copied, completely"}
     except OSError as error:
         return {"fault": f"{MANIFEST} cannot be read: {error.strerror}"}
-    except NewerFormatError as error:
-        return {"newer": str(error)}
+    except ForeignFormatError as error:
+        return {"foreign": str(error)}
     except (DamagedError, ValueError) as error:
         return {"fault": str(error)}
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))

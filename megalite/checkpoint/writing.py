@@ -1,169 +1,151 @@
-"""Pieces into a folder, in the format of `torch.distributed.checkpoint` (DCP): a file of tensors per rank and an index.
+"""Writes boxes into safetensors files: which rank writes which box, and the one file of each rank.
 
-Who writes what is our own plan (write_plan.py), told in a little JSON; DCP itself would send a pickle of every box to
-rank 0 and back, and hold all of a rank's tensors a second time while it writes them. Every byte is hashed on its way to
-the file, so that a hash tells what was meant to be there and not what a failing disk kept; a write error keeps its
-errno (torch says "unexpected pos" of a full disk).
+Rank 0 assigns the boxes (`plan_writes`). A box that several ranks hold (replicas) is written by one of them, so that
+the bytes are spread evenly. A file is streamed from the live tensors, header first: `safetensors.torch.save_file` would
+hold all of them a second time. Every byte is hashed on its way to the file, so that the hash is that of the intended
+content and not of what a failing disk kept.
 """
 
 import errno
-import io
+import json
 import os
-import pickle
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from math import prod
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
-from torch import Tensor
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
-from megalite.checkpoint.failure import gather_to_first, together
-from megalite.checkpoint.manifest import METADATA
-from megalite.checkpoint.pieces import Piece
-from megalite.checkpoint.write_plan import WritePlan, held, plan_writes, share
-from megalite.parallel.context import ParallelContext
+from megalite.checkpoint.manifest import CHUNK_BYTES, DTYPES, FileRecord, StoredBox, StoredTensor
+from megalite.checkpoint.pieces import Piece, tiling_fault
 
-FileRecord = tuple[int, str]  # bytes and xxh3_128 of one file
-Places = list[list[int]]  # first byte and length of each tensor in a rank's file, in the order of the plan
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-class TensorWrite:
-    """One writing of all ranks' pieces into a fresh folder."""
+class HeldBox(NamedTuple):
+    """A box that a rank could write."""
 
-    def __init__(self, folder: Path, context: ParallelContext) -> None:
-        self._folder = folder
-        self._context = context
-        self._records: dict[str, FileRecord] = {}  # this rank's
-        self._plan: WritePlan | None = None  # on rank 0
+    name: str
+    dtype: str
+    shape: tuple[int, ...]  # of the logical tensor
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, piece: Piece) -> "HeldBox":
+        tensor = piece.tensor
+        return cls(piece.name, _DTYPE_NAMES[tensor.dtype], piece.logical_shape, piece.offsets, tuple(tensor.shape))
+
+    @classmethod
+    def parse(cls, fields: Sequence[Any]) -> "HeldBox":
+        """A box that was sent as JSON."""
+        name, dtype, *numbers = fields
+        return cls(name, dtype, *(tuple(each) for each in numbers))
 
     @property
-    def planned_bytes(self) -> int:
-        """Bytes of all ranks' tensors, on rank 0; 0 before there is a plan."""
-        return self._plan.bytes if self._plan is not None else 0
-
-    def run(self, pieces: Sequence[Piece]) -> dict[str, FileRecord]:
-        """Write this rank's share of the pieces; collective. Returns all ranks' files on rank 0.
-
-        A StorageFailure is the same on all ranks.
-        """
-        context = self._context
-        everyone = gather_to_first(context, held(pieces))
-        self._plan = together(context, lambda: plan_writes(everyone) if everyone is not None else None)
-        marks = context.broadcast_object(self._plan.marks if self._plan is not None else None)
-        places = together(context, lambda: self._write(share(pieces, marks[context.rank])))
-        said = gather_to_first(context, [places, list(self._records.items())])
-        together(context, lambda: self._write_index([places for places, _ in said]) if said is not None else None)
-        of_all = {name: (size, hashed) for _, files in said or [] for name, (size, hashed) in files}
-        return {**of_all, **self._records}
-
-    def _write(self, pieces: Sequence[Piece]) -> Places:
-        """This rank's file."""
-        places = []
-        with self._new_file(_data_file(self._context.rank)) as file:
-            for piece in pieces:
-                start = file.tell()
-                torch.save(_alone(piece.tensor), cast(IO[bytes], _OnlyWrites(file)))
-                places.append([start, file.tell() - start])
-        return places
-
-    def _write_index(self, places: Sequence[Places]) -> None:
-        """`.metadata`, by rank 0. Nothing in it depends on when or where it is written."""
-        assert self._plan is not None
-        metadata = _metadata(self._plan, places)
-        with self._new_file(METADATA) as file:
-            pickle.dump(metadata, file)
-
-    @contextmanager
-    def _new_file(self, name: str) -> Generator[io.BufferedIOBase, None, None]:
-        """A new file that is on disk, and in the records, when the context ends."""
-        file = _HashingFile(self._folder / name)
-        try:
-            with io.BufferedWriter(file, 1 << 20) as stream:
-                yield stream
-                stream.flush()
-                os.fsync(file.fileno())
-        except Exception as error:
-            if file.failure is None:
-                raise
-            raise OSError(file.failure.errno, file.failure.strerror, name) from error
-        if os.stat(self._folder / name).st_size != file.written:
-            raise OSError(errno.EIO, "the file system kept less than was written", name)
-        self._records[name] = (file.written, file.hash.hexdigest())
+    def bytes(self) -> int:
+        return prod(self.sizes) * DTYPES[self.dtype].itemsize
 
 
-class _HashingFile(io.FileIO):
-    """A new file that hashes what is written to it and remembers why a write failed."""
+class WritePlan(NamedTuple):
+    """The boxes that each rank writes, by their numbers in the rank's own list and in the order of its file."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, "xb")
-        self.hash = xxhash.xxh3_128()
-        self.written = 0
-        self.failure: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        try:
-            written = super().write(data)
-        except OSError as error:
-            self.failure = error
-            raise
-        self.hash.update(memoryview(data)[:written])
-        self.written += written
-        return written
+    boxes: list[list[int]]
+    bytes: int  # of all of them
 
 
-class _OnlyWrites(io.RawIOBase):
-    """A stream that `torch.save` cannot flush: it would after every tensor, and most are small."""
-
-    def __init__(self, stream: io.BufferedIOBase) -> None:
-        self._stream = stream
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        return self._stream.write(data)
+def data_file(rank: int) -> str:
+    """The name of the file that `rank` writes."""
+    return f"rank-{rank:05d}.safetensors"
 
 
-def _alone(tensor: Tensor) -> Tensor:
-    """The tensor in host memory, in row-major order, on a storage of its own size: `torch.save` writes whole storages.
+def plan_writes(held_by: Sequence[Sequence[Sequence[Any]]]) -> WritePlan:
+    """Give each box to the least loaded of the ranks that hold it, largest box first.
 
-    Without a copy where it can be: a view of the same memory.
+    `held_by`: the fields of the boxes that each rank holds. The boxes of a tensor must cover it exactly once. A state
+    with a gap is a bug of ours, found before a byte is written.
     """
-    tensor = tensor.detach().cpu().contiguous()
-    if tensor.untyped_storage().nbytes() == tensor.nbytes:
-        return tensor
-    if tensor.numel() == 0:
-        return tensor.clone()
-    return torch.frombuffer(tensor.view(-1).view(torch.uint8).numpy(), dtype=tensor.dtype).view(tensor.shape)
+    held = [[HeldBox.parse(box) for box in boxes] for boxes in held_by]
+    holders: dict[HeldBox, list[int]] = {}
+    for rank, boxes in enumerate(held):
+        for box in boxes:
+            holders.setdefault(box, []).append(rank)
+        assert len(set(boxes)) == len(boxes), f"rank {rank} holds a box twice"
+    tensors: dict[str, list[HeldBox]] = {}
+    for box in holders:
+        tensors.setdefault(box.name, []).append(box)
+    for name, boxes in tensors.items():
+        first = boxes[0]
+        assert all(box[1:3] == first[1:3] for box in boxes), f"boxes of {name} differ in dtype or logical shape"
+        fault = tiling_fault(first.shape, [(box.offsets, box.sizes) for box in boxes])
+        assert fault is None, f"the state is not whole: {name} {fault}"
+    load = [0] * len(held)
+    writer: dict[HeldBox, int] = {}
+    for box in sorted(holders, key=lambda box: (-box.bytes, box)):
+        writer[box] = min(holders[box], key=lambda rank: load[rank])
+        load[writer[box]] += box.bytes
+    chosen = []
+    for rank, boxes in enumerate(held):
+        mine = [(-DTYPES[box.dtype].itemsize, at) for at, box in enumerate(boxes) if writer[box] == rank]
+        chosen.append([at for _, at in sorted(mine)])  # wide elements first, which aligns every box in its file
+    return WritePlan(chosen, sum(load))
 
 
-def _metadata(plan: WritePlan, places: Sequence[Places]) -> Metadata:
-    properties = {dtype: TensorProperties(dtype=dtype) for dtype, _ in plan.tensors.values()}
-    tensors = {
-        name: TensorStorageMetadata(properties[dtype], torch.Size(shape), [])
-        for name, (dtype, shape) in plan.tensors.items()
-    }
-    where = {}
-    for rank, (boxes, of_rank) in enumerate(zip(plan.boxes, places, strict=True)):
-        for box, (start, length) in zip(boxes, of_rank, strict=True):
-            chunks = tensors[box.name].chunks
-            chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-            where[MetadataIndex(box.name, chunk.offsets, len(chunks))] = _StorageInfo(_data_file(rank), start, length)
-            chunks.append(chunk)
-    return Metadata(cast(Any, tensors), storage_data=where, storage_meta=StorageMeta(), version=CURRENT_DCP_VERSION)
+class WrittenFile(NamedTuple):
+    """One rank's file, and what the manifest says of the tensors in it."""
+
+    name: str
+    record: FileRecord
+    tensors: dict[str, StoredTensor]
 
 
-def _data_file(rank: int) -> str:
-    """DCP's name for the one file of a rank."""
-    return f"__{rank}_0.distcp"
+def write_file(path: Path, pieces: Sequence[Piece]) -> WrittenFile:
+    """Write the pieces into a new safetensors file that is on disk when the call returns."""
+    header, tensors = _header(path.name, pieces)
+    hashed, written = xxhash.xxh3_128(), 0
+    try:
+        with open(path, "xb", buffering=0) as file:
+            for data in _contents(header, pieces):
+                for at in range(0, len(data), CHUNK_BYTES):
+                    chunk = data[at : at + CHUNK_BYTES]
+                    hashed.update(chunk)
+                    while chunk:
+                        count = file.write(chunk)
+                        chunk, written = chunk[count:], written + count
+            os.fsync(file.fileno())
+            if os.fstat(file.fileno()).st_size != written:
+                raise OSError(errno.EIO, "the file system kept less than was written")
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, path.name) from error
+    return WrittenFile(path.name, FileRecord(written, hashed.hexdigest()), tensors)
+
+
+def _header(file: str, pieces: Sequence[Piece]) -> tuple[bytes, dict[str, StoredTensor]]:
+    """What a safetensors file begins with, and where each piece lies in it.
+
+    A whole tensor has its logical name in the file. The name of a part ends with its offsets, `name@8,0`.
+    """
+    boxes = [HeldBox.of(piece) for piece in pieces]
+    ends = [0, *accumulate(box.bytes for box in boxes)]
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    for at, box in enumerate(boxes):
+        key = box.name if box.sizes == box.shape else f"{box.name}@{','.join(map(str, box.offsets))}"
+        entries[key] = {"dtype": box.dtype, "shape": box.sizes, "data_offsets": ends[at : at + 2]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+    tensors: dict[str, StoredTensor] = {}
+    for box, start in zip(boxes, ends, strict=False):
+        stored = tensors.setdefault(box.name, StoredTensor(box.dtype, box.shape, []))
+        stored.boxes.append(StoredBox(file, len(header) + start, box.offsets, box.sizes))
+    return header, tensors
+
+
+def _contents(header: bytes, pieces: Sequence[Piece]) -> Iterator[memoryview]:
+    """The bytes of a file, without a copy where a tensor lies in host memory in row-major order."""
+    yield memoryview(header)
+    for piece in pieces:
+        tensor = piece.tensor.detach().cpu().contiguous()
+        yield tensor.view(-1).view(torch.uint8).numpy().data

@@ -5,12 +5,22 @@ import os
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from megalite.config.problems import Problem
-from megalite.config.schema import Config
+from megalite.config.schema import Config, TrainConfig
 from megalite.config.settings import SETTINGS, Setting, value_of, with_values, yaml_value
-from megalite.config.suggest import nearest
+from megalite.errors.problems import Problem
+from megalite.errors.remedies import nearest
 
 PLACES = ("run_dir", "tokenizer", "data.path", "data.cache_dir", "checkpoint.init_from", "parallel.nccl_options")
+# Sizes far beyond what anyone trains, and small enough to compute with and to list. The others fit into 64 bits.
+LARGEST = {
+    **dict.fromkeys(("num_layers", "first_stage_layers", "last_stage_layers", "recompute_layers"), 10_000),
+    **dict.fromkeys(("global_batch_size", "micro_batch_size", "sample_tokens", "eval_batches"), 2**20),
+    **dict.fromkeys(("tp", "cp", "pp", "vpp", "ep", "etp", "instances", "microbatch_group_size"), 2**20),
+    **dict.fromkeys(("hidden_size", "ffn_hidden_size", "head_size", "vocab_multiple", "bpe_vocab_size"), 2**24),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "workers"), 2**16),
+    **dict.fromkeys(("vocab_size", "max_positions", "seq_length", "loss_scale_window", "hysteresis"), 2**31 - 1),
+}
+MOST_RAMP_SIZES = 10_000
 LONGEST_NAME, LONGEST_PATH = 255, 4095  # bytes, of Linux's and macOS' file systems
 
 
@@ -22,17 +32,29 @@ def bounds(config: Config) -> Iterator[Problem]:
             continue
         if problem := outside(setting, value) or (unusable(setting.name, value) if setting.name in PLACES else None):
             yield problem
+    if has_too_many_sizes(config.train):
+        full = config.train.global_batch_size
+        rule = f"has more than {MOST_RAMP_SIZES:,} sizes up to train.global_batch_size={full}"
+        yield Problem("train.batch_ramp", config.train.batch_ramp, rule, "a larger increment")
+
+
+def has_too_many_sizes(train: TrainConfig) -> bool:
+    """Whether the batch ramp is too long to be listed."""
+    ramp, full = train.batch_ramp, train.global_batch_size
+    return bool(ramp and len(ramp) == 3 and ramp[1] > 0 and (full - ramp[0]) // ramp[1] > MOST_RAMP_SIZES)
 
 
 def outside(setting: Setting, value: Any) -> Problem | None:
     """The problem of a value of the right type that its setting does not allow."""
-    unknown = [one for one in (value if isinstance(value, list) else [value]) if one not in setting.choices]
+    if setting.kind is not Any and any(one is None or isinstance(one, list | dict) for one in _parts(value)):
+        return Problem(setting.name, value, f"must be {setting.type_words}", "plain values in one list")
+    unknown = [one for one in _parts(value) if one not in setting.choices]
     if setting.choices and unknown:
         near = nearest(str(unknown[0]), setting.choices, cutoff=0.3)
         shown = near if isinstance(value, list) else f"{setting.name}={near}"
         first = f"{shown} is the nearest; " if near else ""
         return Problem(setting.name, value, "unknown choice", f"{first}choices: {', '.join(setting.choices)}")
-    numbers = value if isinstance(value, list) else [value]
+    numbers = _parts(value)
     if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
         return Problem(setting.name, value, "must be finite", f"the default is {yaml_value(setting.default)}")
     broken = {
@@ -44,7 +66,14 @@ def outside(setting: Setting, value: Any) -> Problem | None:
     if any(broken[name](value, limit) for name, limit in setting.limits.items()):
         default = "null (derived)" if setting.default is None else yaml_value(setting.default)
         return Problem(setting.name, value, f"must be {setting.limit_words}", f"the default is {default}")
+    most = LARGEST.get(setting.leaf, 2**63 - 1)
+    if any(isinstance(number, int) and abs(number) > most for number in numbers):
+        return Problem(setting.name, value, f"is more than {most:,}", f"the default is {yaml_value(setting.default)}")
     return None
+
+
+def _parts(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def unusable(name: str, value: Any) -> Problem | None:

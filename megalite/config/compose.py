@@ -4,43 +4,42 @@ Hydra stops at its first error, so each override is examined on its own against 
 that passed, and the rules judge the result. Imports neither torch nor any data library. Nothing is written.
 """
 
+import io
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, redirect_stdout, suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import hydra
+import yaml  # type: ignore[import-untyped]
 from hydra import initialize_config_dir
-from hydra._internal.utils import _run_hydra, get_args_parser
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from megalite.config.arguments import Arguments, read_arguments
+from megalite.config.arguments import FIXED_HYDRA_SETTINGS, Arguments, read_arguments
 from megalite.config.derive import derive
+from megalite.config.inherited import of_run, of_weights
 from megalite.config.overrides import Examination
-from megalite.config.problems import Problem, UserError
 from megalite.config.rules import check
 from megalite.config.schema import Config
-from megalite.config.secrecy import ADVICE, HIDDEN, secret_value
-from megalite.config.settings import SETTINGS, from_plain, value_of, yaml_value
+from megalite.config.secrecy import ADVICE, HIDDEN, secret_name, secret_value
+from megalite.config.settings import EXPERIMENT, GROUPS, SETTINGS, from_plain, value_of, yaml_value
 from megalite.config.typed import typed_settings
+from megalite.errors.problems import Problem, UserError, collect
 
-CONF = Path(__file__).resolve().parents[2] / "conf"
+PACKAGE = Path(__file__).resolve().parents[1]
+CONF = folder if (folder := PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"  # of a wheel; of a checkout
 SCHEMA = "megalite_schema"  # the name under which conf/config.yaml finds the schema
 
-# Hydra's own folders and working directory: one process per rank must leave nothing of them on disk.
-FIXED_HYDRA_SETTINGS: dict[str, Any] = {
-    "hydra.run.dir": ".",
-    "hydra.output_subdir": None,
-    "hydra.job.chdir": False,
-    "hydra.callbacks": {},
-}
-
+_ANY_VARIABLE = re.compile(r"oc\.env:\s*['\"]?([^,}\s'\"]+)")
 _VARIABLE = re.compile(r"\$\{oc\.env:\s*([^,}\s]+)\s*\}")  # one that nothing is written for in case it is not set
 
 
@@ -49,43 +48,92 @@ def register_schema() -> None:
     ConfigStore.instance().store(name=SCHEMA, node=typed_settings())
 
 
-def load_config(argv: list[str], world_size: int) -> Config:
-    """The derived, checked config of a command line, or a UserError with every problem in it."""
-    config, problems, doubtful = _read(argv)
-    if config is not None:
-        problems += check(config, world_size, doubtful)
-    if problems or config is None:
+@dataclass(frozen=True)
+class _Reading:
+    """What a command line amounts to. `config`: as far as it can be composed; `doubtful`: settings left in doubt."""
+
+    config: Config | None
+    problems: list[Problem]
+    doubtful: set[str]
+    inherited: list[str]
+    departures: tuple[str, ...] = ()
+
+
+def load_config(argv: list[str], world_size: int, unread: Collection[str] = ()) -> Config:
+    """The derived, checked config of a command line, or a UserError with every problem in it, but for those that rules
+    find with settings that are `unread`."""
+    reading = _read(argv)
+    problems = reading.problems
+    if reading.config is not None:
+        problems += check(reading.config, world_size, reading.doubtful | set(unread))
+    if problems or reading.config is None:
         raise UserError(problems)
-    return derive(config, world_size)
+    config = replace(reading.config, departures=reading.departures)
+    return replace(derive(config, world_size), inherited=tuple(reading.inherited))
 
 
 def show_information(argv: list[str]) -> int:
     """Answers --help, --cfg job and the like through Hydra, once every override is known to be right."""
-    arguments, _ = read_arguments(argv)
-    _, problems, _ = _read(argv)
-    if problems:
-        raise UserError(problems)
-    parser = get_args_parser()
-    parsed, _ = parser.parse_known_args(argv)  # --version prints and exits here
-    parsed.overrides, parsed.config_path = arguments.overrides, arguments.config_path
-    _run_hydra(parsed, parser, lambda config: None, config_path=str(CONF), config_name="config")
-    return 0
+    arguments, problems = read_arguments(argv)
+    reading = _Reading(None, problems, set(), [])
+    if "--shell-completion" not in arguments.information:  # which has words of its own
+        reading = _read(argv)
+    if reading.problems:
+        raise UserError(reading.problems)
+    path = ["--config-path", arguments.config_path or str(CONF)]
+    words = [*arguments.search_path, *reading.inherited, *arguments.overrides, *arguments.information, *path]
+    given, sys.argv[1:] = sys.argv[1:], words if arguments.information else argv  # Hydra reads the command line itself
+    shown = io.StringIO()
+    try:
+        with redirect_stdout(shown):
+            hydra.main(version_base="1.3", config_path=None, config_name="config")(lambda config: None)()
+        status = 0
+    except SystemExit as ended:
+        status = int(ended.code or 0)
+    finally:
+        sys.argv[1:] = given
+    with suppress(OSError):  # `--help | head`, a full disk
+        print(shown.getvalue(), end="", flush=True)
+    return status
 
 
-def _read(argv: list[str]) -> tuple[Config | None, list[Problem], set[str]]:
-    """The config as far as it can be composed, what is wrong with each word, and the settings left in doubt."""
+def _read(argv: list[str]) -> _Reading:
     arguments, problems = read_arguments(argv)
     with hydra_loader(arguments) as loader:
         examination = Examination(loader, arguments)
         for override in arguments.overrides:
             examination.examine(override)
         composed, found = _compose(loader, arguments, examination.accepted)
+        departures = _departures(loader, arguments, composed, examination)
+        inherited: list[str] = []
+        ours = arguments.config_name == "config" and arguments.config_path is None
+        for source in (of_run, of_weights):
+            if ours and composed is not None:
+                more = collect(partial(source, composed, examination.named), problems) or []
+                for override in more:
+                    examination.examine(override)
+                inherited += more
+                composed, found = _compose(loader, arguments, examination.accepted) if more else (composed, found)
     problems += examination.problems + found
     if composed is None:
-        return None, problems, set()
+        return _Reading(None, problems, set(), inherited)
     config, unresolved = _to_config(composed, examination.doubtful, arguments.config_name)
     doubtful = examination.doubtful | {problem.setting for problem in found + unresolved}
-    return config, problems + unresolved, doubtful
+    return _Reading(config, problems + unresolved, doubtful, inherited, departures)
+
+
+def _departures(
+    loader: Any, arguments: Arguments, composed: DictConfig | None, examination: Examination
+) -> tuple[str, ...]:
+    """The settings to which the command gives another value than the files that it chooses, in the schema's order."""
+    if composed is None or len(examination.choices) == len(examination.accepted):
+        return ()
+    try:
+        chosen = _compose_once(loader, arguments, examination.choices)
+    except Exception:  # of Hydra, about files of the user's own, which the whole command then mends
+        return ()
+    ours, theirs = (OmegaConf.to_container(tree, resolve=False) for tree in (composed, chosen))
+    return tuple(name for name in SETTINGS if _plain(ours, name) != _plain(theirs, name))
 
 
 @contextmanager
@@ -103,12 +151,12 @@ def _compose(loader: Any, arguments: Arguments, overrides: list[str]) -> tuple[D
     composed: DictConfig | None = None
     try:
         return _compose_once(loader, arguments, overrides), problems
-    except (HydraException, OmegaConfBaseException):
+    except Exception:
         pass  # which override it was is found below
     accepted: list[str] = []
     try:
         composed = _compose_once(loader, arguments, accepted)
-    except (HydraException, OmegaConfBaseException) as error:
+    except Exception as error:  # whatever Hydra makes of a file: no YAML, no UTF-8, no permission, too deep, no mapping
         name = arguments.config_name
         problem = Problem(
             "--config-name", name, _first_words(error), "leave it out for conf/config.yaml, or mend the file"
@@ -118,9 +166,11 @@ def _compose(loader: Any, arguments: Arguments, overrides: list[str]) -> tuple[D
         try:
             composed = _compose_once(loader, arguments, [*accepted, override])
             accepted.append(override)
-        except (HydraException, OmegaConfBaseException) as error:
+        except Exception as error:
             name, _, value = override.partition("=")
-            problems.append(Problem(name, value, _first_words(error), "see docs/configuration.md, or --help"))
+            file = name.lstrip("+") in (*GROUPS, EXPERIMENT)
+            remedy = "mend the file" if file else "see docs/configuration.md, or --help"
+            problems.append(Problem(name, value, _first_words(error), remedy))
     return composed, problems
 
 
@@ -134,6 +184,8 @@ def _compose_once(loader: Any, arguments: Arguments, overrides: list[str]) -> Di
 
 def _first_words(error: BaseException) -> str:
     """What Hydra says, with the cause that it hides, in one line; only its first sentence tells something."""
+    if isinstance(error, yaml.YAMLError):
+        return " ".join(str(error).split())
     said = [str(part).strip().splitlines() for part in (error, error.__cause__) if part is not None]
     parts = [" ".join(lines[: 2 if lines[0].endswith(":") else 1]).rstrip(".:") for lines in said if lines]
     return ": ".join(parts) or type(error).__name__
@@ -148,8 +200,9 @@ def _to_config(composed: DictConfig, doubtful: set[str], file: str) -> tuple[Con
     with open_dict(composed):
         del composed["hydra"]
     written = OmegaConf.to_container(composed, resolve=False)
+    typed = typed_settings()
     for name, setting in SETTINGS.items():
-        if problem := _unresolved(composed, name, _plain(written, name)):
+        if problem := _unresolved(composed, name, _plain(written, name), typed):
             problems.append(problem)
             OmegaConf.update(composed, name, setting.default)
     try:
@@ -165,10 +218,15 @@ def _to_config(composed: DictConfig, doubtful: set[str], file: str) -> tuple[Con
     return config, problems
 
 
-def _unresolved(composed: DictConfig, name: str, written: Any) -> Problem | None:
+def _unresolved(composed: DictConfig, name: str, written: Any, typed: DictConfig) -> Problem | None:
     """The problem of a value that is left open (`???`) or that refers (`${...}`) to nothing or to another type."""
     setting, refers = SETTINGS[name], "${" in str(written)
     instead = f"{'a value' if setting.default is None else f'{name}={yaml_value(setting.default)}'} in place of "
+    if secret := [
+        variable for variable in _ANY_VARIABLE.findall(str(written)) if "$" in variable or secret_name(variable)
+    ]:
+        rule = f"the environment variable {secret[0]} may hold a secret, and run folders keep the config"
+        return Problem(name, written, rule, ADVICE)
     try:
         value = OmegaConf.select(composed, name, throw_on_missing=True, throw_on_resolution_failure=True)
         if OmegaConf.is_config(value):
@@ -181,7 +239,7 @@ def _unresolved(composed: DictConfig, name: str, written: Any) -> Problem | None
         return Problem(name, written, rule, instead + ("${...}" if refers else "???"))
     try:
         if refers:
-            OmegaConf.update(typed_settings(), name, value)
+            OmegaConf.update(typed, name, value)
     except OmegaConfBaseException:
         return Problem(name, written, f"refers to what is not {setting.type_words}", f"{instead}${{...}}")
     return None
@@ -197,9 +255,7 @@ def _hydra_problems(composed: DictConfig) -> Iterator[Problem]:
                 name, _plain(composed, name), "Hydra must leave nothing on disk, nor change the folder", remedy
             )
     if composed.hydra.mode not in (None, RunMode.RUN):
-        yield Problem(
-            "hydra.mode", composed.hydra.mode.name, "sweeps are not run in one process", "start one run per setting"
-        )
+        yield Problem("hydra.mode", composed.hydra.mode.name, "a sweep is asked for by a flag", "--multirun")
 
 
 def _plain(tree: Any, name: str) -> Any:

@@ -12,13 +12,15 @@ import json
 import os
 from dataclasses import asdict, replace
 from math import gcd
-from pathlib import Path
 from typing import Any
 
+from megalite.config.run_names import run_name
+from megalite.config.schedule_rules import default_group_size
 from megalite.config.schema import Config, DataConfig, LearningRateConfig, ModelConfig, ParallelConfig, TrainConfig
+from megalite.config.settings import SETTINGS, value_of
 from megalite.config.step_plan import ramp_sizes
-from megalite.parallel.schedule_rules import default_group_size
 
+OPEN = (None, "auto")  # values of settings that are left to be derived
 BUILT_IN_TOKENIZERS = ("bpe", "byte", "char")
 
 # Settings of the hashed groups that change how a run is computed or where things lie, not what is trained.
@@ -29,6 +31,10 @@ NOT_TRAINING = {
         *("zero", "instances", "bucket_size", "overlap", "ownership", "communication_dtype"),  # layout and travel
         *("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),  # of one precision
     },
+}
+TRAINING = {
+    *("train.global_batch_size", "train.batch_ramp", "train.seq_length", "train.label_smoothing", "train.z_loss"),
+    *("seed", "tokenizer", "checkpoint.init_from"),
 }
 
 
@@ -62,9 +68,11 @@ def derive(config: Config, world_size: int = 1) -> Config:
             init_from=None if config.checkpoint.init_from is None else absolute(config.checkpoint.init_from),
         ),
     )
+    nobody_s = tuple(name for name in SETTINGS if value_of(config, name) in OPEN)
     # From the given schedule, not the derived one: a longer run of the same training keeps its folder.
-    folder = config.run_dir or default_run_dir(replace(derived, lr=config.lr))
-    return replace(derived, run_dir=absolute(str(folder)))
+    folder = run_dir_of(replace(derived, lr=config.lr))
+    name = _or(config.run_name, os.path.basename(folder))
+    return replace(derived, run_dir=folder, run_name=name, derived=config.derived or nobody_s)
 
 
 def derive_model(model: ModelConfig, seq_length: int) -> ModelConfig:
@@ -101,8 +109,13 @@ def derive_vocabulary(config: Config, vocab_size: int) -> Config:
     return replace(config, model=replace(config.model, vocab_size=_or(config.model.vocab_size, vocab_size)))
 
 
-def default_run_dir(config: Config) -> Path:
-    """`runs/<model>-<data>-<hash>` in the launch folder, hashed over what defines the training and nothing else.
+def run_dir_of(config: Config) -> str:
+    """Where the run is kept: as set, else a folder of its name in `runs`, in the launch folder."""
+    return absolute(config.run_dir or os.path.join("runs", config.run_name or default_run_name(config)))
+
+
+def default_run_name(config: Config) -> str:
+    """`<model>-<data>-<what the command sets>-<hash>`, hashed over what defines the training and nothing else.
 
     Layout, micro-batch size, device, precision, number of steps, logging and evaluation are left out, so the same
     training goes on in the same folder wherever it runs. The schedule enters as the user gave it: a derived warm-up
@@ -124,7 +137,14 @@ def default_run_dir(config: Config) -> Path:
         for name in names:
             del definition[group][name]
     digest = hashlib.sha256(json.dumps(definition, sort_keys=True, default=str).encode()).hexdigest()[:8]
-    return Path(absolute("runs")) / f"{config.model.name}-{config.data.source}-{digest}"
+    departures = [(name, value_of(config, name)) for name in config.departures if _defines(definition, name)]
+    return run_name(config.model.name, config.data.source, departures, digest)
+
+
+def _defines(definition: dict[str, Any], name: str) -> bool:
+    """Whether the setting is part of what defines the training."""
+    setting = SETTINGS[name]
+    return name in TRAINING or (setting.group != "" and setting.field in definition.get(setting.group, ()))
 
 
 def _or(value: Any, otherwise: Any) -> Any:

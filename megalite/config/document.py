@@ -126,13 +126,19 @@ python pretrain_gpt.py model=gpt2 model.dropout=0.1 train.steps=1000 'data.path=
 - Relative paths start at the folder where the command is given; the run keeps them as absolute ones.
 - `--cfg job` prints the composed settings, `--info defaults` says where each comes from, `--help` is a summary.
 - A config is refused before anything starts or is written, with every problem and what would work in one message.
-- Secrets are never settings: pass them in the environment (`HF_TOKEN`, `WANDB_API_KEY`).
+- Secrets are never settings: pass them in the environment (`HF_TOKEN`, `WANDB_API_KEY`). `${{oc.env:NAME}}` is
+  refused where NAME sounds like one.
+- A training on CPUs that certainly needs more memory than the machine has is refused at once.
 - `experiment=NAME` picks a whole recipe. For presets and recipes of your own, `--config-dir FOLDER` adds a folder like
-  `conf/`: `model=mine` is `FOLDER/model/mine.yaml`.
+  `conf/`: `model=mine` is `FOLDER/model/mine.yaml`. `hydra.searchpath=[FOLDER]` does the same.
+- `eval "$(python pretrain_gpt.py --shell-completion install=bash)"` completes names and values by Tab.
+- Other settings of Hydra (`hydra.job.name`, `hydra.verbose`) have no effect here, and are refused.
 
-The default run folder is `runs/<model.name>-<data>-<hash>`, where the hash covers what defines the training (model,
-data, tokenizer, seed, optimizer, schedule as given, global batch and its ramp, sequence length, start weights) and
-nothing else. So the same command continues its run, on any number of processes and with more steps."""
+The default run folder is `runs/<run_name>`, and the default name `<model.name>-<data>-<settings>-<hash>`, for example
+`tiny-stdlib-lr3e-4-5f0c21aa`. The hash covers what defines the training (model, data, tokenizer, seed, optimizer,
+schedule as given, global batch and its ramp, sequence length, start weights) and nothing else. Of these, the settings
+are the first four to which the command gives another value than the files that it chooses. So the same command
+continues its run, on any number of processes and with more steps. `run_name=NAME` gives a name of your own."""
 
 EXPERIMENTS = """\
 ## Experiments

@@ -3,11 +3,10 @@
 import re
 from collections.abc import Iterator
 
-from megalite.config.advice import around, divisors_near, either, nearest_of
 from megalite.config.derive import derive_model
-from megalite.config.problems import Problem
 from megalite.config.schema import Config
-from megalite.parallel.layout_rules import divisors
+from megalite.errors.problems import Problem
+from megalite.errors.remedies import around, divisors, divisors_near, either, nearest_of
 
 
 def hidden_splits_over_heads(config: Config, world_size: int) -> Iterator[Problem]:

@@ -4,14 +4,12 @@ A precision of auto is judged twice: here for what no device could do, and at th
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 
-from megalite.config.parallel_rules import layout_request, parallel_setting
-from megalite.config.problems import Problem
+from megalite.config.case import Case
+from megalite.config.parallel_rules import instances_split_the_replicas
 from megalite.config.schema import Config
 from megalite.config.settings import SETTINGS, value_of, with_values, yaml_value
-from megalite.parallel.groups import GroupNeeds, group_problems
-from megalite.parallel.layout_rules import layout_of, layout_problems
+from megalite.errors.problems import Problem
 
 LOSS_SCALE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 
@@ -20,21 +18,11 @@ def sharding_has_an_effect(config: Config, world_size: int) -> Iterator[Problem]
     if config.optimizer.zero:
         return
     sharded = with_values(config, {"optimizer.zero": 1})
-    fits = not any(instances_split_the_replicas(sharded, world_size))
+    fits = not any(instances_split_the_replicas(Case(sharded, world_size)))
     for name in ("optimizer.instances", "optimizer.ownership"):
         if (value := value_of(config, name)) != SETTINGS[name].default:
             rule = "has no effect with optimizer.zero=0: every rank holds all of the optimizer's state"
             yield Problem(name, value, rule, f"{'optimizer.zero=1, or ' if fits else ''}leave it out")
-
-
-def instances_split_the_replicas(config: Config, world_size: int) -> Iterator[Problem]:
-    request, instances = layout_request(config, world_size), config.optimizer.instances
-    if config.optimizer.zero == 0 or instances == 1 or any(layout_problems(request)):
-        return
-    needs = GroupNeeds(optimizer_instances=instances)
-    ranks = f"{world_size} processes, parallel.tp={request.tp}, parallel.pp={request.pp}"
-    for problem in group_problems(layout_of(request), needs, _group_setting):
-        yield replace(problem, rule=f"{problem.rule} ({ranks})")
 
 
 def gradients_travel_no_wider_than_they_are_summed(config: Config, world_size: int) -> Iterator[Problem]:
@@ -66,6 +54,16 @@ def precision_problems(config: Config, precision: str) -> Iterator[Problem]:
             yield Problem(name, "bf16", rule, f"{name}={yaml_value(SETTINGS[name].default)}, or precision=fp32")
 
 
+def a_rounded_first_moment_decays(config: Config, world_size: int) -> Iterator[Problem]:
+    """A step must take more of it than bf16 rounds away: half an ulp, at most 2^-8 of the value."""
+    betas = config.optimizer.betas
+    if config.optimizer.moment_dtype == "bf16" and betas and 1 - 2**-8 <= betas[0] < 1:
+        rule = (
+            f"with optimizer.betas={yaml_value(betas)} a step would take less of the first moment than bf16 rounds away"
+        )
+        yield Problem("optimizer.moment_dtype", "bf16", rule, "optimizer.moment_dtype=fp32, or a first beta of 0.99")
+
+
 def loss_scale_has_an_effect(config: Config, world_size: int) -> Iterator[Problem]:
     if config.precision == "fp16":
         return
@@ -88,16 +86,11 @@ def loss_scale_starts_above_its_least(config: Config, world_size: int) -> Iterat
         )
 
 
-def _group_setting(field: str) -> str:
-    """How a user knows a field of `GroupNeeds` or of the layout."""
-    return "optimizer.instances" if field == "optimizer_instances" else parallel_setting(field)
-
-
 OPTIMIZER_RULES = (
     sharding_has_an_effect,
-    instances_split_the_replicas,
     gradients_travel_no_wider_than_they_are_summed,
     precision_suits_the_optimizer,
+    a_rounded_first_moment_decays,
     loss_scale_has_an_effect,
     loss_scale_starts_above_its_least,
 )

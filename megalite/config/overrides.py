@@ -15,12 +15,13 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megalite.config.arguments import Arguments
-from megalite.config.problems import Problem
+from megalite.config.arguments import FIXED_HYDRA_SETTINGS, Arguments
 from megalite.config.secrecy import ADVICE, HIDDEN, secret_name, secret_override, secret_value
 from megalite.config.settings import EXPERIMENT, GROUPS, SETTINGS, Setting, yaml_value
-from megalite.config.suggest import SAID_OTHERWISE, nearest, nearest_setting
+from megalite.config.suggest import SAID_OTHERWISE, nearest_setting
 from megalite.config.typed import typed_settings
+from megalite.errors.problems import LONGEST_SHOWN, NO_VALUE, Problem, shortened
+from megalite.errors.remedies import nearest
 
 
 class Examination:
@@ -35,6 +36,8 @@ class Examination:
         self.accepted: list[str] = []
         self.problems: list[Problem] = []
         self.doubtful: set[str] = set()
+        self.named: set[str] = set()  # the settings that they speak of, right or wrong
+        self.choices: list[str] = []  # the accepted ones that choose the file of a group
 
     def examine(self, text: str) -> None:
         """Accepts the override or notes what is wrong with it."""
@@ -43,14 +46,17 @@ class Examination:
             return
         try:
             override = self.parser.parse_override(text)
-        except HydraException as error:
+        except (HydraException, ValueError, RecursionError) as error:  # too many digits, too many brackets
             self._refuse(_unreadable(text, error))
             return
         problems = list(self._problems(text, override))
+        self.named |= _named(override.key_or_group, override.value())
         for problem in problems:
             self._refuse(problem)
         if not problems:
             self.accepted.append(text)
+            if override.key_or_group in (*GROUPS, EXPERIMENT) and not isinstance(override.value(), dict):
+                self.choices.append(text)
 
     def _refuse(self, problem: Problem) -> None:
         self.problems.append(problem)
@@ -66,14 +72,18 @@ class Examination:
             yield Problem(name, text.partition("=")[2], "_target_ is not accepted anywhere", _what_to_choose(name))
         elif override.is_sweep_override():
             listed = text.partition("=")[2]
-            remedy = f"for a list write {name}=[{listed}], for one text put it in quotes; a sweep is one run per value"
+            remedy = f"for a list {name}=[{listed}], for one text quotes around it, for a run per value --multirun"
             yield Problem(name, listed, "several values", remedy)
         elif override.is_delete():
             yield Problem(
-                f"~{name}", ..., "settings cannot be removed", "give it another value, null where that is allowed"
+                f"~{name}", NO_VALUE, "settings cannot be removed", "give it another value, null where that is allowed"
             )
         elif name == "hydra" or name.startswith(("hydra.", "hydra/")):
-            return
+            if name not in (*FIXED_HYDRA_SETTINGS, "hydra.mode"):
+                rule = "has no effect: Hydra composes the settings of a run and does nothing else"
+                remedy = "leave it out; what can be set is in docs/configuration.md"
+                sweeps = name.startswith(("hydra.sweep", "hydra.launcher", "hydra/sweeper", "hydra/launcher"))
+                yield Problem(name, value, rule, "add --multirun, or leave it out" if sweeps else remedy)
         elif override.package is not None:
             yield Problem(override.get_key_element(), value, "groups keep their place here", f"{name}={value}")
         elif not isinstance(value, dict) and (choices := self._choices(name)):
@@ -123,6 +133,15 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
+def _named(name: str, value: Any) -> set[str]:
+    """The settings that an override speaks of: all of a group whose file it chooses, every one for a recipe."""
+    if leaves := {leaf for leaf, _ in _leaves(name, value)} & SETTINGS.keys():
+        return leaves
+    if name.split(".")[0].split("/")[0] == "hydra":
+        return set()
+    return {setting.name for setting in SETTINGS.values() if setting.group == name or name not in GROUPS}
+
+
 def _holds_key(value: Any, name: str) -> bool:
     if isinstance(value, dict):
         return any(str(key) == name or _holds_key(inner, name) for key, inner in value.items())
@@ -145,17 +164,24 @@ def _secret(text: str) -> Problem:
     return Problem(shown, HIDDEN, f"{unknown}{holds}", ADVICE)
 
 
-def _unreadable(text: str, error: HydraException) -> Problem:
+def _unreadable(text: str, error: Exception) -> Problem:
     name, equals, value = text.partition("=")
     if not equals:
         word = name.lstrip("+~")
         near = nearest_setting(word)
         meant = word if word in SETTINGS or word in GROUPS else near or "model"
         return Problem(
-            text, ..., "not an override: there is no '='", f"write {meant}=VALUE; overrides look like train.steps=100"
+            shortened(text),
+            NO_VALUE,
+            "not an override: there is no '='",
+            f"write {meant}=VALUE; overrides look like train.steps=100",
         )
-    said = str(error).strip().splitlines()[0]
-    if value.startswith(("[", "{")):
+    said, value = str(error).strip().splitlines()[0][:LONGEST_SHOWN], shortened(value)
+    if isinstance(error, ValueError):
+        remedy = (
+            f"a number of fewer digits{f', as {name}={yaml_value(SETTINGS[name].default)}' if name in SETTINGS else ''}"
+        )
+    elif value.startswith(("[", "{")):
         remedy = f"""put quotes around the whole, and inside around each text with signs or blanks: '{name}=["a b"]'"""
     else:
         remedy = f"""put the value in quotes: '{name}="{value}"'"""

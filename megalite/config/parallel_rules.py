@@ -1,28 +1,26 @@
-"""The rules that join the layout with the world, the batch and the model's sizes; rules.py says what a rule is.
+"""The rules that join the layout with the world, the batch and the model's sizes, each a function of a `Case`.
 
-Values of a remedy are tried on the whole config: `misfits` says what a layout does not suit, before and after.
+What would work where one is broken is found by `remedies.py`. Rules of pure numbers are in `megalite.layout`; here they
+get the settings that they read, under the names that the user knows.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from math import gcd
-from pathlib import Path
-from typing import Any
 
-from megalite.config.advice import either, nearest_of
-from megalite.config.derive import absolute, derive_micro_batch_size, derive_model, derive_schedule
-from megalite.config.problems import Problem, UserError
+from megalite.config.case import Case
+from megalite.config.derive import derive_micro_batch_size, derive_model, derive_schedule
+from megalite.config.schedule_rules import ScheduleRequest, schedule_flaws
 from megalite.config.schema import Config
-from megalite.config.settings import SETTINGS, value_of, with_values
+from megalite.config.settings import SETTINGS, value_of
 from megalite.config.step_plan import ramp_flaw, ramp_sizes
-from megalite.parallel import schedule_rules, stage_rules
-from megalite.parallel.layout_rules import LayoutRequest, divisors, layout_problems
-from megalite.parallel.nccl_options import read_nccl_options
-from megalite.parallel.schedule_rules import Naming, ScheduleRequest
-from megalite.parallel.stage_rules import StageSettings
+from megalite.layout.flaws import Flaw, Show
+from megalite.layout.groups import GroupNeeds, group_flaws
+from megalite.layout.layout_rules import LayoutRequest, layout_flaws, layout_of
+from megalite.layout.stage_rules import StageSettings, stage_flaws
 
 NOT_BUILT = ("cp", "ep", "etp")  # axes whose sizes above 1 are refused
+LAYOUT_NAMES = {field: f"parallel.{field}" for field in ("tp", "cp", "pp", "vpp", "ep", "etp", "order")}
 STAGE_NAMES = {  # how a user knows the fields of `StageSettings`
     "num_layers": "model.num_layers",
     "pp": "parallel.pp",
@@ -34,132 +32,26 @@ STAGE_NAMES = {  # how a user knows the fields of `StageSettings`
     "count_loss": "parallel.count_loss",
     "layout": "parallel.pipeline_layout",
 }
-SCHEDULE_NAMES = Naming(
-    schedule="parallel.schedule",
-    pp="parallel.pp",
-    vpp="parallel.vpp",
-    microbatches="train.global_batch_size",
-    group_size="parallel.microbatch_group_size",
-)
-UNSPLIT_BATCH, FEW_MICROBATCHES = (("batch", "train.global_batch_size"), ("schedule few", "train.global_batch_size"))
-COMPILED = ("compiled", "train.compile")
-RAMP = ("ramp", "train.batch_ramp")
-
-
-def parallel_sizes_are_built(config: Config, world_size: int) -> Iterator[Problem]:
-    for axis in NOT_BUILT:
-        size, meaning = getattr(config.parallel, axis), SETTINGS[f"parallel.{axis}"].meaning
-        if size is not None and size > 1 and (axis, size) != ("etp", config.parallel.tp):
-            yield Problem(
-                f"parallel.{axis}",
-                size,
-                f"sizes above 1 are not built yet in this version ({re.split('[:;]', meaning)[0]})",
-                f"parallel.{axis}=1; tensor and pipeline parallelism (parallel.tp, parallel.pp) are built, and data "
-                "parallelism, which takes what they leave of the world "
-                f"({world_size} process{'es' if world_size > 1 else ''} here)",
-            )
-
-
-def tensor_misfits(config: Config) -> Iterator[tuple[str, Any, str]]:
-    """Setting, value and rule of all that parallel.tp does not split; tensor_rules.py says what would work."""
-    tp, model, length = config.parallel.tp, config.model, config.train.seq_length
-    if tp == 1:
-        if config.parallel.sequence_parallel:
-            yield "parallel.sequence_parallel", True, "there is nothing to split it over with parallel.tp=1"
-        return
-    derived = derive_model(model, length)
-    heads, groups, ffn = model.num_attention_heads, derived.num_key_value_heads, derived.ffn_hidden_size
-    assert groups is not None
-    assert ffn is not None
-    if heads % tp:
-        yield "model.num_attention_heads", heads, f"does not split over parallel.tp={tp}"
-    if model.num_key_value_heads is not None and heads % groups == 0 and groups % tp and tp % groups:
-        yield "model.num_key_value_heads", groups, f"neither a multiple nor a divisor of parallel.tp={tp}"
-    if ffn % tp:
-        yield "model.ffn_hidden_size", ffn, f"does not split over parallel.tp={tp}"
-    if config.parallel.sequence_parallel is not False and length % tp:
-        yield "train.seq_length", length, f"does not split over parallel.tp={tp} with sequence parallelism"
-    if tp > model.vocab_multiple:
-        uneven = "a small vocabulary, padded to a multiple of it, might leave a rank without rows"
-        yield "model.vocab_multiple", model.vocab_multiple, f"below parallel.tp={tp}: {uneven}"
-
-
-def world_splits_into_the_layout(config: Config, world_size: int) -> Iterator[Problem]:
-    def suits(changed: LayoutRequest) -> bool:
-        sizes = {f"parallel.{axis}": getattr(changed, axis) for axis in ("tp", "cp", "pp", "vpp", "ep")}
-        return misfits(with_values(config, sizes), changed.world_size) <= misfits(config, world_size)
-
-    yield from layout_problems(layout_request(config, world_size), parallel_setting, suits)
-
-
-def batch_splits_over_ranks(config: Config, world_size: int) -> Iterator[Problem]:
-    batch, micro = config.train.global_batch_size, config.train.micro_batch_size
-    replicas = data_parallel_size(config, world_size)
-    if replicas is None or _batch_splits(config, replicas):
-        return
-    works = [f"train.global_batch_size={either(batch_sizes(config, world_size))}"]
-    if micro is not None and batch % replicas == 0:
-        works += [
-            f"train.micro_batch_size={either(sizes)}" for sizes in [micro_batch_sizes(config, world_size)] if sizes
-        ]
-    elif batch % (micro or 1) == 0:
-        fewer = gcd(batch // (micro or 1), replicas) * world_size // replicas
-        if misfits(config, fewer) <= misfits(config, world_size):
-            works.append(f"{fewer} processes" if micro is None else f"a number of processes like {fewer}")
-    ranks = f"{replicas} data-parallel ranks"
-    rule = f"the {ranks}" if micro is None else f"train.micro_batch_size={micro} x {ranks} = {micro * replicas}"
-    yield Problem("train.global_batch_size", batch, f"not a multiple of {rule}", ", or ".join(works))
-
-
-def batch_sizes(config: Config, world_size: int) -> list[int]:
-    """The nearest two around the batch that split over the ranks and, as far as they do, suit the schedule."""
-    train, replicas = config.train, data_parallel_size(config, world_size) or 1
-    unit = (train.micro_batch_size or 1) * replicas
-    below = train.global_batch_size // unit * unit
-    near = [size for size in (below, below + unit) if size]
-    enough = max(below + unit, config.parallel.pp * unit)  # microbatches for every rank
-    allowed = misfits(config, world_size) - {UNSPLIT_BATCH, FEW_MICROBATCHES}
-    fit = [
-        size
-        for size in dict.fromkeys((*near, enough))
-        if misfits(with_values(config, {"train.global_batch_size": size}), world_size) <= allowed
-    ]
-    return fit[:2] or near
-
-
-def micro_batch_sizes(config: Config, world_size: int) -> list[int]:
-    """The nearest that split a rank's share of the batch into microbatches which suit the schedule, ascending."""
-    train = config.train
-    allowed = misfits(config, world_size) - {UNSPLIT_BATCH, FEW_MICROBATCHES}
-    replicas = data_parallel_size(config, world_size)
-    assert replicas is not None
-    assert train.micro_batch_size is not None
-    sizes = divisors(train.global_batch_size // replicas)
-    fit = [n for n in sizes if misfits(with_values(config, {"train.micro_batch_size": n}), world_size) <= allowed]
-    return nearest_of(fit, train.micro_batch_size)
-
-
-def nccl_options_can_be_read(config: Config, world_size: int) -> Iterator[Problem]:
-    path = config.parallel.nccl_options
-    if path is not None:
-        try:
-            read_nccl_options(Path(absolute(path)))
-        except UserError as error:
-            yield from error.problems
+SCHEDULE_NAMES = {
+    "schedule": "parallel.schedule",
+    "pp": "parallel.pp",
+    "vpp": "parallel.vpp",
+    "microbatches": "train.global_batch_size",
+    "micro_batch_size": "train.micro_batch_size",
+    "group_size": "parallel.microbatch_group_size",
+}
+GROUP_NAMES = {**LAYOUT_NAMES, "optimizer_instances": "optimizer.instances"}
 
 
 def layout_request(config: Config, world_size: int) -> LayoutRequest:
     """What the config asks of a world. `etp` equal to tp is what a dense model has, too."""
-    axes = config.parallel
-    etp = None if axes.etp == axes.tp else axes.etp
-    return LayoutRequest(
-        world_size, tp=axes.tp, cp=axes.cp, pp=axes.pp, vpp=axes.vpp, ep=axes.ep, etp=etp, order=axes.order
-    )
+    return layout_of_case(Case(config, world_size))
 
 
-def parallel_setting(field: str) -> str:
-    """How a user knows a field of `LayoutRequest`."""
-    return "world size" if field == "world_size" else f"parallel.{field}"
+def layout_of_case(case: Case) -> LayoutRequest:
+    axes = {field: value_of(case.config, name) for field, name in LAYOUT_NAMES.items()}
+    axes["etp"] = None if axes["etp"] == axes["tp"] else axes["etp"]
+    return LayoutRequest(case.world_size, dp=case.dp, experts=case.experts, **axes)
 
 
 def data_parallel_size(config: Config, world_size: int) -> int | None:
@@ -173,6 +65,10 @@ def stage_settings(config: Config) -> StageSettings:
     return StageSettings(**{field: value_of(config, name) for field, name in STAGE_NAMES.items()})
 
 
+def stages_of_case(case: Case) -> StageSettings:
+    return replace(stage_settings(case.config), split_rank=case.split_rank)
+
+
 def schedule_request(config: Config, world_size: int) -> tuple[ScheduleRequest, int | None]:
     """What the config asks of a schedule, and how many sequences make one microbatch of all replicas.
 
@@ -181,66 +77,149 @@ def schedule_request(config: Config, world_size: int) -> tuple[ScheduleRequest, 
     axes, batch = config.parallel, config.train.global_batch_size
     schedule, group_size = derive_schedule(axes), axes.microbatch_group_size
     replicas = data_parallel_size(config, world_size)
-    if replicas is None or not _batch_splits(config, replicas):
+    if replicas is None or batch % _unit(config, replicas):
         known = None if schedule == "interleaved" else group_size
         return ScheduleRequest(schedule, axes.pp, axes.pp, axes.vpp, known), None
     sequences = derive_micro_batch_size(config, world_size) * replicas
     return ScheduleRequest(schedule, axes.pp, batch // sequences, axes.vpp, group_size), sequences
 
 
-def misfits(config: Config, world_size: int) -> frozenset[tuple[str, str]]:
-    """What does not suit the layout, as (rule, setting): to see whether a change would break one more.
-
-    The first word of a rule is tensor, stages, schedule, batch, ramp or compiled.
-    """
-    request, _ = schedule_request(config, world_size)
-    replicas = data_parallel_size(config, world_size)
-    found = {("tensor", setting) for setting, _, _ in tensor_misfits(config)}
-    broken = stage_rules.broken_rules(stage_settings(config))
-    found |= {(f"stages {kind}", STAGE_NAMES[field]) for field, kind in broken}
-    found |= {
-        (f"schedule {kind}", getattr(SCHEDULE_NAMES, field)) for field, kind in schedule_rules.broken_rules(request)
-    }
-    if replicas is not None and not _batch_splits(config, replicas):
-        found.add(UNSPLIT_BATCH)
-    if ramp_misfit(config, world_size):
-        found.add(RAMP)
-    if request.schedule == "zb-h1" and config.train.compile:
-        found.add(COMPILED)
-    return frozenset(found)
+def _unit(config: Config, replicas: int) -> int:
+    """Sequences of which every batch is a multiple."""
+    return (config.train.micro_batch_size or 1) * replicas
 
 
-def ramp_misfit(config: Config, world_size: int) -> str | None:
-    """The rule that train.batch_ramp breaks, if its numbers are no ramp or a batch smaller than the full one does not
-    suit the layout. What does not suit the full one either is for other rules to say."""
-    if config.train.batch_ramp is None or (flaw := ramp_flaw(config.train)):
-        return None if config.train.batch_ramp is None else flaw
-    request, sequences = schedule_request(config, world_size)
-    replicas, micro = data_parallel_size(config, world_size), config.train.micro_batch_size
+def _named(case: Case, names: Mapping[str, str]) -> Show:
+    return lambda field: case.show(names.get(field, field))
+
+
+def _renamed(flaws: Iterable[Flaw], names: Mapping[str, str]) -> Iterator[Flaw]:
+    for flaw in flaws:
+        fixes = tuple(names.get(field, field) for field in flaw.fixes)
+        yield replace(flaw, field=names.get(flaw.field, flaw.field), fixes=fixes)
+
+
+# --- the rules -----------------------------------------------------------------------------------------------------
+
+
+def sizes_are_built(case: Case) -> Iterator[Flaw]:
+    for axis in NOT_BUILT:
+        name, size = f"parallel.{axis}", getattr(case.config.parallel, axis)
+        if size is not None and size > 1 and (axis, size) != ("etp", case.config.parallel.tp):
+            meaning = re.split("[:;]", SETTINGS[name].meaning)[0]
+            rule = (
+                f"sizes above 1 are not built yet in this version ({meaning}); tensor and pipeline parallelism "
+                "(parallel.tp, parallel.pp) are, and data parallelism, which takes what they leave of the world "
+                f"({case.world_size} process{'es' if case.world_size > 1 else ''} here)"
+            )
+            yield Flaw(name, "built", rule, (name,))
+
+
+def world_splits_into_the_layout(case: Case) -> Iterator[Flaw]:
+    yield from _renamed(layout_flaws(layout_of_case(case), _named(case, LAYOUT_NAMES)), LAYOUT_NAMES)
+
+
+def layers_split_over_stages(case: Case) -> Iterator[Flaw]:
+    yield from _renamed(stage_flaws(stages_of_case(case), _named(case, STAGE_NAMES)), STAGE_NAMES)
+
+
+def batch_splits_over_ranks(case: Case) -> Iterator[Flaw]:
+    train, replicas = case.config.train, data_parallel_size(case.config, case.world_size)
+    if replicas is not None and train.global_batch_size % _unit(case.config, replicas):
+        fixes = ("train.global_batch_size", "train.micro_batch_size", "world_size")
+        yield Flaw("train.global_batch_size", "batch", f"not a multiple of {_ranks(case.config, replicas)}", fixes)
+
+
+def _ranks(config: Config, replicas: int) -> str:
+    micro, ranks = config.train.micro_batch_size, f"{replicas} data-parallel ranks"
+    return f"the {ranks}" if micro is None else f"train.micro_batch_size={micro} x {ranks} = {micro * replicas}"
+
+
+def schedule_suits_the_pipeline(case: Case) -> Iterator[Flaw]:
+    request, _ = schedule_request(case.config, case.world_size)
+
+    def show(field: str) -> str:  # a schedule that is derived has a name, too
+        return f"parallel.schedule={request.schedule}" if field == "schedule" else case.show(SCHEDULE_NAMES[field])
+
+    yield from _renamed(schedule_flaws(request, show), SCHEDULE_NAMES)
+    if request.schedule == "zb-h1" and case.config.train.compile:
+        rule = "compiled blocks cannot put their weight gradients off, as parallel.schedule=zb-h1 does"
+        yield Flaw("train.compile", "compiled", rule, ("train.compile", "parallel.schedule"))
+
+
+def batches_grow_to_the_full_size(case: Case) -> Iterator[Flaw]:
+    if case.config.train.batch_ramp is not None and (rule := ramp_flaw(case.config.train) or _uneven_ramp(case)):
+        yield Flaw("train.batch_ramp", "ramp", rule, ("train.batch_ramp",))
+
+
+def _uneven_ramp(case: Case) -> str | None:
+    """The rule that a batch smaller than the full one breaks. What the full one breaks is for other rules to say."""
+    config = case.config
+    request, sequences = schedule_request(config, case.world_size)
+    replicas = data_parallel_size(config, case.world_size)
     if sequences is None or replicas is None:
         return None
-    before = schedule_rules.broken_rules(request)
+    before = {flaw.key for flaw in schedule_flaws(request)}
     for size in ramp_sizes(config.train)[:-1]:
-        if size % (replicas * (micro or 1)):
-            ranks = f"{replicas} data-parallel ranks"
-            unit = f"the {ranks}" if micro is None else f"train.micro_batch_size={micro} x {ranks} = {micro * replicas}"
-            return f"its batches of {size} sequences are not a multiple of {unit}"
-        microbatches = size // sequences
-        if broken := schedule_rules.broken_rules(replace(request, microbatches=microbatches)) - before:
-            few = any(kind == "few" for _, kind in broken)
+        if size % _unit(config, replicas):
+            return f"its batches of {size} sequences are not a multiple of {_ranks(config, replicas)}"
+        smaller = replace(request, microbatches=size // sequences)
+        if kinds := [flaw.kind for flaw in schedule_flaws(smaller) if flaw.key not in before]:
             needs = f"{request.schedule} needs one for each of parallel.pp={request.pp} ranks"
             group = f"parallel.microbatch_group_size={request.group_size} does not divide them as it must"
-            made = "1 microbatch" if microbatches == 1 else f"{microbatches} microbatches"
-            return f"its batches of {size} sequences make {made}, and {needs if few else group}"
+            made = "1 microbatch" if smaller.microbatches == 1 else f"{smaller.microbatches} microbatches"
+            return f"its batches of {size} sequences make {made}, and {needs if 'few' in kinds else group}"
     return None
 
 
-def _batch_splits(config: Config, replicas: int) -> bool:
-    return config.train.global_batch_size % ((config.train.micro_batch_size or 1) * replicas) == 0
+def model_splits_over_tensor_parallel_ranks(case: Case) -> Iterator[Flaw]:
+    config = case.config
+    tp, model, length = config.parallel.tp, config.model, config.train.seq_length
+    if tp == 1:
+        if config.parallel.sequence_parallel:
+            rule = "there is nothing to split it over with parallel.tp=1"
+            yield Flaw("parallel.sequence_parallel", "tensor", rule, ("parallel.sequence_parallel", "parallel.tp"))
+        return
+    derived = derive_model(model, length)
+    heads, groups, ffn = model.num_attention_heads, derived.num_key_value_heads, derived.ffn_hidden_size
+    assert groups is not None
+    assert ffn is not None
+    over = f"does not split over parallel.tp={tp}"
+    uneven_groups = model.num_key_value_heads is not None and heads % groups == 0 and groups % tp and tp % groups
+    padded = "a small vocabulary, padded to a multiple of it, might leave a rank without rows"
+    for name, broken, rule in (
+        ("model.num_attention_heads", heads % tp, over),
+        ("model.num_key_value_heads", uneven_groups, f"neither a multiple nor a divisor of parallel.tp={tp}"),
+        ("model.ffn_hidden_size", ffn % tp, over if model.ffn_hidden_size else f"derived as {ffn}, {over}"),
+        (
+            "train.seq_length",
+            config.parallel.sequence_parallel is not False and length % tp,
+            f"{over} with sequence parallelism",
+        ),
+        ("model.vocab_multiple", tp > model.vocab_multiple, f"below parallel.tp={tp}: {padded}"),
+    ):
+        if broken:
+            more = ("parallel.sequence_parallel",) if name == "train.seq_length" else ()
+            yield Flaw(name, "tensor", rule, ("parallel.tp", name, *more))
+
+
+def instances_split_the_replicas(case: Case) -> Iterator[Flaw]:
+    request, instances = layout_of_case(case), case.config.optimizer.instances
+    if case.config.optimizer.zero == 0 or instances == 1 or layout_flaws(request):
+        return
+    flaws = group_flaws(layout_of(request), GroupNeeds(optimizer_instances=instances), _named(case, GROUP_NAMES))
+    for flaw in _renamed(flaws, GROUP_NAMES):
+        ranks = f"{case.world_size} processes, parallel.tp={request.tp}, parallel.pp={request.pp}"
+        yield replace(flaw, rule=f"{flaw.rule} ({ranks})")
 
 
 PARALLEL_RULES = (
-    parallel_sizes_are_built,
+    sizes_are_built,
+    batch_splits_over_ranks,
     world_splits_into_the_layout,
-    nccl_options_can_be_read,
+    layers_split_over_stages,
+    schedule_suits_the_pipeline,
+    model_splits_over_tensor_parallel_ranks,
+    instances_split_the_replicas,
+    batches_grow_to_the_full_size,
 )

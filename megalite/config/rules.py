@@ -1,31 +1,34 @@
 """Every rule that a config must keep; `bounds.py` has those of single settings, `model_rules.py` those
-of the model alone, `parallel_rules.py` those of the layout, `tensor_rules.py` those of both, `pipeline_rules.py`
-those of stages and schedules, `optimizer_rules.py` those of gradients and the optimizer's state, `step_rules.py` those
-of single steps, `wandb_rules.py` those of the mirror at wandb; here are all others.
+of the model alone, `parallel_rules.py` those that join settings with the ranks, `optimizer_rules.py` those of gradients
+and the optimizer's state, `step_rules.py` those of single steps, `log_rules.py` those of wandb and TensorBoard; here
+are all others.
 
 Each rule is a small generator of `Problem`s that names the settings it read, with their numbers, and values that would
 work. A rule whose text names a setting that is already refused stays silent: it would judge a value nobody asked for.
 """
 
-import os
 import re
 from collections.abc import Callable, Collection, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from megalite.config.bounds import bounds, with_defaults
-from megalite.config.derive import BUILT_IN_TOKENIZERS, absolute, looks_like_path
+from megalite.config.case import Case
+from megalite.config.derive import BUILT_IN_TOKENIZERS, absolute, looks_like_path, run_dir_of
+from megalite.config.log_rules import LOG_RULES
 from megalite.config.model_rules import MODEL_RULES
+from megalite.config.nccl_options import read_nccl_options
 from megalite.config.optimizer_rules import OPTIMIZER_RULES
-from megalite.config.parallel_rules import PARALLEL_RULES, batch_splits_over_ranks
-from megalite.config.pipeline_rules import PIPELINE_RULES
-from megalite.config.problems import Problem
+from megalite.config.parallel_rules import PARALLEL_RULES
+from megalite.config.remedies import problems_of
+from megalite.config.run_dir import run_dir_problems
+from megalite.config.run_names import NAME
 from megalite.config.schema import Config
 from megalite.config.settings import SETTINGS, yaml_value
 from megalite.config.step_rules import STEP_RULES
-from megalite.config.suggest import nearest
-from megalite.config.tensor_rules import TENSOR_RULES
-from megalite.config.wandb_rules import WANDB_RULES
+from megalite.errors.problems import Problem, collect
+from megalite.errors.remedies import nearest
+from megalite.layout.flaws import Flaw
 
 Rule = Callable[[Config, int], Iterator[Problem]]
 
@@ -213,27 +216,36 @@ def run_dir_is_not_read_as_data(config: Config, world_size: int) -> Iterator[Pro
             yield Problem("run_dir", shown, rule, "a run_dir elsewhere, or a glob like data.path='*.txt'", here=True)
 
 
-def run_dir_can_be_written(config: Config, world_size: int) -> Iterator[Problem]:
-    if config.run_dir is None:
-        return
-    folder = Path(absolute(config.run_dir))
-    existing = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
-    if not existing.is_dir():
-        yield Problem(
-            "run_dir",
-            config.run_dir,
-            f"{existing} is not a folder",
-            "a new folder, or that of a run to continue",
-            here=True,
-        )
-    elif not os.access(existing, os.W_OK | os.X_OK):
-        yield Problem(
-            "run_dir",
-            config.run_dir,
-            f"{existing} is not writable for this user",
-            "a folder you may write to",
-            here=True,
-        )
+def run_dir_can_be_used(config: Config, world_size: int) -> Iterator[Problem]:
+    if config.run_name is not None and not NAME.fullmatch(config.run_name):
+        rule = "must be a name that any file system takes: letters, digits and ._=+-, at most 100, no dot or sign first"
+        yield Problem("run_name", config.run_name, rule, "run_name=baseline-1, or run_dir=PATH for a folder elsewhere")
+    elif config.run_dir is not None:
+        yield from run_dir_problems(config.run_dir, Path(absolute(config.run_dir)))
+    elif config.run_name is not None:
+        yield from run_dir_problems(f"null, run_name={config.run_name}", Path(run_dir_of(config)))
+
+
+# --- ranks ---------------------------------------------------------------------------------------------------------
+
+
+def settings_suit_the_ranks(config: Config, world_size: int) -> Iterator[Problem]:
+    """What is advised suits the model, too."""
+    yield from problems_of(Case(config, world_size), PARALLEL_RULES, also=(model_flaws,))
+
+
+def model_flaws(case: Case) -> Iterator[Flaw]:
+    for rule in MODEL_RULES:
+        for problem in rule(case.config, case.world_size):
+            yield Flaw(problem.setting, rule.__name__, problem.rule, ())
+
+
+def nccl_options_can_be_read(config: Config, world_size: int) -> Iterator[Problem]:
+    problems: list[Problem] = []
+    path = config.parallel.nccl_options
+    if path is not None:
+        collect(lambda: read_nccl_options(Path(absolute(path))), problems)
+    yield from problems
 
 
 # --- installation --------------------------------------------------------------------------------------------------
@@ -254,22 +266,20 @@ def torch_is_new_enough(config: Config, world_size: int) -> Iterator[Problem]:
 RULES: tuple[Rule, ...] = (
     torch_is_new_enough,
     *MODEL_RULES,
-    batch_splits_over_ranks,
+    settings_suit_the_ranks,
     recompute_has_an_effect,
     schedule_fits_the_steps,
     learning_rate_falls,
     betas_are_two_decay_rates,
-    *PARALLEL_RULES,
-    *PIPELINE_RULES,
-    *TENSOR_RULES,
+    nccl_options_can_be_read,
     *OPTIMIZER_RULES,
     *STEP_RULES,
-    *WANDB_RULES,
+    *LOG_RULES,
     data_path_suits_the_source,
     weights_suit_the_blend,
     vocabulary_holds_the_tokens,
     tokenizer_exists,
     start_weights_exist,
-    run_dir_can_be_written,
+    run_dir_can_be_used,
     run_dir_is_not_read_as_data,
 )

@@ -81,7 +81,11 @@ class ModelConfig:
     tie_embeddings: bool = setting(True, "the head uses the word embedding's weight")
     dropout: float = setting(0.0, "dropout on the output of attention and MLP", at_least=0, below=1)
     attention_dropout: float | None = setting(
-        None, "dropout on attention probabilities; null: as dropout", at_least=0, below=1
+        None,
+        "dropout on attention probabilities, null: as dropout; above 0 no fused kernel is used, and memory grows with "
+        "the square of the sequence (docs/tensor_parallel.md)",
+        at_least=0,
+        below=1,
     )
     embedding_dropout: float | None = setting(
         None, "dropout on the sum of embeddings; null: as dropout", at_least=0, below=1
@@ -165,7 +169,11 @@ class TrainConfig:
     seq_length: int = setting(256, "tokens per sequence", at_least=1)
     log_interval: int = setting(1, "steps between two lines of metrics.jsonl and of the terminal", at_least=1)
     eval_interval: int = setting(100, "steps between evaluations; 0: none", at_least=0)
-    eval_batches: int = setting(8, "global batches of one evaluation, always the same ones", at_least=1)
+    eval_batches: int = setting(
+        8,
+        "global batches of one evaluation at most, always the same ones; all that is held out if it is less",
+        at_least=1,
+    )
     label_smoothing: float = setting(
         0.0, "share of each label's weight that is spread evenly over the vocabulary", at_least=0, below=1
     )
@@ -255,7 +263,11 @@ class OptimizerConfig:
     communication_dtype: str | None = setting(
         None, "in which gradients travel between data-parallel ranks; null: as gradient_dtype", choices=("fp32", "bf16")
     )
-    moment_dtype: str = setting("fp32", "of both moments", choices=("fp32", "bf16"))
+    moment_dtype: str = setting(
+        "fp32",
+        "of the first moment; the second is always fp32, as bf16 would keep it from falling",
+        choices=("fp32", "bf16"),
+    )
     initial_loss_scale: float = setting(
         65536.0,
         "fp16: what the loss is multiplied by at first, so that small gradients are not rounded to 0",
@@ -290,8 +302,8 @@ class DataConfig:
     source: str = setting("stdlib", "set by data=NAME", choices=("stdlib", "text", "hf", "tokens"))
     path: Any = setting(  # noqa: RUF009
         None,
-        "text: a file, folder or glob (txt, jsonl, parquet); hf: a dataset's name; tokens: the path of a token file "
-        "without .bin; a list of any of these is a blend",
+        "text: a file, folder or glob (txt, jsonl, json, csv, parquet); hf: a dataset's name; tokens: the path of a "
+        "token file without .bin; a list of any of these is a blend",
     )
     weights: list[float] | None = setting(  # noqa: RUF009
         None, "shares of a blend's parts; null: in proportion to their tokens"
@@ -299,7 +311,7 @@ class DataConfig:
     subset: str | None = setting(None, "hf: configuration of the dataset")
     split: str = setting("train", "hf: split of the dataset")
     streaming: bool = setting(False, "hf: read over the network while tokenizing, without a local copy of the text")
-    text_column: str = setting("text", "jsonl, parquet, hf: the column that holds the text")
+    text_column: str = setting("text", "jsonl, json, csv, parquet, hf: the column that holds the text")
     validation_fraction: float = setting(
         0.1, "share of the tokens held out for validation, from the end", at_least=0, below=1
     )
@@ -319,7 +331,9 @@ class CheckpointConfig:
     """When training state is written, and what a run starts from."""
 
     interval: int = setting(100, "steps between checkpoints; 0: only at the end or when stopped", at_least=0)
-    keep: int = setting(2, "newest checkpoints that are kept", at_least=1)
+    keep: int = setting(
+        2, "newest checkpoints that are kept; and always the newest of weights known to be good", at_least=1
+    )
     asynchronous: bool = setting(
         False,
         "true: the step waits only for the copy to host memory, which needs room for it; writing goes on behind",
@@ -341,18 +355,27 @@ class LogConfig:
     )
     wandb_project: str = setting("megalite", "project that the run appears in")
     wandb_entity: str | None = setting(None, "user or team that the project belongs to; null: the key's own")
-    wandb_name: str | None = setting(None, "what the run is called there; null: the name of its folder")
+    wandb_name: str | None = setting(None, "what the run is called there; null: run_name")
+    tensorboard: bool = setting(False, "event files for TensorBoard in the run folder's tensorboard/")
     report_interval_s: float = setting(
         30.0, "least seconds between two refreshes of report.html; 0: only at the end", at_least=0
     )
 
 
 @dataclass
+class SweepConfig:
+    """How the points of a sweep (`--multirun`) are started; a training itself takes no notice."""
+
+    nproc_per_node: int = setting(1, "ranks of every point, started by torchrun where it is above 1", at_least=1)
+
+
+@dataclass
 class Config:
     """One run. The same config and seed give the same training on every layout."""
 
-    run_dir: str | None = setting(
-        None, "the run's folder; null: runs/<model>-<data>-<hash of what defines the training>"
+    run_dir: str | None = setting(None, "the run's folder; null: runs/<run_name>")
+    run_name: str | None = setting(
+        None, "what the run is called; null: <model>-<data>-<what the command sets>-<hash of what defines the training>"
     )
     resume: str = setting(
         "auto",
@@ -379,3 +402,9 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    sweep: SweepConfig = field(default_factory=SweepConfig)
+    # No settings, but where they come from: what a folder gave, as overrides; what the command sets otherwise
+    # than its presets, and what nobody gave, by name.
+    inherited: tuple[str, ...] = ()
+    departures: tuple[str, ...] = ()
+    derived: tuple[str, ...] = ()

@@ -7,7 +7,7 @@ misses of them are no secrets; 40 hexadecimal digits are one only on their own (
 import re
 
 from megalite.config.settings import SETTINGS
-from megalite.config.suggest import similarity
+from megalite.errors.remedies import similarity
 
 HIDDEN = "(not shown)"
 ADVICE = (
@@ -15,28 +15,46 @@ ADVICE = (
     "if this one was real, change it: shells and job logs keep command lines"
 )
 
-_NAME = re.compile(r"token|key|secret|passw|credential", re.IGNORECASE)
-_HARMLESS = re.compile(r"tokeni[sz]\w*|tokens|key_value", re.IGNORECASE)
+# Of a name in small letters. Short words count where a word of the name ends in them: APIKEY and PGPASS, not KEYBOARD.
+_NAME = re.compile(
+    r"token|secret|passw|passphrase|credential|authorization"
+    r"|(?:key|pass|pwd|auth|bearer|private|cookie)s?(?![a-z])"
+)
+_HARMLESS = re.compile(
+    r"tokeni[sz][a-z]*|tokens|key_value|^(?:old)?pwd$|(?<![a-z])(?:(?:mon|don|tur|hoc|joc|hot)key|(?:com|by|sur|over)pass)"
+)
 _VALUE = re.compile(
     r"""(?<![A-Za-z0-9])(?:
-        hf_[A-Za-z0-9]{16,}                             # Hugging Face
-      | hf_(?=\w*[0-9])(?=\w*[A-Z])[A-Za-z0-9]{8,}      # the same, cut short
-      | sk-[A-Za-z0-9_-]{12,}                           # OpenAI and others
+        hf_[A-Za-z0-9]{30,}                             # Hugging Face
+      | sk-(?=[a-z0-9]*[A-Z])(?=[A-Za-z]*[0-9])[A-Za-z0-9]{20,} | sk-[0-9a-f]{32} # OpenAI and others
+      | sk-(?:proj|ant|or|svcacct)-[\w-]{20,}           # the same, with the kind of key
       | gh[pousr]_[A-Za-z0-9]{16,} | github_pat_\w{16,} # GitHub
-      | AKIA[0-9A-Z]{12,}                               # AWS
+      | glpat-[A-Za-z0-9_-]{16,}                        # GitLab
+      | xox[a-z]-[A-Za-z0-9-]{10,}                      # Slack
+      | A[KS]IA[0-9A-Z]{12,}                            # AWS
+      | AIza[A-Za-z0-9_-]{30,} | ya29\.[\w-]{20,}       # Google
+      | eyJ[\w-]{8,}\.eyJ[\w-]{8,}                      # JSON web token
       | wandb_v\d_\w{16,}                               # Weights & Biases, new form
     )
     | ://[^/\s:@]+:[^/\s@]+@                            # user:password in an address
     """,
     re.VERBOSE,
 )
-_ALONE = re.compile(r"""(?:^|[=\[,:\s'"])[0-9a-fA-F]{40}(?:$|[\],\s'"}])""")  # Weights & Biases, old form
+_ALONE = re.compile(
+    r"""(?:^|[=\[,:\s'"])(?:
+        [0-9a-fA-F]{40}  # Weights & Biases, old form
+      | (?=[^+]{,39}\+)(?=.{,39}[a-z])(?=.{,39}[A-Z])(?=.{,39}[0-9])[A-Za-z0-9/+]{40}  # AWS; with no plus: a path
+    )(?:$|[\],\s'"}])""",
+    re.VERBOSE,
+)
+_QUOTED = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*\"""")
 
 
 def secret_name(name: str) -> bool:
     """Whether a setting of this name would hold a secret. Known settings and slips of them never do."""
     name = name.lstrip("+~-")
-    if name in SETTINGS or not _NAME.search(_HARMLESS.sub("", name)):
+    words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()  # accessKeyId
+    if name in SETTINGS or not _NAME.search(_HARMLESS.sub("", words)):
         return False
     leaf = name.rpartition(".")[2]
     return all(similarity(leaf, setting.leaf) < 0.85 for setting in SETTINGS.values())
@@ -51,5 +69,6 @@ def secret_override(text: str) -> bool:
     """Whether `name=value`, in any form, names or holds a secret; names inside `{name: value}` count too."""
     if secret_value(text):
         return True
-    names = [text.partition("=")[0], *re.findall(r"([\w.-]+)\s*:", text.partition("=")[2])]
-    return any(secret_name(name) for name in names)
+    name, _, value = text.partition("=")
+    keys = re.findall(r"(?<![\w.-])([\w.-]+)\s*:", _QUOTED.sub("", value).partition("{")[2])
+    return any(secret_name(name) for name in (name, *keys))

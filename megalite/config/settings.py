@@ -81,7 +81,7 @@ def _setting(group: str, field: "Field[Any]") -> Setting:
 
 def _settings() -> Iterator[Setting]:
     inner = groups()
-    yield from (_setting("", field) for field in fields(Config) if field.name not in inner)
+    yield from (_setting("", field) for field in fields(Config) if "meaning" in field.metadata)
     for group, schema in inner.items():
         yield from (_setting(group, field) for field in fields(schema))
 

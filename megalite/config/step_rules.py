@@ -1,25 +1,12 @@
-"""The rules of single steps: how many sequences each takes, which are passed over, which are profiled; rules.py says
-what a rule is."""
+"""The rules of single steps: which are passed over, which are profiled; rules.py says what a rule is."""
 
 from collections.abc import Iterator
-from itertools import islice, zip_longest
 
-from megalite.config.parallel_rules import data_parallel_size, ramp_misfit
-from megalite.config.problems import Problem
 from megalite.config.schema import Config
-from megalite.config.settings import value_of, with_values, yaml_value
-from megalite.parallel.layout_rules import divisors
+from megalite.config.settings import value_of, yaml_value
+from megalite.errors.problems import Problem
 
-TRIED = 64  # first sizes around the one given, of which each is tried as a remedy
-OFFERED = 2
 STEPS_BY_NUMBER = ("train.skip_steps", "train.profile_steps")
-
-
-def batches_grow_to_the_full_size(config: Config, world_size: int) -> Iterator[Problem]:
-    if rule := ramp_misfit(config, world_size):
-        ways = [f"train.batch_ramp={yaml_value(ramp)}" for ramp in islice(_ramps(config, world_size), OFFERED)]
-        remedy = ", or ".join([*ways, "leave train.batch_ramp unset"])
-        yield Problem("train.batch_ramp", config.train.batch_ramp, rule, remedy)
 
 
 def listed_steps_are_steps_of_the_run(config: Config, world_size: int) -> Iterator[Problem]:
@@ -45,19 +32,4 @@ def profiled_steps_train(config: Config, world_size: int) -> Iterator[Problem]:
         yield Problem("train.profile_steps", profiled, rule, remedy)
 
 
-def _ramps(config: Config, world_size: int) -> Iterator[list[int]]:
-    """Values of train.batch_ramp that suit the layout, the nearest to the one given first."""
-    train, full = config.train, config.train.global_batch_size
-    usual = (full // 2, full // 2, 100 * full)
-    numbers = zip_longest(train.batch_ramp or [], usual)
-    start, increment, samples = [asked if asked and asked > 0 else other for asked, other in islice(numbers, 3)]
-    unit = (train.micro_batch_size or 1) * (data_parallel_size(config, world_size) or 1)
-    starts = sorted(range(unit, full, unit), key=lambda first: abs(first - start))[:TRIED]
-    tried = [(first, step) for first in starts for step in divisors(full - first) if step % unit == 0]
-    for first, step in sorted(tried, key=lambda pair: (abs(pair[0] - start) + abs(pair[1] - increment), pair)):
-        ramp = [first, step, samples]
-        if ramp_misfit(with_values(config, {"train.batch_ramp": ramp}), world_size) is None:
-            yield ramp
-
-
-STEP_RULES = (batches_grow_to_the_full_size, listed_steps_are_steps_of_the_run, profiled_steps_train)
+STEP_RULES = (listed_steps_are_steps_of_the_run, profiled_steps_train)

@@ -1,13 +1,11 @@
-"""The nearest valid name for a mistyped one: settings by their dotted names, choices by theirs.
+"""The setting that was most likely meant by an unknown one.
 
 A right leaf in the wrong group (`train.lr`) counts more than a similar spelling; the words of other projects
 (`learning_rate`, `n_layer`) are known too.
 """
 
-from collections.abc import Iterable
-from difflib import SequenceMatcher, get_close_matches
-
 from megalite.config.settings import EXPERIMENT, GROUPS, SETTINGS
+from megalite.errors.remedies import nearest, similarity
 
 # What the same thing is called in nanoGPT, Megatron-LM and transformers.
 FOREIGN_WORDS = {
@@ -53,17 +51,6 @@ FOREIGN_WORDS = {
 LENGTH = "train.steps=N: the length of a run is in steps of train.global_batch_size x train.seq_length tokens"
 # What there is no setting for, and what takes its place.
 SAID_OTHERWISE = dict.fromkeys(("tokens", "train_tokens", "max_tokens", "num_train_epochs", "epochs"), LENGTH)
-
-
-def similarity(one: str, other: str) -> float:
-    """1 for equal words, 0 for words that share nothing."""
-    return SequenceMatcher(None, one.lower(), other.lower()).ratio()
-
-
-def nearest(word: str, candidates: Iterable[str], *, cutoff: float = 0.6) -> str | None:
-    """The candidate spelled most like `word`, or None where none is near."""
-    found = get_close_matches(word, list(candidates), n=1, cutoff=cutoff)
-    return found[0] if found else None
 
 
 def nearest_setting(name: str) -> str | None:

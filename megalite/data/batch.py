@@ -1,4 +1,4 @@
-"""One record per microbatch: everything that the model reads about its input.
+"""Defines the record of a microbatch: everything that the model reads about its input.
 
 Nothing derives positions, masks or documents from a shape, so that an axis which splits the sequence only has to slice
 these tensors.

@@ -1,17 +1,16 @@
-"""Samples as microbatches on the device, read ahead of the step that needs them.
+"""Reads samples as microbatches onto the device, ahead of the step that needs them.
 
-A global batch holds the samples after those of the batches before it, as many as its step takes (step_plan.py); its
-microbatch j holds micro_batch_size of them in order. A layout only decides who reads which: data-parallel rank r takes
-the microbatches j with j % dp_size == r. Where a run stands in its data is one number, the samples that it has
-consumed: batch sizes may change while it lasts, and when it continues.
+A global batch holds the samples after those of the batches before it, as many as its step takes (step_plan.py). Its
+microbatch j holds micro_batch_size of them in order. Data-parallel rank r takes the microbatches j with
+j % dp_size == r. Where a run stands in its data is one number: the samples that it has consumed.
 """
 
-import queue
-import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from types import TracebackType
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from itertools import islice
 
 import numpy as np
 import torch
@@ -20,18 +19,24 @@ from megalite.config.schema import Config
 from megalite.config.step_plan import PlannedStep
 from megalite.data.batch import Batch
 from megalite.data.samples import SampleSource
+from megalite.errors.problems import Problem, UserError
 
 AHEAD = 2  # steps that are read in advance
-TICK = 0.1  # seconds between two looks at whether to stop
 
 
 @dataclass(frozen=True)
 class StepBatches:
-    """One rank's share of a global batch. `local_tokens` counts its labels that enter the loss."""
+    """One rank's share of the global batch of a step. `local_tokens` counts its labels that enter the loss.
 
+    A step that is skipped has no microbatches. Where the data is refused, `problems` say why, and the microbatches are
+    `masked_batches`: the other ranks of the model compute with them, and learn of the refusal in their step.
+    """
+
+    planned: PlannedStep
     microbatches: list[Batch]
     local_tokens: int
-    wait_s: float  # how long the step waited for its data
+    wait_s: float = 0.0  # how long the step waited for its data
+    problems: list[Problem] = field(default_factory=list)
 
 
 def read_batch(source: SampleSource, first: int, size: int, config: Config) -> Batch:
@@ -68,9 +73,9 @@ def local_batches(
     return [read_batch(source, start, size, config) for start in starts]
 
 
-def masked_batches(config: Config, sequences: int, dp_size: int, device: torch.device) -> list[Batch]:
+def masked_batches(config: Config, sequences: int, dp_size: int) -> list[Batch]:
     """What stands in for a rank's microbatches of a global batch that cannot be read: as many, of the same shapes, none
-    of it in the loss."""
+    of it in the loss. On the CPU."""
     size = config.train.micro_batch_size
     assert size is not None, "derive() fills it in"
     tokens = torch.zeros((size, config.train.seq_length), dtype=torch.int64)
@@ -82,12 +87,12 @@ def masked_batches(config: Config, sequences: int, dp_size: int, device: torch.d
         positions=positions if config.data.cross_document_attention else positions.contiguous(),
         documents=None if config.data.cross_document_attention else torch.zeros_like(tokens, dtype=torch.int32),
         first_sample=0,
-    ).to(device)
+    )
     return [batch] * (sequences // size // dp_size)
 
 
 class TrainBatches:
-    """Iterates over those of the `steps` that train; a thread reads ahead. Close it, or use it as a context."""
+    """Iterates over the `steps`; a thread reads ahead what they train on. Close it, or use it as a context."""
 
     def __init__(
         self,
@@ -100,91 +105,63 @@ class TrainBatches:
         device: torch.device,
     ) -> None:
         self._source, self._config, self._rank, self._size = source, config, dp_rank, dp_size
-        self._device, self._steps = device, steps
-        self._ready: queue.Queue[tuple[list[Batch], int] | Exception] = queue.Queue(maxsize=AHEAD)
-        self._stop = threading.Event()
-        self._failure: Exception | None = None
-        self._thread = threading.Thread(target=self._read_ahead, name="batches", daemon=True)
-        self._thread.start()
+        self._device, self._steps = device, iter(steps)
+        self._reader = ThreadPoolExecutor(1, "batches")
+        self._ahead = deque(self._reader.submit(self._read, step) for step in islice(self._steps, AHEAD))
 
     def __iter__(self) -> Iterator[StepBatches]:
         return self
 
     def __next__(self) -> StepBatches:
-        """The next step's microbatches; a failure of the reading thread surfaces here, at its step."""
+        """The next step's microbatches, on the device. A failure of the reading thread surfaces here, at its step, and
+        stays."""
+        if not self._ahead:
+            raise StopIteration
         begin = time.perf_counter()
-        if self._failure:
-            raise self._failure
-        item = self._take()
-        if isinstance(item, Exception):
-            self._failure = item
-            raise item
-        microbatches, tokens = item
-        wait = time.perf_counter() - begin
-        return StepBatches([batch.to(self._device) for batch in microbatches], tokens, wait)
+        batches = self._ahead[0].result()
+        wait_s = time.perf_counter() - begin
+        self._ahead.popleft()
+        self._ahead.extend(self._reader.submit(self._read, step) for step in islice(self._steps, 1))
+        return replace(batches, microbatches=[it.to(self._device) for it in batches.microbatches], wait_s=wait_s)
 
     def close(self) -> None:
-        """End the thread, whatever it waits for."""
-        self._stop.set()
-        self._thread.join()
+        """End the thread; what it has not begun to read stays unread."""
+        self._reader.shutdown(cancel_futures=True)
 
     def __enter__(self) -> "TrainBatches":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _take(self) -> tuple[list[Batch], int] | Exception:
-        while not self._stop.is_set():
-            try:
-                return self._ready.get(timeout=TICK)
-            except queue.Empty:
-                continue
-        raise StopIteration
-
-    def _read_ahead(self) -> None:
+    def _read(self, step: PlannedStep) -> StepBatches:
+        if step.skipped:
+            return StepBatches(step, [], 0)  # not even read: its samples may be what is wrong
         try:
-            for step in self._steps:
-                if step.skipped:
-                    continue  # not even read: its samples may be what is wrong
-                batches = local_batches(
-                    self._source, self._config, step.first, step.sequences, dp_rank=self._rank, dp_size=self._size
-                )
-                tokens = sum(int(batch.loss_mask.sum()) for batch in batches)
-                if self._device.type == "cuda":
-                    batches = [batch.pinned() for batch in batches]
-                if not self._put((batches, tokens)):
-                    return
-            self._put(StopIteration())
-        except Exception as error:  # whatever it is belongs to the step that waits for it
-            self._put(error)
-
-    def _put(self, item: tuple[list[Batch], int] | Exception) -> bool:
-        """Hand over one item; False if nobody wants it any more."""
-        while not self._stop.is_set():
-            try:
-                self._ready.put(item, timeout=TICK)
-                return True
-            except queue.Full:
-                continue
-        return False
+            batches = local_batches(
+                self._source, self._config, step.first, step.sequences, dp_rank=self._rank, dp_size=self._size
+            )
+        except UserError as error:
+            masked = masked_batches(self._config, step.sequences, self._size)
+            return StepBatches(step, masked, 0, problems=error.problems)
+        tokens = sum(int(batch.loss_mask.sum()) for batch in batches)
+        return StepBatches(step, [it.pinned() if self._device.type == "cuda" else it for it in batches], tokens)
 
 
 def validation_batches(
     source: SampleSource, config: Config, *, dp_rank: int, dp_size: int, device: torch.device
 ) -> Iterator[list[Batch]]:
-    """This rank's share of each validation batch, always the same: train.eval_batches global batches from the front, or
-    as many as there are. Fewer samples than one global batch are filled up with rows that do not enter the loss, so
-    that every rank has its share of the one shape."""
-    size = config.train.global_batch_size
-    held = source.without_repeats()
-    for first in range(0, min(config.train.eval_batches, held // size) * size, size):
+    """This rank's share of each validation batch, always the same. The last one is filled up with rows that do not
+    enter the loss, so that every rank has its share of the one shape, and no sample is left out for the batch's sake.
+    """
+    size, samples = config.train.global_batch_size, validation_samples(source, config)
+    for first in range(0, samples, size):
         batches = local_batches(source, config, first, size, dp_rank=dp_rank, dp_size=dp_size)
-        yield [batch.to(device) for batch in batches]
-    if held < size:
-        batches = local_batches(source, config, 0, size, dp_rank=dp_rank, dp_size=dp_size)
         for batch in batches:
-            batch.loss_mask[max(0, held - batch.first_sample) :] = False
+            batch.loss_mask[max(0, samples - batch.first_sample) :] = False
         yield [batch.to(device) for batch in batches]
+
+
+def validation_samples(source: SampleSource, config: Config) -> int:
+    """How many samples an evaluation takes: train.eval_batches global batches from the front, or all there are."""
+    return min(config.train.eval_batches * config.train.global_batch_size, source.without_repeats())

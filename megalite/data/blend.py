@@ -1,4 +1,4 @@
-"""Which part of a blend sample i comes from, and the how-manieth of that part it is: a pure function of i.
+"""Says which part of a blend sample i comes from, and its number within that part: a pure function of i.
 
 After x samples, part p has given its share of x by Webster's method: part p's sample number c is due at time
 (c + 1/2) / weight, and samples are taken in order of their times. Webster's counts never shrink as x grows, so the
@@ -56,6 +56,13 @@ class Blend:
             parts[chosen] = block_parts[indices[chosen] % BLOCK]
             numbers[chosen] = block_numbers[indices[chosen] % BLOCK]
         return parts, numbers
+
+    def index(self, part: int, number: int) -> int:
+        """Which sample of the run is sample `number` of `part`: so many of all parts are due before it."""
+        own = self.weights[part]
+        # Sample c of another part is before it if (2 c + 1) / weight < (2 number + 1) / own, or equal and the part is.
+        last = [((2 * number + 1) * weight - (other >= part)) // own for other, weight in enumerate(self.weights)]
+        return sum((odd + 1) // 2 for odd in last)  # so many odd numbers 2 c + 1 are not above it
 
     def _due(self, part: int, number: int) -> Fraction:
         return Fraction(2 * number + 1, self.weights[part])

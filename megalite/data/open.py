@@ -1,45 +1,80 @@
-"""From a config to samples: maps what `prepare` made and checks what can be known before the first step, at any size.
+"""Opens the token files of a run: the split, the vocabulary and all checks that are possible before the first step.
+
+`megalite.prepare` makes these files of text; nothing here knows how.
 
 The split is by position: the last `validation_fraction` of each part's tokens is for validation.
 """
 
+import json
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Protocol
 
-from megalite.config.derive import BUILT_IN_TOKENIZERS
-from megalite.config.problems import Problem, UserError
-from megalite.config.schema import Config
-from megalite.data.blend import Blend, integer_weights
-from megalite.data.cache import digest
-from megalite.data.prepare import FORMAT, check_vocabulary, is_prepared, targets_of
+import xxhash
+
+from megalite.config.schema import Config, DataConfig
+from megalite.data.blend import integer_weights
+from megalite.data.permutation import IntArray
 from megalite.data.samples import Part, SampleSource, beyond_vocabulary
-from megalite.data.sources import collected, paths_of
-from megalite.data.token_file import TokenFile, ids_of, largest_id, with_suffix
-from megalite.data.tokenizers import TextTokenizer, load_tokenizer, named_tokenizer
+from megalite.data.token_bytes import bytes_of_ids
+from megalite.data.token_file import TokenFile, largest_id, with_suffix
+from megalite.data.tokenizers import TextTokenizer, load_tokenizer
+from megalite.errors.problems import Problem, UserError, collect_all
+from megalite.launch.open_files import allow_more_open_files
 
-MEASURED = 1 << 18  # validation tokens from which bytes_per_token is taken, at most
+FORMAT = 1  # part of every fingerprint: a change of what preparation produces renews all caches
+# Bytes done, bytes in all (0: of a stream nobody knows), documents, tokens. The first call says what is there already.
+Progress = Callable[[int, int, int, int], None]
+
+
+@dataclass(frozen=True)
+class TokenFiles:
+    """The token files of a run, before they are opened."""
+
+    prefixes: Sequence[Path]
+    unread: Sequence[str] = ()  # what lies beside the text and was not read, a line each
+    tokenizer: TextTokenizer | None = None  # the one that `tokenizer=` names, for data=tokens
+
+
+class Preparation(Protocol):
+    """Makes token files of text: what training is given, so that it need not know where text comes from."""
+
+    def examine(self, config: Config) -> object:
+        """UserError for text or a tokenizer that is not there or not readable. Quick; writes nothing."""
+
+    def prepare(self, config: Config, progress: Progress | None = None) -> TokenFiles:
+        """Make every token file that `config` needs and that is not there yet."""
+
+    def find(self, config: Config) -> TokenFiles:
+        """The token files that `prepare` has made; UserError where one is missing."""
 
 
 @dataclass(frozen=True)
 class OpenedData:
-    """The data of a run. `bytes_per_token` is that of the validation tokens, or None where it cannot be known."""
+    """The data of a run."""
 
     train: SampleSource
     validation: SampleSource | None
     tokenizer: TextTokenizer | None
     vocab_size: int
     fingerprint: str
-    bytes_per_token: float | None
     description: str
 
+    @cached_property
+    def bytes_of_ids(self) -> IntArray | None:
+        """Bytes of text that each id stands for, [vocab_size]; None without a tokenizer."""
+        return None if self.tokenizer is None else bytes_of_ids(self.tokenizer, self.vocab_size)
 
-def open_data(config: Config) -> OpenedData:
-    """Open the data that `config` names; for text, `prepare(config)` came first."""
-    prefixes = _prefixes(config)
-    files = collected(lambda prefix: [TokenFile.open(prefix)], prefixes)
+
+def open_data(config: Config, found: TokenFiles) -> OpenedData:
+    """Open the files that were found or made for `config`."""
+    allow_more_open_files(2 * len(found.prefixes))
+    files = collect_all(TokenFile.open, found.prefixes)
     weights = _weights(config, files)
-    tokenizer = _tokenizer(config, files)
+    tokenizer = _tokenizer(config, files, found.tokenizer)
     vocab_size = _vocab_size(config, files, tokenizer)
     _check_ids(files, vocab_size)
     end = tokenizer.end_of_document if tokenizer else None
@@ -56,22 +91,31 @@ def open_data(config: Config) -> OpenedData:
         tokenizer=tokenizer,
         vocab_size=vocab_size,
         fingerprint=digest(FORMAT, [file.identity() for file in files], seq_length, fraction, weights),
-        bytes_per_token=_bytes_per_token(config, opened_validation, tokenizer),
-        description=_description(config, files, tokenizer),
+        description=_description(config, files, tokenizer, found.unread),
     )
 
 
-def _prefixes(config: Config) -> list[Path]:
-    if config.data.source == "tokens":
-        return [Path(path).expanduser().absolute() for path in paths_of(config.data)]
-    _, targets = targets_of(config)
-    for target in targets:
-        if not is_prepared(target.prefix):
-            rule = "is not prepared, or its files changed since"
-            raise UserError(
-                Problem("data.path", target.source.label, rule, "start again; prepare(config) makes its tokens")
-            )
-    return [target.prefix for target in targets]
+def paths_of(data: DataConfig) -> list[str]:
+    """data.path as a list."""
+    paths = [data.path] if isinstance(data.path, str) else list(data.path or [])
+    if not paths or not all(isinstance(path, str) and path for path in paths):
+        rule = f"data={data.source} needs a path, or a list of paths"
+        example = {"text": "my.txt", "hf": "org/name", "tokens": "folder/prefix"}.get(data.source, "PATH")
+        raise UserError(Problem("data.path", data.path, rule, f"data.path={example}"))
+    return paths
+
+
+def digest(*facts: object) -> str:
+    """A short name for `facts` (anything that JSON can hold): equal facts, equal name, on every machine."""
+    return xxhash.xxh3_128_hexdigest(json.dumps(facts, sort_keys=True).encode())[:20]
+
+
+def check_vocabulary(config: Config, needed: int) -> None:
+    """Refuse a model that lacks some of the tokenizer's tokens."""
+    wanted = config.model.vocab_size
+    if wanted is not None and wanted < needed:
+        rule = f"the tokenizer has {needed:,} tokens"
+        raise UserError(Problem("model.vocab_size", wanted, rule, f"at least {needed}, or leave it out"))
 
 
 def _weights(config: Config, files: list[TokenFile]) -> tuple[int, ...]:
@@ -88,29 +132,30 @@ def _weights(config: Config, files: list[TokenFile]) -> tuple[int, ...]:
     return integer_weights(weights)
 
 
-def _tokenizer(config: Config, files: list[TokenFile]) -> TextTokenizer | None:
+def _tokenizer(config: Config, files: list[TokenFile], given: TextTokenizer | None) -> TextTokenizer | None:
     """The tokenizer that made the token files, which must be one."""
     saved = {file.prefix: with_suffix(file.prefix, ".tokenizer") for file in files}
     loaded = {prefix: load_tokenizer(folder) for prefix, folder in saved.items() if folder.is_dir()}
-    identities = {prefix: str(facts["tokenizer"]) for prefix, facts in _sidecars(files) if "tokenizer" in facts}
+    identities = {file.prefix: identity for file in files if (identity := file.facts().tokenizer) is not None}
     identities |= {prefix: tokenizer.identity for prefix, tokenizer in loaded.items()}
     if len(set(identities.values())) > 1:
         rule = "the parts were made with different tokenizers: " + ", ".join(
             f"{prefix.name} ({identity[:8]})" for prefix, identity in identities.items()
         )
         raise UserError(Problem("data.path", config.data.path, rule, "prepare all parts with one tokenizer"))
-    if loaded:
-        return next(iter(loaded.values()))
-    return None if config.tokenizer in BUILT_IN_TOKENIZERS else named_tokenizer(config.tokenizer)
-
-
-def _sidecars(files: list[TokenFile]) -> list[tuple[Path, dict[str, object]]]:
-    return [(file.prefix, file.sidecar()) for file in files]
+    same = not given or all(
+        given.gives_the_ids_of(loaded[prefix]) if prefix in loaded else given.identity == identity
+        for prefix, identity in identities.items()
+    )
+    if not same:
+        rule = f"is another tokenizer than the one that made {next(iter(identities)).name}"
+        raise UserError(Problem("tokenizer", config.tokenizer, rule, "leave it out, or prepare the data again with it"))
+    return next(iter(loaded.values()), given)
 
 
 def _vocab_size(config: Config, files: list[TokenFile], tokenizer: TextTokenizer | None) -> int:
     """The ids that may occur: model.vocab_size, which covers the tokenizer's, or the tokenizer's."""
-    known = [int(str(facts["vocab_size"])) for _, facts in _sidecars(files) if "vocab_size" in facts]
+    known = [size for file in files if (size := file.facts().vocab_size) is not None]
     needed = tokenizer.vocab_size if tokenizer else max(known, default=None)
     if needed is not None:
         _check_width(files, needed)
@@ -177,26 +222,11 @@ def _split(config: Config, files: list[TokenFile]) -> tuple[list[Part], list[Par
     return train, validation if evaluated else []
 
 
-def _bytes_per_token(config: Config, validation: SampleSource | None, tokenizer: TextTokenizer | None) -> float | None:
-    """Bytes of text per label of the loss, over the front of the validation tokens, where evaluation takes them."""
-    if validation is None or tokenizer is None:
-        return None
-    evaluated = config.train.eval_batches * config.train.global_batch_size * config.train.seq_length
-    shares = Blend(validation.weights).counts(min(evaluated, MEASURED))
-    size = labels = 0
-    for part, share in zip(validation.parts, shares, strict=True):
-        tokens = ids_of(part.file.tokens[part.first : min(part.stop, part.first + share)])
-        inside = tokens[(tokens >= 0) & (tokens < tokenizer.vocab_size)]
-        if tokenizer.end_of_document is not None:
-            inside = inside[inside != tokenizer.end_of_document]
-        size += len(tokenizer.decode(inside.astype(int).tolist()).encode())
-        labels += len(inside) if config.data.mask_end_of_document else len(tokens)
-    return size / labels if labels and size else None
-
-
-def _description(config: Config, files: list[TokenFile], tokenizer: TextTokenizer | None) -> str:
+def _description(config: Config, files: list[TokenFile], tokenizer: TextTokenizer | None, unread: Sequence[str]) -> str:
     """One line for the header of a run."""
     tokens, documents = sum(len(file.tokens) for file in files), sum(file.documents for file in files)
+    count = f"{documents:,} document{'' if documents == 1 else 's'}"
     parts = f" in {len(files)} parts" if len(files) > 1 else ""
     made_by = f"; {tokenizer.name}" if tokenizer else ""
-    return f"{config.data.source}: {tokens:,} tokens, {documents:,} documents{parts}{made_by}"
+    beside = "".join(f"; {each}" for each in unread)
+    return f"{config.data.source}: {tokens:,} tokens, {count}{parts}{made_by}{beside}"

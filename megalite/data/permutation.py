@@ -1,4 +1,4 @@
-"""A keyed shuffle of 0..n-1 without an array: element i of the shuffled order is computed, not looked up.
+"""Shuffles 0..n-1 by a key, without an array: element i of the shuffled order is computed.
 
 A Feistel network over the k bits that hold n - 1: the two halves take turns to be xor-ed with a hash of the other,
 which is its own inverse whatever the hash, so the network is a bijection of 0..2^k-1. Cycle walking (apply again while

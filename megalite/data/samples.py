@@ -1,4 +1,4 @@
-"""Which tokens sample i of a run holds: a function of (seed, data, i), and of nothing else.
+"""Says which tokens sample i of a run holds: a function of (seed, data, i) alone.
 
 A sample is seq_length + 1 neighbouring tokens, and starts seq_length after the one before it in the file, so that no
 token is a label twice in an epoch. Documents are packed without gaps; a sample starts and ends anywhere.
@@ -12,10 +12,10 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from megalite.config.problems import Problem, UserError
 from megalite.data.blend import Blend
 from megalite.data.permutation import IntArray, permute, round_keys
 from megalite.data.token_file import TokenFile, ids_of, with_suffix
+from megalite.errors.problems import Problem, UserError
 
 
 @dataclass(frozen=True)
@@ -46,22 +46,15 @@ class SampleSource:
     seed: int | None
     end_of_document: int | None
 
-    @property
-    def tokens(self) -> int:
-        return sum(part.tokens for part in self.parts)
-
-    @property
-    def samples(self) -> int:
-        """Samples in one epoch of every part."""
-        return sum(part.samples(self.seq_length) for part in self.parts)
+    def epochs(self, samples: int) -> list[float]:
+        """How many times the first `samples` go through each part."""
+        counts = Blend(self.weights).counts(samples)
+        return [count / part.samples(self.seq_length) for count, part in zip(counts, self.parts, strict=True)]
 
     def without_repeats(self) -> int:
         """How many samples from the start come before any part begins its second epoch."""
-        blend, held = Blend(self.weights), [part.samples(self.seq_length) for part in self.parts]
-        samples = min(-(-count * blend.total // weight) for count, weight in zip(held, self.weights, strict=True)) + 1
-        while any(count > limit for count, limit in zip(blend.counts(samples), held, strict=True)):
-            samples -= 1
-        return samples
+        blend = Blend(self.weights)
+        return min(blend.index(number, part.samples(self.seq_length)) for number, part in enumerate(self.parts))
 
     def places(self, indices: IntArray) -> tuple[IntArray, IntArray]:
         """Part [n] and first token within the part's file [n] of each sample of `indices` [n]."""

@@ -1,16 +1,15 @@
-"""Token files as Megatron-LM writes them: PREFIX.bin holds the tokens, PREFIX.idx says where documents start.
+"""Reads token files as Megatron-LM writes them: PREFIX.bin holds tokens, PREFIX.idx says where documents start.
 
 PREFIX.idx (little-endian): magic `MMIDIDX\\0\\0`, u64 version 1, u8 dtype code, u64 sequences n, u64 boundaries d; then
 i32 lengths [n] in tokens, i64 pointers [n] in bytes, i64 boundaries [d]: document k is made of sequences
 boundaries[k] .. boundaries[k + 1] - 1. Behind them, multimodal files have i8 modes [n], which are passed over: an id is
 an id. Our documents are one sequence each, unless they have more than 2^31 - 1 tokens; those of others any number.
-Reading maps both files and touches only what is asked for. PREFIX.json is ours: what is known about the text.
+Reading takes from both files only what is asked for. PREFIX.json is ours: what is known about the text.
 """
 
-import json
+import os
 import struct
-from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,19 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from megalite.config.problems import Problem, UserError
+from megalite.config.user_files import as_record, read_object, refusing
+from megalite.data.disk_array import DiskArray, OpenedFile
 from megalite.data.permutation import IntArray
+from megalite.errors.problems import Problem, UserError
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")  # 34 bytes: the arrays behind it are not aligned
 DTYPES: dict[int, str] = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
+Array = npt.NDArray[Any] | DiskArray
 CODES = {np.dtype(name): code for code, name in DTYPES.items()}
-SAMPLED_CHECKS = 1024  # index entries that are checked when a file is opened
+SAMPLED_CHECKS, SAMPLED_ROWS = 16, 64  # places of the index that are checked when a file is opened; entries of each
+BLOCK = 64  # documents whose starts are read at once in a search
+ROWS = 1 << 14  # index entries at once
 HASH_WHOLE = 16 << 20  # bytes up to which the identity covers every byte
 HASH_BLOCKS, HASH_BLOCK = 64, 64 << 10
 
@@ -54,87 +58,113 @@ def with_suffix(prefix: Path, suffix: str) -> Path:
 
 
 @dataclass(frozen=True)
+class Facts:
+    """What PREFIX.json may say of a token file that was made here, or of a shard of one."""
+
+    fingerprint: str | None = None  # of the text and the tokenizer
+    skipped_documents: int = 0  # rows without text
+    bytes: int = 0  # of text, in UTF-8
+    tokenizer: str | None = None
+    vocab_size: int | None = None
+    xxh3_128: str | None = None  # of PREFIX.bin
+
+
+@dataclass(frozen=True)
 class TokenFile:
-    """One mapped token file. `tokens` [tokens]; `lengths`, `pointers` [sequences]; `boundaries` [documents + 1]."""
+    """One token file. `tokens` [tokens]; `lengths`, `pointers` [sequences]; `boundaries` [documents + 1]."""
 
     prefix: Path
-    tokens: npt.NDArray[Any]
-    lengths: npt.NDArray[np.int32]
-    pointers: npt.NDArray[np.int64]
-    boundaries: npt.NDArray[np.int64]
+    tokens: Array
+    lengths: Array
+    pointers: Array
+    boundaries: Array
+    _starts: dict[int, int] = field(default_factory=dict)  # of the documents in whose middle a search was halved
 
     @classmethod
     def open(cls, prefix: Path) -> "TokenFile":
-        """Map PREFIX.bin and PREFIX.idx; UserError if they are missing, damaged or do not belong together."""
+        """Open PREFIX.bin and PREFIX.idx; UserError if they are missing, damaged or do not belong together."""
         index, data = with_suffix(prefix, ".idx"), with_suffix(prefix, ".bin")
         for path in (data, index):
-            if not path.is_file():
-                raise _damaged(
-                    path, "is missing", "give the path of a token file without .bin; both .bin and .idx are needed"
-                )
-        raw = (
-            np.memmap(index, dtype=np.uint8, mode="r").view(np.ndarray)
-            if index.stat().st_size
-            else np.empty(0, np.uint8)
-        )
-        dtype, sequences, boundaries = _read_header(index, raw)
+            with refusing(path, "check its permissions"):
+                there = os.path.lexists(path)
+            if not there:
+                remedy = "give the path of a token file without .bin; both .bin and .idx are needed"
+                raise _damaged(path, "is missing", remedy)
+        content, entries = OpenedFile(data), OpenedFile(index)
+        dtype, sequences, boundaries = _read_header(entries)
         lengths_at = HEADER.size
         pointers_at = lengths_at + 4 * sequences
         boundaries_at = pointers_at + 8 * sequences
         end = boundaries_at + 8 * boundaries
-        if len(raw) not in (end, end + sequences):  # with the modes of a multimodal file
-            rule = f"has {len(raw):,} bytes; {sequences:,} sequences and {boundaries:,} boundaries need {end:,}"
+        if entries.size not in (end, end + sequences):  # with the modes of a multimodal file
+            rule = f"has {entries.size:,} bytes; {sequences:,} sequences and {boundaries:,} boundaries need {end:,}"
             raise _damaged(index, rule, "copy it again: it is truncated or damaged")
-        size = data.stat().st_size
         file = cls(
             prefix=prefix,
-            tokens=np.memmap(data, dtype=dtype, mode="r", shape=(size // dtype.itemsize,)).view(np.ndarray)
-            if size >= dtype.itemsize
-            else np.empty(0, dtype),
-            lengths=raw[lengths_at:pointers_at].view("<i4"),
-            pointers=raw[pointers_at:boundaries_at].view("<i8"),
-            boundaries=raw[boundaries_at:end].view("<i8"),
+            tokens=DiskArray(content, dtype, 0, content.size // dtype.itemsize),
+            lengths=DiskArray(entries, np.dtype("<i4"), lengths_at, sequences),
+            pointers=DiskArray(entries, np.dtype("<i8"), pointers_at, sequences),
+            boundaries=DiskArray(entries, np.dtype("<i8"), boundaries_at, boundaries),
         )
-        file._check(size)
+        file._check(content.size)
         return file
 
     @property
     def documents(self) -> int:
         return len(self.boundaries) - 1
 
+    @property
+    def counts(self) -> str:
+        """For people."""
+        return f"{self.documents:,} document{'' if self.documents == 1 else 's'}, {len(self.tokens):,} tokens"
+
     def document_start(self, document: int) -> int:
         """Position of the first token of `document`; of the end of the file for the number of documents."""
-        sequence = int(self.boundaries[document])
-        return (
-            len(self.tokens) if sequence == len(self.pointers) else int(self.pointers[sequence]) // self.tokens.itemsize
-        )
+        if document not in self._starts:
+            self._starts[document] = int(self.starts(document, document + 1)[0])
+        return self._starts[document]
+
+    def starts(self, first: int, stop: int) -> IntArray:
+        """Positions of the first tokens of the documents [first, stop)."""
+        sequences = self.boundaries[first:stop]
+        low, high, last = int(sequences[0]), int(sequences[-1]), len(self.pointers)
+        pointers = self.pointers[low : high + 1].astype(np.int64)
+        pointers = np.append(pointers, self.tokens.nbytes) if high == last else pointers
+        return np.asarray(pointers[sequences - low] // self.tokens.itemsize)
 
     def document_at(self, position: int) -> int:
-        """Which document the token at `position` belongs to. Bisection by hand: numpy's searchsorted would copy the
-        whole unaligned array."""
-        return bisect_right(range(self.documents), position, key=self.document_start) - 1
+        """Which document the token at `position` belongs to: halves whose starts are remembered, then one block."""
+        low, high = 0, self.documents
+        while high - low > BLOCK:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.document_start(middle) <= position else (low, middle)
+        return low + int(np.searchsorted(self.starts(low, high), position, side="right")) - 1
 
     def document_starts(self, first: int, stop: int) -> list[int]:
         """Positions in (first, stop) at which another document begins (empty documents do not count)."""
-        starts: list[int] = []
+        found: list[int] = []
         document = self.document_at(first) + 1
-        while document < self.documents and (start := self.document_start(document)) < stop:
-            if start != (starts[-1] if starts else first):
-                starts.append(start)
-            document += 1
-        return starts
+        while document < self.documents:
+            block = self.starts(document, min(document + BLOCK, self.documents))
+            found += np.unique(block[(block > first) & (block < stop)]).tolist()
+            if block[-1] >= stop:
+                break
+            document += BLOCK
+        return list(dict.fromkeys(found))
 
-    def sidecar(self) -> dict[str, Any]:
-        """What PREFIX.json says; empty for a file that was not made here."""
-        return read_sidecar(self.prefix)
+    def facts(self) -> "Facts":
+        """What PREFIX.json says; nothing for a file that was not made here."""
+        return read_facts(self.prefix)
 
     def identity(self) -> str:
         """A hash of the content: of all bytes of a small file, of 64 blocks spread over a large one."""
         size = self.tokens.nbytes
         state = xxhash.xxh3_128(f"{self.tokens.dtype.str},{size},{self.documents}".encode())
-        raw = self.tokens.view(np.uint8)
+        width = self.tokens.itemsize
         for start, stop in self._spans():
-            state.update(raw[start:stop].data)
+            first = start // width
+            raw = self.tokens[first : -(-stop // width)].view(np.uint8)
+            state.update(raw[start - first * width : stop - first * width].data)
         return state.hexdigest()
 
     def first_beyond(self, vocab_size: int) -> int | None:
@@ -158,14 +188,14 @@ class TokenFile:
         return [(start, start + HASH_BLOCK) for start in starts]
 
     def _check(self, size: int) -> None:
-        """Everything that is cheap at any size: the ends, and entries spread over the index."""
+        """The ends, entries spread over the index, and all document boundaries: 8 bytes read for each document."""
         index, data, width = with_suffix(self.prefix, ".idx"), with_suffix(self.prefix, ".bin"), self.tokens.itemsize
         again = "copy both files again: they do not belong together or one is damaged"
         if not len(self.pointers) or not size:
             raise _damaged(data, f"holds no tokens ({size} bytes, {len(self.pointers)} sequences)", "prepare it again")
-        told = int(self.pointers[-1]) + int(self.lengths[-1]) * width
-        if told != size:
-            rule = f"has {size:,} bytes, {index.name} describes {told:,} ({told // width:,} tokens of {width} bytes)"
+        end = int(self.pointers[-1]) + int(self.lengths[-1]) * width
+        if end != size:
+            rule = f"has {size:,} bytes, {index.name} describes {end:,} ({end // width:,} tokens of {width} bytes)"
             raise _damaged(data, rule, again)
         ends = (int(self.boundaries[0]), int(self.boundaries[-1])) if len(self.boundaries) else (0, 0)
         if ends != (0, len(self.pointers)):
@@ -176,48 +206,48 @@ class TokenFile:
         if self.pointers[0]:
             raise _damaged(index, f"its first sequence starts at byte {int(self.pointers[0]):,}, not at 0", again)
         count = len(self.pointers)
-        sampled = np.unique(np.linspace(0, count - 1, min(count, SAMPLED_CHECKS)).astype(np.int64))
-        if broken := broken_sequence(self, sampled):
-            raise _damaged(index, broken, again)
+        for place in range(SAMPLED_CHECKS):
+            first = (count - min(count, SAMPLED_ROWS)) * place // (SAMPLED_CHECKS - 1)
+            if broken := broken_sequence(self, first, min(first + SAMPLED_ROWS, count)):
+                raise _damaged(index, broken, again)
+        for first in range(0, self.documents, ROWS):
+            piece = self.boundaries[first : first + ROWS + 1]
+            if len(wrong := np.flatnonzero(piece[1:] < piece[:-1])):
+                at = int(wrong[0])
+                rule = f"document {first + at:,} ends before it starts (sequences {piece[at]:,} to {piece[at + 1]:,})"
+                raise _damaged(index, rule, again)
 
 
-def broken_sequence(file: TokenFile, sequences: IntArray) -> str:
-    """The first of `sequences` whose length and pointers contradict each other, in words; empty if none."""
-    last = len(file.pointers) - 1
-    lengths = file.lengths[sequences].astype(np.int64)
-    pointers = file.pointers[sequences]
-    ends = np.where(sequences < last, file.pointers[np.minimum(sequences + 1, last)], file.tokens.nbytes)
-    wrong = np.flatnonzero((lengths < 0) | (pointers + lengths * file.tokens.itemsize != ends))
+def broken_sequence(file: TokenFile, first: int, stop: int) -> str:
+    """The first of the sequences [first, stop) whose length and pointers contradict each other, in words; or empty."""
+    lengths = file.lengths[first:stop].astype(np.int64)
+    pointers = np.append(file.pointers[first : stop + 1], [file.tokens.nbytes] if stop == len(file.pointers) else [])
+    pointers = pointers.astype(np.int64)
+    wrong = np.flatnonzero((lengths < 0) | (pointers[:-1] + lengths * file.tokens.itemsize != pointers[1:]))
     if not len(wrong):
         return ""
     at = int(wrong[0])
     return (
-        f"sequence {int(sequences[at]):,} starts at byte {int(pointers[at]):,} with {int(lengths[at]):,} tokens, "
-        f"the next one at byte {int(ends[at]):,}"
+        f"sequence {first + at:,} starts at byte {int(pointers[at]):,} with {int(lengths[at]):,} tokens, "
+        f"the next one at byte {int(pointers[at + 1]):,}"
     )
 
 
-def read_sidecar(prefix: Path) -> dict[str, Any]:
-    """What PREFIX.json says; empty if there is none."""
-    path = with_suffix(prefix, ".json")
-    try:
-        facts = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        raise _damaged(path, f"is not JSON ({error})", "delete it, or prepare the data again") from error
-    if not isinstance(facts, dict):
-        raise _damaged(path, "does not hold a JSON object", "delete it, or prepare the data again")
-    return facts
+def read_facts(prefix: Path) -> Facts:
+    """What PREFIX.json says; nothing if there is none."""
+    path, remedy = with_suffix(prefix, ".json"), "delete it, or prepare the data again"
+    return as_record(Facts, read_object(path, remedy), path, remedy) if os.path.lexists(path) else Facts()
 
 
-def _read_header(index: Path, raw: npt.NDArray[np.uint8]) -> tuple[np.dtype[Any], int, int]:
+def _read_header(file: OpenedFile) -> tuple[np.dtype[Any], int, int]:
     """Token dtype, number of sequences, number of document boundaries."""
-    if len(raw) < HEADER.size:
-        raise _damaged(
-            index, f"has {len(raw)} bytes, its header alone needs {HEADER.size}", "copy it again: it is truncated"
-        )
-    magic, version, code, sequences, boundaries = HEADER.unpack(raw[: HEADER.size].tobytes())
+    index = file.path
+    if file.size < HEADER.size:
+        rule = f"has {file.size} bytes, its header alone needs {HEADER.size}"
+        raise _damaged(index, rule, "copy it again: it is truncated")
+    raw = np.empty(HEADER.size, np.uint8)
+    file.read(0, raw)
+    magic, version, code, sequences, boundaries = HEADER.unpack(raw.tobytes())
     if magic != MAGIC:
         raise _damaged(index, f"starts with {magic!r}, an index starts with {MAGIC!r}", "give a Megatron token file")
     if version != 1:

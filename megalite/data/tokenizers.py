@@ -1,4 +1,4 @@
-"""Text to token ids and back, always by a `tokenizers` model, so that transformers loads what we save.
+"""Turns text into token ids and back, always by a `tokenizers` model, so that transformers loads what we save.
 
 `byte` and `char` are such models too; because they are plain tables, a long text is encoded by an array look-up that
 gives the same ids. The end-of-document token ends every document and never arises from its text: `<|endoftext|>`
@@ -6,6 +6,7 @@ spelled out in a text is encoded as ordinary text.
 """
 
 import json
+import os
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -16,11 +17,14 @@ import numpy.typing as npt
 import xxhash
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from megalite.config.problems import Problem, UserError
-from megalite.data.cache import make_folder, write_atomically
+from megalite.config.user_files import read_object, read_text
+from megalite.data.atomic import write_atomically
 from megalite.data.permutation import IntArray
+from megalite.errors.problems import Problem, UserError
 
 END = "<|endoftext|>"
+AGAIN = "copy the tokenizer again"
+SPARSE = 65_536  # ids more than tokens that a vocabulary may have: some leave room for tokens to come
 KEPT_SETTINGS = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template", "clean_up_tokenization_spaces")
 
 
@@ -35,7 +39,7 @@ class TextTokenizer:
         eos = token_text(settings.get("eos_token"))
         self.end_of_document: int | None = backend.token_to_id(eos) if eos else end_of_document
         self.vocab_size: int = max(backend.get_vocab(with_added_tokens=True).values()) + 1
-        self._table = _symbol_table(self._spec["model"])
+        self._table = _symbol_table(self._spec)
 
     @cached_property
     def _spec(self) -> dict[str, Any]:
@@ -46,10 +50,22 @@ class TextTokenizer:
         """A hash of everything that decides ids."""
         return xxhash.xxh3_128_hexdigest(json.dumps([self._spec, self.end_of_document], sort_keys=True).encode())
 
+    def gives_the_ids_of(self, other: "TextTokenizer") -> bool:
+        """Whether both give the same ids to every text; what concerns decoding may differ."""
+        parts = ("normalizer", "pre_tokenizer", "model", "added_tokens")
+        ours, theirs = ([tokenizer._spec[part] for part in parts] for tokenizer in (self, other))
+        return ours == theirs and self.end_of_document == other.end_of_document
+
+    @property
+    def byte_level(self) -> bool:
+        """Whether its tokens are written in `byte_letters`."""
+        return '"ByteLevel"' in json.dumps([self._spec[part] for part in ("normalizer", "pre_tokenizer", "decoder")])
+
     @property
     def name(self) -> str:
-        """For people: the model and its size."""
-        return f"{self._spec['model']['type']} with {self.vocab_size:,} tokens"
+        """For people: what `tokenizer` is set to for those made here, else the model that it is; and its size."""
+        kind = self._spec["model"]["type"] if self._table is None else "char" if len(self._table) else "byte"
+        return f"{kind} tokenizer with {self.vocab_size:,} tokens"
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text`, nothing added."""
@@ -59,21 +75,32 @@ class TextTokenizer:
         """The ids of each text, nothing added; several texts on several threads."""
         if self._table is not None:
             return [_look_up(self._table, text) for text in texts]
-        encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        try:
+            encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        except Exception as error:  # the library raises plain Exception: a symbol that it has no token for
+            rule = f"cannot encode the text ({error})"
+            raise UserError(
+                Problem("tokenizer", self.name, rule, "tokenizer=byte, bpe, or one for this text")
+            ) from error
         return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
 
     def decode(self, tokens: Iterable[int], skip_special_tokens: bool = False) -> str:
         """The text of `tokens`; bytes that are no UTF-8 (a character cut in two) become U+FFFD."""
         return str(self.backend.decode(list(tokens), skip_special_tokens=skip_special_tokens))
 
-    def save(self, folder: Path) -> None:
-        """Write tokenizer.json and a tokenizer_config.json that transformers 4.57 and 5 both accept."""
-        make_folder(folder, "run_dir")
+    def files(self) -> dict[str, bytes]:
+        """tokenizer.json and a tokenizer_config.json that transformers 4.57 and 5 both accept."""
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False} | self.settings
         if self.end_of_document is not None and not settings.get("eos_token"):  # it was known by its id
             settings["eos_token"] = self.backend.id_to_token(self.end_of_document)
-        write_atomically(folder / "tokenizer.json", self.backend.to_str(pretty=True).encode())
-        write_atomically(folder / "tokenizer_config.json", json.dumps(settings, indent=1).encode())
+        model, others = self.backend.to_str(pretty=True), json.dumps(settings, indent=1)
+        return {"tokenizer.json": model.encode(), "tokenizer_config.json": others.encode()}
+
+    def save(self, folder: Path) -> None:
+        """Write these files."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in self.files().items():
+            write_atomically(folder / name, content)
 
 
 def token_text(token: Any) -> str | None:
@@ -83,9 +110,7 @@ def token_text(token: Any) -> str | None:
 
 def byte_tokenizer() -> TextTokenizer:
     """One id per byte of UTF-8, and the end of document: 257 tokens."""
-    backend = Tokenizer(models.BPE(vocab={letter: byte for byte, letter in enumerate(byte_letters())}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
+    backend = _byte_backend()
     backend.add_special_tokens([END])
     return TextTokenizer(backend, {"eos_token": END})
 
@@ -95,13 +120,24 @@ def char_tokenizer(texts: Iterable[str]) -> TextTokenizer:
     symbols: set[str] = set()
     for text in texts:
         symbols.update(text)
-    vocabulary = {symbol: number for number, symbol in enumerate(sorted(symbols))}
-    backend = Tokenizer(
-        models.WordLevel(vocab=vocabulary, unk_token="<|unknown|>")
-    )  # not a member: unknown is an error
+    if not symbols:
+        rule, remedy = "there is no symbol in the text: all documents are empty", "give text; check data.text_column"
+        raise UserError(Problem("tokenizer", "char", rule, remedy))
+    return TextTokenizer(_char_backend({symbol: number for number, symbol in enumerate(sorted(symbols))}), {})
+
+
+def _byte_backend() -> Tokenizer:
+    backend = Tokenizer(models.BPE(vocab={letter: byte for byte, letter in enumerate(byte_letters())}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _char_backend(vocabulary: dict[str, int]) -> Tokenizer:
+    backend = Tokenizer(models.WordLevel(vocab=vocabulary, unk_token="<|unknown|>"))  # no member: unknown is an error
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     backend.decoder = decoders.Fuse()
-    return TextTokenizer(backend, {})
+    return backend
 
 
 def bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
@@ -121,34 +157,59 @@ def bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
 
 def load_tokenizer(folder: Path) -> TextTokenizer:
     """The tokenizer in a folder of transformers' files; never runs code from it."""
-    settings = _read_json(folder / "special_tokens_map.json") | _read_json(folder / "tokenizer_config.json")
+    settings = _settings(folder / "special_tokens_map.json") | _settings(folder / "tokenizer_config.json")
     path = folder / "tokenizer.json"
-    if path.is_file():
+    if os.path.lexists(path):
+        content = read_text(path, AGAIN)
         try:
-            backend = Tokenizer.from_file(str(path))
+            backend = Tokenizer.from_str(content)
         except Exception as error:  # the library raises plain Exception for whatever it cannot parse
-            rule = f"tokenizer.json cannot be read ({error})"
-            raise UserError(Problem("tokenizer", str(folder), rule, "copy the tokenizer again")) from error
+            raise _refusal(folder, f"tokenizer.json cannot be read ({error})", AGAIN) from error
     else:
         backend = _converted(folder)
-    end = None
-    for name in ("config.json", "generation_config.json"):
-        found = _read_json(folder / name).get("eos_token_id")
-        end = (found[0] if found else end) if isinstance(found, list) else end if found is None else found
+    _check_vocabulary(folder, backend)
+    end = _end_of_document(folder, backend, settings.get("eos_token"))
     return TextTokenizer(backend, {key: settings[key] for key in KEPT_SETTINGS if settings.get(key) is not None}, end)
 
 
-def named_tokenizer(name: str) -> TextTokenizer:
-    """A folder, or a tokenizer of the hub."""
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return load_tokenizer(folder)
-    if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        rule = "is a file, not a folder" if folder.exists() else "there is no such folder"
-        raise UserError(Problem("tokenizer", name, rule, "bpe, byte, char, or a folder that holds tokenizer.json"))
-    from megalite.data.hub import tokenizer_folder
+def _refusal(folder: Path, rule: str, remedy: str) -> UserError:
+    return UserError(Problem("tokenizer", str(folder), rule, remedy))
 
-    return load_tokenizer(tokenizer_folder(name))
+
+def _check_vocabulary(folder: Path, backend: Tokenizer) -> None:
+    """Refuse a vocabulary of nothing, or one whose ids would need an embedding of mostly unused rows."""
+    if not backend.get_vocab(with_added_tokens=False):
+        raise _refusal(folder, "its vocabulary is empty", AGAIN)
+    vocabulary = backend.get_vocab(with_added_tokens=True)
+    token, largest = max(vocabulary.items(), key=lambda entry: entry[1])
+    if largest > 2 * len(vocabulary) + SPARSE:
+        rule = f"its token {token!r} has id {largest:,}, though it has {len(vocabulary):,} tokens"
+        raise _refusal(folder, rule, "give it the next free id in tokenizer.json")
+
+
+def _end_of_document(folder: Path, backend: Tokenizer, eos: Any) -> int | None:
+    """The id of eos_token, else eos_token_id of the model's own files; UserError for one that is no token."""
+    if eos is not None:
+        text = token_text(eos)
+        end = backend.token_to_id(text) if isinstance(text, str) else None
+        if end is None:
+            rule = f"its end of document, eos_token {text!r:.60}, is none of its tokens"
+            remedy = "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) of transformers adds it"
+            raise _refusal(folder, rule, remedy)
+        return int(end)
+    end = None
+    for name in ("config.json", "generation_config.json"):
+        found = _settings(folder / name).get("eos_token_id")
+        found = (found or [None])[0] if isinstance(found, list) else found
+        end = end if found is None else found
+        if found is not None and not (type(found) is int and 0 <= found < 2**32 and backend.id_to_token(found)):
+            rule = f"its end of document, eos_token_id {found!r:.60} of {name}, is none of its tokens"
+            raise _refusal(folder, rule, f"correct {name}, or set eos_token in tokenizer_config.json")
+    return end
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    return read_object(path, AGAIN) if os.path.lexists(path) else {}
 
 
 def byte_letters() -> list[str]:
@@ -170,32 +231,33 @@ def _converted(folder: Path) -> Tokenizer:
     except Exception as error:  # whatever is wrong with a foreign folder
         reason = (str(error).splitlines() or [""])[0]
         rule = f"the folder holds no tokenizer.json, and transformers cannot load it ({reason})"
-        raise UserError(Problem("tokenizer", str(folder), rule, "give a folder with tokenizer.json")) from error
+        raise _refusal(folder, rule, "give a folder with tokenizer.json") from error
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        raise UserError(
-            Problem("tokenizer", str(path), f"is not JSON ({error})", "copy the tokenizer again")
-        ) from error
-    return found if isinstance(found, dict) else {}
+def _symbol_table(spec: dict[str, Any]) -> npt.NDArray[np.uint32] | None:
+    """Code points [vocab] in the order of their ids, if the tokenizer is `char`; an empty table for `byte`; else None.
 
-
-def _symbol_table(model: dict[str, Any]) -> npt.NDArray[np.uint32] | None:
-    """Code points [vocab] in the order of their ids, if the model is `char`; an empty table for `byte`; else None."""
-    vocabulary = model.get("vocab")
-    if not isinstance(vocabulary, dict):
+    It is one of them if nothing but the vocabulary differs from what we make: no normalizer, no prefix, no other ids.
+    """
+    vocabulary = spec["model"].get("vocab")
+    if not isinstance(vocabulary, dict) or not all(token["special"] for token in spec["added_tokens"]):
         return None
-    symbols = sorted(vocabulary, key=vocabulary.__getitem__)
-    if model["type"] == "WordLevel" and symbols == sorted(symbols) and all(len(symbol) == 1 for symbol in symbols):
-        return np.array([ord(symbol) for symbol in symbols], dtype=np.uint32)
-    if model["type"] == "BPE" and not model["merges"] and symbols[:256] == byte_letters():
-        return np.empty(0, dtype=np.uint32)
-    return None
+    kind, symbols = spec["model"]["type"], sorted(vocabulary, key=vocabulary.__getitem__)
+    if kind == "WordLevel" and symbols and symbols == sorted(symbols) and all(len(symbol) == 1 for symbol in symbols):
+        table, plain = np.array([ord(symbol) for symbol in symbols], dtype=np.uint32), _char_backend({})
+        held = len(symbols)
+    elif kind == "BPE" and symbols[:256] == byte_letters():
+        table, plain, held = np.empty(0, dtype=np.uint32), _byte_backend(), 256
+    else:
+        return None
+    ids_are_places = [vocabulary[symbol] for symbol in symbols[:held]] == list(range(held))
+    return table if ids_are_places and _encoding(spec) == _encoding(json.loads(plain.to_str())) else None
+
+
+def _encoding(spec: dict[str, Any]) -> list[Any]:
+    """All that decides about ids but the vocabulary."""
+    model = {key: value for key, value in spec["model"].items() if key != "vocab"}
+    return [spec["normalizer"], spec["pre_tokenizer"], model]
 
 
 def _look_up(table: npt.NDArray[np.uint32], text: str) -> IntArray:

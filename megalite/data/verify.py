@@ -1,29 +1,29 @@
-"""A scan of a whole token file: every index entry and every token id, at the speed of the disk."""
+"""Scans a whole token file: every index entry and every token id, at the speed of the disk."""
 
 from pathlib import Path
 
 import numpy as np
 import xxhash
 
-from megalite.config.problems import Problem, UserError
-from megalite.data.prepare import Progress
+from megalite.data.open import Progress
 from megalite.data.token_file import TokenFile, broken_sequence, ids_of, with_suffix
+from megalite.errors.problems import Problem, UserError
 
 ROWS = 1 << 20  # index entries at once
 TOKENS = 1 << 24  # tokens at once
 
 
 def verify(prefix: Path, vocab_size: int | None, progress: Progress | None = None) -> TokenFile:
-    """The file, if all of it is sound; else UserError naming the first broken sequence, boundary and document.
+    """The file, if all of it is sound; else UserError naming the first broken sequence or document.
     Without `vocab_size`, that of PREFIX.json holds."""
     file = TokenFile.open(prefix)
-    facts = file.sidecar()
-    size = vocab_size if vocab_size is not None else facts.get("vocab_size")
+    facts = file.facts()
+    size = vocab_size if vocab_size is not None else facts.vocab_size
     if size is None:
         rule = "the vocabulary size is neither given nor in a file of ours"
-        raise UserError(Problem("--vocab-size", None, rule, "give --vocab-size N"))
+        raise UserError(Problem("model.vocab_size", None, rule, "model.vocab_size=N"))
     problems = _index_problems(file) or _token_problems(file, int(size), progress)
-    if not problems and "xxh3_128" in facts and _hash(file) != facts["xxh3_128"]:
+    if not problems and facts.xxh3_128 not in (None, _hash(file)):
         rule = f"its content is not what was prepared (xxh3_128 differs from that in {prefix.name}.json)"
         problems = [Problem("data.path", str(with_suffix(prefix, ".bin")), rule, "copy it again, or prepare it again")]
     if problems:
@@ -34,21 +34,10 @@ def verify(prefix: Path, vocab_size: int | None, progress: Progress | None = Non
 def _index_problems(file: TokenFile) -> list[Problem]:
     index = str(with_suffix(file.prefix, ".idx"))
     remedy = "copy both files again, or prepare the data again"
-    problems = []
     for start in range(0, len(file.pointers), ROWS):
-        rows = np.arange(start, min(start + ROWS, len(file.pointers)), dtype=np.int64)
-        if broken := broken_sequence(file, rows):
-            problems.append(Problem("data.path", index, broken, remedy))
-            break
-    for start in range(0, file.documents, ROWS):
-        piece = file.boundaries[start : start + ROWS + 1]
-        wrong = np.flatnonzero(np.diff(piece) < 0)
-        if len(wrong):
-            document = start + int(wrong[0])
-            rule = f"document {document:,} ends before it starts (sequences {piece[wrong[0]]} to {piece[wrong[0] + 1]})"
-            problems.append(Problem("data.path", index, rule, remedy))
-            break
-    return problems
+        if broken := broken_sequence(file, start, min(start + ROWS, len(file.pointers))):
+            return [Problem("data.path", index, broken, remedy)]
+    return []
 
 
 def _token_problems(file: TokenFile, vocab_size: int, progress: Progress | None) -> list[Problem]:

@@ -23,9 +23,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megalite.config.problems import Problem, UserError
+from megalite.config.families import ARCHITECTURE, FAMILIES, describe, other_settings
 from megalite.config.schema import ModelConfig
-from megalite.hf.families import ARCHITECTURE, FAMILIES, describe, other_settings
+from megalite.errors.problems import NO_VALUE, Problem, UserError
 from megalite.hf.tensors import Source, name_in_file, sources
 from megalite.model.parameters import gpt_parameters
 
@@ -195,7 +195,7 @@ def _tensors(
             written = torch.empty(shape, dtype=dtype).copy_(tensor)
             if not torch.isfinite(written).all():
                 remedy = "export a checkpoint from before training diverged, or to a dtype that reaches further"
-                problems.append(Problem(name, ..., f"holds numbers that are not finite as {dtype}", remedy))
+                problems.append(Problem(name, NO_VALUE, f"holds numbers that are not finite as {dtype}", remedy))
             yield name_in_file(family, part), written
     if problems:
         raise UserError(problems)

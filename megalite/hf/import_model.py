@@ -6,7 +6,7 @@ missing or unexpected tensors, non-finite values) is refused, all of it in one m
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,40 +15,38 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megalite.config.problems import Problem, UserError
+from megalite.config.model_folder import SETTING, folder_problem, imported_model_settings, read_model_file
 from megalite.config.schema import ModelConfig
-from megalite.hf.families import FAMILIES, UnsupportedError, model_settings
+from megalite.errors.problems import Problem, UserError
 from megalite.hf.tensors import HEAD, PREFIX, Source, sources
+from megalite.layout.parameters import ParameterRecord
 from megalite.model.parameters import gpt_parameters
 
-SETTING = "checkpoint.init_from"
 FLOATING = ("F64", "F32", "F16", "BF16")
 NOT_WEIGHTS = re.compile(r"attn\.(masked_)?bias$|rotary_emb\.inv_freq$")  # buffers that older versions saved
 
 
-def imported_model_settings(folder: str | Path) -> dict[str, Any]:
-    """The `model.*` settings that match the folder's config.json: {"num_layers": 12, ...}."""
-    return _settings(Path(folder), _read_config(Path(folder)))
-
-
 def imported_context_length(folder: str | Path) -> int:
     """The sequence length that the folder's model was made for."""
-    found = _read_config(Path(folder))
+    found = read_model_file(Path(folder))
     key = "n_positions" if found["model_type"] == "gpt2" else "max_position_embeddings"
     length = found.get(key, 1024)
     if not isinstance(length, int) or length < 1:
-        raise UserError(_folder_problem(Path(folder) / "config.json", f"must have a positive integer as {key}"))
+        raise UserError(folder_problem(Path(folder) / "config.json", f"must have a positive integer as {key}"))
     return length
 
 
-def import_model(folder: str | Path, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """(logical name, tensor of the logical shape, in the dtype of the file) for every parameter of `config`.
+def import_model(
+    folder: str | Path, config: ModelConfig, names: Container[str] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """(logical name, tensor of the logical shape, in the dtype of the file) for every parameter of `config`, or for
+    those of `names`.
 
-    Names and shapes are checked before the first is read; vocabulary rows that pad the table are zero.
+    All names and shapes are checked before the first is read; vocabulary rows that pad the table are zero.
     """
     folder = Path(folder)
-    found = _read_config(folder)
-    settings = _settings(folder, found)
+    found = read_model_file(folder)
+    settings = imported_model_settings(folder)
     config = replace(config, vocab_size=config.vocab_size or settings["vocab_size"])
     differences = _differences(folder, settings, config)
     if differences:
@@ -56,40 +54,8 @@ def import_model(folder: str | Path, config: ModelConfig) -> Iterator[tuple[str,
     files = _open_files(folder)
     wanted = sources(found["model_type"], config)
     tensors = _check_tensors(folder, found["model_type"], files, wanted, config.tie_embeddings)
-    return _read(folder, tensors, wanted, config)
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a supported family."""
-    path = folder / "config.json"
-    if not folder.is_dir():
-        remedy = "give the path of a folder on this machine (nothing is downloaded), as save_pretrained writes it"
-        raise UserError(Problem(SETTING, str(folder), "must be the folder of a transformers model", remedy))
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(_folder_problem(path, f"must be a readable JSON file ({error})")) from error
-    family = found.get("model_type") if isinstance(found, dict) else None
-    if family not in FAMILIES:
-        remedy = "give a GPT-2, Llama or Qwen3 model"
-        if isinstance(found, dict) and "auto_map" in found:
-            remedy += "; code that comes with a model is never run"
-        raise UserError(Problem(f"model_type in {path}", family, f"must be one of {', '.join(FAMILIES)}", remedy))
-    return dict(found)
-
-
-def _settings(folder: Path, found: dict[str, Any]) -> dict[str, Any]:
-    path = folder / "config.json"
-    try:
-        return model_settings(found)
-    except KeyError as missing:
-        raise UserError(_folder_problem(path, f"must have the key {missing}")) from missing
-    except (TypeError, ZeroDivisionError) as error:
-        raise UserError(_folder_problem(path, f"must have sizes that are positive integers ({error})")) from error
-    except UnsupportedError as refused:
-        key, value, rule = refused.args
-        remedy = "give another model: none of the settings here describes this one"
-        raise UserError(Problem(f"{key} in {path}", value, rule, remedy)) from refused
+    records = [record for record in gpt_parameters(config) if names is None or record.name in names]
+    return _read(folder, tensors, wanted, records)
 
 
 def _differences(folder: Path, settings: dict[str, Any], config: ModelConfig) -> list[Problem]:
@@ -111,7 +77,7 @@ def _open_files(folder: Path) -> list[Any]:
         try:
             names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         except (OSError, ValueError, KeyError, AttributeError) as error:
-            raise UserError(_folder_problem(index, f"must be an index of safetensors files ({error!r})")) from error
+            raise UserError(folder_problem(index, f"must be an index of safetensors files ({error!r})")) from error
         paths = [folder / Path(name).name for name in sorted(names)]
     elif not single.exists():
         remedy = (
@@ -126,7 +92,7 @@ def _open_files(folder: Path) -> list[Any]:
         try:
             files.append(safe_open(path, framework="pt"))
         except (OSError, SafetensorError) as error:
-            problems.append(_folder_problem(path, f"must be a complete safetensors file ({error})"))
+            problems.append(folder_problem(path, f"must be a complete safetensors file ({error})"))
     if problems:
         raise UserError(problems)
     return files
@@ -139,43 +105,38 @@ def _check_tensors(
     prefix = PREFIX[family]
     present = {name.removeprefix(prefix): (file, name) for file in files for name in file.keys()}  # noqa: SIM118
     shapes = {name: shape for source in wanted.values() for name, shape in source.tensors.items()}
-    problems = [_folder_problem(folder, f"must have the tensor {name}") for name in shapes if name not in present]
+    problems = [folder_problem(folder, f"must have the tensor {name}") for name in shapes if name not in present]
     for name, (file, full_name) in present.items():
         if name not in shapes:
             if not (NOT_WEIGHTS.search(name) or (tied and name == HEAD)):
                 problems.append(
-                    _folder_problem(folder, f"must have no tensors but the model's own, and holds {full_name}")
+                    folder_problem(folder, f"must have no tensors but the model's own, and holds {full_name}")
                 )
             continue
         header = file.get_slice(full_name)
         if tuple(header.get_shape()) != shapes[name]:
             rule = f"{full_name} must have the shape {list(shapes[name])} of config.json, not {header.get_shape()}"
-            problems.append(_folder_problem(folder, rule))
+            problems.append(folder_problem(folder, rule))
         if header.get_dtype() not in FLOATING:
             rule = f"{full_name} must be one of {', '.join(FLOATING)}, not {header.get_dtype()}"
-            problems.append(_folder_problem(folder, rule))
+            problems.append(folder_problem(folder, rule))
     if problems:
         raise UserError(problems)
     return {name: present[name] for name in shapes}
 
 
 def _read(
-    folder: Path, tensors: dict[str, tuple[Any, str]], wanted: dict[str, Source], config: ModelConfig
+    folder: Path, tensors: dict[str, tuple[Any, str]], wanted: dict[str, Source], records: list[ParameterRecord]
 ) -> Iterator[tuple[str, Tensor]]:
     problems = []
-    for record in gpt_parameters(config):
+    for record in records:
         source = wanted[record.name]
         parts = []
         for name in source.tensors:
             file, full_name = tensors[name]
             parts.append(file.get_tensor(full_name))
             if not torch.isfinite(parts[-1]).all():
-                problems.append(_folder_problem(folder, f"must hold finite numbers, unlike {full_name}"))
+                problems.append(folder_problem(folder, f"must hold finite numbers, unlike {full_name}"))
         yield record.name, source.assemble(*parts)
     if problems:
         raise UserError(problems)
-
-
-def _folder_problem(path: Path, rule: str) -> Problem:
-    remedy = "the folder is damaged or incomplete: copy or download it again, or save it again with save_pretrained"
-    return Problem(SETTING, str(path), rule, remedy)

@@ -8,8 +8,8 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
+from megalite.config.families import ARCHITECTURE
 from megalite.config.schema import Config, DataConfig
-from megalite.hf.families import ARCHITECTURE
 from megalite.model.flops import parameter_count
 
 Rows = list[tuple[str, str]]

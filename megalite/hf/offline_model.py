@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from megalite.config.problems import Problem, UserError
-from megalite.data.hub import go_offline
+from megalite.data.offline import go_offline
+from megalite.errors.problems import Problem, UserError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 

@@ -19,13 +19,14 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megalite.config.schema import ModelConfig
-from megalite.model.causal_attention import MAX_LENGTH, causal_attention
+from megalite.kernels.causal_attention import MAX_LENGTH, causal_attention
+from megalite.kernels.dropout import DropoutKey, hash_dropout
+from megalite.kernels.rotate import rotate
 from megalite.model.norm import RMSNorm
 from megalite.model.parameters import GROUPS
 from megalite.model.placement import Placement
-from megalite.model.rotary import rotate
+from megalite.model.recompute import checkpoint_without_output
 from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megalite.tensor_parallel.recompute import chain
 
 FASTEST_FIRST = [  # on Hopper cuDNN runs at 1.7 to 2.3 times flash, torch's own first choice
     SDPBackend.CUDNN_ATTENTION,
@@ -44,19 +45,13 @@ class AttentionInputs:
 
 
 @contextmanager
-def attention_backends(device: torch.device, dropout: float) -> Iterator[None]:
+def attention_backends(device: torch.device) -> Iterator[None]:
     """Ask for CUDA's attention kernels in order of speed."""
     if device.type != "cuda":
         yield
         return
-    with sdpa_kernel(fastest_first(dropout), set_priority=True):
+    with sdpa_kernel(FASTEST_FIRST, set_priority=True):
         yield
-
-
-def fastest_first(dropout: float) -> list[SDPBackend]:
-    """Some of cuDNN's kernels round the probability of dropout to sixteenths; torch 2.11 lets them, later ones refuse
-    (https://github.com/pytorch/pytorch/pull/174245)."""
-    return FASTEST_FIRST if (16 * dropout).is_integer() else FASTEST_FIRST[1:]
 
 
 def document_mask(documents: Tensor, dtype: torch.dtype) -> Tensor:
@@ -86,37 +81,55 @@ class Attention(nn.Module):
         self.key_norm = RMSNorm(d, config.norm_eps, place.dtype, place.device) if config.qk_norm else None
         self.out = RowParallelLinear(config.hidden_size, heads * d, bias=config.bias, **place.of_layers)
 
-    def forward(self, x: Tensor, inputs: AttentionInputs) -> Tensor:
-        """[s, b, h] -> [s, b, h], with sequence parallelism [s/t, b, h] -> [s/t, b, h]"""
+    def forward(self, x: Tensor, inputs: AttentionInputs, dropped: DropoutKey | None = None) -> Tensor:
+        """[s, b, h] -> [s, b, h], with sequence parallelism [s/t, b, h] -> [s/t, b, h]. `dropped`: of probabilities."""
         qkv = self.qkv(x).unflatten(-1, self.group_shape)  # [s, b, groups, q_per_kv + 2, d]
-        dropout = self.dropout if self.training else 0.0
-        core = partial(self._core, inputs=inputs, dropout=dropout)
-        backends = partial(attention_backends, self.device, dropout)
-        return chain(core, self.out, qkv, rebuild=self.recompute, random=dropout > 0, around=backends)
+        core = partial(self._core, inputs=inputs, dropped=dropped)
+        backends = partial(attention_backends, self.device)
+        return checkpoint_without_output(core, self.out, qkv, recompute=self.recompute, around=backends)
 
-    def _core(self, qkv: Tensor, inputs: AttentionInputs, dropout: float) -> Tensor:
+    def _core(self, qkv: Tensor, inputs: AttentionInputs, dropped: DropoutKey | None) -> Tensor:
         """[s, b, groups, q_per_kv + 2, d] -> [s, b, heads * d]: norms, rotation and attention."""
         if self.query_norm is not None and self.key_norm is not None:
             queries, keys, values = self._split(qkv)
             qkv = torch.cat((self.query_norm(queries), self.key_norm(keys), values), dim=3)
         rotation = inputs.rotation
-        by_blocks = qkv.device.type == "cpu" and inputs.mask is None and dropout == 0.0 and len(qkv) <= MAX_LENGTH
+        by_blocks = qkv.device.type == "cpu" and inputs.mask is None and dropped is None and len(qkv) <= MAX_LENGTH
         # A compiler makes one kernel of the rotation, and cannot trace its pieces.
         if rotation is not None and (not by_blocks or torch.compiler.is_compiling()):
             qkv, rotation = rotate(qkv, *rotation), None
         if by_blocks:
             return causal_attention(qkv, rotation)
-        return self._attend(qkv, inputs.mask, dropout)
+        # Torch's kernels count as random, also without dropout. For a rebuild compiled code keeps the CPU generator's
+        # state, and torch 2.13 then checks a main gradient for changes, which are what it is there for.
+        rebuilt_by_compiler = self.recompute and torch.compiler.is_compiling() and qkv.device.type == "cpu"
+        if dropped is not None or rebuilt_by_compiler:
+            return self._attend_plainly(qkv, inputs.mask, dropped)
+        return self._attend(qkv, inputs.mask)
 
-    def _attend(self, qkv: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
+    def _attend(self, qkv: Tensor, mask: Tensor | None) -> Tensor:
         """[s, b, groups, q_per_kv + 2, d] -> [s, b, heads * d] by torch's fused kernels."""
         queries, keys, values = (
             part.flatten(2, 3).permute(1, 2, 0, 3) for part in self._split(qkv)
         )  # [b, heads, s, d]
         out = F.scaled_dot_product_attention(
-            queries, keys, values, mask, dropout, is_causal=mask is None, enable_gqa=queries.shape[1] != keys.shape[1]
+            queries, keys, values, mask, is_causal=mask is None, enable_gqa=queries.shape[1] != keys.shape[1]
         )
         return out.permute(2, 0, 1, 3).flatten(2)
+
+    def _attend_plainly(self, qkv: Tensor, mask: Tensor | None, dropped: DropoutKey | None) -> Tensor:
+        """The same by plain products, with dropout on the probabilities: torch's fused kernels draw masks of their own,
+        which depend on the layout. Keeps the probabilities, [b, heads, s, s]."""
+        s, d = len(qkv), qkv.shape[-1]
+        queries, keys, values = (part.permute(1, 2, 3, 0, 4) for part in self._split(qkv))  # [b, groups, heads, s, d]
+        if mask is None:
+            mask = torch.full((s, s), float("-inf"), dtype=qkv.dtype, device=qkv.device).triu(1)
+        else:
+            mask = mask.unsqueeze(1)
+        scores = (queries * d**-0.5) @ keys.transpose(-1, -2) + mask  # [b, groups, q_per_kv, s, s]
+        probabilities = torch.softmax(scores, dim=-1).flatten(1, 2)
+        kept = probabilities if dropped is None else hash_dropout(probabilities, self.dropout, dropped)
+        return (kept.view(scores.shape) @ values).permute(3, 0, 1, 2, 4).flatten(2)
 
     def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [s, b, groups, q_per_kv, d], keys and values [s, b, groups, 1, d]."""

@@ -1,6 +1,6 @@
 """One transformer block, pre-norm: x + attention(norm(x)), then x + mlp(norm(x)).
 
-A pure function of its inputs, parameters and the random generator, so that it compiles whole (`fullgraph`) and can be
+A pure function of its inputs and parameters, so that it compiles whole (`fullgraph`) and can be
 recomputed in backward.
 """
 
@@ -11,19 +11,20 @@ from functools import partial
 from torch import Tensor, nn
 
 from megalite.config.schema import ModelConfig
+from megalite.kernels.dropout import DropoutKey, hash_dropout
 from megalite.model.attention import Attention, AttentionInputs
 from megalite.model.mlp import build_mlp
 from megalite.model.norm import build_norm
 from megalite.model.placement import Placement
-from megalite.tensor_parallel.dropout import DropoutKey, hash_dropout
-from megalite.tensor_parallel.recompute import chain
+from megalite.model.recompute import checkpoint_without_output
 
 
 @dataclass(frozen=True)
 class BlockInputs:
-    """What a block needs besides activations. The keys of residual dropout are None where nothing is dropped."""
+    """What a block needs besides activations. The keys of dropout are None where nothing is dropped."""
 
     attention: AttentionInputs
+    probability_dropout: DropoutKey | None = None
     attention_dropout: DropoutKey | None = None
     mlp_dropout: DropoutKey | None = None
 
@@ -43,10 +44,10 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, inputs: BlockInputs) -> Tensor:
         """[s, b, h] -> [s, b, h], with sequence parallelism [s/t, b, h] -> [s/t, b, h]"""
-        attention = partial(self.attention, inputs=inputs.attention)
-        y = chain(self.attention_norm, attention, x, rebuild=self.recompute_norms)
+        attention = partial(self.attention, inputs=inputs.attention, dropped=inputs.probability_dropout)
+        y = checkpoint_without_output(self.attention_norm, attention, x, recompute=self.recompute_norms)
         x = x + self._drop(y, inputs.attention_dropout)
-        y = chain(self.mlp_norm, self.mlp, x, rebuild=self.recompute_norms)
+        y = checkpoint_without_output(self.mlp_norm, self.mlp, x, recompute=self.recompute_norms)
         return x + self._drop(y, inputs.mlp_dropout)
 
     def _drop(self, x: Tensor, key: DropoutKey | None) -> Tensor:

@@ -6,7 +6,7 @@ created without values, which come from start values, an import or a checkpoint.
 recomputed block (the choice of attention kernel, the seeding of dropout) happens here, at each block's entry.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,30 +15,31 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megalite.config.schema import ModelConfig
+from megalite.config.schema import Config
 from megalite.data.batch import Batch
+from megalite.kernels.dropout import DropoutKey, DropoutStreams, hash_dropout
+from megalite.kernels.pieces import statistics_dtype
+from megalite.layout.stages import StageLayers
 from megalite.model.attention import AttentionInputs, attention_backends, document_mask
 from megalite.model.block import Block, BlockInputs
-from megalite.model.dropout import seed_attention_dropout
 from megalite.model.embedding import Embedding, Table
 from megalite.model.loss import linear_cross_entropy
-from megalite.model.norm import build_norm, statistics_dtype
+from megalite.model.norm import build_norm
 from megalite.model.parameters import padded_vocabulary, vocabulary_rows
 from megalite.model.placement import Placement
 from megalite.model.rotary import rotary_frequencies, rotary_tables
 from megalite.tensor_parallel.collectives import TensorGroup
 from megalite.tensor_parallel.deferred import DeferredWork
-from megalite.tensor_parallel.dropout import DropoutKey, DropoutStreams, hash_dropout
 from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megalite.tensor_parallel.linear import linear
 from megalite.tensor_parallel.mappings import gather_from_sequence_parallel, gather_from_tensor_parallel
 
 
 class GPT(nn.Module):
-    """Layers `layers` of the model, maybe none.
+    """One stage of the model, by default all of it. `config` is resolved.
 
-    `embeds`: tokens enter here (default: where the first layer is). `has_loss`: final norm, head (if tied, a copy of
-    the word embedding) and loss are here (default: where the last layer is).
+    `stage` says which layers are here, maybe none, whether tokens enter here, and whether final norm, head (if tied, a
+    copy of the word embedding) and loss are here. With `tp` it holds this rank's shard of every layer.
     """
 
     embedding: Embedding
@@ -47,53 +48,46 @@ class GPT(nn.Module):
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: Config,
         *,
         dtype: torch.dtype,
         device: torch.device,
-        seed: int,
-        recompute: str = "none",
-        recompute_layers: int | None = None,
-        recompute_modules: Collection[str] = ("attention",),
-        compile: bool = False,
-        layers: range | None = None,
-        embeds: bool | None = None,
-        has_loss: bool | None = None,
+        stage: StageLayers | None = None,
         tp: TensorGroup | None = None,
-        sequence_parallel: bool = False,
-        label_smoothing: float = 0.0,
-        z_loss: float = 0.0,
     ) -> None:
         super().__init__()
-        layers = range(config.num_layers) if layers is None else layers
-        place = Placement(dtype, device, tp, sequence_parallel and tp is not None)
-        self.config, self.dtype, self.device, self.place = config, dtype, device, place
-        self.seed, self.recomputed = seed, range(0)  # layers whose blocks backward computes again
-        if recompute == "full":
-            self.recomputed = range(config.num_layers if recompute_layers is None else recompute_layers)
-        modules = recompute_modules if recompute == "selective" else ()
-        self.label_smoothing, self.z_loss, self.compiled = label_smoothing, z_loss, compile
-        self.embeds = layers.start == 0 if embeds is None else embeds
-        self.has_loss = layers.stop == config.num_layers if has_loss is None else has_loss
-        if self.embeds or (self.has_loss and config.tie_embeddings):
-            positions = self.embeds and config.position == "learned"
-            self.embedding = Embedding(config, place, positions=positions)
-        self.blocks = nn.ModuleDict({str(layer): Block(config, place, modules) for layer in layers})
+        model, train = config.model, config.train
+        assert train.compile is not None, "train.compile is derived before the model is built"
+        layers = range(model.num_layers) if stage is None else stage.layers
+        place = Placement(dtype, device, tp, bool(config.parallel.sequence_parallel) and tp is not None)
+        self.config, self.dtype, self.device, self.place = model, dtype, device, place
+        self.recomputed = range(0)  # layers whose blocks backward computes again
+        if train.recompute == "full":
+            self.recomputed = range(model.num_layers if train.recompute_layers is None else train.recompute_layers)
+        modules = train.recompute_modules if train.recompute == "selective" else ()
+        self.label_smoothing, self.z_loss, self.compiled = train.label_smoothing, train.z_loss, train.compile
+        self.embeds = stage is None or stage.embedding
+        self.has_loss = stage is None or stage.loss
+        if self.embeds or (self.has_loss and model.tie_embeddings):
+            positions = self.embeds and model.position == "learned"
+            self.embedding = Embedding(model, place, positions=positions)
+        self.blocks = nn.ModuleDict({str(layer): Block(model, place, modules) for layer in layers})
         if self.has_loss:
-            self.final_norm = build_norm(config, dtype, device)
-            if not config.tie_embeddings:
-                rows = vocabulary_rows(config, tp.size, tp.index) if tp else padded_vocabulary(config)
-                self.head = Table(rows, config.hidden_size, place)
+            self.final_norm = build_norm(model, dtype, device)
+            if not model.tie_embeddings:
+                rows = vocabulary_rows(model, tp.size, tp.index) if tp else padded_vocabulary(model)
+                self.head = Table(rows, model.hidden_size, place)
         streams: list[tuple[int | str, ...]] = [(layer, part) for layer in layers for part in ("attention", "mlp")]
         streams += [("embedding",)] if self.embeds else []
-        self.dropout_streams = DropoutStreams(seed, streams, config.hidden_size, device)
-        if config.position == "rope":
-            frequencies = rotary_frequencies(config).to(device, statistics_dtype(dtype))
+        self.dropout_streams = DropoutStreams(config.seed, streams, device)
+        self.attention_streams = DropoutStreams(config.seed, [(layer, "probabilities") for layer in layers], device)
+        if model.position == "rope":
+            frequencies = rotary_frequencies(model).to(device, statistics_dtype(dtype))
             self.register_buffer("frequencies", frequencies, persistent=False)
-        self._sinks: dict[str, Tensor] = {}
+        self._main_grads: dict[str, Tensor] = {}
         self.before_use: Callable[[str], None] = lambda part: None  # called before parameters of a part are read
-        self.deferred = DeferredWork()  # products into the sinks of linear layers, of a backward that it collects
-        if compile:
+        self.deferred = DeferredWork()  # weight gradients of linear layers, of a backward that it collects
+        if self.compiled:
             # Reordering for memory, inductor would finish each collective before it starts the next product.
             options = None if tp is None else {"reorder_for_peak_memory": False}
             for block in self.blocks.values():
@@ -104,22 +98,23 @@ class GPT(nn.Module):
                     layer.deferred = self.deferred
 
     @property
-    def sunk_parameters(self) -> list[str]:
+    def main_grad_parameters(self) -> list[str]:
         """Parameters whose gradient backward can add straight into a buffer: all matrices and the word embedding."""
-        return [name for name, _ in self.named_parameters() if name == "head.weight" or self._sink_owner(name)]
+        return [name for name, _ in self.named_parameters() if name == "head.weight" or self._main_grad_owner(name)]
 
-    def gradient_sinks(self, sinks: Mapping[str, Tensor]) -> None:
+    def set_main_grads(self, main_grads: Mapping[str, Tensor]) -> None:
         """From now on add gradients of these parameters to the given fp32 (fp64) tensors of their shape."""
-        assert set(sinks) <= set(self.sunk_parameters), sinks.keys()
-        self._sinks = dict(sinks)
-        for name, sink in sinks.items():
-            if (owner := self._sink_owner(name)) is not None:
-                owner.grad_sink = sink.view(-1, sink.shape[-1])  # [outputs, inputs], as the product that is added to it
+        assert set(main_grads) <= set(self.main_grad_parameters), main_grads.keys()
+        self._main_grads = dict(main_grads)
+        for name, main_grad in main_grads.items():
+            if (owner := self._main_grad_owner(name)) is not None:
+                # [outputs, inputs], as the product that is added to it
+                owner.main_grad = main_grad.view(-1, main_grad.shape[-1])
 
-    def _sink_owner(self, name: str) -> Any:
-        """The layer that fills the sink of the parameter called `name`, if one does."""
+    def _main_grad_owner(self, name: str) -> Any:
+        """The layer that fills the main gradient of the parameter called `name`, if one does."""
         owner = self.get_submodule(name.rpartition(".")[0])
-        return owner if name.endswith(".weight") and hasattr(owner, "grad_sink") else None
+        return owner if name.endswith(".weight") and hasattr(owner, "main_grad") else None
 
     def activation_shape(self, batch: Batch) -> tuple[int, int, int]:
         """Of what stages send each other for the microbatch: [s, b, h], with sequence parallelism [s/t, b, h]."""
@@ -158,7 +153,7 @@ class GPT(nn.Module):
             scale,
             vocab_size=self._vocab_size,
             chunk_tokens=self.config.loss_chunk_tokens,
-            grad_sink=self._sinks.get(name),
+            main_grad=self._main_grads.get(name),
             group=self.place.tp,
             padded_vocab=padded_vocabulary(self.config),
             sequence_parallel=self.place.sequence_parallel,
@@ -201,8 +196,19 @@ class GPT(nn.Module):
         length, b, _ = self.activation_shape(batch)
         part = self.place.tp.index if self.place.tp is not None and self.place.sequence_parallel else 0
         positions = torch.arange(length, device=self.device) + part * length  # in the sample
-        keys = self.dropout_streams.keys(batch.first_sample + torch.arange(b, device=self.device), positions)
+        samples = batch.first_sample + torch.arange(b, device=self.device)
+        keys = self.dropout_streams.keys(samples, positions, self.config.hidden_size)
         return keys if self.config.dropout else {at: key for at, key in keys.items() if at == ("embedding",)}
+
+    def _attention_keys(self, batch: Batch) -> Mapping[tuple[int | str, ...], DropoutKey]:
+        """By stream, what dropout of the probabilities of this microbatch needs; empty where nothing is dropped."""
+        if not (self.training and self.config.attention_dropout):
+            return {}
+        ranks, index = (1, 0) if self.place.tp is None else (self.place.tp.size, self.place.tp.index)
+        (b, s), heads = batch.tokens.shape, self.config.num_attention_heads // ranks  # neighbours, on every rank
+        number = partial(torch.arange, device=self.device)
+        samples, mine = batch.first_sample + number(b), index * heads + number(heads)
+        return self.attention_streams.attention_keys(samples, mine, number(s))
 
     def _attention_inputs(self, batch: Batch) -> AttentionInputs:
         """Rotary tables and document mask, built once for all layers."""
@@ -213,25 +219,22 @@ class GPT(nn.Module):
         return AttentionInputs(rotation, mask)
 
     def _run_blocks(self, x: Tensor, batch: Batch, keys: Mapping[tuple[int | str, ...], DropoutKey]) -> Tensor:
-        attention = self._attention_inputs(batch)
+        attention, dropped = self._attention_inputs(batch), self._attention_keys(batch)
         for name, block in self.blocks.items():
             layer = int(name)
             self.before_use(f"blocks.{name}")
-            inputs = BlockInputs(attention, keys.get((layer, "attention")), keys.get((layer, "mlp")))
-            run = partial(self._run_block, block, layer, batch.first_sample)
+            residual = (keys.get((layer, part)) for part in ("attention", "mlp"))
+            inputs = BlockInputs(attention, dropped.get((layer, "probabilities")), *residual)
+            run = partial(self._run_block, block)
             if layer in self.recomputed and torch.is_grad_enabled():
                 x = checkpoint(run, x, inputs, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = run(x, inputs)
         return x
 
-    def _run_block(self, block: nn.Module, layer: int, first_sample: int, x: Tensor, inputs: BlockInputs) -> Tensor:
+    def _run_block(self, block: nn.Module, x: Tensor, inputs: BlockInputs) -> Tensor:
         """One block and all that must happen anew when backward recomputes it."""
-        attention_dropout = (self.config.attention_dropout or 0.0) if self.training else 0.0
-        if attention_dropout:
-            tp_index = 0 if self.place.tp is None else self.place.tp.index
-            seed_attention_dropout(self.seed, first_sample, layer, tp_index, self.device)
-        with attention_backends(self.device, attention_dropout):
+        with attention_backends(self.device):
             out: Tensor = block(x, inputs)
         return out
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from megalite.parallel.parameters import ParameterRecord, shard
+from megalite.layout.parameters import ParameterRecord, shard
 
 TILE = 256
 

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megalite.kernels.pieces import statistics_dtype
+from megalite.kernels.products import add_transposed_product
 from megalite.tensor_parallel.collectives import (
     TensorGroup,
     finish,
@@ -23,8 +25,7 @@ from megalite.tensor_parallel.collectives import (
     start_all_reduce,
     start_reduce_scatter,
 )
-from megalite.tensor_parallel.cross_entropy import TokenLoss, softmax, statistics_dtype, work_buffers
-from megalite.tensor_parallel.linear import add_transposed_product
+from megalite.tensor_parallel.cross_entropy import TokenLoss, softmax, work_buffers
 
 T = TypeVar("T")
 
@@ -44,7 +45,7 @@ def linear_cross_entropy(
     *,
     vocab_size: int,
     chunk_tokens: int | None = None,
-    grad_sink: Tensor | None = None,
+    main_grad: Tensor | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     group: TensorGroup | None = None,
@@ -61,7 +62,7 @@ def linear_cross_entropy(
     else is the same on every rank, gradient of hidden and returned value (bit for bit) included. With
     `sequence_parallel` hidden, and its gradient, is the rank's rows [i * n / t, (i + 1) * n / t) alone.
 
-    With `grad_sink` (fp32 or fp64, like weight) the gradient of the weight is added to it in this very call, if
+    With `main_grad` (fp32 or fp64, like weight) the gradient of the weight is added to it in this very call, if
     gradients are enabled and the weight requires one, and autograd returns none for the weight. That is right only
     where the returned value itself is the root of backward, with an upstream gradient of one: factors go into `scale`.
 
@@ -88,7 +89,7 @@ def linear_cross_entropy(
     chunk = max(1, min(n, chunk_tokens or _default_chunk(weight, padded_vocab, group)))
     task = _Task(labels, loss_mask, scale, token_loss, chunk, sequence_parallel, compile)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-        loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, task, grad_sink)
+        loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, task, main_grad)
         return loss
     return _Sweep(task, hidden, weight, None, wants_hidden=False).run()
 
@@ -119,14 +120,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """Loss and both gradients in one sweep over the chunks; backward multiplies by the upstream gradient."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, task: _Task, grad_sink: Tensor | None) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, task: _Task, main_grad: Tensor | None) -> Tensor:
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         weight_grad = None
-        if wants_weight and grad_sink is None:
+        if wants_weight and main_grad is None:
             weight_grad = torch.zeros_like(weight, dtype=statistics_dtype(weight.dtype))  # chunks add up in fp32
-        sink = grad_sink if wants_weight and grad_sink is not None else weight_grad
+        main_grad = main_grad if wants_weight and main_grad is not None else weight_grad
 
-        sweep = _Sweep(task, hidden, weight, sink, wants_hidden=wants_hidden)
+        sweep = _Sweep(task, hidden, weight, main_grad, wants_hidden=wants_hidden)
         loss = sweep.run()
         ctx.save_for_backward(sweep.hidden_grad, None if weight_grad is None else weight_grad.to(weight.dtype))
         return loss

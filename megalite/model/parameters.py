@@ -12,7 +12,7 @@ from dataclasses import replace
 from math import sqrt
 
 from megalite.config.schema import ModelConfig
-from megalite.parallel.parameters import Group, ParameterRecord, Split, shard_of
+from megalite.layout.parameters import Group, ParameterRecord, Split, shard_of
 
 Groups = tuple[Group, ...]
 

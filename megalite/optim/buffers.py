@@ -12,7 +12,7 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from megalite.optim.buffer_layout import BufferLayout, BufferSlot, OwnedRange, SliceRange
+from megalite.layout.buffer_layout import BufferLayout, BufferSlot, OwnedRange, SliceRange
 
 
 class TrainingBuffers:
@@ -69,14 +69,14 @@ class TrainingBuffers:
         """The sum of this rank's own gradients, in the shard's shape; after the sync only slices are of use."""
         return _view(self._gradients[self.layout.buckets[number].buffer], slot)
 
-    def attach(self, *chunks: nn.Module, sunk: Iterable[str] = ()) -> dict[str, Tensor]:
+    def attach(self, *chunks: nn.Module, with_main_grad: Iterable[str] = ()) -> dict[str, Tensor]:
         """Make the parameters of all chunks of the model views of their buffer and add up their gradients in the other.
 
-        The gradients of parameters named in `sunk` are accumulated by the model itself; the returned tensors, by name,
-        are where to. A parameter that wants no gradient is frozen: nothing changes it.
+        The model itself accumulates the gradients of the parameters named in `with_main_grad`, in the tensors that are
+        returned by name. A parameter that wants no gradient is frozen: nothing changes it.
         """
-        own = set(sunk)
-        sinks = {}
+        own = set(with_main_grad)
+        main_grads = {}
         parameters = {name: parameter for chunk in chunks for name, parameter in chunk.named_parameters()}
         names = [slot.record.name for slot in self.layout.slots]
         assert sorted(parameters) == sorted(names), set(parameters) ^ set(names)
@@ -89,10 +89,10 @@ class TrainingBuffers:
                 if not parameter.requires_grad:
                     self.frozen.add(name)
                 elif name in own:
-                    sinks[name] = total
+                    main_grads[name] = total
                 else:
                     _add_up(parameter, total)
-        return sinks
+        return main_grads
 
     def start_step(self) -> None:
         """Forget the gradients of the step before."""

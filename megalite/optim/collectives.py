@@ -3,7 +3,7 @@
 Whoever syncs gradients or gathers parameters sees three functions and no backend. Each starts a transfer and returns at
 once; `wait` ends it. What holds on all backends: the result depends on the ranks' numbers alone, never on timing; ranks
 that receive the same part receive the same bits; what travels is what `bytes_sent` says. Beside the tensor a transfer
-takes at most STAGING_BYTES on gloo, and on NCCL one copy in `wire`, if that is another dtype.
+takes at most STAGING_BYTES on gloo, and on NCCL one copy in `comm_dtype`, if that is another dtype.
 
 What callers owe: the ranks of a group start the same transfers in the same order, and wait for sums in the same order
 (for gathers in any); other collectives of the group may come in between, at the same place on all ranks. Nobody touches
@@ -43,31 +43,31 @@ class Pending(Protocol):
         """Return once the result may be used: on CUDA, by what is issued next on the current stream."""
 
 
-def start_reduce_scatter(bucket: Tensor, group: dist.ProcessGroup, *, wire: torch.dtype) -> Pending:
+def start_reduce_scatter(bucket: Tensor, group: dist.ProcessGroup, *, comm_dtype: torch.dtype) -> Pending:
     """Rank i's slice [i*B/n, (i+1)*B/n) of `bucket` [B] becomes the sum of that slice over the n ranks.
 
-    The rest of the bucket may hold anything afterwards. `wire` is the dtype that travels: the bucket's, or a float of
-    at most half its size. Then gloo adds in the bucket's dtype (a rank's own term unrounded), NCCL in `wire`.
+    The rest of the bucket may hold anything afterwards. `comm_dtype` is the dtype that travels: the bucket's or a float
+    of at most half its size. Then gloo adds in the bucket's dtype (a rank's own term unrounded), NCCL in `comm_dtype`.
     """
-    _check(bucket, group, wire)
+    _check(bucket, group, comm_dtype)
     slices = bucket.chunk(group.size())
     if _is_gloo(group):
-        return _Sum(slices, group, wire)
-    carried = bucket.to(wire)
+        return _Sum(slices, group, comm_dtype)
+    carried = bucket.to(comm_dtype)
     part = carried.chunk(group.size())[group.rank()]
     work = group._reduce_scatter_base(part, carried, dist.ReduceScatterOptions())
     return _Collective(work, part, slices[group.rank()])
 
 
-def start_all_reduce(tensor: Tensor, group: dist.ProcessGroup, *, wire: torch.dtype) -> Pending:
+def start_all_reduce(tensor: Tensor, group: dist.ProcessGroup, *, comm_dtype: torch.dtype) -> Pending:
     """`tensor` [B] becomes its sum over the ranks. B need not be a multiple of n.
 
-    With a `wire` other than the tensor's dtype (see start_reduce_scatter) the sum, too, is rounded to it.
+    With a `comm_dtype` other than the tensor's dtype (see start_reduce_scatter) the sum, too, is rounded to it.
     """
-    _check(tensor, group, wire, even=False)
-    if _is_gloo(group) and (wire != tensor.dtype or wire.itemsize < 4):
-        return _SumEverywhere(tensor, group, wire)
-    carried = tensor.to(wire)
+    _check(tensor, group, comm_dtype, even=False)
+    if _is_gloo(group) and (comm_dtype != tensor.dtype or comm_dtype.itemsize < 4):
+        return _SumEverywhere(tensor, group, comm_dtype)
+    carried = tensor.to(comm_dtype)
     return _Collective(group.allreduce([carried]), carried, tensor)
 
 
@@ -81,22 +81,22 @@ def start_all_gather(bucket: Tensor, group: dist.ProcessGroup) -> Pending:
 
 
 def bytes_sent(
-    transfer: Literal["reduce_scatter", "all_reduce", "all_gather"], elements: int, ranks: int, wire: torch.dtype
+    transfer: Literal["reduce_scatter", "all_reduce", "all_gather"], elements: int, ranks: int, comm_dtype: torch.dtype
 ) -> int:
     """What each of `ranks` ranks sends for a tensor of so many elements, a multiple of `ranks`.
 
     On gloo that is exact but for the headers, a hundred bytes or so per message; on NCCL it is what a ring takes.
     """
     rounds = 2 if transfer == "all_reduce" else 1
-    return rounds * (ranks - 1) * (elements // ranks) * wire.itemsize
+    return rounds * (ranks - 1) * (elements // ranks) * comm_dtype.itemsize
 
 
-def _check(tensor: Tensor, group: dist.ProcessGroup, wire: torch.dtype, *, even: bool = True) -> None:
+def _check(tensor: Tensor, group: dist.ProcessGroup, comm_dtype: torch.dtype, *, even: bool = True) -> None:
     assert tensor.dim() == 1
     assert tensor.is_contiguous()
     assert not (even and tensor.numel() % group.size()), f"{tensor.numel()} elements on {group.size()} ranks"
-    narrower = wire.is_floating_point and 2 * wire.itemsize <= tensor.dtype.itemsize
-    assert wire == tensor.dtype or narrower, f"{tensor.dtype} cannot travel as {wire}"
+    narrower = comm_dtype.is_floating_point and 2 * comm_dtype.itemsize <= tensor.dtype.itemsize
+    assert comm_dtype == tensor.dtype or narrower, f"{tensor.dtype} cannot travel as {comm_dtype}"
     assert tensor.is_cpu or not _is_gloo(group)
 
 
@@ -164,18 +164,19 @@ class _Sum:
     send meets the k-th receive.
     """
 
-    def __init__(self, slices: Sequence[Tensor], group: dist.ProcessGroup, wire: torch.dtype) -> None:
+    def __init__(self, slices: Sequence[Tensor], group: dist.ProcessGroup, comm_dtype: torch.dtype) -> None:
         self._slices, self._group = slices, group
         self._rank, self._peers = group.rank(), _peers(group)
         own, longest = slices[self._rank], max(part.numel() for part in slices)
-        narrowed = wire != own.dtype
-        room_per_element = (1 + narrowed) * WINDOW * len(self._peers) * wire.itemsize + own.itemsize  # the last: to add
-        self._chunk = max(1, min(longest, CHUNK_BYTES // wire.itemsize, STAGING_BYTES // room_per_element))
+        narrowed = comm_dtype != own.dtype
+        sent_per_element = (1 + narrowed) * WINDOW * len(self._peers) * comm_dtype.itemsize
+        room_per_element = sent_per_element + own.itemsize  # the last: to add
+        self._chunk = max(1, min(longest, CHUNK_BYTES // comm_dtype.itemsize, STAGING_BYTES // room_per_element))
         self._steps = -(-longest // self._chunk) if self._peers else 0
         self._window = min(WINDOW, self._steps)
         room = (self._window, len(self._peers), self._chunk)
-        self._arrived = torch.empty(room, dtype=wire)
-        self._narrowed = torch.empty(room, dtype=wire) if narrowed else None
+        self._arrived = torch.empty(room, dtype=comm_dtype)
+        self._narrowed = torch.empty(room, dtype=comm_dtype) if narrowed else None
         self._under_way: deque[tuple[int, list[dist.Work], list[dist.Work]]] = deque()
         for step in range(self._window):
             self._post(step)
@@ -220,16 +221,16 @@ class _Sum:
 
 
 class _SumEverywhere:
-    """Each rank sums one slice of the tensor, rounds it to `wire` and sends it to all others."""
+    """Each rank sums one slice of the tensor, rounds it to `comm_dtype` and sends it to all others."""
 
-    def __init__(self, tensor: Tensor, group: dist.ProcessGroup, wire: torch.dtype) -> None:
-        self._tensor, self._group, self._wire = tensor, group, wire
-        self._sum = _Sum(tensor.tensor_split(group.size()), group, wire)
+    def __init__(self, tensor: Tensor, group: dist.ProcessGroup, comm_dtype: torch.dtype) -> None:
+        self._tensor, self._group, self._comm_dtype = tensor, group, comm_dtype
+        self._sum = _Sum(tensor.tensor_split(group.size()), group, comm_dtype)
 
     def wait(self) -> None:
         self._sum.wait()
         del self._sum  # what it took beside the tensor is free for what follows
-        if self._wire == self._tensor.dtype:
+        if self._comm_dtype == self._tensor.dtype:
             _Gather(self._tensor.tensor_split(self._group.size()), self._group).wait()
         else:
             self._gather_rounded()
@@ -240,11 +241,11 @@ class _SumEverywhere:
         No element there ends before the one of the same number in the tensor does. So copying to there from the last
         to the first, and back from the first to the last, piece by piece, overwrites nothing still to be copied.
         """
-        carried = self._tensor.view(self._wire)[-self._tensor.numel() :]
+        carried = self._tensor.view(self._comm_dtype)[-self._tensor.numel() :]
         own, mine = (whole.tensor_split(self._group.size())[self._group.rank()] for whole in (self._tensor, carried))
         piece = CHUNK_BYTES // self._tensor.itemsize
         for start in reversed(range(0, own.numel(), piece)):
-            mine[start : start + piece] = own[start : start + piece].to(self._wire)
+            mine[start : start + piece] = own[start : start + piece].to(self._comm_dtype)
         _Gather(carried.tensor_split(self._group.size()), self._group).wait()
         for start in range(0, carried.numel(), piece):
             self._tensor[start : start + piece] = carried[start : start + piece].clone()

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 
-from megalite.optim.buffer_layout import Kind
+from megalite.layout.buffer_layout import Kind
 from megalite.optim.buffers import TrainingBuffers
 from megalite.optim.collectives import Pending, start_all_reduce, start_reduce_scatter
 from megalite.optim.sharing import Sharing
@@ -24,8 +24,8 @@ Later = Callable[[Callable[[], None]], None]  # does what it is given, now or in
 class GradientSync:
     """Turns the gradient buckets of all ranks into sums, of which each rank has its slices (`buffers.gradients`).
 
-    `chunks` are the parts of the model that the rank holds; each has a last backward pass of its own in a step. `wire`
-    is the dtype that travels. Without `overlap` everything happens in `finish`, to the same bits.
+    `chunks` are the parts of the model that the rank holds; each has a last backward pass of its own in a step.
+    `comm_dtype` is the dtype that travels. Without `overlap` everything happens in `finish`, to the same bits.
     """
 
     def __init__(
@@ -34,12 +34,12 @@ class GradientSync:
         chunks: Sequence[nn.Module],
         sharing: Mapping[Kind, Sharing],
         *,
-        wire: torch.dtype,
+        comm_dtype: torch.dtype,
         overlap: bool = True,
     ) -> None:
         self._buffers = buffers
         self._sharing = [sharing[bucket.buffer.kind] for bucket in buffers.layout.buckets]
-        self._wire = wire
+        self._comm_dtype = comm_dtype
         self._watched: Counter[int] = Counter()  # by bucket: gradients that backward brings
         self._last: dict[int, Later] = {}  # chunks whose last gradients are coming
         self._started: list[Pending | None] = []
@@ -52,7 +52,7 @@ class GradientSync:
         self._missing = self._all_missing()
 
     def _travels(self, number: int) -> bool:
-        return self._sharing[number].inside is not None or self._sharing[number].across is not None
+        return self._sharing[number].shard_group is not None or self._sharing[number].replicate_group is not None
 
     def _watch(self, parameter: nn.Parameter, chunk: int, number: int) -> None:
         """Learn when the parameter's gradient is complete: its node runs after all its uses, also if a layer has put
@@ -81,24 +81,25 @@ class GradientSync:
         number = len(self._started)
         sharing, bucket = self._sharing[number], self._buffers.gradient_buckets[number]
         pending = None
-        if sharing.inside is not None:
-            pending = start_reduce_scatter(bucket, sharing.inside, wire=self._wire)
-        elif sharing.across is not None:
-            pending = start_all_reduce(bucket, sharing.across, wire=self._wire)
+        if sharing.shard_group is not None:
+            pending = start_reduce_scatter(bucket, sharing.shard_group, comm_dtype=self._comm_dtype)
+        elif sharing.replicate_group is not None:
+            pending = start_all_reduce(bucket, sharing.replicate_group, comm_dtype=self._comm_dtype)
         self._started.append(pending)
 
     def finish(self) -> None:
         """Return when `buffers.gradients` hold the sums over all ranks that hold the same parameters."""
         while len(self._started) < len(self._sharing):
             self._start_next()
-        across: list[Pending] = []
+        replicated: list[Pending] = []
         for number, pending in enumerate(self._started):
             if pending is not None:
                 pending.wait()
             sharing = self._sharing[number]
-            if sharing.inside is not None and sharing.across is not None:
-                across.append(start_all_reduce(self._buffers.gradients[number], sharing.across, wire=self._wire))
-        for pending in across:
+            if sharing.shard_group is not None and sharing.replicate_group is not None:
+                shard, group = self._buffers.gradients[number], sharing.replicate_group
+                replicated.append(start_all_reduce(shard, group, comm_dtype=self._comm_dtype))
+        for pending in replicated:
             pending.wait()
         self._missing, self._started = self._all_missing(), []
         self._last.clear()

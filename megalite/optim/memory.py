@@ -7,10 +7,9 @@ what travels come on top. The sums are those of Megatron-LM's distributed optimi
 second copy; here fp16 sums in fp32, 6 + 12/d.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megalite.optim.buffer_layout import BufferLayout
+from megalite.layout.buffer_layout import BufferLayout
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -28,23 +27,19 @@ class StateBytes:
     def total(self) -> int:
         return self.parameters + self.gradients + self.masters + self.moments
 
-    def per_parameter(self, shards: int) -> float:
-        """Of elements: what a rank keeps for each parameter, where `shards` ranks share masters and moments."""
-        return self.parameters + self.gradients + (self.masters + self.moments) / shards
-
 
 def bytes_of_element(
     precision: str, *, gradient_dtype: str = "fp32", moment_dtype: str = "fp32", master_precision: bool = False
 ) -> StateBytes:
-    """Of one element each, by the settings of these names; fp64 turns fp32 into fp64.
+    """Of one element each, by the settings of these names; fp64 turns fp32 into fp64. `moment_dtype` is the first's.
 
     `master_precision` is for parameters that have the masters' dtype in every precision (`ParameterRecord.precision`).
     """
     assert "fp64" not in (gradient_dtype, moment_dtype)
     wide = "fp64" if precision == "fp64" else "fp32"
     stored = wide if master_precision else precision
-    gradients, moments = (BYTES[wide if dtype == "fp32" else dtype] for dtype in (gradient_dtype, moment_dtype))
-    return StateBytes(BYTES[stored], gradients, 0 if stored == wide else BYTES[wide], 2 * moments)
+    gradients, first = (BYTES[wide if dtype == "fp32" else dtype] for dtype in (gradient_dtype, moment_dtype))
+    return StateBytes(BYTES[stored], gradients, 0 if stored == wide else BYTES[wide], first + BYTES[wide])
 
 
 def bytes_of_rank(
@@ -67,30 +62,3 @@ def bytes_of_rank(
             held.moments + bucket.slice_size * element.moments,
         )
     return held
-
-
-def shards_of(replicas: int, *, zero: int, instances: int) -> int:
-    """How many ranks share the optimizer's state, of `replicas` that hold the same parameters (dp x cp; of experts
-    edp), by the settings `optimizer.zero` and `optimizer.instances`."""
-    return replicas // instances if zero else 1
-
-
-def memory_table(shards: Sequence[int]) -> str:
-    """Bytes per parameter for every precision, in Markdown; a column for each number of ranks that share state."""
-    rows = [
-        ("bf16, fp16", "bf16", "fp32", "fp32"),
-        ("bf16, fp16", "bf16", "fp32", "bf16"),
-        ("bf16", "bf16", "bf16", "fp32"),
-        ("bf16", "bf16", "bf16", "bf16"),
-        ("fp32", "fp32", "fp32", "fp32"),
-        ("fp32", "fp32", "fp32", "bf16"),
-        ("fp64", "fp64", "fp32", "fp32"),
-    ]
-    heads = ["precision", "gradients", "moments", "bytes, d ranks", *(f"d = {number}" for number in shards)]
-    lines = [heads, ["---"] * len(heads)]
-    for name, precision, gradient_dtype, moment_dtype in rows:
-        each = bytes_of_element(precision, gradient_dtype=gradient_dtype, moment_dtype=moment_dtype)
-        formula = f"{each.parameters + each.gradients} + {each.masters + each.moments}/d"
-        dtypes = ("fp64", "fp64") if precision == "fp64" else (gradient_dtype, moment_dtype)
-        lines.append([name, *dtypes, formula, *(f"{each.per_parameter(number):.4g}" for number in shards)])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

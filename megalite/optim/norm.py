@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from megalite.optim.buffer_layout import BufferSlot, Kind, box_ranges
+from megalite.layout.buffer_layout import BufferSlot, Kind, box_ranges
+from megalite.layout.parameters import ShardBox, is_counted
 from megalite.optim.buffers import TrainingBuffers
 from megalite.optim.sharing import Sharing
-from megalite.parallel.parameters import ShardBox, is_counted
 
 NORM_ROW = 4096  # elements
 WIDENED = 64 * NORM_ROW  # elements of a narrow dtype that a CPU widens at once: it would copy all of a part

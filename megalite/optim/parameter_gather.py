@@ -7,7 +7,7 @@ buckets right before it is used (`GPT.before_use`).
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 
-from megalite.optim.buffer_layout import Kind
+from megalite.layout.buffer_layout import Kind
 from megalite.optim.buffers import TrainingBuffers
 from megalite.optim.collectives import Pending, start_all_gather
 from megalite.optim.sharing import Sharing
@@ -29,7 +29,7 @@ class ParameterGather:
     ) -> None:
         self._buffers = buffers
         self._overlap, self._waiting = overlap, waiting
-        self._groups = [sharing[bucket.buffer.kind].inside for bucket in buffers.layout.buckets]
+        self._groups = [sharing[bucket.buffer.kind].shard_group for bucket in buffers.layout.buckets]
         self._pending: dict[int, Pending] = {}  # by bucket
         self._buckets_of: dict[str, list[int]] = {}
         for number, bucket in enumerate(buffers.layout.buckets):

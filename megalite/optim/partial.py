@@ -14,42 +14,34 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalite.optim.buffer_layout import box_ranges
+from megalite.launch.context import ParallelContext
+from megalite.layout.buffer_layout import box_ranges
 from megalite.optim.buffers import TrainingBuffers, ranges_of
-from megalite.parallel.context import ParallelContext
 
 
 @dataclass(frozen=True)
 class PartialGradients:
-    """Views of the gradient slices and the groups over which they are summed; a group is None where it has one rank."""
+    """Views of this rank's gradient slices, of which each rank of `group` has a part of the sum."""
 
-    over_tp: Sequence[Tensor]
-    tp: dist.ProcessGroup | None
-    over_replicas: Sequence[Tensor]
-    replicas: dist.ProcessGroup | None
-    over_stages: Sequence[Tensor]
-    stages: dist.ProcessGroup | None
+    parts: Sequence[Tensor]
+    group: dist.ProcessGroup
 
-    @classmethod
-    def of(cls, buffers: TrainingBuffers, context: ParallelContext) -> "PartialGradients":
-        partial = box_ranges(buffers.owned, lambda slot, _: "tp" in slot.record.partial_over)
-        tied = box_ranges(buffers.owned, lambda slot, _: "embedding" in slot.record.partial_over)
-        shared = box_ranges(buffers.owned, lambda slot, box: slot.record.split is not None and box.replicas > 1)
-        return cls(
-            ranges_of(buffers.gradients, partial),
-            context.group("tp"),
-            ranges_of(buffers.gradients, shared),
-            context.group("kv-replicas"),
-            ranges_of(buffers.gradients, tied),
-            context.group("embedding"),
-        )
+    def all_reduce(self) -> None:
+        """Every part becomes the whole, on all ranks of the group. All of them must call it."""
+        total = torch.cat(list(self.parts))
+        dist.all_reduce(total, group=self.group)
+        for part, whole in zip(self.parts, total.split([len(part) for part in self.parts]), strict=True):
+            part.copy_(whole)
 
-    def sum(self) -> None:
-        """Every part becomes the whole, on all ranks of its group. All of them must call it."""
-        of_tp, of_replicas = (self.over_tp, self.tp), (self.over_replicas, self.replicas)
-        for parts, group in (of_tp, of_replicas, (self.over_stages, self.stages)):
-            if parts and group is not None:
-                total = torch.cat(list(parts))
-                dist.all_reduce(total, group=group)
-                for part, whole in zip(parts, total.split([len(part) for part in parts]), strict=True):
-                    part.copy_(whole)
+
+def partial_gradients(buffers: TrainingBuffers, context: ParallelContext) -> list[PartialGradients]:
+    """What is summed over tp, over the ranks that hold the same key-value heads, and over the ends of a pipeline."""
+    partial = box_ranges(buffers.owned, lambda slot, _: "tp" in slot.record.partial_over)
+    shared = box_ranges(buffers.owned, lambda slot, box: slot.record.split is not None and box.replicas > 1)
+    tied = box_ranges(buffers.owned, lambda slot, _: "embedding" in slot.record.partial_over)
+    found = []
+    for ranges, axes in ((partial, "tp"), (shared, "kv-replicas"), (tied, "embedding")):
+        parts, group = ranges_of(buffers.gradients, ranges), context.group(axes)
+        if parts and group is not None:
+            found.append(PartialGradients(parts, group))
+    return found

@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 from megalite.config.parallel_rules import stage_settings
 from megalite.config.schema import Config
+from megalite.layout.buffer_layout import BufferLayout, Kind, OwnedRange, Ownership, buffer_layout
+from megalite.layout.groups import GroupNeeds, groups_of
+from megalite.layout.parameters import ParameterRecord, is_held
+from megalite.layout.ranks import ParallelLayout
+from megalite.layout.stages import StageLayers, stage_layers
 from megalite.model.parameters import gpt_parameters
-from megalite.optim.buffer_layout import BufferLayout, Kind, OwnedRange, Ownership, buffer_layout
-from megalite.parallel.groups import GroupNeeds, groups_of
-from megalite.parallel.layout import ParallelLayout
-from megalite.parallel.parameters import ParameterRecord, is_held
-from megalite.parallel.stages import StageLayers, stage_layers
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,13 @@ class RankBuffers:
     owners: dict[Kind, tuple[int, ...]]
 
     @property
+    def index(self) -> dict[Kind, int]:
+        """Which slice of every bucket is its own, by kind of parameters."""
+        return {kind: ranks.index(self.rank) for kind, ranks in self.owners.items()}
+
+    @property
     def owned(self) -> tuple[OwnedRange, ...]:
-        return self.layout.owned(*(self.owners[kind].index(self.rank) for kind in ("dense", "expert")))
+        return self.layout.owned(self.index["dense"], self.index["expert"])
 
 
 def rank_buffers(config: Config, world: ParallelLayout, rank: int) -> RankBuffers:
@@ -63,6 +68,6 @@ def _owners(config: Config, world: ParallelLayout, rank: int) -> dict[Kind, tupl
     if not optimizer.zero:
         return {"dense": (rank,), "expert": (rank,)}
     groups = groups_of(world, rank, GroupNeeds(optimizer_instances=optimizer.instances))
-    part = "-instance" if optimizer.instances > 1 else ""
+    part = "-shard" if optimizer.instances > 1 else ""
     expert = groups[f"edp{part}"].ranks if world.has_experts else (rank,)
     return {"dense": groups[f"dp-cp{part}"].ranks, "expert": expert}

@@ -9,19 +9,20 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from megalite.optim.buffer_layout import Kind
-from megalite.parallel.context import ParallelContext
+from megalite.launch.context import ParallelContext
+from megalite.layout.buffer_layout import Kind
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """One rank's place: `inside` its instance are `shards` ranks, of which it is number `index`; `across` are those
-    with the same slices, of which it is number `repeat`. A group of one rank is None."""
+    """One rank's groups. A group of one rank is None.
 
-    inside: dist.ProcessGroup | None = None
-    shards: int = 1
-    index: int = 0
-    across: dist.ProcessGroup | None = None
+    `shard_group`: the ranks of its instance, each of which owns a slice (rank_buffers.py says which).
+    `replicate_group`: the ranks with the same slices, of which it is number `repeat`.
+    """
+
+    shard_group: dist.ProcessGroup | None = None
+    replicate_group: dist.ProcessGroup | None = None
     repeat: int = 0
 
     @classmethod
@@ -31,17 +32,11 @@ class Sharing:
         if kind == "expert" and not context.layout.has_experts:
             return cls()
         if not zero:
-            return cls(across=context.group(replicas), repeat=context.index(replicas))
-        inside, across = f"{replicas}-instance", f"{replicas}-across"
-        if inside not in context.specs:  # one instance
-            return cls(context.group(replicas), context.size(replicas), context.index(replicas))
-        return cls(
-            context.group(inside),
-            context.size(inside),
-            context.index(inside),
-            context.group(across),
-            context.index(across),
-        )
+            return cls(None, context.group(replicas), context.index(replicas))
+        shard, replicate = f"{replicas}-shard", f"{replicas}-replicate"
+        if shard not in context.specs:  # one instance
+            return cls(context.group(replicas))
+        return cls(context.group(shard), context.group(replicate), context.index(replicate))
 
     @classmethod
     def of_rank(cls, context: ParallelContext, *, zero: bool) -> dict[Kind, "Sharing"]:

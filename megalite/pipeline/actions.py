@@ -1,20 +1,19 @@
-"""A pipeline schedule as data: for each pipeline rank, the actions that it computes, in their order.
+"""Defines a pipeline schedule as data: for each pipeline rank, the actions that it computes, in their order.
 
-An action works on one microbatch with one chunk of the rank's layers; chunk c on rank r is stage c*pp + r, as in
-`megalite.parallel.stages`. In text an action is a cell: the chunk, a letter, the microbatch. `0F3` is the forward pass
-of microbatch 3 through chunk 0; the rank is the line that the cell stands on. No torch import.
+An action works on one microbatch with one chunk of the rank's layers. Chunk c of rank r is stage c*pp + r. In text an
+action is a cell: the chunk, a letter, the microbatch. `0F3` is the forward pass of microbatch 3 through chunk 0. No
+torch import.
 """
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from megalite.config.problems import Problem, UserError
+from megalite.errors.problems import Problem, UserError
 
-Kind = Literal["forward", "backward", "backward-input", "backward-weight"]
-LETTERS: dict[Kind, str] = {"forward": "F", "backward": "B", "backward-input": "I", "backward-weight": "W"}
+ActionKind = Literal["forward", "backward", "backward-input", "backward-weight"]
+LETTERS: dict[ActionKind, str] = {"forward": "F", "backward": "B", "backward-input": "I", "backward-weight": "W"}
 _KINDS = {letter: kind for kind, letter in LETTERS.items()}
 _CELL = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})", re.ASCII)
 
@@ -22,7 +21,7 @@ _CELL = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})", re.ASCII)
 class Action(NamedTuple):
     """One step of a rank. `backward` is `backward-input` (gradients of activations) and `backward-weight` in one."""
 
-    kind: Kind
+    kind: ActionKind
     chunk: int
     microbatch: int
 
@@ -42,11 +41,11 @@ def parse_action(cell: str) -> Action:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A table of actions. Nothing says that it can be performed: that is for the checker.
+    """A table of actions. The checker tells whether it can be performed.
 
     `ranks`: the actions of each pipeline rank, in order. `most_in_flight`: for each rank, how many activations of one
-    chunk for one microbatch it may hold between their forward and their backward(-input) pass; None: as many as come.
-    `most_together`: how many with those that wait for their backward-weight; None: likewise.
+    chunk for one microbatch it may hold between their forward and their backward(-input) pass. `most_together`: how
+    many it may hold with those that wait for their backward-weight. None: no limit.
     """
 
     name: str
@@ -66,12 +65,11 @@ class Schedule:
         """Stages of the whole pipeline: vpp chunks on each of pp ranks."""
         return self.pp * self.vpp
 
-    def stage(self, rank: int, chunk: int) -> int:
-        """The stage that is this chunk of this rank."""
-        return chunk * self.pp + rank
+    def sent_tensor_id(self, rank: int, action: Action) -> int | None:
+        """The tensor that the action sends to another stage; its id is unique in the step.
 
-    def made(self, rank: int, action: Action) -> int | None:
-        """The number, of its own in the whole step, of the tensor that another stage needs from the action."""
+        Ids count the microbatches of each stage's activations, then the microbatches of each stage's gradients.
+        """
         kind, chunk, microbatch = action
         stage = chunk * self.pp + rank
         if kind == "forward":
@@ -79,8 +77,8 @@ class Schedule:
         gradient = kind != "backward-weight" and stage > 0
         return (self.stages + stage) * self.microbatches + microbatch if gradient else None
 
-    def needed(self, rank: int, action: Action) -> int | None:
-        """The number of the tensor that the action needs from another stage."""
+    def received_tensor_id(self, rank: int, action: Action) -> int | None:
+        """The tensor that the action receives: what its neighbour stage sends under this id."""
         kind, chunk, microbatch = action
         stage = chunk * self.pp + rank
         if kind == "forward":
@@ -101,67 +99,3 @@ class Flaw:
     def __str__(self) -> str:
         place = "" if self.position is None else f", action {self.position}"
         return f"rank {self.rank}{place}{'' if self.action is None else f' ({self.action})'}: {self.reason}"
-
-
-def render(schedule: Schedule) -> str:
-    """One line for each rank, one cell for each action, in columns."""
-    cells = [[str(action) for action in actions] for actions in schedule.ranks]
-    width = max((len(cell) for line in cells for cell in line), default=0)
-    return "\n".join(" ".join(cell.ljust(width) for cell in line).rstrip() for line in cells)
-
-
-def parse(text: str, name: str = "custom") -> Schedule:
-    """The schedule of such lines; blank lines count for nothing. Raises UserError with all cells that are no actions.
-
-    How many chunks and microbatches there are is told by the largest of them.
-    """
-    problems: list[Problem] = []
-    ranks = tuple(_line(line, problems) for line in text.splitlines() if line.strip())
-    if problems:
-        raise UserError(problems)
-    actions = [action for line in ranks for action in line]
-    return Schedule(
-        name,
-        vpp=1 + max((action.chunk for action in actions), default=0),
-        microbatches=1 + max((action.microbatch for action in actions), default=-1),
-        ranks=ranks,
-        forward_only=all(action.kind == "forward" for action in actions),
-    )
-
-
-class InFlight(NamedTuple):
-    """The most that a rank holds at once, in activations of one chunk for one microbatch.
-
-    `activations`: forward done, backward or backward-input not yet. `weights`: what backward-input leaves for
-    backward-weight. `together`: the most of both at one time.
-    """
-
-    activations: int
-    weights: int
-    together: int
-
-
-def in_flight(actions: Sequence[Action]) -> InFlight:
-    """What a rank that performs these actions holds."""
-    activations = weights = 0
-    peaks = (0, 0, 0)
-    for action in actions:
-        if action.kind == "forward":
-            activations += 1
-        elif action.kind == "backward-weight":
-            weights -= 1
-        else:
-            activations -= 1
-            weights += action.kind == "backward-input"
-        peaks = max(peaks[0], activations), max(peaks[1], weights), max(peaks[2], activations + weights)
-    return InFlight(*peaks)
-
-
-def _line(line: str, problems: list[Problem]) -> tuple[Action, ...]:
-    actions = []
-    for cell in line.split():
-        try:
-            actions.append(parse_action(cell))
-        except UserError as error:
-            problems += error.problems
-    return tuple(actions)

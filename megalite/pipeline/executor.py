@@ -21,15 +21,15 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megalite.data.batch import Batch
 from megalite.model.gpt import GPT
 from megalite.pipeline.actions import Action, Schedule
-from megalite.pipeline.timeline import Span
+from megalite.pipeline.simulator import Span
 from megalite.pipeline.transfers import Direction, Program, Record, Transfer, Wait, programs
 
 TableOf = Callable[[int], Schedule]  # the table for so many microbatches
-Part = Literal["forward", "backward", "communication"]
-Switch = Callable[[Part], object]  # told in training when another part of a step begins
+StepPart = Literal["forward", "backward", "communication"]
+Switch = Callable[[StepPart], object]  # called when another part of a step begins
 Later = Callable[[Callable[[], None]], None]  # does what it is given: now, or after the work that has been put off
-LastGradients = Callable[[int, Later], None]  # hears that the next backward brings a chunk's last gradients, each Later
-End = Callable[[GPT, Batch, Tensor | None], Tensor]  # what becomes of a microbatch in the chunk with the loss
+LastGradients = Callable[[int, Later], None]  # called before the backward that brings a chunk's last gradients
+LastChunk = Callable[[GPT, Batch, Tensor | None], Tensor]  # what the chunk with the loss computes for a microbatch
 
 
 @dataclass(frozen=True)
@@ -39,27 +39,25 @@ class Links:
     rank: int = 0
     groups: Mapping[Direction, dist.ProcessGroup] = field(default_factory=dict)  # empty: one rank alone
 
-    def patience(self, way: Direction, device: torch.device) -> timedelta | None:
-        """How long a transfer may take: the time-out of its group now. gloo's transfers know only the one with which
-        the group was made. None: NCCL watches over its own, and a wait with a time-out would hold its host."""
+    def timeout(self, direction: Direction, device: torch.device) -> timedelta | None:
+        """How long a transfer may take: the timeout of its group now. gloo's transfers know only the one with which
+        the group was made. None: NCCL watches over its own, and a wait with a timeout would block its host."""
         if device.type == "cuda":
             return None
-        timeout: timedelta = self.groups[way]._get_backend(device).options._timeout
+        timeout: timedelta = self.groups[direction]._get_backend(device).options._timeout
         return timeout
 
-    def told(self, transfer: Transfer) -> str:
-        """A transfer for whoever reads why a run has ended."""
-        what = "activations" if transfer.direction == "forward" else "gradients"
-        way = "to" if transfer.role == "send" else "from"
-        return f"pipeline rank {self.rank}, {what} of microbatch {transfer.microbatch} {way} rank {transfer.peer}"
-
-
-@dataclass
-class _InFlight:
-    """What a microbatch leaves in a chunk between its forward and its backward pass."""
-
-    received: Tensor | None  # the chunk's input; None where tokens enter
-    output: GradientEdge  # of the activation that was sent, or of the loss
+    def open(self, device: torch.device) -> None:
+        """Sends one number over every link, in one order on all ranks: NCCL connects a pair of ranks when they first
+        speak, and its host waits for that, which no order of records allows for."""
+        token = torch.zeros(1, device=device)
+        for direction, group in self.groups.items():
+            for sender in range(group.size()):
+                receiver = (sender + (1 if direction == "forward" else -1)) % group.size()
+                if self.rank == sender:
+                    dist.send(token, group=group, group_dst=receiver)
+                elif self.rank == receiver:
+                    dist.recv(token, group=group, group_src=sender)
 
 
 class Executor:
@@ -71,14 +69,15 @@ class Executor:
         links: Links,
         table: TableOf,
         evaluation_table: TableOf,
-        gradients: LastGradients,
+        expect_last_gradients: LastGradients,
         switch: Switch = lambda part: None,
     ) -> None:
-        self._chunks, self._links, self._gradients, self._switch = chunks, links, gradients, switch
+        self.chunks, self.links, self._switch = chunks, links, switch
+        self.expect_last_gradients = expect_last_gradients
         self._tables = {"training": table, "evaluation": evaluation_table}
         self._plans: dict[tuple[str, int], tuple[Schedule, Program]] = {}
         self._recorded: list[Span] | None = None
-        self._open_links()
+        links.open(chunks[0].device)
 
     def train(self, batches: Sequence[Batch], scale: Tensor) -> Tensor:
         """Forward and backward of all microbatches. The sum of their losses (`GPT.loss`), 0 where the loss is not."""
@@ -104,56 +103,38 @@ class Executor:
         finally:
             self._recorded = None
 
-    def _run(self, table: str, batches: Sequence[Batch], end: End) -> list[Tensor]:
+    def _run(self, table: str, batches: Sequence[Batch], last_chunk: LastChunk) -> list[Tensor]:
         schedule, program = self._plan(table, len(batches))
-        run = _Run(self._chunks, self._links, schedule, batches, end, self._gradients)
+        run = _Run(self, schedule, batches, last_chunk)
         for record in program:
             if table == "training":
                 self._switch(_part(record))
             if isinstance(record, Transfer):
-                run.issue(record)
+                run.post(record)
             elif isinstance(record, Wait):
                 run.wait(record.transfer)
             elif self._recorded is None:
                 run.compute(record)
             else:
-                self._recorded.append(_timed(run.compute, record, self._chunks[0].device))
+                self._recorded.append(_timed(run.compute, record, self.chunks[0].device))
         return run.results
 
     def _plan(self, table: str, microbatches: int) -> tuple[Schedule, Program]:
         """Made once for each number of microbatches."""
         if (table, microbatches) not in self._plans:
             schedule = self._tables[table](microbatches)
-            self._plans[table, microbatches] = schedule, programs(schedule)[self._links.rank]
+            self._plans[table, microbatches] = schedule, programs(schedule)[self.links.rank]
         return self._plans[table, microbatches]
 
-    def _open_links(self) -> None:
-        """One message over every link, in one order on all ranks: NCCL connects a pair of ranks when they first speak,
-        and its host waits for that, which no order of records allows for."""
-        rank = self._links.rank
-        for way, group in self._links.groups.items():
-            step = 1 if way == "forward" else -1
-            token = torch.zeros(1, device=self._chunks[0].device)
-            for sender in range(group.size()):
-                receiver = (sender + step) % group.size()
-                if rank == sender:
-                    dist.send(token, group=group, group_dst=receiver)
-                elif rank == receiver:
-                    dist.recv(token, group=group, group_src=sender)
 
-
-def _at_once(work: Callable[[], None]) -> None:
-    work()
-
-
-def _loss(scale: Tensor) -> End:
-    return lambda chunk, batch, received: chunk.loss(batch, scale, received)
-
-
-def _part(record: Record) -> Part:
+def _part(record: Record) -> StepPart:
     if not isinstance(record, Action):
         return "communication"
     return "forward" if record.kind == "forward" else "backward"
+
+
+def _loss(scale: Tensor) -> LastChunk:
+    return lambda chunk, batch, received: chunk.loss(batch, scale, received)
 
 
 def _timed(compute: Callable[[Action], None], action: Action, device: torch.device) -> Span:
@@ -169,53 +150,43 @@ def _timed(compute: Callable[[Action], None], action: Action, device: torch.devi
 class _Run:
     """One batch on its way through the pipeline."""
 
-    def __init__(
-        self,
-        chunks: Sequence[GPT],
-        links: Links,
-        schedule: Schedule,
-        batches: Sequence[Batch],
-        end: End,
-        gradients: LastGradients,
-    ) -> None:
-        self._chunks, self._links, self._schedule = chunks, links, schedule
-        self._batches, self._end, self._gradients = batches, end, gradients
+    def __init__(self, executor: Executor, schedule: Schedule, batches: Sequence[Batch], last_chunk: LastChunk) -> None:
+        self._executor, self._schedule, self._batches, self._last_chunk = executor, schedule, batches, last_chunk
+        self._chunks, self._links = executor.chunks, executor.links
         self.results: list[Tensor] = []  # of each microbatch, where the pipeline ends
-        self._here: dict[int, Tensor] = {}  # by number: received and not used yet, or made and not sent yet
-        self._travelling: dict[int, tuple[dist.Work, Tensor]] = {}  # a transfer reads or writes its tensor until waited
-        self._in_flight: dict[tuple[int, int], _InFlight] = {}  # by chunk and microbatch
+        self._here: dict[int, Tensor] = {}  # by tensor_id: received and not used yet, or computed and not sent yet
+        self._travelling: dict[int, tuple[dist.Work, Tensor]] = {}  # a transfer uses its tensor until it is waited for
+        # By chunk and microbatch, between forward and backward: the chunk's input (None where tokens enter), and the
+        # edge of the activation that was sent, or of the loss.
+        self._in_flight: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = {}
 
-    # --- transfers ---------------------------------------------------------------------------------------------------
-
-    def issue(self, transfer: Transfer) -> None:
+    def post(self, transfer: Transfer) -> None:
         group = self._links.groups[transfer.direction]
         if transfer.role == "send":
-            tensor = self._here.pop(transfer.number)
+            tensor = self._here.pop(transfer.tensor_id)
             work = dist.isend(tensor, group=group, group_dst=transfer.peer)
         else:
             chunk, batch = self._chunks[transfer.chunk], self._batches[transfer.microbatch]
             tensor = torch.empty(chunk.activation_shape(batch), dtype=chunk.dtype, device=chunk.device)
             work = dist.irecv(tensor, group=group, group_src=transfer.peer)
         assert work is not None, "this rank is in the group"
-        self._travelling[transfer.number] = work, tensor
+        self._travelling[transfer.tensor_id] = work, tensor
 
     def wait(self, transfer: Transfer) -> None:
-        work, tensor = self._travelling.pop(transfer.number)
-        patience = self._links.patience(transfer.direction, tensor.device)
+        work, tensor = self._travelling.pop(transfer.tensor_id)
+        timeout = self._links.timeout(transfer.direction, tensor.device)
         try:
-            work.wait() if patience is None else work.wait(patience)
+            work.wait() if timeout is None else work.wait(timeout)
         except RuntimeError as error:
-            raise type(error)(f"{self._links.told(transfer)}: {error}") from error
+            raise type(error)(f"pipeline rank {self._links.rank} could not {transfer}: {error}") from error
         if transfer.role == "receive":
-            self._here[transfer.number] = tensor
-
-    # --- actions -----------------------------------------------------------------------------------------------------
+            self._here[transfer.tensor_id] = tensor
 
     def compute(self, action: Action) -> None:
         if action.kind == "forward":
             self._forward(action)
         elif action.kind == "backward-weight":
-            self._backward_weight(action)
+            self._chunks[action.chunk].deferred.run_next()
         else:
             self._backward(action)
 
@@ -225,36 +196,33 @@ class _Run:
         if received is not None and torch.is_grad_enabled():
             received.requires_grad_()
         if chunk.has_loss:
-            output = self._end(chunk, batch, received)
+            output = self._last_chunk(chunk, batch, received)
             self.results.append(output.detach())
         else:
             output = chunk(batch, received)
         if torch.is_grad_enabled():
-            self._in_flight[action.chunk, action.microbatch] = _InFlight(received, get_gradient_edge(output))
+            self._in_flight[action.chunk, action.microbatch] = received, get_gradient_edge(output)
         self._output(action, output.detach())
 
     def _backward(self, action: Action) -> None:
-        """The whole of it, or all but the weight gradients of the linears."""
-        in_flight = self._in_flight.pop((action.chunk, action.microbatch))
+        """The whole backward pass, or all but the weight gradients of the linears."""
+        received, output = self._in_flight.pop((action.chunk, action.microbatch))
         gradient = self._input(action)  # None: the output is the loss
         split = action.kind == "backward-input"
         deferred = self._chunks[action.chunk].deferred
         if action.microbatch == self._schedule.microbatches - 1:
-            self._gradients(action.chunk, deferred.put if split else _at_once)
+            self._executor.expect_last_gradients(action.chunk, deferred.put if split else lambda work: work())
         with deferred.collecting() if split else nullcontext():
-            torch.autograd.backward((in_flight.output,), (gradient,))
-        if in_flight.received is not None:
-            assert in_flight.received.grad is not None
-            self._output(action, in_flight.received.grad)
-
-    def _backward_weight(self, action: Action) -> None:
-        self._chunks[action.chunk].deferred.run_next()
+            torch.autograd.backward((output,), (gradient,))
+        if received is not None:
+            assert received.grad is not None
+            self._output(action, received.grad)
 
     def _input(self, action: Action) -> Tensor | None:
-        number = self._schedule.needed(self._links.rank, action)
-        return None if number is None else self._here.pop(number)
+        tensor_id = self._schedule.received_tensor_id(self._links.rank, action)
+        return None if tensor_id is None else self._here.pop(tensor_id)
 
     def _output(self, action: Action, tensor: Tensor) -> None:
-        number = self._schedule.made(self._links.rank, action)
-        if number is not None:
-            self._here[number] = tensor.contiguous()
+        tensor_id = self._schedule.sent_tensor_id(self._links.rank, action)
+        if tensor_id is not None:
+            self._here[tensor_id] = tensor.contiguous()

@@ -1,4 +1,4 @@
-"""The schedules: each is one pure function from the shape of a pipeline to the actions of one rank.
+"""Holds the schedules: each is one pure function from the shape of a pipeline to the actions of one rank.
 
 In every schedule each chunk takes the microbatches in their order, forward and backward, so that gradients are summed
 in one order and all schedules of several ranks give the same bits. (On one rank, tied embeddings get two gradients of
@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 
-from megalite.config.problems import UserError
-from megalite.parallel.schedule_rules import PLAIN, Naming, ScheduleRequest, default_group_size, schedule_problems
+from megalite.config.schedule_rules import ScheduleRequest, default_group_size, schedule_flaws
+from megalite.layout.flaws import refuse
 from megalite.pipeline.actions import Action, Schedule
 
 
@@ -27,11 +27,6 @@ class Shape:
     vpp: int
     microbatches: int
     group_size: int
-
-    @property
-    def chunk_passes(self) -> int:
-        """Forward passes of one rank: every microbatch through every chunk."""
-        return self.microbatches * self.vpp
 
 
 Rows = Callable[[Shape, int], Iterator[Action]]  # shape, rank -> its actions
@@ -89,7 +84,7 @@ class Recipe:
 SCHEDULES: dict[str, Recipe] = {
     "1f1b": Recipe(one_forward_one_backward, lambda shape, rank: min(shape.pp - rank, shape.microbatches)),
     "interleaved": Recipe(
-        interleaved, lambda shape, rank: min(_interleaved_warm_up(shape, rank) + 1, shape.chunk_passes)
+        interleaved, lambda shape, rank: min(_interleaved_warm_up(shape, rank) + 1, shape.microbatches * shape.vpp)
     ),
     "zb-h1": Recipe(
         zb_h1,
@@ -100,10 +95,9 @@ SCHEDULES: dict[str, Recipe] = {
 }
 
 
-def build_schedule(request: ScheduleRequest, names: Naming = PLAIN) -> Schedule:
-    """The schedule of a request. Raises UserError with all of `schedule_problems`."""
-    if problems := schedule_problems(request, names):
-        raise UserError(problems)
+def build_schedule(request: ScheduleRequest) -> Schedule:
+    """The schedule of a request. Raises ValueError with all of `schedule_flaws`."""
+    refuse(schedule_flaws(request))
     group_size = request.group_size or default_group_size(request.pp, request.microbatches)
     return table(request.schedule, Shape(request.pp, request.vpp, request.microbatches, group_size))
 
@@ -136,7 +130,7 @@ def _warm_up(shape: Shape, rank: int) -> int:
 
 def _interleaved_warm_up(shape: Shape, rank: int) -> int:
     """The first microbatch comes back to the last chunk of rank r after (vpp-1) groups and 2 (pp-r-1) passes."""
-    return min(2 * (shape.pp - rank - 1) + (shape.vpp - 1) * shape.group_size, shape.chunk_passes)
+    return min(2 * (shape.pp - rank - 1) + (shape.vpp - 1) * shape.group_size, shape.microbatches * shape.vpp)
 
 
 def _chunk_order(shape: Shape) -> list[tuple[int, int]]:

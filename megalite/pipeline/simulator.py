@@ -1,79 +1,116 @@
-"""How long a table of actions takes: every action starts when its rank is free and its input has arrived.
+"""Computes when each rank does what: every action starts when its rank is free and its input has arrived.
 
-Transfers wait for nothing but the computation that they carry on, so the result is the best that the table can do;
-`rehearsal` performs it with every send and receive in the order in which an executor issues them. No torch import.
+Transfers wait for nothing but the computation before them, so the result is the best that a table can reach;
+`rehearse` times the transfers as an executor issues them. No torch import.
 """
 
-from megalite.pipeline.actions import Flaw, Schedule
-from megalite.pipeline.timeline import Durations, Span, Timeline
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from megalite.pipeline.actions import Action, ActionKind, Flaw, Schedule
+
+Durations = Mapping[tuple[int, int, ActionKind], float]  # (rank, chunk, kind) -> time of such an action
+Event = int  # something that happens once and that others may wait for
+Task = tuple[Event | None, float, Event | None]  # what it waits for, how long it takes, what happens at its end
+
+
+class Span(NamedTuple):
+    """One action, from its start to its end."""
+
+    action: Action
+    start: float
+    end: float
 
 
 class CircleError(Exception):
-    """Actions of a table wait for each other. `flaws` are the actions at which ranks stand for ever."""
+    """Actions of a table wait for each other. `flaws` are the actions at which ranks wait for ever."""
 
     def __init__(self, flaws: list[Flaw]) -> None:
         super().__init__("; ".join(map(str, flaws)))
         self.flaws = flaws
 
 
-def simulate(schedule: Schedule, durations: Durations, transfer: float = 0) -> Timeline:
-    """Start and end of every action, all ranks beginning at 0; `transfer` is the time from one rank to the next.
+def equal_durations(
+    schedule: Schedule, forward: float = 1, backward_input: float = 1, backward_weight: float = 1
+) -> Durations:
+    """Every chunk takes these times; a whole backward pass takes as long as its two halves."""
+    times: dict[ActionKind, float] = {
+        "forward": forward,
+        "backward": backward_input + backward_weight,
+        "backward-input": backward_input,
+        "backward-weight": backward_weight,
+    }
+    chunks = ((rank, chunk) for rank in range(schedule.pp) for chunk in range(schedule.vpp))
+    return {(rank, chunk, kind): time for rank, chunk in chunks for kind, time in times.items()}
+
+
+def simulate(schedule: Schedule, durations: Durations, transfer: float = 0) -> tuple[tuple[Span, ...], ...]:
+    """The spans of every rank, all ranks beginning at 0; `transfer` is the time from one rank to the next.
 
     Chunks and microbatches of the actions must be in range. Raises CircleError.
     """
-    run = _Run(schedule, durations, transfer)
-    ready = list(range(schedule.pp))
+    sent, received = schedule.sent_tensor_id, schedule.received_tensor_id
+    starts, stuck = run_queues(
+        [
+            [(received(rank, each), durations[rank, each.chunk, each.kind], sent(rank, each)) for each in actions]
+            for rank, actions in enumerate(schedule.ranks)
+        ],
+        delay=transfer,
+    )
+    if stuck:
+        done = [len(line) for line in starts]
+        raise CircleError([_waiting(schedule, rank, done, stuck[rank]) for rank in sorted(stuck)])
+    return tuple(
+        tuple(
+            Span(each, start, start + durations[rank, each.chunk, each.kind])
+            for each, start in zip(actions, starts[rank], strict=True)
+        )
+        for rank, actions in enumerate(schedule.ranks)
+    )
+
+
+def run_queues(queues: Sequence[Iterable[Task]], delay: float = 0) -> tuple[list[list[float]], dict[int, Event]]:
+    """The start of every task that runs, and for each queue that cannot end the event that never happens for it.
+
+    A queue does its tasks one after the other. An event is known to others `delay` after it happened; no two queues
+    wait for the same one.
+    """
+    starts: list[list[float]] = [[] for _ in queues]
+    clocks: list[float] = [0] * len(queues)
+    left = [iter(queue) for queue in queues]
+    known: dict[Event, float] = {}
+    waiting: dict[Event, tuple[int, Task]] = {}
+    ready: list[tuple[int, Task | None]] = [(number, None) for number in range(len(queues))]
     while ready:
-        ready += run.advance(ready.pop())
-    if flaws := run.standing():
-        raise CircleError(flaws)
-    spans = tuple(map(tuple, run.spans))
-    return Timeline(schedule.name, schedule.vpp, schedule.microbatches, spans)
-
-
-class _Run:
-    """A tensor is known when the action that makes it is done; a rank that lacks it is woken then."""
-
-    def __init__(self, schedule: Schedule, durations: Durations, transfer: float) -> None:
-        self.schedule, self.durations, self.transfer = schedule, durations, transfer
-        self.spans: list[list[Span]] = [[] for _ in schedule.ranks]
-        self.clock: list[float] = [0] * schedule.pp
-        self.known: dict[int, float] = {}  # number of a tensor -> when it is there
-        self.waiting: dict[int, int] = {}  # number of a tensor -> the rank that lacks it
-
-    def advance(self, rank: int) -> list[int]:
-        """Perform all that the rank can, and say which ranks that wakes."""
-        woken, spans, schedule = [], self.spans[rank], self.schedule
-        for action in schedule.ranks[rank][len(spans) :]:
-            start = self.clock[rank]
-            needed = schedule.needed(rank, action)
-            if needed is not None:
-                arrival = self.known.get(needed)
+        number, task = ready.pop()
+        clock, begun, tasks = clocks[number], starts[number], left[number]
+        if task is None:
+            task = next(tasks, None)
+        while task is not None:
+            needs, time, gives = task
+            if needs is not None:
+                arrival = known.get(needs)
                 if arrival is None:
-                    self.waiting[needed] = rank
+                    waiting[needs] = number, task
                     break
-                start = max(start, arrival)
-            end = start + self.durations[rank, action.chunk, action.kind]
-            self.clock[rank] = end
-            spans.append(Span(action, start, end))
-            made = schedule.made(rank, action)
-            if made is not None:
-                self.known[made] = end + self.transfer
-                if made in self.waiting:
-                    woken.append(self.waiting.pop(made))
-        return woken
+                clock = max(clock, arrival)
+            begun.append(clock)
+            clock += time
+            if gives is not None:
+                known[gives] = clock + delay
+                if gives in waiting:
+                    ready.append(waiting.pop(gives))
+            task = next(tasks, None)
+        clocks[number] = clock
+    return starts, {number: event for event, (number, _) in waiting.items()}
 
-    def standing(self) -> list[Flaw]:
-        """The ranks that have not come to their end, and why."""
-        flaws = []
-        for rank in sorted(self.waiting.values()):
-            position = len(self.spans[rank])
-            action = self.schedule.ranks[rank][position]
-            before = 1 if action.kind == "forward" else -1
-            chunk, source = divmod(self.schedule.stage(rank, action.chunk) - before, self.schedule.pp)
-            what = f"{chunk}{'F' if action.kind == 'forward' else 'B'}{action.microbatch}"
-            at, actions = len(self.spans[source]), self.schedule.ranks[source]
-            there = f"which stands at action {at} ({actions[at]})" if at < len(actions) else "which is done"
-            reason = f"deadlock: it waits for {what} of rank {source}, {there}"
-            flaws.append(Flaw(rank, position, action, reason))
-        return flaws
+
+def _waiting(schedule: Schedule, rank: int, done: Sequence[int], tensor_id: int) -> Flaw:
+    """Why a rank does not come to its end."""
+    sender, microbatch = divmod(tensor_id, schedule.microbatches)
+    backward, stage = divmod(sender, schedule.stages)
+    chunk, source = divmod(stage, schedule.pp)
+    at, actions = done[source], schedule.ranks[source]
+    there = f"which stands at action {at} ({actions[at]})" if at < len(actions) else "which is done"
+    reason = f"deadlock: it waits for {chunk}{'B' if backward else 'F'}{microbatch} of rank {source}, {there}"
+    return Flaw(rank, done[rank], schedule.ranks[rank][done[rank]], reason)

@@ -7,47 +7,16 @@ mean that label smoothing takes is over the whole vocabulary: over a rank's part
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from megalite.tensor_parallel.collectives import TensorGroup, finish, start_all_gather
+from megalite.kernels.pieces import statistics_dtype
+from megalite.tensor_parallel.collectives import TensorGroup, start_all_gather
 
 # Elements worked on at once in fp32. On a CPU 4 MiB, so that the passes over a piece stay in the caches (a whole chunk
 # at once measured 2 to 6 times slower); on CUDA 512 MiB, which only bounds memory.
 PIECE_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 27}
-
-
-def vocab_parallel_cross_entropy(
-    logits: Tensor,
-    labels: Tensor,
-    *,
-    vocab_size: int,
-    group: TensorGroup | None,
-    padded_vocab: int | None = None,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-) -> Tensor:
-    """The losses of tokens (the formula: `TokenLoss`): [...], fp32 (fp64 in fp64), the same on every rank.
-
-    logits [..., columns]: of rank i of t, columns [i * P // t, (i + 1) * P // t) of the padded vocabulary P, which
-    is t * columns unless `padded_vocab` says otherwise; they are only read. labels int64 [...]: global, the same
-    on every rank, within the vocabulary. Besides logits and their gradient, both in the logits' dtype, it holds
-    `PIECE_ELEMENTS` logits twice in fp32, and between forward and backward a few numbers per token.
-    """
-    columns = logits.shape[-1]
-    assert labels.shape == logits.shape[:-1]
-    if padded_vocab is None:
-        padded_vocab = columns * (1 if group is None else group.size)
-    token_loss = TokenLoss.of(
-        columns, padded_vocab, group, vocab_size=vocab_size, label_smoothing=label_smoothing, z_loss=z_loss
-    )
-    losses: Tensor = _VocabParallelCrossEntropy.apply(
-        logits.reshape(labels.numel(), columns), labels.flatten(), token_loss
-    )
-    return losses.view(labels.shape)
 
 
 @dataclass(frozen=True)
@@ -212,39 +181,3 @@ def work_buffers(logits: Tensor) -> tuple[Tensor, int]:
     rows = max(1, min(n, PIECE_ELEMENTS[logits.device.type] // max(1, columns)))
     dtype = statistics_dtype(logits.dtype)
     return torch.empty(2, 0 if logits.is_cuda else rows, columns, dtype=dtype, device=logits.device), rows
-
-
-def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What statistics are computed in for logits of `dtype`."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-class _VocabParallelCrossEntropy(torch.autograd.Function):
-    """Saves the logits and a few numbers per token; backward computes the probabilities again, piece by piece."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, token_loss: TokenLoss) -> Tensor:
-        real = logits[:, : token_loss.real]
-        work, rows = work_buffers(real)
-        parts = zip(real.split(rows), labels.split(rows), strict=True)
-        statistics = [token_loss.local_statistics(*softmax(part, work), label) for part, label in parts]
-        gathered = token_loss.start_exchange(torch.cat(statistics, 1))
-        losses, factor = token_loss.combine(gathered if token_loss.group is None else finish(gathered))
-        ctx.save_for_backward(logits, labels, factor)
-        ctx.token_loss = token_loss
-        return losses
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        logits, labels, factor = ctx.saved_tensors
-        token_loss: TokenLoss = ctx.token_loss
-        real, gradient = logits[:, : token_loss.real], torch.empty_like(logits)
-        gradient[:, token_loss.real :] = 0
-        work, rows = work_buffers(real)
-        for start in range(0, logits.shape[0], rows):
-            part = slice(start, start + rows)
-            probabilities = softmax(real[part], work)[1]
-            out = gradient[part, : token_loss.real]
-            token_loss.write_gradient(out, probabilities, labels[part], factor[part], upstream[part])
-        return gradient, None, None

@@ -1,8 +1,8 @@
 """The one function through which all matrix products of the model go.
 
-The seam where tensor parallelism, a gradient sink and fp8 enter: whoever changes how the model multiplies changes it
-here. Without a group and a sink it is torch's own product, nothing around it. Otherwise backward runs in an order in
-which communication overlaps with products:
+The seam where tensor parallelism, a main gradient and fp8 enter: whoever changes how the model multiplies changes it
+here. Without a group and a main gradient it is torch's own product, nothing around it. Otherwise backward runs in an
+order in which communication overlaps with products:
 
     input copied      x.grad of this rank | start sum | weight gradient                        | finish sum
     input a sequence  start gather of x | x.grad of this rank | start reduce-scatter | finish gather | weight gradient
@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megalite.kernels.products import add_transposed_product, compiled_add_transposed_product
 from megalite.tensor_parallel.collectives import (
     TensorGroup,
     finish,
@@ -30,11 +31,6 @@ from megalite.tensor_parallel.collectives import (
     start_reduce_scatter,
 )
 from megalite.tensor_parallel.deferred import DeferredWork
-from megalite.tensor_parallel.pieces import piece_buffers, pieces
-
-# Elements of a product that is rounded at once, on a CPU: many, as each product packs `right` anew, yet few enough to
-# be a small part of the gradients. The largest weight of GPT-2's smallest blocks (2,359,296) is one tile.
-TILE_ELEMENTS = 5 << 19
 
 
 def linear(
@@ -44,7 +40,7 @@ def linear(
     *,
     group: TensorGroup | None = None,
     sequence_parallel: bool = False,
-    grad_sink: Tensor | None = None,
+    main_grad: Tensor | None = None,
     deferred: DeferredWork | None = None,
 ) -> Tensor:
     """x [..., k] times the transpose of weight [n, k], plus bias [n] -> [..., n].
@@ -53,14 +49,14 @@ def linear(
     and its gradient is summed over them. With `sequence_parallel` each has its part of the sequence instead,
     x [s/t, ..., k] -> [s, ..., n]: x is gathered, in backward once more, and its gradient reduce-scattered.
 
-    With `grad_sink` (fp32, fp64 in fp64; contiguous, of the weight's size in any shape, compiled [n, k]) backward adds
+    With `main_grad` (fp32, fp64 in fp64; contiguous, of the weight's size in any shape, compiled [n, k]) backward adds
     the gradient of the weight to it, and autograd sees none. A backward that `deferred` collects puts that off to
     there, unless it is compiled: `deferred` is then to be None.
     """
     assert group is not None or not sequence_parallel
-    if group is None and grad_sink is None:
+    if group is None and main_grad is None:
         return F.linear(x, weight, bias)
-    return _Linear.apply(x, weight, bias, group, sequence_parallel, grad_sink, deferred)  # type: ignore[no-any-return]
+    return _Linear.apply(x, weight, bias, group, sequence_parallel, main_grad, deferred)  # type: ignore[no-any-return]
 
 
 class _Linear(torch.autograd.Function):
@@ -74,11 +70,11 @@ class _Linear(torch.autograd.Function):
         bias: Tensor | None,
         group: TensorGroup | None,
         sequence_parallel: bool,
-        grad_sink: Tensor | None,
+        main_grad: Tensor | None,
         deferred: DeferredWork | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.group, ctx.sequence_parallel, ctx.grad_sink, ctx.deferred = group, sequence_parallel, grad_sink, deferred
+        ctx.group, ctx.sequence_parallel, ctx.main_grad, ctx.deferred = group, sequence_parallel, main_grad, deferred
         if group is not None and sequence_parallel:
             x = finish(start_all_gather(x, group))
         return F.linear(x, weight, bias)
@@ -92,8 +88,8 @@ class _Linear(torch.autograd.Function):
         gathering = group if ctx.sequence_parallel and wants_weight else None
         x_grad = weight_grad = bias_grad = None
 
-        if wants_weight and ctx.grad_sink is not None and ctx.deferred is not None and ctx.deferred.active:
-            later = _WeightGradient(grad, x.detach(), ctx.grad_sink, gathering)  # x itself would hold its graph
+        if wants_weight and ctx.main_grad is not None and ctx.deferred is not None and ctx.deferred.active:
+            later = _WeightGradient(grad, x.detach(), ctx.main_grad, gathering)  # x itself would hold its graph
             ctx.deferred.put(later.add, later.gather if gathering is not None else None)
             wants_weight, gathering = False, None
 
@@ -106,7 +102,7 @@ class _Linear(torch.autograd.Function):
         if gathering is not None:
             x = finish(x)
         if wants_weight:
-            weight_grad = _weight_gradient(grad, x, ctx.grad_sink)
+            weight_grad = _weight_gradient(grad, x, ctx.main_grad)
         if wants_bias:
             bias_grad = grad.flatten(0, -2).sum(0)
         if x_grad is not None and group is not None:
@@ -117,8 +113,8 @@ class _Linear(torch.autograd.Function):
 class _WeightGradient:
     """That of one product, computed later. Holds the gradient of the output and this rank's x."""
 
-    def __init__(self, grad: Tensor, x: Tensor, sink: Tensor, gathering: TensorGroup | None) -> None:
-        self._grad, self._x, self._sink, self._gathering = grad, x, sink, gathering
+    def __init__(self, grad: Tensor, x: Tensor, main_grad: Tensor, gathering: TensorGroup | None) -> None:
+        self._grad, self._x, self._main_grad, self._gathering = grad, x, main_grad, gathering
 
     def gather(self) -> None:
         assert self._gathering is not None
@@ -126,45 +122,21 @@ class _WeightGradient:
 
     def add(self) -> None:
         x = self._x if self._gathering is None else finish(self._x)
-        _weight_gradient(self._grad, x, self._sink)
+        _weight_gradient(self._grad, x, self._main_grad)
 
 
-def _weight_gradient(grad: Tensor, x: Tensor, sink: Tensor | None) -> Tensor | None:
-    """grad^T x for grad [..., n], x [..., k]: returned, or added to the sink."""
+def _weight_gradient(grad: Tensor, x: Tensor, main_grad: Tensor | None) -> Tensor | None:
+    """grad^T x for grad [..., n], x [..., k]: returned, or added to the main gradient."""
     grad, x = grad.flatten(0, -2), x.flatten(0, -2)
-    if sink is None:
+    if main_grad is None:
         return torch.mm(grad.t(), x)
     shape = grad.shape[1], x.shape[1]
     if torch.compiler.is_compiling():
-        assert sink.shape == shape, "compiled by torch 2.11, a change to a view of an input goes to the wrong place"
-        _add_transposed_product(sink, grad, x)
+        assert main_grad.shape == shape, "compiled by torch 2.11, a change to a view goes to the wrong place"
+        compiled_add_transposed_product(main_grad, grad, x)
     else:
-        add_transposed_product(sink.view(shape), grad, x)
+        add_transposed_product(main_grad.view(shape), grad, x)
     return None
-
-
-def add_transposed_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total [v, h] += left^T right for left [c, v], right [c, h]; total may be of wider dtype than the product's."""
-    if total.dtype == left.dtype:
-        total.addmm_(left.t(), right)
-    elif total.is_cuda:
-        torch.addmm(total, left.t(), right, out_dtype=total.dtype, out=total)
-    else:
-        # No CPU kernel multiplies bf16 into fp32, and mixed sums are slow: product, then widened copies and sums.
-        tiles = max(1, -(-total.numel() // TILE_ELEMENTS))
-        rows = -(-total.shape[0] // tiles)  # as many in all tiles: a short one is slow
-        product = right.new_empty(rows, total.shape[1])
-        (widened,) = piece_buffers(1, total[:rows], total.dtype)
-        for tile, columns in zip(total.split(rows), left.split(rows, dim=1), strict=True):
-            torch.mm(columns.t(), right, out=product[: len(tile)])
-            for part, of_product in pieces(tile, product[: len(tile)]):
-                part.add_(widened[: len(part)].copy_(of_product))
-
-
-# A compiler would take the sum apart: a new tensor of the weight's size, then a copy. An op of our own stays in place.
-_add_transposed_product = torch.library.custom_op(
-    "megalite::add_transposed_product", add_transposed_product, mutates_args=("total",)
-)
 
 
 @torch.library.custom_op("megalite::copy_after", mutates_args=())

@@ -4,17 +4,12 @@ A tensor is *replicated* (every rank holds the same), or each rank has its *own*
 gradient of a replicated tensor is replicated and complete; that of an own one is the rank's own. In these terms:
 
     function                             forward                              backward
-    copy_to_tensor_parallel              replicated -> own   identity         sum
     reduce_from_tensor_parallel          own -> replicated   sum              identity
-    scatter_to_tensor_parallel           replicated -> own   split last dim   gather last dim
     gather_from_tensor_parallel          own -> replicated   gather last dim  split last dim
-    scatter_to_sequence_parallel         replicated -> own   split dim 0      gather dim 0
     gather_from_sequence_parallel        own -> own          gather dim 0     reduce-scatter dim 0
       with partial_gradient=False        own -> replicated   gather dim 0     split dim 0
     reduce_scatter_to_sequence_parallel  own -> own          reduce-scatter   gather dim 0
     all_to_all                           own -> own          exchange rows    exchange them back
-    sequence_to_hidden_parallel          own -> own          all-to-all       hidden_to_sequence_parallel
-    hidden_to_sequence_parallel          own -> own          all-to-all       sequence_to_hidden_parallel
 
 Part i of what is split or gathered is rank i's; parts are equal but for `all_to_all`. Without a group all of them
 return x itself. They pass `torch.compile(fullgraph=True)` and can be differentiated any number of times.
@@ -40,29 +35,14 @@ from megalite.tensor_parallel.collectives import (
 _Operation = Callable[[Tensor, TensorGroup], Tensor]
 
 
-def copy_to_tensor_parallel(x: Tensor, group: TensorGroup | None) -> Tensor:
-    """Hand a replicated x to ranks that each compute something of their own with it."""
-    return _map(x, _same, _sum, group)
-
-
 def reduce_from_tensor_parallel(x: Tensor, group: TensorGroup | None) -> Tensor:
     """The sum of the ranks' x."""
     return _map(x, _sum, _same, group)
 
 
-def scatter_to_tensor_parallel(x: Tensor, group: TensorGroup | None) -> Tensor:
-    """This rank's part of the last dim: [..., h] -> [..., h/t]."""
-    return _map(x, _split_last, _gather_last, group)
-
-
 def gather_from_tensor_parallel(x: Tensor, group: TensorGroup | None) -> Tensor:
     """The parts of all ranks: [..., h/t] -> [..., h]. What follows must be the same on every rank."""
     return _map(x, _gather_last, _split_last, group)
-
-
-def scatter_to_sequence_parallel(x: Tensor, group: TensorGroup | None) -> Tensor:
-    """This rank's part of the sequence: [s, ...] -> [s/t, ...]."""
-    return _map(x, _split, _gather, group)
 
 
 def gather_from_sequence_parallel(x: Tensor, group: TensorGroup | None, *, partial_gradient: bool = True) -> Tensor:
@@ -83,24 +63,6 @@ def reduce_scatter_to_sequence_parallel(x: Tensor, group: TensorGroup | None) ->
 def all_to_all(x: Tensor, sent: Sequence[int], received: Sequence[int], group: TensorGroup | None) -> Tensor:
     """Rows of x [sum(sent), ...] to each rank in turn, for rows from each rank in turn: [sum(received), ...]."""
     return x if group is None else _AllToAll.apply(x, sent, received, group)
-
-
-def sequence_to_hidden_parallel(x: Tensor, group: TensorGroup | None) -> Tensor:
-    """From a part of the sequence to a part of the last dim: [s/t, ..., h] -> [s, ..., h/t]."""
-    if group is None:
-        return x
-    assert x.shape[-1] % group.size == 0, (x.shape, group)
-    rows = [x.shape[0]] * group.size
-    return all_to_all(torch.cat(x.chunk(group.size, dim=-1)), rows, rows, group)
-
-
-def hidden_to_sequence_parallel(x: Tensor, group: TensorGroup | None) -> Tensor:
-    """From a part of the last dim to a part of the sequence: [s, ..., h/t] -> [s/t, ..., h]."""
-    if group is None:
-        return x
-    assert x.shape[0] % group.size == 0, (x.shape, group)
-    rows = [x.shape[0] // group.size] * group.size
-    return torch.cat(all_to_all(x, rows, rows, group).chunk(group.size), dim=-1)
 
 
 def _map(x: Tensor, forward: _Operation, backward: _Operation, group: TensorGroup | None) -> Tensor:

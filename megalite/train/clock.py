@@ -1,9 +1,9 @@
 """Where the time of each step goes, without waiting for anything.
 
-A clock is told whenever another part of the step begins (`switch`) and whenever a step ends (`lap`). On a CPU it looks
-at the time then; on CUDA it leaves an event in the stream, so that the times are the device's own, waits for the host
-included, and are read when the step is known to be done. Sums over tensor-parallel ranks happen inside layers: they are
-part of `forward` and `backward`.
+Training calls the clock whenever another part of the step begins (`switch`) and whenever a step ends (`lap`). On a CPU
+the clock looks at the time then. On CUDA it leaves an event in the stream: the times are the device's own, waits for
+the host included, and are read when the step is known to be done. Sums over tensor-parallel ranks happen inside layers:
+they are part of `forward` and `backward`.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,21 +14,21 @@ from typing import Any
 
 import torch
 
-from megalite.train.records import PARTS, Part
+from megalite.train.recorder import STEP_PARTS, StepPart
 
 
 class StepClock:
-    """The clock of one rank. What is neither told to be another part nor left out (`restart`) is `other`."""
+    """The clock of one rank. Time that belongs to no other part, and is not left out (`restart`), is `other`."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self._spare: list[Any] = []  # CUDA events of laps that were read
-        self._part: Part = "other"
-        self.listener: Callable[[Part], object] | None = None  # told when a part begins: the profiler
-        self._marks: list[tuple[Part, Any]] = []  # the part that ended, and when
+        self._part: StepPart = "other"
+        self.listener: Callable[[StepPart], object] | None = None  # called when a part begins: the profiler
+        self._marks: list[tuple[StepPart, Any]] = []  # the part that ended, and when
         self._began = self._now()
 
-    def switch(self, part: Part) -> Part:
+    def switch(self, part: StepPart) -> StepPart:
         """From now on time passes in `part`; the part before."""
         before = self._part
         if part != before:
@@ -37,7 +37,7 @@ class StepClock:
         return before
 
     @contextmanager
-    def within(self, part: Part) -> Iterator[None]:
+    def within(self, part: StepPart) -> Iterator[None]:
         """Time passes in `part`, and afterwards in the part before."""
         before = self.switch(part)
         try:
@@ -60,7 +60,7 @@ class StepClock:
         self._marks, self._began = [], self._now()
         self._begin("other")
 
-    def _begin(self, part: Part) -> None:
+    def _begin(self, part: StepPart) -> None:
         self._part = part
         if self.listener is not None:
             self.listener(part)
@@ -76,13 +76,13 @@ class StepClock:
 class Lap:
     """One step's marks."""
 
-    def __init__(self, spare: list[Any] | None, began: Any, marks: list[tuple[Part, Any]]) -> None:
+    def __init__(self, spare: list[Any] | None, began: Any, marks: list[tuple[StepPart, Any]]) -> None:
         """`spare`: where the events go that nobody needs any more; None: the marks are seconds."""
         self._spare, self._began, self._marks = spare, began, marks
 
-    def read(self) -> dict[Part, float]:
+    def read(self) -> dict[StepPart, float]:
         """Seconds by part. Once, and on CUDA not before the step's figures are read."""
-        split: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
+        split: dict[StepPart, float] = dict.fromkeys(STEP_PARTS, 0.0)
         for (_, start), (part, end) in pairwise([("other", self._began), *self._marks]):
             split[part] += end - start if self._spare is None else start.elapsed_time(end) / 1000
         if self._spare is not None:  # the last event is the beginning of the next lap

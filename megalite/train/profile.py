@@ -1,50 +1,30 @@
-"""Single steps as torch's profiler sees them (train.profile_steps): a trace, and where the step's time went.
+"""Single steps as torch's profiler sees them (train.profile_steps).
 
-For each of these steps each rank writes two files into the run's profile folder: `step-00000012-rank-00003.json`, its
-`TimeSplit`, and `step-00000012-rank-00003.trace.json.gz`, which ui.perfetto.dev opens. A recorded step waits for its
-device and takes longer than others. A disk that takes nothing costs the files, never the run.
+A recorded step waits for its device and takes longer than others.
 """
 
-import gzip
-import json
 import tempfile
 import threading
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from megalite.checkpoint.commit import replace_synced
-from megalite.parallel.context import ParallelContext
 from megalite.train.clock import StepClock
-from megalite.train.records import Part
-from megalite.train.trace import PART, STEP, TimeSplit, time_split
+from megalite.train.recorder import Recorder, StepPart
 
-FOLDER = "profile"  # of a run
+STEP, PART = "train step", "part: "  # labels: of the whole step, and before the name of a part
 LARGEST_TRACE = 256 << 20  # bytes before compression; to read it takes ten times as much memory
 
 
-class Told(Protocol):
-    """Who hears what came of a recorded step."""
-
-    def profiled(self, step: int, split: TimeSplit, folder: Path) -> None: ...
-
-    def not_profiled(self, step: int, why: str) -> None: ...
-
-
 class StepProfiler:
-    """Records the steps in `steps` on this rank, labelled as the `clock` tells their parts. To begin and to write takes
-    time, too, which is no step's."""
+    """Records the steps in `steps` on this rank, labelled as the `clock` tells their parts. Beginning and
+    reporting take time, too, which is no step's."""
 
-    def __init__(
-        self, run_dir: Path, steps: Collection[int], clock: StepClock, context: ParallelContext, told: Told
-    ) -> None:
-        self._folder, self._steps = run_dir / FOLDER, frozenset(steps)
-        self._clock, self._context, self._told = clock, context, told
+    def __init__(self, steps: Collection[int], clock: StepClock, device: torch.device) -> None:
+        self._steps, self._clock, self._device = frozenset(steps), clock, device
         self._recorded: profile | None = None  # and not written
 
     def due(self, step: int) -> bool:
@@ -54,10 +34,10 @@ class StepProfiler:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """What happens inside is one step."""
-        cuda = self._context.device.type == "cuda"
+        cuda = self._device.type == "cuda"
         labels = _Labels()
         with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]) as recorded:
-            self._settle()
+            self._wait_for_device()
             self._clock.listener = labels.begin
             try:
                 with record_function("begin"):  # the first range of a trace costs what the others do not
@@ -66,36 +46,26 @@ class StepProfiler:
                     labels.begin("other")
                     yield
                     labels.end()
-                    self._settle()
+                    self._wait_for_device()
             finally:
                 labels.end()
                 self._clock.listener = None
         self._recorded = recorded
 
-    def write(self, step: int) -> None:
-        """Write what was recorded of the step. This rank alone knows whether it can."""
+    def report(self, step: int, recorder: Recorder) -> None:
+        """Hand over what the profiler recorded of the step. This rank alone knows whether it can."""
         recorded, self._recorded = self._recorded, None
         assert recorded is not None, "the step was recorded"
         try:
-            split = self._written(recorded, step)
-        except (OSError, ValueError) as error:  # an incomplete trace is no JSON
-            self._told.not_profiled(step, f"{type(error).__name__}: {error}")
+            trace = _exported(recorded)
+        except (OSError, ValueError) as error:
+            recorder.not_profiled(step, f"{type(error).__name__}: {error}")
         else:
-            self._told.profiled(step, split, self._folder)
+            recorder.profiled(step, trace)
 
-    def _settle(self) -> None:
-        if self._context.device.type == "cuda":
-            torch.cuda.synchronize(self._context.device)
-
-    def _written(self, recorded: profile, step: int) -> TimeSplit:
-        trace = _exported(recorded)
-        split = time_split(json.loads(trace)["traceEvents"])
-        self._folder.mkdir(exist_ok=True)
-        name = f"step-{step:08d}-rank-{self._context.rank:05d}"
-        facts = {"step": step, "rank": self._context.rank, **asdict(split)}
-        replace_synced(self._folder / f"{name}.trace.json.gz", gzip.compress(trace, compresslevel=5))
-        replace_synced(self._folder / f"{name}.json", (json.dumps(facts, indent=1) + "\n").encode())
-        return split
+    def _wait_for_device(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
 
 class _Labels:
@@ -105,7 +75,7 @@ class _Labels:
         self._thread = threading.get_ident()
         self._open: record_function | None = None
 
-    def begin(self, part: Part) -> None:
+    def begin(self, part: StepPart) -> None:
         """The part that was open ends, `part` begins. Another thread's view of it (autograd's) is not the step's."""
         if threading.get_ident() == self._thread:
             self.end()

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalite.optim.buffer_layout import Kind, box_ranges, slice_ranges
+from megalite.launch.context import ParallelContext
+from megalite.layout.buffer_layout import Kind, box_ranges, slice_ranges
 from megalite.optim.buffers import ranges_of
-from megalite.parallel.context import ParallelContext
 from megalite.train.training import Training
 
 CHUNK = 1 << 22  # elements hashed at a time: bounds the int64 copy
@@ -51,7 +51,7 @@ def _replicas(training: Training, context: ParallelContext) -> Iterator[tuple[li
         numbers = [at for at, bucket in enumerate(buffers.layout.buckets) if bucket.buffer.kind == kind]
         if numbers:
             yield [buffers.parameter_buckets[at] for at in numbers], context.group(axes)
-            yield [kept[at] for kept in slices for at in numbers], training.sharing[kind].across
+            yield [kept[at] for kept in slices for at in numbers], training.sharing[kind].replicate_group
     whole = slice_ranges(buffers.owned, lambda record: record.split is None)
     shared = box_ranges(buffers.owned, lambda slot, box: slot.record.split is not None and box.replicas > 1)
     yield [part for kept in slices for part in ranges_of(kept, whole)], context.group("tp")

@@ -4,7 +4,7 @@ The same weights, prompts and seed give the same text on any layout, up to round
 which others are sampled beside it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalite.config.problems import Problem, UserError, collect
 from megalite.config.schema import Config
 from megalite.data.batch import Batch
 from megalite.data.open import OpenedData
 from megalite.data.tokenizers import TextTokenizer
+from megalite.errors.problems import Problem, UserError, collect
+from megalite.launch.context import ParallelContext
 from megalite.model.gpt import GPT
-from megalite.parallel.context import ParallelContext
 from megalite.train.training import Training
 
 TEMPERATURE = 0.8
@@ -76,12 +76,14 @@ def sample(
     seq_length: int,
     seed: int,
     rows: int | None = None,
+    go_on: Callable[[], bool] = lambda: True,
 ) -> list[list[int]]:
     """For each of the `prompts` (of at least one token) the `count` tokens that follow it.
 
     All ranks of a model must call it; each returns the tokens, which the end of the pipeline draws. A compiled model
     sees one shape only: `rows` windows of `seq_length` at a time. Without `rows` there are as many as prompts and
-    no longer than needed. What stands behind the newest token cannot reach it.
+    no longer than needed. What stands behind the newest token cannot reach it. `go_on`, equal on all ranks, is asked
+    before each token; once it is false no text grows any more.
     """
     for chunk in training.chunks:
         chunk.eval()
@@ -94,7 +96,7 @@ def sample(
     texts: list[list[int]] = []
     for first in range(0, len(prompts), at_once):
         group = prompts[first : first + at_once]
-        texts += _continued(training, context, group, count, (at_once, length), seed)
+        texts += _continued(training, context, group, count, (at_once, length), seed, go_on)
     for chunk in training.chunks:
         chunk.train()
     return texts
@@ -107,11 +109,14 @@ def _continued(
     count: int,
     shape: tuple[int, int],
     seed: int,
+    go_on: Callable[[], bool],
 ) -> list[list[int]]:
     """The tokens that follow each of at most shape[0] prompts, by windows of that `shape` [b, s]."""
     generators = [torch.Generator().manual_seed(seed) for _ in prompts]
     texts = [list(prompt) for prompt in prompts]
     for _ in range(count):
+        if not go_on():
+            break
         window = torch.zeros(shape, dtype=torch.int64)
         recent = [text[-shape[1] :] for text in texts]
         for row, tokens in enumerate(recent):
@@ -119,7 +124,7 @@ def _continued(
         hidden = training.executor.hidden(_batch(window).to(context.device))
         places = [len(tokens) - 1 for tokens in recent]
         drawn = None if hidden is None else _draw(training.chunks[-1], hidden, places, generators)
-        for text, token in zip(texts, _told(drawn, len(texts), context), strict=True):
+        for text, token in zip(texts, _broadcast(drawn, len(texts), context), strict=True):
             text.append(token)
     return [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
 
@@ -147,7 +152,7 @@ def _draw(end: GPT, hidden: Tensor, places: Sequence[int], generators: Sequence[
     return candidates.gather(1, torch.stack(drawn)).flatten()
 
 
-def _told(drawn: Tensor | None, count: int, context: ParallelContext) -> list[int]:
+def _broadcast(drawn: Tensor | None, count: int, context: ParallelContext) -> list[int]:
     """The tokens that the end of the pipeline has drawn, on all its ranks."""
     pipeline = context.group("pp-forward")
     tokens = torch.zeros(count, dtype=torch.int64) if drawn is None else drawn

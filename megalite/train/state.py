@@ -5,22 +5,26 @@ data order and dropout masks are functions of the step, so the step is all there
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from megalite.checkpoint.manifest import STATE
 from megalite.checkpoint.pieces import Piece, boxes
+from megalite.checkpoint.store import Found
 from megalite.config.schema import Config
 from megalite.config.step_plan import PlannedStep
+from megalite.config.user_files import as_record
+from megalite.layout.buffer_layout import OwnedRange
 from megalite.model.parameters import gpt_parameters
-from megalite.optim.buffer_layout import OwnedRange
 from megalite.optim.buffers import TrainingBuffers
 from megalite.optim.memory import bytes_of_element
 from megalite.train.training import Training
 
-ROUNDED = "parameter"  # kind of the tensors that are masters in the model's dtype: a resume rounds them anew
+_ROUNDED = "parameter"  # kind of the tensors that are masters in the model's dtype
 
 
 @dataclass
@@ -29,9 +33,11 @@ class Progress:
 
     step: int = 0  # steps done, skipped ones and those of train.skip_steps included
     samples: int = 0  # consumed: the whole state of the data
-    tokens: int = 0  # unmasked tokens trained on
+    tokens: int = 0  # unmasked tokens of the steps that were applied
     bad_steps: int = 0  # steps that were skipped, in all
+    empty_steps: int = 0  # steps without an unmasked token, which are not applied either
     bad_steps_in_a_row: int = 0
+    last_applied: int = 0  # the newest step that changed weights; those before it have led to a finite loss
 
     def consume(self, planned: PlannedStep) -> None:
         """A step's turn and samples are over, whatever came of it."""
@@ -40,9 +46,31 @@ class Progress:
     def as_state(self) -> dict[str, Any]:
         return dict(vars(self))
 
+
+@dataclass(frozen=True)
+class DataState:
+    """Which data a run was trained on."""
+
+    fingerprint: str
+    description: str
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """What is read again of a checkpoint's state.json."""
+
+    progress: Progress
+    data: DataState
+    config: dict[str, Any]
+    loss_scale: list[float] | None = None
+    tokenizer: dict[str, str] = field(default_factory=dict)  # hash of each file of its folder
+
     @classmethod
-    def from_state(cls, state: dict[str, Any]) -> "Progress":
-        return cls(**state)
+    def of(cls, found: Found) -> "SavedState":
+        place, said = found.path / STATE, dict(found.state)
+        for name, kind in (("progress", Progress), ("data", DataState)):
+            said[name] = as_record(kind, said.get(name), f"{place}: {name}")
+        return as_record(cls, said, place)
 
 
 def training_pieces(training: Training) -> list[Piece]:
@@ -50,9 +78,22 @@ def training_pieces(training: Training) -> list[Piece]:
     buffers, optimizer = training.buffers, training.optimizer
     kinds = {"master": buffers.masters, "exp_avg": optimizer.exp_avg, "exp_avg_sq": optimizer.exp_avg_sq}
     if any(part is not master for part, master in zip(buffers.parameters, buffers.masters, strict=True)):
-        kinds[ROUNDED] = buffers.parameters
+        kinds[_ROUNDED] = buffers.parameters
     pieces = [piece for kind, slices in kinds.items() for piece in owned_pieces(f"{kind}.", buffers.owned, slices)]
     return [*pieces, Piece("optimizer.step", (1,), (0,), optimizer.step_count.view(1))]
+
+
+def is_rounded(name: str) -> bool:
+    """Whether a saved tensor is a master in the model's dtype: a resume rounds the master anew and does not read it."""
+    return name.startswith(f"{_ROUNDED}.")
+
+
+@torch.no_grad()
+def not_finite(pieces: Sequence[Piece]) -> list[str]:
+    """Names of the tensors that hold an infinity or no number: one pass over the memory, one wait for the device."""
+    held = [piece for piece in pieces if piece.tensor.numel()]
+    extremes = torch.stack([torch.stack(piece.tensor.aminmax()).double() for piece in held])  # [n, 2]
+    return [piece.name for piece, fine in zip(held, extremes.isfinite().all(dim=1).tolist(), strict=True) if not fine]
 
 
 def state_bytes(config: Config) -> int:

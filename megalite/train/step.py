@@ -1,13 +1,14 @@
-"""One optimizer step, without waiting on the device.
+"""One optimizer step, in the order in which it happens, without waiting on the device.
 
-Microbatches -> gradients of the one loss -> sums over the ranks that share parameters -> norm -> clipped AdamW on this
-rank's slices -> parameters of all ranks. The loss that is optimised is the loss that is reported: the sum of token
-losses over the global batch divided by its number of unmasked tokens, which is known before the first backward. A step
-whose loss or gradient is not finite changes nothing.
+The loss that is optimised is the loss that is reported: the sum of token losses over the global batch divided by its
+number of unmasked tokens, which is known before the first backward. A step whose loss or gradient is not finite changes
+nothing. Nor does one without an unmasked token: its gradients are zero, but weight decay and moments would act all the
+same.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,9 +16,9 @@ from torch import Tensor
 
 from megalite.config.schema import OptimizerConfig
 from megalite.data.batch import Batch
+from megalite.launch.context import ParallelContext
 from megalite.optim.norm import counted, gradient_norm
-from megalite.optim.partial import PartialGradients
-from megalite.parallel.context import ParallelContext
+from megalite.optim.partial import partial_gradients
 from megalite.train.clock import Lap
 from megalite.train.training import Training
 
@@ -31,24 +32,46 @@ class StepFigures:
     loss: float
     grad_norm: float
     tokens: int  # unmasked tokens of the global batch
-    skipped: bool  # loss or gradient was not finite: nothing was updated
+    skipped: bool  # nothing was updated: loss or gradient was not finite, there was no token, or input was refused
     stop: bool  # some rank was asked to stop
-    refused: bool  # some rank's input was refused, it computed with nothing: nothing was updated
+    refused: bool  # some rank's input was refused, it computed with nothing
     loss_scale: float = 1.0  # what the loss was multiplied by before backward (fp16)
 
 
-class LaunchedStep:
-    """A step that the device may still be working on. What it reports is copied to the host behind it, so that reading
-    it later waits for this step and for none that was launched after it."""
+class DeviceFigures(NamedTuple):
+    """The fields of StepFigures while they are on the device: 0-d fp64 each."""
 
-    def __init__(self, figures: Tensor, lap: Lap) -> None:
-        """`figures`: the fields of StepFigures, a device tensor [7]. `lap`: this rank's times, to be read after it."""
+    loss: Tensor
+    grad_norm: Tensor
+    tokens: Tensor
+    skipped: Tensor
+    stop: Tensor
+    refused: Tensor
+    loss_scale: Tensor
+
+
+class Totals(NamedTuple):
+    """What one all-reduce sums over all ranks: 0-d fp64 each. Each rank adds what is counted there alone."""
+
+    squares: Tensor  # of the gradient's elements
+    loss: Tensor
+    stop: Tensor  # how many ranks were asked to stop
+    refused: Tensor  # how many ranks' input was refused
+    next_tokens: Tensor  # unmasked tokens of the coming step
+
+
+class LaunchedStep:
+    """A step that the device may still be working on. Its figures are copied to the host behind it, so that reading
+    them later waits for this step and for none that was launched after it."""
+
+    def __init__(self, figures: DeviceFigures, lap: Lap) -> None:
+        """`lap`: this rank's times, to be read after the figures."""
         self.lap = lap
         self._done: torch.cuda.Event | None = None
-        self._figures = figures
-        if figures.is_cuda:
-            self._figures = torch.empty(figures.shape, dtype=figures.dtype, pin_memory=True)
-            self._figures.copy_(figures, non_blocking=True)
+        self._figures = torch.stack(figures)
+        if self._figures.is_cuda:
+            on_device, pinned = self._figures, torch.empty(len(figures), dtype=torch.float64, pin_memory=True)
+            self._figures = pinned.copy_(on_device, non_blocking=True)
             self._done = torch.cuda.Event()
             self._done.record()
 
@@ -68,11 +91,12 @@ class TrainStep:
         self._clip = settings.clip_grad
         self._data_parallel = context.group("dp-cp")
         self._world = context.group("world")
-        self._partial = PartialGradients.of(training.buffers, context)
+        self._partial = partial_gradients(training.buffers, context)
         self._counted = counted(training.buffers, training.sharing, embeds=training.embeds)
         self._tells_loss = training.has_loss and context.index("tp") == 0  # the ranks of tp compute the same one
-        self._lr = torch.zeros((), dtype=torch.float64, device=training.buffers.device)
-        self._tokens: Tensor | None = None  # of the coming step, if the step before was told
+        self._zero = torch.zeros((), dtype=torch.float64, device=training.buffers.device)
+        self._lr = torch.zeros_like(self._zero)
+        self._tokens: Tensor | None = None  # of the coming step, if the step before has summed them
 
     def __call__(
         self,
@@ -86,50 +110,65 @@ class TrainStep:
     ) -> LaunchedStep:
         """Train on this rank's microbatches, which hold `local_tokens` unmasked labels.
 
-        With `next_local_tokens`, those of the step to come, the sum that it needs before its first backward comes with
+        With `next_local_tokens`, those of the coming step, the sum that it needs before its first backward comes with
         this step's figures: a sum of its own would queue behind the parameters that are still on their way.
         A rank whose input was `refused` brings `masked_batches`: ranks of the same model compute with it, and all learn
         of it at the end instead of waiting for it. Nothing here waits for the device.
         """
-        training, buffers, clock = self._training, self._training.buffers, self._training.clock
+        training, clock = self._training, self._training.clock
         clock.switch("optimizer")
-        buffers.start_step()
-        device = buffers.device
-        # full: a kernel; a copy from the host would wait
+        training.buffers.start_step()
+
+        # Unmasked tokens of the global batch, by which every token's loss is divided.
         tokens, self._tokens = self._tokens, None
         if tokens is None:
             clock.switch("communication")
-            tokens = self._sum(torch.full((), local_tokens, device=device), self._data_parallel)
-        one = torch.ones((), dtype=torch.float32, device=device)
-        loss_scale = one if training.loss_scale is None else training.loss_scale.value.clone()
-        scale = loss_scale / tokens.clamp(min=1).to(buffers.master_dtype)
-        loss = training.executor.train(microbatches, scale)
+            tokens = self._all_reduce(self._number(local_tokens, torch.int64), self._data_parallel)
+
+        # Forward and backward of all microbatches. Each gradient bucket is on its way to the ranks that hold the same
+        # parameters (reduce-scatter in the shard group, all-reduce in the replicate group) once backward has filled it.
+        loss_scale = self._loss_scale()
+        loss = training.executor.train(microbatches, loss_scale / tokens.clamp(min=1).to(training.buffers.master_dtype))
+
+        # The sums of the gradients arrive. Those of which ranks of one model hold a part each are summed over these:
+        # tp, ranks with the same key-value heads, the two ends of a pipeline with a tied embedding.
         clock.switch("communication")
         training.sync.finish()
-        self._partial.sum()
-        clock.switch("optimizer")
-        # One reduction: each rank adds what is counted there alone; what is not finite makes the sum so everywhere.
-        squares = gradient_norm(self._counted).square() if self._counted else torch.zeros_like(self._lr)
-        own_loss = loss.double() if self._tells_loss else torch.zeros_like(self._lr)
-        own_next = (next_local_tokens or 0) if self._tells_loss else 0
-        told = [torch.full((), float(one), dtype=torch.float64, device=device) for one in (stop, refused, own_next)]
-        squares_and_told = torch.stack([squares, own_loss, *told])
-        clock.switch("communication")
-        total = self._sum(squares_and_told, self._world)
-        clock.switch("optimizer")
-        if next_local_tokens is not None:
-            self._tokens = total[4].to(torch.int64)  # exact up to 2^53
-        norm, loss = total[0].sqrt() / loss_scale, total[1] / loss_scale
-        self._lr.fill_(lr)
-        skipped = self._update(loss, norm, total[3], loss_scale)
-        figures = torch.stack([loss, norm, tokens.double(), skipped, total[2], total[3], loss_scale.double()])
-        return LaunchedStep(figures, clock.lap())
+        for partial in self._partial:
+            partial.all_reduce()
 
-    def _update(self, loss: Tensor, norm: Tensor, refused: Tensor, loss_scale: Tensor) -> Tensor:
-        """Clip and apply, unless something is not finite or a rank was refused; whether it was not, 0-d fp64."""
+        # The norm of the gradient, the loss and the flags of all ranks: one all-reduce. Whatever is not finite on one
+        # rank makes the sum so on all.
+        clock.switch("optimizer")
+        own = self._own(loss, stop, refused, next_local_tokens)
+        clock.switch("communication")
+        total = Totals(*self._all_reduce(torch.stack(own), self._world))
+        clock.switch("optimizer")
+        norm, loss = total.squares.sqrt() / loss_scale, total.loss / loss_scale
+        if next_local_tokens is not None:
+            self._tokens = total.next_tokens.to(torch.int64)  # exact up to 2^53
+
+        # Clip, AdamW on this rank's slices, and the all-gather of the new parameters, which the next forward waits for.
+        self._lr.fill_(lr)
+        skipped = self._update(loss, norm, (total.refused > 0) | (tokens == 0), loss_scale)
+        return LaunchedStep(
+            DeviceFigures(
+                loss=loss,
+                grad_norm=norm,
+                tokens=tokens.double(),
+                skipped=skipped.double(),
+                stop=total.stop,
+                refused=total.refused,
+                loss_scale=loss_scale.double(),
+            ),
+            clock.lap(),
+        )
+
+    def _update(self, loss: Tensor, norm: Tensor, idle: Tensor, loss_scale: Tensor) -> Tensor:
+        """Clip and apply, unless something is not finite or all is `idle`; whether it was not applied, 0-d bool."""
         training = self._training
         overflow = ~(torch.isfinite(norm) & torch.isfinite(loss))
-        skipped = overflow | (refused > 0)
+        skipped = overflow | idle
         divisor = loss_scale.double()
         if self._clip > 0:
             divisor = divisor * ((norm + CLIP_EPSILON) / self._clip).clamp(min=1)
@@ -139,9 +178,31 @@ class TrainStep:
             training.loss_scale.update(overflow.to(torch.float32))
         training.buffers.round_masters()
         training.gather.start()
-        return skipped.double()
+        return skipped
 
-    def _sum(self, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    def _own(self, loss: Tensor, stop: bool, refused: bool, next_local_tokens: int | None) -> Totals:
+        """What this rank adds to the totals. One rank of each model adds its loss and tokens."""
+        tells = self._tells_loss
+        return Totals(
+            squares=gradient_norm(self._counted).square() if self._counted else self._zero,
+            loss=loss.double() if tells else self._zero,
+            stop=self._number(stop, torch.float64),
+            refused=self._number(refused, torch.float64),
+            next_tokens=self._number((next_local_tokens or 0) if tells else 0, torch.float64),
+        )
+
+    def _loss_scale(self) -> Tensor:
+        """What the loss is multiplied by before backward, 0-d; 1 where no fp16 needs it."""
+        scale = self._training.loss_scale
+        if scale is None:
+            return self._number(1, self._training.buffers.master_dtype)
+        return scale.value.clone()
+
+    def _number(self, value: float, dtype: torch.dtype) -> Tensor:
+        """0-d, made on the device by a kernel: a copy from the host would wait."""
+        return torch.full((), value, dtype=dtype, device=self._zero.device)
+
+    def _all_reduce(self, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         """`tensor` summed over the ranks of `group`, in place; as it is where there is none."""
         if group is not None:
             dist.all_reduce(tensor, group=group)

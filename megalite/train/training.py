@@ -3,32 +3,37 @@
 Built without values: they come from the seed, an import or a checkpoint, and are whole on every rank before a step.
 """
 
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from megalite.config.derive import derive_schedule
-from megalite.config.schema import Config, OptimizerConfig
-from megalite.model.build import build_stage
+from megalite.config.schedule_rules import ScheduleRequest
+from megalite.config.schema import Config, ModelConfig, OptimizerConfig
+from megalite.launch.context import ParallelContext
+from megalite.launch.device import DTYPES
+from megalite.layout.buffer_layout import Kind, slice_ranges
 from megalite.model.gpt import GPT
 from megalite.model.init import start_values
 from megalite.optim.adamw import FlatAdamW
-from megalite.optim.buffer_layout import Kind, slice_ranges
 from megalite.optim.buffers import TrainingBuffers
 from megalite.optim.gradient_sync import GradientSync
 from megalite.optim.loss_scale import LossScale
 from megalite.optim.parameter_gather import ParameterGather
 from megalite.optim.rank_buffers import held_parameters, rank_buffers, stages_of
 from megalite.optim.sharing import Sharing
-from megalite.parallel.context import ParallelContext
-from megalite.parallel.device import DTYPES
-from megalite.parallel.schedule_rules import ScheduleRequest
 from megalite.pipeline.actions import Schedule
 from megalite.pipeline.executor import Executor, Links
 from megalite.pipeline.schedules import build_schedule, forward_only
 from megalite.tensor_parallel.collectives import TensorGroup
 from megalite.train.clock import StepClock
+
+# (folder, model, names) -> (logical name, logical tensor) of these parameters, of all where `names` is None.
+# It raises UserError before it reads the first tensor if the folder does not fit the model.
+ReadWeights = Callable[[str, ModelConfig, Container[str] | None], Iterator[tuple[str, Tensor]]]
 
 
 @dataclass(frozen=True)
@@ -68,21 +73,24 @@ def build_training(config: Config, context: ParallelContext) -> Training:
     clock = StepClock(context.device)
     chunks = _chunks(config, context)
     sharing = Sharing.of_rank(context, zero=settings.zero > 0)
+    own = rank_buffers(config, context.layout, context.rank)
     buffers = TrainingBuffers(
-        rank_buffers(config, context.layout, context.rank).layout,
+        own.layout,
         dtype=context.dtype,
         device=context.device,
-        dense=sharing["dense"].index,
-        expert=sharing["expert"].index,
+        dense=own.index["dense"],
+        expert=own.index["expert"],
         gradient_dtype=_dtype(settings.gradient_dtype, context),
     )
-    sinks = buffers.attach(*chunks, sunk=[name for chunk in chunks for name in chunk.sunk_parameters])
-    wire = _dtype(settings.communication_dtype or settings.gradient_dtype, context)
-    sync = GradientSync(buffers, chunks, sharing, wire=wire, overlap=settings.overlap)
+    main_grads = buffers.attach(
+        *chunks, with_main_grad=[name for chunk in chunks for name in chunk.main_grad_parameters]
+    )
+    comm_dtype = _dtype(settings.communication_dtype or settings.gradient_dtype, context)
+    sync = GradientSync(buffers, chunks, sharing, comm_dtype=comm_dtype, overlap=settings.overlap)
     waiting = partial(clock.within, "communication")
     gather = ParameterGather(buffers, sharing, overlap=settings.overlap, waiting=waiting)
     for chunk in chunks:
-        chunk.gradient_sinks({name: sinks[name] for name in chunk.sunk_parameters if name in sinks})
+        chunk.set_main_grads({name: main_grads[name] for name in chunk.main_grad_parameters if name in main_grads})
         chunk.before_use = gather.wait_for
     return Training(
         chunks,
@@ -104,19 +112,20 @@ def fill_with_start_values(buffers: TrainingBuffers, config: Config, context: Pa
     buffers.fill(start_values(records, config.seed, size=size, index=index))
 
 
+def fill_with_imported_values(
+    buffers: TrainingBuffers, read_weights: ReadWeights, config: Config, context: ParallelContext
+) -> None:
+    """Parameters as the folder of checkpoint.init_from holds them; each rank reads, one by one, those of its stages."""
+    assert config.checkpoint.init_from is not None
+    names = {record.name for record in held_parameters(config, context.coordinates["pp"])}
+    buffers.fill(read_weights(config.checkpoint.init_from, config.model, names))
+
+
 def _chunks(config: Config, context: ParallelContext) -> list[GPT]:
     """This rank's parts of the model, whose parameters have no storage of their own: the buffers will be it."""
     tp = TensorGroup.of(context.group("tp"))
     chunks = [
-        build_stage(
-            config,
-            dtype=context.dtype,
-            device=context.device,
-            layers=stage.layers,
-            embeds=stage.embedding,
-            has_loss=stage.loss,
-            tp=tp,
-        )
+        GPT(config, dtype=context.dtype, device=context.device, stage=stage, tp=tp)
         for stage in stages_of(config, context.coordinates["pp"])
     ]
     for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
@@ -154,7 +163,7 @@ def _optimizer(buffers: TrainingBuffers, settings: OptimizerConfig, context: Par
         [(decayed, settings.weight_decay), (others, 0.0)],
         (first, second),
         settings.eps,
-        moments=_dtype(settings.moment_dtype, context),
+        first_moment=_dtype(settings.moment_dtype, context),
         device=context.device,
     )
 

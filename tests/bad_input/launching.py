@@ -4,8 +4,8 @@ The numbers are those of a list of 105 bad inputs that training software deserve
 where the others are. A row runs the launcher's `main` in this process, on a model that trains in milliseconds.
 """
 
+import importlib
 import os
-import runpy
 import socket
 import struct
 from collections.abc import Callable
@@ -19,7 +19,6 @@ import pytest
 import torch
 
 import pretrain_gpt
-from tests.train.runs import ROOT
 
 SMALL = [
     *("model.num_layers=1", "model.hidden_size=16", "model.num_attention_heads=2", "tokenizer=byte", "train.steps=4"),
@@ -47,7 +46,7 @@ class Row:
     """One input, and words of the message with which it is refused. `number`: on the list, 0 where it is not there.
 
     `ranks`: the launcher is told that it is rank 0 of so many; what is refused is refused before anyone else is asked.
-    `script`: it is one of scripts/ that refuses, with `argv` alone.
+    `command`: it is that one of megalite/commands that refuses, with `argv` alone.
     """
 
     number: int
@@ -57,16 +56,16 @@ class Row:
     arrange: Callable[[Scene], None] = nothing
     variables: dict[str, str] = field(default_factory=dict)
     ranks: int = 1
-    script: str | None = None
+    command: str | None = None
 
     def __str__(self) -> str:
         return f"{self.number:02d} {self.what}" if self.number else self.what
 
     def run(self, words: list[str]) -> int:
         """The command's status. `words`: what every training command of the table says first."""
-        if self.script is None:
+        if self.command is None:
             return pretrain_gpt.main([*words, *self.argv.split()])
-        main: Callable[[list[str]], int] = runpy.run_path(str(ROOT / "scripts" / f"{self.script}.py"))["main"]
+        main: Callable[[list[str]], int] = importlib.import_module(f"megalite.commands.{self.command}").main
         return main(self.argv.split())
 
 

@@ -4,7 +4,7 @@ All rows meet one run of two steps, each of them saved; a row that damages a che
 one is passed over (tests/checkpoint/test_damage.py). What each kind of damage does to one file is tested there, too.
 """
 
-import pickle
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,14 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml  # type: ignore[import-untyped]
 from safetensors.torch import load_file, save_file
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import pretrain_gpt
-from megalite.checkpoint import manifest as manifests
-from megalite.checkpoint.manifest import Manifest
-from megalite.checkpoint.trusted_metadata import read_metadata
+from megalite.checkpoint.manifest import FileRecord, Manifest, digest
 from tests.bad_input.launching import SMALL, TOKENS, Row, Scene, check, write_corpus
 from tests.checkpoint import test_damage as damage
 
@@ -35,7 +31,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         assert pretrain_gpt.main([*RUN, "train.steps=2", "checkpoint.interval=1"]) == 0
-        assert Row(0, "", "run exported", [], script="export_hf").run([]) == 0
+        assert Row(0, "", "run exported", [], command="export").run([]) == 0
     return folder
 
 
@@ -59,56 +55,45 @@ def of_both(harm: Callable[[Path], object]) -> Callable[[Scene], None]:
 
 
 def flip_a_bit(checkpoint: Path) -> None:
-    data = checkpoint / "__0_0.distcp"
+    data = checkpoint / "rank-00000.safetensors"
     data.write_bytes(damage.flipped(data.read_bytes(), 8 * 3000))
 
 
-def rewrite_manifest(checkpoint: Path, change: Callable[[Manifest], Manifest]) -> None:
-    path = checkpoint / "COMMIT.json"
-    step = int(checkpoint.name.removeprefix("step-"))
-    path.write_bytes(change(Manifest.parse(path.read_bytes(), step)).render())
-
-
 def point_outside(checkpoint: Path) -> None:
-    rewrite_manifest(checkpoint, lambda found: replace(found, files={**found.files, "../../lock": (0, "0" * 32)}))
+    damage.rewrite_manifest(
+        checkpoint, lambda found: replace(found, files={**found.files, "../../lock": found.files["state.json"]})
+    )
 
 
 def call_it_another_run_s(checkpoint: Path) -> None:
-    rewrite_manifest(checkpoint, lambda found: replace(found, about={**found.about, "run_id": "0123456789abcdef"}))
-
-
-def write_a_later_format(scene: Scene) -> None:
-    with pytest.MonkeyPatch.context() as later:
-        later.setattr(manifests, "FORMAT", 2)
-        of_both(lambda checkpoint: rewrite_manifest(checkpoint, lambda found: found))(scene)
+    damage.rewrite_manifest(
+        checkpoint, lambda found: replace(found, about={**found.about, "run_id": "0123456789abcdef"})
+    )
 
 
 def lose_half_of_a_tensor(checkpoint: Path) -> None:
-    """In the index, behind right hashes."""
-    index = (checkpoint / ".metadata").read_bytes()
-    metadata = read_metadata(index, {"__0_0.distcp": 10**9})
-    saved = metadata.state_dict_metadata["master.embedding.word.weight"]
-    assert isinstance(saved, TensorStorageMetadata)
-    saved.chunks.pop()
-    damage.rewrite(checkpoint, ".metadata", pickle.dumps(metadata))
+    """In the manifest, behind a right hash."""
 
+    def change(found: Manifest) -> Manifest:
+        name = "master.embedding.word.weight"
+        return replace(found, tensors={**found.tensors, name: found.tensors[name]._replace(boxes=[])})
 
-def index_that_runs_code(checkpoint: Path) -> None:
-    trace = checkpoint.parent / "trace"
-    damage.rewrite(checkpoint, ".metadata", pickle.dumps(damage.Exploit(Path.mkdir, trace)))
+    damage.rewrite_manifest(checkpoint, change)
 
 
 def forget_the_setting(name: str) -> Callable[[Scene], None]:
     """As if the run was of a version without it, of which nothing is known, and nothing is loaded that does not fit."""
 
-    def arrange(scene: Scene) -> None:
-        path = scene.folder / "run" / "config.yaml"
-        config = yaml.safe_load(path.read_text())
+    def harm(checkpoint: Path) -> None:
+        state = json.loads((checkpoint / "state.json").read_bytes())
         group, _, leaf = name.rpartition(".")
-        del config[group][leaf]
-        path.write_text(yaml.safe_dump(config, sort_keys=False))
+        del state["config"][group][leaf]
+        content = json.dumps(state).encode()
+        (checkpoint / "state.json").write_bytes(content)
+        entry = {"state.json": FileRecord(len(content), digest(content))}
+        damage.rewrite_manifest(checkpoint, lambda found: replace(found, files={**found.files, **entry}))
 
-    return arrange
+    return of_both(harm)
 
 
 def lose_the_run(scene: Scene) -> None:
@@ -116,7 +101,7 @@ def lose_the_run(scene: Scene) -> None:
 
 
 def folder_of_another_program(scene: Scene) -> None:
-    """What torch.distributed.checkpoint writes for others: an index and its data."""
+    """A folder of tensors without our manifest."""
     (scene.folder / "theirs" / "checkpoints").mkdir(parents=True)
     step = scene.folder / "run" / "checkpoints" / "step-00000001"
     theirs = shutil.copytree(step, scene.folder / "theirs" / "checkpoints" / step.name)
@@ -145,7 +130,7 @@ ROWS = [
         "a step that there is not",
         "run out --step 7",
         ["step=7: there is no checkpoint of it", "those there are: 1, 2"],
-        script="export_hf",
+        command="export",
     ),
     Row(
         72,
@@ -159,7 +144,7 @@ ROWS = [
         74,
         "a flipped bit",
         "",
-        [*NONE_CAN_BE_READ, "__0_0.distcp is damaged: its content hashes to", "was written"],
+        [*NONE_CAN_BE_READ, "rank-00000.safetensors is damaged: its content hashes to", "was written"],
         of_both(flip_a_bit),
     ),
     Row(
@@ -176,7 +161,7 @@ ROWS = [
         [*NONE_CAN_BE_READ, "COMMIT.json is damaged (its hash does not match)"],
         of_both(damage.reformat_the_manifest),
     ),
-    Row(76, "a file less", "", [*NONE_CAN_BE_READ, "__0_0.distcp is missing"], of_both(damage.lose_the_data)),
+    Row(76, "a file less", "", [*NONE_CAN_BE_READ, "rank-00000.safetensors is missing"], of_both(damage.lose_the_data)),
     Row(
         77,
         "a manifest that points outside",
@@ -188,14 +173,21 @@ ROWS = [
         78,
         "a later format",
         "",
-        ["it has format 2; this megalite reads up to 1", "use the megalite that wrote it"],
-        write_a_later_format,
+        ["it has format 3; this megalite reads format 2", "go on with the megalite that wrote it"],
+        of_both(damage.write_later_format),
+    ),
+    Row(
+        78,
+        "the old format",
+        "",
+        ["format 1, that of torch.distributed.checkpoint", "go on with the megalite", "scripts/export_hf.py"],
+        of_both(damage.write_old_format),
     ),
     Row(
         79,
         "a checkpoint of another program",
         "run_dir=theirs",
-        ["theirs': it holds checkpoints, but not the run.json", "another run_dir"],
+        ["run_dir='theirs': a run would write over checkpoints", "(there is no run.json)", "a new folder"],
         folder_of_another_program,
     ),
     Row(
@@ -224,13 +216,6 @@ ROWS = [
         "run_dir=new checkpoint.init_from=exported",
         ["must hold model.safetensors", "pickled weights (*.bin) are never loaded", "save_pretrained"],
         folder_of_pickles,
-    ),
-    Row(
-        80,
-        "an index that runs code",
-        "",
-        [".metadata='refused': it asks for pathlib.Path", "which a checkpoint never needs"],
-        of_both(index_that_runs_code),
     ),
     Row(
         82,
@@ -299,12 +284,18 @@ ROWS = [
         "resume=never",
         ["run_dir=", "holds a run already, and resume=never", "resume=auto to continue"],
     ),
-    Row(92, "checkpoints without their run", "", ["holds checkpoints, but not the run.json"], lose_the_run),
+    Row(
+        92,
+        "checkpoints without their run",
+        "",
+        ["write over checkpoints, config.yaml", "put its run.json back"],
+        lose_the_run,
+    ),
     Row(
         93,
         "a tensor with a gap",
         "",
-        [".metadata='refused': master.embedding.word.weight has data for", "restore this folder"],
+        [*NONE_CAN_BE_READ, "master.embedding.word.weight has data for 0 of its"],
         of_both(lose_half_of_a_tensor),
     ),
 ]

@@ -16,8 +16,8 @@ def text_with_a_run_inside(scene: Scene) -> None:
 def gpu_without_bf16(scene: Scene) -> None:
     import torch
 
-    scene.patch.setattr("megalite.parallel.startup.choose_device", lambda *_: torch.device("cuda", 0))
-    scene.patch.setattr("megalite.parallel.device._has_fast_bf16", lambda _: False)
+    scene.patch.setattr("megalite.train.start.choose_device", lambda *_: torch.device("cuda", 0))
+    scene.patch.setattr("megalite.launch.device._has_fast_bf16", lambda _: False)
     scene.patch.setattr(torch.cuda, "get_device_name", lambda _: "an old card")
 
 
@@ -75,7 +75,7 @@ ROWS = [
         8,
         "the inner width and the vocabulary over tensor-parallel ranks",
         "parallel.tp=4 model.num_attention_heads=4 model.ffn_hidden_size=1022 model.vocab_multiple=2",
-        ["2 problems", "model.ffn_hidden_size=1022", "1020 or 1024", "model.vocab_multiple=2", "4 or more"],
+        ["2 problems", "model.ffn_hidden_size=1022", "1020 or 1024", "model.vocab_multiple=2", "4 or 8"],
         ranks=4,
     ),
     Row(
@@ -122,7 +122,11 @@ ROWS = [
         14,
         "sequence parallelism without tensor parallelism",
         "parallel.sequence_parallel=true",
-        ["parallel.sequence_parallel=True", "nothing to split it over with parallel.tp=1", "leave it out"],
+        [
+            "parallel.sequence_parallel=True",
+            "nothing to split it over with parallel.tp=1",
+            "leave parallel.sequence_parallel unset",
+        ],
     ),
     Row(
         15,

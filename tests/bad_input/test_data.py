@@ -1,5 +1,5 @@
 """Bad data that every reader expects first (missing, empty, binary), a row each; numbers 48 to 70 of the list, and what
-is beside them there, are in tests/data/test_bad_inputs_of_data.py."""
+is beside them there, are in tests/prepare/test_bad_inputs_of_data.py."""
 
 import os
 
@@ -23,7 +23,7 @@ def pipe(scene: Scene) -> None:
 
 
 ROWS = [
-    Row(48, "a missing file", "data=text data.path=none.txt", ["none.txt", "no such file", "txt, jsonl or parquet"]),
+    Row(48, "a missing file", "data=text data.path=none.txt", ["none.txt", "no such file", "csv or parquet"]),
     Row(49, "an empty file", "data=text data.path=e.txt", ["e.txt", "is empty (0 bytes)"], file("e.txt", b"")),
     Row(48, "a pipe", "data=text data.path=pipe.txt", ["pipe.txt", "no regular file", "to a file first"], pipe),
     Row(

@@ -5,6 +5,7 @@ a port as those of a cluster do.
 """
 
 import contextlib
+import errno
 import io
 import os
 import resource
@@ -20,7 +21,8 @@ import torch
 
 import pretrain_gpt
 from megalite.checkpoint.lock import RunLock, holder_of
-from megalite.parallel.context import ParallelContext
+from megalite.commands import train
+from megalite.launch.context import ParallelContext
 from tests.bad_input.launching import SMALL, TOKENS, Row, Scene, check, free_port, tree, write_corpus
 from tests.ranks import run_ranks
 
@@ -42,8 +44,11 @@ def live_job(scene: Scene) -> None:
 
 def not_writable(scene: Scene) -> None:
     """For root, under whom these tests may run, there is no such folder."""
-    allowed = os.access
-    scene.patch.setattr(os, "access", lambda path, mode: allowed(path, mode) and path != scene.folder)
+
+    def refuse(**_: object) -> str:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    scene.patch.setattr("tempfile.mkdtemp", refuse)
 
 
 def full_disk(scene: Scene) -> None:
@@ -111,12 +116,17 @@ ROWS = [
         variables={"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
     ),
     Row(37, "no CUDA", "device=cuda", ["device='cuda'", "no usable CUDA device", "device=cpu"]),
-    Row(38, "run_dir cannot be made", "run_dir=/proc/megalite", ["'/proc/megalite'", "writ", "may write"]),
+    Row(
+        38,
+        "run_dir cannot be made",
+        "run_dir=/proc/megalite",
+        ["'/proc/megalite'", "/proc cannot be written", "may write"],
+    ),
     Row(
         38,
         "run_dir may not be written",
         "run_dir=new/run",
-        ["run_dir='new/run'", "is not writable for this user", "a folder you may write to"],
+        ["run_dir='new/run'", "cannot be written: Permission denied", "a folder where you may write"],
         not_writable,
     ),
     Row(
@@ -142,7 +152,7 @@ ROWS = [
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_a_bad_environment_is_refused(row: Row, scene: Scene, capfd: pytest.CaptureFixture[str]) -> None:
-    scene.patch.setattr(pretrain_gpt, "WAIT_FOR_RANK_ZERO_S", 0.0)
+    scene.patch.setattr(train, "WAIT_FOR_RANK_ZERO_S", 0.0)
     check(row, scene, capfd, SMALL)
 
 
@@ -185,17 +195,17 @@ def another_torch(patch: pytest.MonkeyPatch, last: bool) -> list[str]:
 
 def other_code(patch: pytest.MonkeyPatch, last: bool) -> list[str]:
     if last:
-        patch.setattr("megalite.parallel.startup.CODE", Path(__file__).parent)
+        patch.setattr("megalite.launch.startup.CODE", Path(__file__).parent)
     return []
 
 
 def other_processors(patch: pytest.MonkeyPatch, last: bool) -> list[str]:
-    patch.setattr("megalite.parallel.device._has_fast_bf16", lambda device: last)
+    patch.setattr("megalite.launch.device._has_fast_bf16", lambda device: last)
     return []
 
 
 def fewer_gpus_than_ranks(patch: pytest.MonkeyPatch, last: bool) -> list[str]:
-    patch.setattr("megalite.parallel.meeting._gpu_id", lambda device: "GPU-0")
+    patch.setattr("megalite.launch.rendezvous._gpu_id", lambda device: "GPU-0")
     return []
 
 
@@ -279,7 +289,7 @@ def launched_rank(context: ParallelContext, row: OfRanks, port: int, folder: Pat
             patch.setenv(name, str(value))
         patch.setenv("MASTER_ADDR", "localhost")
         patch.setenv("MASTER_PORT", str(port))
-        patch.setattr(pretrain_gpt, "WAIT_FOR_RANK_ZERO_S", 0.0)
+        patch.setattr(train, "WAIT_FOR_RANK_ZERO_S", 0.0)
         own = row.spoil(patch, last)
         status = pretrain_gpt.main([*SMALL, *TOKENS, *row.argv.split(), *own])
     return status, said.getvalue()

@@ -2,7 +2,7 @@
 
 1-30    config        test_config.py
 31-47   environment   test_environment.py
-48-70   data          tests/data/test_bad_inputs_of_data.py, and test_data.py
+48-70   data          tests/prepare/test_bad_inputs_of_data.py, and test_data.py
 71-93   checkpoint    test_checkpoint.py
 94-105  on the way    none is refused: what happens is told, and tested where the explanation says
 """
@@ -15,7 +15,7 @@ from itertools import chain
 import pytest
 
 from tests.bad_input import test_checkpoint, test_config, test_data, test_environment
-from tests.data import test_bad_inputs_of_data
+from tests.prepare import test_bad_inputs_of_data
 from tests.train.runs import ROOT
 
 ROWS = {row.number for module in (test_config, test_environment, test_data, test_checkpoint) for row in module.ROWS}
@@ -55,8 +55,8 @@ EXPLAINED = {
         "no key for wandb, or no network",
         "one line says so, and training goes on",
         [
-            "train/test_wandb.py::test_who_has_no_key_is_told_once_and_nothing_starts",
-            "train/test_wandb.py::test_a_server_that_does_not_answer_holds_nothing_up",
+            "observe/test_wandb.py::test_online_without_a_key_is_written_to_disk_and_asks_nothing",
+            "observe/test_wandb.py::test_a_server_that_does_not_answer_costs_its_timeout_once",
         ],
     ),
     45: Explained(
@@ -67,7 +67,7 @@ EXPLAINED = {
     46: Explained(
         "bit for bit, and no OMP_NUM_THREADS",
         "each rank's number of threads follows from its cores, so that it is the same at every start",
-        ["parallel/test_device.py::test_local_ranks_share_the_cores"],
+        ["launch/test_device.py::test_local_ranks_share_the_cores"],
     ),
     59: Explained(
         "fewer samples than a global batch",
@@ -82,7 +82,7 @@ EXPLAINED = {
     68: Explained(
         "a rank that sees other files",
         "all ranks refuse and two that differ are named; that takes several ranks, so that it is a test of its own",
-        ["data/test_bad_inputs_of_data.py::test_ranks_that_find_different_data_at_one_place_refuse_it"],
+        ["prepare/test_bad_inputs_of_data.py::test_ranks_that_find_different_data_at_one_place_refuse_it"],
     ),
     70: Explained(
         "data that end before the steps do",
@@ -93,14 +93,14 @@ EXPLAINED = {
         "a checkpoint of another user",
         "whoever wrote it, nothing in a checkpoint is run, so that its owner does not matter",
         [
-            "checkpoint/test_damage.py::test_an_index_that_runs_code_is_refused",
-            "checkpoint/test_damage.py::test_data_that_runs_code_is_not_run",
+            "checkpoint/test_damage.py::test_a_manifest_is_checked_before_anything_follows_it",
+            "checkpoint/test_damage.py::test_no_module_reads_pickles",
         ],
     ),
     87: Explained(
         "generators saved for another layout",
         "none are saved: all randomness is derived from the seed and the place in the run",
-        ["tensor_parallel/test_dropout.py::test_the_mask_of_an_element_depends_on_its_global_coordinates_only"],
+        ["kernels/test_dropout.py::test_the_mask_of_an_element_depends_on_its_global_coordinates_only"],
     ),
     88: Explained(
         "a checkpoint of the last step",

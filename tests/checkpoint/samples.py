@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.pieces import Piece, boxes
-from megalite.parallel.context import ParallelContext
+from megalite.launch.context import ParallelContext
 
 SINGLE = ParallelContext()
 

@@ -14,13 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from megalite.checkpoint import host_copies
-from megalite.checkpoint.background import BackgroundSaves
-from megalite.checkpoint.host_copies import HostCopies
+from megalite.checkpoint import background
+from megalite.checkpoint.background import BackgroundSaves, HostCopies
 from megalite.checkpoint.pieces import Piece
 from megalite.checkpoint.store import CheckpointError, Saved, newest, save
-from megalite.parallel.context import CPU, ParallelContext
-from megalite.parallel.groups import GroupNeeds
+from megalite.launch.context import CPU, ParallelContext
+from megalite.layout.groups import GroupNeeds
 from tests.checkpoint.samples import SINGLE, blank, cut, equal, no_report, values, whole
 from tests.ranks import run_ranks
 
@@ -91,7 +90,9 @@ def test_the_copies_go_with_the_write(tmp_path: Path, fails: bool) -> None:
 
     def write(pieces: Sequence[Piece], context: ParallelContext) -> Saved:
         copies.extend(weakref.ref(piece.tensor) for piece in pieces)
-        return save(tmp_path, 1, pieces, {}, context, keep=1, owned=lambda: not fails)
+        return save(
+            tmp_path, 1, pieces, {}, context, keep=1, lost=lambda: "another job has taken over" if fails else None
+        )
 
     pending = BackgroundSaves(SINGLE).begin(whole(values(1)), write, begun=time.perf_counter())
     while not pending.done():
@@ -120,7 +121,7 @@ def fail_on_one(context: ParallelContext, folder: Path) -> list[str]:
                     def full(*_: object) -> None:
                         raise OSError(28, "No space left on device")
 
-                    patch.setattr("megalite.checkpoint.writing.TensorWrite._write", full)
+                    patch.setattr("megalite.checkpoint.store.write_file", full)
                 return save(folder, step, pieces, {"step": step}, its, keep=2)
 
         pending = saves.begin(pieces, write, begun=time.perf_counter())
@@ -169,9 +170,9 @@ import os, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
 from megalite.checkpoint.background import BackgroundSaves
-from megalite.parallel.groups import GroupNeeds
-from megalite.parallel.layout import ParallelLayout
-from megalite.parallel.startup import join
+from megalite.layout.groups import GroupNeeds
+from megalite.layout.ranks import ParallelLayout
+from megalite.launch.startup import join
 rank = int(sys.argv[1])
 store = dist.FileStore(sys.argv[2], 2)
 needs = GroupNeeds(background_saving=True)
@@ -208,8 +209,8 @@ def test_copies_are_contiguous_and_of_every_dtype(monkeypatch: pytest.MonkeyPatc
     """In one block, and in several where they do not fit in one."""
     columns = torch.arange(30.0).view(5, 6)[:, 1:4]
     pieces = [*whole(values(1)), Piece("columns", (5, 3), (0, 0), columns), Piece("empty", (0,), (0,), torch.zeros(0))]
-    for block in (host_copies._BLOCK, 1000):
-        monkeypatch.setattr(host_copies, "_BLOCK", block)
+    for block in (background._BLOCK, 1000):
+        monkeypatch.setattr(background, "_BLOCK", block)
         copies, wait = HostCopies(CPU).of(pieces)
         wait()
         assert equal(copies, pieces)

@@ -1,26 +1,28 @@
 """The commit: everything on disk before the name appears; a failed save changes nothing; old ones go last."""
 
+import errno
 import json
 import os
 import resource
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from megalite.checkpoint import commit
-from megalite.checkpoint.commit import committed, recover, retire
+from megalite.checkpoint.commit import committed, recover, retire, sync_folder
 from megalite.checkpoint.pieces import Piece
 from megalite.checkpoint.store import CheckpointError, newest, save
-from megalite.parallel.context import ParallelContext
+from megalite.launch.context import ParallelContext
 from tests.checkpoint.samples import SINGLE, cut, files_below, no_report, values, whole
 from tests.ranks import run_ranks
 
 
-def save_plain(folder: Path, step: int, keep: int = 2) -> None:
-    save(folder, step, whole(values(step)), {"step": step}, SINGLE, keep=keep)
+def save_plain(folder: Path, step: int, keep: int = 2, good_before: int = 0) -> None:
+    save(folder, step, whole(values(step)), {"step": step}, SINGLE, keep=keep, good_before=good_before)
 
 
 def newest_step(folder: Path) -> int:
@@ -77,6 +79,16 @@ def test_the_newest_are_kept_and_the_rest_deleted(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["step-00000006"]
 
 
+def test_the_newest_good_one_is_kept_whatever_comes_after_it(tmp_path: Path) -> None:
+    for step in range(1, 4):
+        save_plain(tmp_path, step, keep=3)
+    for step in range(4, 7):  # the weights of step 3, over and over
+        save_plain(tmp_path, step, keep=1, good_before=3)
+        assert [at for at, _ in committed(tmp_path)] == [step, 2]
+    save_plain(tmp_path, 7, keep=2, good_before=7)
+    assert [at for at, _ in committed(tmp_path)] == [7, 6]
+
+
 def test_deleting_looks_only_at_steps_before_the_new_one(tmp_path: Path) -> None:
     for step in (1, 2, 9):
         save_plain(tmp_path, step, keep=5)
@@ -100,39 +112,34 @@ def test_an_old_one_that_cannot_be_deleted_does_not_fail_the_save(
     assert sorted(os.listdir(tmp_path)) == ["step-00000002"]
 
 
-def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+def test_a_complete_checkpoint_is_never_written_over(tmp_path: Path) -> None:
     save_plain(tmp_path, 3)
-    save(tmp_path, 3, whole(values(4)), {"again": True}, SINGLE, keep=2)
-    assert os.listdir(tmp_path) == ["step-00000003"]
-    found = newest(tmp_path, SINGLE, no_report)
-    assert found is not None
-    assert found.state == {"again": True}
-
-
-def test_a_kill_between_the_two_renames_of_a_replacement_loses_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save_plain(tmp_path, 3)
-    rename = os.rename
-
-    def killed(source: Path, target: Path) -> None:
-        if Path(target).name == "step-00000003":
-            raise KeyboardInterrupt
-        rename(source, target)
-
-    monkeypatch.setattr(os, "rename", killed)
-    with pytest.raises(KeyboardInterrupt):
+    before = files_below(tmp_path)
+    with pytest.raises(CheckpointError, match="step 3 was not saved: Directory not empty"):
         save_plain(tmp_path, 3)
-    monkeypatch.undo()
-    assert committed(tmp_path) == []
-    recover(tmp_path)
+    assert files_below(tmp_path) == before
+
+
+def test_a_save_whose_last_sync_fails_can_be_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced, save_plain_again = list[Path](), partial(save_plain, tmp_path, 3)
+
+    def fail_once(folder: Path) -> None:
+        synced.append(folder)
+        if len(synced) == 2:  # the rename is done
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        sync_folder(folder)
+
+    monkeypatch.setattr(commit, "sync_folder", fail_once)
+    with pytest.raises(CheckpointError, match="step 3 was not saved: Input/output error"):
+        save_plain_again()
+    assert os.listdir(tmp_path) == []
+    save_plain_again()
     assert os.listdir(tmp_path) == ["step-00000003"]
-    assert newest_step(tmp_path) == 3
 
 
 def test_leftovers_of_dead_attempts_are_cleared_and_nothing_else(tmp_path: Path) -> None:
     save_plain(tmp_path, 1)
-    for name in (".tmp-step-00000002-0123abcd", ".trash-step-00000000-0123abcd", ".old-step-00000001-0123abcd"):
+    for name in (".tmp-step-00000002-0123abcd", ".trash-step-00000000-0123abcd"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").touch()
     others = [".tmp-mine", "notes", "step-00000002.bad-20250101-000000-ab", ".tmp-step-2-0123abcd"]
@@ -174,7 +181,7 @@ def test_a_rank_that_cannot_write_fails_the_save_everywhere_and_training_goes_on
     message, again, *listing = first
     assert message == again
     assert "\n" not in message
-    assert f"step 2 was not saved: File too large (__{small[0]}_0.distcp) on rank {small[0]}" in message
+    assert f"step 2 was not saved: File too large (rank-0000{small[0]}.safetensors) on rank {small[0]}" in message
     assert ("and on 1 more ranks" in message) == (len(small) == 2)
     assert "It needs about 2.0 MiB;" in message
     assert f"were free in {tmp_path}. step-00000001 stays the newest checkpoint." in message
@@ -199,6 +206,13 @@ def test_a_full_disk_is_called_that(tmp_path: Path) -> None:
         assert newest_step(tmp_path) == 3
     finally:
         subprocess.run(["umount", tmp_path], check=True)
+
+
+def test_a_file_system_that_keeps_less_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda descriptor: os.ftruncate(descriptor, 10))
+    with pytest.raises(CheckpointError, match="the file system kept less than was written"):
+        save_plain(tmp_path, 1)
+    assert committed(tmp_path) == []
 
 
 def fail_on_rank_0(context: ParallelContext, folder: Path, where: str) -> str:
@@ -233,7 +247,9 @@ def test_a_folder_that_cannot_be_made_is_a_failed_save() -> None:
 def test_a_job_that_lost_its_lock_does_not_commit(tmp_path: Path) -> None:
     save_plain(tmp_path, 1)
     with pytest.raises(CheckpointError, match="another job has taken over the run folder"):
-        save(tmp_path, 2, whole(values(2)), {}, SINGLE, keep=1, owned=lambda: False)
+        save(
+            tmp_path, 2, whole(values(2)), {}, SINGLE, keep=1, lost=lambda: "another job has taken over the run folder"
+        )
     assert os.listdir(tmp_path) == ["step-00000001"]
 
 

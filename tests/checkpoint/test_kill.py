@@ -10,20 +10,21 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megalite.checkpoint import commit
-from megalite.checkpoint.background import BackgroundSaves, PendingSave
+from megalite.checkpoint import commit, store
+from megalite.checkpoint.background import BackgroundSaves
 from megalite.checkpoint.commit import committed, recover
 from megalite.checkpoint.pieces import Piece
 from megalite.checkpoint.store import Saved, newest, save
-from megalite.checkpoint.writing import TensorWrite
-from megalite.parallel.context import ParallelContext
-from megalite.parallel.groups import GroupNeeds
+from megalite.checkpoint.writing import write_file
+from megalite.launch.context import ParallelContext
+from megalite.layout.groups import GroupNeeds
 from tests.checkpoint.samples import SINGLE, blank, cut, equal, no_report, values, whole
 from tests.ranks import run_ranks
 
@@ -149,42 +150,39 @@ def write_in_place(patch: pytest.MonkeyPatch) -> None:
 
 def commit_before_the_data_is_written(patch: pytest.MonkeyPatch) -> None:
     """The rename comes first, and the tensors follow."""
-    run, publish = TensorWrite.run, commit.publish
-    later: list[Callable[[], Any]] = []
+    publish = commit.publish
+    later: list[tuple[str, bytes]] = []
 
-    def put_off(self: TensorWrite, pieces: Sequence[Piece]) -> dict[str, Any]:
-        files = run(self, pieces)
-        contents = {name: (self._folder / name).read_bytes() for name in files}
-        for name in contents:
-            (self._folder / name).unlink()
-        later.append(lambda: [(final[0] / name).write_bytes(content) for name, content in contents.items()])
-        return files
+    def put_off(path: Path, pieces: Sequence[Piece]) -> Any:
+        written = write_file(path, pieces)
+        later.append((path.name, path.read_bytes()))
+        path.unlink()
+        return written
 
-    final: list[Path] = []
-
-    def too_early(temporary: Path, step: int) -> Path:
-        final[:] = [publish(temporary, step)]
+    def too_early(temporary: Path, step: int) -> None:
+        publish(temporary, step)
+        final = temporary.with_name(commit.step_name(step))
         time.sleep(0.02)  # large files take longer than these
-        later.pop()()
-        return final[0]
+        for name, content in later:
+            (final / name).write_bytes(content)
+        later.clear()
 
-    patch.setattr(TensorWrite, "run", put_off)
+    patch.setattr(store, "write_file", put_off)
     patch.setattr(commit, "publish", too_early)
 
 
 def acknowledge_when_begun(patch: pytest.MonkeyPatch) -> None:
     """Whoever asks is told that a save behind the loop has ended; only the next one waits for it."""
     begin = BackgroundSaves.begin
-    before: list[PendingSave] = []
+    before: list[Future[Saved]] = []
 
-    def begin_in_order(self: BackgroundSaves, *args: Any, **kwargs: Any) -> PendingSave:
-        for pending in before:
-            pending._thread.join()
+    def begin_in_order(self: BackgroundSaves, *args: Any, **kwargs: Any) -> Future[Saved]:
+        wait(before)
         before[:] = [begin(self, *args, **kwargs)]
         return before[0]
 
     patch.setattr(BackgroundSaves, "begin", begin_in_order)
-    patch.setattr(PendingSave, "result", lambda self: None)
+    patch.setattr(Future, "result", lambda self: None)
 
 
 MUTANTS = {

@@ -9,10 +9,10 @@ import pytest
 
 from megalite.checkpoint.room import judge_room
 from megalite.config.derive import derive
-from megalite.config.problems import UserError
 from megalite.config.schema import Config, ModelConfig, OptimizerConfig
-from megalite.parallel.context import ParallelContext
-from megalite.parallel.device import DTYPES
+from megalite.errors.problems import UserError
+from megalite.launch.context import ParallelContext
+from megalite.launch.device import DTYPES
 from megalite.train import job
 from megalite.train.state import Progress, state_bytes, training_pieces
 from megalite.train.training import build_training

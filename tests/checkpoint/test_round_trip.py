@@ -1,19 +1,25 @@
 """What was saved is what is read: bit for bit, into any layout, or refused with every difference named."""
 
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.state_dict_loader import load
+from safetensors import safe_open
+from safetensors.torch import load_file
 
-from megalite.checkpoint.manifest import Manifest
+from megalite.checkpoint.manifest import DTYPES, Manifest
 from megalite.checkpoint.pieces import Piece
 from megalite.checkpoint.store import Saved, newest, save
-from megalite.config.problems import UserError
-from megalite.parallel.context import ParallelContext
+from megalite.config.derive import derive
+from megalite.config.schema import Config, ModelConfig
+from megalite.errors.problems import UserError
+from megalite.launch.context import ParallelContext
+from megalite.model.parameters import gpt_parameters
+from megalite.train.job import derive_device
+from megalite.train.state import training_pieces
+from megalite.train.training import build_training
 from tests.checkpoint.samples import SINGLE, blank, cut, equal, no_report, values, whole
 from tests.ranks import run_ranks
 
@@ -22,6 +28,7 @@ STATE = {"step": 7, "loss": 0.1 + 0.2, "nothing": None, "unicode": "é", "list":
 
 def save_layout(context: ParallelContext, folder: Path, layout: str, step: int) -> Saved:
     pieces = cut(layout, values(step), context.rank, context.world_size)
+    folder.parent.mkdir(exist_ok=True)  # the run folder
     return save(folder, step, pieces, {"step": step}, context, keep=3)
 
 
@@ -73,15 +80,52 @@ def test_pieces_are_views_of_larger_buffers_and_only_the_view_is_written_and_fil
     assert target.count_nonzero() == 6
 
 
-def test_torch_itself_can_read_a_checkpoint(tmp_path: Path) -> None:
-    """The tensors are in the format of `torch.distributed.checkpoint`, whoever planned them and however many wrote."""
-    run_ranks(save_layout, 2, tmp_path, "flat", 3)
+def test_the_files_of_one_rank_open_with_safetensors_under_logical_names_and_shapes(tmp_path: Path) -> None:
+    saved = save(tmp_path, 3, whole(values(3)), {}, SINGLE, keep=1)
+    found = load_file(saved.path / "rank-00000.safetensors")
     expected = values(3)
-    found = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        load(found, checkpoint_id=tmp_path / "step-00000003", no_dist=True)
+    assert found.keys() == expected.keys()
+    assert all(found[name].dtype == tensor.dtype for name, tensor in expected.items())
+    listed = Manifest.parse((saved.path / "COMMIT.json").read_bytes(), 3).tensors.values()
+    assert all(box.start % DTYPES[tensor.dtype].itemsize == 0 for tensor in listed for box in tensor.boxes), "aligned"
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_the_weights_of_a_run_on_one_rank_are_whole_tensors_by_logical_name(tmp_path: Path) -> None:
+    model = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=96)
+    context = ParallelContext(dtype=torch.bfloat16)
+    config = derive_device(derive(Config(precision="bf16", model=model), 1), context)
+    pieces = training_pieces(build_training(config, context))
+    saved = save(tmp_path, 1, pieces, {}, context, keep=1)
+    shapes = {record.name: list(record.shape) for record in gpt_parameters(config.model)}
+    with safe_open(saved.path / "rank-00000.safetensors", "pt") as file:
+        for kind in ("master", "parameter", "exp_avg", "exp_avg_sq"):
+            assert {name: file.get_slice(f"{kind}.{name}").get_shape() for name in shapes} == shapes
+        assert all(torch.equal(file.get_tensor(piece.name), piece.tensor) for piece in pieces)
+
+
+def test_the_files_of_several_ranks_hold_boxes_by_name_and_offsets(tmp_path: Path) -> None:
+    """For people and other programs; megalite goes by the manifest, which says the same."""
+    run_ranks(save_layout, 2, tmp_path, "flat", 3)
+    found = {name: torch.zeros_like(tensor) for name, tensor in values(3).items()}
+    for path in (tmp_path / "step-00000003").glob("*.safetensors"):
+        for key, part in load_file(path).items():
+            name, _, offsets = key.partition("@")
+            starts = [int(at) for at in offsets.split(",")] if offsets else [0] * part.dim()
+            found[name][tuple(slice(at, at + size) for at, size in zip(starts, part.shape, strict=True))] = part
+    assert all(torch.equal(found[name], tensor) for name, tensor in values(3).items())
+
+
+def test_a_rank_that_writes_nothing_has_no_file(tmp_path: Path) -> None:
+    saved = run_ranks(save_one_tensor, 3, tmp_path)
+    assert sorted(f.name for f in saved[0].path.iterdir()) == ["COMMIT.json", "rank-00000.safetensors", "state.json"]
+    found = newest(tmp_path, SINGLE, no_report)
+    assert found is not None
+    assert list(found.manifest.tensors) == ["w"]
+
+
+def save_one_tensor(context: ParallelContext, folder: Path) -> Saved:
+    return save(folder, 1, [Piece("w", (2,), (0,), torch.ones(2))], {}, context, keep=1)
 
 
 def test_a_tensor_that_is_not_in_row_major_order_is_written_in_it(tmp_path: Path) -> None:
@@ -128,7 +172,7 @@ def test_what_four_ranks_saved_three_can_read(tmp_path: Path) -> None:
 
 def test_replicas_are_written_once_and_spread_over_the_ranks(tmp_path: Path) -> None:
     many = [run_ranks(save_replicas, 4, tmp_path / "4")[0], save_replicas(SINGLE, tmp_path / "1")]
-    sizes = [sorted(f.stat().st_size for f in saved.path.glob("*.distcp")) for saved in many]
+    sizes = [sorted(f.stat().st_size for f in saved.path.glob("*.safetensors")) for saved in many]
     assert len(sizes[0]) == 4
     assert sum(sizes[0]) < 1.1 * sum(sizes[1])
     assert max(sizes[0]) < 1.1 * min(sizes[0])

@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +18,17 @@ from megalite.checkpoint.lock import LockHeldError, RunLock
 from megalite.checkpoint.resume_rules import compare
 from megalite.checkpoint.run_folder import RunFolder
 from megalite.checkpoint.store import save
-from megalite.config.problems import UserError
 from megalite.config.schema import Config
-from megalite.parallel.context import ParallelContext
+from megalite.config.settings import as_plain
+from megalite.errors.problems import UserError
+from megalite.launch.context import ParallelContext
 from tests.checkpoint.samples import SINGLE, cut, files_below, values, whole
 from tests.ranks import run_ranks
 
 
 def settings(**changes: Any) -> dict[str, Any]:
     """A configuration as plain dictionaries; changes as model__hidden_size=8."""
-    config = asdict(Config())
+    config = as_plain(Config())
     for name, value in changes.items():
         *sections, field = name.split("__")
         target = config
@@ -53,7 +53,8 @@ def start(path: Path, resume: str = "auto", fingerprint: str = "data-1", **chang
 def start_and_save(path: Path, step: int = 1, **changes: Any) -> str:
     """One job from start to end; the run's id."""
     folder = start(path, **changes)
-    save(folder.checkpoints, step, whole(values(step)), {}, SINGLE, keep=2, labels=folder.labels, owned=folder.owned)
+    state = {"config": settings(**changes)}
+    save(folder.checkpoints, step, whole(values(step)), state, SINGLE, keep=2, labels=folder.labels, lost=folder.lost)
     folder.close()
     return folder.run_id
 
@@ -124,6 +125,7 @@ def test_what_may_change_is_said(tmp_path: Path) -> None:
         "train.steps is now 9; the run was at 200",
     ]
     folder.close()
+    start_and_save(tmp_path, 2, optimizer__lr=0.5, train__steps=9, model__dropout=0.1, parallel__timeout_s=5.0)
     folder = start(tmp_path, optimizer__lr=0.5, train__steps=9, model__dropout=0.1, parallel__timeout_s=5.0)
     assert folder.changes == []
     folder.close()
@@ -151,25 +153,26 @@ def test_a_run_that_never_saved_may_start_as_another(tmp_path: Path) -> None:
 def test_checkpoints_without_their_run_are_refused(tmp_path: Path) -> None:
     start_and_save(tmp_path)
     (tmp_path / "run.json").unlink()
-    assert "copy the whole run folder" in refusal(tmp_path)
+    assert "put its run.json back" in refusal(tmp_path)
     (tmp_path / "run.json").write_text("{")
-    assert "run.json='damaged': it cannot be read" in refusal(tmp_path)
+    assert "run.json: is not JSON" in refusal(tmp_path)
 
 
-@pytest.mark.parametrize("content", ["a: [", "- 1", "!!python/object/apply:os.mkdir [trace]"])
-def test_saved_settings_are_read_as_data_only(tmp_path: Path, content: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    start_and_save(tmp_path / "run")
-    (tmp_path / "run" / "config.yaml").write_text(content)
-    assert "config.yaml='damaged'" in refusal(tmp_path / "run")
-    assert not (tmp_path / "trace").exists()
+@pytest.mark.parametrize("content", [yaml.safe_dump({"seed": 7}), "a: [", "!!python/object/apply:os.mkdir [trace]"])
+def test_what_a_run_was_started_with_is_told_by_its_checkpoint_alone(tmp_path: Path, content: str) -> None:
+    """config.yaml is for people, who may change it: nothing vouches for it."""
+    start_and_save(tmp_path)
+    (tmp_path / "config.yaml").write_text(content)
+    assert "set seed=1234, or another run_dir" in refusal(tmp_path, seed=7)
+    start(tmp_path).close()
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == settings()
 
 
 def test_a_file_or_an_impossible_place_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     before = files_below(tmp_path)
-    assert "it is a file" in refusal(tmp_path / "file")
-    assert "cannot be" in refusal(tmp_path / "file" / "run")
+    assert "is not a folder" in refusal(tmp_path / "file")
+    assert "is not a folder" in refusal(tmp_path / "file" / "run")
     assert "cannot be written" in refusal(Path("/proc/megalite/run"))
     assert "File name too long" in refusal(tmp_path / "new" / ("x" * 300))
     assert "File name too long" in refusal(tmp_path / ("x" * 300))
@@ -245,7 +248,7 @@ def test_the_lock_of_a_killed_job_is_taken_over_at_once(tmp_path: Path, other_jo
     begun = time.monotonic()
     folder = start(tmp_path / "run")
     assert time.monotonic() - begun < 2
-    assert folder.owned()
+    assert folder.lost() is None
     assert str(os.getpid()) in (tmp_path / "run" / "lock").read_text()
     folder.close()
 
@@ -295,10 +298,10 @@ def test_a_still_lock_of_another_host_is_taken_over(tmp_path: Path) -> None:
     while path.stat().st_mtime_ns == first:
         assert time.monotonic() < deadline, "a held lock does not beat"
         time.sleep(0.02)
-    assert lock.held()
+    assert lock.lost() is None
     write_other = path.read_text().replace(f'"pid": {os.getpid()}', '"pid": 1')
     path.write_text(write_other)
-    assert not lock.held()
+    assert "another job has taken over the run folder: process 1 on" in (lock.lost() or "")
     lock.release()
     assert path.read_text() == write_other, "a lock that was taken over is not ours to clear"
 
@@ -313,7 +316,7 @@ def test_a_lock_is_not_written_through_a_link(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("x")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "lock").symlink_to(tmp_path / "precious")
-    assert "cannot be written" in refusal(tmp_path / "run")
+    assert "a run would write over lock" in refusal(tmp_path / "run")
     assert (tmp_path / "precious").read_text() == "x"
 
 
@@ -325,15 +328,15 @@ def open_with_blind_ranks(context: ParallelContext, path: Path, fingerprint: str
             def blind(*_: object, **__: object) -> None:
                 raise AssertionError("a rank other than 0 looked at the file system to decide")
 
-            for name in ("stat", "scandir", "mkdir", "open", "listdir", "rename", "replace"):
+            for name in ("stat", "scandir", "mkdir", "listdir", "rename", "replace"):  # open: each finds the lock
                 patch.setattr(os, name, blind)
         try:
             folder = RunFolder.open(path, context, "auto", settings(), fingerprint)
             folder.begin(context, settings())
         except UserError as error:
             return str(error)
-    pieces = cut("replicas", values(1), context.rank, context.world_size)
-    save(folder.checkpoints, 1, pieces, {}, context, keep=1, labels=folder.labels, owned=folder.owned)
+    pieces, state = cut("replicas", values(1), context.rank, context.world_size), {"config": settings()}
+    save(folder.checkpoints, 1, pieces, state, context, keep=1, labels=folder.labels, lost=folder.lost)
     folder.close()
     return folder.run_id, folder.fingerprint, folder.checkpoints, folder.lock is not None
 

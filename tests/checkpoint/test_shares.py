@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megalite.checkpoint.pieces import Piece
 from megalite.checkpoint.store import newest, save
-from megalite.parallel.context import ParallelContext
+from megalite.launch.context import ParallelContext
 from tests.checkpoint.samples import SINGLE, blank, equal, flat_shards, no_report, whole
 from tests.ranks import run_ranks
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalite.checkpoint.pieces import Piece, boxes
-from megalite.checkpoint.write_plan import PlannedBox, held, plan_writes, share
+from megalite.checkpoint.writing import HeldBox, plan_writes
 
 KINDS = (torch.float32, torch.bfloat16, torch.float64)
 
@@ -33,32 +33,25 @@ def held_by_ranks(draw: st.DrawFn) -> list[list[Piece]]:
     return held_by
 
 
-def box_of(piece: Piece) -> PlannedBox:
-    return PlannedBox(piece.name, piece.offsets, tuple(piece.tensor.shape))
+def held(pieces: list[Piece]) -> list[HeldBox]:
+    return [HeldBox.of(piece) for piece in pieces]
 
 
 @given(held_by_ranks())
 def test_every_box_is_written_once_by_a_rank_that_holds_it(held_by: list[list[Piece]]) -> None:
-    plan = plan_writes([held(pieces) for pieces in held_by])
-    written = [
-        box_of(piece) for pieces, marks in zip(held_by, plan.marks, strict=True) for piece in share(pieces, marks)
-    ]
+    boxes_of = [held(pieces) for pieces in held_by]
+    plan = plan_writes(boxes_of)
+    written = [boxes[at] for boxes, chosen in zip(boxes_of, plan.boxes, strict=True) for at in chosen]
     assert len(written) == len(set(written))
-    assert set(written) == {box_of(piece) for pieces in held_by for piece in pieces}
-    for pieces, boxes_of, marks in zip(held_by, plan.boxes, plan.marks, strict=True):
-        assert [box_of(piece) for piece in share(pieces, marks)] == list(boxes_of), (
-            "one order for all who read the plan"
-        )
-    assert plan.bytes == sum(
-        prod(box.sizes) * plan.tensors[box.name][0].itemsize for boxes_of in plan.boxes for box in boxes_of
-    )
+    assert set(written) == {box for boxes in boxes_of for box in boxes}
+    assert plan.bytes == sum(box.bytes for box in written)
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=20), st.integers(1, 5))
 def test_replicas_are_spread_to_within_the_largest_box(sizes: list[int], ranks: int) -> None:
     pieces = [Piece(f"t{number}", (size,), (0,), torch.zeros(size)) for number, size in enumerate(sizes)]
     plan = plan_writes([held(pieces)] * ranks)
-    loads = [sum(box.sizes[0] for box in boxes_of) for boxes_of in plan.boxes]
+    loads = [sum(sizes[at] for at in chosen) for chosen in plan.boxes]
     assert max(loads) - min(loads) <= max(sizes)
     if len(sizes) >= ranks:
         assert min(loads) > 0
@@ -77,10 +70,10 @@ def test_a_gap_and_an_overlap_are_bugs() -> None:
         plan_writes([held(rows), held([whole("v", 1), Piece("w", (4, 3), (1, 0), torch.zeros(2, 3))])])
 
 
-def test_pieces_that_do_not_belong_together_are_bugs() -> None:
-    with pytest.raises(AssertionError, match="held twice"):
-        held([whole("w", 2), whole("w", 2)])
-    with pytest.raises(AssertionError, match="belong together"):
-        held([whole("w", 2), Piece("w", (3,), (2,), torch.zeros(1))])
-    with pytest.raises(AssertionError, match="rank 1 holds another w"):
+def test_boxes_that_do_not_belong_together_are_bugs() -> None:
+    with pytest.raises(AssertionError, match="rank 0 holds a box twice"):
+        plan_writes([held([whole("w", 2), whole("w", 2)])])
+    with pytest.raises(AssertionError, match="boxes of w differ"):
+        plan_writes([held([whole("w", 2), Piece("w", (3,), (2,), torch.zeros(1))])])
+    with pytest.raises(AssertionError, match="boxes of w differ"):
         plan_writes([held([whole("w", 2)]), held([replace(whole("w", 2), tensor=torch.zeros(2).double())])])

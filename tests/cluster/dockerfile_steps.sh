@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Performs the steps of the Dockerfile in their order, in a clean Debian root made with debootstrap, where no Docker
-# engine is at hand; then, as the image's user, the image's command or the commands that are given.
+# engine is at hand; then, as the image's user, what the image starts by itself, or the commands that are given.
 #
 #   tests/cluster/dockerfile_steps.sh --list                         the steps, one a line; does nothing
 #   tests/cluster/dockerfile_steps.sh [OPTIONS] ROOT [COMMAND ...]   as root; ROOT must be new
@@ -8,7 +8,7 @@
 #     --mount FOLDER                                                 is there inside, too, not to be written to
 #     --again                                                        commands only, in a ROOT that is made
 #
-# Each COMMAND is one word: 'bash scripts/test.sh'. The Debian archive is that of this machine's apt (or DEBIAN_MIRROR),
+# Each COMMAND is one word, run without the image's entrypoint: 'megalite train train.steps=20'. The Debian archive is that of this machine's apt (or DEBIAN_MIRROR),
 # and pip inside gets this machine's PIP_ variables and certificates. Mounts and processes end with this script.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
@@ -70,7 +70,7 @@ shift
 
 declare -A variables=([PATH]=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin)
 declare -A arguments=() # ARG: seen by RUN, not by the image's command
-workdir=/ user=root command=
+workdir=/ user=root entrypoint= command=
 
 assignments() { # NAME=VALUE of an associative array
     local -n array=$1
@@ -173,6 +173,10 @@ copy() { # SOURCE ... TARGET, from the build context: this folder without what .
     done
 }
 
+words_of() { # the JSON list of words, as a shell command
+    python3 -c 'import json, shlex, sys; print(shlex.join(json.loads(sys.argv[1])))' "$1"
+}
+
 perform() { # INSTRUCTION REST
     local rest=$2 words name
     case $1 in
@@ -202,7 +206,8 @@ perform() { # INSTRUCTION REST
         USER) user=$rest ;;
         COPY) [ "$again" ] || copy "$rest" ;;
         RUN) [ "$again" ] || environment | inside "$rest" ;;
-        CMD) command=$(python3 -c 'import json, shlex, sys; print(shlex.join(json.loads(sys.argv[1])))' "$rest") ;;
+        ENTRYPOINT) entrypoint=$(words_of "$rest") ;;
+        CMD) command=$(words_of "$rest") ;;
         *) die "the Dockerfile has a step that this script does not know: $1" ;;
     esac
 }
@@ -220,7 +225,7 @@ done 3< <(steps)
 
 touch "$root/.made"
 [ "$user" != root ] || die "the image's user is root"
-[ $# -gt 0 ] || set -- "$command"
+[ $# -gt 0 ] || set -- "$entrypoint $command"
 for words in "$@"; do
     echo "[$user] $words"
     began=$SECONDS

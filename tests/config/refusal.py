@@ -3,7 +3,7 @@
 import pytest
 
 from megalite.config.compose import load_config
-from megalite.config.problems import UserError
+from megalite.errors.problems import UserError
 
 
 def refusal(*argv: str, world_size: int = 1) -> UserError:

@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 
 from megalite.config.bounds import with_defaults
 from megalite.config.compose import load_config
-from megalite.config.derive import default_run_dir, derive, derive_vocabulary
+from megalite.config.derive import default_run_name, derive, derive_vocabulary
+from megalite.config.run_names import NAME
 from megalite.config.schema import Config
 from megalite.config.settings import SETTINGS, value_of, with_values
+from megalite.errors.problems import UserError
 
 OPEN = {  # what the data or the machine decides, or what has no meaning in the default config
     "model.vocab_size",
@@ -150,9 +152,57 @@ def test_paths_become_absolute_from_the_launch_folder(tmp_path: Path, monkeypatc
 
 
 def test_the_default_run_folder_is_named_after_model_and_data() -> None:
-    name = default_run_dir(load_config(["model=gpt2", "data=text", "data.path=a"], 1)).name
-    assert name.startswith("gpt2-text-")
-    assert len(name) == len("gpt2-text-") + 8
+    name = str(load_config(["model=gpt2", "data=stdlib", "train.steps=7"], 1).run_name)
+    assert name.startswith("gpt2-stdlib-")
+    assert len(name) == len("gpt2-stdlib-") + 8
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["optimizer.lr=3e-4"], "lr3e-4"),
+        (["data=text", "data.path=books/my text.txt", "tokenizer=char"], "char-my_text"),
+        (["model=gpt2", "model.num_layers=6", "model.bias=false", "model.norm=rmsnorm"], "num_layers6-rmsnorm-no_bias"),
+        (["model=gpt2", "model.num_layers=12"], ""),  # as the preset has it
+        (["optimizer.betas=[0.9,0.99]", "seed=2", "parallel.tp=1", "log.wandb=disabled"], "seed2-betas0.9_0.99"),
+        (
+            ["model={num_layers: 2, hidden_size: 64, num_attention_heads: 2}"],
+            "num_layers2-hidden_size64-num_attention_heads2",
+        ),
+        (["experiment=shakespeare_char", "optimizer.lr=2e-3", "data.path=x.txt"], "lr0.002-x"),
+    ],
+)
+def test_the_default_name_tells_what_the_command_sets(overrides: list[str], words: str) -> None:
+    config = load_config(overrides, 1)
+    name, digest = str(config.run_name).rsplit("-", 1)
+    assert name == f"{config.model.name}-{config.data.source}{'-' if words else ''}{words}"
+    assert len(digest) == 8
+    assert Path(str(config.run_dir)) == Path("runs").absolute() / str(config.run_name)
+
+
+def test_a_long_name_keeps_its_first_words_and_its_hash() -> None:
+    many = [
+        f"optimizer.{name}" for name in ("lr=1e-4", "weight_decay=0.2", "clip_grad=2.5", "eps=1e-7", "betas=[0.8,0.9]")
+    ]
+    config = load_config(["tokenizer=byte", f"data.cache_dir={'x' * 90}", *many], 1)
+    assert str(config.run_name).count("-") == 7  # 1e-4 has one of its own
+    assert len(str(config.run_name)) < 100
+    assert NAME.fullmatch(str(config.run_name))
+
+
+def test_a_name_is_a_folder_in_runs_unless_the_folder_is_set_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_config(["run_name=first"], 1).run_dir == str(tmp_path / "runs" / "first")
+    both = load_config(["run_name=first", "run_dir=here"], 1)
+    assert (both.run_dir, both.run_name) == (str(tmp_path / "here"), "first")
+
+
+@pytest.mark.parametrize("name", ["a/b", "..", ".hidden", "-x", "''", "a b", "x" * 101])
+def test_a_name_that_is_no_folder_s_is_refused(name: str) -> None:
+    with pytest.raises(UserError, match="run_name"):
+        load_config([f"run_name={name}"], 1)
 
 
 OTHER_VALUES = {
@@ -171,6 +221,7 @@ DEFINES_TRAINING = {
 }
 SAME_TRAINING = {
     "run_dir",
+    "run_name",
     "resume",
     "device",
     "precision",
@@ -185,7 +236,7 @@ SAME_TRAINING = {
     *(f"optimizer.{name}" for name in ("zero", "instances", "bucket_size", "overlap", "ownership")),
     *(f"optimizer.{name}" for name in ("communication_dtype", "initial_loss_scale", "min_loss_scale")),
     *(f"optimizer.{name}" for name in ("loss_scale_window", "hysteresis")),
-    *(name for name in SETTINGS if name.startswith(("parallel.", "log."))),
+    *(name for name in SETTINGS if name.startswith(("parallel.", "log.", "sweep."))),
     *(name for name in SETTINGS if name.startswith("train.") and name not in DEFINES_TRAINING),
 }
 
@@ -195,11 +246,11 @@ def test_the_run_folder_depends_on_what_defines_the_training_alone(name: str) ->
     setting = SETTINGS[name]
     value = OTHER_VALUES[setting.kind] if setting.default is not True else False
     other = changed(Config(), **{name.replace(".", "__"): value})
-    same = default_run_dir(other).name.split("-")[-1] == default_run_dir(Config()).name.split("-")[-1]
+    same = default_run_name(other).split("-")[-1] == default_run_name(Config()).split("-")[-1]
     assert same == (name in SAME_TRAINING)
 
 
-@given(st.sets(st.sampled_from(sorted(SAME_TRAINING - {"run_dir", "model.name"}))))
+@given(st.sets(st.sampled_from(sorted(SAME_TRAINING - {"run_dir", "run_name", "model.name"}))))
 def test_no_combination_of_layout_length_and_logging_moves_the_run(names: set[str]) -> None:
     kinds = {name.replace(".", "__"): OTHER_VALUES[SETTINGS[name].kind] for name in names}
     assert derive(changed(Config(), **kinds)).run_dir == derive(Config()).run_dir
@@ -207,7 +258,7 @@ def test_no_combination_of_layout_length_and_logging_moves_the_run(names: set[st
 
 def test_writing_out_a_derived_size_is_the_same_training() -> None:
     explicit = changed(Config(), model__num_key_value_heads=4, model__head_size=64, model__ffn_hidden_size=704)
-    assert default_run_dir(explicit) == default_run_dir(Config())
+    assert default_run_name(explicit) == default_run_name(Config())
 
 
 def test_with_defaults_restores_only_the_named_settings() -> None:

@@ -98,7 +98,6 @@ def test_without_a_recipe_nothing_changes() -> None:
             ["experiment=llama3_8b_fineweb is the nearest", "choices: gpt2_124m_openwebtext"],
         ),
         ("experiment=mine", ["no conf/experiment/mine.yaml", "choices: gpt2_124m_openwebtext"]),
-        ("+experiment=qwen3_0_6b", ["without the plus: experiment=qwen3_0_6b"]),
         ("experiments=qwen3_0_6b", ["did you mean experiment=qwen3_0_6b"]),
     ],
 )

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import yaml  # type: ignore[import-untyped]
 
 LAUNCHER = Path(__file__).parents[2] / "pretrain_gpt.py"
 
@@ -23,8 +24,9 @@ def launch(folder: Path, *argv: str, **variables: str) -> "subprocess.CompletedP
 REFUSED: list[tuple[Sequence[str], dict[str, str], list[str]]] = [
     (["optimzer.lr=1", "model=gtp2"], {}, ["2 problems", "optimizer.lr=1", "model=gpt2"]),
     (["data=text"], {}, ["data.path"]),
-    (["--multirun", "seed=1,2"], {}, ["--multirun"]),
+    (["--multirun", "seed=1,2", "zzz=1"], {}, ["zzz=1"]),
     (["--cfg", "job", "zzz=1"], {}, ["zzz"]),
+    (["--run", "--cfg", "job"], {}, ["--run: cannot be given with --cfg"]),
     (["train.steps=x"], {"WORLD_SIZE": "2"}, ["4 problems", "RANK", "MASTER_ADDR", "MASTER_PORT", "train.steps"]),
     (["wandb.api_key=CLISECRET"], {}, ["secret"]),
 ]
@@ -57,6 +59,7 @@ def test_a_refusal_is_one_message_with_status_2_and_leaves_nothing(
         (["--info", "defaults"], "Defaults List"),
         (["--hydra-help"], "Hydra's help"),
         (["--version"], "Hydra"),
+        (["--shell-completion", "install=bash"], "hydra_bash_completion"),
     ],
     ids=lambda part: " ".join(part) if isinstance(part, list) else None,
 )
@@ -65,6 +68,47 @@ def test_information_is_shown_and_nothing_is_left(argv: list[str], word: str, tm
     assert (done.returncode, done.stderr) == (0, "")
     assert word in done.stdout
     assert list(tmp_path.iterdir()) == []
+
+
+def in_shell(words: str, folder: Path) -> "subprocess.CompletedProcess[str]":
+    command = words.replace("LAUNCH", f"{sys.executable} {LAUNCHER}")
+    return subprocess.run(command, shell=True, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
+    done = in_shell("set -o pipefail; LAUNCH --cfg job | true".join(("bash -c '", "'")), tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux's file that is always full")
+def test_a_full_disk_is_no_traceback(tmp_path: Path) -> None:
+    assert "Traceback" not in in_shell("LAUNCH --cfg job > /dev/full", tmp_path).stderr
+
+
+def test_closed_streams_lead_nowhere_and_not_into_files(tmp_path: Path) -> None:
+    code = (
+        "import os, sys; from megalite.commands.train import main_to_the_end as main; status = main(['--cfg', 'job'])"
+    )
+    code += "; print('lost'); sys.exit(status or os.open('file', os.O_CREAT) <= 2)"
+    done = in_shell(f'{sys.executable} -c "{code}" >&- 2>&- <&-', tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert (tmp_path / "file").read_bytes() == b""
+
+
+def test_a_working_directory_that_is_gone_is_refused(tmp_path: Path) -> None:
+    done = in_shell("mkdir gone; cd gone; rmdir ../gone; LAUNCH", tmp_path)
+    assert done.returncode == 2
+    assert "working directory: it has been deleted" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_safe_path_finds_the_package_beside_the_launcher(tmp_path: Path) -> None:
+    without_install = {"PYTHONPATH": str(Path(yaml.__file__).parents[1]), "PYTHONSAFEPATH": "1"}
+    command = [sys.executable, "-S", str(LAUNCHER), "--cfg", "job"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, **without_install}, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_only_rank_zero_speaks(tmp_path: Path) -> None:
@@ -89,8 +133,8 @@ sys.argv = ["pretrain_gpt.py", *{argv!r}]
 sys.path.insert(0, {str(LAUNCHER.parent)!r})
 from megalite.config.arguments import wants_information
 from megalite.config.compose import load_config, show_information
-from megalite.config.problems import UserError
-from megalite.parallel.environment import read_environment
+from megalite.errors.problems import UserError
+from megalite.launch.environment import read_environment
 try:
     read_environment({{}})
     show_information(sys.argv[1:]) if wants_information(sys.argv[1:]) else load_config(sys.argv[1:], 1)

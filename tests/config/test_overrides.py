@@ -1,13 +1,14 @@
 """Every mistake in an override is found, all of them at once, each with what would work."""
 
+import os
 from pathlib import Path
 
 import pytest
 import yaml  # type: ignore[import-untyped]
 
 from megalite.config.compose import load_config
-from megalite.config.problems import Problem, UserError
 from megalite.config.settings import as_plain
+from megalite.errors.problems import NO_VALUE, Problem, UserError
 from tests.config.refusal import refusal, settings
 
 # What is typed, and the words that its message must hold.
@@ -70,7 +71,8 @@ ONE_MISTAKE = [
     ("train.steps=3(", ["cannot be read", "quotes"]),
     ("data.path=[a,~/b]", ["cannot be read", "each text"]),
     ("data.path=a=b", ["cannot be read", "quotes"]),
-    ("seed=1,2", ["several values", "[1,2]"]),
+    ("seed=1,2", ["several values", "[1,2]", "--multirun"]),
+    ("train.steps=" + "9" * 5000, ["cannot be read", "fewer digits, as train.steps=200"]),
     ("seed=range(1,3)", ["several values"]),
     # code and Hydra's own ways
     ("model._target_=os.system", ["_target_ is not accepted"]),
@@ -80,10 +82,18 @@ ONE_MISTAKE = [
     ("hydra.run.dir=out", ["hydra.run.dir", "run_dir"]),
     ("hydra.output_subdir=.hydra", ["hydra.output_subdir", "disk"]),
     ("hydra.job.chdir=true", ["hydra.job.chdir"]),
-    ("hydra.mode=MULTIRUN", ["hydra.mode", "one run per setting"]),
+    ("hydra.mode=MULTIRUN", ["hydra.mode", "--multirun"]),
     ("hydra.nothing=1", ["hydra.nothing"]),
+    ("hydra.verbose=true", ["hydra.verbose=True", "has no effect"]),
+    ("hydra.job.name=x", ["hydra.job.name='x'", "has no effect"]),
+    ("hydra.sweep.dir=x", ["hydra.sweep.dir='x'", "has no effect", "--multirun"]),
+    ("hydra.sweeper.max_batch_size=2", ["has no effect", "--multirun"]),
+    ("hydra/sweeper=basic", ["has no effect", "--multirun"]),
+    ("hydra/launcher=basic", ["has no effect", "--multirun"]),
+    ("hydra/job_logging=disabled", ["hydra/job_logging", "has no effect"]),
+    ("hydra.searchpath=[nowhere]", ["hydra.searchpath='[nowhere]'", "--config-dir"]),
+    ("hydra.searchpath=3", ["hydra.searchpath='3'", "--config-dir"]),
     # flags
-    ("--multirun", ["--multirun", "one run per setting"]),
     ("--train.steps=3", ["unknown option", "train.steps=3"]),
     ("--cfg=nothing", ["nothing"]),
     ("--config-name=nothing", ["--config-name='nothing'"]),
@@ -171,9 +181,8 @@ ACCEPTED = [
     ("optimizer.betas=[0.9,0.99]",),
     ("model.bias=yes",),
     ("train.compile=null",),
-    ("hydra.verbose=true",),
+    ("+experiment=shakespeare_char", "data.path=a"),
     ("hydra.run.dir=.", "hydra.output_subdir=null"),
-    ("hydra/job_logging=disabled",),
     ("--run", "seed=3"),
     ("tokenizer=owner/name-1.5",),
     ("train.steps=0",),
@@ -239,6 +248,53 @@ def test_presets_of_the_users_own_are_found_by_config_dir(tmp_path: Path) -> Non
     assert "num_layer" in str(error)
 
 
+def test_presets_are_found_by_hydra_s_own_search_path_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("one", "two"):
+        (tmp_path / name / "model").mkdir(parents=True)
+        (tmp_path / name / "model" / f"{name}.yaml").write_text("defaults: [default, _self_]\nnum_layers: 3\n")
+    words = ["hydra.searchpath=[one]", "--config-dir", "two"]
+    assert all(load_config([*words, f"model={name}"], 1).model.num_layers == 3 for name in ("one", "two"))
+
+
+LAUGHS = "a: &a0 [1,1,1,1,1,1,1,1,1]\n" + "".join(f"b{i}: &a{i + 1} [{','.join([f'*a{i}'] * 9)}]\n" for i in range(9))
+
+
+@pytest.mark.parametrize(
+    ("content", "word"),
+    [
+        (b"num_layers: [", "while parsing"),
+        (b"num_layers: 3\nnum_layers: 4", "duplicate key"),
+        (b"name: \xff", "decode"),
+        (b"just words", "Key 'just words'"),
+        (b"name: " + b"[" * 5000, "recursion"),
+        (LAUGHS.encode(), "stands for more than"),
+        (None, "unknown choice"),
+    ],
+)
+def test_a_preset_that_cannot_be_read_is_refused(tmp_path: Path, content: bytes | None, word: str) -> None:
+    (tmp_path / "model").mkdir()
+    path = tmp_path / "model" / "mine.yaml"
+    os.mkfifo(path) if content is None else path.write_bytes(content)
+    said = str(refusal("--config-dir", str(tmp_path), "model=mine"))
+    assert word in said
+    assert ("mend the file" in said) == (word not in ("stands for more than", "unknown choice"))
+
+
+def test_a_preset_that_may_not_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.yaml").write_text("name: mine\n")
+    opened = open
+
+    def closed(path: object, *rest: object, **named: object) -> object:  # root may read anything
+        if str(path).endswith("mine.yaml"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, *rest, **named)  # type: ignore[call-overload]
+
+    monkeypatch.setattr("builtins.open", closed)
+    assert "Permission denied" in str(refusal("--config-dir", str(tmp_path), "model=mine"))
+
+
 def test_a_problem_shows_null_and_no_value_as_the_user_writes_them() -> None:
     assert str(UserError(Problem("a.b", None, "rule", "remedy"))).splitlines()[1] == "  1. a.b=null: rule"
-    assert str(Problem("a.b", ..., "rule", "remedy")).startswith("a.b: rule")
+    assert str(Problem("a.b", NO_VALUE, "rule", "remedy")).startswith("a.b: rule")

@@ -6,6 +6,8 @@ from megalite.config.secrecy import secret_name, secret_override
 from megalite.config.settings import SETTINGS
 from tests.config.refusal import refusal
 
+MIXED = "Ab0Cd1Ef2Gh3Ij4Kl5Mn6Op7Qr8St9Uv0Wx1Yz2A"
+TOKEN = "AbCdEfGhIjKlMnOpQrStUvWxYzAbCdEfGh"
 HEX = "0123456789abcdef0123456789abcdef01234567"
 
 REFUSED = [
@@ -19,17 +21,23 @@ REFUSED = [
     ("data.path={api_key: CLISECRET}", "CLISECRET"),
     ("data.path={api_key: CLISECRET", "CLISECRET"),
     ("--api-key=CLISECRET", "CLISECRET"),
-    ("tokenizer=hf_AbCdEfGhIjKlMnOpQrStUvWx", "hf_AbCd"),
-    ("tokenizer=hf_A1b2C3d4", "hf_A1b2"),
-    ("tokenzier=hf_AbCdEfGhIjKlMnOpQrStUvWx", "hf_AbCd"),
-    ("hf_AbCdEfGhIjKlMnOpQrStUvWx", "hf_AbCd"),
-    ("hf_AbCdEfGhIjKlMnOpQrStUvWx=1", "hf_AbCd"),
-    ("run_dir=sk-abcdefgh12345678", "sk-abc"),
-    ("data.path=[a,sk-abcdefgh12345678]", "sk-abc"),
+    (f"tokenizer=hf_{TOKEN}", "hf_AbCd"),
+    (f"tokenzier=hf_{TOKEN}", "hf_AbCd"),
+    (f"hf_{TOKEN}", "hf_AbCd"),
+    (f"hf_{TOKEN}=1", "hf_AbCd"),
+    (f"run_dir=sk-{MIXED}", "sk-Ab0"),
+    (f"data.path=[a,sk-proj-{MIXED[:20]}_x]", "sk-proj"),
+    (f"data.path=sk-{HEX[:32]}", "sk-01"),
     (f"model.name={HEX}", HEX),
     (f"data.path=[{HEX},b]", HEX),
     (f"data.path='{HEX}'", HEX),
     ("data.path=https://me:CLISECRET@host/data.txt", "CLISECRET"),
+    *(
+        (f"model.name={kind}{MIXED}", MIXED)  # put together here, so that nobody takes this file for a leak
+        for kind in ("glpat-", "xoxb-", "ya29.", "AIza", f"eyJ{MIXED}.eyJ")
+    ),
+    ("model.name=ASIA0123456789ABCDEF", "IA0123456789ABCDEF"),
+    (f"model.name={MIXED[:30]}+aB3defghi", MIXED[:30]),
 ]
 
 
@@ -48,10 +56,29 @@ def test_the_value_of_an_unknown_secret_flag_is_not_repeated() -> None:
 
 
 def test_a_secret_that_comes_in_by_the_environment_is_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MY_VARIABLE", "hf_AbCdEfGhIjKlMnOpQrStUvWx")
+    monkeypatch.setenv("MY_VARIABLE", f"hf_{TOKEN}")
     error = refusal("model.name=${oc.env:MY_VARIABLE}")
     assert "hf_AbCd" not in str(error)
     assert "looks like a secret" in str(error)
+
+
+@pytest.mark.parametrize("name", ["DB_PASSWORD", "DB_PASS", "'MY_TOKEN',x", "${oc.env:WHICH}"])
+def test_a_variable_with_the_name_of_a_secret_is_not_resolved(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("DB_PASSWORD", "DB_PASS", "MY_TOKEN"):
+        monkeypatch.setenv(variable, "swordfish")
+    monkeypatch.setenv("WHICH", "DB_PASSWORD")
+    said = str(refusal(f'run_dir="runs/${{oc.env:{name}}}"'))
+    assert "may hold a secret" in said
+    assert "swordfish" not in said
+
+
+VARIABLES = "API_KEY APIKEY accessKeyId DB_PASS DBPASS2 SSHPASS MYSQL_PWD PGPASSWORD OAUTH AUTH_BEARER COOKIES"
+NO_SECRETS = "MONKEY KEYBOARD AUTHOR PASSAGE COMPASS PWD OLDPWD N_PASSES MAX_TOKENS COOKIECUTTER_CONFIG HOME"
+
+
+def test_words_tell_the_names_of_secrets() -> None:
+    assert [name for name in VARIABLES.split() if not secret_name(name)] == []
+    assert [name for name in NO_SECRETS.split() if secret_name(name)] == []
 
 
 def test_no_setting_of_ours_is_taken_for_a_secret() -> None:
@@ -67,6 +94,15 @@ def test_no_setting_of_ours_is_taken_for_a_secret() -> None:
         "run_dir=runs/hf_import_of_gpt2",
         "run_dir=runs/risk-assessment-of-things",
         "model.name=sk-SK",
+        "data.path=/data/hf_OpenWebText2",
+        "tokenizer=/models/hf_Llama3tokenizer",
+        "data.path=/data/sk-wikipedia-2024.txt",
+        "run_dir=runs/sk-learn-experiment1",
+        "log.wandb_name=sk-baseline-lr3e-4",
+        "log.wandb_name=Llama3BaselineLearningRateSweep3e4Seed01",
+        "train.sample_prompts=['Secret: foo']",
+        "train.sample_prompts=['the key: a', \"{key: a}\"]",
+        "train.sample_prompts=['keyword: x']",
     ],
 )
 def test_what_only_resembles_a_secret_is_no_secret(text: str) -> None:

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.config.problems import UserError
 from megalite.config.schema import Config
 from megalite.config.step_plan import PlannedStep, batch_ramp, planned_steps
 from megalite.data.batch import Batch
 from megalite.data.batches import TrainBatches, masked_batches, validation_batches
 from megalite.data.open import OpenedData, open_data
-from megalite.data.prepare import prepare
+from megalite.errors.problems import UserError
+from megalite.prepare.prepare import prepare
 
 WriteTokens = Callable[..., Path]
 CPU = torch.device("cpu")
@@ -30,7 +30,7 @@ def data(config: Config, write_tokens: WriteTokens) -> OpenedData:
         str(write_tokens(name, [list(range(first, first + 400))] * 3)) for name, first in (("a", 0), ("b", 400))
     ]
     config.data.weights = [2.0, 1.0]
-    return open_data(config)
+    return open_data(config, prepare(config))
 
 
 def steps_of(config: Config) -> Iterator[PlannedStep]:
@@ -112,7 +112,7 @@ def test_what_is_passed_over_is_not_even_read(data: OpenedData, config: Config) 
             return data.train.read(indices)
 
     with TrainBatches(Watched(), config, steps_of(config), dp_rank=0, dp_size=1, device=CPU) as batches:  # type: ignore[arg-type]
-        trained = [batch for _ in range(3) for batch in next(batches).microbatches]
+        trained = [batch for _ in range(5) for batch in next(batches).microbatches]
     assert content(trained) == content(whole[:4] + whole[12:])
     assert not broken & set(read)
 
@@ -128,23 +128,20 @@ def test_end_of_document_labels_leave_the_loss_if_asked(tmp_path: Path, config: 
     (tmp_path / "a.jsonl").write_text('{"text": "abcdefg"}\n' * 300)
     config.data.path = str(tmp_path / "a.jsonl")
     config.data.mask_end_of_document = True
-    prepare(config)
-    opened = open_data(config)
+    opened = open_data(config, prepare(config))
     with TrainBatches(opened.train, config, steps_of(config), dp_rank=0, dp_size=1, device=CPU) as batches:
         step = next(batches)
     for batch in step.microbatches:
         assert torch.equal(batch.loss_mask, batch.labels != 256)
         assert not batch.loss_mask.all()
     assert step.local_tokens == sum(int(batch.loss_mask.sum()) for batch in step.microbatches) == 8 * 16 * 7 // 8
-    assert opened.bytes_per_token == 1
 
 
 def test_documents_reach_the_batch_if_attention_stays_inside_them(tmp_path: Path, config: Config) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "abcdefg"}\n' * 300)
     config.data.path = str(tmp_path / "a.jsonl")
     config.data.cross_document_attention = False
-    prepare(config)
-    (first, *_) = stream(open_data(config), config, 1)
+    (first, *_) = stream(open_data(config, prepare(config)), config, 1)
     assert first.documents is not None
     assert first.documents.dtype == torch.int32
     assert first.documents.tolist() == [[0] * 8 + [1] * 8] * 2
@@ -153,7 +150,7 @@ def test_documents_reach_the_batch_if_attention_stays_inside_them(tmp_path: Path
 
 def test_validation_is_the_front_of_the_held_out_tokens_every_time(config: Config, write_tokens: WriteTokens) -> None:
     config.data.source, config.data.path = "tokens", str(write_tokens("a", [list(range(1000))] * 4))
-    source = open_data(config).validation
+    source = open_data(config, prepare(config)).validation
     assert source is not None
     runs = [list(validation_batches(source, config, dp_rank=0, dp_size=1, device=CPU)) for _ in range(2)]
     assert len(runs[0]) == 2  # eval_batches
@@ -170,9 +167,9 @@ def test_a_small_validation_set_is_filled_up_with_rows_outside_the_loss(
     config: Config, write_tokens: WriteTokens
 ) -> None:
     config.data.source, config.data.path = "tokens", str(write_tokens("a", [list(range(500))]))
-    source = open_data(config).validation
+    source = open_data(config, prepare(config)).validation
     assert source is not None
-    assert source.samples == 3
+    assert source.without_repeats() == 3
     (step,) = validation_batches(source, config, dp_rank=0, dp_size=1, device=CPU)
     assert [batch.loss_mask.all(dim=1).tolist() for batch in step] == [
         [True, True],
@@ -183,62 +180,42 @@ def test_a_small_validation_set_is_filled_up_with_rows_outside_the_loss(
     assert int(sum(batch.loss_mask.sum() for batch in step)) == 3 * 16
 
 
-def test_only_whole_global_batches_are_used_if_there_is_one(config: Config, write_tokens: WriteTokens) -> None:
+@pytest.mark.parametrize(("size", "micro"), [(1, 1), (4, 2), (8, 2), (10, 1), (16, 4)])
+@pytest.mark.parametrize("dp_size", [1, 2])
+def test_every_held_out_sample_is_evaluated_once_whatever_the_batch_size(
+    config: Config, write_tokens: WriteTokens, size: int, micro: int, dp_size: int
+) -> None:
     config.data.source, config.data.path = "tokens", str(write_tokens("a", [list(range(1000))] * 2))
-    source = open_data(config).validation
+    config.train.global_batch_size, config.train.micro_batch_size, config.train.eval_batches = size * dp_size, micro, 99
+    source = open_data(config, prepare(config)).validation
     assert source is not None
-    assert source.samples == 12
-    (step,) = validation_batches(source, config, dp_rank=0, dp_size=1, device=CPU)
-    assert all(batch.loss_mask.all() for batch in step)
+    assert source.without_repeats() == 12
+    shares = [list(validation_batches(source, config, dp_rank=r, dp_size=dp_size, device=CPU)) for r in range(dp_size)]
+    assert len({len(share) for share in shares}) == 1, "every rank takes part in every batch"
+    labels = [batch.labels[batch.loss_mask] for share in shares for microbatches in share for batch in microbatches]
+    assert sorted(torch.cat(labels).tolist()) == list(range(801, 801 + 12 * 16))
 
 
 def test_a_failure_while_reading_ahead_surfaces_at_its_step(config: Config, write_tokens: WriteTokens) -> None:
     config.data.source, config.data.path = "tokens", str(write_tokens("a", [[1] * 2000]))
     config.train.eval_interval = 0
-    data = open_data(config)
+    data = open_data(config, prepare(config))
     broken = replace(data.train, vocab_size=1)
     with TrainBatches(broken, config, steps_of(config), dp_rank=0, dp_size=1, device=CPU) as batches:
         for _ in range(2):
-            with pytest.raises(UserError, match="outside the vocabulary of 1"):
-                next(batches)
+            refused = next(batches)
+            assert "outside the vocabulary of 1" in str(UserError(refused.problems))
+            assert refused.local_tokens == sum(int(batch.loss_mask.sum()) for batch in refused.microbatches) == 0
 
 
-def test_closing_ends_the_thread_even_while_it_waits(data: OpenedData, config: Config) -> None:
+def test_closing_ends_the_thread(data: OpenedData, config: Config) -> None:
     before = threading.active_count()
     batches = TrainBatches(data.train, config, steps_of(config), dp_rank=0, dp_size=1, device=CPU)
-    time.sleep(0.2)  # the queue is full, the thread waits to hand over
+    time.sleep(0.2)
     begin = time.monotonic()
     batches.close()
     assert time.monotonic() - begin < 1
     assert threading.active_count() == before
-
-
-def test_closing_frees_a_consumer_that_waits(data: OpenedData, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megalite.data import batches as module
-
-    entered, release = threading.Event(), threading.Event()
-
-    def slow(*arguments: object, **named: object) -> list[Batch]:
-        entered.set()
-        release.wait(5)
-        return []
-
-    monkeypatch.setattr(module, "local_batches", slow)
-    batches = TrainBatches(data.train, config, steps_of(config), dp_rank=0, dp_size=1, device=CPU)
-    ended = threading.Event()
-
-    def consume() -> None:
-        list(batches)
-        ended.set()
-
-    threading.Thread(target=consume, daemon=True).start()
-    entered.wait(5)
-    closer = threading.Thread(target=batches.close)
-    closer.start()
-    assert ended.wait(2)
-    release.set()
-    closer.join(2)
-    assert not closer.is_alive()
 
 
 def test_waiting_for_data_is_measured(data: OpenedData, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,7 +242,7 @@ def test_what_stands_in_for_unreadable_batches_has_their_number_and_form_and_no_
 ) -> None:
     config.data.cross_document_attention = cross_document_attention
     real = [batch.to(device) for batch in stream(data, config, 1, size=size)]
-    masked = masked_batches(config, config.train.global_batch_size, size, device)
+    masked = [batch.to(device) for batch in masked_batches(config, config.train.global_batch_size, size)]
     assert len(masked) == len(real)
     for expected, found in zip(real, masked, strict=True):
         assert device != CPU or not found.loss_mask.any()

@@ -28,6 +28,15 @@ def test_every_sample_of_every_part_is_given_once_and_in_order(weights: list[flo
         assert np.array_equal(mine, np.arange(len(mine)))
 
 
+@given(weights=weights)
+@settings(max_examples=30, deadline=None)
+def test_the_index_of_a_sample_is_where_it_is(weights: list[float]) -> None:
+    blend = Blend(integer_weights(weights))
+    parts, numbers = blend.locate(np.arange(BLOCK))
+    for index, (part, number) in enumerate(zip(parts.tolist(), numbers.tolist(), strict=True)):
+        assert blend.index(part, number) == index
+
+
 @pytest.mark.parametrize("given", [[0.5, 0.3, 0.2], [1e-3, 1.0], [7, 1, 1, 1]])
 def test_shares_hold_at_every_moment_not_only_in_the_end(given: list[float]) -> None:
     parts, _ = Blend(integer_weights(given)).locate(np.arange(4 * BLOCK))

@@ -1,5 +1,6 @@
 """Opening: the split, the vocabulary, the tokenizer and the fingerprint come from the data, at any size."""
 
+import json
 import shutil
 import string
 from collections.abc import Callable
@@ -7,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from megalite.config.problems import UserError
 from megalite.config.schema import Config
 from megalite.data.open import open_data
-from megalite.data.prepare import prepare, prepare_file
-from megalite.data.sources import Source
 from megalite.data.tokenizers import byte_tokenizer, char_tokenizer
+from megalite.errors.problems import UserError
+from megalite.prepare.prepare import prepare, prepare_file
+from megalite.prepare.sources import Source
 
 WriteTokens = Callable[..., Path]
 
@@ -24,7 +25,7 @@ def tokens(config: Config, write_tokens: WriteTokens) -> Config:
 
 
 def test_the_split_is_nanogpts(tokens: Config) -> None:
-    data = open_data(tokens)
+    data = open_data(tokens, prepare(tokens))
     assert data.validation is not None
     assert [(part.first, part.stop) for part in data.train.parts] == [(0, 1800)]
     assert [(part.first, part.stop) for part in data.validation.parts] == [(1800, 2000)]
@@ -36,33 +37,35 @@ def test_no_evaluation_means_no_validation(tokens: Config, setting: str) -> None
         tokens.train.eval_interval = 0
     else:
         tokens.data.validation_fraction = 0.0
-    data = open_data(tokens)
+    data = open_data(tokens, prepare(tokens))
     assert data.validation is None
-    assert data.train.tokens == (1800 if setting == "interval" else 2000)
+    assert data.train.parts[0].tokens == (1800 if setting == "interval" else 2000)
 
 
 def test_the_vocabulary_is_the_files_or_larger_never_smaller(tokens: Config) -> None:
-    assert open_data(tokens).vocab_size == 1000
+    assert open_data(tokens, prepare(tokens)).vocab_size == 1000
     tokens.model.vocab_size = 1024
-    assert open_data(tokens).vocab_size == open_data(tokens).train.vocab_size == 1024
+    assert open_data(tokens, prepare(tokens)).vocab_size == open_data(tokens, prepare(tokens)).train.vocab_size == 1024
     tokens.model.vocab_size = 999
     with pytest.raises(UserError, match=r"model\.vocab_size=999: the tokenizer has 1,000 tokens"):
-        open_data(tokens)
+        open_data(tokens, prepare(tokens))
 
 
 def test_foreign_token_files_need_a_vocabulary_size_or_a_tokenizer(tokens: Config, tmp_path: Path) -> None:
     (tmp_path / "a.json").unlink()
     with pytest.raises(UserError, match=r"model\.vocab_size"):
-        open_data(tokens)
+        open_data(tokens, prepare(tokens))
     tokens.model.vocab_size = 500
-    assert open_data(tokens).vocab_size == 500
-    assert open_data(tokens).tokenizer is None
-    assert open_data(tokens).bytes_per_token is None
+    assert open_data(tokens, prepare(tokens)).vocab_size == 500
+    assert open_data(tokens, prepare(tokens)).tokenizer is None
+    assert open_data(tokens, prepare(tokens)).bytes_of_ids is None
     tokens.model.vocab_size = None
     byte_tokenizer().save(tmp_path / "mine")
     tokens.tokenizer = str(tmp_path / "mine")
-    data = open_data(tokens)
-    assert (data.vocab_size, data.train.end_of_document, data.bytes_per_token) == (257, 256, 1.0)
+    data = open_data(tokens, prepare(tokens))
+    assert (data.vocab_size, data.train.end_of_document) == (257, 256)
+    assert data.bytes_of_ids is not None
+    assert data.bytes_of_ids.tolist() == [1] * 256 + [0]
 
 
 def test_token_files_that_we_made_bring_their_tokenizer(tmp_path: Path, config: Config) -> None:
@@ -71,17 +74,9 @@ def test_token_files_that_we_made_bring_their_tokenizer(tmp_path: Path, config: 
     opened = Config()
     opened.data.source, opened.data.path = "tokens", str(tmp_path / "out")
     opened.train.seq_length = 16
-    data = open_data(opened)
+    data = open_data(opened, prepare(opened))
     assert data.tokenizer is not None
     assert data.tokenizer.encode("é") == [195, 169]
-    assert data.bytes_per_token == pytest.approx(1, abs=0.02)
-
-
-def test_bytes_per_token_is_that_of_the_validation_text(tmp_path: Path, config: Config) -> None:
-    (tmp_path / "a.txt").write_text("a" * 9000 + "é" * 1000)
-    config.data.path, config.tokenizer = str(tmp_path / "a.txt"), "char"
-    prepare(config)
-    assert open_data(config).bytes_per_token == 2
 
 
 def test_parts_of_different_tokenizers_are_refused(tmp_path: Path, config: Config) -> None:
@@ -91,38 +86,63 @@ def test_parts_of_different_tokenizers_are_refused(tmp_path: Path, config: Confi
         prepare_file(Source("text", (str(tmp_path / f"{name}.txt"),)), config, tmp_path / name)
     config.data.source, config.data.path = "tokens", [str(tmp_path / "a"), str(tmp_path / "b")]
     with pytest.raises(UserError, match="different tokenizers"):
-        open_data(config)
+        open_data(config, prepare(config))
 
 
 def test_the_fingerprint_names_the_samples_not_the_place(
     tokens: Config, write_tokens: WriteTokens, tmp_path: Path
 ) -> None:
-    before = open_data(tokens).fingerprint
+    before = open_data(tokens, prepare(tokens)).fingerprint
     (tmp_path / "moved").mkdir()
     for suffix in (".bin", ".idx", ".json"):
         shutil.copy(tmp_path / f"a{suffix}", tmp_path / "moved" / f"b{suffix}")
     tokens.data.path = str(tmp_path / "moved" / "b")
-    assert open_data(tokens).fingerprint == before
+    assert open_data(tokens, prepare(tokens)).fingerprint == before
     tokens.train.seq_length = 32
-    assert open_data(tokens).fingerprint != before
+    assert open_data(tokens, prepare(tokens)).fingerprint != before
     tokens.train.seq_length = 16
     tokens.data.validation_fraction = 0.2
-    assert open_data(tokens).fingerprint != before
+    assert open_data(tokens, prepare(tokens)).fingerprint != before
     tokens.data.validation_fraction = 0.1
     tokens.data.path = str(write_tokens("c", [list(range(100))] * 19 + [list(range(1, 101))]))
-    assert open_data(tokens).fingerprint != before
+    assert open_data(tokens, prepare(tokens)).fingerprint != before
 
 
 def test_all_broken_parts_of_a_blend_are_named_at_once(tokens: Config, tmp_path: Path) -> None:
     tokens.data.path = [str(tmp_path / name) for name in ("gone", "a", "lost")]
     with pytest.raises(UserError) as refusal:
-        open_data(tokens)
+        open_data(tokens, prepare(tokens))
     assert [Path(str(problem.value)).name for problem in refusal.value.problems] == ["gone.bin", "lost.bin"]
 
 
 def test_a_saved_tokenizer_decides_over_the_default(tokens: Config, tmp_path: Path) -> None:
     char_tokenizer(["abc"]).save(tmp_path / "a.tokenizer")
     with pytest.raises(UserError, match=r"a.bin.* token id \d+ at token .*outside the vocabulary of 3"):
-        open_data(tokens)
+        open_data(tokens, prepare(tokens))
     char_tokenizer([string.printable]).save(tmp_path / "a.tokenizer")
-    assert open_data(tokens).vocab_size == 100
+    assert open_data(tokens, prepare(tokens)).vocab_size == 100
+
+
+def test_another_tokenizer_than_the_one_that_made_the_tokens_is_refused(tokens: Config, tmp_path: Path) -> None:
+    char_tokenizer([string.printable]).save(tmp_path / "a.tokenizer")
+    shutil.copytree(tmp_path / "a.tokenizer", tmp_path / "same")
+    byte_tokenizer().save(tmp_path / "other")
+    tokens.tokenizer = str(tmp_path / "same")
+    assert open_data(tokens, prepare(tokens)).vocab_size == 100
+    tokens.tokenizer = str(tmp_path / "other")
+    with pytest.raises(UserError, match="is another tokenizer than the one that made a"):
+        open_data(tokens, prepare(tokens))
+
+
+def test_another_tokenizer_is_refused_where_only_the_identity_is_left_of_the_right_one(
+    tokens: Config, tmp_path: Path
+) -> None:
+    right = char_tokenizer([string.printable])
+    (tmp_path / "a.json").write_text(json.dumps({"tokenizer": right.identity}))
+    for name, tokenizer in (("right", right), ("other", byte_tokenizer())):
+        tokenizer.save(tmp_path / name)
+    tokens.tokenizer = str(tmp_path / "right")
+    assert open_data(tokens, prepare(tokens)).vocab_size == 100
+    tokens.tokenizer = str(tmp_path / "other")
+    with pytest.raises(UserError, match="is another tokenizer than the one that made a"):
+        open_data(tokens, prepare(tokens))

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megalite.config.problems import UserError
 from megalite.data.samples import Part, SampleSource
 from megalite.data.token_file import TokenFile
+from megalite.errors.problems import UserError
 
 WriteTokens = Callable[..., Path]
 
@@ -26,7 +26,7 @@ def counting(write_tokens: WriteTokens, name: str, first: int, stop: int) -> Tok
 
 def test_an_epoch_has_every_window_once_overlapping_by_one_token(write_tokens: WriteTokens) -> None:
     data = source(counting(write_tokens, "a", 0, 43))
-    assert data.samples == 10  # 40 labels; the last two tokens do not fill a sample
+    assert data.without_repeats() == 10  # 40 labels; the last two tokens do not fill a sample
     rows, _, _ = data.read(np.arange(10))
     assert sorted(rows.tolist()) == [list(range(4 * window, 4 * window + 5)) for window in range(10)]
     assert rows[:, 0].tolist() != sorted(rows[:, 0].tolist())
@@ -64,7 +64,21 @@ def test_parts_of_a_blend_come_in_their_shares_each_in_whole_epochs(write_tokens
     first = rows[parts == 0][:, 0]
     for epoch in range(3):
         assert sorted(first[10 * epoch : 10 * epoch + 10].tolist()) == list(range(0, 40, 4))
-    assert data.without_repeats() in (41, 42)  # 10 samples of the small part, then its second epoch would begin
+    assert data.epochs(120) == [3.0, 0.9]
+    assert data.without_repeats() == 41  # 10 samples of the small part, then its second epoch begins
+
+
+@pytest.mark.parametrize("weights", [(8, 1), (1, 1), (1, 3), (5, 2), (97, 3)])
+@pytest.mark.parametrize("held", [(12, 1), (1, 12), (7, 7), (1, 1)])
+def test_samples_without_repeats_are_counted_exactly(
+    write_tokens: WriteTokens, weights: tuple[int, int], held: tuple[int, int]
+) -> None:
+    files = [counting(write_tokens, name, 0, 4 * samples + 1) for name, samples in zip("ab", held, strict=True)]
+    data = source(*files, weights=weights, seed=None)
+    _, parts, starts = data.read(np.arange(data.without_repeats() + 1))
+    places = list(zip(parts.tolist(), starts.tolist(), strict=True))
+    first_repeat = next(index for index, place in enumerate(places) if place in places[:index])
+    assert data.without_repeats() == first_repeat
 
 
 def test_documents_and_positions_restart_where_documents_begin(write_tokens: WriteTokens) -> None:

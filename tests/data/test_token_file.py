@@ -1,7 +1,10 @@
 """Token files are Megatron's to the byte, appear whole or not at all, and open at any size at once."""
 
 import json
+import os
 import struct
+import subprocess
+import sys
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -10,10 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megalite.config.problems import UserError
 from megalite.data.token_file import CODES, HEADER, MAGIC, TokenFile, dtype_for
-from megalite.data.token_writer import TokenWriter, join
 from megalite.data.verify import verify
+from megalite.errors.problems import UserError
+from megalite.prepare.token_writer import TokenWriter, join
 
 WriteTokens = Callable[..., Path]
 
@@ -32,6 +35,11 @@ def test_the_bytes_are_megatrons(write_tokens: WriteTokens) -> None:
     )
 
 
+def test_one_document_is_one(write_tokens: WriteTokens) -> None:
+    prefixes = write_tokens("two", [[5, 6, 7], [8, 9]]), write_tokens("one", [[5, 6]])
+    assert [TokenFile.open(prefix).counts for prefix in prefixes] == ["2 documents, 5 tokens", "1 document, 2 tokens"]
+
+
 def test_sixteen_bits_below_65500_tokens_else_thirty_two() -> None:
     assert dtype_for(65499) == np.dtype("<u2")
     assert dtype_for(65500) == np.dtype("<i4")
@@ -43,7 +51,7 @@ def test_every_dtype_of_ids_is_readable(tmp_path: Path, dtype: np.dtype) -> None
     writer.add(np.array([1, 2, 100]))
     writer.end_document()
     writer.finish({})
-    assert TokenFile.open(tmp_path / "x").tokens.tolist() == [1, 2, 100]
+    assert TokenFile.open(tmp_path / "x").tokens[:].tolist() == [1, 2, 100]
 
 
 def test_a_multimodal_index_is_readable(write_tokens: WriteTokens) -> None:
@@ -68,7 +76,7 @@ def test_a_document_longer_than_a_sequence_stays_one_document(tmp_path: Path) ->
         writer.end_document()
     writer.finish({})
     file = TokenFile.open(tmp_path / "long")
-    assert file.lengths.tolist() == [4, 4, 2, 3]
+    assert file.lengths[:].tolist() == [4, 4, 2, 3]
     assert file.documents == 2
     assert file.document_starts(0, 13) == [10]
     verify(tmp_path / "long", 100)
@@ -80,7 +88,7 @@ def test_joined_files_hold_all_documents_in_order(write_tokens: WriteTokens, tmp
     ]
     join(files, tmp_path / "both", {})
     both = TokenFile.open(tmp_path / "both")
-    assert both.tokens.tolist() == [1, 2, 3, 4, 4, 4, 4, 4]
+    assert both.tokens[:].tolist() == [1, 2, 3, 4, 4, 4, 4, 4]
     assert [both.document_start(number) for number in range(4)] == [0, 2, 3, 8]
     verify(tmp_path / "both", 10)
 
@@ -143,6 +151,29 @@ def test_ten_billion_tokens_open_at_once_and_in_constant_memory(tmp_path: Path, 
     assert peak < 1 << 20
 
 
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+def test_a_file_that_is_cut_short_while_it_is_read_is_named(write_tokens: WriteTokens, suffix: str) -> None:
+    """A memory map would end the process here."""
+    prefix = write_tokens("x", [[5, 6, 7]] * 20_000)
+    file = TokenFile.open(prefix)
+    size = prefix.with_suffix(suffix).stat().st_size
+    shorten(prefix, suffix, 8_192)
+    with pytest.raises(UserError, match=rf"x\{suffix}.* has 8,192 bytes now, {size:,} when it was opened"):
+        file.document_at(59_999) if suffix == ".idx" else file.tokens[59_000:]
+    assert suffix == ".idx" or file.tokens[:2].tolist() == [5, 6]
+
+
+def test_documents_are_found_by_position_in_a_file_of_many(write_tokens: WriteTokens) -> None:
+    lengths = [number % 7 for number in range(3_000)]
+    file = TokenFile.open(write_tokens("many", [[1] * length for length in lengths]))
+    of_token = np.repeat(np.arange(3_000), lengths)
+    places = range(0, len(of_token), 37)
+    assert [file.document_at(place) for place in places] == of_token[::37].tolist()
+    changes = (np.flatnonzero(np.diff(of_token)) + 1).tolist()
+    for first, stop in ((0, len(of_token)), (100, 5_000), (changes[5], changes[6])):
+        assert file.document_starts(first, stop) == [change for change in changes if first < change < stop]
+
+
 def patch(prefix: Path, suffix: str, at: int, content: bytes) -> None:
     with prefix.with_suffix(suffix).open("r+b") as file:
         file.seek(at)
@@ -152,6 +183,16 @@ def patch(prefix: Path, suffix: str, at: int, content: bytes) -> None:
 def shorten(prefix: Path, suffix: str, size: int) -> None:
     with prefix.with_suffix(suffix).open("r+b") as file:
         file.truncate(size)
+
+
+def pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
 
 
 DAMAGES = {
@@ -171,6 +212,19 @@ DAMAGES = {
     "first pointer": (lambda prefix: patch(prefix, ".idx", 42, b"\x02"), "starts at byte 2, not at 0"),
     "length": (lambda prefix: patch(prefix, ".idx", 34, b"\x02"), "sequence 0 starts at byte 0 with 2 tokens"),
     "boundaries": (lambda prefix: patch(prefix, ".idx", 74, b"\x07"), "boundaries run from 0 to 7"),
+    "inner boundary": (
+        lambda prefix: patch(prefix, ".idx", 66, b"\x63"),
+        r"document 1 ends before .*sequences 99 to 2",
+    ),
+    "negative boundary": (lambda prefix: patch(prefix, ".idx", 66, b"\xff" * 8), "document 0 ends before it starts"),
+    "sidecar of another type": (
+        lambda prefix: prefix.with_suffix(".json").write_text('{"vocab_size": "many"}'),
+        "x.json.*vocab_size='many', which is not a whole number",
+    ),
+    "negative sidecar": (lambda prefix: prefix.with_suffix(".json").write_text('{"bytes": -5}'), "bytes=-5, .*below 0"),
+    "pipe for data": (lambda prefix: pipe(prefix.with_suffix(".bin")), "x.bin.*is not a regular file"),
+    "folder for an index": (lambda prefix: folder(prefix.with_suffix(".idx")), "x.idx.*is not a regular file"),
+    "pipe for a sidecar": (lambda prefix: pipe(prefix.with_suffix(".json")), "x.json.*is not a regular file"),
     "sidecar": (lambda prefix: prefix.with_suffix(".json").write_text("{"), "x.json.*is not JSON"),
 }
 
@@ -181,7 +235,7 @@ def test_damage_is_refused_with_file_and_numbers(write_tokens: WriteTokens, dama
     act, message = DAMAGES[damage]
     act(prefix)
     with pytest.raises(UserError, match=message) as refusal:
-        TokenFile.open(prefix).sidecar()
+        TokenFile.open(prefix).facts()
     assert str(prefix) in str(refusal.value)
 
 
@@ -213,3 +267,14 @@ def test_verify_finds_content_that_is_not_what_was_prepared(write_tokens: WriteT
     patch(tmp_path / "j", ".bin", 2, b"\x05")
     with pytest.raises(UserError, match="not what was prepared"):
         verify(tmp_path / "j", 10)
+
+
+def test_an_id_that_does_not_fit_is_refused_without_assertions_too(tmp_path: Path) -> None:
+    """Not cut to 16 bits."""
+    program = (
+        "import pathlib, sys, numpy\nfrom megalite.prepare.token_writer import TokenWriter\n"
+        "TokenWriter(pathlib.Path(sys.argv[1]), numpy.dtype('<u2')).add(numpy.array([70_000]))"
+    )
+    command = [sys.executable, "-O", "-c", program, str(tmp_path / "x")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
+    assert "token id 70000 does not fit uint16" in done.stderr

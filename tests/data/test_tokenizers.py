@@ -1,5 +1,7 @@
 """Tokenizers give back what they were given, equal their own saved form in transformers, and need no network."""
 
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,9 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
-from megalite.config.problems import UserError
-from megalite.data.reading import cut
 from megalite.data.tokenizers import (
     END,
     TextTokenizer,
@@ -18,8 +19,10 @@ from megalite.data.tokenizers import (
     byte_tokenizer,
     char_tokenizer,
     load_tokenizer,
-    named_tokenizer,
 )
+from megalite.errors.problems import UserError
+from megalite.prepare.reading import cut
+from megalite.prepare.tokenizer import named_tokenizer
 
 TEXT = 'def f(x):\n    return {"a": x + 1}  # 1 + 1 = 2\n\n\nprint(f(41))\té 日本\r\n' * 30
 KINDS = ("byte", "char", "bpe")
@@ -106,7 +109,7 @@ def test_cutting_a_long_text_does_not_change_its_bpe_tokens(
 ) -> None:
     from tokenizers import Regex, pre_tokenizers
 
-    from megalite.data import reading
+    from megalite.prepare import reading
 
     content = gap.join(["if x == 1234567:", "don't", "  word 12", "(é) 日本", "end."] * 20)
     tokenizer = bpe_tokenizer([content, TEXT], 400)
@@ -171,3 +174,106 @@ def test_a_broken_tokenizer_is_refused(content: str, tmp_path: Path) -> None:
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"holds no tokenizer\.json"):
         named_tokenizer(str(tmp_path))
+
+
+def folder_with(folder: Path, files: dict[str, object], tokenizer: TextTokenizer | None = None) -> str:
+    """A tokenizer's folder of which some files hold other JSON."""
+    (tokenizer or byte_tokenizer()).save(folder)
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content))
+    return str(folder)
+
+
+def spec(**changes: object) -> dict[str, object]:
+    return json.loads(byte_tokenizer().backend.to_str()) | changes
+
+
+def far_away() -> dict[str, object]:
+    found = spec()
+    found["model"]["vocab"]["far"] = 4_000_000_000  # type: ignore[index]
+    return found
+
+
+EMPTY = {"type": "BPE", "vocab": {}, "merges": []}
+NO_EOS = {"tokenizer_config.json": {}}
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"tokenizer_config.json": {"eos_token": "</s>"}}, "eos_token '</s>', is none of its tokens"),
+        ({"tokenizer_config.json": {"eos_token": 7}}, "eos_token 7, is none of its tokens"),
+        ({"tokenizer_config.json": {"eos_token": {"text": "x"}}}, "eos_token None, is none of its tokens"),
+        (NO_EOS | {"config.json": {"eos_token_id": 65541}}, r"eos_token_id 65541 of config\.json, is none"),
+        (NO_EOS | {"config.json": {"eos_token_id": [10**30]}}, r"eos_token_id 1000.* of config\.json, is none"),
+        (NO_EOS | {"generation_config.json": {"eos_token_id": "x"}}, r"'x' of generation_config\.json, is none"),
+        (NO_EOS | {"config.json": []}, r"config\.json: is not a JSON object"),
+        ({"tokenizer_config.json": [1]}, r"tokenizer_config\.json: is not a JSON object"),
+        ({"tokenizer.json": spec(model=EMPTY, added_tokens=[])}, "its vocabulary is empty"),
+        ({"tokenizer.json": spec(model=EMPTY)}, "its vocabulary is empty"),  # special tokens alone encode nothing
+        ({"tokenizer.json": far_away()}, "'far' has id 4,000,000,000, though it has 258 tokens"),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_trained_with_is_refused(
+    files: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=message):
+        named_tokenizer(folder_with(tmp_path, files))
+
+
+def test_a_pipe_in_the_place_of_a_tokenizer_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "tokenizer.json")
+    with pytest.raises(UserError, match="is not a regular file"):
+        named_tokenizer(str(tmp_path))
+
+
+def test_the_end_of_document_of_the_models_files_counts_where_the_tokenizer_names_none(tmp_path: Path) -> None:
+    files = NO_EOS | {"config.json": {"eos_token_id": 7}, "generation_config.json": {"eos_token_id": [9, 7]}}
+    assert named_tokenizer(folder_with(tmp_path, files)).end_of_document == 9
+
+
+PROBE = "ABC abc\u0301 \ufb01  1 if x:\r\n\t  the 日本 end  "
+
+
+@pytest.mark.parametrize("base", ["byte", "char"])
+@pytest.mark.parametrize("change", ["normalizer", "prefix space", "other ids", "added word", "none"])
+def test_a_foreign_tokenizer_with_our_vocabulary_gives_the_ids_of_its_own(
+    base: str, change: str, tmp_path: Path
+) -> None:
+    from tokenizers import normalizers, pre_tokenizers
+
+    vocabulary = sorted(set(PROBE) | set(PROBE.lower()) | {"▁", "\u00e9", "\u0107"})
+    backend = (byte_tokenizer() if base == "byte" else char_tokenizer(vocabulary)).backend
+    if change == "normalizer":
+        backend.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
+    elif change == "prefix space":
+        level = pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=False)
+        isolated = pre_tokenizers.Sequence([pre_tokenizers.Metaspace(), backend.pre_tokenizer])
+        backend.pre_tokenizer = level if base == "byte" else isolated
+    elif change == "added word":
+        backend.add_tokens(["the"])
+    model = json.loads(backend.to_str())
+    if change == "other ids":
+        model["model"]["vocab"] = {token: number + 3 for token, number in model["model"]["vocab"].items()}
+        model["added_tokens"] = []
+    tokenizer = named_tokenizer(folder_with(tmp_path, NO_EOS | {"tokenizer.json": model}))
+    theirs = tokenizer.backend.encode(PROBE, add_special_tokens=False).ids
+    assert tokenizer.encode(PROBE) == theirs
+    plain = (byte_tokenizer() if base == "byte" else char_tokenizer(vocabulary)).encode(PROBE)
+    assert (theirs == plain) == (change == "none"), "the change must matter"
+    assert (tokenizer._table is not None) == (change == "none")
+
+
+@pytest.mark.parametrize(("kind", "name"), [("byte", "byte"), ("char", "char"), ("bpe", "BPE")])
+def test_a_tokenizer_is_named_as_its_users_name_it(kind: str, name: str, tmp_path: Path) -> None:
+    made = make(kind)
+    made.save(tmp_path)
+    for tokenizer in (made, load_tokenizer(tmp_path)):
+        assert tokenizer.name == f"{name} tokenizer with {made.vocab_size:,} tokens"
+
+
+def test_a_vocabulary_of_no_symbols_is_not_taken_for_the_bytes() -> None:
+    backend = Tokenizer(models.WordLevel(vocab={}, unk_token="<|unknown|>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    backend.add_special_tokens(["<|endoftext|>"])
+    assert TextTokenizer(backend, {}).name.startswith("WordLevel")

@@ -3,7 +3,8 @@
 The text is taken from the pages and given to bash, in a copy of the repository, page by page and block by block. Only
 the size is another: `python` and `torchrun` are found in a folder of small scripts that add settings of a small model
 to the words that they are given, and then call the real ones; tests are only collected. Blocks that need a cluster, an
-account or hours say so by their language: `text` instead of `bash`.
+account or hours say so by their language: `text` instead of `bash`. Benchmarks run in fp32: where a processor has no
+bf16 instructions, bf16 takes hours.
 """
 
 import os
@@ -26,7 +27,7 @@ IGNORED = [line.strip("/") for line in (ROOT / ".gitignore").read_text().split()
 LEFT_OUT = (".git", *IGNORED, "tokens", "corpus", "exported", "my-model")
 LAYOUTS = [ROOT / "docs" / f"{name}.md" for name in ("tensor_parallel", "pipeline", "optimizer")]
 # Pages with commands in `text` blocks: they need Docker, a GPU or several, the hub, or a root of their own.
-NEEDS_MORE = {"docker.md": 4, "huggingface.md": 2, "performance.md": 1, "training.md": 1, "data.md": 0}
+NEEDS_MORE = {"docker.md": 4, "huggingface.md": 2, "performance.md": 1, "training.md": 1, "sweeps.md": 2, "data.md": 0}
 
 SMALL = """\
 #!/usr/bin/env bash
@@ -39,8 +40,8 @@ case " $* " in
     *" -m pip "*) echo "nothing is to be installed: see setup.sh's stamp" >&2; exit 1 ;;
     *pretrain_gpt.py*--help*) ;;
     *pretrain_gpt.py*) set -- "$@" {settings} $steps $tokenizer ;;
-    *benchmark.py*--overhead*) set -- "$@" --steps 4 --batch 1 ;;
-    *benchmark.py*) set -- "$@" --model tiny --precision fp32 --steps 1 --batch 1 ;;
+    *benchmark.py*--overhead*) set -- "${{@/bf16/fp32}}" --precision fp32 --steps 4 --batch 1 ;;
+    *benchmark.py*) set -- "${{@/bf16/fp32}}" --model tiny --precision fp32 --steps 1 --batch 1 ;;
     *" -m pytest "*.py*) set -- "$@" --collect-only -q ;;
     *" -m pytest "*) set -- "$@" --collect-only -q tests/test_house.py ;;
 esac
@@ -106,7 +107,8 @@ def copy_repository(folder: Path) -> None:
     (programs / "activate").write_text('PATH="$PWD/.venv/bin:$PATH"\n')
     for files in (
         "requirements.txt",
-        "requirements.txt requirements-test.txt",
+        "requirements.txt "
+        + " ".join(f"requirements-{name}.txt" for name in ("wandb", "tensorboard", "pictures", "test")),
     ):  # as setup.sh leaves it when it is done
         stamp = f"touch .venv/.installed-$(cat {files} pyproject.toml | cksum | tr ' ' '-')"
         subprocess.run(["bash", "-c", stamp], cwd=folder, check=True)
@@ -122,8 +124,8 @@ def _write_user_files(folder: Path) -> None:
     (folder / "tokens").mkdir()
     python = ROOT / ".venv" / "bin" / "python"
     for name in ("web", "code"):
-        prepare = [python, "scripts/prepare_data.py", "my.txt", "--tokenizer", "byte", "--output", f"tokens/{name}"]
-        subprocess.run(prepare, cwd=folder, check=True, capture_output=True)
+        prepare = [python, "scripts/prepare_data.py", "data=text", "data.path=my.txt", "tokenizer=byte"]
+        subprocess.run([*prepare, "--output", f"tokens/{name}"], cwd=folder, check=True, capture_output=True)
 
 
 def run(block: Block, folder: Path) -> "subprocess.CompletedProcess[str]":

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import transformers
 
+from megalite.config.model_folder import imported_model_settings
 from megalite.config.schema import ModelConfig
-from megalite.hf.import_model import imported_model_settings
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",

@@ -8,9 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megalite.config.problems import UserError
+from megalite.config.model_folder import imported_model_settings
 from megalite.config.schema import ModelConfig
-from megalite.hf.import_model import import_model, imported_model_settings
+from megalite.errors.problems import UserError
+from megalite.hf.import_model import import_model
 from tests.hf.peers import matching_config, save_peer
 
 
@@ -142,7 +143,7 @@ def test_a_folder_that_is_not_there_or_not_a_model_is_refused(tmp_path: Path) ->
     assert "nothing is downloaded" in str(refusal(tmp_path / "absent", ModelConfig()))
     assert "config.json" in str(refusal(tmp_path, ModelConfig()))
     (tmp_path / "config.json").write_text("{")
-    assert "readable JSON" in str(refusal(tmp_path, ModelConfig()))
+    assert "is not JSON" in str(refusal(tmp_path, ModelConfig()))
 
 
 def test_pickles_are_refused_with_the_way_out(tmp_path: Path) -> None:

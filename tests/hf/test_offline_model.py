@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megalite.config.problems import UserError
+from megalite.errors.problems import UserError
 from megalite.hf.offline_model import load_model, load_text_tokenizer
 from tests.hf.peers import save_peer
 

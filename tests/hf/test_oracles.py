@@ -11,9 +11,9 @@ from torch import Tensor
 from megalite.data.batch import Batch
 from megalite.hf.import_model import import_model
 from megalite.hf.tensors import PREFIX, sources
-from megalite.model.gpt import GPT
 from megalite.model.init import fill
 from tests.hf.peers import PEERS, matching_config, save_peer
+from tests.model.small import gpt
 
 
 def batch_of(tokens: Tensor, loss_mask: Tensor) -> Batch:
@@ -42,7 +42,7 @@ def peer_gradients(peer: Any, name: str, config: Any) -> dict[str, Tensor]:
 def test_logits_and_every_gradient_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     peer = save_peer(name, tmp_path)
     config = matching_config(tmp_path)
-    model = GPT(config, dtype=torch.float64, device=torch.device("cpu"), seed=0)
+    model = gpt(config, dtype=torch.float64, device=torch.device("cpu"), seed=0)
     fill(model, import_model(tmp_path, config))
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(53, (3, 25), generator=generator)

@@ -12,11 +12,11 @@ import torch
 
 from megalite.data.tokenizers import TextTokenizer, bpe_tokenizer, byte_tokenizer, char_tokenizer
 from megalite.hf.export_model import export_model
-from megalite.model.gpt import GPT
 from megalite.model.init import fill
 from megalite.model.parameters import gpt_parameters
 from tests.hf.test_export import SMALL, small
 from tests.hf.test_oracles import batch_of, largest_error
+from tests.model.small import gpt
 
 TEXT = "the stone by the river lay in the light of the cloud."
 LOAD = """
@@ -58,7 +58,7 @@ def export(folder: Path, family: str, tokenizer: TextTokenizer) -> Any:
     generator = torch.Generator().manual_seed(1)
     records = gpt_parameters(config)
     values = [(record.name, torch.randn(record.shape, generator=generator).double() * 0.3) for record in records]
-    model = GPT(config, dtype=torch.float64, device=torch.device("cpu"), seed=0).eval()
+    model = gpt(config, dtype=torch.float64, device=torch.device("cpu"), seed=0).eval()
     fill(model, values)
     end = tokenizer.end_of_document
     export_model(values, config, folder, dtype=torch.float64, context_length=32, end_of_document=end)

@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 
 from megalite.config.schema import Config
+from megalite.kernels.dropout import DropoutStreams
+from megalite.launch.context import ParallelContext
+from megalite.model import attention as attention_module
 from megalite.model import block as block_module
 from megalite.model import gpt as gpt_module
 from megalite.optim import gradient_sync as sync_module
@@ -16,13 +19,10 @@ from megalite.optim import rank_buffers as rank_buffers_module
 from megalite.optim.gradient_sync import GradientSync
 from megalite.optim.parameter_gather import ParameterGather
 from megalite.optim.partial import PartialGradients
-from megalite.optim.sharing import Sharing
-from megalite.parallel.context import ParallelContext
 from megalite.pipeline import executor as executor_module
 from megalite.tensor_parallel import layers as layers_module
 from megalite.tensor_parallel import linear as linear_module
 from megalite.tensor_parallel import mappings
-from megalite.tensor_parallel import recompute as recompute_module
 from megalite.tensor_parallel.collectives import TensorGroup
 from megalite.tensor_parallel.cross_entropy import TokenLoss
 from megalite.tensor_parallel.layers import RowParallelLinear, VocabParallelEmbedding
@@ -56,14 +56,14 @@ def _gather_rows_by(gather: Callable[[Tensor, TensorGroup], Tensor]) -> None:
     """For row-parallel layers without bias, under sequence parallelism; the embedding's sum stays as it is."""
 
     def forward(self: RowParallelLinear, x: Tensor) -> Tensor:
-        y = layers_module.linear(x, self.weight, grad_sink=self.grad_sink)
+        y = layers_module.linear(x, self.weight, main_grad=self.main_grad)
         return mappings._map(y, mappings._reduce_scatter, gather, self.group)
 
     RowParallelLinear.forward = forward  # type: ignore[method-assign]
 
 
 def no_sum_of_partial_gradients(context: ParallelContext, config: Config) -> Trace:
-    PartialGradients.sum = lambda self: None  # type: ignore[method-assign]
+    PartialGradients.all_reduce = lambda self: None  # type: ignore[method-assign]
     return train(context, config)
 
 
@@ -110,8 +110,8 @@ def smoothing_over_the_local_part(context: ParallelContext, config: Config) -> T
     def combine_alone(self: TokenLoss, statistics: Tensor) -> tuple[Tensor, Tensor]:
         assert self.group is not None
         local = statistics.clone()
-        local[:, 3] = 0
-        local[self.group.index, 3] = statistics[self.group.index, 3]
+        local[:, 3:] = 0
+        local[self.group.index, 3:] = statistics[self.group.index, 3:]
         return combine(self, local)
 
     TokenLoss.combine = combine_alone  # type: ignore[method-assign]
@@ -147,15 +147,18 @@ def other_mask_when_recomputed(context: ParallelContext, config: Config) -> Trac
     return train(context, config)
 
 
-def attention_not_seeded_when_recomputed(context: ParallelContext, config: Config) -> Trace:
-    seed = gpt_module.seed_attention_dropout
-    gpt_module.seed_attention_dropout = lambda *args: None if _in_backward() else seed(*args)
+def other_attention_mask_when_rebuilt(context: ParallelContext, config: Config) -> Trace:
+    drop = attention_module.hash_dropout
+    attention_module.hash_dropout = lambda x, p, key: drop(x, p, replace(key, rows=key.rows + _in_backward()))
     return train(context, config)
 
 
-def generator_not_restored_when_rebuilt(context: ParallelContext, config: Config) -> Trace:
-    states = recompute_module._generators
-    recompute_module._generators = lambda device, _: states(device, None)
+def heads_counted_from_each_ranks_first(context: ParallelContext, config: Config) -> Trace:
+    """Ranks drop the same places of different heads."""
+    keys = DropoutStreams.attention_keys
+    DropoutStreams.attention_keys = (  # type: ignore[method-assign]
+        lambda self, samples, heads, positions: keys(self, samples, heads - heads[0], positions)
+    )
     return train(context, config)
 
 
@@ -200,12 +203,12 @@ class _Done:
 
 
 def no_sum_across_instances(context: ParallelContext, config: Config) -> Trace:
-    sync_module.start_all_reduce = lambda tensor, group, *, wire: _Done()
+    sync_module.start_all_reduce = lambda tensor, group, *, comm_dtype: _Done()
     return train(context, config)
 
 
 def no_sum_inside_instances(context: ParallelContext, config: Config) -> Trace:
-    sync_module.start_reduce_scatter = lambda bucket, group, *, wire: _Done()
+    sync_module.start_reduce_scatter = lambda bucket, group, *, comm_dtype: _Done()
     return train(context, config)
 
 
@@ -219,11 +222,9 @@ def instances_counted_twice(context: ParallelContext, config: Config) -> Trace:
 
 def next_rank_s_slices(context: ParallelContext, config: Config) -> Trace:
     """Each rank updates what its neighbour has the gradient of."""
-    of = Sharing.of
-    Sharing.of = classmethod(  # type: ignore[assignment, method-assign]
-        lambda cls, context, kind, *, zero: replace(
-            place := of(context, kind, zero=zero), index=(place.index + 1) % place.shards
-        )
+    of = rank_buffers_module.RankBuffers.index.fget  # type: ignore[attr-defined]
+    rank_buffers_module.RankBuffers.index = property(  # type: ignore[assignment, method-assign]
+        lambda self: {kind: (at + 1) % len(self.owners[kind]) for kind, at in of(self).items()}
     )
     return train(context, config)
 
@@ -240,8 +241,8 @@ def read_at_once(context: ParallelContext, config: Config) -> Trace:
     """What is sent is read at once."""
     start = sync_module.start_reduce_scatter
 
-    def at_once(bucket: Tensor, group: Any, *, wire: torch.dtype) -> Any:
-        start(bucket, group, wire=wire).wait()
+    def at_once(bucket: Tensor, group: Any, *, comm_dtype: torch.dtype) -> Any:
+        start(bucket, group, comm_dtype=comm_dtype).wait()
         return _Done()
 
     sync_module.start_reduce_scatter = at_once
@@ -280,10 +281,10 @@ def decay_of_everything(context: ParallelContext, config: Config) -> Trace:
 
 
 def no_sum_over_tied_embeddings(context: ParallelContext, config: Config) -> Trace:
-    of = PartialGradients.of
-    PartialGradients.of = classmethod(  # type: ignore[assignment, method-assign]
-        lambda cls, buffers, context: replace(of(buffers, context), stages=None)
-    )
+    of = step_module.partial_gradients
+    step_module.partial_gradients = lambda buffers, context: [
+        each for each in of(buffers, context) if each.group != context.group("embedding")
+    ]
     return train(context, config)
 
 
@@ -295,10 +296,13 @@ def tied_embeddings_counted_twice(context: ParallelContext, config: Config) -> T
 
 def weight_gradients_forgotten(context: ParallelContext, config: Config) -> Trace:
     """Of the last microbatch."""
-    run = executor_module._Run._backward_weight
-    executor_module._Run._backward_weight = (  # type: ignore[method-assign]
-        lambda self, action: run(self, action) if action.microbatch < len(self._batches) - 1 else None
-    )
+    compute = executor_module._Run.compute
+
+    def forgetful(self: Any, action: Any) -> None:
+        if action.kind != "backward-weight" or action.microbatch < len(self._batches) - 1:
+            compute(self, action)
+
+    executor_module._Run.compute = forgetful  # type: ignore[method-assign]
     return train(context, config)
 
 

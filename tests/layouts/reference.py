@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from megalite.config.schema import Config
-from megalite.data.prepare import prepare
-from megalite.parallel.context import ParallelContext
+from megalite.launch.context import ParallelContext
+from megalite.prepare.prepare import prepare
 from tests.layouts.training import Trace, small_config, train
 
 

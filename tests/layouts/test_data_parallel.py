@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megalite.config.schema import Config
-from megalite.parallel.context import ParallelContext
+from megalite.launch.context import ParallelContext
 from megalite.train.step import TrainStep
 from tests.layouts.reference import reference
 from tests.layouts.training import Trace, assert_same_training, train
@@ -22,6 +22,7 @@ ROWS: list[tuple[int, str, dict[str, dict[str, Any]]]] = [
     (4, "llama", {"train": {"micro_batch_size": 3}}),  # one microbatch a rank: no accumulation
     (4, "gpt2", RAGGED),
     (3, "qwen3", {"train": {"micro_batch_size": 2}}),
+    (2, "gpt2", {"model": {"attention_dropout": 0.3}, "train": {"micro_batch_size": 2}}),
 ]
 LONG_ROWS = [
     (size, family, {**masks, "train": {"recompute": recompute, "micro_batch_size": micro}})
@@ -56,8 +57,8 @@ def test_ranks_train_like_one_process_everywhere(
 
 
 def _without_gradient_sum(context: ParallelContext, config: Config) -> Trace:
-    summed = TrainStep._sum
-    TrainStep._sum = (  # type: ignore[method-assign]
+    summed = TrainStep._all_reduce
+    TrainStep._all_reduce = (  # type: ignore[method-assign]
         lambda self, tensor, group: tensor if tensor.ndim else summed(self, tensor, group)
     )
     return train(context, config)
@@ -65,14 +66,14 @@ def _without_gradient_sum(context: ParallelContext, config: Config) -> Trace:
 
 def _averaging_local_means(context: ParallelContext, config: Config) -> Trace:
     """The classic mistake: each rank divides by its own tokens, then gradients are averaged."""
-    summed = TrainStep._sum
+    summed = TrainStep._all_reduce
 
     def broken(self: TrainStep, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
         if tensor.dtype == torch.int64 or group is None:
             return tensor
         return summed(self, tensor, group).div_(context.size("dp"))
 
-    TrainStep._sum = broken  # type: ignore[method-assign]
+    TrainStep._all_reduce = broken  # type: ignore[method-assign]
     return train(context, config)
 
 

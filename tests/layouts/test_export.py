@@ -1,18 +1,28 @@
-"""What a run exports for transformers does not show how it was laid out: not one byte of it."""
+"""An export for transformers does not show how its run was laid out, not one byte of it; any layout imports it."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from megalite.parallel.context import ParallelContext
-from megalite.parallel.layout import ParallelLayout
-from megalite.parallel.startup import needs_of
-from megalite.train.export import export_checkpoint
+from megalite.checkpoint.pieces import Piece
+from megalite.config.derive import derive_vocabulary
+from megalite.config.schema import Config
+from megalite.data.open import open_data
+from megalite.hf.export import export_checkpoint
+from megalite.hf.import_model import import_model
+from megalite.launch.context import ParallelContext
+from megalite.layout.ranks import ParallelLayout
+from megalite.prepare.prepare import prepare
+from megalite.train.job import derive_device
+from megalite.train.start import needs_of
+from megalite.train.state import held_pieces, owned_pieces
+from megalite.train.training import build_training, fill_with_imported_values
 from tests.layouts.reference import reference
 from tests.layouts.test_resharding import BATCH, OFF, ZERO, Cut, config_of
-from tests.layouts.training import train
+from tests.layouts.training import assembled, train
 from tests.ranks import run_ranks
 
 STEPS = 2
@@ -35,6 +45,39 @@ def save(run: Path, workplace: tuple[Path, Path], family: str, cut: Cut, *, step
         work(ParallelContext(dtype=torch.float64), config)
     else:
         run_ranks(work, layout.world_size, config, dtype=torch.float64, layout=layout, needs=needs_of(config))
+
+
+def imported(context: ParallelContext, config: Config) -> list[Piece]:
+    """What a rank holds of the model that its run begins with."""
+    training = build_training(derive_device(config, context), context)
+    fill_with_imported_values(training.buffers, import_model, config, context)
+    return [*held_pieces(training.buffers), *owned_pieces("master.", training.buffers.owned, training.buffers.masters)]
+
+
+@pytest.mark.parametrize("cut", [*LAYOUTS, ({"pp": 2, "vpp": 2, "tp": 2}, {})], ids=str)
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_every_layout_imports_what_one_process_does(
+    workplace: tuple[Path, Path], tmp_path: Path, family: str, cut: Cut
+) -> None:
+    """Tied embeddings (gpt2), which both ends of a pipeline hold, and a head of its own (llama)."""
+    reference(workplace, family, BATCH)
+    save(tmp_path / "run", workplace, family, ({}, {}), steps=0, continued=None)
+    exported(tmp_path / "run")
+
+    def config_in(cut: Cut) -> Config:
+        config = config_of(workplace, family, cut)
+        vocabulary = open_data(config, prepare(config)).vocab_size
+        checkpoint = replace(config.checkpoint, init_from=str(tmp_path / "run" / "exported"))
+        return derive_vocabulary(replace(config, checkpoint=checkpoint), vocabulary)
+
+    expected = assembled(imported(ParallelContext(dtype=torch.float64), config_in(({}, {}))))
+    config, layout = config_in(cut), ParallelLayout(**cut[0])
+    ranks = run_ranks(imported, layout.world_size, config, dtype=torch.float64, layout=layout, needs=needs_of(config))
+    found = assembled([piece for rank in ranks for piece in rank])
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    for piece in (piece for rank in ranks for piece in rank):
+        assert torch.equal(piece.tensor, expected[piece.name][piece.box])
 
 
 def exported(run: Path) -> dict[str, bytes]:

@@ -9,8 +9,8 @@ import torch
 
 from megalite.config.derive import derive
 from megalite.config.schema import ParallelConfig
-from megalite.parallel.layout import ParallelLayout
-from megalite.parallel.startup import needs_of
+from megalite.layout.ranks import ParallelLayout
+from megalite.train.start import needs_of
 from tests.layouts import mutants
 from tests.layouts.reference import reference
 from tests.layouts.test_tensor_parallel import Mutant, Overrides, merged
@@ -22,6 +22,7 @@ FOUR = {"model": {"num_layers": 4}}
 EIGHT = {"model": {"num_layers": 8}}
 FULL = {"train": {"recompute": "full"}}
 SELECTIVE = {"train": {"recompute": "selective", "recompute_modules": ["attention", "norm", "activation"]}}
+DROPPED = {"model": {"num_layers": 4, "dropout": 0.1, "attention_dropout": 0.3, "embedding_dropout": 0.2}}
 LARGE = {"train": {"micro_batch_size": 4}}  # three microbatches without data parallelism
 TWO = {"train": {"micro_batch_size": 6}}
 ONE = {"train": {"micro_batch_size": 12}}
@@ -48,6 +49,7 @@ ROWS: list[Row] = [
     ("gpt2", merged(FOUR, LARGE, SELECTIVE), pipeline(pp=2, schedule="zb-h1", tp=2)),
     ("gpt2", merged({"model": {"num_layers": 3}}, LARGE), pipeline(pp=2, first_stage_layers=1)),
     ("gpt2", merged(FOUR, LARGE), pipeline(pp=3, standalone_embedding=True)),
+    ("gpt2", merged(DROPPED, LARGE), pipeline(pp=2, vpp=2, schedule="interleaved")),
     ("llama", LARGE, pipeline(pp=3, pipeline_layout="Et||tL")),  # a rank that holds nothing
     ("llama", merged(FOUR, LARGE), pipeline(pp=2, vpp=2, standalone_embedding=True)),  # a chunk that only passes on
     ("llama", merged(LARGE, FULL), pipeline(pp=2, tp=2)),

@@ -11,9 +11,9 @@ import torch
 
 from megalite.config.derive import derive
 from megalite.config.schema import Config, ParallelConfig
-from megalite.parallel.context import ParallelContext
-from megalite.parallel.layout import ParallelLayout
-from megalite.parallel.startup import needs_of
+from megalite.launch.context import ParallelContext
+from megalite.layout.ranks import ParallelLayout
+from megalite.train.start import needs_of
 from megalite.train.training import Training
 from tests.layouts.reference import reference
 from tests.layouts.test_tensor_parallel import Overrides, merged

@@ -10,10 +10,9 @@ import torch
 
 from megalite.checkpoint.pieces import Piece
 from megalite.config.schema import Config
-from megalite.data.prepare import prepare
-from megalite.parallel.context import ParallelContext
-from megalite.parallel.layout import ParallelLayout
-from megalite.parallel.startup import needs_of
+from megalite.launch.context import ParallelContext
+from megalite.layout.ranks import ParallelLayout
+from megalite.train.start import needs_of
 from tests.layouts import mutants
 from tests.layouts.reference import reference
 from tests.layouts.training import Trace, assembled, assert_same_training, small_config, train
@@ -34,7 +33,7 @@ def merged(*changes: Overrides) -> Overrides:
 
 RAGGED = {"data": {"mask_end_of_document": True, "cross_document_attention": False}}
 SMOOTHED = {"train": {"label_smoothing": 0.1, "z_loss": 1e-3}}
-DROPPED = {"model": {"dropout": 0.1, "attention_dropout": 0.0, "embedding_dropout": 0.2}}  # hashes know no layout
+DROPPED = {"model": {"dropout": 0.1, "attention_dropout": 0.3, "embedding_dropout": 0.2}}  # hashes know no layout
 UNEVEN = {"model": {"vocab_multiple": 7}}  # 257 tokens in 259 rows
 FULL = {"train": {"recompute": "full"}}
 SELECTIVE = {"train": {"recompute": "selective", "recompute_modules": ["attention", "norm", "activation"]}}
@@ -55,6 +54,7 @@ ROWS: list[Row] = [
     (2, 2, True, "gpt2", DROPPED),
     (4, 1, False, "llama", merged(DROPPED, WIDE)),
     (2, 1, True, "llama", merged(DROPPED, SELECTIVE)),
+    (2, 1, False, "llama", merged(DROPPED, RAGGED)),
     (2, 1, True, "gpt2", merged(merged(DROPPED, FULL), WIDE)),
     (4, 2, True, "gpt2", merged(RAGGED, WIDE)),
     (4, 2, False, "llama", WIDE),
@@ -121,6 +121,8 @@ BROKEN: list[tuple[Mutant, Row]] = [
     (mutants.smoothing_over_the_local_part, (2, 1, False, "llama", SMOOTHED)),
     (mutants.mask_ignored_on_one_rank, (2, 1, True, "llama", RAGGED)),
     (mutants.mask_ignored_on_one_rank, (2, 1, False, "llama", RAGGED)),
+    (mutants.heads_counted_from_each_ranks_first, (2, 1, True, "llama", DROPPED)),
+    (mutants.other_attention_mask_when_rebuilt, (2, 1, True, "llama", merged(DROPPED, SELECTIVE))),
     (mutants.other_mask_when_recomputed, (2, 1, True, "gpt2", merged(merged(DROPPED, FULL), WIDE))),
 ]
 
@@ -130,55 +132,6 @@ def test_a_broken_layout_is_caught(workplace: tuple[Path, Path], mutant: Mutant,
     traces, expected = train_rows(workplace, row, mutant)
     with pytest.raises(AssertionError):
         assert_same_training(traces, expected)
-
-
-def train_with_attention_dropout(workplace: tuple[Path, Path], recompute: Overrides, function: Any) -> list[Trace]:
-    """Masks of attention belong to the ranks that hold the heads: no other layout draws the same."""
-    model = {"dropout": 0.1, "attention_dropout": 0.2, "embedding_dropout": 0.1}
-    config = layout_config(workplace, (2, 1, True, "llama", merged({"model": model}, recompute)))
-    prepare(config, None)
-    return run_ranks(function, 2, config, dtype=torch.float64, layout=ParallelLayout(tp=2), needs=needs_of(config))
-
-
-@pytest.fixture(scope="module")
-def kept_with_attention_dropout(workplace: tuple[Path, Path]) -> list[Trace]:
-    return train_with_attention_dropout(workplace, {}, train)
-
-
-def are_the_same_bits(found: list[Trace], expected: list[Trace]) -> bool:
-    """On every rank, losses and gradients of all steps."""
-    return all(
-        one.losses == other.losses
-        and all(
-            all(torch.equal(a.tensor, b.tensor) and a.name == b.name for a, b in zip(mine, theirs, strict=True))
-            for mine, theirs in zip(one.gradients, other.gradients, strict=True)
-        )
-        for one, other in zip(found, expected, strict=True)
-    )
-
-
-@pytest.mark.parametrize("recompute", [SELECTIVE, FULL], ids=["selective", "full"])
-def test_recompute_draws_the_same_attention_masks_on_every_rank(
-    workplace: tuple[Path, Path], kept_with_attention_dropout: list[Trace], recompute: Overrides
-) -> None:
-    found = train_with_attention_dropout(workplace, recompute, train)
-    assert found[0].losses == found[1].losses
-    assert are_the_same_bits(found, kept_with_attention_dropout)
-
-
-@pytest.mark.parametrize(
-    ("mutant", "recompute"),
-    [
-        (mutants.generator_not_restored_when_rebuilt, SELECTIVE),
-        (mutants.attention_not_seeded_when_recomputed, FULL),
-    ],
-    ids=["selective", "full"],
-)
-def test_another_attention_mask_is_caught(
-    workplace: tuple[Path, Path], kept_with_attention_dropout: list[Trace], mutant: Mutant, recompute: Overrides
-) -> None:
-    found = train_with_attention_dropout(workplace, recompute, mutant)
-    assert not are_the_same_bits(found, kept_with_attention_dropout)
 
 
 def test_shards_of_one_weight_differ_and_make_up_the_single_process_s(workplace: tuple[Path, Path]) -> None:

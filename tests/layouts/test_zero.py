@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.parallel.layout import ParallelLayout
-from megalite.parallel.startup import needs_of
+from megalite.layout.ranks import ParallelLayout
+from megalite.train.start import needs_of
 from tests.layouts import mutants
 from tests.layouts.reference import reference
 from tests.layouts.test_tensor_parallel import Mutant, Overrides, layout_config, merged

@@ -15,11 +15,13 @@ from megalite.config.derive import derive, derive_vocabulary
 from megalite.config.schema import Config
 from megalite.config.settings import as_plain
 from megalite.config.step_plan import batch_ramp, planned_steps
-from megalite.data.batches import TrainBatches
+from megalite.data.batches import TrainBatches, validation_batches
 from megalite.data.open import open_data
+from megalite.launch.context import ParallelContext
 from megalite.optim.buffers import TrainingBuffers
 from megalite.optim.schedule import learning_rate
-from megalite.parallel.context import ParallelContext
+from megalite.prepare.prepare import prepare
+from megalite.train.evaluate import Figures, evaluate
 from megalite.train.job import derive_device
 from megalite.train.state import held_pieces, owned_pieces, training_pieces
 from megalite.train.step import TrainStep
@@ -42,8 +44,9 @@ class Trace:
     losses: list[float]
     grad_norms: list[float]
     tokens: list[int]
+    validation: Figures  # after the last step, as is all that follows but the gradients
     gradients: list[list[Piece]]  # of each step, after all sums over ranks and before clipping
-    parameters: list[Piece]  # after the last step, as is all that follows
+    parameters: list[Piece]
     masters: list[Piece]
     first_moments: list[Piece]
     second_moments: list[Piece]
@@ -56,9 +59,7 @@ def small_config(text: Path, cache: Path, family: str = "llama", **overrides: di
     config.model = replace(
         config.model, num_layers=2, hidden_size=32, num_attention_heads=4, init_std=0.2, **FAMILIES[family]
     )
-    config.train = replace(
-        config.train, steps=STEPS, global_batch_size=12, micro_batch_size=1, seq_length=16, eval_batches=1
-    )
+    config.train = replace(config.train, steps=STEPS, global_batch_size=12, micro_batch_size=1, seq_length=16)
     config.optimizer = replace(config.optimizer, lr=1e-2, clip_grad=0.05)
     config.lr = replace(config.lr, warmup_steps=2)
     for section, values in overrides.items():
@@ -78,7 +79,7 @@ def train(
 
     They start after those of the checkpoint in the folder `continued`, and end in one in `saved`.
     """
-    data = open_data(config)
+    data = open_data(config, prepare(config))
     config = derive_device(derive_vocabulary(config, data.vocab_size), context)
     training = build_training(config, context)
     buffers, optimizer = training.buffers, training.optimizer
@@ -102,22 +103,29 @@ def train(
         device=context.device,
     )
     figures, gradients = [], []
-    for planned in islice(planned_steps(config.train, done=done, samples=samples), steps):
-        if planned.skipped:
+    for batch in islice(batches, steps):
+        if batch.planned.skipped:
             continue
-        batch = next(batches)
-        lr = learning_rate(planned.step - 1, config.lr, peak=config.optimizer.lr, steps=config.train.steps)
+        lr = learning_rate(batch.planned.step - 1, config.lr, peak=config.optimizer.lr, steps=config.train.steps)
         figures.append(step(batch.microbatches, batch.local_tokens, lr).read())
         gradients.append(_owned(buffers, buffers.gradients))
     batches.close()
     training.gather.finish()
+    assert data.validation is not None
+    held_out = validation_batches(
+        data.validation, config, dp_rank=context.index("dp"), dp_size=context.size("dp"), device=context.device
+    )
+    validation = evaluate(training, context, held_out, data.bytes_of_ids)
     if saved is not None:
-        state = {"config": as_plain(config), "progress": {"tokens": 0}, "data": {"description": "the layouts' text"}}
+        about = {"description": "the layouts' text", "fingerprint": "of that text"}
+        state = {"config": as_plain(config), "progress": {"tokens": 0}, "data": about}
+        saved.parent.mkdir(parents=True, exist_ok=True)  # the run folder
         save(saved, done + steps, training_pieces(training), state, context, keep=1)
     return Trace(
         losses=[f.loss for f in figures],
         grad_norms=[f.grad_norm for f in figures],
         tokens=[f.tokens for f in figures],
+        validation=validation,
         gradients=gradients,
         parameters=_copies(held_pieces(buffers)),
         masters=_owned(buffers, buffers.masters),
@@ -141,6 +149,7 @@ def assert_same_training(found: Sequence[Trace], reference: Trace) -> None:
         assert trace.tokens == reference.tokens
         torch.testing.assert_close(trace.losses, reference.losses, **close)
         torch.testing.assert_close(trace.grad_norms, reference.grad_norms, **close)
+        torch.testing.assert_close(vars(trace.validation), vars(reference.validation), **close)
     for step, expected in enumerate(reference.gradients):
         _assert_same_tensors("gradients", [trace.gradients[step] for trace in found], expected)
     for kind in ("parameters", "masters", "first_moments", "second_moments"):

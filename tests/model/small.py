@@ -4,11 +4,13 @@ from typing import Any
 
 import torch
 
-from megalite.config.schema import ModelConfig
+from megalite.config.schema import Config, ModelConfig, ParallelConfig, TrainConfig
 from megalite.data.batch import Batch
+from megalite.layout.stages import StageLayers
 from megalite.model.gpt import GPT
 from megalite.model.init import fill
 from megalite.model.parameters import gpt_parameters
+from megalite.tensor_parallel.collectives import TensorGroup
 
 CPU = torch.device("cpu")
 
@@ -46,9 +48,34 @@ FAMILIES = {"gpt2": GPT2_LIKE, "llama": LLAMA_LIKE, "qwen3": QWEN3_LIKE}
 ALL_DROPOUTS = {"dropout": 0.2, "attention_dropout": 0.3, "embedding_dropout": 0.1}
 
 
+def gpt(
+    model: ModelConfig,
+    *,
+    dtype: torch.dtype = torch.float64,
+    device: torch.device = CPU,
+    seed: int = 1,
+    layers: range | None = None,
+    embeds: bool | None = None,
+    has_loss: bool | None = None,
+    tp: TensorGroup | None = None,
+    sequence_parallel: bool = False,
+    compile: bool = False,
+    **train: Any,
+) -> GPT:
+    """A GPT of this shape, or those of its layers; `train` are settings of TrainConfig."""
+    stage = None
+    if layers is not None:
+        embeds = layers.start == 0 if embeds is None else embeds
+        has_loss = layers.stop == model.num_layers if has_loss is None else has_loss
+        stage = StageLayers(0, 0, 0, layers.start, len(layers), embeds, has_loss)
+    parallel = ParallelConfig(sequence_parallel=sequence_parallel)
+    config = Config(model=model, seed=seed, train=TrainConfig(compile=compile, **train), parallel=parallel)
+    return GPT(config, dtype=dtype, device=device, stage=stage, tp=tp)
+
+
 def perturbed(config: ModelConfig, *, dtype: torch.dtype = torch.float64, **settings: Any) -> GPT:
     """A model whose every parameter, norms and biases too, is random: no zero or one hides a mistake."""
-    model = GPT(config, dtype=dtype, device=CPU, seed=1, **settings)
+    model = gpt(config, dtype=dtype, **settings)
     generator = torch.Generator().manual_seed(7)
     fill(
         model,

@@ -1,15 +1,12 @@
 """Dropout masks are functions of (seed, sample, layer), of the right size, and gone in evaluation."""
 
 from dataclasses import replace
-from typing import Any
 
-import pytest
 import torch
 
 from megalite.model.attention import AttentionInputs
 from megalite.model.block import BlockInputs
-from megalite.model.dropout import seed_attention_dropout
-from tests.model.small import ALL_DROPOUTS, CPU, perturbed, random_batch, small
+from tests.model.small import ALL_DROPOUTS, perturbed, random_batch, small
 
 
 def test_masks_follow_the_samples_and_nothing_else() -> None:
@@ -29,24 +26,6 @@ def test_each_kind_of_dropout_acts_in_training_only() -> None:
         torch.testing.assert_close(model.eval()(batch), plain(batch))
 
 
-def test_every_seed_sample_layer_and_rank_has_attention_masks_of_its_own() -> None:
-    drawn = []
-    for key in ((1, 0, 0, 0), (2, 0, 0, 0), (1, 1, 0, 0), (1, 0, 1, 0), (1, 0, 0, 1)):
-        seed_attention_dropout(*key, CPU)
-        drawn.append(torch.rand(8))
-    for index, values in enumerate(drawn):
-        assert not any(torch.equal(values, other) for other in drawn[:index])
-
-
-def test_attention_masks_are_derived_once_per_layer_of_each_microbatch(monkeypatch: pytest.MonkeyPatch) -> None:
-    derived: list[tuple[Any, ...]] = []
-    monkeypatch.setattr("megalite.model.gpt.seed_attention_dropout", lambda *key: derived.append(key))
-    config = small(**ALL_DROPOUTS)
-    model = perturbed(config)
-    model(random_batch(config, first_sample=5))
-    assert derived == [(1, 5, layer, 0, CPU) for layer in (0, 1)]
-
-
 def test_embedding_dropout_drops_its_share_and_scales_the_rest() -> None:
     config = small(embedding_dropout=0.1, hidden_size=64, vocab_size=2)
     model, batch = perturbed(config), random_batch(config, b=8, s=64)
@@ -64,7 +43,7 @@ def test_residual_dropout_drops_shares_of_attention_and_of_mlp() -> None:
             projection.weight.zero_()
             projection.bias.fill_(1.0)
     keys = model._dropout_keys(random_batch(model.config, b=8, s=64))
-    inputs = BlockInputs(AttentionInputs(None, None), keys[0, "attention"], keys[0, "mlp"])
+    inputs = BlockInputs(AttentionInputs(None, None), None, keys[0, "attention"], keys[0, "mlp"])
     out = block(torch.zeros(64, 8, 24, dtype=torch.float64), inputs) * 0.75
     for kept, share in ((0, 0.0625), (1, 0.375), (2, 0.5625)):
         found = torch.isclose(out, torch.tensor(float(kept), dtype=torch.float64)).double().mean()

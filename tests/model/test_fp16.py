@@ -10,15 +10,15 @@ from torch import Tensor
 
 from megalite.config.schema import ModelConfig
 from megalite.data.batch import Batch
+from megalite.launch.context import ParallelContext
+from megalite.layout.parameters import shard
+from megalite.layout.ranks import ParallelLayout
 from megalite.model.gpt import GPT
 from megalite.model.init import fill, start_values
 from megalite.model.parameters import gpt_parameters
-from megalite.parallel.context import ParallelContext
-from megalite.parallel.layout import ParallelLayout
-from megalite.parallel.parameters import shard
 from megalite.tensor_parallel.collectives import TensorGroup
-from tests.model.small import ALL_DROPOUTS, CPU, FAMILIES, random_batch, small
-from tests.parallel.shards import cut
+from tests.layout.shards import cut
+from tests.model.small import ALL_DROPOUTS, CPU, FAMILIES, gpt, random_batch, small
 from tests.ranks import run_ranks
 
 SCALE = 65536.0  # optimizer.initial_loss_scale
@@ -33,20 +33,22 @@ def config_of(family: str, **changes: Any) -> ModelConfig:
 
 
 def model_of(config: ModelConfig, dtype: torch.dtype, **settings: Any) -> tuple[GPT, dict[str, Tensor]]:
-    """A model at its start values (one of several ranks: without), with fp32 sinks for the gradients that it sinks."""
-    model = GPT(config, dtype=dtype, device=CPU, seed=1, **settings)
+    """A model at its start values (one of several ranks: without), with its fp32 main gradients."""
+    model = gpt(config, dtype=dtype, device=CPU, seed=1, **settings)
     if "tp" not in settings:
         fill(model, start_values(gpt_parameters(config), seed=7))
-    sinks = {name: torch.zeros_like(model.get_parameter(name), dtype=torch.float32) for name in model.sunk_parameters}
-    model.gradient_sinks(sinks)
-    return model, sinks
+    main_grads = {
+        name: torch.zeros_like(model.get_parameter(name), dtype=torch.float32) for name in model.main_grad_parameters
+    }
+    model.set_main_grads(main_grads)
+    return model, main_grads
 
 
-def gradients_of(model: GPT, sinks: Gradients, batch: Batch, loss_scale: float) -> tuple[Tensor, Gradients]:
+def gradients_of(model: GPT, main_grads: Gradients, batch: Batch, loss_scale: float) -> tuple[Tensor, Gradients]:
     """Loss and gradients of a microbatch, divided by the loss scale, in fp64."""
     loss = model.loss(batch, torch.tensor(loss_scale / GLOBAL_TOKENS))
     loss.backward()
-    found: dict[str, Tensor] = dict(sinks)
+    found: dict[str, Tensor] = dict(main_grads)
     found |= {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     assert found.keys() == dict(model.named_parameters()).keys()
     return loss.detach() / loss_scale, {name: gradient.double() / loss_scale for name, gradient in found.items()}
@@ -100,14 +102,14 @@ def test_a_loss_scale_that_is_too_large_shows_in_the_gradients_and_not_in_the_lo
 
 def test_microbatches_are_summed_in_fp32() -> None:
     config = config_of("gpt2")
-    model, sinks = model_of(config, torch.float16)
+    model, main_grads = model_of(config, torch.float16)
     batch = random_batch(config)
     model.loss(batch, torch.tensor(SCALE / GLOBAL_TOKENS)).backward()
-    once = {name: sink.clone() for name, sink in sinks.items()}
+    once = {name: main_grad.clone() for name, main_grad in main_grads.items()}
     for _ in range(2):
         model.loss(batch, torch.tensor(SCALE / GLOBAL_TOKENS)).backward()
-    for name, sink in sinks.items():
-        torch.testing.assert_close(sink, 3 * once[name], rtol=1e-6, atol=0)
+    for name, main_grad in main_grads.items():
+        torch.testing.assert_close(main_grad, 3 * once[name], rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
@@ -134,11 +136,11 @@ def _gradients_on_a_rank(context: ParallelContext, config: ModelConfig, sequence
     whole = dict(model_of(config, torch.float16)[0].named_parameters())
     records = {record.name: record for record in gpt_parameters(config)}
     tp = TensorGroup.of(context.group("tp"))
-    model, sinks = model_of(config, torch.float16, tp=tp, sequence_parallel=sequence_parallel)
+    model, main_grads = model_of(config, torch.float16, tp=tp, sequence_parallel=sequence_parallel)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(cut(whole[name], shard(records[name], context.size("tp"), context.index("tp"))))
-    return gradients_of(model, sinks, random_batch(config), SCALE)[1]
+    return gradients_of(model, main_grads, random_batch(config), SCALE)[1]
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from megalite.config.schema import ModelConfig
 from megalite.data.batch import Batch
-from megalite.model.gpt import GPT
-from tests.model.small import ALL_DROPOUTS, FAMILIES, loss_and_gradients, perturbed, random_batch, small
+from tests.model.small import ALL_DROPOUTS, FAMILIES, gpt, loss_and_gradients, perturbed, random_batch, small
 
 EXACT = {"rtol": 1e-11, "atol": 1e-12}
 
@@ -71,48 +70,50 @@ def test_the_loss_is_the_scaled_sum_over_unmasked_tokens_of_the_real_vocabulary(
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_gradient_sinks_receive_what_autograd_would(tied: bool) -> None:
+def test_gradient_main_grads_receive_what_autograd_would(tied: bool) -> None:
     config = small(tie_embeddings=tied)
     model, batch = perturbed(config), random_batch(config)
     loss, expected = loss_and_gradients(model, batch)
-    names = model.sunk_parameters
+    names = model.main_grad_parameters
     assert set(names) == {name for name, gradient in expected.items() if gradient.ndim > 1}
-    sinks = {name: torch.full_like(expected[name], 2.0) for name in names}
-    model.gradient_sinks(sinks)
-    sunk_loss, gradients = loss_and_gradients(model, batch)
-    assert torch.equal(sunk_loss, loss)
-    assert gradients.keys() == expected.keys() - sinks.keys(), "autograd gets no gradient of a sunk parameter"
-    for name, sink in sinks.items():
-        torch.testing.assert_close(sink - 2.0, expected[name], rtol=1e-10, atol=1e-12)
+    main_grads = {name: torch.full_like(expected[name], 2.0) for name in names}
+    model.set_main_grads(main_grads)
+    main_grad_loss, gradients = loss_and_gradients(model, batch)
+    assert torch.equal(main_grad_loss, loss)
+    assert gradients.keys() == expected.keys() - main_grads.keys(), (
+        "autograd gets no gradient of a parameter with a main gradient"
+    )
+    for name, main_grad in main_grads.items():
+        torch.testing.assert_close(main_grad - 2.0, expected[name], rtol=1e-10, atol=1e-12)
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, expected[name], **EXACT)
 
 
-def test_the_sink_of_a_bf16_model_is_summed_in_fp32() -> None:
+def test_the_main_grad_of_a_bf16_model_is_summed_in_fp32() -> None:
     """To the bit where it gets one gradient at a time: a head of its own, all tokens in one chunk."""
     config = small(tie_embeddings=False, loss_chunk_tokens=1000)
     model, batch = perturbed(config, dtype=torch.bfloat16), random_batch(config)
-    sink = torch.zeros_like(model.head.weight, dtype=torch.float32)
-    model.gradient_sinks({"head.weight": sink})
+    main_grad = torch.zeros_like(model.head.weight, dtype=torch.float32)
+    model.set_main_grads({"head.weight": main_grad})
     model.loss(batch, torch.tensor(0.02)).backward()
-    once = sink.clone()
+    once = main_grad.clone()
     model.loss(batch, torch.tensor(0.02)).backward()
-    assert torch.equal(sink, 2 * once), "equal batches add equal bits"
-    sink.fill_(1.0)
+    assert torch.equal(main_grad, 2 * once), "equal batches add equal bits"
+    main_grad.fill_(1.0)
     model.loss(batch, torch.tensor(0.02)).backward()
-    assert torch.equal(sink, 1.0 + once)
-    assert not torch.equal(sink, sink.bfloat16().float()), "bf16 could have held this sum"
+    assert torch.equal(main_grad, 1.0 + once)
+    assert not torch.equal(main_grad, main_grad.bfloat16().float()), "bf16 could have held this sum"
 
 
-def test_the_sink_of_a_tied_bf16_model_is_the_sum_of_both_gradients() -> None:
+def test_the_main_grad_of_a_tied_bf16_model_is_the_sum_of_both_gradients() -> None:
     config = small()
     model, batch = perturbed(config, dtype=torch.bfloat16), random_batch(config)
-    sink = torch.zeros_like(model.embedding.word.weight, dtype=torch.float32)
-    model.gradient_sinks({"embedding.word.weight": sink})
+    main_grad = torch.zeros_like(model.embedding.word.weight, dtype=torch.float32)
+    model.set_main_grads({"embedding.word.weight": main_grad})
     model.loss(batch, torch.tensor(0.02)).backward()
-    once = sink.clone()
+    once = main_grad.clone()
     model.loss(batch, torch.tensor(0.02)).backward()
-    torch.testing.assert_close(sink, 2 * once, rtol=1e-6, atol=1e-8)  # rounded in another order
+    torch.testing.assert_close(main_grad, 2 * once, rtol=1e-6, atol=1e-8)  # rounded in another order
 
 
 RECOMPUTED: list[dict[str, Any]] = [
@@ -193,7 +194,7 @@ def test_the_loss_is_compiled_where_blocks_are(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr("megalite.model.gpt.linear_cross_entropy", keep)
     config = family("llama")
     ends = {"layers": range(0), "embeds": True, "has_loss": True}
-    model = GPT(config, dtype=torch.float64, device=torch.device("cpu"), seed=1, compile=compiled, **ends)  # type: ignore[arg-type]
+    model = gpt(config, dtype=torch.float64, device=torch.device("cpu"), seed=1, compile=compiled, **ends)  # type: ignore[arg-type]
     model.loss(random_batch(config), torch.ones(()))
     assert asked == [compiled]
 
@@ -221,7 +222,7 @@ def test_cuda_agrees_with_cpu(name: str, compiled: bool) -> None:
     batch = random_batch(config)
     loss, gradients = loss_and_gradients(perturbed(config), batch)
     device = torch.device("cuda")
-    on_gpu = GPT(config, dtype=torch.float64, device=device, seed=1, compile=compiled)
+    on_gpu = gpt(config, dtype=torch.float64, device=device, seed=1, compile=compiled)
     on_gpu.load_state_dict(perturbed(config).state_dict())
     gpu_loss = on_gpu.loss(batch.to(device), 1 / batch.loss_mask.sum().double().to(device))
     gpu_loss.backward()

@@ -5,12 +5,12 @@ from itertools import combinations
 import pytest
 import torch
 
+from megalite.layout.parameters import ParameterRecord, Split, shard
 from megalite.model import init
 from megalite.model.init import draw, fill, start_values
 from megalite.model.parameters import gpt_parameters
-from megalite.parallel.parameters import ParameterRecord, Split, shard
+from tests.layout.shards import cut
 from tests.model.small import perturbed, small
-from tests.parallel.shards import cut
 
 WEIGHT = ParameterRecord("blocks.0.mlp.gate_up.weight", (2, 290, 300), "normal", 0.5, True)
 SPLIT = ParameterRecord("w", (8, 300), "normal", 0.5, True, split=Split(0))

@@ -13,12 +13,12 @@ from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 from torch.profiler import ProfilerActivity, profile
 
+from megalite.kernels.pieces import ELEMENTS
+from megalite.kernels.products import TILE_ELEMENTS
 from megalite.model import loss as loss_module
 from megalite.model.loss import _default_chunk, linear_cross_entropy
 from megalite.tensor_parallel.collectives import TensorGroup
 from megalite.tensor_parallel.cross_entropy import PIECE_ELEMENTS
-from megalite.tensor_parallel.linear import TILE_ELEMENTS
-from megalite.tensor_parallel.pieces import ELEMENTS
 
 N, WIDTH, VOCAB, PADDED = 50, 24, 101, 128
 
@@ -127,34 +127,34 @@ def test_not_a_number_stays_visible(compiled: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_sink_receives_what_autograd_would_have_returned(dtype: torch.dtype) -> None:
+def test_main_grad_receives_what_autograd_would_have_returned(dtype: torch.dtype) -> None:
     case = Case(dtype)
     expected_hidden, expected_weight = case.gradients(case.loss(chunk_tokens=16))
-    sink = torch.full(case.weight.shape, 2.0, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
-    before = sink.clone()
-    case.loss(chunk_tokens=16, grad_sink=sink).backward()
+    main_grad = torch.full(case.weight.shape, 2.0, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    before = main_grad.clone()
+    case.loss(chunk_tokens=16, main_grad=main_grad).backward()
     assert case.weight.grad is None
     assert case.hidden.grad is not None
     assert torch.equal(case.hidden.grad, expected_hidden)
     assert (
-        relative_error(sink - before, expected_weight.double())
+        relative_error(main_grad - before, expected_weight.double())
         < {
             torch.float64: 1e-14,
             torch.float32: 1e-6,
-            torch.bfloat16: 4e-3,  # the returned gradient is rounded to bf16, the sink is not
+            torch.bfloat16: 4e-3,  # the returned gradient is rounded to bf16, the main gradient is not
             torch.float16: 5e-4,
         }[dtype]
     )
 
 
 @pytest.mark.parametrize("frozen", ["no_grad", "weight"])
-def test_sink_is_untouched_where_the_weight_takes_no_gradient(frozen: str) -> None:
-    case, sink = Case(torch.float32), torch.zeros(PADDED, WIDTH)
+def test_main_grad_is_untouched_where_the_weight_takes_no_gradient(frozen: str) -> None:
+    case, main_grad = Case(torch.float32), torch.zeros(PADDED, WIDTH)
     case.weight.requires_grad_(frozen != "weight")
     with torch.set_grad_enabled(frozen != "no_grad"):
-        loss = case.loss(grad_sink=sink)
+        loss = case.loss(main_grad=main_grad)
     assert loss.requires_grad == (frozen == "weight")
-    assert torch.count_nonzero(sink) == 0
+    assert torch.count_nonzero(main_grad) == 0
 
 
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])
@@ -237,13 +237,13 @@ def peak_bytes(work: Callable[[], Any]) -> int:
     return max(live, default=0)
 
 
-def memory_bound(case: Case, chunk: int, *, sink: bool) -> int:
+def memory_bound(case: Case, chunk: int, *, main_grad: bool) -> int:
     """Logits of a chunk, two fp32 pieces, the gradients that are returned, a few numbers per token, and what the
     library of matrix products packs for itself."""
     (n, width), padded, size = case.hidden.shape, case.weight.shape[0], case.hidden.element_size()
     logits = chunk * padded * size
     softmax_pieces = 2 * 4 * min(chunk * padded, PIECE_ELEMENTS["cpu"])
-    weight_grad = 0 if sink else padded * width * (4 + 2 * size)  # fp32 sum, its copy for backward, times upstream
+    weight_grad = 0 if main_grad else padded * width * (4 + 2 * size)  # fp32 sum, its copy for backward, times upstream
     returned = weight_grad + 2 * n * width * size
     return logits + softmax_pieces + product_bytes(chunk, padded, width, case.hidden.dtype) + returned + 64 * n + 4096
 
@@ -258,23 +258,23 @@ def product_bytes(chunk: int, columns: int, width: int, dtype: torch.dtype) -> i
     return packed + (0 if dtype == torch.float32 else tile * dtype.itemsize + piece * 4)
 
 
-@pytest.mark.parametrize("sink", [True, False])
+@pytest.mark.parametrize("with_main_grad", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_memory_is_that_of_a_chunk_and_never_of_all_logits(dtype: torch.dtype, sink: bool) -> None:
+def test_memory_is_that_of_a_chunk_and_never_of_all_logits(dtype: torch.dtype, with_main_grad: bool) -> None:
     n, vocab = 4096, 4096
     case = Case(dtype, n=n, width=16, vocab=vocab - 96, padded=vocab)
     case.scale = case.scale.float()
-    grad_sink = torch.zeros(case.weight.shape) if sink else None
+    main_grad = torch.zeros(case.weight.shape) if with_main_grad else None
     fp32_logits = 4 * n * vocab
     peaks = []
     for chunk in (256, 512, 1024):
 
         def step(chunk: int = chunk) -> Any:
-            loss = case.loss(chunk_tokens=chunk, grad_sink=grad_sink)
-            return torch.autograd.grad(loss, case.hidden if sink else (case.hidden, case.weight))
+            loss = case.loss(chunk_tokens=chunk, main_grad=main_grad)
+            return torch.autograd.grad(loss, case.hidden if with_main_grad else (case.hidden, case.weight))
 
         peaks.append(peak_bytes(step))
-        assert peaks[-1] <= memory_bound(case, chunk, sink=sink) < fp32_logits / 2
+        assert peaks[-1] <= memory_bound(case, chunk, main_grad=with_main_grad) < fp32_logits / 2
     assert peaks[0] < peaks[1]
     packed = [product_bytes(chunk, vocab, 16, dtype) for chunk in (512, 1024)]
     grown = peaks[2] - peaks[1] - 512 * vocab * dtype.itemsize  # the chunk's logits grow with it, and nothing of ours
@@ -282,8 +282,8 @@ def test_memory_is_that_of_a_chunk_and_never_of_all_logits(dtype: torch.dtype, s
 
     default = loss_module.CHUNK_BYTES // (vocab * dtype.itemsize)
     assert default == _default_chunk(case.weight, None, None) > loss_module.CHUNK_TOKENS["cpu"]
-    bound = memory_bound(case, default, sink=sink)
-    assert peak_bytes(lambda: case.loss(grad_sink=grad_sink).backward()) <= bound < fp32_logits / 2
+    bound = memory_bound(case, default, main_grad=with_main_grad)
+    assert peak_bytes(lambda: case.loss(main_grad=main_grad).backward()) <= bound < fp32_logits / 2
 
     def naive() -> Any:
         logits = (case.hidden @ case.weight[: case.vocab_size].t()).float()
@@ -301,13 +301,13 @@ def test_ranks_with_uneven_parts_of_the_vocabulary_take_the_same_chunks() -> Non
     assert _default_chunk(torch.empty(50304, 1), None, None) == loss_module.CHUNK_TOKENS["cpu"]
 
 
-@pytest.mark.parametrize("sink", [True, False])
-def test_nothing_as_large_as_logits_waits_for_backward(sink: bool) -> None:
+@pytest.mark.parametrize("main_grad", [True, False])
+def test_nothing_as_large_as_logits_waits_for_backward(main_grad: bool) -> None:
     case = Case(torch.float32, n=512, width=16, vocab=1024, padded=1024)
     saved: list[int] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: (saved.append(tensor.nbytes), tensor)[1], lambda t: t):
-        case.loss(chunk_tokens=128, grad_sink=torch.zeros(case.weight.shape) if sink else None)
-    assert sum(saved) == case.hidden.nbytes + (0 if sink else case.weight.nbytes)
+        case.loss(chunk_tokens=128, main_grad=torch.zeros(case.weight.shape) if main_grad else None)
+    assert sum(saved) == case.hidden.nbytes + (0 if main_grad else case.weight.nbytes)
 
 
 SHAPING: list[dict[str, float]] = [{}, {"label_smoothing": 0.1, "z_loss": 1e-2}]
@@ -320,10 +320,10 @@ def test_compiled_it_is_the_same_without_a_copy_of_the_logits(dtype: torch.dtype
     """Chunks of 16 tokens and, at the end, of 2."""
     case, found, bound = Case(dtype), [], 1e-14 if dtype == torch.float64 else 2**-8
     for compiled in (False, True):
-        sink = torch.zeros(case.weight.shape, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
-        train = partial(case.loss, chunk_tokens=16, compile=compiled, grad_sink=sink, **shaping)
+        main_grad = torch.zeros(case.weight.shape, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+        train = partial(case.loss, chunk_tokens=16, compile=compiled, main_grad=main_grad, **shaping)
         loss, codes = run_and_get_code(train)
-        found.append((loss.detach(), torch.autograd.grad(loss, case.hidden)[0], sink))
+        found.append((loss.detach(), torch.autograd.grad(loss, case.hidden)[0], main_grad))
         assert len(codes) == 2 * compiled
         # Nothing as large as the logits is allocated: sums are taken and gradients written as the logits are read.
         assert not re.search(rf"empty_strided\w*\(\((16|2), {PADDED}\)", "".join(codes))
@@ -337,17 +337,17 @@ def test_compiled_it_is_the_same_without_a_copy_of_the_logits(dtype: torch.dtype
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_cuda_equals_fp64_and_adds_into_the_sink(dtype: torch.dtype, compiled: bool) -> None:
+def test_cuda_equals_fp64_and_adds_into_the_main_grad(dtype: torch.dtype, compiled: bool) -> None:
     case = Case(dtype, n=304, width=64, vocab=1000, padded=1024)
     expected = case.reference()
     for name in ("hidden", "weight"):
         setattr(case, name, getattr(case, name).detach().cuda().requires_grad_())
     case.labels, case.mask, case.scale = case.labels.cuda(), case.mask.cuda(), case.scale.cuda()
-    sink = torch.zeros(case.weight.shape, dtype=torch.float64 if dtype == torch.float64 else torch.float32).cuda()
-    loss, codes = run_and_get_code(partial(case.loss, chunk_tokens=128, grad_sink=sink, compile=compiled))
+    main_grad = torch.zeros(case.weight.shape, dtype=torch.float64 if dtype == torch.float64 else torch.float32).cuda()
+    loss, codes = run_and_get_code(partial(case.loss, chunk_tokens=128, main_grad=main_grad, compile=compiled))
     assert len(codes) == 2 * compiled  # chunks of 128 and 48 tokens
     loss.backward()
     assert case.hidden.grad is not None
     bound = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 2**-6, torch.float16: 2**-9}[dtype]
-    for value, reference in zip((loss.detach(), case.hidden.grad, sink), expected, strict=True):
+    for value, reference in zip((loss.detach(), case.hidden.grad, main_grad), expected, strict=True):
         assert relative_error(value.cpu(), reference) < bound

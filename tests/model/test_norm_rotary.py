@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megalite.kernels.rotate import rotate
 from megalite.model.norm import RMSNorm, build_norm
-from megalite.model.rotary import rotary_frequencies, rotary_tables, rotate
+from megalite.model.rotary import rotary_frequencies, rotary_tables
 from tests.model.small import CPU, small
 
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megalite.launch.context import ParallelContext
+from megalite.layout.ranks import ParallelLayout
 from megalite.model import loss as loss_module
 from megalite.model.loss import linear_cross_entropy
-from megalite.parallel.context import ParallelContext
-from megalite.parallel.layout import ParallelLayout
 from megalite.tensor_parallel.collectives import TensorGroup
 from megalite.tensor_parallel.cross_entropy import PIECE_ELEMENTS
 from tests.model.test_loss import peak_bytes, product_bytes, relative_error
@@ -29,7 +29,7 @@ class Case:
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     sequence_parallel: bool = False
-    sink: bool = False
+    main_grad: bool = False
     masked: bool = False
     n: int = 48
     width: int = 24
@@ -74,7 +74,7 @@ def compute(case: Case, group: TensorGroup | None) -> Result:
         hidden = hidden[index * case.n // size : (index + 1) * case.n // size]
     weight = weight[index * case.padded // size : (index + 1) * case.padded // size]
     hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-    sink = torch.full(weight.shape, 2.0, dtype=torch.float64) if case.sink else None
+    main_grad = torch.full(weight.shape, 2.0, dtype=torch.float64) if case.main_grad else None
 
     def loss(**options: Any) -> Tensor:
         return linear_cross_entropy(
@@ -95,12 +95,12 @@ def compute(case: Case, group: TensorGroup | None) -> Result:
         )
 
     with torch.no_grad():
-        evaluated = loss(grad_sink=sink)
-    trained = loss(grad_sink=sink)
+        evaluated = loss(main_grad=main_grad)
+    trained = loss(main_grad=main_grad)
     trained.backward()
     assert hidden.grad is not None
-    assert (weight.grad is None) == case.sink
-    weight_grad = weight.grad if sink is None else sink - 2.0
+    assert (weight.grad is None) == case.main_grad
+    weight_grad = weight.grad if main_grad is None else main_grad - 2.0
     assert weight_grad is not None
     return Result(trained.detach(), evaluated, hidden.grad, weight_grad)
 
@@ -128,13 +128,13 @@ def assert_right(case: Case, of_ranks: list[Result], tolerance: float = 1e-12) -
 CASES = [
     Case(),
     Case(sequence_parallel=True),
-    Case(label_smoothing=0.1, z_loss=1e-2, sequence_parallel=True, sink=True),
+    Case(label_smoothing=0.1, z_loss=1e-2, sequence_parallel=True, main_grad=True),
     Case(label_smoothing=0.1, chunk=7),
-    Case(z_loss=1e-2, chunk=48, sink=True),
+    Case(z_loss=1e-2, chunk=48, main_grad=True),
     Case(chunk=1, label_smoothing=0.3, sequence_parallel=True),
     Case(chunk=None, sequence_parallel=True),
     Case(vocab=7, padded=10, label_smoothing=0.3),  # over 4: the last rank has padding alone
-    Case(vocab=7, padded=10, label_smoothing=0.3, z_loss=1e-2, sequence_parallel=True, sink=True),
+    Case(vocab=7, padded=10, label_smoothing=0.3, z_loss=1e-2, sequence_parallel=True, main_grad=True),
     Case(vocab=2, padded=2, chunk=5),  # over 3 and 4: some rank has no row at all
     Case(vocab=100, padded=100, n=12, width=5, chunk=11, sequence_parallel=True),
     Case(masked=True, label_smoothing=0.1, z_loss=1e-2),
@@ -169,7 +169,7 @@ def _compute_compiled(context: ParallelContext, cases: list[Case]) -> tuple[list
 
 def test_compiled_ranks_equal_torch() -> None:
     """One chunk, two of 24 tokens, and a case whose second rank has padding alone."""
-    shaped = Case(label_smoothing=0.1, z_loss=1e-2, chunk=None, sequence_parallel=True, sink=True, compile=True)
+    shaped = Case(label_smoothing=0.1, z_loss=1e-2, chunk=None, sequence_parallel=True, main_grad=True, compile=True)
     alone = replace(shaped, vocab=5, padded=16, sequence_parallel=False)
     cases = [replace(shaped, vocab=11, padded=16), replace(shaped, chunk=24, label_smoothing=0.0), alone]
     layout = ParallelLayout(tp=2)
@@ -266,12 +266,14 @@ def _peaks(context: ParallelContext, case: Case, chunks: list[int]) -> list[tupl
     hidden, weight, labels, mask, scale = case.inputs()
     weight = weight.chunk(group.size)[group.index].clone().requires_grad_()
     hidden = (hidden.chunk(group.size)[group.index] if case.sequence_parallel else hidden).clone().requires_grad_()
-    sink = torch.zeros(weight.shape)
+    main_grad = torch.zeros(weight.shape)
     options: dict[str, Any] = {"vocab_size": case.vocab, "group": group, "padded_vocab": case.padded}
     options |= {"sequence_parallel": case.sequence_parallel, "label_smoothing": case.label_smoothing}
 
     def step(chunk: int) -> Tensor:
-        return linear_cross_entropy(hidden, weight, labels, mask, scale, chunk_tokens=chunk, grad_sink=sink, **options)
+        return linear_cross_entropy(
+            hidden, weight, labels, mask, scale, chunk_tokens=chunk, main_grad=main_grad, **options
+        )
 
     def evaluate(chunk: int) -> Tensor:
         with torch.no_grad():

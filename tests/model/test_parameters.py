@@ -9,14 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from megalite.config.schema import ModelConfig
+from megalite.layout.parameters import ParameterRecord, Shard, is_counted, is_held, shard
 from megalite.model.attention import Attention, AttentionInputs
-from megalite.model.gpt import GPT
 from megalite.model.mlp import build_mlp
 from megalite.model.parameters import gpt_parameters, padded_vocabulary
 from megalite.model.placement import Placement
-from megalite.parallel.parameters import ParameterRecord, Shard, is_counted, is_held, shard
-from tests.model.small import CPU, FAMILIES, small
-from tests.parallel.shards import cut, slices
+from tests.layout.shards import cut, slices
+from tests.model.small import CPU, FAMILIES, gpt, small
 
 GPT2: dict[str, Any] = {**FAMILIES["gpt2"], "vocab_size": 50257, "max_positions": 1024, "head_size": 64}
 LLAMA3: dict[str, Any] = {"tie_embeddings": False, "vocab_size": 128256, "head_size": 128, "num_key_value_heads": 8}
@@ -59,7 +58,7 @@ def test_published_shapes_have_their_published_number_of_parameters(config: Mode
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_model_has_exactly_the_parameters_of_the_records(family: str, bias: bool, tied: bool) -> None:
     config = small(**{**FAMILIES[family], "bias": bias, "tie_embeddings": tied})
-    model = GPT(config, dtype=torch.float32, device=CPU, seed=0)
+    model = gpt(config, dtype=torch.float32, device=CPU, seed=0)
     built = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     assert built == {record.name: record.shape for record in gpt_parameters(config)}
 

@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megalite.config.schema import ModelConfig
 from megalite.data.batch import Batch
+from megalite.layout.parameters import is_held
+from megalite.layout.stage_rules import StageSettings
+from megalite.layout.stages import StageLayers, stage_layers
 from megalite.model import gpt as module
 from megalite.model.gpt import GPT
 from megalite.model.parameters import gpt_parameters
-from megalite.parallel.parameters import is_held
-from megalite.parallel.stage_rules import StageSettings
-from megalite.parallel.stages import StageLayers, stage_layers
-from tests.model.small import ALL_DROPOUTS, CPU, FAMILIES, loss_and_gradients, perturbed, random_batch, small
+from tests.model.small import ALL_DROPOUTS, CPU, FAMILIES, gpt, loss_and_gradients, perturbed, random_batch, small
 
 LAYERS = 4
 SPLITS = {
@@ -104,9 +104,12 @@ def test_stages_recompute_to_the_same_bits(name: str, recompute: dict[str, Any])
 def test_the_first_layers_of_the_model_are_recomputed_whichever_stage_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[int] = []
     run = GPT._run_block
-    monkeypatch.setattr(
-        GPT, "_run_block", lambda self, block, layer, *rest: ran.append(layer) or run(self, block, layer, *rest)
-    )
+
+    def noted(self: GPT, block: nn.Module, *rest: Any) -> Tensor:
+        ran.extend(int(name) for name, each in self.blocks.items() if each is block)
+        return run(self, block, *rest)
+
+    monkeypatch.setattr(GPT, "_run_block", noted)
     config = small(num_layers=LAYERS)
     in_sequence(parts(config, SPLITS["even"], recompute="full", recompute_layers=3), random_batch(config))
     assert ran == [0, 1, 2, 3, 2, 1, 0]
@@ -126,13 +129,13 @@ def test_each_stage_holds_the_parameters_that_the_registry_says(split: StageSett
         model = part(config, stage)
         held = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         assert held == {record.name: record.shape for record in records}
-        assert set(model.sunk_parameters) == held.keys() & set(perturbed(config).sunk_parameters)
+        assert set(model.main_grad_parameters) == held.keys() & set(perturbed(config).main_grad_parameters)
 
 
 def test_unless_said_otherwise_the_first_layer_embeds_and_the_last_has_the_loss() -> None:
     ends = []
     for layers in (None, range(1), range(1, 2), range(2, 3)):
-        model = GPT(small(num_layers=3), dtype=torch.float32, device=CPU, seed=0, layers=layers)
+        model = gpt(small(num_layers=3), dtype=torch.float32, device=CPU, seed=0, layers=layers)
         ends.append((model.embeds, model.has_loss))
     assert ends == [(True, True), (True, False), (False, False), (False, True)]
 

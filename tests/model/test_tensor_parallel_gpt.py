@@ -4,14 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.model.gpt import GPT
+from megalite.launch.context import ParallelContext
+from megalite.layout.parameters import shard
+from megalite.layout.ranks import ParallelLayout
 from megalite.model.parameters import gpt_parameters
-from megalite.parallel.context import ParallelContext
-from megalite.parallel.layout import ParallelLayout
-from megalite.parallel.parameters import shard
 from megalite.tensor_parallel.collectives import TensorGroup
-from tests.model.small import CPU, perturbed, random_batch, small
-from tests.parallel.shards import cut
+from tests.layout.shards import cut
+from tests.model.small import CPU, gpt, perturbed, random_batch, small
 from tests.ranks import run_ranks
 
 CONFIG = small(tie_embeddings=False)
@@ -23,7 +22,7 @@ def _logits_and_gradients(context: ParallelContext | None, sequence_parallel: bo
     if context is not None:
         whole = dict(model.named_parameters())
         tp = TensorGroup.of(context.group("tp"))
-        model = GPT(CONFIG, dtype=torch.float64, device=CPU, seed=1, tp=tp, sequence_parallel=sequence_parallel)
+        model = gpt(CONFIG, dtype=torch.float64, device=CPU, seed=1, tp=tp, sequence_parallel=sequence_parallel)
         records = {record.name: record for record in gpt_parameters(CONFIG)}
         with torch.no_grad():
             for name, parameter in model.named_parameters():

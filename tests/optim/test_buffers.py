@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megalite.optim.buffer_layout import BufferLayout, buffer_layout
+from megalite.layout.buffer_layout import BufferLayout, buffer_layout
+from megalite.layout.parameters import ParameterRecord, Split
 from megalite.optim.buffers import TrainingBuffers
 from megalite.optim.norm import counted
 from megalite.optim.sharing import Sharing
-from megalite.parallel.parameters import ParameterRecord, Split
 
 CPU = torch.device("cpu")
 
@@ -159,7 +159,7 @@ def test_ranks_together_count_each_element_once(tp: int, shards: int, repeats: i
         layout = buffer_layout(SHARDED, tp=(tp, index), dense_shards=shards, bucket_size=64)
         for shard in range(shards):
             for repeat in range(repeats):
-                sharing = Sharing(shards=shards, index=shard, repeat=repeat)
+                sharing = Sharing(repeat=repeat)
                 parts = counted(with_ones_in_gradients(layout, shard), {"dense": sharing, "expert": Sharing()})
                 total += sum(float(part.sum()) for part in parts)
     assert total == sum(record.numel for record in SHARDED)

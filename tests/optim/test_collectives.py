@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megalite.launch.context import ParallelContext
 from megalite.optim import collectives
 from megalite.optim.collectives import (
     Pending,
@@ -24,7 +25,6 @@ from megalite.optim.collectives import (
     start_all_reduce,
     start_reduce_scatter,
 )
-from megalite.parallel.context import ParallelContext
 from tests.ranks import run_ranks
 from tests.tensor_parallel.live_bytes import LiveBytes
 
@@ -44,11 +44,11 @@ def numbers(rank: int, length: int, dtype: torch.dtype, seed: int = 0) -> Tensor
     return (signed * 2.0 ** torch.randint(-8, 9, (length,), generator=generator)).to(dtype)
 
 
-def sum_for(owner: int, terms: Sequence[Tensor], wire: torch.dtype) -> Tensor:
+def sum_for(owner: int, terms: Sequence[Tensor], comm_dtype: torch.dtype) -> Tensor:
     """In order of rank; all terms but the owner's were rounded on the way."""
     total = torch.zeros_like(terms[0])
     for rank, term in enumerate(terms):
-        total += term if rank == owner else term.to(wire).to(term.dtype)
+        total += term if rank == owner else term.to(comm_dtype).to(term.dtype)
     return total
 
 
@@ -59,20 +59,20 @@ def group_of(context: ParallelContext) -> dist.ProcessGroup:
 
 
 def each_case(context: ParallelContext, check: Check) -> list[tuple[int, torch.dtype, torch.dtype]]:
-    """The (length, dtype, wire) for which the check fails."""
+    """The (length, dtype, comm_dtype) for which the check fails."""
     collectives.CHUNK_BYTES = SMALL_CHUNK  # of this process only, as all that ranks change
     group = group_of(context)
-    cases = [(length, dtype, wire) for length in LENGTHS for dtype, wire in TYPES]
+    cases = [(length, dtype, comm_dtype) for length in LENGTHS for dtype, comm_dtype in TYPES]
     return [case for case in cases if not check(group, *case)]
 
 
-def sum_is_in_order(group: dist.ProcessGroup, length: int, dtype: torch.dtype, wire: torch.dtype) -> bool:
+def sum_is_in_order(group: dist.ProcessGroup, length: int, dtype: torch.dtype, comm_dtype: torch.dtype) -> bool:
     n, me = group.size(), group.rank()
     everyone = [numbers(rank, n * length, dtype) for rank in range(n)]
     bucket = everyone[me].clone()
-    start_reduce_scatter(bucket, group, wire=wire).wait()
+    start_reduce_scatter(bucket, group, comm_dtype=comm_dtype).wait()
     own = slice(me * length, (me + 1) * length)
-    return torch.equal(bucket[own], sum_for(me, [terms[own] for terms in everyone], wire))
+    return torch.equal(bucket[own], sum_for(me, [terms[own] for terms in everyone], comm_dtype))
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
@@ -80,21 +80,21 @@ def test_reduce_scatter_adds_in_order_of_rank_to_the_bit(n: int) -> None:
     assert run_ranks(each_case, n, sum_is_in_order) == [[]] * n
 
 
-def sum_is_everywhere(group: dist.ProcessGroup, length: int, dtype: torch.dtype, wire: torch.dtype) -> bool:
+def sum_is_everywhere(group: dist.ProcessGroup, length: int, dtype: torch.dtype, comm_dtype: torch.dtype) -> bool:
     n, me = group.size(), group.rank()
     length = n * length - 1  # no multiple of n
     everyone = [numbers(rank, length, dtype) for rank in range(n)]
     tensor = everyone[me].clone()
-    start_all_reduce(tensor, group, wire=wire).wait()
+    start_all_reduce(tensor, group, comm_dtype=comm_dtype).wait()
     others = [torch.empty_like(tensor) for _ in range(n)]
     dist.all_gather(others, tensor, group=group)
     if not all(torch.equal(tensor, other) for other in others):
         return False
-    if dtype == wire and dtype != BF16:  # torch's own: another order from three ranks on
+    if dtype == comm_dtype and dtype != BF16:  # torch's own: another order from three ranks on
         exact = sum_for(me, [terms.to(F64) for terms in everyone], F64)
         return torch.allclose(tensor.to(F64), exact, rtol=0, atol=8 * torch.finfo(dtype).eps * 2**8)
     owned = zip(*(terms.tensor_split(n) for terms in everyone), strict=True)
-    sums = [sum_for(owner, terms, wire).to(wire).to(dtype) for owner, terms in enumerate(owned)]
+    sums = [sum_for(owner, terms, comm_dtype).to(comm_dtype).to(dtype) for owner, terms in enumerate(owned)]
     return torch.equal(tensor, torch.cat(sums))
 
 
@@ -117,15 +117,18 @@ def test_all_gather_puts_every_slice_in_place(n: int) -> None:
     assert run_ranks(each_case, n, gather_is_whole) == [[]] * n
 
 
-def torch_agrees(group: dist.ProcessGroup, length: int, dtype: torch.dtype, wire: torch.dtype) -> bool:
+def torch_agrees(group: dist.ProcessGroup, length: int, dtype: torch.dtype, comm_dtype: torch.dtype) -> bool:
     n, me = group.size(), group.rank()
     terms = [numbers(rank, n * length, dtype) for rank in range(n)]
-    total = (terms[0].to(wire) + terms[1].to(wire)).to(dtype)
+    total = (terms[0].to(comm_dtype) + terms[1].to(comm_dtype)).to(dtype)
     scattered, reduced = terms[me].clone(), terms[me].clone()
-    for pending in (start_reduce_scatter(scattered, group, wire=wire), start_all_reduce(reduced, group, wire=wire)):
+    for pending in (
+        start_reduce_scatter(scattered, group, comm_dtype=comm_dtype),
+        start_all_reduce(reduced, group, comm_dtype=comm_dtype),
+    ):
         pending.wait()
     same = torch.equal(scattered.chunk(n)[me], total.chunk(n)[me]) and torch.equal(reduced, total)
-    return same and gather_is_whole(group, length, dtype, wire)
+    return same and gather_is_whole(group, length, dtype, comm_dtype)
 
 
 def each_case_with_torch(context: ParallelContext) -> list[tuple[int, torch.dtype, torch.dtype]]:
@@ -143,7 +146,7 @@ def _round_to_bf16(context: ParallelContext) -> float:
     group, n, me = group_of(context), context.world_size, context.rank
     terms = [numbers(rank, n * 5000, F32) for rank in range(n)]
     bucket = terms[me].clone()
-    start_reduce_scatter(bucket, group, wire=BF16).wait()
+    start_reduce_scatter(bucket, group, comm_dtype=BF16).wait()
     own = slice(me * 5000, (me + 1) * 5000)
     error = (bucket[own].double() - sum(term[own].double() for term in terms)).abs()
     others = sum(term[own].double().abs() for rank, term in enumerate(terms) if rank != me)
@@ -173,14 +176,14 @@ def _transfer_much(context: ParallelContext, seed: int) -> tuple[bool, list[byte
 
     for number, length in enumerate((4000, 300, 20000, 4000, 1, 4000)):
         bucket = numbers(me, n * length, F64, seed=number)
-        sums.append((bucket, start_reduce_scatter(bucket, group, wire=(F64, BF16)[number % 2])))
+        sums.append((bucket, start_reduce_scatter(bucket, group, comm_dtype=(F64, BF16)[number % 2])))
         fine = small_sum() and fine
         spread = numbers(0, n * length, F32, seed=number)
         gathers.append((spread, start_all_gather(spread, group)))
         flag = torch.full((8,), me + 1.0)
         works.append((flag, dist.all_reduce(flag, group=group, async_op=True)))
         everywhere = numbers(me, length, F32, seed=-number)
-        sums.append((everywhere, start_all_reduce(everywhere, group, wire=(BF16, F32)[number % 2])))
+        sums.append((everywhere, start_all_reduce(everywhere, group, comm_dtype=(BF16, F32)[number % 2])))
     naps.shuffle(gathers)
     for (_, work), (_, pending) in zip(works, gathers, strict=True):
         work.wait()
@@ -235,12 +238,12 @@ def _count_messages(context: ParallelContext) -> list[tuple[str, int, int]]:
     """Of each transfer: messages, and how many of them are still under way when it is over."""
     collectives._is_gloo, collectives.CHUNK_BYTES = lambda group: True, SMALL_CHUNK
     counts = []
-    for wire in (F32, BF16):
+    for comm_dtype in (F32, BF16):
         watched = Watched(group_of(context))
-        for name, start in starters(cast(dist.ProcessGroup, watched), wire).items():
+        for name, start in starters(cast(dist.ProcessGroup, watched), comm_dtype).items():
             before = watched.seen
             start(torch.ones(context.world_size * 1000)).wait()
-            counts.append((f"{name} {wire}", watched.seen - before, watched.under_way))
+            counts.append((f"{name} {comm_dtype}", watched.seen - before, watched.under_way))
     return counts
 
 
@@ -258,10 +261,10 @@ def _written_by_this_process() -> int:
     return int(line.split()[1])
 
 
-def starters(group: dist.ProcessGroup, wire: torch.dtype) -> dict[Transfer, "partial[Pending]"]:
+def starters(group: dist.ProcessGroup, comm_dtype: torch.dtype) -> dict[Transfer, "partial[Pending]"]:
     return {
-        "reduce_scatter": partial(start_reduce_scatter, group=group, wire=wire),
-        "all_reduce": partial(start_all_reduce, group=group, wire=wire),
+        "reduce_scatter": partial(start_reduce_scatter, group=group, comm_dtype=comm_dtype),
+        "all_reduce": partial(start_all_reduce, group=group, comm_dtype=comm_dtype),
         "all_gather": partial(start_all_gather, group=group),
     }
 
@@ -269,14 +272,14 @@ def starters(group: dist.ProcessGroup, wire: torch.dtype) -> dict[Transfer, "par
 def _send_counted(context: ParallelContext, elements: int) -> dict[tuple[Transfer, torch.dtype, torch.dtype], int]:
     """Bytes beyond the formula."""
     group, beyond = group_of(context), {}
-    for dtype, wire in TYPES:
-        for name, start in starters(group, wire).items():
+    for dtype, comm_dtype in TYPES:
+        for name, start in starters(group, comm_dtype).items():
             tensor = numbers(context.rank, elements, dtype)
             dist.barrier(group=group)
             before = _written_by_this_process()
             start(tensor).wait()
-            expected = bytes_sent(name, elements, group.size(), dtype if name == "all_gather" else wire)
-            beyond[name, dtype, wire] = _written_by_this_process() - before - expected
+            expected = bytes_sent(name, elements, group.size(), dtype if name == "all_gather" else comm_dtype)
+            beyond[name, dtype, comm_dtype] = _written_by_this_process() - before - expected
     return beyond
 
 
@@ -291,12 +294,12 @@ def _take_room(context: ParallelContext, elements: int, staging: int) -> dict[st
     """Bytes that a transfer has beside its tensor, at most."""
     collectives.STAGING_BYTES, collectives.CHUNK_BYTES = staging, staging // 4
     group, peaks = group_of(context), {}
-    for wire in (F32, BF16):
-        for name, start in starters(group, wire).items():
+    for comm_dtype in (F32, BF16):
+        for name, start in starters(group, comm_dtype).items():
             tensor = torch.ones(elements)
             with LiveBytes([tensor]) as live:
                 start(tensor).wait()
-            peaks[f"{name} {wire}"] = live.peak
+            peaks[f"{name} {comm_dtype}"] = live.peak
     return peaks
 
 
@@ -334,7 +337,7 @@ def _wait_for_nobody(context: ParallelContext) -> float:
         return 0
     begin = time.monotonic()
     with pytest.raises(RuntimeError, match="imed out"):
-        start_reduce_scatter(torch.ones(1 << 16), group_of(context), wire=F32).wait()
+        start_reduce_scatter(torch.ones(1 << 16), group_of(context), comm_dtype=F32).wait()
     return time.monotonic() - begin
 
 
@@ -378,8 +381,8 @@ def _be_alone(context: ParallelContext) -> bool:
     groups = [dist.new_group([rank]) for rank in range(context.world_size)]
     expected = numbers(context.rank, 100, BF16).to(F32)
     tensor = expected.clone()
-    for wire in (F32, BF16):
-        for start in starters(groups[context.rank], wire).values():
+    for comm_dtype in (F32, BF16):
+        for start in starters(groups[context.rank], comm_dtype).values():
             start(tensor).wait()
     return torch.equal(tensor, expected)
 
@@ -391,12 +394,12 @@ def test_a_group_of_one_keeps_what_it_has() -> None:
 def _ask_for_the_impossible(context: ParallelContext) -> None:
     group = group_of(context)
     row = torch.ones(4)
-    for tensor, wire in ((row[:3], F32), (row[::2], F32), (row.view(2, 2), F32), (row, F64), (row, torch.int8)):
+    for tensor, comm_dtype in ((row[:3], F32), (row[::2], F32), (row.view(2, 2), F32), (row, F64), (row, torch.int8)):
         with pytest.raises(AssertionError):
-            start_reduce_scatter(tensor, group, wire=wire)
+            start_reduce_scatter(tensor, group, comm_dtype=comm_dtype)
 
 
-def test_uneven_buckets_and_wider_wires_are_our_own_bugs() -> None:
+def test_uneven_buckets_and_wider_comm_dtypes_are_our_own_bugs() -> None:
     run_ranks(_ask_for_the_impossible, 2)
 
 
@@ -407,11 +410,11 @@ def test_nccl_transfers_in_place_and_rounds_what_travels(tmp_path: Path) -> None
         device = torch.device("cuda", 0)
         group = dist.new_group([0], backend="nccl", device_id=device)
         expected = numbers(0, 1 << 20, F32).to(device)
-        for wire in (F32, BF16):
-            for name, start in starters(group, wire).items():
+        for comm_dtype in (F32, BF16):
+            for name, start in starters(group, comm_dtype).items():
                 tensor = expected.clone()
                 start(tensor).wait()
-                rounded = expected if name == "all_gather" else expected.to(wire).to(F32)
-                assert torch.equal(tensor, rounded), f"{name} {wire}"
+                rounded = expected if name == "all_gather" else expected.to(comm_dtype).to(F32)
+                assert torch.equal(tensor, rounded), f"{name} {comm_dtype}"
     finally:
         dist.destroy_process_group()

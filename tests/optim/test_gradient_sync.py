@@ -8,22 +8,30 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megalite.data.batch import Batch
+from megalite.launch.context import ParallelContext
+from megalite.layout.buffer_layout import buffer_layout, slice_ranges
+from megalite.layout.groups import GroupNeeds
+from megalite.layout.parameters import ParameterRecord
+from megalite.layout.ranks import ParallelLayout
 from megalite.model.gpt import GPT
 from megalite.optim import gradient_sync as sync_module
 from megalite.optim.adamw import FlatAdamW
-from megalite.optim.buffer_layout import buffer_layout, slice_ranges
 from megalite.optim.buffers import TrainingBuffers
 from megalite.optim.gradient_sync import GradientSync
 from megalite.optim.parameter_gather import ParameterGather, part_of
 from megalite.optim.sharing import Sharing
-from megalite.parallel.context import ParallelContext
-from megalite.parallel.groups import GroupNeeds
-from megalite.parallel.layout import ParallelLayout
-from megalite.parallel.parameters import ParameterRecord
 from megalite.train.step import TrainStep
 from megalite.train.training import build_training, fill_with_start_values
 from tests.optim.small_model import small_config
 from tests.ranks import run_ranks
+
+
+def size(group: dist.ProcessGroup | None) -> int:
+    return 1 if group is None else group.size()
+
+
+def index(group: dist.ProcessGroup | None) -> int:
+    return 0 if group is None else group.rank()
 
 
 def batch_of(context: ParallelContext, number: int, *, masked: bool = False) -> Batch:
@@ -46,11 +54,11 @@ def events_of_a_step(context: ParallelContext, changes: dict[str, Any], microbat
     events: list[str] = []
 
     def recorded(start: Any) -> Any:
-        def started(tensor: Tensor, group: dist.ProcessGroup, *, wire: torch.dtype) -> Any:
+        def started(tensor: Tensor, group: dist.ProcessGroup, *, comm_dtype: torch.dtype) -> Any:
             buckets = training.buffers.gradient_buckets
             number = next(at for at, bucket in enumerate(buckets) if bucket.data_ptr() == tensor.data_ptr())
             events.append(f"bucket {number} started")
-            return start(tensor, group, wire=wire)
+            return start(tensor, group, comm_dtype=comm_dtype)
 
         return started
 
@@ -123,11 +131,12 @@ def branched_gradients(
     ]
     start = {name: value.detach().clone() for name, value in model.named_parameters()}
     sharing = Sharing.of_rank(context, zero=zero)
-    layout = buffer_layout(records, dense_shards=sharing["dense"].shards, bucket_size=1)
-    buffers = TrainingBuffers(layout, dtype=torch.float64, device=context.device, dense=sharing["dense"].index)
+    dense = sharing["dense"].shard_group
+    layout = buffer_layout(records, dense_shards=size(dense), bucket_size=1)
+    buffers = TrainingBuffers(layout, dtype=torch.float64, device=context.device, dense=index(dense))
     buffers.attach(model)
     buffers.fill(start.items())
-    sync = GradientSync(buffers, [model], sharing, wire=torch.float64)
+    sync = GradientSync(buffers, [model], sharing, comm_dtype=torch.float64)
     x = torch.randn(4, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(context.rank))
     for _ in range(2):  # the second step is like the first
         buffers.start_step()
@@ -242,22 +251,21 @@ def train_experts(context: ParallelContext, zero: bool) -> dict[str, Tensor]:
         for name, _ in model.named_parameters()
     ]
     sharing = Sharing.of_rank(context, zero=zero)
-    layout = buffer_layout(
-        records, dense_shards=sharing["dense"].shards, expert_shards=sharing["expert"].shards, bucket_size=64
-    )
+    dense, expert = sharing["dense"].shard_group, sharing["expert"].shard_group
+    layout = buffer_layout(records, dense_shards=size(dense), expert_shards=size(expert), bucket_size=64)
     buffers = TrainingBuffers(
         layout,
         dtype=torch.float64,
         device=context.device,
-        dense=sharing["dense"].index,
-        expert=sharing["expert"].index,
+        dense=index(dense),
+        expert=index(expert),
     )
     buffers.attach(model)
     buffers.fill((name, start_of(name)) for name, _ in model.named_parameters())
     optimizer = FlatAdamW(
         buffers.masters, buffers.gradients, [(slice_ranges(buffers.owned, lambda _: True), 0.1)], (0.9, 0.95), 1e-8
     )
-    sync = GradientSync(buffers, [model], sharing, wire=torch.float64)
+    sync = GradientSync(buffers, [model], sharing, comm_dtype=torch.float64)
     gather = ParameterGather(buffers, sharing)
     buffers.start_step()
     sync.expect_last(0, lambda start: start())

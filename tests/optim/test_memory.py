@@ -19,16 +19,16 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megalite.config.derive import derive
 from megalite.config.schema import Config
 from megalite.data.batch import Batch
+from megalite.launch.context import ParallelContext
+from megalite.launch.device import DTYPES
+from megalite.launch.startup import join
+from megalite.layout.buffer_layout import buffer_layout
+from megalite.layout.groups import GroupNeeds
+from megalite.layout.parameters import ParameterRecord
+from megalite.layout.ranks import ParallelLayout
 from megalite.optim import adamw, gradient_sync, parameter_gather
-from megalite.optim.buffer_layout import buffer_layout
 from megalite.optim.buffers import TrainingBuffers
-from megalite.optim.memory import StateBytes, bytes_of_element, bytes_of_rank, shards_of
-from megalite.parallel.context import ParallelContext
-from megalite.parallel.device import DTYPES
-from megalite.parallel.groups import GroupNeeds
-from megalite.parallel.layout import ParallelLayout
-from megalite.parallel.parameters import ParameterRecord
-from megalite.parallel.startup import join
+from megalite.optim.memory import StateBytes, bytes_of_element, bytes_of_rank
 from megalite.train import step as step_module
 from megalite.train.job import derive_device
 from megalite.train.step import TrainStep
@@ -45,18 +45,23 @@ NARROW = {"gradient_dtype": "bf16", **MOMENTS}
 # --- the formula -----------------------------------------------------------------------------------------------------
 
 
+def per_parameter(element: StateBytes, shards: int) -> float:
+    """What a rank keeps for each parameter, where `shards` ranks share masters and moments."""
+    return element.parameters + element.gradients + (element.masters + element.moments) / shards
+
+
 @pytest.mark.parametrize("shards", [1, 2, 3, 64])
 def test_bytes_per_parameter_are_megatrons_for_the_same_dtypes(shards: int) -> None:
     """Its docs/user-guide/features/dist_optimizer.md, with bf16 and with fp32 parameters, and fp32 gradients."""
-    assert bytes_of_element("bf16").per_parameter(shards) == 6 + 12 / shards
-    assert bytes_of_element("fp32").per_parameter(shards) == 8 + 8 / shards
+    assert per_parameter(bytes_of_element("bf16"), shards) == 6 + 12 / shards
+    assert per_parameter(bytes_of_element("fp32"), shards) == 8 + 8 / shards
 
 
 def test_settings_change_only_what_they_name() -> None:
     assert bytes_of_element("bf16") == StateBytes(parameters=2, gradients=4, masters=4, moments=8)
     assert bytes_of_element("fp16") == bytes_of_element("bf16")
     assert bytes_of_element("bf16", gradient_dtype="bf16") == StateBytes(2, 2, 4, 8)
-    assert bytes_of_element("bf16", moment_dtype="bf16") == StateBytes(2, 4, 4, 4)
+    assert bytes_of_element("bf16", moment_dtype="bf16") == StateBytes(2, 4, 4, 6)
     assert bytes_of_element("fp32") == StateBytes(4, 4, 0, 8)
     assert bytes_of_element("fp64") == StateBytes(8, 8, 0, 16)
     assert bytes_of_element("bf16", master_precision=True) == bytes_of_element("fp32")
@@ -115,7 +120,8 @@ def keep(context: ParallelContext, config: Config) -> Kept:
     config = derive_device(derive(config, context.world_size), context)
     training, allocations = allocations_of(lambda: build_training(config, context))
     number = sum(parameter.numel() for parameter in training.chunks[0].parameters())
-    shards = training.sharing["dense"].shards
+    group = training.sharing["dense"].shard_group
+    shards = 1 if group is None else group.size()
     return Kept(by_layout(training, config), in_tensors(training), allocations.left, shards, number)
 
 
@@ -143,10 +149,10 @@ def in_tensors(training: Training) -> StateBytes:
 def assert_kept(kept: Kept, config: Config, precision: str, replicas: int) -> None:
     assert kept.tensors == kept.layout
     assert kept.layout.total <= kept.allocated <= kept.layout.total + SMALL
-    assert kept.shards == shards_of(replicas, zero=config.optimizer.zero, instances=config.optimizer.instances)
+    assert kept.shards == (replicas // config.optimizer.instances if config.optimizer.zero else 1)
     gradients, moments = config.optimizer.gradient_dtype, config.optimizer.moment_dtype
     each = bytes_of_element(precision, gradient_dtype=gradients, moment_dtype=moments)
-    assert kept.allocated == pytest.approx(kept.parameters * each.per_parameter(kept.shards), rel=0.02)
+    assert kept.allocated == pytest.approx(kept.parameters * per_parameter(each, kept.shards), rel=0.02)
 
 
 @pytest.mark.parametrize("precision", DTYPES)
@@ -179,10 +185,10 @@ def parameters_beside_their_buffers(patch: pytest.MonkeyPatch) -> None:
     attach = TrainingBuffers.attach
     start: list[Tensor] = []
 
-    def attach_and_keep(self: TrainingBuffers, model: Any, **sunk: Any) -> Any:
-        sinks = attach(self, model, **sunk)
+    def attach_and_keep(self: TrainingBuffers, model: Any, **with_main_grad: Any) -> Any:
+        main_grads = attach(self, model, **with_main_grad)
         start.extend(parameter.data.clone() for parameter in model.parameters())
-        return sinks
+        return main_grads
 
     patch.setattr(TrainingBuffers, "attach", attach_and_keep)
 
@@ -289,7 +295,9 @@ def gradients_copied_for_the_norm(context: ParallelContext, config: Config) -> T
 
 def buckets_copied_for_the_sync(context: ParallelContext, config: Config) -> Taken:
     start = gradient_sync.start_reduce_scatter
-    gradient_sync.start_reduce_scatter = lambda bucket, group, *, wire: start(bucket.clone(), group, wire=wire)
+    gradient_sync.start_reduce_scatter = lambda bucket, group, *, comm_dtype: start(
+        bucket.clone(), group, comm_dtype=comm_dtype
+    )
     return take(context, config)
 
 

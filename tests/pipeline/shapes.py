@@ -2,13 +2,31 @@
 
 from hypothesis import strategies as st
 
-from megalite.parallel.schedule_rules import ScheduleRequest, schedule_problems
-from megalite.pipeline.actions import Schedule
+from megalite.config.schedule_rules import ScheduleRequest, schedule_flaws
+from megalite.pipeline.actions import Schedule, parse_action
 from megalite.pipeline.schedules import build_schedule, forward_only
 
 
 def schedule(name: str, pp: int, microbatches: int, vpp: int = 1, group_size: int | None = None) -> Schedule:
     return build_schedule(ScheduleRequest(name, pp, microbatches, vpp, group_size))
+
+
+def parse(text: str) -> Schedule:
+    """The schedule of a line for each rank and a cell for each action."""
+    ranks = tuple(tuple(map(parse_action, line.split())) for line in text.splitlines())
+    actions = [action for line in ranks for action in line]
+    return Schedule(
+        "custom",
+        vpp=1 + max(action.chunk for action in actions),
+        microbatches=1 + max(action.microbatch for action in actions),
+        ranks=ranks,
+        forward_only=all(action.kind == "forward" for action in actions),
+    )
+
+
+def text_of(schedule: Schedule) -> list[str]:
+    """Such lines."""
+    return [" ".join(map(str, actions)) for actions in schedule.ranks]
 
 
 @st.composite
@@ -22,7 +40,7 @@ def requests(draw: st.DrawFn) -> ScheduleRequest:
     sizes = [None, *range(pp, microbatches + 1)]
     vpp = draw(st.integers(2, 4))
     legal = [ScheduleRequest(name, pp, microbatches, vpp, size) for size in sizes]
-    return draw(st.sampled_from([request for request in legal if not schedule_problems(request)]))
+    return draw(st.sampled_from([request for request in legal if not schedule_flaws(request)]))
 
 
 training = requests().map(build_schedule)

@@ -9,9 +9,9 @@ import torch
 from megalite.config.derive import derive_model
 from megalite.config.schema import Config
 from megalite.data.batch import Batch
-from megalite.parallel.context import ParallelContext
-from megalite.parallel.layout import ParallelLayout
-from megalite.parallel.startup import needs_of
+from megalite.launch.context import ParallelContext
+from megalite.layout.ranks import ParallelLayout
+from megalite.train.start import needs_of
 from megalite.train.training import Training, build_training, fill_with_start_values
 from tests.ranks import run_ranks
 

@@ -14,13 +14,14 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.profiler import record_function
 
+from megalite.config.schedule_rules import ScheduleRequest
 from megalite.config.schema import Config
 from megalite.data.batch import Batch
+from megalite.launch.context import ParallelContext
 from megalite.model.gpt import GPT
-from megalite.parallel.context import ParallelContext
-from megalite.parallel.schedule_rules import ScheduleRequest
-from megalite.pipeline.actions import Schedule, in_flight
+from megalite.pipeline.actions import Schedule
 from megalite.pipeline.schedules import build_schedule
+from megalite.plan.timeline import in_flight
 from tests.optim.allocations import allocations_of
 from tests.pipeline.stages import microbatches, run_pipeline, stages_config, started
 

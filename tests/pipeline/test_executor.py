@@ -9,6 +9,7 @@ from math import prod
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -16,18 +17,19 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
+from megalite.config.schedule_rules import ScheduleRequest
 from megalite.config.schema import Config
+from megalite.launch.context import ParallelContext
 from megalite.model.gpt import GPT
-from megalite.parallel.context import ParallelContext
-from megalite.parallel.schedule_rules import ScheduleRequest
 from megalite.pipeline import executor as executor_module
 from megalite.pipeline.actions import Action, Schedule
 from megalite.pipeline.executor import Executor, Later, Links
 from megalite.pipeline.schedules import build_schedule, forward_only
 from megalite.pipeline.transfers import Direction, Record, Transfer, Wait, programs
 from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megalite.train.evaluate import mean_loss
+from megalite.train.evaluate import evaluate as evaluate_batches
 from megalite.train.sample import sample
+from tests.model.small import gpt
 from tests.pipeline.stages import microbatches, run_pipeline, stages_config, started
 
 SCHEDULES = [(2, "1f1b", 1), (4, "1f1b", 1), (2, "gpipe", 1), (4, "zb-h1", 1), (2, "interleaved", 2)]
@@ -164,9 +166,9 @@ def run_alone(
 
 
 def chunk_of(config: Config, rank: int, chunk: int) -> GPT:
-    """Two layers, with values and sinks."""
+    """Two layers, with values and main gradients."""
     stage, stages = chunk * config.parallel.pp + rank, config.parallel.pp * config.parallel.vpp
-    part = GPT(
+    part = gpt(
         config.model,
         dtype=torch.float64,
         device=torch.device("cpu"),
@@ -177,7 +179,9 @@ def chunk_of(config: Config, rank: int, chunk: int) -> GPT:
     )
     for parameter in part.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
-    part.gradient_sinks({name: torch.zeros(part.get_parameter(name).shape).double() for name in part.sunk_parameters})
+    part.set_main_grads(
+        {name: torch.zeros(part.get_parameter(name).shape).double() for name in part.main_grad_parameters}
+    )
     return part
 
 
@@ -224,23 +228,32 @@ def test_a_put_off_gradient_is_told_when_it_is_there_and_not_when_all_are() -> N
     """So that its bucket travels while the rest of the weight gradients is computed."""
     config = stages_config(2, "zb-h1", 1)
     chunk = chunk_of(config, 0, 0)
-    sinks = {name: torch.zeros_like(parameter) for name, parameter in chunk.named_parameters() if ".weight" in name}
-    chunk.gradient_sinks({name: sink for name, sink in sinks.items() if name in chunk.sunk_parameters})
+    main_grads = {
+        name: torch.zeros_like(parameter) for name, parameter in chunk.named_parameters() if ".weight" in name
+    }
+    chunk.set_main_grads(
+        {name: main_grad for name, main_grad in main_grads.items() if name in chunk.main_grad_parameters}
+    )
     seen: dict[str, tuple[Tensor, int]] = {}  # the gradient when it was told, and how many others were still to come
-    hooked = [(name, sinks[name], get_gradient_edge(chunk.get_parameter(name)).node) for name in chunk.sunk_parameters]
+    hooked = [
+        (name, main_grads[name], get_gradient_edge(chunk.get_parameter(name)).node)
+        for name in chunk.main_grad_parameters
+    ]
 
-    def tell(name: str, sink: Tensor) -> None:
-        seen[name] = sink.clone(), sum(not other.any() for _, other, _ in hooked)
+    def tell(name: str, main_grad: Tensor) -> None:
+        seen[name] = main_grad.clone(), sum(not other.any() for _, other, _ in hooked)
 
-    for name, sink, node in hooked:
-        node.register_hook(lambda *_, name=name, sink=sink: chunk.deferred.put(partial(tell, name, sink)))
+    for name, main_grad, node in hooked:
+        node.register_hook(
+            lambda *_, name=name, main_grad=main_grad: chunk.deferred.put(partial(tell, name, main_grad))
+        )
     output = chunk(microbatches(config, 1)[0])
     with chunk.deferred.collecting():
         output.sum().backward()
     assert seen == {}
     chunk.deferred.run_next()
     assert {*seen} == {name for name, *_ in hooked}
-    assert all(torch.equal(seen[name][0], sink) and sink.any() for name, sink, _ in hooked)
+    assert all(torch.equal(seen[name][0], main_grad) and main_grad.any() for name, main_grad, _ in hooked)
     assert max(missing for _, missing in seen.values()) > len(hooked) / 2
 
 
@@ -252,10 +265,10 @@ def test_a_link_that_breaks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
             run_alone(monkeypatch, 2, "1f1b", 1, rank=0, count=2, breaks_at=number)
         found.append(str(broken.value).partition(":")[0])
     assert sorted(found) == [
-        "pipeline rank 0, activations of microbatch 0 to rank 1",
-        "pipeline rank 0, activations of microbatch 1 to rank 1",
-        "pipeline rank 0, gradients of microbatch 0 from rank 1",
-        "pipeline rank 0, gradients of microbatch 1 from rank 1",
+        "pipeline rank 0 could not receive the gradient for 0B0 from rank 1",
+        "pipeline rank 0 could not receive the gradient for 0B1 from rank 1",
+        "pipeline rank 0 could not send the activation of 0F0 to rank 1",
+        "pipeline rank 0 could not send the activation of 0F1 to rank 1",
     ]
 
 
@@ -275,7 +288,7 @@ def evaluate(context: ParallelContext, config: Config) -> dict[str, Any]:
     return {
         "losses": losses if training.has_loss else None,
         "hidden": hidden if training.has_loss else None,
-        "mean": mean_loss(training, context, iter([batches[:2], batches[2:]])),
+        "figures": vars(evaluate_batches(training, context, iter([batches[:2], batches[2:]]), np.arange(61))),
         "text": sample(training, context, [[3, 1, 4]], 12, seq_length=config.train.seq_length, seed=2)[0],
         "trained": executor.train(batches, ONE).item(),
     }
@@ -289,7 +302,7 @@ def test_evaluation_and_sampling_are_those_of_one_process(pp: int, schedule: str
     found = run_pipeline(evaluate, config)
     assert_close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
     for rank in found:
-        assert_close(rank["mean"], alone["mean"])
+        assert_close(rank["figures"], alone["figures"])
         assert rank["text"] == alone["text"]
     assert [rank["trained"] for rank in found[:-1]] == [0] * (pp - 1), "the loss is where the pipeline ends"
     assert len({*alone["text"]}) > 3, "a text that can differ"

@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.parallel.schedule_rules import ScheduleRequest, default_group_size, schedule_problems
-from megalite.pipeline.actions import Schedule, in_flight, render
+from megalite.config.schedule_rules import ScheduleRequest, default_group_size, schedule_flaws
+from megalite.pipeline.actions import Schedule
 from megalite.pipeline.schedules import forward_only
-from tests.pipeline.shapes import schedule, training
+from megalite.plan.timeline import in_flight
+from tests.pipeline.shapes import schedule, text_of, training
 
 
 def leading_forwards(schedule: Schedule) -> list[int]:
@@ -63,11 +64,11 @@ KNOWN = {
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_three_microbatches_on_two_ranks(name: str) -> None:
-    assert render(schedule(name, 2, 3)).splitlines() == KNOWN[name]
+    assert text_of(schedule(name, 2, 3)) == KNOWN[name]
 
 
 def test_interleaved_on_two_ranks() -> None:
-    assert render(schedule("interleaved", 2, 2, vpp=2)).splitlines() == [
+    assert text_of(schedule("interleaved", 2, 2, vpp=2)) == [
         "0F0 0F1 1F0 1F1 1B0 1B1 0B0 0B1",
         "0F0 0F1 1F0 1B0 1F1 1B1 0B0 0B1",
     ]
@@ -104,10 +105,10 @@ def test_what_1f1b_holds_does_not_grow_with_the_microbatches() -> None:
 def test_any_number_of_microbatches_from_pp_on_has_a_group_size(pp: int, more: int) -> None:
     size = default_group_size(pp, pp + more)
     assert size == pp or (pp + more) % pp
-    assert pp == 1 or not schedule_problems(ScheduleRequest("interleaved", pp, pp + more, vpp=2, group_size=size))
+    assert pp == 1 or not schedule_flaws(ScheduleRequest("interleaved", pp, pp + more, vpp=2, group_size=size))
 
 
 def test_evaluation_takes_any_number_of_microbatches_forward() -> None:
-    assert render(forward_only(2, 1, 3)).splitlines() == ["0F0 0F1 0F2"] * 2
-    assert render(forward_only(2, 2, 3)).splitlines() == ["0F0 0F1 1F0 1F1 0F2 1F2"] * 2
-    assert render(forward_only(4, 2, 1)).splitlines() == ["0F0 1F0"] * 4
+    assert text_of(forward_only(2, 1, 3)) == ["0F0 0F1 0F2"] * 2
+    assert text_of(forward_only(2, 2, 3)) == ["0F0 0F1 1F0 1F1 0F2 1F2"] * 2
+    assert text_of(forward_only(4, 2, 1)) == ["0F0 1F0"] * 4

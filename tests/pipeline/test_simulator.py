@@ -4,14 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.pipeline.actions import Schedule, parse
-from megalite.pipeline.simulator import CircleError, simulate
-from megalite.pipeline.timeline import FORWARD_PASSES, Span, Timeline, equal_durations
-from tests.pipeline.shapes import schedule, schedules, training
+from megalite.pipeline.actions import Schedule
+from megalite.pipeline.simulator import CircleError, equal_durations, simulate
+from megalite.plan.timeline import FORWARD_PASSES, Timeline, simulated
+from tests.pipeline.shapes import parse, schedule, schedules, training
 
 
 def equal(table: Schedule) -> Timeline:
-    return simulate(table, equal_durations(table))
+    return simulated(table)
 
 
 @pytest.mark.parametrize("pp", range(1, 9))
@@ -34,8 +34,8 @@ def test_bubble_of_zb_h1_is_forward_plus_input_minus_weight_for_each_rank_but_on
     for forward, of_input, weight in ((1, 1, 1), (2, 3, 2), (4, 4, 3)):
         for microbatches in (pp, 2 * pp + 1):
             split, plain = schedule("zb-h1", pp, microbatches), schedule("1f1b", pp, microbatches)
-            bubble = simulate(split, equal_durations(split, forward, of_input, weight)).bubble
-            whole = simulate(plain, equal_durations(plain, forward, of_input, weight)).bubble
+            bubble = simulated(split, equal_durations(split, forward, of_input, weight)).bubble
+            whole = simulated(plain, equal_durations(plain, forward, of_input, weight)).bubble
             lost = (pp - 1) * (forward + of_input - weight)
             assert bubble == pytest.approx(lost / (microbatches * (forward + of_input + weight)))
             if forward == of_input == weight:
@@ -56,7 +56,7 @@ def test_two_microbatches_on_two_ranks_by_hand() -> None:
 def test_transfers_and_uneven_stages_take_their_time() -> None:
     table = parse("0F0 0B0\n0F0 0B0")
     durations = {**equal_durations(table), (1, 0, "forward"): 5.0}
-    first, last = simulate(table, durations, transfer=0.5).ranks
+    first, last = simulate(table, durations, transfer=0.5)
     assert [(start, end) for _, start, end in last] == [(1.5, 6.5), (6.5, 8.5)]
     assert [(start, end) for _, start, end in first] == [(0, 1), (9, 11)]
 
@@ -65,16 +65,16 @@ def test_transfers_and_uneven_stages_take_their_time() -> None:
 def test_no_action_starts_before_its_rank_is_free_and_its_input_is_there(table: Schedule, transfer: float) -> None:
     ends: dict[int, float] = {}
     line = simulate(table, equal_durations(table), transfer)
-    for rank, spans in enumerate(line.ranks):
+    for rank, spans in enumerate(line):
         assert tuple(span.action for span in spans) == table.ranks[rank]
         for action, _, end in spans:
-            if (made := table.made(rank, action)) is not None:
-                ends[made] = end
-    for rank, spans in enumerate(line.ranks):
+            if (sent := table.sent_tensor_id(rank, action)) is not None:
+                ends[sent] = end
+    for rank, spans in enumerate(line):
         free = 0.0
         for action, start, end in spans:
-            needed = table.needed(rank, action)
-            arrival = 0 if needed is None else ends[needed] + transfer
+            received = table.received_tensor_id(rank, action)
+            arrival = 0 if received is None else ends[received] + transfer
             assert start == max(free, arrival)
             free = end
     assert {*ends} == {*range(table.microbatches * (table.stages - 1))} | (
@@ -87,10 +87,10 @@ def test_no_action_starts_before_its_rank_is_free_and_its_input_is_there(table: 
 @given(training)
 def test_a_run_is_predicted_from_its_own_mean_times(table: Schedule) -> None:
     durations = {key: time * (1 + key[0]) for key, time in equal_durations(table).items()}
-    line = simulate(table, durations)
+    line = simulated(table, durations)
     measured = line.durations()
     assert measured == {key: durations[key] for key in measured}
-    assert simulate(table, measured) == line
+    assert simulated(table, measured) == line
 
 
 def test_actions_that_wait_for_each_other_are_named() -> None:
@@ -100,18 +100,3 @@ def test_actions_that_wait_for_each_other_are_named() -> None:
         "rank 0, action 1 (0B0): deadlock: it waits for 0B0 of rank 1, which stands at action 1 (0F1)",
         "rank 1, action 1 (0F1): deadlock: it waits for 0F1 of rank 0, which stands at action 1 (0B0)",
     ]
-
-
-def test_a_timeline_of_nothing_is_no_division_by_zero() -> None:
-    line = Timeline("1f1b", 1, 0, ((), ()))
-    assert (line.makespan, line.bubble, line.idle) == (0, 0, 0)
-    assert Timeline("1f1b", 1, 1, ((Span(parse("0F0").ranks[0][0], 2, 2),),)).bubble == 0
-
-
-def test_what_a_rank_holds_is_told_in_microbatches_of_all_its_layers() -> None:
-    assert [equal(schedule("1f1b", 2, 4)).held(rank) for rank in range(2)] == ["2 microbatches", "1 microbatch"]
-    assert [equal(schedule("interleaved", 4, 8, vpp=2)).held(rank) for rank in (0, 3)] == [
-        "5.5 microbatches",
-        "2.5 microbatches",
-    ]
-    assert equal(schedule("interleaved", 4, 8, vpp=2)).title == "interleaved: pp 4, vpp 2, 8 microbatches"

@@ -19,10 +19,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megalite.config.derive import derive_model
 from megalite.config.schema import Config, ModelConfig
 from megalite.data.batch import Batch
-from megalite.model.causal_attention import BLOCK
-from megalite.parallel.context import ParallelContext
-from megalite.parallel.layout import ParallelLayout
-from megalite.parallel.startup import join
+from megalite.kernels.causal_attention import BLOCK
+from megalite.launch.context import ParallelContext
+from megalite.launch.startup import join
+from megalite.layout.ranks import ParallelLayout
 from megalite.train.training import build_training, fill_with_start_values
 from tests.tensor_parallel.live_bytes import LiveBytes
 

@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megalite.config.derive import derive_model
 from megalite.config.schema import Config, ModelConfig
 from megalite.data.batch import Batch
-from megalite.parallel.context import ParallelContext
-from megalite.parallel.groups import GroupNeeds
-from megalite.parallel.layout import ParallelLayout
+from megalite.launch.context import ParallelContext
+from megalite.layout.groups import GroupNeeds
+from megalite.layout.ranks import ParallelLayout
 from megalite.train.step import TrainStep
 from megalite.train.training import build_training, fill_with_start_values
 from tests.ranks import run_ranks

@@ -11,11 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megalite.parallel.context import ParallelContext
-from megalite.parallel.layout import ParallelLayout
-from megalite.tensor_parallel import cross_entropy
-from megalite.tensor_parallel.collectives import TensorGroup
-from megalite.tensor_parallel.cross_entropy import TokenLoss, softmax, vocab_parallel_cross_entropy, work_buffers
+from megalite.launch.context import ParallelContext
+from megalite.layout.ranks import ParallelLayout
+from megalite.tensor_parallel.collectives import TensorGroup, finish
+from megalite.tensor_parallel.cross_entropy import TokenLoss, softmax, work_buffers
 from tests.ranks import run_ranks
 
 
@@ -74,23 +73,24 @@ def part(case: Case, group: TensorGroup | None) -> slice:
     return slice(index * case.padded // size, (index + 1) * case.padded // size)
 
 
+def token_loss_of(case: Case, group: TensorGroup | None, columns: int) -> TokenLoss:
+    options: dict[str, Any] = {"label_smoothing": case.label_smoothing, "z_loss": case.z_loss}
+    return TokenLoss.of(columns, case.padded, group, vocab_size=case.vocab, **options)
+
+
 def losses_and_gradient(case: Case, group: TensorGroup | None) -> tuple[Tensor, Tensor]:
-    """Of this rank; its logits are a view of a larger tensor that must stay as it was."""
+    """Of this rank: [*shape] and [*shape, its columns]."""
     everything, labels, upstream = case.inputs()
-    given = everything.clone().requires_grad_()
-    losses = vocab_parallel_cross_entropy(
-        given[..., part(case, group)],
-        labels,
-        vocab_size=case.vocab,
-        group=group,
-        padded_vocab=case.padded,
-        label_smoothing=case.label_smoothing,
-        z_loss=case.z_loss,
-    )
-    losses.backward(upstream.to(losses.dtype))
-    assert torch.equal(given, everything), "the caller's logits are only read"
-    assert given.grad is not None
-    return losses.detach(), given.grad[..., part(case, group)].clone()
+    logits = everything[..., part(case, group)].flatten(0, -2).clone()
+    token_loss = token_loss_of(case, group, logits.shape[1])
+    logits[:, token_loss.real :] = -torch.inf
+    (work, _), labels = work_buffers(logits), labels.flatten()
+    work = work.new_empty(2, *logits.shape)
+    wide, probabilities = softmax(logits, work)
+    exchanged = token_loss.start_exchange(token_loss.local_statistics(wide, probabilities, labels))
+    losses, factor = token_loss.combine(exchanged if group is None else finish(exchanged))
+    token_loss.write_gradient(logits, probabilities, labels, factor, upstream.flatten().to(losses.dtype))
+    return losses.view(case.shape), logits.view(*case.shape, -1)
 
 
 def _compute(context: ParallelContext, cases: list[Case]) -> list[tuple[Tensor, Tensor]]:
@@ -131,53 +131,24 @@ def test_low_precision_has_fp32_statistics() -> None:
         assert_right(case, results, tolerance)
 
 
-def test_pieces_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = Case(40, 48, 0.1, 1e-3)
-    whole = losses_and_gradient(case, None)
-    monkeypatch.setitem(cross_entropy.PIECE_ELEMENTS, "cpu", 4 * 40)  # 4 of 15 tokens at a time
-    assert all(torch.equal(*pair) for pair in zip(losses_and_gradient(case, None), whole, strict=True))
-
-
-def test_gradient_is_that_of_finite_differences() -> None:
-    case = Case(6, 8, label_smoothing=0.2, z_loss=0.3, shape=(4,))
-    logits, labels, _ = case.inputs()
-
-    def losses(logits: Tensor) -> Tensor:
-        return vocab_parallel_cross_entropy(logits, labels, vocab_size=6, group=None, label_smoothing=0.2, z_loss=0.3)
-
-    assert torch.autograd.gradcheck(losses, logits.requires_grad_())
-
-
 def test_a_logit_of_minus_infinity_is_a_column_without_probability() -> None:
-    logits = torch.tensor([[0.0, -torch.inf, 0.0]], dtype=torch.float64, requires_grad=True)
-    loss = vocab_parallel_cross_entropy(logits, torch.tensor([2]), vocab_size=3, group=None)
-    loss.sum().backward()
-    assert logits.grad is not None
-    torch.testing.assert_close(loss, torch.tensor([math.log(2)], dtype=torch.float64))
-    torch.testing.assert_close(logits.grad, torch.tensor([[0.5, 0.0, -0.5]], dtype=torch.float64))
+    logits, labels = torch.tensor([[0.0, -torch.inf, 0.0]], dtype=torch.float64), torch.tensor([2])
+    token_loss = token_loss_of(Case(3, 3), None, 3)
+    wide, probabilities = softmax(logits, torch.empty(2, 1, 3, dtype=torch.float64))
+    losses, factor = token_loss.combine(token_loss.local_statistics(wide, probabilities, labels)[None])
+    token_loss.write_gradient(logits, probabilities, labels, factor, torch.ones(1, dtype=torch.float64))
+    torch.testing.assert_close(losses, torch.tensor([math.log(2)], dtype=torch.float64))
+    torch.testing.assert_close(logits, torch.tensor([[0.5, 0.0, -0.5]], dtype=torch.float64))
 
 
-def test_not_a_number_stays_visible() -> None:
-    logits = torch.zeros(2, 4)
-    logits[0, 3] = torch.nan
-    losses = vocab_parallel_cross_entropy(logits, torch.tensor([0, 0]), vocab_size=4, group=None)
-    assert losses.isnan().tolist() == [True, False]
+def _gathered(context: ParallelContext, case: Case) -> None:
+    """Every rank passes all logits, as after a gather, and still names the group: the known mistake adds log(t)."""
+    with pytest.raises(AssertionError):  # columns that cannot be this rank's
+        token_loss_of(case, TensorGroup.of(context.group("tp")), case.padded)
 
 
-def _gathered(context: ParallelContext, case: Case) -> Tensor:
-    """Every rank passes all logits, as after a gather, and still names the group."""
-    logits, labels, _ = case.inputs()
-    group = TensorGroup.of(context.group("tp"))
-    with pytest.raises(AssertionError):  # rows that cannot be this rank's
-        vocab_parallel_cross_entropy(logits, labels, vocab_size=case.vocab, group=group, padded_vocab=case.padded)
-    return vocab_parallel_cross_entropy(logits, labels, vocab_size=case.vocab, group=group)
-
-
-def test_gathered_logits_do_not_count_the_vocabulary_once_per_rank() -> None:
-    """The known mistake adds log(t) to the loss of every token."""
-    case = Case(40, 48)
-    for losses in run_ranks(_gathered, 2, case, layout=ParallelLayout(tp=2), dtype=torch.float64):
-        torch.testing.assert_close(losses, case.expected()[0], rtol=1e-12, atol=0)
+def test_gathered_logits_are_not_taken_for_a_part() -> None:
+    run_ranks(_gathered, 2, Case(40, 48), layout=ParallelLayout(tp=2), dtype=torch.float64)
 
 
 @settings(deadline=None)
@@ -192,8 +163,7 @@ def test_statistics_of_any_cut_combine_to_the_whole(
     for index in range(size):
         group = TensorGroup("none", size, index)
         columns = logits[:, part(case, group)].clone()
-        options: dict[str, Any] = {"vocab_size": vocab, "label_smoothing": label_smoothing, "z_loss": 1e-2}
-        share = TokenLoss.of(columns.shape[1], case.padded, group, **options)
+        share = token_loss_of(case, group, columns.shape[1])
         columns[:, share.real :] = -torch.inf
         shares.append((share, columns))
     work, _ = work_buffers(logits)

@@ -15,17 +15,17 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from megalite.launch.context import ParallelContext
+from megalite.layout.parameters import shard
+from megalite.layout.ranks import ParallelLayout
 from megalite.model.gpt import GPT
 from megalite.model.parameters import gpt_parameters
-from megalite.parallel.context import ParallelContext
-from megalite.parallel.layout import ParallelLayout
-from megalite.parallel.parameters import shard
 from megalite.tensor_parallel.collectives import TensorGroup
 from megalite.tensor_parallel.deferred import DeferredWork
 from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megalite.tensor_parallel.linear import linear
-from tests.model.small import ALL_DROPOUTS, CPU, FAMILIES, perturbed, random_batch, small
-from tests.parallel.shards import cut
+from tests.layout.shards import cut
+from tests.model.small import ALL_DROPOUTS, CPU, FAMILIES, gpt, perturbed, random_batch, small
 from tests.ranks import run_ranks
 from tests.tensor_parallel.live_bytes import LiveBytes
 
@@ -39,19 +39,23 @@ MICROBATCHES = 2
 SCALE = torch.tensor(0.02, dtype=torch.float64)
 
 
-def model_with_sinks(family: str, group: TensorGroup | None = None, **settings: Any) -> tuple[GPT, dict[str, Tensor]]:
+def model_with_main_grads(
+    family: str, group: TensorGroup | None = None, **settings: Any
+) -> tuple[GPT, dict[str, Tensor]]:
     config = small(**FAMILIES[family], **ALL_DROPOUTS, num_layers=2)
     model = perturbed(config) if group is not None else perturbed(config, **settings)
     if group is not None:
         records = {record.name: record for record in gpt_parameters(config)}
         whole = dict(model.named_parameters())
-        model = GPT(config, dtype=torch.float64, device=CPU, seed=1, tp=group, **settings)
+        model = gpt(config, dtype=torch.float64, device=CPU, seed=1, tp=group, **settings)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(cut(whole[name], shard(records[name], group.size, group.index)))
-    sinks = {name: torch.zeros_like(model.get_parameter(name), requires_grad=False) for name in model.sunk_parameters}
-    model.gradient_sinks(sinks)
-    return model, sinks
+    main_grads = {
+        name: torch.zeros_like(model.get_parameter(name), requires_grad=False) for name in model.main_grad_parameters
+    }
+    model.set_main_grads(main_grads)
+    return model, main_grads
 
 
 def linear_weights(model: GPT) -> list[str]:
@@ -60,35 +64,37 @@ def linear_weights(model: GPT) -> list[str]:
     return [f"{name}.weight" for name, layer in model.named_modules() if isinstance(layer, layers)]
 
 
-def outcome(model: GPT, sinks: dict[str, Tensor]) -> dict[str, Tensor]:
+def outcome(model: GPT, main_grads: dict[str, Tensor]) -> dict[str, Tensor]:
     others = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    assert others.keys() | sinks.keys() == dict(model.named_parameters()).keys()
-    return {**others, **sinks}
+    assert others.keys() | main_grads.keys() == dict(model.named_parameters()).keys()
+    return {**others, **main_grads}
 
 
-def undeferred(model: GPT, sinks: dict[str, Tensor]) -> dict[str, Tensor]:
+def undeferred(model: GPT, main_grads: dict[str, Tensor]) -> dict[str, Tensor]:
     for sample in range(MICROBATCHES):
         with model.deferred.collecting(split=False):
             model.loss(random_batch(model.config, seed=sample, first_sample=sample), SCALE).backward()
     assert len(model.deferred) == 0
-    return outcome(model, sinks)
+    return outcome(model, main_grads)
 
 
-def deferred(model: GPT, sinks: dict[str, Tensor]) -> dict[str, Tensor]:
+def deferred(model: GPT, main_grads: dict[str, Tensor]) -> dict[str, Tensor]:
     """As zb-h1 does: some microbatches wait, and each is later done whole."""
     names = linear_weights(model)
     for sample in range(MICROBATCHES):
-        before = {name: sinks[name].clone() for name in names}
+        before = {name: main_grads[name].clone() for name in names}
         loss = model.loss(random_batch(model.config, seed=sample, first_sample=sample), SCALE)
         with model.deferred.collecting():
             loss.backward()
-        assert all(torch.equal(sinks[name], before[name]) for name in names), "backward-input added to a weight's sink"
+        assert all(torch.equal(main_grads[name], before[name]) for name in names), (
+            "backward-input added to a weight's main gradient"
+        )
         if sample > 0:
             model.deferred.run_next()
-            assert all(not torch.equal(sinks[name], before[name]) for name in names)
+            assert all(not torch.equal(main_grads[name], before[name]) for name in names)
     assert len(model.deferred) == 1
     model.deferred.run_next()
-    return outcome(model, sinks)
+    return outcome(model, main_grads)
 
 
 def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -99,8 +105,8 @@ def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> N
 @pytest.mark.parametrize("recompute", RECOMPUTE.values(), ids=RECOMPUTE)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_put_off_gradients_are_the_same_bits(family: str, recompute: dict[str, Any]) -> None:
-    expected = undeferred(*model_with_sinks(family, **recompute))
-    assert_same_bits(deferred(*model_with_sinks(family, **recompute)), expected)
+    expected = undeferred(*model_with_main_grads(family, **recompute))
+    assert_same_bits(deferred(*model_with_main_grads(family, **recompute)), expected)
 
 
 ON_RANKS = [("gpt2", "none", False), ("llama", "selective", True), ("qwen3", "none", True), ("gpt2", "full", True)]
@@ -110,8 +116,8 @@ def _on_a_rank(context: ParallelContext) -> None:
     group = TensorGroup.of(context.group("tp"))
     for family, recompute, sequence_parallel in ON_RANKS:
         settings = {**RECOMPUTE[recompute], "sequence_parallel": sequence_parallel}
-        expected = undeferred(*model_with_sinks(family, group, **settings))
-        assert_same_bits(deferred(*model_with_sinks(family, group, **settings)), expected)
+        expected = undeferred(*model_with_main_grads(family, group, **settings))
+        assert_same_bits(deferred(*model_with_main_grads(family, group, **settings)), expected)
 
 
 def test_put_off_gradients_are_the_same_bits_on_several_ranks() -> None:
@@ -119,23 +125,23 @@ def test_put_off_gradients_are_the_same_bits_on_several_ranks() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_put_off_narrow_products_add_up_in_wide_sinks(device: str) -> None:
+def test_put_off_narrow_products_add_up_in_wide_main_grads(device: str) -> None:
     """On CUDA backward runs in a thread of its own."""
     shapes, results = ((48, 16), (16, 48)), []
     for split in (False, True):
         generator = torch.Generator().manual_seed(7)
         drawn = [torch.randn(shape, generator=generator) for shape in (*shapes, (64, 16))]
         *weights, x = [tensor.to(device, torch.bfloat16).requires_grad_() for tensor in drawn]
-        sinks = [torch.full(shape, 512.0, device=device) for shape in shapes]  # where bf16 steps by 4
+        main_grads = [torch.full(shape, 512.0, device=device) for shape in shapes]  # where bf16 steps by 4
         work = DeferredWork()
-        y = linear(x, weights[0], grad_sink=sinks[0], deferred=work).relu()
-        y = linear(y, weights[1], grad_sink=sinks[1], deferred=work)
+        y = linear(x, weights[0], main_grad=main_grads[0], deferred=work).relu()
+        y = linear(y, weights[1], main_grad=main_grads[1], deferred=work)
         with work.collecting(split):
             y.backward(torch.full_like(y, 0.01))
-        assert all(bool((sink == 512.0).all()) == split for sink in sinks)
+        assert all(bool((main_grad == 512.0).all()) == split for main_grad in main_grads)
         if split:
             work.run_next()
-        results.append([x.grad, *sinks])
+        results.append([x.grad, *main_grads])
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
@@ -156,7 +162,7 @@ class Flops(FlopCounterMode):
 @pytest.mark.parametrize("recompute", RECOMPUTE.values(), ids=RECOMPUTE)
 def test_backward_input_and_weight_do_together_what_backward_does(recompute: dict[str, Any]) -> None:
     """The weight action all products of weights, backward-input all else, what is computed again included."""
-    model, _ = model_with_sinks("qwen3", **recompute)
+    model, _ = model_with_main_grads("qwen3", **recompute)
     batch = random_batch(model.config)
     with Flops() as backward:
         loss = model.loss(batch, SCALE)
@@ -213,12 +219,12 @@ def steps(group: TensorGroup, sequence_parallel: bool) -> tuple[list[int | str],
     weights = [torch.ones(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
     y = x
     for weight in weights:
-        sink = torch.zeros_like(weight, requires_grad=False)
+        main_grad = torch.zeros_like(weight, requires_grad=False)
         column: dict[str, Any] = (
             {} if weight is weights[1] else {"group": group, "sequence_parallel": sequence_parallel}
         )
         y = y if weight is weights[1] else y[: len(x)]
-        y = linear(y, weight, grad_sink=sink, deferred=work, **column)
+        y = linear(y, weight, main_grad=main_grad, deferred=work, **column)
     with Steps() as backward_input, work.collecting():
         y.sum().backward()
     with Steps() as weight_action:
@@ -249,13 +255,13 @@ def held_bytes(group: TensorGroup | None) -> list[int]:
     size = 1 if group is None else group.size
     work = DeferredWork()
     weights = [torch.ones(shape, dtype=torch.float64, requires_grad=True) for shape in ((N, K), (K, N))]
-    sinks = [torch.zeros_like(weight, requires_grad=False) for weight in weights]
+    main_grads = [torch.zeros_like(weight, requires_grad=False) for weight in weights]
     held = []
-    with LiveBytes([*weights, *sinks]) as live:
+    with LiveBytes([*weights, *main_grads]) as live:
         for _ in range(3):
             x = torch.ones(ROWS // size, K, dtype=torch.float64, requires_grad=True)
-            y = linear(x, weights[0], group=group, sequence_parallel=size > 1, grad_sink=sinks[0], deferred=work)
-            y = linear(y.exp().relu().exp(), weights[1], grad_sink=sinks[1], deferred=work)
+            y = linear(x, weights[0], group=group, sequence_parallel=size > 1, main_grad=main_grads[0], deferred=work)
+            y = linear(y.exp().relu().exp(), weights[1], main_grad=main_grads[1], deferred=work)
             gradient = torch.ones(ROWS, K, dtype=torch.float64)
             with work.collecting():
                 y.backward(gradient)
@@ -334,17 +340,17 @@ def test_a_backward_that_fails_stops_collecting() -> None:
     assert not work.active
 
 
-def test_what_has_no_sink_and_what_needs_no_gradient_is_not_put_off() -> None:
+def test_what_has_no_main_grad_and_what_needs_no_gradient_is_not_put_off() -> None:
     work = DeferredWork()
     x = torch.ones(ROWS, K, dtype=torch.float64, requires_grad=True)
     weight = torch.ones(N, K, dtype=torch.float64, requires_grad=True)
-    sink = torch.zeros_like(weight, requires_grad=False)
+    main_grad = torch.zeros_like(weight, requires_grad=False)
     with work.collecting():
         linear(x, weight, deferred=work).sum().backward()
-        linear(x, weight.detach(), grad_sink=sink, deferred=work).sum().backward()
+        linear(x, weight.detach(), main_grad=main_grad, deferred=work).sum().backward()
     assert torch.equal(weight.grad, torch.full_like(weight, ROWS))
     work.run_next()
-    assert not sink.any()
+    assert not main_grad.any()
 
 
 def test_the_bias_and_the_input_need_not_wait() -> None:
@@ -352,20 +358,20 @@ def test_the_bias_and_the_input_need_not_wait() -> None:
     x = torch.ones(ROWS, K, dtype=torch.float64, requires_grad=True)
     weight = torch.ones(N, K, dtype=torch.float64, requires_grad=True)
     bias = torch.ones(N, dtype=torch.float64, requires_grad=True)
-    sink = torch.zeros_like(weight, requires_grad=False)
+    main_grad = torch.zeros_like(weight, requires_grad=False)
     with work.collecting():
-        linear(x, weight, bias, grad_sink=sink, deferred=work).sum().backward()
+        linear(x, weight, bias, main_grad=main_grad, deferred=work).sum().backward()
     assert torch.equal(bias.grad, torch.full_like(bias, ROWS))
     assert torch.equal(x.grad, torch.full_like(x, N))
-    assert not sink.any()
+    assert not main_grad.any()
     work.run_next()
-    assert torch.equal(sink, torch.full_like(sink, ROWS))
+    assert torch.equal(main_grad, torch.full_like(main_grad, ROWS))
 
 
 def test_compiled_blocks_put_nothing_off() -> None:
     """Their backward is one graph, in which nothing asks whether it is collected."""
     config = small()
     for compiled in (False, True):
-        model = GPT(config, dtype=torch.float64, device=CPU, seed=1, compile=compiled)
+        model = gpt(config, dtype=torch.float64, device=CPU, seed=1, compile=compiled)
         layers = [layer for layer in model.modules() if isinstance(layer, (ColumnParallelLinear, RowParallelLinear))]
         assert [layer.deferred for layer in layers] == [None if compiled else model.deferred] * 8

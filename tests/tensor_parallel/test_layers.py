@@ -16,13 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from megalite.parallel.context import ParallelContext
-from megalite.parallel.layout import ParallelLayout
-from megalite.parallel.parameters import Shard, Split, shard_of
+from megalite.launch.context import ParallelContext
+from megalite.layout.parameters import Shard, Split, shard_of
+from megalite.layout.ranks import ParallelLayout
 from megalite.tensor_parallel import layers, linear, mappings
 from megalite.tensor_parallel.collectives import TensorGroup
 from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from tests.parallel.shards import cut
+from tests.layout.shards import cut
 from tests.ranks import run_ranks
 
 INPUTS = 8
@@ -32,25 +32,22 @@ SIZES = (1, 2, 4)
 
 @dataclass(frozen=True)
 class Case:
-    """One layer and one input [*lead, inputs]; `whole` is `gather_output`, or not `input_is_parallel`."""
+    """One layer and one input [*lead, inputs]."""
 
     outputs: tuple[int, ...]
     split: Split = Split(0)  # noqa: RUF009 (frozen)
     lead: tuple[int, ...] = (4, 3)
     sequence: bool = False
-    sunk: bool = False
-    whole: bool = False
-    skip: bool = False
+    with_main_grad: bool = False
     bias: bool = True
     strided: bool = False
 
 
 @dataclass
 class Outcome:
-    """What a rank got: y as returned, y with the bias, and gradients."""
+    """What a rank got: y, and gradients."""
 
     y: Tensor
-    with_bias: Tensor
     x: Tensor
     weight: Tensor
     bias: Tensor | None
@@ -93,18 +90,16 @@ def local_upstream(case: Case, size: int, index: int) -> Tensor:
 
 
 def finished(layer: Any, case: Case, x: Tensor, upstream: Tensor) -> Outcome:
-    """Forward and backward of the layer, whose sink starts at ones."""
-    if case.sunk:
-        layer.grad_sink = torch.ones_like(layer.weight)
+    """Forward and backward of the layer, whose main gradient starts at ones."""
+    if case.with_main_grad:
+        layer.main_grad = torch.ones_like(layer.weight)
     x = strided(x, case).detach().requires_grad_()
-    result = layer(x)
-    y, bias = result if case.skip else (result, None)
-    with_bias = y if bias is None else y + bias
-    with_bias.backward(strided(upstream, case))
-    assert (layer.weight.grad is None) == case.sunk
-    weight_grad = layer.grad_sink - 1 if case.sunk else layer.weight.grad
+    y = layer(x)
+    y.backward(strided(upstream, case))
+    assert (layer.weight.grad is None) == case.with_main_grad
+    weight_grad = layer.main_grad - 1 if case.with_main_grad else layer.weight.grad
     bias_grad = None if layer.bias is None else layer.bias.grad
-    return Outcome(y.detach(), with_bias.detach(), x.grad, weight_grad, bias_grad)
+    return Outcome(y.detach(), x.grad, weight_grad, bias_grad)
 
 
 def fill(layer: torch.nn.Module, **values: Tensor) -> None:
@@ -117,14 +112,13 @@ def columns(context: ParallelContext, cases: list[Case]) -> list[Outcome]:
     group, size, index = TensorGroup.of(context.group("tp")), context.size("tp"), context.index("tp")
     outcomes = []
     for case in cases:
-        switches = {"bias": case.bias, "gather_output": case.whole, "skip_bias_add": case.skip}
         layer = ColumnParallelLinear(
-            case.outputs, INPUTS, case.split, group=group, sequence_parallel=case.sequence, **switches, **KINDS
+            case.outputs, INPUTS, case.split, group=group, sequence_parallel=case.sequence, bias=case.bias, **KINDS
         )
         bias = cut(drawn(2, *case.outputs), shards(case, size)[index])
         fill(layer, weight=cut(drawn(1, *case.outputs, INPUTS), shards(case, size, INPUTS)[index]), bias=bias)
         x = drawn(3, *case.lead, INPUTS)
-        upstream = drawn(9, *case.lead, prod(case.outputs)) if case.whole else local_upstream(case, size, index)
+        upstream = local_upstream(case, size, index)
         outcomes.append(finished(layer, case, part(x, size, index) if case.sequence else x, upstream))
     return outcomes
 
@@ -134,18 +128,12 @@ def check_columns(case: Case, outcomes: list[Outcome]) -> None:
     size, n, tokens = len(outcomes), prod(case.outputs), prod(case.lead)
     x = drawn(3, *case.lead, INPUTS).requires_grad_()
     weight, bias = drawn(1, n, INPUTS).requires_grad_(), drawn(2, n).requires_grad_()
-    product_ = F.linear(x, weight)
-    y = product_ + bias if case.bias else product_
-    if case.whole:
-        y.backward(drawn(9, *case.lead, n))
-    else:
-        ups = [outputs_first(local_upstream(case, size, index)) for index in range(size)]
-        y.backward(summed(case, ups, tokens).view(n, tokens).t().view_as(y))
+    y = F.linear(x, weight, bias if case.bias else None)
+    ups = [outputs_first(local_upstream(case, size, index)) for index in range(size)]
+    y.backward(summed(case, ups, tokens).view(n, tokens).t().view_as(y))
     for index, outcome in enumerate(outcomes):
-        for got, wanted in ((outcome.y, product_ if case.skip else y), (outcome.with_bias, y)):
-            held = cut(outputs_first(wanted.detach()).reshape(*case.outputs, tokens), shards(case, size, tokens)[index])
-            local = outputs_first(wanted.detach()) if case.whole else held.flatten(0, -2)
-            same(outputs_first(got), local)
+        held = cut(outputs_first(y.detach()).reshape(*case.outputs, tokens), shards(case, size, tokens)[index])
+        same(outputs_first(outcome.y), held.flatten(0, -2))
         same(outcome.x, part(x.grad, size, index) if case.sequence else x.grad)
     same(summed(case, [outcome.weight for outcome in outcomes], INPUTS), weight.grad.view(*case.outputs, INPUTS))
     if case.bias:
@@ -156,13 +144,12 @@ def rows(context: ParallelContext, cases: list[Case]) -> list[Outcome]:
     group, size, index = TensorGroup.of(context.group("tp")), context.size("tp"), context.index("tp")
     outcomes = []
     for case in cases:
-        switches = {"bias": case.bias, "input_is_parallel": not case.whole, "skip_bias_add": case.skip}
         (n,) = case.outputs
-        layer = RowParallelLinear(n, INPUTS, group=group, sequence_parallel=case.sequence, **switches, **KINDS)
+        layer = RowParallelLinear(n, INPUTS, group=group, sequence_parallel=case.sequence, bias=case.bias, **KINDS)
         fill(layer, weight=part(drawn(1, n, INPUTS), size, index, 1), bias=drawn(2, n))
         x, upstream = drawn(3, *case.lead, INPUTS), drawn(9, *case.lead, n)
         upstream = part(upstream, size, index) if case.sequence else upstream
-        outcomes.append(finished(layer, case, x if case.whole else part(x, size, index, -1), upstream))
+        outcomes.append(finished(layer, case, part(x, size, index, -1), upstream))
     return outcomes
 
 
@@ -171,13 +158,11 @@ def check_rows(case: Case, outcomes: list[Outcome]) -> None:
     size, (n,) = len(outcomes), case.outputs
     x = drawn(3, *case.lead, INPUTS).requires_grad_()
     weight, bias = drawn(1, n, INPUTS).requires_grad_(), drawn(2, n).requires_grad_()
-    product_ = F.linear(x, weight)
-    y = product_ + bias if case.bias else product_
+    y = F.linear(x, weight, bias if case.bias else None)
     y.backward(drawn(9, *case.lead, n))
     for index, outcome in enumerate(outcomes):
-        for got, wanted in ((outcome.y, product_ if case.skip else y), (outcome.with_bias, y)):
-            same(got, part(wanted.detach(), size, index) if case.sequence else wanted.detach())
-        same(outcome.x, x.grad if case.whole else part(x.grad, size, index, -1))
+        same(outcome.y, part(y.detach(), size, index) if case.sequence else y.detach())
+        same(outcome.x, part(x.grad, size, index, -1))
         same(outcome.weight, part(weight.grad, size, index, 1))
         if case.bias and not case.sequence:
             same(outcome.bias, bias.grad)
@@ -198,7 +183,7 @@ def check(ranks: Callable, checked: Callable, size: int, cases: list[Case]) -> N
             raise AssertionError(f"{case}: {error}") from error
 
 
-SWITCHES = [{"sequence": a, "sunk": b, "whole": c, "skip": d} for a, b, c, d in product((False, True), repeat=4)]
+SWITCHES = [{"sequence": a, "with_main_grad": b} for a, b in product((False, True), repeat=2)]
 COLUMNS = [
     *(Case((12,), **switches) for switches in SWITCHES),
     *(Case((2, 12), Split(1), **switches) for switches in SWITCHES),  # gate and up
@@ -206,17 +191,21 @@ COLUMNS = [
     *(Case((10,), Split(0, uneven=True), **switches) for switches in SWITCHES),
     *(Case((12,), lead=lead) for lead in ((5, 3), (7,), (3, 1, 5))),
     *(Case((12,), lead=lead, sequence=True) for lead in ((8,), (4, 1, 5))),
-    *(Case((12,), strided=True, sequence=sequence, sunk=sunk) for sequence, sunk in product((False, True), repeat=2)),
+    *(
+        Case((12,), strided=True, sequence=sequence, with_main_grad=with_main_grad)
+        for sequence, with_main_grad in product((False, True), repeat=2)
+    ),
     Case((12,), bias=False),
-    Case((12,), bias=False, skip=True, whole=True),
 ]
 ROWS = [
     *(Case((6,), **switches) for switches in SWITCHES),
     *(Case((5,), lead=lead) for lead in ((5, 3), (7,), (3, 1, 5))),
     *(Case((5,), lead=lead, sequence=True) for lead in ((8,), (4, 1, 5))),
-    *(Case((6,), strided=True, sequence=sequence, sunk=sunk) for sequence, sunk in product((False, True), repeat=2)),
+    *(
+        Case((6,), strided=True, sequence=sequence, with_main_grad=with_main_grad)
+        for sequence, with_main_grad in product((False, True), repeat=2)
+    ),
     Case((6,), bias=False),
-    Case((6,), bias=False, skip=True),
 ]
 
 
@@ -275,7 +264,7 @@ class Lookup:
 
     rows: int
     sequence: bool
-    sunk: bool
+    with_main_grad: bool
 
 
 def tokens_of(case: Lookup) -> Tensor:
@@ -289,12 +278,12 @@ def embeddings(context: ParallelContext, cases: list[Lookup]) -> list[tuple[Tens
     for case in cases:
         table = VocabParallelEmbedding(case.rows, 4, group=group, sequence_parallel=case.sequence, **KINDS)
         fill(table, weight=cut(drawn(1, case.rows, 4), shard_of((case.rows, 4), Split(0, uneven=True), size, index)))
-        if case.sunk:
-            table.grad_sink = torch.ones_like(table.weight)
+        if case.with_main_grad:
+            table.main_grad = torch.ones_like(table.weight)
         y = table(tokens_of(case))
         y.backward(part(drawn(9, 8, 3, 4), size, index) if case.sequence else drawn(9, 8, 3, 4))
-        assert (table.weight.grad is None) == case.sunk
-        outcomes.append((y.detach(), table.grad_sink - 1 if case.sunk else table.weight.grad))
+        assert (table.weight.grad is None) == case.with_main_grad
+        outcomes.append((y.detach(), table.main_grad - 1 if case.with_main_grad else table.weight.grad))
     return outcomes
 
 
@@ -324,8 +313,8 @@ def test_one_rank_is_the_plain_torch_path(group: TensorGroup | None) -> None:
     alone = {"group": group, "sequence_parallel": True, **KINDS}
     x = torch.ones(4, 2, 8, dtype=torch.float64)
     table, tokens = VocabParallelEmbedding(10, 8, **alone), torch.zeros(4, 2, dtype=torch.int64)
-    column = ColumnParallelLinear((2, 3), 8, Split(1), bias=True, gather_output=True, **alone)
-    row = RowParallelLinear(6, 8, bias=True, input_is_parallel=False, **alone)
+    column = ColumnParallelLinear((2, 3), 8, Split(1), bias=True, **alone)
+    row = RowParallelLinear(6, 8, bias=True, **alone)
     for y in (column(x), row(x), table(tokens)):
         assert not [node for node in graph(y) if isinstance(node, BackwardCFunction)]
     assert [node.name() for node in graph(row(x))] == [node.name() for node in graph(torch.nn.Linear(8, 6).double()(x))]
@@ -342,11 +331,11 @@ def graph(y: Tensor) -> list[Any]:
     return nodes
 
 
-def test_a_sunk_embedding_adds_repeated_tokens_in_wide_precision_to_what_is_there() -> None:
+def test_a_with_main_grad_embedding_adds_repeated_tokens_in_wide_precision_to_what_is_there() -> None:
     table = VocabParallelEmbedding(10, 4, dtype=torch.bfloat16, device=torch.device("cpu"))
     torch.nn.init.zeros_(table.weight)
-    table.grad_sink = torch.full((10, 4), 0.5)
+    table.main_grad = torch.full((10, 4), 0.5)
     upstream = torch.tensor([[256.0, 1.0], [1.0, 2.0]], dtype=torch.bfloat16)  # in bf16 256 + 1 + 1 is 256
     table(torch.tensor([[3, 3], [3, 9]])).backward(upstream.unsqueeze(-1).expand(2, 2, 4))
     assert table.weight.grad is None
-    assert table.grad_sink[:, 0].tolist() == [0.5, 0.5, 0.5, 258.5, 0.5, 0.5, 0.5, 0.5, 0.5, 2.5]
+    assert table.main_grad[:, 0].tolist() == [0.5, 0.5, 0.5, 258.5, 0.5, 0.5, 0.5, 0.5, 0.5, 2.5]

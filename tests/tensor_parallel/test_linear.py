@@ -13,17 +13,19 @@ from torch.fx import GraphModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import megalite.tensor_parallel.linear as module
-from megalite.parallel.context import ParallelContext
-from megalite.parallel.layout import ParallelLayout
+from megalite.kernels import products
+from megalite.kernels.products import add_transposed_product, compiled_add_transposed_product
+from megalite.launch.context import ParallelContext
+from megalite.layout.ranks import ParallelLayout
 from megalite.tensor_parallel.collectives import TensorGroup, finish, start_all_reduce, start_reduce_scatter
 from megalite.tensor_parallel.deferred import DeferredWork
-from megalite.tensor_parallel.linear import add_transposed_product, linear
+from megalite.tensor_parallel.linear import linear
 from tests.ranks import run_ranks
 
 N, K = 6, 4
 COPIED = ["input gradient", "all_reduce", "weight gradient", "wait"]
 SEQUENCE = ["all_gather", "input gradient", "reduce_scatter", "wait", "weight gradient", "wait"]
-MODES = list(product((False, True), repeat=2))  # sequence parallel, with a sink
+MODES = list(product((False, True), repeat=2))  # sequence parallel, with a main gradient
 Backward = tuple[list[str], list[tuple[int, ...]]]  # its steps, and shapes of what is saved for it
 
 
@@ -34,19 +36,19 @@ def tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> lis
 
 @pytest.mark.parametrize("shape", [(5, 3, K), (7, K), (2, 3, 1, K), (0, 3, K)])
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_sink_receives_the_gradient_that_autograd_would_have_given(shape: tuple[int, ...], bias: bool) -> None:
+def test_a_main_grad_receives_the_gradient_that_autograd_would_have_given(shape: tuple[int, ...], bias: bool) -> None:
     x, weight, b = tensors(shape, (N, K), (N,))
     wanted = torch.autograd.grad(F.linear(x, weight, b).square().sum(), (x, weight, b))
-    sink = torch.ones(2, N // 2, K, dtype=torch.float64)  # of the weight's logical shape
+    main_grad = torch.ones(2, N // 2, K, dtype=torch.float64)  # of the weight's logical shape
     for _ in range(2):
-        linear(x, weight, b, grad_sink=sink).square().sum().backward()
+        linear(x, weight, b, main_grad=main_grad).square().sum().backward()
     assert weight.grad is None
-    torch.testing.assert_close(sink.view(N, K), 1 + 2 * wanted[1], rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(main_grad.view(N, K), 1 + 2 * wanted[1], rtol=1e-12, atol=1e-13)
     torch.testing.assert_close(x.grad, 2 * wanted[0], rtol=1e-12, atol=1e-13)
     torch.testing.assert_close(b.grad, 2 * wanted[2], rtol=1e-12, atol=1e-13)
 
 
-def test_without_group_and_sink_it_is_torchs_linear() -> None:
+def test_without_group_and_main_grad_it_is_torchs_linear() -> None:
     x, weight, bias = tensors((5, 3, K), (N, K), (N,))
     y = linear(x, weight, bias, deferred=DeferredWork())
     assert type(y.grad_fn) is type(F.linear(x, weight, bias).grad_fn)
@@ -55,37 +57,37 @@ def test_without_group_and_sink_it_is_torchs_linear() -> None:
 
 def test_what_needs_no_gradient_gets_none() -> None:
     x, weight, bias = (tensor.detach() for tensor in tensors((5, K), (N, K), (N,)))
-    sink = torch.zeros(N, K, dtype=torch.float64)
-    linear(x, weight, bias.requires_grad_(), grad_sink=sink).sum().backward()
-    assert (x.grad, weight.grad, sink.count_nonzero().item()) == (None, None, 0)
+    main_grad = torch.zeros(N, K, dtype=torch.float64)
+    linear(x, weight, bias.requires_grad_(), main_grad=main_grad).sum().backward()
+    assert (x.grad, weight.grad, main_grad.count_nonzero().item()) == (None, None, 0)
     assert torch.equal(bias.grad, torch.full((N,), 5.0, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("tile_elements", [1, 3 * K, 1 << 20])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_narrow_products_add_up_in_a_wide_sink(
+def test_narrow_products_add_up_in_a_wide_main_grad(
     monkeypatch: pytest.MonkeyPatch, tile_elements: int, compiled: bool
 ) -> None:
-    monkeypatch.setattr(module, "TILE_ELEMENTS", tile_elements)
+    monkeypatch.setattr(products, "TILE_ELEMENTS", tile_elements)
     left, right = tensors((5, 7), (5, K), dtype=torch.bfloat16)
     total = torch.full((7, K), 512.0)  # where bf16 steps by 4
-    add = module._add_transposed_product if compiled else add_transposed_product
+    add = compiled_add_transposed_product if compiled else add_transposed_product
     with torch.no_grad():
         add(total, left, right)
         assert torch.equal(total, 512 + (left.t() @ right).float())
 
 
 @pytest.mark.gpu
-def test_narrow_products_add_up_in_a_wide_sink_on_cuda() -> None:
+def test_narrow_products_add_up_in_a_wide_main_grad_on_cuda() -> None:
     left, right = (tensor.detach().cuda() for tensor in tensors((64, 24), (64, 16), dtype=torch.bfloat16))
     wanted = 512 + left.float().t() @ right.float()
     total = torch.full((24, 16), 512.0, device="cuda")
     add_transposed_product(total, left, right)
     torch.testing.assert_close(total, wanted, rtol=1e-6, atol=1e-4)
-    sink = torch.full((24, 16), 512.0, device="cuda")
+    main_grad = torch.full((24, 16), 512.0, device="cuda")
     weight = torch.nn.Parameter(torch.empty(24, 16, dtype=torch.bfloat16, device="cuda"))
-    torch.compile(linear, fullgraph=True)(right, weight, grad_sink=sink).backward(left)
-    torch.testing.assert_close(sink, wanted, rtol=1e-6, atol=1e-4)
+    torch.compile(linear, fullgraph=True)(right, weight, main_grad=main_grad).backward(left)
+    torch.testing.assert_close(main_grad, wanted, rtol=1e-6, atol=1e-4)
 
 
 def step_named(name: str, shape: tuple[int, ...]) -> str | None:
@@ -117,13 +119,13 @@ def recorded(context: ParallelContext) -> list[Backward]:
     return [_recorded(context, *mode) for mode in MODES]
 
 
-def _recorded(context: ParallelContext, sequence: bool, sunk: bool) -> Backward:
+def _recorded(context: ParallelContext, sequence: bool, with_main_grad: bool) -> Backward:
     group = TensorGroup.of(context.group("tp"))
     x, weight = tensors((4, 3, K), (N, K))
     saved: list[tuple[int, ...]] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda kept: (saved.append(tuple(kept.shape)), kept)[1], lambda x: x):
-        sink = torch.zeros_like(weight) if sunk else None
-        y = linear(x, weight, group=group, sequence_parallel=sequence, grad_sink=sink)
+        main_grad = torch.zeros_like(weight) if with_main_grad else None
+        y = linear(x, weight, group=group, sequence_parallel=sequence, main_grad=main_grad)
     with Recorder() as recorder:
         y.backward(torch.ones_like(y))
     return recorder.steps, saved
@@ -141,7 +143,7 @@ def compiled_graphs(context: ParallelContext) -> list[Backward]:
     return [_compiled_graphs(context, *mode) for mode in MODES]
 
 
-def _compiled_graphs(context: ParallelContext, sequence: bool, sunk: bool) -> Backward:
+def _compiled_graphs(context: ParallelContext, sequence: bool, with_main_grad: bool) -> Backward:
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
@@ -154,10 +156,10 @@ def _compiled_graphs(context: ParallelContext, sequence: bool, sunk: bool) -> Ba
 
     backend = aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition)
     x, weight = tensors((4, 3, K), (N, K))
-    sink = torch.zeros_like(weight) if sunk else None
+    main_grad = torch.zeros_like(weight) if with_main_grad else None
 
     def run(x: Tensor) -> Tensor:
-        return linear(2 * x, weight, group=group, sequence_parallel=sequence, grad_sink=sink)
+        return linear(2 * x, weight, group=group, sequence_parallel=sequence, main_grad=main_grad)
 
     y = torch.compile(run, fullgraph=True, backend=backend)(x)
     y.backward(torch.ones_like(y))
@@ -180,30 +182,32 @@ def test_a_compiled_backward_has_the_same_order_and_gathers_anew() -> None:
 
 
 def compiled_and_not(context: ParallelContext, backend: str) -> None:
-    """Two products whose sinks lie in one buffer, in all modes: compiled results are the eager ones."""
+    """Two products whose main gradients lie in one buffer, in all modes: compiled results are the eager ones."""
     group = TensorGroup.of(context.group("tp"))
-    for grouped, sequence, sunk in product((False, True), repeat=3):
+    for grouped, sequence, with_main_grad in product((False, True), repeat=3):
         if sequence and not grouped:
             continue
         x, up, down, bias = tensors((4, 3, K), (2, N // 2, K), (K, N), (N,))
         buffer = torch.zeros(5 + 2 * N * K, dtype=torch.float64)
-        sinks = [buffer[5:][: N * K].view(N, K), buffer[5 + N * K :].view_as(down)] if sunk else [None, None]
-        column = {"group": group if grouped else None, "sequence_parallel": sequence, "grad_sink": sinks[0]}
+        main_grads = (
+            [buffer[5:][: N * K].view(N, K), buffer[5 + N * K :].view_as(down)] if with_main_grad else [None, None]
+        )
+        column = {"group": group if grouped else None, "sequence_parallel": sequence, "main_grad": main_grads[0]}
 
         def run(x: Tensor) -> Tensor:
             y = linear(x, up.flatten(0, -2), bias, **column)  # noqa: B023 (called at once)
-            return linear(y.relu(), down, grad_sink=sinks[1]).square()  # noqa: B023
+            return linear(y.relu(), down, main_grad=main_grads[1]).square()  # noqa: B023
 
         results = []
         for function in (run, torch.compile(run, fullgraph=True, dynamic=False, backend=backend)):
             buffer.fill_(1.0)
             for _ in range(2):
-                leaves = (x, bias) if sunk else (x, bias, up, down)
+                leaves = (x, bias) if with_main_grad else (x, bias, up, down)
                 y = function(x)
                 gradients = torch.autograd.grad(y, leaves, torch.ones_like(y))
             results.append((y.detach(), *gradients, buffer.clone()))
         torch.testing.assert_close(results[0], results[1], rtol=1e-12, atol=1e-12)
-        assert (results[0][-1][-1] != 1.0) == sunk
+        assert (results[0][-1][-1] != 1.0) == with_main_grad
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
@@ -217,10 +221,10 @@ def inductor_steps(context: ParallelContext, sequence: bool) -> list[str]:
 
     group = TensorGroup.of(context.group("tp"))
     x, weight = tensors((4, 3, K), (N, K))
-    sink = torch.zeros_like(weight)
+    main_grad = torch.zeros_like(weight)
 
     def run(x: Tensor) -> Tensor:
-        return linear(2 * x, weight, group=group, sequence_parallel=sequence, grad_sink=sink)
+        return linear(2 * x, weight, group=group, sequence_parallel=sequence, main_grad=main_grad)
 
     compiled = torch.compile(run, fullgraph=True, options={"reorder_for_peak_memory": False})
     _, codes = run_and_get_code(lambda: compiled(x).sum().backward())

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.gradcheck import GradcheckError, gradcheck
 
-from megalite.parallel.context import ParallelContext
-from megalite.parallel.layout import ParallelLayout
+from megalite.launch.context import ParallelContext
+from megalite.layout.ranks import ParallelLayout
 from megalite.tensor_parallel import mappings
 from megalite.tensor_parallel.collectives import TensorGroup
 from tests.ranks import run_ranks
@@ -86,11 +86,8 @@ def whole_of_parts(dim: int) -> Callable[[Ranks], Ranks]:
 CASES = {
     case.name + "".join(case.options): case
     for case in [
-        Case("copy_to_tensor_parallel", lambda xs: xs, takes_replicated=True),
         Case("reduce_from_tensor_parallel", replicated_sum, gives_replicated=True),
-        Case("scatter_to_tensor_parallel", parts_of_whole(-1), takes_replicated=True),
         Case("gather_from_tensor_parallel", whole_of_parts(-1), gives_replicated=True, split_dim=-1),
-        Case("scatter_to_sequence_parallel", parts_of_whole(0), takes_replicated=True),
         Case("gather_from_sequence_parallel", whole_of_parts(0), split_dim=0),
         Case(
             "gather_from_sequence_parallel",
@@ -101,16 +98,6 @@ CASES = {
         ),
         Case("reduce_scatter_to_sequence_parallel", lambda xs: parts_of_whole(0)(replicated_sum(xs))),
         Case("all_to_all", exchanged_rows),
-        Case(
-            "sequence_to_hidden_parallel",
-            lambda xs: parts_of_whole(-1)(whole_of_parts(0)(xs)),
-            split_dim=0,
-        ),
-        Case(
-            "hidden_to_sequence_parallel",
-            lambda xs: parts_of_whole(0)(whole_of_parts(-1)(xs)),
-            split_dim=-1,
-        ),
     ]
 }
 
@@ -308,14 +295,3 @@ def test_compiled_into_one_graph_they_compute_the_same() -> None:
 def test_without_a_group_there_is_nothing_to_do(key: str) -> None:
     x = torch.randn(row_counts(1, 0)[0] if key == "all_to_all" else SHAPES[0])
     assert CASES[key].apply(x, None) is x
-
-
-def _base_is_kept(context: ParallelContext) -> list[bool]:
-    group = TensorGroup.of(context.group("tp"))
-    x = torch.randn(SHAPES[0])
-    splits = (mappings.scatter_to_sequence_parallel, mappings.scatter_to_tensor_parallel)
-    return [split(x, group).untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for split in splits]
-
-
-def test_a_part_does_not_keep_the_whole_alive() -> None:
-    assert not any(run_ranks(_base_is_kept, 2, layout=ParallelLayout(tp=2))[0])

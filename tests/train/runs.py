@@ -50,7 +50,10 @@ def overrides(folder: Path, run: str, *extra: str) -> list[str]:
 
 
 def launch(
-    arguments: Sequence[str], ranks: int = 1, variables: Mapping[str, str] = MappingProxyType({})
+    arguments: Sequence[str],
+    ranks: int = 1,
+    variables: Mapping[str, str] = MappingProxyType({}),
+    cwd: Path = ROOT,
 ) -> "subprocess.Popen[str]":
     """The launcher as a process group of its own, under torchrun if there are several ranks."""
     command = [sys.executable]
@@ -62,7 +65,7 @@ def launch(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        cwd=ROOT,
+        cwd=cwd,
         env=environment,
         start_new_session=True,
     )
@@ -103,6 +106,6 @@ def kill(process: "subprocess.Popen[str]") -> None:
 
 def state_bytes(run: Path, step: int) -> dict[str, bytes]:
     """The tensor files of one checkpoint."""
-    files = sorted((run / "checkpoints" / f"step-{step:08d}").glob("*.distcp"))
+    files = sorted((run / "checkpoints" / f"step-{step:08d}").glob("*.safetensors"))
     assert files
     return {file.name: file.read_bytes() for file in files}

@@ -15,22 +15,24 @@ from typing import Any
 
 import pytest
 
-import megalite.train.run as run_module
+import megalite.train.loop as loop_module
 import megalite.train.saving as saving_module
-from megalite.checkpoint.background import PendingSave
+from megalite.checkpoint import background, store
 from megalite.checkpoint.run_folder import RunFolder
 from megalite.checkpoint.store import CheckpointError
+from megalite.commands.train import run
 from megalite.config.compose import load_config
-from megalite.config.problems import Problem, UserError
 from megalite.config.schema import Config
-from megalite.parallel.context import ParallelContext
-from megalite.parallel.environment import ProcessEnvironment
-from megalite.parallel.layout import ParallelLayout
+from megalite.errors.problems import Problem, UserError
+from megalite.launch.context import ParallelContext
+from megalite.launch.environment import ProcessEnvironment
+from megalite.layout.ranks import ParallelLayout
+from megalite.observe.run_recorder import RunRecorder
+from megalite.train.figures import RunFigures
 from megalite.train.replicas import ReplicaMismatchError
-from megalite.train.run import run
 from tests.ranks import run_ranks
 from tests.train.runs import finish, kill, launch, metrics, overrides, state_bytes, wait_for_step, write_text
-from tests.train.test_run import STEPS, config_for, losses, poison, start, stop_after
+from tests.train.test_run import STEPS, checkpoints, config_for, losses, poison, start, stop_after
 
 
 @pytest.fixture(scope="module")
@@ -42,10 +44,6 @@ def behind(text: Path, run_dir: Path, **train: Any) -> Config:
     """As `config_for`: 12 steps, a checkpoint after every fourth."""
     config = config_for(text, run_dir, **train)
     return replace(config, checkpoint=replace(config.checkpoint, asynchronous=True))
-
-
-def checkpoints(run_dir: Path) -> list[int]:
-    return sorted(int(path.name[5:]) for path in (run_dir / "checkpoints").glob("step-*"))
 
 
 def log_of(run_dir: Path, rank: int = 0) -> str:
@@ -79,14 +77,14 @@ class Disk:
 
     def at_step(self, step: int, action: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         """Call `action` when `step` has been reported."""
-        report = run_module.Reporter.step
+        add = RunFigures.add
 
-        def and_act(reporter: Any, progress: Any, *args: Any, **kwargs: Any) -> None:
-            report(reporter, progress, *args, **kwargs)
-            if progress.step == step:
+        def and_act(self: Any, *args: Any) -> None:
+            add(self, *args)
+            if self._job.progress.step == step:
                 action()
 
-        monkeypatch.setattr(run_module.Reporter, "step", and_act)
+        monkeypatch.setattr(RunFigures, "add", and_act)
 
 
 @pytest.fixture
@@ -112,13 +110,13 @@ def test_what_is_saved_is_the_state_at_its_step_whenever_it_is_written(
     text: Path, tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tensors, progress and all: step 4 is written while step 7 is done, and a run that goes on from it is the same."""
-    write = PendingSave._run
+    write = background._save
 
     def late(*arguments: Any) -> None:
         assert disk.let_go.wait(30)
         write(*arguments)
 
-    monkeypatch.setattr(PendingSave, "_run", late)
+    monkeypatch.setattr(background, "_save", late)
     disk.at_step(7, disk.let_go.set, monkeypatch)
     config = behind(text, tmp_path / "run")
     config.checkpoint.keep = 3
@@ -137,15 +135,15 @@ def test_training_goes_on_and_the_next_save_waits(
 ) -> None:
     disk.held = {4}
     reached: list[Any] = []
-    report = run_module.Reporter.step
+    add = RunFigures.add
 
-    def and_note(reporter: Any, progress: Any, *args: Any, **kwargs: Any) -> None:
-        report(reporter, progress, *args, **kwargs)
-        if progress.step == 8:  # its save is due now
+    def and_note(self: Any, *args: Any) -> None:
+        add(self, *args)
+        if self._job.progress.step == 8:  # its save is due now
             reached.append((list(disk.begun), list(disk.ended)))
             threading.Timer(0.5, disk.let_go.set).start()
 
-    monkeypatch.setattr(run_module.Reporter, "step", and_note)
+    monkeypatch.setattr(RunFigures, "add", and_note)
     assert start(behind(text, tmp_path / "run")) == 0
     assert reached == [([4], [])], "steps 5 to 8 were done while step 4 was being written"
     assert disk.begun == disk.ended == [4, 8, 12]
@@ -158,9 +156,7 @@ def test_a_failure_is_told_once_and_soon_and_training_goes_on(
 ) -> None:
     disk.broken = disk.held = {4}
     seen: list[str] = []
-    monkeypatch.setattr(
-        run_module.Reporter, "not_saved", lambda self, error: seen.append(f"{error} {self._job.progress.step}")
-    )
+    monkeypatch.setattr(RunRecorder, "not_saved", lambda self, error: seen.append(f"{error} {self._job.progress.step}"))
 
     def let_it_fail() -> None:
         disk.let_go.set()
@@ -205,10 +201,10 @@ def test_a_run_that_was_taken_over_ends_at_the_next_save(
     text: Path, tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """And not before, when one rank knows and another may not."""
-    monkeypatch.setattr(RunFolder, "owned", lambda self: False)
+    monkeypatch.setattr(RunFolder, "lost", lambda self: "another job has taken over")
     disk.at_step(6, wait_for_the_thread, monkeypatch)
     assert start(behind(text, tmp_path / "run")) == 1
-    assert capsys.readouterr().err.count("Another job writes to this run folder now") == 1
+    assert capsys.readouterr().err.count("this job has ended: another job has taken over") == 1
     assert max(losses(tmp_path / "run")) == 8
     assert checkpoints(tmp_path / "run") == []
 
@@ -278,16 +274,14 @@ def _outcome(context: ParallelContext, config: Config) -> int | str:
 
 def _slow_on_rank_1(context: ParallelContext, config: Config) -> int | str:
     """Rank 1 takes its time to write, differently at every step."""
-    from megalite.checkpoint.writing import TensorWrite
+    write = store.write_file
 
-    write = TensorWrite._write
-
-    def slowly(self: Any, pieces: Any) -> Any:
+    def slowly(path: Any, pieces: Any) -> Any:
         time.sleep(0.2 if context.rank == 1 else 0.0)
-        return write(self, pieces)
+        return write(path, pieces)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TensorWrite, "_write", slowly)
+        patch.setattr(store, "write_file", slowly)
         return _outcome(context, config)
 
 
@@ -310,19 +304,17 @@ def test_ranks_save_behind_a_training_that_goes_on(text: Path, tmp_path: Path, l
 
 def _full_on_rank_1(context: ParallelContext, config: Config) -> int | str:
     """No room for step 4 on rank 1."""
-    from megalite.checkpoint.writing import TensorWrite
-
-    write = TensorWrite._write
+    write = store.write_file
     asked: list[None] = []
 
-    def full(self: Any, pieces: Any) -> Any:
+    def full(path: Any, pieces: Any) -> Any:
         asked.append(None)
         if context.rank == 1 and len(asked) == 1:
             raise OSError(28, "No space left on device")
-        return write(self, pieces)
+        return write(path, pieces)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TensorWrite, "_write", full)
+        patch.setattr(store, "write_file", full)
         return _outcome(context, config)
 
 
@@ -346,9 +338,9 @@ def _refusing_an_evaluation(context: ParallelContext, config: Config) -> int | s
             raise UserError(problem)
         yield from batches(*args, **kwargs)
 
-    batches = run_module.validation_batches
+    batches = loop_module.validation_batches
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_module, "validation_batches", some)
+        patch.setattr(loop_module, "validation_batches", some)
         return _slow_on_rank_1(context, config)
 
 

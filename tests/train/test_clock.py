@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from megalite.data.batches import masked_batches
+from megalite.launch.context import ParallelContext
+from megalite.layout.ranks import ParallelLayout
 from megalite.model.gpt import GPT
 from megalite.optim.adamw import FlatAdamW
-from megalite.parallel.context import ParallelContext
-from megalite.parallel.layout import ParallelLayout
-from megalite.parallel.startup import needs_of
 from megalite.train import clock as clock_module
 from megalite.train.clock import StepClock
-from megalite.train.records import PARTS
+from megalite.train.recorder import STEP_PARTS
+from megalite.train.start import needs_of
 from megalite.train.step import TrainStep
 from megalite.train.training import build_training, fill_with_start_values
 from tests.optim.small_model import small_config
@@ -53,7 +53,7 @@ def test_each_part_gets_the_time_that_passes_in_it(seconds: list[float]) -> None
     }  # fmt: skip
     seconds[0] += 3  # a step begins where the one before ended, as other
     spend("forward", 5)
-    assert clock.lap().read() == dict.fromkeys(PARTS, 0) | {"other": 3, "forward": 5}
+    assert clock.lap().read() == dict.fromkeys(STEP_PARTS, 0) | {"other": 3, "forward": 5}
 
 
 def test_what_is_left_out_is_in_no_step(seconds: list[float]) -> None:
@@ -65,7 +65,7 @@ def test_what_is_left_out_is_in_no_step(seconds: list[float]) -> None:
     clock.restart()
     seconds[0] += 2
     assert sum(first.read().values()) == 1
-    assert clock.lap().read() == dict.fromkeys(PARTS, 0) | {"other": 2}
+    assert clock.lap().read() == dict.fromkeys(STEP_PARTS, 0) | {"other": 2}
 
 
 def laps(context: ParallelContext, **sections: Any) -> list[dict[str, float]]:
@@ -76,7 +76,7 @@ def laps(context: ParallelContext, **sections: Any) -> list[dict[str, float]]:
     step = TrainStep(training, config.optimizer, context)
     found = []
     for _ in range(3):
-        batches = masked_batches(config, 8, context.size("dp"), context.device)
+        batches = masked_batches(config, 8, context.size("dp"))
         training.clock.restart()
         begin = time.perf_counter()
         launched = step(batches, 5, 1e-3, next_local_tokens=5)
@@ -89,7 +89,7 @@ def laps(context: ParallelContext, **sections: Any) -> list[dict[str, float]]:
 
 def test_the_parts_of_a_real_step_add_up_to_it() -> None:
     for split in laps(ParallelContext()):
-        parts = {part: split[part] for part in PARTS}
+        parts = {part: split[part] for part in STEP_PARTS}
         assert sum(parts.values()) == pytest.approx(split["wall"], rel=0.05, abs=2e-3)
         assert min(parts[part] for part in ("forward", "backward", "optimizer")) > 0
         assert parts["data"] == 0
@@ -129,7 +129,7 @@ def test_a_step_makes_few_marks_whatever_its_size() -> None:
     training = build_training(config, context)
     fill_with_start_values(training.buffers, config, context)
     step = TrainStep(training, config.optimizer, context)
-    microbatches = masked_batches(config, 8, 1, context.device)
+    microbatches = masked_batches(config, 8, 1)
     step(microbatches, 5, 1e-3).read()
     launched = step(microbatches, 5, 1e-3)
     assert len(launched.lap._marks) <= 2 * len(microbatches) + 10

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from megalite.config.problems import UserError
-from megalite.train.events import EventsFile, event, read_events
-from megalite.train.metrics import MetricsFile, read_metrics
-from megalite.train.report.data import read_run
+from megalite.errors.problems import UserError
+from megalite.observe.chronicle import EventsFile, MetricsFile, event
+from megalite.observe.report.data import read_run
+from megalite.train.history import read_events, read_metrics
 from tests.train.runs import write_text
 from tests.train.test_run import config_for, poison, start, stop_after
 
@@ -51,7 +51,7 @@ def test_a_run_that_stops_and_goes_on_tells_its_whole_story(
     assert start(config) == 0
     assert kinds(tmp_path / "run")[4:] == [("resume", 7), ("checkpoint", 8), ("checkpoint", 12), ("finished", 12)]
     assert start(config) == 0  # nothing left to do
-    assert kinds(tmp_path / "run")[8:] == [("resume", 12), ("finished", 12)]
+    assert len(kinds(tmp_path / "run")) == 8
     (first, *_) = read_events(tmp_path / "run" / "events.jsonl")
     assert {"torch", "python"} <= set(first["versions"])
     assert first["layout"]["dp"] == 1
@@ -78,7 +78,7 @@ def test_an_error_of_any_kind_is_in_the_report(text: Path, tmp_path: Path, monke
     def broken(*args: Any) -> None:
         raise RuntimeError("the device fell <off> the bus")
 
-    monkeypatch.setattr("megalite.train.run.mean_loss", broken)
+    monkeypatch.setattr("megalite.train.loop.evaluate", broken)
     with pytest.raises(RuntimeError, match="off"):
         start(config_for(text, tmp_path / "run"))
     assert kinds(tmp_path / "run")[-1] == ("failed", 4)
@@ -109,7 +109,7 @@ def test_a_full_disk_costs_lines_and_is_told_once_until_it_has_room_again(
     assert (tmp_path / "run" / "report.html").is_file()
 
 
-class RecordingMirror:
+class Tracker:
     """Writes down what it is told."""
 
     def __init__(self) -> None:
@@ -124,22 +124,24 @@ class RecordingMirror:
     def finish(self, status: int) -> None:
         self.told.append(("finish", status))
 
+    def wait(self, seconds: float) -> None:
+        self.told.append(("wait", seconds > 0))
 
-def test_a_mirror_is_told_what_is_in_the_files_in_their_order(
+
+def test_a_tracker_is_told_what_is_in_the_files_in_their_order(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import megalite.train.run as run_module
-
-    mirror = RecordingMirror()
-    monkeypatch.setattr(run_module, "open_mirror", lambda *args: mirror)
-    assert start(config_for(text, tmp_path / "run", sample_interval=8)) == 0
-    lines = [line for what, line, *_ in mirror.told if what == "record"]
+    tracker = Tracker()
+    config = config_for(text, tmp_path / "run", sample_interval=8)
+    monkeypatch.setattr("megalite.observe.trackers.open_trackers", lambda *_: [tracker])
+    assert start(config) == 0
+    lines = [line for what, line, *_ in tracker.told if what == "record"]
     assert json.dumps(lines) == json.dumps(read_metrics(tmp_path / "run" / "metrics.jsonl"))
-    samples = [told[1:] for told in mirror.told if told[0] == "sample"]
+    samples = [told[1:] for told in tracker.told if told[0] == "sample"]
     events = [it for it in read_events(tmp_path / "run" / "events.jsonl") if it["kind"] == "sample"]
     assert samples == [(it["step"], it["prompt"], it["text"]) for it in events]
     assert [step for step, *_ in samples] == [8, 12]
-    assert mirror.told[-1] == ("finish", 0)
+    assert tracker.told[-2:] == [("finish", 0), ("wait", True)]
 
 
 @pytest.mark.parametrize(
@@ -152,11 +154,20 @@ def test_a_mirror_is_told_what_is_in_the_files_in_their_order(
         {"kind": "ranks", "memory_gib": 1.0, "compute_s": []},
         {"kind": "start", "time": "yesterday"},
         {"kind": "start", "step": "3"},
+        {"kind": "start", "step": -3},
+        {"kind": "start", "hosts": "n1"},
+        {"kind": "start", "about": [["model", 3]]},
+        {"kind": "start", "overrides": [1]},
+        {"kind": "skipped", "loss_scale": "high"},
+        {"kind": "profile", "parts": {"forward": "long"}},
+        {"kind": "ranks", "memory_gib": ["much"], "compute_s": [1.0]},
         {"kind": 7},
     ],
     ids=str,
 )
-def test_a_damaged_event_is_passed_over(tmp_path: Path, damage: dict[str, Any]) -> None:
+def test_a_damaged_event_is_passed_over_and_named(tmp_path: Path, damage: dict[str, Any]) -> None:
     lines = [event("stopped", 3), {**event("start", 4), **damage}]
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert [it["kind"] for it in read_events(tmp_path / "events.jsonl")] == ["stopped"]
+    path, told = tmp_path / "events.jsonl", list[str]()
+    assert [it["kind"] for it in read_events(path, told.append)] == ["stopped"]
+    assert told == [f"{path}: no valid record in line 2; left out"]

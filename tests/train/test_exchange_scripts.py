@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import runpy
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,19 +15,16 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 import pretrain_gpt
-from tests.train.runs import ROOT, write_text
+from megalite.commands import evaluate, export, generate, prepare
+from tests.train.runs import write_text
 
 SHAPE = ["model.num_layers=2", "model.hidden_size=32", "model.num_attention_heads=4", "model.num_key_value_heads=2"]
 LENGTHS = ["train.seq_length=32", "train.global_batch_size=4", "train.eval_batches=3", "train.eval_interval=3"]
 PLACE = ["device=cpu", "precision=fp32", "train.sample_tokens=0", "log.wandb=disabled"]
 
 
-def command(name: str) -> Callable[..., int]:
-    main: Callable[..., int] = runpy.run_path(str(ROOT / "scripts" / f"{name}.py"))["main"]
-    return main
-
-
-EXPORT, GENERATE, EVALUATE = command("export_hf"), command("generate"), command("evaluate")
+EXPORT, GENERATE, EVALUATE = export.main, generate.main, evaluate.main
+COMMANDS: dict[str, Callable[..., int]] = {"export_hf": EXPORT, "generate": GENERATE, "evaluate": EVALUATE}
 
 
 @dataclass(frozen=True)
@@ -100,11 +96,11 @@ def test_the_export_holds_all_that_transformers_and_a_reader_need(trained: Train
     assert str(trained.folder) not in card
 
 
-def test_step_dtype_and_shard_size_are_those_asked_for(
+def test_step_precision_and_shard_size_are_those_asked_for(
     trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "parts"
-    options = ["--step", "3", "--dtype", "bf16", "--max-shard-size", "20KB"]
+    options = ["--step", "3", "precision=bf16", "--max-shard-size", "20KB"]
     assert EXPORT([trained.run, str(out), *options]) == 0
     assert "after step 3" in capsys.readouterr().out
     assert len(list(out.glob("*.safetensors"))) > 2
@@ -136,7 +132,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_left_as_it_is(
     trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(trained.run, tmp_path / "run")
-    damaged = next((tmp_path / "run" / "checkpoints" / "step-00000006").glob("*.distcp"))
+    damaged = next((tmp_path / "run" / "checkpoints" / "step-00000006").glob("*.safetensors"))
     damaged.write_bytes(b"?" + damaged.read_bytes()[1:])
     before = tree(tmp_path / "run")
     assert EXPORT([str(tmp_path / "run"), str(tmp_path / "out")]) == 0
@@ -154,11 +150,11 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_left_as_it_is(
 
 
 def test_a_run_and_its_export_write_the_same_text(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
-    ask = ["--prompt", "The river", "--max-new-tokens", "9", "--num-samples", "2", "--seed", "5"]
+    ask = ["--prompt", "The river", "--max-new-tokens", "9", "--num-samples", "2", "seed=5"]
     written = text(capsys, trained.run, *ask)
     assert written == text(capsys, trained.exported, *ask)
     assert written.count("The river") == 2
-    assert written != text(capsys, trained.run, *ask[:-1], "6")
+    assert written != text(capsys, trained.run, *ask[:-1], "seed=6")
 
 
 def test_the_likeliest_text_is_that_of_transformers(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
@@ -187,7 +183,7 @@ def test_a_table_of_positions_is_used_as_far_as_it_was_trained(
     assert GENERATE([str(tmp_path / "table"), "--prompt", "abca"]) == 0
     said = capsys.readouterr()
     assert (len(said.out), said.err) == (17, "")  # with the end of the line
-    words = ["--data", "text", f"data.path={tmp_path / 'text.txt'}", f"data.cache_dir={tmp_path / 'cache'}"]
+    words = ["data=text", f"data.path={tmp_path / 'text.txt'}", f"data.cache_dir={tmp_path / 'cache'}"]
     assert evaluation(capsys, str(tmp_path / "table"), *words)["seq_length"] == 16
 
 
@@ -232,23 +228,24 @@ def test_other_data_is_evaluated_whole_to_the_last_token(trained: Trained, capsy
         found = evaluation(capsys, folder, *words, "--batch-size", "3")
         assert found["tokens"] == len(tokens) - 1
         assert found["loss"] == pytest.approx(float(losses.mean()), rel=1e-6)  # transformers has RMSNorm in fp32
-        bits = float(losses.mean()) / math.log(2) * len(tokens)
-        assert found["bits_per_byte"] == pytest.approx(bits / len(other.read_bytes()), rel=1e-6)
+        predicted = len(other.read_bytes()) - len(tokenizer.decode(tokens[0]).encode())
+        assert found["bytes_per_token"] * found["tokens"] == pytest.approx(predicted, rel=1e-12)
+        assert found["bits_per_byte"] == pytest.approx(float(losses.sum()) / math.log(2) / predicted, rel=1e-6)
     front = evaluation(capsys, trained.exported, *words, "--max-tokens", "50")
     assert front["tokens"] == 50
     assert front["loss"] == pytest.approx(float(losses[:50].mean()), rel=1e-6)
-    bits = float(losses[:50].mean()) / math.log(2) * 51
-    assert front["bits_per_byte"] == pytest.approx(bits / len(tokenizer.decode(tokens[:51]).encode()), rel=1e-6)
+    bits = float(losses[:50].sum()) / math.log(2)
+    assert front["bits_per_byte"] == pytest.approx(bits / len(tokenizer.decode(tokens[1:51]).encode()), rel=1e-6)
 
 
 def test_the_option_and_the_override_name_the_same_data(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
     place = f"data.cache_dir={trained.folder / 'cache'}"
     words = [f"data.path={trained.folder / 'other.txt'}", place]
-    option = evaluation(capsys, trained.run, "--data", "text", *words)
+    option = evaluation(capsys, trained.run, "data=text", *words)
     assert option == evaluation(capsys, trained.run, "data=text", *words)
-    part = evaluation(capsys, trained.run, "--data", "text", *words, "data.validation_fraction=0.25")
+    part = evaluation(capsys, trained.run, "data=text", *words, "data.validation_fraction=0.25")
     assert option["tokens"] // 5 < part["tokens"] < option["tokens"] // 3
-    shorter = evaluation(capsys, trained.run, "--data", "text", *words, "train.seq_length=8")
+    shorter = evaluation(capsys, trained.run, "data=text", *words, "train.seq_length=8")
     assert (shorter["tokens"], shorter["seq_length"]) == (option["tokens"], 8)
     assert shorter["loss"] != option["loss"]
 
@@ -256,15 +253,14 @@ def test_the_option_and_the_override_name_the_same_data(trained: Trained, capsys
 def test_token_files_are_evaluated_as_the_text_they_were_made_of(
     trained: Trained, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    prepare = command("prepare_data")
     for name, tokenizer in (("tokens", f"{trained.run}/tokenizer"), ("strange", "byte")):
-        out = ["--output", str(trained.folder / name), "--tokenizer", tokenizer]
-        assert prepare([str(trained.folder / "other.txt"), *out]) == 0
-    found = evaluation(capsys, trained.run, "--data", "tokens", f"data.path={trained.folder / 'tokens'}")
+        words = ["data=text", f"data.path={trained.folder / 'other.txt'}", f"tokenizer={tokenizer}"]
+        assert prepare.main([*words, "--output", str(trained.folder / name)]) == 0
+    found = evaluation(capsys, trained.run, "data=tokens", f"data.path={trained.folder / 'tokens'}")
     words = [f"data.path={trained.folder / 'other.txt'}", f"data.cache_dir={trained.folder / 'cache'}"]
-    expected = evaluation(capsys, trained.run, "--data", "text", *words)
+    expected = evaluation(capsys, trained.run, "data=text", *words)
     assert {**found, "data": ""} == {**expected, "data": ""}
-    assert EVALUATE([trained.run, "--data", "tokens", f"data.path={trained.folder / 'strange'}"]) == 2
+    assert EVALUATE([trained.run, "data=tokens", f"data.path={trained.folder / 'strange'}"]) == 2
     assert "made with another tokenizer than the model's" in capsys.readouterr().err
 
 
@@ -344,7 +340,7 @@ def nothing(place: Path) -> None:
 
 
 ASK = ["--prompt", "a tree"]
-DATA = ["--data", "text", "data.path=other.txt", "data.cache_dir=cache"]
+DATA = ["data=text", "data.path=other.txt", "data.cache_dir=cache"]
 
 
 @pytest.mark.parametrize(
@@ -354,9 +350,15 @@ DATA = ["--data", "text", "data.path=other.txt", "data.cache_dir=cache"]
         (empty_run, "export_hf", ["empty", "out"], ["it holds no checkpoint"]),
         (broken_run, "export_hf", ["broken", "out"], ["no checkpoint of this run can be read"]),
         (nothing, "export_hf", ["run", "out", "--step", "5"], ["step=5", "those there are: 3, 6"]),
+        (
+            nothing,
+            "export_hf",
+            ["run", "out", "precision=bf61", "seed=1"],
+            ["2 problems", "precision='bf61'", "does not read"],
+        ),
         (full_folder, "export_hf", ["run", "out"], ["folder='out'", "it exists already"]),
         (nothing, "export_hf", ["run", "out", "--max-shard-size", "big"], ["max shard size='big'", "5GB"]),
-        (strange_run, "export_hf", ["strange", "out"], ["has 400 tokens", "the model of the checkpoint knows 297"]),
+        (strange_run, "export_hf", ["strange", "out"], ["strange/tokenizer", "is not what the run has written"]),
         (nothing, "generate", ["run", "--prompt", ""], ["--prompt=''", "nothing to continue"]),
         (nothing, "generate", ["run", *ASK, "--temperature", "-1", "--top-p", "0"], ["2 problems", "--top-p=0.0"]),
         (nothing, "generate", ["run", *ASK, "--temperature", "0", "--num-samples", "2"], ["all of them are the same"]),
@@ -379,17 +381,19 @@ DATA = ["--data", "text", "data.path=other.txt", "data.cache_dir=cache"]
             ["takes 3 of the model's 32 positions", "--max-new-tokens 29"],
         ),
         (model_of_positions, "evaluate", ["table", *DATA, "train.seq_length=33"], ["has 32 positions"]),
-        (strange_run, "evaluate", ["strange", *DATA], ["has 400 tokens", "knows 297"]),
+        (strange_run, "evaluate", ["strange", *DATA], ["is not what the run has written"]),
         (model_with_code, "evaluate", ["code", *DATA], ["must be one of gpt2, llama, qwen3", "never run"]),
         (model_of_symbols, "evaluate", ["symbols", *DATA], ["'A' (character 0)", "3 symbols"]),
         (model_without_tokenizer, "evaluate", ["mute", *DATA], ["holds no tokenizer"]),
-        (nothing, "evaluate", ["exported"], ["has no data of its own", "--data stdlib"]),
+        (nothing, "evaluate", ["exported"], ["has no data of its own", "data=stdlib"]),
         (nothing, "evaluate", ["run", "train.steps=3"], ["train.steps: an evaluation does not read it"]),
         (nothing, "evaluate", ["run", "train.seq_lenght=3"], ["did you mean train.seq_length=3"]),
         (nothing, "evaluate", ["run", "--max-tokens", "9"], ["evaluated as in training"]),
-        (nothing, "evaluate", ["run", "--data", "text"], ["data.path"]),
-        (nothing, "evaluate", ["run", "--data", "text", "data=hf", "data.path=x"], ["give one of the two"]),
-        (nothing, "evaluate", ["run", "--data", "text", "data.path=gone.txt"], ["there is no such file"]),
+        (nothing, "evaluate", ["run", "data=text"], ["data.path"]),
+        (nothing, "generate", ["exported", "--prompt", "a", "--seed", "7"], ["--seed", "unknown option"]),
+        (nothing, "generate", ["exported", "--prompt", "a", "train.steps=7"], ["generating text does not read it"]),
+        (nothing, "evaluate", ["run", "--data"], ["--data", "unknown option"]),
+        (nothing, "evaluate", ["run", "data=text", "data.path=gone.txt"], ["there is no such file"]),
         (nothing, "evaluate", ["run", *DATA, "train.eval_batches=2"], ["--max-tokens N"]),
     ],
 )
@@ -409,7 +413,7 @@ def test_mistakes_are_refused_with_status_two_and_nothing_written(
     monkeypatch.chdir(tmp_path)
     arrange(tmp_path)
     before, entries = tree(tmp_path), sorted(os.listdir(tmp_path))
-    assert command(name)(arguments) == 2
+    assert COMMANDS[name](arguments) == 2
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err.count("megalite: refused") == 1

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from megalite.data.batch import Batch
-from megalite.parallel.context import ParallelContext
-from megalite.parallel.groups import GroupNeeds
-from megalite.parallel.layout import ParallelLayout
+from megalite.launch.context import ParallelContext
+from megalite.layout.groups import GroupNeeds
+from megalite.layout.ranks import ParallelLayout
 from megalite.train.step import TrainStep
 from megalite.train.training import Training, build_training, fill_with_start_values
 from tests.optim.small_model import small_config

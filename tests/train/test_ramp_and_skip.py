@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
-import megalite.train.run as run_module
+import megalite.train.loop as loop_module
 from megalite.checkpoint.store import newest
+from megalite.commands.train import run
 from megalite.config.derive import derive
-from megalite.config.problems import UserError
 from megalite.config.schema import Config
-from megalite.parallel.context import ParallelContext
-from megalite.parallel.environment import ProcessEnvironment
-from megalite.parallel.layout import ParallelLayout
-from megalite.parallel.startup import needs_of
-from megalite.train.metrics import read_metrics
-from megalite.train.run import run
+from megalite.errors.problems import UserError
+from megalite.launch.context import ParallelContext
+from megalite.launch.environment import ProcessEnvironment
+from megalite.layout.ranks import ParallelLayout
+from megalite.train.history import read_metrics
+from megalite.train.start import needs_of
 from tests.ranks import run_ranks
 from tests.train.runs import state_bytes, write_text
 from tests.train.test_run import UNREADABLE, _refusing_step_3, config_for, losses, resume_differs, run_on, start
@@ -63,8 +63,8 @@ def test_a_start_that_forgets_how_many_samples_were_consumed_is_noticed(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The negative control: the batches of a continued run begin small again."""
-    planned = run_module.planned_steps
-    monkeypatch.setattr(run_module, "planned_steps", lambda train, done, samples: planned(train, done=done, samples=0))
+    planned = loop_module.planned_steps
+    monkeypatch.setattr(loop_module, "planned_steps", lambda train, done, samples: planned(train, done=done, samples=0))
     assert resume_differs(text, tmp_path, monkeypatch, train=growing(text, tmp_path).train)
 
 

@@ -7,9 +7,9 @@ import torch
 
 from megalite.config.derive import derive
 from megalite.config.schema import Config
-from megalite.parallel.context import ParallelContext
-from megalite.parallel.groups import GroupNeeds
-from megalite.parallel.layout import ParallelLayout
+from megalite.launch.context import ParallelContext
+from megalite.layout.groups import GroupNeeds
+from megalite.layout.ranks import ParallelLayout
 from megalite.train.replicas import ReplicaMismatchError, check_replicas, content_hash
 from megalite.train.state import held_pieces, owned_pieces
 from megalite.train.training import build_training, fill_with_start_values

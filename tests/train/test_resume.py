@@ -62,6 +62,30 @@ def test_killed_twice_and_stopped_once_it_ends_where_the_uninterrupted_run_ends(
     assert_same_run(run, uninterrupted)
 
 
+def test_its_folder_alone_continues_a_run_elsewhere(folder: Path, uninterrupted: Path, tmp_path: Path) -> None:
+    run = folder / "alone"
+    process = launch(overrides(folder, "alone"))
+    wait_for_step(process, run, 7)
+    kill(process)
+    status, output = finish(launch([f"run_dir={run}"], cwd=tmp_path))
+    assert status == 0, output
+    assert "model.dropout=0.1" in output
+    assert_same_run(run, uninterrupted)
+    status, output = finish(launch([f"run_dir={run}", "model.hidden_size=32"]))
+    assert status == 2, output
+    assert "started with model.hidden_size=64" in output
+
+
+def test_without_asserts_it_saves_and_continues_all_the_same(folder: Path, uninterrupted: Path) -> None:
+    arguments, run, without = overrides(folder, "optimized"), folder / "optimized", {"PYTHONOPTIMIZE": "1"}
+    process = launch(arguments, variables=without)
+    wait_for_step(process, run, 7)
+    os.kill(process.pid, signal.SIGTERM)
+    for status, output in (finish(process), finish(launch(arguments, variables=without))):
+        assert status == 0, output
+    assert_same_run(run, uninterrupted)
+
+
 def test_a_finished_run_says_so_and_changes_nothing(uninterrupted: Path, folder: Path) -> None:
     before = (uninterrupted / "metrics.jsonl").read_bytes()
     status, output = finish(launch(overrides(folder, "whole")))

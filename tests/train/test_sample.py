@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.config.problems import UserError
 from megalite.config.schema import Config
 from megalite.data.open import open_data
-from megalite.data.prepare import prepare
-from megalite.parallel.context import ParallelContext
-from megalite.parallel.layout import ParallelLayout
+from megalite.errors.problems import UserError
+from megalite.launch.context import ParallelContext
+from megalite.layout.ranks import ParallelLayout
+from megalite.prepare.prepare import prepare
 from megalite.train import sample as sample_module
-from megalite.train.events import read_events
+from megalite.train.history import read_events
 from megalite.train.sample import prompts_of, sample
 from tests.pipeline.stages import stages_config, started
 from tests.train.runs import state_bytes, write_text
@@ -113,8 +113,7 @@ def test_every_layout_writes_the_texts_of_one_process(text: Path, tmp_path: Path
 def prompts(text: Path, **settings: Any) -> list[tuple[str, list[int]]]:
     config = config_for(text, text.parent / "unused", sample_prompts=settings.pop("prompts", None))
     config = replace(config, **settings)
-    prepare(config, lambda *progress: None)
-    return [(prompt.text, prompt.tokens) for prompt in prompts_of(config, open_data(config))]
+    return [(prompt.text, prompt.tokens) for prompt in prompts_of(config, open_data(config, prepare(config)))]
 
 
 def test_a_sample_begins_with_the_prompt_or_an_end_of_document(text: Path) -> None:

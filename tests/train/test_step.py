@@ -8,10 +8,10 @@ from megalite.config.derive import derive
 from megalite.config.schema import Config
 from megalite.data.batch import Batch
 from megalite.data.batches import masked_batches
+from megalite.launch.context import ParallelContext
 from megalite.model.init import start_values
 from megalite.model.parameters import gpt_parameters
 from megalite.optim.norm import gradient_norm
-from megalite.parallel.context import ParallelContext
 from megalite.train.job import derive_device
 from megalite.train.step import TrainStep
 from megalite.train.training import build_training, fill_with_start_values
@@ -45,11 +45,12 @@ def test_a_step_never_waits_for_the_device() -> None:
     tokens = torch.randint(300, (8, 256), device=context.device)
     positions = torch.arange(256, device=context.device).expand_as(tokens)
     batch = Batch(tokens, tokens.roll(-1, 1), torch.ones_like(tokens, dtype=torch.bool), positions, None, 0)
+    masked = [each.to(context.device) for each in masked_batches(config, config.train.global_batch_size, 1)]
     first = step([batch], tokens.numel(), 1e-3).read()
     torch.cuda.set_sync_debug_mode("error")
     try:
         launched = [step([batch], tokens.numel(), 1e-3) for _ in range(3)]
-        refused = step(masked_batches(config, config.train.global_batch_size, 1, context.device), 0, 1e-3, refused=True)
+        refused = step(masked, 0, 1e-3, refused=True)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert launched[-1].read().loss < first.loss
@@ -63,17 +64,17 @@ def sums_of_steps(context: ParallelContext, ahead: bool) -> tuple[list[int], lis
     training = build_training(config, context)
     fill_with_start_values(training.buffers, config, context)
     step = TrainStep(training, config.optimizer, context)
-    add_up, seen = step._sum, []
+    add_up, seen = step._all_reduce, []
 
     def counted(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
         seen[-1] += 1
         return add_up(tensor, group)
 
-    step._sum = counted  # type: ignore[method-assign]
+    step._all_reduce = counted  # type: ignore[method-assign]
     tokens = []
     for number in range(3):
         seen.append(0)
-        batch = masked_batches(config, config.train.global_batch_size, 1, context.device)
+        batch = masked_batches(config, config.train.global_batch_size, 1)
         local = 5 + number + context.rank
         tokens.append(step(batch, local, 1e-3, next_local_tokens=local + 1 if ahead else None).read().tokens)
     training.gather.finish()

@@ -1,0 +1,95 @@
+"""Trains a GPT: what pretrain_gpt.py and `megalite train` do, on each rank.
+
+Exit status: 0 finished or stopped after saving, 2 refused (said by rank 0), 130 interrupted before the start, else a
+failure.
+"""
+
+import os
+import sys
+import time
+
+from megalite.config.schema import Config
+from megalite.errors.problems import NO_VALUE, Problem, UserError, collect
+from megalite.launch.cores import limit_openmp_spinning
+from megalite.launch.environment import ProcessEnvironment, claimed_rank, first_of_node, read_environment
+from megalite.launch.signals import die_with_launcher, ignore_stop_signals
+from megalite.prepare.hub import ask_early
+
+WAIT_FOR_RANK_ZERO_S = 5.0  # torchrun ends all ranks when the first one exits: rank 0 must have printed by then
+
+
+def main(argv: list[str]) -> int:
+    from megalite.config.arguments import wants_information, wants_sweep
+    from megalite.config.compose import load_config, show_information
+    from megalite.config.memory_rules import fits_this_machine
+
+    rank, problems = claimed_rank(os.environ), list[Problem]()
+    try:
+        os.getcwd()
+    except OSError:
+        gone = Problem("working directory", NO_VALUE, "it has been deleted", "cd to a folder that exists", here=True)
+        return refuse(UserError(gone), rank)
+    if wants_information(argv):
+        status = collect(lambda: show_information(argv) if rank == 0 else 0, problems)
+        return refuse(UserError(problems), rank) if status is None else status
+    if wants_sweep(argv):
+        from megalite.commands import sweep
+
+        status = collect(lambda: sweep.main(argv), problems)
+        return refuse(UserError(problems), rank) if status is None else status
+    environment = collect(lambda: read_environment(os.environ), problems)
+    config = collect(lambda: load_config(argv, environment.world_size if environment else 1), problems)
+    if environment is not None and config is not None:
+        problems += fits_this_machine(config, environment.world_size, environment.local_world_size)
+    if environment is None or config is None or problems:
+        return refuse(UserError(problems), rank)
+    die_with_launcher(environment.launcher)  # during the imports, too: ranks without it wait for nobody
+    limit_openmp_spinning(os.environ)
+    ask_early(config, environment)
+    from torch.distributed.elastic.multiprocessing.errors import record  # torch: from here on it takes seconds
+
+    def train() -> int:  # refusals are caught inside record, which would report them as failures
+        status = collect(lambda: run(config, environment), problems)
+        return refuse(UserError(problems), rank) if status is None else status
+
+    return record(train)() or 0
+
+
+def run(config: Config, environment: ProcessEnvironment) -> int:
+    """Train as `config` says, on this rank; the exit status. The rooms that training does not know meet here."""
+    from megalite.hf.import_model import import_model
+    from megalite.observe.run_recorder import RunRecorder
+    from megalite.prepare import prepare
+    from megalite.train.run import run
+
+    return run(config, environment, prepare, import_model, RunRecorder)
+
+
+def refuse(error: UserError, rank: int) -> int:
+    """Says what is wrong, once for all ranks, and gives the exit status."""
+    if rank > 0:
+        time.sleep(WAIT_FOR_RANK_ZERO_S)
+    # Still there: rank 0 may be well, or missing. Each machine then says once what it alone may lack.
+    if rank == 0 or any(it.alone or (it.here and first_of_node(os.environ)) for it in error.problems):
+        print(error, file=sys.stderr, flush=True)
+    return 2
+
+
+def main_to_the_end(argv: list[str]) -> int:
+    """The same as a whole process, which no signal disturbs once it has saved."""
+    _open_closed_streams()
+    try:
+        status = main(argv)
+    except KeyboardInterrupt:
+        status = 130
+    ignore_stop_signals()
+    return status
+
+
+def _open_closed_streams() -> None:
+    """What was closed (`>&-`) leads nowhere from now on: else the next files that are opened would take its place."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)

@@ -1,0 +1,47 @@
+"""What the config.json of a transformers folder says: the `model.*` settings of its model. Reads no weights."""
+
+from pathlib import Path
+from typing import Any
+
+from megalite.config.families import FAMILIES, UnsupportedError, model_settings
+from megalite.config.user_files import read_object
+from megalite.errors.problems import Problem, UserError
+
+SETTING = "checkpoint.init_from"
+REMEDY = "the folder is damaged or incomplete: copy or download it again, or save it again with save_pretrained"
+
+
+def imported_model_settings(folder: str | Path) -> dict[str, Any]:
+    """The `model.*` settings that match the folder's config.json: {"num_layers": 12, ...}."""
+    path, found = Path(folder) / "config.json", read_model_file(Path(folder))
+    try:
+        return model_settings(found)
+    except KeyError as missing:
+        raise UserError(folder_problem(path, f"must have the key {missing}")) from missing
+    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+        raise UserError(folder_problem(path, f"must have sizes that are positive integers ({error})")) from error
+    except UnsupportedError as refused:
+        key, value, rule = refused.args
+        remedy = "give another model: none of the settings here describes this one"
+        raise UserError(Problem(f"{key} in {path}", value, rule, remedy)) from refused
+
+
+def read_model_file(folder: Path) -> dict[str, Any]:
+    """config.json of a supported family."""
+    path = folder / "config.json"
+    if not folder.is_dir():
+        remedy = "give the path of a folder on this machine (nothing is downloaded), as save_pretrained writes it"
+        raise UserError(Problem(SETTING, str(folder), "must be the folder of a transformers model", remedy))
+    found = read_object(path, REMEDY)
+    family = found.get("model_type")
+    if family not in FAMILIES:
+        remedy = "give a GPT-2, Llama or Qwen3 model"
+        if "auto_map" in found:
+            remedy += "; code that comes with a model is never run"
+        raise UserError(Problem(f"model_type in {path}", family, f"must be one of {', '.join(FAMILIES)}", remedy))
+    return found
+
+
+def folder_problem(path: Path, rule: str) -> Problem:
+    """What is wrong with a file of the folder, or with the folder."""
+    return Problem(SETTING, str(path), rule, REMEDY)

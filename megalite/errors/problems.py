@@ -1,0 +1,94 @@
+"""What a user is told about a mistake: the setting, its value, the rule it breaks and what would work.
+
+Every check in megalite collects `Problem`s and raises one `UserError` with all of them; the launcher prints the error
+once, without a traceback, and exits with status 2. Imports nothing but the standard library.
+"""
+
+import contextlib
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+LONGEST_SHOWN = 400
+REFUSED = 2  # exit status of a refused configuration or input
+# Control characters but newline and tab, what turns the direction of writing, and halves of characters (bytes of a file
+# name that are no UTF-8).
+UNPRINTABLE = re.compile("[\0-\b\v-\f\x0e-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]|\r(?!\n)")
+NO_VALUE = "\0"  # plain JSON, as problems travel between ranks; no command line can hold it
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One mistake. `setting` is a dotted name (`model.hidden_size`), a file or an environment variable.
+
+    A `value` of NO_VALUE means that there is none to show. `here` marks what is wrong with files or variables here:
+    other ranks may not see it. `alone` marks what no other rank can be relied on to say: rank 0 is out of reach.
+    """
+
+    setting: str
+    value: Any
+    rule: str
+    remedy: str
+    here: bool = False
+    alone: bool = False
+
+    def __str__(self) -> str:
+        shown = "" if self.value == NO_VALUE else "=null" if self.value is None else f"={shortened(repr(self.value))}"
+        return printable(f"{self.setting}{shown}: {self.rule}\n      fix: {self.remedy}")
+
+
+def shortened(text: str) -> str:
+    """Text of a length that can be read."""
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}... ({len(text):,} characters)"
+
+
+class UserError(Exception):
+    """A configuration or an input that megalite refuses, with every problem that was found in it."""
+
+    def __init__(self, problems: Sequence[Problem] | Problem) -> None:
+        self.problems = [problems] if isinstance(problems, Problem) else list(problems)
+        assert self.problems, "a UserError without a problem helps nobody"
+        super().__init__(self.render())
+
+    def __reduce__(self) -> tuple[type["UserError"], tuple[list[Problem]]]:
+        return UserError, (self.problems,)  # an exception pickles its args, here the rendered text, by default
+
+    def render(self) -> str:
+        """The whole message as the user reads it."""
+        count = len(self.problems)
+        head = f"megalite: refused, {count} problem{'s' if count > 1 else ''}:"
+        return "\n".join([head, *(f"  {number}. {problem}" for number, problem in enumerate(self.problems, 1))])
+
+
+def printable(text: str) -> str:
+    """Text from outside (a file's name, a model's sample) with what could drive a terminal written out: \\x1b."""
+    return UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def collect_all(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+    """The results of all calls; UserError with the problems of all that failed."""
+    problems: list[Problem] = []
+    results = [collect(lambda item=item: function(item), problems) for item in items]  # type: ignore[misc]
+    if problems:
+        raise UserError(problems)
+    return results  # type: ignore[return-value]  # None only where there are problems
+
+
+def to_stderr(text: str) -> None:
+    """Words that must not get lost, if anybody still listens: a terminal that is gone ends no save."""
+    with contextlib.suppress(OSError, ValueError):
+        print(printable(text), file=sys.stderr, flush=True)
+
+
+def collect(check: Callable[[], Result], problems: list[Problem]) -> Result | None:
+    """The check's result, or None with its problems added to those of other checks."""
+    try:
+        return check()
+    except UserError as error:
+        problems += error.problems
+        return None

@@ -1,0 +1,34 @@
+"""A matrix product that is added to a tensor of wider dtype: a weight's gradient to its fp32 main gradient."""
+
+import torch
+from torch import Tensor
+
+from megalite.kernels.pieces import piece_buffers, pieces
+
+# Elements of a product that is rounded at once, on a CPU: many, as each product packs `right` anew, yet few enough to
+# be a small part of the gradients. The largest weight of GPT-2's smallest blocks (2,359,296) is one tile.
+TILE_ELEMENTS = 5 << 19
+
+
+def add_transposed_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total [v, h] += left^T right for left [c, v], right [c, h]; total may be of wider dtype than the product's."""
+    if total.dtype == left.dtype:
+        total.addmm_(left.t(), right)
+    elif total.is_cuda:
+        torch.addmm(total, left.t(), right, out_dtype=total.dtype, out=total)
+    else:
+        # No CPU kernel multiplies bf16 into fp32, and mixed sums are slow: product, then widened copies and sums.
+        tiles = max(1, -(-total.numel() // TILE_ELEMENTS))
+        rows = -(-total.shape[0] // tiles)  # as many in all tiles: a short one is slow
+        product = right.new_empty(rows, total.shape[1])
+        (widened,) = piece_buffers(1, total[:rows], total.dtype)
+        for tile, columns in zip(total.split(rows), left.split(rows, dim=1), strict=True):
+            torch.mm(columns.t(), right, out=product[: len(tile)])
+            for part, of_product in pieces(tile, product[: len(tile)]):
+                part.add_(widened[: len(part)].copy_(of_product))
+
+
+# A compiler would take the sum apart: a new tensor of the weight's size, then a copy. An op of our own stays in place.
+compiled_add_transposed_product = torch.library.custom_op(
+    "megalite::add_transposed_product", add_transposed_product, mutates_args=("total",)
+)

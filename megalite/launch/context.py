@@ -1,0 +1,158 @@
+"""Holds this rank's place in the world: its coordinates and its process groups.
+
+There is no global. A layer, an optimizer or a checkpoint is given the group it works on, `context.group("tp")`, by the
+names of layout/groups.py. A group of one rank is None: nothing is sent. (torch takes None for the whole world, so ask
+before the call.) Problems, flags and JSON go over `control_group`, a gloo group of the whole world even on GPUs: they
+never queue behind the accelerator. Nothing is pickled.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import _set_pg_timeout as set_group_timeout  # torch has no public name for it
+
+from megalite.errors.problems import Problem, UserError
+from megalite.layout.groups import COMMUNICATING, GroupNeeds, GroupSpec, groups_of
+from megalite.layout.ranks import ParallelLayout
+
+CPU = torch.device("cpu")
+OPTIONAL_GROUPS = ("embedding", "position-embedding", "kv-replicas")  # not of every rank, or not of every model
+
+
+@dataclass(frozen=True)
+class ParallelContext:
+    """One rank of a layout. Made by `startup.start`; the defaults are a single process on the CPU."""
+
+    layout: ParallelLayout = field(default_factory=ParallelLayout)
+    rank: int = 0
+    device: torch.device = CPU
+    dtype: torch.dtype = torch.float32
+    specs: Mapping[str, GroupSpec] = field(default_factory=lambda: groups_of(ParallelLayout(), 0, GroupNeeds()))
+    groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)  # those of more than one rank
+    control_group: dist.ProcessGroup | None = None  # made for this context, as all its groups. None: a world of one
+    store: Store | None = None  # of the rendezvous that made the world; outlives the groups. None: it was there
+
+    @property
+    def world_size(self) -> int:
+        return self.layout.world_size
+
+    @cached_property
+    def coordinates(self) -> dict[str, int]:
+        """Position of this rank along every axis."""
+        return self.layout.coordinates(self.rank)
+
+    # --- groups ------------------------------------------------------------------------------------------------------
+
+    def group(self, name: str) -> dist.ProcessGroup | None:
+        """The communicator of the group called `name`; None where it has this rank alone, or not this rank."""
+        assert name in COMMUNICATING, f"group {name!r} is a list of ranks without a communicator"
+        return self.groups.get(name) if self.members(name) else None
+
+    def members(self, name: str) -> tuple[int, ...]:
+        """Global ranks of the group, ascending; empty where this rank does not belong to it."""
+        assert name in self.specs or name in OPTIONAL_GROUPS, f"no group {name!r} among {', '.join(self.specs)}"
+        return self.specs[name].ranks if name in self.specs else ()
+
+    def size(self, name: str) -> int:
+        """Number of ranks in the group."""
+        return len(self.members(name))
+
+    def index(self, name: str) -> int:
+        """Position of this rank in the group: its rank there."""
+        return self.members(name).index(self.rank)
+
+    # --- agreement ---------------------------------------------------------------------------------------------------
+
+    def agree(self, problems: Sequence[Problem]) -> None:
+        """Raise the same UserError on every rank if any rank has a problem: the union, in order of rank, each once.
+
+        All ranks call it at the same point, those without problems with an empty list.
+        """
+        everyone: dict[Problem, None] = {}
+        for said in self.gather_json([problem_fields(problem) for problem in problems]):
+            everyone.update(dict.fromkeys(Problem(**fields) for fields in said))
+        if everyone:
+            raise UserError(list(everyone))
+
+    def broadcast_object(self, value: Any) -> Any:
+        """Rank 0's `value` on every rank, carried as JSON. The others' argument is not looked at."""
+        if self.control_group is None:
+            return json.loads(json.dumps(value))
+        payload = json.dumps(value).encode() if self.rank == 0 else b""
+        size = torch.tensor([len(payload)])
+        dist.broadcast(size, src=0, group=self.control_group)
+        carrier = _to_bytes_tensor(payload, int(size))
+        dist.broadcast(carrier, src=0, group=self.control_group)
+        return json.loads(carrier.numpy().tobytes())
+
+    def barrier(self, *, patient: bool = False) -> None:
+        """Return once all ranks have called it.
+
+        `patient`: whatever one of them does first may last longer than parallel.timeout_s. A rank that dies is an error
+        at once in either case.
+        """
+        if self.control_group is not None:
+            options = dist.BarrierOptions()
+            if patient:
+                options.timeout = timedelta(days=365)
+            self.control_group.barrier(options).wait()
+
+    def set_timeout(self, seconds: float) -> None:
+        """From now on, a collective of any of this rank's groups that a member does not join within this time fails."""
+        if self.control_group is not None:
+            for group in {*self.groups.values(), self.control_group}:
+                set_group_timeout(timedelta(seconds=seconds), group)
+
+    def close(self, *, failed: bool = False) -> None:
+        """Leave all groups, and the world if this context made it; calling it again does nothing.
+
+        A rank that `failed` waits for no partner: what NCCL still has under way is aborted, not finished.
+        """
+        if self.control_group is None or not dist.is_initialized():
+            return
+        if failed and self.device.type == "cuda":
+            for group in {group for name, group in self.groups.items() if not self.specs[name].on_host}:
+                group.abort()
+        if self.store is not None:
+            dist.destroy_process_group()
+            return
+        for group in {*self.groups.values(), self.control_group}:
+            if group in dist.distributed_c10d._world.pg_map:
+                dist.destroy_process_group(group)
+
+    def gather_json(self, value: list[Any]) -> list[list[Any]]:
+        """Every rank's list, by rank. Costs one small all-reduce where all lists are empty, the usual case."""
+        if self.control_group is None:
+            return [value]
+        payload = json.dumps(value).encode() if value else b""
+        longest = torch.tensor([len(payload)])
+        dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=self.control_group)
+        if not int(longest):
+            return [[] for _ in range(self.world_size)]
+        padded = payload.ljust(int(longest), b" ")  # JSON does not mind trailing blanks
+        gathered = [torch.empty(int(longest), dtype=torch.uint8) for _ in range(self.world_size)]
+        dist.all_gather(gathered, _to_bytes_tensor(padded, int(longest)), group=self.control_group)
+        return [json.loads(said.numpy().tobytes().strip() or b"[]") for said in gathered]
+
+
+def _to_bytes_tensor(payload: bytes, size: int) -> torch.Tensor:
+    """A uint8 tensor of `size` that starts with the payload (a receiver has none yet)."""
+    carrier = torch.zeros(size, dtype=torch.uint8)
+    if payload:
+        carrier[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    return carrier
+
+
+def problem_fields(problem: Problem) -> dict[str, Any]:
+    """A problem's fields with a value that JSON can carry and that compares equal to its copy on other ranks."""
+    fields = asdict(problem)
+    if not isinstance(fields["value"], str | int | float | bool | None):
+        fields["value"] = str(fields["value"])
+    return fields

@@ -1,0 +1,91 @@
+"""Chooses a rank's device, its precision and how many CPU threads it has. Nothing here communicates."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from megalite.errors.problems import Problem, UserError
+from megalite.launch.cores import usable_cores
+from megalite.launch.environment import ProcessEnvironment
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def choose_device(setting: str, environment: ProcessEnvironment) -> torch.device:
+    """`setting` is auto, cpu or cuda; auto takes CUDA where it is present.
+
+    A rank's GPU is number LOCAL_RANK (else its rank) modulo the devices it sees: SLURM may show each task its own GPU
+    alone. The rendezvous checks that no two ranks end up on one GPU.
+    """
+    present = setting != "cpu" and torch.cuda.is_available()
+    if setting == "cuda" and not present:
+        raise UserError(Problem("device", "cuda", f"no usable CUDA device: {_why_no_cuda()}", "device=cpu, or auto"))
+    if not present:
+        return torch.device("cpu")
+    local_rank = environment.rank if environment.local_rank is None else environment.local_rank
+    return torch.device("cuda", local_rank % torch.cuda.device_count())
+
+
+def choose_precision(setting: str, device: torch.device) -> torch.dtype:
+    """`setting` is auto or one of DTYPES; auto is bf16 where the hardware multiplies bf16 matrices, else fp32."""
+    if setting == "auto":
+        return torch.bfloat16 if _has_fast_bf16(device) else torch.float32
+    if setting == "bf16" and device.type == "cuda" and not _has_fast_bf16(device):
+        rule = f"{torch.cuda.get_device_name(device)} cannot multiply bf16 matrices"
+        raise UserError(Problem("precision", "bf16", rule, "precision=fp32, fp16 or auto"))
+    return DTYPES[setting]
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """What the setting calls the dtype."""
+    return next(name for name, one in DTYPES.items() if one == dtype)
+
+
+def set_threads(environment: ProcessEnvironment) -> None:
+    """Give each rank its share of the cores, so that the ranks of a node do not slow each other down several times.
+
+    OMP_NUM_THREADS wins where the user set it.
+    """
+    if not _user_chose_threads(environment):
+        torch.set_num_threads(threads_per_rank(usable_cores(), environment, os.environ))
+
+
+def threads_per_rank(cores: int, environment: ProcessEnvironment, environ: Mapping[str, str]) -> int:
+    """Threads of one rank where this process may use `cores`. SLURM may have given the step fewer, bound to it or not;
+    cores that are bound to a task are its share already."""
+    if environment.launcher == "slurm":
+        per_task, on_node = environ.get("SLURM_CPUS_PER_TASK", ""), environ.get("SLURM_CPUS_ON_NODE", "")
+        if per_task.isdigit():
+            return max(1, min(cores, int(per_task)))
+        if on_node.isdigit():
+            cores = min(cores, int(on_node))
+    return max(1, cores // environment.local_world_size)
+
+
+def _user_chose_threads(environment: ProcessEnvironment) -> bool:
+    """Whether OMP_NUM_THREADS is the user's. Where it is not set, torchrun sets it to 1 for several ranks; whether it
+    was, the environment that torchrun itself was started with still tells, on Linux."""
+    chosen = os.environ.get("OMP_NUM_THREADS")
+    if chosen != "1" or environment.launcher != "torchrun" or environment.local_world_size == 1:
+        return chosen is not None
+    try:
+        return b"OMP_NUM_THREADS=1" in Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
+
+
+def _has_fast_bf16(device: torch.device) -> bool:
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    return bool(torch.cpu._is_amx_tile_supported())  # torch has no public name for it
+
+
+def _why_no_cuda() -> str:
+    if torch.version.cuda is None and torch.version.hip is None:
+        return f"this torch ({torch.__version__}) is built without CUDA"
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return "CUDA_VISIBLE_DEVICES is empty"
+    return "the driver shows no GPU (see nvidia-smi)"

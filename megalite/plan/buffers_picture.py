@@ -1,0 +1,161 @@
+"""Draws the buffers of one rank as tapes, to scale: buckets in the order in which backward completes them, the
+parameters in each, and below them the slices of the ranks that own them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from typing import TYPE_CHECKING, Any
+
+from megalite.layout.buffer_layout import Bucket, BufferSlot
+from megalite.optim.rank_buffers import RankBuffers
+from megalite.plan.buffers_table import bucket_name, padding_of
+from megalite.plan.drawing import COLOURS, EDGE, FILL, GREY, INK, fits, legend, mixed, page
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+KINDS = dict(zip(("embedding", "attention", "mlp", "norm", "head"), COLOURS, strict=False))
+OTHER = COLOURS[9]
+LINE, GAP, THIN = 10.0, 0.09, 0.03  # a full line; between buckets; the least that is drawn of a bucket or slice
+CUT = 0.12  # slices at least so wide are also marked in the parameters
+LINES = 12  # that a model takes where its buckets are small
+BLOCK, BAR, STRIP, PITCH = 0.15, 0.34, 0.17, 1.05  # heights: a block's name, parameters, owners; of all
+NOTE = (
+    "Backward completes the gradients from left to right. A rank keeps masters and moments of what it owns. "
+    "Widths are to scale, down to what can be seen."
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where bucket `number` is drawn: on line `line`, `width` inches from `left`."""
+
+    number: int
+    line: int
+    left: float
+    width: float
+
+
+def places_of(sizes: Sequence[int]) -> list[Place]:
+    """Buckets of these sizes one after the other, all to one scale, but none too thin to be seen."""
+    scale = LINE / max(*sizes, -(-sum(sizes) // LINES), 1)
+    places: list[Place] = []
+    line, left = 0, 0.0
+    for number, size in enumerate(sizes):
+        width = max(size * scale, THIN)
+        if left > 0 and left + width > LINE + 1e-9:
+            line, left = line + 1, 0.0
+        places.append(Place(number, line, left, width))
+        left += width + GAP
+    return places
+
+
+def kind_of(name: str) -> str:
+    """The colour's name for a parameter: the last part of its name that has a colour, else `other`."""
+    parts = ["norm" if part.endswith("norm") else part for part in name.split(".")]
+    return next((part for part in reversed(parts) if part in KINDS), "other")
+
+
+def figure_of(buffers: RankBuffers, texts: Sequence[str]) -> "Figure":
+    """The whole picture as a matplotlib figure; `texts` are a title and lines below it."""
+    buckets = buffers.layout.buckets
+    places = places_of([bucket.stop - bucket.start for bucket in buckets])
+    lines = 1 + places[-1].line
+    figure, axes = page(texts, LINE + 0.02, lines * PITCH)
+    for bucket, place in zip(buckets, places, strict=True):
+        _Brush(axes, bucket, place, (lines - place.line) * PITCH).draw(buffers.owners[bucket.buffer.kind], buffers.rank)
+    _legend(figure, buffers)
+    return figure
+
+
+@dataclass(frozen=True)
+class _Brush:
+    """Draws one bucket, whose name begins at height `top`."""
+
+    axes: "Axes"
+    bucket: Bucket
+    place: Place
+    top: float
+
+    def draw(self, owners: Sequence[int], rank: int) -> None:
+        bucket, place = self.bucket, self.place
+        name = f"bucket {bucket_name(place.number, bucket)}"
+        texts = (f"{name}: {_amount(bucket.stop - bucket.start)}", name, name.removeprefix("bucket "))
+        fitting = next((text for text in texts if fits(text, place.width + GAP / 2, 8.5)), "")
+        self.axes.text(place.left, self.top, fitting, va="top", size=8.5, weight="bold", color=INK)
+        bar = self.top - 0.19 - BLOCK - BAR
+        edges = [bucket.start, *(at for slot in bucket.slots for at in (slot.start, slot.stop)), bucket.stop]
+        for start, stop in list(pairwise(edges))[::2]:  # what lies between slots is padding
+            if self.x(stop) - self.x(start) > THIN:
+                self.box(start, stop, bar, BAR, facecolor="none", edgecolor=EDGE, hatch="////", lw=0)
+        for slot in bucket.slots:
+            colour = KINDS.get(kind_of(slot.record.name), OTHER)
+            text, fill = _short_name(slot.record.name), mixed(colour, "white", 0.68)
+            self.box(slot.start, slot.stop, bar, BAR, text, size=8, facecolor=fill, edgecolor=colour, lw=0.7)
+        for block, run in groupby(bucket.slots, key=lambda slot: slot.record.place):
+            if isinstance(block, int):
+                self.block([*run], block, bar + BAR + 0.03)
+        self.owners(owners, rank, bar)
+
+    def x(self, at: int) -> float:
+        """Where an element of the buffer is drawn."""
+        share = (at - self.bucket.start) / max(1, self.bucket.stop - self.bucket.start)
+        return self.place.left + share * self.place.width
+
+    def box(self, start: int, stop: int, low: float, high: float, text: str = "", size: float = 7, **look: Any) -> None:
+        """A rectangle with a text where it fits, which stands above the lines that cut the rectangle."""
+        left, width = self.x(start), self.x(stop) - self.x(start)
+        self.axes.barh(low, width, high, left, align="edge", **look)
+        if text and fits(text, width, size):
+            ink = "white" if look["facecolor"] == INK else INK
+            behind = {"facecolor": look["facecolor"], "lw": 0, "pad": 0.8}
+            middle = left + width / 2, low + high / 2
+            self.axes.text(*middle, text, ha="center", va="center", size=size, color=ink, bbox=behind, zorder=4)
+
+    def block(self, slots: Sequence[BufferSlot], number: int, y: float) -> None:
+        left, right = self.x(slots[0].start), self.x(slots[-1].stop)
+        self.axes.plot([left + 0.015, right - 0.015], [y, y], color=GREY, lw=1.2, solid_capstyle="butt")
+        text = next((text for text in (f"block {number}", f"{number}") if fits(text, right - left, 7)), "")
+        self.axes.text((left + right) / 2, y + 0.015, text, ha="center", va="bottom", size=7, color=GREY)
+
+    def owners(self, owners: Sequence[int], rank: int, bar: float) -> None:
+        """A strip of slices, and a dashed line through the parameters where one ends; of very thin ones only those that
+        the rank owns."""
+        low, slice_width = bar - STRIP - 0.02, self.place.width / len(owners)
+        text = next((text for text in ("rank {}", "{}") if fits(text.format(max(owners)), slice_width, 7)), "")
+        if slice_width < THIN:
+            self.box(self.bucket.start, self.bucket.stop, low, STRIP, facecolor=FILL, edgecolor=EDGE, lw=0.5)
+        for index, owner in enumerate(owners):
+            own = self.bucket.slice_of(index)
+            if slice_width >= THIN or owner == rank:
+                fill = INK if owner == rank else FILL
+                self.box(own.start, own.stop, low, STRIP, text.format(owner), facecolor=fill, edgecolor=EDGE, lw=0.5)
+            if slice_width >= CUT and index > 0:
+                self.axes.vlines(self.x(own.start), low, bar + BAR, color=INK, lw=0.7, ls=(0, (2, 1.6)), zorder=3)
+
+
+def _short_name(name: str) -> str:
+    """`gate_up` for blocks.3.mlp.gate_up.weight, `embedding.word` for embedding.word.weight."""
+    parts = name.removesuffix(".weight").split(".")
+    return ".".join(parts[3:] if parts[0] == "blocks" and len(parts) > 3 else parts)
+
+
+def _amount(elements: int) -> str:
+    for unit, scale in (("G", 10**9), ("M", 10**6), ("k", 10**3)):
+        if elements >= scale:
+            return f"{elements / scale:.1f} {unit}"
+    return str(elements)
+
+
+def _legend(figure: "Figure", buffers: RankBuffers) -> None:
+    from matplotlib.patches import Patch
+
+    kinds = {kind_of(slot.record.name) for slot in buffers.layout.slots}
+    colours = {kind: KINDS.get(kind, OTHER) for kind in (*KINDS, "other") if kind in kinds}
+    handles = [
+        Patch(label=kind, facecolor=mixed(colour, "white", 0.68), edgecolor=colour) for kind, colour in colours.items()
+    ]
+    if 100 * padding_of(buffers.layout) > sum(buffers.layout.sizes.values()):
+        handles.append(Patch(label="padding", facecolor="none", edgecolor=EDGE, hatch="//////"))
+    legend(figure, [*handles, Patch(label=f"owned by rank {buffers.rank}", facecolor=INK)], NOTE)

@@ -1,0 +1,96 @@
+"""Writes a layout as text: every group of every axis, as tables or JSON, and the layers of every stage.
+
+Tables and JSON say the same: both read `ParallelLayout.groups`, one axis at a time, so that memory holds one axis of a
+large world. No torch import.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from textwrap import TextWrapper
+
+from megalite.layout.ranks import ParallelLayout
+from megalite.layout.stages import StageLayers
+from megalite.layout.summary import header_lines
+
+DENSE_SETS = ("tp", "cp", "dp", "pp", "tp-pp", "dp-cp", "tp-cp", "tp-dp-cp")
+EXPERT_SETS = ("etp", "ep", "edp", "pp", "etp-ep", "etp-ep-pp")
+
+
+def table_lines(layout: ParallelLayout, width: int) -> Iterator[str]:
+    """All groups as tables, lines of at most `width` characters."""
+    yield from (line for text in header_lines(layout) for line in _wrapped(text, width))
+    for section, sets in _sections(layout).items():
+        if sets:
+            yield from ("", f"{section}:")
+        for axes in sets:
+            yield from _row(axes, layout.groups(axes), len(str(layout.world_size)), width)
+
+
+def stage_lines(stages: Sequence[StageLayers]) -> Iterator[str]:
+    """Which layers each pipeline rank holds in each of its chunks, a line per stage in the order of the layers."""
+    ranks = 1 + max(stage.rank for stage in stages)
+    sides = {stage.side for stage in stages}
+    digits = len(str(len(stages)))
+    yield "stages:"
+    for stage in stages:
+        chunk = f", chunk {stage.chunk:<{digits}}" if len(stages) > ranks else ""
+        side = f"{stage.side}, " if len(sides) > 1 else ""
+        extras = ["embedding"] * stage.embedding + ["loss"] * stage.loss
+        held = f" ({', '.join(extras)})" if extras else ""
+        yield f"  pp rank {stage.rank:<{digits}}{chunk}: {side}{_layers(stage)}{held}"
+
+
+def json_lines(layout: ParallelLayout, stages: Sequence[StageLayers] | None = None) -> Iterator[str]:
+    """One JSON object, {"dense": {"tp": [[0, 1], ...], ...}, "expert": {...}}, a line per axis; "stages" if given."""
+    before = "{"
+    for section, sets in _sections(layout).items():
+        yield f'{before}"{section}": {{'
+        for axes in sets:
+            yield f'  "{axes}": {json.dumps(layout.groups(axes))}{"" if axes == sets[-1] else ","}'
+        before = "}, "
+    if stages is None:
+        yield "}}"
+    else:
+        yield f'{before}"stages": ['
+        for stage in stages:
+            yield f"  {json.dumps(asdict(stage))}{'' if stage is stages[-1] else ','}"
+        yield "]}"
+
+
+def _layers(stage: StageLayers) -> str:
+    if stage.count < 2:
+        return f"1 layer, {stage.first}" if stage.count else "no layers"
+    return f"{stage.count} layers, {stage.first}-{stage.first + stage.count - 1}"
+
+
+def _sections(layout: ParallelLayout) -> dict[str, tuple[str, ...]]:
+    return {"dense": DENSE_SETS, "expert": EXPERT_SETS if layout.has_experts else ()}
+
+
+def _row(axes: str, groups: list[list[int]], digits: int, width: int) -> Iterator[str]:
+    """One axis: how many groups of what size, then the groups, in columns where they take several lines."""
+    noun = "group " if len(groups) == 1 else "groups"
+    label = f"  {axes:<9} {len(groups):>{digits}} {noun} of {f'{len(groups[0])}:':<{digits + 1}} "
+    if len(groups[0]) == 1 and len(groups) > 1:
+        yield f"{label}each rank alone"
+        return
+    texts = [f"[{' '.join(map(str, group))}]" for group in groups]
+    room = max(width - len(label), 20)
+    column = max(map(len, texts))
+    if column > room:
+        lines = [line for text in texts for line in _wrapped(text, room)]
+    elif sum(map(len, texts)) + len(texts) - 1 <= room:
+        lines = [" ".join(texts)]
+    else:
+        across = (room + 1) // (column + 1)
+        lines = [
+            " ".join(text.ljust(column) for text in texts[start : start + across]).rstrip()
+            for start in range(0, len(texts), across)
+        ]
+    yield label + lines[0]
+    yield from (" " * len(label) + line for line in lines[1:])
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    return TextWrapper(max(width, 20), subsequent_indent=" ", break_on_hyphens=False, break_long_words=False).wrap(text)

@@ -1,0 +1,140 @@
+"""Reads what a run has recorded: metrics.jsonl and events.jsonl, one JSON object a line. No torch import.
+
+metrics.jsonl holds every step once. events.jsonl is the run's history: a resume cuts nothing of it, so a step may stand
+in it more than once, and of two samples of one step and prompt the later counts. An event looks like this:
+
+    {"time": 1790000000.123, "step": 12, "kind": "skipped", "loss": NaN, "grad_norm": NaN, "loss_scale": null}
+
+The kinds, and what else they tell:
+
+    start, resume                how and where the run was started: command, versions, layout, hosts
+    skipped                      a step whose loss or gradient was not finite
+    skipped_on_request           a step of train.skip_steps
+    empty                        a step of whose batch no token enters the loss
+    checkpoint                   bytes, seconds, and stall_s of them without training
+    checkpoint_failed            message
+    ranks                        of each rank: memory_gib at its peak, compute_s of a step without waiting for others
+    straggler                    rank, host, and how many times as long as its equals it computes
+    sample                       prompt, text
+    profile                      folder
+    stopped, finished, failed    how a start ended, by what, with which message
+
+A run may be killed while it appends to its files, and users edit them: a line that is no record of the right types is
+named and left out. The last line without its end is what a killed run had begun, and is left out in silence.
+"""
+
+import contextlib
+import json
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from megalite.config.user_files import read_bytes
+
+METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
+ENDS = ("stopped", "finished", "failed")
+NEEDED = {  # by kind: what its readers compute with
+    "checkpoint": ("bytes", "seconds", "stall_s"),
+    "ranks": ("memory_gib", "compute_s"),
+    "straggler": ("rank", "host", "times"),
+    "sample": ("prompt", "text"),
+}
+EVENT_TYPES: dict[str, Any] = {  # of an event's values, by name
+    **dict.fromkeys(("time", "seconds", "stall_s", "times", "wall_s", "loss", "grad_norm"), float),
+    **dict.fromkeys(("step", "bytes", "rank", "ranks_per_node", "status"), int),
+    **dict.fromkeys(("kind", "host", "prompt", "text", "message", "folder", "command", "device", "by"), str),
+    **dict.fromkeys(("overrides", "hosts", "changes"), list[str]),
+    **dict.fromkeys(("memory_gib", "compute_s"), list[float]),
+    **dict.fromkeys(("parts", "inside"), dict[str, float]),
+    "about": list[list[str]],
+    "versions": dict[str, str],
+    "layout": dict[str, Any],
+    "loss_scale": float | None,
+}
+_UNKNOWN = ("mfu", "mfu_causal", "val_bits_per_byte")  # null where that cannot be worked out
+METRIC_TYPES: dict[str, Any] = {  # of a record's values; all others are numbers
+    "step": int,
+    "tokens": int,
+    "bad_steps": int,
+    "time_split": dict[str, float],
+    **dict.fromkeys(_UNKNOWN, float | None),
+}
+
+Tell = Callable[[str], object]
+IN_THE_WAY = "move it away (the checkpoints are not touched by that), or set another run_dir"
+
+
+def read_metrics(path: Path, tell: Tell = lambda text: None) -> list[dict[str, Any]]:
+    """All records of a metrics file; `tell` gets a line about those that are none."""
+    return _read_lines(path, _is_record, tell)
+
+
+def read_events(path: Path, tell: Tell = lambda text: None) -> list[dict[str, Any]]:
+    """All records of an events file; `tell` gets a line about those that are none."""
+    return _read_lines(path, _is_event, tell)
+
+
+def is_evaluated(records: Iterable[dict[str, Any]], step: int) -> bool:
+    """Whether they hold the evaluation after `step`."""
+    return any(record["step"] == step and "val_loss" in record for record in records)
+
+
+def last_checkpoint(events: Iterable[dict[str, Any]]) -> int | None:
+    """The step of the newest checkpoint that was ever complete, None if none was."""
+    steps = [event["step"] for event in events if event["kind"] in ("checkpoint", "resume")]
+    return steps[-1] if steps else None
+
+
+def end_is_recorded(events: Iterable[dict[str, Any]]) -> bool:
+    """Whether nothing remains to be said of the newest start."""
+    return next(reversed([event["kind"] for event in events]), None) in ENDS
+
+
+def _is_record(found: dict[str, Any]) -> bool:
+    return "step" in found and ("loss" in found or "val_loss" in found) and _fit(found, METRIC_TYPES, default=float)
+
+
+def _is_event(found: dict[str, Any]) -> bool:
+    needed = ("time", "step", "kind", *NEEDED.get(str(found.get("kind")), ()))
+    return all(name in found for name in needed) and _fit(found, EVENT_TYPES)
+
+
+def _read_lines(path: Path, is_record: Callable[[dict[str, Any]], bool], tell: Tell) -> list[dict[str, Any]]:
+    """The records of a file, none where there is no file. `tell` gets a line that names what is left out."""
+    if not path.exists() and not path.is_symlink():
+        return []
+    records, bad = list[dict[str, Any]](), list[int]()
+    for number, line in enumerate(read_bytes(path, IN_THE_WAY).decode(errors="replace").split("\n")[:-1], 1):
+        with contextlib.suppress(ValueError, RecursionError):
+            found = json.loads(line)
+            if isinstance(found, dict) and is_record(found):
+                records.append(found)
+                continue
+        if line:
+            bad.append(number)
+    if bad:
+        which = ", ".join(map(str, bad[:5])) + (f" and {len(bad) - 5:,} more" if len(bad) > 5 else "")
+        tell(f"{path}: no valid record in line {which}; left out")
+    return records
+
+
+def _fit(values: Mapping[str, Any], kinds: Mapping[str, Any], default: Any = Any) -> bool:
+    """Whether each value is of its name's type, as annotations say it; a whole number is a count, from 0."""
+    return all(_fits(value, kinds.get(name, default)) for name, value in values.items())
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    origin, parts = typing.get_origin(kind) or kind, typing.get_args(kind)
+    if origin is types.UnionType:
+        return any(_fits(value, part) for part in parts)
+    if origin is list:
+        return isinstance(value, list) and all(_fits(each, parts[0]) for each in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(_fits(each, parts[1]) for each in value.values())
+    if origin is float:
+        return type(value) in (int, float)
+    if origin is int:
+        return type(value) is int and value >= 0
+    return origin is Any or isinstance(value, origin)

@@ -1,0 +1,141 @@
+"""What training tells of a run: the protocol of a recorder, and the records that it is given.
+
+Training calls these methods on every rank and knows nothing of what becomes of them. A recorder communicates with no
+other rank, and a display that fails must not end the run: only `open` may raise, a UserError. No torch import.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    from megalite.checkpoint.store import CheckpointError, Saved
+    from megalite.train.job import Job
+
+StepPart = Literal["data", "forward", "backward", "communication", "optimizer", "other"]  # of a step's time
+STEP_PARTS: tuple[StepPart, ...] = ("data", "forward", "backward", "communication", "optimizer", "other")
+Sample = tuple[str, str]  # a prompt, and what the model writes after it
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One optimizer step. Times and speeds are means over the steps since the record before it (figures.py).
+
+    Figures are raw: nats, seconds, tokens, shares of 1. None is "not known here".
+    """
+
+    step: int
+    steps: int
+    tokens: int  # trained on since step 0
+    loss: float
+    lr: float
+    grad_norm: float
+    tokens_per_s: float
+    mean_tokens_per_s: float  # of the whole run
+    step_time_s: float
+    training_s: float  # of all steps of the run
+    memory_gib: float
+    data_wait_share: float  # of step_time_s
+    time_split: Mapping[StepPart, float] | None = None  # seconds of this rank, by part
+    mfu: float | None = None  # PaLM's formula: full attention, no recompute
+    mfu_causal: float | None = None
+    bad_steps: int = 0  # of the whole run: not applied because loss or gradient was not finite
+    loss_scale: float | None = None  # what fp16 multiplied the loss by before backward
+
+
+@dataclass(frozen=True)
+class EvaluationRecord:
+    """The validation set after one step. `tokens`: trained on since step 0."""
+
+    step: int
+    tokens: int
+    loss: float
+    perplexity: float
+    bits_per_byte: float | None
+    seconds: float
+
+
+@dataclass(frozen=True)
+class BadStep:
+    """A step that was not applied because loss or gradient was not finite. `count`: such steps of the run so far."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    loss_scale: float | None
+    count: int
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A rank that takes `times` as long as others with the same work."""
+
+    rank: int
+    times: float
+
+
+@dataclass(frozen=True)
+class RankFigures:
+    """By rank, at one moment."""
+
+    memory_gib: list[float]
+    compute_s: list[float]  # of a step without waiting for others
+    stragglers: list[Straggler]
+
+
+class Recorder(Protocol):
+    """Hears on one rank what happens to a run."""
+
+    def note(self, text: str) -> None:
+        """Something that the user should know: a warning, a checkpoint that was passed over."""
+
+    def preparing(self, bytes_done: int, bytes_total: int, documents: int, tokens: int) -> None:
+        """How far the preparation of the data is; called often."""
+
+    def open(self, job: "Job") -> None:
+        """The job is built: continue the records in its folder. UserError where that cannot be."""
+
+    def run_started(self, hosts: list[str]) -> None:
+        """Training begins. `hosts`: where each rank runs."""
+
+    def step(self, record: StepRecord) -> None:
+        """A step whose figures are recorded: one in train.log_interval, and the last."""
+
+    def bad_step(self, bad: BadStep) -> None:
+        """A step was not applied."""
+
+    def passed_over(self, step: int, kind: str, why: str) -> None:
+        """Nothing was learned in the step, and nothing is wrong. `kind`: of the event."""
+
+    def evaluated(self, record: EvaluationRecord) -> None:
+        """The validation set was evaluated."""
+
+    def sampled(self, step: int, samples: Sequence[Sample]) -> None:
+        """The model has written text."""
+
+    def interrupted(self, what: str, step: int) -> None:
+        """The run was asked to stop: nothing is kept of what it was doing after `step`."""
+
+    def saved(self, saved: "Saved") -> None:
+        """A checkpoint is complete."""
+
+    def not_saved(self, error: "CheckpointError") -> None:
+        """A checkpoint could not be written; training goes on."""
+
+    def ranks(self, step: int, figures: RankFigures) -> None:
+        """What each rank takes, and who is slow."""
+
+    def profiled(self, step: int, trace: bytes) -> None:
+        """The profiler has recorded the step: Chrome's JSON, with the step and its parts as labelled ranges."""
+
+    def not_profiled(self, step: int, why: str) -> None:
+        """The profile of the step could not be kept."""
+
+    def failed(self, error: Exception, *, taken_over: bool = False) -> None:
+        """The run ends with an error. `taken_over`: its folder is another job's by now."""
+
+    def finished(self, status: int, stopped_by: str | None) -> None:
+        """The run ends in order with this exit status, with all done or because it was asked to stop."""
+
+    def close(self) -> None:
+        """Nothing more will be told. May be called without `open`."""

@@ -1,0 +1,110 @@
+"""Does what one process of verify_layout.py does: a few steps of real training on its share of synthetic batches.
+
+Everything but the text is the launcher's own: start-up, model, buffers, optimizer, sampling, learning rate.
+"""
+
+from collections.abc import Iterable
+from datetime import timedelta
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megalite.checkpoint.pieces import Piece
+from megalite.config.schema import Config
+from megalite.config.step_plan import planned_steps
+from megalite.data.batches import TrainBatches
+from megalite.data.samples import Part as DataPart
+from megalite.data.samples import SampleSource
+from megalite.data.token_file import TokenFile
+from megalite.launch.context import ParallelContext
+from megalite.launch.environment import ProcessEnvironment
+from megalite.optim.schedule import learning_rate
+from megalite.train.start import start
+from megalite.train.state import held_pieces, owned_pieces
+from megalite.train.step import TrainStep
+from megalite.train.training import build_training, fill_with_start_values
+from megalite.verify.compare import Part, Trace
+
+LONGEST_DOCUMENT = 12  # tokens: several documents in each sample
+END_OF_DOCUMENT = 0
+
+
+def enter(config: Config, rank: int, world_size: int, meeting: Path, timeout_s: float) -> ParallelContext:
+    """This rank's context. The reference, a world of one, never initialises torch.distributed."""
+    torch.set_num_threads(1)
+    if world_size > 1:
+        store = dist.FileStore(str(meeting), world_size)  # type: ignore[attr-defined] # torch's stub forgets it
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
+        )
+    environment = ProcessEnvironment(rank, world_size, local_rank=rank, local_world_size=world_size)
+    context = start(config, environment)
+    context.barrier()  # a rank that fails at once must not break connections that others still make
+    return context
+
+
+def leave(context: ParallelContext) -> None:
+    context.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def train(config: Config, context: ParallelContext) -> Trace:
+    """All steps of `config` on this process's share of each batch."""
+    assert dist.is_initialized() == (context.world_size > 1)
+    training = build_training(config, context)
+    buffers = training.buffers
+    fill_with_start_values(buffers, config, context)
+    step = TrainStep(training, config.optimizer, context)
+    figures, gradients = [], []
+    with TrainBatches(
+        synthetic_samples(config),
+        config,
+        planned_steps(config.train, done=0, samples=0),
+        dp_rank=context.index("dp"),
+        dp_size=context.size("dp"),
+        device=context.device,
+    ) as batches:
+        for batch in islice(batches, config.train.steps):
+            if batch.planned.skipped:
+                continue
+            lr = learning_rate(batch.planned.step - 1, config.lr, peak=config.optimizer.lr, steps=config.train.steps)
+            figures.append(step(batch.microbatches, batch.local_tokens, lr).read())
+            gradients.append(_parts(owned_pieces("", buffers.owned, buffers.gradients)))
+    training.gather.finish()
+    return Trace(
+        losses=[figure.loss for figure in figures],
+        grad_norms=[figure.grad_norm for figure in figures],
+        tokens=[figure.tokens for figure in figures],
+        gradients=gradients,
+        parameters=_parts(held_pieces(buffers)),
+    )
+
+
+def synthetic_samples(config: Config) -> SampleSource:
+    """Random tokens in documents of random length, never the same twice: enough for all steps."""
+    size, length = config.model.vocab_size, config.train.seq_length
+    assert size is not None
+    dice = np.random.default_rng(config.seed)
+    needed = (config.train.steps + 1) * config.train.global_batch_size * length + 1
+    lengths = dice.integers(1, LONGEST_DOCUMENT + 1, size=needed).astype("<i4")
+    lengths = lengths[: int(np.searchsorted(np.cumsum(lengths), needed)) + 1]
+    tokens = dice.integers(0, size, size=int(lengths.sum()), dtype=np.int32)
+    ends = np.cumsum(lengths, dtype=np.int64)
+    tokens[tokens == END_OF_DOCUMENT] = size - 1
+    tokens[ends - 1] = END_OF_DOCUMENT
+    file = TokenFile(
+        prefix=Path("synthetic"),
+        tokens=tokens,
+        lengths=lengths,
+        pointers=(ends - lengths) * tokens.itemsize,
+        boundaries=np.arange(len(lengths) + 1, dtype=np.int64),
+    )
+    return SampleSource([DataPart(file, 0, len(tokens))], (1,), length, size, config.seed, END_OF_DOCUMENT)
+
+
+def _parts(pieces: Iterable[Piece]) -> list[Part]:
+    return [Part(piece.name, piece.logical_shape, piece.offsets, piece.tensor.numpy().copy()) for piece in pieces]

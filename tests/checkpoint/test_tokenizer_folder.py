@@ -1,0 +1,78 @@
+"""The tokenizer of a run is there as a whole; damage is found by readers and mended by the next start."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from megalite.checkpoint.tokenizer_folder import TOKENIZER, check_tokenizer, keep_tokenizer
+from megalite.data.tokenizers import byte_tokenizer, char_tokenizer
+from megalite.errors.problems import UserError
+
+BYTE = byte_tokenizer()
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (folder / TOKENIZER).iterdir()}
+
+
+@pytest.fixture
+def known(tmp_path: Path) -> dict[str, str]:
+    return keep_tokenizer(tmp_path, BYTE.files(), {})
+
+
+def test_every_flipped_bit_is_found_and_mended(tmp_path: Path, known: dict[str, str]) -> None:
+    check_tokenizer(tmp_path, known)
+    for name, whole in BYTE.files().items():
+        for at in range(0, 8 * len(whole), 8 * len(whole) // 9):
+            harmed = bytearray(whole)
+            harmed[at // 8] ^= 1 << at % 8
+            (tmp_path / TOKENIZER / name).write_bytes(harmed)
+            with pytest.raises(UserError, match="is not what the run has written"):
+                check_tokenizer(tmp_path, known)
+            assert keep_tokenizer(tmp_path, BYTE.files(), known) == known
+            assert content(tmp_path) == BYTE.files()
+
+
+@pytest.mark.parametrize("harm", ["gone", "half", "another", "file", "link"])
+def test_it_is_written_anew_whatever_is_in_its_place(tmp_path: Path, known: dict[str, str], harm: str) -> None:
+    elsewhere = (tmp_path / TOKENIZER).rename(tmp_path / "elsewhere")
+    if harm == "half":
+        (tmp_path / TOKENIZER).mkdir()
+        (tmp_path / TOKENIZER / "tokenizer.json").write_bytes(BYTE.files()["tokenizer.json"])
+    elif harm == "another":
+        char_tokenizer(["abc"]).save(tmp_path / TOKENIZER)
+    elif harm == "file":
+        (tmp_path / TOKENIZER).write_text("x")
+    elif harm == "link":
+        (tmp_path / TOKENIZER).symlink_to(elsewhere)
+        (elsewhere / "tokenizer.json").write_text("{}")
+    with pytest.raises(UserError, match=r"cannot be read|is not what the run"):
+        check_tokenizer(tmp_path, known)
+    keep_tokenizer(tmp_path, BYTE.files(), known)
+    assert content(tmp_path) == BYTE.files()
+    assert sorted(os.listdir(tmp_path)) == ["elsewhere", TOKENIZER]
+
+
+def test_what_is_as_the_checkpoint_tells_is_left_alone(tmp_path: Path) -> None:
+    """Another version of a library may write the same tokenizer in another way."""
+    other = char_tokenizer(["abc"])
+    known = keep_tokenizer(tmp_path, other.files(), {})
+    assert keep_tokenizer(tmp_path, BYTE.files(), known) == known
+    assert content(tmp_path) == other.files()
+
+
+def test_a_kill_while_it_is_written_leaves_nothing_that_passes_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for name in ("megalite.checkpoint.tokenizer_folder.write_synced", "os.rename"):
+        with monkeypatch.context() as patch:
+            patch.setattr(name, killed)
+            with pytest.raises(KeyboardInterrupt):
+                keep_tokenizer(tmp_path, BYTE.files(), {})
+        assert not (tmp_path / TOKENIZER).exists()
+    keep_tokenizer(tmp_path, BYTE.files(), {})
+    assert os.listdir(tmp_path) == [TOKENIZER]

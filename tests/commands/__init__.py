@@ -1,0 +1,1 @@
+"""Tests of megalite/commands that have no room of their own."""

@@ -1,0 +1,112 @@
+"""Whatever a setting is given, it is taken or refused: no traceback, no hang."""
+
+from contextlib import suppress
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as sampling
+from hypothesis import strategies as st
+
+from megalite.config import memory_rules
+from megalite.config.compose import load_config
+from megalite.config.memory_rules import fits_this_machine
+from megalite.config.settings import SETTINGS
+from megalite.errors.problems import UserError
+from megalite.model.parameters import gpt_parameters
+from megalite.optim.memory import bytes_of_element
+from tests.config.refusal import refusal
+
+HOSTILE = [
+    *("", "null", "nan", "-inf", "inf", "1e400", "-1", "0", "2", "4611686018427387904", "9" * 30, "9" * 5000, "-0.5"),
+    *("[]", "[[1],[2]]", "[nan]", "[0,0,0]", "[1,1,99999999999]", "[null]", "[" * 2000, "{a: 1}", "{}", "true", "1_0"),
+    *(
+        "'\0'",
+        "'\x1b[31m'",
+        "'\u202eé'",
+        "'\udcff'",
+        "'\n'",
+        "x" * 5000,
+        "'",
+        "a=b",
+        "~",
+        "~root",
+        "*",
+        "/",
+        "..",
+        "???",
+    ),
+    *("${", "${seed}", "${nothing}", "${run_dir}", "${oc.env:NOTHING}", "${oc.env:${seed}}", "${oc.decode:'['}", "$"),
+]
+
+
+def survive(words: list[str]) -> None:
+    with suppress(UserError):
+        config = load_config(words, 2)
+        [*fits_this_machine(config, 2, 2)]
+
+
+@pytest.mark.parametrize("value", HOSTILE, ids=lambda value: ascii(value)[:20])
+def test_every_setting_at_once(value: str) -> None:
+    survive([f"{name}={value}" for name in SETTINGS])
+
+
+@given(st.sampled_from(sorted(SETTINGS)), st.sampled_from(HOSTILE))
+@sampling(max_examples=40, deadline=None)
+def test_each_for_itself(name: str, value: str) -> None:
+    survive([f"{name}={value}"])
+
+
+SIZES = ["model.vocab_size=10000000000", "model.num_layers=1000000000", "train.global_batch_size=100000000"]
+
+
+@pytest.mark.parametrize(
+    "text", [*SIZES, "train.sample_tokens=1000000000", "seed=" + "9" * 5000, "train.steps=" + "9" * 4000]
+)
+def test_sizes_that_cannot_be_are_refused_in_few_words(text: str) -> None:
+    said = str(refusal(text))
+    assert text.partition("=")[0] in said
+    assert len(said) < 2000
+
+
+def test_a_ramp_of_a_million_sizes_is_refused() -> None:
+    assert "10,000 sizes" in str(refusal("train.batch_ramp=[1,1,1000000]", "train.global_batch_size=1000000"))
+
+
+TOO_LARGE = ["model.vocab_size=2000000000", "model.hidden_size=1048576", "train.seq_length=2000000000"]
+
+
+@pytest.mark.parametrize("text", [*TOO_LARGE, "model.num_layers=10000 model.hidden_size=16384"])
+def test_what_cannot_be_held_is_refused_before_torch(text: str) -> None:
+    config = load_config(["device=cpu", *text.split()], 1)
+    assert "GiB" in str(next(fits_this_machine(config, 1, 1)))
+
+
+def test_what_is_held_at_least_is_what_the_leanest_optimizer_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["device=cpu", "model.vocab_size=1000000", "model.num_layers=1", "model.hidden_size=128"]
+    config = load_config([*words, "model.num_attention_heads=2"], 1)
+    least = sum(record.numel for record in gpt_parameters(config.model))
+    least *= bytes_of_element("bf16", gradient_dtype="bf16", moment_dtype="bf16").total
+    monkeypatch.setattr(memory_rules, "_memory", lambda: int(least * 0.99))
+    assert [problem.setting for problem in fits_this_machine(config, 1, 1)] == ["model"]
+    monkeypatch.setattr(memory_rules, "_memory", lambda: least)
+    assert [*fits_this_machine(config, 1, 1)] == []
+
+
+@pytest.mark.parametrize("device", ["/dev/nvidiactl", "/dev/kfd", "/dev/dxg"])
+def test_what_a_gpu_holds_is_not_judged(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config([TOO_LARGE[0]], 1)
+    monkeypatch.setattr("os.path.exists", lambda path: path == device)
+    assert [*fits_this_machine(config, 1, 1)] == []
+
+
+def test_a_batch_is_judged_by_what_it_certainly_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["device=cpu", "train.seq_length=16", "train.steps=2", "train.micro_batch_size=2"]
+    config = load_config([*words, "train.global_batch_size=8"], 1)
+    for lacking, refused in ((0, []), (1, ["train.global_batch_size=6, or less"])):
+        monkeypatch.setattr("megalite.config.memory_rules._memory", lambda lacking=lacking: 2 * 17 * 8 * 16 - lacking)
+        found = [problem for problem in fits_this_machine(config, 1, 1) if problem.setting == "train.global_batch_size"]
+        assert [problem.remedy for problem in found] == refused
+
+
+def test_the_default_fits() -> None:
+    assert [*fits_this_machine(load_config(["device=cpu"], 1), 1, 1)] == []

@@ -1,0 +1,182 @@
+"""A run goes on from its folder alone, start weights bring their model's shape, and the command counts more."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml  # type: ignore[import-untyped]
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from megalite.config.compose import CONF, load_config
+from megalite.config.inherited import DERIVED, as_override
+from megalite.config.schema import Config
+from megalite.config.settings import as_plain
+from tests.config.refusal import refusal, settings
+
+GIVEN = (
+    "model=gpt2",
+    "model.dropout=0.25",
+    "optimizer.lr=2e-4",
+    "train.steps=50",
+    "data=text",
+    "data.path=[a b.txt,'1']",
+)
+MODEL = {"model_type": "llama", "num_hidden_layers": 3, "hidden_size": 48, "num_attention_heads": 6, "head_dim": 10}
+WEIGHTS = MODEL | {"intermediate_size": 40, "vocab_size": 53}
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a run that was started with GIVEN, as far as a command reads it."""
+    monkeypatch.chdir(tmp_path)
+    config = load_config([*GIVEN, "run_dir=run"], 1)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text("{}")
+    written = as_plain(config) | {DERIVED: list(config.derived)}
+    (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump(written))
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "config.json").write_text(json.dumps(WEIGHTS))
+    return tmp_path / "weights"
+
+
+def same(one: Config, other: Config) -> bool:
+    return as_plain(one) == as_plain(other)
+
+
+def test_the_folder_alone_gives_the_run_wherever_the_command_is_given(
+    run: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = load_config([*GIVEN, f"run_dir={run}"], 1)
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+    assert same(load_config([f"run_dir={run}"], 1), before)
+
+
+def test_what_the_command_says_counts_more_and_what_was_derived_is_derived_again(run: Path) -> None:
+    longer = load_config([f"run_dir={run}", "train.steps=2000", "optimizer.lr=1e-3", "++model.dropout=0.0"], 1)
+    expected = load_config([*GIVEN, f"run_dir={run}", "train.steps=2000", "optimizer.lr=1e-3", "model.dropout=0.0"], 1)
+    assert same(longer, expected)
+    assert (longer.lr.warmup_steps, longer.lr.min_lr) == (100, 1e-4)
+
+
+def test_the_folder_counts_more_than_what_conf_says_since(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(CONF, "conf")
+    preset = Path("conf/optimizer/default.yaml")
+    preset.write_text(re.sub(r"(?m)^clip_grad: .*", "clip_grad: 0.5", preset.read_text()))
+    monkeypatch.setattr("megalite.config.compose.CONF", Path("conf").absolute())
+    assert load_config(["run_dir=new"], 1).optimizer.clip_grad == 0.5
+    assert load_config(["run_dir=run"], 1).optimizer.clip_grad == 1.0
+
+
+def test_another_layout_is_possible(run: Path) -> None:
+    assert load_config(["run_dir=run", "parallel.tp=2"], 2).parallel.sequence_parallel
+
+
+@pytest.mark.parametrize(
+    "words", [[*GIVEN], ["experiment=shakespeare_char", "data.path=a"], ["model=tiny", "data=stdlib"]]
+)
+def test_a_group_that_the_command_chooses_is_all_its_own(run: Path, words: list[str]) -> None:
+    anew, continued = load_config([*words, "run_dir=new"], 1), load_config([*words, "run_dir=run"], 1)
+    chosen = ("model", "data") if "experiment" not in words[0] else ("model", "data", "train", "optimizer", "lr")
+    assert {name: as_plain(anew)[name] for name in chosen} == {name: as_plain(continued)[name] for name in chosen}
+
+
+def test_a_config_of_the_user_s_own_takes_nothing(run: Path) -> None:
+    config = load_config(["--config-path", str(CONF), "run_dir=run"], 1)
+    assert (config.train.steps, config.model.dropout, config.inherited) == (200, 0.0, ())
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("a: [", ["is not YAML"]),
+        ("[]", ["holds no settings"]),
+        ("derived: 3", ["holds no settings"]),
+        ("train: {steps: [x]}", ["train.steps"]),
+        ("train: {steps: -1}", ["train.steps=-1"]),
+        (
+            "a: &a [1,1,1,1,1,1,1,1,1]\n"
+            + "".join(f"b{i}: &b{i} [{','.join(['*a' if i == 0 else f'*b{i - 1}'] * 9)}]\n" for i in range(9)),
+            ["stands for more than"],
+        ),
+    ],
+)
+def test_a_config_that_was_spoilt_is_refused(run: Path, content: str, words: list[str]) -> None:
+    (run / "config.yaml").write_text(content)
+    message = str(refusal("run_dir=run"))
+    assert all(word in message for word in words), message
+
+
+def test_a_folder_without_a_run_gives_nothing(run: Path) -> None:
+    for file in run.iterdir():
+        file.unlink()
+    assert load_config(["run_dir=run"], 1).model.name == "tiny"
+
+
+def test_start_weights_bring_their_shape(weights: Path) -> None:
+    model = load_config([f"checkpoint.init_from={weights}", "tokenizer=./weights"], 1).model
+    shape = (
+        model.num_layers,
+        model.hidden_size,
+        model.head_size,
+        model.ffn_hidden_size,
+        model.vocab_size,
+        model.norm_eps,
+    )
+    assert shape == (3, 48, 10, 40, 53, 1e-6)
+
+
+def test_the_vocabulary_of_start_weights_is_no_one_else_s(weights: Path) -> None:
+    assert load_config([f"checkpoint.init_from={weights}", "tokenizer=byte"], 1).model.vocab_size is None
+
+
+def test_what_is_said_of_the_model_is_left_to_be_compared(weights: Path) -> None:
+    model = load_config([f"checkpoint.init_from={weights}", "model.num_layers=2"], 1).model
+    assert (model.num_layers, model.hidden_size) == (2, 48)
+    assert load_config([f"checkpoint.init_from={weights}", "model=gpt2"], 1).model.hidden_size == 768
+
+
+@pytest.mark.parametrize(
+    ("spoil", "word"),
+    [
+        (lambda path: path.write_bytes(b"\xff"), "is not UTF-8"),
+        (lambda path: path.write_text("[" * 100_000), "nested too deeply"),
+        (lambda path: path.write_text("[]"), "is not a JSON object"),
+        (lambda path: path.write_text(json.dumps(WEIGHTS | {"model_type": "bert"})), "model_type"),
+        (lambda path: path.write_text(json.dumps(WEIGHTS | {"rope_scaling": 3})), "config.json"),
+        (lambda path: path.write_text(json.dumps(WEIGHTS | {"num_hidden_layers": "many"})), "model.num_layers"),
+        (lambda path: path.write_text(json.dumps(WEIGHTS | {"num_hidden_layers": -3})), "model.num_layers=-3"),
+    ],
+)
+def test_start_weights_with_a_spoilt_config_are_refused(weights: Path, spoil: Callable[[Path], int], word: str) -> None:
+    spoil(weights / "config.json")
+    assert word in str(refusal(f"checkpoint.init_from={weights}"))
+
+
+def test_what_the_folder_says_wrong_is_told_with_the_rest(run: Path) -> None:
+    (run / "config.yaml").write_text("train: {steps: many}")
+    assert settings(refusal("run_dir=run", "seed=x")) == ["seed", "train.steps"]
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4),
+    max_leaves=8,
+)
+
+
+@given(value=VALUES)
+def test_an_override_holds_exactly_the_value(value: object) -> None:
+    parsed = OverridesParser.create().parse_override(f"data.path={as_override(value)}").value()
+    assert OmegaConf.to_container(OmegaConf.create({"it": parsed}), resolve=True) == {"it": value}

@@ -1,0 +1,96 @@
+"""A file of NCCL options says what it says and no more, and everything wrong in it is told at once."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalite.config.nccl_options import GROUPS, read_nccl_options
+from megalite.errors.problems import UserError
+from megalite.layout.groups import GroupNeeds, groups_of
+from megalite.layout.ranks import ParallelLayout
+
+MEGATRON = """
+    dp_cp intra_dp_cp dp cp hcp mp tp pp embd pos_embd tp_dp_cp tp_dp tp_cp ep ep_tp tp_ep_mp tp_ep_pp ep_dp
+    intra_ep_dp inter_ep_dp intra_dist_opt_instance
+"""
+
+Read = Callable[[str], dict[str, Mapping[str, Any]]]
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Read:
+    """Reads a file with that content."""
+
+    def read_text(content: str) -> dict[str, Mapping[str, Any]]:
+        (tmp_path / "nccl.yaml").write_text(content)
+        return read_nccl_options(tmp_path / "nccl.yaml")
+
+    return read_text
+
+
+def test_every_group_of_megatron_is_known_and_every_communicator_of_ours_has_one() -> None:
+    assert sorted(GROUPS) == sorted(MEGATRON.split())
+    layout = ParallelLayout(tp=4, dp=4, pp=2, ep=2, etp=1)
+    needs = GroupNeeds(kv_heads=2, optimizer_instances=2)
+    named = {spec.options for spec in groups_of(layout, 0, needs).values() if spec.communicates}
+    assert named <= {ours for groups in GROUPS.values() for ours in groups}
+
+
+def test_a_group_gets_the_keys_that_the_file_gives_it_and_no_others(read: Read) -> None:
+    text = """
+    tp: {cga_cluster_size: 0, min_ctas: 1, max_ctas: 32, net_name: ib, is_high_priority_stream: true}
+    dp_cp: &few {max_ctas: 8}
+    ep_dp: *few
+    mp: {max_ctas: 2}
+    pp: {}
+    """
+    every = {"cga_cluster_size": 0, "min_ctas": 1, "max_ctas": 32, "net_name": "ib", "is_high_priority_stream": True}
+    few = {"max_ctas": 8}
+    assert read(text) == {"tp": every, "kv-replicas": every, "dp-cp": few, "edp": few, "pp": {}}
+
+
+WRONG = [
+    ("dp_pc: {max_ctas: 4}", "unknown group 'dp_pc'", "dp_cp? Known are tp, dp_cp"),
+    ("zzz: {max_ctas: 4}", "unknown group 'zzz'", "one of tp, dp_cp"),
+    ("tp: {max_cta: 4}", "tp: unknown key 'max_cta'", "max_ctas? Known are cga_cluster_size"),
+    ("dp: {splitShare: 1}", "dp: unknown key 'splitShare'", "one of cga_cluster_size"),
+    ("tp:", "tp: must be a mapping of keys", "tp: {max_ctas: 16}"),
+    ("tp: {max_ctas: '4'}", "tp.max_ctas='4' must be a whole number", "leave max_ctas out"),
+    ("tp: {max_ctas: true}", "tp.max_ctas=True must be a whole number", "leave max_ctas out"),
+    ("tp: {net_name: 1}", "tp.net_name=1 must be text", "leave net_name out"),
+    ("tp: {is_high_priority_stream: 1}", "must be true or false", "leave is_high_priority_stream out"),
+    ("", "must be a mapping of groups", "parallel.nccl_options=null"),
+    ("- tp", "must be a mapping of groups", "dp_cp: {max_ctas: 16}"),
+    ("tp: {max_ctas: 4", "is not YAML", "a YAML file that every rank can read"),
+]
+
+
+@pytest.mark.parametrize(("text", "rule", "remedy"), WRONG, ids=[rule for _, rule, _ in WRONG])
+def test_a_wrong_file_is_refused_with_what_would_work(
+    read: Read, tmp_path: Path, text: str, rule: str, remedy: str
+) -> None:
+    with pytest.raises(UserError) as refused:
+        read(text)
+    [problem] = refused.value.problems
+    assert rule in problem.rule
+    assert remedy in problem.remedy
+    assert (problem.setting, problem.value) == ("parallel.nccl_options", str(tmp_path / "nccl.yaml"))
+
+
+def test_everything_wrong_is_told_at_once(read: Read) -> None:
+    with pytest.raises(UserError) as refused:
+        read("everything: {}\ntp: {max_ctas: x, nothing: 1}\ncp: 4")
+    assert len(refused.value.problems) == 4
+
+
+def test_a_file_that_is_not_there_is_told_by_every_machine(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"parallel\.nccl_options.*No such file") as refused:
+        read_nccl_options(tmp_path / "missing")
+    assert refused.value.problems[0].here
+
+
+def test_a_group_that_is_given_twice_is_refused(read: Read) -> None:
+    with pytest.raises(UserError, match="gives tp more than once"):
+        read("tp: {max_ctas: 16}\ntp: {net_name: ib}\n")

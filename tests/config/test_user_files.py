@@ -1,0 +1,105 @@
+"""Whatever is wrong with a file that a user may have changed is one refusal that names it."""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalite.config.user_files import as_record, read_bytes, read_json, read_text, read_yaml
+from megalite.errors.problems import UserError
+
+BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40))
+
+
+def refusal(action: Callable[[], Any]) -> str:
+    with pytest.raises(UserError) as caught:
+        action()
+    return str(caught.value)
+
+
+def test_a_file_that_is_missing_a_folder_a_fifo_or_a_device_is_refused_without_waiting(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    for name in ("missing", "folder", "fifo", "zero"):
+        assert str(tmp_path / name) in refusal(lambda name=name: read_bytes(tmp_path / name)), name
+
+
+def test_links_are_followed_unless_the_reader_says_otherwise(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "link").symlink_to("file")
+    assert read_bytes(tmp_path / "link") == b"x"
+    assert "link" in refusal(lambda: read_bytes(tmp_path / "link", follow_links=False))
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
+def test_a_file_without_permission_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "secret.json"
+    path.write_text("{}")
+    path.chmod(0)
+    os.seteuid(65534)  # root may read everything
+    try:
+        text = refusal(lambda: read_json(path))
+    finally:
+        os.seteuid(0)
+    assert "Permission denied" in text
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"\xff{}", b"{", b"", b"[" * 100_000, b"1" * 5_000, b"\x00"],
+    ids=["bytes", "cut", "empty", "deep", "digits", "zero"],
+)
+def test_content_that_is_no_json_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "file.json"
+    path.write_bytes(content)
+    assert str(path) in refusal(lambda: read_json(path))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"\xff", b"a: [", b"!!python/object/apply:os.system [true]", b"[" * 20_000, BOMB.encode(), b"&a [*a]"],
+    ids=["bytes", "cut", "object", "deep", "bomb", "cycle"],
+)
+def test_content_that_is_no_plain_yaml_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "file.yaml"
+    path.write_bytes(content)
+    assert str(path) in refusal(lambda: read_yaml(path))
+
+
+def test_what_is_right_is_read(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text('{"a": [1, "é"]}', encoding="utf-8")
+    assert read_json(tmp_path / "file") == read_yaml(tmp_path / "file") == {"a": [1, "é"]}
+    assert read_text(tmp_path / "file").endswith("]}")
+
+
+@dataclass
+class Line:
+    step: int
+    loss: float
+    note: str | None = None
+
+
+@pytest.mark.parametrize(
+    ("found", "named"),
+    [
+        ({"step": -1, "loss": 1.0}, "step=-1"),
+        ({"step": True, "loss": 1.0}, "step=True"),
+        ({"step": 1.5, "loss": 1.0}, "step=1.5"),
+        ({"step": 1, "loss": "low"}, "loss='low'"),
+        ({"step": 1, "loss": 1.0, "note": 3}, "note=3"),
+        ({"loss": 1.0}, "'step'"),
+        ([1, 2], "object"),
+    ],
+)
+def test_a_record_names_the_field_that_is_wrong(found: Any, named: str) -> None:
+    assert named in refusal(lambda: as_record(Line, found, "line 7"))
+
+
+def test_a_record_takes_what_fits_and_ignores_what_it_does_not_know() -> None:
+    text = '{"step": 3, "loss": 2, "later": "field"}'
+    assert as_record(Line, json.loads(text), "line 7") == Line(3, 2.0)

@@ -1,0 +1,95 @@
+"""Ranks agree: problems, flags and objects of one rank are known to all, and a dead peer is noticed."""
+
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megalite.errors.problems import Problem, UserError
+from megalite.launch.context import ParallelContext
+from tests.ranks import run_ranks
+
+
+def _problem(name: str, value: Any = 1) -> Problem:
+    return Problem(name, value, "is wrong", "make it right")
+
+
+def _refuse(context: ParallelContext, names: dict[int, list[str]], value: Any) -> list[str] | None:
+    try:
+        context.agree([_problem(name, value) for name in names.get(context.rank, [])])
+    except UserError as error:
+        return [problem.setting for problem in error.problems]
+    return None
+
+
+def test_all_ranks_refuse_together_with_the_union_of_their_problems() -> None:
+    found = run_ranks(_refuse, 3, {0: ["a"], 2: ["b", "a", "c"]}, [1, {"odd": "value"}])
+    assert found == [["a", "b", "c"]] * 3
+
+
+def test_nobody_refuses_when_nobody_has_a_problem() -> None:
+    assert run_ranks(_refuse, 2, {}, 1) == [None, None]
+
+
+def test_a_single_process_agrees_with_itself() -> None:
+    context = ParallelContext()
+    context.agree([])
+    with pytest.raises(UserError, match="is wrong"):
+        context.agree([_problem("a")])
+
+
+def _exchange(context: ParallelContext, value: Any) -> Any:
+    return context.broadcast_object(value if context.rank == 0 else "not sent")
+
+
+def test_rank_0_s_object_reaches_all_ranks() -> None:
+    value = {"name": "späte Größe", "list": [1, 2.5, None, True], "long": "x" * 100_000}
+    assert run_ranks(_exchange, 2, value) == [value] * 2
+
+
+def test_a_single_process_needs_no_group() -> None:
+    context = ParallelContext()
+    assert context.broadcast_object({"a": 1}) == {"a": 1}
+    context.barrier()
+    context.close()
+    assert not dist.is_initialized()
+
+
+def _sum_over_dp(context: ParallelContext) -> tuple[int, int, float]:
+    number = torch.tensor(float(context.index("dp") + 1))
+    dist.all_reduce(number, group=context.group("dp-cp"))
+    return context.index("dp"), context.size("dp"), float(number)
+
+
+def test_the_data_parallel_group_holds_all_ranks() -> None:
+    assert run_ranks(_sum_over_dp, 4) == [(rank, 4, 10.0) for rank in range(4)]
+
+
+def _lose_a_peer(context: ParallelContext) -> str:
+    context.barrier()
+    if context.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        dist.all_reduce(torch.ones(1), group=context.group("dp-cp"))
+    except RuntimeError as error:
+        return f"noticed: {error}"
+    return "not noticed"
+
+
+def test_the_death_of_a_peer_ends_the_collective() -> None:
+    survivor, victim = run_ranks(_lose_a_peer, 2, timeout=20, may_die=[1])
+    assert survivor.startswith("noticed")
+    assert victim is None
+
+
+def _close_twice(context: ParallelContext) -> bool:
+    context.close()
+    context.close()
+    return dist.is_initialized()
+
+
+def test_closing_leaves_the_world_and_may_be_repeated() -> None:
+    assert run_ranks(_close_twice, 2) == [False, False]

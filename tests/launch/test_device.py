@@ -1,0 +1,144 @@
+"""Device, precision and threads of one rank."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from megalite.config.settings import SETTINGS
+from megalite.errors.problems import UserError
+from megalite.launch.context import CPU
+from megalite.launch.cores import usable_cores
+from megalite.launch.device import (
+    DTYPES,
+    choose_device,
+    choose_precision,
+    name_of,
+    set_threads,
+    threads_per_rank,
+)
+from megalite.launch.environment import Launcher, ProcessEnvironment
+
+SINGLE = ProcessEnvironment()
+EIGHT_LOCAL_RANKS = ProcessEnvironment(5, 16, None, 8, "host", 1, "env")
+
+
+def _pretend_cuda(monkeypatch: pytest.MonkeyPatch, devices: int, *, bf16: bool = True) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: devices > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: bf16)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100-SXM2-16GB")
+
+
+def test_auto_takes_cuda_where_present(monkeypatch: pytest.MonkeyPatch) -> None:
+    _pretend_cuda(monkeypatch, 0)
+    assert choose_device("auto", SINGLE) == CPU
+    _pretend_cuda(monkeypatch, 4)
+    assert choose_device("auto", SINGLE) == torch.device("cuda", 0)
+    assert choose_device("cpu", SINGLE) == CPU
+
+
+def test_without_a_local_rank_the_gpu_is_the_rank_modulo_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    _pretend_cuda(monkeypatch, 4)
+    assert choose_device("cuda", EIGHT_LOCAL_RANKS) == torch.device("cuda", 1)
+    assert choose_device("cuda", ProcessEnvironment(5, 16, 3, 8, "host", 1, "env")) == torch.device("cuda", 3)
+
+
+def test_a_task_that_sees_only_its_own_gpu_uses_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    _pretend_cuda(monkeypatch, 1)
+    assert choose_device("auto", ProcessEnvironment(3, 4, 3, 4, "host", 1, "slurm")) == torch.device("cuda", 0)
+
+
+def test_cuda_asked_for_and_absent_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    _pretend_cuda(monkeypatch, 0)
+    with pytest.raises(UserError, match=r"device='cuda': no usable CUDA device.*\n.*device=cpu"):
+        choose_device("cuda", SINGLE)
+
+
+PRECISIONS = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@pytest.mark.parametrize(("setting", "dtype"), PRECISIONS.items())
+def test_a_cpu_does_whatever_is_asked_for(setting: str, dtype: torch.dtype) -> None:
+    assert choose_precision(setting, CPU) == dtype
+    assert name_of(dtype) == setting
+
+
+def test_every_precision_that_can_be_asked_for_is_a_dtype() -> None:
+    assert {"auto", *DTYPES} == set(SETTINGS["precision"].choices)
+
+
+def test_auto_is_bf16_on_a_cpu_with_amx_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    assert choose_precision("auto", CPU) == torch.bfloat16
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    assert choose_precision("auto", CPU) == torch.float32
+
+
+def test_a_gpu_without_bf16_refuses_it_and_defaults_to_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    _pretend_cuda(monkeypatch, 1, bf16=False)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())  # any context manager
+    gpu = torch.device("cuda", 0)
+    assert choose_precision("auto", gpu) == torch.float32
+    with pytest.raises(UserError, match=r"V100.* cannot multiply bf16"):
+        choose_precision("bf16", gpu)
+    assert choose_precision("fp16", gpu) == torch.float16
+
+
+def test_local_ranks_share_the_cores() -> None:
+    assert threads_per_rank(32, EIGHT_LOCAL_RANKS, {}) == 4
+    assert threads_per_rank(4, EIGHT_LOCAL_RANKS, {}) == 1
+
+
+def test_a_slurm_task_s_cores_are_its_own() -> None:
+    task = ProcessEnvironment(0, 8, 0, 8, "host", 1, "slurm")
+    assert threads_per_rank(4, task, {"SLURM_CPUS_PER_TASK": "4"}) == 4  # bound: it sees only its own
+    assert threads_per_rank(64, task, {"SLURM_CPUS_PER_TASK": "4"}) == 4  # unbound
+    assert threads_per_rank(64, task, {}) == 8
+    assert threads_per_rank(64, task, {"SLURM_CPUS_ON_NODE": "16"}) == 2  # all that the step was given here
+
+
+def _threads_are_set(monkeypatch: pytest.MonkeyPatch, environment: ProcessEnvironment, omp: str | None) -> list[int]:
+    """What `set_threads` asks of torch where OMP_NUM_THREADS is `omp`."""
+    if omp is None:
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    else:
+        monkeypatch.setenv("OMP_NUM_THREADS", omp)
+    chosen: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    set_threads(environment)
+    return chosen
+
+
+@pytest.mark.parametrize(("omp", "kept"), [(None, False), ("1", True), ("3", True)])
+@pytest.mark.parametrize("launcher", ["single", "torchrun"])
+def test_threads_set_by_the_user_are_kept(
+    monkeypatch: pytest.MonkeyPatch, launcher: Launcher, omp: str | None, kept: bool
+) -> None:
+    environment = ProcessEnvironment(0, 1, 0, 1, "host", 1, launcher)
+    assert _threads_are_set(monkeypatch, environment, omp) == ([] if kept else [usable_cores()])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(("set_by_user", "kept"), [({"OMP_NUM_THREADS": "1"}, True), ({}, False)])
+def test_one_thread_by_torchrun_is_told_from_one_thread_by_the_user(
+    monkeypatch: pytest.MonkeyPatch, set_by_user: dict[str, str], kept: bool
+) -> None:
+    torchrun = subprocess.Popen(["sleep", "60"], env=set_by_user)
+    monkeypatch.setattr(os, "getppid", lambda: torchrun.pid)
+    while not Path(f"/proc/{torchrun.pid}/cmdline").read_bytes().startswith(b"sleep"):
+        time.sleep(0.01)  # exec shows the new program's arguments and environment a moment after it closes pipes
+    try:
+        chosen = _threads_are_set(monkeypatch, ProcessEnvironment(1, 2, 1, 2, "host", 1, "torchrun"), "1")
+    finally:
+        torchrun.kill()
+        torchrun.wait()
+    assert chosen == ([] if kept else [max(1, usable_cores() // 2)])
+
+
+def test_usable_cores_are_those_of_the_affinity_mask() -> None:
+    assert 1 <= usable_cores() <= (os.cpu_count() or 1)

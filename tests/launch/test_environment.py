@@ -1,0 +1,194 @@
+"""Every launcher's variables are understood, and everything wrong in them is told at once."""
+
+import pytest
+
+from megalite.errors.problems import UserError
+from megalite.launch.environment import (
+    ProcessEnvironment,
+    claimed_rank,
+    first_host,
+    launch_command,
+    read_environment,
+    tasks_per_node,
+)
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29400",
+    "TORCHELASTIC_RUN_ID": "none",
+}
+SRUN = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "3",
+    "SLURM_NTASKS": "4",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_NNODES": "2",
+    "SLURM_STEP_NODELIST": "gpu-a[03-04]",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+}
+SBATCH_SHELL = {"SLURM_JOB_ID": "4711", "SLURM_NTASKS": "4", "SLURM_JOB_NODELIST": "n[0-3]"}
+
+
+def without(variables: dict[str, str], *names: str) -> dict[str, str]:
+    return {name: value for name, value in variables.items() if name not in names}
+
+
+def test_nothing_set_is_a_single_process() -> None:
+    assert read_environment({}) == ProcessEnvironment()
+    assert (ProcessEnvironment().rank, ProcessEnvironment().world_size, ProcessEnvironment().launcher) == (
+        0,
+        1,
+        "single",
+    )
+
+
+def test_torchrun() -> None:
+    assert read_environment(TORCHRUN) == ProcessEnvironment(5, 8, 1, 4, "node0", 29400, "torchrun")
+
+
+def test_plain_variables_without_local_ones() -> None:
+    plain = without(TORCHRUN, "TORCHELASTIC_RUN_ID", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    assert read_environment(plain) == ProcessEnvironment(5, 8, None, 1, "node0", 29400, "env")
+    here = read_environment({**plain, "MASTER_ADDR": "localhost"})
+    assert (here.local_rank, here.local_world_size) == (None, 8)
+
+
+def test_a_world_of_one_needs_no_master() -> None:
+    assert read_environment({"RANK": "0", "WORLD_SIZE": "1"}) == ProcessEnvironment(0, 1, 0, 1, "127.0.0.1", 0, "env")
+
+
+def test_srun() -> None:
+    found = read_environment(SRUN)
+    assert (found.rank, found.world_size, found.local_rank, found.local_world_size) == (3, 4, 1, 2)
+    assert (found.master_addr, found.launcher) == ("gpu-a03", "slurm")
+    assert 1024 < found.master_port < 32768
+
+
+def test_ranks_of_a_step_agree_on_the_port_and_other_steps_and_jobs_have_another() -> None:
+    ports = {
+        read_environment({**SRUN, "SLURM_PROCID": str(rank), "SLURM_LOCALID": "0"}).master_port for rank in range(4)
+    }
+    assert len(ports) == 1
+    assert read_environment({**SRUN, "SLURM_STEP_ID": "1"}).master_port not in ports
+    assert read_environment({**SRUN, "SLURM_JOB_ID": "4712"}).master_port not in ports
+
+
+def test_a_set_master_wins_over_the_node_list() -> None:
+    found = read_environment({**SRUN, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"})
+    assert (found.master_addr, found.master_port) == ("10.0.0.1", 1234)
+
+
+def test_a_step_smaller_than_its_job_counts_its_own_tasks() -> None:
+    assert read_environment({**SRUN, "SLURM_NTASKS": "64", "SLURM_STEP_NUM_TASKS": "4"}).world_size == 4
+
+
+def test_torchrun_inside_srun_is_torchrun() -> None:
+    assert read_environment({**SRUN, **TORCHRUN}).launcher == "torchrun"
+
+
+def test_a_world_size_exported_for_srun_is_fine_where_it_agrees() -> None:
+    assert read_environment({**SRUN, "WORLD_SIZE": "4"}).world_size == 4
+    with pytest.raises(UserError, match="SLURM_NTASKS=4"):
+        read_environment({**SRUN, "WORLD_SIZE": "8"})
+
+
+@pytest.mark.parametrize(
+    "shell",
+    [
+        SBATCH_SHELL,
+        {**SBATCH_SHELL, "SLURM_PROCID": "0"},
+        {**SBATCH_SHELL, "SLURM_PROCID": "0", "SLURM_STEP_ID": "4294967291"},
+        {**SBATCH_SHELL, "SLURM_PROCID": "0", "MASTER_ADDR": "n0", "MASTER_PORT": "1"},
+    ],
+)
+def test_the_shell_of_sbatch_and_salloc_is_a_single_process(shell: dict[str, str]) -> None:
+    assert read_environment(shell).launcher == "single"
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "host"),
+    [
+        ("n7", "n7"),
+        ("n[0-3,7]", "n0"),
+        ("n[7,0-3]", "n7"),
+        ("gpu-a[01-04]", "gpu-a01"),
+        ("gpu-a[03-04,9],login1", "gpu-a03"),
+        ("login1,gpu-a[03-04]", "login1"),
+        ("n[001-128].cluster.org", "n001.cluster.org"),
+        ("rack[1-2]node[05-08]", "rack1node05"),
+        ("10.0.0.1,10.0.0.2", "10.0.0.1"),
+    ],
+)
+def test_first_host_of_a_node_list(nodelist: str, host: str) -> None:
+    assert first_host(nodelist) == host
+
+
+@pytest.mark.parametrize(("text", "counts"), [("4", [4]), ("2(x3),1", [2, 2, 2, 1]), ("1,2", [1, 2])])
+def test_tasks_per_node(text: str, counts: list[int]) -> None:
+    assert tasks_per_node(text) == counts
+
+
+BAD = [
+    ({"WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, ["RANK"]),
+    *(
+        ({**TORCHRUN, "MASTER_ADDR": name}, ["MASTER_ADDR"])
+        for name in ("a..b", "x" * 64, " ", "two names", "http://node0", "a\nb")
+    ),
+    ({"RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, ["WORLD_SIZE"]),
+    ({"WORLD_SIZE": "2"}, ["RANK", "MASTER_ADDR", "MASTER_PORT"]),
+    ({**TORCHRUN, "RANK": "8"}, ["RANK"]),
+    ({**TORCHRUN, "RANK": "-1"}, ["RANK"]),
+    ({**TORCHRUN, "RANK": "five", "WORLD_SIZE": "2.5"}, ["WORLD_SIZE", "RANK"]),
+    ({**TORCHRUN, "WORLD_SIZE": "0"}, ["WORLD_SIZE"]),
+    ({**TORCHRUN, "LOCAL_RANK": "4"}, ["LOCAL_RANK"]),
+    ({**TORCHRUN, "LOCAL_WORLD_SIZE": "none"}, ["LOCAL_WORLD_SIZE"]),
+    ({**TORCHRUN, "MASTER_PORT": "65536"}, ["MASTER_PORT"]),
+    ({**TORCHRUN, "RANK": "x", "MASTER_PORT": "y", "LOCAL_RANK": "z"}, ["RANK", "MASTER_PORT", "LOCAL_RANK"]),
+    (without(TORCHRUN, "MASTER_ADDR", "MASTER_PORT"), ["MASTER_ADDR", "MASTER_PORT"]),
+    (without(SRUN, "SLURM_NTASKS"), ["SLURM_NTASKS"]),
+    ({**SRUN, "SLURM_PROCID": "4"}, ["SLURM_PROCID"]),
+    ({**SRUN, "SLURM_NTASKS": "many", "SLURM_LOCALID": "x"}, ["SLURM_NTASKS", "SLURM_LOCALID"]),
+    ({**SRUN, "SLURM_STEP_NODELIST": "["}, ["SLURM_STEP_NODELIST"]),
+    (without(SRUN, "SLURM_STEP_NODELIST"), ["SLURM_STEP_NODELIST"]),
+    ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "two"}, ["SLURM_STEP_TASKS_PER_NODE"]),
+]
+
+
+@pytest.mark.parametrize(("variables", "names"), BAD, ids=[" ".join(names) for _, names in BAD])
+def test_everything_wrong_is_told_at_once(variables: dict[str, str], names: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        read_environment(variables)
+    assert [problem.setting for problem in caught.value.problems] == names
+    assert all(problem.rule and problem.remedy for problem in caught.value.problems)
+
+
+@pytest.mark.parametrize(
+    ("variables", "rank"), [({}, 0), ({"RANK": "3"}, 3), ({"RANK": "x"}, 0), (SRUN, 3), (SBATCH_SHELL, 0)]
+)
+def test_the_claimed_rank_needs_no_right_environment(variables: dict[str, str], rank: int) -> None:
+    assert claimed_rank(variables) == rank
+
+
+@pytest.mark.parametrize(
+    ("environment", "command"),
+    [
+        (ProcessEnvironment(), "python pretrain_gpt.py 'a b=1'"),
+        (
+            ProcessEnvironment(world_size=4, local_world_size=4, launcher="torchrun"),
+            "torchrun --standalone --nproc-per-node 4 pretrain_gpt.py 'a b=1'",
+        ),
+        (
+            ProcessEnvironment(world_size=8, local_world_size=4, launcher="torchrun"),
+            "torchrun --nproc-per-node 4 ... pretrain_gpt.py 'a b=1'",
+        ),
+        (ProcessEnvironment(world_size=8, launcher="slurm"), "srun --ntasks 8 python pretrain_gpt.py 'a b=1'"),
+    ],
+)
+def test_a_job_is_told_how_it_is_started_again(environment: ProcessEnvironment, command: str) -> None:
+    assert launch_command(environment, ["pretrain_gpt.py", "a b=1"]) == command

@@ -1,0 +1,60 @@
+"""Ranks on a CPU keep the memory that a step frees; in a process of its own, as it cannot be undone."""
+
+import ctypes
+import os
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from megalite.launch.host_memory import keep_freed_memory
+
+GLIBC = sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt")
+STARTED = """
+from megalite.config.compose import load_config
+from megalite.launch.environment import read_environment
+from megalite.train.start import start
+start(load_config(["device=cpu"], 1), read_environment({}))
+"""
+FAULTS_OF_A_STEP = """
+import ctypes, resource, torch
+assert ctypes.CDLL(None).prctl(41, 1, 0, 0, 0) == 0  # PR_SET_THP_DISABLE: small pages on all machines
+def step():
+    activations = [torch.ones(5 << 18) for _ in range(16)]  # 5 MiB each, from a heap of 80 MiB
+    large = torch.ones(48 << 18)  # more than glibc ever takes from the heap by itself
+for _ in range(3):
+    step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(5):
+    step()
+print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / 5)
+"""
+PAGES = (128 << 20) // resource.getpagesize()  # that a step allocates
+
+
+def _faults(program: str, **variables: str) -> float:
+    environment = {name: value for name, value in os.environ.items() if "MALLOC" not in name and "GLIBC" not in name}
+    command = [sys.executable, "-c", program + FAULTS_OF_A_STEP]
+    done = subprocess.run(command, env=environment | variables, capture_output=True, text=True, check=True)
+    return float(done.stdout)
+
+
+@pytest.mark.skipif(not GLIBC, reason="glibc's malloc")
+def test_a_step_finds_the_pages_of_the_one_before() -> None:
+    assert _faults(STARTED) < PAGES / 100
+    assert _faults(STARTED, GLIBC_TUNABLES="glibc.malloc.perturb=0") < PAGES / 100  # which is not about pages
+    assert _faults("") > PAGES / 4  # what it saves
+
+
+@pytest.mark.skipif(not GLIBC, reason="glibc's malloc")
+@pytest.mark.parametrize(
+    "variables", [{"MALLOC_MMAP_THRESHOLD_": "1000000"}, {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=1000000"}]
+)
+def test_who_chose_how_malloc_works_is_left_alone(variables: dict[str, str]) -> None:
+    assert _faults(STARTED, **variables) > PAGES / 4
+
+
+def test_other_c_libraries_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ctypes.CDLL", lambda name: object())
+    keep_freed_memory({})

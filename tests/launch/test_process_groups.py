@@ -1,0 +1,257 @@
+"""Groups as communicators: every one of them sums what the arithmetic predicts, and none is made in vain."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megalite.errors.problems import UserError
+from megalite.launch.context import CPU, ParallelContext
+from megalite.launch.process_groups import make_groups
+from megalite.launch.startup import join
+from megalite.layout.groups import COMMUNICATING, GroupNeeds, GroupSpec, all_groups, groups_of
+from megalite.layout.ranks import ParallelLayout
+from tests.ranks import run_ranks
+
+FOLDED = ParallelLayout(tp=2, cp=2, pp=2, etp=1, ep=4)
+LAYOUTS = {
+    "tp2 dp2 pp2, tied": (ParallelLayout(tp=2, dp=2, pp=2), GroupNeeds(tied_embeddings=True)),
+    "tp2 cp2 pp2 over ep4, tied": (FOLDED, GroupNeeds(tied_embeddings=True)),
+    "pipelines inside dp": (ParallelLayout(tp=2, dp=2, pp=2, order="tp-cp-ep-pp-dp"), GroupNeeds()),
+    "pp4 with a decoder": (ParallelLayout(dp=2, pp=4), GroupNeeds(tied_embeddings=True, split_rank=2)),
+    "tp4 with two key-value heads": (ParallelLayout(tp=4, dp=2), GroupNeeds(kv_heads=2)),
+    "two optimizer instances": (
+        ParallelLayout(tp=2, dp=4, etp=1, ep=2),
+        GroupNeeds(optimizer_instances=2),
+    ),
+    "written behind training": (ParallelLayout(tp=2, dp=4), GroupNeeds(background_saving=True)),
+    "two levels of cp": (ParallelLayout(cp=8), GroupNeeds(cp_levels=(2, 4))),
+}
+
+
+def _sums(context: ParallelContext) -> dict[str, float]:
+    """By group of more than one rank, the all-reduced sum of 2**rank: it names its summands."""
+    found = {}
+    for name in set(context.specs) & set(COMMUNICATING):
+        group = context.group(name)
+        if group is not None:
+            number = torch.tensor(2.0**context.rank)
+            dist.all_reduce(number, group=group)
+            found[name] = float(number)
+    return found
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_each_group_sums_the_ranks_that_the_arithmetic_predicts(name: str) -> None:
+    layout, needs = LAYOUTS[name]
+    for rank, sums in enumerate(run_ranks(_sums, 8, layout=layout, needs=needs)):
+        specs = groups_of(layout, rank, needs)
+        expected = {name: sum(2.0**member for member in specs[name].ranks) for name in set(specs) & set(COMMUNICATING)}
+        assert sums == {name: total for name, total in expected.items() if total != 2.0**rank}
+
+
+def _close_and_join_again(context: ParallelContext, needs: GroupNeeds) -> list[dict[str, float]]:
+    """Contexts that find a world and leave it as it was; the first is still open when the second is made."""
+    results = []
+    contexts = []
+    for _ in range(3):
+        contexts.append(join(context.layout, context.rank, CPU, torch.float32, None, timeout_s=20, needs=needs))
+        results.append(_sums(contexts[-1]))
+        if len(contexts) > 1:
+            contexts[-2].close()
+            contexts[-2].close()
+    assert dist.is_initialized()
+    return results
+
+
+def test_a_world_that_was_there_before_is_used_and_left() -> None:
+    layout, needs = ParallelLayout(tp=2, pp=4), GroupNeeds(tied_embeddings=True)  # two stages have no embedding group
+    for first, second, third in run_ranks(_close_and_join_again, 8, needs, layout=layout):
+        assert first == second == third != {}
+
+
+def _refuse_another_size(context: ParallelContext) -> str:
+    messages = []
+    for size in (1, 3):
+        with pytest.raises(UserError) as caught:
+            join(ParallelLayout(dp=size), 0, CPU, torch.float32, None, timeout_s=20)
+        messages.append(str(caught.value))
+    return "\n".join(messages)
+
+
+def test_a_world_of_another_size_is_refused() -> None:
+    for messages in run_ranks(_refuse_another_size, 2):
+        assert messages.count("process group of 2 already") == 2
+
+
+def _touch_nothing_of_the_world(context: ParallelContext) -> tuple[bool, bool, float]:
+    joined = join(context.layout, context.rank, CPU, torch.float32, None, timeout_s=20)
+    assert joined.control_group is not None
+    joined.set_timeout(1)
+    joined.barrier()
+    if context.rank == 1:
+        time.sleep(2.5)
+    number = torch.ones(1)
+    dist.all_reduce(number)  # over the world of before, whose time-out is longer
+    pg_map = dist.distributed_c10d._world.pg_map
+    before = joined.control_group in pg_map
+    joined.close()
+    return before, joined.control_group in pg_map, float(number)
+
+
+def test_a_context_neither_retimes_the_world_of_before_nor_leaves_a_group_behind() -> None:
+    assert run_ranks(_touch_nothing_of_the_world, 2) == [(True, False, 2.0)] * 2
+
+
+def _wait_alone(context: ParallelContext) -> tuple[str, float]:
+    context.barrier()
+    context.set_timeout(1)
+    begin = time.monotonic()
+    if context.rank == 0:
+        try:
+            dist.all_reduce(torch.ones(1), group=context.group("dp-cp"))
+        except RuntimeError as error:
+            return str(error), time.monotonic() - begin
+    time.sleep(4)
+    return "", 0.0
+
+
+def test_after_the_start_a_late_member_is_an_error_sooner() -> None:
+    (error, seconds), _ = run_ranks(_wait_alone, 2)
+    assert "imed out" in error
+    assert seconds < 3.5
+
+
+@pytest.fixture
+def fake_world() -> Iterator[Any]:
+    """`make(layout, rank, needs)`: the context of any rank of any layout, without other processes."""
+
+    def make(layout: ParallelLayout, rank: int, needs: GroupNeeds | None = None) -> ParallelContext:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        dist.init_process_group("fake", rank=rank, world_size=layout.world_size, store=FakeStore())
+        return join(layout, rank, CPU, torch.float32, None, timeout_s=10, needs=needs)
+
+    yield make
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def groups_made() -> int:
+    return len(dist.distributed_c10d._world.pg_map) - 1  # without the world
+
+
+def test_a_context_is_made_for_any_rank_without_processes(fake_world: Any) -> None:
+    layout = ParallelLayout(tp=8, cp=2, dp=64, pp=16, etp=1, ep=64)
+    needs = GroupNeeds(tied_embeddings=True)
+    begin = time.process_time()
+    listed = list(all_groups(layout, needs))
+    middle = time.process_time()
+    context = fake_world(layout, 9999, needs)
+    assert time.process_time() - middle < 10 * (middle - begin), "twice the time of listing the groups, on any machine"
+    assert len(listed) > 10_000
+    assert context.size("tp") == context.group("tp").size() == 8
+    assert context.index("dp-cp") == context.group("dp-cp").rank()
+    assert context.coordinates == layout.coordinates(9999)
+
+
+def test_groups_of_one_rank_are_never_made(fake_world: Any) -> None:
+    context = fake_world(ParallelLayout(dp=4), 1)
+    assert context.group("tp") is context.group("pp-forward") is context.group("embedding") is None
+    assert context.members("tp") == (1,)
+    assert groups_made() == 2  # control, and dp-cp and world in one
+
+
+def test_equal_groups_share_a_communicator_within_one_class_of_traffic_only(fake_world: Any) -> None:
+    context = fake_world(ParallelLayout(tp=2, pp=2), 0, GroupNeeds(tied_embeddings=True))
+    assert context.group("tp") is not context.group("kv-replicas")
+    pipeline = [context.group(name) for name in ("pp-forward", "pp-backward", "embedding")]
+    assert len(set(pipeline)) == 3
+    assert context.members("pp-forward") == context.members("embedding")
+
+
+def test_the_world_is_no_communicator_of_its_own_where_another_has_all_ranks(fake_world: Any) -> None:
+    context = fake_world(ParallelLayout(dp=4), 0)
+    assert context.group("world") is context.group("dp-cp")
+    assert context.group("world") is not context.control_group
+    staged = fake_world(ParallelLayout(dp=2, pp=2), 0)
+    assert staged.group("world").size() == 4
+
+
+def test_groups_that_carry_nothing_are_never_made(fake_world: Any) -> None:
+    context = fake_world(ParallelLayout(tp=2, dp=2, pp=2), 0)
+    assert groups_made() == 6  # control, dp-cp, world, tp and the two directions of the pipeline
+    assert context.members("tp-dp") == (0, 1, 2, 3)
+    with pytest.raises(AssertionError, match="without a communicator"):
+        context.group("tp-dp")
+
+
+def test_writing_behind_training_shares_no_communicator(fake_world: Any) -> None:
+    context = fake_world(ParallelLayout(dp=4), 0, GroupNeeds(background_saving=True))
+    saving = context.group("saving")
+    assert saving.size() == 4
+    assert saving is not context.control_group
+    assert [name for name, group in context.groups.items() if group is saving] == ["saving"]
+    with pytest.raises(AssertionError, match="no group 'saving'"):
+        fake_world(ParallelLayout(dp=4), 0).group("saving")
+
+
+def test_a_rank_without_embeddings_belongs_to_no_embedding_group(fake_world: Any) -> None:
+    context = fake_world(ParallelLayout(pp=3), 1, GroupNeeds(tied_embeddings=True))
+    assert context.group("embedding") is None
+    assert context.members("embedding") == ()
+    with pytest.raises(AssertionError, match="no group 'ep'"):
+        context.members("ep")
+
+
+class OptionsWithoutNccl:
+    """Stands in for ProcessGroupNCCL.Options where torch has no NCCL: records what is set on it."""
+
+    def __init__(self) -> None:
+        self.config = SimpleNamespace()
+
+
+def test_nccl_options_reach_their_groups_and_keep_them_apart(monkeypatch: pytest.MonkeyPatch, fake_world: Any) -> None:
+    fake_world(ParallelLayout(dp=4), 0)
+    made: list[dict[str, Any]] = []
+
+    def record(ranks: list[int], **arguments: Any) -> object:
+        made.append(arguments)
+        return object()
+
+    monkeypatch.setattr(dist, "new_group", record)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=OptionsWithoutNccl), raising=False)
+    options = {"dp-cp": {"max_ctas": 8, "is_high_priority_stream": True}}
+    specs = all_groups(ParallelLayout(dp=4), GroupNeeds(background_saving=True))
+    groups = make_groups(specs, 0, torch.device("cuda", 0), dist.default_pg_timeout, options)
+    by_name = {arguments["group_desc"]: arguments for arguments in made}
+    given = by_name["dp-cp"]["pg_options"]
+    assert vars(given.config) == {"max_ctas": 8}
+    assert given.is_high_priority_stream
+    assert by_name["world"]["pg_options"] is None
+    assert groups["dp-cp"] is not groups["world"]
+    assert by_name["dp-cp"]["backend"] == "nccl"
+    assert by_name["saving"]["backend"] == "fake"  # gloo in a world that is not fake
+    assert by_name["saving"]["device_id"] is None
+
+
+@pytest.mark.gpu
+def test_nccl_accepts_the_options(tmp_path: Path) -> None:
+    device, layout = torch.device("cuda", 0), ParallelLayout()
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        options: dict[str, Any] = {"cga_cluster_size": 2, "min_ctas": 1, "max_ctas": 8, "net_name": "socket"}
+        world = GroupSpec("world", "gradient", (0,), "world")
+        timeout = dist.default_pg_timeout
+        made = make_groups([world], 0, device, timeout, {"world": options | {"is_high_priority_stream": True}})
+        number = torch.ones(layout.world_size, device=device)
+        dist.all_reduce(number, group=made["world"])
+        assert number.item() == 1
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,74 @@
+"""Stop signals are remembered, repeated ones change nothing, and a third Ctrl-C ends the wait."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from megalite.launch.signals import INTERRUPTED, LAUNCHER_ENDED, STOP_SIGNALS, StopRequest
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+def test_a_signal_only_sets_the_request_and_the_old_handler_comes_back(number: signal.Signals) -> None:
+    before = [signal.getsignal(stop) for stop in STOP_SIGNALS]
+    with StopRequest() as stop:
+        assert stop.requested is None
+        os.kill(os.getpid(), number)
+        assert stop.requested == number.name
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.requested == number.name
+    assert [signal.getsignal(stop) for stop in STOP_SIGNALS] == before
+
+
+def test_a_terminal_that_goes_away_stops_nothing_under_nohup() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.requested is None
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_the_third_interrupt_does_not_wait_for_the_step() -> None:
+    with pytest.raises(KeyboardInterrupt), StopRequest():  # noqa: PT012
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(10)
+
+
+def test_the_end_of_the_launcher_stops_in_order_and_after_a_signal_at_once() -> None:
+    with StopRequest() as stop:
+        for _ in range(2):
+            os.kill(os.getpid(), LAUNCHER_ENDED)
+            time.sleep(0.1)
+        assert stop.requested == "the end of torchrun"
+    with pytest.raises(KeyboardInterrupt), StopRequest():  # noqa: PT012
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), LAUNCHER_ENDED)
+        time.sleep(10)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="knows the mutex of glibc")
+def test_a_main_thread_that_never_returns_to_python_is_ended_all_the_same() -> None:
+    code = """
+import ctypes
+from megalite.launch.signals import StopRequest
+with StopRequest():
+    print("waiting", flush=True)
+    mutex = ctypes.create_string_buffer(64)  # zeros are an unlocked mutex
+    for _ in range(2):
+        ctypes.CDLL(None).pthread_mutex_lock(mutex)  # the second one waits for ever, whatever signals come
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "waiting\n"
+    time.sleep(0.2)
+    for _ in range(3):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.05)
+    assert process.wait(timeout=10) == INTERRUPTED

@@ -1,0 +1,352 @@
+"""Starting: from an environment to a context, and a clear refusal on all ranks when the ranks cannot meet."""
+
+import os
+import socket
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megalite.config.schema import Config, ParallelConfig
+from megalite.config.settings import with_values
+from megalite.errors.problems import Problem, UserError
+from megalite.launch.context import CPU, ParallelContext
+from megalite.launch.environment import ProcessEnvironment
+from megalite.launch.rendezvous import RankInfo, find_problems, rendezvous
+from megalite.layout.groups import GroupNeeds
+from megalite.train.start import needs_of, start
+from tests.ranks import run_ranks
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def environment(rank: int, world_size: int, port: int) -> ProcessEnvironment:
+    return ProcessEnvironment(rank, world_size, rank, world_size, "127.0.0.1", port, "env")
+
+
+def cpu_config(timeout_s: float = 20, tp: int = 1) -> Config:
+    return Config(device="cpu", precision="fp32", parallel=ParallelConfig(startup_timeout_s=timeout_s, tp=tp))
+
+
+def meet_on_cpu(place: ProcessEnvironment, problems: list[Problem], timeout_s: float) -> None:
+    rendezvous(place, RankInfo.of(place.rank, CPU, {}, problems), timeout_s=timeout_s)
+
+
+def _start_anew(context: ParallelContext, port: int, changes: dict[int, dict[str, Any]]) -> list[Problem] | float:
+    """What `start` gives a rank that has left its first world: the problems, or a sum over the new world."""
+    context.close()
+    place = replace(environment(context.rank, context.world_size, port), **changes.get(context.rank, {}))
+    try:
+        started = start(cpu_config(), place)
+    except UserError as error:
+        return error.problems
+    number = torch.tensor(1.0)
+    dist.all_reduce(number, group=started.group("dp-cp"))
+    started.close()
+    return float(number)
+
+
+def test_ranks_meet_at_the_master_s_port() -> None:
+    assert run_ranks(_start_anew, 3, free_port(), {}) == [3.0] * 3
+
+
+def _one_is_late_for_a_collective(context: ParallelContext, port: int) -> str:
+    context.close()
+    started = start(cpu_config(timeout_s=1), environment(context.rank, 2, port))
+    started.barrier()
+    error = ""
+    if context.rank == 0:
+        with pytest.raises(RuntimeError) as caught:
+            dist.all_reduce(torch.ones(1), group=started.group("dp-cp"))
+        error = str(caught.value)
+    else:
+        time.sleep(2.5)
+    started.close()
+    return error
+
+
+def test_the_groups_follow_the_settings() -> None:
+    changes: dict[str, Any] = {"optimizer.instances": 4, "checkpoint.async": True, "model.num_key_value_heads": 2}
+    asked = with_values(Config(), changes | {"model.tie_embeddings": False})
+    assert needs_of(asked) == GroupNeeds(False, kv_heads=2, optimizer_instances=4, background_saving=True)
+    assert needs_of(Config()) == GroupNeeds(True)
+    assert needs_of(with_values(asked, {"optimizer.zero": 0})).optimizer_instances == 1
+
+
+def test_types_are_judged_by_the_precision_that_the_device_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = with_values(Config(device="cpu"), {"optimizer.gradient_dtype": "bf16"})
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    assert start(asked, ProcessEnvironment()).dtype == torch.bfloat16
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    with pytest.raises(UserError, match=r"optimizer\.gradient_dtype='bf16'.*precision=auto, which is fp32 here"):
+        start(asked, ProcessEnvironment())
+
+
+def test_the_start_up_time_bounds_collectives_until_another_time_is_set() -> None:
+    assert "imed out" in run_ranks(_one_is_late_for_a_collective, 2, free_port())[0]
+
+
+def _one_works_longer(context: ParallelContext, port: int) -> None:
+    context.close()
+    started = start(cpu_config(timeout_s=1), environment(context.rank, 2, port))
+    if context.rank == 0:
+        time.sleep(2.5)
+    started.barrier(patient=True)
+    started.close()
+
+
+def test_a_patient_barrier_waits_beyond_the_time_for_collectives() -> None:
+    run_ranks(_one_works_longer, 2, free_port())
+
+
+def test_ranks_that_were_told_different_world_sizes_refuse() -> None:
+    results = run_ranks(_start_anew, 2, free_port(), {1: {"world_size": 3}})
+    assert {problem.setting for problems in results for problem in problems} == {"WORLD_SIZE"}
+    assert "were told a world of" in results[0][0].rule
+
+
+def _claim_rank_1(context: ParallelContext, port: int) -> list[str]:
+    """Ranks 0, 1, 1 of a world of 3."""
+    context.close()
+    with pytest.raises(UserError) as caught:
+        start(cpu_config(), environment(min(context.rank, 1), 3, port))
+    return [problem.setting for problem in caught.value.problems]
+
+
+def test_a_rank_that_is_claimed_twice_is_refused_by_all_at_once() -> None:
+    begin = time.monotonic()
+    assert run_ranks(_claim_rank_1, 3, free_port()) == [["RANK"]] * 3
+    assert time.monotonic() - begin < 10
+
+
+def test_a_peer_that_never_comes_is_named_when_the_time_is_up() -> None:
+    begin = time.monotonic()
+    with pytest.raises(UserError) as caught:
+        meet_on_cpu(environment(0, 3, free_port()), [], timeout_s=0.5)
+    assert time.monotonic() - begin < 5
+    assert "1 of 3 ranks arrived" in str(caught.value)
+    assert "missing: 1, 2" in str(caught.value)
+
+
+def _one_of_three_is_missing(context: ParallelContext, port: int) -> str:
+    context.close()
+    with pytest.raises(UserError) as caught:
+        meet_on_cpu(environment(context.rank, 3, port), [], timeout_s=0.5 + context.rank)
+    return caught.value.problems[0].rule
+
+
+def test_whoever_runs_out_of_time_first_tells_the_others() -> None:
+    rules = run_ranks(_one_of_three_is_missing, 2, free_port())
+    assert rules == ["2 of 3 ranks arrived within parallel.startup_timeout_s; missing: 2"] * 2
+
+
+def test_a_master_that_never_comes_is_an_error_in_time() -> None:
+    port = free_port()
+    with pytest.raises(UserError, match=f"127.0.0.1:{port}.*found nobody"):
+        meet_on_cpu(environment(1, 2, port), [], timeout_s=0.5)
+
+
+def test_a_port_where_nobody_answers_is_an_error_in_time() -> None:
+    with socket.socket() as foreign:
+        foreign.bind(("127.0.0.1", 0))
+        foreign.listen()
+        begin = time.monotonic()
+        with pytest.raises(UserError, match="does not answer as rank 0") as caught:
+            meet_on_cpu(environment(1, 2, foreign.getsockname()[1]), [], timeout_s=1.5)
+    assert time.monotonic() - begin < 4
+    assert caught.value.problems[0].alone
+
+
+def test_a_port_where_somebody_else_answers_is_said(capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as foreign:
+        foreign.bind(("127.0.0.1", 0))
+        foreign.listen()
+        threading.Thread(target=_answer_in_http, args=(foreign,), daemon=True).start()
+        with pytest.raises(UserError, match="does not answer as rank 0"):
+            meet_on_cpu(environment(1, 2, foreign.getsockname()[1]), [], timeout_s=1.5)
+    capfd.readouterr()  # torch's traces
+
+
+def _answer_in_http(foreign: socket.socket) -> None:
+    try:
+        while True:
+            with foreign.accept()[0] as connection:
+                connection.recv(64)
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+    except OSError:
+        return
+
+
+def test_a_port_in_use_is_said() -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        with pytest.raises(UserError, match="port is in use"):
+            meet_on_cpu(environment(0, 2, taken.getsockname()[1]), [], timeout_s=5)
+
+
+def test_a_master_address_that_does_not_exist_is_said() -> None:
+    place = replace(environment(0, 2, free_port()), master_addr="no-such-host.invalid")
+    with pytest.raises(UserError, match="cannot be looked up"):
+        meet_on_cpu(place, [], timeout_s=5)
+
+
+def _one_has_no_device(context: ParallelContext, port: int) -> list[str]:
+    context.close()
+    problems = [Problem("device", "cuda", "no GPU here", "device=cpu")] if context.rank == 1 else []
+    with pytest.raises(UserError) as caught:
+        meet_on_cpu(environment(context.rank, 2, port), problems, timeout_s=20)
+    return [problem.rule for problem in caught.value.problems]
+
+
+def test_one_rank_s_missing_device_stops_all_ranks_at_once() -> None:
+    assert run_ranks(_one_has_no_device, 2, free_port()) == [["no GPU here"]] * 2
+
+
+def _start_twice(context: ParallelContext) -> list[float]:
+    """A context made in a process that has a world already uses that world."""
+    again = start(cpu_config(), environment(context.rank, context.world_size, 1))
+    sums = []
+    for group in (context.group("dp-cp"), again.group("dp-cp")):
+        number = torch.tensor(1.0)
+        dist.all_reduce(number, group=group)
+        sums.append(float(number))
+    return sums
+
+
+def test_starting_twice_uses_the_same_world() -> None:
+    assert run_ranks(_start_twice, 2) == [[2.0, 2.0]] * 2
+
+
+def _start_in_world(context: ParallelContext, changes: dict[int, dict[str, Any]], tp: dict[int, int]) -> list[Problem]:
+    """The problems of starting in the world that is there; then that it can still be started in."""
+    place = environment(context.rank, context.world_size, 1)
+    with pytest.raises(UserError) as caught:
+        start(cpu_config(tp=tp.get(context.rank, 1)), replace(place, **changes.get(context.rank, {})))
+    again = start(cpu_config(), place)
+    again.barrier()
+    again.close()
+    return caught.value.problems
+
+
+def test_a_rank_that_takes_a_world_for_none_is_refused_by_all() -> None:
+    for problems in run_ranks(_start_in_world, 2, {1: {"rank": 0, "world_size": 1}}, {}):
+        assert [problem.setting for problem in problems] == ["WORLD_SIZE"]
+        assert "belongs to a process group of 2 already" in problems[0].rule
+
+
+def test_ranks_that_all_take_a_world_for_none_are_refused() -> None:
+    alone = {"rank": 0, "world_size": 1}
+    for problems in run_ranks(_start_in_world, 2, {0: alone, 1: alone}, {}):
+        assert [problem.setting for problem in problems] == ["WORLD_SIZE"]
+
+
+def test_ranks_of_a_world_with_different_layouts_are_refused_by_all() -> None:
+    for problems in run_ranks(_start_in_world, 2, {}, {1: 2}):
+        assert [problem.setting for problem in problems] == ["parallel.tp"]
+
+
+def test_a_world_of_one_is_no_obstacle() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert start(cpu_config(), ProcessEnvironment()).control_group is None
+    finally:
+        dist.destroy_process_group()
+
+
+def _plan_differently(context: ParallelContext, port: int, settings: dict[str, list[Any]]) -> list[Problem]:
+    """Refusals where the parallel settings of the ranks differ: with a meeting at the port, then in a world."""
+    mine = {name: values[context.rank] for name, values in settings.items()}
+    config = replace(cpu_config(), parallel=ParallelConfig(startup_timeout_s=20, **mine))
+    place = environment(context.rank, context.world_size, port)
+    with pytest.raises(UserError) as within:
+        start(config, place)
+    context.close()
+    with pytest.raises(UserError) as anew:
+        start(config, place)
+    assert within.value.problems == anew.value.problems
+    return anew.value.problems
+
+
+def test_ranks_with_different_nccl_options_are_refused_before_they_make_groups(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{rank}.yaml" for rank in range(2)]
+    for rank, path in enumerate(paths):
+        path.write_text(f"dp_cp: {{max_ctas: {8 + rank}}}")
+    for problems in run_ranks(_plan_differently, 2, free_port(), {"nccl_options": [str(path) for path in paths]}):
+        assert [problem.setting for problem in problems] == ["parallel.nccl_options"]
+
+
+def test_ranks_with_different_layouts_are_refused_before_they_make_groups() -> None:
+    for problems in run_ranks(_plan_differently, 2, free_port(), {"tp": [1, 2]}):
+        assert [str(problem).partition("\n")[0] for problem in problems] == [
+            "parallel.tp='default': so on rank 0, but '2' on rank 1"
+        ]
+
+
+def test_a_single_process_creates_no_process_group() -> None:
+    context = start(cpu_config(), ProcessEnvironment())
+    assert (context.rank, context.world_size, context.size("dp")) == (0, 1, 1)
+    assert context.group("dp-cp") is None
+    assert context.control_group is None
+    assert not dist.is_initialized()
+
+
+def test_a_missing_gpu_is_refused_without_a_group() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(UserError, match="no usable CUDA device"):
+        start(replace(cpu_config(), device="cuda"), ProcessEnvironment())
+
+
+def info(
+    rank: int, host: str = "a", gpu: str | None = None, loopback: bool = False, plan: dict[str, str] | None = None
+) -> RankInfo:
+    return RankInfo(rank, host, gpu, loopback, plan or {}, [])
+
+
+def test_two_ranks_on_one_gpu_are_refused() -> None:
+    assert find_problems([info(0, gpu="x"), info(1, gpu="y"), info(2, host="b", gpu="x")]) == []
+    (problem,) = find_problems([info(0, gpu="x"), info(1, gpu="x")])
+    assert "ranks 0, 1 of a share one GPU" in problem.rule
+
+
+def test_ranks_that_plan_differently_are_named() -> None:
+    equal = {"layout": "tp=2"}
+    assert find_problems([info(0, plan=equal), info(1, plan=equal), info(2)]) == []
+    other = equal | {"parallel.nccl_options": "{'tp': {}}"}
+    (problem,) = find_problems([info(0, plan=equal), info(1, plan=other), info(2, plan=equal)])
+    assert (problem.setting, problem.value) == ("parallel.nccl_options", "default")
+    assert problem.rule == "so on ranks 0, 2, but \"{'tp': {}}\" on rank 1"
+
+
+def test_hosts_that_know_themselves_only_by_loopback_cannot_form_a_cluster() -> None:
+    assert find_problems([info(0, loopback=True), info(1, loopback=True)]) == []
+    (problem,) = find_problems([info(0), info(1, host="b", loopback=True)])
+    assert problem.setting == "GLOO_SOCKET_IFNAME"
+
+
+@pytest.mark.gpu
+def test_nccl_groups_stand_beside_the_gloo_world() -> None:
+    port = free_port()
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    try:
+        device = torch.device("cuda", 0)
+        group = dist.new_group([0], backend="nccl", device_id=device, use_local_synchronization=True)
+        number = torch.ones(1, device=device)
+        dist.all_reduce(number, group=group)
+        assert number.item() == 1
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_environment_of_a_test_is_no_part_of_a_job() -> None:
+    assert "RANK" not in os.environ

@@ -1,0 +1,243 @@
+"""Rank arithmetic: the worked examples of Megatron-LM and its explainers number by number, and what always holds."""
+
+import time
+from collections import Counter
+from itertools import combinations
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megalite.layout.ranks import DENSE_AXES, EXPERT_AXES, ParallelLayout, RankGenerator, pipeline_strides
+
+
+def pairs(distance: int, firsts: list[int]) -> list[list[int]]:
+    return [[first, first + distance] for first in firsts]
+
+
+def test_sixteen_ranks_tp2_pp4() -> None:
+    """The example in the docstring of Megatron-LM's initialize_model_parallel."""
+    layout = ParallelLayout(tp=2, dp=2, pp=4)
+    assert layout.groups("dp") == pairs(2, [0, 1, 4, 5, 8, 9, 12, 13])
+    assert layout.groups("tp") == pairs(1, [0, 2, 4, 6, 8, 10, 12, 14])
+    assert layout.groups("pp") == [[0, 4, 8, 12], [1, 5, 9, 13], [2, 6, 10, 14], [3, 7, 11, 15]]
+
+
+def test_sixteen_ranks_tp4_pp2_dp2() -> None:
+    layout = ParallelLayout(tp=4, dp=2, pp=2)
+    assert layout.groups("dp") == pairs(4, [0, 1, 2, 3, 8, 9, 10, 11])
+    assert layout.groups("tp") == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
+    assert layout.groups("pp") == pairs(8, [0, 1, 2, 3, 4, 5, 6, 7])
+
+
+def test_sixteen_ranks_etp1_pp2_ep4_edp2() -> None:
+    layout = ParallelLayout(tp=4, dp=2, pp=2, etp=1, ep=4)
+    assert layout.edp == 2
+    assert layout.groups("etp") == [[rank] for rank in range(16)]
+    assert layout.groups("ep") == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
+    assert layout.groups("edp") == pairs(4, [0, 1, 2, 3, 8, 9, 10, 11])
+    assert layout.expert is not None
+    assert layout.expert.groups("pp") == layout.groups("pp") == pairs(8, [0, 1, 2, 3, 4, 5, 6, 7])
+
+
+def test_thirty_ranks_tp2_pp3() -> None:
+    layout = ParallelLayout(tp=2, dp=5, pp=3)
+    assert layout.world_size == 30
+    assert layout.groups("dp") == [
+        [0, 2, 4, 6, 8],
+        [1, 3, 5, 7, 9],
+        [10, 12, 14, 16, 18],
+        [11, 13, 15, 17, 19],
+        [20, 22, 24, 26, 28],
+        [21, 23, 25, 27, 29],
+    ]
+    assert layout.groups("tp") == pairs(1, list(range(0, 30, 2)))
+    assert layout.groups("pp") == [[rank, rank + 10, rank + 20] for rank in range(10)]
+
+
+def test_sixteen_ranks_with_context_parallelism_and_folded_experts() -> None:
+    """tp2 cp2 dp2 pp2 over etp1 ep4 edp2, as megatron-core lays it out."""
+    layout = ParallelLayout(tp=2, cp=2, dp=2, pp=2, etp=1, ep=4)
+    assert layout.groups("cp") == pairs(2, [0, 1, 4, 5, 8, 9, 12, 13])
+    assert layout.groups("dp-cp") == [[0, 2, 4, 6], [1, 3, 5, 7], [8, 10, 12, 14], [9, 11, 13, 15]]
+    assert layout.groups("tp-cp") == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
+    assert layout.groups("tp-dp-cp") == [list(range(8)), list(range(8, 16))]
+    assert layout.groups("tp-pp") == [[0, 1, 8, 9], [2, 3, 10, 11], [4, 5, 12, 13], [6, 7, 14, 15]]
+    assert layout.groups("ep") == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
+    assert layout.groups("edp") == pairs(4, [0, 1, 2, 3, 8, 9, 10, 11])
+    assert layout.groups("etp-ep-pp") == [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]]
+
+
+def test_eight_ranks_with_tensor_parallel_experts() -> None:
+    layout = ParallelLayout(tp=2, dp=2, pp=2, etp=2, ep=2)
+    assert layout.groups("ep") == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert layout.groups("edp") == [[rank] for rank in range(8)]
+    assert layout.groups("etp-ep-pp") == [list(range(8))]
+
+
+def test_pipelines_inside_data_parallelism() -> None:
+    layout = ParallelLayout(tp=2, dp=2, pp=2, order="tp-cp-ep-pp-dp")
+    assert layout.groups("pp") == pairs(2, [0, 1, 4, 5])
+    assert layout.groups("dp") == pairs(4, [0, 1, 2, 3])
+
+
+def test_an_axis_that_the_order_leaves_out_has_one_position() -> None:
+    layout = ParallelLayout(tp=2, pp=2, order="tp-pp")
+    assert layout.groups("dp") == [[0], [1], [2], [3]]
+    assert layout.coordinates(3) == {"tp": 1, "pp": 1, "cp": 0, "dp": 0}
+
+
+def test_ranks_may_start_at_an_offset() -> None:
+    generator = RankGenerator((("tp", 2), ("pp", 2)), rank_offset=4)
+    assert generator.groups("pp") == [[4, 6], [5, 7]]
+    assert generator.coordinates(7) == {"tp": 1, "pp": 1}
+    assert generator.rank({"pp": 1}) == 6
+    assert ParallelLayout(tp=2, pp=2, rank_offset=4).groups("tp") == [[4, 5], [6, 7]]
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> ParallelLayout:
+    """Random layouts of up to 4,096 ranks in random orders; those with experts fold them over the same stages.
+
+    Where an order would give the experts other pipelines, they are moved to its end: there the two always agree.
+    """
+    tp, cp, dp, pp = (draw(st.integers(1, 8)) for _ in range(4))
+    order = "-".join(draw(st.permutations(["tp", "cp", "ep", "dp", "pp"])))
+    if draw(st.booleans()):
+        return ParallelLayout(tp=tp, cp=cp, dp=dp, pp=pp, order=order)
+    rest = tp * cp * dp
+    etp = draw(st.sampled_from([size for size in range(1, rest + 1) if rest % size == 0]))
+    ep = draw(st.sampled_from([size for size in range(1, rest // etp + 1) if rest // etp % size == 0]))
+    sizes = {"tp": tp, "cp": cp, "dp": dp, "pp": pp, "etp": etp, "ep": ep, "edp": rest // etp // ep}
+    dense, expert = pipeline_strides(order, sizes)
+    if dense != expert:
+        order = "-".join([*(axis for axis in order.split("-") if axis != "pp"), "pp"])
+    return ParallelLayout(tp=tp, cp=cp, dp=dp, pp=pp, etp=etp, ep=ep, order=order)
+
+
+def axis_sets(layout: ParallelLayout) -> list[tuple[RankGenerator, tuple[str, ...]]]:
+    """Every set of axes of either numbering."""
+    numberings = [(layout.dense, DENSE_AXES)]
+    if layout.expert is not None:
+        numberings.append((layout.expert, EXPERT_AXES))
+    return [
+        (numbering, chosen)
+        for numbering, axes in numberings
+        for count in range(1, len(axes) + 1)
+        for chosen in combinations(axes, count)
+    ]
+
+
+@settings(deadline=None, max_examples=50)
+@given(layouts())
+def test_the_groups_of_any_axes_partition_the_world(layout: ParallelLayout) -> None:
+    for numbering, axes in axis_sets(layout):
+        members = [rank for group in numbering.groups("-".join(axes)) for rank in group]
+        assert sorted(members) == list(range(layout.world_size))
+
+
+@settings(deadline=None, max_examples=50)
+@given(layouts(), st.data())
+def test_a_rank_s_group_is_the_one_that_holds_it(layout: ParallelLayout, data: st.DataObject) -> None:
+    rank = data.draw(st.integers(0, layout.world_size - 1))
+    for numbering, axes in axis_sets(layout):
+        name = "-".join(data.draw(st.permutations(axes)))
+        assert [numbering.group_of(rank, name)] == [group for group in numbering.groups(name) if rank in group]
+
+
+@settings(deadline=None, max_examples=50)
+@given(layouts())
+def test_experts_and_dense_layers_share_their_pipelines(layout: ParallelLayout) -> None:
+    if layout.expert is not None:
+        assert layout.expert.groups("pp") == layout.dense.groups("pp")
+
+
+@settings(deadline=None, max_examples=50)
+@given(layouts())
+def test_coordinates_are_a_bijection(layout: ParallelLayout) -> None:
+    for numbering in filter(None, (layout.dense, layout.expert)):
+        positions = [numbering.coordinates(rank) for rank in range(layout.world_size)]
+        assert len({tuple(position.items()) for position in positions}) == layout.world_size
+        assert [numbering.rank(position) for position in positions] == list(range(layout.world_size))
+
+
+@settings(deadline=None, max_examples=50)
+@given(layouts())
+def test_members_of_a_group_differ_along_its_axes_alone(layout: ParallelLayout) -> None:
+    for numbering, axes in axis_sets(layout):
+        for group in numbering.groups("-".join(axes)):
+            others = [
+                tuple(at for axis, at in numbering.coordinates(rank).items() if axis not in axes) for rank in group
+            ]
+            assert set(Counter(others).values()) == {len(group)}
+
+
+@settings(deadline=None, max_examples=50)
+@given(layouts())
+def test_groups_of_two_axes_are_unions_of_groups_of_one(layout: ParallelLayout) -> None:
+    for numbering, axes in axis_sets(layout):
+        if len(axes) == 2:
+            whole = {rank: first for first, *rest in numbering.groups("-".join(axes)) for rank in (first, *rest)}
+            for axis in axes:
+                assert all(len({whole[rank] for rank in group}) == 1 for group in numbering.groups(axis))
+
+
+@settings(deadline=None, max_examples=50)
+@given(layouts(), st.data())
+def test_members_ascend_however_the_axes_are_written(layout: ParallelLayout, data: st.DataObject) -> None:
+    for numbering, axes in axis_sets(layout):
+        groups = numbering.groups("-".join(data.draw(st.permutations(axes))))
+        assert groups == numbering.groups("-".join(axes))
+        assert all(group == sorted(group) for group in groups)
+        assert [group[0] for group in groups] == sorted(group[0] for group in groups)
+
+
+def test_all_groups_of_sixteen_thousand_ranks_take_less_than_a_second() -> None:
+    begin = time.process_time()
+    layout = ParallelLayout(tp=8, cp=2, dp=64, pp=16, etp=1, ep=64)
+    assert layout.world_size == 16384
+    count = sum(len(numbering.groups("-".join(axes))) for numbering, axes in axis_sets(layout))
+    assert count > 30_000
+    assert time.process_time() - begin < 1
+
+
+def test_a_dense_model_has_no_expert_groups() -> None:
+    with pytest.raises(AssertionError, match="no groups of ep"):
+        ParallelLayout(tp=2).groups("ep")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ({"tp": 0}, "tp=0"),
+        ({"dp": -1}, "dp=-1"),
+        ({"vpp": 0}, "vpp=0"),
+        ({"dp": 2, "ep": 0, "etp": 1}, "ep=0"),
+        ({"dp": 2, "etp": 0}, "etp=0"),
+        ({"dp": 4, "ep": 2}, "ep needs etp"),
+        ({"dp": 2, "ep": 4, "etp": 1}, "experts do not fill the world"),
+        ({"dp": 6, "ep": 4, "etp": 1}, "experts do not fill the world"),
+        (
+            {"tp": 4, "dp": 2, "pp": 2, "ep": 2, "etp": 1, "order": "tp-cp-ep-pp-dp"},
+            "4 ranks apart, those of experts 2",
+        ),
+    ],
+)
+def test_sizes_that_no_rule_would_have_let_through_are_our_own_mistake(sizes: dict[str, Any], said: str) -> None:
+    with pytest.raises(AssertionError, match=said):
+        ParallelLayout(**sizes)
+
+
+def test_pipelines_of_one_stage_are_the_same_in_any_order() -> None:
+    assert ParallelLayout(tp=4, dp=2, ep=2, etp=1, order="tp-cp-ep-pp-dp").edp == 4
+
+
+@given(layouts())
+def test_strides_tell_whether_the_pipelines_are_the_same(layout: ParallelLayout) -> None:
+    sizes = {axis: dict(layout.dense.sizes)[axis] for axis in DENSE_AXES}
+    if layout.expert is not None:
+        expert = layout.expert
+        strides = pipeline_strides(layout.order, sizes | dict(expert.sizes))
+        assert strides == (layout.dense.strides["pp"], expert.strides["pp"])
+        assert layout.groups("pp") == expert.groups("pp")

@@ -1,0 +1,155 @@
+"""report.html appears whole or not at all, costs a run little, never ends it; the command refuses what is no run."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import megalite.observe.report.write as write_module
+from megalite.errors.problems import UserError
+from megalite.observe.report.data import read_run
+from megalite.observe.report.write import SHARE, LiveReport, write_page, write_report
+from tests.observe.report.runs import write_run
+
+ROOT = Path(__file__).parents[3]
+
+
+class Clock:
+    """A time that passes when it is told to, and a drawing that takes some of it."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, *, drawing_s: float) -> None:
+        self.now, self.drawn = 100.0, list[float]()
+
+        def render(run: object, *, live: bool) -> str:
+            self.drawn.append(self.now)
+            self.now += drawing_s
+            return "page"
+
+        patch.setattr(write_module.time, "monotonic", lambda: self.now)
+        patch.setattr(write_module, "render", render)
+
+
+@pytest.mark.parametrize(("drawing_s", "apart"), [(0.01, 30.0), (0.2, 0.2 * SHARE)])
+def test_a_report_is_drawn_no_more_often_than_asked_and_takes_a_small_share_of_the_time(
+    drawing_s: float, apart: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(monkeypatch, drawing_s=drawing_s)
+    report = LiveReport(read_run(write_run(tmp_path / "run")), 30.0, pytest.fail)
+    while clock.now < 1000:
+        report.refresh()
+        clock.now += 1
+    gaps = [after - before for before, after in zip(clock.drawn, clock.drawn[1:], strict=False)]
+    assert clock.drawn[0] == 100
+    assert all(apart <= gap <= apart + 1.5 for gap in gaps)
+    assert len(gaps) > 10
+
+
+def test_with_interval_0_it_is_drawn_only_when_the_run_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, drawing_s=0.1)
+    report = LiveReport(read_run(write_run(tmp_path / "run")), 0.0, pytest.fail)
+    report.refresh()
+    assert clock.drawn == []
+    report.draw(live=False)
+    assert len(clock.drawn) == 1
+
+
+def test_a_disk_that_fails_is_told_once_and_the_page_before_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, told = write_run(tmp_path / "run"), list[str]()
+    report = LiveReport(read_run(run), 1.0, told.append)
+    report.draw(live=True)
+    before = (run / "report.html").read_text()
+    really_open = Path.open
+
+    @contextmanager
+    def full(path: Path, mode: str, **options: str) -> Iterator[SimpleNamespace]:
+        def write(text: str) -> None:
+            file.write(text[:100])
+            raise OSError(28, "No space left on device")
+
+        with really_open(path, mode, **options) as file:
+            yield SimpleNamespace(write=write)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", full)
+        report.draw(live=True)
+        report.draw(live=True)
+    assert told == ["warning: report.html cannot be written for now: No space left on device"]
+    assert (run / "report.html").read_text() == before
+    assert sorted(path.name for path in run.iterdir()) == [
+        "config.yaml",
+        "events.jsonl",
+        "metrics.jsonl",
+        "report.html",
+    ]
+
+
+def test_a_mistake_in_the_drawing_costs_the_report_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(write_module, "render", lambda run, live: 1 / 0)
+    LiveReport(read_run(write_run(tmp_path / "run")), 1.0, told.append).draw(live=True)
+    assert told == ["warning: report.html cannot be written for now: ZeroDivisionError: division by zero"]
+
+
+def test_the_command_draws_one_run_and_compares_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = write_run(tmp_path / "first"), write_run(tmp_path / "second", lr=0.5)
+    monkeypatch.chdir(tmp_path)
+    assert write_report([first], None) == first / "report.html"
+    assert write_report([first], Path("one.html")).read_text() == (first / "report.html").read_text()
+    assert write_report([first, second], None) == Path("comparison.html")
+    assert "2 runs compared" in Path("comparison.html").read_text()
+
+
+def refused(folders: list[Path], out: Path | None = None) -> str:
+    with pytest.raises(UserError) as error:
+        write_report(folders, out)
+    return str(error.value)
+
+
+def test_what_is_no_run_is_refused_all_at_once_and_nothing_is_written(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    empty, file = tmp_path / "empty", tmp_path / "file"
+    empty.mkdir()
+    file.write_text("")
+    message = refused([run, tmp_path / "no-such", empty, file, run], tmp_path / "missing" / "out.html")
+    assert "6 problems" not in message
+    for words in ("there is no such folder", "no config.yaml", "it is a file", "named twice", "does not exist"):
+        assert words in message
+    assert "is a folder" in refused([run], tmp_path)
+    (run / "config.yaml").write_text("a: [")
+    assert f"{run / 'config.yaml'}: is not YAML" in refused([run])
+    (run / "config.yaml").write_text("- a list")
+    assert f"{run / 'config.yaml'}: holds no settings" in refused([run])
+    assert [path.name for path in tmp_path.rglob("*.html*")] == []
+
+
+def test_a_page_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    assert "cannot be written" in refused([run], Path("/proc/report.html"))
+
+
+def test_the_script_needs_no_torch_and_has_the_exit_statuses_of_all(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    script = str(ROOT / "scripts" / "report.py")
+    code = f"import sys, runpy; sys.modules['torch'] = None; sys.argv = {[script, str(run)]!r}; "
+    code += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, str(run / "report.html")), done.stderr
+    bad = subprocess.run([sys.executable, script, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert bad.returncode == 2
+    assert "megalite: refused, 1 problem" in bad.stderr
+    assert "Traceback" not in bad.stderr
+
+
+def test_a_page_is_not_written_through_a_link(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_text("mine")
+    (tmp_path / "report.html").symlink_to(elsewhere)
+    write_page(tmp_path / "report.html", "page")
+    assert elsewhere.read_text() == "mine"
+    assert (tmp_path / "report.html").read_text() == "page"

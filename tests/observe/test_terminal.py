@@ -1,0 +1,288 @@
+"""The view of a run: aligned lines for logs, a bar for terminals, and figures that stay readable when they go bad."""
+
+import io
+import math
+import os
+import re
+from dataclasses import replace
+
+import pytest
+
+from megalite.observe import readable
+from megalite.observe.screens import WIDTH, LogScreen
+from megalite.observe.terminal import NAMES_EVERY, Pace, Terminal
+from megalite.observe.views import HeaderView, Summary
+from megalite.train.recorder import EvaluationRecord, StepRecord
+
+STEP = StepRecord(
+    step=1, steps=300, tokens=4096, loss=8.3213, lr=1e-5, grad_norm=2.5, tokens_per_s=13421.4,
+    mean_tokens_per_s=12000.0, step_time_s=0.3052, training_s=0.34, memory_gib=1.214, data_wait_share=0.0012,
+)  # fmt: skip
+SUMMARY = Summary(
+    step=300, steps=300, tokens=1_228_800, seconds=92.4, tokens_per_s=13421.4, newest_tokens_per_s=14000.0,
+    run_dir="runs/tiny-stdlib-1a2b",
+    train_curve=[(1, 8.3213), (2, 7.5), (300, 4.1234)], validation_curve=[(100, 4.9), (200, 4.2), (300, 4.3)],
+    perplexity=73.7, bits_per_byte=2.31, samples=[("def ", "foo(self):\n    return \x1b[31m1")],
+)  # fmt: skip
+
+
+class Plain:
+    """A terminal that writes to a log, and what it wrote."""
+
+    def __init__(self) -> None:
+        self.stream = io.StringIO()
+        self.terminal = Terminal(self.stream, interactive=False)
+
+    def lines(self) -> list[str]:
+        return self.stream.getvalue().splitlines()
+
+
+@pytest.fixture
+def plain() -> Plain:
+    return Plain()
+
+
+def ends_of_cells(line: str) -> list[int]:
+    """Where the right-aligned cells of a line end."""
+    return [match.end() for match in re.finditer(r"[^ ]+", line)]
+
+
+AWKWARD = [
+    STEP,
+    replace(STEP, step=299, loss=math.nan, grad_norm=math.inf, data_wait_share=0.5),
+    replace(STEP, step=20, loss=123456.0, lr=0.0, grad_norm=0.0000123, tokens_per_s=98_765_432, step_time_s=0.0001),
+    replace(STEP, step=300, loss=-0.5, tokens_per_s=3.2, step_time_s=4321, memory_gib=139.72, data_wait_share=1.0),
+]
+
+
+@pytest.mark.parametrize("steps", [5, 300, 19_560, 9_999_999])
+@pytest.mark.parametrize("mfu", [None, 0.4231])
+def test_all_lines_of_a_log_have_the_same_columns_and_fit(plain: Plain, steps: int, mfu: float | None) -> None:
+    for view in AWKWARD:
+        causal = None if mfu is None else mfu - 0.03
+        plain.terminal.step(replace(view, step=min(view.step, steps), steps=steps, mfu=mfu, mfu_causal=causal))
+    names, *rows = plain.lines()
+    assert len(rows) == len(AWKWARD)
+    for row in rows:
+        assert ends_of_cells(row) == ends_of_cells(names)
+        assert len(row) <= WIDTH
+
+
+def test_a_step_line_holds_every_figure(plain: Plain) -> None:
+    plain.terminal.step(replace(STEP, mfu=0.423, mfu_causal=0.398))
+    names, row = plain.lines()
+    assert " ".join(names.split()) == "step loss lr grad_norm tokens/s time GiB wait mfu causal left"
+    assert " ".join(row.split()) == "1/300 8.3213 1.00e-05 2.5000 13,421 305.2ms 1.21 0.1% 42.3% 39.8% 1:31"
+
+
+def test_mfu_is_shown_only_where_it_is_known(plain: Plain) -> None:
+    plain.terminal.step(STEP)
+    assert "mfu" not in plain.lines()[0]
+
+
+def test_column_names_come_back_every_few_lines(plain: Plain) -> None:
+    for step in range(1, 2 * NAMES_EVERY + 2):
+        plain.terminal.step(replace(STEP, step=step))
+    names = [number for number, line in enumerate(plain.lines()) if "loss" in line]
+    assert names == [0, NAMES_EVERY + 1, 2 * (NAMES_EVERY + 1)]
+
+
+def test_nan_is_shown_as_nan(plain: Plain) -> None:
+    plain.terminal.step(replace(STEP, loss=math.nan, grad_norm=math.inf))
+    assert plain.lines()[1].split()[1:4] == ["nan", "1.00e-05", "inf"]
+    plain.terminal.evaluation(EvaluationRecord(1, 1000, math.nan, math.nan, math.nan, 1.0))
+    assert "validation loss nan  perplexity nan  bits per byte nan" in plain.lines()[2]
+
+
+def test_an_evaluation_line(plain: Plain) -> None:
+    plain.terminal.header(HeaderView("tiny on stdlib", [], steps=300))
+    plain.terminal.evaluation(EvaluationRecord(20, 1000, 4.2, math.exp(4.2), 2.3123, 1.23))
+    plain.terminal.evaluation(EvaluationRecord(300, 1000, 4.2, math.exp(4.2), None, 1.23))
+    assert plain.lines()[-2:] == [
+        "step  20  validation loss 4.2000  perplexity 66.69  bits per byte 2.3123  (1.23 s)",
+        "step 300  validation loss 4.2000  perplexity 66.69  (1.23 s)",
+    ]
+
+
+def test_a_long_header_row_wraps_under_itself_within_the_width(plain: Plain) -> None:
+    rows = [("data", "many words " * 30), ("run folder", "runs/" + "x" * 120)]
+    plain.terminal.header(HeaderView("tiny on stdlib", rows, steps=300))
+    title, *lines, path, blank = plain.lines()
+    assert title == "megalite  tiny on stdlib"
+    assert lines[0].startswith("  data        many words")
+    assert all(line.startswith(("              many", "              words")) for line in lines[1:])
+    assert all(len(line) <= WIDTH for line in lines)
+    assert path == "  run folder  runs/" + "x" * 120  # a path is never broken
+    assert blank == ""
+
+
+def test_the_summary_says_what_was_learned_and_how_to_go_on(plain: Plain) -> None:
+    plain.terminal.finish(SUMMARY)
+    text = plain.stream.getvalue()
+    for said in (
+        "finished: 300 of 300 steps",
+        "  time             1:32\n  speed            13,421 tokens/s, in the newest steps 14,000",
+        "1,228,800",
+        "8.3213 -> 4.1234",
+        "4.9000 -> 4.3000, best 4.2000 at step 200, perplexity 73.70, bits per byte 2.3100",
+        "● validation",
+        "  | def foo(self):\n  |     return \\x1b[31m1\n",
+        "runs/tiny-stdlib-1a2b",
+        "python pretrain_gpt.py train.steps=600",
+    ):
+        assert said in text
+    assert all(len(line) <= WIDTH for line in plain.lines())
+
+
+def test_a_stopped_run_says_by_what_and_that_the_same_command_continues(plain: Plain) -> None:
+    command = "python pretrain_gpt.py 'data.path=my file.txt' train.steps=300"
+    plain.terminal.finish(replace(SUMMARY, step=120, stopped_by="SIGTERM", command=command))
+    text = plain.stream.getvalue()
+    assert "stopped by SIGTERM after step 120 of 300" in text
+    assert f"{command}   (the same command)" in text
+
+
+def test_training_longer_replaces_the_number_of_steps_and_keeps_quotes(plain: Plain) -> None:
+    command = "python pretrain_gpt.py 'data.path=my file.txt' train.steps=300"
+    plain.terminal.finish(replace(SUMMARY, command=command))
+    assert plain.lines()[-1].endswith("python pretrain_gpt.py 'data.path=my file.txt' train.steps=600")
+
+
+def test_every_line_is_flushed_and_a_closed_pipe_ends_no_run() -> None:
+    reader, writer = os.pipe()
+    stream = os.fdopen(writer, "w", buffering=8192, encoding="utf-8")
+    terminal = Terminal(stream, interactive=False)
+    terminal.note("first")
+    assert os.read(reader, 100) == b"first\n"
+    os.close(reader)
+    for step in range(1, 50):
+        terminal.step(replace(STEP, step=step))
+    terminal.close()
+    with pytest.raises(BrokenPipeError):
+        stream.close()
+
+
+def test_a_stream_without_unicode_gets_ascii() -> None:
+    raw = io.BytesIO()
+    terminal = Terminal(io.TextIOWrapper(raw, encoding="ascii"), interactive=False)
+    terminal.finish(SUMMARY)
+    assert b"* training, smoothed   o validation" in raw.getvalue()
+    assert LogScreen(io.StringIO()).plain is False
+
+
+def test_a_rank_that_does_not_print_prints_nothing() -> None:
+    stream = io.StringIO()
+    terminal = Terminal(stream, interactive=True, enabled=False)
+    run_everything(terminal)
+    assert stream.getvalue() == ""
+
+
+def run_everything(terminal: Terminal) -> None:
+    terminal.preparing(1, 10, 1, 5)
+    terminal.preparing(10, 10, 10, 50)
+    terminal.preparing(10, 10, 10, 50)
+    terminal.header(HeaderView("tiny on stdlib", [("model", "4 layers")], steps=3))
+    for step in range(1, 4):
+        terminal.step(replace(STEP, step=step, steps=3, loss=math.nan if step == 2 else 3.0, bad_steps=step // 2))
+    terminal.note("warning: something")
+    terminal.evaluation(EvaluationRecord(3, 1000, 4.2, 66.7, None, 1.23))
+    terminal.finish(SUMMARY)
+    terminal.close()
+
+
+def test_a_terminal_gets_a_bar_with_the_newest_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "90")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    stream = io.StringIO()
+    run_everything(Terminal(stream, interactive=True))
+    text = stream.getvalue()
+    assert "\x1b[?25l" in text  # the cursor is hidden while the bar stands
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")  # and comes back
+    assert "\x1b[32m" in text
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
+    for said in ("step 3/3", "100%", "loss", "bad steps", "prepared 10 B", "warning: something", "validation loss"):
+        assert said in shown
+    assert shown.count("prepared") == 1
+
+
+def test_no_color_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("NO_COLOR", "1")
+    stream = io.StringIO()
+    run_everything(Terminal(stream, interactive=True))
+    assert not re.search(r"\x1b\[[0-9;]*3[0-9]m", stream.getvalue())
+
+
+def test_a_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    stream = io.StringIO()
+    run_everything(Terminal(stream, interactive=True))
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_a_narrow_terminal_breaks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "8")
+    run_everything(Terminal(io.StringIO(), interactive=True))
+
+
+def test_the_pace_is_a_median_without_the_slow_first_step() -> None:
+    pace = Pace()
+    assert math.isnan(pace.left(10))
+    pace.add(60.0)  # compiles
+    assert pace.left(10) == 600
+    for seconds in (1.0, 1.1, 30.0, 0.9, 1.0):
+        pace.add(seconds)
+    assert pace.left(10) == 10
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0:00"),
+        (59.6, "1:00"),
+        (754, "12:34"),
+        (3723, "1:02:03"),
+        (359_999, "99:59:59"),
+        (360_000, "4d 04h"),
+        (math.nan, "-"),
+    ],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert readable.duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(3.216, "3.22"), (717, "717"), (12_100, "12,100"), (999_999, "999,999"), (1_234_567, "1.23M"), (2.5e9, "2.50B")],
+)
+def test_rates(value: float, text: str) -> None:
+    assert readable.rate(value) == text
+
+
+def test_rounding_up_does_not_outgrow_a_cell() -> None:
+    assert readable.rate(999_999.7) == "1.00M"
+    assert readable.step_time(0.99999) == "1.00 s"
+    assert readable.loss(999.99999) == "1.00e+03"
+    assert readable.percent(0.9999) == "100%"
+
+
+EVIL = "a\x1b]0;owned\x07\x1b[2J\u202eb\x9b31m\rc\udcff"
+
+
+@pytest.mark.parametrize("interactive", [False, True], ids=["log", "live"])
+def test_control_characters_reach_the_terminal_by_no_way(interactive: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    stream = io.StringIO()
+    terminal = Terminal(stream, interactive=interactive)
+    terminal.header(HeaderView(EVIL, [(EVIL, EVIL)], steps=3))
+    terminal.note(f"warning: {EVIL}")
+    terminal.sample(1, "def ", EVIL)
+    terminal.finish(replace(SUMMARY, run_dir=EVIL, samples=[(EVIL, EVIL)], stopped_by=EVIL, command=EVIL))
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue()) if interactive else stream.getvalue()
+    assert "\\x1b]0;owned" in text
+    if not interactive:
+        assert {*text} & {character for character in EVIL if not character.isprintable()} == set()
+    assert not {"\x07", "\u202e", "\x9b", "\udcff"} & {*stream.getvalue()}
+    assert "\x1b[2J" not in stream.getvalue()
+    assert "\x1b]" not in stream.getvalue()

@@ -1,0 +1,115 @@
+"""Where a step's time went is read from its trace: parts add up, and what was waited for is communication."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megalite.observe.trace import Intervals, TimeSplit, _overlap, _union, _without, format_split, time_split
+
+MS = 1000.0  # microseconds
+
+
+def span(name: str, begin: float, end: float, category: str = "user_annotation", thread: int = 1) -> dict[str, Any]:
+    """An event from `begin` to `end`, in milliseconds."""
+    return {"ph": "X", "cat": category, "name": name, "tid": thread, "ts": begin * MS, "dur": (end - begin) * MS}
+
+
+STEP = [
+    span("train step", 0, 100),
+    span("part: other", 0, 5),
+    span("part: data", 5, 10),
+    span("part: forward", 10, 30),
+    span("part: backward", 30, 70),
+    span("part: communication", 70, 80),
+    span("part: optimizer", 80, 98),
+]
+
+
+def milliseconds(parts: dict[str, float]) -> dict[str, float]:
+    return {part: round(1000 * seconds, 6) for part, seconds in parts.items()}
+
+
+def test_on_a_cpu_an_operation_that_communicates_is_waited_for() -> None:
+    events = [
+        *STEP,
+        span("_c10d_functional::all_reduce", 12, 14, "cpu_op"),
+        span("c10d::allreduce_", 12.5, 13.5, "cpu_op"),  # inside it
+        span("_c10d_functional::wait_tensor", 28, 31, "cpu_op"),  # one millisecond of it in backward
+        span("c10d::allreduce_", 71, 79, "cpu_op"),  # where it is told already
+        span("aten::mm", 14, 20, "cpu_op"),
+        span("gloo:all_reduce", 40, 60, "cpu_op", thread=2),  # beside computing
+        {"ph": "M", "name": "process_name"},
+    ]
+    split = time_split(events)
+    assert split.wall_s == pytest.approx(0.1)
+    assert milliseconds(split.parts) == {
+        "data": 5,
+        "forward": 16,
+        "backward": 39,
+        "communication": 15,
+        "optimizer": 18,
+        "other": 7,
+    }
+    assert milliseconds(split.inside) == {"forward": 4, "backward": 1}
+
+
+def test_on_a_device_kernels_that_nothing_else_runs_beside_are_waited_for() -> None:
+    """The parts are the device's own: it runs behind the host."""
+    device = [
+        span(one["name"], one["ts"] / MS + 2, (one["ts"] + one["dur"]) / MS + 2, "gpu_user_annotation", 7)
+        for one in STEP[1:]
+    ]
+    events = [
+        *STEP,
+        *device,
+        span("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 15, 20, "kernel", 8),
+        span("gemm", 12, 18, "kernel", 7),  # of the five only two are waited for
+        span("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL", 40, 45, "kernel", 8),
+        span("Memcpy DtoD", 44, 46, "gpu_memcpy", 7),
+        span("c10d::allreduce_", 12, 14, "cpu_op"),  # its host does not wait
+    ]
+    split = time_split(events)
+    assert milliseconds(split.inside) == {"forward": 2, "backward": 4}
+    assert milliseconds(split.parts) == {
+        "data": 5,
+        "forward": 18,
+        "backward": 36,
+        "communication": 16,
+        "optimizer": 18,
+        "other": 7,
+    }
+
+
+def test_a_trace_without_labels_is_refused() -> None:
+    with pytest.raises(ValueError, match="label"):
+        time_split([span("aten::mm", 0, 1, "cpu_op")])
+
+
+def test_the_table_gives_each_part_its_share() -> None:
+    parts = {"data": 0.0, "forward": 0.25, "backward": 0.5, "communication": 0.125, "optimizer": 0.125, "other": 0.0}
+    lines = format_split(TimeSplit(1.0, parts, {"forward": 0.0625, "backward": 0.0})).splitlines()
+    assert [line.split() for line in lines[3:6]] == [
+        ["communication", "0.1250", "s", "12.5", "%"],
+        ["in", "forward", "0.0625", "s", "6.2", "%"],
+        ["in", "backward", "0.0000", "s", "0.0", "%"],
+    ]
+    assert lines[-1].split() == ["step", "1.0000", "s", "100.0", "%"]
+
+
+intervals = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 10)), max_size=8)
+
+
+def instants(found: Intervals) -> set[int]:
+    """The milliseconds that lie inside."""
+    return {at for begin, end in found for at in range(round(1000 * begin), round(1000 * end))}
+
+
+@given(intervals, intervals)
+def test_intervals_are_sets_of_instants(one: list[tuple[int, int]], other: list[tuple[int, int]]) -> None:
+    first, second = (_union(span("x", begin, begin + length) for begin, length in spans) for spans in (one, other))
+    expected = [{at for begin, length in spans for at in range(begin, begin + length)} for spans in (one, other)]
+    assert [instants(first), instants(second)] == expected
+    assert instants(_overlap(first, second)) == expected[0] & expected[1]
+    assert instants(_without(first, second)) == expected[0] - expected[1]

@@ -1,0 +1,275 @@
+"""scripts/buffers.py shows what training lays out, as tables and as a picture, and tells mistakes all at once."""
+
+import re
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megalite.commands import buffers
+from megalite.launch.context import ParallelContext
+from megalite.layout.buffer_layout import BufferLayout, BufferName, OwnedRange, buffer_layout
+from megalite.layout.groups import GroupNeeds
+from megalite.layout.parameters import ParameterRecord
+from megalite.layout.ranks import ParallelLayout
+from megalite.optim.rank_buffers import RankBuffers, rank_buffers
+from megalite.plan.buffers_picture import GAP, KINDS, LINE, THIN, figure_of, kind_of, places_of
+from megalite.plan.buffers_table import StateTypes, bucket_lines, header_lines, owned_lines
+from megalite.plan.drawing import save_picture
+from tests.optim.small_model import small_config
+from tests.ranks import run_ranks
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = "scripts/buffers.py"
+GPT2 = ("model=gpt2", "model.vocab_size=50257", "precision=bf16")
+
+
+def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
+    assert buffers.main(arguments) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert buffers.main(arguments) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    return said.err
+
+
+# --- the same as in training -------------------------------------------------------------------------------------
+
+
+def laid_out(context: ParallelContext, sections: dict[str, Any]) -> tuple[BufferLayout, tuple[OwnedRange, ...]]:
+    from megalite.train.training import build_training
+
+    buffers = build_training(small_config(**sections), context).buffers
+    return buffers.layout, buffers.owned
+
+
+@pytest.mark.parametrize(
+    ("world", "sections"),
+    [
+        (ParallelLayout(tp=2, dp=2), {"parallel": {"tp": 2}, "optimizer": {"bucket_size": 500}}),
+        (ParallelLayout(dp=4), {"optimizer": {"instances": 2, "ownership": "whole"}}),
+    ],
+)
+def test_every_rank_has_the_buffers_that_training_gives_it(world: ParallelLayout, sections: dict[str, Any]) -> None:
+    config = small_config(**sections)
+    needs = GroupNeeds(optimizer_instances=config.optimizer.instances)
+    for rank, found in enumerate(run_ranks(laid_out, world.world_size, sections, layout=world, needs=needs)):
+        buffers = rank_buffers(config, world, rank)
+        assert (buffers.layout, buffers.owned) == found
+
+
+# --- tables ------------------------------------------------------------------------------------------------------
+
+
+def test_gpt2_on_four_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = shown(capsys, *GPT2, "--dp", "4")
+    rows = [re.split(r"  +", line.strip()) for line in lines[lines.index("") + 1 :]]
+    assert lines[0] == "gpt2, 4 ranks: dp 4, bf16"
+    assert rows[0] == ["bucket", "elements", "padding", "slice", "MiB kept", "tensors", "from .. to"]
+    assert rows[1][:4] == ["0", "35,440,896", "0", "8,860,224"]
+    assert rows[1][-1] == "final_norm.bias .. blocks.7.attention_norm.weight"
+    assert rows[-2] == ["3", "38,633,472", "0", "9,658,368", "331.6", "1", "embedding.word.weight"]
+    assert rows[-1] == ["all", "124,475,904", "0", "31,118,976", f"{124_475_904 * (6 + 12 / 4) / 2**20:,.1f}", "148"]
+
+
+def test_a_rank_s_ranges_are_listed_from_every_side(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = shown(capsys, *GPT2, "--dp", "2", "--rank", "1", "optimizer.bucket_size=1", "--all")
+    rows = [re.split(r"  +", line.strip()) for line in lines[lines.index("rank 1 owns 62,237,952 elements:") + 1 :]]
+    assert rows[0] == ["bucket", "in buffer", "in bucket", "in slice", "in shard", "in parameter", "parameter"]
+    assert rows[2] == ["1", "1152:1536", "384:768", "0:384", "384:768", "384:768 of 768", "final_norm.weight"]
+    assert len(rows) == 1 + 148
+
+
+def test_long_tables_are_shortened_and_say_so(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = (*GPT2, "optimizer.bucket_size=1", "--rank", "0")
+    short, full = shown(capsys, *arguments), shown(capsys, *arguments, "--all")
+    assert [line for line in short if "--all" in line] == [
+        "... 112 more buckets: --all shows them",
+        "... 112 more ranges: --all shows them",
+    ]
+    assert not any("--all" in line for line in full)
+    assert len(full) == len(short) + 2 * 111
+    assert set(short) - set(full) == {line for line in short if "--all" in line}
+
+
+def test_what_is_taken_for_granted_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    notes = [line for line in shown(capsys) if line.startswith("note")]
+    assert notes == [
+        "note: precision=auto is taken as bf16 (set it to be exact)",
+        "note: model.vocab_size is taken as 4,096: the tokenizer is not asked (set it to be exact)",
+    ]
+    assert not any(line.startswith("note") for line in shown(capsys, *GPT2))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "owners"),
+    [
+        (("--dp", "1"), "rank 0 owns all of every bucket: the optimizer's state is not sharded"),
+        (("--world-size", "1"), "rank 0 owns all of every bucket: the optimizer's state is not sharded"),
+        ((), "every bucket is cut into 2 slices, owned by the ranks 0, 1"),
+        (("--dp", "2", "optimizer.zero=0"), "rank 0 owns all of every bucket: the optimizer's state is not sharded"),
+        (("parallel.tp=2", "--rank", "3"), "every bucket is cut into 2 slices, owned by the ranks 1, 3"),
+        (
+            ("--world-size", "8", "optimizer.instances=2", "--rank", "7"),
+            "every bucket is cut into 4 slices, owned by the ranks 4, 5, 6, 7",
+        ),
+        (
+            ("--dp", "16", "train.global_batch_size=16"),
+            "every bucket is cut into 16 slices, owned by the ranks 0, 1, 2, 3, .. 15",
+        ),
+    ],
+)
+def test_owners_are_named(arguments: tuple[str, ...], owners: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert owners in shown(capsys, *arguments)
+
+
+def test_buffers_of_experts_and_of_masters_are_told_apart() -> None:
+    buffers = of_experts()
+    lines = list(bucket_lines(buffers, StateTypes("bf16")))
+    assert [re.split(r"  +", line.strip())[0] for line in lines] == ["bucket", "0 expert", "1 master", "2", "all"]
+    assert header_lines(buffers, StateTypes("bf16"))[-2:] == [
+        "experts: every bucket is cut into 2 slices, owned by the ranks 0, 1",
+        "every bucket is cut into 4 slices, owned by the ranks 0, 1, 2, 3",
+    ]
+    assert next(owned_lines(buffers)) == "rank 1 owns 180 elements:"  # 36 of 100, 128 of 400 and 16 of 80
+
+
+def of_experts() -> RankBuffers:
+    records = [
+        ParameterRecord("blocks.0.attention.out.weight", (80,), "normal", 0.1, True, 0),
+        ParameterRecord("blocks.0.router.weight", (400,), "normal", 0.1, True, 0, precision="master"),
+        ParameterRecord("blocks.0.mlp.up.weight", (100,), "normal", 0.1, True, 0, expert=0),
+    ]
+    layout = buffer_layout(records, dense_shards=4, expert_shards=2)
+    assert set(layout.sizes) == {
+        BufferName("model", "dense"),
+        BufferName("model", "expert"),
+        BufferName("master", "dense"),
+    }
+    return RankBuffers(1, layout, {"dense": (0, 1, 2, 3), "expert": (0, 1)})
+
+
+# --- mistakes ----------------------------------------------------------------------------------------------------
+
+
+def test_everything_that_is_wrong_is_told_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    picture = str(tmp_path / "gone" / "buffers.pdf")
+    said = refused(capsys, "model.num_layers=0", "optimizer.zero=2", "--dp", "2", "--picture", picture)
+    for part in ("4 problems", "model.num_layers=0", "optimizer.zero=2", "must end in .png or .svg", "does not exist"):
+        assert part in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (("--rank", "2"), "--rank=2: there are 2 ranks, counted from 0"),
+        (("--rank=-1",), "--rank=-1"),
+        (("--dp", "0"), "--dp=0: must be at least 1"),
+        (("--world-size", "4", "--dp", "2"), "--dp=2: follows from --world-size 4"),
+        (("--world-size", "3", "parallel.tp=2"), "world size=3: not a multiple of parallel.tp=2"),
+        (("--world-size", "1", "parallel.tp=2"), "world size=1: not a multiple of parallel.tp=2"),
+        (("--dp", "1", "parallel.tp=3"), "parallel.tp=3"),
+        (("--bucket", "4"), "--bucket"),
+    ],
+)
+def test_what_cannot_be_laid_out_is_refused(
+    arguments: tuple[str, ...], part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert part in refused(capsys, *arguments)
+
+
+@pytest.mark.parametrize("module", ["torch", "matplotlib"])
+def test_it_starts_without_what_is_slow(module: str) -> None:
+    code = (
+        "import runpy, sys\n"
+        "sys.argv = ['buffers.py', '--dp', '2', '--rank', '1']\n"
+        f"try: runpy.run_path({SCRIPT!r}, run_name='__main__')\n"
+        f"except SystemExit as end: sys.exit(end.code or {module!r} in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+# --- the picture -------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 10**12), min_size=1, max_size=40))
+@settings(deadline=None)
+def test_buckets_stand_side_by_side_in_their_order_and_to_one_scale(sizes: list[int]) -> None:
+    places = places_of(sizes)
+    assert [place.number for place in places] == list(range(len(sizes)))
+    for one, other in pairwise(places):
+        if one.line == other.line:
+            assert other.left == pytest.approx(one.left + one.width + GAP)
+        else:
+            assert (other.line, other.left) == (one.line + 1, 0)
+            assert one.left + one.width + GAP + other.width > LINE
+    assert all(place.width >= THIN and place.left + place.width <= LINE + 1e-6 for place in places)
+    scales = {
+        round(size / place.width / max(sizes), 9)
+        for size, place in zip(sizes, places, strict=True)
+        if place.width > THIN
+    }
+    assert len(scales) <= 1
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("embedding.word.weight", "embedding"),
+        ("blocks.3.attention.qkv.bias", "attention"),
+        ("blocks.3.attention.query_norm.weight", "norm"),
+        ("blocks.3.mlp_norm.weight", "norm"),
+        ("blocks.3.mlp.gate_up.weight", "mlp"),
+        ("head.weight", "head"),
+        ("blocks.0.router.weight", "other"),
+    ],
+)
+def test_a_parameter_s_colour_follows_from_its_name(name: str, kind: str) -> None:
+    assert kind_of(name) == kind
+
+
+def test_the_picture_names_buckets_blocks_parameters_and_owners(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    lines = shown(capsys, *GPT2, "--dp", "4", "--rank", "2", "--picture", str(tmp_path / "buffers.svg"))
+    assert lines[-1] == f"picture: {tmp_path / 'buffers.svg'}"
+    texts = texts_of(tmp_path / "buffers.svg")
+    assert set(lines[: lines.index("")]) <= set(texts)
+    assert [text for text in texts if text.startswith("bucket")] == [
+        "bucket 0: 35.4 M",
+        "bucket 1: 35.4 M",
+        "bucket 2: 15.0 M",
+        "bucket 3: 38.6 M",
+    ]
+    assert [text for text in texts if text.startswith("block ")] == [f"block {layer}" for layer in range(11, -1, -1)]
+    assert [text for text in texts if text.startswith("rank ") and len(text) == 6] == [
+        f"rank {n}" for n in range(4)
+    ] * 4
+    assert [texts.count(text) for text in ("down", "up", "qkv", "embedding.word")] == [12, 12, 12, 1]
+    legend = [text for text in texts if text in (*KINDS, "other", "padding") or text.startswith("owned")]
+    assert legend == ["embedding", "attention", "mlp", "norm", "owned by rank 2"]
+
+
+def test_padding_is_in_the_legend_where_there_is_some(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    shown(capsys, *GPT2, "--dp", "8", "optimizer.ownership=whole", "--picture", str(tmp_path / "buffers.svg"))
+    assert "padding" in texts_of(tmp_path / "buffers.svg")
+
+
+def test_any_buffers_can_be_drawn(tmp_path: Path) -> None:
+    path = tmp_path / "buffers.svg"
+    save_picture(lambda: figure_of(of_experts(), ["title", "line"]), path, "--picture")
+    assert {"0 expert", "1 master"} <= {text.removeprefix("bucket ").partition(":")[0] for text in texts_of(path)}
+
+
+def texts_of(path: Path) -> list[str]:
+    """All texts of an SVG in their order, a line each."""
+    return [text.strip() for text in re.findall(r"<(?:text|tspan)[^>]*>([^<]+)<", path.read_text())]

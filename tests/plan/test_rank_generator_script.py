@@ -1,0 +1,307 @@
+"""scripts/rank_generator.py: the worked examples number by number, and mistakes all told at once."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from megalite.commands import ranks
+from megalite.errors.problems import Problem, collect
+from tests.errors.following import Way, ways_out
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = "scripts/rank_generator.py"
+
+
+def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([sys.executable, SCRIPT, *arguments], capture_output=True, text=True, check=False, cwd=ROOT)
+
+
+def groups(*arguments: str) -> Any:
+    done = run(*arguments, "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    return json.loads(done.stdout)
+
+
+def test_sixteen_ranks_at_tp_2_pp_4() -> None:
+    """The example in the docstring of Megatron's initialize_model_parallel."""
+    shown = groups("--world-size", "16", "parallel.tp=2", "parallel.pp=4")
+    assert shown["expert"] == {}
+    assert shown["dense"]["dp"] == [[0, 2], [1, 3], [4, 6], [5, 7], [8, 10], [9, 11], [12, 14], [13, 15]]
+    assert shown["dense"]["tp"] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11], [12, 13], [14, 15]]
+    assert shown["dense"]["pp"] == [[0, 4, 8, 12], [1, 5, 9, 13], [2, 6, 10, 14], [3, 7, 11, 15]]
+    assert shown["dense"]["tp-pp"] == [[0, 1, 4, 5, 8, 9, 12, 13], [2, 3, 6, 7, 10, 11, 14, 15]]
+
+
+def test_sixteen_ranks_at_tp_4_pp_2_dp_2() -> None:
+    assert groups("--world-size", "16", "parallel.tp=4", "parallel.pp=2") == {"dense": DENSE_TP4_PP2, "expert": {}}
+
+
+def test_sixteen_ranks_at_etp_1_ep_4_pp_2_edp_2() -> None:
+    shown = groups("--world_size", "16", "parallel.tp=4", "parallel.pp=2", "parallel.etp=1", "parallel.ep=4")
+    assert shown["dense"] == DENSE_TP4_PP2
+    assert list(shown["expert"]) == ["etp", "ep", "edp", "pp", "etp-ep", "etp-ep-pp"]
+    assert shown["expert"] == {
+        "etp": [[rank] for rank in range(16)],
+        "ep": [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]],
+        "edp": [[0, 4], [1, 5], [2, 6], [3, 7], [8, 12], [9, 13], [10, 14], [11, 15]],
+        "pp": [[0, 8], [1, 9], [2, 10], [3, 11], [4, 12], [5, 13], [6, 14], [7, 15]],
+        "etp-ep": [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]],
+        "etp-ep-pp": [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]],
+    }
+
+
+DENSE_TP4_PP2 = {
+    "tp": [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]],
+    "cp": [[rank] for rank in range(16)],
+    "dp": [[0, 4], [1, 5], [2, 6], [3, 7], [8, 12], [9, 13], [10, 14], [11, 15]],
+    "pp": [[0, 8], [1, 9], [2, 10], [3, 11], [4, 12], [5, 13], [6, 14], [7, 15]],
+    "tp-pp": [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]],
+    "dp-cp": [[0, 4], [1, 5], [2, 6], [3, 7], [8, 12], [9, 13], [10, 14], [11, 15]],
+    "tp-cp": [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]],
+    "tp-dp-cp": [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15]],
+}
+
+
+def test_other_orders_change_who_is_next() -> None:
+    shown = groups("--world-size", "8", "parallel.tp=2", "parallel.pp=2", "parallel.order=tp-cp-ep-pp-dp")["dense"]
+    assert shown["pp"] == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert shown["dp"] == [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+
+def test_an_explicit_ep_of_one_shows_the_experts() -> None:
+    shown = groups("--world-size", "4", "parallel.tp=2", "parallel.ep=1")
+    assert shown["expert"]["etp"] == [[0, 1], [2, 3]]
+    assert shown["expert"]["edp"] == [[0, 2], [1, 3]]
+
+
+def test_blanks_in_a_layout_of_stages_mean_nothing() -> None:
+    written = "parallel.pipeline_layout='E t*2 | t tL'"
+    stages = groups("--world-size", "2", "parallel.pp=2", "model.num_layers=4", written)["stages"]
+    assert [stage["count"] for stage in stages] == [2, 2]
+
+
+def test_a_mixture_of_experts_without_ep_has_expert_groups() -> None:
+    assert groups("--world-size", "4", "parallel.tp=2", "--experts")["expert"]["etp"] == [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "counts"),
+    [
+        ([], [3, 3, 3, 3]),
+        (["parallel.standalone_embedding=true"], [0, 4, 4, 4]),
+        (["--pp-split-rank", "2"], [6, 6, 6, 6]),
+        (["--pp-split-rank", "2", "parallel.standalone_embedding=true"], [0, 12, 6, 6]),
+        (["parallel.first_stage_layers=2", "parallel.last_stage_layers=4"], [2, 3, 3, 4]),
+        (["parallel.pipeline_layout='Et*5|t*4|t*2|tL'"], [5, 4, 2, 1]),
+        (["parallel.vpp=2", "parallel.pipeline_layout='Et*5|tt|t|t|t|t||tL'"], [5, 2, 1, 1, 1, 1, 0, 1]),
+        (["parallel.vpp=3"], [1] * 12),
+    ],
+)
+def test_stages_hold_the_layers_that_the_rules_say(arguments: list[str], counts: list[int]) -> None:
+    stages = groups("--world-size", "8", "parallel.pp=4", "model.num_layers=12", *arguments)["stages"]
+    assert [stage["count"] for stage in stages] == counts
+    assert [(stage["chunk"], stage["rank"]) for stage in stages] == [divmod(stage, 4) for stage in range(len(counts))]
+
+
+def test_embedding_and_loss_may_count_as_layers() -> None:
+    flags = ["model.num_layers=10", "parallel.count_embedding=true", "parallel.count_loss=true"]
+    assert [stage["count"] for stage in groups("--world-size=4", "parallel.pp=4", *flags)["stages"]] == [2, 3, 3, 2]
+
+
+def test_tables_end_with_the_stages_and_the_name_of_the_picture(tmp_path: Path) -> None:
+    picture = tmp_path / "ranks.png"
+    done = run("--world-size", "8", "parallel.pp=2", "model.num_layers=4", "parallel.vpp=2", "--picture", str(picture))
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert lines[0] == "8 ranks: dp 4 x pp 2 (vpp 2), order tp-cp-ep-dp-pp"
+    assert "  pp rank 1, chunk 1: 1 layer, 3 (loss)" in lines
+    assert lines[-1] == f"picture: {picture}"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert max(map(len, lines[:-1])) <= 120
+
+
+def test_everything_that_is_wrong_is_told_at_once_and_nothing_is_printed_or_written(tmp_path: Path) -> None:
+    values = ["parallel.tp=zero", "parallel.pp=2.5", "model.num_layers=many"]
+    done = run("--world-size", "0", *values, "--gpus-per-node", "0", "--picture", str(tmp_path / "ranks.png"))
+    assert (done.returncode, done.stdout) == (2, "")
+    told = re.findall(r"^  \d+\. ([\w.-]+)", done.stderr, re.MULTILINE)
+    assert told == ["--world-size", "--gpus-per-node", *(value.partition("=")[0] for value in values)]
+    assert "parallel.tp='zero': must be a whole number" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_rules_of_the_layout_and_of_the_stages_are_told_together() -> None:
+    done = run("--world-size", "16", "parallel.tp=3", "parallel.pp=2", "model.num_layers=5", "parallel.order=tp-xx")
+    assert done.returncode == 2
+    told = re.findall(r"^  \d+\. ([\w.-]+)", done.stderr, re.MULTILINE)
+    assert {"parallel.order", "--world-size", "model.num_layers"} == {*told}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--world-size", "16", "parallel.tp=3"],
+            r"--world-size=16: not a multiple of parallel.tp=3.*\n.*--world-size=15 or 18",
+        ),
+        (
+            ["--world-size", "16", "parallel.ep=3"],
+            "not a multiple of parallel.tp=1 x parallel.ep=3 x parallel.pp=1 = 3",
+        ),
+        (["--world-size", "16", "--dp", "4"], "larger than the layout"),
+        (
+            [
+                "--world-size=16",
+                "parallel.tp=4",
+                "parallel.pp=2",
+                "parallel.etp=1",
+                "parallel.ep=2",
+                "parallel.order=tp-cp-ep-pp-dp",
+            ],
+            "neighbouring stages are 4 ranks apart for dense layers .*, 2 for experts",
+        ),
+        (["--world-size", "8", "parallel.vpp=2"], "parallel.vpp=2: virtual stages"),
+        (["--world-size", "99999999999"], "--world-size=99999999999: too many ranks to list"),
+        (["--world-size", "9" * 5000], "world-size.*: invalid int value"),
+        (["--world-size", "4", "parallel.pp=" + "9" * 5000], "parallel.pp=.9+.*: .*5000 digits"),
+        (["--world-size", "4", "--tp", "2"], "settings are written name=value"),
+        (["--world-size", "9999999", "parallel.tp=0"], r"2 problems:\n.*too many ranks to list\n.*\n.*parallel.tp=0"),
+        (["--world-size", "16", "parallel.tp=" + "9" * 20], "parallel.tp=99999999999999999999: is more than 1,048,576"),
+        (
+            ["--world-size", "8", "parallel.order=TP-CP-EP-DP-PP"],
+            "1 problem:\n.*lower case\n.*parallel.order=tp-cp-ep-dp-pp\n",
+        ),
+        (["--world-size", "16", "parallel.tp=0"], "parallel.tp=0: must be at least 1"),
+        (  # no world that is too large to list
+            ["--world-size", "16", "parallel.tp=1048576", "parallel.pp=2"],
+            "fix: parallel.tp=2 or 4 or 8\n",
+        ),
+        (["--world-size", "15", "parallel.vpp=2"], "fix: parallel.vpp=1, or parallel.pp=3 or 5 or 15\n"),
+        (
+            ["--world-size=16", "parallel.pp=2", "parallel.vpp=2", "model.num_layers=10"],
+            "fix: model.num_layers=8 or 12, or parallel.vpp=1 or 5, or parallel.pipeline_layout=",
+        ),
+        (
+            ["--world-size=16", "parallel.pp=4", "model.num_layers=12", "--pp-split-rank=4"],
+            "fix: --pp-split-rank=1 or 2 or 3, or parallel.pp=8 or 16\n",
+        ),
+        (
+            ["--world-size=16", "parallel.pp=3", "model.num_layers=9"],
+            "1 problem:\n.*\n.*--world-size=15 or 18, or parallel.pp=1\n",
+        ),
+        (["--world-size", "4", "parallel.pp=4", "model.num_layers=6"], "model.num_layers=6: does not divide"),
+        (
+            ["--world-size", "4", "parallel.pp=4", "model.num_layers=8", "parallel.pipeline_layout='Q|t'"],
+            "parallel.pipeline_layout='Q|t'",
+        ),
+        (
+            ["--world-size", "4", "parallel.pp=4", "--pp-split-rank", "2"],
+            "model.num_layers: is needed by --pp-split-rank",
+        ),
+        (["--world-size", "4", "--picture", "ranks.pdf"], r"--picture='ranks.pdf': must end in .png or .svg"),
+        (["--world-size", "4", "--picture", "no/such/ranks.png"], "the folder no/such does not exist"),
+    ],
+)
+def test_bad_input_is_refused_with_status_two_and_no_traceback(arguments: list[str], message: str) -> None:
+    done = run(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.search(message, done.stderr), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+CHOICES = {
+    **dict.fromkeys((f"parallel.{axis}" for axis in ("tp", "cp", "pp", "vpp")), st.sampled_from([1, 2, 2, 3, 4, 6])),
+    **dict.fromkeys(("--dp", "parallel.ep", "parallel.etp"), st.sampled_from([1, 2, 3, 4])),
+    "model.num_layers": st.integers(1, 24),
+    "--pp-split-rank": st.integers(0, 5),
+    "parallel.first_stage_layers": st.integers(0, 4),
+    "parallel.last_stage_layers": st.integers(0, 4),
+    "parallel.pipeline_layout": st.sampled_from(["'Ett|ttL'", "'E t*3 | t*3 | t*3 | L'", "'Et|x'"]),
+    "parallel.order": st.permutations(["tp", "cp", "ep", "dp", "pp"]).map("-".join)
+    | st.sampled_from(["tp-pp", "TP-PP-DP", "tp-cp-dp", "tp-tp-dp-pp"]),
+    "--experts": st.just(None),
+    **dict.fromkeys(("parallel.standalone_embedding", "parallel.count_loss"), st.just("true")),
+}
+LIKELY = ("parallel.tp", "parallel.pp", "parallel.vpp", "parallel.ep", "model.num_layers")
+likely = st.fixed_dictionaries({}, optional={name: CHOICES[name] for name in LIKELY})
+mistaken = st.fixed_dictionaries({"--world-size": st.integers(1, 24)}, optional=CHOICES)
+
+
+def problems_of(options: dict[str, Any]) -> list[Problem]:
+    arguments = [name if value is None else f"{name}={value}" for name, value in options.items()]
+    found: list[Problem] = []
+    collect(lambda: ranks.read(*ranks.parse(arguments)), found)
+    return found
+
+
+def rule_of(problem: Problem) -> tuple[str, str]:
+    """The rule that is broken, whatever the sizes that it speaks of."""
+    kinds = ("whole number", "set of experts", "lower case", "no place for", "no axis", "cannot be combined", "chunks")
+    return problem.setting, next((kind for kind in kinds if kind in problem.rule), "")
+
+
+@settings(deadline=None, max_examples=10)  # tests/config/test_remedies.py tries many more
+@given(mistaken | st.builds(lambda world, rest: {"--world-size": world} | rest, st.integers(1, 24), likely))
+@example({"--world-size": 1, "--dp": 1, "parallel.pp": 2, "parallel.standalone_embedding": "true", "parallel.ep": 2})
+def test_every_value_that_is_advised_removes_its_problem_and_adds_none(options: dict[str, Any]) -> None:
+    found = problems_of(options)
+    before = Counter(map(rule_of, found))
+
+    def mends(way: Way, problem: Problem) -> bool:
+        changes = {name: shlex.split(value)[0] for name, value in way.items() if value is not None}
+        kept = {name: value for name, value in options.items() if name not in way}
+        after = Counter(map(rule_of, problems_of(kept | changes)))
+        return after < before and after[rule_of(problem)] < before[rule_of(problem)]
+
+    for problem in found:
+        ways = ways_out(problem.remedy)
+        assert ways, problem
+        if problem.remedy.endswith("model=NAME") or all(mends(way, problem) for way in ways):
+            continue
+        # A size that is no size may hide what every other one of this world would break, too.
+        world = options["--world-size"]
+        whole = problem.setting in (*ranks.AXES, "--dp")
+        sizes = (size for size in range(25) if not whole or (size and world % size == 0))
+        assert not any(mends({problem.setting: str(size)}, problem) for size in sizes), problem
+
+
+def test_a_reader_that_has_seen_enough_ends_it_quietly() -> None:
+    command = [sys.executable, SCRIPT, "--world-size", "16384", "parallel.tp=2"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline().startswith(b"16384 ranks")
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(10) == 0
+
+
+@pytest.mark.parametrize("module", ["torch", "matplotlib", "numpy"])
+def test_without_a_picture_it_starts_without_what_is_slow(module: str) -> None:
+    code = (
+        "import runpy, sys\n"
+        "sys.argv = ['rank_generator.py', '--world-size', '8', 'parallel.pp=2', 'model.num_layers=4']\n"
+        f"try: runpy.run_path({SCRIPT!r}, run_name='__main__')\n"
+        f"except SystemExit as end: sys.exit(end.code or {module!r} in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_sixteen_thousand_ranks_are_listed_in_two_seconds() -> None:
+    begin = os.times().children_user
+    sizes = ("tp=8", "cp=2", "pp=16", "ep=64", "etp=1")
+    shown = groups("--world-size", "16384", *(f"parallel.{size}" for size in sizes))
+    assert os.times().children_user - begin < 2
+    assert all(sum(map(len, found)) == 16384 for part in shown.values() for found in part.values())

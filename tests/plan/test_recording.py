@@ -1,0 +1,119 @@
+"""What a run records is read back as a timeline; what a killed run left half is passed over."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalite.errors.problems import UserError
+from megalite.pipeline.actions import Schedule
+from megalite.pipeline.simulator import Span, equal_durations
+from megalite.plan.recording import read_recording
+from megalite.plan.timeline import Timeline, simulated
+from megalite.train.pipeline_times import FILE, recording_line
+from tests.pipeline.shapes import schedule
+
+TABLE = schedule("interleaved", 2, 4, vpp=2)
+
+
+def timeline(table: Schedule = TABLE, later: float = 0) -> Timeline:
+    line = simulated(table, {key: time * 0.25 for key, time in equal_durations(table).items()})
+    ranks = tuple(tuple(Span(one, start + later, end + later) for one, start, end in spans) for spans in line.ranks)
+    return Timeline(line.name, line.vpp, line.microbatches, ranks)
+
+
+def lines(step: int, line: Timeline) -> list[str]:
+    return [recording_line(step, line.name, line.pp, rank, spans) for rank, spans in enumerate(line.ranks)]
+
+
+def write(folder: Path, *parts: str) -> Path:
+    (folder / FILE).write_text("".join(parts))
+    return folder
+
+
+def test_a_line_is_one_object_that_people_can_read() -> None:
+    (first, *_) = lines(7, timeline(schedule("1f1b", 1, 1)))
+    assert first == (
+        '{"step": 7, "schedule": "1f1b", "pp": 1, "rank": 0, "actions": [["0F0", 0, 0.25], ["0B0", 0.25, 0.75]]}\n'
+    )
+
+
+def test_the_last_step_is_read_with_its_clock_set_to_zero(tmp_path: Path) -> None:
+    write(tmp_path, *lines(10, timeline(schedule("1f1b", 2, 3))), *lines(20, timeline(later=1000)))
+    assert read_recording(tmp_path) == (20, timeline())
+
+
+def test_another_step_can_be_chosen(tmp_path: Path) -> None:
+    write(tmp_path, *lines(10, timeline()), *lines(20, timeline(schedule("1f1b", 2, 3))))
+    assert read_recording(tmp_path, 10) == (10, timeline())
+
+
+def test_of_a_step_that_was_done_again_the_last_lines_count(tmp_path: Path) -> None:
+    slow = Timeline("interleaved", 2, 4, tuple(spans[:1] for spans in timeline().ranks))
+    write(tmp_path, *lines(10, slow), *lines(10, timeline()))
+    assert read_recording(tmp_path) == (10, timeline())
+
+
+@pytest.mark.parametrize("pp", [1, 2, 4])
+def test_a_step_may_be_done_again_on_fewer_or_more_ranks(tmp_path: Path, pp: int) -> None:
+    again = timeline(schedule("1f1b", pp, 3))
+    write(tmp_path, *lines(10, timeline()), *lines(10, again))
+    assert read_recording(tmp_path) == (10, again)
+
+
+def test_lines_of_two_runs_are_never_one_step(tmp_path: Path) -> None:
+    """Their clocks may be hours apart."""
+    again = lines(10, timeline(later=1000))
+    write(tmp_path, *lines(10, timeline()), again[0][:9] + "\n", again[1])
+    assert read_recording(tmp_path) == (10, timeline())
+    write(tmp_path, *lines(10, timeline()), again[0])
+    assert read_recording(tmp_path) == (10, timeline())
+
+
+def test_what_a_killed_run_left_half_is_passed_over(tmp_path: Path) -> None:
+    first, second = lines(20, timeline())
+    write(tmp_path, *lines(10, timeline()), first, second[: len(second) // 2])
+    assert read_recording(tmp_path) == (10, timeline())
+
+
+BROKEN: list[dict[str, Any]] = [
+    {"step": "10"},
+    {"pp": None},
+    {"rank": True},
+    {"actions": [["0X0", 0, 1]]},
+    {"actions": [["0F0", 0]]},
+    {"actions": [["0F0", 2, 1]]},
+    {"actions": [["0F0", 0, 2], ["0B0", 1, 3]]},
+    {"actions": [["0F0", 0, float("nan")]]},
+    {"actions": [["0F0", 0, float("inf")]]},
+    {"actions": 3},
+    {"schedule": None},
+]
+
+
+@pytest.mark.parametrize("change", BROKEN, ids=str)
+def test_a_line_that_is_no_record_is_passed_over(tmp_path: Path, change: dict[str, Any]) -> None:
+    good = lines(10, timeline(schedule("1f1b", 1, 1)))
+    bad = json.dumps({**json.loads(good[0]), "step": 20, **change}) + "\n"
+    write(tmp_path, *good, bad, "[]\n", "null\n", "\n")
+    assert read_recording(tmp_path)[0] == 10
+
+
+def refusal(folder: Path, step: int | None = None) -> str:
+    with pytest.raises(UserError) as refused:
+        read_recording(folder, step, "--measured")
+    return str(refused.value)
+
+
+def test_a_folder_without_a_recorded_step_is_refused(tmp_path: Path) -> None:
+    assert f"--measured='{tmp_path}': pipeline.jsonl cannot be read there: No such file" in refusal(tmp_path)
+    assert "Not a directory" in refusal(write(tmp_path, "") / FILE)
+    assert "holds no step of which all ranks are recorded" in refusal(write(tmp_path, lines(10, timeline())[0]))
+    (tmp_path / FILE).write_bytes(b"\xff\x00\n")
+    assert "holds no step" in refusal(tmp_path)
+
+
+def test_a_step_that_is_not_recorded_is_refused_with_those_that_are(tmp_path: Path) -> None:
+    write(tmp_path, *(line for step in (10, 20, 30, 40) for line in lines(step, timeline())))
+    assert "step 12 is not recorded\n      fix: step 10 or 20 or 30, or none for the last" in refusal(tmp_path, 12)

@@ -1,0 +1,130 @@
+"""scripts/schedule.py: the launcher's words in, a checked schedule and its picture out, mistakes told at once."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.plan.test_recording import lines, timeline, write
+
+SCRIPT = str(Path(__file__).parents[2] / "scripts" / "schedule.py")
+SMALL = ("train.global_batch_size=8", "train.micro_batch_size=1")
+
+
+def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, SCRIPT, *arguments], capture_output=True, text=True, check=False, cwd=cwd)
+
+
+def test_a_schedule_is_told_and_drawn(tmp_path: Path) -> None:
+    words = ("parallel.pp=4", "parallel.vpp=2", "parallel.schedule=interleaved", *SMALL, "--picture", "drawn.png")
+    done = run(*words, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    told = done.stdout.splitlines()
+    assert told[0] == "interleaved: pp 4, vpp 2, 8 microbatches"
+    assert told[1].startswith("step 28.5 forward passes of a rank; idle 15.8% of it (bubble: 0.1875 ")
+    assert told[3].startswith("rank 0   holds at most 5.5 microbatches 0F0 0F1 0F2 0F3 1F0")
+    assert told[-1] == "picture: drawn.png"
+    assert [path.name for path in tmp_path.iterdir()] == ["drawn.png"]
+
+
+@pytest.mark.parametrize(
+    ("words", "title"),
+    [
+        (("parallel.pp=4", *SMALL), "1f1b: pp 4, 8 microbatches"),
+        (("parallel.pp=4", "parallel.vpp=2", *SMALL), "interleaved: pp 4, vpp 2, 8 microbatches"),
+        (("parallel.pp=2", "parallel.schedule=zb-h1", "--dp", "2", *SMALL), "zb-h1: pp 2, 4 microbatches"),
+        (("parallel.pp=2", "train.global_batch_size=32", "model=gpt2", "parallel.tp=2"), "1f1b: pp 2, 4 microbatches"),
+    ],
+)
+def test_what_is_not_set_is_derived_as_for_training(words: tuple[str, ...], title: str) -> None:
+    assert run(*words).stdout.splitlines()[0] == title
+
+
+def test_a_group_size_makes_the_warm_up_longer() -> None:
+    words = ("parallel.pp=2", "parallel.vpp=2", "parallel.microbatch_group_size=4", *SMALL)
+    assert "rank 1   holds at most 2.5 microbatches" in run(*words).stdout
+    assert "rank 1   holds at most 1.5 microbatches" in run(*words[:2], *SMALL).stdout
+
+
+def test_a_run_that_recorded_its_pipeline_is_drawn(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    write(run_dir, *lines(10, timeline()), *lines(20, timeline()))
+    done = run("--measured", str(run_dir), "--step", "10", "--picture", str(tmp_path / "measured.svg"))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("interleaved: pp 2, vpp 2, 4 microbatches; measured in step 10\nstep 6750 ms; idle")
+    assert "measured in step 10" in (tmp_path / "measured.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            ("parallel.pp=4", "parallel.schedule=interleaved", *SMALL),
+            ["parallel.schedule='interleaved': goes to and fro between the chunks of a rank, and parallel.vpp=1"],
+        ),
+        (
+            ("parallel.pp=4", "parallel.vpp=2", "train.global_batch_size=6", "train.micro_batch_size=2"),
+            [
+                "train.global_batch_size=6: makes 3 microbatches, and interleaved needs one for each of parallel.pp=4",
+                "fix: train.micro_batch_size=1, or train.global_batch_size=8 or 10",
+            ],
+        ),
+        (
+            ("parallel.pp=2", "parallel.schedule=1f2b"),
+            ["parallel.schedule='1f2b': unknown choice\n      fix: parallel.schedule=1f1b is the nearest"],
+        ),
+        (("parallel.pp=2", "parallel.schedule=1f1b,gpipe"), ["several values"]),
+        (("parallel.pp=2", "parallel.schedule=[a"), ["parallel.schedule='[a': cannot be read"]),
+        (
+            ("parallel.pipe=4", "model=gpt5", "parallel.pp=x", "--picture=a.pdf"),
+            [
+                "4 problems",
+                "--picture='a.pdf': must end in .png or .svg",
+                "parallel.pipe=4: unknown setting",
+                "model='gpt5': unknown choice",
+                "parallel.pp='x': must be a whole number",
+            ],
+        ),
+        (("parallel.pp=0", "--dp", "0"), ["--dp=0: must be at least 1", "parallel.pp=0: must be at least 1"]),
+        (("train.global_batch_size=9", "train.micro_batch_size=2"), ["not a multiple of train.micro_batch_size=2"]),
+        (("--speed",), ["--speed='': unknown option"]),
+        (("--measured", "nowhere"), ["--measured='nowhere': pipeline.jsonl cannot be read there"]),
+        (("--measured", "nowhere", "--dp", "2"), ["--dp: has no effect with --measured"]),
+        (("--measured", "nowhere", "parallel.pp=2"), ["parallel.pp=2: has no effect with --measured"]),
+        (("--step", "3"), ["--step=3: is a recorded step"]),
+    ],
+    ids=lambda one: " ".join(one) if isinstance(one, tuple) else "",
+)
+def test_mistakes_are_refused_with_status_two_and_nothing_written(
+    words: tuple[str, ...], told: list[str], tmp_path: Path
+) -> None:
+    done = run(*words, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert all(one in done.stderr for one in told), done.stderr
+    assert "Traceback" not in done.stderr
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_pipeline_of_ten_thousand_gpus_is_built_checked_and_drawn_in_a_minute(tmp_path: Path) -> None:
+    begin = os.times()
+    words = ("parallel.pp=64", "parallel.vpp=4", "train.global_batch_size=512", "train.micro_batch_size=1")
+    done = run(*words, "--picture", str(tmp_path / "large.png"))
+    end = os.times()
+    assert done.stdout.startswith("interleaved: pp 64, vpp 4, 512 microbatches\nstep 1583 ")
+    assert (
+        end.children_user + end.children_system - begin.children_user - begin.children_system < 60
+    )  # 9 s here, 20 in CI
+
+
+def test_a_reader_that_has_seen_enough_ends_it_quietly() -> None:
+    sizes = ["parallel.pp=16", "train.global_batch_size=512", "train.micro_batch_size=1"]
+    command = [sys.executable, SCRIPT, *sizes]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(30) == 0

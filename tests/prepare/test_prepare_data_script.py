@@ -1,0 +1,243 @@
+"""scripts/prepare_data.py: what docs/data.md says about it is so."""
+
+import json
+import os
+import pty
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+import pretrain_gpt
+from megalite.commands import prepare
+from megalite.commands.prepare import path_override
+from megalite.config.compose import load_config
+from megalite.prepare import pool
+from tests.bad_input.launching import SMALL
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "prepare_data.py"
+Main = Callable[..., int]
+
+
+@pytest.fixture(scope="module")
+def main() -> Main:
+    """The command in this process."""
+    return lambda *arguments: prepare.main([str(argument) for argument in arguments])
+
+
+def of_text(path: Path | str) -> list[str]:
+    return ["data=text", f"data.path={path}"]
+
+
+def write_documents(path: Path, count: int) -> None:
+    """Lines of JSON, of 1300 bytes each."""
+    rows = ({"body": f"document {number:05}: " + "the quick brown fox; " * 60} for number in range(count))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_it_prepares_says_what_it_made_and_verifies_it(
+    tmp_path: Path, main: Main, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"body": "some text é " * 20}] * 50 + [{"body": None}] * 3
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    made = main(*of_text(tmp_path / "*.jsonl"), "data.text_column=body", "tokenizer=byte", "--output", tmp_path / "out")
+    said = capfd.readouterr()
+    assert made == 0, said.err
+    assert "50 documents, 13,050 tokens, 13,000 bytes, 0.996 bytes per token, vocabulary 257 (uint16)" in said.out
+    assert "every document ends with token 256" in said.out
+    assert "skipped 3 rows without text" in said.out
+    assert re.search(r"^prepared [\d.]+ kB: 50 documents, 13,050 tokens in 0:0\d$", said.err, re.MULTILINE)
+    assert main("--verify", "data=tokens", f"data.path={tmp_path / 'out'}") == 0
+    assert "sound; 50 documents, 13,050 tokens" in capfd.readouterr().out
+    assert main("--verify", "data=tokens", f"data.path={tmp_path / 'out'}", "model.vocab_size=150") == 2
+    assert "token id 195 in document 0" in capfd.readouterr().err
+
+
+def test_the_command_that_it_prints_trains_on_what_it_made(
+    tmp_path: Path, main: Main, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("some text " * 90)
+    assert main(*of_text("a.txt"), "tokenizer=char", "--output", "with space, and=more [0]") == 0
+    said = capfd.readouterr().out
+    assert "no end-of-document token" in said
+    command = shlex.split(said.rpartition("train on it: ")[2])
+    assert command[:3] == ["python", "pretrain_gpt.py", "data=tokens"]
+    small = [setting for setting in SMALL if not setting.startswith("tokenizer=")]
+    assert pretrain_gpt.main([*small, *command[2:], "run_dir=run", "train.steps=0"]) == 0
+    assert "900 tokens" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "path", ["tokens/my-corpus_2.v1", "007", "1e5", "inf", 'it\'s "it"', "a\\b\\", "$HOME", "é", "[a,b]"]
+)
+def test_a_path_comes_through_shell_and_hydra_as_it_is(path: str) -> None:
+    [override] = shlex.split(path_override(path))
+    assert load_config(["data=tokens", "model.vocab_size=9", override], 1).data.path == str(Path(path).absolute())
+    assert ("'" in path_override(path)) == (path != "tokens/my-corpus_2.v1"), "quoted only where it must be"
+
+
+def test_killed_it_continues_and_ends_with_the_same_bytes(
+    tmp_path: Path, main: Main, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """All processes are killed at once; test_prepare.py kills the first one alone."""
+    write_documents(tmp_path / "a.jsonl", 8000)
+    shards = -(-(tmp_path / "a.jsonl").stat().st_size // (1 << 20))
+    settings = ["data.text_column=body", "tokenizer=byte", "data.workers=2"]
+    command = [*of_text(tmp_path / "a.jsonl"), *settings, "--output"]
+    started = subprocess.Popen(
+        [sys.executable, SCRIPT, *command, tmp_path / "cut" / "out"],
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    work = tmp_path / "cut"
+    while not list(work.glob("*.partial-*/shard-*.idx")):
+        assert started.poll() is None, "ended before it could be killed: enlarge the input"
+        time.sleep(0.005)
+    os.killpg(started.pid, signal.SIGKILL)
+    started.communicate()
+    assert not list(work.glob("out.*[xn]")), "a part of the work looks like the whole"
+    kept = {path.name: path.stat().st_mtime_ns for path in work.glob("*.partial-*/shard-*.idx")}
+    assert 1 <= len(kept) < shards
+
+    done: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        tokenize = pool.tokenize_shards
+        patch.setattr(
+            pool,
+            "tokenize_shards",
+            lambda jobs, *rest: (done.extend(job[2].name for job in jobs), tokenize(jobs, *rest)),
+        )
+        assert main(*command, work / "out") == 0
+    assert len(done) == shards - len(kept)
+    assert not {f"{name}.idx" for name in done} & kept.keys()
+    assert main(*command, tmp_path / "whole" / "out") == 0
+    files = {path.relative_to(work): path.read_bytes() for path in work.rglob("*") if path.is_file()}
+    whole = tmp_path / "whole"
+    assert files == {path.relative_to(whole): path.read_bytes() for path in whole.rglob("*") if path.is_file()}
+    assert capfd.readouterr().err.count("8,000 documents") == 2, "what was kept counts"
+
+
+def test_stopped_it_says_how_to_go_on(
+    tmp_path: Path, main: Main, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    (tmp_path / "a.txt").write_text("some text " * 90)
+    monkeypatch.setattr(pool, "tokenize_shards", interrupted)
+    assert main(*of_text(tmp_path / "a.txt"), "--output", tmp_path / "out") == 130
+    assert "the same command continues" in capfd.readouterr().err
+
+
+def test_a_terminal_sees_a_bar_and_no_trace_of_it_stays(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some text " * 90)
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "90"}
+    command = [sys.executable, SCRIPT, *of_text(tmp_path / "a.txt"), "tokenizer=byte", "--output", tmp_path / "out"]
+    done = subprocess.run(command, stderr=theirs, stdout=subprocess.PIPE, check=True, text=True, env=environment)
+    os.close(theirs)
+    shown = os.read(ours, 100_000).decode()
+    os.close(ours)
+    assert "preparing data" in shown
+    *_, last = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown).strip().splitlines()
+    assert last.startswith("prepared 900 B: 1 document, 901 tokens"), "the bar is gone"
+    assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l"), "the cursor comes back"
+    assert "901 tokens, 900 bytes, 0.999 bytes per token" in done.stdout
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl", "parquet", "hub", "stream"])
+def test_every_kind_of_input_gives_the_same_tokens(
+    kind: str, tmp_path: Path, main: Main, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A local folder stands in for a data set of the hub: the library treats both alike."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf-cache"))
+    texts = [f"text {number} é" for number in range(20)]
+    folder = tmp_path / "in"
+    folder.mkdir()
+    if kind == "txt":
+        for number, text in enumerate(texts):
+            (folder / f"{number:02}.txt").write_text(text)
+    elif kind == "jsonl":
+        (folder / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    else:
+        parquet.write_table(pyarrow.table({"text": texts}), folder / "a.parquet")
+    hub = ["data=hf", f"data.path={folder}"]
+    source = {"hub": hub, "stream": [*hub, "data.streaming=true"]}.get(kind, of_text(folder))
+    assert main(*source, "tokenizer=byte", "--output", tmp_path / "out") == 0
+    assert (tmp_path / "out.bin").read_bytes() == b"".join(
+        id.to_bytes(2, "little") for text in texts for id in [*text.encode(), 256]
+    )
+    assert "20 documents" in capfd.readouterr().out
+
+
+LONG = "a" * 300  # a name that no file can have
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([*of_text("gone.txt"), "--output", "x"], ["data.path='", "gone.txt'", "there is no such file"]),
+        (["data=text", "--output", "x"], ["data.path=null", "needs to be told what to read"]),
+        (
+            [*of_text("a.txt"), "data.workers=0", "--output", "x.bin"],
+            ["refused, 2 problems", "is a PREFIX", "--output x"],
+        ),
+        ([*of_text("a.txt"), "--output", "a.txt/x"], ["--output=", "cannot be written", "choose a writable folder"]),
+        ([*of_text("a.txt"), "--output", "x", "tokenizer=./none"], ["tokenizer='./none'", "there is no folder"]),
+        ([*of_text("a.txt"), "--output", "x", "data.bpe_vocab_size=7"], ["data.bpe_vocab_size=7", "at least 258"]),
+        (
+            [*of_text("a.jsonl"), "--output", "x", "data.text_column=body"],
+            ["'body'", "it has: text", "text_column=text"],
+        ),
+        ([*of_text("a.txt"), "--output", "x", "data.weights=[1]"], ["preparing data does not read it", "data.path"]),
+        ([*of_text("a.txt"), "--output", "x", "data.pth=a"], ["data.pth", "did you mean data.path"]),
+        (["a.txt", "--output", "x"], ["a.txt", "refused, 1 problem"]),
+        (["data=hf", "data.path=[a/b,c/d]", "--output", "x"], ["made of one data set"]),
+        (["data=tokens", "data.path=x", "--output", "y"], ["prepared already", "--verify"]),
+        (["data=tokens", "data.path=gone", "--verify"], ["gone.bin", "is missing"]),
+        ([*of_text("a.txt"), "--verify"], ["data='text'", "data=tokens data.path=PREFIX"]),
+        ([*of_text(LONG), "--output", "x"], ["data.path=", "has 300 bytes", "names of 255"]),
+        (["data=hf", f"data.path={LONG}", "--output", LONG, f"tokenizer={LONG}"], ["--output=", "3 problems"]),
+        ([*of_text("a.txt"), "--output", "x", 'tokenizer="~nobody-of-this-name/x"'], ["no user nobody-of-th"]),
+    ],
+)
+def test_mistakes_are_refused_with_status_two_and_nothing_written(
+    arguments: list[str],
+    words: list[str],
+    tmp_path: Path,
+    main: Main,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("some text " * 90)
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n')
+    assert main(*arguments) == 2
+    said = capfd.readouterr().err
+    assert "Traceback" not in said
+    assert all(word in said for word in words), said
+    assert {path.name for path in tmp_path.iterdir()} == {"a.txt", "a.jsonl"}
+
+
+def test_without_a_home_to_cache_in_it_says_which_folder_is_missing(
+    tmp_path: Path, main: Main, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.txt").write_text("some text " * 90)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a.txt"))
+    assert main(*of_text(tmp_path / "a.txt"), "--output", tmp_path / "out") == 2
+    said = capfd.readouterr().err
+    assert "data.cache_dir=" in said
+    assert "a.txt/megalite" in said
+    assert main(*of_text(tmp_path / "a.txt"), "tokenizer=byte", "--output", tmp_path / "out") == 0, (
+        "byte caches nothing"
+    )

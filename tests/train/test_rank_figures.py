@@ -1,0 +1,74 @@
+"""A rank that computes much longer than its equals is found, and only such a one."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megalite.config.schema import Config
+from megalite.launch.context import ParallelContext
+from megalite.layout.ranks import ParallelLayout
+from megalite.train.figures import SLOW, stragglers
+from megalite.train.history import read_events
+from tests.train.runs import write_text
+from tests.train.test_run import _outcome, config_for, run_on
+
+
+def slow(compute_s: list[float], stages: list[int] | None = None) -> list[int]:
+    return [each.rank for each in stragglers(compute_s, stages or [0] * len(compute_s))]
+
+
+def test_who_takes_much_longer_than_half_of_its_equals_is_slow() -> None:
+    assert slow([1.0, 1.1, 1.0, 1.25]) == []
+    assert slow([1.0, 1.1, 1.4, 1.0]) == [2]
+    assert slow([1.0, 2.0]) == [1]
+    assert slow([1.0, 2.0, 4.0, 1.0, 1.0]) == [2, 1]
+
+
+def test_a_stage_is_measured_by_itself() -> None:
+    """The one with the loss has more to do."""
+    assert slow([1.0, 1.0, 3.0, 3.1], [0, 0, 1, 1]) == []
+    assert slow([1.0, 1.0, 3.0, 6.0], [0, 0, 1, 1]) == [3]
+    assert slow([1.0, 9.0], [0, 1]) == []
+
+
+def test_before_anything_was_measured_nobody_is_slow() -> None:
+    assert slow([0.0, 0.0, 0.0]) == []
+
+
+@given(st.lists(st.floats(0.1, 10), min_size=1, max_size=40))
+def test_never_more_than_half_are_slow(compute_s: list[float]) -> None:
+    found = stragglers(compute_s, [0] * len(compute_s))
+    assert len(found) <= len(compute_s) / 2
+    assert all(each.times > SLOW for each in found)
+
+
+def _slow_third_rank(context: ParallelContext, config: Config) -> int | str:
+    from megalite.model.gpt import GPT
+
+    forward = GPT.forward
+
+    def slowly(self: GPT, *args: Any) -> torch.Tensor:
+        time.sleep(0.02)
+        return forward(self, *args)
+
+    if context.rank == 2:
+        GPT.forward = slowly  # type: ignore[method-assign]
+    return _outcome(context, config)
+
+
+def test_a_run_names_its_slow_rank(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config = config_for(write_text(tmp_path / "text.txt"), tmp_path / "run", global_batch_size=6)
+    assert run_on(ParallelLayout(dp=3), config, _slow_third_rank) == [0, 0, 0]
+    events = list(read_events(tmp_path / "run" / "events.jsonl"))
+    (first, *_) = [event for event in events if event["kind"] == "straggler"]
+    assert (first["rank"], first["step"]) == (2, 8)  # the first moment with steps enough to judge by
+    assert first["times"] > SLOW
+    ranks = [event for event in events if event["kind"] == "ranks"]
+    assert [event["step"] for event in ranks] == [4, 8, 12]
+    assert all(len(event["memory_gib"]) == 3 and min(event["memory_gib"]) > 0.05 for event in ranks)
+    assert all(event["compute_s"][2] > 0.02 for event in ranks)

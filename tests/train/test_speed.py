@@ -1,0 +1,72 @@
+"""One speed for a run, wherever it is shown: the tokens of training steps over the time of training steps."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megalite.observe import readable
+from megalite.observe.report.comparison import compare
+from megalite.observe.report.data import read_run
+from megalite.observe.report.page import render
+from megalite.train import figures
+from megalite.train.figures import Meter
+from megalite.train.history import read_metrics
+from tests.train.runs import write_text
+from tests.train.test_run import config_for, start
+
+
+def test_a_line_tells_of_the_steps_since_the_line_before_and_of_the_whole_run() -> None:
+    meter = Meter()
+    meter.add(100, 4.0, 1.0, {"forward": 3.0})
+    first = meter.take()
+    meter.add(100, 1.0, 0.0, {"forward": 1.0})
+    meter.add(300, 3.0, 0.5, {"forward": 2.0})
+    second = meter.take()
+    assert (first.tokens_per_s, second.tokens_per_s) == (25.0, 100.0)
+    assert (second.steps, second.wait_s, second.split["forward"]) == (2, 0.5, 3.0)
+    assert (meter.mean_tokens_per_s, meter.training_s) == (62.5, 8.0)
+
+
+def test_the_mean_goes_on_where_an_earlier_start_ended() -> None:
+    meter = Meter(training_s=8.0, mean_tokens_per_s=62.5)
+    meter.add(100, 2.0, 0.0, {})
+    assert meter.mean_tokens_per_s == 60.0
+
+
+class Clock:
+    """A time that passes a second at each look."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        self.now += 1 + self.now / 10  # no two steps take equally long
+        return self.now
+
+
+def test_terminal_report_comparison_and_metrics_have_the_same_speed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With lines of every third step, evaluations in between, and a resume."""
+    monkeypatch.setattr(figures, "time", Clock())
+    config = config_for(write_text(tmp_path / "text.txt"), tmp_path / "run", log_interval=3)
+    assert start(replace(config, train=replace(config.train, steps=7))) == 0
+    capsys.readouterr()
+    assert start(config) == 0
+    lines = [line for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in line]
+    assert [line["step"] for line in lines] == [3, 6, 7, 9, 12]
+    seconds = [steps * line["step_time_s"] for steps, line in zip((3, 3, 1, 2, 3), lines, strict=True)]
+    assert lines[-1]["training_s"] == pytest.approx(sum(seconds))
+    for line in lines:
+        assert sum(line["time_split"].values()) < line["step_time_s"]
+    mean, newest = 12 * 4 * 16 / sum(seconds), 3 * 4 * 16 / seconds[-1]
+    assert (lines[-1]["mean_tokens_per_s"], lines[-1]["tokens_per_s"]) == pytest.approx((mean, newest))
+    assert f"{readable.rate(mean)} tokens/s, in the newest steps {readable.rate(newest)}\n" in capsys.readouterr().out
+    run = read_run(tmp_path / "run")
+    tile = f"<dt>tokens/s</dt><dd>{readable.rate(mean)}<small>newest {readable.rate(newest)}"
+    assert tile in render(run)
+    other = replace(run, folder=tmp_path / "other")
+    row = r"tokens/s</th>" + 2 * f'<td class="figure">{re.escape(readable.rate(mean))}</td>'
+    assert re.search(row, compare([run, other]))

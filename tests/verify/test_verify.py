@@ -1,0 +1,437 @@
+"""verify_layout.py says pass where ranks train like one process, fail where they do not, and keeps every feature."""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from megalite.commands import verify as verify_command
+from megalite.config.derive import derive
+from megalite.config.parallel_rules import stage_settings
+from megalite.config.rules import check
+from megalite.config.schema import Config, ModelConfig, ParallelConfig, TrainConfig
+from megalite.errors.problems import UserError
+from megalite.layout.stage_string import layout_text
+from megalite.layout.stages import stage_layers
+from megalite.optim.partial import PartialGradients
+from megalite.verify import verify as verify_module
+from megalite.verify.compare import Part, Trace, compare
+from megalite.verify.rank import train
+from megalite.verify.shrink import MOST_RANKS, shrink, vocabulary_of
+from megalite.verify.verify import load, verify
+from tests.ranks import start_forkserver
+
+REPOSITORY = Path(__file__).parents[2]
+SCRIPT = REPOSITORY / "scripts" / "verify_layout.py"
+GROUPED = ["model.num_attention_heads=8", "model.num_key_value_heads=2", "model.tie_embeddings=false"]
+TRICKY = ["data.mask_end_of_document=true", "data.cross_document_attention=false", "train.label_smoothing=0.1"]
+
+
+@pytest.fixture(autouse=True)
+def _forkserver() -> None:
+    start_forkserver()  # the tests' own has more preloaded
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks", "tied"),
+    [
+        (["parallel.tp=2", "--dp=1"], 2, True),
+        (["parallel.tp=2", "optimizer.instances=2"], 4, True),
+        (["parallel.tp=2", "parallel.sequence_parallel=false", "model=gpt2", *TRICKY], 4, True),
+        (["--dp=1", "parallel.tp=4", "train.recompute=full", *GROUPED], 4, False),  # two ranks share a key-value head
+        (["--dp=3", "train.global_batch_size=6"], 3, True),
+        (["--world-size=64", "parallel.tp=8", "model=qwen3_8b", "train.global_batch_size=64"], 4, False),
+    ],
+)
+def test_a_sound_layout_passes(
+    capsys: pytest.CaptureFixture[str], overrides: list[str], ranks: int, tied: bool
+) -> None:
+    assert verify_command.main(overrides) == 0
+    printed = capsys.readouterr().out
+    assert f"PASS: {ranks} ranks" in printed
+    assert "FAIL" not in printed
+    groups = ["embedding", "attention", "mlp", "norms", *([] if tied else ["head"])]
+    for kind in ("gradients", "parameters"):
+        found = [line.split(": ")[1].split()[0] for line in printed.splitlines() if line.startswith(f"{kind}: ")]
+        assert found == groups
+
+
+def _without_input_gradient_sum(config: Config, context: Any) -> Trace:
+    from megalite.tensor_parallel import linear
+
+    linear.start_all_reduce = lambda x, group, op="sum": x.clone()
+    return train(config, context)
+
+
+def _without_sum_of_partial_gradients(config: Config, context: Any) -> Trace:
+    PartialGradients.all_reduce = lambda self: None  # type: ignore[method-assign]
+    return train(config, context)
+
+
+@pytest.mark.parametrize(
+    ("broken", "overrides"),
+    [
+        (_without_input_gradient_sum, ["parallel.tp=2", "parallel.sequence_parallel=false"]),
+        (_without_sum_of_partial_gradients, ["parallel.tp=2"]),
+    ],
+)
+def test_a_dropped_all_reduce_fails(capsys: pytest.CaptureFixture[str], broken: Any, overrides: list[str]) -> None:
+    verify_command.verify = partial(verify, train=broken)  # type: ignore[attr-defined]
+    assert verify_command.main([*overrides, "--dp=1"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("FAIL:") for line in lines)
+    (norm,) = [line for line in lines if line.startswith("gradient norm")]
+    assert "FAIL" in norm
+    (tokens,) = [line for line in lines if line.startswith("tokens in the loss")]
+    assert "pass" in tokens
+
+
+def _failing(config: Config, context: Any) -> Trace:
+    if context.rank == 1:
+        raise ValueError("as told")
+    return train(config, context)
+
+
+def _dying(config: Config, context: Any) -> Trace:
+    if context.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return train(config, context)
+
+
+def _absent(config: Config, context: Any) -> Trace:
+    if context.rank == 1:
+        time.sleep(60)
+    return train(config, context)
+
+
+def _refusing(config: Config, context: Any) -> Trace:
+    from megalite.errors.problems import Problem
+
+    raise UserError(Problem("model", "this", "is refused late", "another"))
+
+
+@pytest.mark.parametrize(
+    ("broken", "timeout_s", "status", "said"),
+    [
+        (_failing, 60, 1, ["FAIL: rank 1 failed:", "ValueError: as told"]),
+        (_dying, 60, 1, ["FAIL: rank 1 died by SIGKILL"]),
+        (_absent, 5, 1, ["FAIL: no answer from rank 0, rank 1 within 5 s", "rank 1 stood at", "in _absent"]),
+        (_refusing, 60, 2, ["is refused late"]),
+    ],
+)
+def test_a_rank_that_cannot_finish_is_named(
+    capsys: pytest.CaptureFixture[str], broken: Any, timeout_s: float, status: int, said: list[str]
+) -> None:
+    verify_command.verify = partial(verify, train=broken)  # type: ignore[attr-defined]
+    assert verify_command.main(["parallel.tp=2", "--dp=1", f"--timeout={timeout_s}"]) == status
+    error = capsys.readouterr().err
+    assert all(text in error for text in said)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["parallel.tp=16"], ["model.num_attention_heads=4: does not split over parallel.tp=16"]),
+        (["parallel.tp=4", "model.foo=3"], ["model.foo=3: unknown setting"]),
+        (["--world-size=6", "parallel.tp=4"], ["world size=6: not a multiple of parallel.tp=4"]),
+        (["--world-size=4", "--dp=2"], ["--dp=2: follows from --world-size 4"]),
+        (["--dp=0"], ["--dp=0: must be at least 1"]),
+        (["--world-size=1"], ["world size=1: one process is what layouts are compared to"]),
+        (["--dp=3"], ["train.global_batch_size=8: not a multiple of the 3"]),
+        (["parallel.tp=0", "--dp=2", "model.hidden_size=x"], ["parallel.tp=0", "model.hidden_size='x'"]),
+    ],
+)
+def test_what_cannot_be_laid_out_is_refused(
+    capsys: pytest.CaptureFixture[str], words: list[str], said: list[str]
+) -> None:
+    assert verify_command.main(words) == 2
+    error = capsys.readouterr().err
+    assert all(text in error for text in said)
+    assert f"refused, {len(said)} problem" in error
+
+
+def test_the_examples_of_the_command_are_layouts_that_it_accepts() -> None:
+    assert verify_command.__doc__
+    start = "python scripts/verify_layout.py "
+    examples = [line.removeprefix(start) for line in verify_command.__doc__.splitlines() if line.startswith(start)]
+    assert len(examples) == 3
+    for example in examples:
+        options, overrides = verify_command.parse(shlex.split(example))
+        assert load(overrides, options.world_size, options.dp)[0].parallel.tp > 1, example
+
+
+@pytest.mark.parametrize("words", [["model=gpt2", "parallel.tp=5"], ["parallel.tp=3"], ["parallel.tp=3", "--dp=2"]])
+def test_the_world_follows_the_tensor_parallel_size_that_a_refusal_advises(
+    capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    assert verify_command.main(words) == 2
+    error = capsys.readouterr().err
+    assert "fix: parallel.tp=1 or 2 or 4" in error
+    assert "world size" not in error
+    for size in (1, 2, 4):
+        options, overrides = verify_command.parse([*words, f"parallel.tp={size}"])
+        assert load(overrides, options.world_size, options.dp)[0].parallel.tp == size
+
+
+@pytest.mark.parametrize(
+    ("words", "dp", "expected"),
+    [
+        (["parallel.tp=2"], None, 4),
+        (["parallel.tp=4"], None, 8),
+        (["parallel.tp=4"], 1, 4),
+        (["parallel.tp=8", "model.num_attention_heads=8"], None, 8),
+        (["parallel.tp=2", "train.global_batch_size=1"], None, 2),
+        (["parallel.tp=2", "train.micro_batch_size=8"], None, 2),
+        ([], None, 2),
+    ],
+)
+def test_the_world_has_two_copies_where_they_fit(words: list[str], dp: int | None, expected: int) -> None:
+    assert load(words, None, dp)[1] == expected
+
+
+# --- shrinking -----------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def _asked(draw: st.DrawFn) -> tuple[Config, int]:
+    """Any config that the rules accept, and its world."""
+    pp = draw(st.sampled_from([1, 1, 2, 3, 4, 8]))
+    tp, dp = draw(st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16] if pp == 1 else [1, 2])), draw(st.integers(1, 8))
+    world_size = tp * dp * pp
+    assume(world_size > 1)
+    groups = draw(st.sampled_from([1, 2, 4, 8, 12, 16, 3 * tp, tp]))
+    heads = groups * draw(st.sampled_from([1, 2, 3, 4, 8, 12, 16]))
+    micro, length = draw(st.integers(1, 6)), draw(st.integers(1, 40)) * draw(st.sampled_from([1, tp]))
+    layers, stages = draw(_pipelines(pp)) if pp > 1 else (draw(st.integers(1, 9)), {})
+    assume(layers > 0)
+    recompute = draw(st.sampled_from(["none", "selective", "full"]))
+    model = ModelConfig(
+        num_layers=layers,
+        hidden_size=draw(st.integers(1, 4000)),
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        head_size=2 * draw(st.integers(1, 64)),
+        ffn_hidden_size=tp * draw(st.integers(1, 1000)),
+        vocab_size=draw(st.one_of(st.none(), st.integers(2, 60000))),
+        vocab_multiple=tp * draw(st.integers(1, 64)) + draw(st.integers(0, tp)),
+        position=draw(st.sampled_from(["rope", "learned"])),
+        max_positions=draw(st.sampled_from([None, length, length + 1, 5000])),
+        qk_norm=draw(st.booleans()),
+        bias=draw(st.booleans()),
+        tie_embeddings=draw(st.booleans()),
+        dropout=draw(st.sampled_from([0.0, 0.1])),
+        loss_chunk_tokens=draw(st.sampled_from([None, 1, 16, 10**6])),
+    )
+    train = TrainConfig(
+        seq_length=length,
+        micro_batch_size=micro,
+        global_batch_size=micro * dp * draw(st.integers(1, 5 if pp == 1 else 3 * pp)),
+        recompute=recompute,
+        recompute_layers=draw(st.one_of(st.none(), st.integers(1, layers))) if recompute == "full" else None,
+        label_smoothing=draw(st.sampled_from([0.0, 0.1])),
+    )
+    parallel = ParallelConfig(tp=tp, pp=pp, sequence_parallel=draw(st.sampled_from([None, False])), **stages)
+    config = Config(tokenizer="byte", model=model, train=train, parallel=parallel)
+    assume(not check(config, world_size))
+    return derive(config, world_size), world_size
+
+
+@st.composite
+def _pipelines(draw: st.DrawFn, pp: int) -> tuple[int, dict[str, Any]]:
+    """Layers, and settings of a pipeline that place them; not always so that the rules accept it."""
+    vpp, each = draw(st.sampled_from([1, 1, 2, 3])), draw(st.integers(1, 4))
+    count = st.integers(0, 3).map(lambda layers: layers * vpp)
+    kind = draw(st.sampled_from(["even", "ends", "counted", "standalone", "layout"]))
+    asked: dict[str, Any] = {"vpp": vpp, "schedule": draw(st.sampled_from(["1f1b", "gpipe", "zb-h1"]))}
+    if vpp > 1:
+        asked |= {"schedule": None, "microbatch_group_size": draw(st.sampled_from([None, pp, pp + 1, 2 * pp]))}
+    if kind == "ends":
+        first, last = draw(count), draw(st.none() | count)
+        asked |= {"first_stage_layers": first, "last_stage_layers": last}
+        return first + (last or 0) + (pp - 1 - (last is not None)) * vpp * each, asked
+    if kind == "counted":
+        embedding, loss = draw(st.booleans()), draw(st.booleans())
+        return pp * vpp * each - embedding - loss, asked | {"count_embedding": embedding, "count_loss": loss}
+    if kind == "standalone":
+        return (pp - 1) * vpp * each, asked | {"standalone_embedding": True}
+    if kind == "layout":
+        counts = draw(st.lists(st.integers(0, 3), min_size=pp * vpp, max_size=pp * vpp))
+        return sum(counts), asked | {"pipeline_layout": layout_text(counts)}
+    return pp * vpp * each, asked
+
+
+def features(config: Config, world_size: int) -> dict[str, Any]:
+    """What a layout can get wrong, as far as sizes say it."""
+    model, train, tp = config.model, config.train, config.parallel.tp
+    kv_heads, head_size, micro = model.num_key_value_heads, model.head_size, train.micro_batch_size
+    assert kv_heads is not None
+    assert head_size is not None
+    assert micro is not None
+    vocabulary = vocabulary_of(config)
+    rows = -(-vocabulary // model.vocab_multiple) * model.vocab_multiple
+    axes = config.parallel
+    dp = world_size // tp // axes.pp
+    microbatches, groups = train.global_batch_size // (micro * dp), axes.microbatch_group_size
+    chunk, positions = model.loss_chunk_tokens, model.max_positions
+    recomputed = train.recompute_layers
+    return {
+        "tensor parallel": tp > 1,
+        "data parallel": dp > 1,
+        "sequence parallel": config.parallel.sequence_parallel,
+        "grouped queries": model.num_attention_heads > kv_heads,
+        "shared key-value heads": kv_heads < tp,
+        "padded vocabulary": rows > vocabulary,
+        "uneven rows": rows % tp > 0,
+        "width of the heads": np.sign(model.num_attention_heads * head_size - model.hidden_size),
+        "layers": model.num_layers > 1 or axes.pp > 1,
+        "accumulation": microbatches > 1 or microbatches < axes.pp,  # fewer than two ranks is one
+        "pipeline": [axes.pp > 1, axes.vpp > 1, axes.schedule, axes.standalone_embedding],
+        "counted layers": [axes.count_embedding, axes.count_loss],
+        "ends apart": [axes.first_stage_layers is None, axes.last_stage_layers is None, axes.pipeline_layout is None],
+        "microbatches for all ranks": np.sign(microbatches - axes.pp),
+        "short last group": groups is not None and microbatches % groups > 0,
+        "several sequences": micro > 1,
+        "odd sequence": train.seq_length % tp > 0,
+        "unused positions": model.position == "learned" and (positions or 0) > train.seq_length,
+        "chunked loss": chunk is not None and chunk < micro * train.seq_length,
+        "all layers recomputed": recomputed is None or recomputed >= model.num_layers or model.num_layers == 1,
+        "kept": [model.qk_norm, model.bias, model.tie_embeddings, model.position, model.norm, model.activation],
+        "kept in training": [train.recompute, train.recompute_modules, train.label_smoothing, train.z_loss],
+        "clipping": config.optimizer.clip_grad > 0,
+    }
+
+
+def slopes(config: Config) -> list[int]:
+    """Which stages hold more layers than the one before; the first is compared to an empty one."""
+    counts = [0, *(stage.count for stage in stage_layers(stage_settings(config)))]
+    return [int(np.sign(more - less)) for less, more in pairwise(counts)]
+
+
+@settings(max_examples=150, deadline=None)
+@given(_asked())
+def test_shrinking_keeps_every_feature(case: tuple[Config, int]) -> None:
+    config, world_size = case
+    shrunk = shrink(config, world_size)
+    small, ranks = shrunk.config, shrunk.layout.world_size
+    assert not check(small, ranks)
+    assert ranks <= MOST_RANKS
+    assert world_size > MOST_RANKS or shrunk.layout == shrunk.asked_layout
+    asked = features(config, world_size)
+    if small.model.num_layers == 1:  # of a layout most of whose stages are gone
+        asked["all layers recomputed"] = True
+    assert features(small, ranks) == asked
+    if world_size <= MOST_RANKS:
+        assert slopes(small) == slopes(config)
+    assert small.model.hidden_size <= 512
+    assert small.train.global_batch_size <= 48
+    for kind in ("dropout", "attention_dropout", "embedding_dropout"):
+        assert getattr(small.model, kind) == getattr(config.model, kind)
+
+
+# --- comparing -----------------------------------------------------------------------------------------------------
+
+
+def _parts(weights: Mapping[str, Any], offsets: Mapping[str, int] | None = None) -> list[Part]:
+    """Rows of logical tensors, from `offsets` on."""
+    start = offsets or {}
+    return [
+        Part(name, SHAPES[name], (start.get(name, 0), *(0 for _ in array.shape[1:])), array)
+        for name, array in weights.items()
+    ]
+
+
+SHAPES = {"blocks.0.mlp.up.weight": (6, 2), "final_norm.weight": (2,), "final_norm.bias": (2,)}
+WEIGHTS = {"blocks.0.mlp.up.weight": np.arange(12.0).reshape(6, 2), "final_norm.weight": np.ones(2)}
+
+
+def _trace(**changes: Any) -> Trace:
+    parts = _parts(WEIGHTS)
+    return replace(Trace([2.0, 1.0], [0.5, 0.4], [8, 8], [parts, parts], parts), **changes)
+
+
+def _halves() -> list[Trace]:
+    """The same on two ranks."""
+    ranks = []
+    for index in range(2):
+        arrays = {**WEIGHTS, "blocks.0.mlp.up.weight": WEIGHTS["blocks.0.mlp.up.weight"][3 * index : 3 * index + 3]}
+        parts = _parts(arrays, {"blocks.0.mlp.up.weight": 3 * index})
+        ranks.append(_trace(gradients=[parts, parts], parameters=parts))
+    return ranks
+
+
+def failed(traces: list[Trace]) -> dict[str, str]:
+    return {row.what: row.where for row in compare(traces, _trace()) if not row.passed}
+
+
+def test_equal_shards_pass_and_each_kind_of_difference_is_found_where_it_is() -> None:
+    first, second = _halves()
+    assert failed([first, second]) == {}
+    off = [replace(part, values=part.values * (1 + 3e-10)) for part in second.parameters]
+    near = [replace(part, values=part.values * (1 + 3e-11)) for part in second.parameters]
+    assert failed([first, replace(second, parameters=near)]) == {}
+    assert failed([first, replace(second, parameters=off)]) == {
+        "parameters: mlp": "blocks.0.mlp.up.weight, rank 1",
+        "parameters: norms": "final_norm.weight, rank 1",
+    }
+    one = [second.parameters[0], replace(second.parameters[1], values=np.array([1.0, 1.001]))]
+    assert failed([first, replace(second, gradients=[one, second.parameters])]) == {
+        "gradients: norms": "final_norm.weight, step 1, rank 1"
+    }
+    assert failed([first, replace(second, tokens=[8, 9])]) == {"tokens in the loss": "step 2, rank 1"}
+    assert failed([replace(first, losses=[2.0 + 1e-9, 1.0]), second]) == {"loss": "step 1, rank 0"}
+    assert failed([first, replace(second, grad_norms=[0.5, 0.4 + 1e-9])]) == {"gradient norm": "step 2, rank 1"}
+
+
+def test_a_small_tensor_cannot_hide_behind_a_large_one_of_its_group() -> None:
+    weights = {"final_norm.weight": np.full(2, 1e3), "final_norm.bias": np.array([1e-3, 0.0])}
+    reference = _trace(gradients=[_parts(weights)], parameters=_parts(weights))
+
+    def found(error: float) -> dict[str, str]:
+        off = _parts({**weights, "final_norm.bias": weights["final_norm.bias"] + error})
+        traces = [replace(reference, gradients=[off], parameters=off)]
+        return {row.what: f"{row.scale:g} {row.where}" for row in compare(traces, reference) if not row.passed}
+
+    assert found(1e-12) == {}  # within the absolute bound
+    assert found(1e-9) == {
+        "gradients: norms": "0.001 final_norm.bias, step 1, rank 0",
+        "parameters: norms": "0.001 final_norm.bias, rank 0",
+    }
+
+
+def test_what_is_not_a_number_and_what_no_rank_holds_fail() -> None:
+    first, second = _halves()
+    broken = [first.parameters[0], replace(first.parameters[1], values=np.array([1.0, np.nan]))]
+    assert failed([replace(first, parameters=broken), second]) == {"parameters: norms": "final_norm.weight, rank 0"}
+    assert failed([replace(first, losses=[2.0, float("nan")]), second]) == {"loss": "step 2, rank 0"}
+    nowhere = "some of blocks.0.mlp.up.weight on no rank"
+    assert failed([first, first]) == {"gradients: mlp": nowhere, "parameters: mlp": nowhere}
+
+
+# --- as a user -----------------------------------------------------------------------------------------------------
+
+
+def test_the_command_imports_no_torch_before_it_has_refused() -> None:
+    code = f"import sys, {verify_module.__name__}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_command_leaves_nothing_behind(tmp_path: Path) -> None:
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "TMPDIR": str(tmp_path)}
+    command = [sys.executable, str(SCRIPT), "parallel.tp=2", "--dp=1", "run_dir=run"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "PASS: 2 ranks" in done.stdout
+    assert list(tmp_path.iterdir()) == []
