@@ -7,24 +7,16 @@ One folder: its report.html. Several: comparison.html, here. The files are read 
 Exit status: 0, or 2 refused.
 """
 
-import argparse
-import sys
-from collections.abc import Sequence
+from argparse import Namespace
 from pathlib import Path
 
-from megalite.errors.problems import REFUSED, UserError
+from megalite.commands.command import Shown, command, option
 from megalite.observe.report.write import write_report
-from megalite.observe.screens import print_lines
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="the folder of a run")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where to (default: RUN_DIR/report.html)")
-    options = parser.parse_args(arguments)
-    try:
-        print_lines([str(write_report(options.runs, options.out))])
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return REFUSED
-    return 0
+@command(
+    option("runs", nargs="+", type=Path, metavar="RUN_DIR", help="the folder of a run"),
+    option("--out", type=Path, metavar="FILE", help="where to (default: RUN_DIR/report.html)"),
+)
+def main(options: Namespace, overrides: list[str]) -> Shown:
+    return Shown([str(write_report([*options.runs, *map(Path, overrides)], options.out))])

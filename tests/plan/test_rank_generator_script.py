@@ -15,6 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megalite.commands import ranks
+from megalite.config.parallel_rules import LAYOUT_NAMES
 from megalite.errors.problems import Problem, collect
 from tests.errors.following import Way, ways_out
 
@@ -241,7 +242,7 @@ mistaken = st.fixed_dictionaries({"--world-size": st.integers(1, 24)}, optional=
 def problems_of(options: dict[str, Any]) -> list[Problem]:
     arguments = [name if value is None else f"{name}={value}" for name, value in options.items()]
     found: list[Problem] = []
-    collect(lambda: ranks.read(*ranks.parse(arguments)), found)
+    collect(lambda: ranks.lay_out(*ranks.main.parse(arguments)), found)
     return found
 
 
@@ -271,7 +272,7 @@ def test_every_value_that_is_advised_removes_its_problem_and_adds_none(options: 
             continue
         # A size that is no size may hide what every other one of this world would break, too.
         world = options["--world-size"]
-        whole = problem.setting in (*ranks.AXES, "--dp")
+        whole = problem.setting in (*LAYOUT_NAMES.values(), "--dp")
         sizes = (size for size in range(25) if not whole or (size and world % size == 0))
         assert not any(mends({problem.setting: str(size)}, problem) for size in sizes), problem
 

@@ -169,7 +169,7 @@ def test_the_examples_of_the_command_are_layouts_that_it_accepts() -> None:
     examples = [line.removeprefix(start) for line in verify_command.__doc__.splitlines() if line.startswith(start)]
     assert len(examples) == 3
     for example in examples:
-        options, overrides = verify_command.parse(shlex.split(example))
+        options, overrides = verify_command.main.parse(shlex.split(example))
         assert load(overrides, options.world_size, options.dp)[0].parallel.tp > 1, example
 
 
@@ -182,7 +182,7 @@ def test_the_world_follows_the_tensor_parallel_size_that_a_refusal_advises(
     assert "fix: parallel.tp=1 or 2 or 4" in error
     assert "world size" not in error
     for size in (1, 2, 4):
-        options, overrides = verify_command.parse([*words, f"parallel.tp={size}"])
+        options, overrides = verify_command.main.parse([*words, f"parallel.tp={size}"])
         assert load(overrides, options.world_size, options.dp)[0].parallel.tp == size
 
 

@@ -1,0 +1,87 @@
+"""What all commands but training have in common: options, overrides, what is shown, and how a refusal ends them."""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megalite.errors.problems import REFUSED, UserError, collect, to_stderr
+from megalite.observe.screens import print_lines
+from megalite.plan.drawing import picture_problems, save_picture
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Option = tuple[tuple[str, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What a command answers: lines for stdout, its exit status, and the picture that --picture saves."""
+
+    lines: Iterable[str] = ()
+    status: int = 0
+    draw: "Callable[[], Figure] | None" = None
+
+
+@dataclass(frozen=True)
+class Command:
+    """A function of its options and overrides, as a program. The docstring of its module is its help."""
+
+    function: Callable[[argparse.Namespace, list[str]], Shown]
+    options: tuple[Option, ...]
+
+    def parse(self, arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
+        """The options, and the words that are none: overrides."""
+        parser = argparse.ArgumentParser(
+            description=sys.modules[self.function.__module__].__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        for names, settings in self.options:
+            parser.add_argument(*names, **settings)
+        parser.usage = f"{parser.format_usage().removeprefix('usage: ').rstrip()} [OVERRIDES ...]"
+        return parser.parse_known_args(arguments)
+
+    def __call__(self, arguments: Sequence[str] | None = None) -> int:
+        """The exit status. All that is wrong is printed as one refusal, and nothing else is."""
+        options, overrides = self.parse(arguments)
+        picture: Path | None = getattr(options, "picture", None)
+        problems = picture_problems(picture, "--picture") if picture else []
+        try:
+            shown = collect(lambda: self.function(options, overrides), problems)
+            if shown is None or problems:
+                raise UserError(problems)
+            if picture and shown.draw:
+                save_picture(shown.draw, picture, "--picture")
+        except UserError as error:
+            to_stderr(str(error))
+            return REFUSED
+        except KeyboardInterrupt:
+            return 130
+        saved = ["", f"picture: {picture}"] if picture and not getattr(options, "json", False) else []
+        print_lines([*shown.lines, *saved])
+        return shown.status
+
+
+def command(*options: Option) -> Callable[[Callable[[argparse.Namespace, list[str]], Shown]], Command]:
+    """Makes a function a command with these options."""
+    return lambda function: Command(function, options)
+
+
+def option(*names: str, **settings: Any) -> Option:
+    """An option as `argparse` takes it."""
+    return names, settings
+
+
+def warn(warning: str) -> None:
+    """A line on stderr about what is worth knowing."""
+    to_stderr(f"megalite: {warning}")
+
+
+MODEL = option("model", type=Path, metavar="MODEL", help="a run folder, or a folder of a transformers model")
+STEP = option("--step", type=int, metavar="N", help="of a run's checkpoint (default: the newest)")
+WORLD_SIZE = option("--world-size", type=int, metavar="N", help="ranks of your job; data parallelism is the rest")
+PICTURE = option("--picture", type=Path, metavar="FILE", help="also draw it, to a .png or .svg file")
