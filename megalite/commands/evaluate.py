@@ -10,7 +10,6 @@ evaluated whole. Exit status: 0 evaluated, 2 refused.
 """
 
 import json
-import os
 import time
 from argparse import Namespace
 from collections.abc import Iterator
@@ -19,9 +18,6 @@ from typing import Any
 
 from megalite.commands.command import MODEL, STEP, Shown, command, option, warn
 from megalite.errors.problems import to_stderr
-from megalite.hf.evaluation_request import read_request
-from megalite.launch.environment import read_environment
-from megalite.prepare.hub import ask_early
 
 
 @command(
@@ -32,11 +28,10 @@ from megalite.prepare.hub import ask_early
     option("--json", action="store_true", help="print one JSON object, in full precision"),
 )
 def main(options: Namespace, overrides: list[str]) -> Shown:
-    request = read_request(overrides, batch_size=options.batch_size, max_tokens=options.max_tokens)
-    ask_early(request.config, read_environment(os.environ))
-    from megalite.hf.evaluate_saved import evaluate_saved
+    from megalite.hf.evaluate import evaluate_saved, read_request
     from megalite.prepare import prepare
 
+    request = read_request(overrides, batch_size=options.batch_size, max_tokens=options.max_tokens)
     found = evaluate_saved(options.model, request, prepare, warn, Progress(), options.step)
     return Shown([json.dumps(asdict(found))] if options.json else lines(found))
 

@@ -23,13 +23,19 @@ from megalite.config.part import load_part
 )
 def main(options: Namespace, overrides: list[str]) -> Shown:
     from megalite.hf.export import export_checkpoint
-    from megalite.hf.export_model import bytes_of
 
     precision = load_part(overrides, "exporting", ("precision",)).precision
-    most, named = bytes_of(options.max_shard_size), None if precision == "auto" else precision
-    run = export_checkpoint(options.run_dir, options.out, warn, step=options.step, precision=named, max_file_bytes=most)
+    model = export_checkpoint(
+        options.run_dir,
+        options.out,
+        warn,
+        step=options.step,
+        precision=None if precision == "auto" else precision,
+        max_shard_size=options.max_shard_size,
+    )
     size = sum(path.stat().st_size for path in options.out.iterdir())
-    lines = [f"{options.out}: {run.config.model.name} after step {run.step}, {size / 1e6:,.1f} MB"]
-    if run.tokenizer_folder is None:
+    step = model.run.found.step if model.run else 0
+    lines = [f"{options.out}: {model.config.name} after step {step}, {size / 1e6:,.1f} MB"]
+    if model.tokenizer is None:
         lines.append("without a tokenizer: the run does not know the one that made its tokens")
     return Shown(lines)

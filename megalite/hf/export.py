@@ -1,21 +1,40 @@
-"""A checkpoint of a run as a folder that transformers loads, with tokenizer and model card.
+"""A trained model as a folder that transformers loads: weights, config, tokenizer and model card.
 
-Exported are the masters, rounded to the precision that the run trains in: to the bit the parameters that it computes
-with. One process reads them by logical name, a few at a time, so the layout that wrote them does not matter.
+What is written is a function of the parameters alone, so exports of equal parameters are equal files, whatever layout
+trained them. The folder is complete or not there: it is written under another name beside its own and renamed. Tensors
+are taken one at a time; memory holds little more than one file of the export.
 """
 
-from collections.abc import Callable
+import json
+import secrets
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from megalite.errors.problems import collect
-from megalite.hf.export_model import MAX_FILE_BYTES, export_model, family_of, require_new
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megalite.config.families import ARCHITECTURE, FAMILIES, describe, other_settings
+from megalite.config.schema import ModelConfig
+from megalite.config.settings import yaml_value
+from megalite.data.atomic import sync_folder
+from megalite.errors.problems import NO_VALUE, Problem, UserError, collect
 from megalite.hf.model_card import model_card
-from megalite.hf.saved_run import SavedRun, open_run
+from megalite.hf.saved_model import SavedModel, open_model
+from megalite.hf.tensors import Source, sources
 from megalite.hf.tokenizer_files import tokenizer_files
 from megalite.launch.device import DTYPES
 from megalite.train.history import read_metrics
-from megalite.train.state import SavedState
+
+MAX_SHARD_SIZE = "5GB"  # transformers' own
+NO_FILES: Mapping[str, bytes] = MappingProxyType({})
 
 
 def export_checkpoint(
@@ -25,57 +44,174 @@ def export_checkpoint(
     *,
     step: int | None = None,
     precision: str | None = None,
-    max_file_bytes: int = MAX_FILE_BYTES,
-) -> SavedRun:
-    """Write `folder` from the newest undamaged checkpoint of the run, or that of `step`; see `export_model`.
-
-    Returns what was exported. `precision` (fp32, bf16, ...) is the run's own unless given. `report` is told of damaged
-    checkpoints that were passed over, as in `newest`.
-    """
+    max_shard_size: str = MAX_SHARD_SIZE,
+) -> SavedModel:
+    """Write `folder` from a checkpoint of the run, as `open_model` finds it; see `export_run`. Returns that model."""
     require_new(folder)  # before gigabytes are verified
-    run = open_run(run_dir, report, step)
-    export_run(run, folder, precision=precision, max_file_bytes=max_file_bytes)
-    return run
+    model = open_model(run_dir, report, step)
+    export_run(model, folder, precision=precision, max_shard_size=max_shard_size)
+    return model
 
 
 def export_run(
-    run: SavedRun, folder: Path, *, precision: str | None = None, max_file_bytes: int = MAX_FILE_BYTES
+    model: SavedModel, folder: Path, *, precision: str | None = None, max_shard_size: str = MAX_SHARD_SIZE
 ) -> None:
-    """Write `folder` from an opened checkpoint; see `export_checkpoint`."""
-    config, tokenizer = run.config, run.tokenizer()
-    family, seq_length = family_of(config.model), config.train.seq_length
-    others = {} if tokenizer is None else tokenizer_files(tokenizer, seq_length)
-    others["README.md"] = _card(run, family, has_tokenizer=tokenizer is not None).encode()
+    """Write `folder` from an opened checkpoint of a run, with its tokenizer and a model card; see `export_model`.
+
+    Exported are the masters, rounded to `precision` (fp32, bf16, ...), by default that of the run: to the bit the
+    parameters that it computes with.
+    """
+    run, tokenizer = model.run, model.tokenizer
+    if run is None:
+        rule = "it is a model of transformers already"
+        raise UserError(Problem("model", str(model.folder), rule, "name the folder of a run"))
+    figures: dict[str, Any] = {}  # the newest of every kind that the run had at this step
+    for record in collect(lambda: read_metrics(model.folder / "metrics.jsonl"), []) or []:
+        figures |= record if record["step"] <= run.found.step else {}
+    card = model_card(
+        run.config,
+        family_of(model.config),
+        step=run.found.step,
+        tokens=run.state.progress.tokens,
+        data=run.state.data.description,
+        figures=figures,
+        has_tokenizer=tokenizer is not None,
+    )
+    others = {} if tokenizer is None else tokenizer_files(tokenizer, model.seq_length)
     export_model(
         run.masters(),
-        config.model,
+        model.config,
         folder,
-        dtype=DTYPES[precision or config.precision],
-        context_length=seq_length,
+        dtype=DTYPES[precision or run.config.precision],
+        context_length=model.seq_length,
         end_of_document=None if tokenizer is None else tokenizer.end_of_document,
-        max_file_bytes=max_file_bytes,
-        others=others,
+        max_shard_size=max_shard_size,
+        others=others | {"README.md": card.encode()},
     )
 
 
-def _card(run: SavedRun, family: str, *, has_tokenizer: bool) -> str:
-    state = SavedState.of(run.found)
-    return model_card(
-        run.config,
-        family,
-        step=run.step,
-        tokens=state.progress.tokens,
-        data=state.data.description,
-        figures=_figures(run.path / "metrics.jsonl", run.step),
-        has_tokenizer=has_tokenizer,
+def export_model(
+    values: Iterable[tuple[str, Tensor]],
+    config: ModelConfig,
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    context_length: int,
+    end_of_document: int | None = None,
+    max_shard_size: str = MAX_SHARD_SIZE,
+    others: Mapping[str, bytes] = NO_FILES,
+) -> None:
+    """Write `folder` (new or empty): config.json, generation_config.json, model.safetensors or its parts with their
+    index, and `others` (by name: what belongs to it besides the model). The inverse of `import_model`.
+
+    `values` are (logical name, tensor of the logical shape on any device) in the order of `gpt_parameters(config)`, as
+    `import_model` and `start_values` give them; they are rounded to `dtype`. `config` is resolved (no None left).
+    `context_length` is what a family with rotary positions says of its length; `end_of_document` the token that ends a
+    text, and so stands before the next one: it is what to begin with, too. UserError, with no folder written: no family
+    expresses the settings, a value is not finite, or the disk refuses.
+    """
+    family = family_of(config)
+    ends = dict.fromkeys(("bos_token_id", "eos_token_id"), end_of_document)  # absent: the family's first model's
+    described = describe(family, config) | ends
+    described |= {"architectures": [ARCHITECTURE[family]], "dtype": str(dtype).removeprefix("torch.")}
+    if config.position == "rope":
+        described["max_position_embeddings"] = context_length
+    by_parameter = sources(family, config)
+    shapes = {name: shape for source in by_parameter.values() for name, shape in source.tensors.items()}
+    empty = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+    try:
+        plan = split_torch_state_dict_into_shards(empty, max_shard_size=max_shard_size)
+    except ValueError as error:
+        raise UserError(Problem("max shard size", max_shard_size, str(error), "5GB or 500MB, for example")) from error
+    with new_folder(folder) as unfinished:
+        _write_json(unfinished / "config.json", described)
+        _write_json(unfinished / "generation_config.json", ends)
+        for name, content in others.items():
+            (unfinished / name).write_bytes(content)
+        contents = defaultdict[str, dict[str, Tensor]](dict)
+        for name, tensor in _tensors(values, by_parameter, dtype):
+            file = plan.tensor_to_filename[name]
+            contents[file][name] = tensor
+            if len(contents[file]) == len(plan.filename_to_tensors[file]):
+                save_file(contents.pop(file), unfinished / file, metadata={"format": "pt"})
+                shutil.copymode(unfinished / "config.json", unfinished / file)  # safetensors lets only the owner read
+        if plan.is_sharded:
+            metadata = plan.metadata | {"total_parameters": sum(tensor.numel() for tensor in empty.values())}
+            index = {"metadata": metadata, "weight_map": plan.tensor_to_filename}
+            _write_json(unfinished / "model.safetensors.index.json", index)
+
+
+def family_of(config: ModelConfig) -> str:
+    """The family of transformers that computes exactly this model; a UserError if there is none."""
+    others = {family: other_settings(family, config) for family in FAMILIES}
+    for family, differences in others.items():
+        if not differences:
+            return family
+    needs = "; ".join(
+        f"{family} has " + ", ".join(f"model.{name}={yaml_value(value)}" for name, value in sorted(differences.items()))
+        for family, differences in others.items()
     )
+    value = {name: getattr(config, name) for name in sorted({name for each in others.values() for name in each})}
+    remedy = "the checkpoints of the run stay usable here; to exchange a model, train it with one family's settings"
+    raise UserError(Problem("model", value, f"no family that can be exported computes this model: {needs}", remedy))
 
 
-def _figures(path: Path, step: int) -> dict[str, Any]:
-    """The newest figures of every kind that the run had at `step`; none where its metrics are not there to be read."""
-    records = collect(lambda: read_metrics(path), []) or []
-    figures: dict[str, Any] = {}
-    for record in records:
-        if record["step"] <= step:
-            figures |= record
-    return figures
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A folder to write to that becomes `folder` at the end, or vanishes if the body raises.
+
+    UserError where `folder` is a file or holds something, before the body, and where the disk refuses.
+    """
+    require_new(folder)
+    final = folder.resolve()
+    unfinished = final.with_name(f".{final.name}.{secrets.token_hex(4)}")
+    try:
+        unfinished.mkdir(parents=True)
+        yield unfinished
+        for path in (*unfinished.iterdir(), unfinished):
+            sync_folder(path)
+        unfinished.rename(final)
+        sync_folder(final.parent)
+    except (OSError, SafetensorError) as error:
+        raise _not_written(folder, error) from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def require_new(folder: Path) -> None:
+    """UserError where `folder` is a file or holds something."""
+    try:
+        if folder.is_file() or (folder.exists() and any(folder.iterdir())):
+            raise UserError(
+                Problem("folder", str(folder), "it exists already", "name a new folder, or delete this one")
+            )
+    except OSError as error:
+        raise _not_written(folder, error) from error
+
+
+def _tensors(
+    values: Iterable[tuple[str, Tensor]], by_parameter: Mapping[str, Source], dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """(name in the file, its tensor) of each value; all values that are not finite in one UserError at the end."""
+    problems = []
+    for (name, value), (expected, source) in zip(values, by_parameter.items(), strict=True):
+        assert name == expected, (name, expected)
+        for (part, shape), tensor in zip(source.tensors.items(), source.form.split(value), strict=True):
+            # A copy even where nothing changes: safetensors takes only contiguous tensors that share no memory.
+            written = torch.empty(shape, dtype=dtype).copy_(tensor)
+            if not torch.isfinite(written).all():
+                remedy = "export a checkpoint from before training diverged, or to a dtype that reaches further"
+                problems.append(Problem(name, NO_VALUE, f"holds numbers that are not finite as {dtype}", remedy))
+            yield part, written
+    if problems:
+        raise UserError(problems)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _not_written(folder: Path, error: Exception) -> UserError:
+    """A disk that refuses is the user's to know, not a traceback."""
+    remedy = "name a folder on a disk with room that this user may write to"
+    return UserError(Problem("folder", str(folder), f"it cannot be written: {error}", remedy))

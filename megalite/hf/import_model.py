@@ -4,7 +4,6 @@ No model of transformers is built, nothing is downloaded and nothing is unpickle
 missing or unexpected tensors, non-finite values) is refused, all of it in one message.
 """
 
-import json
 import re
 from collections.abc import Container, Iterator
 from dataclasses import replace
@@ -17,23 +16,14 @@ from torch import Tensor
 
 from megalite.config.model_folder import SETTING, folder_problem, imported_model_settings, read_model_file
 from megalite.config.schema import ModelConfig
+from megalite.config.settings import yaml_value
+from megalite.config.user_files import read_object
 from megalite.errors.problems import Problem, UserError
 from megalite.hf.tensors import HEAD, PREFIX, Source, sources
-from megalite.layout.parameters import ParameterRecord
-from megalite.model.parameters import gpt_parameters
 
 FLOATING = ("F64", "F32", "F16", "BF16")
 NOT_WEIGHTS = re.compile(r"attn\.(masked_)?bias$|rotary_emb\.inv_freq$")  # buffers that older versions saved
-
-
-def imported_context_length(folder: str | Path) -> int:
-    """The sequence length that the folder's model was made for."""
-    found = read_model_file(Path(folder))
-    key = "n_positions" if found["model_type"] == "gpt2" else "max_position_embeddings"
-    length = found.get(key, 1024)
-    if not isinstance(length, int) or length < 1:
-        raise UserError(folder_problem(Path(folder) / "config.json", f"must have a positive integer as {key}"))
-    return length
+Stored = dict[str, tuple[Any, str]]  # by name in `sources`: the open file, and the tensor's name there
 
 
 def import_model(
@@ -45,98 +35,81 @@ def import_model(
     All names and shapes are checked before the first is read; vocabulary rows that pad the table are zero.
     """
     folder = Path(folder)
-    found = read_model_file(folder)
-    settings = imported_model_settings(folder)
+    family, settings = read_model_file(folder)["model_type"], imported_model_settings(folder)
     config = replace(config, vocab_size=config.vocab_size or settings["vocab_size"])
-    differences = _differences(folder, settings, config)
-    if differences:
-        raise UserError(differences)
-    files = _open_files(folder)
-    wanted = sources(found["model_type"], config)
-    tensors = _check_tensors(folder, found["model_type"], files, wanted, config.tie_embeddings)
-    records = [record for record in gpt_parameters(config) if names is None or record.name in names]
-    return _read(folder, tensors, wanted, records)
+    problems = [
+        Problem(
+            f"model.{name}",
+            getattr(config, name),
+            f"is {theirs} in the model of {folder}",
+            f"model.{name}={yaml_value(theirs)}",
+        )
+        for name, theirs in settings.items()
+        if getattr(config, name) != theirs
+    ]
+    if problems:
+        raise UserError(problems)
+    wanted = sources(family, config)
+    stored = _stored_tensors(folder, PREFIX[family])
+    _check(folder, stored, wanted, ignored={HEAD} if config.tie_embeddings else set())
+    return _read(folder, stored, {name: source for name, source in wanted.items() if names is None or name in names})
 
 
-def _differences(folder: Path, settings: dict[str, Any], config: ModelConfig) -> list[Problem]:
-    """One problem for every setting in which `config` is not the folder's model."""
-    problems = []
-    for name, theirs in settings.items():
-        ours = getattr(config, name)
-        if ours != theirs:
-            override = f"model.{name}={json.dumps(theirs) if isinstance(theirs, bool) else theirs}"
-            problems.append(Problem(f"model.{name}", ours, f"is {theirs} in the model of {folder}", override))
-    return problems
-
-
-def _open_files(folder: Path) -> list[Any]:
-    """The safetensors files of the folder, headers read."""
+def _stored_tensors(folder: Path, prefix: str) -> Stored:
+    """Every tensor in the safetensors files of the folder. Old folders leave the prefix of the names out."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     paths = [single]
-    if index.exists() and not single.exists():
-        try:
-            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (OSError, ValueError, KeyError, AttributeError) as error:
-            raise UserError(folder_problem(index, f"must be an index of safetensors files ({error!r})")) from error
-        paths = [folder / Path(name).name for name in sorted(names)]
-    elif not single.exists():
-        remedy = (
-            "pickled weights (*.bin) are never loaded: save the model again with transformers' "
-            "save_pretrained(FOLDER), which writes safetensors"
-        )
-        raise UserError(
-            Problem(SETTING, str(folder), "must hold model.safetensors or model.safetensors.index.json", remedy)
-        )
-    files, problems = [], []
+    if not single.exists():
+        if not index.exists():
+            rule = "must hold model.safetensors or model.safetensors.index.json"
+            remedy = "pickled weights (*.bin) are never loaded: save the model again with save_pretrained(FOLDER)"
+            raise UserError(Problem(SETTING, str(folder), rule, remedy))
+        parts = read_object(index).get("weight_map")
+        if not isinstance(parts, dict):
+            raise UserError(folder_problem(index, "must be an index of safetensors files"))
+        paths = [folder / Path(str(name)).name for name in sorted(set(map(str, parts.values())))]
+    stored: Stored = {}
+    problems = []
     for path in paths:
         try:
-            files.append(safe_open(path, framework="pt"))
+            file = safe_open(path, framework="pt")
         except (OSError, SafetensorError) as error:
             problems.append(folder_problem(path, f"must be a complete safetensors file ({error})"))
-    if problems:
-        raise UserError(problems)
-    return files
-
-
-def _check_tensors(
-    folder: Path, family: str, files: list[Any], wanted: dict[str, Source], tied: bool
-) -> dict[str, tuple[Any, str]]:
-    """Every wanted tensor, without prefix, to its file and its name there; a UserError for all that does not fit."""
-    prefix = PREFIX[family]
-    present = {name.removeprefix(prefix): (file, name) for file in files for name in file.keys()}  # noqa: SIM118
-    shapes = {name: shape for source in wanted.values() for name, shape in source.tensors.items()}
-    problems = [folder_problem(folder, f"must have the tensor {name}") for name in shapes if name not in present]
-    for name, (file, full_name) in present.items():
-        if name not in shapes:
-            if not (NOT_WEIGHTS.search(name) or (tied and name == HEAD)):
-                problems.append(
-                    folder_problem(folder, f"must have no tensors but the model's own, and holds {full_name}")
-                )
             continue
-        header = file.get_slice(full_name)
-        if tuple(header.get_shape()) != shapes[name]:
-            rule = f"{full_name} must have the shape {list(shapes[name])} of config.json, not {header.get_shape()}"
-            problems.append(folder_problem(folder, rule))
-        if header.get_dtype() not in FLOATING:
-            rule = f"{full_name} must be one of {', '.join(FLOATING)}, not {header.get_dtype()}"
-            problems.append(folder_problem(folder, rule))
+        for name in file.keys():  # noqa: SIM118
+            known = name == HEAD or name.startswith(prefix)
+            stored[name if known else prefix + name] = file, name
     if problems:
         raise UserError(problems)
-    return {name: present[name] for name in shapes}
+    return stored
 
 
-def _read(
-    folder: Path, tensors: dict[str, tuple[Any, str]], wanted: dict[str, Source], records: list[ParameterRecord]
-) -> Iterator[tuple[str, Tensor]]:
+def _check(folder: Path, stored: Stored, wanted: dict[str, Source], ignored: set[str]) -> None:
+    """UserError for every tensor that is missing, unexpected, or of another shape or kind."""
+    shapes = {name: shape for source in wanted.values() for name, shape in source.tensors.items()}
+    rules = [f"must have the tensor {name}" for name in shapes if name not in stored]
+    for name, (file, full_name) in stored.items():
+        if name in shapes:
+            header = file.get_slice(full_name)
+            if tuple(header.get_shape()) != shapes[name]:
+                shape = f"{list(shapes[name])} of config.json, not {header.get_shape()}"
+                rules.append(f"{full_name} must have the shape {shape}")
+            if header.get_dtype() not in FLOATING:
+                rules.append(f"{full_name} must be one of {', '.join(FLOATING)}, not {header.get_dtype()}")
+        elif not NOT_WEIGHTS.search(name) and name not in ignored:
+            rules.append(f"must have no tensors but the model's own, and holds {full_name}")
+    if rules:
+        raise UserError([folder_problem(folder, rule) for rule in rules])
+
+
+def _read(folder: Path, stored: Stored, wanted: dict[str, Source]) -> Iterator[tuple[str, Tensor]]:
     problems = []
-    for record in records:
-        source = wanted[record.name]
+    for name, source in wanted.items():
         parts = []
-        for name in source.tensors:
-            file, full_name = tensors[name]
+        for file, full_name in (stored[part] for part in source.tensors):
             parts.append(file.get_tensor(full_name))
             if not torch.isfinite(parts[-1]).all():
                 problems.append(folder_problem(folder, f"must hold finite numbers, unlike {full_name}"))
-        yield record.name, source.assemble(*parts)
+        yield name, source.form.join(*parts)
     if problems:
         raise UserError(problems)

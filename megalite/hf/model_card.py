@@ -12,30 +12,6 @@ from megalite.config.families import ARCHITECTURE
 from megalite.config.schema import Config, DataConfig
 from megalite.model.flops import parameter_count
 
-Rows = list[tuple[str, str]]
-
-
-def model_card(
-    config: Config, family: str, *, step: int, tokens: int, data: str, figures: Mapping[str, float], has_tokenizer: bool
-) -> str:
-    """Markdown with the hub's front matter.
-
-    `config` is resolved; `tokens` were trained on in `step` steps; `data` describes it in words; of `figures`, named as
-    in metrics.jsonl, those that are known are told.
-    """
-    parts = [
-        _FRONT_MATTER.format(family=family),
-        f"# {config.model.name}\n\n"
-        f"A {ARCHITECTURE[family]} with {parameter_count(config.model):,} parameters, trained with megalite "
-        f"for {step:,} steps on {tokens:,} tokens. It continues text; it was not taught to follow instructions.\n",
-        "## Model\n\n" + _table(_model_rows(config)),
-        "## Training\n\n" + _table(_training_rows(config, step, tokens, data)),
-        "## Losses\n\n" + _losses(figures),
-        "## Use\n\n" + (_USE if has_tokenizer else _USE_WITHOUT_TOKENIZER),
-    ]
-    return "\n".join(parts)
-
-
 _FRONT_MATTER = """---
 library_name: transformers
 pipeline_tag: text-generation
@@ -44,6 +20,12 @@ tags:
 - {family}
 ---
 """
+_LOSSES = {  # figures of metrics.jsonl, per token in nats
+    "loss": "training, at the last step that was logged",
+    "val_loss": "validation",
+    "val_perplexity": "validation perplexity",
+    "val_bits_per_byte": "validation bits per byte",
+}
 _USE = """```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -62,33 +44,50 @@ the model with `AutoModelForCausalLM.from_pretrained` and use the tokenizer that
 """
 
 
-def _model_rows(config: Config) -> Rows:
-    model = config.model
-    return [
-        ("layers", f"{model.num_layers:,}"),
-        ("width", f"{model.hidden_size:,}, MLP {model.ffn_hidden_size:,}"),
-        ("attention heads", f"{model.num_attention_heads} of {model.head_size}, {model.num_key_value_heads} key-value"),
-        ("vocabulary", f"{model.vocab_size:,}"),
-        ("sequence length in training", f"{config.train.seq_length:,}"),
-    ]
+def model_card(
+    config: Config, family: str, *, step: int, tokens: int, data: str, figures: Mapping[str, float], has_tokenizer: bool
+) -> str:
+    """Markdown with the hub's front matter.
 
-
-def _training_rows(config: Config, step: int, tokens: int, data: str) -> Rows:
-    train, optimizer, rate = config.train, config.optimizer, config.lr
-    batch = f"{train.global_batch_size:,} sequences of {train.seq_length:,} tokens"
+    `config` is resolved; `tokens` were trained on in `step` steps; `data` describes it in words; of `figures`, named as
+    in metrics.jsonl, those that are known are told.
+    """
+    model, train, optimizer, rate = config.model, config.train, config.optimizer, config.lr
+    heads = f"{model.num_attention_heads} of {model.head_size}, {model.num_key_value_heads} key-value"
     decay = f"{rate.schedule} over {train.steps:,} steps, {rate.warmup_steps:,} of warm-up, least {rate.min_lr:g}"
     begun = config.checkpoint.init_from
-    return [
+    shape = [
+        ("layers", f"{model.num_layers:,}"),
+        ("width", f"{model.hidden_size:,}, MLP {model.ffn_hidden_size:,}"),
+        ("attention heads", heads),
+        ("vocabulary", f"{model.vocab_size:,}"),
+        ("sequence length in training", f"{train.seq_length:,}"),
+    ]
+    training = [
         ("data", "; ".join(word for word in (_where_from(config.data), data) if word)),
         ("held out for validation", f"{100 * config.data.validation_fraction:g} % of it, from the end"),
         ("tokens", f"{tokens:,}"),
         ("steps", f"{step:,}"),
-        ("batch", batch),
+        ("batch", f"{train.global_batch_size:,} sequences of {train.seq_length:,} tokens"),
         ("start", f"seed {config.seed}" if begun is None else f"the weights of {Path(begun).name}"),
         ("optimizer", f"AdamW, betas {optimizer.betas}, weight decay {optimizer.weight_decay:g}"),
         ("learning rate", f"{optimizer.lr:g}, {decay}"),
         ("precision", config.precision),
     ]
+    known = [(words, figures[name]) for name, words in _LOSSES.items() if figures.get(name) is not None]
+    losses = [(words, f"{value:.4f}" if math.isfinite(value) else "not finite") for words, value in known]
+    parts = [
+        _FRONT_MATTER.format(family=family),
+        f"# {model.name}\n\n"
+        f"A {ARCHITECTURE[family]} with {parameter_count(model):,} parameters, trained with megalite "
+        f"for {step:,} steps on {tokens:,} tokens. It continues text; it was not taught to follow instructions.\n",
+        "## Model\n\n" + _table(shape),
+        "## Training\n\n" + _table(training),
+        "## Losses\n\n"
+        + (f"{_table(losses)}\nLosses are means per token, in nats.\n" if losses else "None were recorded.\n"),
+        "## Use\n\n" + (_USE if has_tokenizer else _USE_WITHOUT_TOKENIZER),
+    ]
+    return "\n".join(parts)
 
 
 def _where_from(data: DataConfig) -> str:
@@ -99,25 +98,6 @@ def _where_from(data: DataConfig) -> str:
     return ", ".join(Path(path).name for path in paths)
 
 
-def _losses(figures: Mapping[str, float]) -> str:
-    """Per token in nats, as training reported them."""
-    named = {
-        "loss": "training, at the last step that was logged",
-        "val_loss": "validation",
-        "val_perplexity": "validation perplexity",
-        "val_bits_per_byte": "validation bits per byte",
-    }
-    rows = [(words, _number(figures[name])) for name, words in named.items() if figures.get(name) is not None]
-    if not rows:
-        return "None were recorded.\n"
-    return _table(rows) + "\nLosses are means per token, in nats.\n"
-
-
-def _number(value: float) -> str:
-    return f"{value:.4f}" if math.isfinite(value) else "not finite"
-
-
-def _table(rows: Rows) -> str:
+def _table(rows: list[tuple[str, str]]) -> str:
     escaped = [(name, " ".join(words.replace("|", "&#124;").replace("<", "&lt;").split())) for name, words in rows]
-    lines = [f"| {name} | {words} |" for name, words in escaped]
-    return "\n".join(["| | |", "| --- | --- |", *lines]) + "\n"
+    return "\n".join(["| | |", "| --- | --- |", *(f"| {name} | {words} |" for name, words in escaped)]) + "\n"

@@ -1,24 +1,65 @@
-"""A saved model in memory, from a run folder or a folder of transformers, as the GPT that training computes with."""
+"""A trained model on disk, opened for reading: a checkpoint of a run, in any layout, or a folder of transformers.
 
-import json
+Reading takes no lock and renames nothing, so it may be done while the run goes on.
+"""
+
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from megalite.checkpoint.pieces import Piece
+from megalite.checkpoint.resume_rules import flatten
+from megalite.checkpoint.run_folder import CHECKPOINTS
+from megalite.checkpoint.store import CheckpointError, Found, newest, of_step
+from megalite.checkpoint.tokenizer_folder import TOKENIZER, check_tokenizer
 from megalite.config.derive import derive_model
-from megalite.config.model_folder import SETTING, imported_model_settings
+from megalite.config.model_folder import imported_model_settings, read_model_file
 from megalite.config.schema import Config, ModelConfig
+from megalite.config.settings import SETTINGS, with_values
+from megalite.config.user_files import read_object
 from megalite.data.tokenizers import TextTokenizer, load_tokenizer
 from megalite.errors.problems import Problem, UserError
-from megalite.hf.import_model import import_model, imported_context_length
-from megalite.hf.saved_run import SavedRun, is_run, open_run
+from megalite.hf.import_model import import_model
+from megalite.launch.context import ParallelContext
+from megalite.launch.device import DTYPES
 from megalite.model.gpt import GPT
 from megalite.model.init import fill
+from megalite.model.parameters import gpt_parameters
+from megalite.train.state import SavedState
 
 LONGEST = 1024  # tokens in a sequence, where a model of others was made for more
+
+
+@dataclass(frozen=True)
+class RunCheckpoint:
+    """One verified checkpoint of a run. `config` is the resolved one that it was trained with."""
+
+    found: Found
+    state: SavedState
+    config: Config
+
+    def masters(self) -> Iterator[tuple[str, Tensor]]:
+        """(logical name, master of the logical shape) of every parameter, in the order of `gpt_parameters`.
+
+        Each is read when its turn comes, so that one of them at a time is in memory.
+        """
+        dtype = torch.float64 if DTYPES[self.config.precision] == torch.float64 else torch.float32
+        for record in gpt_parameters(self.config.model):
+            value = torch.empty(record.shape, dtype=dtype)
+            piece = Piece(f"master.{record.name}", record.shape, (0,) * value.dim(), value)
+            self._read(piece)
+            yield record.name, value
+
+    def _read(self, piece: Piece) -> None:
+        try:
+            self.found.read_into([piece], unread=lambda name: name != piece.name)
+        except CheckpointError as error:
+            remedy = "try again: a run that goes on deletes its old checkpoints (checkpoint.keep)"
+            raise UserError(Problem("checkpoint", str(self.found.path), str(error), remedy)) from error
 
 
 @dataclass(frozen=True)
@@ -28,61 +69,78 @@ class SavedModel:
     folder: Path
     config: ModelConfig
     seq_length: int
-    tokenizer_folder: Path | None
+    tokenizer_folder: Path | None  # where the meaning of its token ids is kept, if it is known
     tokenizer: TextTokenizer | None
-    run: SavedRun | None
+    run: RunCheckpoint | None  # None: a model of transformers
 
     def load(self, config: Config, dtype: torch.dtype, device: torch.device) -> GPT:
         """The model with its weights in `dtype`, in evaluation mode; `config` says how it is computed."""
         config = replace(config, model=self.config, train=replace(config.train, compile=False))
         model = GPT(config, dtype=dtype, device=device)
-        with _said_of_the_model():
-            fill(model, import_model(self.folder, self.config) if self.run is None else self.run.masters())
+        fill(model, import_model(self.folder, self.config) if self.run is None else self.run.masters())
         return model.eval()
 
 
 def open_model(folder: Path, report: Callable[[str], None], step: int | None = None) -> SavedModel:
-    """The model of a run (its newest checkpoint, or that of `step`) or of transformers (GPT-2, Llama, Qwen3).
+    """The model of a run (its newest undamaged checkpoint, or that of `step`) or of transformers (GPT-2, Llama, Qwen3).
 
-    `report` is told of damaged checkpoints that were passed over.
+    `report` is told of damaged checkpoints that were passed over. UserError for what is neither, or does not fit.
     """
-    if is_run(folder):
+    if is_run(folder, step):
         run = open_run(folder, report, step)
-        config = run.config
-        return SavedModel(folder, config.model, config.train.seq_length, run.tokenizer_folder, run.tokenizer(), run)
+        check_tokenizer(folder, run.state.tokenizer)
+        model, seq_length, tokenizers = run.config.model, run.config.train.seq_length, folder / TOKENIZER
+        has_tokenizer = tokenizers.is_dir()
+    else:
+        run, seq_length, tokenizers = None, _longest_sequence(folder), folder
+        model = derive_model(ModelConfig(**imported_model_settings(folder)), seq_length)
+        has_tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
+    tokenizer = load_tokenizer(tokenizers) if has_tokenizer else None
+    if tokenizer is not None and model.vocab_size is not None and tokenizer.vocab_size > model.vocab_size:
+        rule = f"has {tokenizer.vocab_size:,} tokens, and the model knows {model.vocab_size:,}"
+        remedy = "put the tokenizer there that the model was trained with"
+        raise UserError(Problem("tokenizer", str(tokenizers), rule, remedy))
+    return SavedModel(folder, model, seq_length, tokenizers if has_tokenizer else None, tokenizer, run)
+
+
+def is_run(folder: Path, step: int | None = None) -> bool:
+    """Whether `folder` is a run's or a transformers model's, which has no steps; UserError where it is neither."""
+    if (folder / CHECKPOINTS).is_dir() or (folder / "run.json").is_file():
+        return True
+    if not (folder / "config.json").is_file():
+        rule = "it is neither the folder of a run nor one of a transformers model (config.json)"
+        if not folder.exists():
+            rule = "there is no such folder; models are not downloaded"
+        raise UserError(
+            Problem("model", str(folder), rule, "name a run folder, or one that save_pretrained has written")
+        )
     if step is not None:
         raise UserError(Problem("step", step, "a model of transformers has no steps", "leave it out"))
-    return _of_transformers(folder)
+    return False
 
 
-def _of_transformers(folder: Path) -> SavedModel:
-    with _said_of_the_model():
-        settings = imported_model_settings(folder)
-        length = min(imported_context_length(folder), _longest_text(folder), LONGEST)
-    config = derive_model(ModelConfig(**settings), length)
-    has_tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
-    tokenizer = load_tokenizer(folder) if has_tokenizer else None
-    size = config.vocab_size
-    if tokenizer is not None and size is not None and tokenizer.vocab_size > size:
-        rule = f"its tokenizer has {tokenizer.vocab_size:,} tokens, and its model knows {size:,}"
-        raise UserError(Problem("model", str(folder), rule, "put the tokenizer there that the model was trained with"))
-    return SavedModel(folder, config, length, folder if has_tokenizer else None, tokenizer, None)
+def open_run(run_dir: Path, report: Callable[[str], None], step: int | None = None) -> RunCheckpoint:
+    """The run's newest undamaged checkpoint, or that of `step`; settings that its megalite did not have are at their
+    defaults."""
+    folder, alone = run_dir / CHECKPOINTS, ParallelContext()
+    found = newest(folder, alone, report, look_only=True) if step is None else of_step(folder, step, alone)
+    if found is None:
+        remedy = "name the folder of a training that has saved a checkpoint"
+        raise UserError(Problem("model", str(run_dir), "it holds no checkpoint", remedy))
+    state = SavedState.of(found)
+    said: dict[str, Any] = flatten(state.config)
+    if strange := sorted(name for name in said.keys() - SETTINGS.keys() if name.startswith("model.")):
+        rule = f"its model has settings that are not known here: {', '.join(strange)}"
+        raise UserError(Problem("model", str(found.path), rule, "use the megalite that wrote it"))
+    config = with_values(Config(), {name: value for name, value in said.items() if name in SETTINGS})
+    return RunCheckpoint(found, state, config)
 
 
-def _longest_text(folder: Path) -> int:
-    """What the tokenizer says of that: a table of positions may be longer than the sequences of the training."""
-    try:
-        said = json.loads((folder / "tokenizer_config.json").read_bytes()).get("model_max_length")
-    except (OSError, ValueError, AttributeError):
-        return LONGEST
-    return said if isinstance(said, int) and said > 0 else LONGEST
-
-
-@contextmanager
-def _said_of_the_model() -> Iterator[None]:
-    """What an import says of the setting of a run, said of the folder that was named."""
-    try:
-        yield
-    except UserError as error:
-        problems = [replace(one, setting="model") if one.setting == SETTING else one for one in error.problems]
-        raise UserError(problems) from error
+def _longest_sequence(folder: Path) -> int:
+    """Of a transformers model: a table of positions may be longer than the sequences of the training, which the
+    tokenizer tells."""
+    about = read_model_file(folder)
+    said = [about.get("n_positions"), about.get("max_position_embeddings")]
+    if (path := folder / "tokenizer_config.json").is_file():
+        said.append(read_object(path).get("model_max_length"))
+    return min([LONGEST, *(length for length in said if isinstance(length, int) and length > 0)])

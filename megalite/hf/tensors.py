@@ -1,161 +1,118 @@
-"""Which tensors of transformers' GPT-2, Llama and Qwen3 each logical parameter is assembled from and taken apart into.
+"""Which tensors of transformers' GPT-2, Llama and Qwen3 each logical parameter consists of: a table, read both ways.
 
-The map is data and serves both ways: names and shapes as they are in the file, and two functions inverse to each other.
+A row of the table is a module: its logical name, and the names of the modules in the file whose tensors it consists of.
+A form says how: it joins the tensors of the file into the parameter, and splits the parameter into them.
 """
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.config.schema import ModelConfig
-from megalite.model.parameters import padded_vocabulary
+from megalite.model.parameters import gpt_parameters, padded_vocabulary
 
-PREFIX = {"gpt2": "transformer.", "llama": "model.", "qwen3": "model."}  # of all tensors but the head
 HEAD = "lm_head.weight"
+PREFIX = {"gpt2": "transformer.", "llama": "model.", "qwen3": "model."}  # of all tensors but the head
 
-Forms = tuple[Callable[..., Tensor], Callable[[Tensor], tuple[Tensor, ...]]]
+_GPT2 = {
+    "embedding.word": ["wte"],
+    "embedding.position": ["wpe"],
+    "blocks.N.attention_norm": ["h.N.ln_1"],
+    "blocks.N.attention.qkv": ["h.N.attn.c_attn"],
+    "blocks.N.attention.out": ["h.N.attn.c_proj"],
+    "blocks.N.mlp_norm": ["h.N.ln_2"],
+    "blocks.N.mlp.up": ["h.N.mlp.c_fc"],
+    "blocks.N.mlp.down": ["h.N.mlp.c_proj"],
+    "final_norm": ["ln_f"],
+}
+_LLAMA = {
+    "embedding.word": ["embed_tokens"],
+    "blocks.N.attention_norm": ["layers.N.input_layernorm"],
+    "blocks.N.attention.qkv": [f"layers.N.self_attn.{name}_proj" for name in "qkv"],
+    "blocks.N.attention.query_norm": ["layers.N.self_attn.q_norm"],
+    "blocks.N.attention.key_norm": ["layers.N.self_attn.k_norm"],
+    "blocks.N.attention.out": ["layers.N.self_attn.o_proj"],
+    "blocks.N.mlp_norm": ["layers.N.post_attention_layernorm"],
+    "blocks.N.mlp.gate_up": ["layers.N.mlp.gate_proj", "layers.N.mlp.up_proj"],
+    "blocks.N.mlp.down": ["layers.N.mlp.down_proj"],
+    "final_norm": ["norm"],
+}
+
+
+class Form(NamedTuple):
+    """Two functions that are inverse to each other to the bit. `split` gives views where it can."""
+
+    join: Callable[..., Tensor]
+    split: Callable[[Tensor], tuple[Tensor, ...]]
+
+
+_SAME = Form(lambda tensor: tensor, lambda value: (value,))
+_TRANSPOSED = Form(torch.t, lambda value: (value.t(),))  # GPT-2's Conv1D keeps weights as [in, out]
+_STACKED = Form(lambda *parts: torch.stack(parts), torch.unbind)  # two of [ffn, ...] <-> [2, ffn, ...]
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where one logical parameter comes from: names (without the family's prefix) and shapes of tensors in the file.
+    """What one logical parameter consists of: tensors of the file, by name with their shapes, and the form."""
 
-    `assemble` makes the parameter of them; `take_apart`, its inverse to the bit, makes them of the parameter, as views
-    where it can.
-    """
-
-    tensors: Mapping[str, tuple[int, ...]]
-    assemble: Callable[..., Tensor]
-    take_apart: Callable[[Tensor], tuple[Tensor, ...]]
+    tensors: dict[str, tuple[int, ...]]
+    form: Form
 
 
 def sources(family: str, config: ModelConfig) -> dict[str, Source]:
-    """For every logical parameter of the model, what it is assembled from. `config` is resolved (no None left)."""
-    return _gpt2_sources(config) if family == "gpt2" else _llama_sources(config)
-
-
-def name_in_file(family: str, name: str) -> str:
-    """The whole name of a tensor of `sources`."""
-    return name if name == HEAD else PREFIX[family] + name
-
-
-def _gpt2_sources(config: ModelConfig) -> dict[str, Source]:
-    """GPT-2's Conv1D keeps weights as [in, out]; c_attn is all queries, all keys, all values."""
-    hidden, heads = config.hidden_size, config.num_attention_heads
-    d, ffn, positions = config.head_size, config.ffn_hidden_size, config.max_positions
-    assert d is not None
-    assert ffn is not None
-    assert positions is not None
-
-    def per_head(fused: Tensor) -> Tensor:
-        per_part: Tensor = fused.unflatten(0, (3, heads, d))  # [3 * heads * d, ...] -> [3, heads, d, ...]
-        return per_part.transpose(0, 1)
-
-    def per_part(value: Tensor) -> Tensor:
-        return value.transpose(0, 1).flatten(0, 2)  # [heads, 3, d, ...] -> [3 * heads * d, ...]
-
-    found = _vocabulary_sources(config, "wte.weight")
-    found["embedding.position.weight"] = _same("wpe.weight", positions, hidden)
-    for layer in range(config.num_layers):
-        ours, theirs = f"blocks.{layer}", f"h.{layer}"
-        for part, name in (("attention_norm", "ln_1"), ("mlp_norm", "ln_2")):
-            found |= _norm_sources(f"{ours}.{part}", f"{theirs}.{name}", hidden)
-        found[f"{ours}.attention.qkv.weight"] = Source(
-            {f"{theirs}.attn.c_attn.weight": (hidden, 3 * hidden)},
-            lambda fused: per_head(fused.t()),
-            lambda value: (per_part(value).t(),),
-        )
-        found[f"{ours}.attention.qkv.bias"] = Source(
-            {f"{theirs}.attn.c_attn.bias": (3 * hidden,)}, per_head, lambda value: (per_part(value),)
-        )
-        for part, name, inputs, outputs in (
-            ("attention.out", "attn.c_proj", hidden, hidden),
-            ("mlp.up", "mlp.c_fc", hidden, ffn),
-            ("mlp.down", "mlp.c_proj", ffn, hidden),
-        ):
-            weight = {f"{theirs}.{name}.weight": (inputs, outputs)}
-            found[f"{ours}.{part}.weight"] = Source(weight, torch.t, lambda value: (value.t(),))
-            found[f"{ours}.{part}.bias"] = _same(f"{theirs}.{name}.bias", outputs)
-    return found | _norm_sources("final_norm", "ln_f", hidden)
-
-
-def _llama_sources(config: ModelConfig) -> dict[str, Source]:
-    hidden, heads, groups = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
-    d, ffn = config.head_size, config.ffn_hidden_size
-    assert d is not None
-    assert ffn is not None
-    assert groups is not None
-    grouped, stacked = _grouped(groups, d), (_stack, torch.unbind)
-
-    found = _vocabulary_sources(config, "embed_tokens.weight")
-    kinds: list[tuple[str, tuple[int, ...]]] = [("weight", (hidden,)), *([("bias", ())] if config.bias else [])]
-    for layer in range(config.num_layers):
-        ours, theirs = f"blocks.{layer}", f"layers.{layer}"
-        attention, mlp = f"{theirs}.self_attn", f"{theirs}.mlp"
-        found[f"{ours}.attention_norm.weight"] = _same(f"{theirs}.input_layernorm.weight", hidden)
-        found[f"{ours}.mlp_norm.weight"] = _same(f"{theirs}.post_attention_layernorm.weight", hidden)
-        if config.qk_norm:
-            found[f"{ours}.attention.query_norm.weight"] = _same(f"{attention}.q_norm.weight", d)
-            found[f"{ours}.attention.key_norm.weight"] = _same(f"{attention}.k_norm.weight", d)
-        for kind, inputs in kinds:
-            widths = {"q": heads * d, "k": groups * d, "v": groups * d}
-            found[f"{ours}.attention.qkv.{kind}"] = Source(
-                {f"{attention}.{part}_proj.{kind}": (width, *inputs) for part, width in widths.items()}, *grouped
-            )
-            found[f"{ours}.mlp.gate_up.{kind}"] = Source(
-                {f"{mlp}.{part}_proj.{kind}": (ffn, *inputs) for part in ("gate", "up")}, *stacked
-            )
-        for part, name, width in (
-            ("attention.out", f"{attention}.o_proj", heads * d),
-            ("mlp.down", f"{mlp}.down_proj", ffn),
-        ):
-            found[f"{ours}.{part}.weight"] = _same(f"{name}.weight", hidden, width)
-            if config.bias:
-                found[f"{ours}.{part}.bias"] = _same(f"{name}.bias", hidden)
-    found["final_norm.weight"] = _same("norm.weight", hidden)
+    """By logical name, in the order of `gpt_parameters`. `config` is resolved (no None left)."""
+    modules, forms = _GPT2 if family == "gpt2" else _LLAMA, _forms(family, config)
+    found = {}
+    for record in gpt_parameters(config):
+        layer = "".join(re.findall(r"\.(\d+)\.", record.name))
+        module, _, kind = re.sub(r"\.\d+\.", ".N.", record.name).rpartition(".")
+        form = forms.get(f"{module}.{kind}", _SAME)
+        names = [f"{PREFIX[family]}{name.replace('N', layer)}.{kind}" for name in modules.get(module, [])] or [HEAD]
+        parts = form.split(torch.empty(record.shape, device="meta"))
+        found[record.name] = Source({name: tuple(part.shape) for name, part in zip(names, parts, strict=True)}, form)
     return found
 
 
-def _grouped(groups: int, d: int) -> Forms:
-    """Queries [heads * d, ...], keys and values [groups * d, ...] <-> [groups, heads of it + 2, d, ...]."""
-
-    def assemble(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return torch.cat([part.unflatten(0, (groups, -1, d)) for part in (query, key, value)], dim=1)
-
-    def take_apart(value: Tensor) -> tuple[Tensor, ...]:
-        queries = value.shape[1] - 2
-        return tuple(part.flatten(0, 2) for part in value.split((queries, 1, 1), dim=1))
-
-    return assemble, take_apart
-
-
-def _stack(*parts: Tensor) -> Tensor:
-    """Gate and up [ffn, ...] -> [2, ffn, ...]"""
-    return torch.stack(parts)
-
-
-def _vocabulary_sources(config: ModelConfig, embedding: str) -> dict[str, Source]:
-    """Their tables end with the vocabulary; the rows that round ours up are zero."""
-    assert config.vocab_size is not None
-    rows, shape = config.vocab_size, (config.vocab_size, config.hidden_size)
+def _forms(family: str, config: ModelConfig) -> dict[str, Form]:
+    """The forms of all parameters that are not the same in the file."""
+    heads, groups, d, rows = (
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        config.head_size,
+        config.vocab_size,
+    )
+    assert rows is not None
     padding = padded_vocabulary(config) - rows
 
-    def padded(table: Tensor) -> Tensor:
-        return F.pad(table, (0, 0, 0, padding)) if padding else table
+    def per_head(fused: Tensor) -> Tensor:
+        """GPT-2's all queries, all keys, all values: [3 * heads * d, ...] -> [heads, 3, d, ...]"""
+        by_head: Tensor = fused.unflatten(0, (3, heads, d)).transpose(0, 1)
+        return by_head
 
-    forms: Forms = (padded, lambda value: (value[:rows],))
-    found = {"embedding.word.weight": Source({embedding: shape}, *forms)}
-    if not config.tie_embeddings:
-        found["head.weight"] = Source({HEAD: shape}, *forms)
-    return found
+    def per_part(value: Tensor) -> Tensor:
+        return value.transpose(0, 1).flatten(0, 2)
 
+    def grouped(*parts: Tensor) -> Tensor:
+        """Queries [heads * d, ...], keys and values [groups * d, ...] -> [groups, heads of it + 2, d, ...]"""
+        return torch.cat([part.unflatten(0, (groups, -1, d)) for part in parts], dim=1)
 
-def _norm_sources(ours: str, theirs: str, hidden: int) -> dict[str, Source]:
-    return {f"{ours}.{kind}": _same(f"{theirs}.{kind}", hidden) for kind in ("weight", "bias")}
+    def ungrouped(value: Tensor) -> tuple[Tensor, ...]:
+        return tuple(part.flatten(0, 2) for part in value.split((value.shape[1] - 2, 1, 1), dim=1))
 
-
-def _same(name: str, *shape: int) -> Source:
-    return Source({name: shape}, lambda tensor: tensor, lambda tensor: (tensor,))
+    # Tables in the file end with the vocabulary; the rows that round ours up are zero.
+    vocabulary = Form(lambda table: F.pad(table, (0, 0, 0, padding)), lambda value: (value[:rows],))
+    forms = {"embedding.word.weight": vocabulary, "head.weight": vocabulary}
+    qkv, block = "blocks.N.attention.qkv", "blocks.N"
+    if family == "gpt2":
+        forms |= {f"{block}.{name}.weight": _TRANSPOSED for name in ("attention.out", "mlp.up", "mlp.down")}
+        forms[f"{qkv}.weight"] = Form(lambda fused: per_head(fused.t()), lambda value: (per_part(value).t(),))
+        forms[f"{qkv}.bias"] = Form(per_head, lambda value: (per_part(value),))
+        return forms
+    for kind in ("weight", "bias"):
+        forms |= {f"{qkv}.{kind}": Form(grouped, ungrouped), f"{block}.mlp.gate_up.{kind}": _STACKED}
+    return forms

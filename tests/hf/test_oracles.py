@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megalite.data.batch import Batch
 from megalite.hf.import_model import import_model
-from megalite.hf.tensors import PREFIX, sources
+from megalite.hf.tensors import sources
 from megalite.model.init import fill
 from tests.hf.peers import PEERS, matching_config, save_peer
 from tests.model.small import gpt
@@ -30,11 +30,10 @@ def largest_error(ours: Tensor, theirs: Tensor, relative: float) -> float:
 
 def peer_gradients(peer: Any, name: str, config: Any) -> dict[str, Tensor]:
     """The peer's gradients under our names, by the same map that imports its weights."""
-    family = PEERS[name].model_type
-    gradients = {key.removeprefix(PREFIX[family]): value.grad for key, value in peer.named_parameters()}
+    gradients = {key: value.grad for key, value in peer.named_parameters()}
     return {
-        ours: source.assemble(*(gradients[tensor] for tensor in source.tensors))
-        for ours, source in sources(family, config).items()
+        ours: source.form.join(*(gradients[tensor] for tensor in source.tensors))
+        for ours, source in sources(PEERS[name].model_type, config).items()
     }
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megalite.data.tokenizers import TextTokenizer, bpe_tokenizer, byte_tokenizer, char_tokenizer
-from megalite.hf.export_model import export_model
+from megalite.hf.export import export_model
 from megalite.model.init import fill
 from megalite.model.parameters import gpt_parameters
 from tests.hf.test_export import SMALL, small

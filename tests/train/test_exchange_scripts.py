@@ -261,7 +261,7 @@ def test_token_files_are_evaluated_as_the_text_they_were_made_of(
     expected = evaluation(capsys, trained.run, "data=text", *words)
     assert {**found, "data": ""} == {**expected, "data": ""}
     assert EVALUATE([trained.run, "data=tokens", f"data.path={trained.folder / 'strange'}"]) == 2
-    assert "made with another tokenizer than the model's" in capsys.readouterr().err
+    assert "another tokenizer than the one that made strange" in capsys.readouterr().err
 
 
 def test_what_people_read_is_in_words(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
@@ -318,7 +318,7 @@ def model_of_symbols(place: Path) -> None:
 def model_of_positions(place: Path) -> None:
     """A GPT-2 of 32 positions, trained on sequences of 16."""
     from megalite.data.tokenizers import char_tokenizer
-    from megalite.hf.export_model import export_model
+    from megalite.hf.export import export_model
     from megalite.hf.tokenizer_files import tokenizer_files
     from megalite.model.init import start_values
     from megalite.model.parameters import gpt_parameters
@@ -346,7 +346,7 @@ DATA = ["data=text", "data.path=other.txt", "data.cache_dir=cache"]
 @pytest.mark.parametrize(
     ("arrange", "name", "arguments", "words"),
     [
-        (nothing, "export_hf", ["gone", "out"], ["run_dir='gone'", "there is no such folder"]),
+        (nothing, "export_hf", ["gone", "out"], ["model='gone'", "there is no such folder"]),
         (empty_run, "export_hf", ["empty", "out"], ["it holds no checkpoint"]),
         (broken_run, "export_hf", ["broken", "out"], ["no checkpoint of this run can be read"]),
         (nothing, "export_hf", ["run", "out", "--step", "5"], ["step=5", "those there are: 3, 6"]),
@@ -378,7 +378,7 @@ DATA = ["data=text", "data.path=other.txt", "data.cache_dir=cache"]
             model_of_positions,
             "generate",
             ["table", "--prompt", "abc", "--max-new-tokens", "30"],
-            ["takes 3 of the model's 32 positions", "--max-new-tokens 29"],
+            ["takes 3 of the model's 32 positions", "at most 29"],
         ),
         (model_of_positions, "evaluate", ["table", *DATA, "train.seq_length=33"], ["has 32 positions"]),
         (strange_run, "evaluate", ["strange", *DATA], ["is not what the run has written"]),
