@@ -4,7 +4,7 @@ The text is taken from the pages and given to bash, in a copy of the repository,
 the size is another: `python` and `torchrun` are found in a folder of small scripts that add settings of a small model
 to the words that they are given, and then call the real ones; tests are only collected. Blocks that need a cluster, an
 account or hours say so by their language: `text` instead of `bash`. Benchmarks run in fp32: where a processor has no
-bf16 instructions, bf16 takes hours.
+bf16 instructions, bf16 takes hours. A plain run starts them by `tests.warm`, a full one as users do.
 """
 
 import os
@@ -95,14 +95,14 @@ def commands(page: Path) -> list[tuple[Block, int]]:
     ]
 
 
-def copy_repository(folder: Path) -> None:
-    """`folder` is the repository as a new user has it, set up, with the files of a user beside it."""
+def copy_repository(folder: Path, python: str) -> None:
+    """`folder` is the repository as a new user has it, set up, with the files of a user beside it. `python`: by which
+    commands are run."""
     shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*LEFT_OUT))
     programs = folder / ".venv" / "bin"
     programs.mkdir(parents=True)
-    real = ROOT / ".venv" / "bin"
-    for name in ("python", "torchrun"):
-        (programs / name).write_text(SMALL.format(name=name, real=real / name, settings=SETTINGS))
+    for name, real in (("python", python), ("torchrun", f"{python} -m torch.distributed.run")):
+        (programs / name).write_text(SMALL.format(name=name, real=real, settings=SETTINGS))
         (programs / name).chmod(0o755)
     (programs / "activate").write_text('PATH="$PWD/.venv/bin:$PATH"\n')
     for files in (
@@ -112,17 +112,16 @@ def copy_repository(folder: Path) -> None:
     ):  # as setup.sh leaves it when it is done
         stamp = f"touch .venv/.installed-$(cat {files} pyproject.toml | cksum | tr ' ' '-')"
         subprocess.run(["bash", "-c", stamp], cwd=folder, check=True)
-    _write_user_files(folder)
+    _write_user_files(folder, python)
 
 
-def _write_user_files(folder: Path) -> None:
+def _write_user_files(folder: Path, python: str) -> None:
     sentence = "A tree stands by the river, and the light falls through its leaves on the stones.\n"
     for name in ("my.txt", "input.txt", "a.txt", "b.txt"):
         (folder / name).write_text(sentence * 400)
     (folder / "corpus").mkdir()
     (folder / "corpus" / "one.jsonl").write_text(f'{{"body": "{sentence.strip()}"}}\n' * 400)
     (folder / "tokens").mkdir()
-    python = ROOT / ".venv" / "bin" / "python"
     for name in ("web", "code"):
         prepare = [python, "scripts/prepare_data.py", "data=text", "data.path=my.txt", "tokenizer=byte"]
         subprocess.run([*prepare, "--output", f"tokens/{name}"], cwd=folder, check=True, capture_output=True)

@@ -1,15 +1,17 @@
 """What the tests of this folder share."""
 
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.documents.commands import copy_repository
+from tests.warm import warm_python
 
 
 @pytest.fixture(scope="module")
-def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def clone(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Path:
     """The repository as a new user has it."""
     folder = tmp_path_factory.mktemp("clone") / "megalite"
-    copy_repository(folder)
+    copy_repository(folder, sys.executable if pytestconfig.getoption("--full") else warm_python())
     return folder
