@@ -4,6 +4,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -32,36 +33,49 @@ PACKAGES = (
     "wandb",
     "tensorboard",
 )
-PARTS = 4  # of a blend that are named
+MOST_NAMED = 4  # token files of a blend
 
 
-def resolved(job: Job) -> list[tuple[str, str]]:
+def start_fields(job: Job, hosts: list[str]) -> dict[str, Any]:
+    """What the event of a start says besides its time: how to start it again, and on what it runs. `hosts`: by rank."""
+    device = f"CPU, {several(torch.get_num_threads(), 'thread')} per rank"
+    if job.context.device.type == "cuda":
+        device = torch.cuda.get_device_name(job.context.device)
+    return {
+        "command": launch_command(read_environment(os.environ), sys.argv),
+        "overrides": [word for word in sys.argv[1:] if "=" in word and not word.startswith("-")],
+        "about": [[label, text] for label, text in resolved(job, device)],
+        "versions": versions(),
+        "device": device,
+        "layout": asdict(job.context.layout),
+        "hosts": hosts,
+        "ranks_per_node": hosts.count(hosts[0]),
+        "changes": job.folder.changes,
+    }
+
+
+def resolved(job: Job, device: str) -> list[tuple[str, str]]:
     """(label, text) of everything that was resolved."""
-    train, model = job.config.train, job.config.model
-    ramp, progress = batch_ramp(train), job.progress
-    tokens_per_step = train.global_batch_size * train.seq_length
-    samples = ramp.samples_after(max(0, train.steps - progress.step), progress.samples)
+    train, model, done = job.config.train, job.config.model, job.progress
+    ramp = batch_ramp(train)
+    samples = ramp.samples_after(max(0, train.steps - done.step), done.samples)
     growth = [] if train.batch_ramp is None else [("", f"growing from {ramp.start} sequences by {ramp.increment}")]
     flops = flops_per_token(model, train.seq_length, causal=False)
     paths = paths_of(job.config.data) if len(job.data.train.parts) > 1 else []
+    shape = f"{several(model.num_layers, 'layer')}, hidden size {model.hidden_size:,}"
+    heads = f"{several(model.num_attention_heads, 'attention head')}, vocabulary of {model.vocab_size:,} tokens"
+    batch = f"{train.global_batch_size * train.seq_length:,} tokens per step"
+    sequences = f"{several(train.global_batch_size, 'sequence')} of {train.seq_length:,} tokens"
     epochs = epochs_in_words(job.data.train.epochs(samples), paths)
     rows = [
         ("model", f"{model.name}: {parameter_count(model):,} parameters, {flops / 1e6:,.1f} MFLOP per token"),
-        (
-            "",
-            f"{several(model.num_layers, 'layer')}, hidden size {model.hidden_size:,}, "
-            f"{several(model.num_attention_heads, 'attention head')}, vocabulary of {model.vocab_size:,} tokens",
-        ),
-        (
-            "batch",
-            f"{tokens_per_step:,} tokens per step: {several(train.global_batch_size, 'sequence')} of "
-            f"{train.seq_length:,} tokens, {train.micro_batch_size} in a microbatch",
-        ),
+        ("", f"{shape}, {heads}"),
+        ("batch", f"{batch}: {sequences}, {train.micro_batch_size} in a microbatch"),
         *growth,
         ("data", job.data.description),
         ("", f"{samples * train.seq_length:,} tokens in {train.steps:,} steps: {epochs}"),
         *zip(("layout", "", ""), header_lines(job.context.layout), strict=False),
-        ("device", f"{device_name(job)}, {name_of(job.context.dtype)}"),
+        ("device", f"{device}, {name_of(job.context.dtype)}"),
         ("run folder", str(job.folder.path)),
     ]
     if job.resumed_from is not None:
@@ -69,35 +83,13 @@ def resolved(job: Job) -> list[tuple[str, str]]:
     return rows
 
 
-def epochs_in_words(epochs: list[float], paths: list[str]) -> str:
-    """Of each part of a blend, that which is repeated most first: a mean would hide it."""
+def epochs_in_words(epochs: Sequence[float], paths: Sequence[str]) -> str:
+    """Of each token file of a blend, the one that is repeated most first: a mean would hide it."""
     if len(epochs) == 1:
         return f"{epochs[0]:.3g} epochs"
     most = sorted(zip(epochs, paths, strict=True), reverse=True)
-    more = f", fewer of {len(most) - PARTS} more" if len(most) > PARTS else ""
-    return "epochs: " + ", ".join(f"{count:.3g} of {Path(path).name}" for count, path in most[:PARTS]) + more
-
-
-def device_name(job: Job) -> str:
-    device = job.context.device
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"CPU, {several(torch.get_num_threads(), 'thread')} per rank"
-
-
-def start_fields(job: Job, hosts: list[str]) -> dict[str, Any]:
-    """What the event of a start says besides its time: how to start it again, and on what it runs. `hosts`: by rank."""
-    return {
-        "command": launch_command(read_environment(os.environ), sys.argv),
-        "overrides": [word for word in sys.argv[1:] if "=" in word and not word.startswith("-")],
-        "about": [[label, text] for label, text in resolved(job)],
-        "versions": versions(),
-        "device": device_name(job),
-        "layout": asdict(job.context.layout),
-        "hosts": hosts,
-        "ranks_per_node": hosts.count(hosts[0]),
-        "changes": job.folder.changes,
-    }
+    more = f", fewer of {len(most) - MOST_NAMED} more" if len(most) > MOST_NAMED else ""
+    return "epochs: " + ", ".join(f"{count:.3g} of {Path(path).name}" for count, path in most[:MOST_NAMED]) + more
 
 
 def versions() -> dict[str, str]:

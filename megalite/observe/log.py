@@ -5,31 +5,23 @@ import logging
 import os
 import platform
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
 
 import torch
 
 from megalite.checkpoint.commit import open_to_append
 from megalite.errors.problems import Problem, UserError, printable
 from megalite.launch.context import ParallelContext
+from megalite.train.history import IN_THE_WAY
 
 
-class LogLine(logging.Formatter):
-    """When, how grave, what; nothing that would drive the terminal of who reads it."""
-
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)s %(message)s")
+class LogFile(logging.StreamHandler):
+    """Nothing that would drive the terminal of who reads it. A full disk costs lines of the log, nothing else."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))
-
-
-class LogFile(logging.FileHandler):
-    """A full disk costs lines of the log, nothing else."""
-
-    def _open(self) -> TextIO:  # type: ignore[override]
-        return open_to_append(Path(self.baseFilename))
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         """Instead of logging's own, which prints a traceback for every line."""
@@ -39,16 +31,13 @@ def open_log(run_dir: Path, context: ParallelContext) -> logging.Logger:
     """This rank's logger, appending to `logs/rank-NNNNN.log`; a crashing interpreter leaves its stacks there too."""
     path = run_dir / "logs" / f"rank-{context.rank:05d}.log"
     log = logging.Logger(f"megalite.rank{context.rank}")
-    try:
+    with writing(path):
         path.parent.mkdir(exist_ok=True)
-        handler = LogFile(path)
-    except OSError as error:
-        rule = f"the log {path} cannot be written: {error.strerror}"
-        raise UserError(Problem("run_dir", str(run_dir), rule, "move it away, or set another run_dir")) from error
-    handler.setFormatter(LogLine())
+        file = open_to_append(path)
+    handler = LogFile(file)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     log.addHandler(handler)
-    assert handler.stream is not None, "the file is open from the start"
-    faulthandler.enable(handler.stream)
+    faulthandler.enable(file)
     log.info(
         "rank %d of %d on %s, process %d, device %s, %s, torch %s, Python %s, torch's threads: %d",
         context.rank,
@@ -62,3 +51,12 @@ def open_log(run_dir: Path, context: ParallelContext) -> logging.Logger:
         torch.get_num_threads(),
     )
     return log
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turns the OSError of a file that cannot be written into a UserError that names it."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(Problem("run_dir", str(path), f"cannot be written: {error.strerror}", IN_THE_WAY)) from error

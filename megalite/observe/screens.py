@@ -1,27 +1,30 @@
-"""Where lines of text go: a log, a live terminal, or nowhere.
+"""Where lines of text go: a live terminal, a log, or nowhere.
 
-A line is a list of (text, style) spans; a log drops the styles. `status` is what stands below the lines and is drawn
-over: on a live terminal a few lines, in a log nothing. Whatever a line holds, no control character gets to the stream.
-A screen that can no longer be written to (a closed pipe, a full disk) falls silent: a run does not end because nobody
-looks at it.
+A line is a list of (text, style) spans; a log drops the styles. Whatever a line holds, no control character gets to the
+stream.
 """
 
+import io
 import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, TextIO
+from typing import TextIO
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
 
 from megalite.errors.problems import printable
 
 Span = tuple[str, str]
 Line = Sequence[Span]
-WIDTH = 100  # of a log's lines
+WIDTH = 100  # columns of a log, and at most of a terminal
 REDRAW_S = 0.2  # a live terminal is drawn at most this often: drawing costs a few milliseconds
 
 
 def print_lines(lines: Iterable[str]) -> None:
-    """What a command has to show; it ends quietly where the reader, like `head`, has seen enough."""
+    """Print what a command has to show; end quietly where the reader, like `head`, has seen enough."""
     try:
         for line in lines:
             print(printable(line))
@@ -30,109 +33,47 @@ def print_lines(lines: Iterable[str]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered goes nowhere
 
 
-class Screen(Protocol):
-    """What a view needs of a screen."""
+class Screen:
+    """A live terminal, whose `status` stands below its other lines, or a log, which has none.
 
-    @property
-    def live(self) -> bool:
-        """Whether `status` is shown."""
-        ...
+    A stream that can no longer be written to (a closed pipe, a full disk) falls silent: a run does not end because
+    nobody looks at it.
+    """
 
-    @property
-    def plain(self) -> bool:
-        """Whether only ASCII can be shown."""
-        ...
+    def __init__(self, stream: TextIO, *, live: bool, silent: bool = False) -> None:
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a stream without Unicode
+        self.live = live
+        self._console = _Console(file=stream, force_terminal=live, highlight=False, soft_wrap=True, quiet=silent)
+        self._live: Live | None = None
+        self._drawn = 0.0
 
     @property
     def width(self) -> int:
         """Columns to fill."""
-        ...
+        return min(self._console.width, WIDTH) if self.live else WIDTH
+
+    @property
+    def unicode(self) -> bool:
+        return self._console.encoding.startswith("utf")
 
     def print(self, *lines: Line) -> None:
-        """Lines that stay."""
-        ...
+        """Print lines that stay."""
+        if lines:
+            self._attempt(lambda: self._console.print(*map(_text, lines), sep="\n"))
 
     def status(self, *lines: Line, now: bool = False) -> None:
-        """The lines at the bottom; `now` draws them even if the last drawing was a moment ago."""
-        ...
+        """Draw the lines at the bottom; `now`: even if the last drawing was a moment ago."""
+        if self.live:
+            self._attempt(lambda: self._draw(Group(*[_text(line, cut=True) for line in lines]), now))
 
     def close(self) -> None:
         """Leave the stream as any program expects it. May be repeated."""
-        ...
+        live, self._live = self._live, None
+        if live is not None:
+            self._attempt(live.stop)
 
-
-class SilentScreen:
-    """For ranks that do not print."""
-
-    live, plain, width = False, True, WIDTH
-
-    def print(self, *lines: Line) -> None: ...
-
-    def status(self, *lines: Line, now: bool = False) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class LogScreen:
-    """Plain lines, each flushed: SLURM's output file, a pipe."""
-
-    live, width = False, WIDTH
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream: TextIO | None = stream
-        self._encoding = stream.encoding or "utf-8"
-        self.plain = not self._encoding.lower().replace("-", "").startswith("utf")
-
-    def print(self, *lines: Line) -> None:
-        if self._stream is None:
-            return
-        text = "".join(printable("".join(part for part, _ in line)).rstrip() + "\n" for line in lines)
-        try:
-            self._stream.write(text.encode(self._encoding, "replace").decode(self._encoding))
-            self._stream.flush()
-        except OSError:
-            self._stream = None
-
-    def status(self, *lines: Line, now: bool = False) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class LiveScreen:
-    """A terminal with a status at its foot, by `rich`, which also carries anything else that is printed above it."""
-
-    live, plain = True, False
-
-    def __init__(self, stream: TextIO) -> None:
-        from rich.console import Console
-
-        self._console = Console(file=stream, force_terminal=True, highlight=False, soft_wrap=True)
-        self._live: Any = None
-        self._drawn = 0.0
-        self._broken = False
-
-    @property
-    def width(self) -> int:
-        return min(self._console.width, WIDTH)
-
-    def print(self, *lines: Line) -> None:
-        if not self._broken:
-            self._attempt(lambda: self._console.print(*[_text(line) for line in lines], sep="\n"))
-
-    def status(self, *lines: Line, now: bool = False) -> None:
-        if not self._broken:
-            self._attempt(lambda: self._draw(lines, now))
-
-    def close(self) -> None:
-        if self._live is not None and not self._broken:
-            self._attempt(self._live.stop)
-        self._live = None
-
-    def _draw(self, lines: Sequence[Line], now: bool) -> None:
-        from rich.console import Group
-        from rich.live import Live
-
-        picture = Group(*[_text(line, cut=True) for line in lines])
+    def _draw(self, picture: Group, now: bool) -> None:
         if self._live is None:
             # No refresh thread: it would take the interpreter from the training loop at any moment.
             self._live = Live(picture, console=self._console, auto_refresh=False, vertical_overflow="crop")
@@ -147,11 +88,17 @@ class LiveScreen:
         try:
             action()
         except OSError:
-            self._broken = True
+            self._console.quiet = True
 
 
-def _text(line: Line, *, cut: bool = False) -> Any:
-    from rich.text import Text
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Instead of rich's own, which ends the process."""
+        self.quiet = True
 
+
+def _text(line: Line, *, cut: bool = False) -> Text:
     spans = [(printable(part), style) for part, style in line]
-    return Text.assemble(*spans, no_wrap=cut, overflow="ellipsis" if cut else None)
+    text = Text.assemble(*spans, no_wrap=cut, overflow="ellipsis" if cut else None)
+    text.rstrip()
+    return text

@@ -10,155 +10,161 @@ import statistics
 import textwrap
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TextIO
 
 from megalite.errors.problems import printable
 from megalite.observe import readable
-from megalite.observe.curve import draw_curve
-from megalite.observe.screens import WIDTH, Line, LiveScreen, LogScreen, Screen, SilentScreen, Span
-from megalite.observe.views import HeaderView, Summary
+from megalite.observe.curve import Point, draw_curve
+from megalite.observe.run_data import RunData, Series
+from megalite.observe.screens import WIDTH, Line, Screen, Span
 from megalite.train.recorder import EvaluationRecord, StepRecord
 
 NAMES_EVERY = 20  # lines of a log between two lines of column names
 PREPARING_LOG_S = 10  # seconds between two lines of a log about the preparation of data
-LABEL = "bold cyan"
-QUIET = "dim"
-ALARM = "bold red"
-LEFT = 8  # width of the time that is left
+LABEL, QUIET = "bold cyan", "dim"
+Words = Callable[[float], str]
+COLUMNS: tuple[tuple[str, str, int, Words], ...] = (  # of a step: its figure, the column's name and width, as text
+    ("loss", "loss", 8, readable.loss),
+    ("lr", "lr", 8, "{:.2e}".format),
+    ("grad_norm", "grad_norm", 9, readable.loss),
+    ("tokens_per_s", "tokens/s", 8, readable.rate),
+    ("step_time_s", "time", 8, lambda seconds: readable.step_time(seconds).replace(" ", "")),
+    ("memory_gib", "GiB", 6, readable.gibibytes),
+    ("data_wait_share", "wait", 5, readable.percent),
+    ("mfu", "mfu", 5, readable.percent),
+    ("mfu_causal", "causal", 6, readable.percent),
+)
+LEARNING = 3  # of the columns: how well the model does; the others say how fast
+STYLES = {"loss": "bold", "validation": "green", "bad steps": "bold red"}
 
 
 class Terminal:
     """The view of one run. Ranks that do not print pass enabled=False."""
 
     def __init__(self, stream: TextIO, *, interactive: bool, enabled: bool = True) -> None:
-        self._screen: Screen = SilentScreen()
-        if enabled:
-            live = interactive and os.environ.get("TERM") != "dumb"
-            self._screen = LiveScreen(stream) if live else LogScreen(stream)
+        live = interactive and enabled and os.environ.get("TERM") != "dumb"
+        self._screen = Screen(stream, live=live, silent=not enabled)
         self._pace = Pace()
-        self._table: Table | None = None
-        self._data_work: DataWork | None = None
+        self._columns: list[tuple[str, str, int, Words]] = []  # that the first step has
+        self._printed = 0  # steps
         self._validation: EvaluationRecord | None = None
         self._began = time.monotonic()
         self._digits = 1  # of the last step
+        # How far the preparation of data, or the scan of a token file, is; may be called often.
+        self.preparing = DataWork(self._screen, "preparing data", "prepared").show
+        self.checking = DataWork(self._screen, "checking tokens", "checked").show
 
-    def preparing(self, bytes_done: int, bytes_total: int, documents: int, tokens: int) -> None:
-        """How far the preparation of the data is; may be called often."""
-        self._data_work = self._data_work or DataWork(self._screen, "preparing data", "prepared")
-        self._data_work.show(bytes_done, bytes_total, documents, tokens)
-
-    def checking(self, bytes_done: int, bytes_total: int, documents: int, tokens: int) -> None:
-        """How far the scan of a token file is; may be called often."""
-        self._data_work = self._data_work or DataWork(self._screen, "checking tokens", "checked")
-        self._data_work.show(bytes_done, bytes_total, documents, tokens)
-
-    def header(self, header: HeaderView) -> None:
-        """What is about to be trained, once."""
-        width = max([len(label) for label, _ in header.rows], default=0)
-        lines: list[Line] = [[("megalite", LABEL), (f"  {header.title}", "bold")]]
+    def header(self, title: str, rows: Sequence[Sequence[str]], *, first_step: int, steps: int) -> None:
+        """Show what is about to be trained. `rows` are (label, text) pairs."""
+        width = max([len(label) for label, _ in rows], default=0)
+        lines: list[Line] = [[("megalite", LABEL), (f"  {title}", "bold")]]
         room = max(20, self._screen.width - width - 4)
-        for label, text in header.rows:
-            parts = textwrap.wrap(printable(text), room, break_long_words=False, break_on_hyphens=False)
-            for name, part in zip([label] + [""] * len(parts), parts or [""], strict=False):
-                lines.append([(f"  {name:<{width}}", LABEL), (f"  {part}", "")])
+        for label, text in rows:
+            cut = textwrap.wrap(printable(text), room, break_long_words=False, break_on_hyphens=False)
+            for name, words in zip([label] + [""] * len(cut), cut or [""], strict=False):
+                lines.append([(f"  {name:<{width}}", LABEL), (f"  {words}", "")])
         self._screen.print(*lines, [])
-        self._began, self._digits = time.monotonic(), len(str(header.steps))
-        waiting: Line = [("waiting for the first step", QUIET)]
-        self._screen.status(self._bar(header.first_step, header.steps), waiting, now=True)
+        self._began, self._digits = time.monotonic(), len(str(steps))
+        self._screen.status(self._bar(first_step, steps), [("waiting for the first step", QUIET)], now=True)
 
-    def step(self, view: StepRecord) -> None:
-        """One optimizer step."""
-        self._pace.add(view.step_time_s)
+    def step(self, record: StepRecord) -> None:
+        """Show one optimizer step."""
+        self._pace.add(record.step_time_s)
+        values = vars(record)
+        self._columns = self._columns or [column for column in COLUMNS if values[column[0]] is not None]
+        cells = ["-" if values[figure] is None else words(values[figure]) for figure, _, _, words in self._columns]
         if self._screen.live:
-            last = view.step == view.steps
-            self._screen.status(self._bar(view.step, view.steps), *self._figures(view), now=last)
+            last = record.step == record.steps
+            self._screen.status(self._bar(record.step, record.steps), *self._figures(record, cells), now=last)
             return
-        if self._table is None:
-            self._table = Table(view)
-        self._screen.print(*self._table.lines(view, self._pace.left(view.steps - view.step)))
+        digits = len(str(record.steps))
+        names = ["step", *(name for _, name, _, _ in self._columns), "left"]
+        widths = [max(9, 2 * digits + 1), *(width for _, _, width, _ in self._columns), 8]
+        left = readable.duration(self._pace.left(record.steps - record.step)).replace(" ", "")
+        gap = "  " if sum(widths) + 2 * (len(widths) - 1) <= WIDTH else " "
+        rows = [(names, "bold")] if self._printed % NAMES_EVERY == 0 else []
+        rows.append(([f"{record.step:>{digits}}/{record.steps}", *cells, left], ""))
+        for row, style in rows:
+            self._screen.print([(gap.join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)), style)])
+        self._printed += 1
 
-    def evaluation(self, view: EvaluationRecord) -> None:
-        """The validation set after a step."""
-        self._validation = view
-        parts = [("validation loss", readable.loss(view.loss)), ("perplexity", readable.perplexity(view.perplexity))]
-        if view.bits_per_byte is not None:
-            parts.append(("bits per byte", readable.loss(view.bits_per_byte)))
-        spans: list[Span] = [(f"step {view.step:>{self._digits}}", "bold")]
-        for name, value in parts:
-            spans += [(f"  {name} ", QUIET), (value, "bold green" if name == "validation loss" else "")]
-        self._screen.print([*spans, (f"  ({readable.step_time(view.seconds)})", QUIET)])
+    def evaluation(self, record: EvaluationRecord) -> None:
+        """Show the validation set after a step."""
+        self._validation = record
+        values = [("validation loss", readable.loss(record.val_loss), "bold green")]
+        values.append(("perplexity", readable.perplexity(record.val_perplexity), ""))
+        if record.val_bits_per_byte is not None:
+            values.append(("bits per byte", readable.loss(record.val_bits_per_byte), ""))
+        spans: list[Span] = [(f"step {record.step:>{self._digits}}", "bold")]
+        for name, value, style in values:
+            spans += [(f"  {name} ", QUIET), (value, style)]
+        self._screen.print([*spans, (f"  ({readable.step_time(record.eval_time_s)})", QUIET)])
 
     def sample(self, step: int, prompt: str, text: str) -> None:
-        """What the model makes of a prompt after a step."""
+        """Show what the model makes of a prompt after a step."""
         self._screen.print([(f"step {step:>{self._digits}}", "bold"), ("  the model writes", QUIET)])
         self._screen.print(*self._quoted(prompt + text))
 
     def note(self, text: str) -> None:
-        """Something worth a line: a warning, a checkpoint that was passed over."""
+        """Show a line: a warning, a checkpoint that was passed over."""
         self._screen.print(*[[(line, "yellow")] for line in text.splitlines()])
 
-    def finish(self, summary: Summary) -> None:
-        """What was learned; the last that a run says."""
+    def finish(self, run: RunData, *, tokens: int, seconds: float, stopped_by: str | None) -> None:
+        """Show what was learned. `tokens`: that the run has seen; `seconds`: of this start."""
         self._screen.close()
-        self._screen.print([], *summary_lines(summary), [])
-        self._screen.print(*[[(line, "")] for line in self._curve(summary)])
-        if summary.samples:
+        head = f"finished: {run.step} of {run.steps} steps"
+        if stopped_by is not None:
+            head = f"stopped by {stopped_by} after step {run.step} of {run.steps}"
+        self._screen.print([], [(head, "bold")], *_rows(what_was_learned(run, tokens, seconds)), [])
+        self._screen.print(*[[(line, "")] for line in self._curve(run)])
+        samples = run.samples.get(run.step, {}) if stopped_by is None else {}
+        if samples:
             self._screen.print([("the model writes", LABEL)])
-        for prompt, text in summary.samples:
+        for prompt, text in samples.items():
             self._screen.print(*self._quoted(prompt + text), [])
-        self._screen.print(*ending_lines(summary))
+        self._screen.print(*_rows([("run folder", str(run.folder)), how_to_go_on(run, stopped_by)]))
 
     def close(self) -> None:
         """Leave the terminal as it was; also after an error. May be repeated."""
         self._screen.close()
 
     def _quoted(self, text: str) -> list[Line]:
-        return [[("  | ", QUIET), (part, "")] for part in self._wrapped(printable(text))]
-
-    def _wrapped(self, text: str) -> list[str]:
         """Lines of a sample, cut to the screen's width, otherwise untouched."""
         width = max(20, self._screen.width - 4)
-        lines = [line.expandtabs(4) for line in text.splitlines()]
-        return [line[at : at + width] for line in lines for at in range(0, max(len(line), 1), width)]
+        lines = [line.expandtabs(4) for line in printable(text).splitlines()]
+        cut = [line[at : at + width] for line in lines for at in range(0, max(len(line), 1), width)]
+        return [[("  | ", QUIET), (line, "")] for line in cut]
 
-    def _curve(self, summary: Summary) -> list[str]:
-        if len(summary.train_curve) < 2:
+    def _curve(self, run: RunData) -> list[str]:
+        train, validation = _points(run.figures["loss"]), _points(run.figures["val_loss"])
+        if len(train) < 2 or not self._screen.unicode:
             return []
-        plain = self._screen.plain
-        width = max(20, min(72, self._screen.width - 14))
-        picture = draw_curve(summary.train_curve, summary.validation_curve, width=width, plain=plain)
-        if not picture:
-            return []
-        legend = "* training, smoothed   o validation" if plain else "⠒ training, smoothed   ● validation"
-        return [f"{'loss':>8}   {legend if summary.validation_curve else legend.split('   ')[0]}", *picture, ""]
+        picture = draw_curve(train, validation, width=max(20, min(72, self._screen.width - 14)))
+        legend = "⠒ training, smoothed" + ("   ● validation" if validation else "")
+        return [f"{'loss':>8}   {legend}", *picture, ""]
 
     def _bar(self, step: int, steps: int) -> Line:
         """The progress bar; its length follows the terminal's width."""
         done = step / steps if steps else 1.0
-        left = self._pace.left(steps - step)
         name = f"step {step}/{steps} "
-        passed = readable.duration(time.monotonic() - self._began)
-        clock = f" {100 * done:3.0f}%  {passed} passed, {readable.duration(left)} left"
+        passed, left = time.monotonic() - self._began, self._pace.left(steps - step)
+        clock = f" {100 * done:3.0f}%  {readable.duration(passed)} passed, {readable.duration(left)} left"
         return [(name, "bold"), *bar(done, self._screen.width - len(name) - len(clock) - 1), (clock, "")]
 
-    def _figures(self, view: StepRecord) -> list[Line]:
+    def _figures(self, record: StepRecord, cells: Sequence[str]) -> list[Line]:
         """The newest figures in two lines."""
-        learning = figure("loss", readable.loss(view.loss), "bold") + figure("lr", f"{view.lr:.2e}")
-        learning += figure("grad norm", readable.loss(view.grad_norm))
+        named = [(name, cell) for (_, name, _, _), cell in zip(self._columns, cells, strict=True)]
+        learning, speed = named[:LEARNING], named[LEARNING:]
         if self._validation is not None:
-            at = f"{readable.loss(self._validation.loss)} (step {self._validation.step})"
-            learning += figure("validation", at, "green")
-        if view.bad_steps:
-            learning += figure("bad steps", readable.count(view.bad_steps), ALARM)
-        speed = figure("", f"{readable.rate(view.tokens_per_s)} tokens/s")
-        speed += figure("mean", readable.rate(view.mean_tokens_per_s))
-        speed += figure("step", readable.step_time(view.step_time_s))
-        speed += figure("memory", f"{readable.gibibytes(view.memory_gib)} GiB")
-        speed += figure("data wait", readable.percent(view.data_wait_share))
-        if view.mfu is not None and view.mfu_causal is not None:
-            speed += figure("mfu", readable.percent(view.mfu)) + figure("causal", readable.percent(view.mfu_causal))
-        return [learning, speed]
+            newest = self._validation
+            learning.append(("validation", f"{readable.loss(newest.val_loss)} (step {newest.step})"))
+        if record.bad_steps:
+            learning.append(("bad steps", readable.count(record.bad_steps)))
+        return [
+            [span for name, value in line for span in ((f"{name} ", QUIET), (f"{value}   ", STYLES.get(name, "")))]
+            for line in (learning, speed)
+        ]
 
 
 class Pace:
@@ -166,13 +172,13 @@ class Pace:
 
     def __init__(self) -> None:
         self._recent: deque[float] = deque(maxlen=50)
-        self._first = True
+        self._steps = 0
 
     def add(self, seconds: float) -> None:
-        """One more step. The first, slow for its compilation, only counts while it is alone."""
-        if self._first and self._recent:
+        """Add a step. The first, slow for its compilation, only counts while it is alone."""
+        self._steps += 1
+        if self._steps == 2:
             self._recent.clear()
-            self._first = False
         self._recent.append(seconds)
 
     def left(self, steps: int) -> float:
@@ -180,58 +186,19 @@ class Pace:
         return statistics.median(self._recent) * steps if self._recent else float("nan")
 
 
-Column = tuple[str, int, Callable[[StepRecord], str]]
-
-
-class Table:
-    """Aligned lines for a log, cells without blanks in columns that the first step fixes: people and awk read them."""
-
-    def __init__(self, first: StepRecord) -> None:
-        digits = len(str(first.steps))
-        self._columns: list[Column] = [
-            ("step", max(9, 2 * digits + 1), lambda view: f"{view.step:>{digits}}/{view.steps}"),
-            ("loss", 8, lambda view: readable.loss(view.loss)),
-            ("lr", 8, lambda view: f"{view.lr:.2e}"),
-            ("grad_norm", 9, lambda view: readable.loss(view.grad_norm)),
-            ("tokens/s", 8, lambda view: readable.rate(view.tokens_per_s)),
-            ("time", 8, lambda view: readable.step_time(view.step_time_s).replace(" ", "")),
-            ("GiB", 6, lambda view: readable.gibibytes(view.memory_gib)),
-            ("wait", 5, lambda view: readable.percent(view.data_wait_share)),
-        ]
-        if first.mfu is not None:
-            self._columns += [
-                ("mfu", 5, lambda view: "-" if view.mfu is None else readable.percent(view.mfu)),
-                ("causal", 6, lambda view: "-" if view.mfu_causal is None else readable.percent(view.mfu_causal)),
-            ]
-        widths = [width for _, width, _ in self._columns] + [LEFT]
-        self._gap = "  " if sum(widths) + 2 * (len(widths) - 1) <= WIDTH else " "
-        self._printed = 0
-
-    def lines(self, view: StepRecord, left: float) -> list[Line]:
-        """The line of one step, under the column names where they are due."""
-        cells = [f"{show(view):>{width}}" for _, width, show in self._columns]
-        row = self._gap.join([*cells, f"{readable.duration(left).replace(' ', ''):>{LEFT}}"])
-        due = self._printed % NAMES_EVERY == 0
-        self._printed += 1
-        return [self._names(), [(row, "")]] if due else [[(row, "")]]
-
-    def _names(self) -> Line:
-        names = [f"{name:>{width}}" for name, width, _ in self._columns]
-        return [(self._gap.join([*names, f"{'left':>{LEFT}}"]), "bold")]
-
-
 class DataWork:
     """The progress of making or scanning token files. The first call says what was there before."""
 
     def __init__(self, screen: Screen, doing: str, done: str) -> None:
         self._screen, self._doing, self._done = screen, doing, done
-        self._began = self._logged = time.monotonic()
+        self._began = self._logged = 0.0
         self._there: int | None = None
         self._finished = False
 
     def show(self, bytes_done: int, bytes_total: int, documents: int, tokens: int) -> None:
         now = time.monotonic()
-        self._there = bytes_done if self._there is None else self._there
+        if self._there is None:
+            self._there, self._began, self._logged = bytes_done, now, now
         counts = f"{readable.several(documents, 'document')}, {readable.count(tokens)} tokens"
         if bytes_done >= bytes_total > 0:
             if not self._finished:
@@ -260,57 +227,47 @@ def bar(done: float, width: int) -> list[Span]:
     return [("━" * filled, "green"), ("─" * (width - filled), "bright_black")]
 
 
-def figure(name: str, value: str, style: str = "") -> list[Span]:
-    """A named figure within a line."""
-    return [(f"{name} " if name else "", QUIET), (value, style), ("   ", "")]
-
-
-def summary_lines(summary: Summary) -> list[Line]:
-    """What was learned, in words and numbers."""
-    if summary.stopped_by is None:
-        head = f"finished: {summary.step} of {summary.steps} steps"
-    else:
-        head = f"stopped by {summary.stopped_by} after step {summary.step} of {summary.steps}"
-    mean, newest = readable.rate(summary.tokens_per_s), readable.rate(summary.newest_tokens_per_s)
+def what_was_learned(run: RunData, tokens: int, seconds: float) -> list[tuple[str, str]]:
+    """Rows of the summary."""
+    first, last, newest = run.first, run.last, run.evaluation
+    mean, rate = (readable.rate(last.get(name, 0.0)) for name in ("mean_tokens_per_s", "tokens_per_s"))
     rows = [
-        ("time", readable.duration(summary.seconds)),
-        ("speed", f"{mean} tokens/s, in the newest steps {newest}"),
-        ("tokens seen", readable.count(summary.tokens)),
+        ("time", readable.duration(seconds)),
+        ("speed", f"{mean} tokens/s, in the newest steps {rate}"),
+        ("tokens seen", readable.count(tokens)),
     ]
-    if summary.train_curve:
-        first, last = summary.train_curve[0], summary.train_curve[-1]
-        rows.append(("training loss", f"{readable.loss(first[1])} -> {readable.loss(last[1])}"))
-    if summary.validation_curve:
-        rows.append(("validation loss", _validation(summary)))
-    if summary.bad_steps:
-        rows.append(("bad steps", f"{summary.bad_steps}, not applied: loss or gradient was not finite"))
-    return [[(head, "bold")], *[[(f"  {name:<15}", LABEL), (f"  {text}", "")] for name, text in rows]]
+    if last:
+        rows.append(("training loss", f"{readable.loss(first['loss'])} -> {readable.loss(last['loss'])}"))
+    if newest:
+        losses = dict.fromkeys(map(readable.loss, (first["val_loss"], newest["val_loss"])))
+        validation = [" -> ".join(losses)]
+        if run.best is not None and run.best[0] != newest["step"]:
+            validation.append(f"best {readable.loss(run.best[1])} at step {run.best[0]}")
+        for name, label, words in (
+            ("val_perplexity", "perplexity", readable.perplexity),
+            ("val_bits_per_byte", "bits per byte", readable.loss),
+        ):
+            if newest.get(name) is not None:
+                validation.append(f"{label} {words(newest[name])}")
+        rows.append(("validation loss", ", ".join(validation)))
+    if bad := last.get("bad_steps"):
+        rows.append(("bad steps", f"{bad}, not applied: loss or gradient was not finite"))
+    return rows
 
 
-def ending_lines(summary: Summary) -> list[Line]:
-    """Where everything is, and how to go on."""
-    if summary.stopped_by is None:
-        parts = [part for part in shlex.split(summary.command) if not part.startswith("train.steps=")]
-        way = ("train longer", shlex.join([*parts, f"train.steps={2 * max(summary.steps, 1)}"]))
-    else:
-        way = ("continue", f"{summary.command}   (the same command)")
-    rows = [("run folder", summary.run_dir), way]
+def how_to_go_on(run: RunData, stopped_by: str | None) -> tuple[str, str]:
+    """What the user can do next, and the command that does it."""
+    command = run.start.get("command", "python pretrain_gpt.py")
+    if stopped_by is not None:
+        return "continue", f"{command}   (the same command)"
+    words = [word for word in shlex.split(command) if not word.startswith("train.steps=")]
+    return "train longer", shlex.join([*words, f"train.steps={2 * max(run.steps, 1)}"])
+
+
+def _rows(rows: Sequence[tuple[str, str]]) -> list[Line]:
     return [[(f"  {name:<15}", LABEL), (f"  {text}", "")] for name, text in rows]
 
 
-def _validation(summary: Summary) -> str:
-    """The last validation loss with what follows from it, and the best one if that was another."""
-    curve = summary.validation_curve
-    best = min(curve, key=lambda point: point[1])
-    text = (
-        f"{readable.loss(curve[0][1])} -> {readable.loss(curve[-1][1])}"
-        if len(curve) > 1
-        else readable.loss(curve[-1][1])
-    )
-    if best[0] != curve[-1][0]:
-        text += f", best {readable.loss(best[1])} at step {best[0]}"
-    if summary.perplexity is not None:
-        text += f", perplexity {readable.perplexity(summary.perplexity)}"
-    if summary.bits_per_byte is not None:
-        text += f", bits per byte {readable.loss(summary.bits_per_byte)}"
-    return text
+def _points(series: Series) -> list[Point]:
+    """Steps and values, from the very first step to the last."""
+    return list({step: bucket.y for bucket in series.buckets for step in (bucket.first, bucket.last)}.items())

@@ -1,23 +1,125 @@
-"""Opens the trackers of a run: the places beside the run folder where it is shown."""
+"""The trackers of a run: the places beside the run folder where it is shown, wandb and TensorBoard.
 
+They have one thread of their own, so that a slow or failing one never hurts training. The thread starts with the first
+record of metrics: opening a tracker (an import, a network) does not delay the first step.
+"""
+
+import shlex
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
+from textwrap import indent
+from threading import Thread
+from typing import Any, Protocol
 
 from megalite.config.schema import Config
-from megalite.observe.background import BackgroundTracker
-from megalite.observe.tensorboard import TensorBoardTracker
-from megalite.observe.views import Tell
-from megalite.observe.wandb import wandb_tracker
+from megalite.observe.wandb import Note, flat_values, wandb_tracker
+
+BOARD = "tensorboard"  # folder of the run folder
+LONGEST_QUEUE = 10_000  # lines that may wait
+FINISH_S = 15.0  # that the end of a run waits for its trackers
+FAILED_S = 2.0  # the same for a run that fails: the other ranks wait 3 s for what this one has to say
+Line = Mapping[str, Any]
 
 
-def open_trackers(config: Config, folder: Path, step: int, tell: Tell) -> list[BackgroundTracker]:
-    """The trackers that `config` asks for, for rank 0. The run continues after `step`."""
-    trackers: list[BackgroundTracker] = []
+class Tracker(Protocol):
+    """One place where a run is shown."""
+
+    def add(self, line: Line) -> None:
+        """Metrics.jsonl or events.jsonl holds one more line."""
+
+    def finish(self, status: int) -> None:
+        """The run has written its last line and ends with this exit status."""
+
+
+class Trackers:
+    """Passes every line on to the trackers that the functions of `openers` open, on a thread.
+
+    What they do not take in time waits in a queue. `note` prints a line for the user: the first failure of each, and
+    `late` where the end of the run does not wait any longer.
+    """
+
+    def __init__(self, openers: Mapping[str, Callable[[], Tracker | None]], note: Note, late: str) -> None:
+        self._openers, self._note, self._late = openers, note, late
+        self._lines: SimpleQueue[Line | int] = SimpleQueue()  # an exit status at the end
+        self._failed: set[str] = set()
+        self._finishing = False
+        self._thread = Thread(target=self._work, name="trackers", daemon=True)
+
+    def add(self, line: Line) -> None:
+        if self._openers and self._thread.ident is None and "kind" not in line:
+            try:
+                self._thread.start()
+            except RuntimeError as error:  # the system gives no more threads
+                self._warn(", ".join(self._openers), error)
+                self._openers = {}
+        if self._lines.qsize() < LONGEST_QUEUE:
+            self._lines.put(line)
+        else:
+            self._warn("trackers", "they are too slow, and miss lines")
+
+    def finish(self, status: int) -> None:
+        """Let the trackers finish, and wait for them within a limit. The second call does nothing."""
+        if self._finishing or self._thread.ident is None:
+            return
+        self._finishing = True
+        self._lines.put(status)
+        self._thread.join(FAILED_S if status else FINISH_S)
+        if self._thread.is_alive():
+            self._note(f"{', '.join(self._openers)}: not done at the end of the run; {self._late}")
+
+    def _work(self) -> None:
+        opened = {name: self._attempt(name, opener) for name, opener in self._openers.items()}
+        trackers = {name: tracker for name, tracker in opened.items() if tracker is not None}
+        while not isinstance(line := self._lines.get(), int):
+            for name, tracker in trackers.items():
+                self._attempt(name, partial(tracker.add, line))
+        for name, tracker in trackers.items():
+            self._attempt(name, partial(tracker.finish, line))
+
+    def _attempt(self, name: str, action: Callable[[], Any]) -> Any:
+        try:
+            return action()
+        except Exception as error:
+            self._warn(name, error)
+            return None
+
+    def _warn(self, name: str, reason: Exception | str) -> None:
+        if name not in self._failed:
+            self._failed.add(name)
+            words = reason if isinstance(reason, str) else f"{type(reason).__name__}: {reason}"
+            self._note(f"{name}: warning: {' '.join(words.split())[:200]}; the run itself is not affected")
+
+
+class TensorBoardTracker:
+    """Event files in the run folder's tensorboard/ (log.tensorboard): every number as a scalar, and samples as text."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        """The run continues after `step`: what an earlier start wrote of later steps is not shown any more."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder / BOARD), purge_step=step + 1, flush_secs=10)
+
+    def add(self, line: Line) -> None:
+        step = line["step"]
+        if line.get("kind") == "sample":
+            as_code = indent(line["prompt"] + line["text"], "    ", lambda text: True)  # Markdown would change it
+            self._writer.add_text(f"samples/{' '.join(line['prompt'].split())[:60]}", as_code, step)
+        for name, value in flat_values(line).items() if "kind" not in line else ():
+            if name != "step" and isinstance(value, int | float):
+                self._writer.add_scalar(name, value, step)
+
+    def finish(self, status: int) -> None:
+        self._writer.close()
+
+
+def open_trackers(config: Config, folder: Path, step: int, note: Note) -> Trackers:
+    """The trackers that `config` and this machine's variables ask for, for rank 0. The run continues after `step`."""
+    openers, late = dict[str, Callable[[], Tracker | None]](), "metrics.jsonl has it all"
     if config.log.tensorboard:
-        trackers.append(
-            BackgroundTracker(
-                "tensorboard", lambda _: TensorBoardTracker(folder, step), tell, "metrics.jsonl has it all"
-            )
-        )
-    if (wandb := wandb_tracker(config, folder, tell)) is not None:
-        trackers.append(wandb)
-    return trackers
+        openers["tensorboard"] = lambda: TensorBoardTracker(folder, step)
+    if (opener := wandb_tracker(config, folder, lambda text: note(f"wandb: {text}"))) is not None:
+        openers["wandb"] = opener
+        late = f"to send the rest: wandb sync --include-online {shlex.quote(str(folder / 'wandb' / 'latest-run'))}"
+    return Trackers(openers, note, late)

@@ -1,6 +1,6 @@
 """Shows a run at Weights and Biases (log.wandb), as one run there for all starts of the run.
 
-A run that cannot be sent (no network, no key) is written to the run folder's wandb/, and the user is told the
+A run that cannot be sent (no network, no key) is written to the run folder's wandb/, and the user is shown the
 `wandb sync` command that sends it later. wandb asks no questions here, and no file that it writes holds the key.
 """
 
@@ -8,7 +8,8 @@ import json
 import os
 import secrets
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,56 +18,52 @@ from megalite.config.log_rules import asked_mode
 from megalite.config.packages import is_installed
 from megalite.config.schema import Config
 from megalite.config.settings import as_plain
-from megalite.observe.background import BackgroundTracker
-from megalite.observe.flat import flat_values
-from megalite.observe.views import Tell
 
 if TYPE_CHECKING:
     import wandb
 
 ID_FILE = "wandb.json"  # of the run folder
 NO_KEY = "disabled, no key is set up (wandb login, or log.wandb=offline)"
+NO_PACKAGE = "disabled, a key may be set up but the package is not installed (pip install wandb)"
 SETTINGS = {  # of wandb, unless the user's own variables say otherwise
     "WANDB_INIT_TIMEOUT": "10",  # seconds for the server to open the run; by default 90
     "WANDB_FINISH_TIMEOUT": "5",  # seconds at the end of a run for what is not sent yet; by default without end
     "WANDB_FINISH_TIMEOUT_RAISES": "true",
-    "WANDB_SILENT": "true",  # the tracker tells what matters
+    "WANDB_SILENT": "true",  # the notes of this file say what matters
     "WANDB_CONSOLE": "off",  # the run folder has the logs
     "WANDB_DISABLE_GIT": "true",  # the address of a remote may hold a password
     "WANDB_ERROR_REPORTING": "false",
 }
+Note = Callable[[str], None]  # prints a line for the user
 
 
 class WandbTracker:
     """An open run at wandb. Records keep the names that they have in metrics.jsonl, and `step` is the x axis."""
 
-    def __init__(self, run: "wandb.Run", tell: Tell) -> None:
-        self._run, self._tell = run, tell
+    def __init__(self, run: "wandb.Run", note: Note) -> None:
+        self._run, self._note = run, note
         self._samples: list[list[Any]] = []  # rows of the table of the newest step
         run.define_metric("step", hidden=True)
         run.define_metric("*", step_metric="step")
-        tell(f"offline; to send it later: {self._sync_command()}" if run.offline else str(run.url))
+        note(f"offline; to send it later: {self._sync_command()}" if run.offline else str(run.url))
 
-    def record(self, record: Mapping[str, Any]) -> None:
-        try:
-            self._send_samples()
-        finally:  # for a table wandb asks its server, which may fail
-            self._run.log(flat_values(record))
-
-    def sample(self, step: int, prompt: str, text: str) -> None:
-        self._samples.append([step, prompt, text])
+    def add(self, line: Mapping[str, Any]) -> None:
+        if line.get("kind") == "sample":
+            self._samples.append([line["step"], line["prompt"], line["text"]])
+        elif "kind" not in line:
+            try:
+                self._send_samples()
+            finally:  # for a table wandb asks its server, which may fail
+                self._run.log(flat_values(line))
 
     def finish(self, status: int) -> None:
         try:
             self._send_samples()
         finally:
-            self._finish(status)
-
-    def _finish(self, status: int) -> None:
-        try:
-            self._run.finish(exit_code=status)
-        except TimeoutError:
-            self._tell(f"not everything is sent; to send the rest: {self._sync_command()}")
+            try:
+                self._run.finish(exit_code=status)
+            except TimeoutError:
+                self._note(f"not everything is sent; to send the rest: {self._sync_command()}")
 
     def _send_samples(self) -> None:
         if not self._samples:
@@ -81,23 +78,28 @@ class WandbTracker:
         return shlex.join(["wandb", "sync", *online, str(Path(self._run.dir).parent)])
 
 
-def wandb_tracker(config: Config, folder: Path, tell: Tell) -> BackgroundTracker | None:
-    """What `config` and this machine's variables ask for, for rank 0."""
+def flat_values(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The known values of a record by name. Nested ones get names like `time_split/forward`, which wandb and
+    TensorBoard show as groups."""
+    flat: dict[str, Any] = {}
+    for name, value in record.items():
+        if isinstance(value, Mapping):
+            flat |= flat_values(value, f"{prefix}{name}/")
+        elif value is not None:
+            flat[f"{prefix}{name}"] = value
+    return flat
+
+
+def wandb_tracker(config: Config, folder: Path, note: Note) -> Callable[[], WandbTracker | None] | None:
+    """What opens the run at wandb; None where it is not asked for."""
     mode = asked_mode(config.log.wandb, os.environ)
-    if mode is None and not _may_have_key():
-        tell(f"wandb: {NO_KEY}")
+    if mode is None and not (_may_have_key() and is_installed("wandb")):
+        note(NO_PACKAGE if _may_have_key() else NO_KEY)
         return None
-    if mode is None and not is_installed("wandb"):
-        tell("wandb: disabled, a key may be set up but the package is not installed (pip install wandb)")
-        return None
-    if mode == "disabled":
-        return None
-    newest = shlex.quote(str(folder / "wandb" / "latest-run"))
-    late = f"to send the rest: wandb sync --include-online {newest}"
-    return BackgroundTracker("wandb", lambda tell: _open(config, folder, mode, tell), tell, late)
+    return None if mode == "disabled" else partial(_open, config, folder, mode, note)
 
 
-def _open(config: Config, folder: Path, mode: str | None, tell: Tell) -> WandbTracker | None:
+def _open(config: Config, folder: Path, mode: str | None, note: Note) -> WandbTracker | None:
     """The run at wandb, or on disk where it cannot be sent now. `mode` None: only if a key is set up."""
     _prepare_environment(folder)
     import wandb
@@ -113,7 +115,7 @@ def _open(config: Config, folder: Path, mode: str | None, tell: Tell) -> WandbTr
             name=config.log.wandb_name or os.environ.get("WANDB_NAME") or config.run_name,
             config=as_plain(config),
         )
-        return WandbTracker(run, tell)
+        return WandbTracker(run, note)
 
     if mode == "offline":
         return start("offline")
@@ -122,11 +124,11 @@ def _open(config: Config, folder: Path, mode: str | None, tell: Tell) -> WandbTr
         if wandb.login(prompt=False, verify=False):
             return start("online")
         if mode is None:
-            tell(NO_KEY)
+            note(NO_KEY)
             return None
-        tell("no key is set up (wandb login)")
+        note("no key is set up (wandb login)")
     except Exception as error:
-        tell(f"cannot be sent now ({' '.join(str(error).split())[:200]})")
+        note(f"cannot be sent now ({' '.join(str(error).split())[:200]})")
     wandb.teardown()
     return start("offline")
 

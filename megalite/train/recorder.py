@@ -49,10 +49,10 @@ class EvaluationRecord:
 
     step: int
     tokens: int
-    loss: float
-    perplexity: float
-    bits_per_byte: float | None
-    seconds: float
+    val_loss: float
+    val_perplexity: float
+    val_bits_per_byte: float | None
+    eval_time_s: float
 
 
 @dataclass(frozen=True)

@@ -5,25 +5,42 @@ import math
 import os
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from megalite.observe import readable
-from megalite.observe.screens import WIDTH, LogScreen
+from megalite.observe.run_data import RunData
+from megalite.observe.screens import WIDTH
 from megalite.observe.terminal import NAMES_EVERY, Pace, Terminal
-from megalite.observe.views import HeaderView, Summary
 from megalite.train.recorder import EvaluationRecord, StepRecord
 
 STEP = StepRecord(
     step=1, steps=300, tokens=4096, loss=8.3213, lr=1e-5, grad_norm=2.5, tokens_per_s=13421.4,
     mean_tokens_per_s=12000.0, step_time_s=0.3052, training_s=0.34, memory_gib=1.214, data_wait_share=0.0012,
 )  # fmt: skip
-SUMMARY = Summary(
-    step=300, steps=300, tokens=1_228_800, seconds=92.4, tokens_per_s=13421.4, newest_tokens_per_s=14000.0,
-    run_dir="runs/tiny-stdlib-1a2b",
-    train_curve=[(1, 8.3213), (2, 7.5), (300, 4.1234)], validation_curve=[(100, 4.9), (200, 4.2), (300, 4.3)],
-    perplexity=73.7, bits_per_byte=2.31, samples=[("def ", "foo(self):\n    return \x1b[31m1")],
-)  # fmt: skip
+COMMAND = "python pretrain_gpt.py 'data.path=my file.txt' train.steps=300"
+
+
+def a_run(
+    sample: tuple[str, str] = ("def ", "foo(self):\n    return \x1b[31m1"),
+    command: str = COMMAND,
+    folder: str = "runs/tiny-stdlib-1a2b",
+    step: int = 300,
+) -> RunData:
+    run = RunData(Path(folder), {"train.steps": 300})
+    run.add({"time": 1.0, "step": 0, "kind": "start", "command": command})
+    speed = {"mean_tokens_per_s": 13421.4, "tokens_per_s": 14000.0}
+    for at, loss in ((1, 8.3213), (2, 7.5), (step, 4.1234)):
+        run.add({"step": at, "loss": loss, **speed})
+    for at, loss in ((100, 4.9), (200, 4.2), (300, 4.3)):
+        run.add({"step": at, "val_loss": loss, "val_perplexity": 73.7, "val_bits_per_byte": 2.31})
+    run.add({"time": 2.0, "step": step, "kind": "sample", "prompt": sample[0], "text": sample[1]})
+    return run
+
+
+def finish(terminal: Terminal, run: RunData, stopped_by: str | None = None) -> None:
+    terminal.finish(run, tokens=1_228_800, seconds=92.4, stopped_by=stopped_by)
 
 
 class Plain:
@@ -95,7 +112,7 @@ def test_nan_is_shown_as_nan(plain: Plain) -> None:
 
 
 def test_an_evaluation_line(plain: Plain) -> None:
-    plain.terminal.header(HeaderView("tiny on stdlib", [], steps=300))
+    plain.terminal.header("tiny on stdlib", [], first_step=0, steps=300)
     plain.terminal.evaluation(EvaluationRecord(20, 1000, 4.2, math.exp(4.2), 2.3123, 1.23))
     plain.terminal.evaluation(EvaluationRecord(300, 1000, 4.2, math.exp(4.2), None, 1.23))
     assert plain.lines()[-2:] == [
@@ -106,7 +123,7 @@ def test_an_evaluation_line(plain: Plain) -> None:
 
 def test_a_long_header_row_wraps_under_itself_within_the_width(plain: Plain) -> None:
     rows = [("data", "many words " * 30), ("run folder", "runs/" + "x" * 120)]
-    plain.terminal.header(HeaderView("tiny on stdlib", rows, steps=300))
+    plain.terminal.header("tiny on stdlib", rows, first_step=0, steps=300)
     title, *lines, path, blank = plain.lines()
     assert title == "megalite  tiny on stdlib"
     assert lines[0].startswith("  data        many words")
@@ -117,7 +134,7 @@ def test_a_long_header_row_wraps_under_itself_within_the_width(plain: Plain) -> 
 
 
 def test_the_summary_says_what_was_learned_and_how_to_go_on(plain: Plain) -> None:
-    plain.terminal.finish(SUMMARY)
+    finish(plain.terminal, a_run())
     text = plain.stream.getvalue()
     for said in (
         "finished: 300 of 300 steps",
@@ -128,24 +145,18 @@ def test_the_summary_says_what_was_learned_and_how_to_go_on(plain: Plain) -> Non
         "● validation",
         "  | def foo(self):\n  |     return \\x1b[31m1\n",
         "runs/tiny-stdlib-1a2b",
-        "python pretrain_gpt.py train.steps=600",
+        "python pretrain_gpt.py 'data.path=my file.txt' train.steps=600",
     ):
         assert said in text
     assert all(len(line) <= WIDTH for line in plain.lines())
 
 
 def test_a_stopped_run_says_by_what_and_that_the_same_command_continues(plain: Plain) -> None:
-    command = "python pretrain_gpt.py 'data.path=my file.txt' train.steps=300"
-    plain.terminal.finish(replace(SUMMARY, step=120, stopped_by="SIGTERM", command=command))
+    finish(plain.terminal, a_run(step=120), "SIGTERM")
     text = plain.stream.getvalue()
     assert "stopped by SIGTERM after step 120 of 300" in text
-    assert f"{command}   (the same command)" in text
-
-
-def test_training_longer_replaces_the_number_of_steps_and_keeps_quotes(plain: Plain) -> None:
-    command = "python pretrain_gpt.py 'data.path=my file.txt' train.steps=300"
-    plain.terminal.finish(replace(SUMMARY, command=command))
-    assert plain.lines()[-1].endswith("python pretrain_gpt.py 'data.path=my file.txt' train.steps=600")
+    assert f"{COMMAND}   (the same command)" in text
+    assert "foo" not in text
 
 
 def test_every_line_is_flushed_and_a_closed_pipe_ends_no_run() -> None:
@@ -165,9 +176,9 @@ def test_every_line_is_flushed_and_a_closed_pipe_ends_no_run() -> None:
 def test_a_stream_without_unicode_gets_ascii() -> None:
     raw = io.BytesIO()
     terminal = Terminal(io.TextIOWrapper(raw, encoding="ascii"), interactive=False)
-    terminal.finish(SUMMARY)
-    assert b"* training, smoothed   o validation" in raw.getvalue()
-    assert LogScreen(io.StringIO()).plain is False
+    finish(terminal, a_run())
+    assert b"8.3213 -> 4.1234" in raw.getvalue()
+    assert b"?" not in raw.getvalue()
 
 
 def test_a_rank_that_does_not_print_prints_nothing() -> None:
@@ -181,12 +192,12 @@ def run_everything(terminal: Terminal) -> None:
     terminal.preparing(1, 10, 1, 5)
     terminal.preparing(10, 10, 10, 50)
     terminal.preparing(10, 10, 10, 50)
-    terminal.header(HeaderView("tiny on stdlib", [("model", "4 layers")], steps=3))
+    terminal.header("tiny on stdlib", [("model", "4 layers")], first_step=0, steps=3)
     for step in range(1, 4):
         terminal.step(replace(STEP, step=step, steps=3, loss=math.nan if step == 2 else 3.0, bad_steps=step // 2))
     terminal.note("warning: something")
     terminal.evaluation(EvaluationRecord(3, 1000, 4.2, 66.7, None, 1.23))
-    terminal.finish(SUMMARY)
+    finish(terminal, a_run())
     terminal.close()
 
 
@@ -275,10 +286,11 @@ def test_control_characters_reach_the_terminal_by_no_way(interactive: bool, monk
     monkeypatch.setenv("TERM", "xterm-256color")
     stream = io.StringIO()
     terminal = Terminal(stream, interactive=interactive)
-    terminal.header(HeaderView(EVIL, [(EVIL, EVIL)], steps=3))
+    terminal.header(EVIL, [(EVIL, EVIL)], first_step=0, steps=3)
     terminal.note(f"warning: {EVIL}")
     terminal.sample(1, "def ", EVIL)
-    terminal.finish(replace(SUMMARY, run_dir=EVIL, samples=[(EVIL, EVIL)], stopped_by=EVIL, command=EVIL))
+    finish(terminal, a_run((EVIL, EVIL), folder=EVIL))
+    finish(terminal, a_run(folder=EVIL, command=EVIL), EVIL)
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue()) if interactive else stream.getvalue()
     assert "\\x1b]0;owned" in text
     if not interactive:

@@ -1,113 +1,197 @@
-"""Which runs are shown at wandb, what the user is told, and the cost of a server that does not answer."""
+"""Runs at wandb, with the real package: they hold in the end what metrics.jsonl holds, whatever the network does.
+
+One run has three starts, each a process: without a key, with a server that does not answer, and with one that does.
+Then the commands that the first two told their user send the rest. The server is one of this test.
+"""
 
 import json
 import os
+import re
+import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from subprocess import PIPE
+from typing import Any
 
 import pytest
 
 from megalite.config.schema import Config, LogConfig
+from megalite.config.settings import as_plain
 from megalite.observe import wandb as observed
-from megalite.observe.wandb import wandb_tracker
+from megalite.observe.wandb import flat_values, wandb_tracker
 from tests.config.refusal import refusal
-from tests.observe.test_runs import KEY, alone, send_as_told
 from tests.observe.wandb_server import WandbServer
 from tests.train.runs import ROOT
 
+KEY = "local-0123456789abcdef0123456789abcdef0123cafe"
+LINES: list[dict[str, Any]] = [
+    {"step": 1, "loss": 1.0, "mfu": None, "time_split": {"data": 0.5}},
+    {"step": 2, "loss": 0.5},
+    {"step": 2, "kind": "sample", "prompt": "a", "text": "b"},
+    {"step": 2, "kind": "sample", "prompt": "c", "text": "d"},
+    {"step": 2, "kind": "checkpoint", "bytes": 3},
+    {"step": 3, "loss": 0.25},
+]
+RECORDS = [line for line in LINES if "kind" not in line]
 RUN = """
-import sys, time
+import json, sys, time
 from pathlib import Path
 from megalite.config.schema import Config, LogConfig
-from megalite.observe.background import finish_trackers
-from megalite.observe.wandb import wandb_tracker
+from megalite.observe.trackers import open_trackers
 
-tracker = wandb_tracker(Config(log=LogConfig(wandb=sys.argv[2])), Path(sys.argv[1]), print)
+trackers = open_trackers(Config(log=LogConfig(wandb="online")), Path(sys.argv[1]), 0, print)
 begin = time.monotonic()
-for step in (1, 2, 3):
-    tracker.record({"step": step, "loss": 1 / step, "mfu": None, "time_split": {"data": 0.5}})
+for line in json.loads(sys.stdin.readline()):
+    trackers.add(line)
 print("recorded in", time.monotonic() - begin)
-tracker.sample(3, "a", "b")
-tracker.record({"step": 4, "loss": 1 / 4})
 sys.stdin.readline()
-finish_trackers([tracker], 0)
+trackers.finish(0)
 print("finished in", time.monotonic() - begin)
 """
 
 
-def shown(folder: Path, setting: str, variables: Mapping[str, str]) -> list[str]:
-    """What a run of three steps told its user."""
+def alone(home: Path, **variables: str) -> dict[str, str]:
+    """An environment without the settings, keys and caches of whoever runs this test."""
+    empty = {name: "" for name in (*os.environ, "WANDB_MODE") if name.startswith("WANDB_")}
+    return {**empty, "NETRC": str(home / "netrc"), "HOME": str(home), **variables}
+
+
+def started(folder: Path, home: Path, lines: list[dict[str, Any]], **variables: str) -> subprocess.Popen[str]:
     folder.mkdir(exist_ok=True)
-    command = [sys.executable, "-c", RUN, str(folder), setting]
+    environment = {**os.environ, **alone(home, **variables)}
+    command = [sys.executable, "-u", "-c", RUN, str(folder)]
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=PIPE, stdout=PIPE, stderr=PIPE, text=True)
+    assert process.stdin is not None
+    print(json.dumps(lines), file=process.stdin, flush=True)
+    return process
+
+
+def ended(process: subprocess.Popen[str]) -> str:
+    """What it told its user."""
+    said, errors = process.communicate("\n", timeout=90)
+    assert (process.returncode, errors) == (0, "")
+    return said
+
+
+def sync_command(said: str) -> list[str]:
+    """As the user was told."""
+    found = re.search(r"wandb: .*: wandb (sync .+)", said)
+    assert found, said
+    return shlex.split(found[1])
+
+
+def send(command: list[str], server: WandbServer, folder: Path, home: Path) -> None:
+    variables = {**os.environ, **alone(home, WANDB_API_KEY=KEY, WANDB_BASE_URL=server.address)}
+    variables = {name: value for name, value in variables.items() if value or not name.startswith("WANDB_")}
     done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, **variables},
-        input="",
+        [sys.executable, "-m", "wandb", *command],
+        env=variables,
+        cwd=folder,  # wandb writes there
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=60,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    return done.stdout.splitlines()
 
 
-def seconds(said: list[str], what: str) -> float:
-    return next(float(line.split()[-1]) for line in said if line.startswith(what))
+def seconds(said: str, what: str) -> float:
+    return next(float(line.split()[-1]) for line in said.splitlines() if line.startswith(what))
 
 
-def test_an_online_run_is_sent_and_continued(tmp_path: Path) -> None:
+@dataclass(frozen=True)
+class Shown:
+    folder: Path
+    home: Path
+    said: list[str]  # by each start
+    server: WandbServer
+
+    @property
+    def identity(self) -> str:
+        return str(json.loads((self.folder / "wandb.json").read_text())["id"])
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        return self.server.history[self.identity]
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shown]:
+    top = tmp_path_factory.mktemp("shown")
+    folder, home = top / "run", top / "home"
+    home.mkdir()
+    said = [ended(started(folder, home, LINES))]
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        address = f"http://127.0.0.1:{deaf.getsockname()[1]}"
+        process = started(folder, home, LINES, WANDB_API_KEY=KEY, WANDB_BASE_URL=address, WANDB_INIT_TIMEOUT="2")
+        said.append(ended(process))
     with WandbServer() as server:
-        variables = alone(tmp_path, WANDB_API_KEY=KEY, WANDB_BASE_URL=server.address)
-        starts = [shown(tmp_path / "run", "online", variables) for _ in range(2)]
-        identity = json.loads((tmp_path / "run" / "wandb.json").read_text())["id"]
-        for said in starts:
-            assert f"wandb: {server.address}/me/megalite/runs/{identity}" in said
-        assert [line["step"] for line in server.history[identity]] == [1, 2, 3, 3, 4] * 2
-        assert server.history[identity][0]["loss"] == 1
-        assert server.exit_codes[identity] == [0, 0]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"], "wandb writes into the run folder only"
+        said.append(ended(started(folder, home, LINES, WANDB_API_KEY=KEY, WANDB_BASE_URL=server.address)))
+        send([*sync_command(said[0]), *sync_command(said[1])[1:]], server, folder, home)
+        yield Shown(folder, home, said, server)
 
 
-def test_what_was_not_sent_at_the_end_is_sent_by_the_told_command(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
+def test_online_without_a_key_is_written_to_disk_and_asks_nothing(shown: Shown) -> None:
+    assert "wandb: no key is set up (wandb login)\nwandb: offline; to send it later: wandb sync " in shown.said[0]
+
+
+def test_a_server_that_does_not_answer_costs_its_timeout_once(shown: Shown) -> None:
+    assert seconds(shown.said[1], "recorded") < 0.1
+    assert seconds(shown.said[1], "finished") < 15
+    assert shown.said[1].count("cannot be sent now") == 1
+    assert f"wandb sync {shown.folder / 'wandb' / 'offline-run-'}" in shown.said[1]
+
+
+def test_an_online_run_shows_its_address(shown: Shown) -> None:
+    assert f"wandb: {shown.server.address}/me/megalite/runs/{shown.identity}\n" in shown.said[2]
+
+
+def test_all_starts_are_one_run_that_holds_every_record(shown: Shown) -> None:
+    assert list(shown.server.history) == [shown.identity]
+    assert [line["step"] for line in shown.lines] == [1, 2, 2, 3] * 3  # one of them is the table
+    assert shown.server.exit_codes[shown.identity] == [0, 0, 0]
+    sent = [{name: it for name, it in line.items() if name[0] != "_"} for line in shown.lines if "samples" not in line]
+    assert sent == [*map(flat_values, RECORDS)] * 3
+
+
+def test_samples_are_a_table(shown: Shown) -> None:
+    lines = [line for line in shown.lines if "samples" in line]
+    assert [line["step"] for line in lines] == [2, 2, 2]
+    file, *_ = (shown.folder / "wandb").glob(f"*run-*/files/{lines[0]['samples']['path']}")
+    table = json.loads(file.read_text())
+    assert table["columns"] == ["step", "prompt", "text"]
+    assert table["data"] == [[2, "a", "b"], [2, "c", "d"]]
+
+
+def test_wandb_knows_the_settings(shown: Shown) -> None:
+    held = {name: entry["value"] for name, entry in shown.server.config.items() if name != "_wandb"}
+    assert held == as_plain(Config(log=LogConfig(wandb="online")))
+
+
+def test_wandb_writes_into_the_run_folder_only_and_no_file_holds_the_key(shown: Shown) -> None:
+    files = [path for path in shown.folder.rglob("*") if path.is_file()]
+    assert any(path.suffix == ".wandb" for path in files)
+    assert not [path for path in files if KEY.removeprefix("local-").encode() in path.read_bytes()]
+    assert list(shown.home.iterdir()) == []
+
+
+def test_what_was_not_sent_at_the_end_is_sent_by_the_shown_command(tmp_path: Path) -> None:
     with WandbServer() as server:
-        variables = alone(tmp_path, WANDB_API_KEY=KEY, WANDB_BASE_URL=server.address, WANDB_FINISH_TIMEOUT="1")
-        command = [sys.executable, "-c", RUN, str(tmp_path / "run"), "online"]
-        environment = {**os.environ, **variables}
-        with subprocess.Popen(command, cwd=ROOT, env=environment, stdin=PIPE, stdout=PIPE, text=True) as process:
-            server.wait_for_lines(5)
+        variables = {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": server.address, "WANDB_FINISH_TIMEOUT": "1"}
+        with started(tmp_path / "run", tmp_path, RECORDS, **variables) as process:
+            assert process.stdout is not None
+            assert any("/runs/" in line for line in iter(process.stdout.readline, ""))  # it is open
             server.away = True
-            said, _ = process.communicate("\n", timeout=60)
+            said = ended(process)
         assert "wandb: not everything is sent" in said
         server.away = False
-        send_as_told(said, server, tmp_path)
+        send(sync_command(said), server, tmp_path / "run", tmp_path)
         (lines,) = server.history.values()
-    assert [line["step"] for line in lines][-5:] == [1, 2, 3, 3, 4]
-
-
-def test_a_server_that_does_not_answer_costs_its_timeout_once(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = f"http://127.0.0.1:{server.getsockname()[1]}"
-        variables = alone(tmp_path, WANDB_API_KEY=KEY, WANDB_BASE_URL=address, WANDB_INIT_TIMEOUT="2")
-        said = shown(tmp_path / "run", "online", variables)
-    assert seconds(said, "recorded") < 0.1
-    assert seconds(said, "finished") < 15
-    assert any("cannot be sent now" in line for line in said)
-    assert any(f"wandb sync {tmp_path / 'run' / 'wandb' / 'offline-run-'}" in line for line in said)
-
-
-@pytest.mark.parametrize("mode", ["", "disabled"])
-def test_online_without_a_key_is_written_to_disk_and_asks_nothing(mode: str, tmp_path: Path) -> None:
-    said = shown(tmp_path / "run", "online", alone(tmp_path, WANDB_MODE=mode))
-    assert said[1] == "wandb: no key is set up (wandb login)"
-    assert said[2].startswith("wandb: offline; to send it later: wandb sync ")
+    assert [line["step"] for line in lines][-3:] == [1, 2, 3]
 
 
 WITH_KEY = {"WANDB_API_KEY": KEY}
@@ -135,19 +219,19 @@ def test_the_setting_wins_then_the_variable_then_a_key(
 ) -> None:
     for name, value in alone(tmp_path, **variables).items():
         monkeypatch.setenv(name, value)
-    told = list[str]()
-    tracker = wandb_tracker(Config(log=LogConfig(wandb=setting)), tmp_path, told.append)
-    assert (tracker is not None) == is_shown
-    assert told == [] if words is None else words in told[0]
+    notes = list[str]()
+    opener = wandb_tracker(Config(log=LogConfig(wandb=setting)), tmp_path, notes.append)
+    assert (opener is not None) == is_shown
+    assert notes == [] if words is None else words in notes[0]
 
 
-def test_a_key_without_the_package_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_without_the_package_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in alone(tmp_path, **WITH_KEY).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(observed, "is_installed", lambda package: False)
-    told = list[str]()
-    assert wandb_tracker(Config(), tmp_path, told.append) is None
-    assert "pip install wandb" in told[0]
+    notes = list[str]()
+    assert wandb_tracker(Config(), tmp_path, notes.append) is None
+    assert "pip install wandb" in notes[0]
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,8 @@ import gzip
 import json
 import re
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-
-PATIENCE_S = 60.0
 
 
 class WandbServer(ThreadingHTTPServer):
@@ -31,13 +28,6 @@ class WandbServer(ThreadingHTTPServer):
     def __exit__(self, *args: object) -> None:
         self.shutdown()
         super().__exit__(*args)
-
-    def wait_for_lines(self, count: int) -> None:
-        """Until so many were sent of a run."""
-        deadline = time.monotonic() + PATIENCE_S
-        while max(map(len, self.history.values()), default=0) < count:
-            assert time.monotonic() < deadline, f"{self.history} after {PATIENCE_S} s"
-            time.sleep(0.05)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Clients that hang up are nobody's concern."""

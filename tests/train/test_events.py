@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from megalite.errors.problems import UserError
-from megalite.observe.chronicle import EventsFile, MetricsFile, event
-from megalite.observe.report.data import read_run
+from megalite.observe.chronicle import RecordFile
+from megalite.observe.run_data import read_run
 from megalite.train.history import read_events, read_metrics
 from tests.train.runs import write_text
 from tests.train.test_run import config_for, poison, start, stop_after
@@ -20,23 +19,8 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def kinds(run_dir: Path) -> list[tuple[str, int]]:
-    told = ("ranks", "sample")
-    return [(it["kind"], it["step"]) for it in read_events(run_dir / "events.jsonl") if it["kind"] not in told]
-
-
-def test_what_a_killed_run_had_begun_stays_a_line_of_its_own(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
-    path.write_text('{"time": 1.0, "step": 3, "kind": "start"}\n{"time": 2.0, "st')
-    events = EventsFile(tmp_path)
-    events.append(event("resume", 3))
-    assert [(it["kind"], it["step"]) for it in read_events(path)] == [("start", 3), ("resume", 3)]
-    events.close()
-
-
-def test_a_file_that_cannot_be_continued_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "events.jsonl").mkdir()
-    with pytest.raises(UserError, match="move it away"):
-        EventsFile(tmp_path)
+    left_out = ("ranks", "sample")
+    return [(it["kind"], it["step"]) for it in read_events(run_dir / "events.jsonl") if it["kind"] not in left_out]
 
 
 def test_a_run_that_stops_and_goes_on_tells_its_whole_story(
@@ -85,20 +69,29 @@ def test_an_error_of_any_kind_is_in_the_report(text: Path, tmp_path: Path, monke
     assert "RuntimeError: the device fell &lt;off&gt; the bus" in (tmp_path / "run" / "report.html").read_text()
 
 
+class Full:
+    """A file on a full disk."""
+
+    def write(self, text: str) -> None:
+        raise OSError(28, "No space left on device")
+
+
 @pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])
 def test_a_full_disk_costs_lines_and_is_told_once_until_it_has_room_again(
     name: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    kind: type = MetricsFile if name == "metrics.jsonl" else EventsFile
-    append = kind.append
+    append = RecordFile.append
     full = (3, 4, 5, 8)
 
-    def without_room(self: Any, record: dict[str, Any]) -> None:
-        if record["step"] in full:
-            raise OSError(28, "No space left on device")
-        append(self, record)
+    def without_room(self: RecordFile, record: dict[str, Any]) -> None:
+        if record["step"] in full and self.path.name == name:
+            with monkeypatch.context() as patch:
+                patch.setattr(self, "_file", Full())
+                append(self, record)
+        else:
+            append(self, record)
 
-    monkeypatch.setattr(kind, "append", without_room)
+    monkeypatch.setattr(RecordFile, "append", without_room)
     config = config_for(text, tmp_path / "run", log_interval=1, max_bad_steps=100)
     poison(set(range(8, 32)), monkeypatch)  # steps 3 to 8 are events
     assert start(config) == 0
@@ -109,65 +102,29 @@ def test_a_full_disk_costs_lines_and_is_told_once_until_it_has_room_again(
     assert (tmp_path / "run" / "report.html").is_file()
 
 
-class Tracker:
-    """Writes down what it is told."""
+class Trackers:
+    """Keeps what it is given."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[Any, ...]] = []
+        self.lines: list[Any] = []
+        self.ends: list[int] = []
 
-    def record(self, record: Any) -> None:
-        self.told.append(("record", record))
-
-    def sample(self, step: int, prompt: str, text: str) -> None:
-        self.told.append(("sample", step, prompt, text))
+    def add(self, line: Any) -> None:
+        self.lines.append(line)
 
     def finish(self, status: int) -> None:
-        self.told.append(("finish", status))
-
-    def wait(self, seconds: float) -> None:
-        self.told.append(("wait", seconds > 0))
+        self.ends.append(status)
 
 
-def test_a_tracker_is_told_what_is_in_the_files_in_their_order(
+def test_trackers_get_what_is_in_the_files_in_their_order(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tracker = Tracker()
+    trackers = Trackers()
     config = config_for(text, tmp_path / "run", sample_interval=8)
-    monkeypatch.setattr("megalite.observe.trackers.open_trackers", lambda *_: [tracker])
+    monkeypatch.setattr("megalite.observe.trackers.open_trackers", lambda *_: trackers)
     assert start(config) == 0
-    lines = [line for what, line, *_ in tracker.told if what == "record"]
-    assert json.dumps(lines) == json.dumps(read_metrics(tmp_path / "run" / "metrics.jsonl"))
-    samples = [told[1:] for told in tracker.told if told[0] == "sample"]
-    events = [it for it in read_events(tmp_path / "run" / "events.jsonl") if it["kind"] == "sample"]
-    assert samples == [(it["step"], it["prompt"], it["text"]) for it in events]
-    assert [step for step, *_ in samples] == [8, 12]
-    assert tracker.told[-2:] == [("finish", 0), ("wait", True)]
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        {"kind": "straggler", "rank": None, "host": "n1", "times": 1.5},
-        {"kind": "straggler", "rank": 1, "host": "n1", "times": None},
-        {"kind": "sample", "prompt": 3, "text": "x"},
-        {"kind": "checkpoint", "bytes": "many", "seconds": 1.0, "stall_s": 0.0},
-        {"kind": "ranks", "memory_gib": 1.0, "compute_s": []},
-        {"kind": "start", "time": "yesterday"},
-        {"kind": "start", "step": "3"},
-        {"kind": "start", "step": -3},
-        {"kind": "start", "hosts": "n1"},
-        {"kind": "start", "about": [["model", 3]]},
-        {"kind": "start", "overrides": [1]},
-        {"kind": "skipped", "loss_scale": "high"},
-        {"kind": "profile", "parts": {"forward": "long"}},
-        {"kind": "ranks", "memory_gib": ["much"], "compute_s": [1.0]},
-        {"kind": 7},
-    ],
-    ids=str,
-)
-def test_a_damaged_event_is_passed_over_and_named(tmp_path: Path, damage: dict[str, Any]) -> None:
-    lines = [event("stopped", 3), {**event("start", 4), **damage}]
-    (tmp_path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    path, told = tmp_path / "events.jsonl", list[str]()
-    assert [it["kind"] for it in read_events(path, told.append)] == ["stopped"]
-    assert told == [f"{path}: no valid record in line 2; left out"]
+    records, events = ([it for it in trackers.lines if ("kind" in it) == wanted] for wanted in (False, True))
+    assert json.dumps(records) == json.dumps(read_metrics(tmp_path / "run" / "metrics.jsonl"))
+    assert json.dumps(events) == json.dumps(read_events(tmp_path / "run" / "events.jsonl"))
+    assert [it["step"] for it in events if it["kind"] == "sample"] == [8, 12]
+    assert trackers.ends[0] == 0

@@ -8,8 +8,8 @@ import pytest
 
 from megalite.observe import readable
 from megalite.observe.report.comparison import compare
-from megalite.observe.report.data import read_run
 from megalite.observe.report.page import render
+from megalite.observe.run_data import read_run
 from megalite.train import figures
 from megalite.train.figures import Meter
 from megalite.train.history import read_metrics

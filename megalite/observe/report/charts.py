@@ -12,7 +12,7 @@ from typing import NamedTuple
 from megalite.observe import readable
 from megalite.observe.curve import smoothed
 from megalite.observe.report.axes import Axis, axis_of, limits, percent, short
-from megalite.observe.report.series import Bucket
+from megalite.observe.run_data import Bucket
 
 COLOURS = 10  # of report.css
 MOST_COLUMNS = 160
@@ -146,7 +146,7 @@ def share_chart(title: str, parts: Mapping[str, Sequence[Bucket]]) -> Chart | No
         total, below = sum(bucket.y for bucket in buckets) or 1.0, 0.0
         for bucket, points in zip(buckets, stacked, strict=True):
             above = below + bucket.y / total
-            points.append(Bucket(bucket.first, bucket.last, below, above, above, 1))
+            points.append(Bucket(bucket.first, bucket.last, below, above, above))
             below = above
     lines = [Line(name, points, at) for at, (name, points) in enumerate(zip(parts, stacked, strict=True))]
     return line_chart(title, lines, Look(readable.percent, share=True, area=True, width=640.0, height=250.0))

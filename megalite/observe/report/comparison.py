@@ -5,9 +5,8 @@ from dataclasses import replace
 
 from megalite.observe import readable
 from megalite.observe.report.charts import COLOURS, Chart, Line, line_chart
-from megalite.observe.report.data import OVER_TOKENS, RunData
 from megalite.observe.report.page import FIGURES, Figure, environment, layout_of, status_of
-from megalite.observe.report.series import Series
+from megalite.observe.run_data import OVER_TOKENS, RunData, Series
 
 UNREMARKABLE = ("run_dir", "run_name", "resume")
 SIDE_BY_SIDE = 6  # names of more runs than that are cut: their values stand below each other in a tip

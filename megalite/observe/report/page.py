@@ -19,9 +19,8 @@ from megalite.layout.summary import header_lines
 from megalite.observe import readable
 from megalite.observe.report.axes import short
 from megalite.observe.report.charts import COLOURS, Chart, Line, Look, column_chart, line_chart, share_chart
-from megalite.observe.report.data import FIRST, RunData
 from megalite.observe.report.layout_picture import layout_pictures
-from megalite.observe.report.series import Series
+from megalite.observe.run_data import FIRST, RunData, Series
 
 HERE = Path(__file__).parent
 MOST_SHOWN = 12  # steps of which samples are shown
@@ -152,10 +151,9 @@ def _pace(step_time: Series) -> float | None:
     return newest[len(newest) // 2] if newest else None
 
 
-def _samples(run: RunData) -> list[tuple[int, list[tuple[str, str]]]]:
-    """Steps, the newest first, with their prompts and texts."""
-    steps = sorted({step for step, _ in run.samples})
+def _samples(run: RunData) -> list[tuple[int, dict[str, str]]]:
+    """Steps, the newest first, with their texts by prompt."""
+    steps = sorted(run.samples)
     if len(steps) > MOST_SHOWN:
         steps = sorted({steps[round(at * (len(steps) - 1) / (MOST_SHOWN - 1))] for at in range(MOST_SHOWN)})
-    texts = {step: [(prompt, text) for (at, prompt), text in run.samples.items() if at == step] for step in steps}
-    return sorted(texts.items(), reverse=True)
+    return [(step, run.samples[step]) for step in reversed(steps)]

@@ -14,7 +14,7 @@ from megalite.observe.report.axes import FEW, axis_of, limits, percent, short
 from megalite.observe.report.charts import MOST_COLUMNS, Chart, Line, Look, column_chart, line_chart, share_chart
 from megalite.observe.report.layout_picture import Picture, layout_pictures
 from megalite.observe.report.page import environment
-from megalite.observe.report.series import Bucket
+from megalite.observe.run_data import Bucket
 
 FINITE = st.floats(-1e30, 1e30, allow_subnormal=False)
 MACROS = environment().get_template("macros.html").module

@@ -5,9 +5,9 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.observe.report.series import MOST, Series
+from megalite.observe.run_data import MOST_BUCKETS, Series
 
-VALUES = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=3 * MOST)
+VALUES = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=3 * MOST_BUCKETS)
 
 
 @given(VALUES, st.integers(1, 1000))
@@ -15,10 +15,10 @@ def test_least_greatest_and_mean_survive_and_the_length_is_bounded(values: list[
     series = Series()
     for at, value in enumerate(values, 1):
         series.add(at * every, value)
-    assert len(series.buckets) <= MOST
+    assert len(series.buckets) <= MOST_BUCKETS
     assert min(bucket.low for bucket in series.buckets) == min(values)
     assert max(bucket.high for bucket in series.buckets) == max(values)
-    assert sum(bucket.count for bucket in series.buckets) == len(values)
+    assert sum(bucket.size for bucket in series.buckets) == len(values)
     assert math.isclose(sum(bucket.total for bucket in series.buckets), math.fsum(values), rel_tol=1e-9, abs_tol=1e-3)
     assert [bucket.first for bucket in series.buckets] == sorted({bucket.first for bucket in series.buckets})
     assert (series.buckets[0].first, series.buckets[-1].last) == (every, len(values) * every)
@@ -30,7 +30,7 @@ def test_a_single_spike_among_a_hundred_thousand_steps_is_seen() -> None:
         series.add(step, 50.0 if step == 77_777 else 2.0)
     (spike,) = [bucket for bucket in series.buckets if bucket.high == 50.0]
     assert spike.first <= 77_777 <= spike.last
-    assert MOST / 2 <= len(series.buckets) <= MOST
+    assert MOST_BUCKETS / 2 <= len(series.buckets) <= MOST_BUCKETS
 
 
 def test_what_is_not_finite_leaves_no_trace() -> None:

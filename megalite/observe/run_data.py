@@ -1,0 +1,226 @@
+"""Gathers what is shown of one run, line by line: while it trains, or later from the files of its folder.
+
+A line is a record of metrics.jsonl or an event, which has a `kind` (train/history.py). Memory stays bounded for a run
+of any length: figures are thinned, and only the first and the last events are kept.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from math import isfinite
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megalite.checkpoint.resume_rules import flatten
+from megalite.config.inherited import DERIVED
+from megalite.config.user_files import read_yaml, refusing
+from megalite.errors.problems import Problem, UserError
+from megalite.train.history import ENDS, EVENTS, METRICS, read_events, read_metrics
+from megalite.train.recorder import STEP_PARTS
+
+OVER_TOKENS = ("loss", "val_loss")  # are also kept by the number of tokens on their lines
+SUMMED_UP = ("checkpoint", "ranks", "sample")  # all other kinds of events are listed one by one
+FIRST, LAST = 40, 120  # listed events that are kept
+MOST_SAMPLED = 100  # steps of which samples are kept
+MOST_BUCKETS = 360
+
+
+class Bucket(NamedTuple):
+    """The values of steps `first` to `last`."""
+
+    first: float
+    last: float
+    low: float
+    high: float
+    total: float
+    size: int = 1  # number of values
+
+    @property
+    def x(self) -> float:
+        """The step at which the bucket is drawn."""
+        return (self.first + self.last) / 2
+
+    @property
+    def y(self) -> float:
+        """The mean."""
+        return self.total / self.size
+
+
+class Series:
+    """One figure by step or by tokens, which come in ascending order. Values that are not finite are left out.
+
+    Neighbouring steps share a bucket that keeps their least and greatest value, so no peak is lost. All buckets have
+    the same width, a power of two of steps, which doubles when there are too many.
+    """
+
+    def __init__(self) -> None:
+        self.buckets: list[Bucket] = []
+        self._width = 1
+
+    def __bool__(self) -> bool:
+        return bool(self.buckets)
+
+    @property
+    def mean(self) -> float:
+        """The mean of all values, 0 of none."""
+        return sum(bucket.total for bucket in self.buckets) / max(1, sum(bucket.size for bucket in self.buckets))
+
+    def add(self, step: float, value: float) -> None:
+        if not isfinite(value):
+            return
+        self._append(Bucket(step, step, value, value, value))
+        while len(self.buckets) > MOST_BUCKETS:
+            finer, self.buckets, self._width = self.buckets, [], 2 * self._width
+            for bucket in finer:
+                self._append(bucket)
+
+    def _append(self, new: Bucket) -> None:
+        if self.buckets and self.buckets[-1].first // self._width == new.first // self._width:
+            first, _, low, high, total, size = self.buckets.pop()
+            new = Bucket(first, new.last, min(low, new.low), max(high, new.high), total + new.total, size + new.size)
+        self.buckets.append(new)
+
+
+def _series() -> defaultdict[str, Series]:
+    return defaultdict(Series)
+
+
+@dataclass
+class RunData:
+    """One run. `config`: its settings by dotted name; `derived`: those of them that nobody set."""
+
+    folder: Path
+    config: dict[str, Any]
+    derived: set[str] = field(default_factory=set)
+    figures: defaultdict[str, Series] = field(default_factory=_series)  # every number of metrics.jsonl
+    over_tokens: defaultdict[str, Series] = field(default_factory=_series)
+    split: defaultdict[str, Series] = field(default_factory=_series)  # seconds of a step by part
+    tokens_per_step: set[float] = field(default_factory=set)  # the least and the most of any line
+    first: dict[str, Any] = field(default_factory=dict)  # the first value of each figure
+    last: dict[str, Any] = field(default_factory=dict)  # the newest line of a step
+    evaluation: dict[str, Any] = field(default_factory=dict)  # the newest
+    best: tuple[int, float] | None = None  # step and least validation loss
+    evaluation_s: float = 0.0
+    checkpoints: int = 0
+    checkpoint: dict[str, Any] = field(default_factory=dict)  # the newest
+    stall_s: float = 0.0  # of all checkpoints
+    ranks: dict[str, Any] = field(default_factory=dict)  # the newest figures by rank
+    samples: dict[int, dict[str, str]] = field(default_factory=dict)  # texts by step and prompt
+    starts: list[dict[str, Any]] = field(default_factory=list)  # the first and the newest
+    end: dict[str, Any] | None = None  # of the newest start; None: it has not ended, as far as the files say
+    listed: list[dict[str, Any]] = field(default_factory=list)  # events, the oldest and the newest
+    left_out: int = 0  # events between them
+    slow: set[int] = field(default_factory=set)  # ranks that the newest start found slow
+    updated: float = 0.0  # time of the newest event or line
+    damage: list[str] = field(default_factory=list)  # what could not be read of its files, in words
+
+    @property
+    def start(self) -> dict[str, Any]:
+        """The newest start; empty where none was recorded."""
+        return self.starts[-1] if self.starts else {}
+
+    @property
+    def step(self) -> int:
+        return max(int(known.get("step", 0)) for known in (self.last, self.start, self.end or {}))
+
+    @property
+    def steps(self) -> int:
+        """How many steps the run is to do."""
+        return int(self.config.get("train.steps") or 0)
+
+    @property
+    def training_s(self) -> float:
+        """The time of all steps, without evaluations and checkpoints."""
+        return float(self.last.get("training_s") or 0.0)
+
+    @property
+    def mfu(self) -> float | None:
+        """The mean MFU of the whole run; None where the device's peak is unknown."""
+        mfu, newest = self.last.get("mfu"), self.last.get("tokens_per_s")
+        return mfu * self.last["mean_tokens_per_s"] / newest if mfu and newest else None
+
+    @property
+    def memory_gib(self) -> list[float]:
+        """Peak memory by rank; of rank 0 alone where ranks have not gathered theirs yet."""
+        return self.ranks.get("memory_gib") or ([self.last["memory_gib"]] if "memory_gib" in self.last else [])
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Add a record or an event."""
+        if "kind" in line:
+            self._add_event(dict(line))
+        else:
+            self._add_record(dict(line))
+
+    def _add_record(self, line: dict[str, Any]) -> None:
+        step = line["step"]
+        for name, value in line.items():
+            if isinstance(value, int | float):
+                self.first.setdefault(name, value)
+                self.figures[name].add(step, value)
+        if step > 0 and "tokens" in line:
+            for name in line.keys() & {*OVER_TOKENS}:
+                self.over_tokens[name].add(line["tokens"], line[name])
+            paces = {*self.tokens_per_step, line["tokens"] / step}
+            self.tokens_per_step = {min(paces), max(paces)}
+        if "val_loss" in line:
+            self.evaluation = line
+            self.evaluation_s += line.get("eval_time_s") or 0.0
+            if isfinite(line["val_loss"]) and (self.best is None or line["val_loss"] < self.best[1]):
+                self.best = step, line["val_loss"]
+            return
+        self.last, split = line, line.get("time_split") or {}
+        for part in STEP_PARTS if split.keys() >= {*STEP_PARTS} else ():
+            self.split[part].add(step, split[part])
+
+    def _add_event(self, event: dict[str, Any]) -> None:
+        kind, step = event["kind"], event["step"]
+        self.updated = max(self.updated, event.get("time") or 0.0)
+        if kind == "checkpoint":
+            self.checkpoints, self.checkpoint = self.checkpoints + 1, event
+            self.stall_s += event.get("stall_s") or 0.0
+        elif kind == "ranks":
+            self.ranks = event
+        elif kind == "sample":
+            self.samples.setdefault(step, {})[event["prompt"]] = event["text"]
+            if len(self.samples) > MOST_SAMPLED:
+                for gone in sorted(self.samples)[1:-1:2]:
+                    del self.samples[gone]
+        elif kind in ("start", "resume"):
+            self.starts = [*self.starts[:1], event]
+            self.end, self.slow = None, set()
+        elif kind in ENDS:
+            self.end = event
+        elif kind == "straggler":
+            self.slow.add(event["rank"])
+        if kind not in SUMMED_UP:
+            self.listed.append(event)
+            if len(self.listed) > FIRST + LAST:
+                del self.listed[FIRST]
+                self.left_out += 1
+
+
+def gather(folder: Path, config: Mapping[str, Any], lines: Iterable[Mapping[str, Any]]) -> RunData:
+    """The run in `folder`: these lines of metrics, and the events it holds. `config`: nested, as in config.yaml."""
+    settings, derived = {**config}, config.get(DERIVED)
+    settings.pop(DERIVED, None)
+    run = RunData(folder, flatten(settings), derived={*map(str, derived)} if isinstance(derived, list) else set())
+    for line in [*lines, *read_events(folder / EVENTS, run.damage.append)]:
+        run.add(line)
+    return run
+
+
+def read_run(folder: Path) -> RunData:
+    """The run that a folder holds. Raises UserError where it holds none."""
+    metrics, config = folder / METRICS, folder / "config.yaml"
+    if not config.is_file():
+        rule = "it holds no run: there is no config.yaml"
+        raise UserError(Problem("RUN_DIR", str(folder), rule, "the folder of a run: see ls runs"))
+    damage, settings = list[str](), read_yaml(config)
+    with refusing(config):
+        if not isinstance(settings, dict):
+            raise ValueError("holds no settings")
+    run = gather(folder, settings, read_metrics(metrics, damage.append))
+    run.damage = [*damage, *run.damage]
+    if metrics.exists():
+        run.updated = max(run.updated, metrics.stat().st_mtime)
+    return run

@@ -1,0 +1,130 @@
+"""Trackers never make training wait and never end it, whatever happens to them; TensorBoard's event files read back."""
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megalite.observe import trackers as module
+from megalite.observe.trackers import TensorBoardTracker, Trackers
+
+PATIENCE_S = 30.0
+SAMPLE = {"step": 3, "kind": "sample", "prompt": "# a\n* b", "text": " c"}
+
+
+class Collector:
+    """Collects what it is given; fails at steps in `bad`, and waits for `gate` if there is one."""
+
+    def __init__(self, bad: tuple[int, ...] = (), gate: Event | None = None) -> None:
+        self.bad, self.gate = bad, gate
+        self.seen: list[Any] = []
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        if self.gate is not None:
+            self.gate.wait(PATIENCE_S)
+        if line["step"] in self.bad:
+            raise RuntimeError("the network\nis gone")
+        self.seen.append(line)
+
+    def finish(self, status: int) -> None:
+        self.seen.append(f"status {status}")
+
+
+def run(notes: list[str], *lines: dict[str, Any], **openers: Any) -> None:
+    """A run with these trackers and lines."""
+    trackers = Trackers(openers, notes.append, "look there")
+    for line in lines:
+        trackers.add(line)
+    trackers.finish(0)
+
+
+RECORDS = [{"step": step} for step in range(1, 5)]
+
+
+def test_everything_arrives_in_order() -> None:
+    collector, notes = Collector(), list[str]()
+    run(notes, RECORDS[0], SAMPLE, RECORDS[1], x=lambda: collector, y=lambda: None)
+    assert collector.seen == [RECORDS[0], SAMPLE, RECORDS[1], "status 0"]
+    assert notes == []
+
+
+def test_a_tracker_that_fails_is_reported_once_and_goes_on() -> None:
+    collector, notes = Collector(bad=(1, 3)), list[str]()
+    run(notes, *RECORDS, x=lambda: collector)
+    assert collector.seen == [RECORDS[1], RECORDS[3], "status 0"]
+    assert notes == ["x: warning: RuntimeError: the network is gone; the run itself is not affected"]
+
+
+def test_a_tracker_that_cannot_be_opened_costs_one_warning_and_no_other_tracker() -> None:
+    def fail() -> None:
+        raise OSError("no room")
+
+    collector, notes = Collector(), list[str]()
+    run(notes, RECORDS[0], x=fail, y=lambda: collector)
+    assert notes == ["x: warning: OSError: no room; the run itself is not affected"]
+    assert collector.seen == [RECORDS[0], "status 0"]
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_a_tracker_that_hangs_holds_nothing_up_and_still_learns_of_the_end(
+    status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "FINISH_S" if status == 0 else "FAILED_S", 0.2)
+    monkeypatch.setattr(module, "LONGEST_QUEUE", 100)
+    gate, notes = Event(), list[str]()
+    collector = Collector(gate=gate)
+    trackers = Trackers({"x": lambda: collector}, notes.append, "look there")
+    begin = time.monotonic()
+    for step in range(1000):
+        trackers.add({"step": step})
+    trackers.finish(status)
+    trackers.finish(1)
+    assert time.monotonic() - begin < 0.35
+    gate.set()
+    trackers._thread.join(PATIENCE_S)
+    assert collector.seen[-1] == f"status {status}"
+    assert notes == [
+        "trackers: warning: they are too slow, and miss lines; the run itself is not affected",
+        "x: not done at the end of the run; look there",
+    ]
+
+
+def test_a_system_without_threads_costs_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(Thread, "start", refuse)
+    notes = list[str]()
+    run(notes, *RECORDS, x=Collector)
+    assert notes == ["x: warning: RuntimeError: can't start new thread; the run itself is not affected"]
+
+
+def test_nothing_is_opened_before_the_first_record() -> None:
+    opened = list[int]()
+    run([], SAMPLE, x=lambda: opened.append(1))
+    assert opened == []
+
+
+def test_tensorboard_holds_every_number_and_samples_as_they_are(tmp_path: Path) -> None:
+    """A resume replaces the steps after its checkpoint."""
+    for step, loss in ((0, 1.0), (2, 2.0)):
+        tracker = TensorBoardTracker(tmp_path, step)
+        for number in range(step + 1, 5):
+            tracker.add({"step": number, "loss": loss, "mfu": None, "time_split": {"data": 0.5}})
+        tracker.add({"step": 4, "kind": "checkpoint", "bytes": 3})
+        tracker.finish(0)
+    tracker = TensorBoardTracker(tmp_path, 4)
+    tracker.add(SAMPLE)
+    tracker.finish(0)
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    assert [(event.step, event.value) for event in board.Scalars("loss")] == [(1, 1), (2, 1), (3, 2), (4, 2)]
+    assert board.Tags()["scalars"] == ["loss", "time_split/data"]
+    (name,) = board.Tags()["tensors"]
+    (event,) = board.Tensors(name)
+    assert event.step == 3
+    assert event.tensor_proto.string_val == [b"    # a\n    * b c"]
