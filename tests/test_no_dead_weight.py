@@ -103,6 +103,7 @@ CALLED_FROM_OUTSIDE = {
     *("forward", "backward"),  # torch.autograd.Function, nn.Module
     *("readinto", "seekable", "writable"),  # io.RawIOBase
     *("emit", "handleError"),  # logging.Handler
+    "on_broken_pipe",  # rich.console.Console
     "find_class",  # pickle.Unpickler
 }
 USED_ELSEWHERE = {
