@@ -14,7 +14,6 @@ from megalite.errors.problems import NO_VALUE, Problem, UserError, collect
 from megalite.launch.cores import limit_openmp_spinning
 from megalite.launch.environment import ProcessEnvironment, claimed_rank, first_of_node, read_environment
 from megalite.launch.signals import die_with_launcher, ignore_stop_signals
-from megalite.prepare.hub import ask_early
 
 WAIT_FOR_RANK_ZERO_S = 5.0  # torchrun ends all ranks when the first one exits: rank 0 must have printed by then
 
@@ -46,7 +45,6 @@ def main(argv: list[str]) -> int:
         return refuse(UserError(problems), rank)
     die_with_launcher(environment.launcher)  # during the imports, too: ranks without it wait for nobody
     limit_openmp_spinning(os.environ)
-    ask_early(config, environment)
     from torch.distributed.elastic.multiprocessing.errors import record  # torch: from here on it takes seconds
 
     def train() -> int:  # refusals are caught inside record, which would report them as failures

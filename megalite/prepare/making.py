@@ -1,23 +1,29 @@
-"""Makes one token file of each part of the data, and keeps count over all of them.
+"""Makes the token file of one part of the data.
 
 Under a file lock, the part's shards are tokenized into a work folder, one token file each, then joined. Whoever comes
 second finds the work done. Whoever comes after a kill does only the shards that are missing.
 """
 
+import errno
+import fcntl
+import os
 import shutil
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from megalite.data.open import Progress
 from megalite.data.token_file import TokenFile, read_facts, with_suffix
 from megalite.data.tokenizers import TextTokenizer
 from megalite.errors.problems import Problem, UserError
 from megalite.launch.open_files import allow_more_open_files
-from megalite.prepare import pool, token_writer
-from megalite.prepare.cache import locked, make_folder
+from megalite.prepare import pool
 from megalite.prepare.reading import Shard
 from megalite.prepare.sources import Source
+from megalite.prepare.token_writer import join
+
+Counts = tuple[int, ...]  # bytes of text, documents and tokens
+Report = Callable[[dict[Path, Counts]], None]  # of the files that there are of a target
 
 
 @dataclass(frozen=True)
@@ -43,72 +49,89 @@ def is_prepared(prefix: Path) -> bool:
     return with_suffix(prefix, ".idx").exists()
 
 
-def _opened(shard_file: Path) -> TokenFile | None:
-    """The token file of a shard, or None for one of empty documents alone."""
-    return TokenFile.open(shard_file) if with_suffix(shard_file, ".bin").stat().st_size else None
+def make_folder(folder: Path, setting: str) -> Path:
+    """Create `folder`; UserError where it cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".probe-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        rule = f"cannot be written ({error.strerror or error})"
+        raise UserError(Problem(setting, str(folder), rule, f"choose a writable folder ({setting}=PATH)")) from error
+    return folder
 
 
-class Making:
-    """Turns planned shards into token files and reports how far all targets are, from what is there already."""
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock file `path`. The kernel releases it when its holder dies. The file stays: if it were deleted, two
+    processes could hold locks on two files of one name."""
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
-    def __init__(
-        self, targets: list[Target], plans: list[list[Shard]], workers: int, progress: Progress | None
-    ) -> None:
-        self._workers, self._progress = workers, progress
-        self._total = sum(shard.size for plan in plans for shard in plan)
-        self._done: dict[Path, tuple[int, int, int]] = {}  # of a shard, or a whole target: bytes, documents, tokens
-        for target, plan in zip(targets, plans, strict=True):
-            self._count_what_is_there(target, plan)
-        self._report()
 
-    def make(self, target: Target, plan: list[Shard], tokenizer: TextTokenizer) -> None:
-        """Write the token file of one target, unless it is there."""
-        with locked(with_suffix(target.prefix, ".lock")):
-            self._count_what_is_there(target, plan)
-            if is_prepared(target.prefix):
-                self._report()
-            else:
-                self._tokenize_and_join(target, plan, tokenizer)
+def counts_of(target: Target, plan: list[Shard]) -> dict[Path, Counts]:
+    """What is there of a target: the whole, or some of its shards."""
+    sizes = dict(zip(target.shard_files(plan), (shard.size for shard in plan), strict=True))
+    if is_prepared(target.prefix):
+        sizes = {target.prefix: sum(sizes.values())}
+    counts: dict[Path, Counts] = {}
+    for prefix, size in sizes.items():
+        if is_prepared(prefix):
+            with suppress(UserError, FileNotFoundError):  # another process joins and deletes them just now
+                found = _opened(prefix)
+                counts[prefix] = (size, found.documents, len(found.tokens)) if found else (size, 0, 0)
+    return counts
 
-    def _report(self) -> None:
-        if self._progress:
-            size, documents, tokens = [sum(column) for column in zip(*self._done.values(), strict=True)] or [0, 0, 0]
-            self._progress(min(size, self._total) if self._total else size, self._total, documents, tokens)
 
-    def _count_what_is_there(self, target: Target, plan: list[Shard]) -> None:
-        """An earlier or another process may have made the whole target, or some of its shards."""
-        sizes = {file: shard.size for file, shard in zip(target.shard_files(plan), plan, strict=True)}
-        for file in sizes:
-            self._done.pop(file, None)
+def make(
+    target: Target,
+    plan: list[Shard],
+    tokenizer: TextTokenizer,
+    workers: int,
+    report: Callable[[dict[Path, Counts]], None],
+) -> None:
+    """Write the token file of one target, unless it is there. `report` is told of what there is of it."""
+    with locked(with_suffix(target.prefix, ".lock")):
+        report(counts := counts_of(target, plan))
         if is_prepared(target.prefix):
-            sizes = {target.prefix: sum(sizes.values())}
-        for prefix, size in sizes.items():
-            if is_prepared(prefix):
-                with suppress(UserError, FileNotFoundError):  # another process joins and deletes them just now
-                    found = _opened(prefix)
-                    self._done[prefix] = (size, found.documents, len(found.tokens)) if found else (size, 0, 0)
+            return
 
-    def _tokenize_and_join(self, target: Target, plan: list[Shard], tokenizer: TextTokenizer) -> None:
-        make_folder(target.work)
-        tokenizer.save(target.work / "tokenizer")
-        files = target.shard_files(plan)
-        shards = enumerate(zip(plan, files, strict=True))
-        jobs = [(number, shard, file) for number, (shard, file) in shards if not is_prepared(file)]
-
-        def count(number: int, size: int, documents: int, tokens: int) -> None:
-            size = min(size, plan[number].size) if plan[number].size else size
-            self._done[files[number]] = (size, documents, tokens)
-            self._report()
+        def count(file: Path, *so_far: int) -> None:
+            counts[file] = so_far
+            report(counts)
 
         try:
-            pool.tokenize_shards(jobs, tokenizer, target.work / "tokenizer", self._workers, count)
-            with pool.refusing_full_disk(target.prefix.parent):
+            with _refusing_full_disk(target.prefix.parent):
+                tokenizer.save(target.work / "tokenizer")
+                files = target.shard_files(plan)
+                jobs = [job for job in zip(plan, files, strict=True) if not is_prepared(job[1])]
+                pool.tokenize_shards(jobs, tokenizer, target.work / "tokenizer", workers, count)
                 _join(target, files, tokenizer)
         except UserError as error:
             # Text that is refused must be changed, and changed text has another key: nobody would continue this work.
             if target.source.kind == "text" and all(problem.setting != "data.cache_dir" for problem in error.problems):
                 shutil.rmtree(target.work, ignore_errors=True)
             raise
+
+
+@contextmanager
+def _refusing_full_disk(folder: Path) -> Iterator[None]:
+    """A full disk is for the user to mend; anything else stays what it is."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        remedy = "free some space or set data.cache_dir (--output) to another disk; what is already prepared is kept"
+        problem = Problem("data.cache_dir", str(folder), "no space left for the prepared tokens", remedy)
+        raise UserError(problem) from error
+
+
+def _opened(shard_file: Path) -> TokenFile | None:
+    """The token file of a shard; None for one of empty documents alone."""
+    return TokenFile.open(shard_file) if with_suffix(shard_file, ".bin").stat().st_size else None
 
 
 def _join(target: Target, shard_files: list[Path], tokenizer: TextTokenizer) -> None:
@@ -134,6 +157,6 @@ def _join(target: Target, shard_files: list[Path], tokenizer: TextTokenizer) -> 
     for litter in prefix.parent.glob(f".{prefix.name}.*.tmp-*"):
         litter.unlink()  # of a process that was killed while joining: we hold its lock
     tokenizer.save(with_suffix(prefix, ".tokenizer"))
-    token_writer.join(files, prefix, facts)
+    join(files, prefix, facts)
     for leftover in prefix.parent.glob(f"{prefix.name}.partial-*"):
         shutil.rmtree(leftover, ignore_errors=True)

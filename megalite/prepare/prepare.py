@@ -4,9 +4,9 @@ Each part of the data becomes a token file in the cache. Its name is a fingerpri
 tokenizer. Training is given this module as its `Preparation`.
 """
 
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+import os
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import xxhash
@@ -16,23 +16,16 @@ from megalite.config.schema import Config
 from megalite.config.user_files import read_bytes
 from megalite.data.open import FORMAT, Progress, TokenFiles, check_vocabulary, digest, paths_of
 from megalite.data.token_file import Facts, TokenFile
+from megalite.data.tokenizers import TextTokenizer, bpe_tokenizer, byte_tokenizer, char_tokenizer, load_tokenizer
 from megalite.errors.problems import Problem, UserError, collect, collect_all
 from megalite.launch.cores import usable_cores
-from megalite.prepare.cache import cache_folder, make_folder
 from megalite.prepare.hub import TOKENIZER_FILES, tokenizer_folder
-from megalite.prepare.making import Making, Target, is_prepared
-from megalite.prepare.reading import Shard
+from megalite.prepare.making import Counts, Target, counts_of, is_prepared, locked, make, make_folder
+from megalite.prepare.reading import Shard, documents
 from megalite.prepare.sources import Source, not_read, sources_of
-from megalite.prepare.tokenizer import named_tokenizer, obtain_tokenizer
 
-
-@dataclass(frozen=True)
-class TokenizerChoice:
-    """Which tokenizer, before it exists. `identity` names it in fingerprints; trained ones live in `folder`."""
-
-    name: str
-    identity: str
-    folder: Path | None = None
+SAMPLE = 8 << 20  # characters of text that a BPE is trained on
+SAMPLED_SHARDS = 64
 
 
 def prepare(config: Config, progress: Progress | None = None) -> TokenFiles:
@@ -42,8 +35,8 @@ def prepare(config: Config, progress: Progress | None = None) -> TokenFiles:
         built_in = config.tokenizer in BUILT_IN_TOKENIZERS
         return TokenFiles(prefixes, tokenizer=None if built_in else named_tokenizer(config.tokenizer))
     sources = sources_of(config.data)
-    choice, targets = targets_of(config, sources)
-    _make(config, choice, targets, progress, "data.cache_dir")
+    tokenizer_key, targets = targets_of(config, sources)
+    _make(config, tokenizer_key, targets, progress, "data.cache_dir")
     return TokenFiles([target.prefix for target in targets], not_read(sources))
 
 
@@ -53,19 +46,18 @@ def find(config: Config) -> TokenFiles:
         return prepare(config)
     sources = sources_of(config.data)
     _, targets = targets_of(config, sources)
-    for target in targets:
-        if not is_prepared(target.prefix):
-            rule = "is not prepared on this machine, or its files changed since"
-            raise UserError(Problem("data.path", config.data.path, rule, "start again, when nothing writes to it"))
+    if not all(is_prepared(target.prefix) for target in targets):
+        rule = "is not prepared on this machine, or its files changed since"
+        raise UserError(Problem("data.path", config.data.path, rule, "start again, when nothing writes to it"))
     return TokenFiles([target.prefix for target in targets], not_read(sources))
 
 
 def prepare_file(source: Source, config: Config, prefix: Path, progress: Progress | None = None) -> Facts:
     """Make the token file `prefix` of one source, wherever the user wants it; returns what PREFIX.json says. A file
     that is there already must be the same one."""
-    choice, [(_, key)] = _keys(config, [source])
-    target = Target(source, prefix.absolute(), key)
-    _make(config, choice, [target], progress, "--output")
+    tokenizer_key, [cached] = targets_of(config, [source])
+    target = Target(source, prefix.absolute(), cached.key)
+    _make(config, tokenizer_key, [target], progress, "--output")
     facts = TokenFile.open(target.prefix).facts()
     if facts.fingerprint != target.key:
         rule = "there is a token file already, of other text or another tokenizer"
@@ -76,74 +68,111 @@ def prepare_file(source: Source, config: Config, prefix: Path, progress: Progres
 def examine(config: Config) -> None:
     """Refuse text or a tokenizer that is not there or not readable; quick, and nothing is written."""
     if config.data.source != "tokens":
-        sources = sources_of(config.data)
-        choice, _ = _keys(config, sources)
-        _plans(choice, sources)
+        _plans(config, sources_of(config.data))
 
 
-def _make(
-    config: Config, choice: TokenizerChoice, targets: list[Target], progress: Progress | None, setting: str
-) -> None:
-    """Make the targets that are missing; `setting` says where they are to lie."""
-    if all(is_prepared(target.prefix) for target in targets):
-        return
-    plans = _plans(choice, [target.source for target in targets])
-    for folder in {target.prefix.parent for target in targets}:
-        make_folder(folder, setting)
-    making = Making(targets, plans, config.data.workers or usable_cores(), progress)
-    tokenizer = obtain_tokenizer(choice.name, choice.folder, config.data.bpe_vocab_size, plans)
-    check_vocabulary(config, tokenizer.vocab_size)
-    for target, plan in zip(targets, plans, strict=True):
-        making.make(target, plan, tokenizer)
+def targets_of(config: Config, sources: list[Source]) -> tuple[str, list[Target]]:
+    """The tokenizer's fingerprint, and what is made of the sources. Looks at names, sizes and times of text alone."""
+    try:
+        identities = collect_all(Source.identity, sources)
+        tokenizer_key = _tokenizer_key(config, identities)
+    except UserError:
+        _plans(config, sources)  # names all that is wrong
+        raise
+    folder = _cache_folder(config) / "tokens"
+    keys = [digest(FORMAT, identity, tokenizer_key) for identity in identities]
+    named = zip(sources, keys, strict=True)
+    return tokenizer_key, [Target(source, folder / f"{source.label}-{key}", key) for source, key in named]
 
 
-def targets_of(config: Config, sources: list[Source]) -> tuple[TokenizerChoice, list[Target]]:
-    """What is made of the sources. Looks at names, sizes and times of the text alone."""
-    choice, keys = _keys(config, sources)
-    folder = cache_folder(config.data) / "tokens"
-    return choice, [Target(source, folder / f"{source.label}-{key}", key) for source, key in keys]
-
-
-def _keys(config: Config, sources: list[Source]) -> tuple[TokenizerChoice, list[tuple[Source, str]]]:
-    """The chosen tokenizer and the fingerprint of each source with it. Where a source is not there, a tokenizer that is
-    not there either is told with it."""
-    problems: list[Problem] = []
-    identities = collect(lambda: collect_all(Source.identity, sources), problems)
-    if identities is None:
-        collect(lambda: _check_tokenizer(config.tokenizer), problems)
-        raise UserError(problems)
-    choice = _choose_tokenizer(config, identities)
-    keys = [digest(FORMAT, identity, choice.identity) for identity in identities]
-    return choice, list(zip(sources, keys, strict=True))
-
-
-def _choose_tokenizer(config: Config, identities: list[str]) -> TokenizerChoice:
-    """The tokenizer that the config names; bpe and char depend on the data, whose identities are given."""
+def _tokenizer_key(config: Config, identities: list[str]) -> str:
+    """Changes with the tokenizer that the config names; bpe and char depend on the data, whose identities are given."""
     name = config.tokenizer
     if name == "byte":
-        return TokenizerChoice(name, "byte")
+        return name
     if name in BUILT_IN_TOKENIZERS:
-        key = digest(FORMAT, name, identities, config.data.bpe_vocab_size if name == "bpe" else None)
-        return TokenizerChoice(name, key, cache_folder(config.data) / "tokenizers" / f"{name}-{key}")
-    content = []
-    with suppress(UserError):  # one that is not to be had is told of with what is wrong with the text
-        folder = tokenizer_folder(name)
-        paths = {path for pattern in TOKENIZER_FILES for path in folder.glob(pattern) if not path.is_dir()}
-        for path in sorted(paths):
-            content.append((path.name, xxhash.xxh3_128_hexdigest(read_bytes(path, "copy the tokenizer again"))))
-    return TokenizerChoice(name, digest(content))
+        return digest(FORMAT, name, identities, config.data.bpe_vocab_size if name == "bpe" else None)
+    folder = tokenizer_folder(name)
+    paths = {path for pattern in TOKENIZER_FILES for path in folder.glob(pattern) if not path.is_dir()}
+    contents = [(path.name, read_bytes(path, "copy the tokenizer again")) for path in sorted(paths)]
+    return digest([(name, xxhash.xxh3_128_hexdigest(content)) for name, content in contents])
 
 
-def _plans(choice: TokenizerChoice, sources: Sequence[Source]) -> list[list[Shard]]:
-    """The shards of every source, once text and tokenizer are known to be there: all problems, and nothing written."""
+def _plans(config: Config, sources: list[Source]) -> list[list[Shard]]:
+    """The shards of every source; UserError with all that is wrong with text and tokenizer. Writes nothing."""
     problems: list[Problem] = []
     plans = collect(lambda: collect_all(Source.plan, sources), problems)
-    collect(lambda: _check_tokenizer(choice.name), problems)
+    if config.tokenizer not in BUILT_IN_TOKENIZERS:
+        collect(lambda: named_tokenizer(config.tokenizer), problems)
     if problems or plans is None:
         raise UserError(problems)
     return plans
 
 
-def _check_tokenizer(name: str) -> None:
+def _make(config: Config, tokenizer_key: str, targets: list[Target], progress: Progress | None, setting: str) -> None:
+    """Make the targets that are missing; `setting` says where they are to lie."""
+    if all(is_prepared(target.prefix) for target in targets):
+        return
+    plans = _plans(config, [target.source for target in targets])
+    for folder in {target.prefix.parent for target in targets}:
+        make_folder(folder, setting)
+    total = sum(shard.size for plan in plans for shard in plan)
+    done = {target.prefix: counts_of(target, plan) for target, plan in zip(targets, plans, strict=True)}
+
+    def report(prefix: Path, counts: dict[Path, Counts]) -> None:
+        done[prefix] = counts
+        columns = zip((0, 0, 0), *(each for there in done.values() for each in there.values()), strict=True)
+        size, documents, tokens = map(sum, columns)
+        if progress:
+            progress(min(size, total) if total else size, total, documents, tokens)
+
+    report(targets[0].prefix, done[targets[0].prefix])
+    tokenizer = obtain_tokenizer(config, tokenizer_key, plans)
+    check_vocabulary(config, tokenizer.vocab_size)
+    for target, plan in zip(targets, plans, strict=True):
+        make(target, plan, tokenizer, config.data.workers or usable_cores(), partial(report, target.prefix))
+
+
+def _cache_folder(config: Config) -> Path:
+    """The folder of prepared tokens and trained tokenizers."""
+    assert config.data.cache_dir is not None, "derive() fills it in"
+    return Path(config.data.cache_dir)
+
+
+def named_tokenizer(name: str) -> TextTokenizer:
+    """The tokenizer in a folder, or of that name on the hub."""
+    return load_tokenizer(tokenizer_folder(name))
+
+
+def obtain_tokenizer(config: Config, key: str, plans: list[list[Shard]]) -> TextTokenizer:
+    """The tokenizer that the config names; bpe and char are trained on the planned shards and kept in the cache."""
+    name = config.tokenizer
     if name not in BUILT_IN_TOKENIZERS:
-        named_tokenizer(name)
+        return named_tokenizer(name)
+    if name == "byte":
+        return byte_tokenizer()
+    folder = make_folder(_cache_folder(config) / "tokenizers", "data.cache_dir") / f"{name}-{key}"
+    with locked(folder.with_name(folder.name + ".lock")):
+        if not (folder / "tokenizer.json").exists():
+            shards = [shard for plan in plans for shard in plan]
+            if name == "char":
+                trained = char_tokenizer(text for shard in shards for text in documents(shard))
+            else:
+                trained = bpe_tokenizer(sample(shards), config.data.bpe_vocab_size)
+            draft = folder.with_name(f".{folder.name}.tmp-{os.getpid()}")
+            trained.save(draft)
+            draft.replace(folder)
+        return load_tokenizer(folder)
+
+
+def sample(shards: list[Shard], size: int = SAMPLE) -> Iterator[str]:
+    """About `size` characters of text from all over the data, the same on every call."""
+    chosen = shards[:: -(-len(shards) // SAMPLED_SHARDS)]
+    for number, shard in enumerate(chosen):
+        share = size // (len(chosen) - number)
+        for text in documents(shard):
+            yield text[:share]
+            size -= len(text[:share])
+            share -= len(text[:share])
+            if share <= 0:
+                break

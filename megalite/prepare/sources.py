@@ -9,20 +9,19 @@ import os
 import sys
 import sysconfig
 from dataclasses import dataclass, replace
-from itertools import chain, groupby
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from megalite.config.schema import DataConfig
 from megalite.config.user_files import refusing
 from megalite.data.open import digest, paths_of
-from megalite.errors.problems import Problem, UserError, collect_all
-from megalite.prepare import reading
+from megalite.errors.problems import collect_all
 from megalite.prepare.finding import CHECK, PACKED, counted, files_at, kind_of, walk
-from megalite.prepare.reading import Shard
+from megalite.prepare.hub import load_dataset
+from megalite.prepare.reading import Shard, is_json_lines, no_column, opened_parquet, pieces
 
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo"}
-UNPACK = {".bz2": "bunzip2", ".xz": "unxz", ".zip": "unzip"}  # what must be unpacked first, and by what
 UNPACKED = 4  # bytes of text in a byte of a packed file, about
 SHARDS = 1024  # about this many for large inputs ...
 SMALLEST, LARGEST = 1 << 20, 256 << 20  # ... of between so many and so many bytes
@@ -65,32 +64,53 @@ class Source:
         if self.kind == "hf":
             place = Path(self.paths[0])
             return sorted(walk(place)) if place.is_dir() else [place]
-        return [file for found in collect_all(files_at, self.paths) for file in found.files]
+        return [file for files, _ in collect_all(files_at, self.paths) for file in files]
 
     def plan(self) -> list[Shard]:
         """The shards, in order; all problems that show without reading everything, at once."""
         if self.kind == "hf":
             return _hub_shards(self)
-        if self.kind == "stdlib":
-            files = [(str(path), path.stat().st_size) for path in self.files()]
-            return _text_shards(files, shard_size(sum(size for _, size in files)))
-        return _file_shards(self.files(), self.column)
+        whole = collect_all(self._examined, self.files())
+        size = shard_size(sum(shard.size for shard in whole))
+        shards: list[Shard] = []
+        for shard in whole:
+            if shard.kind != "text":
+                shards += _divided(shard, size)
+            elif shards and shards[-1].kind == "text" and shards[-1].size < size:  # neighbouring texts share shards
+                last = shards.pop()
+                shards.append(replace(last, paths=last.paths + shard.paths, size=last.size + shard.size))
+            else:
+                shards.append(shard)
+        return shards
+
+    def _examined(self, path: Path) -> Shard:
+        """A file as one shard: it can be opened, holds something, and begins as its kind does."""
+        kind = "text" if self.kind == "stdlib" else kind_of(path) or "text"
+        with refusing(path, CHECK):
+            size = path.stat().st_size
+            if size == 0 and self.kind != "stdlib":
+                raise ValueError("is empty (0 bytes): remove it from data.path, or fill it")
+        if kind == "json" and is_json_lines(path):
+            kind = "jsonl"
+        size *= UNPACKED if path.suffix.lower() in PACKED else 1
+        shard = Shard(kind, (str(path),), size=size, column=self.column)
+        if self.kind != "stdlib":  # refuse another kind, or a wrong column, before any work
+            next(pieces(shard), None)
+        return shard
 
 
 def sources_of(data: DataConfig) -> list[Source]:
     """The parts of the data that must be tokenized, one per entry of data.path."""
     if data.source == "stdlib":
         return [Source("stdlib")]
-    return [
-        Source(data.source, (path,), data.text_column, data.subset, data.split, data.streaming)
-        for path in paths_of(data)
-    ]
+    choice = data.text_column, data.subset, data.split, data.streaming
+    return [Source(data.source, (path,), *choice) for path in paths_of(data)]
 
 
 def not_read(sources: list[Source]) -> list[str]:
     """What lies beside the files that are read, in words: a line for each entry of data.path that has any."""
     paths = [path for source in sources if source.kind == "text" for path in source.paths]
-    ignored = [(path, files_at(path).ignored) for path in paths]
+    ignored = [(path, files_at(path)[1]) for path in paths]
     return [f"not read in {path}: {counted(names)}" for path, names in ignored if names]
 
 
@@ -101,34 +121,7 @@ def library_files() -> list[Path]:
     for folder, names, members in os.walk(root):
         names[:] = [name for name in names if name not in NOT_LIBRARY]
         files.extend(Path(folder, member) for member in members if member.endswith(".py"))
-    if not files:
-        rule = f"this Python has no source text of its library in {root}"
-        raise UserError(Problem("data", "stdlib", rule, "use a Python with its .py files, or data=text data.path=FILE"))
     return sorted(files, key=lambda path: path.relative_to(root).parts)
-
-
-def _file_shards(files: list[Path], column: str) -> list[Shard]:
-    """Shards of files, in the files' order."""
-    examined = collect_all(lambda path: _examined(path, column), files)
-    size = shard_size(sum(shard.size for shard in examined))
-    shards: list[Shard] = []
-    for is_text, run in groupby(examined, lambda shard: shard.kind == "text"):  # neighbouring texts share shards
-        if is_text:
-            shards += _text_shards([(shard.paths[0], shard.size) for shard in run], size)
-        else:
-            shards += chain.from_iterable(collect_all(lambda shard: _cut(shard, size), run))
-    return shards
-
-
-def _cut(shard: Shard, size: int) -> list[Shard]:
-    """A file as shards of about `size` bytes, where it can be read from the middle."""
-    if shard.kind == "parquet":
-        return _parquet_shards(Path(shard.paths[0]), shard.column, size)
-    if shard.kind != "jsonl" or Path(shard.paths[0]).suffix.lower() in PACKED:
-        return [shard]
-    starts = range(0, shard.size, size)
-    stops = [*starts[1:], shard.size]
-    return [replace(shard, start=at, stop=stop, size=stop - at) for at, stop in zip(starts, stops, strict=True)]
 
 
 def shard_size(total: int) -> int:
@@ -136,84 +129,33 @@ def shard_size(total: int) -> int:
     return min(max(total // SHARDS, SMALLEST), LARGEST)
 
 
-def _examined(path: Path, column: str) -> Shard:
-    """A file as one shard: it can be opened, holds something, and begins as its kind does."""
-    with refusing(path, CHECK):
-        size = path.stat().st_size
-    if size == 0:
-        raise UserError(Problem("data.path", str(path), "is empty (0 bytes)", "remove it from data.path, or fill it"))
-    suffix = path.suffix.lower()
-    if unpack := UNPACK.get(suffix):
-        raise UserError(Problem("data.path", str(path), "is compressed", f"unpack it first: {unpack} {path.name}"))
-    kind = kind_of(path) or "text"
-    if kind == "json" and reading.is_json_lines(path):
-        kind = "jsonl"
-    size *= UNPACKED if suffix in PACKED else 1
-    shard = Shard(kind, (str(path),), stop=sys.maxsize, size=size, column=column)
-    if kind != "parquet":  # refuse another kind, or a wrong column, before any work
-        next(reading.pieces(shard), None)
-    return shard
-
-
-def _text_shards(files: list[tuple[str, int]], size: int) -> list[Shard]:
-    """Whole files (path, bytes), gathered into shards of about `size` bytes."""
+def _divided(whole: Shard, size: int) -> list[Shard]:
+    """A file as shards of about `size` bytes, where it can be read from the middle: lines, or groups of rows."""
+    path = Path(whole.paths[0])
+    if whole.kind == "jsonl" and path.suffix.lower() not in PACKED:
+        cuts = [*range(0, whole.size, size), whole.size]
+        return [replace(whole, start=at, stop=to, size=to - at) for at, to in pairwise(cuts)]
+    if whole.kind != "parquet":
+        return [whole]
     shards: list[Shard] = []
-    gathered: list[str] = []
-    held = 0
-    for number, (path, length) in enumerate(files, 1):
-        gathered.append(path)
-        held += length
-        if held >= size or number == len(files):
-            shards.append(Shard("text", tuple(gathered), size=held))
-            gathered, held = [], 0
+    with opened_parquet(path) as file:
+        start = held = 0
+        for number in range(1, file.num_row_groups + 1):
+            group = file.metadata.row_group(number - 1)
+            columns = [group.column(at) for at in range(group.num_columns)]
+            held += sum(each.total_uncompressed_size for each in columns if each.path_in_schema == whole.column)
+            if held >= size or number == file.num_row_groups:
+                shards.append(replace(whole, start=start, stop=number, size=held))
+                start, held = number, 0
     return shards
-
-
-def _parquet_shards(path: Path, column: str, size: int) -> list[Shard]:
-    """Neighbouring row groups, gathered into shards of about `size` bytes of text."""
-    import pyarrow
-    from pyarrow import parquet
-
-    try:
-        with parquet.ParquetFile(path) as file:
-            schema, metadata = file.schema_arrow, file.metadata
-    except (pyarrow.ArrowException, OSError) as error:
-        rule = f"is not a whole parquet file ({str(error).splitlines()[0]}; {path.stat().st_size:,} bytes)"
-        raise UserError(Problem("data.path", str(path), rule, "copy it again: it is truncated or damaged")) from error
-    names = schema.names
-    if column not in names:
-        raise reading.missing_column(str(path), column, names)
-    at = names.index(column)
-    if not _is_text(schema.types[at]):
-        raise reading.wrong_type(column, str(schema.types[at]), str(path))
-    shards: list[Shard] = []
-    start = held = 0
-    for group in range(metadata.num_row_groups):
-        row_group = metadata.row_group(group)
-        flat = row_group.num_columns == len(names)  # nested columns shift the numbering
-        held += row_group.column(at).total_uncompressed_size if flat else row_group.total_byte_size
-        if held >= size or group + 1 == metadata.num_row_groups:
-            shards.append(Shard("parquet", (str(path),), start, group + 1, held, column))
-            start, held = group + 1, 0
-    return shards
-
-
-def _is_text(kind: Any) -> bool:
-    """Whether a column of this pyarrow type holds texts (or nothing at all)."""
-    from pyarrow import types
-
-    held = kind.value_type if types.is_dictionary(kind) else kind
-    return any(is_a(held) for is_a in (types.is_string, types.is_large_string, types.is_string_view, types.is_null))
 
 
 def _hub_shards(source: Source) -> list[Shard]:
-    from megalite.prepare.hub import load_dataset
-
     name = source.paths[0]
     rows = load_dataset(name, source.subset, source.split, source.streaming)
-    columns = rows.column_names
-    if columns and source.column not in columns:
-        raise reading.missing_column(name, source.column, columns)
+    with refusing(name, "set data.text_column to the one that holds the text"):
+        if rows.column_names and source.column not in rows.column_names:
+            raise ValueError(no_column(source.column, rows.column_names))
     common: dict[str, Any] = {"column": source.column, "subset": source.subset, "split": source.split}
     if source.streaming:
         count = rows.num_shards

@@ -25,19 +25,19 @@ def pipe(scene: Scene) -> None:
 ROWS = [
     Row(48, "a missing file", "data=text data.path=none.txt", ["none.txt", "no such file", "csv or parquet"]),
     Row(49, "an empty file", "data=text data.path=e.txt", ["e.txt", "is empty (0 bytes)"], file("e.txt", b"")),
-    Row(48, "a pipe", "data=text data.path=pipe.txt", ["pipe.txt", "no regular file", "to a file first"], pipe),
+    Row(48, "a pipe", "data=text data.path=pipe.txt", ["pipe.txt", "no regular file", "or a glob"], pipe),
     Row(
         57,
         "a binary file",
         "data=text data.path=b.txt",
-        ["b.txt", "zero byte", "offset 3", "UTF-8"],
+        ["b.txt", "zero byte", "byte 3", "UTF-8"],
         file("b.txt", b"abc\0"),
     ),
     Row(
         57,
         "a binary file that begins as text",
         "data=text data.path=b.txt",
-        ["b.txt", "invalid byte at byte offset 3,000,000"],
+        ["b.txt", "not UTF-8 text (byte 3,000,000)"],
         file("b.txt", b"good text\n" * 300_000 + b"\xff\xfe"),
     ),
     Row(

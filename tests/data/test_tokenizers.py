@@ -21,8 +21,8 @@ from megalite.data.tokenizers import (
     load_tokenizer,
 )
 from megalite.errors.problems import UserError
-from megalite.prepare.reading import cut
-from megalite.prepare.tokenizer import named_tokenizer
+from megalite.prepare.prepare import named_tokenizer
+from megalite.prepare.reading import in_pieces
 
 TEXT = 'def f(x):\n    return {"a": x + 1}  # 1 + 1 = 2\n\n\nprint(f(41))\té 日本\r\n' * 30
 KINDS = ("byte", "char", "bpe")
@@ -118,7 +118,7 @@ def test_cutting_a_long_text_does_not_change_its_bpe_tokens(
         level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.backend.pre_tokenizer = pre_tokenizers.Sequence([split, level])
     monkeypatch.setattr(reading, "PIECE", 20)
-    parts = cut(content)
+    parts = [piece.text or "" for piece in in_pieces([content])]
     assert "".join(parts) == content
     assert len(parts) > 5 or gap == " \n"
     assert np.concatenate(tokenizer.encode_many(parts)).tolist() == tokenizer.encode(content)

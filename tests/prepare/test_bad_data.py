@@ -12,11 +12,15 @@ from megalite.prepare.prepare import prepare
 
 LINES = '{"text": "a"}\n' * 3
 CASES: dict[str, tuple[str, bytes | str, str]] = {
-    "character cut at the end": ("a.txt", "é".encode() * 3_000_000 + b"\xc3", "byte offset 6,000,000"),
-    "json that is no object": ("a.jsonl", LINES + "[1]\n", r"a\.jsonl:4'.*holds list, not an object"),
-    "json without the column": ("a.jsonl", '{"body": "x", "id": 1}\n', "data.text_column='text'.*has: body, id"),
-    "json with a number as text": ("a.jsonl", '{"text": 5}\n', r"holds int, not text.*a\.jsonl:1"),
-    "text that is no parquet": ("a.parquet", "x", "is not a whole parquet file"),
+    "character cut at the end": ("a.txt", "é".encode() * 3_000_000 + b"\xc3", "byte 6,000,000"),
+    "json that is no object": ("a.jsonl", LINES + "[1]\n", r"a\.jsonl: line 4: holds list, not an object"),
+    "json without the column": (
+        "a.jsonl",
+        '{"body": "x", "id": 1}\n',
+        "line 1: there is no column 'text' .data.text_column.; it has: body, id",
+    ),
+    "json with a number as text": ("a.jsonl", '{"text": 5}\n', r"a\.jsonl: line 1: column 'text' holds int, not text"),
+    "text that is no parquet": ("a.parquet", "x", "is no whole parquet file"),
     "validation smaller than one sample": (
         "a.txt",
         "x" * 60,
@@ -42,7 +46,7 @@ def test_a_mistake_found_by_a_worker_process_comes_back_as_one(tmp_path: Path, c
     good = "".join(json.dumps({"text": "word " * 50}) + "\n" for _ in range(10_000))
     (tmp_path / "a.jsonl").write_text(good + "oops\n" + good)
     config.data.path, config.data.workers = str(tmp_path / "a.jsonl"), 2
-    with pytest.raises(UserError, match=r"a\.jsonl:10001'.*is not a line of JSON"):
+    with pytest.raises(UserError, match=r"a\.jsonl: line 10,001: Expecting value"):
         prepare(config)
 
 

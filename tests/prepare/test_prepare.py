@@ -16,9 +16,8 @@ from megalite.data.open import open_data
 from megalite.data.token_file import TokenFile
 from megalite.data.tokenizers import byte_tokenizer, char_tokenizer
 from megalite.prepare import prepare as preparing
-from megalite.prepare.prepare import prepare, prepare_file, targets_of
+from megalite.prepare.prepare import prepare, prepare_file, sample, targets_of
 from megalite.prepare.sources import Source, sources_of
-from megalite.prepare.tokenizer import sample
 
 LINE = "the quick brown fox jumps over the lazy dog; "
 

@@ -13,8 +13,8 @@ import pytest
 from pyarrow import parquet
 
 from megalite.errors.problems import UserError
-from megalite.prepare import reading, sources
-from megalite.prepare.reading import PIECE, Shard, documents, pieces
+from megalite.prepare import sources
+from megalite.prepare.reading import PIECE, Shard, documents, in_pieces, pieces
 from megalite.prepare.sources import Source
 
 
@@ -153,8 +153,8 @@ def test_a_data_set_that_was_saved_to_disk_is_read(tmp_path: Path, streaming: bo
     rows = datasets.Dataset.from_dict({"text": ["one", "two"]})
     datasets.DatasetDict({"train": rows}).save_to_disk(tmp_path / "set")
     assert texts(Source("hf", (str(tmp_path / "set"),), streaming=streaming)) == ["one", "two"]
-    for choice, told in (({"split": "test"}, "no split 'test', but train"), ({"subset": "web"}, "no subsets")):
-        with pytest.raises(UserError, match=told):
+    for choice in ({"split": "test"}, {"subset": "web"}):
+        with pytest.raises(UserError, match="saved with the splits train and no subsets"):
             texts(Source("hf", (str(tmp_path / "set"),), streaming=streaming, **choice))
     rows.save_to_disk(tmp_path / "part")
     assert texts(Source("hf", (str(tmp_path / "part"),), streaming=streaming)) == ["one", "two"]
@@ -167,7 +167,7 @@ def test_one_file_is_a_data_set_of_the_hubs_kind(tmp_path: Path, monkeypatch: py
     source = Source("hf", ("a.parquet",))
     assert [path.absolute() for path in source.files()] == [tmp_path / "a.parquet"]
     assert texts(source) == ["one", "two"]
-    with pytest.raises(UserError, match=r"data\.subset=.web.: .*single file a\.parquet, which has no subsets"):
+    with pytest.raises(UserError, match="'web'"):
         Source("hf", ("a.parquet",), subset="web").plan()
 
 
@@ -182,7 +182,7 @@ def test_pieces_of_a_long_text_join_to_the_text_and_begin_at_line_ends(tmp_path:
     for before, after in itertools.pairwise(found):
         assert (before.text or "")[-1].isalnum()
         assert (after.text or "").startswith("\n")
-    assert "".join(reading.cut(content)) == content
+    assert list(in_pieces([content])) == found
 
 
 def test_a_changed_file_has_another_identity(tmp_path: Path) -> None:
