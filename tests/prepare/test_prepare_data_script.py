@@ -115,7 +115,7 @@ def test_killed_it_continues_and_ends_with_the_same_bytes(
         patch.setattr(
             pool,
             "tokenize_shards",
-            lambda jobs, *rest: (done.extend(job[2].name for job in jobs), tokenize(jobs, *rest)),
+            lambda jobs, *rest: (done.extend(job[1].name for job in jobs), tokenize(jobs, *rest)),
         )
         assert main(*command, work / "out") == 0
     assert len(done) == shards - len(kept)
