@@ -171,7 +171,7 @@ ROWS = [
         ["none/*.txt", "matches no file", "a quoted"],
         {},
     ),
-    Row("48 a folder without text", "data=text data.path=f", ["holds no .txt", "1 .pdf", "quoted glob"], {"f/a.pdf": b"x"}),
+    Row("48 a folder without text", "data=text data.path=f", ["holds no .txt", "1 .pdf", "quoted"], {"f/a.pdf": b"x"}),
     Row("48 a glob of folders", "data=text data.path=f*", ["matches no file, only folders"], {"f/a.txt": "x"}),
     Row("48 a link to nothing", "data=text data.path=f", ["f/a.txt", "a link to nothing"], broken_link),
     Row("48 a packed file", f"{A}.jsonl.bz2", ["a.jsonl.bz2", "not UTF-8"], {"a.jsonl.bz2": bz2.compress(b"x")}),
