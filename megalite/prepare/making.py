@@ -85,13 +85,7 @@ def counts_of(target: Target, plan: list[Shard]) -> dict[Path, Counts]:
     return counts
 
 
-def make(
-    target: Target,
-    plan: list[Shard],
-    tokenizer: TextTokenizer,
-    workers: int,
-    report: Callable[[dict[Path, Counts]], None],
-) -> None:
+def make(target: Target, plan: list[Shard], tokenizer: TextTokenizer, workers: int, report: Report) -> None:
     """Write the token file of one target, unless it is there. `report` is told of what there is of it."""
     with locked(with_suffix(target.prefix, ".lock")):
         report(counts := counts_of(target, plan))
