@@ -21,9 +21,9 @@ from megalite.config.compose import load_config
 from megalite.config.schema import Config, ModelConfig
 from megalite.data.batch import Batch
 from megalite.launch.context import ParallelContext
-from megalite.launch.cores import limit_openmp_spinning
 from megalite.launch.device import DTYPES
 from megalite.launch.environment import read_environment
+from megalite.launch.host import limit_openmp_spinning
 from megalite.model.flops import parameter_count
 from megalite.train.start import start
 from megalite.train.step import LaunchedStep, TrainStep

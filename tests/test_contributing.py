@@ -19,10 +19,11 @@ from megalite.config.settings import SETTINGS
 from megalite.prepare.reading import documents
 from megalite.prepare.sources import Source
 from megalite.pipeline.checker import check
-from megalite.pipeline.schedules import Shape, table
+from megalite.config.schedule_rules import ScheduleRequest
+from megalite.pipeline.schedules import build_schedule
 
 for pp, microbatches in ((1, 3), (2, 3), (4, 8), (8, 4)):
-    assert check(table("eager", Shape(pp, 1, microbatches, pp))) == []
+    assert check(build_schedule(ScheduleRequest("eager", pp, microbatches))) == []
 assert "eager" in SETTINGS["parallel.schedule"].choices
 assert "relu2" in SETTINGS["model.activation"].choices
 Path("mails.mbox").write_text("From a\\nSubject: one\\n\\nfirst\\n\\nFrom b\\n\\nsecond\\n")

@@ -49,7 +49,7 @@ def test_every_room_has_a_floor() -> None:
     [
         "megalite.config.compose",
         "megalite.model.parameters",
-        *(f"megalite.pipeline.{name}" for name in ("checker", "rehearsal", "schedules")),
+        *(f"megalite.pipeline.{name}" for name in ("checker", "schedules")),
         *(f"megalite.optim.{name}" for name in ("memory", "rank_buffers")),
         "megalite.layout.summary",
         *(f"megalite.layout.{name}" for name in ("buffer_layout", "groups", "layout_rules", "ranks", "stages")),

@@ -11,8 +11,8 @@ import time
 
 from megalite.config.schema import Config
 from megalite.errors.problems import NO_VALUE, Problem, UserError, collect
-from megalite.launch.cores import limit_openmp_spinning
 from megalite.launch.environment import ProcessEnvironment, claimed_rank, first_of_node, read_environment
+from megalite.launch.host import limit_openmp_spinning
 from megalite.launch.signals import die_with_launcher, ignore_stop_signals
 
 WAIT_FOR_RANK_ZERO_S = 5.0  # torchrun ends all ranks when the first one exits: rank 0 must have printed by then

@@ -77,8 +77,7 @@ def derive(config: Config, world_size: int = 1) -> Config:
 
 def derive_model(model: ModelConfig, seq_length: int) -> ModelConfig:
     """The model's shape with every size written out, except the vocabulary."""
-    gated = model.activation == "swiglu"
-    ffn = -(-8 * model.hidden_size // (3 * 64)) * 64 if gated else 4 * model.hidden_size
+    ffn = -(-8 * model.hidden_size // (3 * 64)) * 64 if model.gated else 4 * model.hidden_size
     return replace(
         model,
         num_key_value_heads=_or(model.num_key_value_heads, model.num_attention_heads),

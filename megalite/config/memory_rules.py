@@ -24,7 +24,7 @@ def fits_this_machine(config: Config, world_size: int, local_world_size: int) ->
     model, axes, train = derive_model(config.model, config.train.seq_length), config.parallel, config.train
     micro = train.micro_batch_size or 1
     width, inner = model.hidden_size, (model.head_size or 1) * model.num_attention_heads
-    layer = 2 * width * inner + (3 if model.activation == "swiglu" else 2) * width * (model.ffn_hidden_size or 1)
+    layer = 2 * width * inner + (3 if model.gated else 2) * width * (model.ffn_hidden_size or 1)
     table = width * ((model.vocab_size or 1) + (model.max_positions or 0) * (model.position == "learned"))
     weights = (model.num_layers * layer + table) / (axes.tp * axes.pp)
     # In bytes at least: weights and gradients in bf16, 2 + 2; sharded at best over all ranks, masters in fp32, first

@@ -97,6 +97,11 @@ class ModelConfig:
         None, "tokens per chunk of the head and loss; null: by device and vocabulary", at_least=1
     )
 
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP has a gate, a third matrix."""
+        return self.activation == "swiglu"
+
 
 @dataclass
 class ParallelConfig:

@@ -23,7 +23,7 @@ from megalite.data.token_bytes import bytes_of_ids
 from megalite.data.token_file import TokenFile, largest_id, with_suffix
 from megalite.data.tokenizers import TextTokenizer, load_tokenizer
 from megalite.errors.problems import Problem, UserError, collect_all
-from megalite.launch.open_files import allow_more_open_files
+from megalite.launch.host import allow_more_open_files
 
 FORMAT = 1  # part of every fingerprint: a change of what preparation produces renews all caches
 # Bytes done, bytes in all (0: of a stream nobody knows), documents, tokens. The first call says what is there already.

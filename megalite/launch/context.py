@@ -36,8 +36,8 @@ class ParallelContext:
     dtype: torch.dtype = torch.float32
     specs: Mapping[str, GroupSpec] = field(default_factory=lambda: groups_of(ParallelLayout(), 0, GroupNeeds()))
     groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)  # those of more than one rank
-    control_group: dist.ProcessGroup | None = None  # made for this context, as all its groups. None: a world of one
-    store: Store | None = None  # of the rendezvous that made the world; outlives the groups. None: it was there
+    control_group: dist.ProcessGroup | None = None  # torch's world; None: a world of one
+    store: Store | None = None  # where the ranks met; it outlives the groups
 
     @property
     def world_size(self) -> int:
@@ -75,22 +75,33 @@ class ParallelContext:
 
         All ranks call it at the same point, those without problems with an empty list.
         """
-        everyone: dict[Problem, None] = {}
-        for said in self.gather_json([problem_fields(problem) for problem in problems]):
-            everyone.update(dict.fromkeys(Problem(**fields) for fields in said))
-        if everyone:
-            raise UserError(list(everyone))
+        everyone = self.gather_json([*map(problem_fields, problems)])
+        if found := dict.fromkeys(Problem(**fields) for of_rank in everyone for fields in of_rank):
+            raise UserError(list(found))
 
     def broadcast_object(self, value: Any) -> Any:
         """Rank 0's `value` on every rank, carried as JSON. The others' argument is not looked at."""
         if self.control_group is None:
             return json.loads(json.dumps(value))
         payload = json.dumps(value).encode() if self.rank == 0 else b""
-        size = torch.tensor([len(payload)])
+        size = torch.tensor(len(payload))
         dist.broadcast(size, src=0, group=self.control_group)
-        carrier = _to_bytes_tensor(payload, int(size))
+        carrier = _padded(payload, int(size))
         dist.broadcast(carrier, src=0, group=self.control_group)
         return json.loads(carrier.numpy().tobytes())
+
+    def gather_json(self, value: list[Any]) -> list[list[Any]]:
+        """Every rank's list, by rank. Costs one small all-reduce where all lists are empty, the usual case."""
+        if self.control_group is None:
+            return [value]
+        payload = json.dumps(value).encode() if value else b""
+        longest = torch.tensor(len(payload))
+        dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=self.control_group)
+        if not int(longest):
+            return [[] for _ in range(self.world_size)]
+        gathered = [torch.empty(int(longest), dtype=torch.uint8) for _ in range(self.world_size)]
+        dist.all_gather(gathered, _padded(payload, int(longest)), group=self.control_group)
+        return [json.loads(of_rank.numpy().tobytes().strip() or b"[]") for of_rank in gathered]
 
     def barrier(self, *, patient: bool = False) -> None:
         """Return once all ranks have called it.
@@ -111,7 +122,7 @@ class ParallelContext:
                 set_group_timeout(timedelta(seconds=seconds), group)
 
     def close(self, *, failed: bool = False) -> None:
-        """Leave all groups, and the world if this context made it; calling it again does nothing.
+        """Leave all groups; calling it again does nothing.
 
         A rank that `failed` waits for no partner: what NCCL still has under way is aborted, not finished.
         """
@@ -120,34 +131,12 @@ class ParallelContext:
         if failed and self.device.type == "cuda":
             for group in {group for name, group in self.groups.items() if not self.specs[name].on_host}:
                 group.abort()
-        if self.store is not None:
-            dist.destroy_process_group()
-            return
-        for group in {*self.groups.values(), self.control_group}:
-            if group in dist.distributed_c10d._world.pg_map:
-                dist.destroy_process_group(group)
-
-    def gather_json(self, value: list[Any]) -> list[list[Any]]:
-        """Every rank's list, by rank. Costs one small all-reduce where all lists are empty, the usual case."""
-        if self.control_group is None:
-            return [value]
-        payload = json.dumps(value).encode() if value else b""
-        longest = torch.tensor([len(payload)])
-        dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=self.control_group)
-        if not int(longest):
-            return [[] for _ in range(self.world_size)]
-        padded = payload.ljust(int(longest), b" ")  # JSON does not mind trailing blanks
-        gathered = [torch.empty(int(longest), dtype=torch.uint8) for _ in range(self.world_size)]
-        dist.all_gather(gathered, _to_bytes_tensor(padded, int(longest)), group=self.control_group)
-        return [json.loads(said.numpy().tobytes().strip() or b"[]") for said in gathered]
+        dist.destroy_process_group()
 
 
-def _to_bytes_tensor(payload: bytes, size: int) -> torch.Tensor:
-    """A uint8 tensor of `size` that starts with the payload (a receiver has none yet)."""
-    carrier = torch.zeros(size, dtype=torch.uint8)
-    if payload:
-        carrier[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-    return carrier
+def _padded(payload: bytes, size: int) -> torch.Tensor:
+    """JSON as uint8 [size], followed by blanks, which JSON does not mind (a receiver has only these)."""
+    return torch.frombuffer(bytearray(payload.ljust(size)), dtype=torch.uint8)
 
 
 def problem_fields(problem: Problem) -> dict[str, Any]:

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from megalite.errors.problems import Problem, UserError
-from megalite.launch.cores import usable_cores
 from megalite.launch.environment import ProcessEnvironment
+from megalite.launch.host import usable_cores
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -1,9 +1,9 @@
 """Lets the ranks of a job find each other, or tells all of them why they cannot.
 
-They meet at a TCPStore before any process group exists. Each rank leaves what it is (its host, its GPU, its plan, its
+They meet at a store before any process group exists. Each rank leaves what it is (its host, its GPU, its plan, its
 problems). The last one to arrive reads all of that and leaves the verdict: nothing, or the problems that all ranks then
 raise alike. So a missing rank is named, a rank without a GPU stops the others at once, and ranks of different plans do
-not wait for each other's groups. The ranks of a world that exists already meet in its store.
+not wait for each other's groups.
 """
 
 import json
@@ -11,17 +11,16 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore  # torch.distributed exports it, but not to type checkers
 from torch.distributed import DistError
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from megalite.errors.problems import Problem, UserError
 from megalite.launch.context import problem_fields
@@ -41,35 +40,24 @@ class RankInfo:
     gpu: str | None  # unique id of the device, None on the CPU
     gloo_on_loopback: bool
     plan: Mapping[str, str]  # what must be equal on all ranks, by name, unless at its default; empty beside problems
-    problems: list[dict[str, Any]]
+    problems: Sequence[dict[str, Any]]
 
     @classmethod
-    def of(cls, rank: int, device: torch.device, plan: Mapping[str, str], problems: list[Problem]) -> "RankInfo":
+    def of(cls, rank: int, device: torch.device, plan: Mapping[str, str], problems: Sequence[Problem]) -> "RankInfo":
         """Of this process."""
-        return cls(rank, socket.gethostname(), _gpu_id(device), _gloo_on_loopback(), plan, _as_fields(problems))
+        gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+        return cls(rank, socket.gethostname(), gpu, _gloo_on_loopback(), plan, [*map(problem_fields, problems)])
 
 
-def rendezvous(environment: ProcessEnvironment, info: RankInfo, *, timeout_s: float) -> Store:
-    """Wait until all ranks are there; the store where they met. Raises one UserError, alike on all ranks."""
-    deadline = time.monotonic() + timeout_s
-    store = _open_store(environment, deadline)
-    _agree(store, environment, info, deadline)
-    return PrefixStore("groups", store)
+def rendezvous(
+    environment: ProcessEnvironment, info: RankInfo, *, timeout_s: float, store: Store | None = None
+) -> Store:
+    """Wait until all ranks are there; a store for what follows. Raises one UserError, alike on all ranks.
 
-
-def rendezvous_in_world(environment: ProcessEnvironment, info: RankInfo, *, timeout_s: float) -> None:
-    """The same for the ranks of torch's default process group, whatever its backend. All of them must call it.
-
-    They count by that group, not by `environment`.
+    They meet at `store`, by default at MASTER_ADDR:MASTER_PORT.
     """
-    place = replace(environment, rank=dist.get_rank(), world_size=dist.get_world_size())
-    store = PrefixStore("megalite", _get_default_store())
-    times = store.add(f"rendezvous/{place.rank}", 1)  # none finds what was left in the one before
-    _agree(PrefixStore(str(times), store), place, replace(info, rank=place.rank), time.monotonic() + timeout_s)
-
-
-def _agree(store: Store, environment: ProcessEnvironment, info: RankInfo, deadline: float) -> None:
-    """Leave `info`, judge if last, and wait for the verdict."""
+    deadline = time.monotonic() + timeout_s
+    store = store or _open_store(environment, deadline)
     try:
         verdict = _attend(store, environment, info, deadline)
     except DistError as error:
@@ -77,26 +65,34 @@ def _agree(store: Store, environment: ProcessEnvironment, info: RankInfo, deadli
         raise UserError(Problem("RANK", 0, rule, "look for the last words of rank 0", alone=True)) from error
     if verdict:
         raise UserError(verdict)
+    return PrefixStore("groups", store)
 
 
 def _attend(store: Store, environment: ProcessEnvironment, info: RankInfo, deadline: float) -> list[Problem]:
+    """Leave `info`, judge if last, and wait for the verdict."""
     world = range(environment.world_size)
+
+    def judge(problems: Sequence[Problem]) -> None:
+        """The first verdict counts."""
+        store.compare_set("verdict", "", json.dumps([*map(problem_fields, problems)]))
+
     store.add("present", 1)
     refusal = _claim_rank(store, environment, info.host)
     if refusal is not None:
-        store.set("verdict", _to_json([refusal]))
+        judge([refusal])
     else:
         store.set(f"ranks/{info.rank}", json.dumps(asdict(info)))
         if store.add("arrived", 1) == len(world):
-            infos = [RankInfo(**json.loads(text)) for text in store.multi_get([f"ranks/{rank}" for rank in world])]
-            store.set("verdict", _to_json(find_problems(infos)))
+            texts = store.multi_get([f"ranks/{rank}" for rank in world])
+            judge(find_problems([RankInfo(**json.loads(text)) for text in texts]))
     if not _await(lambda: store.check(["verdict"]), deadline):
         missing = [rank for rank in world if not store.check([f"ranks/{rank}"])]
         came = f"{len(world) - len(missing)} of {len(world)} ranks arrived within parallel.startup_timeout_s"
         rule, remedy = f"{came}; missing: {listed(missing)}", "look at the logs of the missing ranks, or start fewer"
-        late = Problem("WORLD_SIZE", len(world), rule, remedy, alone=0 in missing)
-        store.compare_set("verdict", "", _to_json([late]))
+        judge([Problem("WORLD_SIZE", len(world), rule, remedy, alone=0 in missing)])
     verdict = [Problem(**fields) for fields in json.loads(store.get("verdict"))]
+    if refusal and not verdict:  # it comes after the others have been let in
+        verdict = [refusal]
     if verdict:
         store.add("readers", 1)
         if environment.rank == 0:  # the store may live in this process: it stays until the others have read, too
@@ -120,21 +116,21 @@ def _claim_rank(store: Store, environment: ProcessEnvironment, host: str) -> Pro
     return None
 
 
-def _await(condition: Callable[[], bool], deadline: float) -> bool:
+def _await(condition: Callable[[], bool], deadline: float, *, longest_pause: float = 0.5) -> bool:
     """Whether the condition came true in time. Asks often at first, then less: thousands of ranks may be asking."""
     pause = 0.005
     while not condition():
         if time.monotonic() > deadline:
             return False
         time.sleep(pause)
-        pause = min(pause * 1.5, 0.5)
+        pause = min(pause * 1.5, longest_pause)
     return True
 
 
-def find_problems(infos: list[RankInfo]) -> list[Problem]:
+def find_problems(infos: Sequence[RankInfo]) -> list[Problem]:
     """Everything that stands against starting, each once."""
     found = [Problem(**fields) for info in infos for fields in info.problems]
-    found += _differences(infos)
+    found += _differences({info.rank: info.plan for info in infos if info.plan})
     users: dict[tuple[str, str], list[int]] = {}
     for info in infos:
         if info.gpu is not None:
@@ -143,17 +139,16 @@ def find_problems(infos: list[RankInfo]) -> list[Problem]:
         if len(ranks) > 1:
             rule = f"ranks {listed(ranks)} of {host} share one GPU"
             found.append(Problem("device", "cuda", rule, "at most one rank per GPU, or device=cpu"))
-    hosts = {info.host for info in infos}
-    for host in [info.host for info in infos if info.gloo_on_loopback and len(hosts) > 1]:
+    several = len({info.host for info in infos}) > 1
+    for host in (info.host for info in infos if info.gloo_on_loopback and several):
         rule = f"the name of host {host} resolves to its loopback address, which other nodes cannot reach"
         remedy = "GLOO_SOCKET_IFNAME=<network interface>, or correct /etc/hosts"
         found.append(Problem("GLOO_SOCKET_IFNAME", None, rule, remedy))
     return list(dict.fromkeys(found))
 
 
-def _differences(infos: list[RankInfo]) -> Iterator[Problem]:
+def _differences(plans: Mapping[int, Mapping[str, str]]) -> Iterator[Problem]:
     """What the ranks plan differently: they would wait for each other for ever, or train different models."""
-    plans = {info.rank: info.plan for info in infos if info.plan}
     for name in dict.fromkeys(name for plan in plans.values() for name in plan):
         ranks: dict[str, list[int]] = {}
         for rank, plan in plans.items():
@@ -185,9 +180,9 @@ def _open_store(environment: ProcessEnvironment, deadline: float) -> Store:
         connecting = timedelta(seconds=min(left, CONNECT_S))
         size = environment.world_size
         store = _in_time(lambda: TCPStore(host, port, size, serves, connecting, wait_for_workers=False), left)
-        if store is None:
-            raise refused(f"{FOREIGN}: no answer in {left:.0f} s", OTHER_PLACE)
         store.set_timeout(timedelta(seconds=left))
+    except TimeoutError as error:
+        raise refused(f"{FOREIGN}: no answer in {left:.0f} s", OTHER_PLACE) from error
     except OSError as error:
         raise refused(f"cannot be looked up: {error}", "set MASTER_ADDR to the host of rank 0") from error
     except DistError as error:
@@ -199,8 +194,8 @@ def _open_store(environment: ProcessEnvironment, deadline: float) -> Store:
     return PrefixStore(f"megalite/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def _in_time(connect: Callable[[], TCPStore], seconds: float) -> TCPStore | None:
-    """The store, or None: torch waits for a server's first answer without limit. Raises what `connect` raises."""
+def _in_time(connect: Callable[[], TCPStore], seconds: float) -> TCPStore:
+    """What `connect` returns or raises, else TimeoutError: torch waits for a server's first answer without limit."""
     outcome: Future[TCPStore] = Future()
 
     def attempt() -> None:
@@ -210,47 +205,35 @@ def _in_time(connect: Callable[[], TCPStore], seconds: float) -> TCPStore | None
             outcome.set_exception(error)
 
     threading.Thread(target=attempt, daemon=True).start()
-    try:
-        return outcome.result(seconds)
-    except TimeoutError:
-        return None
+    return outcome.result(seconds)
 
 
 def _await_server(host: str, port: int, deadline: float) -> str:
     """Wait until something listens at the port; why it did not, or an empty text. (torch's own client logs C++ traces
     while it retries.)"""
-    last: OSError | None = None
-    while time.monotonic() < deadline:
+    problem = ""
+
+    def listens() -> bool:
+        nonlocal problem
         try:
-            left = max(0.1, deadline - time.monotonic())
-            socket.create_connection((host, port), timeout=min(5, left)).close()
-            return ""
+            socket.create_connection((host, port), timeout=min(5, max(0.1, deadline - time.monotonic()))).close()
+            problem = ""
         except OSError as error:
-            last = error
-            time.sleep(0.05)
-    return str(last)
+            problem = str(error)
+        return not problem
+
+    _await(listens, deadline, longest_pause=0.05)
+    return problem
 
 
-def listed(ranks: list[int]) -> str:
+def listed(ranks: Sequence[int]) -> str:
     """The first few of many ranks, in words."""
     shown = ", ".join(str(rank) for rank in ranks[:8])
     return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"
 
 
-def _named(ranks: list[int]) -> str:
+def _named(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks)}"
-
-
-def _to_json(problems: list[Problem]) -> str:
-    return json.dumps(_as_fields(problems))
-
-
-def _as_fields(problems: list[Problem]) -> list[dict[str, Any]]:
-    return [problem_fields(problem) for problem in problems]
-
-
-def _gpu_id(device: torch.device) -> str | None:
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
 def _gloo_on_loopback() -> bool:

@@ -1,15 +1,27 @@
-"""Starts a rank: it meets the others (rendezvous.py), then all make their process groups (process_groups.py).
+"""Starts a rank: it meets the others (rendezvous.py), then all make their process groups.
 
 A mistake in one rank's environment, device or settings stops all ranks alike, before a process group is made. A single
 process has no process group at all.
+
+All ranks walk the same list of all groups in the same order (layout/groups.py) and name each to torch, members or not:
+torch then counts alike on every rank and gives each group a name of its own. Groups of one rank, and those over which
+nothing travels, are never made. (`new_group(use_local_synchronization=True)` would spare a rank the groups of others,
+0.2 s among 16,384 ranks, but two ranks may then know a group by different names and wait for ever.)
+
+NCCL's communicators are formed here, not by the first collective: `new_group` with `device_id` calls ncclCommInit* at
+once. So a network or a driver that fails does so under the time-out of the start, not in the middle of a step. Such a
+group sends and receives over its own communicator, in the order of all else on it; a lazy one forms another for each
+pair of ranks. That is why each direction of the pipeline has a group of its own.
 """
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,14 +31,14 @@ from megalite.errors.problems import Problem, UserError, collect
 from megalite.launch.context import ParallelContext
 from megalite.launch.device import set_threads
 from megalite.launch.environment import ProcessEnvironment
-from megalite.launch.host_memory import keep_freed_memory
-from megalite.launch.open_files import allow_open_files, files_of
-from megalite.launch.process_groups import NcclOptions, host_backend, make_groups
-from megalite.launch.rendezvous import RankInfo, rendezvous, rendezvous_in_world
-from megalite.layout.groups import GroupNeeds, all_groups, groups_of
+from megalite.launch.host import allow_open_files, files_of, keep_freed_memory
+from megalite.launch.rendezvous import RankInfo, listed, rendezvous
+from megalite.layout.groups import GroupNeeds, GroupSpec, all_groups, groups_of
 from megalite.layout.ranks import ParallelLayout
 
 CODE = Path(__file__).parents[1]  # all of megalite
+
+NcclOptions = Mapping[str, Any]  # attributes of torch's ProcessGroupNCCL.Options, or of its `config`
 
 
 def start(
@@ -40,34 +52,32 @@ def start(
     timeout_s: float,
     needs: GroupNeeds | None = None,
     nccl: Mapping[str, NcclOptions] | None = None,
+    store: Store | None = None,
 ) -> ParallelContext:
-    """This rank's context. Where the process already belongs to a world (of the same size), its groups are made there.
+    """This rank's context. All ranks must call it.
 
-    All ranks must call it. Raises one UserError, alike on all ranks, that holds the problems of all. `layout` is None
-    where a problem says why. `plan` is what must be equal on all ranks, besides their code: values by name. Until
-    `set_timeout` is called, a rank may take `timeout_s` to join the others.
+    Raises one UserError, alike on all ranks, that holds the problems of all. `layout` is None where a problem says why.
+    `plan` is what must be equal on all ranks, besides their code: values by name. The ranks meet at `store`, by default
+    at MASTER_ADDR:MASTER_PORT. Until `set_timeout` is called, a rank may take `timeout_s` to join the others.
     """
-    found = list(problems)
+    found, needs = list(problems), needs or GroupNeeds()
     set_threads(environment)
     if device.type == "cpu":
         keep_freed_memory(os.environ)
-    collect(lambda: _refuse_other_world(environment.rank, environment.world_size), found)
-    store = None
-    if dist.is_initialized() or environment.world_size > 1:
+    if environment.world_size > 1:
         if layout is not None:
-            collect(partial(_allow_connections, layout, environment.rank, needs or GroupNeeds(), device), found)
+            specs = groups_of(layout, environment.rank, needs).values()
+            files = files_of(specs, layout.world_size, on_gpu=device.type == "cuda")
+            collect(partial(allow_open_files, files), found)
         shared = {} if found else {**(plan or {}), "torch": torch.__version__, "megalite": _code()}
         info = RankInfo.of(environment.rank, device, shared, found)
-        if dist.is_initialized():
-            rendezvous_in_world(environment, info, timeout_s=timeout_s)
-        else:
-            store = rendezvous(environment, info, timeout_s=timeout_s)
+        store = rendezvous(environment, info, timeout_s=timeout_s, store=store)
     elif found:
         raise UserError(found)
     assert layout is not None, "a rank with problems has been refused"
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        # torch would warn that messages of a group go in one order; the pipeline counts on it (process_groups.py).
+        # torch would warn that messages of a group go in one order; the pipeline counts on it.
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     return join(layout, environment.rank, device, dtype, store, timeout_s=timeout_s, needs=needs, nccl=nccl)
 
@@ -83,46 +93,62 @@ def join(
     needs: GroupNeeds | None = None,
     nccl: Mapping[str, NcclOptions] | None = None,
 ) -> ParallelContext:
-    """Make the groups of the layout. `store` is where the ranks have met; None: one process, or already initialised.
+    """Make the world, whose ranks meet at `store`, and the groups of the layout.
 
-    The control group is the world that is made here, or a gloo group beside one that was there before, whose time-outs
-    and end are its maker's. With torch's fake backend as the default group, one process becomes any rank of any layout.
-    Raises a UserError, on this rank alone, where the world is another one; `start` has settled that with all ranks.
+    Where torch's fake backend is the world already, one process becomes any rank of any layout.
     """
     needs = needs or GroupNeeds()
     specs = groups_of(layout, rank, needs)
-    _refuse_other_world(rank, layout.world_size)
     if layout.world_size == 1:
         return ParallelContext(layout, rank, device, dtype, specs)
     timeout = timedelta(seconds=timeout_s)
-    if dist.is_initialized():
-        store = None
-        control = dist.new_group(timeout=timeout, backend=host_backend(), group_desc="control")
-    else:
-        assert store is not None
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=layout.world_size, timeout=timeout)
-        control = dist.group.WORLD
-    assert control is not None
-    groups = make_groups(all_groups(layout, needs), rank, device, timeout, nccl or {})
-    return ParallelContext(layout, rank, device, dtype, specs, groups, control, store)
-
-
-def _allow_connections(layout: ParallelLayout, rank: int, needs: GroupNeeds, device: torch.device) -> None:
-    specs = groups_of(layout, rank, needs).values()
-    allow_open_files(files_of(specs, layout.world_size, on_gpu=device.type == "cuda"))
-
-
-def _refuse_other_world(rank: int, world_size: int) -> None:
-    """A process that belongs to a world already cannot be another rank, or one of another number."""
     if not dist.is_initialized():
-        return
-    remedy = "leave it first (torch.distributed.destroy_process_group), or start with its rank and size"
-    if dist.get_world_size() != world_size:
-        rule = f"this process belongs to a process group of {dist.get_world_size()} already"
-        raise UserError(Problem("WORLD_SIZE", world_size, rule, remedy))
-    if dist.get_rank() != rank:
-        rule = f"this process is rank {dist.get_rank()} of a process group already"
-        raise UserError(Problem("RANK", rank, rule, remedy))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=layout.world_size, timeout=timeout)
+    groups = make_groups(all_groups(layout, needs), rank, device, timeout, nccl or {})
+    return ParallelContext(layout, rank, device, dtype, specs, groups, dist.group.WORLD, store)
+
+
+def make_groups(
+    specs: Iterable[GroupSpec],
+    rank: int,
+    device: torch.device,
+    timeout: timedelta,
+    nccl: Mapping[str, NcclOptions],
+) -> dict[str, dist.ProcessGroup]:
+    """The communicators of the groups that `rank` belongs to, by name. Every rank of the world must call it.
+
+    `nccl` holds options by `GroupSpec.options`; groups with different options do not share a communicator.
+    """
+    made: dict[tuple[Any, ...], Any] = {}
+    groups = {}
+    for spec in (spec for spec in specs if spec.communicates):
+        on_gpu = device.type == "cuda" and not spec.on_host
+        options = nccl.get(spec.options, {}) if on_gpu else {}
+        key = (spec.traffic, spec.ranks, tuple(sorted(options.items())))
+        if key not in made:
+            made[key] = dist.new_group(
+                list(spec.ranks),
+                timeout=timeout,
+                backend="nccl" if on_gpu else dist.get_backend(),
+                pg_options=_torch_options(options, timeout) if options else None,
+                group_desc=spec.name,
+                device_id=device if on_gpu else None,
+            )
+        if rank in spec.ranks:
+            groups[spec.name] = made[key]
+    return groups
+
+
+def _torch_options(options: NcclOptions, timeout: timedelta) -> Any:
+    """A new object for each group: `new_group` writes the group's name and members into it.
+
+    NCCL's environment variables (`NCCL_MAX_CTAS`, `NCCL_NET`, ...) win over it.
+    """
+    wanted = dist.ProcessGroupNCCL.Options()
+    wanted._timeout = timeout  # torch warns where it differs from new_group's
+    for key, value in options.items():
+        setattr(wanted if key == "is_high_priority_stream" else wanted.config, key, value)
+    return wanted
 
 
 def _code() -> str:
@@ -131,3 +157,17 @@ def _code() -> str:
     for path in sorted(CODE.rglob("*.py")):
         content.update(path.relative_to(CODE).as_posix().encode() + b"\0" + path.read_bytes())
     return f"code with fingerprint {content.hexdigest()[:12]}"
+
+
+def slow_tensor_parallelism(groups: Sequence[Sequence[int]], hosts: Sequence[str]) -> str | None:
+    """A warning where tensor-parallel `groups` of ranks cross machines, else None; rank r runs on hosts[r]."""
+    across = [group for group in groups if len({hosts[rank] for rank in group}) > 1]
+    if not across:
+        return None
+    places = " and ".join(sorted({hosts[rank] for rank in across[0]}))
+    return (
+        f"warning: {len(across)} of {len(groups)} tensor-parallel groups cross machines (ranks {listed(across[0])} "
+        f"on {places}): each layer waits for the network between them, several times slower than links inside a "
+        f"machine. Keep parallel.tp at {min(Counter(hosts).values())} or less, a divisor of the ranks of a machine, "
+        "and tp first in parallel.order."
+    )

@@ -24,9 +24,8 @@ from megalite.kernels.dropout import DropoutKey, hash_dropout
 from megalite.kernels.rotate import rotate
 from megalite.model.norm import RMSNorm
 from megalite.model.parameters import GROUPS
-from megalite.model.placement import Placement
 from megalite.model.recompute import checkpoint_without_output
-from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megalite.tensor_parallel.layers import ColumnParallelLinear, Placement, RowParallelLinear
 
 FASTEST_FIRST = [  # on Hopper cuDNN runs at 1.7 to 2.3 times flash, torch's own first choice
     SDPBackend.CUDNN_ATTENTION,
@@ -73,13 +72,12 @@ class Attention(nn.Module):
         self.dropout = config.attention_dropout
         self.recompute = recompute  # backward computes all between the two projections again
         self.device = place.device
-        self.qkv = ColumnParallelLinear(
-            (groups, heads // groups + 2, d), config.hidden_size, GROUPS, bias=config.bias, **place.of_layers
-        )
+        outputs = (groups, heads // groups + 2, d)
+        self.qkv = ColumnParallelLinear(outputs, config.hidden_size, GROUPS, place, bias=config.bias)
         self.group_shape = self.qkv.local_outputs
-        self.query_norm = RMSNorm(d, config.norm_eps, place.dtype, place.device) if config.qk_norm else None
-        self.key_norm = RMSNorm(d, config.norm_eps, place.dtype, place.device) if config.qk_norm else None
-        self.out = RowParallelLinear(config.hidden_size, heads * d, bias=config.bias, **place.of_layers)
+        self.query_norm = RMSNorm(d, config.norm_eps, place) if config.qk_norm else None
+        self.key_norm = RMSNorm(d, config.norm_eps, place) if config.qk_norm else None
+        self.out = RowParallelLinear(config.hidden_size, heads * d, place, bias=config.bias)
 
     def forward(self, x: Tensor, inputs: AttentionInputs, dropped: DropoutKey | None = None) -> Tensor:
         """[s, b, h] -> [s, b, h], with sequence parallelism [s/t, b, h] -> [s/t, b, h]. `dropped`: of probabilities."""

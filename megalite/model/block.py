@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from megalite.config.schema import ModelConfig
 from megalite.kernels.dropout import DropoutKey, hash_dropout
 from megalite.model.attention import Attention, AttentionInputs
-from megalite.model.mlp import build_mlp
+from megalite.model.mlp import MLP
 from megalite.model.norm import build_norm
-from megalite.model.placement import Placement
 from megalite.model.recompute import checkpoint_without_output
+from megalite.tensor_parallel.layers import Placement
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,10 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, place: Placement, recompute: Collection[str] = ()) -> None:
         super().__init__()
-        self.attention_norm = build_norm(config, place.dtype, place.device)
+        self.attention_norm = build_norm(config, place)
         self.attention = Attention(config, place, recompute="attention" in recompute)
-        self.mlp_norm = build_norm(config, place.dtype, place.device)
-        self.mlp = build_mlp(config, place, recompute="activation" in recompute)
+        self.mlp_norm = build_norm(config, place)
+        self.mlp = MLP(config, place, recompute="activation" in recompute)
         self.dropout = config.dropout
         self.recompute_norms = "norm" in recompute
 

@@ -1,13 +1,11 @@
 """Word and learned position embeddings."""
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.config.schema import ModelConfig
 from megalite.model.parameters import padded_vocabulary
-from megalite.model.placement import Placement
-from megalite.tensor_parallel.layers import VocabParallelEmbedding
+from megalite.tensor_parallel.layers import Placement, VocabParallelEmbedding
 
 
 class Table(nn.Module):
@@ -15,7 +13,7 @@ class Table(nn.Module):
 
     def __init__(self, rows: int, width: int, place: Placement) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(rows, width, dtype=place.dtype, device=place.device))
+        self.weight = place.parameter(rows, width)
 
 
 class Embedding(nn.Module):
@@ -23,8 +21,8 @@ class Embedding(nn.Module):
 
     def __init__(self, config: ModelConfig, place: Placement, *, positions: bool) -> None:
         super().__init__()
-        self.word = VocabParallelEmbedding(padded_vocabulary(config), config.hidden_size, **place.of_layers)
-        self.sequence = place.tp if place.sequence_parallel else None
+        self.word = VocabParallelEmbedding(padded_vocabulary(config), config.hidden_size, place)
+        self.sequence = place.sequence
         if positions:
             assert config.max_positions is not None
             self.position = Table(config.max_positions, config.hidden_size, place)

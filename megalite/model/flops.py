@@ -6,32 +6,27 @@ whatever is computed a second time count nothing, so that a recomputing run does
 """
 
 import re
+from dataclasses import replace
 
 from megalite.config.schema import ModelConfig
+from megalite.model.parameters import gpt_parameters
 
 
 def parameter_count(config: ModelConfig) -> int:
-    """Parameters of the model, the padding of the vocabulary not counted."""
-    hidden, layers = config.hidden_size, config.num_layers
-    embeddings = _filled(config.vocab_size) * hidden * (1 if config.tie_embeddings else 2)
-    positions = _filled(config.max_positions) * hidden if config.position == "learned" else 0
-    norm = hidden * (2 if config.norm == "layernorm" and config.bias else 1)
-    block = _matrices_per_block(config) + 2 * norm
-    if config.bias:
-        block += _biases_per_block(config)
-    if config.qk_norm:
-        block += 2 * _filled(config.head_size)
-    return embeddings + positions + layers * block + norm
+    """Parameters of the model, the padding of the vocabulary not counted. `config` is resolved."""
+    return sum(record.numel for record in gpt_parameters(replace(config, vocab_multiple=1)))
 
 
 def matmul_parameters(config: ModelConfig) -> int:
     """Weights that multiply activations: the matrices of all blocks and the head, tied or not, once."""
-    return config.num_layers * _matrices_per_block(config) + _filled(config.vocab_size) * config.hidden_size
+    records = gpt_parameters(replace(config, vocab_multiple=1, tie_embeddings=False))
+    return sum(record.numel for record in records if record.decay and not record.name.startswith("embedding."))
 
 
 def flops_per_token(config: ModelConfig, seq_length: int, *, causal: bool) -> float:
     """Model FLOPs per trained token. `causal` counts only the half of the attention matrix that a causal model uses."""
-    attention = 12 * config.num_layers * config.num_attention_heads * _filled(config.head_size) * seq_length
+    assert config.head_size is not None, "only a derived config has all sizes: see config/derive.py"
+    attention = 12 * config.num_layers * config.num_attention_heads * config.head_size * seq_length
     return 6 * matmul_parameters(config) + attention * (0.5 if causal else 1.0)
 
 
@@ -78,23 +73,3 @@ def peak_flops(device_name: str, dtype_name: str) -> float | None:
         if re.search(pattern, device_name, re.IGNORECASE):
             return peaks.get(dtype_name, peaks.get("bfloat16") if dtype_name == "float16" else None)
     return None
-
-
-def _matrices_per_block(config: ModelConfig) -> int:
-    """Query, key, value and output projections, and the two (gated: three) matrices of the MLP."""
-    hidden, head_size = config.hidden_size, _filled(config.head_size)
-    query, key_value = config.num_attention_heads * head_size, _filled(config.num_key_value_heads) * head_size
-    attention = hidden * (query + 2 * key_value) + query * hidden
-    return attention + hidden * _filled(config.ffn_hidden_size) * (3 if config.activation == "swiglu" else 2)
-
-
-def _biases_per_block(config: ModelConfig) -> int:
-    """One per output of each linear."""
-    heads = config.num_attention_heads + 2 * _filled(config.num_key_value_heads)
-    inner = _filled(config.ffn_hidden_size) * (2 if config.activation == "swiglu" else 1)
-    return heads * _filled(config.head_size) + config.hidden_size + inner + config.hidden_size
-
-
-def _filled(value: int | None) -> int:
-    assert value is not None, "only a derived config has all sizes: see config/derive.py"
-    return value

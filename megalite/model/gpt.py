@@ -22,15 +22,14 @@ from megalite.kernels.pieces import statistics_dtype
 from megalite.layout.stages import StageLayers
 from megalite.model.attention import AttentionInputs, attention_backends, document_mask
 from megalite.model.block import Block, BlockInputs
-from megalite.model.embedding import Embedding, Table
+from megalite.model.embedding import Embedding
 from megalite.model.loss import linear_cross_entropy
 from megalite.model.norm import build_norm
 from megalite.model.parameters import padded_vocabulary, vocabulary_rows
-from megalite.model.placement import Placement
 from megalite.model.rotary import rotary_frequencies, rotary_tables
 from megalite.tensor_parallel.collectives import TensorGroup
 from megalite.tensor_parallel.deferred import DeferredWork
-from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megalite.tensor_parallel.layers import ColumnParallelLinear, Placement, RowParallelLinear, VocabParallelEmbedding
 from megalite.tensor_parallel.linear import linear
 from megalite.tensor_parallel.mappings import gather_from_sequence_parallel, gather_from_tensor_parallel
 
@@ -43,7 +42,7 @@ class GPT(nn.Module):
     """
 
     embedding: Embedding
-    head: Table
+    head: VocabParallelEmbedding  # only its weight is used, as the matrix of the logits
     frequencies: Tensor  # [head_size / 2], with rotary positions
 
     def __init__(
@@ -73,10 +72,9 @@ class GPT(nn.Module):
             self.embedding = Embedding(model, place, positions=positions)
         self.blocks = nn.ModuleDict({str(layer): Block(model, place, modules) for layer in layers})
         if self.has_loss:
-            self.final_norm = build_norm(model, dtype, device)
+            self.final_norm = build_norm(model, place)
             if not model.tie_embeddings:
-                rows = vocabulary_rows(model, tp.size, tp.index) if tp else padded_vocabulary(model)
-                self.head = Table(rows, model.hidden_size, place)
+                self.head = VocabParallelEmbedding(padded_vocabulary(model), model.hidden_size, place)
         streams: list[tuple[int | str, ...]] = [(layer, part) for layer in layers for part in ("attention", "mlp")]
         streams += [("embedding",)] if self.embeds else []
         self.dropout_streams = DropoutStreams(config.seed, streams, device)
@@ -84,7 +82,6 @@ class GPT(nn.Module):
         if model.position == "rope":
             frequencies = rotary_frequencies(model).to(device, statistics_dtype(dtype))
             self.register_buffer("frequencies", frequencies, persistent=False)
-        self._main_grads: dict[str, Tensor] = {}
         self.before_use: Callable[[str], None] = lambda part: None  # called before parameters of a part are read
         self.deferred = DeferredWork()  # weight gradients of linear layers, of a backward that it collects
         if self.compiled:
@@ -100,16 +97,13 @@ class GPT(nn.Module):
     @property
     def main_grad_parameters(self) -> list[str]:
         """Parameters whose gradient backward can add straight into a buffer: all matrices and the word embedding."""
-        return [name for name, _ in self.named_parameters() if name == "head.weight" or self._main_grad_owner(name)]
+        return [name for name, _ in self.named_parameters() if self._main_grad_owner(name) is not None]
 
     def set_main_grads(self, main_grads: Mapping[str, Tensor]) -> None:
         """From now on add gradients of these parameters to the given fp32 (fp64) tensors of their shape."""
         assert set(main_grads) <= set(self.main_grad_parameters), main_grads.keys()
-        self._main_grads = dict(main_grads)
-        for name, main_grad in main_grads.items():
-            if (owner := self._main_grad_owner(name)) is not None:
-                # [outputs, inputs], as the product that is added to it
-                owner.main_grad = main_grad.view(-1, main_grad.shape[-1])
+        for name, main_grad in main_grads.items():  # [outputs, inputs], as the product that is added to it
+            self._main_grad_owner(name).main_grad = main_grad.view(-1, main_grad.shape[-1])
 
     def _main_grad_owner(self, name: str) -> Any:
         """The layer that fills the main gradient of the parameter called `name`, if one does."""
@@ -119,8 +113,7 @@ class GPT(nn.Module):
     def activation_shape(self, batch: Batch) -> tuple[int, int, int]:
         """Of what stages send each other for the microbatch: [s, b, h], with sequence parallelism [s/t, b, h]."""
         b, s = batch.tokens.shape
-        ranks = self.place.tp.size if self.place.tp is not None and self.place.sequence_parallel else 1
-        return s // ranks, b, self.config.hidden_size
+        return s // (1 if self.place.sequence is None else self.place.sequence.size), b, self.config.hidden_size
 
     def forward(self, batch: Batch, received: Tensor | None = None) -> Tensor:
         """What the next stage receives or, of a part that has the loss, the hidden states: [s, b, h] (or [s/t, b, h]).
@@ -144,16 +137,16 @@ class GPT(nn.Module):
         Label smoothing and z-loss are part of it while training.
         """
         hidden: Tensor = self(batch, received)
-        name, weight = self._head_weight()  # now: its values may have been on their way until here
+        head = self._head()  # now: its values may have been on their way until here
         return linear_cross_entropy(
             hidden.flatten(0, 1),  # [s * b, h] or [s/t * b, h]
-            weight,
+            head.weight,
             batch.labels.t().flatten(),
             batch.loss_mask.t().flatten(),
             scale,
             vocab_size=self._vocab_size,
             chunk_tokens=self.config.loss_chunk_tokens,
-            main_grad=self._main_grads.get(name),
+            main_grad=head.main_grad,
             group=self.place.tp,
             padded_vocab=padded_vocabulary(self.config),
             sequence_parallel=self.place.sequence_parallel,
@@ -164,7 +157,7 @@ class GPT(nn.Module):
 
     def head_logits(self, hidden: Tensor) -> Tensor:
         """Logits of final hidden states, the same on all ranks of a model: [..., h] -> [..., vocab_size]."""
-        weight, tp = self._head_weight()[1], self.place.tp
+        weight, tp = self._head().weight, self.place.tp
         if tp is None:
             return linear(hidden, weight[: self._vocab_size])
         rows = [vocabulary_rows(self.config, tp.size, index) for index in range(tp.size)]
@@ -194,7 +187,7 @@ class GPT(nn.Module):
         if not (self.training and (self.config.dropout or self.config.embedding_dropout)):
             return {}
         length, b, _ = self.activation_shape(batch)
-        part = self.place.tp.index if self.place.tp is not None and self.place.sequence_parallel else 0
+        part = 0 if self.place.sequence is None else self.place.sequence.index
         positions = torch.arange(length, device=self.device) + part * length  # in the sample
         samples = batch.first_sample + torch.arange(b, device=self.device)
         keys = self.dropout_streams.keys(samples, positions, self.config.hidden_size)
@@ -238,11 +231,10 @@ class GPT(nn.Module):
             out: Tensor = block(x, inputs)
         return out
 
-    def _head_weight(self) -> tuple[str, Tensor]:
-        """Name and weight [padded vocabulary, h] of the head."""
-        part = "embedding.word" if self.config.tie_embeddings else "head"
-        self.before_use(part.partition(".")[0])
-        return f"{part}.weight", self.get_parameter(f"{part}.weight")
+    def _head(self) -> VocabParallelEmbedding:
+        """What holds the head's weight [rows of the padded vocabulary, h]: tied, the word embedding."""
+        self.before_use("embedding" if self.config.tie_embeddings else "head")
+        return self.embedding.word if self.config.tie_embeddings else self.head
 
     @property
     def _vocab_size(self) -> int:

@@ -31,6 +31,12 @@ def vocabulary_rows(config: ModelConfig, size: int, index: int) -> int:
     return shard_of((padded_vocabulary(config),), ROWS, size, index).shape[0]
 
 
+def inner_projection(config: ModelConfig) -> tuple[str, tuple[int, ...]]:
+    """Name and outputs of the MLP's first projection."""
+    assert config.ffn_hidden_size is not None
+    return ("gate_up", (2, config.ffn_hidden_size)) if config.gated else ("up", (config.ffn_hidden_size,))
+
+
 def gpt_parameters(config: ModelConfig, *, sequence_parallel: bool = False) -> list[ParameterRecord]:
     """All parameters of the model in the order in which activations meet them. `config` is resolved (no None left).
 
@@ -93,14 +99,12 @@ def _attention(name: str, config: ModelConfig, on_sequence: Groups) -> Iterator[
 
 
 def _mlp(name: str, config: ModelConfig, on_sequence: Groups) -> Iterator[ParameterRecord]:
-    hidden, ffn = config.hidden_size, config.ffn_hidden_size
-    assert ffn is not None
-    first, width = ("gate_up", (2, ffn)) if config.activation == "swiglu" else ("up", (ffn,))
+    hidden, (inner, width) = config.hidden_size, inner_projection(config)
     columns = Split(len(width) - 1)
-    yield _weight(f"{name}.{first}.weight", (*width, hidden), config.init_std, columns)
+    yield _weight(f"{name}.{inner}.weight", (*width, hidden), config.init_std, columns)
     if config.bias:
-        yield _zeros(f"{name}.{first}.bias", width, split=columns)
-    yield _weight(f"{name}.down.weight", (hidden, ffn), _residual_std(config), Split(1))
+        yield _zeros(f"{name}.{inner}.bias", width, split=columns)
+    yield _weight(f"{name}.down.weight", (hidden, width[-1]), _residual_std(config), Split(1))
     if config.bias:
         yield _zeros(f"{name}.down.bias", (hidden,), partial_over=on_sequence)
 

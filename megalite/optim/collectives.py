@@ -3,7 +3,7 @@
 Whoever syncs gradients or gathers parameters sees three functions and no backend. Each starts a transfer and returns at
 once; `wait` ends it. What holds on all backends: the result depends on the ranks' numbers alone, never on timing; ranks
 that receive the same part receive the same bits; what travels is what `bytes_sent` says. Beside the tensor a transfer
-takes at most STAGING_BYTES on gloo, and on NCCL one copy in `comm_dtype`, if that is another dtype.
+takes one copy in `comm_dtype`, if that is another dtype; on gloo at most STAGING_BYTES, but for an all-reduce.
 
 What callers owe: the ranks of a group start the same transfers in the same order, and wait for sums in the same order
 (for gathers in any); other collectives of the group may come in between, at the same place on all ranks. Nobody touches
@@ -230,22 +230,7 @@ class _SumEverywhere:
     def wait(self) -> None:
         self._sum.wait()
         del self._sum  # what it took beside the tensor is free for what follows
-        if self._comm_dtype == self._tensor.dtype:
-            _Gather(self._tensor.tensor_split(self._group.size()), self._group).wait()
-        else:
-            self._gather_rounded()
-
-    def _gather_rounded(self) -> None:
-        """What travels lies at the end of the tensor's own memory, of which only the own sum still counts.
-
-        No element there ends before the one of the same number in the tensor does. So copying to there from the last
-        to the first, and back from the first to the last, piece by piece, overwrites nothing still to be copied.
-        """
-        carried = self._tensor.view(self._comm_dtype)[-self._tensor.numel() :]
-        own, mine = (whole.tensor_split(self._group.size())[self._group.rank()] for whole in (self._tensor, carried))
-        piece = CHUNK_BYTES // self._tensor.itemsize
-        for start in reversed(range(0, own.numel(), piece)):
-            mine[start : start + piece] = own[start : start + piece].to(self._comm_dtype)
+        carried = self._tensor.to(self._comm_dtype)
         _Gather(carried.tensor_split(self._group.size()), self._group).wait()
-        for start in range(0, carried.numel(), piece):
-            self._tensor[start : start + piece] = carried[start : start + piece].clone()
+        if carried is not self._tensor:
+            self._tensor.copy_(carried)

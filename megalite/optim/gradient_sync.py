@@ -6,7 +6,7 @@ started during backward starts at its end. Inside an instance the sum is scatter
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -17,8 +17,7 @@ from megalite.layout.buffer_layout import Kind
 from megalite.optim.buffers import TrainingBuffers
 from megalite.optim.collectives import Pending, start_all_reduce, start_reduce_scatter
 from megalite.optim.sharing import Sharing
-
-Later = Callable[[Callable[[], None]], None]  # does what it is given, now or in its turn
+from megalite.tensor_parallel.deferred import Later
 
 
 class GradientSync:

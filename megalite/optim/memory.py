@@ -7,15 +7,14 @@ what travels come on top. The sums are those of Megatron-LM's distributed optimi
 second copy; here fp16 sums in fp32, 6 + 12/d.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from megalite.layout.buffer_layout import BufferLayout
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
 
-@dataclass(frozen=True)
-class StateBytes:
+class StateBytes(NamedTuple):
     """Bytes of what training keeps: of one element of each kind, or of all that one rank holds."""
 
     parameters: int
@@ -25,7 +24,7 @@ class StateBytes:
 
     @property
     def total(self) -> int:
-        return self.parameters + self.gradients + self.masters + self.moments
+        return sum(self)
 
 
 def bytes_of_element(
@@ -46,7 +45,7 @@ def bytes_of_rank(
     layout: BufferLayout, precision: str, *, gradient_dtype: str = "fp32", moment_dtype: str = "fp32"
 ) -> StateBytes:
     """What one rank keeps, padding included; the same for all ranks that exchange the layout's buckets."""
-    held = StateBytes(0, 0, 0, 0)
+    rows = []
     for bucket in layout.buckets:
         element = bytes_of_element(
             precision,
@@ -54,11 +53,6 @@ def bytes_of_rank(
             moment_dtype=moment_dtype,
             master_precision=bucket.buffer.precision == "master",
         )
-        size = bucket.stop - bucket.start
-        held = StateBytes(
-            held.parameters + size * element.parameters,
-            held.gradients + size * element.gradients,
-            held.masters + bucket.slice_size * element.masters,
-            held.moments + bucket.slice_size * element.moments,
-        )
-    return held
+        counts = [bucket.stop - bucket.start] * 2 + [bucket.slice_size] * 2
+        rows.append([count * size for count, size in zip(counts, element, strict=True)])
+    return StateBytes(*map(sum, zip(*rows, strict=True)))

@@ -9,13 +9,16 @@ vocabulary, which may be cut unevenly and are tied, have buckets of their own.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megalite.launch.context import ParallelContext
-from megalite.layout.buffer_layout import box_ranges
+from megalite.layout.buffer_layout import BufferSlot, box_ranges
+from megalite.layout.parameters import Group, ShardBox
 from megalite.optim.buffers import TrainingBuffers, ranges_of
 
 
@@ -35,13 +38,17 @@ class PartialGradients:
 
 
 def partial_gradients(buffers: TrainingBuffers, context: ParallelContext) -> list[PartialGradients]:
-    """What is summed over tp, over the ranks that hold the same key-value heads, and over the ends of a pipeline."""
-    partial = box_ranges(buffers.owned, lambda slot, _: "tp" in slot.record.partial_over)
-    shared = box_ranges(buffers.owned, lambda slot, box: slot.record.split is not None and box.replicas > 1)
-    tied = box_ranges(buffers.owned, lambda slot, _: "embedding" in slot.record.partial_over)
+    """What is summed over tp, over the ends of a pipeline, and over the ranks that hold the same key-value heads."""
+    owned = buffers.owned
+    ranges = {name: box_ranges(owned, partial(_is_partial, name)) for name in get_args(Group)}
+    ranges["kv-replicas"] = box_ranges(owned, lambda slot, box: slot.record.split is not None and box.replicas > 1)
     found = []
-    for ranges, axes in ((partial, "tp"), (shared, "kv-replicas"), (tied, "embedding")):
-        parts, group = ranges_of(buffers.gradients, ranges), context.group(axes)
-        if parts and group is not None:
-            found.append(PartialGradients(parts, group))
+    for name, of_group in ranges.items():
+        if parts := ranges_of(buffers.gradients, of_group):
+            group = context.group(name)  # asserts that something travels over it
+            found += [PartialGradients(parts, group)] if group is not None else []
     return found
+
+
+def _is_partial(group: Group, slot: BufferSlot, box: ShardBox) -> bool:
+    return group in slot.record.partial_over

@@ -41,7 +41,7 @@ def parse_action(cell: str) -> Action:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A table of actions. The checker tells whether it can be performed.
+    """The actions of all ranks. The checker tells whether they can be performed.
 
     `ranks`: the actions of each pipeline rank, in order. `most_in_flight`: for each rank, how many activations of one
     chunk for one microbatch it may hold between their forward and their backward(-input) pass. `most_together`: how
@@ -52,9 +52,9 @@ class Schedule:
     vpp: int
     microbatches: int
     ranks: tuple[tuple[Action, ...], ...]
-    forward_only: bool = False
     most_in_flight: tuple[int, ...] | None = None
     most_together: tuple[int, ...] | None = None
+    forward_only: bool = False
 
     @cached_property
     def pp(self) -> int:
@@ -89,7 +89,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Flaw:
-    """Why a table cannot be performed: on `rank`, at `position` of its actions (None: nowhere in particular)."""
+    """Why a schedule cannot be performed: on `rank`, at `position` of its actions (None: nowhere in particular)."""
 
     rank: int
     position: int | None

@@ -1,18 +1,16 @@
-"""Proves that a table of actions can be performed, or says where and why not.
+"""Proves that a schedule can be performed, or says where and why not.
 
-A table is sound where each chunk takes each microbatch forward and backward exactly once and in their order (so that
-gradients are summed in one order), no rank holds more activations than the schedule allows, no actions wait for each
-other, and all transfers come to their end in the exact order in which an executor posts them, even if every send waits
-for its receive. The cost is linear in the number of actions. No torch import.
+A schedule is sound where each chunk takes each microbatch forward and backward exactly once and in their order (so that
+gradients are summed in one order), no rank holds more activations than the schedule allows, and no actions wait for
+each other. The transfers of a sound schedule come to their end, even if every send waits for its receive: transfers.py
+says why. The cost is linear in the number of actions. No torch import.
 """
 
 from collections.abc import Mapping
 from typing import Literal
 
 from megalite.pipeline.actions import Action, ActionKind, Flaw, Schedule
-from megalite.pipeline.rehearsal import Communicator, one_for_each_direction, rehearse
-from megalite.pipeline.simulator import CircleError, equal_durations
-from megalite.pipeline.transfers import programs
+from megalite.pipeline.simulator import CircleError, equal_durations, simulate
 
 Pass = Literal["forward", "backward", "weight"]  # what every microbatch needs once from every chunk
 PASSES: dict[ActionKind, tuple[Pass, ...]] = {
@@ -25,17 +23,16 @@ BEFORE: dict[Pass, Pass] = {"backward": "forward", "weight": "backward"}
 LETTER: dict[Pass, str] = {"forward": "F", "backward": "B", "weight": "W"}
 
 
-def check(schedule: Schedule, communicator: Communicator = one_for_each_direction) -> list[Flaw]:
-    """What is wrong with the table: the first flaw of each rank; where each rank by itself is right, all ranks that
-    never end. `communicator` says which transfers share one."""
+def check(schedule: Schedule) -> list[Flaw]:
+    """What is wrong with the schedule: the first flaw of each rank; where each rank by itself is right, all ranks that
+    never end."""
     flaws = [flaw for rank in range(schedule.pp) if (flaw := _first_flaw(schedule, rank)) is not None]
-    if flaws:
-        return flaws
-    try:
-        performed = programs(schedule)
-    except CircleError as error:
-        return error.flaws
-    return rehearse(schedule, performed, equal_durations(schedule), communicator=communicator)[1]
+    if not flaws:
+        try:
+            simulate(schedule, equal_durations(schedule))
+        except CircleError as error:
+            return error.flaws
+    return flaws
 
 
 def _first_flaw(schedule: Schedule, rank: int) -> Flaw | None:

@@ -1,15 +1,16 @@
-"""Performs the table of any schedule on one pipeline rank: computes its actions, exchanges tensors as its records say.
+"""Performs any schedule on one pipeline rank: computes its actions, exchanges tensors as its instructions say.
 
-The records (transfers.py) hold all decisions; here is only how each is done. Activations travel on one communicator and
-gradients on another, so that the two directions between neighbours never wait for each other, also where both
-neighbours are the same rank (pp = 2). An output is let go once it is sent: backward starts from its edge in the graph,
-which needs no values. A single rank is a pipeline without transfers.
+The instructions (transfers.py) hold all decisions; here is only how each is done. Activations travel on one
+communicator and gradients on another, so that the two directions between neighbours never wait for each other, also
+where both neighbours are the same rank (pp = 2). An output is let go once it is sent: backward starts from its edge in
+the graph, which needs no values. A single rank is a pipeline without transfers.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cache
 from time import perf_counter
 from typing import Literal
 
@@ -22,12 +23,12 @@ from megalite.data.batch import Batch
 from megalite.model.gpt import GPT
 from megalite.pipeline.actions import Action, Schedule
 from megalite.pipeline.simulator import Span
-from megalite.pipeline.transfers import Direction, Program, Record, Transfer, Wait, programs
+from megalite.pipeline.transfers import Direction, Instruction, Transfer, Wait, instructions
+from megalite.tensor_parallel.deferred import Later
 
-TableOf = Callable[[int], Schedule]  # the table for so many microbatches
-StepPart = Literal["forward", "backward", "communication"]
-Switch = Callable[[StepPart], object]  # called when another part of a step begins
-Later = Callable[[Callable[[], None]], None]  # does what it is given: now, or after the work that has been put off
+ScheduleOf = Callable[[int], Schedule]  # the schedule of so many microbatches
+Phase = Literal["forward", "backward", "communication"]  # of a step
+Switch = Callable[[Phase], object]  # called when another part begins
 LastGradients = Callable[[int, Later], None]  # called before the backward that brings a chunk's last gradients
 LastChunk = Callable[[GPT, Batch, Tensor | None], Tensor]  # what the chunk with the loss computes for a microbatch
 
@@ -49,7 +50,7 @@ class Links:
 
     def open(self, device: torch.device) -> None:
         """Sends one number over every link, in one order on all ranks: NCCL connects a pair of ranks when they first
-        speak, and its host waits for that, which no order of records allows for."""
+        speak, and its host waits for that, which no order of instructions allows for."""
         token = torch.zeros(1, device=device)
         for direction, group in self.groups.items():
             for sender in range(group.size()):
@@ -67,31 +68,36 @@ class Executor:
         self,
         chunks: Sequence[GPT],
         links: Links,
-        table: TableOf,
-        evaluation_table: TableOf,
+        training: ScheduleOf,
+        evaluation: ScheduleOf,
         expect_last_gradients: LastGradients,
         switch: Switch = lambda part: None,
     ) -> None:
         self.chunks, self.links, self._switch = chunks, links, switch
         self.expect_last_gradients = expect_last_gradients
-        self._tables = {"training": table, "evaluation": evaluation_table}
-        self._plans: dict[tuple[str, int], tuple[Schedule, Program]] = {}
         self._recorded: list[Span] | None = None
+
+        @cache
+        def plan(for_training: bool, microbatches: int) -> tuple[Schedule, tuple[Instruction, ...]]:
+            schedule = (training if for_training else evaluation)(microbatches)
+            return schedule, instructions(schedule)[links.rank]
+
+        self._plan = plan
         links.open(chunks[0].device)
 
     def train(self, batches: Sequence[Batch], scale: Tensor) -> Tensor:
         """Forward and backward of all microbatches. The sum of their losses (`GPT.loss`), 0 where the loss is not."""
-        return sum(self._run("training", batches, _loss(scale)), start=torch.zeros_like(scale))
+        return sum(self._run(batches, _loss(scale), training=True), start=torch.zeros_like(scale))
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch], scale: Tensor) -> Tensor:
         """Forward alone; the sum of the losses as in `train`."""
-        return sum(self._run("evaluation", batches, _loss(scale)), start=torch.zeros_like(scale))
+        return sum(self._run(batches, _loss(scale)), start=torch.zeros_like(scale))
 
     @torch.no_grad()
     def hidden(self, batch: Batch) -> Tensor | None:
         """The final hidden states of a microbatch (`GPT.forward`), where the pipeline ends; None elsewhere."""
-        found = self._run("evaluation", [batch], lambda chunk, batch, received: chunk(batch, received))
+        found = self._run([batch], lambda chunk, batch, received: chunk(batch, received))
         return found[0] if found else None
 
     @contextmanager
@@ -103,34 +109,27 @@ class Executor:
         finally:
             self._recorded = None
 
-    def _run(self, table: str, batches: Sequence[Batch], last_chunk: LastChunk) -> list[Tensor]:
-        schedule, program = self._plan(table, len(batches))
+    def _run(self, batches: Sequence[Batch], last_chunk: LastChunk, *, training: bool = False) -> list[Tensor]:
+        schedule, todo = self._plan(training, len(batches))
         run = _Run(self, schedule, batches, last_chunk)
-        for record in program:
-            if table == "training":
-                self._switch(_part(record))
-            if isinstance(record, Transfer):
-                run.post(record)
-            elif isinstance(record, Wait):
-                run.wait(record.transfer)
+        for instruction in todo:
+            if training:
+                self._switch(_phase(instruction))
+            if isinstance(instruction, Transfer):
+                run.post(instruction)
+            elif isinstance(instruction, Wait):
+                run.wait(instruction.transfer)
             elif self._recorded is None:
-                run.compute(record)
+                run.compute(instruction)
             else:
-                self._recorded.append(_timed(run.compute, record, self.chunks[0].device))
+                self._recorded.append(_timed(run.compute, instruction, self.chunks[0].device))
         return run.results
 
-    def _plan(self, table: str, microbatches: int) -> tuple[Schedule, Program]:
-        """Made once for each number of microbatches."""
-        if (table, microbatches) not in self._plans:
-            schedule = self._tables[table](microbatches)
-            self._plans[table, microbatches] = schedule, programs(schedule)[self.links.rank]
-        return self._plans[table, microbatches]
 
-
-def _part(record: Record) -> StepPart:
-    if not isinstance(record, Action):
+def _phase(instruction: Instruction) -> Phase:
+    if not isinstance(instruction, Action):
         return "communication"
-    return "forward" if record.kind == "forward" else "backward"
+    return "forward" if instruction.kind == "forward" else "backward"
 
 
 def _loss(scale: Tensor) -> LastChunk:
@@ -138,13 +137,14 @@ def _loss(scale: Tensor) -> LastChunk:
 
 
 def _timed(compute: Callable[[Action], None], action: Action, device: torch.device) -> Span:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    begin = perf_counter()
+    def now() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return perf_counter()
+
+    begin = now()
     compute(action)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return Span(action, begin, perf_counter())
+    return Span(action, begin, now())
 
 
 class _Run:

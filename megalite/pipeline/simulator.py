@@ -1,17 +1,15 @@
 """Computes when each rank does what: every action starts when its rank is free and its input has arrived.
 
-Transfers wait for nothing but the computation before them, so the result is the best that a table can reach;
-`rehearse` times the transfers as an executor issues them. No torch import.
+Transfers wait for nothing but the computation before them, so the result is the best that a schedule can reach.
+No torch import.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from megalite.pipeline.actions import Action, ActionKind, Flaw, Schedule
 
 Durations = Mapping[tuple[int, int, ActionKind], float]  # (rank, chunk, kind) -> time of such an action
-Event = int  # something that happens once and that others may wait for
-Task = tuple[Event | None, float, Event | None]  # what it waits for, how long it takes, what happens at its end
 
 
 class Span(NamedTuple):
@@ -23,7 +21,7 @@ class Span(NamedTuple):
 
 
 class CircleError(Exception):
-    """Actions of a table wait for each other. `flaws` are the actions at which ranks wait for ever."""
+    """Actions of a schedule wait for each other. `flaws` are the actions at which ranks wait for ever."""
 
     def __init__(self, flaws: list[Flaw]) -> None:
         super().__init__("; ".join(map(str, flaws)))
@@ -49,63 +47,37 @@ def simulate(schedule: Schedule, durations: Durations, transfer: float = 0) -> t
 
     Chunks and microbatches of the actions must be in range. Raises CircleError.
     """
-    sent, received = schedule.sent_tensor_id, schedule.received_tensor_id
-    starts, stuck = run_queues(
-        [
-            [(received(rank, each), durations[rank, each.chunk, each.kind], sent(rank, each)) for each in actions]
-            for rank, actions in enumerate(schedule.ranks)
-        ],
-        delay=transfer,
-    )
-    if stuck:
-        done = [len(line) for line in starts]
-        raise CircleError([_waiting(schedule, rank, done, stuck[rank]) for rank in sorted(stuck)])
-    return tuple(
-        tuple(
-            Span(each, start, start + durations[rank, each.chunk, each.kind])
-            for each, start in zip(actions, starts[rank], strict=True)
-        )
-        for rank, actions in enumerate(schedule.ranks)
-    )
-
-
-def run_queues(queues: Sequence[Iterable[Task]], delay: float = 0) -> tuple[list[list[float]], dict[int, Event]]:
-    """The start of every task that runs, and for each queue that cannot end the event that never happens for it.
-
-    A queue does its tasks one after the other. An event is known to others `delay` after it happened; no two queues
-    wait for the same one.
-    """
-    starts: list[list[float]] = [[] for _ in queues]
-    clocks: list[float] = [0] * len(queues)
-    left = [iter(queue) for queue in queues]
-    known: dict[Event, float] = {}
-    waiting: dict[Event, tuple[int, Task]] = {}
-    ready: list[tuple[int, Task | None]] = [(number, None) for number in range(len(queues))]
+    ranks: list[list[Span]] = [[] for _ in schedule.ranks]
+    arrivals: dict[int, float] = {}  # by tensor
+    waiting: dict[int, int] = {}  # the rank that waits for a tensor
+    ready = [*range(schedule.pp)]
     while ready:
-        number, task = ready.pop()
-        clock, begun, tasks = clocks[number], starts[number], left[number]
-        if task is None:
-            task = next(tasks, None)
-        while task is not None:
-            needs, time, gives = task
-            if needs is not None:
-                arrival = known.get(needs)
-                if arrival is None:
-                    waiting[needs] = number, task
+        rank = ready.pop()
+        actions, done = schedule.ranks[rank], ranks[rank]
+        clock = done[-1].end if done else 0
+        while len(done) < len(actions):
+            action = actions[len(done)]
+            needed = schedule.received_tensor_id(rank, action)
+            if needed is not None:
+                if needed not in arrivals:
+                    waiting[needed] = rank
                     break
-                clock = max(clock, arrival)
-            begun.append(clock)
-            clock += time
-            if gives is not None:
-                known[gives] = clock + delay
-                if gives in waiting:
-                    ready.append(waiting.pop(gives))
-            task = next(tasks, None)
-        clocks[number] = clock
-    return starts, {number: event for event, (number, _) in waiting.items()}
+                clock = max(clock, arrivals[needed])
+            done.append(Span(action, clock, clock + durations[rank, action.chunk, action.kind]))
+            clock = done[-1].end
+            sent = schedule.sent_tensor_id(rank, action)
+            if sent is not None:
+                arrivals[sent] = clock + transfer
+                if sent in waiting:
+                    ready.append(waiting.pop(sent))
+    if waiting:
+        positions = [len(done) for done in ranks]
+        stuck = sorted((rank, tensor_id) for tensor_id, rank in waiting.items())
+        raise CircleError([_flaw(schedule, rank, positions, tensor_id) for rank, tensor_id in stuck])
+    return tuple(map(tuple, ranks))
 
 
-def _waiting(schedule: Schedule, rank: int, done: Sequence[int], tensor_id: int) -> Flaw:
+def _flaw(schedule: Schedule, rank: int, done: Sequence[int], tensor_id: int) -> Flaw:
     """Why a rank does not come to its end."""
     sender, microbatch = divmod(tensor_id, schedule.microbatches)
     backward, stage = divmod(sender, schedule.stages)

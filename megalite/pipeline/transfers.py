@@ -1,5 +1,4 @@
-"""Derives what an executor does for a table, record by record: which transfers it posts when, what it waits for, what
-it computes.
+"""Derives a rank's instructions from a schedule: what it computes, which transfers it posts when, what it waits for.
 
 Activations go from a rank to the next one (from the last to the first, which holds the next chunk), gradients to the
 previous one, and each direction has a communicator of its own. A communicator takes what a rank posts to it one after
@@ -14,7 +13,7 @@ one order. They do:
   sender, and not so early that it holds memory (on a GPU also a few multiprocessors) for nothing.
 - A send is waited for before the next one in its direction: at most one output is kept besides the newest.
 
-A table that cannot be performed at all (`simulate` refuses it) has no such records. No torch import.
+A schedule that cannot be performed at all (`simulate` refuses it) has no instructions. No torch import.
 """
 
 from bisect import bisect_left
@@ -25,6 +24,7 @@ from megalite.pipeline.actions import Action, Schedule
 from megalite.pipeline.simulator import Span, equal_durations, simulate
 
 Direction = Literal["forward", "backward"]
+Role = Literal["send", "receive"]
 STEP, FLIGHT = 4, 1  # of the order's equal stage times: a forward pass or half a backward pass, and a transfer
 
 
@@ -35,7 +35,7 @@ class Transfer(NamedTuple):
     input it receives (an activation, or the gradient of its output).
     """
 
-    role: Literal["send", "receive"]
+    role: Role
     direction: Direction  # which communicator
     peer: int
     chunk: int
@@ -55,48 +55,39 @@ class Wait(NamedTuple):
     transfer: Transfer
 
 
-Record = Action | Transfer | Wait  # compute the action; post the transfer and go on; wait
-Program = tuple[Record, ...]
+Instruction = Action | Transfer | Wait  # compute the action; post the transfer and go on; wait
 
 
-def programs(schedule: Schedule) -> tuple[Program, ...]:
-    """What each pipeline rank does in a step. Raises `CircleError` where actions of the table wait for each other."""
+def instructions(schedule: Schedule) -> tuple[tuple[Instruction, ...], ...]:
+    """What each pipeline rank does in a step. Raises `CircleError` where actions wait for each other."""
     ideal = simulate(schedule, equal_durations(schedule, STEP, STEP, STEP), FLIGHT)
     order: dict[int, tuple[float, int]] = {}  # by tensor: what transfers of one direction are ordered by
     for rank, spans in enumerate(ideal):
         for action, _, end in spans:
             if (sent := schedule.sent_tensor_id(rank, action)) is not None:
                 order[sent] = end, action.chunk * schedule.pp + rank
-    return tuple(tuple(_program(schedule, rank, spans, order)) for rank, spans in enumerate(ideal))
+    return tuple(tuple(_of_rank(schedule, rank, spans, order)) for rank, spans in enumerate(ideal))
 
 
-def receive_of(schedule: Schedule, rank: int, action: Action) -> Transfer | None:
-    """What the action needs from another rank."""
-    tensor_id = schedule.received_tensor_id(rank, action)
-    return None if tensor_id is None else _transfer("receive", schedule.pp, rank, action, tensor_id)
-
-
-def send_of(schedule: Schedule, rank: int, action: Action) -> Transfer | None:
-    """What another rank needs from the action."""
-    tensor_id = schedule.sent_tensor_id(rank, action)
-    return None if tensor_id is None else _transfer("send", schedule.pp, rank, action, tensor_id)
-
-
-def _transfer(role: Literal["send", "receive"], pp: int, rank: int, action: Action, tensor_id: int) -> Transfer:
+def transfer_of(role: Role, schedule: Schedule, rank: int, action: Action) -> Transfer | None:
+    """What the action needs from another rank ("receive"), or another rank from the action ("send")."""
+    tensor_id = (schedule.sent_tensor_id if role == "send" else schedule.received_tensor_id)(rank, action)
+    if tensor_id is None:
+        return None
     kind, chunk, microbatch = action
     to_the_next = (role == "send") == (kind == "forward")
-    peer = (rank + (1 if to_the_next else -1)) % pp
+    peer = (rank + (1 if to_the_next else -1)) % schedule.pp
     return Transfer(role, "forward" if kind == "forward" else "backward", peer, chunk, microbatch, tensor_id)
 
 
-def _program(
+def _of_rank(
     schedule: Schedule, rank: int, spans: tuple[Span, ...], order: dict[int, tuple[float, int]]
-) -> Iterator[Record]:
-    receives = [receive_of(schedule, rank, span.action) for span in spans]
-    sends = [send_of(schedule, rank, span.action) for span in spans]
+) -> Iterator[Instruction]:
+    receives = [transfer_of("receive", schedule, rank, span.action) for span in spans]
+    sends = [transfer_of("send", schedule, rank, span.action) for span in spans]
     starts = [span.start for span in spans]
-    before: list[list[Record]] = [[] for _ in spans]  # the receives that are posted before or after each action
-    after: list[list[Record]] = [[] for _ in spans]
+    before: list[list[Instruction]] = [[] for _ in spans]  # the receives that are posted before or after each action
+    after: list[list[Instruction]] = [[] for _ in spans]
     for early in sorted((one for one in receives if one is not None), key=lambda one: order[one.tensor_id]):
         turn = order[early.tensor_id]
         position = max(bisect_left(starts, turn[0]) - 1, 0)  # the last action that begins before the sender is done

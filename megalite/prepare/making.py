@@ -16,7 +16,7 @@ from pathlib import Path
 from megalite.data.token_file import TokenFile, read_facts, with_suffix
 from megalite.data.tokenizers import TextTokenizer
 from megalite.errors.problems import Problem, UserError
-from megalite.launch.open_files import allow_more_open_files
+from megalite.launch.host import allow_more_open_files
 from megalite.prepare import pool
 from megalite.prepare.reading import Shard
 from megalite.prepare.sources import Source

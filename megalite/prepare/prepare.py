@@ -18,7 +18,7 @@ from megalite.data.open import FORMAT, Progress, TokenFiles, check_vocabulary, d
 from megalite.data.token_file import Facts, TokenFile
 from megalite.data.tokenizers import TextTokenizer, bpe_tokenizer, byte_tokenizer, char_tokenizer, load_tokenizer
 from megalite.errors.problems import Problem, UserError, collect, collect_all
-from megalite.launch.cores import usable_cores
+from megalite.launch.host import usable_cores
 from megalite.prepare.hub import TOKENIZER_FILES, tokenizer_folder
 from megalite.prepare.making import Counts, Target, counts_of, is_prepared, locked, make, make_folder
 from megalite.prepare.reading import Shard, documents

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+Later = Callable[[Callable[[], None]], None]  # does what it is given: now, or after the work that has been put off
+
 
 @dataclass(frozen=True)
 class _Microbatch:

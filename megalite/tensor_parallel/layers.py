@@ -1,14 +1,16 @@
 """Linear layers and the word embedding, split over the ranks of a tensor-parallel group.
 
 Parameters keep the dims of their logical shape and hold this rank's shard of it, as the registry
-(layout/parameters.py) cuts it; they are created without values. Without a group, or in one of a single rank, a layer
-holds the whole and is the plain torch path. Each weight has one `main_grad`: None, or a tensor of its size (fp32, fp64
-in fp64; compiled, [outputs, inputs]) to which backward adds the weight's gradient, in a fixed order; autograd then sees
-none. Where a linear layer has `deferred` work, a backward that is collected leaves that for later.
+(layout/parameters.py) cuts it; they are created without values. Without a group a layer holds the whole and is the
+plain torch path. Each weight has one `main_grad`: None, or a tensor of its size (fp32, fp64 in fp64; compiled,
+[outputs, inputs]) to which backward adds the weight's gradient, in a fixed order; autograd then sees none. Where a
+linear layer has `deferred` work, a backward that is collected leaves that for later.
 
 A gradient is complete, but for what the registry calls partial: shared tails, and under sequence parallelism the bias
 of a `RowParallelLinear`.
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -24,42 +26,63 @@ from megalite.tensor_parallel.mappings import (
 )
 
 
+@dataclass(frozen=True)
+class Placement:
+    """Where the tensors of a model live, and the ranks of `tp` among which each layer is split (None: it is whole).
+
+    With `sequence_parallel` activations between the layers are this rank's part of the sequence, [s/t, b, h]; else they
+    are whole on every rank, [s, b, h].
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    tp: TensorGroup | None = None
+    sequence_parallel: bool = False
+
+    @property
+    def sequence(self) -> TensorGroup | None:
+        """The ranks that divide the sequence between the layers."""
+        return self.tp if self.sequence_parallel else None
+
+    def parameter(self, *shape: int) -> nn.Parameter:
+        """A parameter without values."""
+        return nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device))
+
+    def local_shape(self, shape: tuple[int, ...], split: Split) -> tuple[int, ...]:
+        """This rank's part of a logical shape."""
+        return shape if self.tp is None else shard_of(shape, split, self.tp.size, self.tp.index).shape
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of the ranks' x, with sequence parallelism this rank's part of it: [s, ...] -> [s/t, ...]."""
+        if self.sequence is not None:
+            return reduce_scatter_to_sequence_parallel(x, self.sequence)
+        return reduce_from_tensor_parallel(x, self.tp)
+
+
 class ColumnParallelLinear(nn.Module):
     """Outputs split: weight [*local outputs, inputs], bias [*local outputs]; the product is over flattened outputs.
 
-    `outputs` is the logical shape, `split` says how it is cut. The input is the same on all ranks, with
-    `sequence_parallel` each rank's part of the sequence.
+    `outputs` is the logical shape, `split` says how it is cut. The input is the same on all ranks, with sequence
+    parallelism each rank's part of the sequence.
     """
 
-    def __init__(
-        self,
-        outputs: tuple[int, ...],
-        inputs: int,
-        split: Split,
-        *,
-        bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-        group: TensorGroup | None = None,
-        sequence_parallel: bool = False,
-    ) -> None:
+    def __init__(self, outputs: tuple[int, ...], inputs: int, split: Split, place: Placement, *, bias: bool) -> None:
         super().__init__()
-        self.group = _beyond_one_rank(group)
-        self.sequence_parallel = sequence_parallel and self.group is not None
-        self.local_outputs = _local_shape(outputs, split, self.group)
-        self.weight = nn.Parameter(torch.empty(*self.local_outputs, inputs, dtype=dtype, device=device))
-        self.bias = nn.Parameter(torch.empty(self.local_outputs, dtype=dtype, device=device)) if bias else None
+        self.place = place
+        self.local_outputs = place.local_shape(outputs, split)
+        self.weight = place.parameter(*self.local_outputs, inputs)
+        self.bias = place.parameter(*self.local_outputs) if bias else None
         self.main_grad: Tensor | None = None
         self.deferred: DeferredWork | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., inputs] -> [..., prod(local outputs)]; with `sequence_parallel` [s/t, ..., inputs] -> [s, ...]."""
+        """[..., inputs] -> [..., prod(local outputs)]; with sequence parallelism [s/t, ..., inputs] -> [s, ...]."""
         return linear(
             x,
             self.weight.flatten(0, -2),
             None if self.bias is None else self.bias.flatten(),
-            group=self.group,
-            sequence_parallel=self.sequence_parallel,
+            group=self.place.tp,
+            sequence_parallel=self.place.sequence is not None,
             main_grad=self.main_grad,
             deferred=self.deferred,
         )
@@ -68,37 +91,25 @@ class ColumnParallelLinear(nn.Module):
 class RowParallelLinear(nn.Module):
     """Inputs split: weight [outputs, inputs/t], bias [outputs]; the products of the ranks are summed.
 
-    The input is this rank's part of the last dim. The output is the same on all ranks, with `sequence_parallel` this
+    The input is this rank's part of the last dim. The output is the same on all ranks, with sequence parallelism this
     rank's part of the sequence. The bias is added once, after the sum.
     """
 
-    def __init__(
-        self,
-        outputs: int,
-        inputs: int,
-        *,
-        bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
-        group: TensorGroup | None = None,
-        sequence_parallel: bool = False,
-    ) -> None:
+    def __init__(self, outputs: int, inputs: int, place: Placement, *, bias: bool) -> None:
         super().__init__()
-        self.group = _beyond_one_rank(group)
-        self.sequence_parallel = sequence_parallel
-        shape = _local_shape((outputs, inputs), Split(1), self.group)
-        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
-        self.bias = nn.Parameter(torch.empty(outputs, dtype=dtype, device=device)) if bias else None
+        self.place = place
+        self.weight = place.parameter(*place.local_shape((outputs, inputs), Split(1)))
+        self.bias = place.parameter(outputs) if bias else None
         self.main_grad: Tensor | None = None
         self.deferred: DeferredWork | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., inputs/t] -> [..., outputs], with `sequence_parallel` [s, ..., inputs/t] -> [s/t, ..., outputs]."""
-        bias = self.bias if self.group is None else None
-        y = linear(x, self.weight, bias, main_grad=self.main_grad, deferred=self.deferred)
-        if self.group is None:
+        """[..., inputs/t] -> [..., outputs], with sequence parallelism [s, ..., inputs/t] -> [s/t, ..., outputs]."""
+        whole = self.place.tp is None
+        y = linear(x, self.weight, self.bias if whole else None, main_grad=self.main_grad, deferred=self.deferred)
+        if whole:
             return y
-        y = _sum(y, self.group, self.sequence_parallel)
+        y = self.place.sum(y)
         return y if self.bias is None else y + self.bias
 
 
@@ -108,44 +119,20 @@ class VocabParallelEmbedding(nn.Module):
     Each rank looks up the tokens whose rows it has and contributes zeros for the others, which get no gradient here.
     """
 
-    def __init__(
-        self,
-        rows: int,
-        width: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        group: TensorGroup | None = None,
-        sequence_parallel: bool = False,
-    ) -> None:
+    def __init__(self, rows: int, width: int, place: Placement) -> None:
         super().__init__()
-        self.group = _beyond_one_rank(group)
-        self.sequence_parallel = sequence_parallel
-        size, index = (1, 0) if self.group is None else (self.group.size, self.group.index)
-        part = shard_of((rows, width), Split(0, uneven=True), size, index)
-        self.first_row = part.boxes[0].offsets[0]
-        self.weight = nn.Parameter(torch.empty(part.shape, dtype=dtype, device=device))
+        self.place = place
+        size, index = (1, 0) if place.tp is None else (place.tp.size, place.tp.index)
+        self.first_row = index * rows // size
+        self.weight = place.parameter(*place.local_shape((rows, width), Split(0, uneven=True)))
         self.main_grad: Tensor | None = None
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """[s, b] -> [s, b, width], with `sequence_parallel` this rank's part [s/t, b, width]."""
-        if self.group is None:
+        """[s, b] -> [s, b, width], with sequence parallelism this rank's part [s/t, b, width]."""
+        if self.place.tp is None:
             return embed(tokens, self.weight, self.main_grad)
         rows = len(self.weight)
         row = tokens - self.first_row
         foreign = (row < 0) | (row >= rows)
         x = embed(row.clamp(0, rows - 1), self.weight, self.main_grad)
-        return _sum(x.masked_fill(foreign.unsqueeze(-1), 0.0), self.group, self.sequence_parallel)
-
-
-def _sum(x: Tensor, group: TensorGroup, sequence_parallel: bool) -> Tensor:
-    """The sum of the ranks' x, or this rank's part of the sequence of it."""
-    return reduce_scatter_to_sequence_parallel(x, group) if sequence_parallel else reduce_from_tensor_parallel(x, group)
-
-
-def _beyond_one_rank(group: TensorGroup | None) -> TensorGroup | None:
-    return None if group is None or group.size == 1 else group
-
-
-def _local_shape(shape: tuple[int, ...], split: Split, group: TensorGroup | None) -> tuple[int, ...]:
-    return shape if group is None else shard_of(shape, split, group.size, group.index).shape
+        return self.place.sum(x.masked_fill(foreign.unsqueeze(-1), 0.0))

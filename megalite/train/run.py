@@ -14,8 +14,8 @@ from megalite.errors.problems import Problem, UserError, collect, to_stderr
 from megalite.launch.context import ParallelContext
 from megalite.launch.environment import ProcessEnvironment
 from megalite.launch.failure_report import cause_of_the_end
-from megalite.launch.hosts import slow_tensor_parallelism
 from megalite.launch.signals import StopRequest
+from megalite.launch.startup import slow_tensor_parallelism
 from megalite.train.job import Job, agreed, build_job, open_training_data
 from megalite.train.loop import Loop
 from megalite.train.recorder import Recorder
@@ -58,8 +58,6 @@ def run(
             content = agreed(context, lambda: compared(files, folder, recorder.note), patient=True)
             agreed(context, lambda: recorder.open(job))
             saver = Saver(job, recorder)
-            if warning := slow_tensor_parallelism(context):
-                recorder.note(warning)
             with StopRequest() as stop, content.watched():
                 return _train(job, stop, recorder, saver)
     except UserError:
@@ -78,7 +76,10 @@ def run(
 
 
 def _train(job: Job, stop: StopRequest, recorder: Recorder, saver: Saver) -> int:
-    recorder.run_started([host for (host,) in job.context.gather_json([socket.gethostname()])])
+    hosts = [host for (host,) in job.context.gather_json([socket.gethostname()])]
+    if warning := slow_tensor_parallelism(job.context.layout.groups("tp"), hosts):
+        recorder.note(warning)
+    recorder.run_started(hosts)
     loop = Loop(job, recorder, saver, stop)
     gc.collect()
     gc.freeze()

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch
+from torch.distributed.distributed_c10d import Store
 
 from megalite.config.nccl_options import read_nccl_options
 from megalite.config.optimizer_rules import precision_problems
@@ -24,7 +25,7 @@ OF_A_MACHINE = (
 )
 
 
-def start(config: Config, environment: ProcessEnvironment) -> ParallelContext:
+def start(config: Config, environment: ProcessEnvironment, store: Store | None = None) -> ParallelContext:
     """This rank's context, as `launch.startup.start` makes it. All ranks must call it; all refuse alike."""
     problems: list[Problem] = []
     axes = config.parallel
@@ -49,6 +50,7 @@ def start(config: Config, environment: ProcessEnvironment) -> ParallelContext:
         timeout_s=axes.startup_timeout_s,
         needs=needs_of(config),
         nccl=nccl,
+        store=store,
     )
 
 

@@ -142,14 +142,14 @@ def _executor(
     if forward is not None and backward is not None:
         links = replace(links, groups={"forward": forward, "backward": backward})
 
-    def table(microbatches: int) -> Schedule:
+    def training(microbatches: int) -> Schedule:
         group_size = pipeline.microbatch_group_size
         return build_schedule(ScheduleRequest(schedule, pipeline.pp, microbatches, pipeline.vpp, group_size))
 
-    def forward_table(microbatches: int) -> Schedule:
+    def evaluation(microbatches: int) -> Schedule:
         return forward_only(pipeline.pp, pipeline.vpp, microbatches)
 
-    return Executor(chunks, links, table, forward_table, sync.expect_last, clock.switch)
+    return Executor(chunks, links, training, evaluation, sync.expect_last, clock.switch)
 
 
 def _optimizer(buffers: TrainingBuffers, settings: OptimizerConfig, context: ParallelContext) -> FlatAdamW:

@@ -150,14 +150,14 @@ def _serve(sender: Connection, job: Sequence[Any], folder: Path, stacks: Path, t
     """One process: join the others, train, send what came of it."""
     if not folder.is_dir():  # the caller was interrupted while the server imported torch
         return
-    from megalite.verify.rank import enter, leave
+    from megalite.verify.rank import enter
     from megalite.verify.rank import train as train_rank
 
     with stacks.open("w") as file:
         faulthandler.dump_traceback_later(timeout_s * STACKS, file=file)
         config, rank, world_size, train = job
         try:
-            context = enter(config, rank, world_size, folder / "store", 2 * timeout_s)
+            context = enter(config, rank, world_size, folder / "store")
             trace = (train or train_rank)(config, context)
         except UserError as error:
             sender.send(_Failure(time.monotonic(), error))
@@ -165,5 +165,5 @@ def _serve(sender: Connection, job: Sequence[Any], folder: Path, stacks: Path, t
             sender.send(_Failure(time.monotonic(), f"failed:\n{traceback.format_exc()}"))
         else:
             sender.send(trace)
-            leave(context)
+            context.close()
         faulthandler.cancel_dump_traceback_later()

@@ -4,7 +4,6 @@ Everything but the text is the launcher's own: start-up, model, buffers, optimiz
 """
 
 from collections.abc import Iterable
-from datetime import timedelta
 from itertools import islice
 from pathlib import Path
 
@@ -32,24 +31,15 @@ LONGEST_DOCUMENT = 12  # tokens: several documents in each sample
 END_OF_DOCUMENT = 0
 
 
-def enter(config: Config, rank: int, world_size: int, meeting: Path, timeout_s: float) -> ParallelContext:
+def enter(config: Config, rank: int, world_size: int, rendezvous: Path) -> ParallelContext:
     """This rank's context. The reference, a world of one, never initialises torch.distributed."""
-    torch.set_num_threads(1)
+    store = None
     if world_size > 1:
-        store = dist.FileStore(str(meeting), world_size)  # type: ignore[attr-defined] # torch's stub forgets it
-        dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
-        )
-    environment = ProcessEnvironment(rank, world_size, local_rank=rank, local_world_size=world_size)
-    context = start(config, environment)
+        store = dist.FileStore(str(rendezvous), world_size)  # type: ignore[attr-defined] # torch's stub forgets it
+    context = start(config, ProcessEnvironment(rank, world_size, local_rank=rank, local_world_size=world_size), store)
+    torch.set_num_threads(1)
     context.barrier()  # a rank that fails at once must not break connections that others still make
     return context
-
-
-def leave(context: ParallelContext) -> None:
-    context.close()
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def train(config: Config, context: ParallelContext) -> Trace:

@@ -12,7 +12,6 @@ import torch
 from megalite.config.settings import SETTINGS
 from megalite.errors.problems import UserError
 from megalite.launch.context import CPU
-from megalite.launch.cores import usable_cores
 from megalite.launch.device import (
     DTYPES,
     choose_device,
@@ -22,6 +21,7 @@ from megalite.launch.device import (
     threads_per_rank,
 )
 from megalite.launch.environment import Launcher, ProcessEnvironment
+from megalite.launch.host import usable_cores
 
 SINGLE = ProcessEnvironment()
 EIGHT_LOCAL_RANKS = ProcessEnvironment(5, 16, None, 8, "host", 1, "env")

@@ -156,7 +156,7 @@ BAD = [
     ({**SRUN, "SLURM_NTASKS": "many", "SLURM_LOCALID": "x"}, ["SLURM_NTASKS", "SLURM_LOCALID"]),
     ({**SRUN, "SLURM_STEP_NODELIST": "["}, ["SLURM_STEP_NODELIST"]),
     (without(SRUN, "SLURM_STEP_NODELIST"), ["SLURM_STEP_NODELIST"]),
-    ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "two"}, ["SLURM_STEP_TASKS_PER_NODE"]),
+    ({**TORCHRUN, "RANK": "9" * 5000}, ["RANK"]),
 ]
 
 

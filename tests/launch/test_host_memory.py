@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from megalite.launch.host_memory import keep_freed_memory
+from megalite.launch.host import keep_freed_memory
 
 GLIBC = sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt")
 STARTED = """

@@ -8,7 +8,7 @@ import torch
 
 from megalite.errors.problems import UserError
 from megalite.launch.context import ParallelContext
-from megalite.launch.open_files import BESIDES, allow_open_files, files_of
+from megalite.launch.host import BESIDES, allow_open_files, files_of
 from megalite.layout.groups import GroupNeeds, groups_of
 from megalite.layout.ranks import ParallelLayout
 from tests.ranks import run_ranks

@@ -212,69 +212,27 @@ def test_one_rank_s_missing_device_stops_all_ranks_at_once() -> None:
     assert run_ranks(_one_has_no_device, 2, free_port()) == [["no GPU here"]] * 2
 
 
-def _start_twice(context: ParallelContext) -> list[float]:
-    """A context made in a process that has a world already uses that world."""
-    again = start(cpu_config(), environment(context.rank, context.world_size, 1))
-    sums = []
-    for group in (context.group("dp-cp"), again.group("dp-cp")):
-        number = torch.tensor(1.0)
-        dist.all_reduce(number, group=group)
-        sums.append(float(number))
-    return sums
-
-
-def test_starting_twice_uses_the_same_world() -> None:
-    assert run_ranks(_start_twice, 2) == [[2.0, 2.0]] * 2
-
-
-def _start_in_world(context: ParallelContext, changes: dict[int, dict[str, Any]], tp: dict[int, int]) -> list[Problem]:
-    """The problems of starting in the world that is there; then that it can still be started in."""
-    place = environment(context.rank, context.world_size, 1)
+def _plan_differently(context: ParallelContext, port: int, settings: dict[str, list[Any]]) -> list[Problem]:
+    mine = {name: values[context.rank] for name, values in settings.items()}
+    config = replace(cpu_config(), parallel=ParallelConfig(startup_timeout_s=20, **mine))
+    context.close()
     with pytest.raises(UserError) as caught:
-        start(cpu_config(tp=tp.get(context.rank, 1)), replace(place, **changes.get(context.rank, {})))
-    again = start(cpu_config(), place)
-    again.barrier()
-    again.close()
+        start(config, environment(context.rank, context.world_size, port))
     return caught.value.problems
 
 
-def test_a_rank_that_takes_a_world_for_none_is_refused_by_all() -> None:
-    for problems in run_ranks(_start_in_world, 2, {1: {"rank": 0, "world_size": 1}}, {}):
-        assert [problem.setting for problem in problems] == ["WORLD_SIZE"]
-        assert "belongs to a process group of 2 already" in problems[0].rule
-
-
-def test_ranks_that_all_take_a_world_for_none_are_refused() -> None:
-    alone = {"rank": 0, "world_size": 1}
-    for problems in run_ranks(_start_in_world, 2, {0: alone, 1: alone}, {}):
-        assert [problem.setting for problem in problems] == ["WORLD_SIZE"]
-
-
-def test_ranks_of_a_world_with_different_layouts_are_refused_by_all() -> None:
-    for problems in run_ranks(_start_in_world, 2, {}, {1: 2}):
-        assert [problem.setting for problem in problems] == ["parallel.tp"]
-
-
-def test_a_world_of_one_is_no_obstacle() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        assert start(cpu_config(), ProcessEnvironment()).control_group is None
-    finally:
-        dist.destroy_process_group()
-
-
-def _plan_differently(context: ParallelContext, port: int, settings: dict[str, list[Any]]) -> list[Problem]:
-    """Refusals where the parallel settings of the ranks differ: with a meeting at the port, then in a world."""
-    mine = {name: values[context.rank] for name, values in settings.items()}
-    config = replace(cpu_config(), parallel=ParallelConfig(startup_timeout_s=20, **mine))
-    place = environment(context.rank, context.world_size, port)
-    with pytest.raises(UserError) as within:
-        start(config, place)
+def _meet_at_a_store(context: ParallelContext, path: Path) -> float:
     context.close()
-    with pytest.raises(UserError) as anew:
-        start(config, place)
-    assert within.value.problems == anew.value.problems
-    return anew.value.problems
+    store = dist.FileStore(str(path), 2)  # type: ignore[attr-defined] # torch's stub forgets it
+    started = start(cpu_config(), environment(context.rank, 2, 1), store)
+    number = torch.tensor(1.0)
+    dist.all_reduce(number, group=started.group("dp-cp"))
+    started.close()
+    return float(number)
+
+
+def test_ranks_meet_at_a_store_that_they_are_given(tmp_path: Path) -> None:
+    assert run_ranks(_meet_at_a_store, 2, tmp_path / "store") == [2.0, 2.0]
 
 
 def test_ranks_with_different_nccl_options_are_refused_before_they_make_groups(tmp_path: Path) -> None:

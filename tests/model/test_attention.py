@@ -8,7 +8,7 @@ from torch import Tensor
 from megalite.kernels.causal_attention import BLOCK, causal_attention
 from megalite.kernels.dropout import DropoutStreams, hash_dropout
 from megalite.model.attention import Attention, AttentionInputs, document_mask
-from megalite.model.placement import Placement
+from megalite.tensor_parallel.layers import Placement
 from tests.model.small import CPU, small
 
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from megalite.config.schema import ModelConfig
 from megalite.layout.parameters import ParameterRecord, Shard, is_counted, is_held, shard
 from megalite.model.attention import Attention, AttentionInputs
-from megalite.model.mlp import build_mlp
+from megalite.model.mlp import MLP
 from megalite.model.parameters import gpt_parameters, padded_vocabulary
-from megalite.model.placement import Placement
+from megalite.tensor_parallel.layers import Placement
 from tests.layout.shards import cut, slices
 from tests.model.small import CPU, FAMILIES, gpt, small
 
@@ -240,7 +240,7 @@ def _attention(config: ModelConfig) -> nn.Module:
 
 
 def _mlp(config: ModelConfig) -> nn.Module:
-    return build_mlp(config, Placement(torch.float64, CPU))
+    return MLP(config, Placement(torch.float64, CPU))
 
 
 @pytest.mark.parametrize("tp", [2, 4])

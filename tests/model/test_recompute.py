@@ -22,11 +22,10 @@ from megalite.launch.context import ParallelContext
 from megalite.layout.ranks import ParallelLayout
 from megalite.model.attention import AttentionInputs, document_mask
 from megalite.model.block import Block, BlockInputs
-from megalite.model.placement import Placement
 from megalite.model.recompute import checkpoint_without_output
 from megalite.model.rotary import rotary_frequencies, rotary_tables
 from megalite.tensor_parallel.collectives import TensorGroup
-from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megalite.tensor_parallel.layers import ColumnParallelLinear, Placement, RowParallelLinear
 from tests.model.small import FAMILIES, small
 from tests.ranks import run_ranks
 from tests.tensor_parallel.live_bytes import LiveBytes, kept_bytes

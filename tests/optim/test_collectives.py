@@ -307,6 +307,8 @@ def _take_room(context: ParallelContext, elements: int, staging: int) -> dict[st
 def test_a_transfer_holds_no_copy_of_the_bucket(n: int) -> None:
     elements, staging = n << 14, 1 << 14  # of the bucket that is an eighth, or less
     for peaks in run_ranks(_take_room, n, elements, staging):
+        narrow = peaks.pop("all_reduce torch.bfloat16")
+        assert narrow <= staging + BF16.itemsize * elements, "one copy of what travels"
         assert all(peak <= staging for peak in peaks.values()), peaks
         assert peaks["reduce_scatter torch.float32"] > 0
         assert peaks["all_gather torch.float32"] == 0

@@ -23,9 +23,10 @@ from megalite.launch.context import ParallelContext
 from megalite.model.gpt import GPT
 from megalite.pipeline import executor as executor_module
 from megalite.pipeline.actions import Action, Schedule
-from megalite.pipeline.executor import Executor, Later, Links
+from megalite.pipeline.executor import Executor, Links
 from megalite.pipeline.schedules import build_schedule, forward_only
-from megalite.pipeline.transfers import Direction, Record, Transfer, Wait, programs
+from megalite.pipeline.transfers import Direction, Instruction, Transfer, Wait, instructions
+from megalite.tensor_parallel.deferred import Later
 from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megalite.train.evaluate import evaluate as evaluate_batches
 from megalite.train.sample import sample
@@ -99,7 +100,7 @@ class FakeNetwork:
         self.left.append(sum(not each.expired() for each in self.arrived))
 
 
-def as_events(program: tuple[Record, ...]) -> Iterator[Any]:
+def as_events(program: tuple[Instruction, ...]) -> Iterator[Any]:
     """What the network and the model see of the records."""
     numbers: dict[Transfer, int] = {}
     for record in program:
@@ -192,9 +193,9 @@ def test_the_executor_does_exactly_the_records_in_their_order(
     """Receives are posted when the records say, sends waited for when they say, nothing comes in between."""
     for rank in range(pp):
         network, _ = run_alone(monkeypatch, pp, name, vpp, rank, count=6)
-        assert network.events == list(as_events(programs(table_of(pp, name, vpp, 6))[rank]))
+        assert network.events == list(as_events(instructions(table_of(pp, name, vpp, 6))[rank]))
         network, told = run_alone(monkeypatch, pp, name, vpp, rank, count=3, training=False)
-        assert network.events == list(as_events(programs(forward_only(pp, vpp, 3))[rank]))
+        assert network.events == list(as_events(instructions(forward_only(pp, vpp, 3))[rank]))
         assert told == []
 
 
@@ -258,7 +259,7 @@ def test_a_put_off_gradient_is_told_when_it_is_there_and_not_when_all_are() -> N
 
 
 def test_a_link_that_breaks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In an error of the same type, whose words still tell that a link broke (`farewell.is_broken_link`)."""
+    """In an error of the same type, whose words still tell that a link broke (`failure_report.is_broken_link`)."""
     found = []
     for number in range(4):
         with pytest.raises(RuntimeError, match="third_party/gloo") as broken:

@@ -6,33 +6,33 @@ import pytest
 from hypothesis import given, settings
 
 from megalite.pipeline.actions import Action, Schedule
-from megalite.pipeline.rehearsal import rehearse
 from megalite.pipeline.schedules import forward_only
 from megalite.pipeline.simulator import Span, equal_durations, simulate
-from megalite.pipeline.transfers import Transfer, Wait, programs, receive_of, send_of
+from megalite.pipeline.transfers import Transfer, Wait, instructions, transfer_of
+from tests.pipeline.rehearsal import rehearse
 from tests.pipeline.shapes import schedule, schedules
 
 
 @settings(deadline=None)
 @given(schedules)
 def test_a_rank_performs_its_actions_in_order_and_each_transfer_around_them(table: Schedule) -> None:
-    for rank, program in enumerate(programs(table)):
+    for rank, program in enumerate(instructions(table)):
         assert tuple(record for record in program if isinstance(record, Action)) == table.ranks[rank]
         place = {record: at for at, record in enumerate(program)}
         assert len(place) == len(program)  # nothing twice
         awaited = {record.transfer for record in program if isinstance(record, Wait)}
         assert awaited == {record for record in program if isinstance(record, Transfer)}
         for action in table.ranks[rank]:
-            if (receive := receive_of(table, rank, action)) is not None:
+            if (receive := transfer_of("receive", table, rank, action)) is not None:
                 assert place[receive] < place[Wait(receive)] == place[action] - 1
-            if (send := send_of(table, rank, action)) is not None:
+            if (send := transfer_of("send", table, rank, action)) is not None:
                 assert place[action] < place[send] < place[Wait(send)]
 
 
 @settings(deadline=None)
 @given(schedules)
 def test_both_ranks_issue_what_is_between_them_in_one_order(table: Schedule) -> None:
-    issued = [[record for record in program if isinstance(record, Transfer)] for program in programs(table)]
+    issued = [[record for record in program if isinstance(record, Transfer)] for program in instructions(table)]
     for rank, mine in enumerate(issued):
         for direction in ("forward", "backward"):
             for peer in {transfer.peer for transfer in mine}:
@@ -46,7 +46,7 @@ def test_both_ranks_issue_what_is_between_them_in_one_order(table: Schedule) -> 
 @settings(deadline=None)
 @given(schedules)
 def test_of_what_was_sent_one_output_is_kept_besides_the_newest(table: Schedule) -> None:
-    for program in programs(table):
+    for program in instructions(table):
         kept: Counter[str] = Counter()
         for record in program:
             if isinstance(record, Transfer) and record.role == "send":
@@ -58,30 +58,30 @@ def test_of_what_was_sent_one_output_is_kept_besides_the_newest(table: Schedule)
 
 def test_activations_go_on_to_the_next_rank_and_from_the_last_to_the_first() -> None:
     table = schedule("interleaved", 4, 4, vpp=2)
-    last = send_of(table, 3, Action("forward", 0, 2))
-    first = receive_of(table, 0, Action("forward", 1, 2))
+    last = transfer_of("send", table, 3, Action("forward", 0, 2))
+    first = transfer_of("receive", table, 0, Action("forward", 1, 2))
     assert last is not None
     assert first is not None
     assert last[:5] == ("send", "forward", 0, 0, 2)
     assert first[:5] == ("receive", "forward", 3, 1, 2)
     assert last.tensor_id == first.tensor_id
-    assert send_of(table, 3, Action("forward", 1, 2)) is None  # the loss is there
-    assert receive_of(table, 3, Action("backward", 1, 2)) is None
-    assert receive_of(table, 0, Action("forward", 0, 2)) is None
-    assert send_of(table, 0, Action("backward", 0, 2)) is None
+    assert transfer_of("send", table, 3, Action("forward", 1, 2)) is None  # the loss is there
+    assert transfer_of("receive", table, 3, Action("backward", 1, 2)) is None
+    assert transfer_of("receive", table, 0, Action("forward", 0, 2)) is None
+    assert transfer_of("send", table, 0, Action("backward", 0, 2)) is None
 
 
 def test_gradients_go_back_and_weight_gradients_go_nowhere() -> None:
     table = schedule("zb-h1", 2, 2)
-    gradient = send_of(table, 1, Action("backward-input", 0, 1))
+    gradient = transfer_of("send", table, 1, Action("backward-input", 0, 1))
     assert gradient is not None
     assert gradient[:5] == ("send", "backward", 0, 0, 1)
-    assert receive_of(table, 0, Action("backward-weight", 0, 1)) is None
-    assert send_of(table, 1, Action("backward-weight", 0, 1)) is None
+    assert transfer_of("receive", table, 0, Action("backward-weight", 0, 1)) is None
+    assert transfer_of("send", table, 1, Action("backward-weight", 0, 1)) is None
 
 
 def test_with_two_ranks_both_neighbours_are_the_other_rank() -> None:
-    for rank, program in enumerate(programs(schedule("interleaved", 2, 4, vpp=2))):
+    for rank, program in enumerate(instructions(schedule("interleaved", 2, 4, vpp=2))):
         transfers = [record for record in program if isinstance(record, Transfer)]
         assert {transfer.peer for transfer in transfers} == {1 - rank}
         assert {transfer[:2] for transfer in transfers} == {
@@ -90,7 +90,7 @@ def test_with_two_ranks_both_neighbours_are_the_other_rank() -> None:
 
 
 def test_a_receive_is_issued_while_its_sender_computes_and_a_send_is_waited_for_before_the_next() -> None:
-    program = programs(schedule("1f1b", 2, 3))[1]
+    program = instructions(schedule("1f1b", 2, 3))[1]
     cells = [
         str(record)
         if isinstance(record, Action)
@@ -107,7 +107,7 @@ def test_a_receive_is_issued_while_its_sender_computes_and_a_send_is_waited_for_
 
 
 def test_evaluation_only_goes_forward() -> None:
-    transfers = [one for program in programs(forward_only(4, 2, 3)) for one in program if isinstance(one, Transfer)]
+    transfers = [one for program in instructions(forward_only(4, 2, 3)) for one in program if isinstance(one, Transfer)]
     assert {transfer.direction for transfer in transfers} == {"forward"}
     assert len(transfers) == 2 * 7 * 3
 
@@ -116,7 +116,7 @@ def test_evaluation_only_goes_forward() -> None:
 @given(schedules)
 def test_with_equal_stages_no_rank_ever_waits_for_the_order_of_transfers(table: Schedule) -> None:
     durations = equal_durations(table)
-    assert rehearse(table, programs(table), durations) == (simulate(table, durations), [])
+    assert rehearse(table, instructions(table), durations) == (simulate(table, durations), [])
 
 
 def end(ranks: tuple[tuple[Span, ...], ...]) -> float:
@@ -137,7 +137,7 @@ SHAPES = [
 @pytest.mark.parametrize("table", SHAPES, ids=lambda table: f"{table.name}-{table.microbatches}")
 def test_with_equal_stages_transfers_are_hidden_as_well_as_they_can_be(table: Schedule) -> None:
     durations = equal_durations(table, 1, 1, 1)
-    played, _ = rehearse(table, programs(table), durations, transfer=0.125)
+    played, _ = rehearse(table, instructions(table), durations, transfer=0.125)
     assert end(played) == end(simulate(table, durations, transfer=0.125))
 
 
@@ -150,4 +150,4 @@ def test_with_uneven_stages_the_order_of_transfers_costs_two_percent_at_most(tab
     }
     best = end(simulate(table, durations, transfer=0.05))
     most = 1.035 if table.forward_only else 1.02
-    assert end(rehearse(table, programs(table), durations, transfer=0.05)[0]) <= most * best
+    assert end(rehearse(table, instructions(table), durations, transfer=0.05)[0]) <= most * best

@@ -16,17 +16,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from megalite.launch.context import ParallelContext
+from megalite.launch.context import CPU, ParallelContext
 from megalite.layout.parameters import Shard, Split, shard_of
 from megalite.layout.ranks import ParallelLayout
 from megalite.tensor_parallel import layers, linear, mappings
 from megalite.tensor_parallel.collectives import TensorGroup
-from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megalite.tensor_parallel.layers import ColumnParallelLinear, Placement, RowParallelLinear, VocabParallelEmbedding
 from tests.layout.shards import cut
 from tests.ranks import run_ranks
 
 INPUTS = 8
-KINDS = {"dtype": torch.float64, "device": torch.device("cpu")}
 SIZES = (1, 2, 4)
 
 
@@ -112,9 +111,8 @@ def columns(context: ParallelContext, cases: list[Case]) -> list[Outcome]:
     group, size, index = TensorGroup.of(context.group("tp")), context.size("tp"), context.index("tp")
     outcomes = []
     for case in cases:
-        layer = ColumnParallelLinear(
-            case.outputs, INPUTS, case.split, group=group, sequence_parallel=case.sequence, bias=case.bias, **KINDS
-        )
+        place = Placement(torch.float64, CPU, group, case.sequence)
+        layer = ColumnParallelLinear(case.outputs, INPUTS, case.split, place, bias=case.bias)
         bias = cut(drawn(2, *case.outputs), shards(case, size)[index])
         fill(layer, weight=cut(drawn(1, *case.outputs, INPUTS), shards(case, size, INPUTS)[index]), bias=bias)
         x = drawn(3, *case.lead, INPUTS)
@@ -145,7 +143,7 @@ def rows(context: ParallelContext, cases: list[Case]) -> list[Outcome]:
     outcomes = []
     for case in cases:
         (n,) = case.outputs
-        layer = RowParallelLinear(n, INPUTS, group=group, sequence_parallel=case.sequence, bias=case.bias, **KINDS)
+        layer = RowParallelLinear(n, INPUTS, Placement(torch.float64, CPU, group, case.sequence), bias=case.bias)
         fill(layer, weight=part(drawn(1, n, INPUTS), size, index, 1), bias=drawn(2, n))
         x, upstream = drawn(3, *case.lead, INPUTS), drawn(9, *case.lead, n)
         upstream = part(upstream, size, index) if case.sequence else upstream
@@ -233,13 +231,13 @@ def _columns_without_sum(context: ParallelContext, cases: list[Case]) -> list[Ou
 
 
 def _rows_without_sum(context: ParallelContext, cases: list[Case]) -> list[Outcome]:
-    layers._sum = lambda x, group, sequence: part(x, group.size, group.index) if sequence else x
+    layers.Placement.sum = lambda place, x: x if place.sequence is None else part(x, place.tp.size, place.tp.index)
     return rows(context, cases)
 
 
 def _rows_that_sum_the_bias(context: ParallelContext, cases: list[Case]) -> list[Outcome]:
     true = mappings.reduce_from_tensor_parallel
-    layers.RowParallelLinear.forward = lambda layer, x: true(F.linear(x, layer.weight, layer.bias), layer.group)
+    layers.RowParallelLinear.forward = lambda layer, x: true(F.linear(x, layer.weight, layer.bias), layer.place.tp)
     return rows(context, cases)
 
 
@@ -276,7 +274,7 @@ def embeddings(context: ParallelContext, cases: list[Lookup]) -> list[tuple[Tens
     group, size, index = TensorGroup.of(context.group("tp")), context.size("tp"), context.index("tp")
     outcomes = []
     for case in cases:
-        table = VocabParallelEmbedding(case.rows, 4, group=group, sequence_parallel=case.sequence, **KINDS)
+        table = VocabParallelEmbedding(case.rows, 4, Placement(torch.float64, CPU, group, case.sequence))
         fill(table, weight=cut(drawn(1, case.rows, 4), shard_of((case.rows, 4), Split(0, uneven=True), size, index)))
         if case.with_main_grad:
             table.main_grad = torch.ones_like(table.weight)
@@ -301,20 +299,19 @@ def test_a_vocabulary_parallel_embedding_is_the_whole_table(size: int) -> None:
 
 
 def test_ranks_hold_uneven_rows_and_their_own_share_of_shared_groups() -> None:
-    groups = [TensorGroup("tp", 4, index) for index in range(4)]
-    tables = [VocabParallelEmbedding(10, 4, group=group, **KINDS) for group in groups]
+    places = [Placement(torch.float64, CPU, TensorGroup("tp", 4, index)) for index in range(4)]
+    tables = [VocabParallelEmbedding(10, 4, place) for place in places]
     assert [(table.first_row, len(table.weight)) for table in tables] == [(0, 2), (2, 3), (5, 2), (7, 3)]
-    qkv = ColumnParallelLinear((2, 6, 3), 8, Split(0, shared_tail=2), bias=True, group=groups[1], **KINDS)
+    qkv = ColumnParallelLinear((2, 6, 3), 8, Split(0, shared_tail=2), places[1], bias=True)
     assert (qkv.weight.shape, qkv.bias.shape, qkv.local_outputs) == ((1, 4, 3, 8), (1, 4, 3), (1, 4, 3))
 
 
-@pytest.mark.parametrize("group", [None, TensorGroup("tp", 1, 0)])
-def test_one_rank_is_the_plain_torch_path(group: TensorGroup | None) -> None:
-    alone = {"group": group, "sequence_parallel": True, **KINDS}
+def test_one_rank_is_the_plain_torch_path() -> None:
+    alone = Placement(torch.float64, CPU, None, True)
     x = torch.ones(4, 2, 8, dtype=torch.float64)
-    table, tokens = VocabParallelEmbedding(10, 8, **alone), torch.zeros(4, 2, dtype=torch.int64)
-    column = ColumnParallelLinear((2, 3), 8, Split(1), bias=True, **alone)
-    row = RowParallelLinear(6, 8, bias=True, **alone)
+    table, tokens = VocabParallelEmbedding(10, 8, alone), torch.zeros(4, 2, dtype=torch.int64)
+    column = ColumnParallelLinear((2, 3), 8, Split(1), alone, bias=True)
+    row = RowParallelLinear(6, 8, alone, bias=True)
     for y in (column(x), row(x), table(tokens)):
         assert not [node for node in graph(y) if isinstance(node, BackwardCFunction)]
     assert [node.name() for node in graph(row(x))] == [node.name() for node in graph(torch.nn.Linear(8, 6).double()(x))]
@@ -332,7 +329,7 @@ def graph(y: Tensor) -> list[Any]:
 
 
 def test_a_with_main_grad_embedding_adds_repeated_tokens_in_wide_precision_to_what_is_there() -> None:
-    table = VocabParallelEmbedding(10, 4, dtype=torch.bfloat16, device=torch.device("cpu"))
+    table = VocabParallelEmbedding(10, 4, Placement(torch.bfloat16, CPU))
     torch.nn.init.zeros_(table.weight)
     table.main_grad = torch.full((10, 4), 0.5)
     upstream = torch.tensor([[256.0, 1.0], [1.0, 2.0]], dtype=torch.bfloat16)  # in bf16 256 + 1 + 1 is 256
