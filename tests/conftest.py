@@ -34,7 +34,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """Generated examples are the same in every plain run, so that a change fails by its own fault alone; a full run
     searches anew."""
     settings.register_profile("same", derandomize=True)
-    if not config.getoption("--full"):
+    if config.getoption("--full"):
+        os.environ["MEGALITE_TESTS_FULL"] = "1"  # for tests.warm
+    else:
         settings.load_profile("same")
 
 

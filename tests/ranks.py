@@ -79,9 +79,18 @@ def start_forkserver() -> None:
 
 
 def preloaded_modules() -> list[str]:
-    """What the forkserver imports: every module of megalite that can be imported, and what tests import."""
+    """What the forkserver imports: every module of megalite that can be imported, what tests import, and what torch
+    imports when it first needs it (a backward pass from given gradients imports sympy: half a second in each rank)."""
     modules = [module.name for module in pkgutil.walk_packages(megalite.__path__, "megalite.")]
-    return ["torch", "torch.distributed", "pytest", "numpy", *modules]
+    return [
+        "torch",
+        "torch.distributed",
+        "torch.fx.experimental.symbolic_shapes",
+        "pytest",
+        "numpy.ma",
+        "numpy.random",
+        *modules,
+    ]
 
 
 ECHO_S = 1.0  # how long the cause of a failure may take to show after its first echo

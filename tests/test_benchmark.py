@@ -64,6 +64,7 @@ def test_both_sides_train_the_same_model_on_the_same_loss(shape: Any, sides: Mod
     assert second[0] < first[0]
 
 
+@pytest.mark.long
 def test_comparison_reports_rates_of_both_sides(benchmark: ModuleType, sides: ModuleType) -> None:
     config = sides.Shape(("model=tiny", *SMALL, "train.seq_length=16"), 2, 2).config(
         2, "bf16", CPU, "train.compile=false"
@@ -77,6 +78,7 @@ def test_comparison_reports_rates_of_both_sides(benchmark: ModuleType, sides: Mo
     assert "small" in benchmark.table([line])
 
 
+@pytest.mark.long
 def test_a_side_that_cannot_train_ends_the_comparison(sides: ModuleType, capfd: pytest.CaptureFixture[str]) -> None:
     config = sides.Shape(("model=gpt2", *SMALL, "train.seq_length=16"), 2, 2).config(2, "fp32", CPU)
     config = replace(config, model=replace(config.model, num_attention_heads=5))  # of which 32 is no multiple
@@ -85,6 +87,7 @@ def test_a_side_that_cannot_train_ends_the_comparison(sides: ModuleType, capfd: 
     assert "ValueError" in capfd.readouterr().err  # transformers' own words
 
 
+@pytest.mark.long
 def test_a_side_that_is_killed_between_turns_ends_the_comparison(sides: ModuleType) -> None:
     config = sides.Shape(("model=gpt2", *SMALL, "train.seq_length=16"), 2, 2).config(2, "fp32", CPU)
     with sides.Side("peer", config) as peer:
@@ -147,6 +150,7 @@ def test_all_who_shard_do_the_same_work_and_megalite_sends_what_the_formula_says
     assert "x the time of the fastest peer" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_in_bf16_peers_keep_fp32_masters_and_gradients(zero: ModuleType) -> None:
     config = zero.Shape(("model=gpt2", *SMALL, "train.seq_length=16"), 2).config("bf16")
     ranks = run_ranks(zero.measure, 2, config, 1, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""A program that is started by `warm_python` behaves as one that `python` starts."""
+"""A program that is started by `start_server` behaves as one that `python` starts."""
 
 import signal
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.warm import warm_python
+from tests.warm import start_server
 
 ABOUT = "import os, sys; print(sys.argv, os.getcwd(), os.environ['NAME'], sys.stdin.read(), __name__, sys.path[0])"
 
@@ -21,7 +21,7 @@ def test_it_gets_what_its_caller_gives_it(words: list[str], tmp_path: Path) -> N
         command = [python, *words]
         return subprocess.run(command, cwd=tmp_path, env=variables, input="in", stdout=-1, text=True, check=True).stdout
 
-    assert said(warm_python()) == said(sys.executable) != ""
+    assert said(start_server()) == said(sys.executable) != ""
 
 
 @pytest.mark.parametrize(
@@ -35,18 +35,18 @@ def test_it_gets_what_its_caller_gives_it(words: list[str], tmp_path: Path) -> N
     ],
 )
 def test_its_end_is_its_caller_s(code: str, status: int) -> None:
-    assert subprocess.run([warm_python(), "-"], input=code, text=True, stderr=-1, check=False).returncode == status
+    assert subprocess.run([start_server(), "-"], input=code, text=True, stderr=-1, check=False).returncode == status
 
 
 def test_it_has_imported_torch_but_nothing_of_megalite() -> None:
     code = "import sys; assert 'torch' in sys.modules and 'megalite' not in sys.modules and 'tests' not in sys.modules"
-    subprocess.run([warm_python(), "-c", code], check=True)
+    subprocess.run([start_server(), "-c", code], check=True)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_it_gets_signals_and_dies_with_its_caller(number: signal.Signals) -> None:
     code = "import time; print('ready', flush=True); time.sleep(60)"
-    with subprocess.Popen([warm_python(), "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+    with subprocess.Popen([start_server(), "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         assert process.stdout is not None
         process.stdout.readline()
         process.send_signal(number)

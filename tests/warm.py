@@ -2,7 +2,8 @@
 
 `warm_python()` is the path of an executable that takes what `python` takes. It hands a program over to a server, which
 forks a process for it with the caller's arguments, environment, folder and standard streams, and passes on signals one
-way and the exit status the other. Megalite itself is not imported in the server: each program imports the one of its
+way and the exit status the other. What it cannot do (options, PYTHONPATH, more than standard streams) it leaves to a
+real one. Megalite itself is not imported in the server: each program imports the one of its
 own folder. Tests about the start of a process, its parents or its death use `sys.executable`.
 
 As a program (`python tests/warm.py SOCKET`) this file is that server.
@@ -29,7 +30,7 @@ from pathlib import Path
 
 IMPORTED = [  # what programs of megalite import of others, and when they run
     *("hydra", "jinja2", "numpy", "rich.console", "rich.markup", "safetensors.torch", "tokenizers", "xxhash", "yaml"),
-    *("torch", "torch.distributed.run", "torch.optim", "torch.profiler", "torch.utils.checkpoint"),
+    *("numpy.random", "torch", "torch.distributed.run", "torch.fx.experimental.symbolic_shapes", "torch.profiler"),
 ]
 CLIENT = """\
 #!{real} -IS
@@ -38,7 +39,9 @@ words = sys.argv[1:]
 if words[:1] == ["-u"]:
     del words[0]
 known = words and (words[0] in ("-", "-c", "-m") or not words[0].startswith("-"))
-if not known or "PYTHONPATH" in os.environ or "PYTHONSAFEPATH" in os.environ:
+told = os.environ.keys() & {{"PYTHONPATH", "PYTHONSAFEPATH", "PYTHONOPTIMIZE"}}
+passed_on = set(os.listdir("/proc/self/fd")) - set("0123")  # 3 is that folder
+if not known or told or passed_on:
     os.execv({real!r}, [{real!r}, *sys.argv[1:]])
 server = socket.socket(socket.AF_UNIX)
 server.connect({address!r})
@@ -59,8 +62,16 @@ os._exit(status)
 FORWARDED = tuple(map(int, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)))
 
 
-@cache
 def warm_python() -> str:
+    """The executable; in a full run the real one."""
+    return sys.executable if os.environ.get(FULL) else start_server()
+
+
+FULL = "MEGALITE_TESTS_FULL"  # set by conftest.py
+
+
+@cache
+def start_server() -> str:
     """The path of the executable, whose server lives as long as this process."""
     folder = tempfile.mkdtemp(prefix="megalite-warm-")
     address, program = f"{folder}/socket", Path(folder, "python")

@@ -3,7 +3,6 @@
 import json
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pretrain_gpt
 from megalite.commands import sweep as sweep_command
 from megalite.commands.sweep import points_of
 from megalite.errors.problems import Problem, UserError
+from tests.warm import warm_python
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["device=cpu", "tokenizer=byte", "data=text", "data.path=a.txt", "model.num_layers=1", "model.hidden_size=32"]
@@ -30,7 +30,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def start(*words: str) -> "subprocess.Popen[str]":
-    command = [sys.executable, str(ROOT / "pretrain_gpt.py"), "--multirun", *SMALL, *words]
+    command = [warm_python(), str(ROOT / "pretrain_gpt.py"), "--multirun", *SMALL, *words]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 

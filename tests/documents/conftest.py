@@ -1,6 +1,5 @@
 """What the tests of this folder share."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,8 +9,8 @@ from tests.warm import warm_python
 
 
 @pytest.fixture(scope="module")
-def clone(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Path:
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The repository as a new user has it."""
     folder = tmp_path_factory.mktemp("clone") / "megalite"
-    copy_repository(folder, sys.executable if pytestconfig.getoption("--full") else warm_python())
+    copy_repository(folder, warm_python())
     return folder

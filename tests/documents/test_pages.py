@@ -6,10 +6,16 @@ import pytest
 
 from tests.documents.commands import COMMAND, LAYOUTS, NEEDS_MORE, PAGES, blocks, check, commands, run
 
+# What they start, tests/test_benchmark*.py and tests/commands/test_sweep.py start in every run.
+LONG = ("performance.md", "sweeps.md")
+HERE = [
+    pytest.param(page, id=page.name, marks=pytest.mark.long if page.name in LONG else ())
+    for page in PAGES
+    if commands(page) and page not in LAYOUTS
+]
 
-@pytest.mark.parametrize(
-    "page", [page for page in PAGES if commands(page) and page not in LAYOUTS], ids=lambda page: page.name
-)
+
+@pytest.mark.parametrize("page", HERE)
 def test_the_commands_of_a_page_run_as_printed(page: Path, clone: Path) -> None:
     check(page, clone)
 
