@@ -53,7 +53,7 @@ NUMBER: dict[str, Any] = {"type": int, "metavar": "N"}
 def main(options: Namespace, overrides: list[str]) -> Shown:
     layout, stages = lay_out(options, overrides)
     if options.json:
-        lines = [*json_lines(layout, stages or None)]
+        lines = [*json_lines(layout, stages)]
     else:
         lines = [*table_lines(layout, shutil.get_terminal_size((120, 24)).columns if sys.stdout.isatty() else 120)]
         lines += ["", *stage_lines(stages)] if stages else []

@@ -156,6 +156,6 @@ def _legend(figure: "Figure", buffers: RankBuffers) -> None:
     handles = [
         Patch(label=kind, facecolor=mixed(colour, "white", 0.68), edgecolor=colour) for kind, colour in colours.items()
     ]
-    if 100 * padding_of(buffers.layout) > sum(buffers.layout.sizes.values()):
+    if 100 * padding_of(*buffers.layout.buckets) > sum(buffers.layout.sizes.values()):
         handles.append(Patch(label="padding", facecolor="none", edgecolor=EDGE, hatch="//////"))
     legend(figure, [*handles, Patch(label=f"owned by rank {buffers.rank}", facecolor=INK)], NOTE)

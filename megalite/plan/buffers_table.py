@@ -1,52 +1,60 @@
 """The buffers of one rank as text: its buckets with what they hold and cost, and every range that the rank owns."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 from megalite.layout.buffer_layout import Bucket, BufferLayout, Kind
 from megalite.optim.memory import StateBytes, bytes_of_rank
 from megalite.optim.rank_buffers import RankBuffers
 
 FIRST, LAST = 24, 12  # rows of a long table that are shown
-MIB = 2**20
 Cells = tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class StateTypes:
+class StateTypes(NamedTuple):
     """What decides the bytes of an element: settings of these names, the precision not auto."""
 
     precision: str
     gradient_dtype: str = "fp32"
     moment_dtype: str = "fp32"
 
+    def kept(self, *buckets: Bucket) -> StateBytes:
+        """What a rank keeps of these buckets."""
+        layout = BufferLayout(buckets)
+        return bytes_of_rank(layout, self.precision, gradient_dtype=self.gradient_dtype, moment_dtype=self.moment_dtype)
+
 
 def header_lines(buffers: RankBuffers, types: StateTypes) -> list[str]:
     """What all buckets are together, and who shares them: two or three lines."""
-    layout = buffers.layout
-    total, padding = sum(layout.sizes.values()), padding_of(layout)
-    count = f"{len(layout.buckets)} bucket{'s' if len(layout.buckets) > 1 else ''}"
-    kept = _kept(layout, types)
+    buckets = buffers.layout.buckets
+    padding, kept = padding_of(*buckets), types.kept(*buckets)
+    total = sum(buffers.layout.sizes.values())
+    count = f"{len(buckets)} bucket{'s' if len(buckets) > 1 else ''}"
     share = f"{padding / total:.1%} padding" if 1000 * padding > total else f"{padding:,} elements of padding"
     lines = [
         f"rank {buffers.rank} holds {total - padding:,} parameters in {count}, {share}",
         f"and keeps {_mib(kept.total)} MiB: parameters {_mib(kept.parameters)}, gradients {_mib(kept.gradients)}, "
         f"its share of masters {_mib(kept.masters)} and moments {_mib(kept.moments)}",
     ]
-    kinds: list[Kind] = list(dict.fromkeys(bucket.buffer.kind for bucket in layout.buckets))
+    kinds: list[Kind] = list(dict.fromkeys(bucket.buffer.kind for bucket in buckets))
     return lines + [f"{'experts: ' if kind == 'expert' else ''}{_owners(buffers.owners[kind])}" for kind in kinds]
 
 
 def bucket_lines(buffers: RankBuffers, types: StateTypes, *, full: bool = False) -> Iterator[str]:
     """A line per bucket, in the order in which backward completes them; of many the first and last, with `full` all."""
-    buckets = buffers.layout.buckets
-    rows = [_bucket_row(number, bucket, types) for number, bucket in enumerate(buckets)]
-    sums = (sum(map(_size, buckets)), padding_of(buffers.layout), sum(bucket.slice_size for bucket in buckets))
-    kept, tensors = _mib(_kept(buffers.layout, types).total), str(len(buffers.layout.slots))
-    last = ("all", *(f"{each:,}" for each in sums), kept, tensors, "")
+    rows, sums = [], [0, 0, 0]
+    for number, bucket in enumerate(buffers.layout.buckets):
+        names, padding = [slot.record.name for slot in bucket.slots], padding_of(bucket)
+        numbers = (bucket.stop - bucket.start, padding, bucket.slice_size)
+        sums = [before + more for before, more in zip(sums, numbers, strict=True)]
+        held = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
+        cost = _mib(types.kept(bucket).total)
+        rows.append((bucket_name(number, bucket), *(f"{each:,}" for each in numbers), cost, str(len(names)), held))
+    kept, tensors = _mib(types.kept(*buffers.layout.buckets).total), str(len(buffers.layout.slots))
     heads = ("bucket", "elements", "padding", "slice", "MiB kept", "tensors", "from .. to")
-    yield from _table(heads, rows, "buckets", full=full, last=last)
+    last = ("all", *(f"{each:,}" for each in sums), kept, tensors, "")
+    yield from _table(heads, rows, "buckets", full=full, last=[last])
 
 
 def owned_lines(buffers: RankBuffers, *, full: bool = False) -> Iterator[str]:
@@ -69,54 +77,28 @@ def bucket_name(number: int, bucket: Bucket) -> str:
     return " ".join([str(number), *special])
 
 
-def padding_of(layout: BufferLayout) -> int:
-    """Elements of all buckets that belong to no parameter."""
-    return sum(map(_padding, layout.buckets))
+def padding_of(*buckets: Bucket) -> int:
+    """Elements of these buckets that belong to no parameter."""
+    filled = sum(prod(slot.shard.shape) for bucket in buckets for slot in bucket.slots)
+    return sum(bucket.stop - bucket.start for bucket in buckets) - filled
 
 
-def _bucket_row(number: int, bucket: Bucket, types: StateTypes) -> Cells:
-    names = [slot.record.name for slot in bucket.slots]
-    return (
-        bucket_name(number, bucket),
-        f"{_size(bucket):,}",
-        f"{_padding(bucket):,}",
-        f"{bucket.slice_size:,}",
-        _mib(_kept(BufferLayout((bucket,)), types).total),
-        str(len(names)),
-        names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}",
-    )
-
-
-def _table(heads: Cells, rows: Sequence[Cells], noun: str, *, full: bool, last: Cells | None = None) -> Iterator[str]:
+def _table(heads: Cells, rows: list[Cells], noun: str, *, full: bool, last: Sequence[Cells] = ()) -> Iterator[str]:
     """Columns of numbers to the right, the last one to the left; rows in the middle of a long table are counted."""
-    left_out = 0 if full or len(rows) <= FIRST + LAST else len(rows) - FIRST - LAST
-    shown = [*rows[:FIRST], *rows[FIRST + left_out :]]
-    lines = [heads, *shown, *([last] if last else [])]
+    left_out = 0 if full else max(0, len(rows) - FIRST - LAST)
+    lines = [heads, *rows[:FIRST], *rows[FIRST + left_out :], *last]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for at, cells in enumerate(lines):
+    for at, (*cells, words) in enumerate(lines):
         if left_out and at == 1 + FIRST:
             yield f"... {left_out:,} more {noun}: --all shows them"
-        figures = [cell.rjust(width) for cell, width in zip(cells[:-1], widths, strict=False)]
-        yield "  ".join([*figures, cells[-1]]).rstrip()
+        yield "  ".join([*map(str.rjust, cells, widths), words]).rstrip()
 
 
 def _owners(ranks: Sequence[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]} owns all of every bucket: the optimizer's state is not sharded"
-    named = ", ".join(map(str, ranks if len(ranks) <= 8 else [*ranks[:4], "..", ranks[-1]])).replace("..,", "..")
+    named = ", ".join(map(str, ranks)) if len(ranks) <= 8 else f"{', '.join(map(str, ranks[:4]))}, .. {ranks[-1]}"
     return f"every bucket is cut into {len(ranks)} slices, owned by the ranks {named}"
-
-
-def _kept(layout: BufferLayout, types: StateTypes) -> StateBytes:
-    return bytes_of_rank(layout, types.precision, gradient_dtype=types.gradient_dtype, moment_dtype=types.moment_dtype)
-
-
-def _size(bucket: Bucket) -> int:
-    return bucket.stop - bucket.start
-
-
-def _padding(bucket: Bucket) -> int:
-    return _size(bucket) - sum(prod(slot.shard.shape) for slot in bucket.slots)
 
 
 def _slice(where: range) -> str:
@@ -124,4 +106,4 @@ def _slice(where: range) -> str:
 
 
 def _mib(size: int) -> str:
-    return f"{size / MIB:,.1f}"
+    return f"{size / 2**20:,.1f}"

@@ -4,58 +4,42 @@ Equal pictures give equal files (no time stamps, no settings of the user). Lengt
 when a picture is asked for, without pyplot: nothing global changes.
 """
 
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megalite.config.packages import is_installed
+from megalite.data.atomic import temporary
 from megalite.errors.problems import Problem, UserError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-SUFFIXES = (".png", ".svg")
-COLOURS = (
-    "#3573b9",
-    "#e67e22",
-    "#2e9e5b",
-    "#d64545",
-    "#8d5fc0",
-    "#8a6248",
-    "#df7fb8",
-    "#9a9a1f",
-    "#22a9b8",
-    "#5b6676",
-)
+COLOURS = ["#3573b9", "#e67e22", "#2e9e5b", "#d64545", "#8d5fc0", "#8a6248", "#df7fb8", "#9a9a1f", "#22a9b8", "#5b6676"]
 INK, GREY, FILL, EDGE = "#1d2733", "#6a7480", "#f3f4f6", "#c2c8d0"
 MARGIN, DPI = 0.35, 150
 
 
 def picture_problems(path: Path, setting: str) -> list[Problem]:
     """Why no picture can be written to `path`, known before anything is drawn."""
-    problems = []
-    if path.suffix.lower() not in SUFFIXES:
-        problems.append(
-            Problem(setting, str(path), "must end in .png or .svg", f"{setting}={path.stem or 'picture'}.png")
-        )
-    if path.is_dir():
-        problems.append(Problem(setting, str(path), "is a folder", "the name of a file"))
-    elif not path.parent.is_dir():
-        problems.append(Problem(setting, str(path), f"the folder {path.parent} does not exist", "make it, or another"))
-    if not is_installed("matplotlib"):
-        rule = "the package matplotlib is not installed"
-        problems.append(Problem(setting, str(path), rule, "pip install matplotlib, or leave the picture out"))
-    return problems
+    rules = {
+        "must end in .png or .svg": (path.suffix.lower() in (".png", ".svg"), f"{setting}=picture.png"),
+        "is a folder": (not path.is_dir(), "the name of a file"),
+        f"the folder {path.parent} does not exist": (path.parent.is_dir(), "make it, or another"),
+        "the package matplotlib is not installed": (
+            is_installed("matplotlib"),
+            "pip install matplotlib, or leave the picture out",
+        ),
+    }
+    return [Problem(setting, str(path), rule, remedy) for rule, (kept, remedy) in rules.items() if not kept]
 
 
 def save_picture(draw: Callable[[], "Figure"], path: Path, setting: str) -> None:
     """Draw to a .png or .svg file, which appears only when it is complete."""
     from matplotlib import style
 
-    draft = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-    kind = path.suffix.lower().removeprefix(".")
+    draft, kind = temporary(path), path.suffix.lower().removeprefix(".")
     plain = {"svg.hashsalt": "megalite", "svg.fonttype": "none", "hatch.linewidth": 0.6}
     try:
         with style.context(["default", plain]):
@@ -94,14 +78,9 @@ def legend(figure: "Figure", handles: Sequence[Any], note: str = "", **options: 
     """What the colours and lines mean, side by side at the bottom of the page, and a line of text below."""
     left, high = (MARGIN / size for size in figure.get_size_inches())
     if handles:
-        at: dict[str, Any] = {
-            "loc": "lower left",
-            "bbox_to_anchor": (left, 1.3 * high),
-            "borderaxespad": 0,
-            "borderpad": 0,
-        }
-        look: dict[str, Any] = {"frameon": False, "fontsize": 9, "labelcolor": INK, "columnspacing": 1.4}
-        figure.legend(handles=handles, ncols=len(handles), **at, **look, **options)
+        options |= {"loc": "lower left", "bbox_to_anchor": (left, 1.3 * high), "borderaxespad": 0, "borderpad": 0}
+        options |= {"frameon": False, "fontsize": 9, "labelcolor": INK, "columnspacing": 1.4}
+        figure.legend(handles=handles, ncols=len(handles), **options)
     figure.text(left, 0.9 * high, note, va="center", size=8.5, color=GREY)
 
 
@@ -109,8 +88,8 @@ def mixed(colour: str, other: str, share: float) -> str:
     """The colour with a `share` of another in it."""
     from matplotlib.colors import to_hex, to_rgb
 
-    (r, g, b), (to_r, to_g, to_b) = to_rgb(colour), to_rgb(other)
-    return to_hex((r + (to_r - r) * share, g + (to_g - g) * share, b + (to_b - b) * share))
+    r, g, b = (own + (theirs - own) * share for own, theirs in zip(to_rgb(colour), to_rgb(other), strict=True))
+    return to_hex((r, g, b))
 
 
 def fits(text: str, width: float, size: float) -> bool:

@@ -38,10 +38,13 @@ def stage_lines(stages: Sequence[StageLayers]) -> Iterator[str]:
         side = f"{stage.side}, " if len(sides) > 1 else ""
         extras = ["embedding"] * stage.embedding + ["loss"] * stage.loss
         held = f" ({', '.join(extras)})" if extras else ""
-        yield f"  pp rank {stage.rank:<{digits}}{chunk}: {side}{_layers(stage)}{held}"
+        layers = f"{stage.count} layers, {stage.first}-{stage.first + stage.count - 1}"
+        if stage.count < 2:
+            layers = f"1 layer, {stage.first}" if stage.count else "no layers"
+        yield f"  pp rank {stage.rank:<{digits}}{chunk}: {side}{layers}{held}"
 
 
-def json_lines(layout: ParallelLayout, stages: Sequence[StageLayers] | None = None) -> Iterator[str]:
+def json_lines(layout: ParallelLayout, stages: Sequence[StageLayers] = ()) -> Iterator[str]:
     """One JSON object, {"dense": {"tp": [[0, 1], ...], ...}, "expert": {...}}, a line per axis; "stages" if given."""
     before = "{"
     for section, sets in _sections(layout).items():
@@ -49,19 +52,13 @@ def json_lines(layout: ParallelLayout, stages: Sequence[StageLayers] | None = No
         for axes in sets:
             yield f'  "{axes}": {json.dumps(layout.groups(axes))}{"" if axes == sets[-1] else ","}'
         before = "}, "
-    if stages is None:
+    if not stages:
         yield "}}"
-    else:
-        yield f'{before}"stages": ['
-        for stage in stages:
-            yield f"  {json.dumps(asdict(stage))}{'' if stage is stages[-1] else ','}"
-        yield "]}"
-
-
-def _layers(stage: StageLayers) -> str:
-    if stage.count < 2:
-        return f"1 layer, {stage.first}" if stage.count else "no layers"
-    return f"{stage.count} layers, {stage.first}-{stage.first + stage.count - 1}"
+        return
+    yield f'{before}"stages": ['
+    for stage in stages:
+        yield f"  {json.dumps(asdict(stage))}{'' if stage is stages[-1] else ','}"
+    yield "]}"
 
 
 def _sections(layout: ParallelLayout) -> dict[str, tuple[str, ...]]:
@@ -76,18 +73,14 @@ def _row(axes: str, groups: list[list[int]], digits: int, width: int) -> Iterato
         yield f"{label}each rank alone"
         return
     texts = [f"[{' '.join(map(str, group))}]" for group in groups]
-    room = max(width - len(label), 20)
-    column = max(map(len, texts))
-    if column > room:
-        lines = [line for text in texts for line in _wrapped(text, room)]
-    elif sum(map(len, texts)) + len(texts) - 1 <= room:
+    room, column = max(width - len(label), 20), max(map(len, texts))
+    if sum(map(len, texts)) + len(texts) - 1 <= room:
         lines = [" ".join(texts)]
+    elif column > room:
+        lines = [line for text in texts for line in _wrapped(text, room)]
     else:
-        across = (room + 1) // (column + 1)
-        lines = [
-            " ".join(text.ljust(column) for text in texts[start : start + across]).rstrip()
-            for start in range(0, len(texts), across)
-        ]
+        across, padded = (room + 1) // (column + 1), [text.ljust(column) for text in texts]
+        lines = [" ".join(padded[start : start + across]).rstrip() for start in range(0, len(texts), across)]
     yield label + lines[0]
     yield from (" " * len(label) + line for line in lines[1:])
 

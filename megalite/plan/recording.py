@@ -9,10 +9,8 @@ complete lines count. No torch import.
 """
 
 import json
-from itertools import pairwise
-from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from megalite.errors.problems import Problem, UserError
 from megalite.pipeline.actions import parse_action
@@ -21,68 +19,57 @@ from megalite.plan.timeline import Timeline
 from megalite.train.pipeline_times import FILE
 
 
+class Step(NamedTuple):
+    """What all lines of one step say alike."""
+
+    step: int
+    schedule: str
+    pp: int
+
+
 def read_recording(run_dir: Path, step: int | None = None, setting: str = "run_dir") -> tuple[int, Timeline]:
     """A recorded step (default: the last one) and its timeline, which begins at 0. Raises UserError where it is not
     there."""
-    path = run_dir / FILE
     try:
-        records = _complete(path.read_text(errors="replace").splitlines())
-    except OSError as error:
-        rule = f"{FILE} cannot be read there: {error.strerror}"
-        raise UserError(
-            Problem(setting, str(run_dir), rule, "the folder of a run that recorded its pipeline")
-        ) from error
-    if not records:
+        recorded = _complete((run_dir / FILE).read_text(errors="replace").splitlines())
         rule = f"{FILE} holds no step of which all ranks are recorded"
+    except OSError as error:
+        recorded, rule = {}, f"{FILE} cannot be read there: {error.strerror}"
+    if not recorded:
         raise UserError(Problem(setting, str(run_dir), rule, "the folder of a run that recorded its pipeline"))
-    if step is not None and step not in records:
-        near = sorted(records, key=lambda one: abs(one - step))[:3]
-        remedy = f"step {' or '.join(map(str, sorted(near)))}, or none for the last"
-        raise UserError(Problem(setting, str(run_dir), f"step {step} is not recorded", remedy))
-    chosen = max(records) if step is None else step
-    return chosen, _timeline(records[chosen])
+    chosen = max(recorded) if step is None else step
+    if chosen not in recorded:
+        remedy = f"step {min(recorded, key=lambda one: abs(one - chosen))}, or none for the last"
+        raise UserError(Problem(setting, str(run_dir), f"step {chosen} is not recorded", remedy))
+    return chosen, recorded[chosen]
 
 
-def _complete(lines: list[str]) -> dict[int, dict[int, dict[str, Any]]]:
-    """By step and rank: the records of steps of which all ranks are there."""
-    complete: dict[int, dict[int, dict[str, Any]]] = {}
-    ranks: dict[int, dict[str, Any]] = {}  # of the step that is being read, up to the line before
-    for record in map(_record, lines):
-        if record is None or record["rank"] == 0 or not _continues(ranks, record):
-            ranks = {}
-        if record is not None and record["rank"] == len(ranks):
-            ranks = {**ranks, len(ranks): record}
-            if len(ranks) == record["pp"]:
-                complete[record["step"]] = ranks
+def _complete(lines: list[str]) -> dict[int, Timeline]:
+    """By step: those of which all ranks are there."""
+    complete: dict[int, Timeline] = {}
+    before: Step | None = None  # of the lines that have been read
+    ranks: list[tuple[Span, ...]] = []
+    for line in lines:
+        try:
+            record = json.loads(line)
+            about, rank = Step(int(record["step"]), str(record["schedule"]), int(record["pp"])), record["rank"]
+            spans = tuple(Span(parse_action(cell), float(begin), float(end)) for cell, begin, end in record["actions"])
+        except (ValueError, TypeError, KeyError, UserError):
+            before, ranks = None, []
+            continue
+        ranks = [*ranks, spans] if about == before and rank == len(ranks) else [spans] if rank == 0 else []
+        before = about
+        if len(ranks) == about.pp:
+            complete[about.step] = _timeline(about.schedule, ranks)
     return complete
 
 
-def _continues(ranks: dict[int, dict[str, Any]], record: dict[str, Any]) -> bool:
-    """Whether a line is the next of the step whose first ones are `ranks`."""
-    same = ("step", "pp", "schedule")
-    return bool(ranks) and record["rank"] == len(ranks) and all(record[name] == ranks[0][name] for name in same)
-
-
-def _record(line: str) -> dict[str, Any] | None:
-    """The object on a line if it is such a record, its actions as spans."""
-    try:
-        record = json.loads(line)
-        spans = [Span(parse_action(cell), float(start), float(end)) for cell, start, end in record["actions"]]
-        known = all(type(record[name]) is int for name in ("step", "pp", "rank")) and type(record["schedule"]) is str
-    except (ValueError, TypeError, KeyError, UserError):
-        return None
-    times = [time for span in spans for time in span[1:]]
-    ordered = all(earlier <= later for earlier, later in pairwise(times))
-    return {**record, "actions": spans} if known and ordered and all(map(isfinite, times)) else None
-
-
-def _timeline(ranks: dict[int, dict[str, Any]]) -> Timeline:
-    lines = [ranks[rank]["actions"] for rank in range(len(ranks))]
-    actions = [span.action for spans in lines for span in spans]
-    zero = min((spans[0].start for spans in lines if spans), default=0.0)
+def _timeline(schedule: str, ranks: list[tuple[Span, ...]]) -> Timeline:
+    actions = [span.action for spans in ranks for span in spans]
+    zero = min((spans[0].start for spans in ranks if spans), default=0.0)
     return Timeline(
-        ranks[0]["schedule"],
+        schedule,
         vpp=1 + max((action.chunk for action in actions), default=0),
         microbatches=1 + max((action.microbatch for action in actions), default=-1),
-        ranks=tuple(tuple(Span(action, start - zero, end - zero) for action, start, end in spans) for spans in lines),
+        ranks=tuple(tuple(Span(action, start - zero, end - zero) for action, start, end in spans) for spans in ranks),
     )

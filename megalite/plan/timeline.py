@@ -36,20 +36,23 @@ class InFlight(NamedTuple):
     together: int
 
 
+CHANGES: dict[ActionKind, tuple[int, int]] = {  # of activations and weights that are held
+    "forward": (1, 0),
+    "backward": (-1, 0),
+    "backward-input": (-1, 1),
+    "backward-weight": (0, -1),
+}
+
+
 def in_flight(actions: Iterable[Action]) -> InFlight:
     """What a rank that performs these actions holds."""
     activations = weights = 0
-    peaks = (0, 0, 0)
+    peaks = InFlight(0, 0, 0)
     for action in actions:
-        if action.kind == "forward":
-            activations += 1
-        elif action.kind == "backward-weight":
-            weights -= 1
-        else:
-            activations -= 1
-            weights += action.kind == "backward-input"
-        peaks = max(peaks[0], activations), max(peaks[1], weights), max(peaks[2], activations + weights)
-    return InFlight(*peaks)
+        more, left = CHANGES[action.kind]
+        activations, weights = activations + more, weights + left
+        peaks = InFlight(*map(max, peaks, (activations, weights, activations + weights)))
+    return peaks
 
 
 @dataclass(frozen=True)

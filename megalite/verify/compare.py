@@ -13,7 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 RELATIVE, ABSOLUTE = 1e-10, 1e-12  # the design's bound on every layout against one process, in fp64
-GROUPS = ("embedding", "attention", "mlp", "norms", "head")  # as rows are ordered; others follow
+NUMBERS = ("tokens in the loss", "loss", "gradient norm")
+GROUPS = ("embedding", "attention", "mlp", "norms", "head")
+ORDER = [*NUMBERS, *(f"{kind}: {group}" for kind in ("gradients", "parameters") for group in GROUPS)]  # others follow
 
 Array = npt.NDArray[np.float64]
 
@@ -42,6 +44,11 @@ class Trace:
     tokens: list[int]
     gradients: list[list[Part]]  # of each step, after all sums over ranks and before clipping
     parameters: list[Part]  # after the last step
+
+    @property
+    def numbers(self) -> tuple[Sequence[float], ...]:
+        """Those of each step, as NUMBERS names them."""
+        return self.tokens, self.losses, self.grad_norms
 
 
 @dataclass(frozen=True)
@@ -73,11 +80,7 @@ def compare(traces: Sequence[Trace], reference: Trace) -> list[Row]:
     """The worst of each kind over all ranks and steps. `traces` are in order of rank."""
     rows = []
     for rank, trace in enumerate(traces):
-        for what, numbers, expected in (
-            ("tokens in the loss", trace.tokens, reference.tokens),
-            ("loss", trace.losses, reference.losses),
-            ("gradient norm", trace.grad_norms, reference.grad_norms),
-        ):
+        for what, numbers, expected in zip(NUMBERS, trace.numbers, reference.numbers, strict=True):
             for step, (mine, theirs) in enumerate(zip(numbers, expected, strict=True), 1):
                 rows.append(Row(what, abs(theirs), abs(mine - theirs), f"step {step}, rank {rank}"))
     for step, gradients in enumerate(reference.gradients, 1):
@@ -87,15 +90,7 @@ def compare(traces: Sequence[Trace], reference: Trace) -> list[Row]:
     for row in rows:
         if row.what not in worst or row.excess > worst[row.what].excess:
             worst[row.what] = row
-    return sorted(worst.values(), key=_order)
-
-
-def assembled(parts: Sequence[Part]) -> dict[str, Array]:
-    """The logical tensors, by name; what no part covers is not a number."""
-    whole: dict[str, Array] = {}
-    for part in parts:
-        part.of(whole.setdefault(part.name, np.full(part.shape, np.nan)))[...] = part.values
-    return whole
+    return sorted(worst.values(), key=lambda row: ORDER.index(row.what) if row.what in ORDER else len(ORDER))
 
 
 def group_of(name: str) -> str:
@@ -106,18 +101,11 @@ def group_of(name: str) -> str:
     return parts[2] if parts[0] == "blocks" else parts[0]
 
 
-def _order(row: Row) -> tuple[int, int, str]:
-    """Numbers as they come, then gradients and parameters by group; groups that have no order by name."""
-    kind, _, group = row.what.partition(": ")
-    kinds = ("gradients", "parameters")
-    if kind not in kinds:
-        return -1, 0, ""
-    return kinds.index(kind), GROUPS.index(group) if group in GROUPS else len(GROUPS), group
-
-
 def _tensors(kind: str, when: str, held: Sequence[Sequence[Part]], expected_parts: Sequence[Part]) -> Iterator[Row]:
     """A row for each part that a rank holds, and one for each tensor of which some element is on no rank."""
-    expected = assembled(expected_parts)
+    expected: dict[str, Array] = {}
+    for part in expected_parts:
+        part.of(expected.setdefault(part.name, np.full(part.shape, np.nan)))[...] = part.values
     scales = {name: float(np.abs(logical).max()) for name, logical in expected.items()}
     covered = {name: np.zeros(logical.shape, dtype=bool) for name, logical in expected.items()}
     for rank, parts in enumerate(held):

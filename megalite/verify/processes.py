@@ -9,17 +9,16 @@ import faulthandler
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import pickle
 import signal
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import megalite
 from megalite.config.schema import Config
@@ -37,37 +36,11 @@ class RankFailure(Exception):  # noqa: N818 - it is what happened, told to the u
     """A process failed, died or hung; the message is for the user."""
 
 
-@dataclass(frozen=True)
-class _Failure:
-    """What a process sends in place of a trace. The first one by time is the cause, the others are its echoes."""
+class Failure(NamedTuple):
+    """What a process answers in place of a trace. The first one by time is the cause, the others are its echoes."""
 
     at: float
     cause: UserError | str
-
-
-@dataclass(frozen=True)
-class _Member:
-    """The parent's hold on one process."""
-
-    name: str
-    process: ForkServerProcess
-    answers: Connection
-    stacks: Path
-
-    def answer(self) -> Trace | _Failure:
-        try:
-            answer: Trace | _Failure = self.answers.recv()
-            return answer
-        except EOFError:
-            self.process.join()
-            status = self.process.exitcode or 0
-            how = f"by {signal.Signals(-status).name}" if status < 0 else f"with exit status {status}"
-            return _Failure(0, f"died {how}" + (" (out of memory?)" if status == -signal.SIGKILL else ""))
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.join()
-        self.answers.close()
 
 
 def run_processes(
@@ -78,15 +51,20 @@ def run_processes(
     `train` (default: that of rank.py) is what a rank of the layout runs; it lives at the top of a module.
     """
     start_server()
+    context, processes = multiprocessing.get_context("forkserver"), list[ForkServerProcess]()
     jobs = [(f"rank {rank}", (config, rank, world_size, train)) for rank in range(world_size)]
     jobs.append(("the single process", (reference, 0, 1, None)))
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="megalite-verify-")))
-        members = []
-        for number, (name, job) in enumerate(jobs):
-            members.append(_started(name, job, folder, folder / f"stacks-{number}", timeout_s))
-            stack.callback(members[-1].end)
-        *traces, expected = _collect(members, timeout_s)
+    with tempfile.TemporaryDirectory(prefix="megalite-verify-") as place:
+        try:
+            for name, job in jobs:
+                arguments = (Path(place), name, timeout_s, *job)
+                processes.append(context.Process(target=_serve, args=arguments, name=name, daemon=True))
+                processes[-1].start()
+            *traces, expected = _answers(processes, Path(place), timeout_s)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
     return traces, expected
 
 
@@ -106,64 +84,56 @@ def start_server() -> None:
         signal.signal(signal.SIGINT, interrupt)
 
 
-def _started(name: str, job: Sequence[Any], folder: Path, stacks: Path, timeout_s: float) -> _Member:
-    context = multiprocessing.get_context("forkserver")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_serve, args=(sender, job, folder, stacks, timeout_s), name=name, daemon=True)
-    process.start()
-    sender.close()  # so that the death of the process reads as end of file
-    return _Member(name, process, receiver, stacks)
-
-
-def _collect(members: Sequence[_Member], timeout_s: float) -> list[Trace]:
-    """All traces, or the failure that explains why there are none."""
-    deadline = time.monotonic() + timeout_s
-    traces: dict[str, Trace] = {}
-    failures: list[tuple[str, _Failure]] = []
-    waiting = {member.answers: member for member in members}
+def _answers(processes: Sequence[ForkServerProcess], folder: Path, timeout_s: float) -> list[Trace]:
+    """All traces, or the failure that explains why there are none. A process that ends well leaves a file."""
+    deadline, waiting = time.monotonic() + timeout_s, {process.sentinel: process for process in processes}
+    answers: dict[str, Trace | Failure] = {}
     while waiting and (ready := wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))):
-        for connection in ready:
-            assert isinstance(connection, Connection)
-            member = waiting.pop(connection)
-            answer = member.answer()
-            if isinstance(answer, Trace):
-                traces[member.name] = answer
-            else:  # an echo may be faster than its cause
-                failures.append((member.name, answer))
+        for process in [waiting.pop(sentinel) for sentinel in list(waiting) if sentinel in ready]:
+            process.join()
+            answer: Trace | Failure = Failure(0, _death(process.exitcode or 0))
+            if process.exitcode == 0:
+                answer = pickle.loads((folder / f"{process.name}.answer").read_bytes())
+            answers[process.name] = answer
+            if isinstance(answer, Failure):  # an echo may be faster than its cause
                 deadline = min(deadline, time.monotonic() + ECHO_S)
+    failures = {name: answer for name, answer in answers.items() if isinstance(answer, Failure)}
     if failures:
-        name, first = min(failures, key=lambda failure: failure[1].at)
-        raise first.cause if isinstance(first.cause, UserError) else RankFailure(f"{name} {first.cause}")
-    if waiting:
-        raise RankFailure(_hang([*waiting.values()], timeout_s))
-    return [traces[member.name] for member in members]
+        name, (_, cause) = min(failures.items(), key=lambda failure: failure[1].at)
+        raise cause if isinstance(cause, UserError) else RankFailure(f"{name} {cause}")
+    if silent := [process.name for process in waiting.values()]:
+        text = (
+            f"no answer from {', '.join(silent)} within {timeout_s:g} s: a collective that not all ranks join, or slow"
+        )
+        stacks = {name: folder / f"{name}.stacks" for name in silent}
+        stood = [f"--- {name} stood at ---\n{path.read_text()}" for name, path in stacks.items() if path.exists()]
+        raise RankFailure("\n".join([text, *stood]))
+    return [answer for process in processes if isinstance(answer := answers[process.name], Trace)]
 
 
-def _hang(silent: Sequence[_Member], timeout_s: float) -> str:
-    names = ", ".join(member.name for member in silent)
-    lines = [f"no answer from {names} within {timeout_s:g} s: a collective that not all ranks join, or a slow machine"]
-    lines += [f"--- {one.name} stood at ---\n{one.stacks.read_text()}" for one in silent if one.stacks.exists()]
-    return "\n".join(lines)
+def _death(status: int) -> str:
+    how = f"by {signal.Signals(-status).name}" if status < 0 else f"with exit status {status}"
+    return f"died {how}" + (" (out of memory?)" if status == -signal.SIGKILL else "")
 
 
-def _serve(sender: Connection, job: Sequence[Any], folder: Path, stacks: Path, timeout_s: float) -> None:
-    """One process: join the others, train, send what came of it."""
+def _serve(
+    folder: Path, name: str, timeout_s: float, config: Config, rank: int, world_size: int, train: TrainRank | None
+) -> None:
+    """One process: join the others, train, leave the answer; where it stands, if that takes too long."""
     if not folder.is_dir():  # the caller was interrupted while the server imported torch
         return
     from megalite.verify.rank import enter
     from megalite.verify.rank import train as train_rank
 
-    with stacks.open("w") as file:
+    with (folder / f"{name}.stacks").open("w") as file:
         faulthandler.dump_traceback_later(timeout_s * STACKS, file=file)
-        config, rank, world_size, train = job
         try:
             context = enter(config, rank, world_size, folder / "store")
-            trace = (train or train_rank)(config, context)
-        except UserError as error:
-            sender.send(_Failure(time.monotonic(), error))
-        except Exception:
-            sender.send(_Failure(time.monotonic(), f"failed:\n{traceback.format_exc()}"))
-        else:
-            sender.send(trace)
+            answer: Trace | Failure = (train or train_rank)(config, context)
             context.close()
+        except UserError as error:
+            answer = Failure(time.monotonic(), error)
+        except Exception:
+            answer = Failure(time.monotonic(), f"failed:\n{traceback.format_exc()}")
+        (folder / f"{name}.answer").write_bytes(pickle.dumps(answer))
         faulthandler.cancel_dump_traceback_later()

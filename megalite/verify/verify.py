@@ -4,7 +4,7 @@ The verdict is the design's: every loss, gradient norm, gradient and parameter w
 Nothing of the user's is read or written but the config. No torch import: the processes have it (processes.py).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import lcm
 
@@ -50,8 +50,7 @@ def verify(config: Config, world_size: int, *, timeout_s: float = TIMEOUT_S, tra
 def load(argv: list[str], world_size: int | None, dp: int | None) -> tuple[Config, int]:
     """The config of the launcher's overrides and the world that it is verified on; UserError with all that is wrong.
 
-    The world is `world_size`; else `dp` times what the layout needs, by default 2 times where that is at most 8 ranks
-    and the batch splits, so that data parallelism is verified along with the axes that were asked for.
+    The world is `world_size`, else what `_natural_world` says.
     """
     problems = [
         Problem(name, value, "must be at least 1", f"{name} 2, or leave it out")
@@ -62,20 +61,17 @@ def load(argv: list[str], world_size: int | None, dp: int | None) -> tuple[Confi
         problems.append(Problem("--dp", dp, f"follows from --world-size {world_size}", "give one of the two"))
     if problems:
         raise UserError(problems)
-    if world_size is None:
-        world_size = _natural_world(argv, dp)
-        try:
-            config = load_config(argv, world_size)
-        except UserError as error:  # the world was ours: it is the other mistakes that count
-            problems = [p for p in error.problems if p.setting != "world size"] or error.problems
-            raise UserError(_advised_for_any_world(problems, argv, world_size)) from None
-    else:
+    asked, world_size = world_size, world_size or _natural_world(argv, dp)
+    try:
         config = load_config(argv, world_size)
+    except UserError as error:  # where the world was ours, it is the other mistakes that count
+        if asked:
+            raise
+        problems = [problem for problem in error.problems if problem.setting != "world size"] or error.problems
+        raise UserError(_advised_for_any_world(problems, argv, world_size)) from None
     if world_size == 1:
-        rule = "one process is what layouts are compared to"
-        raise UserError(
-            Problem("world size", 1, rule, "--dp 2, or parallel.tp=2 with a train.global_batch_size to suit")
-        )
+        rule, remedy = "one process is what layouts are compared to", "--dp 2, or parallel.tp=2 with a batch to suit"
+        raise UserError(Problem("world size", 1, rule, remedy))
     return config, world_size
 
 
@@ -91,19 +87,19 @@ def _advised_for_any_world(problems: list[Problem], argv: list[str], world_size:
 
 
 def _natural_world(argv: list[str], dp: int | None) -> int:
-    """Ranks of `dp` copies of the model; 1 where the overrides are wrong, which load_config then says."""
+    """`dp` times the ranks that the layout needs. By default 2 times, so that data parallelism is verified along with
+    the axes that were asked for, where that is at most 8 ranks and the batch splits."""
     try:
         config = load_values(argv, READ)
-    except UserError:
+    except UserError:  # which load_config then tells
         return 1
     request, train = layout_request(config, 1), config.train
     if dp is not None:
         return dp * request.dense_product
     unit = lcm(request.dense_product, request.expert_product)
-    copies = unit // request.dense_product
-    batch = train.global_batch_size // (train.micro_batch_size or 1)
-    enough = config.parallel.vpp == 1 or batch // (2 * copies) >= config.parallel.pp  # microbatches for interleaved
-    return 2 * unit if 2 * unit <= MOST_RANKS and batch % (2 * copies) == 0 and enough else unit
+    copies, batch = 2 * unit // request.dense_product, train.global_batch_size // (train.micro_batch_size or 1)
+    enough = config.parallel.vpp == 1 or batch // copies >= config.parallel.pp  # microbatches for interleaved
+    return 2 * unit if 2 * unit <= MOST_RANKS and batch % copies == 0 and enough else unit
 
 
 def table(verdict: Verdict) -> Iterator[str]:
@@ -116,25 +112,20 @@ def table(verdict: Verdict) -> Iterator[str]:
     yield f"        {_training(shrunk.config)}, fp64 on the CPU, synthetic tokens"
     yield from (f"note    {note}" for note in shrunk.notes)
     yield ""
-    heads = ("", "one process", "difference", "relative", "", "worst at")
-    lines = [heads, *(_cells(row) for row in verdict.rows)]
+    lines: list[tuple[str, ...]] = [("", "one process", "difference", "relative", "", "worst at")]
+    for row in verdict.rows:
+        figures = (f"{row.scale:.6g}", f"{row.difference:.1e}", f"{row.relative:.1e}")
+        lines.append((row.what, *figures, "pass" if row.passed else "FAIL", row.where))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for cells in lines:
-        what, *numbers, where = cells
-        figures = [number.rjust(width) for number, width in zip(numbers, widths[1:], strict=False)]
-        yield "  ".join([what.ljust(widths[0]), *figures, where]).rstrip()
+    for what, *numbers, where in lines:
+        cells = [number.rjust(width) for number, width in zip(numbers, widths[1:-1], strict=True)]
+        yield "  ".join([what.ljust(widths[0]), *cells, where]).rstrip()
     yield ""
-    bound = f"{RELATIVE:g} relative or {ABSOLUTE:g} absolute"
-    failed = [row for row in verdict.rows if not row.passed]
+    bound, failed = f"{RELATIVE:g} relative or {ABSOLUTE:g} absolute", sum(not row.passed for row in verdict.rows)
     if failed:
-        yield f"FAIL: {len(failed)} of {len(verdict.rows)} rows differ from one process by more than {bound}"
+        yield f"FAIL: {failed} of {len(verdict.rows)} rows differ from one process by more than {bound}"
     else:
         yield f"PASS: {shrunk.layout.world_size} ranks train like one process, within {bound}"
-
-
-def _cells(row: Row) -> Sequence[str]:
-    figures = (f"{row.scale:.6g}", f"{row.difference:.1e}", f"{row.relative:.1e}")
-    return (row.what, *figures, "pass" if row.passed else "FAIL", row.where)
 
 
 def _layout(config: Config, layout: ParallelLayout) -> str:
@@ -148,26 +139,27 @@ def _layout(config: Config, layout: ParallelLayout) -> str:
 def _model(config: Config) -> str:
     model = config.model
     shape = f"{model.num_layers} layers x {model.hidden_size}, {model.num_attention_heads} heads of {model.head_size}"
-    groups = f", {model.num_key_value_heads} key-value heads"
-    grouped = groups if model.num_key_value_heads != model.num_attention_heads else ""
-    return f"{shape}{grouped}, ffn {model.ffn_hidden_size}, vocabulary {vocabulary_of(config):,}"
+    if model.num_key_value_heads != model.num_attention_heads:
+        shape += f", {model.num_key_value_heads} key-value heads"
+    return f"{shape}, ffn {model.ffn_hidden_size}, vocabulary {vocabulary_of(config):,}"
 
 
 def _pipeline(config: Config, layout: ParallelLayout) -> str:
     train, stages = config.train, [str(stage.count) for stage in stage_layers(stage_settings(config))]
-    assert train.micro_batch_size is not None
-    microbatches = train.global_batch_size // (train.micro_batch_size * layout.dp)
-    groups = config.parallel.microbatch_group_size
-    grouped = "" if groups is None else f" in groups of {groups}"
+    microbatches = train.global_batch_size // ((train.micro_batch_size or 1) * layout.dp)
+    group = config.parallel.microbatch_group_size
+    grouped = "" if group is None else f" in groups of {group}"
     return f"{config.parallel.schedule}, {microbatches} microbatches{grouped}, stages of {', '.join(stages)} layers"
 
 
 def _training(config: Config) -> str:
     train, data = config.train, config.data
-    parts = [f"{train.steps} steps of {train.global_batch_size} x {train.seq_length} tokens"]
-    parts += [f"recompute {train.recompute}"] if train.recompute != "none" else []
-    parts += [f"label smoothing {train.label_smoothing:g}"] if train.label_smoothing else []
-    parts += [f"z-loss {train.z_loss:g}"] if train.z_loss else []
-    parts += ["ends of documents masked"] if data.mask_end_of_document else []
-    parts += [] if data.cross_document_attention else ["attention inside documents"]
-    return ", ".join(parts)
+    others = {
+        f"recompute {train.recompute}": train.recompute != "none",
+        f"label smoothing {train.label_smoothing:g}": train.label_smoothing,
+        f"z-loss {train.z_loss:g}": train.z_loss,
+        "ends of documents masked": data.mask_end_of_document,
+        "attention inside documents": not data.cross_document_attention,
+    }
+    size = f"{train.steps} steps of {train.global_batch_size} x {train.seq_length} tokens"
+    return ", ".join([size, *(words for words, there in others.items() if there)])
