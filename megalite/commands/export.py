@@ -22,17 +22,13 @@ from megalite.config.part import load_part
     option("--max-shard-size", default="5GB", metavar="SIZE", help="of one file (default: %(default)s)"),
 )
 def main(options: Namespace, overrides: list[str]) -> Shown:
-    from megalite.hf.export import export_checkpoint
+    from megalite.hf.export import export_checkpoint, require_new
+    from megalite.hf.saved_model import open_model
 
     precision = load_part(overrides, "exporting", ("precision",)).precision
-    model = export_checkpoint(
-        options.run_dir,
-        options.out,
-        warn,
-        step=options.step,
-        precision=None if precision == "auto" else precision,
-        max_shard_size=options.max_shard_size,
-    )
+    require_new(options.out)  # before gigabytes are verified
+    model = open_model(options.run_dir, warn, options.step)
+    export_checkpoint(model, options.out, precision=precision, max_shard_size=options.max_shard_size)
     size = sum(path.stat().st_size for path in options.out.iterdir())
     step = model.run.found.step if model.run else 0
     lines = [f"{options.out}: {model.config.name} after step {step}, {size / 1e6:,.1f} MB"]

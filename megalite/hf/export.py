@@ -9,7 +9,7 @@ import json
 import secrets
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -27,7 +27,7 @@ from megalite.config.settings import yaml_value
 from megalite.data.atomic import sync_folder
 from megalite.errors.problems import NO_VALUE, Problem, UserError, collect
 from megalite.hf.model_card import model_card
-from megalite.hf.saved_model import SavedModel, open_model
+from megalite.hf.saved_model import SavedModel
 from megalite.hf.tensors import Source, sources
 from megalite.hf.tokenizer_files import tokenizer_files
 from megalite.launch.device import DTYPES
@@ -38,28 +38,12 @@ NO_FILES: Mapping[str, bytes] = MappingProxyType({})
 
 
 def export_checkpoint(
-    run_dir: Path,
-    folder: Path,
-    report: Callable[[str], None],
-    *,
-    step: int | None = None,
-    precision: str | None = None,
-    max_shard_size: str = MAX_SHARD_SIZE,
-) -> SavedModel:
-    """Write `folder` from a checkpoint of the run, as `open_model` finds it; see `export_run`. Returns that model."""
-    require_new(folder)  # before gigabytes are verified
-    model = open_model(run_dir, report, step)
-    export_run(model, folder, precision=precision, max_shard_size=max_shard_size)
-    return model
-
-
-def export_run(
-    model: SavedModel, folder: Path, *, precision: str | None = None, max_shard_size: str = MAX_SHARD_SIZE
+    model: SavedModel, folder: Path, *, precision: str = "auto", max_shard_size: str = MAX_SHARD_SIZE
 ) -> None:
     """Write `folder` from an opened checkpoint of a run, with its tokenizer and a model card; see `export_model`.
 
-    Exported are the masters, rounded to `precision` (fp32, bf16, ...), by default that of the run: to the bit the
-    parameters that it computes with.
+    Exported are the masters, rounded to `precision` (fp32, bf16, ...; auto: that of the run): to the bit the parameters
+    that it computes with.
     """
     run, tokenizer = model.run, model.tokenizer
     if run is None:
@@ -82,7 +66,7 @@ def export_run(
         run.masters(),
         model.config,
         folder,
-        dtype=DTYPES[precision or run.config.precision],
+        dtype=DTYPES[run.config.precision if precision == "auto" else precision],
         context_length=model.seq_length,
         end_of_document=None if tokenizer is None else tokenizer.end_of_document,
         max_shard_size=max_shard_size,

@@ -18,7 +18,7 @@ from megalite.config.user_files import read_object
 from megalite.data.offline import go_offline
 from megalite.data.tokenizers import load_tokenizer
 from megalite.errors.problems import NO_VALUE, Problem, UserError
-from megalite.hf.export import export_run
+from megalite.hf.export import export_checkpoint
 from megalite.hf.saved_model import is_run, open_model
 
 NEW_TOKENS = 100  # where nobody says how many
@@ -90,7 +90,7 @@ def _as_transformers_folder(folder: Path, step: int | None, report: Callable[[st
         rule = "its tokens were prepared elsewhere, and their tokenizer is not known"
         raise UserError(Problem("model", str(folder), rule, "train with tokenizer=FOLDER to have it kept with the run"))
     with tempfile.TemporaryDirectory(prefix="megalite-generate-") as place:
-        export_run(model, Path(place) / "model")
+        export_checkpoint(model, Path(place) / "model")
         yield Path(place) / "model"
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megalite.layout.buffer_layout import Bucket, BufferSlot
 from megalite.optim.rank_buffers import RankBuffers
 from megalite.plan.buffers_table import bucket_name, padding_of
-from megalite.plan.drawing import COLOURS, EDGE, FILL, GREY, INK, fits, legend, mixed, page
+from megalite.plan.drawing import COLOURS, EDGE, FILL, GREY, INK, fitting, legend, mixed, page
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -79,20 +79,20 @@ class _Brush:
     top: float
 
     def draw(self, owners: Sequence[int], rank: int) -> None:
-        bucket, place = self.bucket, self.place
-        name = f"bucket {bucket_name(place.number, bucket)}"
-        texts = (f"{name}: {_amount(bucket.stop - bucket.start)}", name, name.removeprefix("bucket "))
-        fitting = next((text for text in texts if fits(text, place.width + GAP / 2, 8.5)), "")
-        self.axes.text(place.left, self.top, fitting, va="top", size=8.5, weight="bold", color=INK)
-        bar = self.top - 0.19 - BLOCK - BAR
+        from matplotlib.ticker import EngFormatter
+
+        bucket, place, bar = self.bucket, self.place, self.top - 0.19 - BLOCK - BAR
+        number, amount = bucket_name(place.number, bucket), EngFormatter(places=1)(bucket.stop - bucket.start)
+        texts = (f"bucket {number}: {amount}", f"bucket {number}", number)
+        text = fitting(place.width + GAP / 2, 8.5, *texts)
+        self.axes.text(place.left, self.top, text, va="top", size=8.5, weight="bold", color=INK)
         edges = [bucket.start, *(at for slot in bucket.slots for at in (slot.start, slot.stop)), bucket.stop]
         for start, stop in list(pairwise(edges))[::2]:  # what lies between slots is padding
             if self.x(stop) - self.x(start) > THIN:
                 self.box(start, stop, bar, BAR, facecolor="none", edgecolor=EDGE, hatch="////", lw=0)
         for slot in bucket.slots:
-            colour = KINDS.get(kind_of(slot.record.name), OTHER)
-            text, fill = _short_name(slot.record.name), mixed(colour, "white", 0.68)
-            self.box(slot.start, slot.stop, bar, BAR, text, size=8, facecolor=fill, edgecolor=colour, lw=0.7)
+            text, look = _short_name(slot.record.name), _look(kind_of(slot.record.name))
+            self.box(slot.start, slot.stop, bar, BAR, text, size=8, lw=0.7, **look)
         for block, run in groupby(bucket.slots, key=lambda slot: slot.record.place):
             if isinstance(block, int):
                 self.block([*run], block, bar + BAR + 0.03)
@@ -107,31 +107,33 @@ class _Brush:
         """A rectangle with a text where it fits, which stands above the lines that cut the rectangle."""
         left, width = self.x(start), self.x(stop) - self.x(start)
         self.axes.barh(low, width, high, left, align="edge", **look)
-        if text and fits(text, width, size):
+        if fitting(width, size, text):
             ink = "white" if look["facecolor"] == INK else INK
             behind = {"facecolor": look["facecolor"], "lw": 0, "pad": 0.8}
             middle = left + width / 2, low + high / 2
             self.axes.text(*middle, text, ha="center", va="center", size=size, color=ink, bbox=behind, zorder=4)
 
     def block(self, slots: Sequence[BufferSlot], number: int, y: float) -> None:
+        """A line over the parameters of a block, with its number."""
         left, right = self.x(slots[0].start), self.x(slots[-1].stop)
         self.axes.plot([left + 0.015, right - 0.015], [y, y], color=GREY, lw=1.2, solid_capstyle="butt")
-        text = next((text for text in (f"block {number}", f"{number}") if fits(text, right - left, 7)), "")
+        text = fitting(right - left, 7, f"block {number}", f"{number}")
         self.axes.text((left + right) / 2, y + 0.015, text, ha="center", va="bottom", size=7, color=GREY)
 
     def owners(self, owners: Sequence[int], rank: int, bar: float) -> None:
         """A strip of slices, and a dashed line through the parameters where one ends; of very thin ones only those that
         the rank owns."""
-        low, slice_width = bar - STRIP - 0.02, self.place.width / len(owners)
-        text = next((text for text in ("rank {}", "{}") if fits(text.format(max(owners)), slice_width, 7)), "")
-        if slice_width < THIN:
+        low, width = bar - STRIP - 0.02, self.place.width / len(owners)
+        most = max(owners)
+        text = fitting(width, 7, f"rank {most}", f"{most}").replace(f"{most}", "{}")
+        if width < THIN:
             self.box(self.bucket.start, self.bucket.stop, low, STRIP, facecolor=FILL, edgecolor=EDGE, lw=0.5)
         for index, owner in enumerate(owners):
             own = self.bucket.slice_of(index)
-            if slice_width >= THIN or owner == rank:
+            if width >= THIN or owner == rank:
                 fill = INK if owner == rank else FILL
                 self.box(own.start, own.stop, low, STRIP, text.format(owner), facecolor=fill, edgecolor=EDGE, lw=0.5)
-            if slice_width >= CUT and index > 0:
+            if width >= CUT and index > 0:
                 self.axes.vlines(self.x(own.start), low, bar + BAR, color=INK, lw=0.7, ls=(0, (2, 1.6)), zorder=3)
 
 
@@ -141,21 +143,16 @@ def _short_name(name: str) -> str:
     return ".".join(parts[3:] if parts[0] == "blocks" and len(parts) > 3 else parts)
 
 
-def _amount(elements: int) -> str:
-    for unit, scale in (("G", 10**9), ("M", 10**6), ("k", 10**3)):
-        if elements >= scale:
-            return f"{elements / scale:.1f} {unit}"
-    return str(elements)
+def _look(kind: str) -> dict[str, Any]:
+    colour = KINDS.get(kind, OTHER)
+    return {"facecolor": mixed(colour, "white", 0.68), "edgecolor": colour}
 
 
 def _legend(figure: "Figure", buffers: RankBuffers) -> None:
     from matplotlib.patches import Patch
 
     kinds = {kind_of(slot.record.name) for slot in buffers.layout.slots}
-    colours = {kind: KINDS.get(kind, OTHER) for kind in (*KINDS, "other") if kind in kinds}
-    handles = [
-        Patch(label=kind, facecolor=mixed(colour, "white", 0.68), edgecolor=colour) for kind, colour in colours.items()
-    ]
+    handles = [Patch(label=kind, **_look(kind)) for kind in (*KINDS, "other") if kind in kinds]
     if 100 * padding_of(*buffers.layout.buckets) > sum(buffers.layout.sizes.values()):
         handles.append(Patch(label="padding", facecolor="none", edgecolor=EDGE, hatch="//////"))
     legend(figure, [*handles, Patch(label=f"owned by rank {buffers.rank}", facecolor=INK)], NOTE)

@@ -92,6 +92,6 @@ def mixed(colour: str, other: str, share: float) -> str:
     return to_hex((r, g, b))
 
 
-def fits(text: str, width: float, size: float) -> bool:
-    """Whether a text of this size in points is narrower than `width`."""
-    return len(text) * size * 0.0093 + 0.04 < width
+def fitting(width: float, size: float, *texts: str) -> str:
+    """The first of the texts, of this size in points, that is narrower than `width`; empty if none is."""
+    return next((text for text in texts if len(text) * size * 0.0093 + 0.04 < width), "")

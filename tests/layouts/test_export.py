@@ -13,6 +13,7 @@ from megalite.config.schema import Config
 from megalite.data.open import open_data
 from megalite.hf.export import export_checkpoint
 from megalite.hf.import_model import import_model
+from megalite.hf.saved_model import open_model
 from megalite.launch.context import ParallelContext
 from megalite.layout.ranks import ParallelLayout
 from megalite.prepare.prepare import prepare
@@ -81,7 +82,7 @@ def test_every_layout_imports_what_one_process_does(
 
 
 def exported(run: Path) -> dict[str, bytes]:
-    export_checkpoint(run, run / "exported", pytest.fail)
+    export_checkpoint(open_model(run, pytest.fail), run / "exported")
     return {path.name: path.read_bytes() for path in (run / "exported").iterdir()}
 
 
