@@ -11,13 +11,16 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from megalite.config.schema import Config
 from megalite.config.step_plan import PlannedStep
 from megalite.data.batch import Batch
+from megalite.data.permutation import IntArray
 from megalite.data.samples import SampleSource
 from megalite.errors.problems import Problem, UserError
 
@@ -42,20 +45,23 @@ class StepBatches:
 def read_batch(source: SampleSource, first: int, size: int, config: Config) -> Batch:
     """The samples from `first` on, `size` of them, as one microbatch on the CPU."""
     rows, parts, starts = source.read(np.arange(first, first + size))
-    labels = rows[:, 1:]
-    mask = np.ones(labels.shape, dtype=bool)
+    mask = np.ones((size, source.seq_length), dtype=bool)
     if config.data.mask_end_of_document and source.end_of_document is not None:
-        mask = labels != source.end_of_document
-    documents, positions = None, torch.arange(source.seq_length).expand(len(rows), -1)
-    if not config.data.cross_document_attention:
-        documents, of_documents = source.documents(parts, starts)
-        positions = torch.from_numpy(of_documents)
+        mask = rows[:, 1:] != source.end_of_document
+    if config.data.cross_document_attention:
+        return _batch(rows, mask, first)
+    return _batch(rows, mask, first, source.documents(parts, starts))
+
+
+def _batch(rows: IntArray, mask: npt.NDArray[Any], first: int, documents: tuple[Any, IntArray] | None = None) -> Batch:
+    """A microbatch of rows [b, s + 1] and mask [b, s]; `documents`: numbers [b, s] and positions [b, s], if given."""
+    length = rows.shape[1] - 1
     return Batch(
         tokens=torch.from_numpy(np.ascontiguousarray(rows[:, :-1])),
-        labels=torch.from_numpy(np.ascontiguousarray(labels)),
+        labels=torch.from_numpy(np.ascontiguousarray(rows[:, 1:])),
         loss_mask=torch.from_numpy(mask),
-        positions=positions,
-        documents=None if documents is None else torch.from_numpy(documents),
+        positions=torch.from_numpy(documents[1]) if documents else torch.arange(length).expand(len(rows), -1),
+        documents=torch.from_numpy(documents[0]) if documents else None,
         first_sample=first,
     )
 
@@ -65,8 +71,7 @@ def local_batches(
 ) -> list[Batch]:
     """The microbatches that one data-parallel rank computes of the global batch of the `sequences` samples from `first`
     on."""
-    size = config.train.micro_batch_size
-    assert size is not None, "derive() fills it in"
+    size = _micro_batch_size(config)
     count = sequences // size
     assert count % dp_size == 0, (count, dp_size)
     starts = [first + microbatch * size for microbatch in range(dp_rank, count, dp_size)]
@@ -76,19 +81,16 @@ def local_batches(
 def masked_batches(config: Config, sequences: int, dp_size: int) -> list[Batch]:
     """What stands in for a rank's microbatches of a global batch that cannot be read: as many, of the same shapes, none
     of it in the loss. On the CPU."""
-    size = config.train.micro_batch_size
-    assert size is not None, "derive() fills it in"
-    tokens = torch.zeros((size, config.train.seq_length), dtype=torch.int64)
-    positions = torch.arange(config.train.seq_length).expand(size, -1)
-    batch = Batch(
-        tokens=tokens,
-        labels=tokens,
-        loss_mask=torch.zeros_like(tokens, dtype=torch.bool),
-        positions=positions if config.data.cross_document_attention else positions.contiguous(),
-        documents=None if config.data.cross_document_attention else torch.zeros_like(tokens, dtype=torch.int32),
-        first_sample=0,
-    )
+    shape = size, length = _micro_batch_size(config), config.train.seq_length
+    documents = np.zeros(shape, np.int32), np.tile(np.arange(length), (size, 1))
+    inside = None if config.data.cross_document_attention else documents
+    batch = _batch(np.zeros((size, length + 1), np.int64), np.zeros(shape, bool), 0, inside)
     return [batch] * (sequences // size // dp_size)
+
+
+def _micro_batch_size(config: Config) -> int:
+    assert config.train.micro_batch_size is not None, "derive() fills it in"
+    return config.train.micro_batch_size
 
 
 class TrainBatches:

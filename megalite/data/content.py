@@ -7,14 +7,12 @@ before. Another content is refused; by the thread, at the next read.
 """
 
 import json
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import numpy as np
 import xxhash
 
 from megalite.config.user_files import as_record, read_json, refusing
@@ -24,7 +22,7 @@ from megalite.data.token_file import HASH_WHOLE, TokenFile
 from megalite.errors.problems import Problem, UserError
 
 RECORD = "token_files.json"  # in a run's folder
-BLOCK, PAUSE = 1 << 20, 0.001  # bytes at once, and seconds in between: training comes first
+BLOCK, PAUSE = 1 << 19, 0.001  # tokens at once, and seconds in between: training comes first
 PATIENCE = 5.0  # seconds that the end of a run waits for a block: a disk may hang
 
 
@@ -48,28 +46,43 @@ class Content:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Meanwhile, hash the files that never were."""
-        new, stop = [number for number, was in enumerate(self.known) if was is None], threading.Event()
+        stop = threading.Event()
 
         def work() -> None:
-            for number in new:
-                if not self.hash(number, lambda: not stop.wait(PAUSE)):
+            for number, was in enumerate(self.known):
+                if was is None and not self.hash(number, lambda: not stop.wait(PAUSE)):
                     return
 
         thread = threading.Thread(target=work, name="content", daemon=True)
-        if new:
-            thread.start()
+        thread.start()
         try:
             yield
         finally:
             stop.set()
-            if new:
-                thread.join(PATIENCE)
+            thread.join(PATIENCE)
 
     def hash(self, number: int, go_on: Callable[[], bool]) -> bool:
-        """Hash file `number` as long as it may `go_on`, and remember it; False if it could not, or is another one."""
-        found = _hash(self.files[number], self.known[number], go_on)
-        if found is None:
+        """Hash file `number` as long as it may `go_on`, and remember it. False if it could not, or if its content is
+        another one: then its next reader is refused."""
+        file, was = self.files[number], self.known[number]
+        opened, state = opened_file(file), xxhash.xxh3_128()
+        before = opened.state()
+        try:
+            for start in range(0, len(file.tokens), BLOCK):
+                state.update(file.tokens[start : start + BLOCK].data)
+                if not go_on():
+                    return False
+        except UserError as error:
+            opened.refusal = error
             return False
+        found = Hashed(*before, state.hexdigest())
+        if opened.state() != before:
+            return False  # it is being written: the next start looks again
+        hashes = {"was prepared": file.facts().xxh3_128, "this run has read before": was and was.xxh3_128}
+        for what, expected in hashes.items():
+            if expected not in (None, found.xxh3_128):
+                opened.refusal = _refusal(opened, f"its content is not what {what} ({found.xxh3_128}, then {expected})")
+                return False
         self.known[number] = found
         with suppress(OSError):  # no room: it is hashed again next time
             write_atomically(self.record, json.dumps([each and asdict(each) for each in self.known], indent=1).encode())
@@ -86,10 +99,10 @@ def compared(files: Sequence[TokenFile], run_dir: Path, report: Callable[[str], 
         name = f"{file.prefix.name}.bin"
         if was is None:
             report(f"{name} was not hashed whole before: samples of it are compared now, the rest while training runs")
-        elif _doubtful(file, was):
+        elif (was.size, was.mtime_ns) != opened_file(file).state() or file.facts().xxh3_128 not in (None, was.xxh3_128):
             report(f"{name} has another time or size than it had: hashing its {file.tokens.nbytes / 1e9:.1f} GB first")
             if not content.hash(number, lambda: True):
-                opened = _opened(file)
+                opened = opened_file(file)
                 problems += (opened.refusal or _refusal(opened, "changes while it is read")).problems
     if problems:
         raise UserError(problems)
@@ -110,46 +123,10 @@ def _known(record: Path, report: Callable[[str], None]) -> list[Hashed | None]:
         return []
 
 
-def _doubtful(file: TokenFile, was: Hashed) -> bool:
-    recorded = file.facts().xxh3_128
-    return (was.size, was.mtime_ns) != _state(_opened(file)) or recorded not in (None, was.xxh3_128)
-
-
-def _hash(file: TokenFile, was: Hashed | None, go_on: Callable[[], bool]) -> Hashed | None:
-    """The file as it is now; None if there is no time, or if it is not what it was: its next reader is refused."""
-    opened, state = _opened(file), xxhash.xxh3_128()
-    size, mtime = _state(opened)
-    block = np.empty(BLOCK, np.uint8)
-    for start in range(0, opened.size, BLOCK):
-        piece = block[: min(BLOCK, opened.size - start)]
-        try:
-            opened.read(start, piece)
-        except UserError as error:
-            opened.refusal = error
-        if opened.refusal or not go_on():
-            return None
-        state.update(piece.data)
-    if _state(opened) != (size, mtime):
-        return None  # it is being written: the next start looks again
-    content = state.hexdigest()
-    hashes = {"was prepared": file.facts().xxh3_128, "this run has read before": was and was.xxh3_128}
-    for what, expected in hashes.items():
-        if expected not in (None, content):
-            rule = f"its content is not what {what} (xxh3_128 {content}, then {expected})"
-            opened.refusal = _refusal(opened, rule)
-            return None
-    return Hashed(size, mtime, content)
-
-
 def _refusal(opened: OpenedFile, rule: str) -> UserError:
     return UserError(Problem("data.path", str(opened.path), rule, AGAIN, here=True))
 
 
-def _opened(file: TokenFile) -> OpenedFile:
+def opened_file(file: TokenFile) -> OpenedFile:
     assert isinstance(file.tokens, DiskArray)
     return file.tokens.file
-
-
-def _state(opened: OpenedFile) -> tuple[int, int]:
-    state = os.fstat(opened.descriptor)
-    return state.st_size, state.st_mtime_ns

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megalite.config.user_files import refusing
-from megalite.errors.problems import Problem, UserError
+from megalite.errors.problems import UserError
 
 AGAIN = "restore it from a copy; a run continues from its newest checkpoint"
 
@@ -29,29 +29,28 @@ class OpenedFile:
         with refusing(path, "check its permissions"):
             self.descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             weakref.finalize(self, os.close, self.descriptor)
-            state = os.fstat(self.descriptor)
-            if not stat.S_ISREG(state.st_mode):
+            if not stat.S_ISREG(os.fstat(self.descriptor).st_mode):
                 raise ValueError("is not a regular file")
-        self.size = state.st_size
+        self.size, _ = self.state()
         self.refusal: UserError | None = None  # what somebody else found wrong with it
+
+    def state(self) -> tuple[int, int]:
+        """Size and time of the last change in ns, now."""
+        state = os.fstat(self.descriptor)
+        return state.st_size, state.st_mtime_ns
 
     def read(self, start: int, content: npt.NDArray[Any]) -> None:
         """Fill `content` with the bytes from `start` on."""
         if self.refusal:
             raise self.refusal
         view, done = content.view(np.uint8), 0
-        while done < len(view):
-            try:
+        with refusing(self.path, AGAIN):
+            while done < len(view):
                 count = os.preadv(self.descriptor, [view[done:].data], start + done)
-            except OSError as error:
-                raise self._refusal(f"cannot be read: {error.strerror}") from error
-            if count == 0:
-                size = os.fstat(self.descriptor).st_size
-                raise self._refusal(f"has {size:,} bytes now, {self.size:,} when it was opened: it was cut short since")
-            done += count
-
-    def _refusal(self, rule: str) -> UserError:
-        return UserError(Problem("data.path", str(self.path), rule, AGAIN, here=True))
+                if count == 0:
+                    now = f"has {self.state()[0]:,} bytes now, {self.size:,} when it was opened"
+                    raise ValueError(f"{now}: it was cut short since")
+                done += count
 
 
 @dataclass(frozen=True)

@@ -73,10 +73,10 @@ def open_data(config: Config, found: TokenFiles) -> OpenedData:
     """Open the files that were found or made for `config`."""
     allow_more_open_files(2 * len(found.prefixes))
     files = collect_all(TokenFile.open, found.prefixes)
-    weights = _weights(config, files)
+    shares = config.data.weights
+    weights = tuple(len(file.tokens) for file in files) if shares is None else integer_weights(shares)
     tokenizer = _tokenizer(config, files, found.tokenizer)
     vocab_size = _vocab_size(config, files, tokenizer)
-    _check_ids(files, vocab_size)
     end = tokenizer.end_of_document if tokenizer else None
     if config.data.mask_end_of_document and end is None:
         rule = "the tokenizer has no end-of-document token" if tokenizer else "without a tokenizer its id is unknown"
@@ -97,12 +97,7 @@ def open_data(config: Config, found: TokenFiles) -> OpenedData:
 
 def paths_of(data: DataConfig) -> list[str]:
     """data.path as a list."""
-    paths = [data.path] if isinstance(data.path, str) else list(data.path or [])
-    if not paths or not all(isinstance(path, str) and path for path in paths):
-        rule = f"data={data.source} needs a path, or a list of paths"
-        example = {"text": "my.txt", "hf": "org/name", "tokens": "folder/prefix"}.get(data.source, "PATH")
-        raise UserError(Problem("data.path", data.path, rule, f"data.path={example}"))
-    return paths
+    return [data.path] if isinstance(data.path, str) else list(data.path)
 
 
 def digest(*facts: object) -> str:
@@ -118,77 +113,47 @@ def check_vocabulary(config: Config, needed: int) -> None:
         raise UserError(Problem("model.vocab_size", wanted, rule, f"at least {needed}, or leave it out"))
 
 
-def _weights(config: Config, files: list[TokenFile]) -> tuple[int, ...]:
-    """The blend's proportions: as set, else by the number of tokens."""
-    weights = config.data.weights
-    if weights is None:
-        return tuple(len(file.tokens) for file in files)
-    if len(weights) != len(files):
-        rule = f"{len(weights)} weights for {len(files)} paths"
-        raise UserError(Problem("data.weights", list(weights), rule, "one weight per entry of data.path"))
-    if not all(math.isfinite(weight) and weight > 0 for weight in weights):
-        remedy = "leave out the path of a part that is not wanted"
-        raise UserError(Problem("data.weights", list(weights), "weights must be above 0", remedy))
-    return integer_weights(weights)
-
-
 def _tokenizer(config: Config, files: list[TokenFile], given: TextTokenizer | None) -> TextTokenizer | None:
     """The tokenizer that made the token files, which must be one."""
-    saved = {file.prefix: with_suffix(file.prefix, ".tokenizer") for file in files}
-    loaded = {prefix: load_tokenizer(folder) for prefix, folder in saved.items() if folder.is_dir()}
-    identities = {file.prefix: identity for file in files if (identity := file.facts().tokenizer) is not None}
-    identities |= {prefix: tokenizer.identity for prefix, tokenizer in loaded.items()}
-    if len(set(identities.values())) > 1:
-        rule = "the parts were made with different tokenizers: " + ", ".join(
-            f"{prefix.name} ({identity[:8]})" for prefix, identity in identities.items()
-        )
+    folders = [with_suffix(file.prefix, ".tokenizer") for file in files]
+    saved = [load_tokenizer(folder) if folder.is_dir() else None for folder in folders]
+    made_by = {}  # the identity of the tokenizer of each file of which it is known
+    for file, tokenizer in zip(files, saved, strict=True):
+        if identity := tokenizer.identity if tokenizer else file.facts().tokenizer:
+            made_by[file.prefix] = identity
+    if len(set(made_by.values())) > 1:
+        told = ", ".join(f"{prefix.name} ({identity[:8]})" for prefix, identity in made_by.items())
+        rule = f"the parts were made with different tokenizers: {told}"
         raise UserError(Problem("data.path", config.data.path, rule, "prepare all parts with one tokenizer"))
-    same = not given or all(
-        given.gives_the_ids_of(loaded[prefix]) if prefix in loaded else given.identity == identity
-        for prefix, identity in identities.items()
-    )
-    if not same:
-        rule = f"is another tokenizer than the one that made {next(iter(identities)).name}"
+    if given and any(identity != given.identity for identity in made_by.values()):
+        rule = f"is another tokenizer than the one that made {next(iter(made_by)).name}"
         raise UserError(Problem("tokenizer", config.tokenizer, rule, "leave it out, or prepare the data again with it"))
-    return next(iter(loaded.values()), given)
+    return next(filter(None, saved), given)
 
 
 def _vocab_size(config: Config, files: list[TokenFile], tokenizer: TextTokenizer | None) -> int:
-    """The ids that may occur: model.vocab_size, which covers the tokenizer's, or the tokenizer's."""
+    """The ids that may occur: model.vocab_size, which covers the tokenizer's, or the tokenizer's. UserError for files
+    that cannot hold them all, or hold others, as a look at parts of each shows."""
     known = [size for file in files if (size := file.facts().vocab_size) is not None]
     needed = tokenizer.vocab_size if tokenizer else max(known, default=None)
-    if needed is not None:
-        _check_width(files, needed)
-    wanted = config.model.vocab_size
-    if wanted is None and needed is None:
+    size = needed if config.model.vocab_size is None else config.model.vocab_size
+    if size is None:
         rule = "token files without a tokenizer do not say how many tokens there are"
         remedy = "set it to the vocabulary size of the tokenizer that made them, or give tokenizer=FOLDER"
         raise UserError(Problem("model.vocab_size", None, rule, remedy))
     check_vocabulary(config, needed or 0)
-    size = wanted if wanted is not None else needed
-    assert size is not None
-    return size
-
-
-def _check_width(files: list[TokenFile], vocab_size: int) -> None:
-    """Refuse files that cannot hold all ids of the tokenizer: larger ones would have been cut when written."""
     problems = []
     for file in files:
         largest = largest_id(file.tokens.dtype)
-        if largest < vocab_size - 1:
-            rule = f"holds {file.tokens.dtype} ids, up to {largest:,}; the tokenizer has {vocab_size:,} tokens"
+        if needed is not None and largest < needed - 1:  # larger ones would have been cut when written
+            rule = f"holds {file.tokens.dtype} ids, up to {largest:,}; the tokenizer has {needed:,} tokens"
             remedy = "give the tokenizer that made it, or prepare the data again with this one"
             problems.append(Problem("data.path", str(with_suffix(file.prefix, ".bin")), rule, remedy))
+        elif (at := file.first_beyond(size)) is not None:
+            problems.append(beyond_vocabulary(file, at, size))
     if problems:
         raise UserError(problems)
-
-
-def _check_ids(files: list[TokenFile], vocab_size: int) -> None:
-    """Refuse what a look at parts of each file finds, before a run begins: the ids of another tokenizer, mostly."""
-    found = [(file, file.first_beyond(vocab_size)) for file in files]
-    problems = [beyond_vocabulary(file, at, vocab_size) for file, at in found if at is not None]
-    if problems:
-        raise UserError(problems)
+    return size
 
 
 def _split(config: Config, files: list[TokenFile]) -> tuple[list[Part], list[Part]]:
@@ -203,20 +168,14 @@ def _split(config: Config, files: list[TokenFile]) -> tuple[list[Part], list[Par
         border = int(total * (1 - fraction))  # nanoGPT's rounding
         train.append(Part(file, 0, border))
         validation.append(Part(file, border, total))
+        short = f"tokens (of {total:,}) of {name} are less than one sample of {need:,} (train.seq_length + 1)"
         if border < need:
-            rule = (
-                f"{border:,} training tokens (of {total:,}) are less than one sample of {need:,} (train.seq_length + 1)"
-            )
-            remedy = "use more text"
-            remedy += f", or train.seq_length={border - 1} or less" if border > 1 else ""
-            problems.append(Problem("data.path", name, rule, remedy))
+            remedy = f"use more text, or train.seq_length={max(1, border - 1)} or less"
+            problems.append(Problem("data.path", name, f"{border:,} training {short}", remedy))
         elif evaluated and total - border < need:
-            rule = f"{total - border:,} validation tokens (of {total:,}) of {name} are less than one sample of {need:,}"
-            share = math.ceil(1000 * (need + 1) / total) / 1000
-            remedy = f"data.validation_fraction={share} or more, or " if int(total * (1 - share)) >= need else ""
-            problems.append(
-                Problem("data.validation_fraction", fraction, rule, remedy + "train.eval_interval=0 (no evaluation)")
-            )
+            remedy = f"{math.ceil(1000 * (need + 1) / total) / 1000} or more, or train.eval_interval=0 (no evaluation)"
+            rule = f"{total - border:,} validation {short}"
+            problems.append(Problem("data.validation_fraction", fraction, rule, remedy))
     if problems:
         raise UserError(problems)
     return train, validation if evaluated else []

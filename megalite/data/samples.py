@@ -78,7 +78,9 @@ class SampleSource:
         for row, part, start in zip(rows, parts, starts, strict=True):
             row[:] = ids_of(self.parts[part].file.tokens[start : start + self.seq_length + 1])
         if rows.max() >= self.vocab_size or rows.min() < 0:
-            raise self._beyond_vocabulary(rows, indices, parts, starts)
+            row, at = np.argwhere((rows >= self.vocab_size) | (rows < 0))[0]
+            file, sample = self.parts[parts[row]].file, f", sample {int(indices[row]):,}"
+            raise UserError(beyond_vocabulary(file, int(starts[row] + at), self.vocab_size, sample))
         return rows, parts, starts
 
     def documents(self, parts: IntArray, starts: IntArray) -> tuple[npt.NDArray[np.int32], IntArray]:
@@ -92,12 +94,6 @@ class SampleSource:
                 positions[row, begin - start :] = np.arange(self.seq_length - (begin - start))
         return documents, positions
 
-    def _beyond_vocabulary(self, rows: IntArray, indices: IntArray, parts: IntArray, starts: IntArray) -> UserError:
-        """Name the first id that the model has no embedding for."""
-        row, at = (int(place[0]) for place in np.nonzero((rows >= self.vocab_size) | (rows < 0)))
-        file, sample = self.parts[parts[row]].file, f", sample {int(indices[row]):,}"
-        return UserError(beyond_vocabulary(file, int(starts[row]) + at, self.vocab_size, sample))
-
 
 def beyond_vocabulary(file: TokenFile, position: int, vocab_size: int, sample: str = "") -> Problem:
     """The token at `position` is none that the model has an embedding for."""
@@ -105,9 +101,7 @@ def beyond_vocabulary(file: TokenFile, position: int, vocab_size: int, sample: s
         f"token id {file.tokens[position]} at token {position:,} (document {file.document_at(position):,}{sample}) is "
         f"outside the vocabulary of {vocab_size:,}"
     )
-    remedy = "set model.vocab_size to that of the file's tokenizer; scripts/prepare_data.py --verify scans it all"
-    if not int(ids_of(file.tokens[position : position + 1])[0]) >= 0:  # no vocabulary has it
-        remedy = "copy the file again, or prepare it again; scripts/prepare_data.py --verify scans it all"
+    remedy = "set model.vocab_size to that of its tokenizer, or prepare it again; prepare_data.py --verify scans it all"
     return Problem("data.path", str(with_suffix(file.prefix, ".bin")), rule, remedy)
 
 

@@ -9,6 +9,7 @@ Reading takes from both files only what is asked for. PREFIX.json is ours: what 
 
 import os
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from megalite.config.user_files import as_record, read_object, refusing
+from megalite.config.user_files import as_record, read_object
 from megalite.data.disk_array import DiskArray, OpenedFile
 from megalite.data.permutation import IntArray
 from megalite.errors.problems import Problem, UserError
@@ -50,6 +51,12 @@ def ids_of(tokens: npt.NDArray[Any]) -> npt.NDArray[Any]:
         return tokens
     whole = (tokens == np.floor(tokens)) & (np.abs(tokens) < 2**63)
     return np.where(whole, tokens, -1).astype(np.int64)
+
+
+def places_beyond(tokens: npt.NDArray[Any], vocab_size: int) -> npt.NDArray[Any]:
+    """Where stored tokens [n] are no id below `vocab_size`."""
+    ids = ids_of(tokens)
+    return np.flatnonzero((ids < 0) | (ids >= vocab_size))
 
 
 def with_suffix(prefix: Path, suffix: str) -> Path:
@@ -85,28 +92,31 @@ class TokenFile:
         """Open PREFIX.bin and PREFIX.idx; UserError if they are missing, damaged or do not belong together."""
         index, data = with_suffix(prefix, ".idx"), with_suffix(prefix, ".bin")
         for path in (data, index):
-            with refusing(path, "check its permissions"):
-                there = os.path.lexists(path)
-            if not there:
+            if not os.path.lexists(path):
                 remedy = "give the path of a token file without .bin; both .bin and .idx are needed"
-                raise _damaged(path, "is missing", remedy)
+                raise UserError(Problem("data.path", str(path), "is missing", remedy))
         content, entries = OpenedFile(data), OpenedFile(index)
-        dtype, sequences, boundaries = _read_header(entries)
-        lengths_at = HEADER.size
-        pointers_at = lengths_at + 4 * sequences
-        boundaries_at = pointers_at + 8 * sequences
+        head = DiskArray(entries, np.dtype(np.uint8), 0, min(HEADER.size, entries.size))[:].tobytes()
+        magic, version, code, sequences, boundaries = HEADER.unpack(head.ljust(HEADER.size, b"\0"))
+        if len(head) < HEADER.size or magic != MAGIC or version != 1 or code not in DTYPES:
+            rule = f"has {entries.size:,} bytes and starts with {magic!r}, version {version}, dtype code {code}"
+            known = f"an index starts with {MAGIC!r}, version 1 and a dtype code of {sorted(DTYPES)}"
+            raise _damaged(index, f"{rule}; {known}")
+        dtype, at = np.dtype(DTYPES[code]), HEADER.size
+        pointers_at, boundaries_at = at + 4 * sequences, at + 12 * sequences
         end = boundaries_at + 8 * boundaries
         if entries.size not in (end, end + sequences):  # with the modes of a multimodal file
             rule = f"has {entries.size:,} bytes; {sequences:,} sequences and {boundaries:,} boundaries need {end:,}"
-            raise _damaged(index, rule, "copy it again: it is truncated or damaged")
+            raise _damaged(index, rule)
         file = cls(
             prefix=prefix,
             tokens=DiskArray(content, dtype, 0, content.size // dtype.itemsize),
-            lengths=DiskArray(entries, np.dtype("<i4"), lengths_at, sequences),
+            lengths=DiskArray(entries, np.dtype("<i4"), at, sequences),
             pointers=DiskArray(entries, np.dtype("<i8"), pointers_at, sequences),
             boundaries=DiskArray(entries, np.dtype("<i8"), boundaries_at, boundaries),
         )
-        file._check(content.size)
+        for path, rule in file._faults(content.size):
+            raise _damaged(path, rule)
         return file
 
     @property
@@ -152,70 +162,56 @@ class TokenFile:
             document += BLOCK
         return list(dict.fromkeys(found))
 
-    def facts(self) -> "Facts":
+    def facts(self) -> Facts:
         """What PREFIX.json says; nothing for a file that was not made here."""
         return read_facts(self.prefix)
 
     def identity(self) -> str:
         """A hash of the content: of all bytes of a small file, of 64 blocks spread over a large one."""
-        size = self.tokens.nbytes
-        state = xxhash.xxh3_128(f"{self.tokens.dtype.str},{size},{self.documents}".encode())
-        width = self.tokens.itemsize
-        for start, stop in self._spans():
-            first = start // width
-            raw = self.tokens[first : -(-stop // width)].view(np.uint8)
-            state.update(raw[start - first * width : stop - first * width].data)
+        state = xxhash.xxh3_128(f"{self.tokens.dtype.str},{self.tokens.nbytes},{self.documents}".encode())
+        for _, tokens in self._samples():
+            state.update(tokens.data)
         return state.hexdigest()
 
     def first_beyond(self, vocab_size: int) -> int | None:
         """Position of the first token that is no id below `vocab_size`, among those that the identity covers: at hand,
         and enough to find another tokenizer's."""
-        width = self.tokens.itemsize
-        for start, stop in self._spans():
-            first = -(-start // width)
-            ids = ids_of(self.tokens[first : stop // width])
-            wrong = np.flatnonzero((ids < 0) | (ids >= vocab_size))
-            if len(wrong):
-                return first + int(wrong[0])
-        return None
+        found = ((start, places_beyond(tokens, vocab_size)) for start, tokens in self._samples())
+        return next((start + int(places[0]) for start, places in found if len(places)), None)
 
-    def _spans(self) -> list[tuple[int, int]]:
-        """The bytes that stand for the content: all of a small file, 64 blocks spread over a large one."""
-        size = self.tokens.nbytes
-        if size <= HASH_WHOLE:
-            return [(0, size)]
-        starts = [(size - HASH_BLOCK) * block // (HASH_BLOCKS - 1) for block in range(HASH_BLOCKS)]
-        return [(start, start + HASH_BLOCK) for start in starts]
+    def _samples(self) -> Iterator[tuple[int, npt.NDArray[Any]]]:
+        """What stands for the content: its tokens from a position on."""
+        count, size = len(self.tokens), HASH_BLOCK // self.tokens.itemsize
+        if self.tokens.nbytes <= HASH_WHOLE:
+            yield 0, self.tokens[:]
+            return
+        for block in range(HASH_BLOCKS):
+            start = (count - size) * block // (HASH_BLOCKS - 1)
+            yield start, self.tokens[start : start + size]
 
-    def _check(self, size: int) -> None:
-        """The ends, entries spread over the index, and all document boundaries: 8 bytes read for each document."""
+    def _faults(self, size: int) -> Iterator[tuple[Path, str]]:
+        """What the ends, entries spread over the index, and all document boundaries (8 bytes of each document) show."""
         index, data, width = with_suffix(self.prefix, ".idx"), with_suffix(self.prefix, ".bin"), self.tokens.itemsize
-        again = "copy both files again: they do not belong together or one is damaged"
-        if not len(self.pointers) or not size:
-            raise _damaged(data, f"holds no tokens ({size} bytes, {len(self.pointers)} sequences)", "prepare it again")
+        count = len(self.pointers)
+        if not count or not size:
+            yield data, f"holds no tokens ({size} bytes, {count} sequences)"
         end = int(self.pointers[-1]) + int(self.lengths[-1]) * width
         if end != size:
-            rule = f"has {size:,} bytes, {index.name} describes {end:,} ({end // width:,} tokens of {width} bytes)"
-            raise _damaged(data, rule, again)
-        ends = (int(self.boundaries[0]), int(self.boundaries[-1])) if len(self.boundaries) else (0, 0)
-        if ends != (0, len(self.pointers)):
-            rule = (
-                f"document boundaries run from {ends[0]:,} to {ends[1]:,}, sequences from 0 to {len(self.pointers):,}"
-            )
-            raise _damaged(index, rule, again)
+            yield data, f"has {size:,} bytes, {index.name} describes {end:,} ({end // width:,} tokens of {width} bytes)"
+        first, last = (int(self.boundaries[0]), int(self.boundaries[-1])) if len(self.boundaries) else (0, 0)
+        if (first, last) != (0, count):
+            yield index, f"document boundaries run from {first:,} to {last:,}, sequences from 0 to {count:,}"
         if self.pointers[0]:
-            raise _damaged(index, f"its first sequence starts at byte {int(self.pointers[0]):,}, not at 0", again)
-        count = len(self.pointers)
+            yield index, f"its first sequence starts at byte {int(self.pointers[0]):,}, not at 0"
         for place in range(SAMPLED_CHECKS):
             first = (count - min(count, SAMPLED_ROWS)) * place // (SAMPLED_CHECKS - 1)
             if broken := broken_sequence(self, first, min(first + SAMPLED_ROWS, count)):
-                raise _damaged(index, broken, again)
+                yield index, broken
         for first in range(0, self.documents, ROWS):
             piece = self.boundaries[first : first + ROWS + 1]
-            if len(wrong := np.flatnonzero(piece[1:] < piece[:-1])):
-                at = int(wrong[0])
+            for at in np.flatnonzero(piece[1:] < piece[:-1]):
                 rule = f"document {first + at:,} ends before it starts (sequences {piece[at]:,} to {piece[at + 1]:,})"
-                raise _damaged(index, rule, again)
+                yield index, rule
 
 
 def broken_sequence(file: TokenFile, first: int, stop: int) -> str:
@@ -239,23 +235,5 @@ def read_facts(prefix: Path) -> Facts:
     return as_record(Facts, read_object(path, remedy), path, remedy) if os.path.lexists(path) else Facts()
 
 
-def _read_header(file: OpenedFile) -> tuple[np.dtype[Any], int, int]:
-    """Token dtype, number of sequences, number of document boundaries."""
-    index = file.path
-    if file.size < HEADER.size:
-        rule = f"has {file.size} bytes, its header alone needs {HEADER.size}"
-        raise _damaged(index, rule, "copy it again: it is truncated")
-    raw = np.empty(HEADER.size, np.uint8)
-    file.read(0, raw)
-    magic, version, code, sequences, boundaries = HEADER.unpack(raw.tobytes())
-    if magic != MAGIC:
-        raise _damaged(index, f"starts with {magic!r}, an index starts with {MAGIC!r}", "give a Megatron token file")
-    if version != 1:
-        raise _damaged(index, f"has version {version}, only version 1 is known", "prepare the data again")
-    if code not in DTYPES:
-        raise _damaged(index, f"has dtype code {code}, known are {sorted(DTYPES)}", "prepare the data again")
-    return np.dtype(DTYPES[code]), sequences, boundaries
-
-
-def _damaged(path: Path, rule: str, remedy: str) -> UserError:
-    return UserError(Problem("data.path", str(path), rule, remedy))
+def _damaged(path: Path, rule: str) -> UserError:
+    return UserError(Problem("data.path", str(path), rule, "copy both files again, or prepare the data again"))

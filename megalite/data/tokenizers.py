@@ -17,13 +17,13 @@ import numpy.typing as npt
 import xxhash
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from megalite.config.user_files import read_object, read_text
+from megalite.config.user_files import read_object, read_text, refusing
 from megalite.data.atomic import write_atomically
 from megalite.data.permutation import IntArray
 from megalite.errors.problems import Problem, UserError
 
 END = "<|endoftext|>"
-AGAIN = "copy the tokenizer again"
+AGAIN = "copy the tokenizer again, or correct this file of it; AutoTokenizer.from_pretrained must load its folder"
 SPARSE = 65_536  # ids more than tokens that a vocabulary may have: some leave room for tokens to come
 KEPT_SETTINGS = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template", "clean_up_tokenization_spaces")
 
@@ -39,22 +39,14 @@ class TextTokenizer:
         eos = token_text(settings.get("eos_token"))
         self.end_of_document: int | None = backend.token_to_id(eos) if eos else end_of_document
         self.vocab_size: int = max(backend.get_vocab(with_added_tokens=True).values()) + 1
+        self._spec: dict[str, Any] = json.loads(backend.to_str())
         self._table = _symbol_table(self._spec)
 
     @cached_property
-    def _spec(self) -> dict[str, Any]:
-        return json.loads(self.backend.to_str())  # type: ignore[no-any-return]
-
-    @cached_property
     def identity(self) -> str:
-        """A hash of everything that decides ids."""
-        return xxhash.xxh3_128_hexdigest(json.dumps([self._spec, self.end_of_document], sort_keys=True).encode())
-
-    def gives_the_ids_of(self, other: "TextTokenizer") -> bool:
-        """Whether both give the same ids to every text; what concerns decoding may differ."""
-        parts = ("normalizer", "pre_tokenizer", "model", "added_tokens")
-        ours, theirs = ([tokenizer._spec[part] for part in parts] for tokenizer in (self, other))
-        return ours == theirs and self.end_of_document == other.end_of_document
+        """A hash of everything that decides ids, and of nothing that only concerns decoding."""
+        parts = [self._spec[part] for part in ("normalizer", "pre_tokenizer", "model", "added_tokens")]
+        return xxhash.xxh3_128_hexdigest(json.dumps([parts, self.end_of_document], sort_keys=True).encode())
 
     @property
     def byte_level(self) -> bool:
@@ -110,7 +102,7 @@ def token_text(token: Any) -> str | None:
 
 def byte_tokenizer() -> TextTokenizer:
     """One id per byte of UTF-8, and the end of document: 257 tokens."""
-    backend = _byte_backend()
+    backend = _byte_backend(byte_letters())
     backend.add_special_tokens([END])
     return TextTokenizer(backend, {"eos_token": END})
 
@@ -123,17 +115,18 @@ def char_tokenizer(texts: Iterable[str]) -> TextTokenizer:
     if not symbols:
         rule, remedy = "there is no symbol in the text: all documents are empty", "give text; check data.text_column"
         raise UserError(Problem("tokenizer", "char", rule, remedy))
-    return TextTokenizer(_char_backend({symbol: number for number, symbol in enumerate(sorted(symbols))}), {})
+    return TextTokenizer(_char_backend(sorted(symbols)), {})
 
 
-def _byte_backend() -> Tokenizer:
-    backend = Tokenizer(models.BPE(vocab={letter: byte for byte, letter in enumerate(byte_letters())}, merges=[]))
+def _byte_backend(symbols: Sequence[str]) -> Tokenizer:
+    backend = Tokenizer(models.BPE(vocab={symbol: number for number, symbol in enumerate(symbols)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     return backend
 
 
-def _char_backend(vocabulary: dict[str, int]) -> Tokenizer:
+def _char_backend(symbols: Sequence[str]) -> Tokenizer:
+    vocabulary = {symbol: number for number, symbol in enumerate(symbols)}
     backend = Tokenizer(models.WordLevel(vocab=vocabulary, unk_token="<|unknown|>"))  # no member: unknown is an error
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     backend.decoder = decoders.Fuse()
@@ -156,56 +149,51 @@ def bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
 
 
 def load_tokenizer(folder: Path) -> TextTokenizer:
-    """The tokenizer in a folder of transformers' files; never runs code from it."""
+    """The tokenizer in a folder of transformers' files; never runs code from it. UserError for one that is damaged, or
+    that nothing can be trained with: no vocabulary, an id far beyond it, an end of document that is no token."""
     settings = _settings(folder / "special_tokens_map.json") | _settings(folder / "tokenizer_config.json")
-    path = folder / "tokenizer.json"
-    if os.path.lexists(path):
-        content = read_text(path, AGAIN)
-        try:
-            backend = Tokenizer.from_str(content)
-        except Exception as error:  # the library raises plain Exception for whatever it cannot parse
-            raise _refusal(folder, f"tokenizer.json cannot be read ({error})", AGAIN) from error
-    else:
-        backend = _converted(folder)
-    _check_vocabulary(folder, backend)
-    end = _end_of_document(folder, backend, settings.get("eos_token"))
+    with refusing(folder, AGAIN):
+        backend = _backend_in(folder)
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        if not backend.get_vocab(with_added_tokens=False):
+            raise ValueError("its vocabulary is empty")
+        token, largest = max(vocabulary.items(), key=lambda entry: entry[1])
+        if largest > 2 * len(vocabulary) + SPARSE:  # an embedding of mostly unused rows
+            raise ValueError(f"its token {token!r} has id {largest:,}, though it has {len(vocabulary):,} tokens")
+        end = None
+        if (eos := settings.get("eos_token")) is not None:
+            end = vocabulary.get(str(text := token_text(eos)))
+            if end is None:
+                raise ValueError(f"its end of document, eos_token {text!r:.60}, is none of its tokens")
+        else:
+            for name in ("config.json", "generation_config.json"):
+                found = _settings(folder / name).get("eos_token_id")
+                found = (found or [None])[0] if isinstance(found, list) else found
+                if found is not None and not (type(found) is int and 0 <= found < 2**32 and backend.id_to_token(found)):
+                    rule = f"its end of document, eos_token_id {found!r:.60} of {name}, is none of its tokens"
+                    raise ValueError(rule)
+                end = end if found is None else found
     return TextTokenizer(backend, {key: settings[key] for key in KEPT_SETTINGS if settings.get(key) is not None}, end)
 
 
-def _refusal(folder: Path, rule: str, remedy: str) -> UserError:
-    return UserError(Problem("tokenizer", str(folder), rule, remedy))
+def _backend_in(folder: Path) -> Tokenizer:
+    """What tokenizer.json says, or the older files (vocab.json and merges.txt, SentencePiece)."""
+    path = folder / "tokenizer.json"
+    content = read_text(path, AGAIN) if os.path.lexists(path) else None
+    try:
+        if content is not None:
+            return Tokenizer.from_str(content)
+        from transformers import AutoTokenizer
 
-
-def _check_vocabulary(folder: Path, backend: Tokenizer) -> None:
-    """Refuse a vocabulary of nothing, or one whose ids would need an embedding of mostly unused rows."""
-    if not backend.get_vocab(with_added_tokens=False):
-        raise _refusal(folder, "its vocabulary is empty", AGAIN)
-    vocabulary = backend.get_vocab(with_added_tokens=True)
-    token, largest = max(vocabulary.items(), key=lambda entry: entry[1])
-    if largest > 2 * len(vocabulary) + SPARSE:
-        rule = f"its token {token!r} has id {largest:,}, though it has {len(vocabulary):,} tokens"
-        raise _refusal(folder, rule, "give it the next free id in tokenizer.json")
-
-
-def _end_of_document(folder: Path, backend: Tokenizer, eos: Any) -> int | None:
-    """The id of eos_token, else eos_token_id of the model's own files; UserError for one that is no token."""
-    if eos is not None:
-        text = token_text(eos)
-        end = backend.token_to_id(text) if isinstance(text, str) else None
-        if end is None:
-            rule = f"its end of document, eos_token {text!r:.60}, is none of its tokens"
-            remedy = "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) of transformers adds it"
-            raise _refusal(folder, rule, remedy)
-        return int(end)
-    end = None
-    for name in ("config.json", "generation_config.json"):
-        found = _settings(folder / name).get("eos_token_id")
-        found = (found or [None])[0] if isinstance(found, list) else found
-        end = end if found is None else found
-        if found is not None and not (type(found) is int and 0 <= found < 2**32 and backend.id_to_token(found)):
-            rule = f"its end of document, eos_token_id {found!r:.60} of {name}, is none of its tokens"
-            raise _refusal(folder, rule, f"correct {name}, or set eos_token in tokenizer_config.json")
-    return end
+        theirs = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        backend: Tokenizer = theirs.backend_tokenizer
+        return backend
+    except Exception as error:  # both libraries raise whatever they like
+        reason = (str(error).splitlines() or [""])[0]
+        there = (
+            "tokenizer.json cannot be read" if content else "holds no tokenizer.json, and transformers cannot load it"
+        )
+        raise ValueError(f"{there} ({reason})") from error
 
 
 def _settings(path: Path) -> dict[str, Any]:
@@ -220,44 +208,24 @@ def byte_letters() -> list[str]:
     return [letters[byte] for byte in range(256)]
 
 
-def _converted(folder: Path) -> Tokenizer:
-    """The fast form of a tokenizer that only has the older files (vocab.json and merges.txt, SentencePiece)."""
-    try:
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-        backend: Tokenizer = tokenizer.backend_tokenizer
-        return backend
-    except Exception as error:  # whatever is wrong with a foreign folder
-        reason = (str(error).splitlines() or [""])[0]
-        rule = f"the folder holds no tokenizer.json, and transformers cannot load it ({reason})"
-        raise _refusal(folder, rule, "give a folder with tokenizer.json") from error
-
-
 def _symbol_table(spec: dict[str, Any]) -> npt.NDArray[np.uint32] | None:
     """Code points [vocab] in the order of their ids, if the tokenizer is `char`; an empty table for `byte`; else None.
 
-    It is one of them if nothing but the vocabulary differs from what we make: no normalizer, no prefix, no other ids.
+    It is one of them if its vocabulary makes the same one here: no normalizer, no prefix, no other ids.
     """
     vocabulary = spec["model"].get("vocab")
     if not isinstance(vocabulary, dict) or not all(token["special"] for token in spec["added_tokens"]):
         return None
     kind, symbols = spec["model"]["type"], sorted(vocabulary, key=vocabulary.__getitem__)
     if kind == "WordLevel" and symbols and symbols == sorted(symbols) and all(len(symbol) == 1 for symbol in symbols):
-        table, plain = np.array([ord(symbol) for symbol in symbols], dtype=np.uint32), _char_backend({})
-        held = len(symbols)
+        table, ours = np.array([ord(symbol) for symbol in symbols], dtype=np.uint32), _char_backend(symbols)
     elif kind == "BPE" and symbols[:256] == byte_letters():
-        table, plain, held = np.empty(0, dtype=np.uint32), _byte_backend(), 256
+        table, ours = np.empty(0, dtype=np.uint32), _byte_backend(symbols)
     else:
         return None
-    ids_are_places = [vocabulary[symbol] for symbol in symbols[:held]] == list(range(held))
-    return table if ids_are_places and _encoding(spec) == _encoding(json.loads(plain.to_str())) else None
-
-
-def _encoding(spec: dict[str, Any]) -> list[Any]:
-    """All that decides about ids but the vocabulary."""
-    model = {key: value for key, value in spec["model"].items() if key != "vocab"}
-    return [spec["normalizer"], spec["pre_tokenizer"], model]
+    parts = ("normalizer", "pre_tokenizer", "model")
+    same = json.loads(ours.to_str())
+    return table if [spec[part] for part in parts] == [same[part] for part in parts] else None
 
 
 def _look_up(table: npt.NDArray[np.uint32], text: str) -> IntArray:
