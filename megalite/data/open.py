@@ -6,7 +6,6 @@ The split is by position: the last `validation_fraction` of each part's tokens i
 """
 
 import json
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -173,8 +172,8 @@ def _split(config: Config, files: list[TokenFile]) -> tuple[list[Part], list[Par
             remedy = f"use more text, or train.seq_length={max(1, border - 1)} or less"
             problems.append(Problem("data.path", name, f"{border:,} training {short}", remedy))
         elif evaluated and total - border < need:
-            remedy = f"{math.ceil(1000 * (need + 1) / total) / 1000} or more, or train.eval_interval=0 (no evaluation)"
             rule = f"{total - border:,} validation {short}"
+            remedy = "more text, a larger share or train.eval_interval=0 (no evaluation)"
             problems.append(Problem("data.validation_fraction", fraction, rule, remedy))
     if problems:
         raise UserError(problems)

@@ -162,7 +162,8 @@ def load_tokenizer(folder: Path) -> TextTokenizer:
             raise ValueError(f"its token {token!r} has id {largest:,}, though it has {len(vocabulary):,} tokens")
         end = None
         if (eos := settings.get("eos_token")) is not None:
-            end = vocabulary.get(str(text := token_text(eos)))
+            text = token_text(eos)
+            end = vocabulary.get(text) if isinstance(text, str) else None
             if end is None:
                 raise ValueError(f"its end of document, eos_token {text!r:.60}, is none of its tokens")
         else:

@@ -53,7 +53,7 @@ def look(prefix: Path, run_dir: Path) -> tuple[TokenFile, list[str]]:
     found = content.compared([file], run_dir, told.append)
     with found.watched():
         for _ in range(500):
-            if found.known[0] or content._opened(file).refusal:
+            if found.known[0] or content.opened_file(file).refusal:
                 break
             time.sleep(0.01)
     return file, told

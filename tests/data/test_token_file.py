@@ -199,7 +199,7 @@ DAMAGES = {
     "no index": (lambda prefix: prefix.with_suffix(".idx").unlink(), "is missing"),
     "no data": (lambda prefix: prefix.with_suffix(".bin").unlink(), "is missing"),
     "magic": (lambda prefix: patch(prefix, ".idx", 0, b"X"), "starts with b'XMIDIDX"),
-    "version": (lambda prefix: patch(prefix, ".idx", 9, b"\x02"), "has version 2"),
+    "version": (lambda prefix: patch(prefix, ".idx", 9, b"\x02"), "version 2"),
     "dtype code": (lambda prefix: patch(prefix, ".idx", 17, b"\x63"), "dtype code 99"),
     "index cut in its header": (lambda prefix: shorten(prefix, ".idx", 20), "has 20 bytes"),
     "index cut in its arrays": (
