@@ -136,6 +136,8 @@ class TokenFile:
 
     def starts(self, first: int, stop: int) -> IntArray:
         """Positions of the first tokens of the documents [first, stop)."""
+        if first >= stop:
+            return np.empty(0, np.int64)
         sequences = self.boundaries[first:stop]
         low, high, last = int(sequences[0]), int(sequences[-1]), len(self.pointers)
         pointers = self.pointers[low : high + 1].astype(np.int64)
@@ -152,15 +154,8 @@ class TokenFile:
 
     def document_starts(self, first: int, stop: int) -> list[int]:
         """Positions in (first, stop) at which another document begins (empty documents do not count)."""
-        found: list[int] = []
-        document = self.document_at(first) + 1
-        while document < self.documents:
-            block = self.starts(document, min(document + BLOCK, self.documents))
-            found += np.unique(block[(block > first) & (block < stop)]).tolist()
-            if block[-1] >= stop:
-                break
-            document += BLOCK
-        return list(dict.fromkeys(found))
+        begun = self.starts(self.document_at(first) + 1, self.document_at(stop - 1) + 1)
+        return [int(position) for position in np.unique(begun)]
 
     def facts(self) -> Facts:
         """What PREFIX.json says; nothing for a file that was not made here."""

@@ -23,7 +23,6 @@ from megalite.prepare.sources import Source
 from megalite.prepare.token_writer import join
 
 Counts = tuple[int, ...]  # bytes of text, documents and tokens
-Report = Callable[[dict[Path, Counts]], None]  # of the files that there are of a target
 
 
 @dataclass(frozen=True)
@@ -85,16 +84,26 @@ def counts_of(target: Target, plan: list[Shard]) -> dict[Path, Counts]:
     return counts
 
 
-def make(target: Target, plan: list[Shard], tokenizer: TextTokenizer, workers: int, report: Report) -> None:
-    """Write the token file of one target, unless it is there. `report` is told of what there is of it."""
+def make(
+    target: Target,
+    plan: list[Shard],
+    tokenizer: TextTokenizer,
+    workers: int,
+    done: dict[Path, Counts],
+    report: Callable[[], None],
+) -> None:
+    """Write the token file of one target, unless it is there. Keeps `done` up to date, and calls `report` then."""
     with locked(with_suffix(target.prefix, ".lock")):
-        report(counts := counts_of(target, plan))
+        for file in target.shard_files(plan):
+            done.pop(file, None)
+        done.update(counts_of(target, plan))
+        report()
         if is_prepared(target.prefix):
             return
 
         def count(file: Path, *so_far: int) -> None:
-            counts[file] = so_far
-            report(counts)
+            done[file] = so_far
+            report()
 
         try:
             with _refusing_full_disk(target.prefix.parent):

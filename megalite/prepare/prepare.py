@@ -6,7 +6,6 @@ tokenizer. Training is given this module as its `Preparation`.
 
 import os
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import xxhash
@@ -116,21 +115,20 @@ def _make(config: Config, tokenizer_key: str, targets: list[Target], progress: P
     plans = _plans(config, [target.source for target in targets])
     for folder in {target.prefix.parent for target in targets}:
         make_folder(folder, setting)
-    total = sum(shard.size for plan in plans for shard in plan)
-    done = {target.prefix: counts_of(target, plan) for target, plan in zip(targets, plans, strict=True)}
+    total, done = sum(shard.size for plan in plans for shard in plan), dict[Path, Counts]()
 
-    def report(prefix: Path, counts: dict[Path, Counts]) -> None:
-        done[prefix] = counts
-        columns = zip((0, 0, 0), *(each for there in done.values() for each in there.values()), strict=True)
-        size, documents, tokens = map(sum, columns)
+    def report() -> None:
+        size, documents, tokens = map(sum, zip((0, 0, 0), *done.values(), strict=True))
         if progress:
             progress(min(size, total) if total else size, total, documents, tokens)
 
-    report(targets[0].prefix, done[targets[0].prefix])
+    for target, plan in zip(targets, plans, strict=True):
+        done.update(counts_of(target, plan))
+    report()
     tokenizer = obtain_tokenizer(config, tokenizer_key, plans)
     check_vocabulary(config, tokenizer.vocab_size)
     for target, plan in zip(targets, plans, strict=True):
-        make(target, plan, tokenizer, config.data.workers or usable_cores(), partial(report, target.prefix))
+        make(target, plan, tokenizer, config.data.workers or usable_cores(), done, report)
 
 
 def _cache_folder(config: Config) -> Path:
