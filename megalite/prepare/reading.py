@@ -4,9 +4,8 @@ A reader gives the rows of a file, each with its place, so that a mistake is tol
 one or more pieces, so that a text of any size passes through bounded memory. The pieces joined are the document,
 exactly: text is not stripped, and line ends are not translated. Rows without text are skipped and counted.
 
-Local files are read here and data sets of the hub by `datasets`, because it is much slower on files: its streaming
-reader took 2 to 5 s for 40 MB of jsonl, jsonl.gz, csv or parquet, and 1 to 2 s to be imported in each process, where
-these readers take 0.4 to 0.6 s. One large jsonl file is work for several processes here, for one there.
+Local files are read here and data sets of the hub by `datasets`, because it is several times slower on files and takes
+1 to 2 s to be imported in each process. One large jsonl file is work for several processes here, for one there.
 """
 
 import codecs
