@@ -20,15 +20,8 @@ from megalite.errors.problems import Problem, UserError
 PATIENCE = 3.0  # seconds for the hub to answer
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 TOKENIZER_FILES = [  # all that decide about ids and the end of document
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "config.json",
-    "generation_config.json",
-    "vocab.*",
-    "merges.txt",
-    "*.model",
-    "*.tiktoken",
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "config.json", "generation_config.json"),
+    *("vocab.*", "merges.txt", "*.model", "*.tiktoken"),
 ]
 SAVED_TO_DISK = ("state.json", "dataset_dict.json")  # in a folder that `Dataset.save_to_disk` wrote
 TO_WORK_OFFLINE = (
