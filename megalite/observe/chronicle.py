@@ -62,8 +62,8 @@ class RecordFile:
     """A file of JSON lines that one rank of one run writes."""
 
     def __init__(self, path: Path, note: Note, *, last_step: int | None = None) -> None:
-        """Open `path` for appending; with `last_step` only records of steps up to it stay, and `note` hears what was
-        none. Raises UserError where that cannot be."""
+        """Open `path` for appending. With `last_step` only records of steps up to it stay, and `note` names lines that
+        are none. Raises UserError where that cannot be."""
         self.path, self._attempt = path, Attempts(path.name, note)
         with writing(path):
             if last_step is not None:

@@ -38,18 +38,10 @@ def open_log(run_dir: Path, context: ParallelContext) -> logging.Logger:
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     log.addHandler(handler)
     faulthandler.enable(file)
-    log.info(
-        "rank %d of %d on %s, process %d, device %s, %s, torch %s, Python %s, torch's threads: %d",
-        context.rank,
-        context.world_size,
-        socket.gethostname(),
-        os.getpid(),
-        context.device,
-        context.dtype,
-        torch.__version__,
-        platform.python_version(),
-        torch.get_num_threads(),
-    )
+    place = f"rank {context.rank} of {context.world_size} on {socket.gethostname()}, process {os.getpid()}"
+    versions = f"torch {torch.__version__}, Python {platform.python_version()}"
+    threads = f"torch's threads: {torch.get_num_threads()}"
+    log.info("%s, device %s, %s, %s, %s", place, context.device, context.dtype, versions, threads)
     return log
 
 

@@ -1,4 +1,4 @@
-"""Numbers as people read them in a terminal: a few significant digits, a unit, a known width. nan and inf stay so.
+"""Numbers as people read them: a few significant digits, a unit, a known width. nan and inf stay so.
 
 A limit between two forms lies where rounding to the smaller one would outgrow its width.
 """
@@ -19,14 +19,24 @@ def rate(value: float) -> str:
     """Tokens per second. At most 7 characters below a thousand billion."""
     if not math.isfinite(value) or abs(value) < 10:
         return f"{value:.2f}"
-    for limit, divisor, letter in ((999_999.5, 1, ""), (999.995e6, 1e6, "M"), (math.inf, 1e9, "B")):
-        if abs(value) < limit:
-            return f"{value / divisor:,.2f}{letter}" if letter else f"{value:,.0f}"
-    return f"{value:.2e}"
+    if abs(value) < 999_999.5:
+        return f"{value:,.0f}"
+    return f"{value / 1e6:,.2f}M" if abs(value) < 999.995e6 else f"{value / 1e9:,.2f}B"
+
+
+def short(value: float) -> str:
+    """A number on an axis in a few characters: 0.02, 1.5, 20k, 3M, 1e-5."""
+    size = abs(value)
+    if size and (size < 0.001 or size >= 1e15):
+        digits, _, power = f"{value:.2e}".partition("e")
+        return f"{digits.rstrip('0').rstrip('.')}e{int(power)}"
+    for limit, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if size >= limit:
+            return f"{value / limit:.4g}{letter}"
+    return f"{value:.4g}"
 
 
 def count(value: float) -> str:
-    """A count with its separators."""
     return f"{value:,.0f}"
 
 
@@ -78,8 +88,7 @@ def duration(seconds: float) -> str:
     """A length of time: 0:42, 12:34, 1:02:03 or 3d 04h. At most 8 characters."""
     if not math.isfinite(seconds):
         return "-"
-    whole = round(seconds)
-    minutes, rest = divmod(whole, 60)
+    minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours >= 100:
         return f"{hours // 24}d {hours % 24:02d}h"

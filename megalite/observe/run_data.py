@@ -21,7 +21,7 @@ from megalite.train.recorder import STEP_PARTS
 OVER_TOKENS = ("loss", "val_loss")  # are also kept by the number of tokens on their lines
 SUMMED_UP = ("checkpoint", "ranks", "sample")  # all other kinds of events are listed one by one
 FIRST, LAST = 40, 120  # listed events that are kept
-MOST_SAMPLED = 100  # steps of which samples are kept
+MOST_SAMPLED = 400  # steps of which samples are kept
 MOST_BUCKETS = 360
 
 

@@ -1,31 +1,34 @@
 """Draws several runs on common axes, and the settings in which they differ: comparison.html."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
 from megalite.observe import readable
 from megalite.observe.report.charts import COLOURS, Chart, Line, line_chart
-from megalite.observe.report.page import FIGURES, Figure, environment, layout_of, status_of
-from megalite.observe.run_data import OVER_TOKENS, RunData, Series
+from megalite.observe.report.page import FIGURES, environment, layout_of, status_of
+from megalite.observe.run_data import OVER_TOKENS, RunData
 
 UNREMARKABLE = ("run_dir", "run_name", "resume")
 SIDE_BY_SIDE = 6  # names of more runs than that are cut: their values stand below each other in a tip
 NAME_LENGTH = 12
 COMPARED = ("loss", "val_loss", "val_bits_per_byte", "lr", "grad_norm", "tokens_per_s", "step_time_s", "mfu")
+Differences = list[tuple[str, list[str]]]  # setting, and its value in each run
 
 
 def compare(runs: Sequence[RunData]) -> str:
     """The whole page."""
-    names = names_of(runs)
+    names, columns = names_of(runs), [summary_of(run) for run in runs]
     chosen, derived = differences(runs)
-    page = environment().get_template("comparison.html")
-    return page.render(
-        names=names,
-        lines=[Line(name, (), at % COLOURS) for at, name in enumerate(names)],
-        charts=list(_charts(runs, names)),
-        summary=[(label, [cell(run) for run in runs]) for label, cell in SUMMARY],
-        chosen=chosen,
-        derived=derived,
+    return (
+        environment()
+        .get_template("comparison.html")
+        .render(
+            names=names,
+            lines=[Line(name, (), at % COLOURS) for at, name in enumerate(names)],
+            charts=charts_of(runs, names if len(names) <= SIDE_BY_SIDE else [name[-NAME_LENGTH:] for name in names]),
+            summary=[(label, [column[label] for column in columns]) for label in columns[0]],
+            chosen=chosen,
+            derived=derived,
+        )
     )
 
 
@@ -39,56 +42,46 @@ def names_of(runs: Sequence[RunData]) -> list[str]:
     return names
 
 
-def _charts(runs: Sequence[RunData], names: Sequence[str]) -> Iterator[tuple[str, Chart | None]]:
+def charts_of(runs: Sequence[RunData], names: Sequence[str]) -> list[tuple[str, Chart | None]]:
     """Charts with their titles, of the figures that any run has."""
-    shown = names if len(names) <= SIDE_BY_SIDE else [each[-NAME_LENGTH:] for each in names]
-    for name in COMPARED:
-        if any(run.figures[name] for run in runs):
-            yield FIGURES[name].title, _chart(FIGURES[name], shown, [run.figures[name] for run in runs], "step")
+    drawn = [(name, "step", FIGURES[name].title, [run.figures[name] for run in runs]) for name in COMPARED]
     paces = [pace for run in runs for pace in run.tokens_per_step]
-    for name in OVER_TOKENS if paces and max(paces) > 1.001 * min(paces) else ():
-        if any(run.over_tokens[name] for run in runs):
+    if paces and max(paces) > 1.001 * min(paces):
+        for name in OVER_TOKENS:
             title = f"{FIGURES[name].title} over tokens"
-            yield title, _chart(FIGURES[name], shown, [run.over_tokens[name] for run in runs], "token")
+            drawn.append((name, "token", title, [run.over_tokens[name] for run in runs]))
+    charts = []
+    for name, over, title, series in drawn:
+        figure = FIGURES[name]
+        lines = [
+            Line(called, each.buckets, at % COLOURS, figure.dots, figure.smooth)
+            for at, (called, each) in enumerate(zip(names, series, strict=True))
+        ]
+        if any(series):
+            charts.append((title, line_chart(figure.title.lower(), lines, figure, over=over)))
+    return charts
 
 
-def _chart(figure: Figure, names: Sequence[str], series: Sequence[Series], over: str) -> Chart | None:
-    lines = [
-        Line(name, each.buckets, at % COLOURS, figure.dots, figure.smooth)
-        for at, (name, each) in enumerate(zip(names, series, strict=True))
-    ]
-    return line_chart(figure.title.lower(), lines, replace(figure.look, over=over))
-
-
-SUMMARY: tuple[tuple[str, Callable[[RunData], str]], ...] = (
-    ("status", lambda run: status_of(run, live=False)[0]),
-    ("steps", lambda run: f"{run.step:,} of {run.steps:,}"),
-    ("tokens", lambda run: _newest(run, "tokens", readable.rate)),
-    ("training loss", lambda run: _newest(run, "loss", readable.loss)),
-    ("best validation loss", lambda run: "-" if run.best is None else readable.loss(run.best[1])),
-    ("at step", lambda run: "-" if run.best is None else f"{run.best[0]:,}"),
-    ("tokens/s", lambda run: _newest(run, "mean_tokens_per_s", readable.rate)),
-    ("tokens/s, newest", lambda run: _newest(run, "tokens_per_s", readable.rate)),
-    ("MFU", lambda run: "-" if run.mfu is None else readable.percent(run.mfu)),
-    ("time in training", lambda run: readable.duration(run.training_s)),
-    ("peak memory, GiB", lambda run: readable.gibibytes(max(run.memory_gib, default=0.0))),
-    ("bad steps", lambda run: f"{run.last.get('bad_steps', 0):,}"),
-    ("ranks", lambda run: "-" if (layout := layout_of(run)) is None else f"{layout.world_size}"),
-    ("megalite", lambda run: _version(run)),
-    ("device", lambda run: str(run.start.get("device") or "-")),
-)
-
-
-def _newest(run: RunData, name: str, words: Callable[[float], str]) -> str:
-    return words(float(run.last[name])) if name in run.last else "-"
-
-
-def _version(run: RunData) -> str:
-    versions = run.start.get("versions") or {}
-    return " ".join(versions[name] for name in ("megalite", "commit") if name in versions) or "-"
-
-
-Differences = list[tuple[str, list[str]]]  # setting, and its value in each run
+def summary_of(run: RunData) -> dict[str, str]:
+    """What became of a run, by label."""
+    last, best, layout, versions = run.last, run.best, layout_of(run), run.start.get("versions") or {}
+    return {
+        "status": status_of(run, live=False)[0],
+        "steps": f"{run.step:,} of {run.steps:,}",
+        "tokens": readable.rate(last["tokens"]) if "tokens" in last else "-",
+        "training loss": readable.loss(last["loss"]) if last else "-",
+        "best validation loss": "-" if best is None else readable.loss(best[1]),
+        "at step": "-" if best is None else f"{best[0]:,}",
+        "tokens/s": readable.rate(last["mean_tokens_per_s"]) if "mean_tokens_per_s" in last else "-",
+        "tokens/s, newest": readable.rate(last["tokens_per_s"]) if "tokens_per_s" in last else "-",
+        "MFU": "-" if run.mfu is None else readable.percent(run.mfu),
+        "time in training": readable.duration(run.training_s),
+        "peak memory, GiB": readable.gibibytes(max(run.memory_gib, default=0.0)),
+        "bad steps": f"{last.get('bad_steps', 0):,}",
+        "ranks": "-" if layout is None else f"{layout.world_size}",
+        "megalite": " ".join(versions[name] for name in ("megalite", "commit") if name in versions) or "-",
+        "device": str(run.start.get("device") or "-"),
+    }
 
 
 def differences(runs: Sequence[RunData]) -> tuple[Differences, Differences]:

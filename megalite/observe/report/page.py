@@ -5,7 +5,6 @@ import hashlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -17,39 +16,25 @@ from megalite.errors.problems import collect, printable
 from megalite.layout.ranks import ParallelLayout
 from megalite.layout.summary import header_lines
 from megalite.observe import readable
-from megalite.observe.report.axes import short
-from megalite.observe.report.charts import COLOURS, Chart, Line, Look, column_chart, line_chart, share_chart
+from megalite.observe.report.charts import COLOURS, Chart, Figure, Line, column_chart, line_chart, share_chart
 from megalite.observe.report.layout_picture import layout_pictures
-from megalite.observe.run_data import FIRST, RunData, Series
+from megalite.observe.run_data import FIRST, RunData
 
 HERE = Path(__file__).parent
 MOST_SHOWN = 12  # steps of which samples are shown
 RECENT = 25  # buckets of the step time that tell how long the rest takes
-
-
-@dataclass(frozen=True)
-class Figure:
-    """How a figure of metrics.jsonl is drawn."""
-
-    title: str
-    look: Look
-    colour: int = 0
-    dots: bool = False
-    smooth: bool = False
-
-
 FIGURES = {
-    "loss": Figure("Training loss", Look(unit="nats per token"), smooth=True),
-    "val_loss": Figure("Validation loss", Look(unit="nats per token"), 1, dots=True),
-    "val_bits_per_byte": Figure("Bits per byte, validation", Look(), 1, dots=True),
-    "lr": Figure("Learning rate", Look(short, from_zero=True)),
-    "grad_norm": Figure("Gradient norm", Look(), smooth=True),
-    "loss_scale": Figure("Loss scale", Look(readable.setting)),
-    "tokens_per_s": Figure("Tokens per second", Look(readable.rate, from_zero=True), 2, smooth=True),
-    "step_time_s": Figure("Time of a step", Look(readable.step_time, "seconds", from_zero=True), smooth=True),
-    "mfu": Figure("MFU", Look(readable.percent, from_zero=True, share=True), smooth=True),
-    "mfu_causal": Figure("MFU", Look(), 4, smooth=True),
-    "memory_gib": Figure("Peak memory", Look(readable.gibibytes, "GiB", from_zero=True), 5),
+    "loss": Figure("Training loss", unit="nats per token", smooth=True),
+    "val_loss": Figure("Validation loss", unit="nats per token", colour=1, dots=True),
+    "val_bits_per_byte": Figure("Bits per byte, validation", colour=1, dots=True),
+    "lr": Figure("Learning rate", readable.short, from_zero=True),
+    "grad_norm": Figure("Gradient norm", smooth=True),
+    "loss_scale": Figure("Loss scale", readable.setting),
+    "tokens_per_s": Figure("Tokens per second", readable.rate, colour=2, from_zero=True, smooth=True),
+    "step_time_s": Figure("Time of a step", readable.step_time, "seconds", from_zero=True, smooth=True),
+    "mfu": Figure("MFU", readable.percent, from_zero=True, share=True, smooth=True),
+    "mfu_causal": Figure("MFU", colour=4, smooth=True),
+    "memory_gib": Figure("Peak memory", readable.gibibytes, "GiB", colour=5, from_zero=True),
 }
 
 
@@ -67,9 +52,8 @@ def environment() -> Environment:
     script, style = (Markup((HERE / name).read_text(encoding="utf-8")) for name in ("charts.js", "report.css"))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data:"
-    found.globals.update(script=script, style=style, policy=policy)
-    written = ["count", "duration", "gibibytes", "loss", "percent", "perplexity", "rate", "setting", "several", "size"]
-    found.filters |= {name: getattr(readable, name) for name in [*written, "step_time"]} | {"moment": moment}
+    found.globals.update(script=script, style=style, policy=policy, figures=FIGURES, column_chart=column_chart)
+    found.filters |= {name: words for name, words in vars(readable).items() if callable(words)} | {"moment": moment}
     return found
 
 
@@ -84,32 +68,36 @@ def render(run: RunData, *, live: bool = False) -> str:
     groups: dict[str, list[str]] = {}
     for name in run.config:
         groups.setdefault(name.rpartition(".")[0], []).append(name)
-    overrides = [str(word) for start in run.starts for word in start.get("overrides") or []]
-    layout = layout_of(run)
-    step = {part: series.mean for part, series in run.split.items()}
+    layout, recent = layout_of(run), sorted(bucket.y for bucket in run.figures["step_time_s"].buckets[-RECENT:])
     spent = {"training": run.training_s, "evaluation": run.evaluation_s, "checkpoints": run.stall_s}
-    page = environment().get_template("run.html")
-    return page.render(
-        run=run,
-        title=f"{run.config.get('model.name') or 'model'} on {run.config.get('data.source') or 'data'}",
-        status=status_of(run, live=live),
-        done=min(1.0, run.step / run.steps) if run.steps else 1.0,
-        pace=_pace(run.figures["step_time_s"]),
-        as_of=f"{moment(at)} {time.strftime('%Z', time.localtime(at))}",
-        figures=FIGURES,
-        chart_of=partial(chart_of, run),
-        column_chart=column_chart,
-        time_split=share_chart("time split", {part: series.buckets for part, series in run.split.items()}),
-        step_parts=shares(step, readable.step_time, range(COLOURS)),
-        run_parts=shares(spent, readable.duration, (1, 4, 5)),
-        layout=layout,
-        layout_lines=header_lines(layout) if layout else [],
-        pictures=layout_pictures(layout, int(run.start.get("ranks_per_node") or layout.world_size)) if layout else [],
-        hosts=list(Counter(run.start.get("hosts") or []).items()),
-        samples=_samples(run),
-        first=FIRST,
-        groups=groups,
-        given={word.lstrip("+").partition("=")[0] for word in overrides},
+    shown = sorted(run.samples, reverse=True)
+    if len(shown) > MOST_SHOWN:
+        shown = [shown[round(at * (len(shown) - 1) / (MOST_SHOWN - 1))] for at in range(MOST_SHOWN)]
+    return (
+        environment()
+        .get_template("run.html")
+        .render(
+            run=run,
+            title=f"{run.config.get('model.name') or 'model'} on {run.config.get('data.source') or 'data'}",
+            status=status_of(run, live=live),
+            done=min(1.0, run.step / run.steps) if run.steps else 1.0,
+            pace=recent[len(recent) // 2] if recent else None,  # the median time of a step
+            as_of=f"{moment(at)} {time.strftime('%Z', time.localtime(at))}",
+            chart_of=partial(chart_of, run),
+            time_split=share_chart("time split", {part: series.buckets for part, series in run.split.items()}),
+            step_parts=shares({part: it.mean for part, it in run.split.items()}, readable.step_time, range(COLOURS)),
+            run_parts=shares(spent, readable.duration, (1, 4, 5)),
+            layout=layout,
+            layout_lines=header_lines(layout) if layout else [],
+            pictures=layout_pictures(layout, int(run.start.get("ranks_per_node") or layout.world_size))
+            if layout
+            else [],
+            hosts=list(Counter(run.start.get("hosts") or []).items()),
+            samples=[(step, run.samples[step]) for step in shown],
+            first=FIRST,
+            groups=groups,
+            given={word.lstrip("+").partition("=")[0] for start in run.starts for word in start.get("overrides") or []},
+        )
     )
 
 
@@ -129,11 +117,13 @@ def layout_of(run: RunData) -> ParallelLayout | None:
     return collect(lambda: as_record(ParallelLayout, recorded, "layout"), []) if recorded else None
 
 
-def chart_of(run: RunData, title: str, names: Mapping[str, str], **size: float) -> Chart | None:
+def chart_of(run: RunData, title: str, names: Mapping[str, str], width: float = 380.0) -> Chart | None:
     """A chart of some figures: their lines by name. The first figure decides how the chart looks."""
-    figures = [(FIGURES[name], run.figures[name].buckets, called) for name, called in names.items()]
-    lines = [Line(called, points, it.colour, it.dots, it.smooth) for it, points, called in figures]
-    return line_chart(title, lines, replace(figures[0][0].look, **size))  # type: ignore[arg-type]
+    figures = {name: FIGURES[name] for name in names}
+    lines = [
+        Line(names[name], run.figures[name].buckets, it.colour, it.dots, it.smooth) for name, it in figures.items()
+    ]
+    return line_chart(title, lines, next(iter(figures.values())), width=width, height=300.0 if width > 380 else 225.0)
 
 
 def shares(
@@ -143,17 +133,3 @@ def shares(
     whole = sum(parts.values())
     found = zip(parts.items(), colours, strict=False) if whole else ()
     return [(name, colour, words(seconds), seconds / whole) for (name, seconds), colour in found]
-
-
-def _pace(step_time: Series) -> float | None:
-    """The median time of the newest steps."""
-    newest = sorted(bucket.y for bucket in step_time.buckets[-RECENT:])
-    return newest[len(newest) // 2] if newest else None
-
-
-def _samples(run: RunData) -> list[tuple[int, dict[str, str]]]:
-    """Steps, the newest first, with their texts by prompt."""
-    steps = sorted(run.samples)
-    if len(steps) > MOST_SHOWN:
-        steps = sorted({steps[round(at * (len(steps) - 1) / (MOST_SHOWN - 1))] for at in range(MOST_SHOWN)})
-    return [(step, run.samples[step]) for step in reversed(steps)]

@@ -10,8 +10,20 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megalite.layout.ranks import ParallelLayout
-from megalite.observe.report.axes import FEW, axis_of, limits, percent, short
-from megalite.observe.report.charts import MOST_COLUMNS, Chart, Line, Look, column_chart, line_chart, share_chart
+from megalite.observe.readable import short
+from megalite.observe.report.charts import (
+    FEW,
+    MOST_COLUMNS,
+    Axis,
+    Chart,
+    Figure,
+    Line,
+    axis_of,
+    column_chart,
+    limits,
+    line_chart,
+    share_chart,
+)
 from megalite.observe.report.layout_picture import Picture, layout_pictures
 from megalite.observe.report.page import environment
 from megalite.observe.run_data import Bucket
@@ -42,14 +54,15 @@ def line(values: list[float], name: str = "loss") -> Line:
 @example([3e-308, 3.76e-308], False)
 @example([4.8e13, 3.67e-295], False)
 def test_any_values_are_drawn_and_what_is_seen_lies_inside_the_frame(values: list[float], from_zero: bool) -> None:
-    look = Look(from_zero=from_zero)
-    tree = parsed(line_chart("a chart", [line(values)], look))
+    chart = line_chart("a chart", [line(values)], Figure("", from_zero=from_zero))
+    assert chart is not None
+    tree = parsed(chart)
     inner = tree.find("svg")
     assert inner is not None
     left, top, width, height = map(float, inner.attrib["viewBox"].split())
     assert (left, top, left + width, top + height) >= (0, 0)
-    assert left + width <= look.width
-    assert top + height <= look.height
+    assert left + width <= chart.width
+    assert top + height <= chart.height
     for curve in (path for path in inner.iter("path") if "curve" in path.attrib["class"]):
         for x, y in re.findall(r"(-?[\d.]+) (-?[\d.]+)", curve.attrib["d"]):
             assert left <= float(x) <= left + width
@@ -72,7 +85,7 @@ def test_first_steps_and_spikes_do_not_flatten_a_curve(odd: list[float]) -> None
     low, high = limits([*odd, *values])
     assert 0 <= low <= min(values) + 0.05
     assert max(values) - 0.05 <= high <= 4.1
-    picture = parsed(line_chart("loss", [line([*odd, *values])], Look()))
+    picture = parsed(line_chart("loss", [line([*odd, *values])], Figure("")))
     curve = next(path for path in picture.iter("path") if "curve" in path.attrib["class"])
     heights = [float(y) for _, y in re.findall(r"(-?[\d.]+) (-?[\d.]+)", curve.attrib["d"])][10:]
     assert max(heights) - min(heights) > 60  # of 175
@@ -95,11 +108,12 @@ def test_steps_have_whole_numbers_on_their_axis(steps: list[int]) -> None:
 
 def test_numbers_on_an_axis_are_short() -> None:
     assert [short(value) for value in (0.0, 0.25, 1500.0, 2e6, 3e-5)] == ["0", "0.25", "1.5k", "2M", "3e-5"]
-    assert percent(0.25) == "25%"
+    axis = Axis(0.0, 1.0, ())
+    assert Chart("", "", Figure("", share=True), axis, axis).tick(0.25) == "25%"
 
 
 def test_a_chart_says_its_values_to_who_cannot_see_it_and_to_its_script() -> None:
-    tree = parsed(line_chart("loss", [line([4.0, 3.0, 2.5])], Look(short)))
+    tree = parsed(line_chart("loss", [line([4.0, 3.0, 2.5])], Figure("", short)))
     title = tree.find("title")
     assert title is not None
     assert title.text == "loss: loss from 4 at step 0 to 2.5 at step 2"
@@ -110,14 +124,14 @@ def test_a_chart_says_its_values_to_who_cannot_see_it_and_to_its_script() -> Non
 
 
 def test_a_name_is_no_markup() -> None:
-    picture = line_chart("<b>", [line([1.0, 2.0], "<script>&\"'")], Look())
+    picture = line_chart("<b>", [line([1.0, 2.0], "<script>&\"'")], Figure(""))
     assert "<script" not in drawn(picture)
     assert "<b>" not in drawn(picture)
     assert "<script>&\"'" in parsed(picture).attrib["data-chart"].replace('\\"', '"')
 
 
 def test_nothing_to_draw_is_said() -> None:
-    assert "nothing yet" in drawn(line_chart("loss", [Line("loss", [], 0)], Look()))
+    assert "nothing yet" in drawn(line_chart("loss", [Line("loss", [], 0)], Figure("")))
     assert "nothing yet" in drawn(share_chart("time", {"data": []}))
 
 
@@ -139,7 +153,7 @@ def test_shares_fill_their_frame_also_of_a_single_step() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 9, 64, 5000])
 def test_no_rank_is_lost_among_columns(ranks: int) -> None:
     values = [1.0] * (ranks - 1) + [7.0]
-    tree = parsed(column_chart("memory", values, Look(short), marked=[ranks - 1]))
+    tree = parsed(column_chart("memory", values, Figure("", short), marked=[ranks - 1]))
     columns = list(tree.iter("rect"))
     assert len(columns) <= MOST_COLUMNS
     highest = max(columns, key=lambda column: float(column.attrib["height"]))
