@@ -15,6 +15,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -27,7 +28,7 @@ from megalite.verify.compare import Trace
 
 PRELOADED = ["torch", "megalite.verify.rank"]
 ECHO_S = 1.0  # how long the cause of a failure may take to show after its first echo
-STACKS = 0.9  # of the time limit: when a rank that is still at work writes down where it is
+STAND_S = 1.0  # how long a rank that hangs may take to write down where it stands
 
 TrainRank = Callable[[Config, Any], Trace]  # given a config and this rank's ParallelContext
 
@@ -57,7 +58,7 @@ def run_processes(
     with tempfile.TemporaryDirectory(prefix="megalite-verify-") as place:
         try:
             for name, job in jobs:
-                arguments = (Path(place), name, timeout_s, *job)
+                arguments = (Path(place), name, *job)
                 processes.append(context.Process(target=_serve, args=arguments, name=name, daemon=True))
                 processes[-1].start()
             *traces, expected = _answers(processes, Path(place), timeout_s)
@@ -102,6 +103,11 @@ def _answers(processes: Sequence[ForkServerProcess], folder: Path, timeout_s: fl
         name, (_, cause) = min(failures.items(), key=lambda failure: failure[1].at)
         raise cause if isinstance(cause, UserError) else RankFailure(f"{name} {cause}")
     if silent := [process.name for process in waiting.values()]:
+        for process in waiting.values():
+            assert process.pid, "it was started"
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(STAND_S)
         text = (
             f"no answer from {', '.join(silent)} within {timeout_s:g} s: a collective that not all ranks join, or slow"
         )
@@ -116,17 +122,15 @@ def _death(status: int) -> str:
     return f"died {how}" + (" (out of memory?)" if status == -signal.SIGKILL else "")
 
 
-def _serve(
-    folder: Path, name: str, timeout_s: float, config: Config, rank: int, world_size: int, train: TrainRank | None
-) -> None:
-    """One process: join the others, train, leave the answer; where it stands, if that takes too long."""
+def _serve(folder: Path, name: str, config: Config, rank: int, world_size: int, train: TrainRank | None) -> None:
+    """One process: join the others, train, leave the answer; where it stands, if it is asked."""
     if not folder.is_dir():  # the caller was interrupted while the server imported torch
         return
     from megalite.verify.rank import enter
     from megalite.verify.rank import train as train_rank
 
     with (folder / f"{name}.stacks").open("w") as file:
-        faulthandler.dump_traceback_later(timeout_s * STACKS, file=file)
+        faulthandler.register(signal.SIGUSR1, file=file)
         try:
             context = enter(config, rank, world_size, folder / "store")
             answer: Trace | Failure = (train or train_rank)(config, context)
@@ -136,4 +140,4 @@ def _serve(
         except Exception:
             answer = Failure(time.monotonic(), f"failed:\n{traceback.format_exc()}")
         (folder / f"{name}.answer").write_bytes(pickle.dumps(answer))
-        faulthandler.cancel_dump_traceback_later()
+        faulthandler.unregister(signal.SIGUSR1)
