@@ -20,7 +20,7 @@ COMMANDS = {  # name: the module whose `main` it is, and what it does
     "plan schedule": ("schedule", "who computes which microbatch when in a pipeline"),
     "plan buffers": ("buffers", "which gradient bucket holds what, and who owns it"),
 }
-HELP = "usage: megalite COMMAND ...\n\n{}\n\nmegalite COMMAND --help tells more."
+HELP = "usage: megalite COMMAND ...\n\n{}\n\nmegalite COMMAND --help says more."
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -12,7 +12,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from megalite.commands.command import STEP, Shown, command, option, warn
-from megalite.config.part import load_part
+from megalite.config.compose import load_part
 
 
 @command(

@@ -11,7 +11,7 @@ import sys
 from argparse import Namespace
 
 from megalite.commands.command import MODEL, STEP, Shown, command, option, warn
-from megalite.config.part import load_part
+from megalite.config.compose import load_part
 from megalite.errors.problems import printable
 
 

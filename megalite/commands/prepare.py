@@ -20,7 +20,7 @@ from hydra.core.override_parser.types import Quote, QuotedString
 
 from megalite.commands.command import Shown, command, option
 from megalite.config.bounds import unusable
-from megalite.config.part import load_part
+from megalite.config.compose import load_part
 from megalite.config.schema import Config
 from megalite.errors.problems import NO_VALUE, Problem, UserError, collect, to_stderr
 from megalite.observe.terminal import Terminal

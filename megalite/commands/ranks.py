@@ -17,6 +17,7 @@ from typing import Any
 
 from megalite.commands.command import PICTURE, Shown, command, option
 from megalite.config.case import Case
+from megalite.config.compose import load_values, names_of
 from megalite.config.parallel_rules import (
     LAYOUT_NAMES,
     STAGE_NAMES,
@@ -25,7 +26,6 @@ from megalite.config.parallel_rules import (
     stages_of_case,
     world_splits_into_the_layout,
 )
-from megalite.config.part import load_values, names_of
 from megalite.config.remedies import problems_of
 from megalite.errors.problems import NO_VALUE, Problem, UserError, collect
 from megalite.layout.flaws import Flaw

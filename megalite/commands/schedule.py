@@ -17,13 +17,13 @@ from pathlib import Path
 
 from megalite.commands.command import PICTURE, Shown, command, option
 from megalite.config.case import Case
+from megalite.config.compose import load_values
 from megalite.config.parallel_rules import (
     batch_splits_over_ranks,
     schedule_request,
     schedule_suits_the_pipeline,
     world_splits_into_the_layout,
 )
-from megalite.config.part import load_values
 from megalite.config.remedies import problems_of
 from megalite.errors.problems import NO_VALUE, Problem, UserError, collect
 from megalite.pipeline.checker import check

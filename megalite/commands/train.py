@@ -10,7 +10,7 @@ import sys
 import time
 
 from megalite.config.schema import Config
-from megalite.errors.problems import NO_VALUE, Problem, UserError, collect
+from megalite.errors.problems import Problem, UserError, collect
 from megalite.launch.environment import ProcessEnvironment, claimed_rank, first_of_node, read_environment
 from megalite.launch.host import limit_openmp_spinning
 from megalite.launch.signals import die_with_launcher, ignore_stop_signals
@@ -19,39 +19,49 @@ WAIT_FOR_RANK_ZERO_S = 5.0  # torchrun ends all ranks when the first one exits: 
 
 
 def main(argv: list[str]) -> int:
-    from megalite.config.arguments import wants_information, wants_sweep
-    from megalite.config.compose import load_config, show_information
+    from megalite.config.arguments import purpose
+    from megalite.config.compose import show_information
+    from megalite.config.user_files import refusing
+
+    rank = claimed_rank(os.environ)
+    try:
+        with refusing("working directory", "cd to a folder that exists"):
+            os.getcwd()
+        asked = purpose(argv)
+        if asked == "information":
+            return show_information(argv) if rank == 0 else 0
+        if asked == "sweep":
+            from megalite.commands.sweep import sweep
+
+            return sweep(argv)
+        return start(argv)
+    except UserError as error:
+        return refuse(error, rank)
+
+
+def start(argv: list[str]) -> int:
+    """Checks everything that can be known without torch, then trains; UserError where something is refused."""
+    from megalite.config.compose import load_config
     from megalite.config.memory_rules import fits_this_machine
 
-    rank, problems = claimed_rank(os.environ), list[Problem]()
-    try:
-        os.getcwd()
-    except OSError:
-        gone = Problem("working directory", NO_VALUE, "it has been deleted", "cd to a folder that exists", here=True)
-        return refuse(UserError(gone), rank)
-    if wants_information(argv):
-        status = collect(lambda: show_information(argv) if rank == 0 else 0, problems)
-        return refuse(UserError(problems), rank) if status is None else status
-    if wants_sweep(argv):
-        from megalite.commands import sweep
-
-        status = collect(lambda: sweep.main(argv), problems)
-        return refuse(UserError(problems), rank) if status is None else status
+    problems: list[Problem] = []
     environment = collect(lambda: read_environment(os.environ), problems)
     config = collect(lambda: load_config(argv, environment.world_size if environment else 1), problems)
     if environment is not None and config is not None:
         problems += fits_this_machine(config, environment.world_size, environment.local_world_size)
     if environment is None or config is None or problems:
-        return refuse(UserError(problems), rank)
+        raise UserError(problems)
     die_with_launcher(environment.launcher)  # during the imports, too: ranks without it wait for nobody
     limit_openmp_spinning(os.environ)
     from torch.distributed.elastic.multiprocessing.errors import record  # torch: from here on it takes seconds
 
-    def train() -> int:  # refusals are caught inside record, which would report them as failures
-        status = collect(lambda: run(config, environment), problems)
-        return refuse(UserError(problems), rank) if status is None else status
+    def train() -> int | None:  # refusals are caught inside record, which would report them as failures
+        return collect(lambda: run(config, environment), problems)
 
-    return record(train)() or 0
+    status = record(train)()
+    if problems:
+        raise UserError(problems)
+    return status or 0
 
 
 def run(config: Config, environment: ProcessEnvironment) -> int:

@@ -4,30 +4,27 @@ Hydra's own parser decides what is a flag, so `--cfg job`, `--help`, `-cn` and t
 """
 
 import io
+import os
 from argparse import Namespace
+from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 from hydra._internal.utils import get_args_parser
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 
 from megalite.config.inherited import as_override
-from megalite.config.own_presets import SEARCH_PATH, bombs, listed_folders
 from megalite.config.secrecy import ADVICE, HIDDEN, secret_name, secret_override
-from megalite.errors.problems import NO_VALUE, Problem, UserError, collect
+from megalite.config.user_files import ALIASES, read_yaml
+from megalite.errors.problems import NO_VALUE, Problem, UserError
 
-COMMANDS = ("run", "multirun", "cfg", "info", "shell_completion")  # of which Hydra takes one
 INFORMATION = ("help", "hydra_help", "cfg", "info", "shell_completion")
+COMMANDS = ("run", "multirun", *INFORMATION[2:])  # of which Hydra takes one
 OF_INFORMATION = ("resolve", "package", "config_name")
-# Hydra's own folders and working directory: one process per rank must leave nothing of them on disk.
-FIXED_HYDRA_SETTINGS: dict[str, Any] = {
-    "hydra.run.dir": ".",
-    "hydra.output_subdir": None,
-    "hydra.job.chdir": False,
-    "hydra.callbacks": {},
-}
+SEARCH_PATH = "hydra.searchpath="
+LARGEST_PRESET = 2**20  # bytes; what aliases make of it is another matter
 
 
 @dataclass
@@ -47,61 +44,49 @@ class Arguments:
         return ["--config-name", self.config_name, *path, *self.search_path]
 
 
-def wants_information(argv: list[str]) -> bool:
-    """Whether the command line asks Hydra to show something (--help, --cfg job, ...) instead of running."""
+def purpose(argv: list[str]) -> str:
+    """What the command line is for: `training`, `sweep` (--multirun), or `information` (--help, --cfg job, ...)."""
     parsed, _, complaint = _parse(argv)
     if parsed is None:
-        return not complaint  # --version prints and exits while it is parsed
-    return bool(_information(parsed))
-
-
-def wants_sweep(argv: list[str]) -> bool:
-    """Whether the command line asks for one training per point of a sweep."""
-    parsed, _, _ = _parse(argv)
-    return parsed is not None and bool(parsed.multirun)
+        return "training" if complaint else "information"  # --version prints and exits while it is parsed
+    return "information" if _information(parsed) else "sweep" if parsed.multirun else "training"
 
 
 def read_arguments(argv: list[str]) -> tuple[Arguments, list[Problem]]:
     """Flags and overrides, with a problem for every flag that has no meaning here."""
     parsed, unknown, complaint = _parse(argv)
     if parsed is None:
-        return Arguments(), [Problem("command line", _shown(argv), complaint, "see --help")] if complaint else []
-    problems = []
-    overrides, folders = [], []
-    for text in [*parsed.overrides, *unknown]:
-        if text.startswith("-"):
-            problems.append(_unknown_flag(text))
-        elif text.startswith(SEARCH_PATH):
-            folders += collect(partial(listed_folders, text), problems) or []
-        else:  # Hydra's `+experiment=NAME` adds what is here from the start
-            overrides.append(text[text.startswith("+experiment=") :])
-    if any(secret_name(text.partition("=")[0]) for text in unknown):
-        # `--api-key VALUE`: the bare word is the flag's value, and must not be repeated in another message.
-        overrides = [text for text in overrides if "=" in text]
+        shown = HIDDEN if any(map(secret_override, argv)) else " ".join(argv)
+        return Arguments(), [Problem("command line", shown, complaint, "see --help")] if complaint else []
+    words = [*parsed.overrides, *unknown]
+    problems = [_unknown_flag(word) for word in words if word.startswith("-")]
     asked = [f"--{name.replace('_', '-')}" for name in COMMANDS if getattr(parsed, name)]
     if len(asked) > 1:
         problems.append(Problem(asked[0], NO_VALUE, f"cannot be given with {' and '.join(asked[1:])}", "one of them"))
     if parsed.experimental_rerun:
-        rule = "Hydra's rerun loads a pickle, which can run code"
-        problems.append(
-            Problem("--experimental-rerun", parsed.experimental_rerun, rule, "start the same command again")
-        )
-    if parsed.resolve and not parsed.cfg:
-        problems.append(Problem("--resolve", True, "only has a meaning with --cfg", "--cfg job --resolve"))
-    arguments = Arguments(overrides, parsed.config_name or "config", information=_information(parsed))
-    for flag, folder in (("--config-path", parsed.config_path), ("--config-dir", parsed.config_dir)):
-        if folder is not None and not Path(folder).is_dir():
-            problems.append(Problem(flag, folder, "there is no such folder", "a folder of yaml files"))
-        elif flag == "--config-path" and folder is not None:
-            arguments.config_path = str(Path(folder).absolute())
-    if parsed.config_dir is not None and Path(parsed.config_dir).is_dir():
-        folders.insert(0, parsed.config_dir)
-    if found := [problem for folder in [*filter(None, [parsed.config_path]), *folders] for problem in bombs(folder)]:
-        raise UserError([*problems, *found])  # before Hydra takes them up
-    if folders:
-        urls = [f"file://{Path(folder).absolute()}" for folder in folders]
-        arguments.search_path = [f"{SEARCH_PATH}{as_override(urls)}"]
-    return arguments, problems
+        rule, remedy = "Hydra's rerun loads a pickle, which can run code", "start the same command again"
+        problems.append(Problem("--experimental-rerun", parsed.experimental_rerun, rule, remedy))
+    paths = [folder for word in words if word.startswith(SEARCH_PATH) for folder in _listed_folders(word)]
+    folders = [("--config-path", parsed.config_path), ("--config-dir", parsed.config_dir)]
+    for name, folder in (*folders, *((SEARCH_PATH[:-1], path) for path in paths)):
+        if folder is not None and not os.path.isdir(folder):
+            problems.append(Problem(name, folder, "there is no such folder", "--config-dir FOLDER, of yaml files"))
+        elif folder is not None:
+            problems += _bombs(folder)
+    overrides = [word for word in words if not word.startswith(("-", SEARCH_PATH))]
+    if any(secret_name(word.partition("=")[0]) for word in unknown):
+        # `--api-key VALUE`: the bare word is the flag's value, and must not be repeated in another message.
+        overrides = [word for word in overrides if "=" in word]
+    if any(problem.rule.endswith(ALIASES) for problem in problems):
+        raise UserError(problems)  # before Hydra writes the aliases out
+    urls = [f"file://{Path(path).absolute()}" for path in [parsed.config_dir, *paths] if path and os.path.isdir(path)]
+    return Arguments(
+        [word.removeprefix("+") if word.startswith("+experiment=") else word for word in overrides],
+        parsed.config_name or "config",
+        str(Path(parsed.config_path).absolute()) if parsed.config_path and os.path.isdir(parsed.config_path) else None,
+        [f"{SEARCH_PATH}{as_override(urls)}"] if urls else [],
+        _information(parsed),
+    ), problems
 
 
 def _information(parsed: Namespace) -> list[str]:
@@ -127,12 +112,24 @@ def _unknown_flag(text: str) -> Problem:
     name, _, value = text.partition("=")
     if secret_override(text):
         return Problem(name if secret_name(name) else HIDDEN, HIDDEN, "looks like a secret", ADVICE)
-    bare = text.lstrip("-")
-    remedy = (
-        f"settings have no dashes: {bare}" if value else "settings are written name=value, without dashes; see --help"
-    )
+    remedy = f"settings are written name=value, without dashes: {text.lstrip('-')}; see --help"
     return Problem(name, value, "unknown option", remedy)
 
 
-def _shown(argv: list[str]) -> str:
-    return HIDDEN if any(secret_override(text) for text in argv) else " ".join(argv)
+def _listed_folders(text: str) -> list[str]:
+    """The folders of an override `hydra.searchpath=[...]`."""
+    try:
+        found = OverridesParser.create().parse_override(text).value()
+    except HydraException:
+        found = text.removeprefix(SEARCH_PATH)
+    return [str(folder).removeprefix("file://") for folder in (found if isinstance(found, list) else [found])]
+
+
+def _bombs(folder: str) -> Iterator[Problem]:
+    """Files there whose aliases stand for more than there is memory for: Hydra would write them all out."""
+    for path in sorted([*Path(folder).glob("*.yaml"), *Path(folder).glob("*/*.yaml")]):
+        try:
+            if os.path.isfile(path) and os.path.getsize(path) <= LARGEST_PRESET:
+                read_yaml(path)
+        except (OSError, UserError) as error:  # what else is wrong with it counts if it is chosen
+            yield from [problem for problem in getattr(error, "problems", []) if problem.rule.endswith(ALIASES)]

@@ -10,31 +10,37 @@ parameters (`optimizer.bucket_size`).
 import hashlib
 import json
 import os
-from dataclasses import asdict, replace
+from dataclasses import replace
 from math import gcd
 from typing import Any
 
 from megalite.config.run_names import run_name
 from megalite.config.schedule_rules import default_group_size
-from megalite.config.schema import Config, DataConfig, LearningRateConfig, ModelConfig, ParallelConfig, TrainConfig
+from megalite.config.schema import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    LearningRateConfig,
+    ModelConfig,
+    ParallelConfig,
+    TrainConfig,
+)
 from megalite.config.settings import SETTINGS, value_of
 from megalite.config.step_plan import ramp_sizes
 
 OPEN = (None, "auto")  # values of settings that are left to be derived
 BUILT_IN_TOKENIZERS = ("bpe", "byte", "char")
 
-# Settings of the hashed groups that change how a run is computed or where things lie, not what is trained.
-NOT_TRAINING = {
-    "model": {"name", "loss_chunk_tokens"},
-    "data": {"cache_dir", "workers", "streaming"},
-    "optimizer": {
-        *("zero", "instances", "bucket_size", "overlap", "ownership", "communication_dtype"),  # layout and travel
-        *("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),  # of one precision
-    },
-}
+# What defines a training: of model, data, optimizer and lr all but where things lie and how they are computed.
 TRAINING = {
+    *(name for name, setting in SETTINGS.items() if setting.group in ("model", "data", "optimizer", "lr")),
     *("train.global_batch_size", "train.batch_ramp", "train.seq_length", "train.label_smoothing", "train.z_loss"),
     *("seed", "tokenizer", "checkpoint.init_from"),
+} - {
+    *("model.name", "model.loss_chunk_tokens", "data.cache_dir", "data.workers", "data.streaming"),
+    *(f"optimizer.{name}" for name in ("zero", "instances", "bucket_size", "overlap", "ownership")),
+    *("optimizer.communication_dtype", "optimizer.initial_loss_scale", "optimizer.min_loss_scale"),
+    *("optimizer.loss_scale_window", "optimizer.hysteresis"),
 }
 
 
@@ -63,10 +69,7 @@ def derive(config: Config, world_size: int = 1) -> Config:
         ),
         lr=_derive_learning_rate(config),
         data=_derive_data(config.data),
-        checkpoint=replace(
-            config.checkpoint,
-            init_from=None if config.checkpoint.init_from is None else absolute(config.checkpoint.init_from),
-        ),
+        checkpoint=_derive_checkpoint(config.checkpoint),
     )
     nobody_s = tuple(name for name in SETTINGS if value_of(config, name) in OPEN)
     # From the given schedule, not the derived one: a longer run of the same training keeps its folder.
@@ -120,30 +123,17 @@ def default_run_name(config: Config) -> str:
     training goes on in the same folder wherever it runs. The schedule enters as the user gave it: a derived warm-up
     follows the number of steps.
     """
-    derived = replace(config, model=derive_model(config.model, config.train.seq_length), data=_derive_data(config.data))
-    definition: dict[str, Any] = {
-        "seed": config.seed,
-        "tokenizer": _tokenizer(config.tokenizer),
-        "model": asdict(derived.model),
-        "data": asdict(derived.data),
-        "optimizer": asdict(config.optimizer),
-        "lr": asdict(config.lr),
-        "batch": [config.train.global_batch_size, config.train.batch_ramp, config.train.seq_length],
-        "loss": [config.train.label_smoothing, config.train.z_loss],
-        "init_from": config.checkpoint.init_from and absolute(config.checkpoint.init_from),
-    }
-    for group, names in NOT_TRAINING.items():
-        for name in names:
-            del definition[group][name]
-    digest = hashlib.sha256(json.dumps(definition, sort_keys=True, default=str).encode()).hexdigest()[:8]
-    departures = [(name, value_of(config, name)) for name in config.departures if _defines(definition, name)]
+    derived = replace(
+        config,
+        tokenizer=_tokenizer(config.tokenizer),
+        model=derive_model(config.model, config.train.seq_length),
+        data=_derive_data(config.data),
+        checkpoint=_derive_checkpoint(config.checkpoint),
+    )
+    definition = json.dumps({name: value_of(derived, name) for name in TRAINING}, sort_keys=True, default=str)
+    departures = [(name, value_of(config, name)) for name in config.departures if name in TRAINING]
+    digest = hashlib.sha256(definition.encode()).hexdigest()[:8]
     return run_name(config.model.name, config.data.source, departures, digest)
-
-
-def _defines(definition: dict[str, Any], name: str) -> bool:
-    """Whether the setting is part of what defines the training."""
-    setting = SETTINGS[name]
-    return name in TRAINING or (setting.group != "" and setting.field in definition.get(setting.group, ()))
 
 
 def _or(value: Any, otherwise: Any) -> Any:
@@ -209,3 +199,7 @@ def _derive_data(data: DataConfig) -> DataConfig:
     return replace(
         data, path=path, cache_dir=absolute(cache), weights=None if data.weights is None else list(data.weights)
     )
+
+
+def _derive_checkpoint(checkpoint: CheckpointConfig) -> CheckpointConfig:
+    return replace(checkpoint, init_from=checkpoint.init_from and absolute(checkpoint.init_from))

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from megalite.config.derive import BUILT_IN_TOKENIZERS, absolute
 from megalite.config.model_folder import imported_model_settings
-from megalite.config.settings import SETTINGS, yaml_value
+from megalite.config.settings import flat, yaml_value
 from megalite.config.user_files import read_yaml, refusing
 
 DERIVED = "derived"  # key of a run's config.yaml: the settings in it that nobody gave
@@ -38,7 +38,7 @@ def of_run(composed: DictConfig, named: Set[str]) -> list[str]:
         if not isinstance(saved, dict) or not isinstance(saved.get(DERIVED, []), list):
             raise ValueError("holds no settings of a run")
     mine = {*named, *OF_ONE_START, *map(str, saved.get(DERIVED, []))}
-    return [*_overrides({name: value for name, value in _flat(saved) if name not in mine}, composed)]
+    return [*_overrides({name: value for name, value in flat(saved).items() if name not in mine}, composed)]
 
 
 def of_weights(composed: DictConfig, named: Set[str]) -> list[str]:
@@ -56,13 +56,6 @@ def of_weights(composed: DictConfig, named: Set[str]) -> list[str]:
     if tokenizer in BUILT_IN_TOKENIZERS:
         del shape["model.vocab_size"]
     return [*_overrides({name: value for name, value in shape.items() if name not in named}, composed)]
-
-
-def _flat(saved: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
-    for name, setting in SETTINGS.items():
-        part = saved.get(setting.group) if setting.group else saved
-        if isinstance(part, Mapping) and setting.leaf in part:
-            yield name, part[setting.leaf]
 
 
 def _overrides(values: Mapping[str, Any], composed: DictConfig) -> Iterator[str]:

@@ -5,7 +5,6 @@ files but logs: those that a scheduler or a shell puts there before a run begins
 """
 
 import os
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
@@ -44,35 +43,24 @@ def run_dir_problems(value: str, folder: Path) -> Iterator[Problem]:
 
 
 def _names_of_others(folder: Path) -> list[str]:
-    """What may be somebody's in a folder without a run."""
+    """What somebody may miss in a folder without a run; folders but two are only added to."""
     with os.scandir(folder) as found:
         entries = sorted(found, key=lambda entry: entry.name)
     if any(entry.name == RUN for entry in entries):
         return []
-    return [entry.name for entry in entries if not _harmless(entry)]
+    return [
+        entry.name
+        for entry in entries
+        if (entry.name in _FOLDERS and os.listdir(entry.path) if entry.is_dir() else not _harmless(entry))
+    ]
 
 
-def _harmless(entry: "os.DirEntry[str]") -> bool:
-    """Whether nobody has put it there who would miss it; folders but two are only added to."""
-    if entry.is_dir():
-        return entry.name not in _FOLDERS or not os.listdir(entry.path)
-    if entry.name == LOCK:
-        return _is_lock(entry)
-    return entry.name.startswith(".") or entry.name.endswith(_LOGS) or _is_own_output(entry)
-
-
-def _is_lock(entry: "os.DirEntry[str]") -> bool:
-    """Whether it is that of a run that is about to begin, or was killed then."""
+def _harmless(file: "os.DirEntry[str]") -> bool:
+    """Whether it is hidden, a log, or the lock of a run that is about to begin or was killed then."""
+    if file.name != LOCK:
+        return file.name.startswith(".") or file.name.endswith(_LOGS)
     with suppress(UserError, OSError):
-        return entry.stat().st_size == 0 or "token" in read_object(Path(entry.path))
-    return False
-
-
-def _is_own_output(entry: "os.DirEntry[str]") -> bool:
-    """Whether it is where this very command prints to."""
-    with suppress(OSError, ValueError):  # closed, or none of the system's
-        here = [os.fstat(stream.fileno()) for stream in (sys.__stdout__, sys.__stderr__) if stream is not None]
-        return any(os.path.samestat(entry.stat(), status) for status in here)
+        return file.stat().st_size == 0 or "token" in read_object(Path(file.path))
     return False
 
 

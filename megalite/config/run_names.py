@@ -1,4 +1,4 @@
-"""What a run is called, so that a list of runs tells what each one is: `tiny-stdlib-lr3e-4-5f0c21aa`.
+"""What a run is called, so that its name says what it is: `tiny-stdlib-lr3e-4-5f0c21aa`.
 
 Model, data, the settings in which the command departs from its presets, and a hash of all that defines the training.
 """

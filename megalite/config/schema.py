@@ -45,21 +45,15 @@ class ModelConfig:
     num_layers: int = setting(4, "transformer blocks", at_least=1)
     hidden_size: int = setting(256, "width of the residual stream", at_least=1)
     num_attention_heads: int = setting(4, "query heads", at_least=1)
-    num_key_value_heads: int | None = setting(
-        None, "key and value heads; null: as many as query heads (fewer: grouped-query attention)", at_least=1
-    )
+    num_key_value_heads: int | None = setting(None, "key and value heads; null: as many as query heads", at_least=1)
     head_size: int | None = setting(None, "width of one head; null: hidden_size / num_attention_heads", at_least=1)
     ffn_hidden_size: int | None = setting(
-        None,
-        "inner width of the MLP; null: 4 * hidden_size, with swiglu 8/3 * hidden_size rounded up to a multiple of 64",
-        at_least=1,
+        None, "inner width of the MLP; null: 4 * hidden_size, swiglu: 8/3 of it, up to a multiple of 64", at_least=1
     )
     vocab_size: int | None = setting(None, "tokens that the model knows; null: the tokenizer's", at_least=2)
-    vocab_multiple: int = setting(
-        128, "the embedding is padded to a multiple of this; padded logits never enter the loss", at_least=1
-    )
+    vocab_multiple: int = setting(128, "the embedding is padded to a multiple of this, outside the loss", at_least=1)
     max_positions: int | None = setting(
-        None, "length of the learned position table; null: train.seq_length (unused with rope)", at_least=1
+        None, "length of the learned position table; null: train.seq_length", at_least=1
     )
     position: str = setting("rope", "how positions enter the model", choices=("learned", "rope"))
     rope_theta: float = setting(10000.0, "base of the rotary frequencies", above=0)
@@ -67,14 +61,10 @@ class ModelConfig:
     rope_low_frequency_factor: float = setting(1.0, "Llama-3 scaling: below this many turns, fully scaled", above=0)
     rope_high_frequency_factor: float = setting(4.0, "Llama-3 scaling: above this many turns, unscaled", above=0)
     rope_original_positions: int = setting(8192, "Llama-3 scaling: context length before scaling", at_least=1)
-    norm: str = setting(
-        "rmsnorm", "normalisation in front of attention, MLP and head", choices=("layernorm", "rmsnorm")
-    )
+    norm: str = setting("rmsnorm", "normalisation before attention, MLP and head", choices=("layernorm", "rmsnorm"))
     norm_eps: float = setting(1e-5, "added to the variance in every norm", above=0)
     activation: str = setting(
-        "swiglu",
-        "MLP non-linearity: exact gelu, its tanh form (GPT-2), or swiglu (gated; Llama, Qwen)",
-        choices=("gelu", "gelu_tanh", "swiglu"),
+        "swiglu", "MLP non-linearity: gelu, its tanh form (GPT-2), or swiglu", choices=("gelu", "gelu_tanh", "swiglu")
     )
     bias: bool = setting(False, "biases in linear layers and layer norms")
     qk_norm: bool = setting(False, "RMSNorm over each head of queries and keys (Qwen3)")
@@ -82,20 +72,15 @@ class ModelConfig:
     dropout: float = setting(0.0, "dropout on the output of attention and MLP", at_least=0, below=1)
     attention_dropout: float | None = setting(
         None,
-        "dropout on attention probabilities, null: as dropout; above 0 no fused kernel is used, and memory grows with "
-        "the square of the sequence (docs/tensor_parallel.md)",
+        "dropout on attention probabilities, without a fused kernel (docs/tensor_parallel.md); null: as dropout",
         at_least=0,
         below=1,
     )
-    embedding_dropout: float | None = setting(
-        None, "dropout on the sum of embeddings; null: as dropout", at_least=0, below=1
-    )
+    embedding_dropout: float | None = setting(None, "dropout on the embeddings; null: as dropout", at_least=0, below=1)
     init_std: float = setting(
-        0.02, "standard deviation of the start values; residual projections divide it by sqrt(2 * num_layers)", above=0
+        0.02, "deviation of start values; residual projections divide it by sqrt(2 * num_layers)", above=0
     )
-    loss_chunk_tokens: int | None = setting(
-        None, "tokens per chunk of the head and loss; null: by device and vocabulary", at_least=1
-    )
+    loss_chunk_tokens: int | None = setting(None, "tokens per chunk of the head and loss; null: by device", at_least=1)
 
     @property
     def gated(self) -> bool:
@@ -113,50 +98,41 @@ class ParallelConfig:
     vpp: int = setting(1, "chunks of layers (virtual stages) per pipeline rank", at_least=1)
     schedule: str | None = setting(
         None,
-        "order of a pipeline's passes (docs/pipeline.md); null: interleaved where vpp is above 1, else 1f1b",
+        "order of passes (docs/pipeline.md); null: interleaved with vpp above 1, else 1f1b",
         choices=("1f1b", "interleaved", "zb-h1", "gpipe"),
     )
     microbatch_group_size: int | None = setting(
-        None,
-        "interleaved: microbatches that a rank takes through one chunk in a row; null: pp, or the next size above that "
-        "suits their number",
-        at_least=1,
+        None, "interleaved: microbatches in a row through one chunk; null: pp, or the next size that suits", at_least=1
     )
     first_stage_layers: int | None = setting(
-        None, "layers of the first pipeline rank, all chunks together; null: as many as the others", at_least=0
+        None, "layers of the first pipeline rank; null: as many as the others", at_least=0
     )
     last_stage_layers: int | None = setting(
-        None, "layers of the last pipeline rank, all chunks together; null: as many as the others", at_least=0
+        None, "layers of the last pipeline rank; null: as many as the others", at_least=0
     )
     count_embedding: bool = setting(False, "the embedding takes the place of one layer of the first stage")
     count_loss: bool = setting(False, "the head and the loss take the place of one layer of the last stage")
     standalone_embedding: bool = setting(False, "the first pipeline rank holds the embedding and no layers")
     pipeline_layout: str | None = setting(
         None,
-        "the stages one by one, in Megatron-LM's text form: E embedding, t layer, L loss, | border, *n repeats "
-        "(docs/parallelism.md); null: as the settings above divide the layers",
+        "the stages in Megatron-LM's text form, like 'Et*3|t*3L' (docs/parallelism.md); null: by the settings above",
     )
     ep: int = setting(1, "expert-parallel size: experts across ranks", at_least=1)
     etp: int | None = setting(None, "tensor-parallel size of the experts; null: tp", at_least=1)
     order: str = setting("tp-cp-ep-dp-pp", "how ranks are numbered, fastest-varying axis first")
     sequence_parallel: bool | None = setting(
-        None, "norms, dropout and residuals hold 1/tp of each sequence; null: on where tp is above 1"
+        None, "norms and residuals hold 1/tp of each sequence; null: with tp above 1"
     )
     startup_timeout_s: float = setting(
-        1200.0,
-        "seconds that ranks wait for each other until the first step is done: to arrive, to load, to compile",
-        above=0,
-        at_most=A_YEAR_S,
+        1200.0, "seconds that ranks wait for each other until the first step is done", above=0, at_most=A_YEAR_S
     )
     timeout_s: float = setting(
         600.0,
-        "seconds after which a collective that a rank never joins is an error, from the second step on",
+        "from the second step on: seconds after which a collective that a rank never joins is an error",
         above=0,
         at_most=A_YEAR_S,
     )
-    nccl_options: str | None = setting(
-        None, "YAML file of NCCL options by group, with Megatron-LM's group names and keys (docs/parallelism.md)"
-    )
+    nccl_options: str | None = setting(None, "YAML file of NCCL options by group (docs/parallelism.md)")
 
 
 @dataclass
@@ -167,62 +143,43 @@ class TrainConfig:
     global_batch_size: int = setting(8, "sequences per optimizer step, over all ranks", at_least=1)
     micro_batch_size: int | None = setting(
         None,
-        "sequences per forward pass of one rank; null: as many as divide a rank's share, at most 8, and leave a "
-        "pipeline at least pp microbatches",
+        "sequences per forward pass of a rank; null: at most 8 that divide its share, and leave pp microbatches",
         at_least=1,
     )
     seq_length: int = setting(256, "tokens per sequence", at_least=1)
     log_interval: int = setting(1, "steps between two lines of metrics.jsonl and of the terminal", at_least=1)
     eval_interval: int = setting(100, "steps between evaluations; 0: none", at_least=0)
-    eval_batches: int = setting(
-        8,
-        "global batches of one evaluation at most, always the same ones; all that is held out if it is less",
-        at_least=1,
-    )
-    label_smoothing: float = setting(
-        0.0, "share of each label's weight that is spread evenly over the vocabulary", at_least=0, below=1
-    )
+    eval_batches: int = setting(8, "global batches of one evaluation at most, always the same", at_least=1)
+    label_smoothing: float = setting(0.0, "share of each label spread over the vocabulary", at_least=0, below=1)
     z_loss: float = setting(0.0, "times the squared log of the softmax's denominator, added to the loss", at_least=0)
     recompute: str = setting(
         "none",
-        "what backward computes again instead of keeping it; selective: train.recompute_modules of every block; full: "
-        "whole blocks, of which only the inputs are kept",
+        "what backward computes again: nothing, train.recompute_modules of every block, or whole blocks",
         choices=("none", "selective", "full"),
     )
     recompute_layers: int | None = setting(None, "full: only the first so many blocks; null: all", at_least=1)
-    recompute_modules: list[str] = setting(  # noqa: RUF009
+    recompute_modules: list[str] = setting(
         ["attention"],
-        "selective: any of attention (its core: scores, probabilities), norm and activation (their outputs)",
+        "selective: which of attention's core and the outputs of norm and activation",
         choices=("attention", "norm", "activation"),
     )
     compile: bool | None = setting(None, "torch.compile of each block and of the loss; null: on for CUDA, off for CPU")
     max_bad_steps: int = setting(
-        10, "stop after this many steps in a row whose loss or gradient is not finite", at_least=1
+        10, "stop after so many steps in a row with a loss or gradient that is not finite", at_least=1
     )
     check_replicas_every: int = setting(
-        100, "steps between checks that ranks which share parameters hold equal ones; 0: none", at_least=0
+        100, "steps between checks that replicas of parameters are equal; 0: none", at_least=0
     )
-    record_pipeline: int = setting(
-        0, "steps between recordings of the pipeline's times into the run's pipeline.jsonl; 0: none", at_least=0
-    )
-    sample_interval: int = setting(
-        0, "steps between samples of text from the model; 0: only when training is done", at_least=0
-    )
-    sample_prompts: list[str] | None = setting(  # noqa: RUF009
-        None, "how the samples begin; null: one that suits the data"
-    )
+    record_pipeline: int = setting(0, "steps between recordings of the pipeline's times; 0: none", at_least=0)
+    sample_interval: int = setting(0, "steps between samples of text; 0: only when training is done", at_least=0)
+    sample_prompts: list[str] | None = setting(None, "how the samples begin; null: one that suits the data")
     sample_tokens: int = setting(64, "tokens of text sampled from the model for each prompt; 0: none", at_least=0)
-    skip_steps: list[int] = setting(  # noqa: RUF009
-        [], "steps whose data is passed over without training on it (a loss spike that comes back, a bad shard)"
-    )
-    batch_ramp: list[int] | None = setting(  # noqa: RUF009
+    skip_steps: list[int] = setting([], "steps whose data is passed over without training on it")
+    batch_ramp: list[int] | None = setting(
         None,
-        "[start, increment, samples]: global batches grow from `start` sequences to train.global_batch_size in equal "
-        "increments over that many samples; null: always of full size",
+        "[start, increment, samples]: batches grow from start to full size over so many samples; null: always full",
     )
-    profile_steps: list[int] = setting(  # noqa: RUF009
-        [], "steps that torch's profiler records, on every rank, into the run's profile folder"
-    )
+    profile_steps: list[int] = setting([], "steps that torch's profiler records into the run's profile folder")
 
 
 @dataclass
@@ -235,57 +192,40 @@ class OptimizerConfig:
 
     lr: float = setting(1e-3, "peak learning rate", above=0)
     weight_decay: float = setting(0.1, "decoupled weight decay", at_least=0)
-    betas: list[float] = setting([0.9, 0.95], "decay rates of the first and second moment")  # noqa: RUF009
+    betas: list[float] = setting([0.9, 0.95], "decay rates of the first and second moment")
     eps: float = setting(1e-8, "added to the root of the second moment", above=0)
     clip_grad: float = setting(1.0, "largest global gradient norm; 0: no clipping", at_least=0)
     zero: int = setting(
         1,
-        "1: masters and moments are sharded over the data-parallel ranks (ZeRO); 0: every rank holds all of them",
+        "1: masters and moments are sharded over data-parallel ranks (ZeRO); 0: every rank holds all",
         at_least=0,
         at_most=1,
     )
     instances: int = setting(
-        1,
-        "the sharded state is held so many times, by as many slices of the data-parallel ranks (hybrid sharding): less "
-        "travels between slices, each rank holds more",
-        at_least=1,
+        1, "copies of the sharded state, each over a slice of the data-parallel ranks (hybrid sharding)", at_least=1
     )
     bucket_size: int | None = setting(
-        None,
-        "elements of a gradient bucket to aim at, what travels in one piece; null: chosen for the model and ranks",
-        at_least=1,
+        None, "elements of a gradient bucket to aim at; null: chosen for the model and ranks", at_least=1
     )
     overlap: bool = setting(True, "gradients travel during the backward pass, parameters during the next forward")
     ownership: str = setting(
         "even",
-        "who holds which optimizer state of a bucket: an equal cut for each rank, or whole matrices (for optimizers "
-        "that need them)",
+        "what a rank holds of a bucket's optimizer state: an equal cut, or whole matrices",
         choices=("even", "whole"),
     )
-    gradient_dtype: str = setting(
-        "fp32", "in which gradients are summed; bf16: only with precision=bf16", choices=("fp32", "bf16")
-    )
+    gradient_dtype: str = setting("fp32", "of gradient sums; bf16: only with precision=bf16", choices=("fp32", "bf16"))
     communication_dtype: str | None = setting(
-        None, "in which gradients travel between data-parallel ranks; null: as gradient_dtype", choices=("fp32", "bf16")
+        None, "in which gradients travel; null: as gradient_dtype", choices=("fp32", "bf16")
     )
     moment_dtype: str = setting(
-        "fp32",
-        "of the first moment; the second is always fp32, as bf16 would keep it from falling",
-        choices=("fp32", "bf16"),
+        "fp32", "of the first moment; the second is fp32: bf16 would keep it from falling", choices=("fp32", "bf16")
     )
     initial_loss_scale: float = setting(
-        65536.0,
-        "fp16: what the loss is multiplied by at first, so that small gradients are not rounded to 0",
-        above=0,
-        at_most=2.0**32,
+        65536.0, "fp16: what the loss is multiplied by at first", above=0, at_most=2.0**32
     )
     min_loss_scale: float = setting(1.0, "fp16: the scale never falls below this", above=0, at_most=2.0**32)
-    loss_scale_window: int = setting(
-        1000, "fp16: steps in a row without an overflow after which the scale doubles", at_least=1
-    )
-    hysteresis: int = setting(
-        2, "fp16: so many overflows since the scale last doubled halve it, and so does each one more", at_least=1
-    )
+    loss_scale_window: int = setting(1000, "fp16: steps without an overflow after which the scale doubles", at_least=1)
+    hysteresis: int = setting(2, "fp16: overflows since the scale last doubled that halve it", at_least=1)
 
 
 @dataclass
@@ -295,9 +235,7 @@ class LearningRateConfig:
     schedule: str = setting("cosine", "shape after the warm-up", choices=("constant", "linear", "cosine", "wsd"))
     warmup_steps: int | None = setting(None, "steps of linear warm-up; null: min(100, train.steps / 10)", at_least=0)
     min_lr: float | None = setting(None, "learning rate at the last step; null: a tenth of optimizer.lr", at_least=0)
-    decay_steps: int | None = setting(
-        None, "wsd: steps of the final linear decay; null: a fifth of train.steps", at_least=0
-    )
+    decay_steps: int | None = setting(None, "wsd: steps of the final decay; null: a fifth of train.steps", at_least=0)
 
 
 @dataclass
@@ -305,28 +243,22 @@ class DataConfig:
     """Where text comes from and how it becomes samples."""
 
     source: str = setting("stdlib", "set by data=NAME", choices=("stdlib", "text", "hf", "tokens"))
-    path: Any = setting(  # noqa: RUF009
-        None,
-        "text: a file, folder or glob (txt, jsonl, json, csv, parquet); hf: a dataset's name; tokens: the path of a "
-        "token file without .bin; a list of any of these is a blend",
+    path: Any = setting(
+        None, "text: a file, folder or glob; hf: a dataset's name; tokens: a token file without .bin; a list is a blend"
     )
-    weights: list[float] | None = setting(  # noqa: RUF009
-        None, "shares of a blend's parts; null: in proportion to their tokens"
-    )
+    weights: list[float] | None = setting(None, "shares of a blend's parts; null: in proportion to their tokens")
     subset: str | None = setting(None, "hf: configuration of the dataset")
     split: str = setting("train", "hf: split of the dataset")
     streaming: bool = setting(False, "hf: read over the network while tokenizing, without a local copy of the text")
     text_column: str = setting("text", "jsonl, json, csv, parquet, hf: the column that holds the text")
-    validation_fraction: float = setting(
-        0.1, "share of the tokens held out for validation, from the end", at_least=0, below=1
-    )
+    validation_fraction: float = setting(0.1, "share of the tokens held out, from the end", at_least=0, below=1)
     bpe_vocab_size: int = setting(4096, "tokenizer=bpe: size of the trained vocabulary", at_least=258)
     cross_document_attention: bool = setting(
-        True, "documents packed into one sample see each other; false: attention and positions restart at each document"
+        True, "false: attention and positions restart at each document of a sample"
     )
     mask_end_of_document: bool = setting(False, "true: predicting the end of a document is not part of the loss")
     cache_dir: str | None = setting(
-        None, "prepared tokens and trained tokenizers; null: $XDG_CACHE_HOME/megalite or ~/.cache/megalite"
+        None, "prepared tokens, tokenizers; null: $XDG_CACHE_HOME/megalite or ~/.cache/megalite"
     )
     workers: int | None = setting(None, "processes that tokenize; null: one per core", at_least=1)
 
@@ -336,17 +268,11 @@ class CheckpointConfig:
     """When training state is written, and what a run starts from."""
 
     interval: int = setting(100, "steps between checkpoints; 0: only at the end or when stopped", at_least=0)
-    keep: int = setting(
-        2, "newest checkpoints that are kept; and always the newest of weights known to be good", at_least=1
-    )
+    keep: int = setting(2, "newest checkpoints that are kept, and the newest known to be good", at_least=1)
     asynchronous: bool = setting(
-        False,
-        "true: the step waits only for the copy to host memory, which needs room for it; writing goes on behind",
-        name="async",
+        False, "true: the step waits only for the copy to host memory; writing goes on behind", name="async"
     )
-    init_from: str | None = setting(
-        None, "folder of a transformers GPT-2, Llama or Qwen3 model whose weights a new run starts from"
-    )
+    init_from: str | None = setting(None, "folder of a GPT-2, Llama or Qwen3 model whose weights a run starts from")
 
 
 @dataclass
@@ -354,16 +280,14 @@ class LogConfig:
     """Where a run is shown besides its own folder."""
 
     wandb: str | None = setting(
-        None,
-        "Weights and Biases; null: online if a key is set up, else disabled",
-        choices=("disabled", "offline", "online"),
+        None, "null: online if a key is set up, else disabled", choices=("disabled", "offline", "online")
     )
     wandb_project: str = setting("megalite", "project that the run appears in")
     wandb_entity: str | None = setting(None, "user or team that the project belongs to; null: the key's own")
     wandb_name: str | None = setting(None, "what the run is called there; null: run_name")
     tensorboard: bool = setting(False, "event files for TensorBoard in the run folder's tensorboard/")
     report_interval_s: float = setting(
-        30.0, "least seconds between two refreshes of report.html; 0: only at the end", at_least=0
+        30.0, "least seconds between refreshes of report.html; 0: only at the end", at_least=0
     )
 
 
@@ -379,26 +303,21 @@ class Config:
     """One run. The same config and seed give the same training on every layout."""
 
     run_dir: str | None = setting(None, "the run's folder; null: runs/<run_name>")
-    run_name: str | None = setting(
-        None, "what the run is called; null: <model>-<data>-<what the command sets>-<hash of what defines the training>"
-    )
+    run_name: str | None = setting(None, "null: <model>-<data>-<what the command sets>-<hash>")
     resume: str = setting(
         "auto",
-        "auto: continue from the newest complete checkpoint of run_dir, else start; never: refuse a folder with a run",
+        "auto: continue from run_dir's newest checkpoint, else start; never: refuse a folder with a run",
         choices=("auto", "never"),
     )
     seed: int = setting(1234, "start values, data order and dropout all derive from it", at_least=0, at_most=2**63 - 1)
     device: str = setting("auto", "auto: cuda where present, else cpu", choices=("auto", "cpu", "cuda"))
     precision: str = setting(
         "auto",
-        "of parameters and activations; auto: bf16 on CUDA and on CPUs with AMX, else fp32. Masters and statistics are "
-        "fp32, and so are gradient sums and moments unless optimizer says otherwise (all fp64 with fp64); fp16 scales "
-        "the loss, and is slow on most CPUs",
+        "of parameters and activations; auto: bf16 on CUDA and on CPUs with AMX, else fp32. Masters, statistics and, "
+        "unless optimizer says otherwise, gradient sums and moments are fp32 (with fp64: fp64); fp16 scales the loss",
         choices=("auto", "fp64", "fp32", "bf16", "fp16"),
     )
-    tokenizer: str = setting(
-        "bpe", "bpe (trained on the data and cached), byte, char, or a transformers name or folder"
-    )
+    tokenizer: str = setting("bpe", "bpe (trained on the data), byte, char, or a transformers name or folder")
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)

@@ -3,13 +3,14 @@
 Whatever speaks about settings in general (the checks of the command line, the bounds, `conf/`, the docs) reads this
 table, so a new field of `schema.py` is known everywhere at once. A group is a field of `Config` that is a dataclass.
 Users, files and checkpoints know a setting by its name, which Python may not allow for a field (`checkpoint.async`):
-a config comes from them by `from_plain` and goes to them by `as_plain`, and only this file knows both words.
+a config comes from them by `flat` and goes to them by `as_plain`, and only this file knows both words.
 """
 
 import types
 import typing
-from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, Field, asdict, dataclass, fields, is_dataclass, replace
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from typing import Any
 
 from megalite.config.schema import Config
@@ -56,13 +57,6 @@ class Setting:
         return ", ".join(f"{name.replace('_', ' ')} {limit}" for name, limit in self.limits.items())
 
 
-def groups(schema: type = Config) -> dict[str, type]:
-    """Name and dataclass of every group, in the order of the schema."""
-    return {
-        field.name: field.type for field in fields(schema) if isinstance(field.type, type) and is_dataclass(field.type)
-    }
-
-
 def _setting(group: str, field: "Field[Any]") -> Setting:
     kind: Any = field.type
     nullable = kind is Any
@@ -79,16 +73,13 @@ def _setting(group: str, field: "Field[Any]") -> Setting:
     )
 
 
-def _settings() -> Iterator[Setting]:
-    inner = groups()
-    yield from (_setting("", field) for field in fields(Config) if "meaning" in field.metadata)
-    for group, schema in inner.items():
-        yield from (_setting(group, field) for field in fields(schema))
-
-
-GROUPS: dict[str, type] = groups()
+GROUPS: dict[str, type] = {field.name: field.type for field in fields(Config) if is_dataclass(field.type)}  # type: ignore[misc]
 EXPERIMENT = "experiment"  # the folder of conf/ whose files are no group of settings: each may set any of them
-SETTINGS: dict[str, Setting] = {setting.name: setting for setting in _settings()}
+SETTINGS: dict[str, Setting] = {
+    setting.name: setting
+    for group, schema in {"": Config, **GROUPS}.items()
+    for setting in (_setting(group, field) for field in fields(schema) if field.metadata)
+}
 
 
 def value_of(config: Config, name: str) -> Any:
@@ -99,33 +90,30 @@ def value_of(config: Config, name: str) -> Any:
 
 def with_values(config: Config, values: Mapping[str, Any]) -> Config:
     """A copy in which the settings, by their dotted names, hold these values."""
-    changed = config
+    parts: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
-        setting = SETTINGS[name]
-        part = {setting.field: value}
-        if setting.group:
-            part = {setting.group: replace(getattr(changed, setting.group), **part)}
-        changed = replace(changed, **part)
-    return changed
+        parts.setdefault(SETTINGS[name].group, {})[SETTINGS[name].field] = value
+    own = parts.pop("", {})
+    return replace(config, **own, **{group: replace(getattr(config, group), **part) for group, part in parts.items()})
 
 
 def as_plain(config: Config) -> dict[str, Any]:
     """All settings as nested dictionaries by their names: what is written to files and compared with them."""
-    fields_ = asdict(config)
-    return {setting.leaf: fields_[setting.field] for setting in SETTINGS.values() if not setting.group} | {
-        group: {one.leaf: fields_[group][one.field] for one in SETTINGS.values() if one.group == group}
-        for group in GROUPS
-    }
+    plain: dict[str, Any] = {}
+    for name, setting in SETTINGS.items():
+        part = plain.setdefault(setting.group, {}) if setting.group else plain
+        part[setting.leaf] = deepcopy(value_of(config, name))
+    return plain
 
 
-def from_plain(plain: Mapping[Any, Any]) -> Config:
-    """The config of nested dictionaries that name every setting."""
-    own = {setting.field: plain[setting.leaf] for setting in SETTINGS.values() if not setting.group}
-    parts = {
-        group: schema(**{one.field: plain[group][one.leaf] for one in SETTINGS.values() if one.group == group})
-        for group, schema in GROUPS.items()
+def flat(plain: Mapping[Any, Any]) -> dict[str, Any]:
+    """Name and value of the settings that nested dictionaries hold."""
+    parts = {name: plain.get(setting.group) if setting.group else plain for name, setting in SETTINGS.items()}
+    return {
+        name: part[SETTINGS[name].leaf]
+        for name, part in parts.items()
+        if isinstance(part, Mapping) and SETTINGS[name].leaf in part
     }
-    return Config(**own, **parts)
 
 
 def yaml_value(value: Any) -> str:

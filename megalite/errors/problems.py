@@ -1,4 +1,4 @@
-"""What a user is told about a mistake: the setting, its value, the rule it breaks and what would work.
+"""What a refusal says about a mistake: the setting, its value, the rule it breaks and what would work.
 
 Every check in megalite collects `Problem`s and raises one `UserError` with all of them; the launcher prints the error
 once, without a traceback, and exits with status 2. Imports nothing but the standard library.

@@ -1,4 +1,4 @@
-"""Values that would work in place of one that does not, and how a remedy tells them."""
+"""Values that would work in place of one that does not, and how they are written in a remedy."""
 
 from collections.abc import Iterable
 from difflib import SequenceMatcher, get_close_matches

@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import lcm
 
-from megalite.config.compose import load_config
+from megalite.config.compose import load_config, load_values
 from megalite.config.parallel_rules import layout_request, stage_settings
-from megalite.config.part import load_values
 from megalite.config.schema import Config
 from megalite.errors.problems import Problem, UserError
 from megalite.layout.ranks import ParallelLayout

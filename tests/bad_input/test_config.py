@@ -181,14 +181,19 @@ ROWS = [
         21,
         "a class to be made",
         "model._target_=torch.load",
-        ["model._target_='torch.load': _target_ is not accepted anywhere", "model.activation=swiglu"],
+        ["model._target_='torch.load': unknown setting", "model.activation=swiglu"],
     ),
     Row(22, "nothing to read", "data=text", ["data.path=null", "data=text needs to be told", "data.path=book.txt"]),
     Row(
         22,
         "values left open",
         "train.steps=??? data=text data.path=???",
-        ["2 problems", "train.steps='???'", "train.steps=200 in place of ???", "data.path='???': left open"],
+        [
+            "2 problems",
+            "train.steps='???'",
+            "train.steps=200 in place of ???",
+            "data.path='???': Missing mandatory value",
+        ],
     ),
     Row(
         23,
@@ -203,14 +208,14 @@ ROWS = [
         [
             "2 problems",
             "train.steps='${lr.decay_steps}': Recursive",
-            "'${data}': refers to what is not a list of words",
+            "train.sample_prompts='${data}': ",
         ],
     ),
     Row(
         24,
         "an environment variable that is not set",
         "log.wandb_entity=${oc.env:MEGALITE_TEAM}",
-        ["log.wandb_entity=", "the environment variable MEGALITE_TEAM is not set", "export MEGALITE_TEAM"],
+        ["log.wandb_entity=", "Environment variable 'MEGALITE_TEAM' not found"],
     ),
     Row(25, "a preset that there is not", "model=gtp2", ["model='gtp2'", "model=gpt2 is the nearest", "llama3_8b"]),
     Row(25, "a choice", "model.norm=rmsnrom", ["'rmsnrom'", "model.norm=rmsnorm is the nearest", "layernorm"]),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from megalite.config.document import GENERATED, generated_files, stale_files
+from megalite.config.document import WHOLE, generated_files, stale_files
 from megalite.config.settings import GROUPS, SETTINGS, yaml_value
 from megalite.config.typed import typed_settings
 
@@ -46,7 +46,7 @@ def test_every_setting_is_documented_with_its_meaning_and_default() -> None:
 def test_generated_defaults_read_back_as_the_schemas() -> None:
     for group in GROUPS:
         text = generated_files(ROOT)[ROOT / "conf" / group / "default.yaml"]
-        assert text.startswith(GENERATED)
+        assert text.startswith(WHOLE)
         assert OmegaConf.create(text) == typed_settings()[group]
 
 

@@ -98,7 +98,7 @@ def test_closed_streams_lead_nowhere_and_not_into_files(tmp_path: Path) -> None:
 def test_a_working_directory_that_is_gone_is_refused(tmp_path: Path) -> None:
     done = in_shell("mkdir gone; cd gone; rmdir ../gone; LAUNCH", tmp_path)
     assert done.returncode == 2
-    assert "working directory: it has been deleted" in done.stderr
+    assert "working directory: cannot be read" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -131,13 +131,13 @@ def test_checking_a_config_imports_nothing_slow(argv: list[str]) -> None:
 import sys, importlib.util
 sys.argv = ["pretrain_gpt.py", *{argv!r}]
 sys.path.insert(0, {str(LAUNCHER.parent)!r})
-from megalite.config.arguments import wants_information
+from megalite.config.arguments import purpose
 from megalite.config.compose import load_config, show_information
 from megalite.errors.problems import UserError
 from megalite.launch.environment import read_environment
 try:
     read_environment({{}})
-    show_information(sys.argv[1:]) if wants_information(sys.argv[1:]) else load_config(sys.argv[1:], 1)
+    show_information(sys.argv[1:]) if purpose(sys.argv[1:]) == "information" else load_config(sys.argv[1:], 1)
 except (UserError, SystemExit):
     pass
 print("IMPORTED", sorted(set({SLOW_IMPORTS!r}) & set(sys.modules)))

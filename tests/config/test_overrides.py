@@ -29,12 +29,11 @@ ONE_MISTAKE = [
     ("model.zzz=1", ["model.zzz", "unknown setting", "num_layers"]),
     ("model={zzz: 1}", ["model.zzz", "unknown setting"]),
     ("+new.thing=1", ["+new.thing", "unknown setting"]),
-    ("+new.key=1", ["+new.key", "unknown setting"]),
     ("+model.foo=1", ["+model.foo", "unknown setting"]),
     ("++x=1", ["++x", "unknown setting"]),
     ("+train.step=1", ["unknown setting", "train.steps=1"]),
-    ("+train.steps=1", ["exists already", "without the plus", "train.steps=1"]),
-    ("+model=gpt2", ["+model", "without the plus", "model=gpt2"]),
+    ("+train.steps=1", ["exists already", "without +", "train.steps=1"]),
+    ("+model=gpt2", ["+model", "without +", "model=gpt2"]),
     ("~x", ["~x", "cannot be removed"]),
     ("~train.steps", ["~train.steps", "cannot be removed"]),
     ("~model", ["~model", "cannot be removed"]),
@@ -69,18 +68,18 @@ ONE_MISTAKE = [
     ("train.steps", ["no '='", "train.steps=VALUE"]),
     ("gpt2", ["no '='"]),
     ("train.steps=3(", ["cannot be read", "quotes"]),
-    ("data.path=[a,~/b]", ["cannot be read", "each text"]),
+    ("data.path=[a,~/b]", ["cannot be read", "in a list around each"]),
     ("data.path=a=b", ["cannot be read", "quotes"]),
     ("seed=1,2", ["several values", "[1,2]", "--multirun"]),
-    ("train.steps=" + "9" * 5000, ["cannot be read", "fewer digits, as train.steps=200"]),
+    ("train.steps=" + "9" * 5000, ["cannot be read", "4300 digits"]),
     ("seed=range(1,3)", ["several values"]),
     # code and Hydra's own ways
-    ("model._target_=os.system", ["_target_ is not accepted"]),
-    ("+model={_target_: os.system}", ["_target_ is not accepted"]),
-    ("data.path=[{_target_: os.system}]", ["_target_ is not accepted"]),
-    ("+hydra.callbacks.x._target_=os.system", ["_target_ is not accepted"]),
-    ("hydra.run.dir=out", ["hydra.run.dir", "run_dir"]),
-    ("hydra.output_subdir=.hydra", ["hydra.output_subdir", "disk"]),
+    ("model._target_=os.system", ["unknown setting", "model.activation=swiglu"]),
+    ("model={_target_: os.system}", ["model._target_", "unknown setting"]),
+    ("data.path=[{_target_: os.system}]", ["data.path"]),
+    ("+hydra.callbacks.x._target_=os.system", ["has no effect"]),
+    ("hydra.run.dir=out", ["hydra.run.dir", "has no effect"]),
+    ("hydra.output_subdir=.hydra", ["hydra.output_subdir", "has no effect"]),
     ("hydra.job.chdir=true", ["hydra.job.chdir"]),
     ("hydra.mode=MULTIRUN", ["hydra.mode", "--multirun"]),
     ("hydra.nothing=1", ["hydra.nothing"]),
@@ -91,7 +90,7 @@ ONE_MISTAKE = [
     ("hydra/sweeper=basic", ["has no effect", "--multirun"]),
     ("hydra/launcher=basic", ["has no effect", "--multirun"]),
     ("hydra/job_logging=disabled", ["hydra/job_logging", "has no effect"]),
-    ("hydra.searchpath=[nowhere]", ["hydra.searchpath='[nowhere]'", "--config-dir"]),
+    ("hydra.searchpath=[nowhere]", ["hydra.searchpath='nowhere'", "--config-dir"]),
     ("hydra.searchpath=3", ["hydra.searchpath='3'", "--config-dir"]),
     # flags
     ("--train.steps=3", ["unknown option", "train.steps=3"]),
@@ -99,7 +98,6 @@ ONE_MISTAKE = [
     ("--config-name=nothing", ["--config-name='nothing'"]),
     ("--config-dir=nothing", ["--config-dir", "no such folder"]),
     ("--config-path=nothing", ["--config-path", "no such folder"]),
-    ("--resolve", ["--resolve", "--cfg"]),
     ("--experimental-rerun=x.pickle", ["pickle"]),
     # a setting on its own
     ("train.steps=-1", ["at least 0", "200"]),
@@ -182,7 +180,6 @@ ACCEPTED = [
     ("model.bias=yes",),
     ("train.compile=null",),
     ("+experiment=shakespeare_char", "data.path=a"),
-    ("hydra.run.dir=.", "hydra.output_subdir=null"),
     ("--run", "seed=3"),
     ("tokenizer=owner/name-1.5",),
     ("train.steps=0",),
@@ -216,8 +213,7 @@ def test_a_setting_whose_name_no_field_can_have_is_set_like_any_other() -> None:
 
 
 def test_a_config_of_the_users_own_that_leaves_the_schema_out_may_hold_settings_only(tmp_path: Path) -> None:
-    quiet = "hydra: {run: {dir: .}, output_subdir: null, job: {chdir: false}}\n"
-    (tmp_path / "mine.yaml").write_text(quiet + yaml.safe_dump(as_plain(load_config(["checkpoint.async=true"], 1))))
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(as_plain(load_config(["checkpoint.async=true"], 1))))
     arguments = ["--config-path", str(tmp_path), "--config-name"]
     assert load_config([*arguments, "mine"], 1).checkpoint.asynchronous
     (tmp_path / "slip.yaml").write_text((tmp_path / "mine.yaml").read_text().replace("async:", "asynchronous:"))

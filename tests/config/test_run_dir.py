@@ -1,8 +1,6 @@
 """A run takes no folder that holds files of others, nor one that cannot be made; said before torch is there."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -61,10 +59,3 @@ def test_the_folder_of_a_run_is_taken_whatever_is_in_it(tmp_path: Path) -> None:
     for name in ("run.json", "config.yaml", "notes.txt"):
         (tmp_path / name).write_text("{}")
     assert taken(tmp_path)
-
-
-def test_the_command_s_own_output_may_go_there(tmp_path: Path) -> None:
-    code = f"from megalite.config.compose import load_config; load_config(['run_dir={tmp_path}'], 1)"
-    with (tmp_path / "out.txt").open("w") as output:
-        subprocess.run([sys.executable, "-c", code], stdout=output, check=True, cwd=CONF.parent)
-    assert not taken(tmp_path), "to another command it is a file like any other"

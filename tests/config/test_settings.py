@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import yaml  # type: ignore[import-untyped]
+from omegaconf import OmegaConf
 
 from megalite.config.compose import load_config
 from megalite.config.document import generated_files
 from megalite.config.schema import CheckpointConfig, Config
-from megalite.config.settings import GROUPS, SETTINGS, as_plain, from_plain, value_of, with_values
+from megalite.config.settings import GROUPS, SETTINGS, as_plain, flat, value_of, with_values
 from megalite.config.typed import typed_settings
 from tests.config.test_document import ROOT
 
@@ -39,7 +40,7 @@ def test_a_setting_is_written_read_and_changed_by_its_name(name: str) -> None:
     plain = as_plain(changed)
     part = plain[SETTINGS[name].group] if SETTINGS[name].group else plain
     assert part[SETTINGS[name].leaf] == other(name)
-    assert from_plain(yaml.safe_load(yaml.safe_dump(plain))) == changed
+    assert with_values(Config(), flat(yaml.safe_load(yaml.safe_dump(plain)))) == changed
 
 
 def test_what_is_written_holds_every_setting_and_nothing_else() -> None:
@@ -76,4 +77,4 @@ def test_a_copy_with_other_values_leaves_the_config_and_its_other_groups() -> No
 
 
 def test_the_typed_tree_has_the_defaults() -> None:
-    assert from_plain(typed_settings()) == Config()
+    assert with_values(Config(), flat(OmegaConf.to_container(typed_settings()))) == Config()
