@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from megalite.config.part import load_part, names_of
+from megalite.config.compose import load_part, names_of
 from megalite.config.schema import Config
 from megalite.data.batch import Batch
 from megalite.data.batches import read_batch, validation_batches, validation_samples
