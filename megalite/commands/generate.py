@@ -31,14 +31,8 @@ def main(options: Namespace, overrides: list[str]) -> Shown:
     from megalite.launch.environment import ProcessEnvironment
 
     config = load_part(overrides, "generating text", ("seed", "device"))
-    sampling = Sampling(
-        max_new_tokens=options.max_new_tokens,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        seed=config.seed,
-        num_samples=options.num_samples,
-    )
+    names = ("max_new_tokens", "temperature", "top_k", "top_p", "num_samples")
+    sampling = Sampling(seed=config.seed, **{name: getattr(options, name) for name in names})
     device = choose_device(config.device, ProcessEnvironment())
     texts = generate(options.model, options.prompt, sampling, device, warn, options.step)
     for number, text in enumerate(texts, 1):

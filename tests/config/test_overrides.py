@@ -53,7 +53,7 @@ ONE_MISTAKE = [
     ("train.steps=null", ["train.steps=null", "a whole number"]),
     ("train.steps=", ["a whole number"]),
     ("train.steps=[1]", ["a whole number"]),
-    ("train.steps=???", ["train.steps", "needed"]),
+    ("train.steps=???", ["train.steps", "Missing mandatory value", "train.steps=200"]),
     ("optimizer.lr=fast", ["'fast'", "a number", "optimizer.lr=0.001"]),
     ("optimizer.lr=true", ["a number"]),
     ("optimizer.betas=0.9", ["a list of numbers", "optimizer.betas=[0.9,0.95]"]),
