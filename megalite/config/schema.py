@@ -64,7 +64,9 @@ class ModelConfig:
     norm: str = setting("rmsnorm", "normalisation before attention, MLP and head", choices=("layernorm", "rmsnorm"))
     norm_eps: float = setting(1e-5, "added to the variance in every norm", above=0)
     activation: str = setting(
-        "swiglu", "MLP non-linearity: gelu, its tanh form (GPT-2), or swiglu", choices=("gelu", "gelu_tanh", "swiglu")
+        "swiglu",
+        "MLP non-linearity: gelu, its tanh form (GPT-2), or swiglu (gated; Llama, Qwen)",
+        choices=("gelu", "gelu_tanh", "swiglu"),
     )
     bias: bool = setting(False, "biases in linear layers and layer norms")
     qk_norm: bool = setting(False, "RMSNorm over each head of queries and keys (Qwen3)")
