@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalite.optim.collectives import bytes_sent
-from megalite.train.training import Training
+from megalite.train.build import Training
 
 LONGEST_FIGURE = 64  # bytes: a step also sums its tokens, norm and loss, where even small models have kilobytes
 TCPI_BYTES_SENT = 200  # offset in Linux's struct tcp_info; bytes sent again, which are among them, come next

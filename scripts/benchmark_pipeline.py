@@ -38,8 +38,7 @@ from megalite.pipeline.actions import parse_action
 from megalite.pipeline.schedules import build_schedule
 from megalite.pipeline.simulator import Span
 from megalite.plan.timeline import Timeline, simulated
-from megalite.train.start import needs_of
-from megalite.train.training import Training, build_training, fill_with_start_values
+from megalite.train.build import Training, build_training, fill_with_start_values, needs_of
 
 RANKS = 2
 MICROBATCHES = 8

@@ -25,9 +25,8 @@ from megalite.launch.device import DTYPES
 from megalite.launch.environment import read_environment
 from megalite.launch.host import limit_openmp_spinning
 from megalite.model.flops import parameter_count
-from megalite.train.start import start
+from megalite.train.build import build_training, fill_with_start_values, start
 from megalite.train.step import LaunchedStep, TrainStep
-from megalite.train.training import build_training, fill_with_start_values
 
 LEARNING_RATE = 1e-4
 WARM_UP_STEPS = 2  # compiling, first touch of memory, choice of kernels

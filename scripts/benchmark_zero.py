@@ -42,9 +42,8 @@ from megalite.model.flops import parameter_count
 from megalite.model.gpt import GPT
 from megalite.model.init import start_values
 from megalite.model.parameters import gpt_parameters
-from megalite.train.start import needs_of
+from megalite.train.build import build_training, fill_with_start_values, needs_of
 from megalite.train.step import TrainStep
-from megalite.train.training import build_training, fill_with_start_values
 
 RANKS = 2
 LEARNING_RATE = 1e-4

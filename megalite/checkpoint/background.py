@@ -15,9 +15,9 @@ import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from itertools import chain
 
 import torch
-from torch import Tensor
 
 from megalite.checkpoint.pieces import Piece
 from megalite.checkpoint.store import Saved
@@ -82,24 +82,21 @@ class HostCopies:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pinned: list[Tensor] = []  # blocks of bytes
+        self._pinned: list[Piece] = []  # the copies on CUDA, which are used again
         self._side: torch.cuda.Stream | None = None
 
     @torch.no_grad()
     def of(self, pieces: Sequence[Piece]) -> tuple[list[Piece], Callable[[], None]]:
         """The pieces with tensors in host memory, and a call that returns when these are filled.
 
-        On CUDA the copies of the call before must be done with: they are overwritten. What the caller puts on the
-        current stream from now on may change the pieces.
+        On CUDA the pieces have the same shapes every time, and the copies of the call before must be done with: they
+        are overwritten. What the caller puts on the current stream from now on may change the pieces.
         """
-        places, sizes = _places(pieces)
         if self._device.type != "cuda":
-            copies = _views(pieces, places, [torch.empty(size, dtype=torch.uint8) for size in sizes])
+            copies = _empty_like(pieces, pin_memory=False)
             _copy(pieces, copies)
             return copies, lambda: None
-        if [block.numel() for block in self._pinned] != sizes:
-            self._pinned = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in sizes]
-        copies = _views(pieces, places, self._pinned)
+        self._pinned = copies = self._pinned or _empty_like(pieces, pin_memory=True)
         training = torch.cuda.current_stream(self._device)
         self._side = self._side or torch.cuda.Stream(self._device)
         self._side.wait_stream(training)  # the state is complete when its last kernel is
@@ -107,7 +104,7 @@ class HostCopies:
             _copy(pieces, copies)
         copied = self._side.record_event()
         training.wait_event(copied)
-        return copies, copied.synchronize
+        return [*copies], copied.synchronize
 
 
 def _copy(pieces: Sequence[Piece], copies: Sequence[Piece]) -> None:
@@ -115,23 +112,14 @@ def _copy(pieces: Sequence[Piece], copies: Sequence[Piece]) -> None:
         copy.tensor.copy_(piece.tensor, non_blocking=True)
 
 
-def _places(pieces: Sequence[Piece]) -> tuple[list[tuple[int, int]], list[int]]:
-    """Block and first byte of each piece, one after the other, and the blocks' sizes; a large piece has its own."""
-    places: list[tuple[int, int]] = []
-    sizes: list[int] = []
+def _empty_like(pieces: Sequence[Piece], *, pin_memory: bool) -> list[Piece]:
+    """Contiguous pieces in host memory, one after the other in blocks of memory; a large piece has its own block."""
+    blocks: list[list[int]] = []  # bytes of each piece in it
     for piece in pieces:
         size = -(-piece.tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-        if not sizes or sizes[-1] + size > _BLOCK:
-            sizes.append(0)
-        places.append((len(sizes) - 1, sizes[-1]))
-        sizes[-1] += size
-    return places, sizes
-
-
-def _views(pieces: Sequence[Piece], places: Sequence[tuple[int, int]], blocks: Sequence[Tensor]) -> list[Piece]:
-    """Pieces like these, contiguous, at their places in `blocks`."""
-    views = []
-    for piece, (block, start) in zip(pieces, places, strict=True):
-        data = blocks[block][start : start + piece.tensor.nbytes]
-        views.append(replace(piece, tensor=data.view(piece.tensor.dtype).view(piece.tensor.shape)))
-    return views
+        if not blocks or sum(blocks[-1]) + size > _BLOCK:
+            blocks.append([])
+        blocks[-1].append(size)
+    memory = [torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pin_memory).split(sizes) for sizes in blocks]
+    places = [(piece, data[: piece.tensor.nbytes]) for piece, data in zip(pieces, chain(*memory), strict=True)]
+    return [replace(it, tensor=data.view(it.tensor.dtype).view(it.tensor.shape)) for it, data in places]

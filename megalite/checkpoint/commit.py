@@ -1,4 +1,4 @@
-"""Makes, commits, prunes and clears the folders of checkpoints, and writes small files durably. The commit is a rename.
+"""Makes, commits, prunes and clears the folders of checkpoints. The commit is a rename.
 
     .tmp-step-00000200-<attempt>   being written; no checkpoint until it is renamed
     step-00000200                  complete, never changed again
@@ -11,17 +11,16 @@ All functions are rank 0's; they touch nothing but these names.
 """
 
 import contextlib
-import errno
 import os
 import re
 import secrets
 import shutil
-import stat
 import time
 from pathlib import Path
-from typing import TextIO
 
-_STEP = re.compile(r"step-(\d{8})")
+from megalite.config.durable_files import sync_folder
+
+_STEP = re.compile(r"step-\d{8}")
 _UNFINISHED = re.compile(r"\.(tmp|trash)-step-\d{8}-[0-9a-f]{8}")
 
 
@@ -34,11 +33,8 @@ def committed(folder: Path) -> list[tuple[int, Path]]:
     """The steps under a final name, newest first. They are ordered by number: clocks of file systems may be wrong."""
     if not folder.is_dir():
         return []
-    matches = [(_STEP.fullmatch(entry.name), entry) for entry in os.scandir(folder)]
-    steps = [
-        (int(match[1]), Path(entry.path)) for match, entry in matches if match and entry.is_dir(follow_symlinks=False)
-    ]
-    return sorted(steps, reverse=True)
+    names = [entry.name for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]
+    return sorted(((int(name[5:]), folder / name) for name in names if _STEP.fullmatch(name)), reverse=True)
 
 
 def begin(folder: Path, step: int) -> Path:
@@ -71,8 +67,10 @@ def retire(folder: Path, step: int, keep: int, *, good_before: int = 0) -> None:
     older = [(at, path) for at, path in committed(folder) if at < step]
     good = next((path for at, path in older if at < good_before), None)
     for _, path in older[keep - 1 :]:
-        if path != good:
-            _delete(path)
+        if path != good:  # first its name: a half deleted folder cannot pass for a checkpoint
+            trash = path.with_name(f".trash-{path.name}-{secrets.token_hex(4)}")
+            os.rename(path, trash)
+            shutil.rmtree(trash)
 
 
 def recover(folder: Path) -> None:
@@ -90,53 +88,9 @@ def set_aside(path: Path) -> Path:
     return aside
 
 
-def discard(temporary: Path) -> None:
-    """Remove what a failed attempt has written, as far as the file system lets us; `recover` gets the rest."""
-    shutil.rmtree(temporary, ignore_errors=True)
-
-
-def write_synced(path: Path, content: bytes) -> None:
-    """A new file with this content, on disk when the call returns."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-    with open(descriptor, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(descriptor)
-
-
-def open_to_append(path: Path) -> TextIO:
-    """A text file to append lines to. It must be a regular file: no link is followed, and no pipe is waited for."""
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    descriptor = os.open(path, flags, 0o666)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-    return open(descriptor, "a", buffering=1, encoding="utf-8")
-
-
-def replace_synced(path: Path, content: bytes) -> None:
-    """`path` holds either what it held or all of `content`, whatever happens."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        write_synced(temporary, content)
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Put the folder's entries on disk: syncing a file does not sync its name."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _delete(path: Path) -> None:
-    """Take the name away first, so that a half deleted folder cannot pass for a checkpoint."""
-    trash = path.with_name(f".trash-{path.name}-{secrets.token_hex(4)}")
-    os.rename(path, trash)
-    shutil.rmtree(trash)
+def size_in_words(amount: int) -> str:
+    """5.2 GiB"""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if amount >= scale:
+            return f"{amount / scale:.1f} {unit}"
+    return f"{amount} bytes"

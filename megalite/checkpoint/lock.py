@@ -28,7 +28,7 @@ PATIENCE_S = 25.0  # several beats, so that a slow file server is not taken for 
 
 @dataclass(frozen=True)
 class Holder:
-    """The job that holds a lock."""
+    """The job that holds a lock. `token` is different for every lock that was ever taken."""
 
     host: str
     pid: int
@@ -51,62 +51,35 @@ class LockHeldError(Exception):
 class RunLock:
     """A held lock; beats until released."""
 
-    def __init__(self, path: Path, descriptor: int, holder: Holder, beat_s: float) -> None:
+    def __init__(self, path: Path, *, beat_s: float = BEAT_S, patience_s: float = PATIENCE_S) -> None:
+        """Take the lock at `path`, or raise LockHeldError; OSError where the file cannot be written."""
         self.path = path
-        self._descriptor = descriptor
-        self._holder = holder
+        now = time.strftime("%Y-%m-%d %H:%M:%S %z")
+        token = secrets.token_hex(8)
+        self.holder = Holder(socket.gethostname(), os.getpid(), now, os.environ.get("SLURM_JOB_ID"), token)
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        self._descriptor = os.open(path, flags, 0o666)
+        try:
+            if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
+                raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+            self._take(patience_s)
+        except BaseException:
+            os.close(self._descriptor)
+            raise
         self._stop = threading.Event()
         self._heart = threading.Thread(target=self._beat, args=(beat_s,), name="run lock", daemon=True)
         self._heart.start()
 
-    @classmethod
-    def acquire(cls, path: Path, *, beat_s: float = BEAT_S, patience_s: float = PATIENCE_S) -> "RunLock":
-        """Take the lock at `path`, or raise LockHeldError; OSError where the file cannot be written."""
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
-        try:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-            kernel_lock = _flock(descriptor)
-            previous = _parse(os.pread(descriptor, 1 << 16, 0))
-            if kernel_lock is False:
-                raise LockHeldError(previous)
-            known_dead = kernel_lock and previous is not None and previous.host == socket.gethostname()
-            if previous is not None and not known_dead and _beats(path, patience_s):
-                raise LockHeldError(previous)
-            holder = Holder(
-                host=socket.gethostname(),
-                pid=os.getpid(),
-                started=time.strftime("%Y-%m-%d %H:%M:%S %z"),
-                job=os.environ.get("SLURM_JOB_ID"),
-                token=secrets.token_hex(8),
-            )
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, json.dumps(vars(holder)).encode(), 0)
-            os.fsync(descriptor)
-        except BaseException:
-            os.close(descriptor)
-            raise
-        return cls(path, descriptor, holder, beat_s)
-
-    @property
-    def token(self) -> str:
-        """Different for every lock that was ever taken."""
-        return self._holder.token
-
     def lost(self) -> str | None:
         """Why the file no longer names this job, None if it does. A job on another host may have taken it for dead."""
         holder = holder_of(self.path)
-        if holder == self._holder:
+        if holder == self.holder:
             return None
         if holder is not None:
             return f"another job has taken over the run folder: {holder}"
         if os.path.lexists(self.path):
             return f"{self.path} does not name this job any more, nor another"
-        now = ""
-        with contextlib.suppress(OSError):  # Linux tells where an open file is
-            now = os.readlink(f"/proc/self/fd/{self._descriptor}")
-        moved = f"it was moved to {os.path.dirname(now)}" if os.path.exists(now) else "it was moved or deleted"
-        return f"the run folder {self.path.parent} is not there any more: {moved}"
+        return f"the run folder {self.path.parent} is not there any more: it was moved or deleted"
 
     def release(self) -> None:
         """Give the lock back, leaving an empty file: deleting it would race with the next job's opening it."""
@@ -118,6 +91,24 @@ class RunLock:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._descriptor, 0)
         os.close(self._descriptor)
+
+    def _take(self, patience_s: float) -> None:
+        ours: bool | None = True
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            ours = False
+        except OSError:
+            ours = None  # the file system has no such locks
+        before = _parse(os.pread(self._descriptor, 1 << 16, 0))
+        if ours is False:
+            raise LockHeldError(before)
+        known_dead = ours and before is not None and before.host == self.holder.host
+        if before is not None and not known_dead and _beats(self.path, patience_s):
+            raise LockHeldError(before)
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, json.dumps(vars(self.holder)).encode(), 0)
+        os.fsync(self._descriptor)
 
     def _beat(self, beat_s: float) -> None:
         while not self._stop.wait(beat_s):
@@ -131,17 +122,6 @@ def holder_of(path: Path) -> Holder | None:
         return _parse(read_bytes(path, follow_links=False))  # opened anew, so that NFS asks the server
     except UserError:
         return None
-
-
-def _flock(descriptor: int) -> bool | None:
-    """True: locked. False: another process on this host has it. None: the file system has no such locks."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return None
-    return True
 
 
 def _parse(content: bytes) -> Holder | None:

@@ -1,4 +1,4 @@
-"""COMMIT.json, the manifest: it lists every file and every tensor of a checkpoint, and it ends with its own hash.
+"""manifest.json: it lists every file and every tensor of a checkpoint, and it ends with its own hash.
 
 A folder is a checkpoint if and only if its manifest is intact and every file has the listed size and xxh3_128. Each
 tensor is listed with the boxes that it was cut into and the place of each box in a safetensors file. The hashes find
@@ -18,9 +18,9 @@ import xxhash
 
 from megalite.checkpoint.pieces import tiling_fault
 
-MANIFEST = "COMMIT.json"
+MANIFEST = "manifest.json"
 STATE = "state.json"
-FORMAT = 2  # 1 was that of torch.distributed.checkpoint
+FORMAT = 2
 CHUNK_BYTES = 1 << 20  # read or written at a time: it stays in the processor's cache while it is hashed
 
 # The names that safetensors gives to the dtypes of a training state.
@@ -65,10 +65,16 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
     boxes: list[StoredBox]
 
+    @classmethod
+    def parse(cls, dtype: str, shape: list[int], boxes: list[Any]) -> "StoredTensor":
+        """From JSON; TypeError or ValueError where it is something else."""
+        stored = [StoredBox(str(file), int(start), _ints(at), _ints(sizes)) for file, start, at, sizes in boxes]
+        return cls(str(dtype), _ints(shape), stored)
+
 
 @dataclass(frozen=True)
 class Manifest:
-    """The fields of COMMIT.json. `about` is for people: run, layout, versions."""
+    """The fields of manifest.json. `about` is for people: run, layout, versions."""
 
     step: int
     about: dict[str, Any]
@@ -89,7 +95,6 @@ class Manifest:
     def parse(cls, content: bytes, step: int) -> "Manifest":
         """The manifest of a folder named for `step`; raises DamagedError or ForeignFormatError."""
         if content != _sealed(content[: -len(_sealed(b""))]):
-            _refuse_old_format(content)
             raise DamagedError(f"{MANIFEST} is damaged (its hash does not match)")
         try:
             fields = json.loads(content)
@@ -97,7 +102,7 @@ class Manifest:
             if version > FORMAT:
                 raise ForeignFormatError(f"it has format {version}; this megalite reads format {FORMAT}")
             files = {str(name): FileRecord(int(size), str(digest)) for name, (size, digest) in fields["files"].items()}
-            tensors = {str(name): _stored_tensor(*tensor) for name, tensor in fields["tensors"].items()}
+            tensors = {str(name): StoredTensor.parse(*tensor) for name, tensor in fields["tensors"].items()}
             manifest = cls(int(fields["step"]), dict(fields["about"]), files, tensors)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DamagedError(f"{MANIFEST} is not a manifest ({type(error).__name__})") from error
@@ -125,28 +130,12 @@ class Manifest:
                     raise DamagedError(f"{MANIFEST} is not a manifest: {name} does not lie within {box.file!r}")
 
 
-def _stored_tensor(dtype: str, shape: list[int], boxes: list[Any]) -> StoredTensor:
-    stored = [StoredBox(str(file), int(start), _ints(at), _ints(sizes)) for file, start, at, sizes in boxes]
-    return StoredTensor(str(dtype), _ints(shape), stored)
-
-
 def _ints(numbers: list[int]) -> tuple[int, ...]:
-    return tuple(int(number) for number in numbers)
+    return tuple(map(int, numbers))
 
 
 def _sealed(body: bytes) -> bytes:
     return body + f'"hash": "{digest(body)}"\n}}\n'.encode()
-
-
-def _refuse_old_format(content: bytes) -> None:
-    """ForeignFormatError for a manifest of format 1, whose hash was worked out in another way."""
-    try:
-        fields = json.loads(content)
-        old = fields["format"] == 1 and ".metadata" in fields["files"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return
-    if old:
-        raise ForeignFormatError(f"it has format 1, that of torch.distributed.checkpoint; only {FORMAT} is read here")
 
 
 def digest(content: bytes) -> str:
@@ -156,8 +145,7 @@ def digest(content: bytes) -> str:
 
 def read_own_file(folder: Path, name: str) -> bytes:
     """The content of a small file of the checkpoint, which must not be a link."""
-    descriptor = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    with open(descriptor, "rb") as file:
+    with open(os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
         return file.read()
 
 
@@ -165,13 +153,7 @@ def file_fault(folder: Path, name: str, expected: FileRecord) -> str | None:
     """What is wrong with a file of a checkpoint; None if it is as the manifest says."""
     try:
         descriptor = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-    except FileNotFoundError:
-        return f"{name} is missing"
-    except OSError as error:
-        linked = (folder / name).is_symlink()
-        return f"{name} is a link to elsewhere" if linked else f"{name} cannot be opened: {error.strerror}"
-    with open(descriptor, "rb", buffering=0) as file:
-        try:
+        with open(descriptor, "rb", buffering=0) as file:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
                 return f"{name} is not a regular file"
@@ -180,8 +162,11 @@ def file_fault(folder: Path, name: str, expected: FileRecord) -> str | None:
             found, chunk = xxhash.xxh3_128(), memoryview(bytearray(CHUNK_BYTES))
             while count := file.readinto(chunk):
                 found.update(chunk[:count])
-        except OSError as error:
-            return f"{name} cannot be read: {error.strerror}"
+    except FileNotFoundError:
+        return f"{name} is missing"
+    except OSError as error:
+        linked = (folder / name).is_symlink()
+        return f"{name} is a link to elsewhere" if linked else f"{name} cannot be read: {error.strerror}"
     if found.hexdigest() != expected.hash:
         return f"{name} is damaged: its content hashes to {found.hexdigest()[:8]}, {expected.hash[:8]} was written"
     return None

@@ -24,7 +24,8 @@ def compare(saved: Mapping[str, Any], current: Mapping[str, Any]) -> tuple[list[
     for name in before.keys() & now.keys():
         if before[name] == now[name] or name in _UNREMARKABLE:
             continue
-        if _fixed(name):
+        section, _, field = name.rpartition(".")
+        if name in _FIXED or (section == "model" and field not in _FREE_IN_MODEL):
             rule = f"the run in this folder was started with {name}={before[name]!r}"
             remedy = f"set {name}={yaml_value(before[name])}, or another run_dir for a new run"
             problems.append(Problem(name, now[name], rule, remedy))
@@ -42,8 +43,3 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{key}"] = value
     return flat
-
-
-def _fixed(name: str) -> bool:
-    section, _, field = name.rpartition(".")
-    return name in _FIXED or (section == "model" and field not in _FREE_IN_MODEL)

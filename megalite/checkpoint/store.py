@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megalite.checkpoint import commit
-from megalite.checkpoint.failure import CheckpointError, StorageFailure, gather_to_first, on_first, together
 from megalite.checkpoint.manifest import (
     MANIFEST,
     STATE,
@@ -33,17 +33,21 @@ from megalite.checkpoint.manifest import (
 )
 from megalite.checkpoint.pieces import Piece
 from megalite.checkpoint.reading import read_pieces
-from megalite.checkpoint.room import size_in_words
 from megalite.checkpoint.writing import HeldBox, WritePlan, data_file, plan_writes, write_file
+from megalite.config.durable_files import write_new
 from megalite.errors.problems import Problem, UserError
+from megalite.launch.agreement import StorageFailure, on_first, together
 from megalite.launch.context import ParallelContext
 
-__all__ = ["CheckpointError", "Found", "Piece", "Saved", "newest", "of_step", "save"]
-
+_OLD_MANIFEST = "COMMIT.json"
 _OTHER_VERSION = (
     "go on with the megalite that wrote it, or set another run_dir; to use its weights here, export them with that "
     "megalite (scripts/export_hf.py) and set checkpoint.init_from to the export"
 )
+
+
+class CheckpointError(Exception):
+    """A checkpoint was not saved, or cannot be read. One line for people; earlier checkpoints are untouched."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,10 @@ class Found:
         process should end.
         """
         saved = {name: tensor for name, tensor in self.manifest.tensors.items() if not unread(name)}
-        read_pieces(self.path, saved, [piece for piece in pieces if not unread(piece.name)], self.context)
+        try:
+            read_pieces(self.path, saved, [piece for piece in pieces if not unread(piece.name)], self.context)
+        except StorageFailure as failure:
+            raise CheckpointError(f"{self.path} could not be read: {failure}") from failure
 
 
 def save(
@@ -107,17 +114,17 @@ def save(
     about = {"layout": asdict(context.layout), "versions": versions, **(labels or {})}
     try:
         temporary = Path(on_first(context, lambda: str(commit.begin(folder, step))))
-        held_by = gather_to_first(context, [HeldBox.of(piece) for piece in pieces])
+        held_by = _gather_to_first(context, [HeldBox.of(piece) for piece in pieces])
         plan = WritePlan(*on_first(context, lambda: plan_writes(held_by)))
         mine = [pieces[at] for at in plan.boxes[context.rank]]
         path = temporary / data_file(context.rank)
-        written = gather_to_first(context, together(context, lambda: [write_file(path, mine)] if mine else []))
+        written = _gather_to_first(context, together(context, lambda: [write_file(path, mine)] if mine else []))
         size = on_first(context, lambda: _commit(path.parent, step, about, written, state, lost))
     except StorageFailure as failure:
         message = ""
         if context.rank == 0:
             if temporary is not None:
-                commit.discard(temporary)
+                shutil.rmtree(temporary, ignore_errors=True)  # `recover` gets the rest
             message = _not_saved(folder, step, str(failure), plan)
         raise CheckpointError(context.broadcast_object(message)) from failure
     if context.rank == 0:
@@ -125,6 +132,19 @@ def save(
             commit.retire(folder, step, keep, good_before=good_before)
     seconds = time.perf_counter() - begun
     return Saved(folder / commit.step_name(step), seconds, size, stall_s=seconds)
+
+
+def _gather_to_first(context: ParallelContext, value: list[Any]) -> list[list[Any]]:
+    """Every rank's list of JSON values, by rank, on rank 0; nothing on the others, which a long list would burden."""
+    if context.control_group is None:
+        return [value]
+    payload = json.dumps(value).encode()
+    longest = torch.tensor([len(payload)])
+    dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=context.control_group)
+    padded = torch.frombuffer(bytearray(payload.ljust(int(longest), b" ")), dtype=torch.uint8)
+    received = [torch.empty_like(padded) for _ in range(context.world_size)] if context.rank == 0 else None
+    dist.gather(padded, received, dst=0, group=context.control_group)
+    return [json.loads(payload.numpy().tobytes()) for payload in received or []]
 
 
 def _commit(
@@ -135,7 +155,7 @@ def _commit(
     state: Mapping[str, Any],
     lost: Callable[[], str | None],
 ) -> int:
-    """Rank 0: the JSON files, then the commit. Returns the bytes of the checkpoint. `written`: the files by rank."""
+    """On rank 0, state.json, the manifest and the commit; the bytes of the checkpoint. `written`: the files by rank."""
     files: dict[str, FileRecord] = {}
     tensors: dict[str, StoredTensor] = {}
     for name, record, parts in (file for of_rank in written for file in of_rank):
@@ -143,10 +163,10 @@ def _commit(
         for tensor, (dtype, shape, boxes) in parts.items():
             tensors.setdefault(tensor, StoredTensor(dtype, shape, [])).boxes.extend(boxes)
     content = (json.dumps(state, indent=1) + "\n").encode()
-    commit.write_synced(temporary / STATE, content)
+    write_new(temporary / STATE, content)
     files[STATE] = FileRecord(len(content), digest(content))
     manifest = Manifest(step, about, files, tensors)
-    commit.write_synced(temporary / MANIFEST, manifest.render())
+    write_new(temporary / MANIFEST, manifest.render())
     if why := lost():
         raise OSError(why)
     commit.publish(temporary, step)
@@ -157,8 +177,8 @@ def _not_saved(folder: Path, step: int, reason: str, plan: WritePlan | None) -> 
     """The one line that people read, when what was written has been deleted again."""
     room = ""
     with contextlib.suppress(OSError):
-        free = size_in_words(shutil.disk_usage(folder).free)
-        room = f" It needs about {size_in_words(plan.bytes)}; {free} were free in {folder}." if plan else ""
+        free = commit.size_in_words(shutil.disk_usage(folder).free)
+        room = f" It needs about {commit.size_in_words(plan.bytes)}; {free} were free in {folder}." if plan else ""
     kept = commit.committed(folder)
     stays = f"{kept[0][1].name} stays the newest checkpoint" if kept else "there is no earlier checkpoint"
     return f"the checkpoint of step {step} was not saved: {reason}.{room} {stays}."
@@ -178,28 +198,25 @@ def newest(
     for name in context.broadcast_object(names):
         found, fault = _inspect(folder / name, context)
         if found is not None:
-            if context.rank == 0:
-                _pass_over(damaged, found.step, report, look_only)
+            for path, its in damaged if context.rank == 0 else ():
+                report(_pass_over(path, its, found.step, look_only))
             context.barrier()  # names are final before any rank goes on
             return found
         damaged.append((folder / name, fault))
     remedy = "restore this folder from a copy, or set another run_dir to start from nothing"
-    problems = [
-        Problem(str(path), "damaged", f"no checkpoint of this run can be read; {fault}", remedy)
-        for path, fault in damaged
-    ]
-    if problems:
-        raise UserError(problems)
+    if damaged:
+        rule = "no checkpoint of this run can be read; "
+        raise UserError([Problem(str(path), "damaged", rule + fault, remedy) for path, fault in damaged])
     return None
 
 
-def _pass_over(damaged: list[tuple[Path, str]], used: int, report: Callable[[str], None], look_only: bool) -> None:
-    for path, fault in damaged:
-        try:
-            kept = "" if look_only else f"; kept as {commit.set_aside(path).name}"
-        except OSError as error:
-            kept = f"; it could not be renamed: {error.strerror}"
-        report(f"checkpoint {path.name} is damaged and was passed over: {fault}{kept}. Going on from step {used}.")
+def _pass_over(path: Path, fault: str, used: int, look_only: bool) -> str:
+    """Rename a damaged checkpoint, unless we only look; what to tell of it."""
+    try:
+        kept = "" if look_only else f"; kept as {commit.set_aside(path).name}"
+    except OSError as error:
+        kept = f"; it could not be renamed: {error.strerror}"
+    return f"checkpoint {path.name} is damaged and was passed over: {fault}{kept}. Going on from step {used}."
 
 
 def saved_config(folder: Path) -> dict[str, Any]:
@@ -211,8 +228,7 @@ def saved_config(folder: Path) -> dict[str, Any]:
 
 def of_step(folder: Path, step: int, context: ParallelContext) -> Found:
     """The checkpoint of `step`, which is a person's choice: UserError where there is none, or it is damaged."""
-    steps = [at for at, _ in commit.committed(folder)] if context.rank == 0 else []
-    steps = context.broadcast_object(steps)
+    steps = context.broadcast_object([at for at, _ in commit.committed(folder)])
     others = ", ".join(str(at) for at in sorted(steps) if at != step) or "none, in this run"
     if step not in steps:
         rule = f"there is no checkpoint of it in {folder}"
@@ -225,9 +241,7 @@ def of_step(folder: Path, step: int, context: ParallelContext) -> Found:
 
 def _inspect(path: Path, context: ParallelContext) -> tuple[Found | None, str]:
     """The checkpoint at `path`, or what is wrong with it. Rank 0 reads its JSON, all ranks verify its files."""
-    files: dict[str, Any] = context.broadcast_object(_read_json_files(path) if context.rank == 0 else {})
-    if "foreign" in files:
-        raise UserError(Problem(str(path), "of another version", files["foreign"], _OTHER_VERSION))
+    files: dict[str, Any] = on_first(context, lambda: _read_json_files(path))
     if "fault" in files:
         return None, files["fault"]
     manifest = Manifest.parse(files["manifest"].encode(), _step_of(path))
@@ -241,20 +255,22 @@ def _inspect(path: Path, context: ParallelContext) -> tuple[Found | None, str]:
 
 
 def _read_json_files(path: Path) -> dict[str, Any]:
-    """One rank: manifest and state of a checkpoint, or {"fault": why not}, or {"foreign": which format it has}."""
+    """Manifest and state of a checkpoint, or {"fault": why not}. UserError where another version has written it."""
     try:
+        if (path / _OLD_MANIFEST).exists() and not (path / MANIFEST).exists():
+            raise ForeignFormatError(f"an older megalite wrote it (it has {_OLD_MANIFEST})")
         content = read_own_file(path, MANIFEST)
         manifest = Manifest.parse(content, _step_of(path))
         fault = file_fault(path, STATE, manifest.files[STATE])
         if fault is not None:
             return {"fault": fault}
         return {"manifest": content.decode(), "state": json.loads(read_own_file(path, STATE))}
+    except ForeignFormatError as error:
+        raise UserError(Problem(str(path), "of another version", str(error), _OTHER_VERSION)) from None
     except FileNotFoundError:
         return {"fault": f"it has no {MANIFEST}: it was not written, or not copied, completely"}
     except OSError as error:
         return {"fault": f"{MANIFEST} cannot be read: {error.strerror}"}
-    except ForeignFormatError as error:
-        return {"foreign": str(error)}
     except (DamagedError, ValueError) as error:
         return {"fault": str(error)}
 

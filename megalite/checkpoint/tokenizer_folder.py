@@ -5,13 +5,12 @@ read; a start of the run, which knows the tokenizer from its data, mends it.
 """
 
 import os
-import secrets
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from megalite.checkpoint.commit import sync_folder, write_synced
 from megalite.checkpoint.manifest import digest
+from megalite.config.durable_files import draft_of, sync_folder, write_new
 from megalite.config.user_files import read_bytes
 from megalite.errors.problems import Problem, UserError
 
@@ -54,17 +53,17 @@ def _fault(run_dir: Path, known: Mapping[str, str]) -> UserError | None:
 
 
 def _write(run_dir: Path, files: Mapping[str, bytes]) -> None:
-    for left in run_dir.glob(f".{TOKENIZER}-*"):  # by a start that was killed here
+    folder = run_dir / TOKENIZER
+    for left in run_dir.glob(f".{TOKENIZER}.tmp-*"):  # by a start that was killed here
         shutil.rmtree(left)
-    draft = run_dir / f".{TOKENIZER}-{secrets.token_hex(4)}"
+    draft = draft_of(folder)
     draft.mkdir()
     for name, content in files.items():
-        write_synced(draft / name, content)
+        write_new(draft / name, content)
     sync_folder(draft)
-    if os.path.lexists(run_dir / TOKENIZER):
-        os.rename(run_dir / TOKENIZER, aside := draft.with_name(f"{draft.name}.old"))
-        os.rename(draft, run_dir / TOKENIZER)
-        aside.unlink() if aside.is_symlink() or aside.is_file() else shutil.rmtree(aside)
+    if folder.is_dir() and not folder.is_symlink():
+        shutil.rmtree(folder)
     else:
-        os.rename(draft, run_dir / TOKENIZER)
+        folder.unlink(missing_ok=True)
+    os.rename(draft, folder)
     sync_folder(run_dir)

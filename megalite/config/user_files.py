@@ -11,7 +11,7 @@ import types
 import typing
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -81,8 +81,11 @@ def as_record(kind: type[Record], found: Any, place: Path | str, remedy: str = R
             raise ValueError("is not a JSON object")
         values, kinds = {}, typing.get_type_hints(kind)
         for field in fields(kind):  # type: ignore[arg-type]
-            if field.name in found:
-                values[field.name] = _checked(found[field.name], kinds[field.name], field.name)
+            value, wanted = found.get(field.name), kinds[field.name]
+            if field.name in found and isinstance(wanted, type) and is_dataclass(wanted):
+                values[field.name] = as_record(wanted, value, f"{place}: {field.name}", remedy)
+            elif field.name in found:
+                values[field.name] = _checked(value, wanted, field.name)
             elif field.default is MISSING and field.default_factory is MISSING:
                 raise ValueError(f"lacks {field.name!r}")
         return kind(**values)
@@ -113,18 +116,28 @@ def _refusal(place: Path | str, rule: str, remedy: str) -> UserError:
     return UserError(Problem(str(place), NO_VALUE, rule, remedy, here=True))
 
 
+def fits(value: Any, kind: Any) -> bool:
+    """Whether a value is of the annotated type, with all that it holds. A whole number is a count, from 0, and it is
+    taken where a number is asked for."""
+    origin, parts = typing.get_origin(kind) or kind, typing.get_args(kind)
+    if origin is types.UnionType:
+        return any(fits(value, part) for part in parts)
+    if origin in (list, dict) and parts:
+        each = value.values() if isinstance(value, dict) else value
+        return isinstance(value, origin) and all(fits(one, parts[-1]) for one in each)
+    if origin in (int, float):
+        return type(value) in (int, origin) and (origin is float or value >= 0)
+    return origin is Any or isinstance(value, origin)
+
+
 def _checked(value: Any, kind: Any, name: str) -> Any:
-    """The value if it is of the annotated type; a whole number is taken where a number is asked for."""
+    """The value if it is of the annotated type; a whole number becomes a number where one is asked for."""
     allowed = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
-    plain = [typing.get_origin(each) or each for each in allowed]
-    if float in plain and type(value) is int:
-        return float(value)
-    if Any not in plain and type(value) not in plain:
+    if not fits(value, kind):
+        plain = [typing.get_origin(each) or each for each in allowed]
         words = " or ".join("null" if each is types.NoneType else _WORDS.get(each, each.__name__) for each in plain)
         raise ValueError(f"has {name}={value!r:.60}, which is not {words}")
-    if type(value) is int and value < 0:
-        raise ValueError(f"has {name}={value}, which is below 0")
-    return value
+    return float(value) if float in allowed and type(value) is int else value
 
 
 def _expanded_size(node: Any, known: dict[int, float]) -> float:

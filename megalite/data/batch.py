@@ -43,3 +43,9 @@ class Batch:
             if isinstance(value, Tensor):
                 found[name] = moved(value) if value.stride(0) else moved(value[:1]).expand_as(value)
         return Batch(**found)
+
+
+def unscored(tokens: Tensor) -> Batch:
+    """`tokens` [b, s] as a microbatch of which nothing enters the loss."""
+    positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
+    return Batch(tokens, torch.zeros_like(tokens), torch.zeros_like(tokens, dtype=torch.bool), positions, None, 0)

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import xxhash
 
+from megalite.config.durable_files import write_atomically
 from megalite.config.user_files import as_record, read_json, refusing
-from megalite.data.atomic import write_atomically
 from megalite.data.disk_array import AGAIN, DiskArray, OpenedFile
 from megalite.data.token_file import HASH_WHOLE, TokenFile
 from megalite.errors.problems import Problem, UserError

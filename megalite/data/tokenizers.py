@@ -17,8 +17,8 @@ import numpy.typing as npt
 import xxhash
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from megalite.config.durable_files import write_atomically
 from megalite.config.user_files import read_object, read_text, refusing
-from megalite.data.atomic import write_atomically
 from megalite.data.permutation import IntArray
 from megalite.errors.problems import Problem, UserError
 

@@ -21,10 +21,10 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megalite.config.durable_files import sync_folder
 from megalite.config.families import ARCHITECTURE, FAMILIES, describe, other_settings
 from megalite.config.schema import ModelConfig
 from megalite.config.settings import yaml_value
-from megalite.data.atomic import sync_folder
 from megalite.errors.problems import NO_VALUE, Problem, UserError, collect
 from megalite.hf.model_card import model_card
 from megalite.hf.saved_model import SavedModel

@@ -17,7 +17,7 @@ from megalite.launch.rendezvous import listed
 WAIT_S = 3.0
 
 
-def cause_of_the_end(context: ParallelContext, error: BaseException) -> str:
+def find_cause(context: ParallelContext, error: BaseException) -> str:
     """What the ranks know together about why they cannot go on, in a line for people; empty for a single process."""
     if context.store is None:
         return ""

@@ -8,17 +8,19 @@ the run.
 import contextlib
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megalite.checkpoint.commit import open_to_append, replace_synced
+from megalite.config.durable_files import open_to_append, write_atomically
 from megalite.config.settings import as_plain
 from megalite.observe import trackers
 from megalite.observe.log import writing
 from megalite.observe.report.write import Attempts, LiveReport, Note
 from megalite.observe.run_data import gather
-from megalite.train.history import EVENTS, METRICS, read_metrics
+from megalite.train.history import EVENTS, METRICS, PIPELINE, read_metrics
 from megalite.train.job import Job
+from megalite.train.recorder import TimedAction
 
 
 class Chronicle:
@@ -31,6 +33,7 @@ class Chronicle:
         self._metrics = RecordFile(folder / METRICS, note, last_step=step)
         self._events = RecordFile(folder / EVENTS, note)
         self.run = gather(folder, as_plain(job.config), read_metrics(folder / METRICS))
+        self._folder, self._pipeline = folder, Attempts(PIPELINE, note)
         self._report = LiveReport(self.run, job.config.log.report_interval_s, note)
 
     def add(self, line: dict[str, Any]) -> None:
@@ -44,6 +47,16 @@ class Chronicle:
     def event(self, kind: str, step: int, **fields: Any) -> None:
         """Something happened now."""
         self.add({"time": round(time.time(), 3), "step": step, "kind": kind, **fields})
+
+    def pipeline(self, step: int, schedule: str, ranks: Sequence[Sequence[TimedAction]]) -> None:
+        """When each rank of a pipeline did what: lines of pipeline.jsonl."""
+        lines = [recording_line(step, schedule, len(ranks), rank, actions) for rank, actions in enumerate(ranks)]
+
+        def append() -> None:
+            with open_to_append(self._folder / PIPELINE) as file:
+                file.write("".join(lines))
+
+        self._pipeline(append)
 
     def end(self, kind: str, step: int, *, status: int, **fields: Any) -> None:
         """The run has ended: `stopped`, `finished` or `failed`, with this exit status."""
@@ -68,7 +81,7 @@ class RecordFile:
         with writing(path):
             if last_step is not None:
                 kept = [record for record in read_metrics(path, note) if record["step"] <= last_step]
-                replace_synced(path, "".join(f"{json.dumps(record)}\n" for record in kept).encode())
+                write_atomically(path, "".join(f"{json.dumps(record)}\n" for record in kept).encode())
             self._file = open_to_append(path)
             content = path.read_bytes()
         if content and not content.endswith(b"\n"):
@@ -81,3 +94,9 @@ class RecordFile:
     def close(self) -> None:
         with contextlib.suppress(OSError):  # what a full disk did not take was reported when it was written
             self._file.close()
+
+
+def recording_line(step: int, schedule: str, pp: int, rank: int, actions: Sequence[TimedAction]) -> str:
+    """The line of pipeline.jsonl for one step and pipeline rank, with its newline."""
+    record = {"step": step, "schedule": schedule, "pp": pp, "rank": rank, "actions": actions}
+    return json.dumps(record) + "\n"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from megalite.checkpoint.commit import open_to_append
+from megalite.config.durable_files import open_to_append
 from megalite.errors.problems import Problem, UserError, printable
 from megalite.launch.context import ParallelContext
 from megalite.train.history import IN_THE_WAY

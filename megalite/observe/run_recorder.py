@@ -7,7 +7,7 @@ import logging
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from megalite.checkpoint.store import CheckpointError, Saved
@@ -19,7 +19,7 @@ from megalite.observe.log import open_log
 from megalite.observe.terminal import Terminal
 from megalite.observe.trace import FOLDER, format_split, write_profile
 from megalite.train.job import Job
-from megalite.train.recorder import BadStep, EvaluationRecord, RankFigures, Sample, StepRecord
+from megalite.train.recorder import BadStep, EvaluationRecord, RankFigures, Sample, StepRecord, TimedAction
 
 GIB = 1 << 30
 
@@ -100,19 +100,20 @@ class RunRecorder:
         self.note(f"step {step}: passed over, {why}")
         self._event(kind, step)
 
-    def profiled(self, step: int, trace: bytes) -> None:
+    def profiled(self, step: int, trace: Callable[[], bytes]) -> None:
         folder = self._job.folder.path / FOLDER
         try:
-            split = write_profile(folder, step, self._job.context.rank, trace)
+            split = write_profile(folder, step, self._job.context.rank, trace())
         except (OSError, ValueError) as error:  # an incomplete trace is no JSON
-            self.not_profiled(step, f"{type(error).__name__}: {error}")
+            self.note(f"warning: the profile of step {step} could not be kept: {type(error).__name__}: {error}")
             return
         self.note(f"step {step}: profiled into {folder}")
         self._log.info("step %d\n%s", step, format_split(split))
         self._event("profile", step, folder=str(folder), **split)
 
-    def not_profiled(self, step: int, why: str) -> None:
-        self.note(f"warning: the profile of step {step} could not be kept: {why}")
+    def pipeline(self, step: int, ranks: Sequence[Sequence[TimedAction]]) -> None:
+        if self._chronicle is not None:
+            self._chronicle.pipeline(step, str(self._job.config.parallel.schedule), ranks)
 
     # --- between steps -----------------------------------------------------------------------------------------------
 

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megalite.checkpoint.commit import replace_synced
-from megalite.train.profile import PART, STEP
+from megalite.config.durable_files import write_atomically
+from megalite.train.clock import PART, STEP
 from megalite.train.recorder import STEP_PARTS
 
 FOLDER = "profile"  # of a run
@@ -30,8 +30,8 @@ def write_profile(folder: Path, step: int, rank: int, trace: bytes) -> dict[str,
     split = time_split(json.loads(trace)["traceEvents"])
     folder.mkdir(exist_ok=True)
     path = folder / f"step-{step:08d}-rank-{rank:05d}.json"
-    replace_synced(path.with_suffix(".trace.json.gz"), gzip.compress(trace, compresslevel=5))
-    replace_synced(path, (json.dumps({"step": step, "rank": rank, **split}, indent=1) + "\n").encode())
+    write_atomically(path.with_suffix(".trace.json.gz"), gzip.compress(trace, compresslevel=5))
+    write_atomically(path, (json.dumps({"step": step, "rank": rank, **split}, indent=1) + "\n").encode())
     return split
 
 

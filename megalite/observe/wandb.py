@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megalite.checkpoint.commit import replace_synced
+from megalite.config.durable_files import write_atomically
 from megalite.config.log_rules import asked_mode
 from megalite.config.packages import is_installed
 from megalite.config.schema import Config
@@ -140,7 +140,7 @@ def _run_id(folder: Path) -> str:
         return str(json.loads(path.read_text())["id"])
     except (OSError, ValueError, KeyError, TypeError):
         run_id = secrets.token_hex(8)
-        replace_synced(path, (json.dumps({"id": run_id}) + "\n").encode())
+        write_atomically(path, (json.dumps({"id": run_id}) + "\n").encode())
         return run_id
 
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megalite.config.durable_files import draft_of
 from megalite.config.packages import is_installed
-from megalite.data.atomic import temporary
 from megalite.errors.problems import Problem, UserError
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def save_picture(draw: Callable[[], "Figure"], path: Path, setting: str) -> None
     """Draw to a .png or .svg file, which appears only when it is complete."""
     from matplotlib import style
 
-    draft, kind = temporary(path), path.suffix.lower().removeprefix(".")
+    draft, kind = draft_of(path), path.suffix.lower().removeprefix(".")
     plain = {"svg.hashsalt": "megalite", "svg.fonttype": "none", "hatch.linewidth": 0.6}
     try:
         with style.context(["default", plain]):

@@ -16,7 +16,7 @@ from megalite.errors.problems import Problem, UserError
 from megalite.pipeline.actions import parse_action
 from megalite.pipeline.simulator import Span
 from megalite.plan.timeline import Timeline
-from megalite.train.pipeline_times import FILE
+from megalite.train.history import PIPELINE
 
 
 class Step(NamedTuple):
@@ -31,10 +31,10 @@ def read_recording(run_dir: Path, step: int | None = None, setting: str = "run_d
     """A recorded step (default: the last one) and its timeline, which begins at 0. Raises UserError where it is not
     there."""
     try:
-        recorded = _complete((run_dir / FILE).read_text(errors="replace").splitlines())
-        rule = f"{FILE} holds no step of which all ranks are recorded"
+        recorded = _complete((run_dir / PIPELINE).read_text(errors="replace").splitlines())
+        rule = f"{PIPELINE} holds no step of which all ranks are recorded"
     except OSError as error:
-        recorded, rule = {}, f"{FILE} cannot be read there: {error.strerror}"
+        recorded, rule = {}, f"{PIPELINE} cannot be read there: {error.strerror}"
     if not recorded:
         raise UserError(Problem(setting, str(run_dir), rule, "the folder of a run that recorded its pipeline"))
     chosen = max(recorded) if step is None else step

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from megalite.data.atomic import sync_folder, temporary, write_atomically
+from megalite.config.durable_files import draft_of, sync_folder, write_atomically
 from megalite.data.token_file import CODES, HEADER, MAGIC, TokenFile, largest_id, with_suffix
 
 LONGEST = 2**31 - 1  # tokens in one sequence: its length is an i32
@@ -30,7 +30,7 @@ class TokenWriter:
         self.tokens = 0
         self._open = 0  # tokens of the document that is being written
         self._lengths, self._boundaries = array("i"), array("q", [0])
-        self._data = temporary(with_suffix(prefix, ".bin")).open("wb")
+        self._data = draft_of(with_suffix(prefix, ".bin")).open("wb")
         self._hash = xxhash.xxh3_128()
 
     @property
@@ -69,7 +69,7 @@ class TokenWriter:
         assert self._open == 0, "finish inside a document"
         lengths, pointers = np.array(self._lengths, dtype="<i4"), np.zeros(len(self._lengths), dtype="<i8")
         np.cumsum(lengths[:-1].astype(np.int64) * self.dtype.itemsize, out=pointers[1:])
-        index = temporary(with_suffix(self.prefix, ".idx"))
+        index = draft_of(with_suffix(self.prefix, ".idx"))
         with index.open("wb") as file:
             file.write(HEADER.pack(MAGIC, 1, CODES[self.dtype], len(lengths), len(self._boundaries)))
             file.write(lengths.data)

@@ -1,4 +1,4 @@
-"""Where the time of each step goes, without waiting for anything.
+"""Where the time of each step goes: the clock, which waits for nothing, and torch's profiler for single steps.
 
 Training calls the clock whenever another part of the step begins (`switch`) and whenever a step ends (`lap`). On a CPU
 the clock looks at the time then. On CUDA it leaves an event in the stream: the times are the device's own, waits for
@@ -6,15 +6,22 @@ the host included, and are read when the step is known to be done. Sums over ten
 they are part of `forward` and `backward`.
 """
 
+import tempfile
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from megalite.train.recorder import STEP_PARTS, StepPart
+
+STEP, PART = "train step", "part: "  # labels in a trace: of the whole step, and before the name of a part
+LARGEST_TRACE = 256 << 20  # bytes before compression; to read it takes ten times as much memory
 
 
 class StepClock:
@@ -54,7 +61,7 @@ class StepClock:
         return lap
 
     def restart(self) -> None:
-        """What has passed since the last step (an evaluation, a checkpoint) is no part of the next one."""
+        """Leave out the time since the last step (an evaluation, a checkpoint)."""
         if self._cuda:
             self._spare += [when for _, when in self._marks]
         self._marks, self._began = [], self._now()
@@ -89,3 +96,44 @@ class Lap:
             self._spare += [self._began, *(when for _, when in self._marks[:-1])]
         self._marks = []
         return split
+
+
+@contextmanager
+def profiled(clock: StepClock, device: torch.device) -> Iterator[profile]:
+    """What happens inside is one step: torch's record of it, with the parts as labelled ranges one behind the other.
+
+    Such a step waits for its device and takes longer than others.
+    """
+    cuda, thread, label = device.type == "cuda", threading.get_ident(), ExitStack()
+
+    def begin(part: StepPart) -> None:
+        """The part that was open ends. Another thread's view of it (autograd's) is not the step's."""
+        if threading.get_ident() == thread:
+            label.close()
+            label.enter_context(record_function(PART + part))
+
+    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]) as recorded:
+        if cuda:
+            torch.cuda.synchronize(device)
+        with record_function("begin"):  # the first range of a trace costs what the others do not
+            pass
+        clock.listener = begin
+        try:
+            with record_function(STEP), label:
+                begin("other")
+                yield recorded
+                label.close()
+                if cuda:
+                    torch.cuda.synchronize(device)
+        finally:
+            clock.listener = None
+
+
+def chrome_trace(recorded: profile) -> bytes:
+    """The record as Chrome's JSON. Raises OSError, or ValueError where it is too large to keep."""
+    with tempfile.TemporaryDirectory(prefix="megalite-") as folder:
+        path = Path(folder) / "trace.json"
+        recorded.export_chrome_trace(str(path))
+        if (size := path.stat().st_size) > LARGEST_TRACE:
+            raise ValueError(f"a trace of {size >> 20} MiB is too large to keep; fewer microbatches make it smaller")
+        return path.read_bytes()

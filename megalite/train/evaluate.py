@@ -5,7 +5,7 @@ each batch together, so a batch that one of them cannot read is refused by all b
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,9 +15,9 @@ from torch import Tensor
 from megalite.data.batch import Batch
 from megalite.data.permutation import IntArray
 from megalite.errors.problems import Problem, UserError
+from megalite.launch.agreement import together
 from megalite.launch.context import ParallelContext
-from megalite.train.job import agreed
-from megalite.train.training import Training
+from megalite.train.build import Training
 
 
 @dataclass(frozen=True)
@@ -62,29 +62,30 @@ class Sums:
         return Figures(loss / tokens, int(tokens), int(size))
 
 
-def agreed_batches(context: ParallelContext, batches: Iterator[list[Batch]]) -> Iterator[list[Batch]]:
-    """This rank's `batches`, of which each rank has as many; raises UserError on all ranks where one of them does.
-
-    One small all-reduce on the host for each.
-    """
-    while (microbatches := agreed(context, lambda: next(batches, None))) is not None:
-        yield microbatches
-
-
 def evaluate(
-    training: Training, context: ParallelContext, batches: Iterator[Sequence[Batch]], bytes_of_ids: IntArray | None
-) -> Figures:
-    """Of this rank's `batches` and those of all others, the same on all ranks."""
+    training: Training,
+    context: ParallelContext,
+    batches: Iterator[list[Batch]],
+    bytes_of_ids: IntArray | None,
+    go_on: Callable[[], bool] = lambda: True,
+) -> Figures | None:
+    """Of this rank's `batches`, of which each rank has as many, and those of all others; the same on all ranks.
+
+    A UserError of reading a batch on any rank is raised on all: one small all-reduce on the host for each. `go_on`,
+    equal on all ranks, is asked before each batch; once it is false there are no figures.
+    """
     one = torch.ones((), dtype=training.buffers.master_dtype, device=context.device)
     sums = Sums(bytes_of_ids, context.device)
     for chunk in training.chunks:
         chunk.eval()
-    for microbatches in batches:
+    while (going := go_on()) and (microbatches := together(context, lambda: next(batches, None))) is not None:
         sums.add(training.executor.evaluate(microbatches, one), microbatches)
     for chunk in training.chunks:
         chunk.train()
+    if not going:
+        return None
     if not training.has_loss or context.index("tp") > 0:
-        sums.totals.zero_()  # others of the same model tell it
+        sums.totals.zero_()  # other ranks of the same model add theirs
     world = context.group("world")
     if world is not None:
         dist.all_reduce(sums.totals, group=world)

@@ -25,15 +25,13 @@ named and left out. The last line without its end is what a killed run had begun
 
 import contextlib
 import json
-import types
-import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megalite.config.user_files import read_bytes
+from megalite.config.user_files import fits, read_bytes
 
-METRICS, EVENTS = "metrics.jsonl", "events.jsonl"
+METRICS, EVENTS, PIPELINE = "metrics.jsonl", "events.jsonl", "pipeline.jsonl"
 ENDS = ("stopped", "finished", "failed")
 NEEDED = {  # by kind: what its readers compute with
     "checkpoint": ("bytes", "seconds", "stall_s"),
@@ -62,47 +60,32 @@ METRIC_TYPES: dict[str, Any] = {  # of a record's values; all others are numbers
     **dict.fromkeys(_UNKNOWN, float | None),
 }
 
-Tell = Callable[[str], object]
+Note = Callable[[str], object]
 IN_THE_WAY = "move it away (the checkpoints are not touched by that), or set another run_dir"
 
 
-def read_metrics(path: Path, tell: Tell = lambda text: None) -> list[dict[str, Any]]:
-    """All records of a metrics file; `tell` gets a line about those that are none."""
-    return _read_lines(path, _is_record, tell)
+def read_metrics(path: Path, note: Note = lambda text: None) -> list[dict[str, Any]]:
+    """All records of a metrics file; `note` gets a line about those that are none."""
+    return _read_lines(path, _is_record, note)
 
 
-def read_events(path: Path, tell: Tell = lambda text: None) -> list[dict[str, Any]]:
-    """All records of an events file; `tell` gets a line about those that are none."""
-    return _read_lines(path, _is_event, tell)
-
-
-def is_evaluated(records: Iterable[dict[str, Any]], step: int) -> bool:
-    """Whether they hold the evaluation after `step`."""
-    return any(record["step"] == step and "val_loss" in record for record in records)
-
-
-def last_checkpoint(events: Iterable[dict[str, Any]]) -> int | None:
-    """The step of the newest checkpoint that was ever complete, None if none was."""
-    steps = [event["step"] for event in events if event["kind"] in ("checkpoint", "resume")]
-    return steps[-1] if steps else None
-
-
-def end_is_recorded(events: Iterable[dict[str, Any]]) -> bool:
-    """Whether nothing remains to be said of the newest start."""
-    return next(reversed([event["kind"] for event in events]), None) in ENDS
+def read_events(path: Path, note: Note = lambda text: None) -> list[dict[str, Any]]:
+    """All records of an events file; `note` gets a line about those that are none."""
+    return _read_lines(path, _is_event, note)
 
 
 def _is_record(found: dict[str, Any]) -> bool:
-    return "step" in found and ("loss" in found or "val_loss" in found) and _fit(found, METRIC_TYPES, default=float)
+    fits = all(fits(value, METRIC_TYPES.get(name, float)) for name, value in found.items())
+    return fits and "step" in found and ("loss" in found or "val_loss" in found)
 
 
 def _is_event(found: dict[str, Any]) -> bool:
-    needed = ("time", "step", "kind", *NEEDED.get(str(found.get("kind")), ()))
-    return all(name in found for name in needed) and _fit(found, EVENT_TYPES)
+    needed = {"time", "step", "kind", *NEEDED.get(str(found.get("kind")), ())}
+    return needed <= found.keys() and all(fits(value, EVENT_TYPES.get(name, Any)) for name, value in found.items())
 
 
-def _read_lines(path: Path, is_record: Callable[[dict[str, Any]], bool], tell: Tell) -> list[dict[str, Any]]:
-    """The records of a file, none where there is no file. `tell` gets a line that names what is left out."""
+def _read_lines(path: Path, is_record: Callable[[dict[str, Any]], bool], note: Note) -> list[dict[str, Any]]:
+    """The records of a file, none where there is no file. `note` gets a line that names what is left out."""
     if not path.exists() and not path.is_symlink():
         return []
     records, bad = list[dict[str, Any]](), list[int]()
@@ -116,25 +99,5 @@ def _read_lines(path: Path, is_record: Callable[[dict[str, Any]], bool], tell: T
             bad.append(number)
     if bad:
         which = ", ".join(map(str, bad[:5])) + (f" and {len(bad) - 5:,} more" if len(bad) > 5 else "")
-        tell(f"{path}: no valid record in line {which}; left out")
+        note(f"{path}: no valid record in line {which}; left out")
     return records
-
-
-def _fit(values: Mapping[str, Any], kinds: Mapping[str, Any], default: Any = Any) -> bool:
-    """Whether each value is of its name's type, as annotations say it; a whole number is a count, from 0."""
-    return all(_fits(value, kinds.get(name, default)) for name, value in values.items())
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    origin, parts = typing.get_origin(kind) or kind, typing.get_args(kind)
-    if origin is types.UnionType:
-        return any(_fits(value, part) for part in parts)
-    if origin is list:
-        return isinstance(value, list) and all(_fits(each, parts[0]) for each in value)
-    if origin is dict:
-        return isinstance(value, dict) and all(_fits(each, parts[1]) for each in value.values())
-    if origin is float:
-        return type(value) in (int, float)
-    if origin is int:
-        return type(value) is int and value >= 0
-    return origin is Any or isinstance(value, origin)

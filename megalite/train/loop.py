@@ -9,21 +9,23 @@ its next batch or token, and the next start makes up for the evaluation.
 import gc
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import chain, islice, takewhile
+from collections.abc import Sequence
+from contextlib import nullcontext
+from itertools import takewhile
+from typing import NamedTuple
+
+from torch.profiler import profile
 
 from megalite.config.step_plan import planned_steps
 from megalite.data.batches import StepBatches, TrainBatches, validation_batches
 from megalite.errors.problems import Problem, UserError
 from megalite.launch.signals import StopRequest
 from megalite.optim.schedule import learning_rate
-from megalite.train.evaluate import agreed_batches, evaluate
+from megalite.pipeline.simulator import Span
+from megalite.train.clock import chrome_trace, profiled
+from megalite.train.evaluate import evaluate
 from megalite.train.figures import RunFigures
 from megalite.train.job import Job
-from megalite.train.pipeline_times import write_times
-from megalite.train.profile import StepProfiler
 from megalite.train.recorder import BadStep, EvaluationRecord, Recorder
 from megalite.train.replicas import check_replicas
 from megalite.train.sample import sample
@@ -33,8 +35,7 @@ from megalite.train.step import LaunchedStep, StepFigures, TrainStep
 RANKS_EVERY = 50  # records between two moments at which ranks gather what each of them takes, at most
 
 
-@dataclass(frozen=True)
-class Launched:
+class Launched(NamedTuple):
     """A step whose figures have not been read yet."""
 
     data: StepBatches
@@ -52,11 +53,10 @@ class Loop:
         self.stop = stop
         self.step = TrainStep(job.training, job.config.optimizer, job.context)
         self.figures = RunFigures(job)
-        self.profiler = StepProfiler(job.config.train.profile_steps, job.training.clock, job.context.device)
         # An accelerator runs ahead of the host: its figures are read one step late. A CPU's are there at once.
         self.lateness = 0 if job.context.device.type == "cpu" else 1
         self.launched: deque[Launched] = deque()
-        self.coming: StepBatches | None = None  # the data of the next step
+        self.profile: profile | None = None  # of the step before, if it was profiled
         self.problems: list[Problem] = []  # of the input that this rank has read: from then on no step is applied
         self.under_way = False  # the first step is done: from now on no rank is late for a good reason
         self.stopping = False
@@ -66,32 +66,25 @@ class Loop:
 
     def run(self) -> None:
         """All remaining steps, or as many as pass until a stop is asked for; leaves the last state saved."""
-        job, train = self.job, self.config.train
+        job, train, context = self.job, self.config.train, self.context
         plan = planned_steps(train, done=job.progress.step, samples=job.progress.samples)
-        batches = TrainBatches(
-            job.data.train,
-            self.config,
-            takewhile(lambda planned: planned.step <= train.steps, plan),
-            dp_rank=self.context.index("dp"),
-            dp_size=self.context.size("dp"),
-            device=self.context.device,
-        )
+        plan = takewhile(lambda planned: planned.step <= train.steps, plan)
+        ranks = {"dp_rank": context.index("dp"), "dp_size": context.size("dp")}
         try:
-            if job.resumed_from is not None and self._owes_evaluation(job.progress.step):
-                self._evaluate(job.progress.step)
-            self.figures.restart_clock()
-            self.coming = self._fetch(batches)
-            while (data := self.coming) is not None and not self.stopping:
-                self._launch(data, batches)
-                self._read(keep=self.lateness)
-                self._after(data.planned.step)
-            self._read(keep=0)
+            with TrainBatches(job.data.train, self.config, plan, **ranks, device=context.device) as batches:
+                if job.resumed_from is not None and self._owes_evaluation():
+                    self._evaluate(job.progress.step)
+                self.figures.restart_clock()
+                coming = self._fetch(batches)
+                while (data := coming) is not None and not self.stopping:
+                    coming = self._launch(data, batches)
+                    self._read(keep=self.lateness)
+                    self._after(data.planned.step)
+                self._read(keep=0)
         except UserError:  # all ranks refuse the input that one of them has read: what was learned is kept
             if job.progress.step > 0:
                 self.saver.save_last()
             raise
-        finally:
-            batches.close()
         job.training.gather.finish()
         self.saver.save_last()
 
@@ -102,26 +95,28 @@ class Loop:
         with self.job.training.clock.within("data"):
             return next(batches, None)
 
-    def _launch(self, data: StepBatches, batches: TrainBatches) -> None:
-        """Launch the step and fetch the data of the next one."""
+    def _launch(self, data: StepBatches, batches: TrainBatches) -> StepBatches | None:
+        """Launch the step, profiled if that is asked for; the data of the next one."""
+        step = data.planned.step
         if data.planned.skipped:
             self.launched.append(Launched(data))
-            self.coming = self._fetch(batches)
-        elif self.profiler.due(data.planned.step):
-            self._read(keep=0)
-            with self.profiler.recording():
-                self.figures.restart_clock()
-                self._train(data, batches)
-                self._read(keep=0)  # here: its time ends before the profiler's work begins
-        else:
-            self._train(data, batches)
+            return self._fetch(batches)
+        if step not in self.config.train.profile_steps:
+            return self._train(data, batches)
+        self._read(keep=0)
+        with profiled(self.job.training.clock, self.context.device) as self.profile:
+            self.figures.restart_clock()
+            coming = self._train(data, batches)
+            self._read(keep=0)  # here: its time ends before the profiler's work begins
+        return coming
 
-    def _train(self, data: StepBatches, batches: TrainBatches) -> None:
-        step, stop = data.planned.step, self.stop.requested is not None
-        lr = learning_rate(step - 1, self.config.lr, peak=self.config.optimizer.lr, steps=self.config.train.steps)
-        self.coming = coming = self._fetch(batches)
+    def _train(self, data: StepBatches, batches: TrainBatches) -> StepBatches | None:
+        train, step, stop = self.config.train, data.planned.step, self.stop.requested is not None
+        lr = learning_rate(step - 1, self.config.lr, peak=self.config.optimizer.lr, steps=train.steps)
+        coming = self._fetch(batches)
         self.problems = self.problems or data.problems
-        with self._pipeline_recorded(step):
+        is_recorded = train.record_pipeline > 0 and step % train.record_pipeline == 0
+        with self.job.training.executor.recording() if is_recorded else nullcontext() as spans:
             launched = self.step(
                 data.microbatches,
                 data.local_tokens,
@@ -130,34 +125,30 @@ class Loop:
                 refused=bool(self.problems),
                 next_local_tokens=None if coming is None or coming.planned.skipped else coming.local_tokens,
             )
+        if spans is not None:
+            self._record_pipeline(step, spans)
         self.launched.append(Launched(data, lr, launched))
+        return coming
 
-    @contextmanager
-    def _pipeline_recorded(self, step: int) -> Iterator[None]:
-        """The pipeline's times of every train.record_pipeline-th step."""
-        every, schedule = self.config.train.record_pipeline, self.config.parallel.schedule
-        if every == 0 or step % every:
-            yield
-            return
-        with self.job.training.executor.recording() as spans:
-            yield
-        assert schedule is not None, "derive() fills it in"
-        try:
-            write_times(self.job.folder.path, step, schedule, spans, self.context)
-        except OSError as error:  # of rank 0, after all that ranks do together
-            self.recorder.note(f"warning: the pipeline's times of step {step} cannot be written: {error.strerror}")
+    def _record_pipeline(self, step: int, spans: Sequence[Span]) -> None:
+        """Report when the ranks of the first pipeline did what, in the time of day: the one clock that hosts share."""
+        place, since = self.context.coordinates, time.time() - time.perf_counter()
+        first = all(place[axis] == 0 for axis in place if axis != "pp")
+        mine = [(str(action), start + since, end + since) for action, start, end in spans] if first else []
+        everyone = self.context.gather_json(mine)
+        self.recorder.pipeline(step, [everyone[rank] for rank in self.context.members("pp-forward")])
 
     def _read(self, *, keep: int) -> None:
         """Read the figures of all launched steps but the newest `keep`."""
         while len(self.launched) > keep:
-            launched = self.launched.popleft()
-            if launched.step is None:
-                self.job.progress.consume(launched.data.planned)
-                self._passed_over("skipped_on_request", "it is one of train.skip_steps")
+            data, lr, step = self.launched.popleft()
+            if step is not None:
+                self._account(data, lr, step.read(), step)
             else:
-                self._account(launched, launched.step.read(), launched.step)
+                self.job.progress.consume(data.planned)
+                self._pass_over("skipped_on_request", "it is one of train.skip_steps")
 
-    def _account(self, launched: Launched, figures: StepFigures, step: LaunchedStep) -> None:
+    def _account(self, data: StepBatches, lr: float, figures: StepFigures, step: LaunchedStep) -> None:
         """What a step means for the run."""
         progress, train = self.job.progress, self.config.train
         if not self.under_way:
@@ -166,54 +157,42 @@ class Loop:
         if figures.refused:
             self.context.agree(self.problems)
         self.stopping = self.stopping or figures.stop
-        progress.consume(launched.data.planned)
+        progress.consume(data.planned)
         if figures.tokens == 0:  # neither applied nor bad
             progress.empty_steps += 1
-            self._passed_over("empty", "no token of its batch enters the loss")
+            self._pass_over("empty", "no token of its batch enters the loss")
             return
+        scale = None if self.job.training.loss_scale is None else figures.loss_scale
         progress.bad_steps += figures.skipped
-        progress.bad_steps_in_a_row = self._bad_steps_in_a_row(figures)
         if not figures.skipped:
+            progress.bad_steps_in_a_row = 0
             progress.tokens += figures.tokens
             progress.last_applied = progress.step
-        self.figures.add(launched.data, figures, launched.lr, step.lap.read())
+        elif scale is None or scale <= self.config.optimizer.min_loss_scale:  # else fp16 looks for its loss scale
+            progress.bad_steps_in_a_row += 1
+        self.figures.add(data, figures, lr, step.lap.read())
         if figures.skipped:
-            scale = None if self.job.training.loss_scale is None else figures.loss_scale
-            bad = BadStep(progress.step, figures.loss, figures.grad_norm, scale, progress.bad_steps)
-            self.recorder.bad_step(bad)
+            self.recorder.bad_step(BadStep(progress.step, figures.loss, figures.grad_norm, scale, progress.bad_steps))
         if progress.step % train.log_interval == 0 or progress.step == train.steps:
             self._record()
-        if progress.bad_steps_in_a_row >= train.max_bad_steps:
-            self._give_up(figures)
+        if (count := progress.bad_steps_in_a_row) >= train.max_bad_steps:
+            raise TrainingStoppedError(
+                f"loss or gradient was not finite in {count} steps in a row (now step {progress.step}: loss "
+                f"{figures.loss}, gradient norm {figures.grad_norm}); none of them was applied. {self.saver.advise()}; "
+                "train.max_bad_steps sets the patience."
+            )
 
     def _record(self) -> None:
         if (record := self.figures.record()) is not None:
             self.recorder.step(record)
 
-    def _passed_over(self, kind: str, why: str) -> None:
+    def _pass_over(self, kind: str, why: str) -> None:
         """The newest step has no figures."""
         step = self.job.progress.step
         if step == self.config.train.steps:  # it gets no record: those before it do
             self._record()
         self.recorder.passed_over(step, kind, why)
         self.figures.pass_over()
-
-    def _bad_steps_in_a_row(self, figures: StepFigures) -> int:
-        """While fp16 looks for its loss scale it skips steps on purpose: they count once the scale is at its least."""
-        before = self.job.progress.bad_steps_in_a_row
-        if not figures.skipped:
-            return 0
-        least = self.config.optimizer.min_loss_scale
-        falling = self.job.training.loss_scale is not None and figures.loss_scale > least
-        return before if falling else before + 1
-
-    def _give_up(self, figures: StepFigures) -> None:
-        count = self.job.progress.bad_steps_in_a_row
-        raise TrainingStoppedError(
-            f"loss or gradient was not finite in {count} steps in a row (now step {self.job.progress.step}: loss "
-            f"{figures.loss}, gradient norm {figures.grad_norm}); none of them was applied. {self.saver.what_now()}; "
-            "train.max_bad_steps sets the patience."
-        )
 
     # --- between steps -----------------------------------------------------------------------------------------------
 
@@ -224,7 +203,7 @@ class Loop:
         evaluate = self.job.evaluates(step)
         check = train.check_replicas_every > 0 and step % train.check_replicas_every == 0
         sample = train.sample_interval > 0 and step % train.sample_interval == 0
-        pause = evaluate or sample or self.saver.due(step) or self.profiler.due(step)
+        pause = evaluate or sample or self.saver.due(step) or self.profile is not None
         if pause or check:
             self._read(keep=0)
         if check:
@@ -233,8 +212,9 @@ class Loop:
             self._evaluate(step)
         if sample:
             self._sample(step)
-        if self.profiler.due(step):
-            self.profiler.report(step, self.recorder)
+        if (recorded := self.profile) is not None:
+            self.recorder.profiled(step, lambda: chrome_trace(recorded))
+            self.profile = None
         if self.saver.due(step):
             self.saver.save()
         if pause or step % (RANKS_EVERY * train.log_interval) == 0:
@@ -251,8 +231,7 @@ class Loop:
 
     def complete(self) -> bool:
         """Whether nothing of the run remains to be done."""
-        step = self.job.progress.step
-        return step >= self.config.train.steps and not self._owes_evaluation(step)
+        return self.job.progress.step >= self.config.train.steps and not self._owes_evaluation()
 
     def finish(self, *, stopped: bool) -> None:
         """After the last step: the figures of all ranks, and a sample of text of a run that was not stopped."""
@@ -265,24 +244,18 @@ class Loop:
         except Exception as error:  # the run is trained and saved: it does not fail here
             self.recorder.note(f"no sample of text: {type(error).__name__}: {error}")
 
-    def _owes_evaluation(self, step: int) -> bool:
+    def _owes_evaluation(self) -> bool:
+        step = self.job.progress.step
         return self.job.evaluates(step) and self.evaluated_step != step
 
     def _evaluate(self, step: int) -> None:
         job, context = self.job, self.context
         assert job.data.validation is not None
         begin = time.perf_counter()
-        batches = validation_batches(
-            job.data.validation,
-            self.config,
-            dp_rank=context.index("dp"),
-            dp_size=context.size("dp"),
-            device=context.device,
-        )
-        known_to_all = agreed_batches(context, batches)
-        wanted = chain(islice(known_to_all, 1), takewhile(lambda _: self.go_on(), known_to_all))
-        figures = evaluate(job.training, context, wanted, job.data.bytes_of_ids) if self.go_on() else None
-        if figures is None or self.stopping:
+        ranks = {"dp_rank": context.index("dp"), "dp_size": context.size("dp")}
+        batches = validation_batches(job.data.validation, self.config, **ranks, device=context.device)
+        figures = evaluate(job.training, context, batches, job.data.bytes_of_ids, self.go_on)
+        if figures is None:
             self.recorder.interrupted("evaluation", step)
             return
         self.evaluated_step = step

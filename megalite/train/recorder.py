@@ -1,10 +1,10 @@
-"""What training tells of a run: the protocol of a recorder, and the records that it is given.
+"""What training reports of a run: the protocol of a recorder, and the records that it is given.
 
 Training calls these methods on every rank and knows nothing of what becomes of them. A recorder communicates with no
 other rank, and a display that fails must not end the run: only `open` may raise, a UserError. No torch import.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 StepPart = Literal["data", "forward", "backward", "communication", "optimizer", "other"]  # of a step's time
 STEP_PARTS: tuple[StepPart, ...] = ("data", "forward", "backward", "communication", "optimizer", "other")
 Sample = tuple[str, str]  # a prompt, and what the model writes after it
+TimedAction = tuple[str, float, float]  # of a schedule, from when to when
 
 
 @dataclass(frozen=True)
@@ -125,11 +126,12 @@ class Recorder(Protocol):
     def ranks(self, step: int, figures: RankFigures) -> None:
         """What each rank takes, and who is slow."""
 
-    def profiled(self, step: int, trace: bytes) -> None:
-        """The profiler has recorded the step: Chrome's JSON, with the step and its parts as labelled ranges."""
+    def profiled(self, step: int, trace: Callable[[], bytes]) -> None:
+        """The profiler has recorded the step. `trace` makes Chrome's JSON, with the step and its parts as labelled
+        ranges; it raises OSError or ValueError where it cannot."""
 
-    def not_profiled(self, step: int, why: str) -> None:
-        """The profile of the step could not be kept."""
+    def pipeline(self, step: int, ranks: Sequence[Sequence[TimedAction]]) -> None:
+        """When each rank of the run's first pipeline did what in the step, in seconds of the time of day."""
 
     def failed(self, error: Exception, *, taken_over: bool = False) -> None:
         """The run ends with an error. `taken_over`: its folder is another job's by now."""
@@ -138,4 +140,4 @@ class Recorder(Protocol):
         """The run ends in order with this exit status, with all done or because it was asked to stop."""
 
     def close(self) -> None:
-        """Nothing more will be told. May be called without `open`."""
+        """Nothing more will be recorded. May be called without `open`."""

@@ -1,4 +1,4 @@
-"""Do ranks that should hold the same parameters still do so?
+"""Checks that ranks which should hold the same parameters still do.
 
 Data-parallel ranks share all parameters, and those of different optimizer instances also their slices of masters and
 moments; tensor-parallel ranks share what is not split, and some of these the key-value heads that they have in common;
@@ -16,7 +16,7 @@ from torch import Tensor
 from megalite.launch.context import ParallelContext
 from megalite.layout.buffer_layout import Kind, box_ranges, slice_ranges
 from megalite.optim.buffers import ranges_of
-from megalite.train.training import Training
+from megalite.train.build import Training
 
 CHUNK = 1 << 22  # elements hashed at a time: bounds the int64 copy
 MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, as a signed 64-bit number: Fibonacci hashing

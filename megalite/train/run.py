@@ -11,18 +11,18 @@ from megalite.config.schema import Config
 from megalite.data.content import compared
 from megalite.data.open import Preparation
 from megalite.errors.problems import Problem, UserError, collect, to_stderr
+from megalite.launch.agreement import together
 from megalite.launch.context import ParallelContext
 from megalite.launch.environment import ProcessEnvironment
-from megalite.launch.failure_report import cause_of_the_end
+from megalite.launch.failure_report import find_cause
 from megalite.launch.signals import StopRequest
 from megalite.launch.startup import slow_tensor_parallelism
-from megalite.train.job import Job, agreed, build_job, open_training_data
+from megalite.train.build import ReadWeights, start
+from megalite.train.job import Job, build_job, open_training_data
 from megalite.train.loop import Loop
 from megalite.train.recorder import Recorder
 from megalite.train.replicas import ReplicaMismatchError
 from megalite.train.saving import Saver, TakenOverError, TrainingStoppedError
-from megalite.train.start import start
-from megalite.train.training import ReadWeights
 
 
 def run(
@@ -39,7 +39,7 @@ def run(
     """
     problems: list[Problem] = []
     context = collect(lambda: start(config, environment), problems)
-    if context is None:  # the device: the same message tells of the data
+    if context is None:  # the device; one message refuses the data, too
         collect(lambda: preparation.examine(config), problems)
         raise UserError(problems)
     recorder = recorder_of(context)
@@ -55,8 +55,8 @@ def run(
                 recorder.note(f"already finished: step {job.progress.step} of {config.train.steps}")
                 return 0
             files, folder = [part.file for part in data.train.parts] if context.rank == 0 else [], job.folder.path
-            content = agreed(context, lambda: compared(files, folder, recorder.note), patient=True)
-            agreed(context, lambda: recorder.open(job))
+            content = together(context, lambda: compared(files, folder, recorder.note), patient=True)
+            together(context, lambda: recorder.open(job))
             saver = Saver(job, recorder)
             with StopRequest() as stop, content.watched():
                 return _train(job, stop, recorder, saver)
@@ -80,36 +80,33 @@ def _train(job: Job, stop: StopRequest, recorder: Recorder, saver: Saver) -> int
     if warning := slow_tensor_parallelism(job.context.layout.groups("tp"), hosts):
         recorder.note(warning)
     recorder.run_started(hosts)
-    loop = Loop(job, recorder, saver, stop)
+    loop, on_first = Loop(job, recorder, saver, stop), job.context.rank == 0
     gc.collect()
     gc.freeze()
     gc.disable()
     try:
         loop.run()
-    except UserError as error:  # known to all ranks, and said by the launcher
-        recorder.failed(error)
-        raise
     except (TrainingStoppedError, ReplicaMismatchError) as error:  # known to all ranks, and said in full
         saver.close()
         recorder.failed(error, taken_over=isinstance(error, TakenOverError))
-        if job.context.rank == 0:
+        if on_first:
             to_stderr(f"megalite: stopped: {error}")
         return 1
-    except Exception as error:
+    except Exception as error:  # a UserError is known to all ranks, and said by the launcher
         recorder.failed(error)
         raise
     finally:
         gc.enable()
-    stopped = loop.stopping and not loop.complete()
-    status = 0 if saver.newest_step == job.progress.step else 1
+    stopped, step = loop.stopping and not loop.complete(), job.progress.step
+    status = 0 if saver.newest_step == step else 1
     loop.finish(stopped=stopped)
     recorder.finished(status, (stop.requested or "a signal to another rank") if stopped else None)
-    if status and job.context.rank == 0:
+    if status and on_first:
         kept = "there is no checkpoint" if saver.newest_step is None else f"the newest is of step {saver.newest_step}"
-        to_stderr(f"megalite: the state of step {job.progress.step} is not saved; {kept}")
+        to_stderr(f"megalite: the state of step {step} is not saved; {kept}")
     if count := job.progress.bad_steps_in_a_row:
-        advice = saver.what_now()
-        if job.context.rank == 0:
+        advice = saver.advise()
+        if on_first:
             bad = f"{count:,} bad step{'s' * (count > 1)}: loss or gradient was not finite, nothing was applied"
             to_stderr(f"megalite: the run ends with {bad}. {advice}.")
     return status
@@ -119,19 +116,10 @@ def _report_cause(error: Exception, context: ParallelContext, job: Job | None) -
     """This rank's own words first: whoever started it may kill it soon. Then what the ranks find out together."""
     where = f"rank {context.rank} on {socket.gethostname()}{f', step {job.progress.step + 1}' if job else ''}"
     to_stderr(f"megalite: {where}: {type(error).__name__}: {error}")
-    if isinstance(error, torch.OutOfMemoryError) and job is not None:
-        to_stderr(f"megalite: {_less_memory(job.config)}")
+    if isinstance(error, torch.OutOfMemoryError):
+        saves = "a smaller train.micro_batch_size, train.recompute=full, or a larger parallel.tp or parallel.pp"
+        to_stderr(f"megalite: less memory is needed with {saves}")
     with StopRequest():  # torchrun ends all ranks when the first one exits: not before this is said
-        cause = cause_of_the_end(context, error)
+        cause = find_cause(context, error)
     if cause:
         to_stderr(f"megalite: rank {context.rank} ends because of: {cause}")
-
-
-def _less_memory(config: Config) -> str:
-    """What to try where an accelerator's memory has run out."""
-    train = config.train
-    micro = train.micro_batch_size or 1
-    next_below = max((size for size in range(1, micro) if micro % size == 0), default=None)
-    smaller = f"train.micro_batch_size={next_below} (now {micro}), " if next_below else ""
-    recompute = "" if train.recompute == "full" else f"train.recompute=full (now {train.recompute}), "
-    return f"less memory is needed with {smaller}{recompute}or a larger parallel.tp or parallel.pp"

@@ -1,4 +1,4 @@
-"""Text from the model: the newest token's distribution, sampled and appended, one token at a time.
+"""Samples text from the model: the newest token's distribution, sampled and appended, one token at a time.
 
 The same weights, prompts and seed give the same text on any layout, up to rounding; a prompt's text does not depend on
 which others are sampled beside it.
@@ -7,19 +7,20 @@ which others are sampled beside it.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megalite.config.schema import Config
-from megalite.data.batch import Batch
+from megalite.data.batch import unscored
 from megalite.data.open import OpenedData
 from megalite.data.tokenizers import TextTokenizer
-from megalite.errors.problems import Problem, UserError, collect
+from megalite.errors.problems import Problem, UserError, collect_all
 from megalite.launch.context import ParallelContext
 from megalite.model.gpt import GPT
-from megalite.train.training import Training
+from megalite.train.build import Training
 
 TEMPERATURE = 0.8
 TOP_K = 50
@@ -45,11 +46,7 @@ def prompts_of(config: Config, data: OpenedData) -> list[Prompt]:
     if tokenizer is None or config.train.sample_tokens == 0:
         return []
     texts = [PROMPTS.get(config.data.source, "")] if asked is None else asked
-    problems: list[Problem] = []
-    prompts = [collect(partial(_prompt, text, tokenizer, data), problems) for text in texts]
-    if problems:
-        raise UserError(problems)
-    return [prompt for prompt in prompts if prompt is not None]
+    return collect_all(partial(_prompt, tokenizer=tokenizer, data=data), texts)
 
 
 def _prompt(text: str, tokenizer: TextTokenizer, data: OpenedData) -> Prompt:
@@ -58,12 +55,10 @@ def _prompt(text: str, tokenizer: TextTokenizer, data: OpenedData) -> Prompt:
     except UserError as error:
         remedy = "begin with symbols of the training text, or use tokenizer=byte"
         raise UserError(Problem("train.sample_prompts", text, error.problems[0].rule, remedy)) from error
-    if tokens:
-        return Prompt(text, tokens)
-    if tokenizer.end_of_document is not None:
-        return Prompt(text, [tokenizer.end_of_document])
+    if not tokens and tokenizer.end_of_document is not None:
+        tokens = [tokenizer.end_of_document]
     part = data.train.parts[0]  # whatever else we thought of, a char tokenizer might not know
-    return Prompt(text, [int(part.file.tokens[part.first])])
+    return Prompt(text, tokens or [int(part.file.tokens[part.first])])
 
 
 @torch.no_grad()
@@ -85,60 +80,28 @@ def sample(
     no longer than needed. What stands behind the newest token cannot reach it. `go_on`, equal on all ranks, is asked
     before each token; once it is false no text grows any more.
     """
-    for chunk in training.chunks:
-        chunk.eval()
-    at_once = rows or max(len(prompts), 1)
-    length = seq_length
+    length, at_once = seq_length, rows or max(len(prompts), 1)
     if rows is None:
         unit = WINDOW * context.size("tp")  # sequence parallelism splits a window over tp
         longest = max((len(prompt) for prompt in prompts), default=0) + count
         length = min(seq_length, -(-longest // unit) * unit)
-    texts: list[list[int]] = []
-    for first in range(0, len(prompts), at_once):
-        group = prompts[first : first + at_once]
-        texts += _continued(training, context, group, count, (at_once, length), seed, go_on)
+    texts = [list(prompt) for prompt in prompts]
+    for chunk in training.chunks:
+        chunk.eval()
+    for group in (texts[first : first + at_once] for first in range(0, len(texts), at_once)):
+        generators = [torch.Generator().manual_seed(seed) for _ in group]
+        for _ in takewhile(lambda _: go_on(), range(count)):
+            window = torch.zeros((at_once, length), dtype=torch.int64)  # [b, s]
+            newest = [min(len(text), length) - 1 for text in group]  # place of the newest token
+            for row, (text, place) in enumerate(zip(group, newest, strict=True)):
+                window[row, : place + 1] = torch.tensor(text[-length:])
+            hidden = training.executor.hidden(unscored(window).to(context.device))
+            drawn = None if hidden is None else _draw(training.chunks[-1], hidden, newest, generators)
+            for text, token in zip(group, _broadcast(drawn, len(group), context), strict=True):
+                text.append(token)
     for chunk in training.chunks:
         chunk.train()
-    return texts
-
-
-def _continued(
-    training: Training,
-    context: ParallelContext,
-    prompts: Sequence[Sequence[int]],
-    count: int,
-    shape: tuple[int, int],
-    seed: int,
-    go_on: Callable[[], bool],
-) -> list[list[int]]:
-    """The tokens that follow each of at most shape[0] prompts, by windows of that `shape` [b, s]."""
-    generators = [torch.Generator().manual_seed(seed) for _ in prompts]
-    texts = [list(prompt) for prompt in prompts]
-    for _ in range(count):
-        if not go_on():
-            break
-        window = torch.zeros(shape, dtype=torch.int64)
-        recent = [text[-shape[1] :] for text in texts]
-        for row, tokens in enumerate(recent):
-            window[row, : len(tokens)] = torch.tensor(tokens)
-        hidden = training.executor.hidden(_batch(window).to(context.device))
-        places = [len(tokens) - 1 for tokens in recent]
-        drawn = None if hidden is None else _draw(training.chunks[-1], hidden, places, generators)
-        for text, token in zip(texts, _broadcast(drawn, len(texts), context), strict=True):
-            text.append(token)
     return [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
-
-
-def _batch(window: Tensor) -> Batch:
-    """Windows [b, s] as a microbatch of which nothing enters a loss."""
-    return Batch(
-        tokens=window,
-        labels=torch.zeros_like(window),
-        loss_mask=torch.zeros_like(window, dtype=torch.bool),
-        positions=torch.arange(window.shape[1]).expand(window.shape),
-        documents=None,
-        first_sample=0,
-    )
 
 
 def _draw(end: GPT, hidden: Tensor, places: Sequence[int], generators: Sequence[torch.Generator]) -> Tensor:

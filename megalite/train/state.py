@@ -22,7 +22,7 @@ from megalite.layout.buffer_layout import OwnedRange
 from megalite.model.parameters import gpt_parameters
 from megalite.optim.buffers import TrainingBuffers
 from megalite.optim.memory import bytes_of_element
-from megalite.train.training import Training
+from megalite.train.build import Training
 
 _ROUNDED = "parameter"  # kind of the tensors that are masters in the model's dtype
 
@@ -40,11 +40,8 @@ class Progress:
     last_applied: int = 0  # the newest step that changed weights; those before it have led to a finite loss
 
     def consume(self, planned: PlannedStep) -> None:
-        """A step's turn and samples are over, whatever came of it."""
+        """The step has consumed its samples, whether or not it was applied."""
         self.step, self.samples = planned.step, planned.first + planned.sequences
-
-    def as_state(self) -> dict[str, Any]:
-        return dict(vars(self))
 
 
 @dataclass(frozen=True)
@@ -67,10 +64,7 @@ class SavedState:
 
     @classmethod
     def of(cls, found: Found) -> "SavedState":
-        place, said = found.path / STATE, dict(found.state)
-        for name, kind in (("progress", Progress), ("data", DataState)):
-            said[name] = as_record(kind, said.get(name), f"{place}: {name}")
-        return as_record(cls, said, place)
+        return as_record(cls, found.state, found.path / STATE)
 
 
 def training_pieces(training: Training) -> list[Piece]:

@@ -21,10 +21,9 @@ from megalite.data.token_file import TokenFile
 from megalite.launch.context import ParallelContext
 from megalite.launch.environment import ProcessEnvironment
 from megalite.optim.schedule import learning_rate
-from megalite.train.start import start
+from megalite.train.build import build_training, fill_with_start_values, start
 from megalite.train.state import held_pieces, owned_pieces
 from megalite.train.step import TrainStep
-from megalite.train.training import build_training, fill_with_start_values
 from megalite.verify.compare import Part, Trace
 
 LONGEST_DOCUMENT = 12  # tokens: several documents in each sample

@@ -105,7 +105,7 @@ def folder_of_another_program(scene: Scene) -> None:
     (scene.folder / "theirs" / "checkpoints").mkdir(parents=True)
     step = scene.folder / "run" / "checkpoints" / "step-00000001"
     theirs = shutil.copytree(step, scene.folder / "theirs" / "checkpoints" / step.name)
-    (theirs / "COMMIT.json").unlink()
+    (theirs / "manifest.json").unlink()
     (theirs / "state.json").unlink()
 
 
@@ -136,7 +136,7 @@ ROWS = [
         72,
         "no manifest",
         "",
-        [*NONE_CAN_BE_READ, "it has no COMMIT.json: it was not written, or not copied, completely"],
+        [*NONE_CAN_BE_READ, "it has no manifest.json: it was not written, or not copied, completely"],
         of_both(damage.lose_the_manifest),
     ),
     Row(73, "a file of another size", "", [*NONE_CAN_BE_READ, "has 1,000 bytes where"], of_both(damage.truncate)),
@@ -151,14 +151,14 @@ ROWS = [
         75,
         "a manifest that cannot be read",
         "",
-        [*NONE_CAN_BE_READ, "COMMIT.json is damaged"],
+        [*NONE_CAN_BE_READ, "manifest.json is damaged"],
         of_both(damage.fill_the_manifest_with_rubbish),
     ),
     Row(
         75,
         "a manifest that was edited",
         "",
-        [*NONE_CAN_BE_READ, "COMMIT.json is damaged (its hash does not match)"],
+        [*NONE_CAN_BE_READ, "manifest.json is damaged (its hash does not match)"],
         of_both(damage.reformat_the_manifest),
     ),
     Row(76, "a file less", "", [*NONE_CAN_BE_READ, "rank-00000.safetensors is missing"], of_both(damage.lose_the_data)),
@@ -180,7 +180,7 @@ ROWS = [
         78,
         "the old format",
         "",
-        ["format 1, that of torch.distributed.checkpoint", "go on with the megalite", "scripts/export_hf.py"],
+        ["an older megalite wrote it (it has COMMIT.json)", "go on with the megalite", "scripts/export_hf.py"],
         of_both(damage.write_old_format),
     ),
     Row(

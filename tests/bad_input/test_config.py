@@ -16,7 +16,7 @@ def text_with_a_run_inside(scene: Scene) -> None:
 def gpu_without_bf16(scene: Scene) -> None:
     import torch
 
-    scene.patch.setattr("megalite.train.start.choose_device", lambda *_: torch.device("cuda", 0))
+    scene.patch.setattr("megalite.train.build.choose_device", lambda *_: torch.device("cuda", 0))
     scene.patch.setattr("megalite.launch.device._has_fast_bf16", lambda _: False)
     scene.patch.setattr(torch.cuda, "get_device_name", lambda _: "an old card")
 

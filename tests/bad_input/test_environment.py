@@ -38,7 +38,7 @@ def port_in_use(scene: Scene) -> None:
 
 def live_job(scene: Scene) -> None:
     (scene.folder / "run").mkdir()
-    lock = RunLock.acquire(scene.folder / "run" / "lock")
+    lock = RunLock(scene.folder / "run" / "lock")
     scene.until_the_end.callback(lock.release)
 
 
@@ -213,7 +213,7 @@ def disk_of_its_own(patch: pytest.MonkeyPatch, last: bool) -> list[str]:
     """On which a copy of the run lies that was made before this start."""
     if last:
         folder = Path(tempfile.mkdtemp())
-        RunLock.acquire(folder / "lock").release()
+        RunLock(folder / "lock").release()
         patch.setattr("megalite.checkpoint.run_folder.SEEN_WITHIN_S", 0.2)
         patch.setattr("megalite.checkpoint.run_folder.holder_of", lambda path: holder_of(folder / "lock"))
     return []

@@ -105,7 +105,7 @@ EXPLAINED = {
     88: Explained(
         "a checkpoint of the last step",
         "the run says that it is finished, and ends with status 0",
-        ["train/test_resume.py::test_a_finished_run_says_so_and_changes_nothing"],
+        ["bad_input/test_run_folder.py::test_a_start_that_has_nothing_to_do_changes_nothing"],
     ),
     90: Explained(
         "a pointer to the newest checkpoint that points to nothing",
@@ -125,7 +125,7 @@ EXPLAINED = {
         "the step is told, counted and not applied",
         [
             "train/test_run.py::test_a_step_that_is_not_finite_is_counted_and_not_applied",
-            "train/test_events.py::test_bad_steps_and_the_end_of_a_run_that_gives_up_are_told",
+            "observe/test_events.py::test_bad_steps_and_the_end_of_a_run_that_gives_up_are_told",
         ],
     ),
     95: Explained(

@@ -60,7 +60,7 @@ def test_a_power_cut_finds_all_bytes_on_disk_before_the_name(tmp_path: Path, mon
     ]
     temporary = calls[at_commit][1].split()[0]
     synced = {path: (at, size) for at, (call, path, size) in enumerate(calls) if call == "fsync"}
-    manifest = synced[f"{temporary}/COMMIT.json"][0]
+    manifest = synced[f"{temporary}/manifest.json"][0]
     for file in (tmp_path / "step-00000002").iterdir():
         at, size = synced[f"{temporary}/{file.name}"]
         assert size == file.stat().st_size, f"{file.name} was synced before its last byte was written"
@@ -231,7 +231,7 @@ def fail_on_rank_0(context: ParallelContext, folder: Path, where: str) -> str:
     return str(failed.value)
 
 
-@pytest.mark.parametrize("where", ["begin", "write_synced", "publish", "sync_folder"])
+@pytest.mark.parametrize("where", ["begin", "publish", "sync_folder"])
 def test_what_only_rank_0_runs_into_reaches_all(tmp_path: Path, where: str) -> None:
     first, second = run_ranks(fail_on_rank_0, 2, tmp_path, where)
     assert first == second
@@ -269,7 +269,7 @@ def test_a_bug_is_not_passed_off_as_a_full_disk(tmp_path: Path) -> None:
 
 def test_the_manifest_says_where_the_checkpoint_is_from(tmp_path: Path) -> None:
     saved = save(tmp_path, 1, whole(values(1)), {}, SINGLE, keep=1, labels={"run_id": "abc"})
-    about = json.loads((saved.path / "COMMIT.json").read_text())["about"]
+    about = json.loads((saved.path / "manifest.json").read_text())["about"]
     assert about["run_id"] == "abc"
     assert about["layout"]["dp"] == 1
     assert about["versions"]["torch"] == torch.__version__

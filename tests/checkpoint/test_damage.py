@@ -34,7 +34,7 @@ def two_steps(tmp_path: Path) -> Path:
 
 def rewrite_manifest(checkpoint: Path, change: Callable[[Manifest], Manifest]) -> None:
     """Change what the manifest says, with the right hash behind it, as a forger or a bug of ours would."""
-    path = checkpoint / "COMMIT.json"
+    path = checkpoint / "manifest.json"
     path.write_bytes(change(Manifest.parse(path.read_bytes(), int(checkpoint.name.removeprefix("step-")))).render())
 
 
@@ -52,7 +52,7 @@ def test_every_single_bit_flip_is_noticed(tmp_path: Path) -> None:
     run_ranks(save_two, 2, tmp_path)
     (checkpoint,) = tmp_path.iterdir()
     names = sorted(os.listdir(checkpoint))
-    assert names == ["COMMIT.json", "rank-00000.safetensors", "rank-00001.safetensors", "state.json"]
+    assert names == ["manifest.json", "rank-00000.safetensors", "rank-00001.safetensors", "state.json"]
     chance = random.Random(0)
     for trial in range(400):
         path = checkpoint / names[trial % len(names)]
@@ -105,7 +105,7 @@ def lose_the_data(checkpoint: Path) -> None:
 
 
 def lose_the_manifest(checkpoint: Path) -> None:
-    (checkpoint / "COMMIT.json").unlink()
+    (checkpoint / "manifest.json").unlink()
 
 
 def lose_the_state(checkpoint: Path) -> None:
@@ -135,8 +135,8 @@ def link_to_elsewhere(checkpoint: Path) -> None:
 
 def link_the_manifest(checkpoint: Path) -> None:
     outside = checkpoint.parent.parent / "outside.json"
-    shutil.move(checkpoint / "COMMIT.json", outside)
-    (checkpoint / "COMMIT.json").symlink_to(outside)
+    shutil.move(checkpoint / "manifest.json", outside)
+    (checkpoint / "manifest.json").symlink_to(outside)
 
 
 def put_a_pipe_there(checkpoint: Path) -> None:
@@ -145,34 +145,34 @@ def put_a_pipe_there(checkpoint: Path) -> None:
 
 
 def edit_the_manifest(checkpoint: Path) -> None:
-    path = checkpoint / "COMMIT.json"
+    path = checkpoint / "manifest.json"
     path.write_text(path.read_text().replace('"step": 2', '"step": 20'))
 
 
 def reformat_the_manifest(checkpoint: Path) -> None:
-    path = checkpoint / "COMMIT.json"
+    path = checkpoint / "manifest.json"
     path.write_text(json.dumps(json.loads(path.read_text())))
 
 
 def fill_the_manifest_with_rubbish(checkpoint: Path) -> None:
-    (checkpoint / "COMMIT.json").write_bytes(b"[" * 100_000)
+    (checkpoint / "manifest.json").write_bytes(b"[" * 100_000)
 
 
 DAMAGES: list[tuple[Callable[[Path], None], str]] = [
     (truncate, "rank-00000.safetensors has 1,000 bytes where"),
     (change_the_header, "rank-00000.safetensors is damaged"),
     (lose_the_data, "rank-00000.safetensors is missing"),
-    (lose_the_manifest, "it has no COMMIT.json"),
+    (lose_the_manifest, "it has no manifest.json"),
     (lose_the_state, "state.json is missing"),
     (take_data_of_the_step_before, "rank-00000.safetensors is damaged"),
     (swap_files, "state.json has"),
-    (copy_the_step_before_under_this_name, "COMMIT.json says that it is step 1"),
+    (copy_the_step_before_under_this_name, "manifest.json says that it is step 1"),
     (link_to_elsewhere, "rank-00000.safetensors is a link to elsewhere"),
-    (link_the_manifest, "COMMIT.json cannot be read"),
+    (link_the_manifest, "manifest.json cannot be read"),
     (put_a_pipe_there, "rank-00000.safetensors is not a regular file"),
     (edit_the_manifest, "its hash does not match"),
     (reformat_the_manifest, "its hash does not match"),
-    (fill_the_manifest_with_rubbish, "COMMIT.json is damaged"),
+    (fill_the_manifest_with_rubbish, "manifest.json is damaged"),
 ]
 
 
@@ -248,7 +248,7 @@ def write_later_format(checkpoint: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(manifests, "FORMAT", 3)
         content = Manifest(2, {}, {}, {}).render()
-    (checkpoint / "COMMIT.json").write_bytes(content)
+    (checkpoint / "manifest.json").write_bytes(content)
 
 
 def write_old_format(checkpoint: Path) -> None:
@@ -264,7 +264,10 @@ def write_old_format(checkpoint: Path) -> None:
         (checkpoint / name).write_text("x")
 
 
-FOREIGN = {"it has format 3; this megalite reads format 2": write_later_format, "it has format 1, ": write_old_format}
+FOREIGN = {
+    "it has format 3; this megalite reads format 2": write_later_format,
+    "an older megalite wrote it": write_old_format,
+}
 
 
 @pytest.mark.parametrize(("reason", "write"), FOREIGN.items(), ids=["later", "old"])

@@ -17,9 +17,8 @@ from megalite.config.schema import Config, ModelConfig
 from megalite.errors.problems import UserError
 from megalite.launch.context import ParallelContext
 from megalite.model.parameters import gpt_parameters
-from megalite.train.job import derive_device
+from megalite.train.build import build_training, derive_device
 from megalite.train.state import training_pieces
-from megalite.train.training import build_training
 from tests.checkpoint.samples import SINGLE, blank, cut, equal, no_report, values, whole
 from tests.ranks import run_ranks
 
@@ -62,8 +61,8 @@ def test_every_dtype_and_the_json_come_back_exactly(tmp_path: Path) -> None:
     assert equal(pieces, whole(values(7)))
     assert found.state == STATE
     assert found.step == 7
-    listed = Manifest.parse((saved.path / "COMMIT.json").read_bytes(), 7).size
-    assert saved.bytes == listed == sum(f.stat().st_size for f in saved.path.iterdir() if f.name != "COMMIT.json")
+    listed = Manifest.parse((saved.path / "manifest.json").read_bytes(), 7).size
+    assert saved.bytes == listed == sum(f.stat().st_size for f in saved.path.iterdir() if f.name != "manifest.json")
 
 
 def test_pieces_are_views_of_larger_buffers_and_only_the_view_is_written_and_filled(tmp_path: Path) -> None:
@@ -86,7 +85,7 @@ def test_the_files_of_one_rank_open_with_safetensors_under_logical_names_and_sha
     expected = values(3)
     assert found.keys() == expected.keys()
     assert all(found[name].dtype == tensor.dtype for name, tensor in expected.items())
-    listed = Manifest.parse((saved.path / "COMMIT.json").read_bytes(), 3).tensors.values()
+    listed = Manifest.parse((saved.path / "manifest.json").read_bytes(), 3).tensors.values()
     assert all(box.start % DTYPES[tensor.dtype].itemsize == 0 for tensor in listed for box in tensor.boxes), "aligned"
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
@@ -118,7 +117,7 @@ def test_the_files_of_several_ranks_hold_boxes_by_name_and_offsets(tmp_path: Pat
 
 def test_a_rank_that_writes_nothing_has_no_file(tmp_path: Path) -> None:
     saved = run_ranks(save_one_tensor, 3, tmp_path)
-    assert sorted(f.name for f in saved[0].path.iterdir()) == ["COMMIT.json", "rank-00000.safetensors", "state.json"]
+    assert sorted(f.name for f in saved[0].path.iterdir()) == ["manifest.json", "rank-00000.safetensors", "state.json"]
     found = newest(tmp_path, SINGLE, no_report)
     assert found is not None
     assert list(found.manifest.tensors) == ["w"]

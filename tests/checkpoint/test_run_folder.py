@@ -41,7 +41,7 @@ def settings(**changes: Any) -> dict[str, Any]:
 
 def start(path: Path, resume: str = "auto", fingerprint: str = "data-1", **changes: Any) -> RunFolder:
     config = settings(**changes)
-    folder = RunFolder.open(path, SINGLE, resume, config, fingerprint)
+    folder = RunFolder(path, SINGLE, resume, config, fingerprint)
     try:
         folder.begin(SINGLE, config)
     except UserError:
@@ -198,7 +198,7 @@ def test_a_disk_that_is_full_at_the_start_is_refused_and_leaves_nothing(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("megalite.checkpoint.run_folder.replace_synced", full)
+    monkeypatch.setattr("megalite.checkpoint.run_folder.write_atomically", full)
     assert "No space left on device" in refusal(tmp_path / "a" / "b")
     assert os.listdir(tmp_path) == []
     monkeypatch.undo()
@@ -209,7 +209,7 @@ HOLD = """
 import sys, time
 from pathlib import Path
 from megalite.checkpoint.lock import RunLock
-lock = RunLock.acquire(Path(sys.argv[1]))
+lock = RunLock(Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(600)
 """
@@ -263,7 +263,7 @@ def test_a_job_in_this_very_process_is_refused_too_and_close_lets_it_in(tmp_path
 
 def write_foreign_lock(path: Path) -> None:
     """A lock as a job on another host leaves it, with no kernel lock to be seen here."""
-    lock = RunLock.acquire(path)
+    lock = RunLock(path)
     content = path.read_text().replace(socket.gethostname(), "elsewhere")
     lock.release()
     path.write_text(content)
@@ -282,7 +282,7 @@ def test_a_beating_lock_of_another_host_is_respected(tmp_path: Path) -> None:
     heart.start()
     try:
         with pytest.raises(LockHeldError, match="on elsewhere, since"):
-            RunLock.acquire(path, patience_s=5)
+            RunLock(path, patience_s=5)
     finally:
         done.set()
         heart.join()
@@ -292,7 +292,7 @@ def test_a_still_lock_of_another_host_is_taken_over(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     write_foreign_lock(path)
     os.utime(path, (time.time() + 1e6, time.time() + 1e6))  # its clock is ahead: no matter
-    lock = RunLock.acquire(path, beat_s=0.05, patience_s=0.5)
+    lock = RunLock(path, beat_s=0.05, patience_s=0.5)
     first = path.stat().st_mtime_ns
     deadline = time.monotonic() + 5
     while path.stat().st_mtime_ns == first:
@@ -308,7 +308,7 @@ def test_a_still_lock_of_another_host_is_taken_over(tmp_path: Path) -> None:
 
 def test_a_torn_lock_file_is_nobodys(tmp_path: Path) -> None:
     (tmp_path / "lock").write_text('{"host": "elsew')
-    RunLock.acquire(tmp_path / "lock").release()
+    RunLock(tmp_path / "lock").release()
     assert (tmp_path / "lock").read_text() == ""
 
 
@@ -331,7 +331,7 @@ def open_with_blind_ranks(context: ParallelContext, path: Path, fingerprint: str
             for name in ("stat", "scandir", "mkdir", "listdir", "rename", "replace"):  # open: each finds the lock
                 patch.setattr(os, name, blind)
         try:
-            folder = RunFolder.open(path, context, "auto", settings(), fingerprint)
+            folder = RunFolder(path, context, "auto", settings(), fingerprint)
             folder.begin(context, settings())
         except UserError as error:
             return str(error)

@@ -68,7 +68,7 @@ def test_a_kill_while_it_is_written_leaves_nothing_that_passes_for_it(
     def killed(*_: object) -> None:
         raise KeyboardInterrupt
 
-    for name in ("megalite.checkpoint.tokenizer_folder.write_synced", "os.rename"):
+    for name in ("megalite.checkpoint.tokenizer_folder.write_new", "os.rename"):
         with monkeypatch.context() as patch:
             patch.setattr(name, killed)
             with pytest.raises(KeyboardInterrupt):

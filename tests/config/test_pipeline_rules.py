@@ -21,7 +21,7 @@ from megalite.config.settings import SETTINGS, with_values
 from megalite.layout.groups import groups_of
 from megalite.layout.ranks import ParallelLayout
 from megalite.pipeline.schedules import SCHEDULES
-from megalite.train.start import needs_of
+from megalite.train.build import needs_of
 from tests.config.test_rules import problems_of
 from tests.errors.following import Way, ways_out
 

@@ -221,7 +221,7 @@ DAMAGES = {
         lambda prefix: prefix.with_suffix(".json").write_text('{"vocab_size": "many"}'),
         "x.json.*vocab_size='many', which is not a whole number",
     ),
-    "negative sidecar": (lambda prefix: prefix.with_suffix(".json").write_text('{"bytes": -5}'), "bytes=-5, .*below 0"),
+    "negative sidecar": (lambda prefix: prefix.with_suffix(".json").write_text('{"bytes": -5}'), "bytes=-5, .*from 0"),
     "pipe for data": (lambda prefix: pipe(prefix.with_suffix(".bin")), "x.bin.*is not a regular file"),
     "folder for an index": (lambda prefix: folder(prefix.with_suffix(".idx")), "x.idx.*is not a regular file"),
     "pipe for a sidecar": (lambda prefix: pipe(prefix.with_suffix(".json")), "x.json.*is not a regular file"),

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from megalite.launch.context import ParallelContext
-from megalite.launch.failure_report import cause_of_the_end
-from megalite.train.start import start
+from megalite.launch.failure_report import find_cause
+from megalite.train.build import start
 from tests.launch.test_startup import cpu_config, environment, free_port
 from tests.ranks import run_ranks
 
@@ -22,10 +22,10 @@ def _lose(context: ParallelContext, port: int, lost: int, dies: bool) -> str:
     if context.rank == lost and dies:
         os.kill(os.getpid(), signal.SIGKILL)
     if context.rank == lost:
-        return cause_of_the_end(started, ValueError("no such token"))
+        return find_cause(started, ValueError("no such token"))
     with pytest.raises(RuntimeError) as caught:
         dist.all_reduce(torch.ones(1), group=started.group("dp-cp"))
-    return cause_of_the_end(started, caught.value)
+    return find_cause(started, caught.value)
 
 
 def test_a_rank_that_was_killed_is_named() -> None:
@@ -46,4 +46,4 @@ def test_without_rank_0_there_is_nobody_to_ask() -> None:
 
 
 def test_a_single_process_has_nobody_to_ask() -> None:
-    assert cause_of_the_end(ParallelContext(), ValueError()) == ""
+    assert find_cause(ParallelContext(), ValueError()) == ""

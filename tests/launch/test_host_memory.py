@@ -14,7 +14,7 @@ GLIBC = sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt")
 STARTED = """
 from megalite.config.compose import load_config
 from megalite.launch.environment import read_environment
-from megalite.train.start import start
+from megalite.train.build import start
 start(load_config(["device=cpu"], 1), read_environment({}))
 """
 FAULTS_OF_A_STEP = """

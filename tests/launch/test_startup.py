@@ -19,7 +19,7 @@ from megalite.launch.context import CPU, ParallelContext
 from megalite.launch.environment import ProcessEnvironment
 from megalite.launch.rendezvous import RankInfo, find_problems, rendezvous
 from megalite.layout.groups import GroupNeeds
-from megalite.train.start import needs_of, start
+from megalite.train.build import needs_of, start
 from tests.ranks import run_ranks
 
 

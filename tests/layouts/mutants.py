@@ -338,7 +338,7 @@ def loss_told_by_every_stage(context: ParallelContext, config: Config) -> Trace:
 
     def and_tell(self: Any, *args: Any) -> None:
         init(self, *args)
-        self._tells_loss = True
+        self._counts_loss = True
 
     step_module.TrainStep.__init__ = and_tell  # type: ignore[method-assign]
     return train(context, config)

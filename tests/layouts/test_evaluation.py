@@ -15,9 +15,8 @@ from megalite.data.open import open_data
 from megalite.launch.context import ParallelContext
 from megalite.layout.ranks import ParallelLayout
 from megalite.prepare.prepare import prepare
+from megalite.train.build import build_training, derive_device, fill_with_start_values
 from megalite.train.evaluate import Figures, Sums, evaluate
-from megalite.train.job import derive_device
-from megalite.train.training import build_training, fill_with_start_values
 from tests.layouts.training import small_config
 from tests.ranks import run_ranks
 

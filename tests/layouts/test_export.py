@@ -17,10 +17,8 @@ from megalite.hf.saved_model import open_model
 from megalite.launch.context import ParallelContext
 from megalite.layout.ranks import ParallelLayout
 from megalite.prepare.prepare import prepare
-from megalite.train.job import derive_device
-from megalite.train.start import needs_of
+from megalite.train.build import build_training, derive_device, fill_with_imported_values, needs_of
 from megalite.train.state import held_pieces, owned_pieces
-from megalite.train.training import build_training, fill_with_imported_values
 from tests.layouts.reference import reference
 from tests.layouts.test_resharding import BATCH, OFF, ZERO, Cut, config_of
 from tests.layouts.training import assembled, train

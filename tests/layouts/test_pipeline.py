@@ -10,7 +10,7 @@ import torch
 from megalite.config.derive import derive
 from megalite.config.schema import ParallelConfig
 from megalite.layout.ranks import ParallelLayout
-from megalite.train.start import needs_of
+from megalite.train.build import needs_of
 from tests.layouts import mutants
 from tests.layouts.reference import reference
 from tests.layouts.test_tensor_parallel import Mutant, Overrides, merged

@@ -13,8 +13,7 @@ from megalite.config.derive import derive
 from megalite.config.schema import Config, ParallelConfig
 from megalite.launch.context import ParallelContext
 from megalite.layout.ranks import ParallelLayout
-from megalite.train.start import needs_of
-from megalite.train.training import Training
+from megalite.train.build import Training, needs_of
 from tests.layouts.reference import reference
 from tests.layouts.test_tensor_parallel import Overrides, merged
 from tests.layouts.training import STEPS, Trace, assert_same_training, small_config, train

@@ -12,7 +12,7 @@ from megalite.checkpoint.pieces import Piece
 from megalite.config.schema import Config
 from megalite.launch.context import ParallelContext
 from megalite.layout.ranks import ParallelLayout
-from megalite.train.start import needs_of
+from megalite.train.build import needs_of
 from tests.layouts import mutants
 from tests.layouts.reference import reference
 from tests.layouts.training import Trace, assembled, assert_same_training, small_config, train

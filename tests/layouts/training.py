@@ -21,11 +21,10 @@ from megalite.launch.context import ParallelContext
 from megalite.optim.buffers import TrainingBuffers
 from megalite.optim.schedule import learning_rate
 from megalite.prepare.prepare import prepare
+from megalite.train.build import build_training, derive_device, fill_with_start_values
 from megalite.train.evaluate import Figures, evaluate
-from megalite.train.job import derive_device
 from megalite.train.state import held_pieces, owned_pieces, training_pieces
 from megalite.train.step import TrainStep
-from megalite.train.training import build_training, fill_with_start_values
 
 STEPS = 5
 RELATIVE, ABSOLUTE = 1e-10, 1e-12  # the design's bound on every layout against one process, in fp64

@@ -20,8 +20,8 @@ from megalite.optim.buffers import TrainingBuffers
 from megalite.optim.gradient_sync import GradientSync
 from megalite.optim.parameter_gather import ParameterGather, part_of
 from megalite.optim.sharing import Sharing
+from megalite.train.build import build_training, fill_with_start_values
 from megalite.train.step import TrainStep
-from megalite.train.training import build_training, fill_with_start_values
 from tests.optim.small_model import small_config
 from tests.ranks import run_ranks
 

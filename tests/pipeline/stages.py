@@ -11,8 +11,7 @@ from megalite.config.schema import Config
 from megalite.data.batch import Batch
 from megalite.launch.context import ParallelContext
 from megalite.layout.ranks import ParallelLayout
-from megalite.train.start import needs_of
-from megalite.train.training import Training, build_training, fill_with_start_values
+from megalite.train.build import Training, build_training, fill_with_start_values, needs_of
 from tests.ranks import run_ranks
 
 

@@ -45,7 +45,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def laid_out(context: ParallelContext, sections: dict[str, Any]) -> tuple[BufferLayout, tuple[OwnedRange, ...]]:
-    from megalite.train.training import build_training
+    from megalite.train.build import build_training
 
     buffers = build_training(small_config(**sections), context).buffers
     return buffers.layout, buffers.owned

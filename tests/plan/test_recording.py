@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 
 from megalite.errors.problems import UserError
+from megalite.observe.chronicle import recording_line
 from megalite.pipeline.actions import Schedule
 from megalite.pipeline.simulator import Span, equal_durations
 from megalite.plan.recording import read_recording
 from megalite.plan.timeline import Timeline, simulated
-from megalite.train.pipeline_times import FILE, recording_line
+from megalite.train.history import PIPELINE
 from tests.pipeline.shapes import schedule
 
 TABLE = schedule("interleaved", 2, 4, vpp=2)
@@ -24,11 +25,12 @@ def timeline(table: Schedule = TABLE, later: float = 0) -> Timeline:
 
 
 def lines(step: int, line: Timeline) -> list[str]:
-    return [recording_line(step, line.name, line.pp, rank, spans) for rank, spans in enumerate(line.ranks)]
+    plain = [[(str(action), start, end) for action, start, end in spans] for spans in line.ranks]
+    return [recording_line(step, line.name, line.pp, rank, spans) for rank, spans in enumerate(plain)]
 
 
 def write(folder: Path, *parts: str) -> Path:
-    (folder / FILE).write_text("".join(parts))
+    (folder / PIPELINE).write_text("".join(parts))
     return folder
 
 
@@ -101,9 +103,9 @@ def refusal(folder: Path, step: int | None = None) -> str:
 
 def test_a_folder_without_a_recorded_step_is_refused(tmp_path: Path) -> None:
     assert f"--measured='{tmp_path}': pipeline.jsonl cannot be read there: No such file" in refusal(tmp_path)
-    assert "Not a directory" in refusal(write(tmp_path, "") / FILE)
+    assert "Not a directory" in refusal(write(tmp_path, "") / PIPELINE)
     assert "holds no step of which all ranks are recorded" in refusal(write(tmp_path, lines(10, timeline())[0]))
-    (tmp_path / FILE).write_bytes(b"\xff\x00\n")
+    (tmp_path / PIPELINE).write_bytes(b"\xff\x00\n")
     assert "holds no step" in refusal(tmp_path)
 
 

@@ -23,7 +23,7 @@ from megalite.kernels.causal_attention import BLOCK
 from megalite.launch.context import ParallelContext
 from megalite.launch.startup import join
 from megalite.layout.ranks import ParallelLayout
-from megalite.train.training import build_training, fill_with_start_values
+from megalite.train.build import build_training, fill_with_start_values
 from tests.tensor_parallel.live_bytes import LiveBytes
 
 S, B, H, HEADS = 64, 2, 256, 8

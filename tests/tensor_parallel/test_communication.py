@@ -16,8 +16,8 @@ from megalite.data.batch import Batch
 from megalite.launch.context import ParallelContext
 from megalite.layout.groups import GroupNeeds
 from megalite.layout.ranks import ParallelLayout
+from megalite.train.build import build_training, fill_with_start_values
 from megalite.train.step import TrainStep
-from megalite.train.training import build_training, fill_with_start_values
 from tests.ranks import run_ranks
 
 S, B, H, CHUNK = 32, 2, 32, 24  # the last chunk of the loss is shorter

@@ -378,9 +378,9 @@ def test_killed_at_any_moment_it_ends_where_the_uninterrupted_run_ends(tmp_path:
         reached = metrics(run)[-1]["step"]
         assert max(checkpoints(run), default=0) >= newest
         newest = max(checkpoints(run), default=0)
-    status, output = finish(launch(arguments, ranks))
+    status, output = (start(load_config(arguments, 1)), "") if ranks == 1 else finish(launch(arguments, ranks))
     assert status == 0, output
-    assert "damaged" not in output
+    assert not list((run / "checkpoints").glob("*.bad-*"))
     assert metrics(run) == metrics(tmp_path / "whole")
     assert state_bytes(run, steps) == state_bytes(tmp_path / "whole", steps)
 

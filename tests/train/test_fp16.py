@@ -10,8 +10,8 @@ from megalite.data.batch import Batch
 from megalite.launch.context import ParallelContext
 from megalite.layout.groups import GroupNeeds
 from megalite.layout.ranks import ParallelLayout
+from megalite.train.build import Training, build_training, fill_with_start_values
 from megalite.train.step import TrainStep
-from megalite.train.training import Training, build_training, fill_with_start_values
 from tests.optim.small_model import small_config
 from tests.ranks import run_ranks
 

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-import megalite.train.profile as profile_module
+import megalite.train.clock as profile_module
 from megalite.commands.train import run
 from megalite.config.derive import derive
 from megalite.config.schema import Config
 from megalite.launch.context import ParallelContext
 from megalite.launch.environment import ProcessEnvironment
 from megalite.layout.ranks import ParallelLayout
+from megalite.train.build import needs_of
 from megalite.train.history import read_events
-from megalite.train.start import needs_of
 from tests.ranks import run_ranks
 from tests.train.runs import write_text
 from tests.train.test_run import config_for, losses, start
@@ -69,7 +69,7 @@ def test_a_trace_that_cannot_be_kept_does_not_end_the_run(
         raise OSError(28, "No space left on device", str(path))
 
     if full == "disk":
-        monkeypatch.setattr("megalite.observe.trace.replace_synced", no_space)
+        monkeypatch.setattr("megalite.observe.trace.write_atomically", no_space)
     elif full == "temporary folder":  # kineto writes what it can, and says nothing
         monkeypatch.setattr(
             profile_module.profile, "export_chrome_trace", lambda self, path: Path(path).write_text('{"traceEvents": [')

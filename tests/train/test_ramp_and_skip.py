@@ -15,8 +15,8 @@ from megalite.errors.problems import UserError
 from megalite.launch.context import ParallelContext
 from megalite.launch.environment import ProcessEnvironment
 from megalite.layout.ranks import ParallelLayout
+from megalite.train.build import needs_of
 from megalite.train.history import read_metrics
-from megalite.train.start import needs_of
 from tests.ranks import run_ranks
 from tests.train.runs import state_bytes, write_text
 from tests.train.test_run import UNREADABLE, _refusing_step_3, config_for, losses, resume_differs, run_on, start

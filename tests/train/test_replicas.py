@@ -10,9 +10,9 @@ from megalite.config.schema import Config
 from megalite.launch.context import ParallelContext
 from megalite.layout.groups import GroupNeeds
 from megalite.layout.ranks import ParallelLayout
+from megalite.train.build import build_training, fill_with_start_values
 from megalite.train.replicas import ReplicaMismatchError, check_replicas, content_hash
 from megalite.train.state import held_pieces, owned_pieces
-from megalite.train.training import build_training, fill_with_start_values
 from tests.ranks import run_ranks
 
 

@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 
+import pretrain_gpt
+from megalite.commands.train import run
+from megalite.config.compose import load_config
+from megalite.launch.context import ParallelContext
+from megalite.launch.environment import ProcessEnvironment
+from megalite.layout.ranks import ParallelLayout
+from tests.ranks import run_ranks
 from tests.train.runs import finish, kill, launch, metrics, overrides, state_bytes, wait_for_step, write_text
+from tests.train.test_run import stop_after
 
 STEPS = 40
 
@@ -23,10 +31,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def uninterrupted(folder: Path) -> Path:
-    status, output = finish(launch(overrides(folder, "whole")))
-    assert status == 0, output
+    assert run_words(ParallelContext(), overrides(folder, "whole")) == 0
     assert [record["step"] for record in metrics(folder / "whole") if "loss" in record] == list(range(1, STEPS + 1))
     return folder / "whole"
+
+
+def run_words(context: ParallelContext, words: list[str]) -> int:
+    """The exit status of one rank of the command with these words."""
+    config = load_config(words, context.world_size)
+    return run(config, ProcessEnvironment(context.rank, context.world_size, context.rank, context.world_size))
 
 
 def assert_same_run(run: Path, reference: Path) -> None:
@@ -40,7 +53,7 @@ def test_the_loss_falls(uninterrupted: Path) -> None:
 
 
 def test_killed_twice_and_stopped_once_it_ends_where_the_uninterrupted_run_ends(
-    folder: Path, uninterrupted: Path
+    folder: Path, uninterrupted: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = overrides(folder, "interrupted")
     run = folder / "interrupted"
@@ -48,56 +61,46 @@ def test_killed_twice_and_stopped_once_it_ends_where_the_uninterrupted_run_ends(
         process = launch(arguments)
         wait_for_step(process, run, step)
         kill(process)
-    process = launch(arguments)
-    wait_for_step(process, run, 29)
-    os.kill(process.pid, signal.SIGTERM)
-    status, output = finish(process)
-    assert status == 0, output
+    with monkeypatch.context() as patch:
+        stop_after(29, patch)
+        assert run_words(ParallelContext(), arguments) == 0
     stopped_at = metrics(run)[-1]["step"]
-    assert stopped_at < STEPS
+    assert 29 <= stopped_at < STEPS
     assert (run / "checkpoints" / f"step-{stopped_at:08d}").is_dir(), "the stop saved its own step"
-    status, output = finish(launch(arguments))
-    assert status == 0, output
-    assert f"step {stopped_at}" in output
+    capsys.readouterr()
+    assert run_words(ParallelContext(), arguments) == 0
+    assert f"step {stopped_at}" in capsys.readouterr().out
     assert_same_run(run, uninterrupted)
 
 
-def test_its_folder_alone_continues_a_run_elsewhere(folder: Path, uninterrupted: Path, tmp_path: Path) -> None:
+def test_its_folder_alone_continues_a_run_elsewhere(
+    folder: Path,
+    uninterrupted: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     run = folder / "alone"
-    process = launch(overrides(folder, "alone"))
-    wait_for_step(process, run, 7)
-    kill(process)
+    with monkeypatch.context() as patch:
+        stop_after(7, patch)
+        assert run_words(ParallelContext(), overrides(folder, "alone")) == 0
     status, output = finish(launch([f"run_dir={run}"], cwd=tmp_path))
     assert status == 0, output
     assert "model.dropout=0.1" in output
     assert_same_run(run, uninterrupted)
-    status, output = finish(launch([f"run_dir={run}", "model.hidden_size=32"]))
-    assert status == 2, output
-    assert "started with model.hidden_size=64" in output
+    assert pretrain_gpt.main([f"run_dir={run}", "model.hidden_size=32"]) == 2
+    assert "started with model.hidden_size=64" in capsys.readouterr().err
 
 
-def test_without_asserts_it_saves_and_continues_all_the_same(folder: Path, uninterrupted: Path) -> None:
-    arguments, run, without = overrides(folder, "optimized"), folder / "optimized", {"PYTHONOPTIMIZE": "1"}
-    process = launch(arguments, variables=without)
-    wait_for_step(process, run, 7)
-    os.kill(process.pid, signal.SIGTERM)
-    for status, output in (finish(process), finish(launch(arguments, variables=without))):
-        assert status == 0, output
-    assert_same_run(run, uninterrupted)
-
-
-def test_a_finished_run_says_so_and_changes_nothing(uninterrupted: Path, folder: Path) -> None:
-    before = (uninterrupted / "metrics.jsonl").read_bytes()
-    status, output = finish(launch(overrides(folder, "whole")))
-    assert status == 0
-    assert f"step {STEPS} of {STEPS}" in output
-    assert (uninterrupted / "metrics.jsonl").read_bytes() == before
+def test_without_asserts_it_saves_all_the_same(folder: Path, uninterrupted: Path) -> None:
+    status, output = finish(launch(overrides(folder, "optimized"), variables={"PYTHONOPTIMIZE": "1"}))
+    assert status == 0, output
+    assert_same_run(folder / "optimized", uninterrupted)
 
 
 def test_two_ranks_continue_after_one_of_them_is_killed(folder: Path) -> None:
     whole, broken = folder / "two-whole", folder / "two-broken"
-    status, output = finish(launch(overrides(folder, "two-whole"), ranks=2))
-    assert status == 0, output
+    assert run_ranks(run_words, 2, overrides(folder, "two-whole")) == [0, 0]
     process = launch(overrides(folder, "two-broken"), ranks=2)
     wait_for_step(process, broken, 12)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
@@ -136,10 +139,9 @@ def test_a_run_moves_between_layouts(
         steps = STEPS * number // len(moves)
         # lr.schedule=constant: the length of the run, which changes here, is no part of the learning rate
         moved = (name, *exact, f"train.steps={steps}", f"parallel.tp={tp}", f"parallel.pp={pp}", *CONSTANT)
-        status, output = finish(launch(overrides(folder, *moved), ranks=ranks))
-        assert status == 0, output
-    status, output = finish(launch(overrides(folder, "fp64-constant", *exact, *CONSTANT)))
-    assert status == 0, output
+        layout = ParallelLayout(tp=tp, pp=pp, dp=ranks // (tp * pp))
+        assert run_ranks(run_words, ranks, overrides(folder, *moved), layout=layout) == [0] * ranks
+    assert run_words(ParallelContext(), overrides(folder, "fp64-constant", *exact, *CONSTANT)) == 0
     found = losses_by_step(folder / name)
     expected = losses_by_step(folder / "fp64-constant")
     assert found.keys() == expected.keys()

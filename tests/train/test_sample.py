@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megalite.config.schema import Config
+from megalite.data.batch import unscored
 from megalite.data.open import open_data
 from megalite.errors.problems import UserError
 from megalite.launch.context import ParallelContext
@@ -49,14 +50,14 @@ def test_the_next_token_is_drawn_from_what_the_model_says_after_the_prompt(monke
     context, config = ParallelContext(dtype=torch.float64), stages_config(1, num_layers=2, position="rope")
     (model,) = started(context, config).chunks
     for prompt, (token, *_) in zip(PROMPTS, texts(PROMPTS, seq_length=1000, rows=3), strict=True):
-        said = model.logits(sample_module._batch(torch.tensor([prompt])))
+        said = model.logits(unscored(torch.tensor([prompt])))
         assert token == int(said[0, -1].argmax())
 
 
 def test_a_window_is_as_short_as_it_may_be_unless_one_shape_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, ...]] = []
-    batch = sample_module._batch
-    monkeypatch.setattr(sample_module, "_batch", lambda window: seen.append(tuple(window.shape)) or batch(window))
+    batch = sample_module.unscored
+    monkeypatch.setattr(sample_module, "unscored", lambda window: seen.append(tuple(window.shape)) or batch(window))
     texts(PROMPTS, seq_length=1000)
     assert {*seen} == {(3, 64)}
     seen.clear()

@@ -12,9 +12,8 @@ from megalite.launch.context import ParallelContext
 from megalite.model.init import start_values
 from megalite.model.parameters import gpt_parameters
 from megalite.optim.norm import gradient_norm
-from megalite.train.job import derive_device
+from megalite.train.build import build_training, derive_device, fill_with_start_values
 from megalite.train.step import TrainStep
-from megalite.train.training import build_training, fill_with_start_values
 from tests.optim.small_model import small_config
 from tests.ranks import run_ranks
 

@@ -11,28 +11,19 @@ from megalite.observe.report.comparison import compare
 from megalite.observe.report.page import render
 from megalite.observe.run_data import read_run
 from megalite.train import figures
-from megalite.train.figures import Meter
+from megalite.train.figures import Steps
 from megalite.train.history import read_metrics
 from tests.train.runs import write_text
 from tests.train.test_run import config_for, start
 
 
-def test_a_line_tells_of_the_steps_since_the_line_before_and_of_the_whole_run() -> None:
-    meter = Meter()
-    meter.add(100, 4.0, 1.0, {"forward": 3.0})
-    first = meter.take()
-    meter.add(100, 1.0, 0.0, {"forward": 1.0})
-    meter.add(300, 3.0, 0.5, {"forward": 2.0})
-    second = meter.take()
-    assert (first.tokens_per_s, second.tokens_per_s) == (25.0, 100.0)
-    assert (second.steps, second.wait_s, second.split["forward"]) == (2, 0.5, 3.0)
-    assert (meter.mean_tokens_per_s, meter.training_s) == (62.5, 8.0)
-
-
-def test_the_mean_goes_on_where_an_earlier_start_ended() -> None:
-    meter = Meter(training_s=8.0, mean_tokens_per_s=62.5)
-    meter.add(100, 2.0, 0.0, {})
-    assert meter.mean_tokens_per_s == 60.0
+def test_the_speed_is_that_of_all_steps_together() -> None:
+    steps = Steps()
+    assert steps.tokens_per_s == 0.0
+    steps.add(100, 1.0, 0.0, {"forward": 1.0})
+    steps.add(300, 3.0, 0.5, {"forward": 2.0})
+    assert steps.tokens_per_s == 100.0
+    assert (steps.count, steps.wait_s, steps.split["forward"]) == (2, 0.5, 3.0)
 
 
 class Clock:

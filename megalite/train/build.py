@@ -1,21 +1,32 @@
-"""What a rank holds of the model, and all that turns its gradients into its next parameters.
+"""Builds what a rank trains with: its place among the ranks, its part of the model, and all that updates it.
 
-Built without values: they come from the seed, an import or a checkpoint, and are whole on every rank before a step.
+The model is built without values. They come from the seed, an import or a checkpoint, and are whole on every rank
+before a step.
 """
 
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.distributed.distributed_c10d import Store
 
 from megalite.config.derive import derive_schedule
+from megalite.config.nccl_options import read_nccl_options
+from megalite.config.optimizer_rules import precision_problems
+from megalite.config.remedies import parallel_layout
 from megalite.config.schedule_rules import ScheduleRequest
 from megalite.config.schema import Config, ModelConfig, OptimizerConfig
-from megalite.launch.context import ParallelContext
-from megalite.launch.device import DTYPES
+from megalite.config.settings import SETTINGS, value_of, yaml_value
+from megalite.errors.problems import Problem, collect
+from megalite.launch import startup
+from megalite.launch.context import CPU, ParallelContext
+from megalite.launch.device import DTYPES, choose_device, choose_precision, name_of
+from megalite.launch.environment import ProcessEnvironment
 from megalite.layout.buffer_layout import Kind, slice_ranges
+from megalite.layout.groups import GroupNeeds
 from megalite.model.gpt import GPT
 from megalite.model.init import start_values
 from megalite.optim.adamw import FlatAdamW
@@ -30,6 +41,13 @@ from megalite.pipeline.executor import Executor, Links
 from megalite.pipeline.schedules import build_schedule, forward_only
 from megalite.tensor_parallel.collectives import TensorGroup
 from megalite.train.clock import StepClock
+
+# What a machine may have its own of: cores, and places whose content is compared by those who read it.
+OF_A_MACHINE = (
+    *("tokenizer", "data.path", "data.cache_dir", "data.workers", "checkpoint.init_from"),
+    "parallel.nccl_options",  # its content is compared
+    "run_name",  # rank 0 alone shows it, and run_dir says where the run is kept
+)
 
 # (folder, model, names) -> (logical name, logical tensor) of these parameters, of all where `names` is None.
 # It raises UserError before it reads the first tensor if the folder does not fit the model.
@@ -67,6 +85,51 @@ class Training:
         self.gather.finish()
 
 
+def start(config: Config, environment: ProcessEnvironment, store: Store | None = None) -> ParallelContext:
+    """This rank's context, as `launch.startup.start` makes it. All ranks must call it; all refuse alike."""
+    problems: list[Problem] = []
+    axes = config.parallel
+    device = collect(lambda: choose_device(config.device, environment), problems) or CPU
+    dtype = collect(lambda: choose_precision(config.precision, device), problems) or torch.float32
+    if config.precision == "auto":  # else rules.py has judged it
+        problems += precision_problems(config, name_of(dtype))
+    nccl = collect(lambda: read_nccl_options(Path(axes.nccl_options)) if axes.nccl_options else {}, problems)
+    plan = {
+        name: yaml_value(value_of(config, name))
+        for name, setting in SETTINGS.items()
+        if name not in OF_A_MACHINE and value_of(config, name) != setting.default
+    }
+    plan |= {"parallel.nccl_options": str(nccl)} if nccl else {}
+    return startup.start(
+        environment,
+        collect(lambda: parallel_layout(config, environment.world_size), problems),
+        device,
+        dtype,
+        problems=problems,
+        plan=plan | {"device": device.type, "precision": name_of(dtype)},
+        timeout_s=axes.startup_timeout_s,
+        needs=needs_of(config),
+        nccl=nccl,
+        store=store,
+    )
+
+
+def needs_of(config: Config) -> GroupNeeds:
+    """What the config asks of the process groups."""
+    return GroupNeeds(
+        tied_embeddings=config.model.tie_embeddings,
+        kv_heads=config.model.num_key_value_heads,
+        optimizer_instances=config.optimizer.instances if config.optimizer.zero else 1,
+        background_saving=config.checkpoint.asynchronous,
+    )
+
+
+def derive_device(config: Config, context: ParallelContext) -> Config:
+    """Settings that follow from the device: compiling pays on CUDA, on a CPU it costs more than it brings."""
+    compiled = context.device.type == "cuda" if config.train.compile is None else config.train.compile
+    return replace(config, precision=name_of(context.dtype), train=replace(config.train, compile=compiled))
+
+
 def build_training(config: Config, context: ParallelContext) -> Training:
     """The model on its buffers and its optimizer, with no values in them yet. `config` is resolved."""
     settings = config.optimizer
@@ -92,17 +155,18 @@ def build_training(config: Config, context: ParallelContext) -> Training:
     for chunk in chunks:
         chunk.set_main_grads({name: main_grads[name] for name in chunk.main_grad_parameters if name in main_grads})
         chunk.before_use = gather.wait_for
-    return Training(
-        chunks,
-        _executor(config, chunks, sync, clock, context),
-        buffers,
-        _optimizer(buffers, settings, context),
-        sharing,
-        sync,
-        gather,
-        _loss_scale(settings, context),
-        clock,
-    )
+    scale = None
+    if context.dtype == torch.float16:
+        scale = LossScale(
+            initial=settings.initial_loss_scale,
+            window=settings.loss_scale_window,
+            hysteresis=settings.hysteresis,
+            minimum=settings.min_loss_scale,
+            device=context.device,
+        )
+    executor = _executor(config, chunks, sync, clock, context)
+    optimizer = _optimizer(buffers, settings, context)
+    return Training(chunks, executor, buffers, optimizer, sharing, sync, gather, scale, clock)
 
 
 def fill_with_start_values(buffers: TrainingBuffers, config: Config, context: ParallelContext) -> None:
@@ -164,18 +228,6 @@ def _optimizer(buffers: TrainingBuffers, settings: OptimizerConfig, context: Par
         (first, second),
         settings.eps,
         first_moment=_dtype(settings.moment_dtype, context),
-        device=context.device,
-    )
-
-
-def _loss_scale(settings: OptimizerConfig, context: ParallelContext) -> LossScale | None:
-    if context.dtype != torch.float16:
-        return None
-    return LossScale(
-        initial=settings.initial_loss_scale,
-        window=settings.loss_scale_window,
-        hysteresis=settings.hysteresis,
-        minimum=settings.min_loss_scale,
         device=context.device,
     )
 

@@ -1,0 +1,55 @@
+"""Writes files that appear whole or not at all, whatever happens: a kill, a full disk, a power cut."""
+
+import errno
+import os
+import secrets
+import stat
+from pathlib import Path
+from typing import TextIO
+
+_OF_THIS_PROCESS = secrets.token_hex(4)  # processes of other machines may have our number
+
+
+def draft_of(path: Path) -> Path:
+    """The name under which this process writes what will become `path`."""
+    return path.with_name(f".{path.name}.tmp-{os.getpid()}-{_OF_THIS_PROCESS}")
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """`path` holds either what it held or all of `content`, and its name is on disk when the call returns."""
+    draft = draft_of(path)
+    try:
+        write_new(draft, content)
+        os.replace(draft, path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def write_new(path: Path, content: bytes) -> None:
+    """A new file with this content, on disk when the call returns."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    with open(descriptor, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(descriptor)
+
+
+def open_to_append(path: Path) -> TextIO:
+    """A text file to append lines to. It must be a regular file: no link is followed, and no pipe is waited for."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return open(descriptor, "a", buffering=1, encoding="utf-8")
+
+
+def sync_folder(folder: Path) -> None:
+    """Put the folder's entries on disk: syncing a file does not sync its name."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
