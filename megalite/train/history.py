@@ -75,8 +75,8 @@ def read_events(path: Path, note: Note = lambda text: None) -> list[dict[str, An
 
 
 def _is_record(found: dict[str, Any]) -> bool:
-    fits = all(fits(value, METRIC_TYPES.get(name, float)) for name, value in found.items())
-    return fits and "step" in found and ("loss" in found or "val_loss" in found)
+    is_record = "step" in found and ("loss" in found or "val_loss" in found)
+    return is_record and all(fits(value, METRIC_TYPES.get(name, float)) for name, value in found.items())
 
 
 def _is_event(found: dict[str, Any]) -> bool:
