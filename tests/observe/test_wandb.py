@@ -234,18 +234,10 @@ def test_a_key_without_the_package_is_reported(tmp_path: Path, monkeypatch: pyte
     assert "pip install wandb" in notes[0]
 
 
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [
-        ("log.wandb_project=a/b", ["log.wandb_project", "none of / "]),
-        ("log.wandb_project=''", ["log.wandb_project", "megalite"]),
-        ("log.wandb_name=' '", ["log.wandb_name", "is empty"]),
-        ("log.wandb=onlin", ["log.wandb", "online"]),
-    ],
-)
-def test_names_that_wandb_does_not_take_are_refused(override: str, words: list[str]) -> None:
-    said = str(refusal(override))
-    assert all(word in said for word in words), said
+def test_names_that_wandb_does_not_take_are_refused() -> None:
+    said = str(refusal("log.wandb_project=a/b", "log.wandb_name=' '"))
+    assert all(word in said for word in ("log.wandb_project", "none of / ", "log.wandb_name", "is empty")), said
+    assert "online" in str(refusal("log.wandb=onlin"))
 
 
 def test_a_mode_that_means_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,11 +247,8 @@ def test_a_mode_that_means_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -
     assert "offline" in said
 
 
-@pytest.mark.parametrize(
-    ("override", "package"), [("log.wandb=offline", "wandb"), ("log.tensorboard=true", "tensorboard")]
-)
-def test_a_package_that_is_not_installed_is_refused(
-    override: str, package: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packages_that_are_not_installed_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megalite.config.log_rules.is_installed", lambda package: False)
-    assert f"pip install {package}" in str(refusal(override))
+    said = str(refusal("log.wandb=offline", "log.tensorboard=true"))
+    assert "pip install wandb" in said
+    assert "pip install tensorboard" in said
