@@ -112,7 +112,7 @@ def commit(checkout: Path = Path(__file__).parents[2]) -> dict[str, str]:
         return {}
     command = ["git", "--no-optional-locks", "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=-dirty"]
     try:
-        said = subprocess.run(command, cwd=checkout, capture_output=True, text=True, timeout=5, check=True)
+        described = subprocess.run(command, cwd=checkout, capture_output=True, text=True, timeout=5, check=True)
     except (OSError, subprocess.SubprocessError):
         return {}
-    return {"commit": said.stdout.strip().replace("-dirty", ", with changes that are not committed")}
+    return {"commit": described.stdout.strip().replace("-dirty", ", with changes that are not committed")}

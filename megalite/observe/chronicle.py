@@ -16,9 +16,9 @@ from megalite.config.durable_files import open_to_append, write_atomically
 from megalite.config.settings import as_plain
 from megalite.observe import trackers
 from megalite.observe.log import writing
-from megalite.observe.report.write import Attempts, LiveReport, Note
+from megalite.observe.report.write import Attempts, LiveReport
 from megalite.observe.run_data import gather
-from megalite.train.history import EVENTS, METRICS, PIPELINE, read_metrics
+from megalite.train.history import EVENTS, METRICS, PIPELINE, Note, read_metrics
 from megalite.train.job import Job
 from megalite.train.recorder import TimedAction
 

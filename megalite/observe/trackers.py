@@ -14,7 +14,8 @@ from threading import Thread
 from typing import Any, Protocol
 
 from megalite.config.schema import Config
-from megalite.observe.wandb import Note, flat_values, wandb_tracker
+from megalite.observe.wandb import flat_values, wandb_tracker
+from megalite.train.history import Note
 
 BOARD = "tensorboard"  # folder of the run folder
 LONGEST_QUEUE = 10_000  # lines that may wait

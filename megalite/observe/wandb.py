@@ -18,6 +18,7 @@ from megalite.config.log_rules import asked_mode
 from megalite.config.packages import is_installed
 from megalite.config.schema import Config
 from megalite.config.settings import as_plain
+from megalite.train.history import Note
 
 if TYPE_CHECKING:
     import wandb
@@ -34,7 +35,6 @@ SETTINGS = {  # of wandb, unless the user's own variables say otherwise
     "WANDB_DISABLE_GIT": "true",  # the address of a remote may hold a password
     "WANDB_ERROR_REPORTING": "false",
 }
-Note = Callable[[str], None]  # prints a line for the user
 
 
 class WandbTracker:

@@ -60,7 +60,7 @@ METRIC_TYPES: dict[str, Any] = {  # of a record's values; all others are numbers
     **dict.fromkeys(_UNKNOWN, float | None),
 }
 
-Note = Callable[[str], object]
+Note = Callable[[str], object]  # prints a line for the user
 IN_THE_WAY = "move it away (the checkpoints are not touched by that), or set another run_dir"
 
 

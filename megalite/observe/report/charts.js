@@ -153,7 +153,7 @@
 
   // --- the pointer
 
-  function tell(chart, where) {
+  function showValues(chart, where) {
     const { x, shown, width, floor, over } = chart.drawn;
     const away = (point) => Math.abs(x.at(point[0]) - where);
     const nearest = (points) => points.reduce((best, point) => (away(point) < away(best) ? point : best));
@@ -180,7 +180,7 @@
     svg.addEventListener("pointerdown", (event) => { start = chart.drawn && place(event); });
     svg.addEventListener("pointermove", (event) => {
       if (!chart.drawn) return;
-      tell(chart, place(event));
+      showValues(chart, place(event));
       if (start === null) return;
       const { over, floor } = chart.drawn, left = Math.min(start, place(event)), width = Math.abs(place(event) - start);
       add(over, "rect", { x: left, y: TOP, width, height: floor - TOP, class: "chosen" });

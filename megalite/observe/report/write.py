@@ -12,11 +12,11 @@ from megalite.errors.problems import Problem, UserError, collect_all
 from megalite.observe.report.comparison import compare
 from megalite.observe.report.page import render
 from megalite.observe.run_data import RunData, read_run
+from megalite.train.history import Note
 
 REPORT = "report.html"
 COMPARISON = "comparison.html"
 SHARE = 300  # a run goes on for so many times as long as the last drawing took
-Note = Callable[[str], None]  # prints a line for the user
 
 
 class Attempts:
