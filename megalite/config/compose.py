@@ -31,8 +31,7 @@ from megalite.config.overrides import CHOSEN, Examination
 from megalite.config.rules import check
 from megalite.config.schema import Config
 from megalite.config.secrecy import ADVICE, HIDDEN, secret_name, secret_value
-from megalite.config.settings import GROUPS, SETTINGS, flat, value_of, with_values, yaml_value
-from megalite.config.typed import typed_settings
+from megalite.config.settings import GROUPS, SETTINGS, flat, typed_settings, value_of, with_values, yaml_value
 from megalite.errors.problems import NO_VALUE, Problem, UserError, collect
 
 PACKAGE = Path(__file__).resolve().parents[1]

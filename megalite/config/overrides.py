@@ -15,9 +15,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megalite.config.arguments import Arguments
 from megalite.config.secrecy import ADVICE, HIDDEN, secret_name, secret_override, secret_value
-from megalite.config.settings import EXPERIMENT, GROUPS, SETTINGS, Setting, yaml_value
+from megalite.config.settings import EXPERIMENT, GROUPS, SETTINGS, Setting, typed_settings, yaml_value
 from megalite.config.suggest import INSTEAD, nearest_setting
-from megalite.config.typed import typed_settings
 from megalite.errors.problems import LONGEST_SHOWN, NO_VALUE, Problem, shortened
 from megalite.errors.remedies import nearest
 

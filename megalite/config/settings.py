@@ -11,7 +11,9 @@ import typing
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
-from typing import Any
+from typing import Any, Dict, List  # noqa: UP035  # OmegaConf knows containers by these names alone
+
+from omegaconf import AnyNode, BooleanNode, DictConfig, FloatNode, IntegerNode, ListConfig, StringNode
 
 from megalite.config.schema import Config
 
@@ -128,3 +130,26 @@ def yaml_value(value: Any) -> str:
     if isinstance(value, list):
         return "[" + ",".join(yaml_value(item) for item in value) + "]"
     return str(value)
+
+
+def typed_settings() -> DictConfig:
+    """Every setting with its default, as the tree that OmegaConf checks keys and values against: what is no setting,
+    and values of another type, are refused."""
+    tree: dict[str, Any] = {group: {} for group in GROUPS}
+    for setting in SETTINGS.values():
+        part = tree[setting.group] if setting.group else tree
+        part[setting.leaf] = _typed(setting)
+    for group in GROUPS:
+        tree[group] = DictConfig(tree[group], ref_type=Dict[str, Any], key_type=str, is_optional=False)  # noqa: UP006
+    return DictConfig(tree, flags={"struct": True})  # the groups inherit the flag
+
+
+def _typed(setting: Setting) -> Any:
+    scalars: dict[Any, Any] = {int: IntegerNode, float: FloatNode, bool: BooleanNode, str: StringNode}
+    if setting.kind is Any:
+        return AnyNode(setting.default)
+    if setting.kind in scalars:
+        return scalars[setting.kind](setting.default, is_optional=setting.nullable)
+    (element,) = typing.get_args(setting.kind)
+    kinds = {"ref_type": List[element], "element_type": element}  # type: ignore[valid-type]  # noqa: UP006
+    return ListConfig(setting.default, is_optional=setting.nullable, **kinds)

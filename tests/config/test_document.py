@@ -9,8 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from megalite.config.document import WHOLE, generated_files, stale_files
-from megalite.config.settings import GROUPS, SETTINGS, yaml_value
-from megalite.config.typed import typed_settings
+from megalite.config.settings import GROUPS, SETTINGS, typed_settings, yaml_value
 
 ROOT = Path(__file__).parents[2]
 

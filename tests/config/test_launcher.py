@@ -5,11 +5,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import yaml  # type: ignore[import-untyped]
+
+import pretrain_gpt
 
 LAUNCHER = Path(__file__).parents[2] / "pretrain_gpt.py"
 
@@ -19,6 +21,23 @@ def launch(folder: Path, *argv: str, **variables: str) -> "subprocess.CompletedP
     command = [sys.executable, str(LAUNCHER), *argv]
     environment = {**os.environ, **variables}
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+Launch = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def launch_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Launch:
+    """The same in this process."""
+    monkeypatch.chdir(tmp_path)
+
+    def launched(*argv: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        status = pretrain_gpt.main(list(argv))
+        return subprocess.CompletedProcess(argv, status, *capfd.readouterr())
+
+    return launched
 
 
 REFUSED: list[tuple[Sequence[str], dict[str, str], list[str]]] = [
@@ -34,9 +53,9 @@ REFUSED: list[tuple[Sequence[str], dict[str, str], list[str]]] = [
 
 @pytest.mark.parametrize(("argv", "variables", "words"), REFUSED, ids=[" ".join(row[0]) for row in REFUSED])
 def test_a_refusal_is_one_message_with_status_2_and_leaves_nothing(
-    argv: Sequence[str], variables: dict[str, str], words: list[str], tmp_path: Path
+    argv: Sequence[str], variables: dict[str, str], words: list[str], tmp_path: Path, launch_here: Launch
 ) -> None:
-    done = launch(tmp_path, *argv, **variables)
+    done = launch_here(*argv, **variables)
     assert done.returncode == 2, done.stderr
     assert done.stdout == ""
     assert done.stderr.count("megalite: refused") == 1
@@ -63,10 +82,20 @@ def test_a_refusal_is_one_message_with_status_2_and_leaves_nothing(
     ],
     ids=lambda part: " ".join(part) if isinstance(part, list) else None,
 )
-def test_information_is_shown_and_nothing_is_left(argv: list[str], word: str, tmp_path: Path) -> None:
-    done = launch(tmp_path, *argv)
+def test_information_is_shown_and_nothing_is_left(
+    argv: list[str], word: str, tmp_path: Path, launch_here: Launch
+) -> None:
+    done = launch_here(*argv)
     assert (done.returncode, done.stderr) == (0, "")
     assert word in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("argv", "status"), [(["model=gtp2"], 2), (["--help"], 0)])
+def test_a_process_ends_with_that_status_and_leaves_nothing(argv: list[str], status: int, tmp_path: Path) -> None:
+    done = launch(tmp_path, *argv)
+    assert (done.returncode, bool(done.stdout), bool(done.stderr)) == (status, status == 0, status == 2)
+    assert "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 

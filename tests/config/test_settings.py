@@ -12,8 +12,7 @@ from omegaconf import OmegaConf
 from megalite.config.compose import load_config
 from megalite.config.document import generated_files
 from megalite.config.schema import CheckpointConfig, Config
-from megalite.config.settings import GROUPS, SETTINGS, as_plain, flat, value_of, with_values
-from megalite.config.typed import typed_settings
+from megalite.config.settings import GROUPS, SETTINGS, as_plain, flat, typed_settings, value_of, with_values
 from tests.config.test_document import ROOT
 
 OTHER_VALUES = {
