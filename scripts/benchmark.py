@@ -36,7 +36,7 @@ import torch
 import transformers
 from benchmark_sides import SHAPES, WARM_UP_STEPS, Shape, Side, seconds_of
 
-from megalite.commands.train import run
+from megalite.commands.train import train_rank
 from megalite.config.schema import Config
 from megalite.launch.device import DTYPES
 from megalite.launch.environment import read_environment
@@ -172,7 +172,7 @@ def measure_overhead(shape: Shape, *, precision: str, steps: int) -> tuple[float
         quiet = ["checkpoint.interval=0", "train.eval_interval=0", "train.sample_tokens=0"]
         config = shape.config(shape.cpu_batch, precision, torch.device("cpu"), *paths, *quiet, f"train.steps={steps}")
         with StepClock().wrapped() as clock, contextlib.redirect_stdout(io.StringIO()):
-            run(config, read_environment({}))
+            train_rank(config, read_environment({}))
         return clock.overhead()
 
 

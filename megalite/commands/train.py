@@ -10,7 +10,7 @@ import sys
 import time
 
 from megalite.config.schema import Config
-from megalite.errors.problems import Problem, UserError, collect
+from megalite.errors.problems import REFUSED, Problem, UserError, collect
 from megalite.launch.environment import ProcessEnvironment, claimed_rank, first_of_node, read_environment
 from megalite.launch.host import limit_openmp_spinning
 from megalite.launch.signals import die_with_launcher, ignore_stop_signals
@@ -56,7 +56,7 @@ def start(argv: list[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import record  # torch: from here on it takes seconds
 
     def train() -> int | None:  # refusals are caught inside record, which would report them as failures
-        return collect(lambda: run(config, environment), problems)
+        return collect(lambda: train_rank(config, environment), problems)
 
     status = record(train)()
     if problems:
@@ -64,7 +64,7 @@ def start(argv: list[str]) -> int:
     return status or 0
 
 
-def run(config: Config, environment: ProcessEnvironment) -> int:
+def train_rank(config: Config, environment: ProcessEnvironment) -> int:
     """Train as `config` says, on this rank; the exit status. The rooms that training does not know meet here."""
     from megalite.hf.import_model import import_model
     from megalite.observe.run_recorder import RunRecorder
@@ -81,7 +81,7 @@ def refuse(error: UserError, rank: int) -> int:
     # Still there: rank 0 may be well, or missing. Each machine then says once what it alone may lack.
     if rank == 0 or any(it.alone or (it.here and first_of_node(os.environ)) for it in error.problems):
         print(error, file=sys.stderr, flush=True)
-    return 2
+    return REFUSED
 
 
 def main_to_the_end(argv: list[str]) -> int:

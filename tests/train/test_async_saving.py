@@ -20,7 +20,7 @@ import megalite.train.saving as saving_module
 from megalite.checkpoint import background, store
 from megalite.checkpoint.run_folder import RunFolder
 from megalite.checkpoint.store import CheckpointError
-from megalite.commands.train import run
+from megalite.commands.train import train_rank
 from megalite.config.compose import load_config
 from megalite.config.schema import Config
 from megalite.errors.problems import Problem, UserError
@@ -267,7 +267,9 @@ def run_on(layout: ParallelLayout, config: Config, function: Any) -> list[Any]:
 
 def _outcome(context: ParallelContext, config: Config) -> int | str:
     try:
-        return run(config, ProcessEnvironment(context.rank, context.world_size, context.rank, context.world_size))
+        return train_rank(
+            config, ProcessEnvironment(context.rank, context.world_size, context.rank, context.world_size)
+        )
     except UserError as error:
         return str(error)
 

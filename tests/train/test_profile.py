@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import megalite.train.clock as profile_module
-from megalite.commands.train import run
+from megalite.commands.train import train_rank
 from megalite.config.derive import derive
 from megalite.config.schema import Config
 from megalite.launch.context import ParallelContext
@@ -83,7 +83,7 @@ def test_a_trace_that_cannot_be_kept_does_not_end_the_run(
 
 
 def _run(context: ParallelContext, config: Config) -> int:
-    return run(config, ProcessEnvironment(context.rank, context.world_size, context.rank, context.world_size))
+    return train_rank(config, ProcessEnvironment(context.rank, context.world_size, context.rank, context.world_size))
 
 
 @pytest.mark.parametrize("axis", ["tp", "pp"])

@@ -8,7 +8,7 @@ import pytest
 
 import megalite.train.loop as loop_module
 from megalite.checkpoint.store import newest
-from megalite.commands.train import run
+from megalite.commands.train import train_rank
 from megalite.config.derive import derive
 from megalite.config.schema import Config
 from megalite.errors.problems import UserError
@@ -126,7 +126,7 @@ def test_a_spike_is_passed_over_from_the_checkpoint_before_it(
 
 
 def _run(context: ParallelContext, config: Config) -> int:
-    return run(config, ProcessEnvironment(context.rank, context.world_size, context.rank, context.world_size))
+    return train_rank(config, ProcessEnvironment(context.rank, context.world_size, context.rank, context.world_size))
 
 
 @pytest.mark.parametrize("layout", [ParallelLayout(dp=2), ParallelLayout(pp=2)], ids=["dp2", "pp2"])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import pretrain_gpt
-from megalite.commands.train import run
+from megalite.commands.train import train_rank
 from megalite.config.compose import load_config
 from megalite.launch.context import ParallelContext
 from megalite.launch.environment import ProcessEnvironment
@@ -39,7 +39,7 @@ def uninterrupted(folder: Path) -> Path:
 def run_words(context: ParallelContext, words: list[str]) -> int:
     """The exit status of one rank of the command with these words."""
     config = load_config(words, context.world_size)
-    return run(config, ProcessEnvironment(context.rank, context.world_size, context.rank, context.world_size))
+    return train_rank(config, ProcessEnvironment(context.rank, context.world_size, context.rank, context.world_size))
 
 
 def assert_same_run(run: Path, reference: Path) -> None:

@@ -22,7 +22,7 @@ import megalite.train.figures as figures_module
 import megalite.train.job as job_module
 import megalite.train.loop as loop_module
 from megalite.checkpoint.run_folder import RunFolder
-from megalite.commands.train import run
+from megalite.commands.train import train_rank
 from megalite.config.derive import derive
 from megalite.config.schema import Config, OptimizerConfig
 from megalite.data.batch import Batch
@@ -59,7 +59,7 @@ def config_for(text: Path, run_dir: Path, **train: Any) -> Config:
 
 
 def start(config: Config) -> int:
-    return run(config, read_environment({}))
+    return train_rank(config, read_environment({}))
 
 
 def stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -449,7 +449,9 @@ def run_on(layout: ParallelLayout, config: Config, function: Any) -> list[Any]:
 def _outcome(context: ParallelContext, config: Config) -> int | str:
     """The exit status of one rank of a run, or what it refused."""
     try:
-        return run(config, ProcessEnvironment(context.rank, context.world_size, context.rank, context.world_size))
+        return train_rank(
+            config, ProcessEnvironment(context.rank, context.world_size, context.rank, context.world_size)
+        )
     except UserError as error:
         return str(error)
 
