@@ -15,10 +15,10 @@ from dataclasses import replace
 from megalite.commands.command import PICTURE, WORLD_SIZE, Shown, command, option
 from megalite.config.compose import load_config
 from megalite.config.derive import derive_vocabulary
-from megalite.config.parallel_rules import layout_request
+from megalite.config.parallel_rules import layout_of
+from megalite.config.remedies import Case
 from megalite.config.schema import Config
 from megalite.errors.problems import Problem, UserError
-from megalite.layout.layout_rules import layout_of
 from megalite.layout.summary import header_lines as layout_lines
 from megalite.optim.rank_buffers import rank_buffers
 from megalite.plan.buffers_picture import figure_of
@@ -47,7 +47,7 @@ def main(options: Namespace, overrides: list[str]) -> Shown:
         config = derive_vocabulary(config, vocabulary_of(config))
         size = f"{config.model.vocab_size:,}"
         notes.append(f"note: model.vocab_size is taken as {size}: the tokenizer is not asked (set it to be exact)")
-    world = layout_of(layout_request(config, world_size))
+    world = layout_of(Case(config, world_size))
     buffers = rank_buffers(config, world, options.rank or 0)
     types = StateTypes(config.precision, config.optimizer.gradient_dtype, config.optimizer.moment_dtype)
     header = [f"{config.model.name}, {layout_lines(world)[0]}, {config.precision}", *header_lines(buffers, types)]

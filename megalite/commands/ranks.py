@@ -16,27 +16,25 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megalite.commands.command import PICTURE, Shown, command, option
-from megalite.config.case import Case
 from megalite.config.compose import load_values, names_of
 from megalite.config.parallel_rules import (
-    LAYOUT_NAMES,
+    LAYOUT_RULES,
     STAGE_NAMES,
-    layers_split_over_stages,
-    layout_of_case,
-    stages_of_case,
-    world_splits_into_the_layout,
+    STAGE_RULES,
+    dense_ranks,
+    layout_of,
+    stage_settings,
 )
-from megalite.config.remedies import problems_of
+from megalite.config.remedies import Case, Flaw, problems_of
 from megalite.errors.problems import NO_VALUE, Problem, UserError, collect
-from megalite.layout.flaws import Flaw
-from megalite.layout.layout_rules import layout_of
 from megalite.layout.ranks import ParallelLayout
 from megalite.layout.stages import StageLayers, stage_layers
 from megalite.plan.ranks_picture import figure_of
 from megalite.plan.ranks_table import json_lines, stage_lines, table_lines
 
 MOST_RANKS = 1 << 20  # lists of more would fill the memory before anybody reads them
-LABELS = {"world_size": "--world-size", "dp": "--dp", "split_rank": "--pp-split-rank"}
+LABELS = {"world_size": "--world-size", "split_rank": "--pp-split-rank"}
+AXES = tuple(f"parallel.{axis}" for axis in ("tp", "cp", "pp", "vpp", "ep", "etp", "order"))
 STAGE_LABELS = {**STAGE_NAMES, "split_rank": LABELS["split_rank"]}
 NUMBER: dict[str, Any] = {"type": int, "metavar": "N"}
 
@@ -71,27 +69,29 @@ def lay_out(options: Namespace, overrides: Sequence[str]) -> tuple[ParallelLayou
     if options.world_size > MOST_RANKS:
         rule, remedy = "too many ranks to list", f"--world-size={MOST_RANKS} at most"
         problems.append(Problem("--world-size", options.world_size, rule, remedy))
-    reads = tuple(dict.fromkeys((*LAYOUT_NAMES.values(), *STAGE_NAMES.values())))
+    reads = tuple(dict.fromkeys((*AXES, *STAGE_NAMES.values())))
     config = collect(lambda: load_values(overrides, reads), problems)
     if config is None or problems:
         raise UserError(problems)
     named = names_of(overrides)
     places_layers = not named.isdisjoint(("model", "model.num_layers", "experiment"))
     experts = options.experts or not named.isdisjoint(("parallel.ep", "parallel.etp"))
-    case = Case(config, options.world_size, options.dp, experts, options.pp_split_rank, LABELS)
-    settings = stages_of_case(case)
-    rules = (world_can_be_listed, world_splits_into_the_layout, *([layers_split_over_stages] * places_layers))
-    problems = problems_of(case, rules)
-    others = [name for name in STAGE_LABELS if name not in ("num_layers", "pp", "vpp")]
-    if not places_layers and (asked := [STAGE_LABELS[name] for name in others if settings.asks_for(name)]):
+    case = Case(config, options.world_size, experts, options.pp_split_rank, LABELS)
+    settings = stage_settings(config, options.pp_split_rank)
+    problems = problems_of(case, (world_can_be_listed, *LAYOUT_RULES, *(STAGE_RULES if places_layers else ())))
+    dp, rest = divmod(options.world_size, dense_ranks(config))
+    if options.dp not in (None, dp) and not rest:
+        remedy = f"--dp={dp}, or --world-size={options.dp * dense_ranks(config)}"
+        problems.append(Problem("--dp", options.dp, f"the layout leaves {dp} of the world", remedy))
+    if not places_layers and (asked := [STAGE_LABELS[name] for name in settings.asked() if name != "vpp"]):
         rule, remedy = f"is needed by {' and '.join(asked)}", "model.num_layers=12, or model=NAME"
         problems.append(Problem("model.num_layers", NO_VALUE, rule, remedy))
     if problems:
         raise UserError(problems)
-    return layout_of(layout_of_case(case)), stage_layers(settings) if places_layers else ()
+    return layout_of(case), stage_layers(settings) if places_layers else ()
 
 
 def world_can_be_listed(case: Case) -> Iterator[Flaw]:
     """No world is advised that is refused."""
     if case.world_size > MOST_RANKS:
-        yield Flaw("world_size", "many", "too many ranks to list", ("world_size",))
+        yield Flaw("world_size", "too many ranks to list", {"world_size": [MOST_RANKS]})

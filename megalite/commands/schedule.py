@@ -16,15 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megalite.commands.command import PICTURE, Shown, command, option
-from megalite.config.case import Case
 from megalite.config.compose import load_values
-from megalite.config.parallel_rules import (
-    batch_splits_over_ranks,
-    schedule_request,
-    schedule_suits_the_pipeline,
-    world_splits_into_the_layout,
-)
-from megalite.config.remedies import problems_of
+from megalite.config.parallel_rules import LAYOUT_RULES, SCHEDULE_RULES, schedule_request
+from megalite.config.remedies import Case, problems_of
 from megalite.errors.problems import NO_VALUE, Problem, UserError, collect
 from megalite.pipeline.checker import check
 from megalite.pipeline.schedules import build_schedule
@@ -37,7 +31,6 @@ READ = (  # the settings that concern the schedule; of the model and of other ax
     *(f"parallel.{name}" for name in ("pp", "vpp", "schedule", "microbatch_group_size")),
     *("train.global_batch_size", "train.micro_batch_size"),
 )
-RULES = (world_splits_into_the_layout, batch_splits_over_ranks, schedule_suits_the_pipeline)
 MOST_CELLS = 64  # actions of a rank that are listed
 
 
@@ -68,10 +61,10 @@ def simulate(overrides: list[str], dp: int) -> Timeline:
     problems = [Problem("--dp", dp, "must be at least 1", "--dp 1")] if dp < 1 else []
     config = collect(lambda: load_values(overrides, READ), problems)
     if config is not None and not problems:
-        problems = problems_of(Case(config, config.parallel.pp * dp), RULES)
+        problems = problems_of(Case(config, config.parallel.pp * dp), LAYOUT_RULES + SCHEDULE_RULES)
     if config is None or problems:
         raise UserError(problems)
-    schedule = build_schedule(schedule_request(config, config.parallel.pp * dp)[0])
+    schedule = build_schedule(schedule_request(config, config.parallel.pp * dp))
     flaws = check(schedule)
     assert not flaws, "\n".join(map(str, flaws))
     share = 1 / schedule.vpp  # of a rank's layers

@@ -15,7 +15,7 @@ from math import gcd
 from typing import Any
 
 from megalite.config.run_names import run_name
-from megalite.config.schedule_rules import default_group_size
+from megalite.config.schedule_rules import CHUNKED, SPLITTING, default_group_size
 from megalite.config.schema import (
     CheckpointConfig,
     Config,
@@ -153,7 +153,7 @@ def _share(config: Config, world_size: int, sequences: int) -> int:
 def _derive_parallel(config: Config, world_size: int) -> ParallelConfig:
     axes, schedule = config.parallel, derive_schedule(config.parallel)
     group_size = axes.microbatch_group_size
-    if schedule == "interleaved" and config.train.batch_ramp is None:
+    if schedule in CHUNKED and config.train.batch_ramp is None:
         share = _share(config, world_size, config.train.global_batch_size)
         microbatches = share // derive_micro_batch_size(config, world_size)
         group_size = _or(group_size, default_group_size(axes.pp, microbatches))
@@ -169,7 +169,7 @@ def _derive_parallel(config: Config, world_size: int) -> ParallelConfig:
 
 def _derive_train(config: Config, world_size: int) -> TrainConfig:
     """Compiled blocks cannot put their weight gradients off, as zb-h1 does."""
-    compiled = False if derive_schedule(config.parallel) == "zb-h1" else None
+    compiled = False if derive_schedule(config.parallel) in SPLITTING else None
     return replace(
         config.train,
         micro_batch_size=derive_micro_batch_size(config, world_size),

@@ -1,170 +1,148 @@
-"""The one engine of remedies: what to change where settings, taken together, break a rule.
+"""The one engine of remedies: judges a config on a world by a list of rules, and finds what would work instead.
 
-A rule is a function that yields the `Flaw`s of a case. `candidates.py` holds the values worth trying for a setting.
-Each value is tried before it is told: with it the flaw is gone, and no rule is broken that was not broken before.
+A rule is a function of a `Case` that yields a `Flaw` for each thing that is wrong. A flaw holds its remedy as a
+formula: by setting, values that may mend it, the best first. Each value is tried before it is told: with it the refused
+setting breaks no rule, and no setting is refused that was not refused before.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
-from megalite.config.candidates import candidates, unset
-from megalite.config.case import Case, default_of
-from megalite.config.parallel_rules import layout_of_case, world_splits_into_the_layout
+from megalite.config.bounds import outside
 from megalite.config.schema import Config
-from megalite.config.settings import yaml_value
-from megalite.errors.problems import Problem, UserError
-from megalite.layout.flaws import Flaw
-from megalite.layout.layout_rules import layout_of
-from megalite.layout.ranks import ParallelLayout
+from megalite.config.settings import SETTINGS, value_of, with_values, yaml_value
+from megalite.errors.problems import Problem
 
-TRIED = 160  # candidates of one setting, at most
-OFFERED = {
-    "parallel.order": 1,
-    "parallel.pipeline_layout": 2,
-    "parallel.schedule": 4,
-    "world_size": 2,
-    **dict.fromkeys(("model.num_layers", "model.num_attention_heads", "model.ffn_hidden_size"), 2),
-    **dict.fromkeys(("train.global_batch_size", "train.seq_length", "train.batch_ramp", "model.vocab_multiple"), 2),
-}
-# How many values of the first, second and third setting are tried where one change is not enough.
-BREADTHS = ((8, 8), (8, 2, 2))
-MOST_TRIED = 1000  # changes of several settings: a refusal comes at once
+TRIED, TRIED_IN_PAIRS = 60, 6  # values of one setting
+OFFERED = 3
 
-
-Rule = Callable[[Case], Iterator[Flaw]]
 Changes = dict[str, Any]
 
 
-def problems_of(case: Case, rules: Sequence[Rule], also: Sequence[Rule] = ()) -> list[Problem]:
-    """Everything that the rules find, each with what would work. What is advised breaks no rule of `also` either."""
-    search = _Search(case, (*rules, *also))
-    told = _flaws_of(case, rules)
-    return [Problem(case.label(one.field), case.value(one.field), one.rule, search.remedy(one)) for one in told]
+@dataclass(frozen=True)
+class Case:
+    """One config on one world, of which any setting can be changed to see which rules it would break then.
+
+    What the command that shows groups of ranks asks for beyond a config: `experts`, a mixture of experts even without
+    parallel.ep and etp; `split_rank`, see `StageSettings`. `labels`: how the user knows the names that are no settings.
+    """
+
+    config: Config
+    world_size: int
+    experts: bool = False
+    split_rank: int | None = None
+    labels: Mapping[str, str] = field(default_factory=lambda: {"world_size": "world size"})
+
+    def value(self, name: str) -> Any:
+        return value_of(self.config, name) if name in SETTINGS else getattr(self, name)
+
+    def changed(self, changes: Changes) -> "Case":
+        settings = {name: value for name, value in changes.items() if name in SETTINGS}
+        own = {name: value for name, value in changes.items() if name not in SETTINGS}
+        return replace(self, config=with_values(self.config, settings), **own)
+
+    def label(self, name: str) -> str:
+        return self.labels.get(name, name)
+
+    def show(self, *names: str) -> str:
+        """`parallel.tp=2 x parallel.pp=4`"""
+        return " x ".join(f"{self.label(name)}={yaml_value(self.value(name))}" for name in names)
 
 
-def parallel_layout(config: Config, world_size: int) -> ParallelLayout:
-    """The layout that the config asks for, or a UserError with everything that is wrong with it."""
-    case = Case(config, world_size)
-    if problems := problems_of(case, (world_splits_into_the_layout,)):
-        raise UserError(problems)
-    return layout_of(layout_of_case(case))
+@dataclass(frozen=True)
+class Flaw:
+    """A rule that a setting breaks. `fixes`: by setting, what to try; `words`: what would help and cannot be tried."""
+
+    setting: str
+    rule: str
+    fixes: Mapping[str, Iterable[Any]] = field(default_factory=dict)
+    words: str = ""
+
+    def speaks_of(self, names: Set[str]) -> bool:
+        """Whether one of the settings, or a group of them, is in the rule or in its remedy."""
+        said = {*re.findall(r"[a-z_.]+[a-z_]", f"{self.setting} {self.rule}"), *self.fixes}
+        return not names.isdisjoint(said | {name.partition(".")[0] for name in said})
 
 
-def _flaws_of(case: Case, rules: Sequence[Rule]) -> list[Flaw]:
-    """Flaws of one kind about one setting are one."""
-    found: dict[tuple[str, str], Flaw] = {}
-    for rule in rules:
-        for flaw in rule(case):
-            found.setdefault(flaw.key, flaw)
-    return list(found.values())
+Rule = Callable[[Case], Iterator[Flaw]]
 
 
-class _Search:
-    """Tries changes of a case."""
+def problems_of(case: Case, rules: Sequence[Rule], refused: Set[str] = frozenset()) -> list[Problem]:
+    """Everything that the rules find, each with what would work.
 
-    def __init__(self, case: Case, rules: Sequence[Rule]) -> None:
-        self.case, self.rules = case, rules
-        self.strictest_first = list(rules)
-        self.tried: dict[str, list[Flaw]] = {}
-        self.before = self.flaws({})
-        self.most = 0  # changes that may have been tried before a search is given up
+    A rule that speaks of a setting that is `refused` already stays silent: it would judge a value nobody asked for.
+    """
+    flaws = [flaw for rule in rules for flaw in rule(case)]
+    broken = {flaw.setting for flaw in flaws}
+    return [
+        Problem(case.label(flaw.setting), case.value(flaw.setting), flaw.rule, _remedy(case, rules, flaw, broken))
+        for flaw in flaws
+        if not flaw.speaks_of(refused)
+    ]
 
-    def flaws(self, changes: Changes) -> list[Flaw]:
-        key = repr(sorted(changes.items()))
-        if key not in self.tried:
-            self.tried[key] = _flaws_of(self.case.changed(changes), self.rules)
-        return self.tried[key]
 
-    def leaves_only(self, allowed: set[Any], changes: Changes) -> bool:
-        """Whether the changes leave no other flaws than these. The rule that says no is asked first the next time."""
-        case = self.case.changed(changes)
-        for place, rule in enumerate(self.strictest_first):
-            if any(flaw.key not in allowed for flaw in rule(case)):
-                self.strictest_first.insert(0, self.strictest_first.pop(place))
-                return False
-        return True
+def _remedy(case: Case, rules: Sequence[Rule], flaw: Flaw, broken: Set[str]) -> str:
+    """Single changes that mend everything, or else this; where there are none, the first pair of changes that does."""
+    tried = {name: _distinct(islice(values, TRIED)) for name, values in flaw.fixes.items()}
 
-    def remedy(self, flaw: Flaw) -> str:
-        """Single changes; where only another world would help, or nothing, several together as well."""
-        found = {}
-        for name in flaw.fixes:
-            found[name] = self.values(name, set()) or self.values(name, self.others(flaw, name))
-        ways = [self.told(name, values) for name, values in found.items() if values]
-        if not any(values for name, values in found.items() if name != "world_size"):
-            ways += self.together(flaw)
-        for adding in (False, True):  # others hide what else would be wrong, or make up for it
-            if not ways:
-                found = {name: self.mending(name, flaw, adding=adding) for name in flaw.fixes}
-                ways = [self.told(name, values) for name, values in found.items() if values]
-        return ", or ".join(ways) or f"other values of {' and '.join(map(self.case.label, flaw.fixes))}"
+    def works(changes: Changes, remaining: Set[str]) -> bool:
+        return _allowed(changes) and not _flaws(case.changed(changes), rules, remaining)
 
-    def others(self, flaw: Flaw, name: str) -> set[Any]:
-        """What may stay broken when the setting is changed: it mends all flaws of the kind that may be mended by it."""
-        mended = {one.key for one in self.before if one.kind == flaw.kind and name in one.fixes}
-        return {one.key for one in self.before} - mended - {flaw.key}
+    def singles(remaining: Set[str]) -> list[str]:
+        found = {
+            name: list(islice((value for value in values if works({name: value}, remaining)), OFFERED))
+            for name, values in tried.items()
+        }
+        return [_told(case, name, values) for name, values in found.items() if values]
 
-    def values(self, name: str, allowed: set[Any]) -> list[Any]:
-        """The nearest few values that leave only the allowed flaws."""
-        return self.nearest(name, lambda value: self.leaves_only(allowed, {name: value}))
+    def pairs(remaining: Set[str]) -> Iterator[Changes]:
+        for name, values in tried.items():
+            for value in (each for each in values[:TRIED_IN_PAIRS] if _allowed({name: each})):
+                [left] = _flaws(case.changed({name: value}), rules, remaining) or [flaw]
+                for other, others in left.fixes.items():
+                    more = ({name: value, other: each} for each in islice(others, TRIED_IN_PAIRS) if other != name)
+                    yield from (pair for pair in more if works(pair, remaining))
 
-    def mending(self, name: str, flaw: Flaw, *, adding: bool) -> list[Any]:
-        """The nearest few values with which the flaw is gone, and none is new unless `adding`."""
-        before = {one.key for one in self.before}
+    others = broken - {flaw.setting}
+    ways = singles(frozenset()) or singles(others)
+    if not ways and (pair := next(pairs(others), None)):
+        ways = [" with ".join(_told(case, name, [value]) for name, value in pair.items())]
+    ways += [flaw.words] * bool(flaw.words)
+    return ", or ".join(ways) or f"other values of {' and '.join(map(case.label, flaw.fixes))}"
 
-        def works(value: Any) -> bool:
-            after = {one.key for one in self.flaws({name: value})}
-            return flaw.key not in after and (adding or after <= before)
 
-        return self.nearest(name, works)
+def _flaws(case: Case, rules: Sequence[Rule], remaining: Set[str]) -> list[Flaw]:
+    """The first flaw besides those of the settings in `remaining`; empty where there is none."""
+    return list(islice((flaw for rule in rules for flaw in rule(case) if flaw.setting not in remaining), 1))
 
-    def nearest(self, name: str, works: Callable[[Any], bool]) -> list[Any]:
-        tried = (value for value in islice(candidates(self.case, name), TRIED) if self.case.allows(name, value))
-        return list(islice(filter(works, tried), OFFERED.get(name, 3)))
 
-    def together(self, flaw: Flaw) -> list[str]:
-        """The nearest changes of several settings that do together what one does not."""
-        for breadths in BREADTHS:
-            for name in flaw.fixes:
-                self.most = len(self.tried) + MOST_TRIED // len(flaw.fixes)
-                ways = list(self.extended({}, (name,), self.others(flaw, name), breadths))
-                if ways:
-                    _, changes = min(ways, key=lambda way: way[0])
-                    told = " with ".join(self.told(changed, [value]) for changed, value in changes.items())
-                    return [told.replace(" with leave ", ", and leave ")]
-        return []
+def _distinct(values: Iterable[Any]) -> list[Any]:
+    found: list[Any] = []
+    found.extend(value for value in values if value not in found)
+    return found
 
-    def extended(
-        self, changes: Changes, names: Sequence[str], allowed: set[Any], breadths: Sequence[int]
-    ) -> Iterator[tuple[int, Changes]]:
-        """Changes with one more for each of `breadths`, and how far the values are from those given, in candidates."""
-        for name in names:
-            if name in changes or name == "world_size":
-                continue
-            case = self.case.changed(changes)
-            for distance, value in enumerate([*islice(candidates(case, name), breadths[0]), *unset(case, name)]):
-                if not case.allows(name, value):
-                    continue
-                more = {**changes, name: value}
-                if len(self.tried) > self.most:
-                    return
-                rest = [one for one in self.flaws(more) if one.key not in allowed]
-                if not rest:
-                    yield distance, more
-                elif breadths[1:]:
-                    deeper = self.extended(more, rest[0].fixes, allowed, breadths[1:])
-                    yield from ((distance + further, way) for further, way in deeper)
 
-    def told(self, name: str, values: list[Any]) -> str:
-        """`parallel.pp=2 or 4`, `leave parallel.pipeline_layout unset`."""
-        default = default_of(name)
-        unset = [value for value in values if value == default and (value is None or value is False)]
-        set_ = [value for value in values if value not in unset]
-        if all(isinstance(value, int) for value in set_):
-            set_.sort()
-        shown = " or ".join(_quoted(name, value) for value in set_)
-        label = self.case.label(name)
-        return ", or ".join([f"{label}={shown}"] * bool(set_) + [f"leave {label} unset"] * bool(unset))
+def _allowed(changes: Changes) -> bool:
+    """Whether each setting may have its value, whatever the others are."""
+    return all(
+        value is None or name not in SETTINGS or outside(SETTINGS[name], value) is None
+        for name, value in changes.items()
+    )
+
+
+def _told(case: Case, name: str, values: list[Any]) -> str:
+    """`parallel.pp=2 or 4`, `leave parallel.pipeline_layout unset`."""
+    default = SETTINGS[name].default if name in SETTINGS else None
+    unset = [value for value in values if value == default and (value is None or value is False)]
+    others = [value for value in values if value not in unset]
+    if all(isinstance(value, int) for value in others):
+        others.sort()
+    label = case.label(name)
+    told = [f"{label}={' or '.join(_quoted(name, value) for value in others)}"] * bool(others)
+    return ", or ".join(told + [f"leave {label} unset"] * bool(unset))
 
 
 def _quoted(name: str, value: Any) -> str:

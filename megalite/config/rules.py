@@ -1,285 +1,201 @@
-"""Every rule that a config must keep; `bounds.py` has those of single settings, `model_rules.py` those
-of the model alone, `parallel_rules.py` those that join settings with the ranks, `optimizer_rules.py` those of gradients
-and the optimizer's state, `step_rules.py` those of single steps, `log_rules.py` those of wandb and TensorBoard; here
-are all others.
+"""Every rule that a config must keep, in one flat list, and the check that asks them all.
 
-Each rule is a small generator of `Problem`s that names the settings it read, with their numbers, and values that would
-work. A rule whose text names a setting that is already refused stays silent: it would judge a value nobody asked for.
+`bounds.py` judges each setting on its own. A rule of `RULES` joins several and says by formula what would work
+(`remedies.py`); those of ranks are in `parallel_rules.py`, those of the optimizer in `optimizer_rules.py`. What this
+machine must have is in `machine_rules.py`. A rule that speaks of a setting that is already refused stays silent.
 """
 
 import re
-from collections.abc import Callable, Collection, Iterator
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
+from collections.abc import Collection, Iterator
+from typing import Any
 
 from megalite.config.bounds import bounds, with_defaults
-from megalite.config.case import Case
-from megalite.config.derive import BUILT_IN_TOKENIZERS, absolute, looks_like_path, run_dir_of
-from megalite.config.log_rules import LOG_RULES
-from megalite.config.model_rules import MODEL_RULES
-from megalite.config.nccl_options import read_nccl_options
+from megalite.config.derive import derive_model
+from megalite.config.machine_rules import MACHINE_RULES
 from megalite.config.optimizer_rules import OPTIMIZER_RULES
 from megalite.config.parallel_rules import PARALLEL_RULES
-from megalite.config.remedies import problems_of
-from megalite.config.run_dir import run_dir_problems
+from megalite.config.remedies import Case, Flaw, Rule, problems_of
 from megalite.config.run_names import NAME
 from megalite.config.schema import Config
-from megalite.config.settings import SETTINGS, yaml_value
-from megalite.config.step_rules import STEP_RULES
-from megalite.errors.problems import Problem, collect
-from megalite.errors.remedies import nearest
-from megalite.layout.flaws import Flaw
-
-Rule = Callable[[Config, int], Iterator[Problem]]
-
-OLDEST_TORCH = (2, 11)  # as in pyproject.toml
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+from megalite.config.settings import SETTINGS, value_of
+from megalite.errors.problems import Problem
+from megalite.errors.remedies import divisors, multiples
 
 
 def check(config: Config, world_size: int, doubtful: Collection[str] = ()) -> list[Problem]:
     """All problems of a config on `world_size` ranks. `doubtful` settings were refused before they entered it."""
     problems = list(bounds(config))
-    refused = set(doubtful) | {problem.setting for problem in problems}
+    refused = {*doubtful, *(problem.setting for problem in problems)}
     judged = with_defaults(config, {problem.setting for problem in problems})
-    found = (problem for rule in RULES for problem in rule(judged, world_size))
-    return problems + [problem for problem in found if not any(_names(problem, name) for name in refused)]
+    problems += problems_of(Case(judged, world_size), RULES, refused)
+    found = (problem for rule in MACHINE_RULES for problem in rule(judged))
+    return problems + [one for one in found if not Flaw(one.setting, one.rule).speaks_of(refused)]
 
 
-def _names(problem: Problem, name: str) -> bool:
-    """Whether a problem speaks of the setting, or of any setting of the group, called `name`."""
-    return bool(re.search(rf"(?<![\w.]){re.escape(name)}(?!\w)", f"{problem.setting} {problem.rule}"))
+# --- the model -----------------------------------------------------------------------------------------------------
+
+
+def hidden_splits_over_heads(case: Case) -> Iterator[Flaw]:
+    hidden, heads = case.config.model.hidden_size, case.config.model.num_attention_heads
+    unit = 2 if case.config.model.position == "rope" else 1  # rotary heads are even
+    if case.config.model.head_size is None and hidden % heads:
+        fixes = {
+            "model.hidden_size": multiples(unit * heads, hidden),
+            "model.num_attention_heads": divisors(hidden, heads),
+        }
+        rule = f"does not split over model.num_attention_heads={heads}"
+        yield Flaw("model.hidden_size", rule, fixes, "set model.head_size")
+
+
+def query_heads_split_over_key_value_heads(case: Case) -> Iterator[Flaw]:
+    heads, groups = case.config.model.num_attention_heads, case.config.model.num_key_value_heads
+    if groups is not None and heads % groups:
+        rule = f"model.num_attention_heads={heads} is not a multiple of it"
+        yield Flaw("model.num_key_value_heads", rule, {"model.num_key_value_heads": divisors(heads, groups)})
+
+
+def rotary_heads_are_even(case: Case) -> Iterator[Flaw]:
+    model = case.config.model
+    size = derive_model(model, 1).head_size or 1
+    split = model.head_size is not None or model.hidden_size % model.num_attention_heads == 0
+    if model.position == "rope" and split and size % 2:
+        name = "model.head_size" if model.head_size is not None else "model.hidden_size"
+        rule = f"gives heads of odd size {size}, and model.position=rope turns pairs of numbers"
+        unit = 2 if model.head_size is not None else 2 * model.num_attention_heads
+        yield Flaw(name, rule, {name: multiples(unit, case.value(name)), "model.position": ["learned"]})
+
+
+def sequence_fits_learned_positions(case: Case) -> Iterator[Flaw]:
+    length, positions = case.config.train.seq_length, case.config.model.max_positions
+    if case.config.model.position == "learned" and positions is not None and length > positions:
+        rule = f"longer than the table of learned positions, model.max_positions={positions}"
+        fixes: dict[str, list[Any]] = {
+            "train.seq_length": [positions],
+            "model.max_positions": [length],
+            "model.position": ["rope"],
+        }
+        yield Flaw("train.seq_length", rule, fixes)
+
+
+def rotary_scaling_band_is_ordered(case: Case) -> Iterator[Flaw]:
+    model = case.config.model
+    low, high = model.rope_low_frequency_factor, model.rope_high_frequency_factor
+    if model.position == "rope" and model.rope_scaling_factor > 1 and high <= low:
+        rule = f"must be above model.rope_low_frequency_factor={low:g} where model.rope_scaling_factor is above 1"
+        yield Flaw("model.rope_high_frequency_factor", rule, {"model.rope_high_frequency_factor": [4 * low]})
+
+
+def names_are_file_names(case: Case) -> Iterator[Flaw]:
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", case.config.model.name):
+        rule = "part of the run folder's name, so letters, digits, '.', '_' and '-' only, a letter or digit first"
+        yield Flaw("model.name", rule, {"model.name": ["my_model"]})
+    if case.config.run_name is not None and not NAME.fullmatch(case.config.run_name):
+        rule = "must be a name that any file system takes: letters, digits and ._=+-, at most 100, no dot or sign first"
+        yield Flaw("run_name", rule, {"run_name": ["baseline-1"]}, "run_dir=PATH for a folder elsewhere")
 
 
 # --- training ------------------------------------------------------------------------------------------------------
 
 
-def recompute_has_an_effect(config: Config, world_size: int) -> Iterator[Problem]:
+def recompute_has_an_effect(case: Case) -> Iterator[Flaw]:
     """What is asked for is done: the modules under selective, the layers under full. The defaults ask for nothing."""
-    kind, layers, modules = config.train.recompute, config.train.recompute_layers, config.train.recompute_modules
-    there = config.model.num_layers
-    once = list(dict.fromkeys(modules))
-    if kind == "selective" and not modules:
-        remedy = "train.recompute=none, or train.recompute_modules=[attention]"
-        yield Problem("train.recompute_modules", modules, "train.recompute=selective needs some", remedy)
-    if len(once) < len(modules):
-        remedy = f"train.recompute_modules={yaml_value(once)}"
-        yield Problem("train.recompute_modules", modules, "names one more than once", remedy)
-    if kind != "selective" and once and once != SETTINGS["train.recompute_modules"].default:
-        rule = f"has no effect with train.recompute={kind}"
-        yield Problem("train.recompute_modules", modules, rule, "train.recompute=selective, or leave it out")
+    train, there = case.config.train, case.config.model.num_layers
+    kind, layers, modules = train.recompute, train.recompute_layers, "train.recompute_modules"
+    once, default = list(dict.fromkeys(train.recompute_modules)), SETTINGS[modules].default
+    if kind == "selective" and not once:
+        fixes: dict[str, list[Any]] = {"train.recompute": ["none"], modules: [default]}
+        yield Flaw(modules, "train.recompute=selective needs some", fixes)
+    if len(once) < len(train.recompute_modules):
+        yield Flaw(modules, "names one more than once", {modules: [once]})
+    if kind != "selective" and once and once != default:
+        yield Flaw(modules, f"has no effect with train.recompute={kind}", {"train.recompute": ["selective"]})
     if layers is not None and kind != "full":
-        rule = f"has no effect with train.recompute={kind}"
-        yield Problem("train.recompute_layers", layers, rule, "train.recompute=full, or leave it out")
+        fixes = {"train.recompute": ["full"], "train.recompute_layers": [None]}
+        yield Flaw("train.recompute_layers", f"has no effect with train.recompute={kind}", fixes)
     elif layers is not None and layers > there:
-        remedy = f"train.recompute_layers={there} or less, or leave it out: all"
-        yield Problem("train.recompute_layers", layers, f"more than model.num_layers={there}", remedy)
+        rule = f"more than model.num_layers={there}"
+        yield Flaw("train.recompute_layers", rule, {"train.recompute_layers": [there, None]})
 
 
-def schedule_fits_the_steps(config: Config, world_size: int) -> Iterator[Problem]:
-    steps, warmup, decay = config.train.steps, config.lr.warmup_steps, config.lr.decay_steps
-    if warmup is not None and warmup > steps:
-        yield Problem(
-            "lr.warmup_steps",
-            warmup,
-            f"the warm-up is longer than the run, train.steps={steps}",
-            f"lr.warmup_steps={min(100, steps // 10)} (the default for this run), or train.steps={warmup} or more",
-        )
-    elif config.lr.schedule == "wsd" and decay is not None and (warmup or 0) + decay > steps:
-        yield Problem(
-            "lr.decay_steps",
-            decay,
-            f"with lr.warmup_steps={warmup or 0} it is longer than the run, train.steps={steps}",
-            f"lr.decay_steps={min(steps // 5, steps - (warmup or 0))}, or train.steps={(warmup or 0) + decay} or more",
-        )
+def schedule_fits_the_steps(case: Case) -> Iterator[Flaw]:
+    steps, warmup, decay = case.config.train.steps, case.config.lr.warmup_steps or 0, case.config.lr.decay_steps or 0
+    if warmup > steps:
+        fixes = {"lr.warmup_steps": [min(100, steps // 10)], "train.steps": [warmup]}
+        yield Flaw("lr.warmup_steps", f"the warm-up is longer than the run, train.steps={steps}", fixes)
+    elif case.config.lr.schedule == "wsd" and warmup + decay > steps:
+        fixes = {"lr.decay_steps": [min(steps // 5, steps - warmup)], "train.steps": [warmup + decay]}
+        rule = f"with lr.warmup_steps={warmup} it is longer than the run, train.steps={steps}"
+        yield Flaw("lr.decay_steps", rule, fixes)
 
 
-def learning_rate_falls(config: Config, world_size: int) -> Iterator[Problem]:
-    peak, end = config.optimizer.lr, config.lr.min_lr
+def learning_rate_falls(case: Case) -> Iterator[Flaw]:
+    peak, end = case.config.optimizer.lr, case.config.lr.min_lr
     if end is not None and end > peak:
-        yield Problem(
-            "lr.min_lr",
-            end,
-            f"above the peak, optimizer.lr={peak:g}",
-            f"lr.min_lr={peak / 10:g}, or a larger optimizer.lr",
-        )
+        yield Flaw("lr.min_lr", f"above the peak, optimizer.lr={peak:g}", {"lr.min_lr": [peak / 10]})
 
 
-def betas_are_two_decay_rates(config: Config, world_size: int) -> Iterator[Problem]:
-    betas = config.optimizer.betas
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        yield Problem(
-            "optimizer.betas", betas, "must be two numbers, each at least 0 and below 1", "optimizer.betas=[0.9,0.95]"
-        )
+def listed_steps_are_steps_of_the_run(case: Case) -> Iterator[Flaw]:
+    steps = case.config.train.steps
+    for name in ("train.skip_steps", "train.profile_steps"):
+        listed: list[int] = value_of(case.config, name)
+        if others := [step for step in listed if not 1 <= step <= steps]:
+            rule = f"the steps of this run are 1 to train.steps={steps}, and {others[0]} is not"
+            inside = [step for step in listed if step not in others]
+            yield Flaw(name, rule, {name: [inside], "train.steps": [max(listed)]})
 
 
-# --- data and tokenizer --------------------------------------------------------------------------------------------
+def profiled_steps_train(case: Case) -> Iterator[Flaw]:
+    profiled, skipped = case.config.train.profile_steps, case.config.train.skip_steps
+    if idle := [step for step in profiled if step in skipped]:
+        rule = f"train.skip_steps passes over step {idle[0]}: there is nothing to record"
+        others = [step for step in profiled if step not in idle]
+        yield Flaw("train.profile_steps", rule, {"train.profile_steps": [others]})
 
 
-def data_path_suits_the_source(config: Config, world_size: int) -> Iterator[Problem]:
-    source, path = config.data.source, config.data.path
-    examples = {"text": "data.path=book.txt", "hf": "data.path=roneneldan/TinyStories", "tokens": "data.path=corpus"}
+# --- data ----------------------------------------------------------------------------------------------------------
+
+
+def data_path_suits_the_source(case: Case) -> Iterator[Flaw]:
+    source, path = case.config.data.source, case.config.data.path
+    example = {"hf": "roneneldan/TinyStories", "tokens": "corpus"}.get(source, "book.txt")
     parts = path if isinstance(path, list) else [path]
-    if source == "stdlib":
-        if path is not None:
-            yield Problem(
-                "data.path", path, "data=stdlib reads Python's own source and takes no path", "data=text for files"
-            )
-    elif path is None or path == []:
-        yield Problem("data.path", path, f"data={source} needs to be told what to read", examples[source])
-    elif not all(isinstance(part, str | int) and not isinstance(part, bool) and str(part).strip() for part in parts):
-        yield Problem(
-            "data.path", path, "must be text or a list of texts", f"{examples[source]} or data.path=[one,two]"
-        )
+    if source == "stdlib" and path is not None:
+        yield Flaw("data.path", "data=stdlib reads Python's own source and takes no path", words="data=text for files")
+    elif source != "stdlib" and (path is None or path == []):
+        yield Flaw("data.path", f"data={source} needs to be told what to read", words=f"data.path={example}")
+    elif path is not None and not all(
+        isinstance(part, str | int) and not isinstance(part, bool) and str(part).strip() for part in parts
+    ):
+        rule = "must be text or a list of texts"
+        yield Flaw("data.path", rule, words=f"data.path={example} or data.path=[one,two]")
 
 
-def weights_suit_the_blend(config: Config, world_size: int) -> Iterator[Problem]:
-    weights, path = config.data.weights, config.data.path
+def weights_suit_the_blend(case: Case) -> Iterator[Flaw]:
+    weights, path = case.config.data.weights, case.config.data.path
+    parts = len(path) if isinstance(path, list) else 1
     if weights is None:
         return
-    parts = len(path) if isinstance(path, list) else 1
     if parts < 2:
-        yield Problem("data.weights", weights, "only a data.path of several parts has shares", "leave data.weights out")
-    elif len(weights) != parts:
-        yield Problem(
-            "data.weights",
-            weights,
-            f"{len(weights)} shares for the {parts} parts of data.path",
-            f"{parts} numbers, one for each part, in the same order",
-        )
-    if any(weight <= 0 for weight in weights):
-        remedy = "positive numbers like data.weights=[0.7,0.3]; leave out the path of a part that is not wanted"
-        yield Problem("data.weights", weights, "shares must be above 0", remedy)
+        yield Flaw("data.weights", "only a data.path of several parts has shares", {"data.weights": [None]})
+    elif len(weights) != parts or min(weights) <= 0:
+        rule = f"{len(weights)} shares for the {parts} parts of data.path, each of which must have one above 0"
+        yield Flaw("data.weights", rule, {"data.weights": [[1.0] * parts, None]})
 
 
-def vocabulary_holds_the_tokens(config: Config, world_size: int) -> Iterator[Problem]:
-    size, trained = config.model.vocab_size, config.data.bpe_vocab_size
-    if config.tokenizer == "bpe" and config.data.source != "tokens" and size is not None and size < trained:
-        yield Problem(
-            "model.vocab_size",
-            size,
-            f"smaller than the vocabulary that is trained on the data, data.bpe_vocab_size={trained}",
-            f"model.vocab_size=null (the tokenizer's), or data.bpe_vocab_size={size}"
-            + ("" if size >= 258 else " is below 258, so rather tokenizer=char"),
-        )
-
-
-def tokenizer_exists(config: Config, world_size: int) -> Iterator[Problem]:
-    name = config.tokenizer
-    folder = Path(absolute(name))
-    near = nearest(name, BUILT_IN_TOKENIZERS)
-    hint = f"tokenizer={near}, or " if near else ""
-    if name in BUILT_IN_TOKENIZERS or (name and folder.is_dir()):
-        return
-    if looks_like_path(name):
-        yield Problem(
-            "tokenizer", name, f"there is no folder {folder}", "the folder of a transformers tokenizer", here=True
-        )
-    elif not HUB_NAME.fullmatch(name):
-        yield Problem(
-            "tokenizer",
-            name,
-            "neither built in, nor a folder, nor the form of a hub name",
-            f"{hint}one of {', '.join(BUILT_IN_TOKENIZERS)}, a folder, or a name like gpt2 or owner/name",
-        )
-
-
-# --- folders -------------------------------------------------------------------------------------------------------
-
-
-def start_weights_exist(config: Config, world_size: int) -> Iterator[Problem]:
-    source = config.checkpoint.init_from
-    if source is not None and not Path(absolute(source), "config.json").is_file():
-        place = Path(absolute(source))
-        remedy = "a folder written by transformers' save_pretrained, with config.json and model.safetensors"
-        if place.is_file():
-            rule = f"{place} is a file; a pickle (.pt, .bin) can run code, so none is ever loaded"
-        elif not place.is_dir():
-            rule = f"the folder {place} does not exist"
-        elif any((place / name).exists() for name in ("run.json", "checkpoints")):
-            rule = f"{place} is the folder of a run, not of a transformers model"
-            remedy = f"scripts/export_hf.py {source} OUT and checkpoint.init_from=OUT; to continue it, run_dir={source}"
-        else:
-            rule = f"the folder {place} holds no config.json"
-        yield Problem("checkpoint.init_from", source, rule, remedy, here=True)
-
-
-def run_dir_is_not_read_as_data(config: Config, world_size: int) -> Iterator[Problem]:
-    """A folder of text is read with all that is below it: what the run writes there would be other data next time."""
-    path, folder = config.data.path, Path(absolute(config.run_dir or "runs"))
-    if config.data.source not in ("text", "hf"):
-        return
-    for part in path if isinstance(path, list) else [path]:
-        place = Path(absolute(str(part)))
-        if place.is_dir() and folder.is_relative_to(place):
-            rule = f"it is inside data.path={part}, a folder that is read whole: the run would change its own data"
-            shown = config.run_dir or "null (runs/ in the folder of the command)"
-            yield Problem("run_dir", shown, rule, "a run_dir elsewhere, or a glob like data.path='*.txt'", here=True)
-
-
-def run_dir_can_be_used(config: Config, world_size: int) -> Iterator[Problem]:
-    if config.run_name is not None and not NAME.fullmatch(config.run_name):
-        rule = "must be a name that any file system takes: letters, digits and ._=+-, at most 100, no dot or sign first"
-        yield Problem("run_name", config.run_name, rule, "run_name=baseline-1, or run_dir=PATH for a folder elsewhere")
-    elif config.run_dir is not None:
-        yield from run_dir_problems(config.run_dir, Path(absolute(config.run_dir)))
-    elif config.run_name is not None:
-        yield from run_dir_problems(f"null, run_name={config.run_name}", Path(run_dir_of(config)))
-
-
-# --- ranks ---------------------------------------------------------------------------------------------------------
-
-
-def settings_suit_the_ranks(config: Config, world_size: int) -> Iterator[Problem]:
-    """What is advised suits the model, too."""
-    yield from problems_of(Case(config, world_size), PARALLEL_RULES, also=(model_flaws,))
-
-
-def model_flaws(case: Case) -> Iterator[Flaw]:
-    for rule in MODEL_RULES:
-        for problem in rule(case.config, case.world_size):
-            yield Flaw(problem.setting, rule.__name__, problem.rule, ())
-
-
-def nccl_options_can_be_read(config: Config, world_size: int) -> Iterator[Problem]:
-    problems: list[Problem] = []
-    path = config.parallel.nccl_options
-    if path is not None:
-        collect(lambda: read_nccl_options(Path(absolute(path))), problems)
-    yield from problems
-
-
-# --- installation --------------------------------------------------------------------------------------------------
-
-
-def torch_is_new_enough(config: Config, world_size: int) -> Iterator[Problem]:
-    """pip sees to it, unless it was told not to. Asked without importing torch, which an old one would not survive."""
-    try:
-        found = version("torch")
-    except PackageNotFoundError:  # built in place: whoever does that knows what it is
-        return
-    if tuple(int(part) for part in re.findall(r"\d+", found)[:2]) < OLDEST_TORCH:
-        oldest = ".".join(map(str, OLDEST_TORCH))
-        rule = f"older than {oldest}; before 2.10 a file that torch loads can run code (CVE-2026-24747)"
-        yield Problem("torch", found, rule, f"pip install 'torch>={oldest}'", here=True)
+def vocabulary_holds_the_tokens(case: Case) -> Iterator[Flaw]:
+    size, trained = case.config.model.vocab_size, case.config.data.bpe_vocab_size
+    if case.config.tokenizer == "bpe" and case.config.data.source != "tokens" and size is not None and size < trained:
+        rule = f"smaller than the vocabulary that is trained on the data, data.bpe_vocab_size={trained}"
+        fixes: dict[str, list[Any]] = {"model.vocab_size": [None], "data.bpe_vocab_size": [size], "tokenizer": ["char"]}
+        yield Flaw("model.vocab_size", rule, fixes)
 
 
 RULES: tuple[Rule, ...] = (
-    torch_is_new_enough,
-    *MODEL_RULES,
-    settings_suit_the_ranks,
-    recompute_has_an_effect,
-    schedule_fits_the_steps,
-    learning_rate_falls,
-    betas_are_two_decay_rates,
-    nccl_options_can_be_read,
+    *(hidden_splits_over_heads, query_heads_split_over_key_value_heads, rotary_heads_are_even),
+    *(sequence_fits_learned_positions, rotary_scaling_band_is_ordered, names_are_file_names),
+    *PARALLEL_RULES,
+    *(recompute_has_an_effect, schedule_fits_the_steps, learning_rate_falls),
+    *(listed_steps_are_steps_of_the_run, profiled_steps_train),
     *OPTIMIZER_RULES,
-    *STEP_RULES,
-    *LOG_RULES,
-    data_path_suits_the_source,
-    weights_suit_the_blend,
-    vocabulary_holds_the_tokens,
-    tokenizer_exists,
-    start_weights_exist,
-    run_dir_can_be_used,
-    run_dir_is_not_read_as_data,
+    *(data_path_suits_the_source, weights_suit_the_blend, vocabulary_holds_the_tokens),
 )

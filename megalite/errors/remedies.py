@@ -1,34 +1,35 @@
-"""Values that would work in place of one that does not, and how they are written in a remedy."""
+"""Values that would work in place of one that does not, the nearest first, and the word that was most likely meant."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from difflib import SequenceMatcher, get_close_matches
 from math import isqrt
 
-
-def divisors(number: int) -> list[int]:
-    """All divisors, ascending."""
-    found = {part for low in range(1, isqrt(number) + 1) if number % low == 0 for part in (low, number // low)}
-    return sorted(found)
+LARGEST_FACTORED = 1 << 32  # of larger numbers, only the small divisors are looked for
+SMALL = 4096
 
 
-def around(value: int, step: int) -> str:
-    """The multiples of `step` next to `value`, as text: `96 or 120`."""
-    below = value // step * step
-    return " or ".join(str(number) for number in (below, below + step) if number > 0)
+def divisors(number: int, near: int) -> Iterator[int]:
+    """The divisors of `number`, those nearest to `near` first."""
+    most = isqrt(number) if number <= LARGEST_FACTORED else SMALL
+    low = [part for part in range(1, most + 1) if number % part == 0]
+    yield from nearest_first({*low, *(number // part for part in low)}, near)
 
 
-def divisors_near(number: int, value: int, count: int = 3) -> list[int]:
-    """The divisors of `number` nearest to `value`, ascending."""
-    return nearest_of(divisors(number), value, count)
+def multiples(unit: int, near: int) -> Iterator[int]:
+    """Multiples of `unit` above 0, those nearest to `near` first, without end."""
+    below = near // unit * unit
+    above = below + unit
+    while True:
+        if below > 0 and near - below <= above - near:
+            yield below
+            below -= unit
+        else:
+            yield above
+            above += unit
 
 
-def nearest_of(values: Iterable[int], value: int, count: int = 3) -> list[int]:
-    """Those nearest to `value`, ascending."""
-    return sorted(sorted(values, key=lambda one: abs(one - value))[:count])
-
-
-def either(values: list[int]) -> str:
-    return " or ".join(str(value) for value in values)
+def nearest_first(values: Iterable[int], near: int) -> Iterator[int]:
+    yield from sorted(values, key=lambda value: (abs(value - near), value))
 
 
 def similarity(one: str, other: str) -> float:

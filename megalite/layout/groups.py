@@ -12,7 +12,6 @@ from functools import partial
 from math import prod
 from typing import Literal
 
-from megalite.layout.flaws import Flaw, Show, is_whole, refuse, shown_by
 from megalite.layout.ranks import ParallelLayout
 
 Traffic = Literal[
@@ -72,9 +71,9 @@ class GroupNeeds:
 def groups_of(layout: ParallelLayout, rank: int, needs: GroupNeeds) -> dict[str, GroupSpec]:
     """The groups of `rank` by name, groups of one rank included, in the order of their making.
 
-    Raises ValueError with all of `group_flaws`.
+    Raises ValueError where they cannot be formed.
     """
-    refuse(group_flaws(layout, needs))
+    _check(layout, needs)
     specs = {family.name: family.group_of(rank) for family in _families(layout, needs)}
     return {name: spec for name, spec in specs.items() if spec is not None}
 
@@ -83,9 +82,9 @@ def all_groups(layout: ParallelLayout, needs: GroupNeeds) -> Iterator[GroupSpec]
     """Every group of more than one rank of the whole world, in the one order in which all ranks make them.
 
     Gradient sync comes first: switches that reduce in the network serve the first communicator alone. The call raises
-    ValueError with all of `group_flaws`.
+    ValueError where they cannot be formed.
     """
-    refuse(group_flaws(layout, needs))
+    _check(layout, needs)
     return _all_groups(layout, needs)
 
 
@@ -103,46 +102,23 @@ def _all_groups(layout: ParallelLayout, needs: GroupNeeds) -> Iterator[GroupSpec
                 yield spec
 
 
-def group_flaws(layout: ParallelLayout, needs: GroupNeeds, show: Show | None = None) -> list[Flaw]:
-    """What keeps the groups from being formed, about the fields of needs and layout."""
-    show = show or shown_by(layout)
-    rules = (_uneven_heads, _uneven_levels, _uneven_instances)
-    return [*_bad_values(layout, needs, show)] or [flaw for rule in rules for flaw in rule(layout, needs, show)]
-
-
-def _bad_values(layout: ParallelLayout, needs: GroupNeeds, show: Show) -> Iterator[Flaw]:
-    levels, split, heads = needs.cp_levels, needs.split_rank, 1 if needs.kv_heads is None else needs.kv_heads
-    for field, value in (("kv_heads", heads), ("optimizer_instances", needs.optimizer_instances)):
-        if not is_whole(value, 1):
-            yield Flaw(field, "value", "must be a whole number, at least 1", (field,))
-    if not isinstance(levels, tuple | list) or not all(is_whole(size, 1) for size in levels):
-        yield Flaw("cp_levels", "value", "each level must be a whole number, at least 1", ("cp_levels",))
-    if split is not None and not (is_whole(split, 1) and split < layout.pp):
-        rule = f"must leave encoder and decoder a rank each of {show('pp')}"
-        yield Flaw("split_rank", "value", rule, ("split_rank",))
-
-
-def _uneven_heads(layout: ParallelLayout, needs: GroupNeeds, show: Show) -> Iterator[Flaw]:
-    heads, tp = needs.kv_heads, layout.tp
-    if heads is not None and tp % heads and heads % tp:
-        yield Flaw("kv_heads", "sum", f"neither a multiple nor a divisor of {show('tp')}", ("tp", "kv_heads"))
-
-
-def _uneven_levels(layout: ParallelLayout, needs: GroupNeeds, show: Show) -> Iterator[Flaw]:
-    if needs.cp_levels and prod(needs.cp_levels) != layout.cp:
-        rule = f"their product must be {show('cp')}, not {prod(needs.cp_levels)}"
-        yield Flaw("cp_levels", "sum", rule, ("cp_levels",))
-
-
-def _uneven_instances(layout: ParallelLayout, needs: GroupNeeds, show: Show) -> Iterator[Flaw]:
-    instances, experts = needs.optimizer_instances, layout.has_experts
-    replicas = {"dp x cp": layout.dp * layout.cp} | ({"edp": layout.edp} if experts else {})
-    if uneven := [f"{axes} = {size}" for axes, size in replicas.items() if size % instances]:
-        rule = f"does not divide {' and '.join(uneven)}"
-        yield Flaw("optimizer_instances", "sum", rule, ("optimizer_instances",))
-    elif experts and not _instances_agree(layout, instances):
-        rule = f"{show('order')} deals dense layers and experts out to different instances"
-        yield Flaw("optimizer_instances", "sum", rule, ("optimizer_instances", "order"))
+def _check(layout: ParallelLayout, needs: GroupNeeds) -> None:
+    heads, instances, levels, split = needs.kv_heads, needs.optimizer_instances, needs.cp_levels, needs.split_rank
+    if heads is not None and (heads < 1 or (layout.tp % heads and heads % layout.tp)):
+        raise ValueError(f"kv_heads={heads} is neither a multiple nor a divisor of tp={layout.tp}")
+    if levels and prod(levels) != layout.cp:
+        raise ValueError(f"the product of cp_levels={levels} must be cp={layout.cp}")
+    if split is not None and not 0 < split < layout.pp:
+        raise ValueError(f"split_rank={split} must leave encoder and decoder a rank each of pp={layout.pp}")
+    if instances < 1 or any(
+        size % instances for size in (layout.dp * layout.cp, *([layout.edp] if layout.has_experts else []))
+    ):
+        raise ValueError(
+            f"optimizer_instances={instances} must divide dp x cp = {layout.dp * layout.cp} and the "
+            f"replicas of experts, {layout.edp}"
+        )
+    if layout.has_experts and instances > 1 and not _instances_agree(layout, instances):
+        raise ValueError(f"order={layout.order} deals dense layers and experts out to different optimizer instances")
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,61 @@
 
 A pipeline of `pp` ranks with `vpp` chunks each has pp*vpp stages; chunk c on rank r is stage c*pp + r. The layers of
 all stages, concatenated in stage order, are 0..num_layers-1: nothing is dropped, nothing is held twice. With an encoder
-and a decoder that holds for each side. Settings that cannot keep this are refused by `stage_rules`. No torch import.
+and a decoder that holds for each side. Settings that cannot keep this are refused, never rounded. No torch import.
 """
 
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megalite.layout.flaws import Flaw, is_whole, refuse
-from megalite.layout.stage_rules import StageSettings, stage_flaws
 from megalite.layout.stage_string import layout_counts
+
+# A setting says who holds the layers, or one of the others does: both at once would place the same layers twice.
+EXCLUDED_BY = {
+    "vpp": ("split_rank",),
+    "standalone_embedding": ("layout",),
+    "split_rank": ("layout",),
+    "first_layers": ("layout", "split_rank", "standalone_embedding"),
+    "last_layers": ("layout", "split_rank"),
+    "count_embedding": ("layout", "split_rank", "standalone_embedding", "first_layers", "last_layers"),
+    "count_loss": ("layout", "split_rank", "standalone_embedding", "first_layers", "last_layers"),
+}
+
+
+@dataclass(frozen=True)
+class StageSettings:
+    """What is asked about who holds which of `num_layers` layers, on `pp` pipeline ranks.
+
+    Layers are divided evenly over the pp * vpp stages, except that
+    - `standalone_embedding`: rank 0 holds none in any of its chunks, the other ranks share all;
+    - `first_layers`, `last_layers`: so many on the first or last rank, all of its chunks together; the others share the
+      rest (0 is allowed);
+    - `count_embedding`, `count_loss`: the embedding or the loss takes the place of one layer in its stage;
+    - `layout`: said stage by stage, see `stage_string`;
+    - `split_rank`: an encoder and a decoder of `num_layers` each; this is the decoder's first rank. A standalone
+      embedding takes one of the encoder's ranks.
+    """
+
+    num_layers: int
+    pp: int
+    vpp: int = 1
+    standalone_embedding: bool = False
+    split_rank: int | None = None
+    first_layers: int | None = None
+    last_layers: int | None = None
+    count_embedding: bool = False
+    count_loss: bool = False
+    layout: str | None = None
+
+    def asked(self, *names: str) -> list[str]:
+        """Those of the settings called `names` (default: all) that ask for more than plain division."""
+        values = {name: getattr(self, name) for name in names or (*EXCLUDED_BY, "layout")}
+        return [name for name, value in values.items() if value not in (None, False) and (name, value) != ("vpp", 1)]
+
+    @property
+    def clashes(self) -> dict[str, list[str]]:
+        """By setting, the others that place the same layers."""
+        found = {name: self.asked(*EXCLUDED_BY[name]) for name in self.asked(*EXCLUDED_BY)}
+        return {name: others for name, others in found.items() if others}
 
 
 @dataclass(frozen=True)
@@ -23,7 +69,7 @@ class StageLayers:
     """
 
     stage: int
-    rank: int
+    pp_rank: int
     chunk: int
     first: int
     count: int
@@ -38,58 +84,68 @@ class StageLayers:
 
 
 def stage_layers(settings: StageSettings) -> tuple[StageLayers, ...]:
-    """All stages in stage order. Raises ValueError with all of `stage_flaws`."""
-    refuse(stage_flaws(settings))
-    counts = _counts(settings)
-    pp, split = settings.pp, settings.split_rank
+    """All stages in stage order. Raises ValueError for settings that do not place every layer once."""
+    counts = stage_counts(settings)
+    split = settings.split_rank
     stages, first = [], 0
     for stage, count in enumerate(counts):
-        chunk, rank = divmod(stage, pp)
+        chunk, pp_rank = divmod(stage, settings.pp)
         first = 0 if stage == split else first  # the decoder counts its layers from 0 again
         entry, last = stage in (0, split), stage == len(counts) - 1
         side: Literal["encoder", "decoder"] = "encoder" if split is not None and stage < split else "decoder"
-        stages.append(StageLayers(stage, rank, chunk, first, count, entry, last, side))
+        stages.append(StageLayers(stage, pp_rank, chunk, first, count, entry, last, side))
         first += count
-    sides = 1 if split is None else 2
-    assert sum(counts) == sides * settings.num_layers, (settings, counts)
     return tuple(stages)
 
 
-def get_num_layers(num_layers: int, pp: int, pp_rank: int, *, chunk: int | None = None, **rules: Any) -> int:
+def get_num_layers(num_layers: int, pp: int, pp_rank: int, *, chunk: int | None = None, **settings: Any) -> int:
     """Layers on one pipeline rank: all of its chunks together, or one `chunk`.
 
-    `rules` are further fields of `StageSettings`: `get_num_layers(12, 4, 0, standalone_embedding=True)` is 0. Raises
-    ValueError for settings that are refused and for a rank or chunk that does not exist.
+    `settings` are further fields of `StageSettings`: `get_num_layers(12, 4, 0, standalone_embedding=True)` is 0. Raises
+    ValueError for settings that do not place every layer once and for a rank or chunk that does not exist.
     """
-    settings = StageSettings(num_layers, pp, **rules)
-    flaws = stage_flaws(settings)
-    chunks = 0 if flaws else len(_counts(settings)) // pp  # known only where the settings are accepted
-    for name, given, size in (("pp_rank", pp_rank, pp), ("chunk", chunk or 0, chunks)):
-        if is_whole(size, 1) and not (is_whole(given, 0) and given < size):
-            flaws.append(Flaw(name, "value", f"{given!r} is none of 0 to {size - 1}", ()))
-    refuse(flaws)
-    return sum(
-        one.count for one in stage_layers(settings) if one.rank == pp_rank and (chunk is None or one.chunk == chunk)
-    )
+    stages = stage_layers(StageSettings(num_layers, pp, **settings))
+    held = [one.count for one in stages if one.pp_rank == pp_rank and chunk in (None, one.chunk)]
+    if not held:
+        raise ValueError(f"of {pp} pipeline ranks there is no pp_rank={pp_rank}, chunk={chunk}")
+    return sum(held)
 
 
-def _counts(settings: StageSettings) -> list[int]:
-    """Layers of every stage, in stage order, for settings that are accepted."""
-    layers, pp, vpp = settings.num_layers, settings.pp, settings.vpp or 1
+def stage_counts(settings: StageSettings) -> list[int]:
+    """Layers of every stage, in stage order. Raises ValueError for settings that do not place every layer once."""
+    layers, pp, vpp, split = settings.num_layers, settings.pp, settings.vpp, settings.split_rank
+    if settings.clashes:
+        raise ValueError(f"settings that place the same layers twice: {settings.clashes}")
     if settings.layout is not None:
-        return list(layout_counts(settings.layout))
-    if settings.split_rank is not None:
-        standalone = int(settings.standalone_embedding)
-        encoder, decoder = settings.split_rank - standalone, pp - settings.split_rank
-        return [0] * standalone + [layers // encoder] * encoder + [layers // decoder] * decoder
-    if settings.count_embedding or settings.count_loss:
-        counts = [(layers + settings.count_embedding + settings.count_loss) // (pp * vpp)] * (pp * vpp)
-        counts[0] -= settings.count_embedding
-        counts[-1] -= settings.count_loss
-        return counts
+        counts = layout_counts(settings.layout)
+        if (len(counts), sum(counts)) != (pp * vpp, layers):
+            raise ValueError(f"places {sum(counts)} layers on {len(counts)} stages, not {layers} on {pp * vpp}")
+        return list(counts)
+    if split is not None:
+        alone = int(settings.standalone_embedding)
+        return [0] * alone + _shared(layers, split - alone) + _shared(layers, pp - split)
+    if counted := settings.count_embedding + settings.count_loss:
+        each = _shared(layers + counted, pp * vpp)
+        each[0] -= settings.count_embedding
+        each[-1] -= settings.count_loss
+        return each
     first = 0 if settings.standalone_embedding else settings.first_layers
-    before, after = ([] if end is None else [end] for end in (first, settings.last_layers))
+    before, after = ([_divided(end, vpp)] if end is not None else [] for end in (first, settings.last_layers))
     between = pp - len(before) - len(after)
-    rest = layers - sum(before) - sum(after)
-    ranks = [*before, *([rest // between] * between if between else []), *after]
-    return [count // vpp for count in ranks] * vpp  # every rank's layers, evenly over its chunks
+    rest = layers - vpp * sum(before + after)
+    return [*before, *_shared(rest, between * vpp)[:between], *after] * vpp  # every rank's, evenly over its chunks
+
+
+def _shared(layers: int, stages: int) -> list[int]:
+    """The layers of so many stages that share them, at least one each."""
+    if layers == stages == 0:
+        return []
+    if stages < 1 or layers < stages or layers % stages:
+        raise ValueError(f"{layers} layers do not divide over {stages} stages")
+    return [layers // stages] * stages
+
+
+def _divided(layers: int, chunks: int) -> int:
+    if layers < 0 or layers % chunks:
+        raise ValueError(f"{layers} layers of one rank do not divide over its {chunks} chunks")
+    return layers // chunks

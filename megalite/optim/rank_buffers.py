@@ -60,7 +60,7 @@ def held_parameters(config: Config, pp_rank: int) -> list[ParameterRecord]:
 
 def stages_of(config: Config, pp_rank: int) -> list[StageLayers]:
     """The stages that are the chunks of one pipeline rank, in order."""
-    return [stage for stage in stage_layers(stage_settings(config)) if stage.rank == pp_rank]
+    return [stage for stage in stage_layers(stage_settings(config)) if stage.pp_rank == pp_rank]
 
 
 def _owners(config: Config, world: ParallelLayout, rank: int) -> dict[Kind, tuple[int, ...]]:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megalite.config.schedule_rules import ScheduleRequest, default_group_size, schedule_flaws
-from megalite.layout.flaws import refuse
 from megalite.pipeline.actions import Action, ActionKind, Schedule
 
 
@@ -104,7 +103,8 @@ SCHEDULES: dict[str, Callable[[Shape, int], RankActions]] = {
 
 def build_schedule(request: ScheduleRequest) -> Schedule:
     """The schedule of a request. Raises ValueError with all of `schedule_flaws`."""
-    refuse(schedule_flaws(request))
+    if flaws := [f"{setting}: {rule}" for setting, rule in schedule_flaws(request)]:
+        raise ValueError("; ".join(flaws))
     pp, microbatches = request.pp, request.microbatches
     shape = Shape(pp, request.vpp, microbatches, request.group_size or default_group_size(pp, microbatches))
     ranks = [SCHEDULES[request.schedule](shape, rank) for rank in range(pp)]

@@ -29,7 +29,7 @@ def table_lines(layout: ParallelLayout, width: int) -> Iterator[str]:
 
 def stage_lines(stages: Sequence[StageLayers]) -> Iterator[str]:
     """Which layers each pipeline rank holds in each of its chunks, a line per stage in the order of the layers."""
-    ranks = 1 + max(stage.rank for stage in stages)
+    ranks = 1 + max(stage.pp_rank for stage in stages)
     sides = {stage.side for stage in stages}
     digits = len(str(len(stages)))
     yield "stages:"
@@ -41,7 +41,7 @@ def stage_lines(stages: Sequence[StageLayers]) -> Iterator[str]:
         layers = f"{stage.count} layers, {stage.first}-{stage.first + stage.count - 1}"
         if stage.count < 2:
             layers = f"1 layer, {stage.first}" if stage.count else "no layers"
-        yield f"  pp rank {stage.rank:<{digits}}{chunk}: {side}{layers}{held}"
+        yield f"  pp rank {stage.pp_rank:<{digits}}{chunk}: {side}{layers}{held}"
 
 
 def json_lines(layout: ParallelLayout, stages: Sequence[StageLayers] = ()) -> Iterator[str]:

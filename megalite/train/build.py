@@ -16,7 +16,8 @@ from torch.distributed.distributed_c10d import Store
 from megalite.config.derive import derive_schedule
 from megalite.config.nccl_options import read_nccl_options
 from megalite.config.optimizer_rules import precision_problems
-from megalite.config.remedies import parallel_layout
+from megalite.config.parallel_rules import layout_of
+from megalite.config.remedies import Case
 from megalite.config.schedule_rules import ScheduleRequest
 from megalite.config.schema import Config, ModelConfig, OptimizerConfig
 from megalite.config.settings import SETTINGS, value_of, yaml_value
@@ -102,7 +103,7 @@ def start(config: Config, environment: ProcessEnvironment, store: Store | None =
     plan |= {"parallel.nccl_options": str(nccl)} if nccl else {}
     return startup.start(
         environment,
-        collect(lambda: parallel_layout(config, environment.world_size), problems),
+        collect(lambda: layout_of(Case(config, environment.world_size)), problems),
         device,
         dtype,
         problems=problems,

@@ -8,16 +8,16 @@ of its axis. No torch import.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from math import lcm, sqrt
+from math import sqrt
 from typing import Any
 
 from megalite.config.derive import derive
-from megalite.config.parallel_rules import layout_request, stage_settings
+from megalite.config.parallel_rules import dense_ranks, layout_of, least_world, stage_settings
+from megalite.config.remedies import Case
 from megalite.config.rules import check
 from megalite.config.schedule_rules import default_group_size
 from megalite.config.schema import Config, ParallelConfig
 from megalite.config.settings import with_values
-from megalite.layout.layout_rules import layout_of
 from megalite.layout.ranks import ParallelLayout
 from megalite.layout.stage_string import layout_text
 from megalite.layout.stages import stage_layers
@@ -66,7 +66,7 @@ class Shrunk:
 
 def shrink(config: Config, world_size: int) -> Shrunk:
     """`config` is checked and derived for `world_size` ranks; so is the small one."""
-    asked = layout_of(layout_request(config, world_size))
+    asked = layout_of(Case(config, world_size))
     axes, run = _axes(config, asked)
     known = with_values(config, {"model.vocab_size": vocabulary_of(config)})
     small = with_values(known, ALWAYS | axes | _stages(config, run) | _model(known, asked, run))
@@ -76,7 +76,7 @@ def shrink(config: Config, world_size: int) -> Shrunk:
     small = with_values(small, {"optimizer.lr": peak, "optimizer.eps": eps, "optimizer.clip_grad": clip})
     problems = check(small, run.world_size)
     assert not problems, problems
-    layout = layout_of(layout_request(small, run.world_size))
+    layout = layout_of(Case(small, run.world_size))
     return Shrunk(derive(small, run.world_size), layout, config, asked, tuple(_notes(config, asked, layout)))
 
 
@@ -92,9 +92,9 @@ def _axes(config: Config, asked: ParallelLayout) -> tuple[dict[str, Any], Parall
     axes, dp = {axis: getattr(config.parallel, axis) for axis in AXES}, asked.dp
     if asked.world_size > MOST_RANKS:
         axes = {axis: min(2, size or 1) for axis, size in axes.items()}
-        request = layout_request(Config(parallel=ParallelConfig(**axes)), 1)
-        unit = lcm(request.dense_product, request.expert_product)
-        dp = -(-min(2, asked.dp) * request.dense_product // unit) * unit // request.dense_product
+        small = Config(parallel=ParallelConfig(**axes))
+        ranks, unit = dense_ranks(small), least_world(small)
+        dp = -(-min(2, asked.dp) * ranks // unit) * unit // ranks
     run = ParallelLayout(tp=axes["tp"], cp=axes["cp"], dp=dp, pp=axes["pp"], vpp=axes["vpp"])
     return {f"parallel.{axis}": size for axis, size in axes.items()}, run
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from math import lcm
 
 from megalite.config.compose import load_config, load_values
-from megalite.config.parallel_rules import layout_request, stage_settings
+from megalite.config.parallel_rules import dense_ranks, least_world, stage_settings
 from megalite.config.schema import Config
 from megalite.errors.problems import Problem, UserError
 from megalite.layout.ranks import ParallelLayout
@@ -92,11 +92,10 @@ def _natural_world(argv: list[str], dp: int | None) -> int:
         config = load_values(argv, READ)
     except UserError:  # which load_config then tells
         return 1
-    request, train = layout_request(config, 1), config.train
+    ranks, unit, train = dense_ranks(config), least_world(config), config.train
     if dp is not None:
-        return dp * request.dense_product
-    unit = lcm(request.dense_product, request.expert_product)
-    copies, batch = 2 * unit // request.dense_product, train.global_batch_size // (train.micro_batch_size or 1)
+        return dp * ranks
+    copies, batch = 2 * unit // ranks, train.global_batch_size // (train.micro_batch_size or 1)
     enough = config.parallel.vpp == 1 or batch // copies >= config.parallel.pp  # microbatches for interleaved
     return 2 * unit if 2 * unit <= MOST_RANKS and batch % copies == 0 and enough else unit
 

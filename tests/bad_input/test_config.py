@@ -4,7 +4,7 @@ import tomllib
 
 import pytest
 
-from megalite.config.rules import OLDEST_TORCH
+from megalite.config.machine_rules import OLDEST_TORCH
 from tests.bad_input.launching import SMALL, Row, Scene, check, file
 from tests.train.runs import ROOT
 

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from megalite.config.schema import ModelConfig
 from megalite.data.batch import Batch
 from megalite.layout.parameters import is_held
-from megalite.layout.stage_rules import StageSettings
-from megalite.layout.stages import StageLayers, stage_layers
+from megalite.layout.stages import StageLayers, StageSettings, stage_layers
 from megalite.model import gpt as module
 from megalite.model.gpt import GPT
 from megalite.model.parameters import gpt_parameters
@@ -28,7 +27,7 @@ SPLITS = {
     "standalone embedding, chunks": StageSettings(LAYERS, 2, 2, standalone_embedding=True),
     "standalone loss": StageSettings(LAYERS, 3, last_layers=0),
     "both": StageSettings(LAYERS, 6, count_embedding=True, count_loss=True),
-    "layout": StageSettings(LAYERS, 2, layout="Et|t|tt|L"),
+    "layout": StageSettings(LAYERS, 2, 2, layout="Et|t|tt|L"),
 }
 TIED_WORD = "embedding.word.weight"
 

@@ -248,7 +248,7 @@ def test_a_mode_that_means_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_packages_that_are_not_installed_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megalite.config.log_rules.is_installed", lambda package: False)
+    monkeypatch.setattr("megalite.config.machine_rules.is_installed", lambda package: False)
     said = str(refusal("log.wandb=offline", "log.tensorboard=true"))
     assert "pip install wandb" in said
     assert "pip install tensorboard" in said

@@ -40,7 +40,7 @@ def requests(draw: st.DrawFn) -> ScheduleRequest:
     sizes = [None, *range(pp, microbatches + 1)]
     vpp = draw(st.integers(2, 4))
     legal = [ScheduleRequest(name, pp, microbatches, vpp, size) for size in sizes]
-    return draw(st.sampled_from([request for request in legal if not schedule_flaws(request)]))
+    return draw(st.sampled_from([request for request in legal if not [*schedule_flaws(request)]]))
 
 
 training = requests().map(build_schedule)

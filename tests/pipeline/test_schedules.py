@@ -105,7 +105,7 @@ def test_what_1f1b_holds_does_not_grow_with_the_microbatches() -> None:
 def test_any_number_of_microbatches_from_pp_on_has_a_group_size(pp: int, more: int) -> None:
     size = default_group_size(pp, pp + more)
     assert size == pp or (pp + more) % pp
-    assert pp == 1 or not schedule_flaws(ScheduleRequest("interleaved", pp, pp + more, vpp=2, group_size=size))
+    assert pp == 1 or not [*schedule_flaws(ScheduleRequest("interleaved", pp, pp + more, vpp=2, group_size=size))]
 
 
 def test_evaluation_takes_any_number_of_microbatches_forward() -> None:

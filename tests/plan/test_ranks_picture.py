@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.layout.layout_rules import LayoutRequest, layout_of
 from megalite.layout.panels import FIRST_RANKS, MOST_RANKS, Grid, Panel, panels_of, title_of
 from megalite.layout.ranks import ParallelLayout
 from megalite.plan.drawing import save_picture
 from megalite.plan.ranks_picture import figure_of
+from tests.plan.laid_out import laid_out
 
 size = st.sampled_from([1, 2, 3, 4])
 layouts = st.builds(
@@ -26,7 +26,7 @@ per_node = st.integers(1, 20)
 
 
 def panels(gpus_per_node: int = 8, /, **sizes: int) -> dict[str, Panel]:
-    layout = layout_of(LayoutRequest(**sizes))
+    layout = laid_out(**sizes)
     return {panel.axis: panel for panel in panels_of(layout, Grid(layout.world_size, gpus_per_node))}
 
 
@@ -100,7 +100,7 @@ def test_panels_are_the_axes_that_are_split_and_the_pipelines_once() -> None:
     ],
 )
 def test_ranks_side_by_side_share_a_colour_only_within_a_group(world_size: int, sizes: dict[str, int]) -> None:
-    layout = layout_of(LayoutRequest(world_size, **sizes))
+    layout = laid_out(world_size, **sizes)
     grid = Grid(world_size, 8)
     rank_at = {grid.place(rank): rank for rank in range(world_size)}
     for axis, panel in panels(world_size=world_size, **sizes).items():
@@ -112,7 +112,7 @@ def test_ranks_side_by_side_share_a_colour_only_within_a_group(world_size: int, 
 
 
 def test_of_a_large_world_the_first_nodes_are_drawn_and_the_picture_says_so(tmp_path: Path) -> None:
-    layout = layout_of(LayoutRequest(4096, tp=8, pp=4))
+    layout = laid_out(4096, tp=8, pp=4)
     save_picture(lambda: figure_of(layout, 8), tmp_path / "large.svg", "--picture")
     texts = texts_of(tmp_path / "large.svg")
     assert "drawn: ranks 0-71 of 4096; the titles count all groups" in texts
@@ -125,9 +125,7 @@ def test_of_a_large_world_the_first_nodes_are_drawn_and_the_picture_says_so(tmp_
 
 
 def test_a_drawing_names_its_nodes_ranks_axes_and_kinds_of_line(tmp_path: Path) -> None:
-    save_picture(
-        lambda: figure_of(layout_of(LayoutRequest(16, tp=4, pp=2, ep=4, etp=1)), 8), tmp_path / "ranks.svg", "--picture"
-    )
+    save_picture(lambda: figure_of(laid_out(16, tp=4, pp=2, ep=4, etp=1), 8), tmp_path / "ranks.svg", "--picture")
     texts = texts_of(tmp_path / "ranks.svg")
     assert {"16 ranks: tp 4 x dp 2 x pp 2, order tp-cp-ep-dp-pp", "experts: ep 4 x edp 2 x pp 2"} <= set(texts)
     assert "ep: 4 groups of 4, all inside a node" in texts
@@ -137,7 +135,7 @@ def test_a_drawing_names_its_nodes_ranks_axes_and_kinds_of_line(tmp_path: Path) 
 
 
 def test_what_does_not_occur_is_not_in_the_legend(tmp_path: Path) -> None:
-    save_picture(lambda: figure_of(layout_of(LayoutRequest(8, tp=2)), 8), tmp_path / "ranks.svg", "--picture")
+    save_picture(lambda: figure_of(laid_out(8, tp=2), 8), tmp_path / "ranks.svg", "--picture")
     texts = texts_of(tmp_path / "ranks.svg")
     assert "inside a node" in texts
     assert not {"between nodes", "to a rank that is not drawn"} & set(texts)
@@ -146,7 +144,7 @@ def test_what_does_not_occur_is_not_in_the_legend(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("world_size", "gpus_per_node"), [(1, 8), (3, 8), (30, 8), (5, 1), (20, 3), (300, 200)])
 @pytest.mark.parametrize("name", ["ranks.png", "ranks.SVG"])
 def test_any_world_can_be_drawn(world_size: int, gpus_per_node: int, name: str, tmp_path: Path) -> None:
-    save_picture(lambda: figure_of(layout_of(LayoutRequest(world_size)), gpus_per_node), tmp_path / name, "--picture")
+    save_picture(lambda: figure_of(laid_out(world_size), gpus_per_node), tmp_path / name, "--picture")
     begin = (tmp_path / name).read_bytes()[:8]
     assert begin == (b"\x89PNG\r\n\x1a\n" if name.endswith("png") else b"<?xml ve")
     assert [path.name for path in tmp_path.iterdir()] == [name]

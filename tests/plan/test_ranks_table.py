@@ -8,14 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.layout.layout_rules import LayoutRequest, layout_of
 from megalite.layout.ranks import DEFAULT_ORDER, ParallelLayout, RankGenerator
-from megalite.layout.stage_rules import StageSettings
-from megalite.layout.stages import stage_layers
+from megalite.layout.stages import StageSettings, stage_layers
 from megalite.layout.summary import header_lines
 from megalite.plan.ranks_table import DENSE_SETS, EXPERT_SETS, json_lines, stage_lines, table_lines
+from tests.plan.laid_out import laid_out
 
-LARGE = LayoutRequest(16384, tp=8, cp=2, pp=16, ep=64, etp=1)
+LARGE = laid_out(16384, tp=8, cp=2, pp=16, ep=64, etp=1)
 size = st.sampled_from([1, 1, 2, 3, 4])
 layouts = st.one_of(
     st.builds(
@@ -72,7 +71,7 @@ def test_tables_read_back_are_the_json_which_is_the_groups(layout: ParallelLayou
 
 
 def test_groups_of_a_small_layout_stand_in_one_line_per_axis() -> None:
-    lines = list(table_lines(layout_of(LayoutRequest(16, tp=4, pp=2)), 120))
+    lines = list(table_lines(laid_out(16, tp=4, pp=2), 120))
     assert lines == [
         "16 ranks: tp 4 x dp 2 x pp 2, order tp-cp-ep-dp-pp",
         "rank 0: tp 0-3, dp 0 4, pp 0 8",
@@ -90,7 +89,7 @@ def test_groups_of_a_small_layout_stand_in_one_line_per_axis() -> None:
 
 
 def test_groups_that_take_several_lines_stand_in_columns_and_are_not_broken() -> None:
-    lines = list(table_lines(layout_of(LayoutRequest(64, tp=2)), 59))
+    lines = list(table_lines(laid_out(64, tp=2), 59))
     first = next(number for number, line in enumerate(lines) if line.startswith("  tp "))
     assert lines[first : first + 3] == [
         "  tp        32 groups of 2:  [0 1]   [2 3]   [4 5]",
@@ -100,17 +99,17 @@ def test_groups_that_take_several_lines_stand_in_columns_and_are_not_broken() ->
 
 
 @pytest.mark.parametrize(
-    ("request_", "lines"),
+    ("layout", "lines"),
     [
-        (LayoutRequest(1), ["1 rank"]),
-        (LayoutRequest(1, experts=True), ["1 rank", "experts: 1 rank"]),
-        (LayoutRequest(8), ["8 ranks: dp 8"]),
+        (laid_out(1), ["1 rank"]),
+        (laid_out(1, experts=True), ["1 rank", "experts: 1 rank"]),
+        (laid_out(8), ["8 ranks: dp 8"]),
         (
-            LayoutRequest(8, ep=4),
+            laid_out(8, ep=4),
             ["8 ranks: dp 8, order tp-cp-ep-dp-pp", "experts: ep 4 x edp 2", "rank 0: dp 0-7, ep 0-3, edp 0 4"],
         ),
         (
-            LayoutRequest(4, pp=2, vpp=3, order="pp-dp"),
+            laid_out(4, pp=2, vpp=3, order="pp-dp"),
             ["4 ranks: dp 2 x pp 2 (vpp 3), order pp-dp", "rank 0: dp 0 2, pp 0 1"],
         ),
         (
@@ -123,15 +122,14 @@ def test_groups_that_take_several_lines_stand_in_columns_and_are_not_broken() ->
         ),
     ],
 )
-def test_header_says_the_sizes_and_the_neighbours_of_one_rank(request_: LayoutRequest, lines: list[str]) -> None:
-    assert header_lines(layout_of(request_)) == lines
+def test_header_says_the_sizes_and_the_neighbours_of_one_rank(layout: ParallelLayout, lines: list[str]) -> None:
+    assert header_lines(layout) == lines
 
 
 def test_header_of_sixteen_thousand_ranks_lists_no_groups_and_takes_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    layout = layout_of(LARGE)
     monkeypatch.delattr(RankGenerator, "groups")
     begin = time.process_time()
-    assert len(header_lines(layout)) == 3
+    assert len(header_lines(LARGE)) == 3
     assert time.process_time() - begin < 0.1
 
 
@@ -140,15 +138,14 @@ def test_header_begins_at_the_first_rank_of_a_world_that_does_not_start_at_zero(
 
 
 def test_tables_and_json_of_sixteen_thousand_ranks_take_under_two_seconds() -> None:
-    layout = layout_of(LARGE)
     begin = time.process_time()
-    assert sum(map(len, table_lines(layout, 120))) > 1e6
-    assert len(json.loads("\n".join(json_lines(layout)))["expert"]["ep"]) == 256
+    assert sum(map(len, table_lines(LARGE, 120))) > 1e6
+    assert len(json.loads("\n".join(json_lines(LARGE)))["expert"]["ep"]) == 256
     assert time.process_time() - begin < 2
 
 
 def test_stages_are_listed_by_layer_with_what_else_they_hold() -> None:
-    assert list(stage_lines(stage_layers(StageSettings(4, 2, layout="Et||tt|tL")))) == [
+    assert list(stage_lines(stage_layers(StageSettings(4, 2, 2, layout="Et||tt|tL")))) == [
         "stages:",
         "  pp rank 0, chunk 0: 1 layer, 0 (embedding)",
         "  pp rank 1, chunk 0: no layers",
@@ -168,4 +165,4 @@ def test_json_holds_the_stages_where_layers_are_placed() -> None:
     layout, stages = ParallelLayout(pp=2), stage_layers(StageSettings(4, 2))
     shown = json.loads("\n".join(json_lines(layout, stages)))
     assert list(shown) == ["dense", "expert", "stages"]
-    assert [(stage["rank"], stage["first"], stage["count"]) for stage in shown["stages"]] == [(0, 0, 2), (1, 2, 2)]
+    assert [(stage["pp_rank"], stage["first"], stage["count"]) for stage in shown["stages"]] == [(0, 0, 2), (1, 2, 2)]

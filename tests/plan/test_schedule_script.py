@@ -63,13 +63,13 @@ def test_a_run_that_recorded_its_pipeline_is_drawn(tmp_path: Path) -> None:
     [
         (
             ("parallel.pp=4", "parallel.schedule=interleaved", *SMALL),
-            ["parallel.schedule='interleaved': goes to and fro between the chunks of a rank, and parallel.vpp=1"],
+            ["parallel.schedule='interleaved': interleaved goes through several chunks of a rank, and parallel.vpp=1"],
         ),
         (
             ("parallel.pp=4", "parallel.vpp=2", "train.global_batch_size=6", "train.micro_batch_size=2"),
             [
-                "train.global_batch_size=6: makes 3 microbatches, and interleaved needs one for each of parallel.pp=4",
-                "fix: train.micro_batch_size=1, or train.global_batch_size=8 or 10",
+                "interleaved needs a microbatch for each of parallel.pp=4 ranks, and there are 3",
+                "fix: train.global_batch_size=8 or 10 or 12, or train.micro_batch_size=1",
             ],
         ),
         (

@@ -1,0 +1,130 @@
+"""What a config needs of this machine: folders, packages, variables; other ranks may see others.
+
+Each rule is a small generator of `Problem`s. log.wandb says whether a run is shown at wandb, else the variable
+WANDB_MODE. Who says neither gets it where a key is set up.
+"""
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from megalite.config.derive import BUILT_IN_TOKENIZERS, absolute, looks_like_path, run_dir_of
+from megalite.config.nccl_options import read_nccl_options
+from megalite.config.packages import is_installed
+from megalite.config.run_dir import run_dir_problems
+from megalite.config.schema import Config
+from megalite.errors.problems import Problem, UserError
+from megalite.errors.remedies import nearest
+
+OLDEST_TORCH = (2, 11)  # as in pyproject.toml
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+WANDB_MODES = {"online": "online", "run": "online", "offline": "offline", "dryrun": "offline", "disabled": "disabled"}
+FORBIDDEN_BY_WANDB = "/\\#?%:"  # in the name of a project
+
+
+def torch_is_new_enough(config: Config) -> Iterator[Problem]:
+    """pip sees to it, unless it was told not to. Asked without importing torch, which an old one would not survive."""
+    try:
+        found = version("torch")
+    except PackageNotFoundError:  # built in place: whoever does that knows what it is
+        return
+    if tuple(int(part) for part in re.findall(r"\d+", found)[:2]) < OLDEST_TORCH:
+        oldest = ".".join(map(str, OLDEST_TORCH))
+        rule = f"older than {oldest}; before 2.10 a file that torch loads can run code (CVE-2026-24747)"
+        yield Problem("torch", found, rule, f"pip install 'torch>={oldest}'", here=True)
+
+
+def nccl_options_can_be_read(config: Config) -> Iterator[Problem]:
+    if config.parallel.nccl_options is not None:
+        try:
+            read_nccl_options(Path(absolute(config.parallel.nccl_options)))
+        except UserError as error:
+            yield from error.problems
+
+
+def tokenizer_exists(config: Config) -> Iterator[Problem]:
+    name = config.tokenizer
+    folder = Path(absolute(name))
+    near = nearest(name, BUILT_IN_TOKENIZERS)
+    hint = f"tokenizer={near}, or " if near else ""
+    if name in BUILT_IN_TOKENIZERS or (name and folder.is_dir()):
+        return
+    if looks_like_path(name):
+        remedy = "the folder of a transformers tokenizer"
+        yield Problem("tokenizer", name, f"there is no folder {folder}", remedy, here=True)
+    elif not HUB_NAME.fullmatch(name):
+        remedy = f"{hint}one of {', '.join(BUILT_IN_TOKENIZERS)}, a folder, or a name like gpt2 or owner/name"
+        yield Problem("tokenizer", name, "neither built in, nor a folder, nor the form of a hub name", remedy)
+
+
+def start_weights_exist(config: Config) -> Iterator[Problem]:
+    source = config.checkpoint.init_from
+    place = Path(absolute(source or ""))
+    if source is None or (place / "config.json").is_file():
+        return
+    remedy = "a folder written by transformers' save_pretrained, with config.json and model.safetensors"
+    if place.is_file():
+        rule = f"{place} is a file; a pickle (.pt, .bin) can run code, so none is ever loaded"
+    elif not place.is_dir():
+        rule = f"the folder {place} does not exist"
+    elif any((place / name).exists() for name in ("run.json", "checkpoints")):
+        rule = f"{place} is the folder of a run, not of a transformers model"
+        remedy = f"scripts/export_hf.py {source} OUT and checkpoint.init_from=OUT; to continue it, run_dir={source}"
+    else:
+        rule = f"the folder {place} holds no config.json"
+    yield Problem("checkpoint.init_from", source, rule, remedy, here=True)
+
+
+def run_dir_can_be_used(config: Config) -> Iterator[Problem]:
+    if config.run_dir is not None:
+        yield from run_dir_problems(config.run_dir, Path(absolute(config.run_dir)))
+    elif config.run_name is not None:
+        yield from run_dir_problems(f"null, run_name={config.run_name}", Path(run_dir_of(config)))
+
+
+def run_dir_is_not_read_as_data(config: Config) -> Iterator[Problem]:
+    """A folder of text is read with all that is below it: what the run writes there would be other data next time."""
+    path, folder = config.data.path, Path(absolute(config.run_dir or "runs"))
+    for part in path if isinstance(path, list) else [path]:
+        place = Path(absolute(str(part)))
+        if config.data.source in ("text", "hf") and place.is_dir() and folder.is_relative_to(place):
+            rule = f"it is inside data.path={part}, a folder that is read whole: the run would change its own data"
+            shown = config.run_dir or "null (runs/ in the folder of the command)"
+            yield Problem("run_dir", shown, rule, "a run_dir elsewhere, or a glob like data.path='*.txt'", here=True)
+
+
+def asked_mode(setting: str | None, variables: Mapping[str, str]) -> str | None:
+    """What the user asks of wandb: disabled, offline or online. None: nothing, or a WANDB_MODE that means nothing."""
+    return setting or WANDB_MODES.get(variables.get("WANDB_MODE", ""))
+
+
+def trackers_are_installed(config: Config) -> Iterator[Problem]:
+    variable, mode = os.environ.get("WANDB_MODE", ""), asked_mode(config.log.wandb, os.environ)
+    if config.log.wandb is None and variable and mode is None:
+        remedy = "WANDB_MODE=online, offline or disabled, or leave it out"
+        yield Problem("WANDB_MODE", variable, "is not a mode in which one process can write a run", remedy)
+    if mode in ("offline", "online") and not is_installed("wandb"):
+        name = "log.wandb" if config.log.wandb else "WANDB_MODE"
+        remedy = "pip install wandb, or log.wandb=disabled"
+        yield Problem(name, mode, "the package wandb is not installed", remedy, here=True)
+    if config.log.tensorboard and not is_installed("tensorboard"):
+        remedy = "pip install tensorboard, or log.tensorboard=false"
+        yield Problem("log.tensorboard", True, "the package tensorboard is not installed", remedy, here=True)
+
+
+def wandb_takes_the_names(config: Config) -> Iterator[Problem]:
+    log = config.log
+    if not re.fullmatch(f"(?=.*\\S)[^{re.escape(FORBIDDEN_BY_WANDB)}]{{1,128}}", log.wandb_project):
+        rule = f"wandb takes 1 to 128 characters and none of {' '.join(FORBIDDEN_BY_WANDB)}"
+        yield Problem("log.wandb_project", log.wandb_project, rule, "log.wandb_project=megalite")
+    for setting, name in (("log.wandb_entity", log.wandb_entity), ("log.wandb_name", log.wandb_name)):
+        if name is not None and not name.strip():
+            yield Problem(setting, name, "is empty", f"{setting}=null, or a name")
+
+
+MACHINE_RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
+    *(torch_is_new_enough, nccl_options_can_be_read, tokenizer_exists, start_weights_exist),
+    *(run_dir_can_be_used, run_dir_is_not_read_as_data, trackers_are_installed, wandb_takes_the_names),
+)
