@@ -60,7 +60,7 @@ def rotary_heads_are_even(case: Case) -> Iterator[Flaw]:
     split = model.head_size is not None or model.hidden_size % model.num_attention_heads == 0
     if model.position == "rope" and split and size % 2:
         name = "model.head_size" if model.head_size is not None else "model.hidden_size"
-        rule = f"gives heads of odd size {size}, and model.position=rope turns pairs of numbers"
+        rule = f"gives heads of size {size}, and model.position=rope turns pairs of numbers, so it must be even"
         unit = 2 if model.head_size is not None else 2 * model.num_attention_heads
         yield Flaw(name, rule, {name: multiples(unit, case.value(name)), "model.position": ["learned"]})
 

@@ -24,7 +24,7 @@ HEADS = "model.num_attention_heads"
 BROKEN = [
     ("model.hidden_size=250", 1, "model.hidden_size", ["num_attention_heads=4", "248 or 256", "model.head_size"]),
     ("model.num_key_value_heads=3", 1, "model.num_key_value_heads", ["num_attention_heads=4", "1 or 2 or 4"]),
-    ("model.head_size=33", 1, "model.head_size", ["odd size 33", "32 or 34", "learned"]),
+    ("model.head_size=33", 1, "model.head_size", ["even", "32 or 34", "learned"]),
     ("model.hidden_size=252 model.num_attention_heads=12", 1, "model.hidden_size", ["21", "240 or 264"]),
     ("model.position=learned model.max_positions=128", 1, "train.seq_length", ["256", "128", "rope"]),
     ("model.position=learned model.max_positions=1024 train.seq_length=2048", 1, "train.seq_length", ["1024", "2048"]),
