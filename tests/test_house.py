@@ -52,7 +52,7 @@ def test_every_room_has_a_floor() -> None:
         *(f"megalite.pipeline.{name}" for name in ("checker", "schedules")),
         *(f"megalite.optim.{name}" for name in ("memory", "rank_buffers")),
         "megalite.layout.summary",
-        *(f"megalite.layout.{name}" for name in ("buffer_layout", "groups", "layout_rules", "ranks", "stages")),
+        *(f"megalite.layout.{name}" for name in ("buffer_layout", "groups", "ranks", "stages")),
         "megalite.launch.environment",
         *(f"megalite.plan.{name}" for name in ("buffers_table", "ranks_table", "recording", "schedule_picture")),
     ],
