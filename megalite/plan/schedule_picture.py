@@ -4,7 +4,6 @@ Simulated and recorded times look alike.
 """
 
 from collections import defaultdict
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from megalite.pipeline.actions import ActionKind
@@ -63,9 +62,9 @@ def figure_of(timeline: Timeline, unit: Unit, title: str) -> "Figure":
 def _boxes(axes: "Axes", timeline: Timeline, unit: Unit, inches: float) -> None:
     """A shape for each action, and its microbatch where `inches` to a unit of time leave room for it."""
     for rank, spans in enumerate(timeline.ranks):
-        low, begin = rank - BOX / 2, timeline.begin
+        low = rank - BOX / 2
         axes.broken_barh([(0, timeline.makespan * unit.scale)], (low, BOX), facecolors=IDLE)
-        times = [((start - begin) * unit.scale, (end - start) * unit.scale) for _, start, end in spans]
+        times = [(start * unit.scale, (end - start) * unit.scale) for _, start, end in spans]
         colours = [_shade(action.kind, action.chunk, timeline.vpp) for action, _, _ in spans]
         axes.broken_barh(times, (low, BOX), facecolors=colours, edgecolors="white", linewidths=0.5)
         for (action, start, end), (left, width) in zip(spans, times, strict=True):
@@ -80,7 +79,7 @@ def _image(axes: "Axes", timeline: Timeline, unit: Unit, wide: float) -> None:
     import numpy as np
     from matplotlib.colors import to_rgb
 
-    edges = np.linspace(timeline.begin, timeline.end, round(wide * DPI) + 1)
+    edges = np.linspace(0, timeline.makespan, round(wide * DPI) + 1)
     image = np.empty((timeline.pp, len(edges) - 1, 3))
     image[:] = to_rgb(IDLE)
     for rank, spans in enumerate(timeline.ranks):
@@ -100,16 +99,16 @@ def _legend(figure: "Figure", timeline: Timeline) -> None:
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.patches import Patch
 
-    there = {span.action.kind for span in chain.from_iterable(timeline.ranks)}
+    kinds = {span.action.kind for spans in timeline.ranks for span in spans}
     chunks = f", chunks 0-{timeline.vpp - 1}" if timeline.vpp > 1 else ""
-    handles: list[Any] = [
-        tuple(Patch(facecolor=_shade(kind, chunk, timeline.vpp)) for chunk in range(timeline.vpp))
-        for kind in LOOKS
-        if kind in there
-    ]
-    labels = [*(f"{words}{chunks}" for kind, (words, _) in LOOKS.items() if kind in there), "idle"]
+    entries: dict[str, Any] = {
+        f"{words}{chunks}": tuple(Patch(facecolor=_shade(kind, chunk, timeline.vpp)) for chunk in range(timeline.vpp))
+        for kind, (words, _) in LOOKS.items()
+        if kind in kinds
+    }
+    entries["idle"] = Patch(facecolor=IDLE)
     side_by_side = {tuple: HandlerTuple(ndivide=None, pad=0)}
-    legend(figure, [*handles, Patch(facecolor=IDLE)], labels=labels, handler_map=side_by_side)
+    legend(figure, [*entries.values()], labels=[*entries], handler_map=side_by_side)
 
 
 def _white(chunk: int, vpp: int) -> float:

@@ -57,7 +57,7 @@ def in_flight(actions: Iterable[Action]) -> InFlight:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The spans of each pipeline rank in order, all on one clock of any unit."""
+    """The spans of each pipeline rank in order, all on one clock of any unit that begins at 0."""
 
     name: str
     vpp: int
@@ -69,17 +69,9 @@ class Timeline:
         return len(self.ranks)
 
     @cached_property
-    def begin(self) -> float:
-        return min((spans[0].start for spans in self.ranks if spans), default=0.0)
-
-    @cached_property
-    def end(self) -> float:
-        return max((spans[-1].end for spans in self.ranks if spans), default=0.0)
-
-    @property
     def makespan(self) -> float:
-        """From the first start to the last end."""
-        return self.end - self.begin
+        """The last end."""
+        return max((spans[-1].end for spans in self.ranks if spans), default=0.0)
 
     @cached_property
     def computing(self) -> float:

@@ -21,8 +21,8 @@ Array = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Part:
-    """The box of logical tensor `name`, of `shape`, that starts at `offsets`."""
+class TensorBox:
+    """A box of logical tensor `name`, of `shape`: what starts at `offsets`."""
 
     name: str
     shape: tuple[int, ...]
@@ -37,13 +37,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Trace:
-    """What one process computed, of each tensor the parts that it holds."""
+    """What one process computed, of each tensor the boxes that it holds."""
 
     losses: list[float]
     grad_norms: list[float]
     tokens: list[int]
-    gradients: list[list[Part]]  # of each step, after all sums over ranks and before clipping
-    parameters: list[Part]  # after the last step
+    gradients: list[list[TensorBox]]  # of each step, after all sums over ranks and before clipping
+    parameters: list[TensorBox]  # after the last step
 
     @property
     def numbers(self) -> tuple[Sequence[float], ...]:
@@ -101,7 +101,9 @@ def group_of(name: str) -> str:
     return parts[2] if parts[0] == "blocks" else parts[0]
 
 
-def _tensors(kind: str, when: str, held: Sequence[Sequence[Part]], expected_parts: Sequence[Part]) -> Iterator[Row]:
+def _tensors(
+    kind: str, when: str, held: Sequence[Sequence[TensorBox]], expected_parts: Sequence[TensorBox]
+) -> Iterator[Row]:
     """A row for each part that a rank holds, and one for each tensor of which some element is on no rank."""
     expected: dict[str, Array] = {}
     for part in expected_parts:

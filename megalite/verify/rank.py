@@ -15,8 +15,7 @@ from megalite.checkpoint.pieces import Piece
 from megalite.config.schema import Config
 from megalite.config.step_plan import planned_steps
 from megalite.data.batches import TrainBatches
-from megalite.data.samples import Part as DataPart
-from megalite.data.samples import SampleSource
+from megalite.data.samples import Part, SampleSource
 from megalite.data.token_file import TokenFile
 from megalite.launch.context import ParallelContext
 from megalite.launch.environment import ProcessEnvironment
@@ -24,7 +23,7 @@ from megalite.optim.schedule import learning_rate
 from megalite.train.build import build_training, fill_with_start_values, start
 from megalite.train.state import held_pieces, owned_pieces
 from megalite.train.step import TrainStep
-from megalite.verify.compare import Part, Trace
+from megalite.verify.compare import TensorBox, Trace
 
 LONGEST_DOCUMENT = 12  # tokens: several documents in each sample
 END_OF_DOCUMENT = 0
@@ -92,8 +91,8 @@ def synthetic_samples(config: Config) -> SampleSource:
         pointers=(ends - lengths) * tokens.itemsize,
         boundaries=np.arange(len(lengths) + 1, dtype=np.int64),
     )
-    return SampleSource([DataPart(file, 0, len(tokens))], (1,), length, size, config.seed, END_OF_DOCUMENT)
+    return SampleSource([Part(file, 0, len(tokens))], (1,), length, size, config.seed, END_OF_DOCUMENT)
 
 
-def _parts(pieces: Iterable[Piece]) -> list[Part]:
-    return [Part(piece.name, piece.logical_shape, piece.offsets, piece.tensor.numpy().copy()) for piece in pieces]
+def _parts(pieces: Iterable[Piece]) -> list[TensorBox]:
+    return [TensorBox(piece.name, piece.logical_shape, piece.offsets, piece.tensor.numpy().copy()) for piece in pieces]

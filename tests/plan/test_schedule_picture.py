@@ -65,14 +65,14 @@ def test_ranks_microbatches_bubble_and_what_is_held_are_written(
     assert [text for text in texts if text in kinds] == kinds
 
 
-def later(line: Timeline) -> Timeline:
-    """As a run records it: in seconds, of a clock that was running."""
-    ranks = tuple(tuple(Span(one, 8 + start / 64, 8 + end / 64) for one, start, end in spans) for spans in line.ranks)
+def in_seconds(line: Timeline) -> Timeline:
+    """As a run records it."""
+    ranks = tuple(tuple(Span(one, start / 64, end / 64) for one, start, end in spans) for spans in line.ranks)
     return Timeline(line.name, line.vpp, line.microbatches, ranks)
 
 
 @pytest.mark.parametrize(
-    ("line", "unit"), [(LINE, FORWARD_PASSES), (later(LINE), Unit("ticks", 64))], ids=["", "later"]
+    ("line", "unit"), [(LINE, FORWARD_PASSES), (in_seconds(LINE), Unit("ticks", 64))], ids=["", "recorded"]
 )
 def test_a_box_stands_where_and_as_long_as_its_action_was(line: Timeline, unit: Unit) -> None:
     rows = figure_of(line, unit, "").axes[0]
@@ -96,7 +96,7 @@ def test_schedules_of_one_batch_have_one_scale() -> None:
 
 
 def test_recorded_seconds_are_shown_in_milliseconds(tmp_path: Path) -> None:
-    save_picture(lambda: figure_of(later(LINE), MILLISECONDS, "measured"), tmp_path / "measured.svg", "--picture")
+    save_picture(lambda: figure_of(in_seconds(LINE), MILLISECONDS, "measured"), tmp_path / "measured.svg", "--picture")
     texts = re.findall(r">([^<]+)</text>", (tmp_path / "measured.svg").read_text())
     assert "time, in ms" in texts
     assert [text for text in texts if text.startswith("step 187.5 ms; idle 25.0%")]

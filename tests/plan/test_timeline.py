@@ -11,7 +11,7 @@ from tests.pipeline.shapes import schedule
 def test_a_timeline_of_nothing_is_no_division_by_zero() -> None:
     line = Timeline("1f1b", 1, 0, ((), ()))
     assert (line.makespan, line.bubble, line.idle) == (0, 0, 0)
-    assert Timeline("1f1b", 1, 1, ((Span(parse_action("0F0"), 2, 2),),)).bubble == 0
+    assert Timeline("1f1b", 1, 1, ((Span(parse_action("0F0"), 0, 0),),)).bubble == 0
 
 
 def test_what_a_rank_holds_is_told_in_microbatches_of_all_its_layers() -> None:

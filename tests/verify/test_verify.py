@@ -28,7 +28,7 @@ from megalite.layout.stage_string import layout_text
 from megalite.layout.stages import stage_layers
 from megalite.optim.partial import PartialGradients
 from megalite.verify import verify as verify_module
-from megalite.verify.compare import Part, Trace, compare
+from megalite.verify.compare import TensorBox, Trace, compare
 from megalite.verify.rank import train
 from megalite.verify.shrink import MOST_RANKS, shrink, vocabulary_of
 from megalite.verify.verify import load, verify
@@ -342,11 +342,11 @@ def test_shrinking_keeps_every_feature(case: tuple[Config, int]) -> None:
 # --- comparing -----------------------------------------------------------------------------------------------------
 
 
-def _parts(weights: Mapping[str, Any], offsets: Mapping[str, int] | None = None) -> list[Part]:
+def _parts(weights: Mapping[str, Any], offsets: Mapping[str, int] | None = None) -> list[TensorBox]:
     """Rows of logical tensors, from `offsets` on."""
     start = offsets or {}
     return [
-        Part(name, SHAPES[name], (start.get(name, 0), *(0 for _ in array.shape[1:])), array)
+        TensorBox(name, SHAPES[name], (start.get(name, 0), *(0 for _ in array.shape[1:])), array)
         for name, array in weights.items()
     ]
 
