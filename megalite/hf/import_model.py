@@ -37,16 +37,11 @@ def import_model(
     folder = Path(folder)
     family, settings = read_model_file(folder)["model_type"], imported_model_settings(folder)
     config = replace(config, vocab_size=config.vocab_size or settings["vocab_size"])
-    problems = [
-        Problem(
-            f"model.{name}",
-            getattr(config, name),
-            f"is {theirs} in the model of {folder}",
-            f"model.{name}={yaml_value(theirs)}",
-        )
-        for name, theirs in settings.items()
-        if getattr(config, name) != theirs
-    ]
+    problems = []
+    for name, theirs in settings.items():
+        if (ours := getattr(config, name)) != theirs:
+            override = f"model.{name}={yaml_value(theirs)}"
+            problems.append(Problem(f"model.{name}", ours, f"is {theirs} in the model of {folder}", override))
     if problems:
         raise UserError(problems)
     wanted = sources(family, config)

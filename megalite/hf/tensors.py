@@ -80,12 +80,8 @@ def sources(family: str, config: ModelConfig) -> dict[str, Source]:
 
 def _forms(family: str, config: ModelConfig) -> dict[str, Form]:
     """The forms of all parameters that are not the same in the file."""
-    heads, groups, d, rows = (
-        config.num_attention_heads,
-        config.num_key_value_heads,
-        config.head_size,
-        config.vocab_size,
-    )
+    heads, groups = config.num_attention_heads, config.num_key_value_heads
+    d, rows = config.head_size, config.vocab_size
     assert rows is not None
     padding = padded_vocabulary(config) - rows
 

@@ -124,12 +124,8 @@ def _model(config: Config, asked: ParallelLayout, run: ParallelLayout) -> dict[s
     """Ranks share a key-value head where they did; groups of queries stay groups; the vocabulary has as much padding
     as before, and rows that split evenly over tp only if they did."""
     model = config.model
-    heads, kv_heads, head_size, ffn = (
-        model.num_attention_heads,
-        model.num_key_value_heads or 1,
-        model.head_size or 1,
-        model.ffn_hidden_size or 1,
-    )
+    heads, kv_heads = model.num_attention_heads, model.num_key_value_heads or 1
+    head_size, ffn = model.head_size or 1, model.ffn_hidden_size or 1
     sharers = max(1, asked.tp // kv_heads)  # ranks of one key-value head
     sharers_run = min(sharers, run.tp)
     kv_heads_run = run.tp // sharers_run * max(1, min(kv_heads // asked.tp, FEW))
