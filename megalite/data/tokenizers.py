@@ -23,7 +23,7 @@ from megalite.data.permutation import IntArray
 from megalite.errors.problems import Problem, UserError
 
 END = "<|endoftext|>"
-AGAIN = "copy the tokenizer again, or correct this file of it; AutoTokenizer.from_pretrained must load its folder"
+AGAIN = "copy the tokenizer again, or give a folder with tokenizer.json that AutoTokenizer.from_pretrained loads"
 SPARSE = 65_536  # ids more than tokens that a vocabulary may have: some leave room for tokens to come
 KEPT_SETTINGS = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template", "clean_up_tokenization_spaces")
 
