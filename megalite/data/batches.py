@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -93,7 +94,7 @@ def _micro_batch_size(config: Config) -> int:
     return config.train.micro_batch_size
 
 
-class TrainBatches:
+class TrainBatches(Iterator[StepBatches], AbstractContextManager["TrainBatches"]):
     """Iterates over the `steps`; a thread reads ahead what they train on. Close it, or use it as a context."""
 
     def __init__(
@@ -111,9 +112,6 @@ class TrainBatches:
         self._reader = ThreadPoolExecutor(1, "batches")
         self._ahead = deque(self._reader.submit(self._read, step) for step in islice(self._steps, AHEAD))
 
-    def __iter__(self) -> Iterator[StepBatches]:
-        return self
-
     def __next__(self) -> StepBatches:
         """The next step's microbatches, on the device. A failure of the reading thread surfaces here, at its step, and
         stays."""
@@ -129,9 +127,6 @@ class TrainBatches:
     def close(self) -> None:
         """End the thread; what it has not begun to read stays unread."""
         self._reader.shutdown(cancel_futures=True)
-
-    def __enter__(self) -> "TrainBatches":
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
