@@ -6,14 +6,13 @@
 What the file does not say is NCCL's own choice. Values are passed on as they are; NCCL judges them.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megalite.config.user_files import read_yaml
 from megalite.errors.problems import Problem, UserError
-from megalite.errors.remedies import nearest
 
 SETTING = "parallel.nccl_options"
 # Megatron-LM's name of a group: ours with the same traffic. Those of which we form none are accepted, too.
@@ -40,29 +39,16 @@ def read_nccl_options(path: Path) -> dict[str, Mapping[str, Any]]:
         content = read_yaml(path, f"a YAML file that every rank can read, or {SETTING}=null")
     except UserError as error:
         raise UserError([replace(each, setting=SETTING, value=str(path)) for each in error.problems]) from error
-    if problems := [Problem(SETTING, str(path), rule, remedy) for rule, remedy in _flaws(content)]:
-        raise UserError(problems)
+    rules = ["must be a mapping of groups"] * (not isinstance(content, dict) or not content)
+    for name, options in ({} if rules else content).items():
+        if name not in GROUPS or not isinstance(options, dict):
+            rules.append(f"{name!r} must be one of {', '.join(GROUPS)}, with a mapping of its keys")
+            continue
+        for key, value in options.items():
+            if type(value) is not KEYS.get(key):
+                known = ", ".join(f"{key} ({WORDS[kind]})" for key, kind in KEYS.items())
+                rules.append(f"{name}.{key}={value!r}: the keys are {known}")
+    if rules:
+        remedy = f"groups and keys like dp_cp: {{max_ctas: 16}}, or {SETTING}=null"
+        raise UserError([Problem(SETTING, str(path), rule, remedy) for rule in rules])
     return {ours: options for name, options in content.items() for ours in GROUPS[name]}
-
-
-def _flaws(content: Any) -> Iterator[tuple[str, str]]:
-    """What is wrong and what would be right."""
-    if not isinstance(content, dict) or not content:
-        yield "must be a mapping of groups", f"a mapping like dp_cp: {{max_ctas: 16}}, or {SETTING}=null"
-        return
-    for name, options in content.items():
-        if name not in GROUPS:
-            yield f"unknown group {name!r}", _known(str(name), GROUPS)
-        elif not isinstance(options, dict):
-            yield f"{name}: must be a mapping of keys", f"{name}: {{max_ctas: 16}}"
-        else:
-            for key, value in options.items():
-                if key not in KEYS:
-                    yield f"{name}: unknown key {key!r}", _known(str(key), KEYS)
-                elif type(value) is not KEYS[key]:
-                    yield f"{name}.{key}={value!r} must be {WORDS[KEYS[key]]}", f"correct it, or leave {key} out"
-
-
-def _known(name: str, known: Mapping[str, Any]) -> str:
-    meant = nearest(name, known)
-    return f"{meant}? Known are {', '.join(known)}" if meant else f"one of {', '.join(known)}"

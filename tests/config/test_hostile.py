@@ -16,26 +16,11 @@ from megalite.model.parameters import gpt_parameters
 from megalite.optim.memory import bytes_of_element
 from tests.config.refusal import refusal
 
-HOSTILE = [
-    *("", "null", "nan", "-inf", "inf", "1e400", "-1", "0", "2", "4611686018427387904", "9" * 30, "9" * 5000, "-0.5"),
-    *("[]", "[[1],[2]]", "[nan]", "[0,0,0]", "[1,1,99999999999]", "[null]", "[" * 2000, "{a: 1}", "{}", "true", "1_0"),
-    *(
-        "'\0'",
-        "'\x1b[31m'",
-        "'\u202eé'",
-        "'\udcff'",
-        "'\n'",
-        "x" * 5000,
-        "'",
-        "a=b",
-        "~",
-        "~root",
-        "*",
-        "/",
-        "..",
-        "???",
-    ),
-    *("${", "${seed}", "${nothing}", "${run_dir}", "${oc.env:NOTHING}", "${oc.env:${seed}}", "${oc.decode:'['}", "$"),
+HOSTILE = [  # each kind of value once: a case takes a second
+    *("", "null", "nan", "1e400", "-1", "0", "4611686018427387904", "9" * 5000, "-0.5"),
+    *("[]", "[[1],[2]]", "[0,0,0]", "[1,1,99999999999]", "[null]", "[" * 2000, "{a: 1}", "true", "1_0"),
+    *("'\0'", "'\x1b[31m'", "'\u202eé'", "'\udcff'", "x" * 5000, "'", "~root", "/", "..", "*"),
+    *("${", "${seed}", "${run_dir}", "${oc.env:${seed}}", "${oc.decode:'['}"),
 ]
 
 
@@ -51,7 +36,7 @@ def test_every_setting_at_once(value: str) -> None:
 
 
 @given(st.sampled_from(sorted(SETTINGS)), st.sampled_from(HOSTILE))
-@sampling(max_examples=40, deadline=None)
+@sampling(max_examples=10, deadline=None)
 def test_each_for_itself(name: str, value: str) -> None:
     survive([f"{name}={value}"])
 
