@@ -1,11 +1,12 @@
 """What every setting must keep on its own: its choices, its limits, finite numbers, and names that a file can have."""
 
 import math
+import operator
 import os
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from megalite.config.schema import Config, TrainConfig
+from megalite.config.schema import Config
 from megalite.config.settings import SETTINGS, Setting, value_of, with_values, yaml_value
 from megalite.errors.problems import Problem
 from megalite.errors.remedies import nearest
@@ -21,6 +22,7 @@ LARGEST = {
     **dict.fromkeys(("vocab_size", "max_positions", "seq_length", "loss_scale_window", "hysteresis"), 2**31 - 1),
 }
 MOST_RAMP_SIZES = 10_000
+WITHIN = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
 LONGEST_NAME, LONGEST_PATH = 255, 4095  # bytes, of Linux's and macOS' file systems
 
 
@@ -32,44 +34,33 @@ def bounds(config: Config) -> Iterator[Problem]:
             continue
         if problem := outside(setting, value) or (unusable(setting.name, value) if setting.name in PLACES else None):
             yield problem
-    if has_too_many_sizes(config.train):
-        full = config.train.global_batch_size
+    ramp, full = config.train.batch_ramp, config.train.global_batch_size
+    if ramp and len(ramp) == 3 and ramp[1] > 0 and (full - ramp[0]) // ramp[1] > MOST_RAMP_SIZES:
         rule = f"has more than {MOST_RAMP_SIZES:,} sizes up to train.global_batch_size={full}"
-        yield Problem("train.batch_ramp", config.train.batch_ramp, rule, "a larger increment")
-
-
-def has_too_many_sizes(train: TrainConfig) -> bool:
-    """Whether the batch ramp is too long to be listed."""
-    ramp, full = train.batch_ramp, train.global_batch_size
-    return bool(ramp and len(ramp) == 3 and ramp[1] > 0 and (full - ramp[0]) // ramp[1] > MOST_RAMP_SIZES)
+        yield Problem("train.batch_ramp", ramp, rule, "a larger increment")
 
 
 def outside(setting: Setting, value: Any) -> Problem | None:
     """The problem of a value of the right type that its setting does not allow."""
-    if setting.kind is not Any and any(one is None or isinstance(one, list | dict) for one in _parts(value)):
-        return Problem(setting.name, value, f"must be {setting.type_words}", "plain values in one list")
-    unknown = [one for one in _parts(value) if one not in setting.choices]
-    if setting.choices and unknown:
+    parts, limits = _parts(value), setting.limits.items()
+    most = LARGEST.get(setting.leaf, 2**63 - 1)
+    remedy = f"the default is {'null (derived)' if setting.default is None else yaml_value(setting.default)}"
+    if setting.kind is not Any and any(one is None or isinstance(one, list | dict) for one in parts):
+        rule, remedy = f"must be {setting.type_words}", "plain values in one list"
+    elif setting.choices and (unknown := [one for one in parts if one not in setting.choices]):
         near = nearest(str(unknown[0]), setting.choices, cutoff=0.3)
         shown = near if isinstance(value, list) else f"{setting.name}={near}"
         first = f"{shown} is the nearest; " if near else ""
-        return Problem(setting.name, value, "unknown choice", f"{first}choices: {', '.join(setting.choices)}")
-    numbers = _parts(value)
-    if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
-        return Problem(setting.name, value, "must be finite", f"the default is {yaml_value(setting.default)}")
-    broken = {
-        "at_least": lambda number, limit: number < limit,
-        "above": lambda number, limit: number <= limit,
-        "at_most": lambda number, limit: number > limit,
-        "below": lambda number, limit: number >= limit,
-    }
-    if any(broken[name](value, limit) for name, limit in setting.limits.items()):
-        default = "null (derived)" if setting.default is None else yaml_value(setting.default)
-        return Problem(setting.name, value, f"must be {setting.limit_words}", f"the default is {default}")
-    most = LARGEST.get(setting.leaf, 2**63 - 1)
-    if any(isinstance(number, int) and abs(number) > most for number in numbers):
-        return Problem(setting.name, value, f"is more than {most:,}", f"the default is {yaml_value(setting.default)}")
-    return None
+        rule, remedy = "unknown choice", f"{first}choices: {', '.join(setting.choices)}"
+    elif any(isinstance(one, float) and not math.isfinite(one) for one in parts):
+        rule = "must be finite"
+    elif not all(WITHIN[name](value, limit) for name, limit in limits):
+        rule = f"must be {setting.limit_words}"
+    elif any(isinstance(one, int) and abs(one) > most for one in parts):
+        rule = f"is more than {most:,}"
+    else:
+        return None
+    return Problem(setting.name, value, rule, remedy)
 
 
 def _parts(value: Any) -> list[Any]:
