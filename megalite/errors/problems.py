@@ -53,16 +53,12 @@ class UserError(Exception):
     def __init__(self, problems: Sequence[Problem] | Problem) -> None:
         self.problems = [problems] if isinstance(problems, Problem) else list(problems)
         assert self.problems, "a UserError without a problem helps nobody"
-        super().__init__(self.render())
+        count = len(self.problems)
+        head = f"megalite: refused, {count} problem{'s' if count > 1 else ''}:"
+        super().__init__("\n".join([head, *(f"  {number}. {one}" for number, one in enumerate(self.problems, 1))]))
 
     def __reduce__(self) -> tuple[type["UserError"], tuple[list[Problem]]]:
         return UserError, (self.problems,)  # an exception pickles its args, here the rendered text, by default
-
-    def render(self) -> str:
-        """The whole message as the user reads it."""
-        count = len(self.problems)
-        head = f"megalite: refused, {count} problem{'s' if count > 1 else ''}:"
-        return "\n".join([head, *(f"  {number}. {problem}" for number, problem in enumerate(self.problems, 1))])
 
 
 def printable(text: str) -> str:
