@@ -52,7 +52,9 @@ def main(options: Namespace, overrides: list[str]) -> Shown:
 def read(output: Path | None, overrides: list[str], *, verify: bool) -> Config:
     """The config; UserError with all that contradicts itself."""
     if verify == (output is not None):
-        raise UserError(Problem("--output", NO_VALUE, "one of --output PREFIX and --verify is needed", "leave one out"))
+        raise UserError(
+            Problem("--output", NO_VALUE, "either that or --verify is needed", "--output PREFIX, or --verify")
+        )
     problems = []
     if output is not None and output.suffix in (".bin", ".idx"):
         rule = "is a PREFIX: .bin, .idx and others are added"
