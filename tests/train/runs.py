@@ -4,6 +4,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -11,6 +12,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+
+from megalite.commands.train import train_rank
+from megalite.config.schema import Config
+from megalite.launch.context import ParallelContext
+from megalite.launch.environment import ProcessEnvironment
 
 ROOT = Path(__file__).parents[2]
 TIMELESS = ("step", "tokens", "loss", "grad_norm", "lr", "bad_steps", "val_loss")  # equal in every repetition
@@ -109,3 +115,14 @@ def state_bytes(run: Path, step: int) -> dict[str, bytes]:
     files = sorted((run / "checkpoints" / f"step-{step:08d}").glob("*.safetensors"))
     assert files
     return {file.name: file.read_bytes() for file in files}
+
+
+def train_on_rank(context: ParallelContext, config: Config) -> int:
+    """The exit status of one rank of a run. Ranks of `run_ranks` leave their world for the one that the run makes."""
+    rank, size, port = context.rank, context.world_size, 0
+    if size > 1:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = context.broadcast_object(probe.getsockname()[1])
+        context.close()
+    return train_rank(config, ProcessEnvironment(rank, size, rank, size, master_port=port))

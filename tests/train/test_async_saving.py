@@ -20,18 +20,26 @@ import megalite.train.saving as saving_module
 from megalite.checkpoint import background, store
 from megalite.checkpoint.run_folder import RunFolder
 from megalite.checkpoint.store import CheckpointError
-from megalite.commands.train import train_rank
 from megalite.config.compose import load_config
 from megalite.config.schema import Config
 from megalite.errors.problems import Problem, UserError
 from megalite.launch.context import ParallelContext
-from megalite.launch.environment import ProcessEnvironment
 from megalite.layout.ranks import ParallelLayout
 from megalite.observe.run_recorder import RunRecorder
 from megalite.train.figures import RunFigures
 from megalite.train.replicas import ReplicaMismatchError
 from tests.ranks import run_ranks
-from tests.train.runs import finish, kill, launch, metrics, overrides, state_bytes, wait_for_step, write_text
+from tests.train.runs import (
+    finish,
+    kill,
+    launch,
+    metrics,
+    overrides,
+    state_bytes,
+    train_on_rank,
+    wait_for_step,
+    write_text,
+)
 from tests.train.test_run import STEPS, checkpoints, config_for, losses, poison, start, stop_after
 
 
@@ -267,9 +275,7 @@ def run_on(layout: ParallelLayout, config: Config, function: Any) -> list[Any]:
 
 def _outcome(context: ParallelContext, config: Config) -> int | str:
     try:
-        return train_rank(
-            config, ProcessEnvironment(context.rank, context.world_size, context.rank, context.world_size)
-        )
+        return train_on_rank(context, config)
     except UserError as error:
         return str(error)
 

@@ -9,16 +9,14 @@ from typing import Any
 import pytest
 
 import megalite.train.clock as profile_module
-from megalite.commands.train import train_rank
 from megalite.config.derive import derive
 from megalite.config.schema import Config
 from megalite.launch.context import ParallelContext
-from megalite.launch.environment import ProcessEnvironment
 from megalite.layout.ranks import ParallelLayout
 from megalite.train.build import needs_of
 from megalite.train.history import read_events
 from tests.ranks import run_ranks
-from tests.train.runs import write_text
+from tests.train.runs import train_on_rank, write_text
 from tests.train.test_run import config_for, losses, start
 
 
@@ -83,7 +81,7 @@ def test_a_trace_that_cannot_be_kept_does_not_end_the_run(
 
 
 def _run(context: ParallelContext, config: Config) -> int:
-    return train_rank(config, ProcessEnvironment(context.rank, context.world_size, context.rank, context.world_size))
+    return train_on_rank(context, config)
 
 
 @pytest.mark.parametrize("axis", ["tp", "pp"])

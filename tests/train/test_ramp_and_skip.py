@@ -8,17 +8,15 @@ import pytest
 
 import megalite.train.loop as loop_module
 from megalite.checkpoint.store import newest
-from megalite.commands.train import train_rank
 from megalite.config.derive import derive
 from megalite.config.schema import Config
 from megalite.errors.problems import UserError
 from megalite.launch.context import ParallelContext
-from megalite.launch.environment import ProcessEnvironment
 from megalite.layout.ranks import ParallelLayout
 from megalite.train.build import needs_of
 from megalite.train.history import read_metrics
 from tests.ranks import run_ranks
-from tests.train.runs import state_bytes, write_text
+from tests.train.runs import state_bytes, train_on_rank, write_text
 from tests.train.test_run import UNREADABLE, _refusing_step_3, config_for, losses, resume_differs, run_on, start
 
 RAMP = {"global_batch_size": 8, "batch_ramp": [2, 2, 24], "micro_batch_size": 1}  # larger from samples 8, 16 and 24 on
@@ -126,7 +124,7 @@ def test_a_spike_is_passed_over_from_the_checkpoint_before_it(
 
 
 def _run(context: ParallelContext, config: Config) -> int:
-    return train_rank(config, ProcessEnvironment(context.rank, context.world_size, context.rank, context.world_size))
+    return train_on_rank(context, config)
 
 
 @pytest.mark.parametrize("layout", [ParallelLayout(dp=2), ParallelLayout(pp=2)], ids=["dp2", "pp2"])

@@ -10,13 +10,21 @@ from typing import Any
 import pytest
 
 import pretrain_gpt
-from megalite.commands.train import train_rank
 from megalite.config.compose import load_config
 from megalite.launch.context import ParallelContext
-from megalite.launch.environment import ProcessEnvironment
 from megalite.layout.ranks import ParallelLayout
 from tests.ranks import run_ranks
-from tests.train.runs import finish, kill, launch, metrics, overrides, state_bytes, wait_for_step, write_text
+from tests.train.runs import (
+    finish,
+    kill,
+    launch,
+    metrics,
+    overrides,
+    state_bytes,
+    train_on_rank,
+    wait_for_step,
+    write_text,
+)
 from tests.train.test_run import stop_after
 
 STEPS = 40
@@ -39,7 +47,7 @@ def uninterrupted(folder: Path) -> Path:
 def run_words(context: ParallelContext, words: list[str]) -> int:
     """The exit status of one rank of the command with these words."""
     config = load_config(words, context.world_size)
-    return train_rank(config, ProcessEnvironment(context.rank, context.world_size, context.rank, context.world_size))
+    return train_on_rank(context, config)
 
 
 def assert_same_run(run: Path, reference: Path) -> None:

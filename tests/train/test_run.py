@@ -30,14 +30,14 @@ from megalite.data.batches import StepBatches, TrainBatches, validation_batches
 from megalite.data.tokenizers import load_tokenizer
 from megalite.errors.problems import Problem, UserError
 from megalite.launch.context import ParallelContext
-from megalite.launch.environment import ProcessEnvironment, read_environment
+from megalite.launch.environment import read_environment
 from megalite.layout.ranks import ParallelLayout
 from megalite.model.gpt import GPT
 from megalite.pipeline.executor import Executor
 from megalite.train.history import read_events, read_metrics
 from megalite.train.step import LaunchedStep, TrainStep
 from tests.ranks import run_ranks
-from tests.train.runs import metrics, state_bytes, write_text
+from tests.train.runs import metrics, state_bytes, train_on_rank, write_text
 
 STEPS = 12
 
@@ -449,9 +449,7 @@ def run_on(layout: ParallelLayout, config: Config, function: Any) -> list[Any]:
 def _outcome(context: ParallelContext, config: Config) -> int | str:
     """The exit status of one rank of a run, or what it refused."""
     try:
-        return train_rank(
-            config, ProcessEnvironment(context.rank, context.world_size, context.rank, context.world_size)
-        )
+        return train_on_rank(context, config)
     except UserError as error:
         return str(error)
 
