@@ -6,7 +6,7 @@ are taken one at a time; memory holds little more than one file of the export.
 """
 
 import json
-import secrets
+import os
 import shutil
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megalite.config.durable_files import sync_folder
+from megalite.config.durable_files import draft_of, sync_folder
 from megalite.config.families import ARCHITECTURE, FAMILIES, describe, other_settings
 from megalite.config.schema import ModelConfig
 from megalite.config.settings import yaml_value
@@ -148,12 +148,14 @@ def new_folder(folder: Path) -> Iterator[Path]:
     """
     require_new(folder)
     final = folder.resolve()
-    unfinished = final.with_name(f".{final.name}.{secrets.token_hex(4)}")
+    unfinished = draft_of(final)
     try:
         unfinished.mkdir(parents=True)
         yield unfinished
-        for path in (*unfinished.iterdir(), unfinished):
-            sync_folder(path)
+        for path in unfinished.iterdir():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        sync_folder(unfinished)
         unfinished.rename(final)
         sync_folder(final.parent)
     except (OSError, SafetensorError) as error:
