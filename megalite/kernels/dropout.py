@@ -20,6 +20,8 @@ from torch import Tensor
 
 GOLDEN = -0x61C8864680B583EB  # 2^64 / golden ratio, odd, as int64: spreads counters over 64 bits
 
+Stream = tuple[int | str, ...]  # one dropout of a model, such as (layer, "mlp")
+
 
 @dataclass(frozen=True)
 class DropoutKey:
@@ -31,16 +33,16 @@ class DropoutKey:
 
 
 class DropoutStreams:
-    """The dropouts of one part of a model: each stream, a tuple such as (layer, "mlp"), has masks of its own."""
+    """The dropouts of one part of a model: each stream has masks of its own."""
 
-    def __init__(self, seed: int, streams: Sequence[tuple[int | str, ...]], device: torch.device) -> None:
+    def __init__(self, seed: int, streams: Sequence[Stream], device: torch.device) -> None:
         words = [_word(seed, stream) for stream in streams]
         self._order = {stream: row for row, stream in enumerate(streams)}
         self._words = torch.tensor(words, dtype=torch.int64, device=device)
         self._of_channels = _word(seed, ("channels",))
         self._channels: dict[int, Tensor] = {}  # by width: the same for every microbatch
 
-    def keys(self, samples: Tensor, positions: Tensor, width: int) -> dict[tuple[int | str, ...], DropoutKey]:
+    def keys(self, samples: Tensor, positions: Tensor, width: int) -> dict[Stream, DropoutKey]:
         """The key of each stream for a microbatch's activations of `width` channels.
 
         samples [b]: the index in the run of each row's sample. positions [s]: where in its sample each row of the
@@ -48,14 +50,12 @@ class DropoutStreams:
         """
         return self._keys(width, samples.view(1, -1), positions.view(-1, 1))  # [s, b]
 
-    def attention_keys(
-        self, samples: Tensor, heads: Tensor, positions: Tensor
-    ) -> dict[tuple[int | str, ...], DropoutKey]:
+    def attention_keys(self, samples: Tensor, heads: Tensor, positions: Tensor) -> dict[Stream, DropoutKey]:
         """The key of each stream for the probabilities of a microbatch, [b, heads, s, s]. `heads`: which of the model's
         this rank has."""
         return self._keys(len(positions), samples.view(-1, 1, 1), heads.view(-1, 1), positions)  # [b, heads, s]
 
-    def _keys(self, width: int, *coordinates: Tensor) -> dict[tuple[int | str, ...], DropoutKey]:
+    def _keys(self, width: int, *coordinates: Tensor) -> dict[Stream, DropoutKey]:
         """Of rows of as many dims as the coordinates broadcast to."""
         rows = self._words.view(-1, *[1] * coordinates[0].dim())  # [streams, ...]
         for coordinate in coordinates:
@@ -126,6 +126,6 @@ def _shifted(x: Tensor, count: int) -> Tensor:
     return (x >> count) & ((1 << (64 - count)) - 1)
 
 
-def _word(seed: int, stream: tuple[int | str, ...]) -> int:
+def _word(seed: int, stream: Stream) -> int:
     """63 random bits that belong to a stream."""
     return int.from_bytes(blake2b(repr((seed, "dropout", *stream)).encode(), digest_size=8).digest(), "little") >> 1

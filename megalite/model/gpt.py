@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megalite.config.schema import Config
 from megalite.data.batch import Batch
-from megalite.kernels.dropout import DropoutKey, DropoutStreams, hash_dropout
+from megalite.kernels.dropout import DropoutKey, DropoutStreams, Stream, hash_dropout
 from megalite.kernels.pieces import statistics_dtype
 from megalite.layout.stages import StageLayers
 from megalite.model.attention import AttentionInputs, attention_backends, document_mask
@@ -75,7 +75,7 @@ class GPT(nn.Module):
             self.final_norm = build_norm(model, place)
             if not model.tie_embeddings:
                 self.head = VocabParallelEmbedding(padded_vocabulary(model), model.hidden_size, place)
-        streams: list[tuple[int | str, ...]] = [(layer, part) for layer in layers for part in ("attention", "mlp")]
+        streams: list[Stream] = [(layer, part) for layer in layers for part in ("attention", "mlp")]
         streams += [("embedding",)] if self.embeds else []
         self.dropout_streams = DropoutStreams(config.seed, streams, device)
         self.attention_streams = DropoutStreams(config.seed, [(layer, "probabilities") for layer in layers], device)
@@ -176,32 +176,28 @@ class GPT(nn.Module):
             return x
         return gather_from_sequence_parallel(x, self.place.tp, partial_gradient=False)  # head_logits has summed it
 
-    def _embed(self, batch: Batch, keys: Mapping[tuple[int | str, ...], DropoutKey]) -> Tensor:
+    def _embed(self, batch: Batch, keys: Mapping[Stream, DropoutKey]) -> Tensor:
         self.before_use("embedding")
         x: Tensor = self.embedding(batch.tokens, batch.positions)
         dropout = self.config.embedding_dropout
         return hash_dropout(x, dropout, keys[("embedding",)]) if self.training and dropout else x
 
-    def _dropout_keys(self, batch: Batch) -> Mapping[tuple[int | str, ...], DropoutKey]:
-        """By stream, what residual and embedding dropout of this microbatch need; empty where nothing is dropped."""
-        if not (self.training and (self.config.dropout or self.config.embedding_dropout)):
-            return {}
-        length, b, _ = self.activation_shape(batch)
-        part = 0 if self.place.sequence is None else self.place.sequence.index
-        positions = torch.arange(length, device=self.device) + part * length  # in the sample
-        samples = batch.first_sample + torch.arange(b, device=self.device)
-        keys = self.dropout_streams.keys(samples, positions, self.config.hidden_size)
-        return keys if self.config.dropout else {at: key for at, key in keys.items() if at == ("embedding",)}
-
-    def _attention_keys(self, batch: Batch) -> Mapping[tuple[int | str, ...], DropoutKey]:
-        """By stream, what dropout of the probabilities of this microbatch needs; empty where nothing is dropped."""
-        if not (self.training and self.config.attention_dropout):
-            return {}
-        ranks, index = (1, 0) if self.place.tp is None else (self.place.tp.size, self.place.tp.index)
-        (b, s), heads = batch.tokens.shape, self.config.num_attention_heads // ranks  # neighbours, on every rank
-        number = partial(torch.arange, device=self.device)
-        samples, mine = batch.first_sample + number(b), index * heads + number(heads)
-        return self.attention_streams.attention_keys(samples, mine, number(s))
+    def _dropout_keys(self, batch: Batch) -> dict[Stream, DropoutKey]:
+        """By stream, what dropout needs in this microbatch; empty where nothing is dropped."""
+        config, tp, number = self.config, self.place.tp, partial(torch.arange, device=self.device)
+        length, b, width = self.activation_shape(batch)
+        samples = batch.first_sample + number(b)
+        keys: dict[Stream, DropoutKey] = {}
+        if self.training and (config.dropout or config.embedding_dropout):
+            first = 0 if self.place.sequence is None else self.place.sequence.index * length  # in the sample
+            keys = self.dropout_streams.keys(samples, number(length) + first, width)
+            keys = {at: key for at, key in keys.items() if config.dropout or at == ("embedding",)}
+        if self.training and config.attention_dropout:
+            ranks, index = (1, 0) if tp is None else (tp.size, tp.index)
+            heads = config.num_attention_heads // ranks  # neighbours, on every rank
+            every = number(batch.tokens.shape[1])
+            keys |= self.attention_streams.attention_keys(samples, index * heads + number(heads), every)
+        return keys
 
     def _attention_inputs(self, batch: Batch) -> AttentionInputs:
         """Rotary tables and document mask, built once for all layers."""
@@ -211,13 +207,14 @@ class GPT(nn.Module):
         mask = None if batch.documents is None else document_mask(batch.documents, self.dtype)
         return AttentionInputs(rotation, mask)
 
-    def _run_blocks(self, x: Tensor, batch: Batch, keys: Mapping[tuple[int | str, ...], DropoutKey]) -> Tensor:
-        attention, dropped = self._attention_inputs(batch), self._attention_keys(batch)
+    def _run_blocks(self, x: Tensor, batch: Batch, keys: Mapping[Stream, DropoutKey]) -> Tensor:
+        attention = self._attention_inputs(batch)
         for name, block in self.blocks.items():
             layer = int(name)
             self.before_use(f"blocks.{name}")
-            residual = (keys.get((layer, part)) for part in ("attention", "mlp"))
-            inputs = BlockInputs(attention, dropped.get((layer, "probabilities")), *residual)
+            inputs = BlockInputs(
+                attention, *(keys.get((layer, part)) for part in ("probabilities", "attention", "mlp"))
+            )
             run = partial(self._run_block, block)
             if layer in self.recomputed and torch.is_grad_enabled():
                 x = checkpoint(run, x, inputs, use_reentrant=False, preserve_rng_state=False)

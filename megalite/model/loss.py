@@ -87,11 +87,11 @@ def linear_cross_entropy(
         z_loss=z_loss,
     )
     chunk = max(1, min(n, chunk_tokens or _default_chunk(weight, padded_vocab, group)))
-    task = _Task(labels, loss_mask, scale, token_loss, chunk, sequence_parallel, compile)
+    sweep = _Sweep(labels, loss_mask, scale, token_loss, chunk, sequence_parallel, compile)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-        loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, task, main_grad)
+        loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, sweep, main_grad)
         return loss
-    return _Sweep(task, hidden, weight, None, wants_hidden=False).run()
+    return sweep.run(hidden, weight)[0]
 
 
 def _default_chunk(weight: Tensor, padded_vocab: int | None, group: TensorGroup | None) -> int:
@@ -103,33 +103,18 @@ def _default_chunk(weight: Tensor, padded_vocab: int | None, group: TensorGroup 
     return max(tokens, CHUNK_BYTES // (weight.element_size() * columns))
 
 
-@dataclass(frozen=True)
-class _Task:
-    """What to compute, but for the two inputs that take gradients."""
-
-    labels: Tensor
-    loss_mask: Tensor
-    scale: Tensor
-    token_loss: TokenLoss
-    chunk: int
-    sequence_parallel: bool
-    compile: bool
-
-
 class _LinearCrossEntropy(torch.autograd.Function):
     """Loss and both gradients in one sweep over the chunks; backward multiplies by the upstream gradient."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, task: _Task, main_grad: Tensor | None) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, sweep: "_Sweep", main_grad: Tensor | None) -> Tensor:
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         weight_grad = None
         if wants_weight and main_grad is None:
             weight_grad = torch.zeros_like(weight, dtype=statistics_dtype(weight.dtype))  # chunks add up in fp32
         main_grad = main_grad if wants_weight and main_grad is not None else weight_grad
-
-        sweep = _Sweep(task, hidden, weight, main_grad, wants_hidden=wants_hidden)
-        loss = sweep.run()
-        ctx.save_for_backward(sweep.hidden_grad, None if weight_grad is None else weight_grad.to(weight.dtype))
+        loss, hidden_grad = sweep.run(hidden, weight, main_grad, wants_hidden=wants_hidden)
+        ctx.save_for_backward(hidden_grad, None if weight_grad is None else weight_grad.to(weight.dtype))
         return loss
 
     @staticmethod
@@ -139,53 +124,60 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return hidden_grad, weight_grad, None, None
 
 
+@dataclass
 class _Sweep:
-    """One pass over the chunks: the scaled loss, `hidden_grad` (like hidden) if wanted, a sum into `weight_grad`."""
+    """One pass over the chunks. What is set by `run` ends with it."""
 
-    def __init__(
-        self, task: _Task, hidden: Tensor, weight: Tensor, weight_grad: Tensor | None, *, wants_hidden: bool
-    ) -> None:
-        self.task, self.token_loss, self.group = task, task.token_loss, task.token_loss.group
-        if task.sequence_parallel:
-            assert self.group is not None
+    labels: Tensor
+    loss_mask: Tensor
+    scale: Tensor
+    token_loss: TokenLoss
+    chunk: int
+    sequence_parallel: bool
+    compile: bool
+
+    def run(
+        self, hidden: Tensor, weight: Tensor, weight_grad: Tensor | None = None, *, wants_hidden: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """The scaled loss and, if wanted, the gradient of hidden; that of the weight is added to `weight_grad`."""
+        self.group = self.token_loss.group
+        if self.group is not None and self.sequence_parallel:
             hidden = finish(start_all_gather(hidden, self.group))
         self.hidden, self.weight, self.weight_grad = hidden, weight, weight_grad
         self.hidden_grad = torch.empty_like(hidden) if wants_hidden else None
         self.wants_gradients = wants_hidden or weight_grad is not None
-        overlaps = self.group is not None and self.wants_gradients
-        self.buffers = hidden.new_empty(2 if overlaps else 1, task.chunk, weight.shape[0])
-        self.work, self.piece = work_buffers(self.buffers[0])
-        steps = _settle_piece, _statistics_of_piece, _differentiate_piece
-        if task.compile and self.token_loss.real:
-            self.settle_piece, self.statistics_of_piece, self.differentiate_piece = map(_compiled, steps)
-            self.work = self.work.new_empty(0)  # of which the dtype is read
-            self.piece = task.chunk if hidden.is_cuda else self.piece  # no fp32 logits that pieces would bound
-        else:
-            self.settle_piece, self.statistics_of_piece, self.differentiate_piece = steps
-        dtype = self.work.dtype
-        self.losses = torch.empty(hidden.shape[0], dtype=dtype, device=hidden.device)
-        self.upstream = task.loss_mask.to(dtype) * task.scale.to(dtype)  # [n]
-
-    def run(self) -> Tensor:
+        ahead = self.group is not None and self.wants_gradients  # the next chunk's logits stand beside this one's
+        buffers = hidden.new_empty(2 if ahead else 1, self.chunk, weight.shape[0])
+        self._prepare_steps(buffers[0])
+        self.losses = torch.empty(hidden.shape[0], dtype=self.work.dtype, device=hidden.device)
+        self.upstream = self.loss_mask.to(self.work.dtype) * self.scale.to(self.work.dtype)  # [n]
         waiting: tuple[slice, Tensor, Tensor] | None = None
-        for number, start in enumerate(range(0, self.hidden.shape[0], self.task.chunk)):
-            tokens = slice(start, start + self.task.chunk)
-            logits = self._logits(tokens, self.buffers[number % len(self.buffers)])
+        for number, start in enumerate(range(0, hidden.shape[0], self.chunk)):
+            tokens = slice(start, start + self.chunk)
+            logits = self._logits(tokens, buffers[number % len(buffers)])
             if self.group is None:
-                self._settle_alone(tokens, logits)
-                self._add_gradients(tokens, logits)
+                self._finish_alone(tokens, logits)
                 continue
             exchanged = self.token_loss.start_exchange(self._statistics(tokens, logits))
             if waiting is not None:
-                self._settle(*waiting)
-                self._add_gradients(*waiting[:2])
+                self._finish_exchanged(*waiting)
             waiting = tokens, logits, exchanged
         if waiting is not None:
-            self._settle(*waiting)
-            self._add_gradients(*waiting[:2])
+            self._finish_exchanged(*waiting)
         if self.group is not None and self.hidden_grad is not None:
             self.hidden_grad = finish(self.hidden_grad)
-        return self.task.scale.to(self.losses.dtype) * self.losses.masked_fill_(~self.task.loss_mask, 0.0).sum()
+        loss = self.scale.to(self.losses.dtype) * self.losses.masked_fill_(~self.loss_mask, 0.0).sum()
+        return loss, self.hidden_grad
+
+    def _prepare_steps(self, logits: Tensor) -> None:
+        """How a piece of logits is worked on, and how many tokens are one."""
+        self.work, self.piece = work_buffers(logits)
+        steps: tuple[Callable[..., Any], ...] = (_losses_of_piece, _statistics_of_piece, _differentiate_piece)
+        if self.compile and self.token_loss.real:
+            steps = tuple(map(_compiled, steps))
+            self.work = self.work.new_empty(0)  # of which the dtype is read
+            self.piece = self.chunk if logits.is_cuda else self.piece  # no fp32 logits that pieces would bound
+        self.losses_of_piece, self.statistics_of_piece, self.differentiate_piece = steps
 
     def _logits(self, tokens: slice, buffer: Tensor) -> Tensor:
         x = self.hidden[tokens]
@@ -193,21 +185,20 @@ class _Sweep:
         logits[:, self.token_loss.real :] = -torch.inf
         return logits
 
-    def _settle_alone(self, tokens: slice, logits: Tensor) -> None:
+    def _finish_alone(self, tokens: slice, logits: Tensor) -> None:
         """Losses of a chunk whose logits are all here, and gradients in their place: one softmax serves both."""
         for rows, part in self._pieces(tokens, logits):
             upstream = self.upstream[rows] if self.wants_gradients else None
-            self.losses[rows] = self.settle_piece(self.token_loss, part, self.task.labels[rows], upstream, self.work)
+            self.losses[rows] = self.losses_of_piece(self.token_loss, part, self.labels[rows], upstream, self.work)
+        self._add_gradients(tokens, logits)
 
     def _statistics(self, tokens: slice, logits: Tensor) -> Tensor:
         """[k, c] of this rank's columns."""
         pieces = self._pieces(tokens, logits)
-        parts = [
-            self.statistics_of_piece(self.token_loss, part, self.task.labels[rows], self.work) for rows, part in pieces
-        ]
+        parts = [self.statistics_of_piece(self.token_loss, part, self.labels[rows], self.work) for rows, part in pieces]
         return torch.cat(parts, 1)
 
-    def _settle(self, tokens: slice, logits: Tensor, exchanged: Tensor) -> None:
+    def _finish_exchanged(self, tokens: slice, logits: Tensor, exchanged: Tensor) -> None:
         """Losses of a chunk from the statistics of all ranks, and gradients in place of the logits."""
         assert self.group is not None
         statistics = finish(exchanged)  # [t, k, c]
@@ -216,15 +207,16 @@ class _Sweep:
             return
         per_piece = statistics[self.group.index].split(self.piece, 1), factors.split(self.piece)
         for (rows, part), local, factor in zip(self._pieces(tokens, logits), *per_piece, strict=True):
-            labels, upstream = self.task.labels[rows], self.upstream[rows]
+            labels, upstream = self.labels[rows], self.upstream[rows]
             self.differentiate_piece(self.token_loss, part, local, labels, factor, upstream, self.work)
+        self._add_gradients(tokens, logits)
 
     def _add_gradients(self, tokens: slice, gradient: Tensor) -> None:
         """From the gradient [c, v] of a chunk's logits. The last sum over ranks runs while the weight's is computed."""
         if self.hidden_grad is not None:
             torch.mm(gradient, self.weight, out=self.hidden_grad[tokens])
             if self.group is not None and tokens.stop >= self.hidden.shape[0]:
-                start_sum = start_reduce_scatter if self.task.sequence_parallel else start_all_reduce
+                start_sum = start_reduce_scatter if self.sequence_parallel else start_all_reduce
                 self.hidden_grad = start_sum(self.hidden_grad, self.group)
         if self.weight_grad is not None:
             add_transposed_product(self.weight_grad, gradient, self.hidden[tokens])
@@ -235,7 +227,7 @@ class _Sweep:
             yield slice(tokens.start + first, tokens.start + first + part.shape[0]), part
 
 
-def _settle_piece(
+def _losses_of_piece(
     token_loss: TokenLoss, logits: Tensor, labels: Tensor, upstream: Tensor | None, work: Tensor
 ) -> Tensor:
     """The losses [r] of tokens whose logits [r, v] are all here; with `upstream` [r], gradients in their place."""

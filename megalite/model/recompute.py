@@ -1,4 +1,4 @@
-"""Work whose result and whose inner tensors backward does again instead of keeping: `consumer(function(*inputs))`.
+"""Computes `consumer(function(*inputs))` without keeping what the function computes: backward runs the function again.
 
 The function is a norm, an activation or the core of attention; the consumer is what it feeds. Of the function's work
 only the inputs are kept. Backward runs it once more, when it first asks for anything of it, and hands each tensor out
@@ -52,7 +52,7 @@ class _Slot:
 
 
 class _Work:
-    """One call of a function, done again for backward. The graph holds it through its hooks, and it no graph."""
+    """One call of a function, done again for backward. The graph holds this object, by its hooks; it holds no graph."""
 
     def __init__(
         self,

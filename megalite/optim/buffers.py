@@ -1,4 +1,4 @@
-"""All parameters in contiguous buffers, all gradients in others of the same layout, and this rank's share of both.
+"""Holds all parameters in contiguous buffers, all gradients in others of the same layout, and a rank's share of both.
 
 Parameters of the model become views of the parameter buffers; gradients of all microbatches are added up in the
 gradient buffers, by the model's own backward or by one hook per parameter. There is no second persistent copy of

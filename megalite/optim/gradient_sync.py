@@ -1,4 +1,4 @@
-"""Gradients are summed over the ranks that hold the same parameters, bucket by bucket, while backward still runs.
+"""Sums gradients over the ranks that hold the same parameters, bucket by bucket, while backward still runs.
 
 A bucket starts to travel the moment its last gradient of the last microbatch is ready and all buckets before it have
 started: ranks of a group must start them in one order, also where a parameter is not used on one of them. What was not

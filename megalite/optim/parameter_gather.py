@@ -1,4 +1,4 @@
-"""After the update each rank knows its slices of the parameters; the others' arrive while the next forward runs.
+"""Gathers the updated parameters from the ranks that own slices of them, while the next forward runs.
 
 Buckets start in the order in which forward uses them, the reverse of backward's. A part of the model waits for its
 buckets right before it is used (`GPT.before_use`).

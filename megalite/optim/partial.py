@@ -1,6 +1,6 @@
-"""Gradients of which several ranks of one model hold a part each are summed before anybody looks at them.
+"""Sums the gradients of which several ranks of one model hold a part each, before anything else reads them.
 
-Which those are the registry says: norms and biases of what sequence parallelism splits along the sequence, norms over
+The registry says which these are: norms and biases of what sequence parallelism splits along the sequence, norms over
 heads, the key-value heads that several ranks hold (`Split.shared_tail`), and a tied embedding, of which the first and
 the last stage of a pipeline each see one use. One collective sums all of a group's together, after the data-parallel
 sums. Each rank adds what it owns of them, which is the same part on all ranks of the group: the tables of the

@@ -63,11 +63,24 @@ def stages_of(config: Config, pp_rank: int) -> list[StageLayers]:
     return [stage for stage in stage_layers(stage_settings(config)) if stage.pp_rank == pp_rank]
 
 
+def sharing_groups(kind: Kind, *, zero: bool, instances: int) -> tuple[str | None, str | None]:
+    """The groups whose ranks each own a slice of the optimizer's state, and whose ranks own the same slices."""
+    replicas = "dp-cp" if kind == "dense" else "edp"
+    if not zero:
+        return None, replicas
+    return (replicas, None) if instances == 1 else (f"{replicas}-shard", f"{replicas}-replicate")
+
+
 def _owners(config: Config, world: ParallelLayout, rank: int) -> dict[Kind, tuple[int, ...]]:
-    optimizer = config.optimizer
-    if not optimizer.zero:
-        return {"dense": (rank,), "expert": (rank,)}
-    groups = groups_of(world, rank, GroupNeeds(optimizer_instances=optimizer.instances))
-    part = "-shard" if optimizer.instances > 1 else ""
-    expert = groups[f"edp{part}"].ranks if world.has_experts else (rank,)
-    return {"dense": groups[f"dp-cp{part}"].ranks, "expert": expert}
+    zero, instances = config.optimizer.zero > 0, config.optimizer.instances
+    groups = groups_of(world, rank, GroupNeeds(optimizer_instances=instances if zero else 1))
+    owners: dict[Kind, tuple[int, ...]] = {"dense": (rank,), "expert": (rank,)}
+    for kind in kinds_of(world):
+        shard, _ = sharing_groups(kind, zero=zero, instances=instances)
+        owners[kind] = groups[shard].ranks if shard else (rank,)
+    return owners
+
+
+def kinds_of(world: ParallelLayout) -> tuple[Kind, ...]:
+    """The kinds of parameters that there are."""
+    return ("dense", "expert") if world.has_experts else ("dense",)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from megalite.launch.context import ParallelContext
 from megalite.layout.buffer_layout import Kind
+from megalite.optim.rank_buffers import kinds_of, sharing_groups
 
 
 @dataclass(frozen=True)
@@ -26,19 +27,14 @@ class Sharing:
     repeat: int = 0
 
     @classmethod
-    def of(cls, context: ParallelContext, kind: Kind, *, zero: bool) -> "Sharing":
-        """For the dense parameters or the experts of this rank."""
-        replicas = "dp-cp" if kind == "dense" else "edp"
-        if kind == "expert" and not context.layout.has_experts:
-            return cls()
-        if not zero:
-            return cls(None, context.group(replicas), context.index(replicas))
-        shard, replicate = f"{replicas}-shard", f"{replicas}-replicate"
-        if shard not in context.specs:  # one instance
-            return cls(context.group(replicas))
-        return cls(context.group(shard), context.group(replicate), context.index(replicate))
-
-    @classmethod
-    def of_rank(cls, context: ParallelContext, *, zero: bool) -> dict[Kind, "Sharing"]:
+    def of_rank(cls, context: ParallelContext, *, zero: bool, instances: int = 1) -> dict[Kind, "Sharing"]:
         """By kind of parameters."""
-        return {"dense": cls.of(context, "dense", zero=zero), "expert": cls.of(context, "expert", zero=zero)}
+        sharing: dict[Kind, Sharing] = {"dense": cls(), "expert": cls()}
+        for kind in kinds_of(context.layout):
+            shard, replicate = sharing_groups(kind, zero=zero, instances=instances)
+            sharing[kind] = cls(
+                context.group(shard) if shard else None,
+                context.group(replicate) if replicate else None,
+                context.index(replicate) if replicate else 0,
+            )
+        return sharing

@@ -8,17 +8,11 @@ work of one in the order in which backward came to it, so that every sum is made
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 import torch
 
-Later = Callable[[Callable[[], None]], None]  # does what it is given: now, or after the work that has been put off
-
-
-@dataclass(frozen=True)
-class _Microbatch:
-    works: deque[tuple[Callable[[], None], bool]] = field(default_factory=deque)  # and whether it has a beginning
-    beginnings: deque[Callable[[], None]] = field(default_factory=deque)
+Work = Callable[[], None]
+Later = Callable[[Work], None]  # does what it is given: now, or after the work that has been put off
 
 
 class DeferredWork:
@@ -26,47 +20,38 @@ class DeferredWork:
 
     def __init__(self) -> None:
         self.active = False  # whether work is to be put here, instead of being done at once
-        self._microbatches: deque[_Microbatch] = deque()
+        self._microbatches: deque[deque[tuple[Work, Work | None]]] = deque()
 
     def __len__(self) -> int:
         """Microbatches that wait."""
         return len(self._microbatches)
 
     @contextmanager
-    def collecting(self, split: bool = True) -> Iterator[None]:
-        """The backward of one microbatch runs in here; not `split`, it does all its work itself."""
+    def collecting(self) -> Iterator[None]:
+        """The backward of one microbatch runs in here."""
         assert not self.active, "one backward at a time"
-        if not split:
-            yield
-            return
-        self._microbatches.append(_Microbatch())
+        self._microbatches.append(deque())
         self.active = True
         try:
             yield
         finally:
             self.active = False
 
-    def put(self, work: Callable[[], None], begin: Callable[[], None] | None = None) -> None:
+    def put(self, work: Work, begin: Work | None = None) -> None:
         """Do `work` later. `begin` starts what it waits for (a collective): one of them is always ahead."""
         assert self.active, "nobody collects"
-        microbatch = self._microbatches[-1]
-        microbatch.works.append((work, begin is not None))
-        if begin is not None:
-            microbatch.beginnings.append(begin)
+        self._microbatches[-1].append((work, begin))
 
     @torch.no_grad()
     def run_next(self) -> None:
         """Do all work of the microbatch that has waited longest."""
         assert not self.active, "the backward that puts work here is still running"
-        microbatch = self._microbatches.popleft()
-        _begin_next(microbatch)
-        while microbatch.works:
-            work, begun = microbatch.works.popleft()
-            if begun:
-                _begin_next(microbatch)
+        works = self._microbatches.popleft()
+        beginnings = deque(begin for _, begin in works if begin is not None)
+        if beginnings:
+            beginnings.popleft()()
+        while works:
+            work, begin = works.popleft()
+            if begin is not None and beginnings:
+                beginnings.popleft()()
             work()
-
-
-def _begin_next(microbatch: _Microbatch) -> None:
-    if microbatch.beginnings:
-        microbatch.beginnings.popleft()()

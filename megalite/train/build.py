@@ -136,7 +136,7 @@ def build_training(config: Config, context: ParallelContext) -> Training:
     settings = config.optimizer
     clock = StepClock(context.device)
     chunks = _chunks(config, context)
-    sharing = Sharing.of_rank(context, zero=settings.zero > 0)
+    sharing = Sharing.of_rank(context, zero=settings.zero > 0, instances=settings.instances)
     own = rank_buffers(config, context.layout, context.rank)
     buffers = TrainingBuffers(
         own.layout,

@@ -26,7 +26,7 @@ from megalite.launch.context import ParallelContext
 from tests.bad_input.launching import SMALL, TOKENS, Row, Scene, check, free_port, tree, write_corpus
 from tests.ranks import run_ranks
 
-MEETING = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+RENDEZVOUS = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 
 
 def port_in_use(scene: Scene) -> None:
@@ -65,14 +65,14 @@ ROWS = [
         "a number of ranks and no rank",
         "",
         ["RANK=null: not set, but WORLD_SIZE=2 is", "torchrun --nproc-per-node N", "unset WORLD_SIZE"],
-        variables={"WORLD_SIZE": "2", **MEETING},
+        variables={"WORLD_SIZE": "2", **RENDEZVOUS},
     ),
     Row(
         31,
         "a rank and no number of ranks",
         "",
         ["WORLD_SIZE=null: not set, but RANK=0 is", "torchrun", "unset RANK"],
-        variables={"RANK": "0", **MEETING},
+        variables={"RANK": "0", **RENDEZVOUS},
     ),
     Row(
         32,
@@ -86,7 +86,7 @@ ROWS = [
         "a rank beyond the number of ranks",
         "",
         ["RANK='2': must be below WORLD_SIZE=2", "0 to 1, each once"],
-        variables={"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "2", **MEETING},
+        variables={"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "2", **RENDEZVOUS},
     ),
     Row(
         34,

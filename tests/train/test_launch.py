@@ -31,8 +31,8 @@ def launch_by_variables(arguments: list[str], world_size: int) -> "list[subproce
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    meeting = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    return [launch(arguments, variables={"RANK": str(rank), **meeting}) for rank in range(world_size)]
+    rendezvous = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    return [launch(arguments, variables={"RANK": str(rank), **rendezvous}) for rank in range(world_size)]
 
 
 def saved_at_its_end(run: Path) -> bool:
@@ -73,10 +73,10 @@ def test_ranks_by_plain_variables_compute_what_one_process_computes(folder: Path
 
 
 def test_a_rank_that_finds_nobody_says_so_whatever_its_place_on_its_machine(folder: Path) -> None:
-    meeting = {"WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}  # a port of no program
+    rendezvous = {"WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}  # a port of no program
     arguments = overrides(folder, "nobody", "parallel.startup_timeout_s=1")
-    ranks = [launch(arguments, variables={**meeting, "RANK": "1"})]
-    ranks.append(launch(arguments, variables={**meeting, "RANK": "2", "LOCAL_RANK": "1"}))
+    ranks = [launch(arguments, variables={**rendezvous, "RANK": "1"})]
+    ranks.append(launch(arguments, variables={**rendezvous, "RANK": "2", "LOCAL_RANK": "1"}))
     for number, rank in enumerate(ranks, start=1):
         status, output = finish(rank)
         assert status == 2
