@@ -45,8 +45,8 @@ class RankInfo:
     @classmethod
     def of(cls, rank: int, device: torch.device, plan: Mapping[str, str], problems: Sequence[Problem]) -> "RankInfo":
         """Of this process."""
-        gpu = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
-        return cls(rank, socket.gethostname(), gpu, _gloo_on_loopback(), plan, [*map(problem_fields, problems)])
+        fields = [*map(problem_fields, problems)]
+        return cls(rank, socket.gethostname(), _gpu_id(device), _gloo_on_loopback(), plan, fields)
 
 
 def rendezvous(
@@ -234,6 +234,10 @@ def listed(ranks: Sequence[int]) -> str:
 
 def _named(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks)}"
+
+
+def _gpu_id(device: torch.device) -> str | None:
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
 def _gloo_on_loopback() -> bool:
