@@ -47,8 +47,8 @@ def open_to_append(path: Path) -> TextIO:
 
 
 def sync_folder(folder: Path) -> None:
-    """Put the folder's entries on disk: syncing a file does not sync its name."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    """Put the folder's entries on disk: syncing a file does not sync its name. A file is put on disk itself."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
     finally:
