@@ -186,7 +186,7 @@ def settings_of_stages_do_not_clash(case: Case) -> Iterator[Flaw]:
 
 def stages_hold_all_layers(case: Case) -> Iterator[Flaw]:
     settings = stage_settings(case.config, case.split_rank)
-    if settings.clashes:
+    if settings.clashes or (settings.vpp > 1 and settings.pp == 1):  # another rule says so
         return
     try:
         stage_counts(settings)

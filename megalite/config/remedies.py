@@ -91,12 +91,8 @@ def _remedy(case: Case, rules: Sequence[Rule], flaw: Flaw, broken: Set[str]) -> 
     def works(changes: Changes, remaining: Set[str]) -> bool:
         return _allowed(changes) and not _flaws(case.changed(changes), rules, remaining)
 
-    def singles(remaining: Set[str]) -> list[str]:
-        found = {
-            name: list(islice((value for value in values if works({name: value}, remaining)), OFFERED))
-            for name, values in tried.items()
-        }
-        return [_told(case, name, values) for name, values in found.items() if values]
+    def mending(name: str, remaining: Set[str]) -> list[Any]:
+        return list(islice((value for value in tried[name] if works({name: value}, remaining)), OFFERED))
 
     def pairs(remaining: Set[str]) -> Iterator[Changes]:
         for name, values in tried.items():
@@ -107,7 +103,8 @@ def _remedy(case: Case, rules: Sequence[Rule], flaw: Flaw, broken: Set[str]) -> 
                     yield from (pair for pair in more if works(pair, remaining))
 
     others = broken - {flaw.setting}
-    ways = singles(frozenset()) or singles(others)
+    found = {name: mending(name, frozenset()) or mending(name, others) for name in tried}
+    ways = [_told(case, name, values) for name, values in found.items() if values]
     if not ways and (pair := next(pairs(others), None)):
         ways = [" with ".join(_told(case, name, [value]) for name, value in pair.items())]
     ways += [flaw.words] * bool(flaw.words)
