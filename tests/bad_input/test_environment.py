@@ -56,7 +56,7 @@ def full_disk(scene: Scene) -> None:
 
 
 def old_torch(scene: Scene) -> None:
-    scene.patch.setattr("megalite.config.rules.version", lambda package: {"torch": "2.9.1+cu128"}[package])
+    scene.patch.setattr("megalite.config.machine_rules.version", lambda package: {"torch": "2.9.1+cu128"}[package])
 
 
 ROWS = [
