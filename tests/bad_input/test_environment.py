@@ -133,7 +133,7 @@ ROWS = [
         39,
         "a disk without room for a checkpoint",
         "run_dir=run",
-        ["run_dir='", "/run': a checkpoint needs about", "KiB, 1.0 KiB are free in", "make room", "a folder on another disk"],
+        ["run_dir='", "/run': a checkpoint needs about", "KiB, 1.0 KiB are free in", "make room", "another disk"],
         full_disk,
     ),
     Row(
