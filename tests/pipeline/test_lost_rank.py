@@ -5,6 +5,7 @@ Real processes. Between its neighbours' sends and receives a rank has nobody but
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -54,7 +55,7 @@ def test_a_restart_ends_where_the_uninterrupted_run_ends(folder: Path) -> None:
     whole, broken = folder / "whole", folder / "broken"
     status, output = finish(launch(arguments(folder, "whole", 2), ranks=2))
     assert status == 0, output
-    process = launch(arguments(folder, "broken", 2), ranks=2)
+    process = launch(arguments(folder, "broken", 2), ranks=2, python=sys.executable)  # whose children are the ranks
     wait_for_step(process, broken, 8)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     os.kill(int(children[-1]), signal.SIGKILL)

@@ -6,7 +6,6 @@ import random
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from megalite.commands.train import train_rank
 from megalite.config.schema import Config
 from megalite.launch.context import ParallelContext
 from megalite.launch.environment import ProcessEnvironment
+from tests.warm import warm_python
 
 ROOT = Path(__file__).parents[2]
 TIMELESS = ("step", "tokens", "loss", "grad_norm", "lr", "bad_steps", "val_loss")  # equal in every repetition
@@ -60,9 +60,10 @@ def launch(
     ranks: int = 1,
     variables: Mapping[str, str] = MappingProxyType({}),
     cwd: Path = ROOT,
+    python: str | None = None,
 ) -> "subprocess.Popen[str]":
     """The launcher as a process group of its own, under torchrun if there are several ranks."""
-    command = [sys.executable]
+    command = [python or warm_python()]
     if ranks > 1:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **variables}

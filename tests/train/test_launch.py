@@ -10,12 +10,15 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.train.runs import ROOT, finish, kill, launch, metrics, overrides, wait_for_step, write_text
+from tests.train import runs
+from tests.train.runs import ROOT, finish, kill, metrics, overrides, wait_for_step, write_text
 
+launch = partial(runs.launch, python=sys.executable)  # as a user does
 LONG = ("train.steps=100000", "train.eval_interval=0", "checkpoint.interval=0")
 
 

@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -109,7 +110,7 @@ def test_without_asserts_it_saves_all_the_same(folder: Path, uninterrupted: Path
 def test_two_ranks_continue_after_one_of_them_is_killed(folder: Path) -> None:
     whole, broken = folder / "two-whole", folder / "two-broken"
     assert run_ranks(run_words, 2, overrides(folder, "two-whole")) == [0, 0]
-    process = launch(overrides(folder, "two-broken"), ranks=2)
+    process = launch(overrides(folder, "two-broken"), ranks=2, python=sys.executable)  # whose children are the ranks
     wait_for_step(process, broken, 12)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     os.kill(int(children[-1]), signal.SIGKILL)
