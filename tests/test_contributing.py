@@ -4,12 +4,13 @@ import importlib.util
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.warm import warm_python
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()
@@ -58,7 +59,7 @@ def test_the_examples_work(copy: Path) -> None:
     assert len({name for name, _, _ in changes()}) == 8
     for name in {name for name, _, _ in changes()}:
         compile((copy / name).read_text(), name, "exec")
-    done = subprocess.run([sys.executable, "-c", WORK], cwd=copy, capture_output=True, text=True, check=False)
+    done = subprocess.run([warm_python(), "-c", WORK], cwd=copy, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
@@ -72,13 +73,11 @@ def test_what_the_page_prints_works_on_the_examples(copy: Path) -> None:
     tried = [line for line in lines if "pytest" not in line]
     assert len(tried) == 6
     for line in tried:
-        done = subprocess.run(
-            [sys.executable, *line.split()[1:]], cwd=copy, capture_output=True, text=True, check=False
-        )
+        done = subprocess.run([warm_python(), *line.split()[1:]], cwd=copy, capture_output=True, text=True, check=False)
         assert done.returncode == 0, (line, done.stdout, done.stderr)
         if "prepare_data" in line:
             assert "2 documents" in done.stdout
-    check = [sys.executable, "scripts/configuration_docs.py", "--check"]
+    check = [warm_python(), "scripts/configuration_docs.py", "--check"]
     assert subprocess.run(check, cwd=copy, check=False).returncode == 0
     assert "relu2" in (copy / "docs" / "configuration.md").read_text()
 

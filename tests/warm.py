@@ -39,7 +39,7 @@ words = sys.argv[1:]
 if words[:1] == ["-u"]:
     del words[0]
 known = words and (words[0] in ("-", "-c", "-m") or not words[0].startswith("-"))
-told = os.environ.keys() & {{"PYTHONPATH", "PYTHONSAFEPATH", "PYTHONOPTIMIZE"}}
+told = os.environ.keys() & {{"PYTHONPATH", "PYTHONSAFEPATH", "PYTHONOPTIMIZE", "PYTHONIOENCODING"}}
 passed_on = set(os.listdir("/proc/self/fd")) - set("0123")  # 3 is that folder
 if not known or told or passed_on:
     os.execv({real!r}, [{real!r}, *sys.argv[1:]])
@@ -151,7 +151,9 @@ def run(executable: str, words: list[str], environment: dict[str, str], folder: 
     os.environ.update(environment)
     os.chdir(folder)
     sys.executable = executable  # what it starts is warm, too
-    sys.stdout.reconfigure(line_buffering=os.isatty(1))  # type: ignore[union-attr]
+    sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", closefd=False, buffering=1, errors="backslashreplace")  # noqa: SIM115
+    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
     status: object = 0
     try:
         program(words)

@@ -111,6 +111,7 @@ def test_mistakes_are_refused_with_status_two_and_nothing_written(
     assert not [*tmp_path.iterdir()]
 
 
+@pytest.mark.long
 def test_a_pipeline_of_ten_thousand_gpus_is_built_checked_and_drawn_in_a_minute(tmp_path: Path) -> None:
     begin = time.process_time()
     words = ("parallel.pp=64", "parallel.vpp=4", "train.global_batch_size=512", "train.micro_batch_size=1")
