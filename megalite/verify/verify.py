@@ -76,9 +76,9 @@ def load(argv: list[str], world_size: int | None, dp: int | None) -> tuple[Confi
 
 def _advised_for_any_world(problems: list[Problem], argv: list[str], world_size: int) -> list[Problem]:
     """The same, but with every size of parallel.tp that the model allows: the world will follow it."""
-    roomy = world_size * lcm(*range(1, 17))
-    try:
-        load_config(argv, roomy * (roomy + 1))  # too many copies for any batch, so the batch rules none of them out
+    roomy = lcm(world_size, *range(1, 13))
+    try:  # a world and a batch that these sizes divide, so that neither rules any of them out
+        load_config([*argv, f"train.global_batch_size={roomy}", "train.micro_batch_size=1"], roomy)
     except UserError as error:
         remedies = {(p.setting, p.rule): p.remedy for p in error.problems if "parallel.tp=" in p.rule}
         return [replace(p, remedy=remedies.get((p.setting, p.rule), p.remedy)) for p in problems]

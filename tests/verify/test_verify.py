@@ -173,7 +173,7 @@ def test_the_examples_of_the_command_are_layouts_that_it_accepts() -> None:
         assert load(overrides, options.world_size, options.dp)[0].parallel.tp > 1, example
 
 
-@pytest.mark.parametrize("words", [["parallel.tp=3"], ["parallel.tp=3", "--dp=2"]])
+@pytest.mark.parametrize("words", [["model=gpt2", "parallel.tp=5"], ["parallel.tp=3"], ["parallel.tp=3", "--dp=2"]])
 def test_the_world_follows_the_tensor_parallel_size_that_a_refusal_advises(
     capsys: pytest.CaptureFixture[str], words: list[str]
 ) -> None:
