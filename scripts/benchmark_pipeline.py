@@ -95,7 +95,7 @@ class Megalite:
 
     def step(self) -> float:
         with self.training.executor.recording() as self.spans:
-            return self.training.executor.train(self._batches, self._scale).item()
+            return self.training.executor.forward_backward(self._batches, self._scale).item()
 
 
 class _Stage(nn.Module):

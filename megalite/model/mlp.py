@@ -1,7 +1,7 @@
 """The MLP of a block: up projection, non-linearity, down projection.
 
 Tensor-parallel ranks divide the inner width, so that the non-linearity needs no communication (arXiv 1909.08053). A new
-activation is one line of ACTIVATIONS and a choice of the setting `model.activation`.
+plain activation is one line of ACTIVATIONS and a choice of `model.activation`; a gated one joins `ModelConfig.gated`.
 """
 
 from collections.abc import Callable

@@ -85,13 +85,13 @@ class Executor:
         self._plan = plan
         links.open(chunks[0].device)
 
-    def train(self, batches: Sequence[Batch], scale: Tensor) -> Tensor:
+    def forward_backward(self, batches: Sequence[Batch], scale: Tensor) -> Tensor:
         """Forward and backward of all microbatches. The sum of their losses (`GPT.loss`), 0 where the loss is not."""
         return sum(self._run(batches, _loss(scale), training=True), start=torch.zeros_like(scale))
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch], scale: Tensor) -> Tensor:
-        """Forward alone; the sum of the losses as in `train`."""
+        """Forward alone; the sum of the losses as in `forward_backward`."""
         return sum(self._run(batches, _loss(scale)), start=torch.zeros_like(scale))
 
     @torch.no_grad()

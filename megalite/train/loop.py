@@ -51,7 +51,7 @@ class Loop:
         self.recorder = recorder
         self.saver = saver
         self.stop = stop
-        self.step = TrainStep(job.training, job.config.optimizer, job.context)
+        self.train_step = TrainStep(job.training, job.config.optimizer, job.context)
         self.figures = RunFigures(job)
         # An accelerator runs ahead of the host: its figures are read one step late. A CPU's are there at once.
         self.lateness = 0 if job.context.device.type == "cpu" else 1
@@ -102,22 +102,22 @@ class Loop:
             self.launched.append(Launched(data))
             return self._fetch(batches)
         if step not in self.config.train.profile_steps:
-            return self._train(data, batches)
+            return self._launch_step(data, batches)
         self._read(keep=0)
         with profiled(self.job.training.clock, self.context.device) as self.profile:
             self.figures.restart_clock()
-            coming = self._train(data, batches)
+            coming = self._launch_step(data, batches)
             self._read(keep=0)  # here: its time ends before the profiler's work begins
         return coming
 
-    def _train(self, data: StepBatches, batches: TrainBatches) -> StepBatches | None:
+    def _launch_step(self, data: StepBatches, batches: TrainBatches) -> StepBatches | None:
         train, step, stop = self.config.train, data.planned.step, self.stop.requested is not None
         lr = learning_rate(step - 1, self.config.lr, peak=self.config.optimizer.lr, steps=train.steps)
         coming = self._fetch(batches)
         self.problems = self.problems or data.problems
         is_recorded = train.record_pipeline > 0 and step % train.record_pipeline == 0
         with self.job.training.executor.recording() if is_recorded else nullcontext() as spans:
-            launched = self.step(
+            launched = self.train_step(
                 data.microbatches,
                 data.local_tokens,
                 lr,

@@ -59,7 +59,7 @@ def run(
             together(context, lambda: recorder.open(job))
             saver = Saver(job, recorder)
             with StopRequest() as stop, content.watched():
-                return _train(job, stop, recorder, saver)
+                return _train_to_the_end(job, stop, recorder, saver)
     except UserError:
         raise
     except Exception as error:
@@ -75,7 +75,7 @@ def run(
         context.close(failed=failed)
 
 
-def _train(job: Job, stop: StopRequest, recorder: Recorder, saver: Saver) -> int:
+def _train_to_the_end(job: Job, stop: StopRequest, recorder: Recorder, saver: Saver) -> int:
     hosts = [host for (host,) in job.context.gather_json([socket.gethostname()])]
     if warning := slow_tensor_parallelism(job.context.layout.groups("tp"), hosts):
         recorder.note(warning)

@@ -120,7 +120,9 @@ class TrainStep:
 
         # Forward and backward of all microbatches. Each gradient bucket is on its way to the ranks that hold the same
         # parameters (reduce-scatter in the shard group, all-reduce in the replicate group) once backward has filled it.
-        loss = training.executor.train(microbatches, loss_scale / tokens.clamp(min=1).to(training.buffers.master_dtype))
+        loss = training.executor.forward_backward(
+            microbatches, loss_scale / tokens.clamp(min=1).to(training.buffers.master_dtype)
+        )
 
         # The sums of the gradients arrive. Those of which ranks of one model hold a part each are summed over these:
         # tp, ranks with the same key-value heads, the two ends of a pipeline with a tied embedding.

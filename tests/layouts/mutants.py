@@ -330,8 +330,8 @@ def activations_of_another_microbatch(context: ParallelContext, config: Config) 
 
 
 def loss_told_by_every_stage(context: ParallelContext, config: Config) -> Trace:
-    executor_train = executor_module.Executor.train
-    executor_module.Executor.train = (  # type: ignore[method-assign]
+    executor_train = executor_module.Executor.forward_backward
+    executor_module.Executor.forward_backward = (  # type: ignore[method-assign]
         lambda self, batches, scale: executor_train(self, batches, scale) + scale
     )
     init = step_module.TrainStep.__init__

@@ -78,11 +78,11 @@ def hold(context: ParallelContext, config: Config, rows: list[Row]) -> dict[Row,
         config.parallel.schedule = schedule
         training = started(context, config)
         batches = microbatches(config, count)
-        training.executor.train(batches, ONE)  # .grad of norms and biases are there from now on
+        training.executor.forward_backward(batches, ONE)  # .grad of norms and biases are there from now on
 
         def train() -> None:
             with record_function("batch"):
-                training.executor.train(batches, ONE)  # noqa: B023  # called at once
+                training.executor.forward_backward(batches, ONE)  # noqa: B023  # called at once
 
         _, allocations = allocations_of(train)
         kept = [kept_by(chunk, batches[0]) for chunk in training.chunks]

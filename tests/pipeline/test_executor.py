@@ -160,7 +160,7 @@ def run_alone(
 
     with patch.context() as counted:
         counted.setattr(executor_module._Run, "compute", computed)
-        (executor.train if training else executor.evaluate)(microbatches(config, count), ONE)
+        (executor.forward_backward if training else executor.evaluate)(microbatches(config, count), ONE)
     network.computed(Action("forward", 0, count))  # after all: what is left
     network.events.pop()
     return network, told
@@ -291,7 +291,7 @@ def evaluate(context: ParallelContext, config: Config) -> dict[str, Any]:
         "hidden": hidden if training.has_loss else None,
         "figures": vars(evaluate_batches(training, context, iter([batches[:2], batches[2:]]), np.arange(61))),
         "text": sample(training, context, [[3, 1, 4]], 12, seq_length=config.train.seq_length, seed=2)[0],
-        "trained": executor.train(batches, ONE).item(),
+        "trained": executor.forward_backward(batches, ONE).item(),
     }
 
 
@@ -330,7 +330,7 @@ def count_flops(context: ParallelContext, config: Config) -> tuple[int, dict[Act
     training = started(context, config)
     batches = microbatches(config, 5)
     with Flops() as whole:
-        training.executor.train(batches, ONE)
+        training.executor.forward_backward(batches, ONE)
     by_action: dict[Action, int] = {}
     compute = executor_module._Run.compute
 
@@ -340,7 +340,7 @@ def count_flops(context: ParallelContext, config: Config) -> tuple[int, dict[Act
         by_action[action] = flops.get_total_flops()
 
     executor_module._Run.compute = counted  # type: ignore  # this process ends soon
-    training.executor.train(batches, ONE)
+    training.executor.forward_backward(batches, ONE)
     modules = training.chunks[0].modules()
     layers = [each for each in modules if isinstance(each, ColumnParallelLinear | RowParallelLinear)]
     weights = sum(layer.weight.numel() for layer in layers)
