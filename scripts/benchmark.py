@@ -42,7 +42,9 @@ from megalite.launch.device import DTYPES
 from megalite.launch.environment import read_environment
 from megalite.model.flops import flops_per_token, peak_flops
 from megalite.model.gpt import GPT
-from megalite.train.step import TrainStep
+from megalite.optim.adamw import FlatAdamW
+from megalite.optim.buffers import TrainingBuffers
+from megalite.train import step
 
 
 @dataclass(frozen=True)
@@ -116,8 +118,13 @@ def measure_products(device: torch.device, dtype: torch.dtype) -> float:
 class StepClock:
     """Times the parts of every training step of a real run by wrapping the methods that do them."""
 
-    # _update: norm, clipping, AdamW, rounding
-    PARTS = ((GPT, "loss"), (torch.autograd, "backward"), (TrainStep, "_update"))
+    PARTS = (
+        (GPT, "loss"),
+        (torch.autograd, "backward"),
+        (step, "gradient_norm"),
+        (FlatAdamW, "step"),
+        (TrainingBuffers, "round_masters"),
+    )
 
     def __init__(self) -> None:
         self.parts: list[float] = []  # seconds inside PARTS, by step
@@ -128,7 +135,7 @@ class StepClock:
         with contextlib.ExitStack() as stack:
             for owner, name in self.PARTS:
                 self._replace(stack, owner, name, self._timed)
-            self._replace(stack, TrainStep, "__call__", self._began)
+            self._replace(stack, step.TrainStep, "__call__", self._began)
             yield self
 
     def overhead(self) -> tuple[float, float]:

@@ -13,6 +13,7 @@ import atexit
 import contextlib
 import gc
 import importlib
+import multiprocessing.process
 import os
 import runpy
 import selectors
@@ -150,6 +151,7 @@ def run(executable: str, words: list[str], environment: dict[str, str], folder: 
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
+    multiprocessing.process.ORIGINAL_DIR = folder  # relative to which its children find the program
     sys.executable = executable  # what it starts is warm, too
     sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", closefd=False, buffering=1, errors="backslashreplace")  # noqa: SIM115

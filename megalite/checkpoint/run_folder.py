@@ -81,6 +81,10 @@ class RunFolder:
             except LockHeldError as error:
                 remedy = "wait for that job, stop it, or set another run_dir"
                 raise UserError(Problem("run_dir", str(self.path), f"it is in use by {error}", remedy)) from None
+            except OSError:  # the lock is made and not held, as on a full disk
+                if self.path / LOCK in self._made:
+                    (self.path / LOCK).unlink(missing_ok=True)
+                raise
             recover(self.checkpoints)
         return run_id or secrets.token_hex(8), changes
 

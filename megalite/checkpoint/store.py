@@ -193,9 +193,8 @@ def newest(
     nothing renamed: starting again from nothing is for a person to decide. `look_only` renames nothing either: for
     readers that do not hold the run's lock.
     """
-    names = [path.name for _, path in commit.committed(folder)] if context.rank == 0 else []
     damaged: list[tuple[Path, str]] = []
-    for name in context.broadcast_object(names):
+    for name in on_first(context, lambda: [path.name for _, path in commit.committed(folder)]):
         found, fault = _inspect(folder / name, context)
         if found is not None:
             for path, its in damaged if context.rank == 0 else ():

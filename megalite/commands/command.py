@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megalite.errors.problems import REFUSED, UserError, collect, to_stderr
+from megalite.errors.problems import REFUSED, UserError, collect, open_closed_streams, to_stderr
 from megalite.observe.screens import print_lines
 from megalite.plan.drawing import picture_problems, save_picture
 
@@ -47,6 +47,7 @@ class Command:
 
     def __call__(self, arguments: Sequence[str] | None = None) -> int:
         """The exit status. All that is wrong is printed as one refusal, and nothing else is."""
+        open_closed_streams()
         options, overrides = self.parse(arguments)
         picture: Path | None = getattr(options, "picture", None)
         problems = picture_problems(picture, "--picture") if picture else []

@@ -6,11 +6,10 @@ failure.
 
 import gc
 import os
-import sys
 import time
 
 from megalite.config.schema import Config
-from megalite.errors.problems import REFUSED, Problem, UserError, collect
+from megalite.errors.problems import REFUSED, Problem, UserError, collect, open_closed_streams, to_stderr
 from megalite.launch.environment import ProcessEnvironment, claimed_rank, first_of_node, read_environment
 from megalite.launch.host import limit_openmp_spinning
 from megalite.launch.signals import die_with_launcher, ignore_stop_signals
@@ -80,13 +79,13 @@ def refuse(error: UserError, rank: int) -> int:
         time.sleep(WAIT_FOR_RANK_ZERO_S)
     # Still there: rank 0 may be well, or missing. Each machine then says once what it alone may lack.
     if rank == 0 or any(it.alone or (it.here and first_of_node(os.environ)) for it in error.problems):
-        print(error, file=sys.stderr, flush=True)
+        to_stderr(str(error))
     return REFUSED
 
 
 def main_to_the_end(argv: list[str]) -> int:
     """The same as a whole process, which no signal disturbs once it has saved."""
-    _open_closed_streams()
+    open_closed_streams()
     try:
         status = main(argv)
     except KeyboardInterrupt:
@@ -94,12 +93,3 @@ def main_to_the_end(argv: list[str]) -> int:
     ignore_stop_signals()
     gc.freeze()  # a last search for garbage among torch's objects would take half a second
     return status
-
-
-def _open_closed_streams() -> None:
-    """What was closed (`>&-`) leads nowhere from now on: else the next files that are opened would take its place."""
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass
-    os.close(descriptor)
-    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
-    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)

@@ -16,7 +16,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from megalite.config.inherited import as_override
-from megalite.config.secrecy import ADVICE, HIDDEN, secret_name, secret_override
+from megalite.config.secrecy import ADVICE, HIDDEN, secret_name, secret_override, secret_value
 from megalite.config.user_files import ALIASES, read_yaml
 from megalite.errors.problems import NO_VALUE, Problem, UserError
 
@@ -66,11 +66,14 @@ def read_arguments(argv: list[str]) -> tuple[Arguments, list[Problem]]:
     if parsed.experimental_rerun:
         rule, remedy = "Hydra's rerun loads a pickle, which can run code", "start the same command again"
         problems.append(Problem("--experimental-rerun", parsed.experimental_rerun, rule, remedy))
+    if parsed.resolve and not parsed.cfg:
+        problems.append(Problem("--resolve", True, "only has a meaning with --cfg", "--cfg job --resolve"))
     paths = [folder for word in words if word.startswith(SEARCH_PATH) for folder in _listed_folders(word)]
     folders = [("--config-path", parsed.config_path), ("--config-dir", parsed.config_dir)]
     for name, folder in (*folders, *((SEARCH_PATH[:-1], path) for path in paths)):
         if folder is not None and not os.path.isdir(folder):
-            problems.append(Problem(name, folder, "there is no such folder", "--config-dir FOLDER, of yaml files"))
+            shown = HIDDEN if secret_value(folder) else folder
+            problems.append(Problem(name, shown, "there is no such folder", "--config-dir FOLDER, of yaml files"))
         elif folder is not None:
             problems += _bombs(folder)
     overrides = [word for word in words if not word.startswith(("-", SEARCH_PATH))]

@@ -38,7 +38,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 CONF = folder if (folder := PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"  # of a wheel; of a checkout
 SCHEMA = "megalite_schema"  # the name under which conf/config.yaml finds the schema
 
-_VARIABLE = re.compile(r"oc\.env:\s*['\"]?([^,}\s'\"]+)")
+_VARIABLE = re.compile(r"oc\.env\s*:\s*['\"]?([^,}\s'\"]+)")
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ def write_atomically(path: Path, content: bytes) -> None:
     try:
         write_new(draft, content)
         os.replace(draft, path)
-    except OSError:
+    except BaseException:
         draft.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)

@@ -63,7 +63,7 @@ class Flaw:
 
     def speaks_of(self, names: Set[str]) -> bool:
         """Whether one of the settings, or a group of them, is in the rule or in its remedy."""
-        said = {*re.findall(r"[a-z_.]+[a-z_]", f"{self.setting} {self.rule}"), *self.fixes}
+        said = {self.setting, *re.findall(r"[a-z_]+\.[a-z_.]+[a-z_]|[a-z_]+(?==)", self.rule), *self.fixes}
         return not names.isdisjoint(said | {name.partition(".")[0] for name in said})
 
 
@@ -76,16 +76,16 @@ def problems_of(case: Case, rules: Sequence[Rule], refused: Set[str] = frozenset
     A rule that speaks of a setting that is `refused` already stays silent: it would judge a value nobody asked for.
     """
     flaws = [flaw for rule in rules for flaw in rule(case)]
-    broken = {flaw.setting for flaw in flaws}
     return [
-        Problem(case.label(flaw.setting), case.value(flaw.setting), flaw.rule, _remedy(case, rules, flaw, broken))
+        Problem(case.label(flaw.setting), case.value(flaw.setting), flaw.rule, _remedy(case, rules, flaw, flaws))
         for flaw in flaws
         if not flaw.speaks_of(refused)
     ]
 
 
-def _remedy(case: Case, rules: Sequence[Rule], flaw: Flaw, broken: Set[str]) -> str:
-    """Single changes that mend everything, or else this; where there are none, the first pair of changes that does."""
+def _remedy(case: Case, rules: Sequence[Rule], flaw: Flaw, flaws: Sequence[Flaw]) -> str:
+    """Single changes that mend everything, or else all that the setting may mend, or else this flaw; where there are
+    none, the first pair of changes that does."""
     tried = {name: _distinct(islice(values, TRIED)) for name, values in flaw.fixes.items()}
 
     def works(changes: Changes, remaining: Set[str]) -> bool:
@@ -102,8 +102,11 @@ def _remedy(case: Case, rules: Sequence[Rule], flaw: Flaw, broken: Set[str]) -> 
                     more = ({name: value, other: each} for each in islice(others, TRIED_IN_PAIRS) if other != name)
                     yield from (pair for pair in more if works(pair, remaining))
 
-    others = broken - {flaw.setting}
-    found = {name: mending(name, frozenset()) or mending(name, others) for name in tried}
+    def beyond(name: str) -> Set[str]:
+        return others - {each.setting for each in flaws if name in each.fixes}
+
+    others = {each.setting for each in flaws} - {flaw.setting}
+    found = {name: mending(name, frozenset()) or mending(name, beyond(name)) or mending(name, others) for name in tried}
     ways = [_told(case, name, values) for name, values in found.items() if values]
     if not ways and (pair := next(pairs(others), None)):
         ways = [" with ".join(_told(case, name, [value]) for name, value in pair.items())]

@@ -5,6 +5,7 @@ files but logs: those that a scheduler or a shell puts there before a run begins
 """
 
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
@@ -56,11 +57,19 @@ def _names_of_others(folder: Path) -> list[str]:
 
 
 def _harmless(file: "os.DirEntry[str]") -> bool:
-    """Whether it is hidden, a log, or the lock of a run that is about to begin or was killed then."""
+    """Whether it is hidden, a log, what this very command prints to, or the lock of a run that is about to begin or was
+    killed then."""
     if file.name != LOCK:
-        return file.name.startswith(".") or file.name.endswith(_LOGS)
+        return file.name.startswith(".") or file.name.endswith(_LOGS) or _is_own_output(file)
     with suppress(UserError, OSError):
         return file.stat().st_size == 0 or "token" in read_object(Path(file.path))
+    return False
+
+
+def _is_own_output(file: "os.DirEntry[str]") -> bool:
+    with suppress(OSError, ValueError):  # closed, or none of the system's
+        streams = [os.fstat(stream.fileno()) for stream in (sys.__stdout__, sys.__stderr__) if stream is not None]
+        return any(os.path.samestat(file.stat(), status) for status in streams)
     return False
 
 

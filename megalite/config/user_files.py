@@ -67,6 +67,7 @@ def read_yaml(path: Path, remedy: str = RESTORE) -> Any:
         tree = yaml.compose(content, Loader=yaml.SafeLoader)
         if _expanded_size(tree, {}) > YAML_NODES:
             raise ValueError(f"stands for more than {YAML_NODES:,} values {ALIASES}")
+        _refuse_repeated_keys(tree)
         return yaml.load(content, Loader=yaml.SafeLoader)
 
 
@@ -141,17 +142,24 @@ def _checked(value: Any, kind: Any, name: str) -> Any:
 
 
 def _expanded_size(node: Any, known: dict[int, float]) -> float:
-    """How many nodes there are once every alias is written out; infinite for one that holds itself.
-
-    ValueError where a mapping gives a key twice: the loader would take the last without a word.
-    """
+    """How many nodes there are once every alias is written out; infinite for one that holds itself."""
     if id(node) not in known:
         known[id(node)] = float("inf")  # met again below itself: it holds itself
-        children = node.value if isinstance(node, yaml.CollectionNode) else []
-        if isinstance(node, yaml.MappingNode):
-            keys = [str(key.value) for key, _ in children]
-            if repeated := sorted({key for key in keys if keys.count(key) > 1}):
-                raise ValueError(f"gives {', '.join(repeated)} more than once")
-            children = [part for pair in children for part in pair]
-        known[id(node)] = 1 + sum(_expanded_size(child, known) for child in children)
+        known[id(node)] = 1 + sum(_expanded_size(child, known) for child in _children(node))
     return known[id(node)]
+
+
+def _refuse_repeated_keys(node: Any) -> None:
+    """A loader would take the last of them without a word."""
+    if isinstance(node, yaml.MappingNode):
+        keys = [str(key.value) for key, _ in node.value]
+        if repeated := sorted({key for key in keys if keys.count(key) > 1}):
+            raise ValueError(f"gives {', '.join(repeated)} more than once")
+    for child in _children(node):
+        _refuse_repeated_keys(child)
+
+
+def _children(node: Any) -> list[Any]:
+    if isinstance(node, yaml.MappingNode):
+        return [part for pair in node.value for part in pair]
+    return list(node.value) if isinstance(node, yaml.SequenceNode) else []

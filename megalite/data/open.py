@@ -116,10 +116,12 @@ def _tokenizer(config: Config, files: list[TokenFile], given: TextTokenizer | No
     """The tokenizer that made the token files, which must be one."""
     folders = [with_suffix(file.prefix, ".tokenizer") for file in files]
     saved = [load_tokenizer(folder) if folder.is_dir() else None for folder in folders]
+    recorded = {it.recorded_identity: it.identity for it in (*saved, given) if it}
     made_by = {}  # the identity of the tokenizer of each file of which it is known
     for file, tokenizer in zip(files, saved, strict=True):
-        if identity := tokenizer.identity if tokenizer else file.facts().tokenizer:
-            made_by[file.prefix] = identity
+        fact = tokenizer.recorded_identity if tokenizer else file.facts().tokenizer
+        if fact:
+            made_by[file.prefix] = recorded.get(fact, fact)
     if len(set(made_by.values())) > 1:
         told = ", ".join(f"{prefix.name} ({identity[:8]})" for prefix, identity in made_by.items())
         rule = f"the parts were made with different tokenizers: {told}"

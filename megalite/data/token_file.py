@@ -164,25 +164,30 @@ class TokenFile:
     def identity(self) -> str:
         """A hash of the content: of all bytes of a small file, of 64 blocks spread over a large one."""
         state = xxhash.xxh3_128(f"{self.tokens.dtype.str},{self.tokens.nbytes},{self.documents}".encode())
-        for _, tokens in self._samples():
-            state.update(tokens.data)
+        width = self.tokens.itemsize
+        for start, stop in self._spans():
+            first = start // width
+            raw = self.tokens[first : -(-stop // width)].view(np.uint8)
+            state.update(raw[start - first * width : stop - first * width].data)
         return state.hexdigest()
 
     def first_beyond(self, vocab_size: int) -> int | None:
         """Position of the first token that is no id below `vocab_size`, among those that the identity covers: at hand,
         and enough to find another tokenizer's."""
-        found = ((start, places_beyond(tokens, vocab_size)) for start, tokens in self._samples())
-        return next((start + int(places[0]) for start, places in found if len(places)), None)
+        width = self.tokens.itemsize
+        for start, stop in self._spans():
+            places = places_beyond(self.tokens[start // width : -(-stop // width)], vocab_size)
+            if len(places):
+                return start // width + int(places[0])
+        return None
 
-    def _samples(self) -> Iterator[tuple[int, npt.NDArray[Any]]]:
-        """What stands for the content: its tokens from a position on."""
-        count, size = len(self.tokens), HASH_BLOCK // self.tokens.itemsize
-        if self.tokens.nbytes <= HASH_WHOLE:
-            yield 0, self.tokens[:]
-            return
-        for block in range(HASH_BLOCKS):
-            start = (count - size) * block // (HASH_BLOCKS - 1)
-            yield start, self.tokens[start : start + size]
+    def _spans(self) -> list[tuple[int, int]]:
+        """The bytes that stand for the content: all of a small file, 64 blocks spread over a large one."""
+        size = self.tokens.nbytes
+        if size <= HASH_WHOLE:
+            return [(0, size)]
+        starts = [(size - HASH_BLOCK) * block // (HASH_BLOCKS - 1) for block in range(HASH_BLOCKS)]
+        return [(start, start + HASH_BLOCK) for start in starts]
 
     def _faults(self, size: int) -> Iterator[tuple[Path, str]]:
         """What the ends, entries spread over the index, and all document boundaries (8 bytes of each document) show."""

@@ -48,6 +48,11 @@ class TextTokenizer:
         parts = [self._spec[part] for part in ("normalizer", "pre_tokenizer", "model", "added_tokens")]
         return xxhash.xxh3_128_hexdigest(json.dumps([parts, self.end_of_document], sort_keys=True).encode())
 
+    @cached_property
+    def recorded_identity(self) -> str:
+        """What PREFIX.json of a token file says of its tokenizer: a hash of all of it."""
+        return xxhash.xxh3_128_hexdigest(json.dumps([self._spec, self.end_of_document], sort_keys=True).encode())
+
     @property
     def byte_level(self) -> bool:
         """Whether its tokens are written in `byte_letters`."""

@@ -5,6 +5,7 @@ once, without a traceback, and exits with status 2. Imports nothing but the stan
 """
 
 import contextlib
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -79,6 +80,15 @@ def to_stderr(text: str) -> None:
     """Words that must not get lost, if anybody still listens: a terminal that is gone ends no save."""
     with contextlib.suppress(OSError, ValueError):
         print(printable(text), file=sys.stderr, flush=True)
+
+
+def open_closed_streams() -> None:
+    """What was closed (`>&-`) leads nowhere from now on: else the next files that are opened would take its place."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
 
 
 def collect(check: Callable[[], Result], problems: list[Problem]) -> Result | None:

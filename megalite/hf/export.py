@@ -105,7 +105,7 @@ def export_model(
     empty = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
     try:
         plan = split_torch_state_dict_into_shards(empty, max_shard_size=max_shard_size)
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise UserError(Problem("max shard size", max_shard_size, str(error), "5GB or 500MB, for example")) from error
     with new_folder(folder) as unfinished:
         _write_json(unfinished / "config.json", described)

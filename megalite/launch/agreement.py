@@ -33,8 +33,9 @@ def together(context: ParallelContext, action: Callable[[], T], *, patient: bool
     if not failed:
         return result  # type: ignore[return-value]  # no failure: `action` returned it
     kinds = {kind for _, kind, _ in failed}
-    if kinds == {"input"}:
-        raise UserError(list(dict.fromkeys(Problem(**fields) for *_, problems in failed for fields in problems)))
+    if "input" in kinds and "bug" not in kinds:
+        told = (problems for _, kind, problems in failed if kind == "input")
+        raise UserError(list(dict.fromkeys(Problem(**fields) for problems in told for fields in problems)))
     others = f", and on {len(failed) - 1} more ranks" if len(failed) > 1 else ""
     message = f"{failed[0][2]} on rank {failed[0][0]}{others}"
     if kinds == {"storage"}:

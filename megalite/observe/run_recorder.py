@@ -53,8 +53,11 @@ class RunRecorder:
 
     def run_started(self, hosts: list[str]) -> None:
         job, train = self._job, self._job.config.train
-        self._hosts, first, about = hosts, job.progress.step, start_fields(job, hosts)
+        self._hosts, first = hosts, job.progress.step
         self._log.info("%s: training from step %d to %d", job.config.run_name, first, train.steps)
+        if self._chronicle is None:  # only rank 0 asks git and the packages for their versions
+            return
+        about = start_fields(job, hosts)
         title = f"{job.config.model.name} on {job.config.data.source}"
         self._terminal.header(title, about["about"], first_step=first, steps=train.steps)
         if train.sample_interval > 0 and train.sample_tokens > 0 and not job.prompts:

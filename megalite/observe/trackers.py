@@ -1,10 +1,11 @@
 """The trackers of a run: the places beside the run folder where it is shown, wandb and TensorBoard.
 
-They have one thread of their own, so that a slow or failing one never hurts training. The thread starts with the first
-record of metrics: opening a tracker (an import, a network) does not delay the first step.
+Each has a thread of its own, so that a slow or failing one never hurts training or another tracker. The threads start
+with the first record of metrics: opening a tracker (an import, a network) does not delay the first step.
 """
 
 import shlex
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -34,63 +35,84 @@ class Tracker(Protocol):
         """The run has written its last line and ends with this exit status."""
 
 
-class Trackers:
-    """Passes every line on to the trackers that the functions of `openers` open, on a thread.
+class _Background:
+    """Passes lines on to the tracker that `opener` opens, on a thread. What it does not take in time waits in a queue.
 
-    What they do not take in time waits in a queue. `note` prints a line for the user: the first failure of each, and
-    `late` where the end of the run does not wait any longer.
+    `note` prints a line for the user: the first failure, and `late` where the end of the run does not wait any longer.
     """
 
-    def __init__(self, openers: Mapping[str, Callable[[], Tracker | None]], note: Note, late: str) -> None:
-        self._openers, self._note, self._late = openers, note, late
+    def __init__(self, name: str, opener: Callable[[], Tracker | None], note: Note, late: str) -> None:
+        self._name, self._open, self._note, self._late = name, opener, note, late
         self._lines: SimpleQueue[Line | int] = SimpleQueue()  # an exit status at the end
-        self._failed: set[str] = set()
-        self._finishing = False
-        self._thread = Thread(target=self._work, name="trackers", daemon=True)
+        self._failed = False
+        self.thread = Thread(target=self._work, name=name, daemon=True)
 
     def add(self, line: Line) -> None:
-        if self._openers and self._thread.ident is None and "kind" not in line:
+        if self.thread.ident is None and "kind" not in line:
             try:
-                self._thread.start()
+                self.thread.start()
             except RuntimeError as error:  # the system gives no more threads
-                self._warn(", ".join(self._openers), error)
-                self._openers = {}
+                self._warn(error)
         if self._lines.qsize() < LONGEST_QUEUE:
             self._lines.put(line)
         else:
-            self._warn("trackers", "they are too slow, and miss lines")
+            self._warn("it is too slow, and misses lines")
 
-    def finish(self, status: int) -> None:
-        """Let the trackers finish, and wait for them within a limit. The second call does nothing."""
-        if self._finishing or self._thread.ident is None:
-            return
-        self._finishing = True
+    def end(self, status: int) -> None:
         self._lines.put(status)
-        self._thread.join(FAILED_S if status else FINISH_S)
-        if self._thread.is_alive():
-            self._note(f"{', '.join(self._openers)}: not done at the end of the run; {self._late}")
+
+    def wait(self, seconds: float) -> None:
+        """Wait so long for the tracker to finish."""
+        if self.thread.ident is None:  # the run ended before its first record
+            return
+        self.thread.join(max(0.0, seconds))
+        if self.thread.is_alive():
+            self._failed = True  # it says nothing more
+            self._note(f"{self._name}: not done at the end of the run; {self._late}")
 
     def _work(self) -> None:
-        opened = {name: self._attempt(name, opener) for name, opener in self._openers.items()}
-        trackers = {name: tracker for name, tracker in opened.items() if tracker is not None}
+        tracker = self._attempt(self._open)
         while not isinstance(line := self._lines.get(), int):
-            for name, tracker in trackers.items():
-                self._attempt(name, partial(tracker.add, line))
-        for name, tracker in trackers.items():
-            self._attempt(name, partial(tracker.finish, line))
+            if tracker is not None:
+                self._attempt(partial(tracker.add, line))
+        if tracker is not None:
+            self._attempt(partial(tracker.finish, line))
 
-    def _attempt(self, name: str, action: Callable[[], Any]) -> Any:
+    def _attempt(self, action: Callable[[], Any]) -> Any:
         try:
             return action()
         except Exception as error:
-            self._warn(name, error)
+            self._warn(error)
             return None
 
-    def _warn(self, name: str, reason: Exception | str) -> None:
-        if name not in self._failed:
-            self._failed.add(name)
+    def _warn(self, reason: Exception | str) -> None:
+        if not self._failed:
+            self._failed = True
             words = reason if isinstance(reason, str) else f"{type(reason).__name__}: {reason}"
-            self._note(f"{name}: warning: {' '.join(words.split())[:200]}; the run itself is not affected")
+            self._note(f"{self._name}: warning: {' '.join(words.split())[:200]}; the run itself is not affected")
+
+
+class Trackers:
+    """Passes every line on to all trackers of a run, each on a thread of its own."""
+
+    def __init__(self, openers: Mapping[str, Callable[[], Tracker | None]], note: Note, late: str) -> None:
+        self._all = [_Background(name, opener, note, late) for name, opener in openers.items()]
+        self._finishing = False
+
+    def add(self, line: Line) -> None:
+        for tracker in self._all:
+            tracker.add(line)
+
+    def finish(self, status: int) -> None:
+        """Let the trackers finish, and wait for them within one limit. The second call does nothing."""
+        if self._finishing:
+            return
+        self._finishing = True
+        until = time.monotonic() + (FAILED_S if status else FINISH_S)
+        for tracker in self._all:
+            tracker.end(status)
+        for tracker in self._all:
+            tracker.wait(until - time.monotonic())
 
 
 class TensorBoardTracker:

@@ -45,7 +45,7 @@ def bytes_of_rank(
     layout: BufferLayout, precision: str, *, gradient_dtype: str = "fp32", moment_dtype: str = "fp32"
 ) -> StateBytes:
     """What one rank keeps, padding included; the same for all ranks that exchange the layout's buckets."""
-    rows = []
+    rows = [[0, 0, 0, 0]]  # a stage without layers may hold no parameters
     for bucket in layout.buckets:
         element = bytes_of_element(
             precision,

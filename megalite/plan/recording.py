@@ -54,7 +54,7 @@ def _complete(lines: list[str]) -> dict[int, Timeline]:
             record = json.loads(line)
             about, rank = Step(int(record["step"]), str(record["schedule"]), int(record["pp"])), record["rank"]
             spans = tuple(Span(parse_action(cell), float(begin), float(end)) for cell, begin, end in record["actions"])
-        except (ValueError, TypeError, KeyError, UserError):
+        except (ValueError, TypeError, KeyError, OverflowError, UserError):
             before, ranks = None, []
             continue
         ranks = [*ranks, spans] if about == before and rank == len(ranks) else [spans] if rank == 0 else []

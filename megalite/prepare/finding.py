@@ -43,7 +43,8 @@ def files_at(path: str) -> tuple[list[Path], Counter[str]]:
             ignored.update(file.suffix or "without a suffix" for file in found if not kind_of(file))
             rule = f"the folder holds no {', '.join(KINDS)} file; it holds: {counted(ignored) or 'nothing'}"
         elif glob.has_magic(path) and not place.exists():
-            found = sorted({Path(match) for match in glob.glob(str(place), recursive=True)})
+            pattern = str(Path(path).expanduser())  # the working directory's own name is no pattern
+            found = sorted({Path(match).absolute() for match in glob.glob(pattern, recursive=True)})
             files = [match for match in found if not match.is_dir()]
             if len(found) > len(files) and "**" not in path:  # `**` reads what is in the folders that it matches
                 ignored["folders"] = len(found) - len(files)

@@ -81,7 +81,7 @@ def load_dataset(name: str, subset: str | None, split: str, streaming: bool) -> 
     except Exception as error:  # the library raises a dozen types, and all are about the user's choice
         rule = f"cannot be loaded ({type(error).__name__}: {(str(error).splitlines() or [''])[0]})"
         if offline:
-            rule = f"the hub does not answer within {PATIENCE:.0f} s and the data set is not in the local cache"
+            rule = f"the hub does not answer within {PATIENCE:.0f} s and it is not in the local cache: {rule}"
         raise UserError(Problem("data.path", name, rule, TO_WORK_OFFLINE)) from error
 
 

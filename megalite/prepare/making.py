@@ -152,7 +152,7 @@ def _join(target: Target, shard_files: list[Path], tokenizer: TextTokenizer) -> 
         "documents": sum(file.documents for file in files),
         "skipped_documents": sum(shard.skipped_documents for shard in shards),
         "bytes": sum(shard.bytes for shard in shards),
-        "tokenizer": tokenizer.identity,
+        "tokenizer": tokenizer.recorded_identity,
         "vocab_size": tokenizer.vocab_size,
         "dtype": str(files[0].tokens.dtype),
     }

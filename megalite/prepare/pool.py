@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
@@ -97,13 +98,16 @@ def _serve(connection: Connection, folder: Path) -> None:
     try:
         tokenizer = load_tokenizer(folder)
         while True:
-            job, answer = connection.recv(), None
+            job = connection.recv()
+            answer: Exception | None = None
             try:
                 tokenize_shard(job, tokenizer, PIECE, lambda *counts: connection.send(counts))
             except BrokenPipeError:
                 raise
             except (UserError, OSError) as error:
                 answer = error
+            except Exception:
+                answer = RuntimeError(f"{job[0].paths}: {traceback.format_exc()}")
             connection.send(answer)
     except (EOFError, OSError):
         os._exit(1)  # the parent is gone, and with it whoever would read a message

@@ -168,6 +168,14 @@ def _text_of(row: Any, column: str) -> str | None:
     return text
 
 
+def holds_text(kind: Any) -> bool:
+    """Whether a column of this Arrow type holds texts, or nothing at all."""
+    from pyarrow import types
+
+    held = kind.value_type if types.is_dictionary(kind) else kind
+    return any(is_a(held) for is_a in (types.is_string, types.is_large_string, types.is_string_view, types.is_null))
+
+
 def no_column(column: str, found: Iterable[str]) -> str:
     return f"there is no column {column!r} (data.text_column); it has: {', '.join(map(str, found)) or 'none'}"
 
@@ -209,12 +217,14 @@ def _json_rows(path: Path, _: Shard) -> Iterator[Row]:
     yield from enumerate(found if isinstance(found, list) else [found])
 
 
-def _csv_rows(path: Path, _: Shard) -> Iterator[Row]:
+def _csv_rows(path: Path, shard: Shard) -> Iterator[Row]:
     """Each row; a quoted text may go over several lines."""
     csv.field_size_limit(sys.maxsize)  # the module's own is 128 KiB
     with opened(path) as file:
         rows = csv.DictReader(io.TextIOWrapper(file, encoding="utf-8-sig", newline=""), strict=True)
         try:
+            if shard.column not in (names := rows.fieldnames or []):
+                raise ValueError(no_column(shard.column, names))
             yield from enumerate(rows)
         except (UnicodeDecodeError, csv.Error) as error:
             raise ValueError(f"after line {rows.line_num:,}: is not csv in UTF-8: {error}") from error

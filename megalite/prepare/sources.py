@@ -19,7 +19,7 @@ from megalite.data.open import digest, paths_of
 from megalite.errors.problems import collect_all
 from megalite.prepare.finding import CHECK, PACKED, counted, files_at, kind_of, walk
 from megalite.prepare.hub import load_dataset
-from megalite.prepare.reading import Shard, is_json_lines, no_column, opened_parquet, pieces
+from megalite.prepare.reading import Shard, holds_text, is_json_lines, no_column, opened_parquet, pieces
 
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo"}
 UNPACKED = 4  # bytes of text in a byte of a packed file, about
@@ -139,6 +139,8 @@ def _divided(whole: Shard, size: int) -> list[Shard]:
         return [whole]
     shards: list[Shard] = []
     with opened_parquet(path) as file:
+        if not holds_text(kind := file.schema_arrow.field(whole.column).type):
+            raise ValueError(f"column {whole.column!r} holds {kind}, not text")
         start = held = 0
         for number in range(1, file.num_row_groups + 1):
             group = file.metadata.row_group(number - 1)

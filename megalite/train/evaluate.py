@@ -78,7 +78,8 @@ def evaluate(
     sums = Sums(bytes_of_ids, context.device)
     for chunk in training.chunks:
         chunk.eval()
-    while (going := go_on()) and (microbatches := together(context, lambda: next(batches, None))) is not None:
+    going = True
+    while (microbatches := together(context, lambda: next(batches, None))) is not None and (going := go_on()):
         sums.add(training.executor.evaluate(microbatches, one), microbatches)
     for chunk in training.chunks:
         chunk.train()

@@ -118,8 +118,8 @@ def build_job(
             derived = [name for name in config.derived if value_of(config, name) not in OPEN]
             folder.begin(context, as_plain(config) | {DERIVED: derived})
         if data.tokenizer is not None:  # mended even if the run is over
-            files, known = data.tokenizer.files(), job.tokenizer_files
-            job.tokenizer_files = on_first(context, lambda: keep_tokenizer(path, files, known))
+            tokenizer, known = data.tokenizer, job.tokenizer_files
+            job.tokenizer_files = on_first(context, lambda: keep_tokenizer(path, tokenizer.files(), known))
     except BaseException:
         folder.withdraw()  # nobody else will: the job does not exist
         raise

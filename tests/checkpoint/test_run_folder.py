@@ -205,6 +205,17 @@ def test_a_disk_that_is_full_at_the_start_is_refused_and_leaves_nothing(
     start(tmp_path / "a" / "b").close()
 
 
+def test_a_disk_that_is_full_for_the_lock_is_refused_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("megalite.checkpoint.lock.os.pwrite", full)
+    assert "No space left on device" in refusal(tmp_path / "a" / "b")
+    assert os.listdir(tmp_path) == []
+
+
 HOLD = """
 import sys, time
 from pathlib import Path

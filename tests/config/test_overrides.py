@@ -99,6 +99,7 @@ ONE_MISTAKE = [
     ("--config-dir=nothing", ["--config-dir", "no such folder"]),
     ("--config-path=nothing", ["--config-path", "no such folder"]),
     ("--experimental-rerun=x.pickle", ["pickle"]),
+    ("--resolve", ["only has a meaning with --cfg"]),
     # a setting on its own
     ("train.steps=-1", ["at least 0", "200"]),
     ("train.global_batch_size=0", ["at least 1"]),

@@ -133,6 +133,14 @@ def test_all_that_is_wrong_with_a_pipeline_is_said_at_once() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    "other", ["parallel.count_embedding=true", "parallel.standalone_embedding=true", "parallel.pipeline_layout=Ett|ttL"]
+)
+def test_a_stage_without_layers_is_asked_for_too(other: str) -> None:
+    (problem, *_) = problems_of(f"parallel.pp=2 {other} parallel.first_stage_layers=0", 2)
+    assert "parallel.first_stage_layers" in problem.setting + problem.rule
+
+
 def test_the_schedules_that_can_be_asked_for_are_those_that_there_are() -> None:
     assert SETTINGS["parallel.schedule"].choices == tuple(SCHEDULES)
 

@@ -55,6 +55,13 @@ def test_logs_and_what_a_killed_start_has_left_are_no_files_of_others(tmp_path: 
     assert taken(tmp_path)
 
 
+def test_what_the_command_prints_to_is_no_file_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with (tmp_path / "said.txt").open("w") as stream:
+        assert not taken(tmp_path)
+        monkeypatch.setattr("sys.__stdout__", stream)
+        assert taken(tmp_path)
+
+
 def test_the_folder_of_a_run_is_taken_whatever_is_in_it(tmp_path: Path) -> None:
     for name in ("run.json", "config.yaml", "notes.txt"):
         (tmp_path / name).write_text("{}")

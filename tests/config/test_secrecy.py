@@ -63,11 +63,14 @@ def test_a_secret_that_comes_in_by_the_environment_is_not_saved(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("name", ["DB_PASSWORD", "DB_PASS", "'MY_TOKEN',x", "${oc.env:WHICH}"])
-def test_a_variable_with_the_name_of_a_secret_is_not_resolved(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("colon", [":", " : "])
+def test_a_variable_with_the_name_of_a_secret_is_not_resolved(
+    name: str, colon: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for variable in ("DB_PASSWORD", "DB_PASS", "MY_TOKEN"):
         monkeypatch.setenv(variable, "swordfish")
     monkeypatch.setenv("WHICH", "DB_PASSWORD")
-    said = str(refusal(f'run_dir="runs/${{oc.env:{name}}}"'))
+    said = str(refusal(f'run_dir="runs/${{oc.env{colon}{name}}}"'))
     assert "may hold a secret" in said
     assert "swordfish" not in said
 

@@ -71,6 +71,11 @@ def test_content_that_is_no_plain_yaml_is_refused(tmp_path: Path, content: bytes
     assert str(path) in refusal(lambda: read_yaml(path))
 
 
+def test_repeated_keys_hide_no_bomb(tmp_path: Path) -> None:
+    (tmp_path / "file.yaml").write_text(f"x: 1\nx: 2\n{BOMB}")
+    assert "once its aliases are written out" in refusal(lambda: read_yaml(tmp_path / "file.yaml"))
+
+
 def test_what_is_right_is_read(tmp_path: Path) -> None:
     (tmp_path / "file").write_text('{"a": [1, "é"]}', encoding="utf-8")
     assert read_json(tmp_path / "file") == read_yaml(tmp_path / "file") == {"a": [1, "é"]}

@@ -85,12 +85,28 @@ def test_a_tracker_that_hangs_holds_nothing_up_and_still_learns_of_the_end(
     trackers.finish(1)
     assert time.monotonic() - begin < 0.35
     gate.set()
-    trackers._thread.join(PATIENCE_S)
+    trackers._all[0].thread.join(PATIENCE_S)
     assert collector.seen[-1] == f"status {status}"
     assert notes == [
-        "trackers: warning: they are too slow, and miss lines; the run itself is not affected",
+        "x: warning: it is too slow, and misses lines; the run itself is not affected",
         "x: not done at the end of the run; look there",
     ]
+
+
+def test_a_tracker_that_hangs_keeps_no_line_from_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FINISH_S", 0.2)
+    gate, collector, notes = Event(), Collector(), list[str]()
+    run(notes, *RECORDS, x=lambda: Collector(gate=gate), y=lambda: collector)
+    gate.set()
+    assert collector.seen == [*RECORDS, "status 0"]
+    assert notes == ["x: not done at the end of the run; look there"]
+
+
+def test_a_run_without_trackers_keeps_no_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LONGEST_QUEUE", 2)
+    notes = list[str]()
+    run(notes, *RECORDS)
+    assert notes == []
 
 
 def test_a_system_without_threads_costs_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:

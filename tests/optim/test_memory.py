@@ -75,6 +75,10 @@ def test_a_layout_takes_its_padding_and_its_routers_precision_into_account() -> 
     )
 
 
+def test_a_stage_without_layers_keeps_nothing() -> None:
+    assert bytes_of_rank(buffer_layout([], dense_shards=2), "bf16") == StateBytes(0, 0, 0, 0)
+
+
 # --- what is kept ----------------------------------------------------------------------------------------------------
 
 

@@ -20,6 +20,7 @@ CASES: dict[str, tuple[str, bytes | str, str]] = {
         "line 1: there is no column 'text' .data.text_column.; it has: body, id",
     ),
     "json with a number as text": ("a.jsonl", '{"text": 5}\n', r"a\.jsonl: line 1: column 'text' holds int, not text"),
+    "csv without the column": ("a.csv", "body,id\n", "there is no column 'text' .data.text_column.; it has: body, id"),
     "text that is no parquet": ("a.parquet", "x", "is no whole parquet file"),
     "validation smaller than one sample": (
         "a.txt",

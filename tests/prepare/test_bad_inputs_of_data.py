@@ -342,7 +342,7 @@ ROWS = [
     Row(
         "66 a negative weight",
         "data=tokens data.path=[a,b] data.weights=[1.0,-0.5]",
-        ["data.weights", "above 0", "[0.7,0.3]"],
+        ["data.weights", "above 0", "[1.0,1.0]"],
         {},
     ),
     Row(
