@@ -83,7 +83,8 @@ def check(root: Path, last: int = 0) -> int:
     `last`: what the trial before has left, acknowledged or not.
     """
     log = root / "acknowledged"
-    acknowledged = int(log.read_text().split("\n")[-2]) if log.exists() else 0
+    *lines, _ = log.read_text().split("\n") if log.exists() else [""]
+    acknowledged = int(lines[-1]) if lines else 0  # a kill may come before the first line is whole
     found = newest(root / "checkpoints", SINGLE, no_report)
     if found is None:
         assert acknowledged == last == 0
