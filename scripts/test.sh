@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Set everything up, then test. Arguments go to pytest: scripts/test.sh -k resume; --full adds the long matrices.
-# Three files are tested at a time: ranks wait for each other half of the time, so that two leave two cores idle.
+# Two files are tested at a time: ranks wait for each other much of the time, so that one at a time leaves cores idle.
 # In order: the files with the fewest tests are not the shortest, and the last ones run alone.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . scripts/setup.sh requirements.txt requirements-wandb.txt requirements-tensorboard.txt requirements-pictures.txt requirements-test.txt
-exec .venv/bin/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder "$@"
+exec .venv/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder "$@"
