@@ -50,11 +50,8 @@ class StageSettings:
     def asked(self, *names: str) -> list[str]:
         """Those of the settings called `names` (default: all) that ask for more than plain division."""
         values = {name: getattr(self, name) for name in names or (*EXCLUDED_BY, "layout")}
-        plain = {"vpp": 1}  # a number of layers may be 0, which is not False
-        unset = (None, False)
-        return [
-            name for name, value in values.items() if not any(value is it for it in unset) and value != plain.get(name)
-        ]
+        given = {name: value for name, value in values.items() if value is not None and value is not False}  # 0 asks
+        return [name for name, value in given.items() if (name, value) != ("vpp", 1)]
 
     @property
     def clashes(self) -> dict[str, list[str]]:
