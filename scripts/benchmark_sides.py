@@ -26,7 +26,7 @@ from megalite.launch.environment import read_environment
 from megalite.launch.host import limit_openmp_spinning
 from megalite.model.flops import parameter_count
 from megalite.train.build import build_training, fill_with_start_values, start
-from megalite.train.step import LaunchedStep, TrainStep
+from megalite.train.step import PendingFigures, TrainStep
 
 LEARNING_RATE = 1e-4
 WARM_UP_STEPS = 2  # compiling, first touch of memory, choice of kernels
@@ -58,8 +58,10 @@ class Shape:
 
 
 GPT2 = ("model=gpt2", "model.vocab_size=50257")
+TINY_MOE = ("model=tiny", "model.moe.num_experts=8", "model.moe.top_k=2", "model.moe.ffn_hidden_size=352")
 SHAPES = {
     "tiny": Shape(("model=tiny", "model.vocab_size=4096", "train.seq_length=256"), 8, 128),
+    "tiny_moe": Shape((*TINY_MOE, "model.vocab_size=4096", "train.seq_length=256"), 8, 128),
     "gpt2": Shape((*GPT2, "train.seq_length=1024"), 1, 32),
     "1.3b": Shape(
         (
@@ -77,18 +79,27 @@ SHAPES = {
 
 
 def build_peer(config: ModelConfig, seq: int) -> nn.Module:
-    """transformers' model of the same shape, without dropout: Llama with rotary positions, else GPT-2."""
+    """transformers' model of the same shape, without dropout: with rotary positions Llama or, with experts, Mixtral by
+    grouped products; else GPT-2."""
     settings: Any
+    experts: dict[str, Any] = {}
     if config.position == "rope":
-        settings = transformers.LlamaConfig(
+        kind, width = transformers.LlamaConfig, config.ffn_hidden_size
+        if config.moe.num_experts:
+            kind, width = transformers.MixtralConfig, config.moe.ffn_hidden_size
+            losses = {"output_router_logits": True, "router_aux_loss_coef": config.moe.aux_loss_coeff}
+            experts = {"num_local_experts": config.moe.num_experts, "num_experts_per_tok": config.moe.top_k, **losses}
+        settings = kind(
             vocab_size=config.vocab_size,
             hidden_size=config.hidden_size,
-            intermediate_size=config.ffn_hidden_size,
+            intermediate_size=width,
             num_hidden_layers=config.num_layers,
             num_attention_heads=config.num_attention_heads,
+            num_key_value_heads=config.num_key_value_heads,
             max_position_embeddings=seq,
             tie_word_embeddings=config.tie_embeddings,
             rms_norm_eps=config.norm_eps,
+            **experts,
         )
     else:
         settings = transformers.GPT2Config(
@@ -104,7 +115,8 @@ def build_peer(config: ModelConfig, seq: int) -> nn.Module:
         )
     settings.use_cache = False
     transformers.logging.set_verbosity_error()  # its own default of the loss makes it warn
-    model: nn.Module = transformers.AutoModelForCausalLM.from_config(settings, attn_implementation="sdpa")
+    kernels = {"attn_implementation": "sdpa"} | ({"experts_implementation": "grouped_mm"} if experts else {})
+    model: nn.Module = transformers.AutoModelForCausalLM.from_config(settings, **kernels)
     return model.train()
 
 
@@ -122,7 +134,7 @@ class Megalite:
         self._batch = Batch(tokens, labels, mask, positions, None, 0)
         self._labels = int(mask.sum())
 
-    def step(self) -> LaunchedStep:
+    def step(self) -> PendingFigures:
         """One step, which the device may still be working on."""
         return self._train([self._batch], self._labels, LEARNING_RATE)
 

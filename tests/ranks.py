@@ -80,11 +80,16 @@ def start_forkserver() -> None:
 
 def preloaded_modules() -> list[str]:
     """What the forkserver imports: every module of megalite that can be imported, what tests import, and what torch
-    imports when it first needs it (a backward pass from given gradients imports sympy: half a second in each rank)."""
+    imports when it first needs it (a backward pass from given gradients imports sympy, recomputation the compiler: a
+    second in each rank)."""
     modules = [module.name for module in pkgutil.walk_packages(megalite.__path__, "megalite.")]
     return [
         "torch",
         "torch.distributed",
+        "torch._dynamo",
+        "torch._inductor.compile_fx",
+        "torch.profiler",
+        "torch.utils.flop_counter",
         "torch.fx.experimental.symbolic_shapes",
         "pytest",
         "numpy.ma",

@@ -4,17 +4,19 @@ import importlib
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.spawn import start_processes
 
 from megalite.hf.import_model import import_model
 from megalite.launch.context import ParallelContext
 from megalite.model.flops import parameter_count
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, start_forkserver
 
 CPU = torch.device("cpu")
 SMALL = ("model.num_layers=2", "model.hidden_size=32", "model.num_attention_heads=2", "model.vocab_size=300")
@@ -25,6 +27,9 @@ def scripts() -> Iterator[None]:
     """Their folder is where Python looks for modules, in the processes that a test starts, too."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(Path(__file__).parents[1] / "scripts")
+        start_forkserver()  # which has imported torch already
+        warm = partial(start_processes, start_method="forkserver")
+        patch.setattr(importlib.import_module("benchmark_zero"), "spawn", warm)
         yield
 
 

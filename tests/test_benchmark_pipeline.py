@@ -4,10 +4,14 @@ import importlib
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from torch.multiprocessing.spawn import start_processes
+
+from tests.ranks import start_forkserver
 
 SMALL = ("model.num_layers=4", "model.hidden_size=32", "model.num_attention_heads=2", "model.vocab_size=300")
 
@@ -17,6 +21,9 @@ def scripts() -> Iterator[None]:
     """Their folder is where Python looks for modules, in the processes that a test starts, too."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(Path(__file__).parents[1] / "scripts")
+        start_forkserver()  # which has imported torch already
+        warm = partial(start_processes, start_method="forkserver")
+        patch.setattr(importlib.import_module("benchmark_pipeline"), "spawn", warm)
         yield
 
 

@@ -13,6 +13,7 @@ FLOORS = [
     {"errors", "layout"},
     {"config", "launch", "kernels"},
     {"tensor_parallel", "data", "checkpoint"},
+    {"moe"},
     {"model"},
     {"optim", "pipeline"},
     {"train"},

@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from megalite.config.parallel_rules import STAGE_NAMES
+from megalite.config.schema import MoEConfig
 from megalite.config.settings import GROUPS, SETTINGS
 
 ROOT = Path(__file__).parents[1]
@@ -33,8 +34,14 @@ def tree(path: Path) -> ast.Module:
 
 # Rules only judge settings, so a read in config/ counts for nothing, but for these: they turn settings into what others
 # work with.
-WORKED_OUT = {"step_plan.py": None, "parallel_rules.py": "layout_of"}  # file: the function, None: all of it
+# File: the function, None: all of it.
+WORKED_OUT = {"step_plan.py": None, "parallel_rules.py": "layout_of", "schema.py": "has_experts"}
 PASSED_ON = {*STAGE_NAMES.values()}  # read by their names, into requests
+SCHEMAS = GROUPS | {"moe": MoEConfig}
+FIELDS = {  # by setting: what it is a field of ("" is the config), and of which name
+    setting.name: ((f"{setting.group}.{setting.field}".split(".")[-2]), setting.field.split(".")[-1])
+    for setting in SETTINGS.values()
+}
 
 
 def test_every_setting_is_read_where_something_is_done() -> None:
@@ -62,21 +69,21 @@ def settings_read(code: ast.AST) -> set[str]:
         else:
             continue
         its = groups[last_name(node.value) or ""]
-        found |= {setting.name for setting in SETTINGS.values() if setting.field == field and setting.group in its}
+        found |= {name for name, known in FIELDS.items() if known[1] == field and known[0] in its}
     return found
 
 
 def names_of_groups(code: ast.AST) -> defaultdict[str, set[str]]:
     """The groups behind each name: `train`, what is assigned from `config.train`, arguments like `its: DataConfig`."""
-    schemas = {schema.__name__: group for group, schema in GROUPS.items()}
-    found = defaultdict(set, {"config": {""}} | {group: {group} for group in GROUPS})
+    schemas = {schema.__name__: group for group, schema in SCHEMAS.items()}
+    found = defaultdict(set, {"config": {""}} | {group: {group} for group in SCHEMAS})
     for node in ast.walk(code):
         if isinstance(node, ast.arg) and node.annotation is not None and ast.unparse(node.annotation) in schemas:
             found[node.arg].add(schemas[ast.unparse(node.annotation)])
         elif isinstance(node, ast.Assign):
             for target, value in assignments(node):
                 name, group = last_name(target), last_name(value)
-                if name and group in GROUPS:
+                if name and group in SCHEMAS:
                     found[name].add(group)
     return found
 
@@ -108,7 +115,6 @@ CALLED_FROM_OUTSIDE = {
 }
 USED_ELSEWHERE = {
     "get_num_layers",  # rank arithmetic for programs of others
-    "all_to_all",  # mixture of experts, which comes next, exchanges tokens by it
 }
 
 

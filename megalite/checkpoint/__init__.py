@@ -1,0 +1,1 @@
+"""Named logical tensors to disk and back, for any layout."""

@@ -48,7 +48,7 @@ def begin(folder: Path, step: int) -> Path:
 def publish(temporary: Path, step: int) -> None:
     """Make a completely written temporary folder the checkpoint of `step`, durably; OSError where there is one.
 
-    Where the last sync fails the folder has its temporary name again: the step is not saved and can be tried again.
+    Where the last sync fails, the folder has its temporary name again: the step is not saved and can be tried again.
     """
     final = temporary.with_name(step_name(step))
     sync_folder(temporary)

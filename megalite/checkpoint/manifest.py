@@ -5,6 +5,7 @@ tensor is listed with the boxes that it was cut into and the place of each box i
 accidents (a torn copy, a bad disk). They do not stop a forger, so a manifest is checked before anything follows it.
 """
 
+import hashlib
 import json
 import os
 import stat
@@ -21,7 +22,6 @@ from megalite.checkpoint.pieces import tiling_fault
 MANIFEST = "manifest.json"
 STATE = "state.json"
 FORMAT = 2
-CHUNK_BYTES = 1 << 20  # read or written at a time: it stays in the processor's cache while it is hashed
 
 # The names that safetensors gives to the dtypes of a training state.
 DTYPES = {
@@ -32,14 +32,6 @@ DTYPES = {
     "I64": torch.int64,
     "I32": torch.int32,
 }
-
-
-class DamagedError(Exception):
-    """Why a folder is not a complete checkpoint."""
-
-
-class ForeignFormatError(Exception):
-    """The checkpoint is not damaged, but another version of megalite wrote it in a format that this one cannot read."""
 
 
 class FileRecord(NamedTuple):
@@ -65,11 +57,9 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
     boxes: list[StoredBox]
 
-    @classmethod
-    def parse(cls, dtype: str, shape: list[int], boxes: list[Any]) -> "StoredTensor":
-        """From JSON; TypeError or ValueError where it is something else."""
-        stored = [StoredBox(str(file), int(start), _ints(at), _ints(sizes)) for file, start, at, sizes in boxes]
-        return cls(str(dtype), _ints(shape), stored)
+
+class ForeignFormatError(Exception):
+    """Another version of megalite wrote the checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -93,45 +83,36 @@ class Manifest:
 
     @classmethod
     def parse(cls, content: bytes, step: int) -> "Manifest":
-        """The manifest of a folder named for `step`; raises DamagedError or ForeignFormatError."""
+        """The manifest of a folder named for `step`. An error says why it is none: another version's or step's, torn,
+        or (a forger's, behind the right hash) with files of other folders, boxes that are not all of a tensor, or
+        boxes outside of their file.
+        """
         if content != _sealed(content[: -len(_sealed(b""))]):
-            raise DamagedError(f"{MANIFEST} is damaged (its hash does not match)")
-        try:
-            fields = json.loads(content)
-            version = int(fields["format"])
-            if version > FORMAT:
-                raise ForeignFormatError(f"it has format {version}; this megalite reads format {FORMAT}")
-            files = {str(name): FileRecord(int(size), str(digest)) for name, (size, digest) in fields["files"].items()}
-            tensors = {str(name): StoredTensor.parse(*tensor) for name, tensor in fields["tensors"].items()}
-            manifest = cls(int(fields["step"]), dict(fields["about"]), files, tensors)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise DamagedError(f"{MANIFEST} is not a manifest ({type(error).__name__})") from error
-        if manifest.step != step:
-            raise DamagedError(f"{MANIFEST} says that it is step {manifest.step}")
-        manifest._check()
-        return manifest
-
-    def _check(self) -> None:
-        """DamagedError where a file is none of this folder, or the boxes of a tensor are not all of it."""
-        for name in self.files:
+            raise ValueError("its hash does not match")
+        fields = json.loads(content)
+        if fields["format"] != FORMAT:
+            raise ForeignFormatError(f"it has format {fields['format']}; this megalite reads format {FORMAT}")
+        if fields["step"] != step:
+            raise ValueError(f"it says that it is step {fields['step']}")
+        files = {name: FileRecord(*record) for name, record in fields["files"].items()}
+        if STATE not in files:
+            raise ValueError(f"it does not list {STATE}")
+        for name in files:
             if name in ("", ".", "..") or any(character in name for character in "/\\\0"):
-                raise DamagedError(f"{MANIFEST} names {name!r}, which is not a file of the checkpoint's own folder")
-        if STATE not in self.files:
-            raise DamagedError(f"{MANIFEST} does not list {STATE}")
-        for name, tensor in self.tensors.items():
-            fault = tiling_fault(tensor.shape, [(box.offsets, box.sizes) for box in tensor.boxes])
-            if tensor.dtype not in DTYPES:
-                fault = f"has the unknown dtype {tensor.dtype}"
-            if fault is not None:
-                raise DamagedError(f"{MANIFEST} is not a manifest: {name} {fault}")
-            for box in tensor.boxes:
-                end = box.start + prod(box.sizes) * DTYPES[tensor.dtype].itemsize
-                if box.file not in self.files or box.start < 0 or end > self.files[box.file].size:
-                    raise DamagedError(f"{MANIFEST} is not a manifest: {name} does not lie within {box.file!r}")
-
-
-def _ints(numbers: list[int]) -> tuple[int, ...]:
-    return tuple(map(int, numbers))
+                raise ValueError(f"it names {name!r}, which is not a file of the checkpoint's own folder")
+        tensors = {}
+        for name, (dtype, shape, boxes) in fields["tensors"].items():
+            stored = [StoredBox(file, start, tuple(at), tuple(sizes)) for file, start, at, sizes in boxes]
+            tensors[name] = StoredTensor(dtype, tuple(shape), stored)
+            if dtype not in DTYPES:
+                raise ValueError(f"{name} has the unknown dtype {dtype}")
+            for box in stored:
+                end = box.start + prod(box.sizes) * DTYPES[dtype].itemsize
+                if box.file not in files or box.start < 0 or end > files[box.file].size:
+                    raise ValueError(f"{name} does not lie within {box.file!r}")
+            if fault := tiling_fault(shape, [box[2:] for box in stored]):
+                raise ValueError(f"{name} {fault}")
+        return cls(step, fields["about"], files, tensors)
 
 
 def _sealed(body: bytes) -> bytes:
@@ -143,30 +124,15 @@ def digest(content: bytes) -> str:
     return xxhash.xxh3_128(content).hexdigest()
 
 
-def read_own_file(folder: Path, name: str) -> bytes:
-    """The content of a small file of the checkpoint, which must not be a link."""
-    with open(os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
-        return file.read()
-
-
 def file_fault(folder: Path, name: str, expected: FileRecord) -> str | None:
     """What is wrong with a file of a checkpoint; None if it is as the manifest says."""
     try:
         descriptor = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         with open(descriptor, "rb", buffering=0) as file:
             status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
-                return f"{name} is not a regular file"
-            if status.st_size != expected.size:
+            if not stat.S_ISREG(status.st_mode) or status.st_size != expected.size:
                 return f"{name} has {status.st_size:,} bytes where {expected.size:,} were written"
-            found, chunk = xxhash.xxh3_128(), memoryview(bytearray(CHUNK_BYTES))
-            while count := file.readinto(chunk):
-                found.update(chunk[:count])
-    except FileNotFoundError:
-        return f"{name} is missing"
+            found = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
     except OSError as error:
-        linked = (folder / name).is_symlink()
-        return f"{name} is a link to elsewhere" if linked else f"{name} cannot be read: {error.strerror}"
-    if found.hexdigest() != expected.hash:
-        return f"{name} is damaged: its content hashes to {found.hexdigest()[:8]}, {expected.hash[:8]} was written"
-    return None
+        return f"{name} cannot be read: {error.strerror}"
+    return None if found == expected.hash else f"{name} is damaged: its content hashes to {found[:8]}, not as written"

@@ -26,42 +26,24 @@ class Piece:
     offsets: tuple[int, ...]
     tensor: Tensor
 
-    @property
-    def box(self) -> tuple[slice, ...]:
-        """The piece as an index into the logical tensor."""
-        return tuple(slice(at, at + size) for at, size in zip(self.offsets, self.tensor.shape, strict=True))
-
 
 def boxes(start: int, stop: int, shape: Sequence[int]) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
     """The elements [start, stop) of a row-major tensor as boxes: (offsets, sizes, first flat index), in flat order.
 
-    Each box is contiguous in the flat range. There are at most 2N-1 for N dimensions: a suffix of one row (N-1 boxes
-    by recursion), a block of whole rows, and a prefix of one row (N-1 boxes).
+    Each box is contiguous in the flat range: some rows of the outermost dimension that has a row beginning at its first
+    element and ending before `stop`. There are at most 2N-1 for N dimensions: the rows grow, then shrink again.
     """
     assert 0 <= start <= stop <= prod(shape), (start, stop, shape)
-    if start == stop:
-        return []
-    if len(shape) == 0:
-        return [((), (), 0)]
-    row = prod(shape[1:])
-    first_whole, last_whole = -(-start // row), stop // row
-    if first_whole > last_whole:  # the range lies inside one row
-        return _in_row(last_whole, start, stop, shape)
-    whole_rows = ((first_whole, *(0 for _ in shape[1:])), (last_whole - first_whole, *shape[1:]), first_whole * row)
-    return [
-        *_in_row(first_whole - 1, start, first_whole * row, shape),
-        *([whole_rows] if first_whole < last_whole else []),
-        *_in_row(last_whole, last_whole * row, stop, shape),
-    ]
-
-
-def _in_row(
-    index: int, start: int, stop: int, shape: Sequence[int]
-) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
-    """Boxes of [start, stop), which lies in row `index` of the first dimension."""
-    base = index * prod(shape[1:])
-    inner = boxes(start - base, stop - base, shape[1:]) if stop > start else []
-    return [((index, *offsets), (1, *sizes), base + flat) for offsets, sizes, flat in inner]
+    if not shape:
+        return [((), (), 0)] * (stop - start)
+    strides, found = [prod(shape[dim + 1 :]) for dim in range(len(shape))], []
+    while start < stop:
+        offsets = tuple(start // stride % size for stride, size in zip(strides, shape, strict=True))
+        dim = next(dim for dim, row in enumerate(strides) if start % row == 0 and start + row <= stop)
+        rows = min((stop - start) // strides[dim], shape[dim] - offsets[dim])
+        found.append((offsets, (*[1] * dim, rows, *shape[dim + 1 :]), start))
+        start += rows * strides[dim]
+    return found
 
 
 def tiling_fault(shape: Sequence[int], parts: Sequence[Box]) -> str | None:
@@ -70,14 +52,15 @@ def tiling_fault(shape: Sequence[int], parts: Sequence[Box]) -> str | None:
     Boxes that lie inside, do not overlap and have the tensor's volume together leave no gap.
     """
     for offsets, sizes in parts:
-        if len(offsets) != len(shape) or len(sizes) != len(shape):
-            return f"has a part of {len(sizes)} dimensions, not {len(shape)}"
-        if any(at < 0 or size < 0 or at + size > whole for at, size, whole in zip(offsets, sizes, shape, strict=True)):
+        inside = len(offsets) == len(sizes) == len(shape) and all(
+            at >= 0 and size >= 0 and at + size <= whole for at, size, whole in zip(offsets, sizes, shape, strict=True)
+        )
+        if not inside:
             return f"has a part that leaves the tensor: {tuple(sizes)} at {tuple(offsets)}"
     volume = sum(prod(sizes) for _, sizes in parts)
     if volume != prod(shape):
         return f"has data for {volume} of its {prod(shape)} elements"
-    if len(shape) == 0:
+    if not shape:
         return None
     # Sweep along the longest dimension: only parts that reach beyond the current one's start can overlap it.
     along = max(range(len(shape)), key=lambda dim: shape[dim])

@@ -12,19 +12,27 @@ from megalite.config.settings import yaml_value
 from megalite.errors.problems import Problem
 
 # Fields of the model that leave the meaning of its parameters alone.
-_FREE_IN_MODEL = ("name", "dropout", "attention_dropout", "embedding_dropout", "init_std", "loss_chunk_tokens")
+_FREE_IN_MODEL = (
+    *("name", "dropout", "attention_dropout", "embedding_dropout", "init_std", "loss_chunk_tokens"),
+    *("moe.aux_loss", "moe.aux_loss_coeff", "moe.z_loss_coeff", "moe.expert_bias_rate"),
+    *("moe.capacity_factor", "moe.dispatcher"),
+)
+_NUM_EXPERTS = "model.moe.num_experts"
 _FIXED = ("seed", "train.seq_length", "data.validation_fraction", "data.weights", "optimizer.moment_dtype")
 _UNREMARKABLE = ("run_dir", "run_name", "resume", "checkpoint.init_from")
 
 
 def compare(saved: Mapping[str, Any], current: Mapping[str, Any]) -> tuple[list[Problem], list[str]]:
     """All refused differences, and the allowed ones in words. Settings that only one side knows are passed over."""
-    before, now = flatten(saved), flatten(current)
+    before, now = {_NUM_EXPERTS: 0, **flatten(saved)}, flatten(current)  # runs from before there were experts are dense
     problems, changes = [], []
+    passed_over = set(_UNREMARKABLE)
+    if not (before.get(_NUM_EXPERTS) and now.get(_NUM_EXPERTS)):  # the rest says nothing about a dense model
+        passed_over |= {name for name in now if name.startswith("model.moe.")} - {_NUM_EXPERTS}
     for name in before.keys() & now.keys():
-        if before[name] == now[name] or name in _UNREMARKABLE:
+        if before[name] == now[name] or name in passed_over:
             continue
-        section, _, field = name.rpartition(".")
+        section, _, field = name.partition(".")
         if name in _FIXED or (section == "model" and field not in _FREE_IN_MODEL):
             rule = f"the run in this folder was started with {name}={before[name]!r}"
             remedy = f"set {name}={yaml_value(before[name])}, or another run_dir for a new run"

@@ -24,16 +24,15 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from megalite.checkpoint.commit import committed, recover, size_in_words
-from megalite.checkpoint.lock import LockHeldError, RunLock, holder_of
+from megalite.checkpoint.lock import RunLock, holder_of
 from megalite.checkpoint.resume_rules import compare
 from megalite.checkpoint.store import saved_config
 from megalite.config.durable_files import sync_folder, write_atomically
 from megalite.config.run_dir import LOCK, RUN, run_dir_problems
 from megalite.config.user_files import as_record, read_json
 from megalite.errors.problems import Problem, UserError
-from megalite.launch.agreement import on_first
+from megalite.launch.agreement import on_first, together
 from megalite.launch.context import ParallelContext
-from megalite.launch.rendezvous import listed
 
 _CONFIG = "config.yaml"
 CHECKPOINTS = "checkpoints"
@@ -60,7 +59,7 @@ class RunFolder:
         """
         self.path, self.fingerprint, self.checkpoints = path, fingerprint, path / CHECKPOINTS
         self.lock: RunLock | None = None  # on rank 0
-        self._made: list[Path] = []  # by this start, on rank 0: innermost first
+        self._new: list[Path] = []  # what was not there before this start, on rank 0: innermost first
         self.changes: list[str]
         try:
             self.run_id, self.changes = on_first(context, lambda: self._open(resume, config))
@@ -71,67 +70,50 @@ class RunFolder:
 
     def _open(self, resume: str, config: Mapping[str, Any]) -> tuple[str, list[str]]:
         """Check the folder, lock it, and clear up after jobs that were killed; the run's id and its changes."""
-        with _usable(self.path, "read"):
+        with _usable(self.path):
             run_id, changes = examine(self.path, resume, config, self.fingerprint)
-        with _usable(self.path, "written"):
-            self._made = [each for each in (self.path / LOCK, self.path, *self.path.parents) if not each.exists()]
+            inside = (self.path / LOCK, self.path / RUN, self.path / _CONFIG, self.checkpoints)
+            self._new = [each for each in (*inside, self.path, *self.path.parents) if not os.path.lexists(each)]
             self.path.mkdir(parents=True, exist_ok=True)
-            try:
-                self.lock = RunLock(self.path / LOCK)
-            except LockHeldError as error:
-                remedy = "wait for that job, stop it, or set another run_dir"
-                raise UserError(Problem("run_dir", str(self.path), f"it is in use by {error}", remedy)) from None
-            except OSError:  # the lock is made and not held, as on a full disk
-                if self.path / LOCK in self._made:
-                    (self.path / LOCK).unlink(missing_ok=True)
-                raise
+            self.lock = RunLock(self.path / LOCK)
             recover(self.checkpoints)
         return run_id or secrets.token_hex(8), changes
 
     def _refuse_disks_of_their_own(self, context: ParallelContext) -> None:
         """All ranks must find the lock that rank 0 has just written: else they would write checkpoints elsewhere."""
         here = socket.gethostname()
-        token, first = context.broadcast_object([self.lock.holder.token, here] if self.lock else None)
-        deadline = time.monotonic() + SEEN_WITHIN_S
-        while not (seen := getattr(holder_of(self.path / LOCK), "token", None) == token):
-            if time.monotonic() > deadline:
-                break
-            time.sleep(0.5)
-        context.barrier(patient=True)
-        if blind := {rank: host[0] for rank, host in enumerate(context.gather_json([] if seen else [here])) if host}:
-            where = ", ".join(sorted(set(blind.values()))[:8])
-            rule = f"rank 0 on {first} has written there what rank {listed(list(blind))} on {where} does not find"
-            remedy = "set run_dir to a folder on a disk that all nodes share, by the same path on each"
-            raise UserError(Problem("run_dir", str(self.path), rule, remedy))
+        token, first = context.broadcast_object([self.lock.token, here] if self.lock else None)
+
+        def find() -> None:
+            deadline = time.monotonic() + SEEN_WITHIN_S
+            while holder_of(self.path / LOCK).get("token") != token:
+                if time.monotonic() > deadline:
+                    rule = f"rank 0 on {first} has written its lock there, and {here} does not find it"
+                    remedy = "set run_dir to a folder on a disk that all nodes share, by the same path on each"
+                    raise UserError(Problem("run_dir", str(self.path), rule, remedy))
+                time.sleep(0.5)
+
+        together(context, find, patient=True)
 
     def begin(self, context: ParallelContext, config: Mapping[str, Any]) -> None:
         """Write run.json and config.yaml; collective. Until then nothing in the folder has changed."""
-        on_first(context, lambda: self._fill(config))
+        settings = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
 
-    def _fill(self, config: Mapping[str, Any]) -> None:
-        contents = {  # run.json first: it makes the folder a run's
-            RUN: json.dumps(self.labels, indent=1) + "\n",
-            _CONFIG: yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True),
-        }
-        with _usable(self.path, "written"):
-            for path, content in ((self.path / name, content.encode()) for name, content in contents.items()):
-                if not path.is_file() or path.read_bytes() != content:
-                    write_atomically(path, content)
-            self.checkpoints.mkdir(exist_ok=True)
-            sync_folder(self.path.parent)
+        def write() -> None:
+            with _usable(self.path):
+                write_atomically(
+                    self.path / RUN, (json.dumps(self.labels, indent=1) + "\n").encode()
+                )  # now it is a run's
+                write_atomically(self.path / _CONFIG, settings.encode())
+                self.checkpoints.mkdir(exist_ok=True)
+                sync_folder(self.path.parent)
+
+        on_first(context, write)
 
     @property
     def labels(self) -> dict[str, str]:
         """What run.json and the manifest of a checkpoint record about its origin."""
         return {"run_id": self.run_id, "data_fingerprint": self.fingerprint}
-
-    def refuse_another_s(self, checkpoint: Path, about: Mapping[str, Any]) -> None:
-        """UserError where the manifest of a checkpoint names another run: somebody has put it into this folder."""
-        origin = about.get("run_id", self.run_id)
-        if origin != self.run_id:
-            rule = f"it is of run {origin}, and the folder is that of run {self.run_id}"
-            remedy = "take it out of this folder; to continue its run, copy the whole run folder and set run_dir to it"
-            raise UserError(Problem(str(checkpoint), "of another run", rule, remedy))
 
     def lost(self) -> str | None:
         """Why this job has lost the folder, None if it has not. Rank 0 asks before every commit."""
@@ -144,14 +126,13 @@ class RunFolder:
 
     def withdraw(self) -> None:
         """Undo what was made for a run that does not begin, and close the folder."""
-        is_new = self.path in self._made
-        if self.lock is not None and self._made:
-            for name in (RUN, _CONFIG, LOCK) if is_new else (LOCK,):
-                (self.path / name).unlink(missing_ok=True)
+        for path in self._new:
+            with contextlib.suppress(OSError):  # it is not there, or holds something else by now
+                if path.is_dir():
+                    path.rmdir()
+                elif self.lock is not None:  # else it is another job's, which began at the same time
+                    path.unlink()
         self.close()
-        for folder in [self.checkpoints, *self._made] if is_new else []:
-            with contextlib.suppress(OSError):  # it holds something else by now
-                folder.rmdir()
 
 
 @contextlib.contextmanager
@@ -184,41 +165,38 @@ def examine(path: Path, resume: str, config: Mapping[str, Any], fingerprint: str
     if not steps:
         return "", []
     assert run is not None, "else the checkpoints would be somebody else's"
-    problems, changes = compare(saved_config(path / CHECKPOINTS), config)
+    run_id, saved = saved_config(path / CHECKPOINTS)
+    problems, changes = compare(saved, config)
+    if run_id not in ("", run.run_id):
+        rule = f"its newest checkpoint is of run {run_id}, and the folder is that of run {run.run_id}"
+        remedy = "take it out of this folder; to continue its run, copy the whole run folder and set run_dir to it"
+        problems.append(Problem("run_dir", str(path), rule, remedy))
     if run.data_fingerprint != fingerprint:
-        rule = (
-            "data, tokenizer or the cut into samples are not those that the run was started with "
-            f"(fingerprint {run.data_fingerprint})"
-        )
-        remedy = "use the same data, tokenizer and train.seq_length, or set another run_dir for a new run"
-        problems.append(Problem("data", fingerprint, rule, remedy))
+        rule = f"data, tokenizer or train.seq_length differ from the run's (fingerprint {run.data_fingerprint})"
+        problems.append(Problem("data", fingerprint, rule, "use those of the run, or another run_dir for a new run"))
     if problems:
         raise UserError(problems)
     return run.run_id, changes
 
 
 @contextlib.contextmanager
-def _usable(path: Path, verb: str) -> Iterator[None]:
+def _usable(path: Path) -> Iterator[None]:
     """An OSError inside is a UserError that says so of the run folder."""
     try:
         yield
     except OSError as error:
-        where = f" ({error.filename})" if error.filename and error.filename != str(path) else ""
-        rule = f"it cannot be {verb}: {error.strerror}{where}"
         remedy = "set run_dir to a folder where you may write, on a disk with room"
-        raise UserError(Problem("run_dir", str(path), rule, remedy)) from error
+        raise UserError(Problem("run_dir", str(path), f"it cannot be used: {error}", remedy)) from error
 
 
 def judge_room(folder: Path, size: int, *, keep: int, saves: int) -> str:
-    """A warning where the disk of `folder`, that of a run's checkpoints, has room for one of `size` bytes but not for
-    all that will be there at once; empty where it has. UserError if not even one fits.
+    """UserError if the disk of `folder`, that of a run's checkpoints, has no room for one of `size` bytes; a warning if
+    it has none for all that will be there at once; else empty.
 
-    `saves` checkpoints are still to be written; one gives way to the next only when more than `keep` are complete, and
-    the newest has one before it.
+    `saves` are still to come; one gives way only when more than `keep` are complete and the newest has one before it.
     """
     try:
         usage = shutil.disk_usage(folder if folder.exists() else folder.parent)
-        saved = len(committed(folder))
     except OSError:
         return ""
     if usage.total == 0 or saves == 0:  # some network disks do not tell
@@ -227,7 +205,7 @@ def judge_room(folder: Path, size: int, *, keep: int, saves: int) -> str:
     if usage.free < size:
         remedy = "make room, or use a folder on another disk (to continue a run there, move all of its folder)"
         raise UserError(Problem("run_dir", str(folder.parent), room, remedy))
-    more = min(saves, max(1, max(keep, 2) + 1 - saved))
+    more = min(saves, max(1, max(keep, 2) + 1 - len(committed(folder))))
     if usage.free < more * size:
         return f"warning: {room}; {more} more are to fit (checkpoint.keep={keep} and the one being written)"
     return ""

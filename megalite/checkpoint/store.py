@@ -12,38 +12,24 @@ import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megalite.checkpoint import commit
-from megalite.checkpoint.manifest import (
-    MANIFEST,
-    STATE,
-    DamagedError,
-    FileRecord,
-    ForeignFormatError,
-    Manifest,
-    StoredTensor,
-    digest,
-    file_fault,
-    read_own_file,
-)
+from megalite.checkpoint.manifest import MANIFEST, STATE, FileRecord, ForeignFormatError, Manifest, digest, file_fault
 from megalite.checkpoint.pieces import Piece
 from megalite.checkpoint.reading import read_pieces
-from megalite.checkpoint.writing import HeldBox, WritePlan, data_file, plan_writes, write_file
+from megalite.checkpoint.writing import HeldBox, data_file, plan_writes, stored_tensors, write_file
 from megalite.config.durable_files import write_new
+from megalite.config.user_files import read_bytes
 from megalite.errors.problems import Problem, UserError
 from megalite.launch.agreement import StorageFailure, on_first, together
 from megalite.launch.context import ParallelContext
 
-_OLD_MANIFEST = "COMMIT.json"
-_OTHER_VERSION = (
-    "go on with the megalite that wrote it, or set another run_dir; to use its weights here, export them with that "
-    "megalite (scripts/export_hf.py) and set checkpoint.init_from to the export"
-)
+_EARLY_MANIFEST = "COMMIT.json"
 
 
 class CheckpointError(Exception):
@@ -109,23 +95,40 @@ def save(
     assert keep >= 1, keep
     begun = time.perf_counter()
     temporary: Path | None = None
-    plan: WritePlan | None = None
+    held: list[list[HeldBox]] = []  # by rank, on rank 0
     versions = {"torch": torch.__version__, "python": platform.python_version()}
     about = {"layout": asdict(context.layout), "versions": versions, **(labels or {})}
+
+    def finish(plan: list[list[int]], records: list[list[Any]]) -> int:
+        """On rank 0: state.json, the manifest and the commit; the bytes of the checkpoint. `records`: of the files."""
+        assert temporary is not None
+        content = (json.dumps(state, indent=1) + "\n").encode()
+        write_new(temporary / STATE, content)
+        files = {data_file(rank): FileRecord(*record) for rank, record in enumerate(records) if record}
+        files[STATE] = FileRecord(len(content), digest(content))
+        written = [[boxes[at] for at in chosen] for boxes, chosen in zip(held, plan, strict=True)]
+        manifest = Manifest(step, about, files, stored_tensors(written))
+        write_new(temporary / MANIFEST, manifest.render())
+        if why := lost():
+            raise OSError(why)
+        commit.publish(temporary, step)
+        return manifest.size
+
     try:
         temporary = Path(on_first(context, lambda: str(commit.begin(folder, step))))
-        held_by = _gather_to_first(context, [HeldBox.of(piece) for piece in pieces])
-        plan = WritePlan(*on_first(context, lambda: plan_writes(held_by)))
-        mine = [pieces[at] for at in plan.boxes[context.rank]]
-        path = temporary / data_file(context.rank)
-        written = _gather_to_first(context, together(context, lambda: [write_file(path, mine)] if mine else []))
-        size = on_first(context, lambda: _commit(path.parent, step, about, written, state, lost))
+        for of_rank in context.gather_json([HeldBox.of(piece) for piece in pieces], to_first=True):
+            held.append([HeldBox(name, dtype, *map(tuple, numbers)) for name, dtype, *numbers in of_rank])
+        plan = on_first(context, lambda: plan_writes(held))
+        mine, path = [pieces[at] for at in plan[context.rank]], temporary / data_file(context.rank)
+        record = together(context, lambda: [*write_file(path, mine)] if mine else [])
+        records = context.gather_json(record, to_first=True)
+        size = on_first(context, lambda: finish(plan, records))
     except StorageFailure as failure:
         message = ""
         if context.rank == 0:
             if temporary is not None:
                 shutil.rmtree(temporary, ignore_errors=True)  # `recover` gets the rest
-            message = _not_saved(folder, step, str(failure), plan)
+            message = _not_saved(folder, step, str(failure), sum(box.bytes for box in {*chain(*held)}))
         raise CheckpointError(context.broadcast_object(message)) from failure
     if context.rank == 0:
         with contextlib.suppress(OSError):  # it costs space, nothing else; the next save tries again
@@ -134,51 +137,13 @@ def save(
     return Saved(folder / commit.step_name(step), seconds, size, stall_s=seconds)
 
 
-def _gather_to_first(context: ParallelContext, value: list[Any]) -> list[list[Any]]:
-    """Every rank's list of JSON values, by rank, on rank 0; nothing on the others, which a long list would burden."""
-    if context.control_group is None:
-        return [value]
-    payload = json.dumps(value).encode()
-    longest = torch.tensor([len(payload)])
-    dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=context.control_group)
-    padded = torch.frombuffer(bytearray(payload.ljust(int(longest), b" ")), dtype=torch.uint8)
-    received = [torch.empty_like(padded) for _ in range(context.world_size)] if context.rank == 0 else None
-    dist.gather(padded, received, dst=0, group=context.control_group)
-    return [json.loads(payload.numpy().tobytes()) for payload in received or []]
-
-
-def _commit(
-    temporary: Path,
-    step: int,
-    about: dict[str, Any],
-    written: Sequence[Sequence[Any]],
-    state: Mapping[str, Any],
-    lost: Callable[[], str | None],
-) -> int:
-    """On rank 0, state.json, the manifest and the commit; the bytes of the checkpoint. `written`: the files by rank."""
-    files: dict[str, FileRecord] = {}
-    tensors: dict[str, StoredTensor] = {}
-    for name, record, parts in (file for of_rank in written for file in of_rank):
-        files[name] = FileRecord(*record)
-        for tensor, (dtype, shape, boxes) in parts.items():
-            tensors.setdefault(tensor, StoredTensor(dtype, shape, [])).boxes.extend(boxes)
-    content = (json.dumps(state, indent=1) + "\n").encode()
-    write_new(temporary / STATE, content)
-    files[STATE] = FileRecord(len(content), digest(content))
-    manifest = Manifest(step, about, files, tensors)
-    write_new(temporary / MANIFEST, manifest.render())
-    if why := lost():
-        raise OSError(why)
-    commit.publish(temporary, step)
-    return manifest.size
-
-
-def _not_saved(folder: Path, step: int, reason: str, plan: WritePlan | None) -> str:
+def _not_saved(folder: Path, step: int, reason: str, needed: int) -> str:
     """The one line that people read, when what was written has been deleted again."""
     room = ""
     with contextlib.suppress(OSError):
         free = commit.size_in_words(shutil.disk_usage(folder).free)
-        room = f" It needs about {commit.size_in_words(plan.bytes)}; {free} were free in {folder}." if plan else ""
+        about = f"It needs about {commit.size_in_words(needed)}; " if needed else ""  # 0: not known yet
+        room = f" {about}{free} were free in {folder}."
     kept = commit.committed(folder)
     stays = f"{kept[0][1].name} stays the newest checkpoint" if kept else "there is no earlier checkpoint"
     return f"the checkpoint of step {step} was not saved: {reason}.{room} {stays}."
@@ -196,33 +161,37 @@ def newest(
     damaged: list[tuple[Path, str]] = []
     for name in on_first(context, lambda: [path.name for _, path in commit.committed(folder)]):
         found, fault = _inspect(folder / name, context)
-        if found is not None:
-            for path, its in damaged if context.rank == 0 else ():
-                report(_pass_over(path, its, found.step, look_only))
-            context.barrier()  # names are final before any rank goes on
-            return found
-        damaged.append((folder / name, fault))
-    remedy = "restore this folder from a copy, or set another run_dir to start from nothing"
+        if found is None:
+            damaged.append((folder / name, fault))
+            continue
+        for line in on_first(context, lambda: [_passed_over(*each, look_only) for each in damaged]):
+            if context.rank == 0:
+                report(f"{line}. Going on from step {found.step}.")
+        return found
     if damaged:
+        remedy = "restore this folder from a copy, or set another run_dir to start from nothing"
         rule = "no checkpoint of this run can be read; "
         raise UserError([Problem(str(path), "damaged", rule + fault, remedy) for path, fault in damaged])
     return None
 
 
-def _pass_over(path: Path, fault: str, used: int, look_only: bool) -> str:
+def _passed_over(path: Path, fault: str, look_only: bool) -> str:
     """Rename a damaged checkpoint, unless we only look; what to tell of it."""
     try:
         kept = "" if look_only else f"; kept as {commit.set_aside(path).name}"
     except OSError as error:
         kept = f"; it could not be renamed: {error.strerror}"
-    return f"checkpoint {path.name} is damaged and was passed over: {fault}{kept}. Going on from step {used}."
+    return f"checkpoint {path.name} is damaged and was passed over: {fault}{kept}"
 
 
-def saved_config(folder: Path) -> dict[str, Any]:
-    """The settings in the newest checkpoint whose JSON files are intact, for one rank to judge by before all ranks
-    verify it; none where all are damaged."""
-    found = (_read_json_files(path) for _, path in commit.committed(folder))
-    return next((dict(files["state"]["config"]) for files in found if "state" in files), {})
+def saved_config(folder: Path) -> tuple[str, dict[str, Any]]:
+    """The run's id and its settings in the newest checkpoint whose JSON files are intact, for one rank to judge by
+    before all ranks verify it; nothing where all are damaged."""
+    for _, path in commit.committed(folder):
+        if "state" in (files := _read_json_files(path)):
+            about = json.loads(files["manifest"])["about"]
+            return about.get("run_id", ""), dict(files["state"]["config"])
+    return "", {}
 
 
 def of_step(folder: Path, step: int, context: ParallelContext) -> Found:
@@ -256,22 +225,20 @@ def _inspect(path: Path, context: ParallelContext) -> tuple[Found | None, str]:
 def _read_json_files(path: Path) -> dict[str, Any]:
     """Manifest and state of a checkpoint, or {"fault": why not}. UserError where another version has written it."""
     try:
-        if (path / _OLD_MANIFEST).exists() and not (path / MANIFEST).exists():
-            raise ForeignFormatError(f"an older megalite wrote it (it has {_OLD_MANIFEST})")
-        content = read_own_file(path, MANIFEST)
+        if (path / _EARLY_MANIFEST).exists() and not (path / MANIFEST).exists():
+            raise ForeignFormatError(f"an early megalite wrote it (it has {_EARLY_MANIFEST})")
+        content = read_bytes(path / MANIFEST, follow_links=False)
         manifest = Manifest.parse(content, _step_of(path))
-        fault = file_fault(path, STATE, manifest.files[STATE])
-        if fault is not None:
+        if fault := file_fault(path, STATE, manifest.files[STATE]):
             return {"fault": fault}
-        return {"manifest": content.decode(), "state": json.loads(read_own_file(path, STATE))}
+        return {"manifest": content.decode(), "state": json.loads(read_bytes(path / STATE))}
     except ForeignFormatError as error:
-        raise UserError(Problem(str(path), "of another version", str(error), _OTHER_VERSION)) from None
-    except FileNotFoundError:
-        return {"fault": f"it has no {MANIFEST}: it was not written, or not copied, completely"}
-    except OSError as error:
-        return {"fault": f"{MANIFEST} cannot be read: {error.strerror}"}
-    except (DamagedError, ValueError) as error:
-        return {"fault": str(error)}
+        remedy = "go on with the megalite that wrote it, or export its weights with it and set checkpoint.init_from"
+        raise UserError(Problem(str(path), "of another version", str(error), remedy)) from error
+    except UserError as error:
+        return {"fault": f"{MANIFEST} {error.problems[0].rule}"}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return {"fault": f"{MANIFEST} is damaged: {error}"}
 
 
 def _step_of(path: Path) -> int:

@@ -13,15 +13,16 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import xxhash
 
-from megalite.checkpoint.manifest import CHUNK_BYTES, DTYPES, FileRecord, StoredBox, StoredTensor
+from megalite.checkpoint.manifest import DTYPES, FileRecord, StoredBox, StoredTensor
 from megalite.checkpoint.pieces import Piece, tiling_fault
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_CHUNK_BYTES = 1 << 20  # written at a time: it stays in the processor's cache while it is hashed
 
 
 class HeldBox(NamedTuple):
@@ -38,22 +39,9 @@ class HeldBox(NamedTuple):
         tensor = piece.tensor
         return cls(piece.name, _DTYPE_NAMES[tensor.dtype], piece.logical_shape, piece.offsets, tuple(tensor.shape))
 
-    @classmethod
-    def parse(cls, fields: Sequence[Any]) -> "HeldBox":
-        """A box that was sent as JSON."""
-        name, dtype, *numbers = fields
-        return cls(name, dtype, *(tuple(each) for each in numbers))
-
     @property
     def bytes(self) -> int:
         return prod(self.sizes) * DTYPES[self.dtype].itemsize
-
-
-class WritePlan(NamedTuple):
-    """The boxes that each rank writes, by their numbers in the rank's own list and in the order of its file."""
-
-    boxes: list[list[int]]
-    bytes: int  # of all of them
 
 
 def data_file(rank: int) -> str:
@@ -61,26 +49,14 @@ def data_file(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def plan_writes(held_by: Sequence[Sequence[Sequence[Any]]]) -> WritePlan:
-    """Give each box to the least loaded of the ranks that hold it, largest box first.
-
-    `held_by`: the fields of the boxes that each rank holds. The boxes of a tensor must cover it exactly once. A state
-    with a gap is a bug of ours, found before a byte is written.
-    """
-    held = [[HeldBox.parse(box) for box in boxes] for boxes in held_by]
+def plan_writes(held: Sequence[Sequence[HeldBox]]) -> list[list[int]]:
+    """The boxes that each rank writes, by their numbers among those it holds and in the order of its file: each box is
+    given to the least loaded of the ranks that hold it, largest box first."""
     holders: dict[HeldBox, list[int]] = {}
     for rank, boxes in enumerate(held):
         for box in boxes:
             holders.setdefault(box, []).append(rank)
         assert len(set(boxes)) == len(boxes), f"rank {rank} holds a box twice"
-    tensors: dict[str, list[HeldBox]] = {}
-    for box in holders:
-        tensors.setdefault(box.name, []).append(box)
-    for name, boxes in tensors.items():
-        first = boxes[0]
-        assert all(box[1:3] == first[1:3] for box in boxes), f"boxes of {name} differ in dtype or logical shape"
-        fault = tiling_fault(first.shape, [(box.offsets, box.sizes) for box in boxes])
-        assert fault is None, f"the state is not whole: {name} {fault}"
     load = [0] * len(held)
     writer: dict[HeldBox, int] = {}
     for box in sorted(holders, key=lambda box: (-box.bytes, box)):
@@ -90,44 +66,39 @@ def plan_writes(held_by: Sequence[Sequence[Sequence[Any]]]) -> WritePlan:
     for rank, boxes in enumerate(held):
         mine = [(-DTYPES[box.dtype].itemsize, at) for at, box in enumerate(boxes) if writer[box] == rank]
         chosen.append([at for _, at in sorted(mine)])  # wide elements first, which aligns every box in its file
-    return WritePlan(chosen, sum(load))
+    return chosen
 
 
-class WrittenFile(NamedTuple):
-    """One rank's file, and what the manifest says of the tensors in it."""
-
-    name: str
-    record: FileRecord
-    tensors: dict[str, StoredTensor]
-
-
-def write_file(path: Path, pieces: Sequence[Piece]) -> WrittenFile:
+def write_file(path: Path, pieces: Sequence[Piece]) -> FileRecord:
     """Write the pieces into a new safetensors file that is on disk when the call returns."""
-    header, tensors = _header(path.name, pieces)
-    hashed, written = xxhash.xxh3_128(), 0
-    try:
-        with open(path, "xb", buffering=0) as file:
-            for data in _contents(header, pieces):
-                for at in range(0, len(data), CHUNK_BYTES):
-                    chunk = data[at : at + CHUNK_BYTES]
-                    hashed.update(chunk)
-                    while chunk:
-                        count = file.write(chunk)
-                        chunk, written = chunk[count:], written + count
-            os.fsync(file.fileno())
-            if os.fstat(file.fileno()).st_size != written:
-                raise OSError(errno.EIO, "the file system kept less than was written")
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, path.name) from error
-    return WrittenFile(path.name, FileRecord(written, hashed.hexdigest()), tensors)
+    hashed = xxhash.xxh3_128()
+    with open(path, "xb") as file:
+        for data in _contents(pieces):
+            for at in range(0, len(data), _CHUNK_BYTES):
+                chunk = data[at : at + _CHUNK_BYTES]
+                hashed.update(chunk)
+                file.write(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+        if os.fstat(file.fileno()).st_size != file.tell():
+            raise OSError(errno.EIO, "the file system kept less than was written")
+        return FileRecord(file.tell(), hashed.hexdigest())
 
 
-def _header(file: str, pieces: Sequence[Piece]) -> tuple[bytes, dict[str, StoredTensor]]:
-    """What a safetensors file begins with, and where each piece lies in it.
+def _contents(pieces: Sequence[Piece]) -> Iterator[memoryview]:
+    """The bytes of a file, without a copy where a tensor lies in host memory in row-major order."""
+    header, _ = _header([HeldBox.of(piece) for piece in pieces])
+    yield memoryview(header)
+    for piece in pieces:
+        tensor = piece.tensor.detach().cpu().contiguous()
+        yield tensor.view(-1).view(torch.uint8).numpy().data
+
+
+def _header(boxes: Sequence[HeldBox]) -> tuple[bytes, list[int]]:
+    """What the safetensors file of these boxes begins with, and the byte at which each of them starts.
 
     A whole tensor has its logical name in the file. The name of a part ends with its offsets, `name@8,0`.
     """
-    boxes = [HeldBox.of(piece) for piece in pieces]
     ends = [0, *accumulate(box.bytes for box in boxes)]
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     for at, box in enumerate(boxes):
@@ -136,16 +107,21 @@ def _header(file: str, pieces: Sequence[Piece]) -> tuple[bytes, dict[str, Stored
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
+    return header, [len(header) + start for start in ends[:-1]]
+
+
+def stored_tensors(written: Sequence[Sequence[HeldBox]]) -> dict[str, StoredTensor]:
+    """What the manifest says of the tensors whose boxes the ranks have written, by rank in the order of its file.
+
+    The boxes of a tensor must cover it exactly once. A state with a gap is a bug of ours, found before the commit.
+    """
     tensors: dict[str, StoredTensor] = {}
-    for box, start in zip(boxes, ends, strict=False):
-        stored = tensors.setdefault(box.name, StoredTensor(box.dtype, box.shape, []))
-        stored.boxes.append(StoredBox(file, len(header) + start, box.offsets, box.sizes))
-    return header, tensors
-
-
-def _contents(header: bytes, pieces: Sequence[Piece]) -> Iterator[memoryview]:
-    """The bytes of a file, without a copy where a tensor lies in host memory in row-major order."""
-    yield memoryview(header)
-    for piece in pieces:
-        tensor = piece.tensor.detach().cpu().contiguous()
-        yield tensor.view(-1).view(torch.uint8).numpy().data
+    for rank, boxes in enumerate(written):
+        for box, start in zip(boxes, _header(boxes)[1], strict=True):
+            stored = tensors.setdefault(box.name, StoredTensor(box.dtype, box.shape, []))
+            assert stored[:2] == box[1:3], f"boxes of {box.name} differ in dtype or logical shape"
+            stored.boxes.append(StoredBox(data_file(rank), start, box.offsets, box.sizes))
+    for name, tensor in tensors.items():
+        fault = tiling_fault(tensor.shape, [box[2:] for box in tensor.boxes])
+        assert fault is None, f"the state is not whole: {name} {fault}"
+    return tensors

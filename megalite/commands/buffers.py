@@ -4,6 +4,7 @@ python scripts/buffers.py model=gpt2 tokenizer=gpt2 --dp 4
 python scripts/buffers.py model=gpt2 tokenizer=gpt2 --dp 4 --picture buffers.svg
 python scripts/buffers.py model=llama3_8b parallel.tp=2 train.global_batch_size=64 --world-size 128 --rank 5
 python scripts/buffers.py model=gpt2 optimizer.bucket_size=5000000 optimizer.instances=2 --dp 8 --all
+python scripts/buffers.py model=tiny_moe tokenizer=byte parallel.tp=2 parallel.ep=4 parallel.etp=1 --world-size 8
 
 OVERRIDES are those of pretrain_gpt.py. No data is read, no GPU is used, nothing is written but the picture.
 """
@@ -11,6 +12,7 @@ OVERRIDES are those of pretrain_gpt.py. No data is read, no GPU is used, nothing
 from argparse import Namespace
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 from megalite.commands.command import PICTURE, WORLD_SIZE, Shown, command, option
 from megalite.config.compose import load_config
@@ -20,9 +22,10 @@ from megalite.config.remedies import Case
 from megalite.config.schema import Config
 from megalite.errors.problems import Problem, UserError
 from megalite.layout.summary import header_lines as layout_lines
+from megalite.optim.memory import bytes_of_rank
 from megalite.optim.rank_buffers import rank_buffers
 from megalite.plan.buffers_picture import figure_of
-from megalite.plan.buffers_table import StateTypes, bucket_lines, header_lines, owned_lines
+from megalite.plan.buffers_table import bucket_lines, header_lines, owned_lines
 from megalite.verify.shrink import vocabulary_of
 from megalite.verify.verify import load
 
@@ -49,9 +52,11 @@ def main(options: Namespace, overrides: list[str]) -> Shown:
         notes.append(f"note: model.vocab_size is taken as {size}: the tokenizer is not asked (set it to be exact)")
     world = layout_of(Case(config, world_size))
     buffers = rank_buffers(config, world, options.rank or 0)
-    types = StateTypes(config.precision, config.optimizer.gradient_dtype, config.optimizer.moment_dtype)
-    header = [f"{config.model.name}, {layout_lines(world)[0]}, {config.precision}", *header_lines(buffers, types)]
-    lines = [*header, *notes, "", *bucket_lines(buffers, types, full=options.all)]
+    gradients, moments = config.optimizer.gradient_dtype, config.optimizer.moment_dtype
+    kept = partial(bytes_of_rank, precision=config.precision, gradient_dtype=gradients, moment_dtype=moments)
+    axes, *of_experts = layout_lines(world)[: 1 + world.has_experts]
+    header = [f"{config.model.name}, {axes}, {config.precision}", *of_experts, *header_lines(buffers, kept)]
+    lines = [*header, *notes, "", *bucket_lines(buffers, kept, full=options.all)]
     if options.rank is not None:
         lines += ["", *owned_lines(buffers, full=options.all)]
     return Shown(lines, draw=lambda: figure_of(buffers, header))

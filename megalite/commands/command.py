@@ -3,9 +3,8 @@
 import argparse
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megalite.errors.problems import REFUSED, UserError, collect, open_closed_streams, to_stderr
 from megalite.observe.screens import print_lines
@@ -17,8 +16,7 @@ if TYPE_CHECKING:
 Option = tuple[tuple[str, ...], dict[str, Any]]
 
 
-@dataclass(frozen=True)
-class Shown:
+class Shown(NamedTuple):
     """What a command answers: lines for stdout, its exit status, and the picture that --picture saves."""
 
     lines: Iterable[str] = ()
@@ -26,8 +24,7 @@ class Shown:
     draw: "Callable[[], Figure] | None" = None
 
 
-@dataclass(frozen=True)
-class Command:
+class Command(NamedTuple):
     """A function of its options and overrides, as a program. The docstring of its module is its help."""
 
     function: Callable[[argparse.Namespace, list[str]], Shown]
@@ -35,11 +32,9 @@ class Command:
 
     def parse(self, arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
         """The options, and the words that are none: overrides."""
-        parser = argparse.ArgumentParser(
-            description=sys.modules[self.function.__module__].__doc__,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
+        kind = argparse.RawDescriptionHelpFormatter
+        about = sys.modules[self.function.__module__].__doc__
+        parser = argparse.ArgumentParser(description=about, formatter_class=kind, allow_abbrev=False)
         for names, settings in self.options:
             parser.add_argument(*names, **settings)
         parser.usage = f"{parser.format_usage().removeprefix('usage: ').rstrip()} [OVERRIDES ...]"
@@ -77,11 +72,19 @@ def option(*names: str, **settings: Any) -> Option:
     return names, settings
 
 
+def whole(text: str) -> int:
+    """What an option counts, from 1."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not at least 1")
+    return number
+
+
 def warn(warning: str) -> None:
     """A line on stderr about what is worth knowing."""
     to_stderr(f"megalite: {warning}")
 
 
+COUNT: dict[str, Any] = {"type": whole, "metavar": "N"}
 MODEL = option("model", type=Path, metavar="MODEL", help="a run folder, or a folder of a transformers model")
 STEP = option("--step", type=int, metavar="N", help="of a run's checkpoint (default: the newest)")
 WORLD_SIZE = option("--world-size", type=int, metavar="N", help="ranks of your job; data parallelism is the rest")

@@ -5,7 +5,7 @@ import re
 import sys
 
 from megalite import __version__
-from megalite.errors.problems import REFUSED, Problem, UserError
+from megalite.errors.problems import REFUSED, Problem, UserError, to_stderr
 from megalite.errors.remedies import nearest
 
 COMMANDS = {  # name: the module whose `main` it is, and what it does
@@ -20,7 +20,6 @@ COMMANDS = {  # name: the module whose `main` it is, and what it does
     "plan schedule": ("schedule", "who computes which microbatch when in a pipeline"),
     "plan buffers": ("buffers", "which gradient bucket holds what, and who owns it"),
 }
-HELP = "usage: megalite COMMAND ...\n\n{}\n\nmegalite COMMAND --help says more."
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -28,17 +27,16 @@ def main(arguments: list[str] | None = None) -> int:
     if words[:1] == ["--version"]:
         print(f"megalite {__version__}")
         return 0
-    group = "plan " if words[:1] == ["plan"] else ""
-    if words[1 if group else 0 :][:1] in ([], ["-h"], ["--help"]):
-        listed = (f"  {name:<14} {does}" for name, (_, does) in COMMANDS.items() if name.startswith(group))
-        print(HELP.format("\n".join(listed)))
-        return 0
-    size = 2 if group else 1
+    size = 2 if words[:1] == ["plan"] else 1
     name, rest = " ".join(words[:size]), words[size:]
+    if name in ("", "plan") or name.endswith(("-h", "--help")):
+        listed = "\n".join(f"  {name:<14} {does}" for name, (_, does) in COMMANDS.items())
+        print(f"usage: megalite COMMAND ...\n\n{listed}\n\nmegalite COMMAND --help says more.")
+        return 0
     if name not in COMMANDS:
         near = nearest(name, COMMANDS, cutoff=0.75)
         remedy = f"did you mean megalite {near}?" if near else ", ".join(COMMANDS)
-        print(UserError(Problem("command", name, "there is no such command", remedy)), file=sys.stderr)
+        to_stderr(str(UserError(Problem("command", name, "there is no such command", remedy))))
         return REFUSED
     # What starts a training again is written to its run, in a form that torchrun takes as well.
     sys.argv = [*(["-m", "megalite", "train"] if name == "train" else [f"megalite {name}"]), *rest]

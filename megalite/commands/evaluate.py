@@ -4,7 +4,7 @@ python scripts/evaluate.py runs/mine                                  # on what 
 python scripts/evaluate.py runs/mine data=text data.path=book.txt
 python scripts/evaluate.py exported data=stdlib --max-tokens 100000
 
-MODEL is a run folder (its newest checkpoint, or --step) or a folder of a transformers GPT-2, Llama or Qwen3 model.
+MODEL is a run folder (its newest checkpoint, or --step) or a folder of a transformers model.
 OVERRIDES are those of pretrain_gpt.py that concern data and device. Data that is named is
 evaluated whole. Exit status: 0 evaluated, 2 refused.
 """
@@ -28,11 +28,11 @@ from megalite.errors.problems import to_stderr
     option("--json", action="store_true", help="print one JSON object, in full precision"),
 )
 def main(options: Namespace, overrides: list[str]) -> Shown:
-    from megalite.hf.evaluate import evaluate_saved, read_request
+    from megalite.hf.evaluate import evaluate_saved
     from megalite.prepare import prepare
 
-    request = read_request(overrides, batch_size=options.batch_size, max_tokens=options.max_tokens)
-    found = evaluate_saved(options.model, request, prepare, warn, Progress(), options.step)
+    chosen = {name: getattr(options, name) for name in ("step", "batch_size", "max_tokens")}
+    found = evaluate_saved(options.model, overrides, prepare, warn, Progress(), **chosen)
     return Shown([json.dumps(asdict(found))] if options.json else lines(found))
 
 

@@ -26,15 +26,14 @@ from megalite.errors.problems import printable
     STEP,
 )
 def main(options: Namespace, overrides: list[str]) -> Shown:
-    from megalite.hf.generate import Sampling, generate
+    from megalite.hf.generate import generate
     from megalite.launch.device import choose_device
     from megalite.launch.environment import ProcessEnvironment
 
     config = load_part(overrides, "generating text", ("seed", "device"))
-    names = ("max_new_tokens", "temperature", "top_k", "top_p", "num_samples")
-    sampling = Sampling(seed=config.seed, **{name: getattr(options, name) for name in names})
     device = choose_device(config.device, ProcessEnvironment())
-    texts = generate(options.model, options.prompt, sampling, device, warn, options.step)
+    chosen = {name: value for name, value in vars(options).items() if name not in ("model", "prompt")}
+    texts = generate(options.model, options.prompt, device, warn, seed=config.seed, **chosen)
     for number, text in enumerate(texts, 1):
         if len(texts) > 1:
             print(f"--- {number} of {len(texts)} ---")

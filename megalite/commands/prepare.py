@@ -52,23 +52,16 @@ def main(options: Namespace, overrides: list[str]) -> Shown:
 def read(output: Path | None, overrides: list[str], *, verify: bool) -> Config:
     """The config; UserError with all that contradicts itself."""
     if verify == (output is not None):
-        raise UserError(
-            Problem("--output", NO_VALUE, "either that or --verify is needed", "--output PREFIX, or --verify")
-        )
-    problems = []
-    if output is not None and output.suffix in (".bin", ".idx"):
-        rule = "is a PREFIX: .bin, .idx and others are added"
-        problems.append(Problem("--output", str(output), rule, f"--output {output.with_suffix('')}"))
-    if output is not None and (problem := unusable("--output", output)):
-        problems.append(problem)
+        remedy = "--output PREFIX, or --verify"
+        raise UserError(Problem("--output", NO_VALUE, "either that or --verify is needed", remedy))
+    unwritable = output and unusable("--output", output)
+    problems = [unwritable] if unwritable else []
     doer, reads = ("--verify", READ_TO_VERIFY) if verify else ("preparing data", READ_TO_PREPARE)
     config = collect(lambda: load_part(overrides, doer, reads), problems)
-    source = "" if config is None else config.data.source
-    if verify and source not in ("", "tokens"):
-        problems.append(Problem("data", source, "only token files can be verified", "data=tokens data.path=PREFIX"))
-    if not verify and source == "tokens":
-        remedy = "data=text, data=hf or data=stdlib; or --verify instead of --output"
-        problems.append(Problem("data", source, "token files are prepared already", remedy))
+    if config is not None and verify != (config.data.source == "tokens"):
+        rule, remedy = "token files are prepared already, and --verify is for them", "data=text, data=hf or data=stdlib"
+        remedy = "data=tokens data.path=PREFIX" if verify else remedy
+        problems.append(Problem("data", config.data.source, rule, remedy))
     if problems or config is None:
         raise UserError(problems)
     return config
@@ -112,7 +105,7 @@ def path_override(path: str) -> str:
 def scan(config: Config, terminal: Terminal) -> Iterator[str]:
     """Scans token files; what they hold."""
     from megalite.data.open import paths_of
-    from megalite.data.verify import verify
+    from megalite.data.token_file import verify
 
     for path in paths_of(config.data):
         file = verify(Path(path), config.model.vocab_size, terminal.checking)

@@ -4,19 +4,20 @@ python scripts/rank_generator.py --world-size 16 parallel.tp=4 parallel.pp=2
 python scripts/rank_generator.py --world-size 16 parallel.tp=4 parallel.pp=2 parallel.ep=4 parallel.etp=1 --json
 python scripts/rank_generator.py --world-size 64 parallel.tp=8 parallel.pp=4 --picture ranks.svg --gpus-per-node 8
 python scripts/rank_generator.py --world-size 8 parallel.pp=4 model.num_layers=12
+python scripts/rank_generator.py --world-size 8 parallel.tp=2 parallel.ep=4 parallel.etp=1 model.moe.num_experts=8
 
 OVERRIDES are those of pretrain_gpt.py. Sizes that training does not offer yet can be looked at, too.
-The stages are shown where an override names the model or its layers.
+The stages are shown where an override names the model or its layers, and who holds which expert where it has some.
 """
 
 import shutil
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from megalite.commands.command import PICTURE, Shown, command, option
+from megalite.commands.command import COUNT, PICTURE, Shown, command, option
 from megalite.config.compose import load_values, names_of
+from megalite.config.moe_rules import NUM, each_rank_holds_as_many_experts
 from megalite.config.parallel_rules import (
     LAYOUT_RULES,
     STAGE_NAMES,
@@ -25,47 +26,44 @@ from megalite.config.parallel_rules import (
     layout_of,
     stage_settings,
 )
-from megalite.config.remedies import Case, Flaw, problems_of
+from megalite.config.remedies import Case, problems_of
 from megalite.errors.problems import NO_VALUE, Problem, UserError, collect
 from megalite.layout.ranks import ParallelLayout
 from megalite.layout.stages import StageLayers, stage_layers
 from megalite.plan.ranks_picture import figure_of
-from megalite.plan.ranks_table import json_lines, stage_lines, table_lines
+from megalite.plan.ranks_table import expert_lines, held_experts, json_lines, stage_lines, table_lines
 
 MOST_RANKS = 1 << 20  # lists of more would fill the memory before anybody reads them
 LABELS = {"world_size": "--world-size", "split_rank": "--pp-split-rank"}
-AXES = tuple(f"parallel.{axis}" for axis in ("tp", "cp", "pp", "vpp", "ep", "etp", "order"))
+AXES = (*(f"parallel.{axis}" for axis in ("tp", "cp", "pp", "vpp", "ep", "etp", "order")), NUM)
 STAGE_LABELS = {**STAGE_NAMES, "split_rank": LABELS["split_rank"]}
-NUMBER: dict[str, Any] = {"type": int, "metavar": "N"}
 
 
 @command(
-    option("--world-size", "--world_size", required=True, help="number of ranks", **NUMBER),
-    option("--dp", help="data-parallel size that must remain (default: whatever does)", **NUMBER),
+    option("--world-size", "--world_size", required=True, help="number of ranks", **COUNT),
+    option("--dp", help="data-parallel size that must remain (default: whatever does)", **COUNT),
     option("--experts", action="store_true", help="a mixture of experts even without parallel.ep and etp"),
-    option("--pp-split-rank", help="pipeline rank where a decoder begins, after an encoder", **NUMBER),
+    option("--pp-split-rank", help="pipeline rank where a decoder begins, after an encoder", type=int, metavar="N"),
     option("--json", action="store_true", help="one JSON object instead of tables"),
     PICTURE,
-    option("--gpus-per-node", default=8, help="ranks of a node in the picture (default: 8)", **NUMBER),
+    option("--gpus-per-node", default=8, help="ranks of a node in the picture (default: 8)", **COUNT),
 )
 def main(options: Namespace, overrides: list[str]) -> Shown:
-    layout, stages = lay_out(options, overrides)
+    layout, stages, experts = lay_out(options, overrides)
+    held = held_experts(layout, experts)
     if options.json:
-        lines = [*json_lines(layout, stages)]
+        lines = [*json_lines(layout, stages, held)]
     else:
         lines = [*table_lines(layout, shutil.get_terminal_size((120, 24)).columns if sys.stdout.isatty() else 120)]
         lines += ["", *stage_lines(stages)] if stages else []
-    return Shown(lines, draw=lambda: figure_of(layout, options.gpus_per_node))
+        lines += ["", *expert_lines(held)] if held else []
+    return Shown(lines, draw=lambda: figure_of(layout, options.gpus_per_node, held))
 
 
-def lay_out(options: Namespace, overrides: Sequence[str]) -> tuple[ParallelLayout, tuple[StageLayers, ...]]:
-    """The layout, and its stages where layers are to be placed; a UserError with everything that stands against it."""
-    given = {"--world-size": options.world_size, "--gpus-per-node": options.gpus_per_node, "--dp": options.dp}
-    problems = [
-        Problem(name, value, "must be at least 1", f"{name}=8")
-        for name, value in given.items()
-        if value is not None and value < 1
-    ]
+def lay_out(options: Namespace, overrides: Sequence[str]) -> tuple[ParallelLayout, tuple[StageLayers, ...], int]:
+    """The layout, its stages where layers are to be placed, and how many experts a layer has; a UserError with
+    everything that stands against it."""
+    problems = []
     if options.world_size > MOST_RANKS:
         rule, remedy = "too many ranks to list", f"--world-size={MOST_RANKS} at most"
         problems.append(Problem("--world-size", options.world_size, rule, remedy))
@@ -78,20 +76,16 @@ def lay_out(options: Namespace, overrides: Sequence[str]) -> tuple[ParallelLayou
     experts = options.experts or not named.isdisjoint(("parallel.ep", "parallel.etp"))
     case = Case(config, options.world_size, experts, options.pp_split_rank, LABELS)
     settings = stage_settings(config, options.pp_split_rank)
-    problems = problems_of(case, (world_can_be_listed, *LAYOUT_RULES, *(STAGE_RULES if places_layers else ())))
+    rules = (*LAYOUT_RULES, each_rank_holds_as_many_experts, *(STAGE_RULES if places_layers else ()))
+    problems = problems_of(case, rules)
     dp, rest = divmod(options.world_size, dense_ranks(config))
     if options.dp not in (None, dp) and not rest:
         remedy = f"--dp={dp}, or --world-size={options.dp * dense_ranks(config)}"
         problems.append(Problem("--dp", options.dp, f"the layout leaves {dp} of the world", remedy))
-    if not places_layers and (asked := [STAGE_LABELS[name] for name in settings.asked() if name != "vpp"]):
+    if not places_layers and (asked := [STAGE_LABELS[name] for name in settings.asked if name != "vpp"]):
         rule, remedy = f"is needed by {' and '.join(asked)}", "model.num_layers=12, or model=NAME"
         problems.append(Problem("model.num_layers", NO_VALUE, rule, remedy))
     if problems:
         raise UserError(problems)
-    return layout_of(case), stage_layers(settings) if places_layers else ()
-
-
-def world_can_be_listed(case: Case) -> Iterator[Flaw]:
-    """No world is advised that is refused."""
-    if case.world_size > MOST_RANKS:
-        yield Flaw("world_size", "too many ranks to list", {"world_size": [MOST_RANKS]})
+    stages = stage_layers(settings) if places_layers else ()
+    return layout_of(case), stages, config.model.moe.num_experts

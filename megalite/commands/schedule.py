@@ -15,11 +15,11 @@ from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
-from megalite.commands.command import PICTURE, Shown, command, option
+from megalite.commands.command import COUNT, PICTURE, Shown, command, option
 from megalite.config.compose import load_values
 from megalite.config.parallel_rules import LAYOUT_RULES, SCHEDULE_RULES, schedule_request
 from megalite.config.remedies import Case, problems_of
-from megalite.errors.problems import NO_VALUE, Problem, UserError, collect
+from megalite.errors.problems import NO_VALUE, Problem, UserError
 from megalite.pipeline.checker import check
 from megalite.pipeline.schedules import build_schedule
 from megalite.pipeline.simulator import equal_durations
@@ -36,7 +36,7 @@ MOST_CELLS = 64  # actions of a rank that are listed
 
 @command(
     PICTURE,
-    option("--dp", type=int, metavar="N", help="data-parallel size (default: 1)"),
+    option("--dp", **COUNT, help="data-parallel size (default: 1)"),
     option("--measured", type=Path, metavar="RUN_DIR", help="a run that recorded its pipeline"),
     option("--step", type=int, metavar="N", help="which recorded step (default: the last)"),
 )
@@ -58,11 +58,8 @@ def main(options: Namespace, overrides: list[str]) -> Shown:
 
 def simulate(overrides: list[str], dp: int) -> Timeline:
     """The timeline of the schedule that the overrides ask for, once it is checked; UserError with all that is wrong."""
-    problems = [Problem("--dp", dp, "must be at least 1", "--dp 1")] if dp < 1 else []
-    config = collect(lambda: load_values(overrides, READ), problems)
-    if config is not None and not problems:
-        problems = problems_of(Case(config, config.parallel.pp * dp), LAYOUT_RULES + SCHEDULE_RULES)
-    if config is None or problems:
+    config = load_values(overrides, READ)
+    if problems := problems_of(Case(config, config.parallel.pp * dp), LAYOUT_RULES + SCHEDULE_RULES):
         raise UserError(problems)
     schedule = build_schedule(schedule_request(config, config.parallel.pp * dp))
     flaws = check(schedule)

@@ -4,8 +4,8 @@ Hydra's sweepers choose the points and its launchers place them, as they are; wh
 machine, is `train_point`. Every point has its own run folder, named by what defines the training, so the same command
 continues all of them. Hydra's folder of the sweep gets a record per point and, at the end, a comparison of all.
 
-A file in that folder says that the sweep is to stop: what trains is asked to, as a scheduler asks, and what waits does
-not start. Nothing that goes wrong with one point is raised, so the others go on.
+A file in that folder says that the sweep is to stop: what trains is asked to, as a scheduler asks, and what waits
+does not start. Nothing that goes wrong with one point is raised, so the others go on.
 Exit status: 0 all points trained or stopped on request, 1 some failed, 2 refused before anything started.
 """
 
@@ -16,24 +16,27 @@ import os
 import signal
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any
+from typing import IO
 
-from hydra.conf import HydraConf
+from hydra.core.config_loader import ConfigLoader
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Quote, QuotedString
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from megalite.config.arguments import SEARCH_PATH, Arguments, read_arguments
-from megalite.config.compose import CONF, PACKAGE, hydra_loader, load_config, run_hydra
+from megalite.config.arguments import sources
+from megalite.config.compose import PACKAGE, hydra_loader, in_one_line, load_config, run_hydra
+from megalite.config.inherited import as_override
+from megalite.config.schema import Config
 from megalite.config.user_files import as_record, read_json, refusing
 from megalite.errors.problems import NO_VALUE, Problem, UserError, collect, to_stderr
 from megalite.launch.environment import read_environment
@@ -59,32 +62,30 @@ class PointRecord:
     val_loss: float | None
 
 
-def sweep(argv: list[str]) -> int:
+def sweep(arguments: Namespace) -> int:
     """Check what can be known, sweep, compare; UserError where the sweep is refused."""
-    arguments, problems = read_arguments(argv)
-    environment = collect(lambda: read_environment(os.environ), problems)
-    if environment is not None and environment.world_size > 1:
-        rule = f"is started once, not on each of {environment.world_size} ranks"
+    if (ranks := read_environment(os.environ).world_size) > 1:
+        rule = f"is started once, not on each of {ranks} ranks"
         remedy = "start it without torchrun or srun; sweep.nproc_per_node=N gives every point N ranks"
-        problems.append(Problem("--multirun", NO_VALUE, rule, remedy))
-    if problems:
-        raise UserError(problems)
-    folder, ranks, points, chosen = _composed(arguments)
-    if not chosen:
-        print_lines([f"sweep of {len(points):,} points in {folder}"])
-    _check(points, arguments.sources, ranks, chosen=chosen)
+        raise UserError(Problem("--multirun", NO_VALUE, rule, remedy))
+    flags = sources(arguments)
+    folder = _checked(arguments)
     with refusing(folder, "another hydra.sweep.dir"):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / STOP).touch()
         for left in (folder / STOP, *folder.rglob(RECORD)):  # by an earlier sweep into this folder
             left.unlink(missing_ok=True)
-    own = f"hydra.sweep.dir={QuotedString(str(folder), Quote.single).with_quotes()}"
+
+    def train(config: DictConfig) -> float:
+        return train_point(config, flags)
+
+    own = f"hydra.sweep.dir={as_override(str(folder))}"
     with _stop_file(folder / STOP):
-        status = run_hydra(["--multirun", *arguments.sources, *arguments.overrides, own], train_point)
+        status = run_hydra(["--multirun", *flags, *arguments.overrides, own], train)
     return max(status, _report(folder))
 
 
-def points_of(words: Sequence[str], loader: Any = None) -> list[list[str]]:
+def points_of(words: Sequence[str], loader: ConfigLoader | None = None) -> list[list[str]]:
     """The overrides of each point of the basic sweeper, in its order; UserError if there are more than anyone trains.
 
     `loader` knows the choices of `model=glob(*)`.
@@ -103,57 +104,53 @@ def points_of(words: Sequence[str], loader: Any = None) -> list[list[str]]:
     return [list(point) for point in itertools.product(*choices)]
 
 
-def _composed(arguments: Arguments) -> tuple[Path, int, list[list[str]], bool]:
-    """Hydra's folder of this sweep, the ranks of a point, what is known of the points, whether they are chosen."""
-    fixed = arguments.overrides
-    with hydra_loader(arguments) as loader:
-        try:
-            parser = OverridesParser.create(loader)
-            fixed = [word for word in arguments.overrides if not parser.parse_override(word).is_sweep_override()]
-            words = [*arguments.search_path, *fixed]
-            found = loader.load_configuration(arguments.config_name, words, run_mode=RunMode.MULTIRUN)
-            # A number below 1 is refused with the rest.
-            ranks = max(1, found.sweep.nproc_per_node) if "sweep" in found else 1
-            folder, chosen = Path(found.hydra.sweep.dir).absolute(), not found.hydra.sweeper._target_.endswith(BASIC)
-            known = _of_training(fixed if chosen else arguments.overrides)
-            return folder, ranks, [known] if chosen else points_of(known, loader), chosen
-        except MissingConfigException as error:
-            name, _, value = str(error.missing_cfg_file).rpartition("/")
-            if name.startswith("hydra/"):
-                remedy = f"{', '.join(error.options or ())}; others are packages to install (docs/sweeps.md)"
-                raise UserError(Problem(name, value, "there is no such choice here", remedy)) from error
-            said = str(error).splitlines()[0]
-        except (HydraException, OmegaConfBaseException) as error:
-            said = str(error).splitlines()[0]
-    load_config([*arguments.sources, *_of_training(fixed)], 1)  # says it better, where it is a setting
-    raise UserError(Problem("--multirun", NO_VALUE, said, "see docs/sweeps.md"))
-
-
-def _of_training(words: Sequence[str]) -> list[str]:
-    return [word for word in words if not word.lstrip("+~").startswith(("hydra.", "hydra/"))]
-
-
-def _check(points: Sequence[Sequence[str]], flags: Sequence[str], ranks: int, *, chosen: bool) -> None:
-    """Refuse what some point would be refused for, and two points in one folder."""
-    problems: dict[tuple[str, str, str], Problem] = {}
-    taken: dict[str, int] = {}
+def _checked(arguments: Namespace) -> Path:
+    """Hydra's folder of this sweep; UserError for what some point would be refused, and two points in one folder."""
+    loader = hydra_loader(arguments)
+    fixed = [word for word in arguments.overrides if not _is_swept(word)]
+    try:
+        found = loader.load_configuration(arguments.config_name or "config", fixed, run_mode=RunMode.MULTIRUN)
+        folder = Path(found.hydra.sweep.dir).absolute()
+        chosen = not found.hydra.sweeper._target_.endswith(BASIC)
+        points = [fixed] if chosen else points_of(arguments.overrides, loader)
+    except (HydraException, OmegaConfBaseException) as error:
+        _load(arguments, fixed, 1)  # says it better, where it is a setting
+        remedy = "name one of these, or install its package (docs/sweeps.md)"
+        raise UserError(Problem("--multirun", NO_VALUE, in_one_line(error), remedy)) from error
+    if not chosen:
+        print_lines([f"sweep of {len(points):,} points in {folder}"])
+    problems, taken = list[Problem](), dict[str, int]()
     for number, point in enumerate(points):
-        if number and number % 100 == 0:
-            print_lines([f"checked {number:,} of {len(points):,} points"])
-        found: list[Problem] = []
-        config = collect(lambda point=point: load_config([*flags, *point], ranks), found)  # type: ignore[misc]
-        folder = "" if config is None else str(config.run_dir)
+        refused = list[Problem]()
+        config = collect(partial(_load, arguments, point, _ranks(found)), refused)
         if config is not None and chosen and config.train.eval_interval == 0:
             rule, remedy = "without evaluations there is no validation loss to choose by", "train.eval_interval=100"
-            found.append(Problem("train.eval_interval", 0, rule, remedy))
-        if folder and taken.setdefault(folder, number) != number:
-            rule = f"points {taken[folder]} and {number} would train in the same folder"
+            refused.append(Problem("train.eval_interval", 0, rule, remedy))
+        if config is not None and (first := taken.setdefault(str(config.run_dir), number)) != number:
+            rule = f"points {first} and {number} would train in the same folder"
             remedy = "sweep what defines the training, or name folders by what differs: run_dir='runs/s${train.steps}'"
-            found.append(Problem("run_dir", folder, rule, remedy))
-        for each in found:
-            problems.setdefault((each.setting, str(each.value), each.rule), each)
+            refused.append(Problem("run_dir", config.run_dir, rule, remedy))
+        problems += [each for each in refused if each not in problems]
     if problems:
-        raise UserError(list(problems.values()))
+        raise UserError(problems)
+    return folder
+
+
+def _is_swept(word: str) -> bool:
+    with suppress(HydraException):
+        return OverridesParser.create().parse_override(word).is_sweep_override()
+    return False
+
+
+def _load(arguments: Namespace, words: Sequence[str], ranks: int) -> Config:
+    """The config of a point, which Hydra's own settings do not concern."""
+    words = [word for word in words if not word.lstrip("+~").startswith(("hydra.", "hydra/"))]
+    return load_config([*sources(arguments), *words], ranks)
+
+
+def _ranks(config: DictConfig) -> int:
+    """Of a point; a number below 1 is refused with the rest."""
+    return max(1, int(config.sweep.nproc_per_node)) if "sweep" in config else 1
 
 
 @contextmanager
@@ -189,19 +186,18 @@ def _report(folder: Path) -> int:
     return int(any(record.status == "failed" for record in records))
 
 
-def train_point(config: DictConfig) -> float:
-    """Train what Hydra composed; the final validation loss, NaN where there is none."""
+def train_point(config: DictConfig, flags: Sequence[str]) -> float:
+    """Train what Hydra composed by these flags; the final validation loss, NaN where there is none."""
     hydra = HydraConfig.get()
-    words = [word for word in hydra.overrides.task if not word.lstrip("+").startswith("sweep.")]
+    words = [*hydra.overrides.task]
     folder, stop = Path(hydra.runtime.output_dir), Path(hydra.runtime.cwd, hydra.sweep.dir, STOP)
     alone = hydra.runtime.choices["hydra/launcher"] == "basic"  # else several points write at once
-    ranks = int(config.sweep.nproc_per_node) if "sweep" in config else 1
     run_dir, status, loss = "", "stopped", None
     try:
-        run_dir = str(load_config([*_sources(hydra), *words], ranks).run_dir)
+        run_dir = str(load_config([*flags, *words], _ranks(config)).run_dir)
         if not stop.exists():
             with open(os.devnull if alone else folder / "output.log", "wb") as log:
-                failed = run_process(_command(ranks, [*_sources(hydra), *words]), None if alone else log, stop)
+                failed = run_process(_command(_ranks(config), [*flags, *words]), None if alone else log, stop)
             status = "stopped" if stop.exists() else "failed" if failed else "trained"
         if status == "trained":
             losses = [line["val_loss"] for line in read_metrics(Path(run_dir, "metrics.jsonl")) if "val_loss" in line]
@@ -211,15 +207,6 @@ def train_point(config: DictConfig) -> float:
         status = "failed"
     (folder / RECORD).write_text(json.dumps(asdict(PointRecord(words, run_dir, status, loss))))
     return math.nan if loss is None else loss
-
-
-def _sources(hydra: HydraConf) -> list[str]:
-    """Where Hydra found its config, as words of the launcher."""
-    words = ["--config-name", str(hydra.job.config_name)] if hydra.job.config_name != "config" else []
-    for source in hydra.runtime.config_sources:
-        if source.provider == "main" and Path(source.path) != CONF:
-            words += ["--config-path", source.path]
-    return [*words, *(word for word in hydra.overrides.hydra if word.startswith(SEARCH_PATH))]
 
 
 def _command(ranks: int, words: Sequence[str]) -> list[str]:
@@ -240,7 +227,7 @@ def run_process(command: list[str], output: IO[bytes] | None, stop: Path) -> int
     while True:
         with suppress(subprocess.TimeoutExpired):
             return child.wait(0.3)
-        if stop.exists() and not asked:
+        if stop.exists() and not asked:  # once: torchrun gives its ranks up at the second signal
             child.terminate()
             asked = True
         if asked and stop.stat().st_size >= PATIENCE:

@@ -18,7 +18,7 @@ WAIT_FOR_RANK_ZERO_S = 5.0  # torchrun ends all ranks when the first one exits: 
 
 
 def main(argv: list[str]) -> int:
-    from megalite.config.arguments import purpose
+    from megalite.config.arguments import read_arguments, shown
     from megalite.config.compose import show_information
     from megalite.config.user_files import refusing
 
@@ -26,14 +26,16 @@ def main(argv: list[str]) -> int:
     try:
         with refusing("working directory", "cd to a folder that exists"):
             os.getcwd()
-        asked = purpose(argv)
-        if asked == "information":
-            return show_information(argv) if rank == 0 else 0
-        if asked == "sweep":
+        arguments = read_arguments(argv)
+        if shown(arguments):
+            return show_information(arguments) if rank == 0 else 0
+        if arguments.multirun:
             from megalite.commands.sweep import sweep
 
-            return sweep(argv)
+            return sweep(arguments)
         return start(argv)
+    except SystemExit as ended:  # of --version, which Hydra's parser answers itself
+        return int(ended.code or 0)
     except UserError as error:
         return refuse(error, rank)
 

@@ -1,0 +1,1 @@
+"""The settings, and every rule that joins two of them."""

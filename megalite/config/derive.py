@@ -15,17 +15,9 @@ from math import gcd
 from typing import Any
 
 from megalite.config.run_names import run_name
-from megalite.config.schedule_rules import CHUNKED, SPLITTING, default_group_size
-from megalite.config.schema import (
-    CheckpointConfig,
-    Config,
-    DataConfig,
-    LearningRateConfig,
-    ModelConfig,
-    ParallelConfig,
-    TrainConfig,
-)
-from megalite.config.settings import SETTINGS, value_of
+from megalite.config.schedule_rules import SCHEDULE_TRAITS, default_group_size
+from megalite.config.schema import Config, ModelConfig, ParallelConfig
+from megalite.config.settings import SETTINGS, value_of, with_values
 from megalite.config.step_plan import ramp_sizes
 
 OPEN = (None, "auto")  # values of settings that are left to be derived
@@ -37,7 +29,14 @@ TRAINING = {
     *("train.global_batch_size", "train.batch_ramp", "train.seq_length", "train.label_smoothing", "train.z_loss"),
     *("seed", "tokenizer", "checkpoint.init_from"),
 } - {
-    *("model.name", "model.loss_chunk_tokens", "data.cache_dir", "data.workers", "data.streaming"),
+    *(
+        "model.name",
+        "model.loss_chunk_tokens",
+        "model.moe.dispatcher",
+        "data.cache_dir",
+        "data.workers",
+        "data.streaming",
+    ),
     *(f"optimizer.{name}" for name in ("zero", "instances", "bucket_size", "overlap", "ownership")),
     *("optimizer.communication_dtype", "optimizer.initial_loss_scale", "optimizer.min_loss_scale"),
     *("optimizer.loss_scale_window", "optimizer.hysteresis"),
@@ -56,36 +55,40 @@ def looks_like_path(name: str) -> bool:
 
 def derive(config: Config, world_size: int = 1) -> Config:
     """A new config with the derived values filled in and all paths absolute. Deriving twice changes nothing."""
-    derived = replace(
-        config,
-        tokenizer=_tokenizer(config.tokenizer),
-        model=derive_model(config.model, config.train.seq_length),
-        parallel=_derive_parallel(config, world_size),
-        train=_derive_train(config, world_size),
-        optimizer=replace(
-            config.optimizer,
-            betas=list(config.optimizer.betas),
-            communication_dtype=_or(config.optimizer.communication_dtype, config.optimizer.gradient_dtype),
-        ),
-        lr=_derive_learning_rate(config),
-        data=_derive_data(config.data),
-        checkpoint=_derive_checkpoint(config.checkpoint),
-    )
+    axes, steps, schedule = config.parallel, config.train.steps, derive_schedule(config.parallel)
+    values = {
+        "parallel.etp": axes.tp,
+        "parallel.sequence_parallel": axes.tp > 1,
+        "parallel.schedule": schedule,
+        "parallel.microbatch_group_size": _group_size(config, world_size),
+        "train.micro_batch_size": derive_micro_batch_size(config, world_size),
+        "train.compile": False if SCHEDULE_TRAITS[schedule].splitting else None,  # compiled blocks cannot put work off
+        "optimizer.communication_dtype": config.optimizer.gradient_dtype,
+        "lr.warmup_steps": min(100, steps // 10),
+        "lr.min_lr": config.optimizer.lr / 10,
+        "lr.decay_steps": steps // 5,
+    }
+    values = {name: value for name, value in values.items() if value_of(config, name) is None}
+    resolved = _resolved(config)
+    folder = run_dir_of(resolved)
+    places = {"run_dir": folder, "run_name": _or(config.run_name, os.path.basename(folder))}
+    places["parallel.nccl_options"] = axes.nccl_options and absolute(axes.nccl_options)
     nobody_s = tuple(name for name in SETTINGS if value_of(config, name) in OPEN)
-    # From the given schedule, not the derived one: a longer run of the same training keeps its folder.
-    folder = run_dir_of(replace(derived, lr=config.lr))
-    name = _or(config.run_name, os.path.basename(folder))
-    return replace(derived, run_dir=folder, run_name=name, derived=config.derived or nobody_s)
+    return replace(with_values(resolved, values | places), derived=config.derived or nobody_s)
 
 
 def derive_model(model: ModelConfig, seq_length: int) -> ModelConfig:
     """The model's shape with every size written out, except the vocabulary."""
-    ffn = -(-8 * model.hidden_size // (3 * 64)) * 64 if model.gated else 4 * model.hidden_size
+    ffn = _or(
+        model.ffn_hidden_size, -(-8 * model.hidden_size // (3 * 64)) * 64 if model.gated else 4 * model.hidden_size
+    )
+    moe = model.moe
     return replace(
         model,
         num_key_value_heads=_or(model.num_key_value_heads, model.num_attention_heads),
         head_size=_or(model.head_size, model.hidden_size // model.num_attention_heads),
-        ffn_hidden_size=_or(model.ffn_hidden_size, ffn),
+        ffn_hidden_size=ffn,
+        moe=replace(moe, ffn_hidden_size=_or(moe.ffn_hidden_size, ffn)) if moe.num_experts else moe,
         max_positions=_or(model.max_positions, seq_length) if model.position == "learned" else model.max_positions,
         attention_dropout=_or(model.attention_dropout, model.dropout),
         embedding_dropout=_or(model.embedding_dropout, model.dropout),
@@ -123,14 +126,9 @@ def default_run_name(config: Config) -> str:
     training goes on in the same folder wherever it runs. The schedule enters as the user gave it: a derived warm-up
     follows the number of steps.
     """
-    derived = replace(
-        config,
-        tokenizer=_tokenizer(config.tokenizer),
-        model=derive_model(config.model, config.train.seq_length),
-        data=_derive_data(config.data),
-        checkpoint=_derive_checkpoint(config.checkpoint),
-    )
-    definition = json.dumps({name: value_of(derived, name) for name in TRAINING}, sort_keys=True, default=str)
+    resolved = _resolved(config)
+    names = [name for name in TRAINING if config.model.moe.num_experts or not name.startswith("model.moe.")]
+    definition = json.dumps({name: value_of(resolved, name) for name in names}, sort_keys=True, default=str)
     departures = [(name, value_of(config, name)) for name in config.departures if name in TRAINING]
     digest = hashlib.sha256(definition.encode()).hexdigest()[:8]
     return run_name(config.model.name, config.data.source, departures, digest)
@@ -140,8 +138,20 @@ def _or(value: Any, otherwise: Any) -> Any:
     return otherwise if value is None else value
 
 
-def _tokenizer(name: str) -> str:
-    return absolute(name) if looks_like_path(name) or os.path.isdir(os.path.expanduser(name)) else name
+def _resolved(config: Config) -> Config:
+    """What defines a training, written out: the model's sizes, absolute paths; names at the hub as they are."""
+    data, tokenizer, path = config.data, config.tokenizer, config.data.path
+    if path is not None:
+        parts = [str(part) for part in (path if isinstance(path, list) else [path])]
+        parts = parts if data.source == "hf" else [*map(absolute, parts)]
+        path = parts if isinstance(path, list) else parts[0]
+    if looks_like_path(tokenizer) or os.path.isdir(os.path.expanduser(tokenizer)):
+        tokenizer = absolute(tokenizer)
+    cache = data.cache_dir or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "megalite")
+    start = config.checkpoint.init_from and absolute(config.checkpoint.init_from)
+    places = {"data.path": path, "data.cache_dir": absolute(cache), "checkpoint.init_from": start}
+    model = derive_model(config.model, config.train.seq_length)
+    return with_values(replace(config, model=model), {"tokenizer": tokenizer, **places})
 
 
 def _share(config: Config, world_size: int, sequences: int) -> int:
@@ -150,56 +160,9 @@ def _share(config: Config, world_size: int, sequences: int) -> int:
     return max(1, sequences * axes.tp * axes.cp * axes.pp // world_size)
 
 
-def _derive_parallel(config: Config, world_size: int) -> ParallelConfig:
-    axes, schedule = config.parallel, derive_schedule(config.parallel)
-    group_size = axes.microbatch_group_size
-    if schedule in CHUNKED and config.train.batch_ramp is None:
-        share = _share(config, world_size, config.train.global_batch_size)
-        microbatches = share // derive_micro_batch_size(config, world_size)
-        group_size = _or(group_size, default_group_size(axes.pp, microbatches))
-    return replace(
-        axes,
-        etp=_or(axes.etp, axes.tp),
-        sequence_parallel=_or(axes.sequence_parallel, axes.tp > 1),
-        schedule=schedule,
-        microbatch_group_size=group_size,
-        nccl_options=axes.nccl_options and absolute(axes.nccl_options),
-    )
-
-
-def _derive_train(config: Config, world_size: int) -> TrainConfig:
-    """Compiled blocks cannot put their weight gradients off, as zb-h1 does."""
-    compiled = False if derive_schedule(config.parallel) in SPLITTING else None
-    return replace(
-        config.train,
-        micro_batch_size=derive_micro_batch_size(config, world_size),
-        compile=_or(config.train.compile, compiled),
-    )
-
-
-def _derive_learning_rate(config: Config) -> LearningRateConfig:
-    steps = config.train.steps
-    return replace(
-        config.lr,
-        warmup_steps=_or(config.lr.warmup_steps, min(100, steps // 10)),
-        min_lr=_or(config.lr.min_lr, config.optimizer.lr / 10),
-        decay_steps=_or(config.lr.decay_steps, steps // 5),
-    )
-
-
-def _derive_data(data: DataConfig) -> DataConfig:
-    """Local paths absolute; names of hub datasets as they are."""
-    path = data.path
-    if path is not None:
-        parts = [str(part) for part in (path if isinstance(path, list) else [path])]
-        if data.source != "hf":
-            parts = [absolute(part) for part in parts]
-        path = parts if isinstance(path, list) else parts[0]
-    cache = data.cache_dir or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "megalite")
-    return replace(
-        data, path=path, cache_dir=absolute(cache), weights=None if data.weights is None else list(data.weights)
-    )
-
-
-def _derive_checkpoint(checkpoint: CheckpointConfig) -> CheckpointConfig:
-    return replace(checkpoint, init_from=checkpoint.init_from and absolute(checkpoint.init_from))
+def _group_size(config: Config, world_size: int) -> int | None:
+    """None where a schedule has no groups, or where batches grow: each number of microbatches has one of its own."""
+    if not SCHEDULE_TRAITS[derive_schedule(config.parallel)].chunked or config.train.batch_ramp is not None:
+        return None
+    share = _share(config, world_size, config.train.global_batch_size)
+    return default_group_size(config.parallel.pp, share // derive_micro_batch_size(config, world_size))

@@ -55,11 +55,14 @@ def _head(path: Path, mark: str) -> str:
 
 def _yaml(group: str) -> str:
     """Every key of a group with its default, under a comment with its meaning and what it may be."""
-    return "\n".join(
-        f"{_comment(f'{setting.meaning} ({allowed(setting)})')}\n{setting.leaf}: {yaml_value(setting.default)}\n"
-        for setting in SETTINGS.values()
-        if setting.group == group
-    )
+    found, outer = [], ""
+    for setting in (setting for setting in SETTINGS.values() if setting.group == group):
+        within, _, key = setting.leaf.rpartition(".")
+        text = f"{_comment(f'{setting.meaning} ({allowed(setting)})')}\n{key}: {yaml_value(setting.default)}\n"
+        found += [f"{within}:"] if within != outer else []
+        found.append(textwrap.indent(text, "  ") if within else text)
+        outer = within
+    return "\n".join(found)
 
 
 def _comment(text: str) -> str:

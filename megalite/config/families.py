@@ -1,15 +1,25 @@
-"""How config.json of transformers' GPT-2, Llama and Qwen3 and the settings of the one GPT say the same.
+"""How config.json of five families of transformers and the settings of the one GPT say the same.
 
 The map is data and serves both ways: which key of config.json is which `model.*` setting, and what the family fixes.
+What concerns training alone (dropout, start values, the balancing loss) is written, and not read: it is the command's.
 """
 
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any
 
 from megalite.config.schema import ModelConfig
 
-FAMILIES = ("gpt2", "llama", "qwen3")  # model_type in config.json
-ARCHITECTURE = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURE = {  # by model_type in config.json
+    "gpt2": "GPT2LMHeadModel",
+    "llama": "LlamaForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
+FAMILIES = tuple(ARCHITECTURE)
+OF_EXPERTS = ("mixtral", "qwen3_moe")  # the others are dense
+NAMES = "GPT-2, Llama, Qwen3, Mixtral or Qwen3-MoE"
 GELU = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh", "gelu": "gelu"}
 
 _GPT2_KEYS = {  # setting: key of config.json
@@ -34,6 +44,17 @@ _LLAMA_KEYS = {
     "bias": "attention_bias",
     "tie_embeddings": "tie_word_embeddings",
 }
+_MIXTRAL_KEYS = {  # beside Llama's
+    "moe.num_experts": "num_local_experts",
+    "moe.top_k": "num_experts_per_tok",
+    "moe.ffn_hidden_size": "intermediate_size",
+}
+_QWEN3_MOE_KEYS = {
+    "moe.num_experts": "num_experts",
+    "moe.top_k": "num_experts_per_tok",
+    "moe.ffn_hidden_size": "moe_intermediate_size",
+}
+_EXPERT_KEYS = {"mixtral": _MIXTRAL_KEYS, "qwen3_moe": _QWEN3_MOE_KEYS}
 _LLAMA3_ROPE_KEYS = {
     "rope_scaling_factor": "factor",
     "rope_low_frequency_factor": "low_freq_factor",
@@ -53,25 +74,54 @@ _LLAMA_ABSENT = {
     "attention_bias": False,
     "tie_word_embeddings": False,
 }
+_MIXTRAL_ABSENT = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
+_QWEN3_MOE_ABSENT = {
+    "num_key_value_heads": 4,
+    "norm_topk_prob": False,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": None,
+}
+_ABSENT: Mapping[str, Mapping[str, Any]] = {  # beside Llama's
+    "llama": {},
+    "qwen3": {},
+    "mixtral": _MIXTRAL_ABSENT,
+    "qwen3_moe": _QWEN3_MOE_ABSENT,
+}
 _GPT2_ALWAYS = {"position": "learned", "norm": "layernorm", "bias": True, "qk_norm": False}
 _LLAMA_ALWAYS = {"position": "rope", "norm": "rmsnorm", "activation": "swiglu"}
+_WEIGHTING = ("moe.pre_softmax", "moe.normalize_weights")
+_EXPERTS_ALWAYS = {
+    "moe.num_shared_experts": 0,
+    "moe.score": "softmax",
+    "moe.scaling_factor": 1.0,
+    "moe.num_groups": 1,
+    "moe.expert_bias_rate": 0.0,
+    "moe.capacity_factor": None,
+}
 # Keys of which the GPT here knows one value.
 _GPT2_ONLY = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
 _LLAMA_ONLY = {"hidden_act": "silu", "use_sliding_window": False}
-
-
-class UnsupportedError(Exception):
-    """The folder's model does something that the GPT here has no setting for: (key of config.json, value, rule)."""
+_MIXTRAL_ONLY = {"sliding_window": None}
 
 
 def model_settings(found: Mapping[str, Any]) -> dict[str, Any]:
-    """The `model.*` settings that a config.json amounts to.
-
-    KeyError where a size is missing, UnsupportedError where no setting describes the model.
-    """
+    """The `model.*` settings that a config.json amounts to: {"num_layers": 12, "moe.top_k": 2, ...}; of the experts
+    only where there are some. KeyError where a size is missing, ValueError where no setting describes the model."""
     if found["model_type"] == "gpt2":
         return _gpt2_settings(found)
     return _llama_settings(found)
+
+
+def differences(theirs: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:
+    """Of the settings of a model, those that make `config` another one."""
+    others = {name: value for name, value in theirs.items() if value != attrgetter(name)(config)}
+    if len(config.expert_layers) == config.num_layers:  # no layer has an MLP
+        others.pop("ffn_hidden_size", None)
+    if "moe.num_experts" in theirs:
+        ours = {name: attrgetter(name)(config) for name in theirs}
+        if _sum_to_one(theirs) == _sum_to_one(ours):
+            others = {name: value for name, value in others.items() if name not in _WEIGHTING}
+    return others
 
 
 def describe(family: str, config: ModelConfig) -> dict[str, Any]:
@@ -88,12 +138,17 @@ def other_settings(family: str, config: ModelConfig) -> dict[str, Any]:
 
     Empty: the family expresses the model exactly.
     """
-    settings = model_settings(describe(family, config))
-    others = {name: value for name, value in settings.items() if value != getattr(config, name)}
+    others = differences(model_settings(describe(family, config)), config)
     heads = config.num_attention_heads
     if family == "llama" and config.hidden_size % heads:  # transformers refuses to build it
         others["hidden_size"] = f"a multiple of {heads}"
     return others
+
+
+def _sum_to_one(settings: Mapping[str, Any]) -> bool:
+    """Whether the weights of a token's experts do: then it does not matter when the softmax is taken."""
+    pre_softmax, normalize = (settings[name] for name in _WEIGHTING)
+    return not pre_softmax or (normalize and settings["moe.top_k"] > 1)
 
 
 def _gpt2_settings(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,7 +156,7 @@ def _gpt2_settings(found: Mapping[str, Any]) -> dict[str, Any]:
     found = _GPT2_ABSENT | dict(found)
     activation = found["activation_function"]
     if activation not in GELU:
-        raise UnsupportedError("activation_function", activation, f"is one of {', '.join(GELU)}")
+        raise ValueError(f"activation_function={activation} is none of {', '.join(GELU)}")
     settings = {name: found[key] for name, key in _GPT2_KEYS.items()}
     hidden, heads = settings["hidden_size"], settings["num_attention_heads"]
     return settings | {
@@ -126,23 +181,23 @@ def _gpt2_keys(config: ModelConfig) -> dict[str, Any]:
 
 
 def _llama_settings(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Llama, and Qwen3, which adds norms over queries and keys."""
-    is_qwen = found["model_type"] == "qwen3"
-    found = _LLAMA_ABSENT | dict(found)
+    """Llama and what differs from it a little: Qwen3 adds norms over queries and keys, and two have experts."""
+    family = found["model_type"]
+    is_qwen = family in ("qwen3", "qwen3_moe")
+    found = {**_LLAMA_ABSENT, **_ABSENT[family], **found}
     bias = found["attention_bias"]
     _require(found, **_LLAMA_ONLY, mlp_bias=bias)
-    if is_qwen and bias:
-        raise UnsupportedError(
-            "attention_bias", bias, "is false: Qwen3 has biases in attention but not in its MLP then"
-        )
+    if bias and family != "llama":
+        raise ValueError("attention_bias=true: there are biases in attention but not in the MLP then")
     settings = {name: found[key] for name, key in _LLAMA_KEYS.items()}
     hidden, heads = settings["hidden_size"], settings["num_attention_heads"]
     return settings | {
         "num_key_value_heads": settings["num_key_value_heads"] or heads,
-        "head_size": settings["head_size"] or (128 if is_qwen else hidden // heads),
+        "head_size": settings["head_size"] or (128 if family == "qwen3" else hidden // heads),
         "qk_norm": is_qwen,
         **_LLAMA_ALWAYS,
         **_rope_settings(found),
+        **(_expert_settings(found) if family in OF_EXPERTS else {}),
     }
 
 
@@ -155,6 +210,60 @@ def _llama_keys(family: str, config: ModelConfig) -> dict[str, Any]:
         "mlp_bias": bias,
         "attention_dropout": config.attention_dropout,
         **_rope_keys(config),
+        **(_expert_keys(family, config) if family in OF_EXPERTS else {}),
+    }
+
+
+def _expert_settings(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a model with experts. In Mixtral each layer has them, and their weights always add up to 1."""
+    family, first, step = found["model_type"], 0, 1
+    if "num_local_experts" in found:  # what transformers 5 calls it for all
+        found = {"num_experts": found["num_local_experts"], **found}
+    settings = {name: found[key] for name, key in _EXPERT_KEYS[family].items()}
+    normalize = True
+    if family == "mixtral":
+        _require(found, **_MIXTRAL_ONLY)
+    else:
+        first, step = _first_and_step(found)
+        normalize = found["norm_topk_prob"]
+    pre_softmax = family == "qwen3_moe" and (not normalize or settings["moe.top_k"] > 1)
+    return {
+        **settings,
+        "moe.first_dense_layers": first,
+        "moe.layer_freq": step,
+        "moe.pre_softmax": pre_softmax,
+        "moe.normalize_weights": normalize,
+        **_EXPERTS_ALWAYS,
+    }
+
+
+def _first_and_step(found: Mapping[str, Any]) -> tuple[int, int]:
+    """The first layer with experts, and of those from there on every how manieth has some."""
+    dense, step = found["mlp_only_layers"] or [], found["decoder_sparse_step"]
+    layers = range(found["num_hidden_layers"])
+    mixed = [layer for layer in layers if layer not in dense and (layer + 1) % step == 0]
+    for each in range(1, len(layers) + 1 - min(mixed, default=len(layers))):
+        if mixed == [*layers[mixed[0] :: each]]:
+            return mixed[0], each
+    raise ValueError(f"mlp_only_layers={dense}, decoder_sparse_step={step}: not every n-th layer from one on is mixed")
+
+
+def _expert_keys(family: str, config: ModelConfig) -> dict[str, Any]:
+    """transformers takes the mean of its balancing losses over the layers, and of top_k shares each; here they are
+    added, and the shares are of 1."""
+    moe, mixed = config.moe, config.expert_layers
+    keys = {
+        **{key: attrgetter(name)(config) for name, key in _EXPERT_KEYS[family].items()},
+        "router_aux_loss_coef": moe.aux_loss_coeff * len(mixed) / moe.top_k,
+        "sliding_window": None,
+    }
+    if family == "mixtral":
+        return keys
+    settings = {name: attrgetter(name)(config) for name in ("moe.top_k", *_WEIGHTING)}
+    return keys | {
+        "norm_topk_prob": _sum_to_one(settings),
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [layer for layer in range(config.num_layers) if layer not in mixed],
     }
 
 
@@ -163,7 +272,7 @@ def _rope_settings(found: Mapping[str, Any]) -> dict[str, Any]:
     rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "llama3"):
-        raise UnsupportedError("rope_type", kind, "is default or llama3")
+        raise ValueError(f"rope_type={kind} is neither default nor llama3")
     _require(rope, partial_rotary_factor=1.0)
     theta = rope.get("rope_theta", found.get("rope_theta", 10000.0))
     if kind == "default":
@@ -181,4 +290,4 @@ def _require(found: Mapping[str, Any], **needed: Any) -> None:
     """Refuse values of keys for which the GPT here knows only one; an absent key has that one."""
     for key, value in needed.items():
         if found.get(key, value) != value:
-            raise UnsupportedError(key, found[key], f"is {value}")
+            raise ValueError(f"{key}={found[key]} is not {value}")

@@ -6,7 +6,7 @@ began is derived again.
 """
 
 import os
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -22,47 +22,48 @@ DERIVED = "derived"  # key of a run's config.yaml: the settings in it that nobod
 OF_ONE_START = ("run_dir", "resume")
 
 
-def of_run(composed: DictConfig, named: Set[str]) -> list[str]:
+def of_run(tree: DictConfig, named: Set[str]) -> list[str]:
     """What the run was asked for whose folder the command names; empty where that folder holds no run."""
-    folder = OmegaConf.select(composed, "run_dir", throw_on_resolution_failure=False)
-    if folder is None and (name := OmegaConf.select(composed, "run_name", throw_on_resolution_failure=False)):
-        folder = os.path.join("runs", str(name))
-    if named.isdisjoint(("run_dir", "run_name")) or not isinstance(folder, str):
+    folder, name = _given(tree, "run_dir"), _given(tree, "run_name")
+    if named.isdisjoint(("run_dir", "run_name")) or (folder or name) is None:
         return []
-    path = Path(absolute(folder)) / "config.yaml"
+    path = Path(absolute(folder or os.path.join("runs", name)), "config.yaml")
     if not (os.path.lexists(path) and os.path.isfile(path.with_name("run.json"))):
         return []
     remedy = "restore it from a copy, or give all settings and another run_dir"
     saved = read_yaml(path, remedy)
     with refusing(path, remedy):
-        if not isinstance(saved, dict) or not isinstance(saved.get(DERIVED, []), list):
-            raise ValueError("holds no settings of a run")
-    mine = {*named, *OF_ONE_START, *map(str, saved.get(DERIVED, []))}
-    return [*_overrides({name: value for name, value in flat(saved).items() if name not in mine}, composed)]
+        values, derived = (flat(saved), saved.get(DERIVED, [])) if isinstance(saved, dict) else ({}, None)
+        lists = [value for value in (derived, *values.values()) if isinstance(value, list)]
+        if not isinstance(derived, list) or any(isinstance(one, list | dict) for each in lists for one in each):
+            raise ValueError(
+                "holds no settings of a run"
+            )  # aliases of lists in lists could stand for billions of values
+    return _overrides(values, tree, {*named, *OF_ONE_START, *derived})
 
 
-def of_weights(composed: DictConfig, named: Set[str]) -> list[str]:
+def of_weights(tree: DictConfig, named: Set[str]) -> list[str]:
     """The shape of the model in the folder of checkpoint.init_from.
 
     Its vocabulary only where the tokenizer is not of this run's making: ids of another mean other words.
     """
-    folder, tokenizer = (
-        OmegaConf.select(composed, name, throw_on_resolution_failure=False)
-        for name in ("checkpoint.init_from", "tokenizer")
-    )
-    if not isinstance(folder, str) or not os.path.lexists(Path(absolute(folder)) / "config.json"):
+    folder = _given(tree, "checkpoint.init_from")
+    if folder is None or not os.path.lexists(Path(absolute(folder), "config.json")):
         return []  # a rule says what is missing
     shape = {f"model.{name}": value for name, value in imported_model_settings(absolute(folder)).items()}
-    if tokenizer in BUILT_IN_TOKENIZERS:
-        del shape["model.vocab_size"]
-    return [*_overrides({name: value for name, value in shape.items() if name not in named}, composed)]
+    own_words = {"model.vocab_size"} if _given(tree, "tokenizer") in BUILT_IN_TOKENIZERS else set()
+    return _overrides(shape, tree, named | own_words)
 
 
-def _overrides(values: Mapping[str, Any], composed: DictConfig) -> Iterator[str]:
-    """Those that the command alone, with conf/ as it is today, would not give."""
-    for name, value in values.items():
-        if value != OmegaConf.select(composed, name, throw_on_resolution_failure=False):
-            yield f"{name}={as_override(value)}"
+def _given(tree: DictConfig, name: str) -> Any:
+    """The setting's value; None where it refers to what there is not."""
+    return OmegaConf.select(tree, name, throw_on_resolution_failure=False)
+
+
+def _overrides(values: Mapping[str, Any], tree: DictConfig, others: Set[str]) -> list[str]:
+    """Those but `others` that the command alone, with conf/ as it is today, would not give."""
+    changed = {name: value for name, value in values.items() if name not in others and value != _given(tree, name)}
+    return [f"{name}={as_override(value)}" for name, value in changed.items()]
 
 
 def as_override(value: Any) -> str:

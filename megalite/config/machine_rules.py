@@ -1,7 +1,7 @@
 """What a config needs of this machine: folders, packages, variables; other ranks may see others.
 
 Each rule is a small generator of `Problem`s. log.wandb says whether a run is shown at wandb, else the variable
-WANDB_MODE. Who says neither gets it where a key is set up.
+WANDB_MODE. Without both, a run is shown where a key is set up.
 """
 
 import os
@@ -45,16 +45,14 @@ def nccl_options_can_be_read(config: Config) -> Iterator[Problem]:
 
 
 def tokenizer_exists(config: Config) -> Iterator[Problem]:
-    name = config.tokenizer
-    folder = Path(absolute(name))
-    near = nearest(name, BUILT_IN_TOKENIZERS)
-    hint = f"tokenizer={near}, or " if near else ""
+    name, folder = config.tokenizer, Path(absolute(config.tokenizer))
     if name in BUILT_IN_TOKENIZERS or (name and folder.is_dir()):
         return
     if looks_like_path(name):
-        remedy = "the folder of a transformers tokenizer"
-        yield Problem("tokenizer", name, f"there is no folder {folder}", remedy, here=True)
+        rule, remedy = f"there is no folder {folder}", "the folder of a transformers tokenizer"
+        yield Problem("tokenizer", name, rule, remedy, here=True)
     elif not HUB_NAME.fullmatch(name):
+        hint = f"tokenizer={near}, or " if (near := nearest(name, BUILT_IN_TOKENIZERS)) else ""
         remedy = f"{hint}one of {', '.join(BUILT_IN_TOKENIZERS)}, a folder, or a name like gpt2 or owner/name"
         yield Problem("tokenizer", name, "neither built in, nor a folder, nor the form of a hub name", remedy)
 

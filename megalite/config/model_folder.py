@@ -3,7 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from megalite.config.families import FAMILIES, UnsupportedError, model_settings
+from megalite.config.families import FAMILIES, NAMES, model_settings
+from megalite.config.schema import Config, ModelConfig
+from megalite.config.settings import with_values
 from megalite.config.user_files import read_object
 from megalite.errors.problems import Problem, UserError
 
@@ -13,17 +15,17 @@ REMEDY = "the folder is damaged or incomplete: copy or download it again, or sav
 
 def imported_model_settings(folder: str | Path) -> dict[str, Any]:
     """The `model.*` settings that match the folder's config.json: {"num_layers": 12, ...}."""
-    path, found = Path(folder) / "config.json", read_model_file(Path(folder))
     try:
-        return model_settings(found)
-    except KeyError as missing:
-        raise UserError(folder_problem(path, f"must have the key {missing}")) from missing
-    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
-        raise UserError(folder_problem(path, f"must have sizes that are positive integers ({error})")) from error
-    except UnsupportedError as refused:
-        key, value, rule = refused.args
-        remedy = "give another model: none of the settings here describes this one"
-        raise UserError(Problem(f"{key} in {path}", value, rule, remedy)) from refused
+        return model_settings(read_model_file(Path(folder)))
+    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+        rule = f"no settings here describe its model ({type(error).__name__}: {error})"
+        raise UserError(folder_problem(Path(folder) / "config.json", rule)) from error
+
+
+def imported_model(folder: str | Path) -> ModelConfig:
+    """The model of these settings; sizes that no config.json tells are not derived."""
+    settings = imported_model_settings(folder)
+    return with_values(Config(), {f"model.{name}": value for name, value in settings.items()}).model
 
 
 def read_model_file(folder: Path) -> dict[str, Any]:
@@ -35,7 +37,7 @@ def read_model_file(folder: Path) -> dict[str, Any]:
     found = read_object(path, REMEDY)
     family = found.get("model_type")
     if family not in FAMILIES:
-        remedy = "give a GPT-2, Llama or Qwen3 model"
+        remedy = f"give a {NAMES} model"
         if "auto_map" in found:
             remedy += "; code that comes with a model is never run"
         raise UserError(Problem(f"model_type in {path}", family, f"must be one of {', '.join(FAMILIES)}", remedy))

@@ -21,13 +21,14 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "dp_cp": ("dp-cp",),
     "intra_dp_cp": ("dp-cp-shard",),
     "pp": ("pp",),
-    "embd": ("embedding",),
+    "embd": ("word-embedding",),
     "ep_dp": ("edp",),
     "intra_ep_dp": ("edp-shard",),
     "inter_ep_dp": ("edp-replicate", "dp-cp-replicate"),
     "intra_dist_opt_instance": ("world",),
     **dict.fromkeys(("dp", "cp", "hcp", "mp", "tp_cp", "tp_dp", "tp_dp_cp", "pos_embd"), ()),
-    **dict.fromkeys(("ep", "ep_tp", "tp_ep_mp", "tp_ep_pp"), ()),
+    "ep_tp": ("etp-ep",),
+    **dict.fromkeys(("ep", "tp_ep_mp", "tp_ep_pp"), ()),
 }
 KEYS = {"cga_cluster_size": int, "min_ctas": int, "max_ctas": int, "net_name": str, "is_high_priority_stream": bool}
 WORDS = {int: "a whole number", str: "text", bool: "true or false"}

@@ -1,4 +1,4 @@
-"""The one engine of remedies: judges a config on a world by a list of rules, and finds what would work instead.
+"""Runs the rules over a config and a world size, and finds values that would work instead.
 
 A rule is a function of a `Case` that yields a `Flaw` for each thing that is wrong. A flaw holds its remedy as a
 formula: by setting, values that may mend it, the best first. Each value is tried before it is told: with it the refused
@@ -9,17 +9,15 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 from megalite.config.bounds import outside
 from megalite.config.schema import Config
 from megalite.config.settings import SETTINGS, value_of, with_values, yaml_value
 from megalite.errors.problems import Problem
+from megalite.errors.remedies import divisors, multiples
 
-TRIED, TRIED_IN_PAIRS = 60, 6  # values of one setting
-OFFERED = 3
-
-Changes = dict[str, Any]
+TRIED, OFFERED = 60, 3  # values of one setting
 
 
 @dataclass(frozen=True)
@@ -39,10 +37,9 @@ class Case:
     def value(self, name: str) -> Any:
         return value_of(self.config, name) if name in SETTINGS else getattr(self, name)
 
-    def changed(self, changes: Changes) -> "Case":
-        settings = {name: value for name, value in changes.items() if name in SETTINGS}
-        own = {name: value for name, value in changes.items() if name not in SETTINGS}
-        return replace(self, config=with_values(self.config, settings), **own)
+    def changed(self, name: str, value: Any) -> "Case":
+        change = {"config": with_values(self.config, {name: value})} if name in SETTINGS else {name: value}
+        return replace(self, **change)
 
     def label(self, name: str) -> str:
         return self.labels.get(name, name)
@@ -70,81 +67,68 @@ class Flaw:
 Rule = Callable[[Case], Iterator[Flaw]]
 
 
+def splits(
+    case: Case,
+    name: str,
+    over: str,
+    *,
+    derived: int | None = None,
+    where: str = "",
+    fixes: Mapping[str, Iterable[Any]] | None = None,
+    words: str = "",
+) -> Iterator[Flaw]:
+    """Setting `name`, or what is derived for it where it is not set, is a multiple of setting `over`."""
+    size, parts = cast(int, case.value(name) or derived), cast(int, case.value(over))
+    if size % parts:
+        rule = f"{'' if case.value(name) else f'derived as {size}, '}does not split over {case.show(over)}{where}"
+        fixes = {over: divisors(size, parts), name: multiples(parts, size), **(fixes or {})}
+        yield Flaw(name, rule, fixes, words)
+
+
 def problems_of(case: Case, rules: Sequence[Rule], refused: Set[str] = frozenset()) -> list[Problem]:
     """Everything that the rules find, each with what would work.
 
     A rule that speaks of a setting that is `refused` already stays silent: it would judge a value nobody asked for.
     """
     flaws = [flaw for rule in rules for flaw in rule(case)]
+    others = {flaw.setting for flaw in flaws}
     return [
-        Problem(case.label(flaw.setting), case.value(flaw.setting), flaw.rule, _remedy(case, rules, flaw, flaws))
-        for flaw in flaws
-        if not flaw.speaks_of(refused)
+        Problem(case.label(one.setting), case.value(one.setting), one.rule, _remedy(case, rules, one, others))
+        for one in flaws
+        if not one.speaks_of(refused)
     ]
 
 
-def _remedy(case: Case, rules: Sequence[Rule], flaw: Flaw, flaws: Sequence[Flaw]) -> str:
-    """Single changes that mend everything, or else all that the setting may mend, or else this flaw; where there are
-    none, the first pair of changes that does."""
-    tried = {name: _distinct(islice(values, TRIED)) for name, values in flaw.fixes.items()}
-
-    def works(changes: Changes, remaining: Set[str]) -> bool:
-        return _allowed(changes) and not _flaws(case.changed(changes), rules, remaining)
-
-    def mending(name: str, remaining: Set[str]) -> list[Any]:
-        return list(islice((value for value in tried[name] if works({name: value}, remaining)), OFFERED))
-
-    def pairs(remaining: Set[str]) -> Iterator[Changes]:
-        for name, values in tried.items():
-            for value in (each for each in values[:TRIED_IN_PAIRS] if _allowed({name: each})):
-                [left] = _flaws(case.changed({name: value}), rules, remaining) or [flaw]
-                for other, others in left.fixes.items():
-                    more = ({name: value, other: each} for each in islice(others, TRIED_IN_PAIRS) if other != name)
-                    yield from (pair for pair in more if works(pair, remaining))
-
-    def beyond(name: str) -> Set[str]:
-        return others - {each.setting for each in flaws if name in each.fixes}
-
-    others = {each.setting for each in flaws} - {flaw.setting}
-    found = {name: mending(name, frozenset()) or mending(name, beyond(name)) or mending(name, others) for name in tried}
-    ways = [_told(case, name, values) for name, values in found.items() if values]
-    if not ways and (pair := next(pairs(others), None)):
-        ways = [" with ".join(_told(case, name, [value]) for name, value in pair.items())]
+def _remedy(case: Case, rules: Sequence[Rule], flaw: Flaw, refused: Set[str]) -> str:
+    """Of each setting the values that mend the flaw; of these, the ones that leave the fewest settings refused."""
+    ways, halfway = [], dict[int, str]()
+    for name, values in flaw.fixes.items():
+        working: dict[int, list[Any]] = {}  # by how many settings stay refused
+        for value in islice(values, TRIED):
+            if value is not None and name in SETTINGS and outside(SETTINGS[name], value):
+                continue
+            changed = case.changed(name, value)
+            left = {other.setting for rule in rules for other in rule(changed)}
+            if left <= refused - {flaw.setting}:
+                working.setdefault(len(left), []).append(value)
+            elif flaw.setting not in left:
+                text = f"{_told(case, name, [value])} and another {' and '.join(sorted(left - refused))}"
+                halfway.setdefault(len(left - refused), text)
+        if working:
+            ways.append(_told(case, name, working[min(working)]))
     ways += [flaw.words] * bool(flaw.words)
+    if halfway and not ways:
+        return halfway[min(halfway)]
     return ", or ".join(ways) or f"other values of {' and '.join(map(case.label, flaw.fixes))}"
 
 
-def _flaws(case: Case, rules: Sequence[Rule], remaining: Set[str]) -> list[Flaw]:
-    """The first flaw besides those of the settings in `remaining`; empty where there is none."""
-    return list(islice((flaw for rule in rules for flaw in rule(case) if flaw.setting not in remaining), 1))
-
-
-def _distinct(values: Iterable[Any]) -> list[Any]:
-    found: list[Any] = []
-    found.extend(value for value in values if value not in found)
-    return found
-
-
-def _allowed(changes: Changes) -> bool:
-    """Whether each setting may have its value, whatever the others are."""
-    return all(
-        value is None or name not in SETTINGS or outside(SETTINGS[name], value) is None
-        for name, value in changes.items()
-    )
-
-
 def _told(case: Case, name: str, values: list[Any]) -> str:
-    """`parallel.pp=2 or 4`, `leave parallel.pipeline_layout unset`."""
-    default = SETTINGS[name].default if name in SETTINGS else None
-    unset = [value for value in values if value == default and (value is None or value is False)]
-    others = [value for value in values if value not in unset]
-    if all(isinstance(value, int) for value in others):
-        others.sort()
-    label = case.label(name)
-    told = [f"{label}={' or '.join(_quoted(name, value) for value in others)}"] * bool(others)
-    return ", or ".join(told + [f"leave {label} unset"] * bool(unset))
-
-
-def _quoted(name: str, value: Any) -> str:
-    """A layout of stages as it is pasted into a shell: its quotes are for the shell, and Hydra needs some, too."""
-    return f"'\"{value}\"'" if name == "parallel.pipeline_layout" else yaml_value(value)
+    """The first few: `parallel.pp=2 or 4, or leave parallel.pp unset`."""
+    offered = [value for at, value in enumerate(values) if value not in values[:at]][:OFFERED]
+    label, shown = case.label(name), [value for value in offered if value is not None]
+    if all(isinstance(value, int) for value in shown):
+        shown.sort()
+    # A layout of stages as it is pasted into a shell: its quotes are for the shell, and Hydra needs some, too.
+    words = [f"'\"{one}\"'" if name == "parallel.pipeline_layout" else yaml_value(one) for one in shown]
+    told = [f"{label}={' or '.join(words)}"] * bool(words) + [f"leave {label} unset"] * (None in offered)
+    return ", or ".join(told)

@@ -3,9 +3,22 @@ names and what follows from them are known."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
-CHUNKED = ("interleaved",)  # schedules that go through several chunks of layers on each rank
-SPLITTING = ("zb-h1",)  # schedules that put weight gradients off
+
+class ScheduleTraits(NamedTuple):
+    """`chunked`: goes through several chunks of layers on each rank. `splitting`: puts weight gradients off."""
+
+    chunked: bool = False
+    splitting: bool = False
+
+
+SCHEDULE_TRAITS = {
+    "1f1b": ScheduleTraits(),
+    "interleaved": ScheduleTraits(chunked=True),
+    "zb-h1": ScheduleTraits(splitting=True),
+    "gpipe": ScheduleTraits(),
+}
 
 
 @dataclass(frozen=True)
@@ -27,7 +40,7 @@ def default_group_size(pp: int, microbatches: int) -> int:
 def schedule_flaws(request: ScheduleRequest) -> Iterator[tuple[str, str]]:
     """Everything that keeps the request from being a schedule: the setting, and the rule that it breaks."""
     name, pp, microbatches, group = request.schedule, request.pp, request.microbatches, request.group_size
-    if name not in CHUNKED:
+    if not SCHEDULE_TRAITS[name].chunked:
         if request.vpp > 1:
             rule = f"{name} works on one chunk of layers for each rank, not on parallel.vpp={request.vpp}"
             yield "parallel.schedule", rule

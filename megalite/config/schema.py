@@ -7,34 +7,54 @@ None means "derived": `derive.py` fills it in, and the meaning says from what. I
 from dataclasses import dataclass, field
 from typing import Any
 
+from megalite.config.schedule_rules import SCHEDULE_TRAITS
+
 A_YEAR_S = 365 * 24 * 3600  # as long as a wait may be asked for
 
 
 def setting(
-    default: Any,
-    meaning: str,
-    *,
-    choices: tuple[str, ...] = (),
-    at_least: float | None = None,
-    above: float | None = None,
-    at_most: float | None = None,
-    below: float | None = None,
-    name: str | None = None,
+    default: Any, meaning: str, *, choices: tuple[str, ...] = (), name: str | None = None, **limits: float
 ) -> Any:
-    """A dataclass field with its meaning and the bounds that `rules.py` enforces and the docs print.
-
-    `name`: what users call it, where Python does not allow that name for a field.
-    """
-    limits = {"at_least": at_least, "above": above, "at_most": at_most, "below": below}
-    metadata = {
-        "name": name,
-        "meaning": meaning,
-        "choices": choices,
-        "limits": {name: limit for name, limit in limits.items() if limit is not None},
-    }
+    """A dataclass field with its meaning, and the choices and limits (at_least, above, at_most, below) that `bounds.py`
+    enforces and the docs print. `name`: what users call it, where Python does not allow that name for a field."""
+    metadata = {"name": name, "meaning": meaning, "choices": choices, "limits": limits}
     if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata=metadata)
+        return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+@dataclass
+class MoEConfig:
+    """Experts in place of the MLP of some layers; docs/moe.md has the formulas."""
+
+    num_experts: int = setting(0, "experts of a layer; 0: a dense model", at_least=0)
+    top_k: int = setting(2, "experts that each token goes through", at_least=1)
+    ffn_hidden_size: int | None = setting(None, "inner width of one expert; null: as model.ffn_hidden_size", at_least=1)
+    num_shared_experts: int = setting(0, "experts that every token goes through besides, as one MLP", at_least=0)
+    first_dense_layers: int = setting(0, "layers at the start that have an MLP and no experts", at_least=0)
+    layer_freq: int = setting(1, "of the layers after these, the first and every n-th has experts", at_least=1)
+    score: str = setting("softmax", "what the router makes of its logits", choices=("softmax", "sigmoid"))
+    pre_softmax: bool = setting(False, "softmax over all experts before the choice; false: over the chosen ones")
+    normalize_weights: bool = setting(True, "the weights of a token's experts are divided by their sum")
+    scaling_factor: float = setting(1.0, "multiplies the weights", above=0)
+    num_groups: int = setting(1, "groups of experts, of which a token chooses first", at_least=1)
+    top_k_groups: int = setting(1, "groups that a token may choose experts from", at_least=1)
+    aux_loss: str = setting(
+        "microbatch",
+        "over which tokens the balancing loss counts those of each expert (global: of the step before)",
+        choices=("microbatch", "sequence", "global"),
+    )
+    aux_loss_coeff: float = setting(0.01, "of the balancing loss; 0: none", at_least=0)
+    z_loss_coeff: float = setting(0.0, "times the squared log-sum-exp of the router's logits; 0: none", at_least=0)
+    expert_bias_rate: float = setting(
+        0.0, "score=sigmoid: step of the biases that balance the choice without a loss; 0: none", at_least=0
+    )
+    capacity_factor: float | None = setting(
+        None, "an expert takes so many times its even share of a microbatch and drops the rest; null: all", above=0
+    )
+    dispatcher: str = setting(
+        "alltoall", "each rank sends rows to the experts' ranks, or all rows to all", choices=("alltoall", "allgather")
+    )
 
 
 @dataclass
@@ -52,9 +72,7 @@ class ModelConfig:
     )
     vocab_size: int | None = setting(None, "tokens that the model knows; null: the tokenizer's", at_least=2)
     vocab_multiple: int = setting(128, "the embedding is padded to a multiple of this, outside the loss", at_least=1)
-    max_positions: int | None = setting(
-        None, "length of the learned position table; null: train.seq_length", at_least=1
-    )
+    max_positions: int | None = setting(None, "length of the learned table; null: train.seq_length", at_least=1)
     position: str = setting("rope", "how positions enter the model", choices=("learned", "rope"))
     rope_theta: float = setting(10000.0, "base of the rotary frequencies", above=0)
     rope_scaling_factor: float = setting(1.0, "Llama-3 scaling of the low rotary frequencies; 1: none", at_least=1)
@@ -64,25 +82,30 @@ class ModelConfig:
     norm: str = setting("rmsnorm", "normalisation before attention, MLP and head", choices=("layernorm", "rmsnorm"))
     norm_eps: float = setting(1e-5, "added to the variance in every norm", above=0)
     activation: str = setting(
-        "swiglu",
-        "MLP non-linearity: gelu, its tanh form (GPT-2), or swiglu (gated; Llama, Qwen)",
-        choices=("gelu", "gelu_tanh", "swiglu"),
+        "swiglu", "gelu, its tanh form (GPT-2), or swiglu (gated; Llama, Qwen)", choices=("gelu", "gelu_tanh", "swiglu")
     )
-    bias: bool = setting(False, "biases in linear layers and layer norms")
+    bias: bool = setting(False, "biases in linear layers and layer norms; experts and routers have none")
     qk_norm: bool = setting(False, "RMSNorm over each head of queries and keys (Qwen3)")
     tie_embeddings: bool = setting(True, "the head uses the word embedding's weight")
     dropout: float = setting(0.0, "dropout on the output of attention and MLP", at_least=0, below=1)
     attention_dropout: float | None = setting(
-        None,
-        "dropout on attention probabilities, without a fused kernel (docs/tensor_parallel.md); null: as dropout",
-        at_least=0,
-        below=1,
+        None, "dropout on attention probabilities, without a fused kernel; null: as dropout", at_least=0, below=1
     )
     embedding_dropout: float | None = setting(None, "dropout on the embeddings; null: as dropout", at_least=0, below=1)
-    init_std: float = setting(
-        0.02, "deviation of start values; residual projections divide it by sqrt(2 * num_layers)", above=0
-    )
+    init_std: float = setting(0.02, "of start values; residual projections divide it by sqrt(2 * num_layers)", above=0)
     loss_chunk_tokens: int | None = setting(None, "tokens per chunk of the head and loss; null: by device", at_least=1)
+
+    moe: MoEConfig = field(default_factory=MoEConfig)
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether the layer has experts."""
+        after = layer - self.moe.first_dense_layers
+        return self.moe.num_experts > 0 and after >= 0 and after % self.moe.layer_freq == 0
+
+    @property
+    def expert_layers(self) -> list[int]:
+        """The layers that have experts."""
+        return [layer for layer in range(self.num_layers) if self.has_experts(layer)]
 
     @property
     def gated(self) -> bool:
@@ -100,40 +123,24 @@ class ParallelConfig:
     vpp: int = setting(1, "chunks of layers (virtual stages) per pipeline rank", at_least=1)
     schedule: str | None = setting(
         None,
-        "order of passes (docs/pipeline.md); null: interleaved with vpp above 1, else 1f1b",
-        choices=("1f1b", "interleaved", "zb-h1", "gpipe"),
+        "order of passes (docs/pipeline.md); null: interleaved if vpp > 1, else 1f1b",
+        choices=tuple(SCHEDULE_TRAITS),
     )
     microbatch_group_size: int | None = setting(
         None, "interleaved: microbatches in a row through one chunk; null: pp, or the next size that suits", at_least=1
     )
-    first_stage_layers: int | None = setting(
-        None, "layers of the first pipeline rank; null: as many as the others", at_least=0
-    )
-    last_stage_layers: int | None = setting(
-        None, "layers of the last pipeline rank; null: as many as the others", at_least=0
-    )
+    first_stage_layers: int | None = setting(None, "of the first pipeline rank; null: as many as others", at_least=0)
+    last_stage_layers: int | None = setting(None, "of the last pipeline rank; null: as many as others", at_least=0)
     count_embedding: bool = setting(False, "the embedding takes the place of one layer of the first stage")
     count_loss: bool = setting(False, "the head and the loss take the place of one layer of the last stage")
     standalone_embedding: bool = setting(False, "the first pipeline rank holds the embedding and no layers")
-    pipeline_layout: str | None = setting(
-        None,
-        "the stages in Megatron-LM's text form, like 'Et*3|t*3L' (docs/parallelism.md); null: by the settings above",
-    )
+    pipeline_layout: str | None = setting(None, "stages as Megatron-LM writes them, like 'Et*3|t*3L'; null: as above")
     ep: int = setting(1, "expert-parallel size: experts across ranks", at_least=1)
     etp: int | None = setting(None, "tensor-parallel size of the experts; null: tp", at_least=1)
     order: str = setting("tp-cp-ep-dp-pp", "how ranks are numbered, fastest-varying axis first")
-    sequence_parallel: bool | None = setting(
-        None, "norms and residuals hold 1/tp of each sequence; null: with tp above 1"
-    )
-    startup_timeout_s: float = setting(
-        1200.0, "seconds that ranks wait for each other until the first step is done", above=0, at_most=A_YEAR_S
-    )
-    timeout_s: float = setting(
-        600.0,
-        "from the second step on: seconds after which a collective that a rank never joins is an error",
-        above=0,
-        at_most=A_YEAR_S,
-    )
+    sequence_parallel: bool | None = setting(None, "norms hold 1/tp of each sequence; null: if tp > 1")
+    startup_timeout_s: float = setting(1200.0, "seconds until the first step is done", above=0, at_most=A_YEAR_S)
+    timeout_s: float = setting(600.0, "afterwards: seconds that a rank waits for others", above=0, at_most=A_YEAR_S)
     nccl_options: str | None = setting(None, "YAML file of NCCL options by group (docs/parallelism.md)")
 
 
@@ -144,9 +151,7 @@ class TrainConfig:
     steps: int = setting(200, "optimizer steps of the whole run", at_least=0, at_most=10**8 - 1)
     global_batch_size: int = setting(8, "sequences per optimizer step, over all ranks", at_least=1)
     micro_batch_size: int | None = setting(
-        None,
-        "sequences per forward pass of a rank; null: at most 8 that divide its share, and leave pp microbatches",
-        at_least=1,
+        None, "sequences per forward pass of a rank; null: at most 8 that leave pp microbatches", at_least=1
     )
     seq_length: int = setting(256, "tokens per sequence", at_least=1)
     log_interval: int = setting(1, "steps between two lines of metrics.jsonl and of the terminal", at_least=1)
@@ -155,31 +160,24 @@ class TrainConfig:
     label_smoothing: float = setting(0.0, "share of each label spread over the vocabulary", at_least=0, below=1)
     z_loss: float = setting(0.0, "times the squared log of the softmax's denominator, added to the loss", at_least=0)
     recompute: str = setting(
-        "none",
-        "what backward computes again: nothing, train.recompute_modules of every block, or whole blocks",
-        choices=("none", "selective", "full"),
+        "none", "what backward computes again: nothing, modules, or blocks", choices=("none", "selective", "full")
     )
     recompute_layers: int | None = setting(None, "full: only the first so many blocks; null: all", at_least=1)
     recompute_modules: list[str] = setting(
         ["attention"],
-        "selective: which of attention's core and the outputs of norm and activation",
-        choices=("attention", "norm", "activation"),
+        "selective: which outputs (attention: its core; moe: of the experts' first product)",
+        choices=("attention", "norm", "activation", "moe"),
     )
     compile: bool | None = setting(None, "torch.compile of each block and of the loss; null: on for CUDA, off for CPU")
-    max_bad_steps: int = setting(
-        10, "stop after so many steps in a row with a loss or gradient that is not finite", at_least=1
-    )
-    check_replicas_every: int = setting(
-        100, "steps between checks that replicas of parameters are equal; 0: none", at_least=0
-    )
+    max_bad_steps: int = setting(10, "stop after so many in a row with a loss or gradient not finite", at_least=1)
+    check_replicas_every: int = setting(100, "steps between checks that replicas are equal; 0: none", at_least=0)
     record_pipeline: int = setting(0, "steps between recordings of the pipeline's times; 0: none", at_least=0)
     sample_interval: int = setting(0, "steps between samples of text; 0: only when training is done", at_least=0)
     sample_prompts: list[str] | None = setting(None, "how the samples begin; null: one that suits the data")
     sample_tokens: int = setting(64, "tokens of text sampled from the model for each prompt; 0: none", at_least=0)
     skip_steps: list[int] = setting([], "steps whose data is passed over without training on it")
     batch_ramp: list[int] | None = setting(
-        None,
-        "[start, increment, samples]: batches grow from start to full size over so many samples; null: always full",
+        None, "[start, increment, samples]: batches grow from start to full over so many samples; null: always full"
     )
     profile_steps: list[int] = setting([], "steps that torch's profiler records into the run's profile folder")
 
@@ -197,34 +195,15 @@ class OptimizerConfig:
     betas: list[float] = setting([0.9, 0.95], "decay rates of the first and second moment")
     eps: float = setting(1e-8, "added to the root of the second moment", above=0)
     clip_grad: float = setting(1.0, "largest global gradient norm; 0: no clipping", at_least=0)
-    zero: int = setting(
-        1,
-        "1: masters and moments are sharded over data-parallel ranks (ZeRO); 0: every rank holds all",
-        at_least=0,
-        at_most=1,
-    )
-    instances: int = setting(
-        1, "copies of the sharded state, each over a slice of the data-parallel ranks (hybrid sharding)", at_least=1
-    )
-    bucket_size: int | None = setting(
-        None, "elements of a gradient bucket to aim at; null: chosen for the model and ranks", at_least=1
-    )
+    zero: int = setting(1, "1: masters and moments are sharded (ZeRO); 0: every rank holds all", at_least=0, at_most=1)
+    instances: int = setting(1, "copies of the sharded state, each over some dp ranks (hybrid sharding)", at_least=1)
+    bucket_size: int | None = setting(None, "elements of a gradient bucket; null: by model and ranks", at_least=1)
     overlap: bool = setting(True, "gradients travel during the backward pass, parameters during the next forward")
-    ownership: str = setting(
-        "even",
-        "what a rank holds of a bucket's optimizer state: an equal cut, or whole matrices",
-        choices=("even", "whole"),
-    )
+    ownership: str = setting("even", "of a bucket's state: equal cuts, or whole matrices", choices=("even", "whole"))
     gradient_dtype: str = setting("fp32", "of gradient sums; bf16: only with precision=bf16", choices=("fp32", "bf16"))
-    communication_dtype: str | None = setting(
-        None, "in which gradients travel; null: as gradient_dtype", choices=("fp32", "bf16")
-    )
-    moment_dtype: str = setting(
-        "fp32", "of the first moment; the second is fp32: bf16 would keep it from falling", choices=("fp32", "bf16")
-    )
-    initial_loss_scale: float = setting(
-        65536.0, "fp16: what the loss is multiplied by at first", above=0, at_most=2.0**32
-    )
+    communication_dtype: str | None = setting(None, "of gradients sent; null: gradient_dtype", choices=("fp32", "bf16"))
+    moment_dtype: str = setting("fp32", "of the first moment; the second is always fp32", choices=("fp32", "bf16"))
+    initial_loss_scale: float = setting(65536.0, "fp16: multiplies the loss at first", above=0, at_most=2.0**32)
     min_loss_scale: float = setting(1.0, "fp16: the scale never falls below this", above=0, at_most=2.0**32)
     loss_scale_window: int = setting(1000, "fp16: steps without an overflow after which the scale doubles", at_least=1)
     hysteresis: int = setting(2, "fp16: overflows since the scale last doubled that halve it", at_least=1)
@@ -245,9 +224,7 @@ class DataConfig:
     """Where text comes from and how it becomes samples."""
 
     source: str = setting("stdlib", "set by data=NAME", choices=("stdlib", "text", "hf", "tokens"))
-    path: Any = setting(
-        None, "text: a file, folder or glob; hf: a dataset's name; tokens: a token file without .bin; a list is a blend"
-    )
+    path: Any = setting(None, "text: file, folder, glob; hf: name; tokens: file without .bin; a list is a blend")
     weights: list[float] | None = setting(None, "shares of a blend's parts; null: in proportion to their tokens")
     subset: str | None = setting(None, "hf: configuration of the dataset")
     split: str = setting("train", "hf: split of the dataset")
@@ -255,13 +232,9 @@ class DataConfig:
     text_column: str = setting("text", "jsonl, json, csv, parquet, hf: the column that holds the text")
     validation_fraction: float = setting(0.1, "share of the tokens held out, from the end", at_least=0, below=1)
     bpe_vocab_size: int = setting(4096, "tokenizer=bpe: size of the trained vocabulary", at_least=258)
-    cross_document_attention: bool = setting(
-        True, "false: attention and positions restart at each document of a sample"
-    )
+    cross_document_attention: bool = setting(True, "false: attention and positions restart at each document")
     mask_end_of_document: bool = setting(False, "true: predicting the end of a document is not part of the loss")
-    cache_dir: str | None = setting(
-        None, "prepared tokens, tokenizers; null: $XDG_CACHE_HOME/megalite or ~/.cache/megalite"
-    )
+    cache_dir: str | None = setting(None, "prepared tokens; null: $XDG_CACHE_HOME/megalite or ~/.cache/megalite")
     workers: int | None = setting(None, "processes that tokenize; null: one per core", at_least=1)
 
 
@@ -271,26 +244,22 @@ class CheckpointConfig:
 
     interval: int = setting(100, "steps between checkpoints; 0: only at the end or when stopped", at_least=0)
     keep: int = setting(2, "newest checkpoints that are kept, and the newest known to be good", at_least=1)
-    asynchronous: bool = setting(
-        False, "true: the step waits only for the copy to host memory; writing goes on behind", name="async"
+    asynchronous: bool = setting(False, "true: a step waits only for the copy to host memory", name="async")
+    init_from: str | None = setting(
+        None, "folder of a transformers model whose weights a run starts from (docs/huggingface.md)"
     )
-    init_from: str | None = setting(None, "folder of a GPT-2, Llama or Qwen3 model whose weights a run starts from")
 
 
 @dataclass
 class LogConfig:
     """Where a run is shown besides its own folder."""
 
-    wandb: str | None = setting(
-        None, "null: online if a key is set up, else disabled", choices=("disabled", "offline", "online")
-    )
+    wandb: str | None = setting(None, "null: online if a key is set up", choices=("disabled", "offline", "online"))
     wandb_project: str = setting("megalite", "project that the run appears in")
     wandb_entity: str | None = setting(None, "user or team that the project belongs to; null: the key's own")
     wandb_name: str | None = setting(None, "what the run is called there; null: run_name")
     tensorboard: bool = setting(False, "event files for TensorBoard in the run folder's tensorboard/")
-    report_interval_s: float = setting(
-        30.0, "least seconds between refreshes of report.html; 0: only at the end", at_least=0
-    )
+    report_interval_s: float = setting(30.0, "least seconds between two report.html; 0: only at the end", at_least=0)
 
 
 @dataclass
@@ -307,9 +276,7 @@ class Config:
     run_dir: str | None = setting(None, "the run's folder; null: runs/<run_name>")
     run_name: str | None = setting(None, "null: <model>-<data>-<what the command sets>-<hash>")
     resume: str = setting(
-        "auto",
-        "auto: continue from run_dir's newest checkpoint, else start; never: refuse a folder with a run",
-        choices=("auto", "never"),
+        "auto", "auto: from the newest checkpoint, if any; never: refuse a folder with a run", choices=("auto", "never")
     )
     seed: int = setting(1234, "start values, data order and dropout all derive from it", at_least=0, at_most=2**63 - 1)
     device: str = setting("auto", "auto: cuda where present, else cpu", choices=("auto", "cpu", "cuda"))

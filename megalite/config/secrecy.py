@@ -25,26 +25,14 @@ _HARMLESS = re.compile(
 )
 _VALUE = re.compile(
     r"""(?<![A-Za-z0-9])(?:
-        hf_[A-Za-z0-9]{30,}                             # Hugging Face
-      | sk-(?=[a-z0-9]*[A-Z])(?=[A-Za-z]*[0-9])[A-Za-z0-9]{20,} | sk-[0-9a-f]{32} # OpenAI and others
-      | sk-(?:proj|ant|or|svcacct)-[\w-]{20,}           # the same, with the kind of key
-      | gh[pousr]_[A-Za-z0-9]{16,} | github_pat_\w{16,} # GitHub
-      | glpat-[A-Za-z0-9_-]{16,}                        # GitLab
-      | xox[a-z]-[A-Za-z0-9-]{10,}                      # Slack
-      | A[KS]IA[0-9A-Z]{12,}                            # AWS
-      | AIza[A-Za-z0-9_-]{30,} | ya29\.[\w-]{20,}       # Google
-      | eyJ[\w-]{8,}\.eyJ[\w-]{8,}                      # JSON web token
-      | wandb_v\d_\w{16,}                               # Weights & Biases, new form
+        hf_[A-Za-z0-9]{30,} | (?:gh[pousr]_|github_pat_|glpat-|wandb_v\d_)[\w-]{16,}  # Hugging Face, GitHub, W&B
+      | sk-(?:(?:proj|ant|or|svcacct)-[\w-]{20,}|[A-Za-z0-9]{20,})                    # OpenAI and others
+      | xox[a-z]-[\w-]{10,} | A[KS]IA[0-9A-Z]{12,}                                    # Slack, AWS
+      | AIza[\w-]{30,} | ya29\.[\w-]{20,} | eyJ[\w-]{8,}\.eyJ[\w-]{8,}                # Google, JSON web token
     )
-    | ://[^/\s:@]+:[^/\s@]+@                            # user:password in an address
+    | ://[^/\s:@]+:[^/\s@]+@                                                          # user:password in an address
+    | (?:^|[=\[,:\s'"])[0-9a-fA-F]{40}(?:$|[\],\s'"}])  # W&B, old form
     """,
-    re.VERBOSE,
-)
-_ALONE = re.compile(
-    r"""(?:^|[=\[,:\s'"])(?:
-        [0-9a-fA-F]{40}  # Weights & Biases, old form
-      | (?=[^+]{,39}\+)(?=.{,39}[a-z])(?=.{,39}[A-Z])(?=.{,39}[0-9])[A-Za-z0-9/+]{40}  # AWS; with no plus: a path
-    )(?:$|[\],\s'"}])""",
     re.VERBOSE,
 )
 _QUOTED = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*\"""")
@@ -62,7 +50,7 @@ def secret_name(name: str) -> bool:
 
 def secret_value(text: str) -> bool:
     """Whether the text holds something of the form of a known kind of secret."""
-    return bool(_VALUE.search(text) or _ALONE.search(text))
+    return bool(_VALUE.search(text))
 
 
 def secret_override(text: str) -> bool:

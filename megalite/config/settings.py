@@ -1,19 +1,22 @@
 """The schema as one flat table: dotted name -> type, default, meaning, choices and bounds.
 
 Whatever speaks about settings in general (the checks of the command line, the bounds, `conf/`, the docs) reads this
-table, so a new field of `schema.py` is known everywhere at once. A group is a field of `Config` that is a dataclass.
+table, so a new field of `schema.py` is known everywhere at once. A group is a field of `Config` that is a dataclass; a
+dataclass inside of one adds a word to the names of its settings (`model.moe.top_k`).
 Users, files and checkpoints know a setting by its name, which Python may not allow for a field (`checkpoint.async`):
 a config comes from them by `flat` and goes to them by `as_plain`, and only this file knows both words.
 """
 
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
-from typing import Any, Dict, List  # noqa: UP035  # OmegaConf knows containers by these names alone
+from functools import cache
+from operator import attrgetter
+from typing import Any, Dict  # noqa: UP035  # OmegaConf knows it by this name alone
 
-from omegaconf import AnyNode, BooleanNode, DictConfig, FloatNode, IntegerNode, ListConfig, StringNode
+from omegaconf import DictConfig, OmegaConf
 
 from megalite.config.schema import Config
 
@@ -34,8 +37,8 @@ class Setting:
     """One setting that a user can override."""
 
     name: str  # dotted: train.steps
-    field: str  # of the group's dataclass
-    group: str  # the part before the dot; empty for the settings of the run itself
+    field: str  # of the group's dataclass; dotted inside of another one: moe.top_k
+    group: str  # the part before the first dot; empty for the settings of the run itself
     kind: Any  # a key of TYPE_WORDS
     nullable: bool
     default: Any
@@ -45,7 +48,8 @@ class Setting:
 
     @property
     def leaf(self) -> str:
-        return self.name.rpartition(".")[2]
+        """The name inside its group."""
+        return self.name.removeprefix(f"{self.group}.")
 
     @property
     def type_words(self) -> str:
@@ -59,63 +63,83 @@ class Setting:
         return ", ".join(f"{name.replace('_', ' ')} {limit}" for name, limit in self.limits.items())
 
 
-def _setting(group: str, field: "Field[Any]") -> Setting:
-    kind: Any = field.type
-    nullable = kind is Any
-    if isinstance(kind, types.UnionType):
-        members = typing.get_args(kind)
-        nullable = types.NoneType in members
-        (kind,) = (member for member in members if member is not types.NoneType)
+def _settings(group: str, schema: type, inner: str = "") -> Iterator[Setting]:
+    """All settings of a group, of the dataclasses inside of it too."""
+    for field in fields(schema):
+        if field.metadata:
+            yield _setting(group, inner, field)
+        elif group and is_dataclass(field.type):
+            yield from _settings(group, field.type, f"{inner}{field.name}.")  # type: ignore[arg-type]
+
+
+def _setting(group: str, inner: str, field: "Field[Any]") -> Setting:
+    members = typing.get_args(field.type) if isinstance(field.type, types.UnionType) else (field.type,)
+    (kind,) = (member for member in members if member is not types.NoneType)
     default = field.default if field.default_factory is MISSING else field.default_factory()
-    about = field.metadata
-    leaf = about["name"] or field.name
-    name = f"{group}.{leaf}" if group else leaf
-    return Setting(
-        name, field.name, group, kind, nullable, default, about["meaning"], about["choices"], about["limits"]
-    )
+    about = dict(field.metadata)
+    leaf = inner + (about.pop("name") or field.name)
+    name, nullable = f"{group}.{leaf}" if group else leaf, kind is Any or len(members) > 1
+    return Setting(name, inner + field.name, group, kind, nullable, default, **about)
 
 
 GROUPS: dict[str, type] = {field.name: field.type for field in fields(Config) if is_dataclass(field.type)}  # type: ignore[misc]
 EXPERIMENT = "experiment"  # the folder of conf/ whose files are no group of settings: each may set any of them
 SETTINGS: dict[str, Setting] = {
-    setting.name: setting
-    for group, schema in {"": Config, **GROUPS}.items()
-    for setting in (_setting(group, field) for field in fields(schema) if field.metadata)
+    setting.name: setting for group, schema in {"": Config, **GROUPS}.items() for setting in _settings(group, schema)
 }
 
 
 def value_of(config: Config, name: str) -> Any:
     """The value of a setting by its dotted name."""
     setting = SETTINGS[name]
-    return getattr(getattr(config, setting.group) if setting.group else config, setting.field)
+    return attrgetter(f"{setting.group}.{setting.field}" if setting.group else setting.field)(config)
 
 
 def with_values(config: Config, values: Mapping[str, Any]) -> Config:
     """A copy in which the settings, by their dotted names, hold these values."""
-    parts: dict[str, dict[str, Any]] = {}
+    fields = {
+        f"{setting.group}.{setting.field}" if setting.group else setting.field: value
+        for setting, value in ((SETTINGS[name], value) for name, value in values.items())
+    }
+    changed: Config = _replaced(config, fields)
+    return changed
+
+
+def _replaced(part: Any, values: Mapping[str, Any]) -> Any:
+    """A copy of a dataclass with these values of its fields, dotted where they are inside of a field."""
+    inner: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
-        parts.setdefault(SETTINGS[name].group, {})[SETTINGS[name].field] = value
-    own = parts.pop("", {})
-    return replace(config, **own, **{group: replace(getattr(config, group), **part) for group, part in parts.items()})
+        first, _, rest = name.partition(".")
+        inner.setdefault(first, {})[rest] = value
+    changes = {
+        name: within[""] if "" in within else _replaced(getattr(part, name), within) for name, within in inner.items()
+    }
+    return replace(part, **changes)
 
 
 def as_plain(config: Config) -> dict[str, Any]:
     """All settings as nested dictionaries by their names: what is written to files and compared with them."""
     plain: dict[str, Any] = {}
-    for name, setting in SETTINGS.items():
-        part = plain.setdefault(setting.group, {}) if setting.group else plain
-        part[setting.leaf] = deepcopy(value_of(config, name))
+    for name in SETTINGS:
+        *groups, last = name.split(".")
+        part = plain
+        for group in groups:
+            part = part.setdefault(group, {})
+        part[last] = deepcopy(value_of(config, name))
     return plain
 
 
 def flat(plain: Mapping[Any, Any]) -> dict[str, Any]:
     """Name and value of the settings that nested dictionaries hold."""
-    parts = {name: plain.get(setting.group) if setting.group else plain for name, setting in SETTINGS.items()}
-    return {
-        name: part[SETTINGS[name].leaf]
-        for name, part in parts.items()
-        if isinstance(part, Mapping) and SETTINGS[name].leaf in part
-    }
+    found = {}
+    for name in SETTINGS:
+        *groups, last = name.split(".")
+        part: Any = plain
+        for group in groups:
+            part = part.get(group) if isinstance(part, Mapping) else None
+        if isinstance(part, Mapping) and last in part:
+            found[name] = part[last]
+    return found
 
 
 def yaml_value(value: Any) -> str:
@@ -135,21 +159,25 @@ def yaml_value(value: Any) -> str:
 def typed_settings() -> DictConfig:
     """Every setting with its default, as the tree that OmegaConf checks keys and values against: what is no setting,
     and values of another type, are refused."""
-    tree: dict[str, Any] = {group: {} for group in GROUPS}
+    return deepcopy(_typed_settings())
+
+
+@cache
+def _typed_settings() -> DictConfig:
+    typed, tree = OmegaConf.structured(Config), dict[str, Any]()
     for setting in SETTINGS.values():
-        part = tree[setting.group] if setting.group else tree
-        part[setting.leaf] = _typed(setting)
-    for group in GROUPS:
-        tree[group] = DictConfig(tree[group], ref_type=Dict[str, Any], key_type=str, is_optional=False)  # noqa: UP006
-    return DictConfig(tree, flags={"struct": True})  # the groups inherit the flag
+        *groups, last = setting.name.split(".")
+        node, part = typed, tree
+        for group in groups:
+            node, part = node[group], part.setdefault(group, {})
+        part[last] = node._get_node(setting.field.rpartition(".")[2])
 
+    def checked(part: dict[str, Any]) -> dict[str, Any]:
+        """With every dictionary inside as a tree of its own."""
+        inner = {name: value for name, value in part.items() if isinstance(value, dict)}
+        return part | {
+            name: DictConfig(checked(value), ref_type=Dict[str, Any], key_type=str, is_optional=False)  # noqa: UP006
+            for name, value in inner.items()
+        }
 
-def _typed(setting: Setting) -> Any:
-    scalars: dict[Any, Any] = {int: IntegerNode, float: FloatNode, bool: BooleanNode, str: StringNode}
-    if setting.kind is Any:
-        return AnyNode(setting.default)
-    if setting.kind in scalars:
-        return scalars[setting.kind](setting.default, is_optional=setting.nullable)
-    (element,) = typing.get_args(setting.kind)
-    kinds = {"ref_type": List[element], "element_type": element}  # type: ignore[valid-type]  # noqa: UP006
-    return ListConfig(setting.default, is_optional=setting.nullable, **kinds)
+    return DictConfig(checked(tree), flags={"struct": True})  # the groups inherit the flag

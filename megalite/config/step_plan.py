@@ -11,6 +11,8 @@ from itertools import count
 
 from megalite.config.schema import TrainConfig
 
+MOST_SIZES = 10_000
+
 
 @dataclass(frozen=True)
 class BatchRamp:
@@ -67,6 +69,8 @@ def ramp_flaw(train: TrainConfig) -> str | None:
         return f"must start below train.global_batch_size={full}"
     if (full - start) % increment:
         return f"steps of {increment} do not lead from {start} to train.global_batch_size={full}"
+    if (full - start) // increment > MOST_SIZES:
+        return f"has more than {MOST_SIZES:,} sizes up to train.global_batch_size={full}"
     return None
 
 

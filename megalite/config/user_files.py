@@ -9,20 +9,27 @@ import os
 import stat
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml  # type: ignore[import-untyped]
+from omegaconf._utils import get_yaml_loader
 
 from megalite.errors.problems import NO_VALUE, Problem, UserError
 
 RESTORE = "restore it from a copy"
-ALIASES = "once its aliases are written out"
-YAML_NODES = 100_000  # with every alias written out: nested aliases can stand for billions
-_WORDS = {int: "a whole number from 0", float: "a number", str: "text", bool: "true or false", dict: "an object"}
+FAULTS: dict[type[Exception], str] = {  # what goes wrong with files, in words
+    OSError: "cannot be read: ",
+    UnicodeDecodeError: "is not UTF-8 text: ",
+    json.JSONDecodeError: "is not JSON: ",
+    yaml.YAMLError: "is not YAML: ",
+    RecursionError: "is nested too deeply: ",
+    ValueError: "",
+    OverflowError: "",
+}
 
 Record = TypeVar("Record")
 
@@ -61,60 +68,35 @@ def read_object(path: Path, remedy: str = RESTORE) -> dict[str, Any]:
 
 
 def read_yaml(path: Path, remedy: str = RESTORE) -> Any:
-    """The value in a YAML file of plain data; aliases may not multiply without bound."""
+    """The value in a YAML file of plain data, read as Hydra does: no key twice."""
     content = read_bytes(path, remedy)
     with refusing(path, remedy):
-        tree = yaml.compose(content, Loader=yaml.SafeLoader)
-        if _expanded_size(tree, {}) > YAML_NODES:
-            raise ValueError(f"stands for more than {YAML_NODES:,} values {ALIASES}")
-        _refuse_repeated_keys(tree)
-        return yaml.load(content, Loader=yaml.SafeLoader)
+        return yaml.load(content, Loader=get_yaml_loader())
 
 
 def as_record(kind: type[Record], found: Any, place: Path | str, remedy: str = RESTORE) -> Record:
     """A dataclass from the fields of a JSON object; UserError that names the field which is missing or of another type.
 
-    Types are checked as annotated; whole numbers are counts, so none may be negative. Fields with a default may be
-    missing, fields that the dataclass lacks are ignored.
+    Types are checked as annotated, by `fits`. Fields with a default may be missing, fields that the dataclass lacks are
+    ignored.
     """
     with refusing(place, remedy):
-        if not isinstance(found, Mapping):
+        if not isinstance(found, dict):
             raise ValueError("is not a JSON object")
         values, kinds = {}, typing.get_type_hints(kind)
         for field in fields(kind):  # type: ignore[arg-type]
-            value, wanted = found.get(field.name), kinds[field.name]
-            if field.name in found and isinstance(wanted, type) and is_dataclass(wanted):
-                values[field.name] = as_record(wanted, value, f"{place}: {field.name}", remedy)
-            elif field.name in found:
-                values[field.name] = _checked(value, wanted, field.name)
-            elif field.default is MISSING and field.default_factory is MISSING:
-                raise ValueError(f"lacks {field.name!r}")
+            name, wanted = field.name, kinds[field.name]
+            if name not in found:
+                if field.default is MISSING and field.default_factory is MISSING:
+                    raise ValueError(f"lacks {name!r}")
+                continue
+            values[name] = found[name]
+            if isinstance(wanted, type) and is_dataclass(wanted):
+                values[name] = as_record(wanted, found[name], f"{place}: {name}", remedy)
+            elif not fits(found[name], wanted):
+                words = "a whole number from 0" if wanted is int else f"of type {getattr(wanted, '__name__', wanted)}"
+                raise ValueError(f"has {name}={found[name]!r:.60}, which is not {words}")
         return kind(**values)
-
-
-@contextmanager
-def refusing(place: Path | str, remedy: str = RESTORE) -> Iterator[None]:
-    """Turns what goes wrong with a file inside into a UserError that names it."""
-    try:
-        yield
-    except UserError:
-        raise
-    except OSError as error:
-        raise _refusal(place, f"cannot be read: {error.strerror or error}", remedy) from error
-    except UnicodeDecodeError as error:
-        raise _refusal(place, f"is not UTF-8 text (byte {error.start:,})", remedy) from error
-    except json.JSONDecodeError as error:
-        raise _refusal(place, f"is not JSON: {error}", remedy) from error
-    except yaml.YAMLError as error:
-        raise _refusal(place, f"is not YAML: {' '.join(str(error).split())}", remedy) from error
-    except RecursionError as error:
-        raise _refusal(place, "is nested too deeply", remedy) from error
-    except (ValueError, OverflowError) as error:
-        raise _refusal(place, str(error), remedy) from error
-
-
-def _refusal(place: Path | str, rule: str, remedy: str) -> UserError:
-    return UserError(Problem(str(place), NO_VALUE, rule, remedy, here=True))
 
 
 def fits(value: Any, kind: Any) -> bool:
@@ -131,35 +113,12 @@ def fits(value: Any, kind: Any) -> bool:
     return origin is Any or isinstance(value, origin)
 
 
-def _checked(value: Any, kind: Any, name: str) -> Any:
-    """The value if it is of the annotated type; a whole number becomes a number where one is asked for."""
-    allowed = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
-    if not fits(value, kind):
-        plain = [typing.get_origin(each) or each for each in allowed]
-        words = " or ".join("null" if each is types.NoneType else _WORDS.get(each, each.__name__) for each in plain)
-        raise ValueError(f"has {name}={value!r:.60}, which is not {words}")
-    return float(value) if float in allowed and type(value) is int else value
-
-
-def _expanded_size(node: Any, known: dict[int, float]) -> float:
-    """How many nodes there are once every alias is written out; infinite for one that holds itself."""
-    if id(node) not in known:
-        known[id(node)] = float("inf")  # met again below itself: it holds itself
-        known[id(node)] = 1 + sum(_expanded_size(child, known) for child in _children(node))
-    return known[id(node)]
-
-
-def _refuse_repeated_keys(node: Any) -> None:
-    """A loader would take the last of them without a word."""
-    if isinstance(node, yaml.MappingNode):
-        keys = [str(key.value) for key, _ in node.value]
-        if repeated := sorted({key for key in keys if keys.count(key) > 1}):
-            raise ValueError(f"gives {', '.join(repeated)} more than once")
-    for child in _children(node):
-        _refuse_repeated_keys(child)
-
-
-def _children(node: Any) -> list[Any]:
-    if isinstance(node, yaml.MappingNode):
-        return [part for pair in node.value for part in pair]
-    return list(node.value) if isinstance(node, yaml.SequenceNode) else []
+@contextmanager
+def refusing(place: Path | str, remedy: str = RESTORE) -> Iterator[None]:
+    """Turns what goes wrong with a file inside into a UserError that names it."""
+    try:
+        yield
+    except tuple(FAULTS) as error:
+        rule = next(words for kind, words in FAULTS.items() if isinstance(error, kind))
+        said = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise UserError(Problem(str(place), NO_VALUE, rule + said, remedy, here=True)) from error

@@ -12,16 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from megalite.config.schema import Config
 from megalite.config.step_plan import PlannedStep
-from megalite.data.batch import Batch
-from megalite.data.permutation import IntArray
+from megalite.data.batch import Batch, unscored
 from megalite.data.samples import SampleSource
 from megalite.errors.problems import Problem, UserError
 
@@ -45,24 +42,19 @@ class StepBatches:
 
 def read_batch(source: SampleSource, first: int, size: int, config: Config) -> Batch:
     """The samples from `first` on, `size` of them, as one microbatch on the CPU."""
-    rows, parts, starts = source.read(np.arange(first, first + size))
+    rows, parts, starts = source.read(np.arange(first, first + size))  # [b, s + 1]
     mask = np.ones((size, source.seq_length), dtype=bool)
     if config.data.mask_end_of_document and source.end_of_document is not None:
         mask = rows[:, 1:] != source.end_of_document
-    if config.data.cross_document_attention:
-        return _batch(rows, mask, first)
-    return _batch(rows, mask, first, source.documents(parts, starts))
-
-
-def _batch(rows: IntArray, mask: npt.NDArray[Any], first: int, documents: tuple[Any, IntArray] | None = None) -> Batch:
-    """A microbatch of rows [b, s + 1] and mask [b, s]; `documents`: numbers [b, s] and positions [b, s], if given."""
-    length = rows.shape[1] - 1
+    positions, documents = torch.arange(source.seq_length).expand(size, -1), None
+    if not config.data.cross_document_attention:
+        documents, positions = map(torch.from_numpy, source.documents(parts, starts))
     return Batch(
         tokens=torch.from_numpy(np.ascontiguousarray(rows[:, :-1])),
         labels=torch.from_numpy(np.ascontiguousarray(rows[:, 1:])),
         loss_mask=torch.from_numpy(mask),
-        positions=torch.from_numpy(documents[1]) if documents else torch.arange(length).expand(len(rows), -1),
-        documents=torch.from_numpy(documents[0]) if documents else None,
+        positions=positions,
+        documents=documents,
         first_sample=first,
     )
 
@@ -82,10 +74,11 @@ def local_batches(
 def masked_batches(config: Config, sequences: int, dp_size: int) -> list[Batch]:
     """What stands in for a rank's microbatches of a global batch that cannot be read: as many, of the same shapes, none
     of it in the loss. On the CPU."""
-    shape = size, length = _micro_batch_size(config), config.train.seq_length
-    documents = np.zeros(shape, np.int32), np.tile(np.arange(length), (size, 1))
-    inside = None if config.data.cross_document_attention else documents
-    batch = _batch(np.zeros((size, length + 1), np.int64), np.zeros(shape, bool), 0, inside)
+    size = _micro_batch_size(config)
+    batch = unscored(torch.zeros(size, config.train.seq_length, dtype=torch.int64))
+    if not config.data.cross_document_attention:
+        documents = torch.zeros(batch.tokens.shape, dtype=torch.int32)
+        batch = replace(batch, positions=batch.positions.contiguous(), documents=documents)
     return [batch] * (sequences // size // dp_size)
 
 

@@ -7,7 +7,6 @@ without a word. A read that comes up short is a refusal that names the file.
 import os
 import stat
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,6 +81,3 @@ class DiskArray:
         content = np.empty(max(0, stop - start), self.dtype)
         self.file.read(self.offset + start * self.itemsize, content)
         return content
-
-    def __iter__(self) -> Iterator[Any]:
-        raise TypeError("take a slice: reading one number at a time is slow")

@@ -19,10 +19,10 @@ from megalite.data.blend import integer_weights
 from megalite.data.permutation import IntArray
 from megalite.data.samples import Part, SampleSource, beyond_vocabulary
 from megalite.data.token_bytes import bytes_of_ids
-from megalite.data.token_file import TokenFile, largest_id, with_suffix
+from megalite.data.token_file import TokenFile, in_words, largest_id, with_suffix
 from megalite.data.tokenizers import TextTokenizer, load_tokenizer
 from megalite.errors.problems import Problem, UserError, collect_all
-from megalite.launch.host import allow_more_open_files
+from megalite.launch.host import allow_open_files
 
 FORMAT = 1  # part of every fingerprint: a change of what preparation produces renews all caches
 # Bytes done, bytes in all (0: of a stream nobody knows), documents, tokens. The first call says what is there already.
@@ -47,9 +47,6 @@ class Preparation(Protocol):
     def prepare(self, config: Config, progress: Progress | None = None) -> TokenFiles:
         """Make every token file that `config` needs and that is not there yet."""
 
-    def find(self, config: Config) -> TokenFiles:
-        """The token files that `prepare` has made; UserError where one is missing."""
-
 
 @dataclass(frozen=True)
 class OpenedData:
@@ -70,27 +67,27 @@ class OpenedData:
 
 def open_data(config: Config, found: TokenFiles) -> OpenedData:
     """Open the files that were found or made for `config`."""
-    allow_more_open_files(2 * len(found.prefixes))
+    allow_open_files()
     files = collect_all(TokenFile.open, found.prefixes)
-    shares = config.data.weights
+    shares, fraction = config.data.weights, config.data.validation_fraction
     weights = tuple(len(file.tokens) for file in files) if shares is None else integer_weights(shares)
     tokenizer = _tokenizer(config, files, found.tokenizer)
     vocab_size = _vocab_size(config, files, tokenizer)
     end = tokenizer.end_of_document if tokenizer else None
     if config.data.mask_end_of_document and end is None:
-        rule = "the tokenizer has no end-of-document token" if tokenizer else "without a tokenizer its id is unknown"
+        rule = "no end-of-document token is known" if tokenizer is None else "the tokenizer has no end of document"
         raise UserError(Problem("data.mask_end_of_document", True, rule, "set it to false, or use another tokenizer"))
     train, validation = _split(config, files)
     seq_length = config.train.seq_length
-    opened_validation = SampleSource(validation, weights, seq_length, vocab_size, None, end) if validation else None
-    fraction = config.data.validation_fraction
+    tokens, documents = sum(len(file.tokens) for file in files), sum(file.documents for file in files)
+    described = [f"{config.data.source}: {in_words(documents, tokens)}{f' in {len(files)} parts' if files[1:] else ''}"]
     return OpenedData(
         train=SampleSource(train, weights, seq_length, vocab_size, config.seed, end),
-        validation=opened_validation,
+        validation=SampleSource(validation, weights, seq_length, vocab_size, None, end) if validation else None,
         tokenizer=tokenizer,
         vocab_size=vocab_size,
         fingerprint=digest(FORMAT, [file.identity() for file in files], seq_length, fraction, weights),
-        description=_description(config, files, tokenizer, found.unread),
+        description="; ".join([*described, *([tokenizer.name] if tokenizer else []), *found.unread]),
     )
 
 
@@ -114,39 +111,38 @@ def check_vocabulary(config: Config, needed: int) -> None:
 
 def _tokenizer(config: Config, files: list[TokenFile], given: TextTokenizer | None) -> TextTokenizer | None:
     """The tokenizer that made the token files, which must be one."""
-    folders = [with_suffix(file.prefix, ".tokenizer") for file in files]
-    saved = [load_tokenizer(folder) if folder.is_dir() else None for folder in folders]
-    recorded = {it.recorded_identity: it.identity for it in (*saved, given) if it}
-    made_by = {}  # the identity of the tokenizer of each file of which it is known
-    for file, tokenizer in zip(files, saved, strict=True):
-        fact = tokenizer.recorded_identity if tokenizer else file.facts().tokenizer
-        if fact:
-            made_by[file.prefix] = recorded.get(fact, fact)
+    found, made_by = given, {}  # the identity of the tokenizer of each file of which it is known
+    for file in files:
+        folder = with_suffix(file.prefix, ".tokenizer")
+        saved = load_tokenizer(folder) if folder.is_dir() else None
+        found = found or saved
+        if identity := saved.identity if saved else file.facts().tokenizer:
+            made_by[file.prefix.name] = identity
     if len(set(made_by.values())) > 1:
-        told = ", ".join(f"{prefix.name} ({identity[:8]})" for prefix, identity in made_by.items())
+        told = ", ".join(f"{name} ({identity[:8]})" for name, identity in made_by.items())
         rule = f"the parts were made with different tokenizers: {told}"
         raise UserError(Problem("data.path", config.data.path, rule, "prepare all parts with one tokenizer"))
-    if given and any(identity != given.identity for identity in made_by.values()):
-        rule = f"is another tokenizer than the one that made {next(iter(made_by)).name}"
+    if given and made_by and given.identity not in made_by.values():
+        rule = f"is another tokenizer than the one that made {next(iter(made_by))}"
         raise UserError(Problem("tokenizer", config.tokenizer, rule, "leave it out, or prepare the data again with it"))
-    return next(filter(None, saved), given)
+    return found
 
 
 def _vocab_size(config: Config, files: list[TokenFile], tokenizer: TextTokenizer | None) -> int:
     """The ids that may occur: model.vocab_size, which covers the tokenizer's, or the tokenizer's. UserError for files
     that cannot hold them all, or hold others, as a look at parts of each shows."""
     known = [size for file in files if (size := file.facts().vocab_size) is not None]
-    needed = tokenizer.vocab_size if tokenizer else max(known, default=None)
-    size = needed if config.model.vocab_size is None else config.model.vocab_size
-    if size is None:
+    needed = tokenizer.vocab_size if tokenizer else max(known, default=0)
+    size = config.model.vocab_size or needed
+    if not size:
         rule = "token files without a tokenizer do not say how many tokens there are"
         remedy = "set it to the vocabulary size of the tokenizer that made them, or give tokenizer=FOLDER"
         raise UserError(Problem("model.vocab_size", None, rule, remedy))
-    check_vocabulary(config, needed or 0)
+    check_vocabulary(config, needed)
     problems = []
     for file in files:
         largest = largest_id(file.tokens.dtype)
-        if needed is not None and largest < needed - 1:  # larger ones would have been cut when written
+        if largest < needed - 1:  # larger ones would have been cut when written
             rule = f"holds {file.tokens.dtype} ids, up to {largest:,}; the tokenizer has {needed:,} tokens"
             remedy = "give the tokenizer that made it, or prepare the data again with this one"
             problems.append(Problem("data.path", str(with_suffix(file.prefix, ".bin")), rule, remedy))
@@ -180,13 +176,3 @@ def _split(config: Config, files: list[TokenFile]) -> tuple[list[Part], list[Par
     if problems:
         raise UserError(problems)
     return train, validation if evaluated else []
-
-
-def _description(config: Config, files: list[TokenFile], tokenizer: TextTokenizer | None, unread: Sequence[str]) -> str:
-    """One line for the header of a run."""
-    tokens, documents = sum(len(file.tokens) for file in files), sum(file.documents for file in files)
-    count = f"{documents:,} document{'' if documents == 1 else 's'}"
-    parts = f" in {len(files)} parts" if len(files) > 1 else ""
-    made_by = f"; {tokenizer.name}" if tokenizer else ""
-    beside = "".join(f"; {each}" for each in unread)
-    return f"{config.data.source}: {tokens:,} tokens, {count}{parts}{made_by}{beside}"

@@ -9,7 +9,7 @@ Reading takes from both files only what is asked for. PREFIX.json is ours: what 
 
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ Array = npt.NDArray[Any] | DiskArray
 CODES = {np.dtype(name): code for code, name in DTYPES.items()}
 SAMPLED_CHECKS, SAMPLED_ROWS = 16, 64  # places of the index that are checked when a file is opened; entries of each
 BLOCK = 64  # documents whose starts are read at once in a search
-ROWS = 1 << 14  # index entries at once
+ROWS, SCANNED = 1 << 14, 1 << 24  # index entries and tokens at once
 HASH_WHOLE = 16 << 20  # bytes up to which the identity covers every byte
 HASH_BLOCKS, HASH_BLOCK = 64, 64 << 10
 
@@ -69,11 +69,18 @@ class Facts:
     """What PREFIX.json may say of a token file that was made here, or of a shard of one."""
 
     fingerprint: str | None = None  # of the text and the tokenizer
+    tokens: int = 0
+    documents: int = 0
     skipped_documents: int = 0  # rows without text
     bytes: int = 0  # of text, in UTF-8
     tokenizer: str | None = None
     vocab_size: int | None = None
     xxh3_128: str | None = None  # of PREFIX.bin
+
+
+def in_words(documents: int, tokens: int) -> str:
+    """For people."""
+    return f"{documents:,} document{'' if documents == 1 else 's'}, {tokens:,} tokens"
 
 
 @dataclass(frozen=True)
@@ -98,16 +105,16 @@ class TokenFile:
         content, entries = OpenedFile(data), OpenedFile(index)
         head = DiskArray(entries, np.dtype(np.uint8), 0, min(HEADER.size, entries.size))[:].tobytes()
         magic, version, code, sequences, boundaries = HEADER.unpack(head.ljust(HEADER.size, b"\0"))
-        if len(head) < HEADER.size or magic != MAGIC or version != 1 or code not in DTYPES:
+        if magic != MAGIC or version != 1 or code not in DTYPES:
             rule = f"has {entries.size:,} bytes and starts with {magic!r}, version {version}, dtype code {code}"
             known = f"an index starts with {MAGIC!r}, version 1 and a dtype code of {sorted(DTYPES)}"
-            raise _damaged(index, f"{rule}; {known}")
+            raise UserError(damaged(index, f"{rule}; {known}"))
         dtype, at = np.dtype(DTYPES[code]), HEADER.size
         pointers_at, boundaries_at = at + 4 * sequences, at + 12 * sequences
         end = boundaries_at + 8 * boundaries
         if entries.size not in (end, end + sequences):  # with the modes of a multimodal file
             rule = f"has {entries.size:,} bytes; {sequences:,} sequences and {boundaries:,} boundaries need {end:,}"
-            raise _damaged(index, rule)
+            raise UserError(damaged(index, rule))
         file = cls(
             prefix=prefix,
             tokens=DiskArray(content, dtype, 0, content.size // dtype.itemsize),
@@ -115,8 +122,8 @@ class TokenFile:
             pointers=DiskArray(entries, np.dtype("<i8"), pointers_at, sequences),
             boundaries=DiskArray(entries, np.dtype("<i8"), boundaries_at, boundaries),
         )
-        for path, rule in file._faults(content.size):
-            raise _damaged(path, rule)
+        if problem := next(file._problems(content.size), None):
+            raise UserError(problem)
         return file
 
     @property
@@ -126,16 +133,10 @@ class TokenFile:
     @property
     def counts(self) -> str:
         """For people."""
-        return f"{self.documents:,} document{'' if self.documents == 1 else 's'}, {len(self.tokens):,} tokens"
-
-    def document_start(self, document: int) -> int:
-        """Position of the first token of `document`; of the end of the file for the number of documents."""
-        if document not in self._starts:
-            self._starts[document] = int(self.starts(document, document + 1)[0])
-        return self._starts[document]
+        return in_words(self.documents, len(self.tokens))
 
     def starts(self, first: int, stop: int) -> IntArray:
-        """Positions of the first tokens of the documents [first, stop)."""
+        """Positions of the first tokens of the documents [first, stop); number `documents` is the end of the file."""
         if first >= stop:
             return np.empty(0, np.int64)
         sequences = self.boundaries[first:stop]
@@ -149,7 +150,9 @@ class TokenFile:
         low, high = 0, self.documents
         while high - low > BLOCK:
             middle = (low + high) // 2
-            low, high = (middle, high) if self.document_start(middle) <= position else (low, middle)
+            if middle not in self._starts:
+                self._starts[middle] = int(self.starts(middle, middle + 1)[0])
+            low, high = (middle, high) if self._starts[middle] <= position else (low, middle)
         return low + int(np.searchsorted(self.starts(low, high), position, side="right")) - 1
 
     def document_starts(self, first: int, stop: int) -> list[int]:
@@ -189,44 +192,72 @@ class TokenFile:
         starts = [(size - HASH_BLOCK) * block // (HASH_BLOCKS - 1) for block in range(HASH_BLOCKS)]
         return [(start, start + HASH_BLOCK) for start in starts]
 
-    def _faults(self, size: int) -> Iterator[tuple[Path, str]]:
+    def _problems(self, size: int) -> Iterator[Problem]:
         """What the ends, entries spread over the index, and all document boundaries (8 bytes of each document) show."""
         index, data, width = with_suffix(self.prefix, ".idx"), with_suffix(self.prefix, ".bin"), self.tokens.itemsize
         count = len(self.pointers)
         if not count or not size:
-            yield data, f"holds no tokens ({size} bytes, {count} sequences)"
+            yield damaged(data, f"holds no tokens ({size} bytes, {count} sequences)")
         end = int(self.pointers[-1]) + int(self.lengths[-1]) * width
         if end != size:
-            yield data, f"has {size:,} bytes, {index.name} describes {end:,} ({end // width:,} tokens of {width} bytes)"
-        first, last = (int(self.boundaries[0]), int(self.boundaries[-1])) if len(self.boundaries) else (0, 0)
-        if (first, last) != (0, count):
-            yield index, f"document boundaries run from {first:,} to {last:,}, sequences from 0 to {count:,}"
-        if self.pointers[0]:
-            yield index, f"its first sequence starts at byte {int(self.pointers[0]):,}, not at 0"
+            described = f"{end:,} ({end // width:,} tokens of {width} bytes)"
+            yield damaged(data, f"has {size:,} bytes, {index.name} describes {described}")
         for place in range(SAMPLED_CHECKS):
             first = (count - min(count, SAMPLED_ROWS)) * place // (SAMPLED_CHECKS - 1)
-            if broken := broken_sequence(self, first, min(first + SAMPLED_ROWS, count)):
-                yield index, broken
-        for first in range(0, self.documents, ROWS):
-            piece = self.boundaries[first : first + ROWS + 1]
-            for at in np.flatnonzero(piece[1:] < piece[:-1]):
-                rule = f"document {first + at:,} ends before it starts (sequences {piece[at]:,} to {piece[at + 1]:,})"
-                yield index, rule
+            yield from broken_sequences(self, first, min(first + SAMPLED_ROWS, count))
+        last = 0  # the sequence at which the document before begins
+        for first in range(0, self.documents + 1, ROWS):
+            piece = self.boundaries[first : first + ROWS]
+            for at in np.flatnonzero(np.diff(piece, prepend=last) < 0):
+                yield damaged(index, f"document {first + at - 1:,} ends before it starts, at sequence {piece[at]:,}")
+            last = piece[-1]
+        if len(self.boundaries) == 0 or self.boundaries[0] != 0 or last != count:
+            yield damaged(index, f"document boundaries do not run from 0 to {count:,}, the number of sequences")
 
 
-def broken_sequence(file: TokenFile, first: int, stop: int) -> str:
-    """The first of the sequences [first, stop) whose length and pointers contradict each other, in words; or empty."""
+def broken_sequences(file: TokenFile, first: int, stop: int) -> Iterator[Problem]:
+    """Those of the sequences [first, stop) whose length and pointers contradict each other."""
     lengths = file.lengths[first:stop].astype(np.int64)
-    pointers = np.append(file.pointers[first : stop + 1], [file.tokens.nbytes] if stop == len(file.pointers) else [])
-    pointers = pointers.astype(np.int64)
-    wrong = np.flatnonzero((lengths < 0) | (pointers[:-1] + lengths * file.tokens.itemsize != pointers[1:]))
-    if not len(wrong):
-        return ""
-    at = int(wrong[0])
-    return (
-        f"sequence {first + at:,} starts at byte {int(pointers[at]):,} with {int(lengths[at]):,} tokens, "
-        f"the next one at byte {int(pointers[at + 1]):,}"
-    )
+    ends = np.append(file.pointers[first + 1 : stop + 1], [file.tokens.nbytes] if stop == len(file.pointers) else [])
+    starts = file.pointers[first:stop].astype(np.int64)
+    right = (lengths >= 0) & (starts + lengths * file.tokens.itemsize == ends)
+    right[:1] &= first > 0 or starts[0] == 0
+    for at in np.flatnonzero(~right):
+        facts = f"starts at byte {starts[at]:,} with {lengths[at]:,} tokens, the next one at byte {int(ends[at]):,}"
+        yield damaged(with_suffix(file.prefix, ".idx"), f"sequence {first + at:,} {facts}")
+
+
+def verify(prefix: Path, vocab_size: int | None, progress: Callable[..., None] | None = None) -> TokenFile:
+    """The file, if every index entry and every token id of it is sound; else UserError naming the first broken sequence
+    or document. Without `vocab_size`, that of PREFIX.json holds. `progress`: see open.py."""
+    file = TokenFile.open(prefix)
+    facts, data = file.facts(), with_suffix(prefix, ".bin")
+    size = vocab_size if vocab_size is not None else facts.vocab_size
+    if size is None:
+        rule = "the vocabulary size is neither given nor in a file of ours"
+        raise UserError(Problem("model.vocab_size", None, rule, "model.vocab_size=N"))
+    for start in range(0, len(file.pointers), ROWS):
+        if problem := next(broken_sequences(file, start, min(start + ROWS, len(file.pointers))), None):
+            raise UserError(problem)
+    total, width, state = len(file.tokens), file.tokens.itemsize, xxhash.xxh3_128()
+    first, beyond = -1, 0
+    for start in range(0, total, SCANNED):
+        tokens = file.tokens[start : start + SCANNED]
+        state.update(tokens.data)
+        places = places_beyond(tokens, size)
+        first = start + int(places[0]) if len(places) and not beyond else first
+        beyond += len(places)
+        if progress:
+            done = start + len(tokens)
+            progress(done * width, total * width, file.document_at(done - 1) + 1, done)
+    if beyond:
+        at = f"{file.tokens[first]} in document {file.document_at(first):,} (token {first:,})"
+        rule = f"token id {at} is outside the vocabulary of {size:,}; {beyond:,} such tokens in all"
+        remedy = "give the vocabulary size of the tokenizer that made the file, or prepare the data again"
+        raise UserError(Problem("data.path", str(data), rule, remedy))
+    if facts.xxh3_128 not in (None, state.hexdigest()):
+        raise UserError(damaged(data, f"its content is not what was prepared (by its hash in {prefix.name}.json)"))
+    return file
 
 
 def read_facts(prefix: Path) -> Facts:
@@ -235,5 +266,5 @@ def read_facts(prefix: Path) -> Facts:
     return as_record(Facts, read_object(path, remedy), path, remedy) if os.path.lexists(path) else Facts()
 
 
-def _damaged(path: Path, rule: str) -> UserError:
-    return UserError(Problem("data.path", str(path), rule, "copy both files again, or prepare the data again"))
+def damaged(path: Path, rule: str) -> Problem:
+    return Problem("data.path", str(path), rule, "copy it again, or prepare the data again")

@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ from megalite.errors.problems import Problem, UserError
 
 END = "<|endoftext|>"
 AGAIN = "copy the tokenizer again, or give a folder with tokenizer.json that AutoTokenizer.from_pretrained loads"
-SPARSE = 65_536  # ids more than tokens that a vocabulary may have: some leave room for tokens to come
 KEPT_SETTINGS = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template", "clean_up_tokenization_spaces")
 
 
@@ -35,6 +35,7 @@ class TextTokenizer:
         self.backend, self.settings = backend, settings
         backend.no_truncation()
         backend.no_padding()
+        backend.post_processor = None  # a template of special tokens around every text: training adds only an end
         backend.encode_special_tokens = True  # special tokens in a text are text
         eos = token_text(settings.get("eos_token"))
         self.end_of_document: int | None = backend.token_to_id(eos) if eos else end_of_document
@@ -44,13 +45,7 @@ class TextTokenizer:
 
     @cached_property
     def identity(self) -> str:
-        """A hash of everything that decides ids, and of nothing that only concerns decoding."""
-        parts = [self._spec[part] for part in ("normalizer", "pre_tokenizer", "model", "added_tokens")]
-        return xxhash.xxh3_128_hexdigest(json.dumps([parts, self.end_of_document], sort_keys=True).encode())
-
-    @cached_property
-    def recorded_identity(self) -> str:
-        """What PREFIX.json of a token file says of its tokenizer: a hash of all of it."""
+        """A hash of all of it, by which token files remember their tokenizer."""
         return xxhash.xxh3_128_hexdigest(json.dumps([self._spec, self.end_of_document], sort_keys=True).encode())
 
     @property
@@ -75,23 +70,30 @@ class TextTokenizer:
         try:
             encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
         except Exception as error:  # the library raises plain Exception: a symbol that it has no token for
-            rule = f"cannot encode the text ({error})"
-            raise UserError(
-                Problem("tokenizer", self.name, rule, "tokenizer=byte, bpe, or one for this text")
-            ) from error
+            rule, remedy = f"cannot encode the text ({error})", "tokenizer=byte, bpe, or one for this text"
+            raise UserError(Problem("tokenizer", self.name, rule, remedy)) from error
         return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
 
     def decode(self, tokens: Iterable[int], skip_special_tokens: bool = False) -> str:
         """The text of `tokens`; bytes that are no UTF-8 (a character cut in two) become U+FFFD."""
         return str(self.backend.decode(list(tokens), skip_special_tokens=skip_special_tokens))
 
-    def files(self) -> dict[str, bytes]:
-        """tokenizer.json and a tokenizer_config.json that transformers 4.57 and 5 both accept."""
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False} | self.settings
-        if self.end_of_document is not None and not settings.get("eos_token"):  # it was known by its id
-            settings["eos_token"] = self.backend.id_to_token(self.end_of_document)
-        model, others = self.backend.to_str(pretty=True), json.dumps(settings, indent=1)
-        return {"tokenizer.json": model.encode(), "tokenizer_config.json": others.encode()}
+    def files(self, context_length: int | None = None) -> dict[str, bytes]:
+        """tokenizer.json and tokenizer_config.json by name, which AutoTokenizer reads in transformers 4.57 as in 5.
+        `context_length` is the longest text that is not warned of.
+
+        A text begins there, where something must stand before it, with the end of the document before.
+        """
+        spec = json.dumps(self._spec, indent=1, ensure_ascii=False) + "\n"
+        settings = {"clean_up_tokenization_spaces": False} | self.settings
+        # The class of both versions; the one that 5 writes by itself, 4.57 does not know.
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+        if context_length is not None:
+            settings["model_max_length"] = context_length
+        if self.end_of_document is not None:
+            settings["bos_token"] = settings["eos_token"] = self.backend.id_to_token(self.end_of_document)
+        others = json.dumps(settings, indent=1, ensure_ascii=False, sort_keys=True) + "\n"
+        return {"tokenizer.json": spec.encode(), "tokenizer_config.json": others.encode()}
 
     def save(self, folder: Path) -> None:
         """Write these files."""
@@ -100,9 +102,9 @@ class TextTokenizer:
             write_atomically(folder / name, content)
 
 
-def token_text(token: Any) -> str | None:
+def token_text(token: Any) -> Any:
     """A special token as transformers stores it: a text, or a record with its content."""
-    return token.get("content") if isinstance(token, dict) else token
+    return token.get("content", token) if isinstance(token, dict) else token
 
 
 def byte_tokenizer() -> TextTokenizer:
@@ -123,6 +125,19 @@ def char_tokenizer(texts: Iterable[str]) -> TextTokenizer:
     return TextTokenizer(_char_backend(sorted(symbols)), {})
 
 
+def bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
+    """Byte-level BPE (GPT-2's) trained on `texts`; `vocab_size` counts the 256 bytes and the end of document."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator(texts, trainer)
+    return TextTokenizer(backend, {"eos_token": END})
+
+
 def _byte_backend(symbols: Sequence[str]) -> Tokenizer:
     backend = Tokenizer(models.BPE(vocab={symbol: number for number, symbol in enumerate(symbols)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -138,48 +153,28 @@ def _char_backend(symbols: Sequence[str]) -> Tokenizer:
     return backend
 
 
-def bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
-    """Byte-level BPE (GPT-2's) trained on `texts`; `vocab_size` counts the 256 bytes and the end of document."""
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator(texts, trainer)
-    return TextTokenizer(backend, {"eos_token": END})
-
-
 def load_tokenizer(folder: Path) -> TextTokenizer:
     """The tokenizer in a folder of transformers' files; never runs code from it. UserError for one that is damaged, or
-    that nothing can be trained with: no vocabulary, an id far beyond it, an end of document that is no token."""
+    that nothing can be trained with: no vocabulary, an end of document that is no token."""
     settings = _settings(folder / "special_tokens_map.json") | _settings(folder / "tokenizer_config.json")
     with refusing(folder, AGAIN):
         backend = _backend_in(folder)
         vocabulary = backend.get_vocab(with_added_tokens=True)
         if not backend.get_vocab(with_added_tokens=False):
             raise ValueError("its vocabulary is empty")
-        token, largest = max(vocabulary.items(), key=lambda entry: entry[1])
-        if largest > 2 * len(vocabulary) + SPARSE:  # an embedding of mostly unused rows
-            raise ValueError(f"its token {token!r} has id {largest:,}, though it has {len(vocabulary):,} tokens")
-        end = None
-        if (eos := settings.get("eos_token")) is not None:
-            text = token_text(eos)
-            end = vocabulary.get(text) if isinstance(text, str) else None
-            if end is None:
-                raise ValueError(f"its end of document, eos_token {text!r:.60}, is none of its tokens")
-        else:
-            for name in ("config.json", "generation_config.json"):
-                found = _settings(folder / name).get("eos_token_id")
-                found = (found or [None])[0] if isinstance(found, list) else found
-                if found is not None and not (type(found) is int and 0 <= found < 2**32 and backend.id_to_token(found)):
-                    rule = f"its end of document, eos_token_id {found!r:.60} of {name}, is none of its tokens"
-                    raise ValueError(rule)
-                end = end if found is None else found
+        eos, end = token_text(settings.get("eos_token")), None
+        if eos is None:
+            eos = end = _end_of_model(folder)
+        if eos is not None and eos not in [*(vocabulary if end is None else vocabulary.values())]:
+            raise ValueError(f"its end of document, {eos!r:.60}, is none of its tokens")
     return TextTokenizer(backend, {key: settings[key] for key in KEPT_SETTINGS if settings.get(key) is not None}, end)
+
+
+def _end_of_model(folder: Path) -> Any:
+    """eos_token_id of the model's files, for a tokenizer that names no end of document."""
+    files = (_settings(folder / name).get("eos_token_id") for name in ("generation_config.json", "config.json"))
+    found = next((eos for eos in files if eos is not None), None)
+    return next(iter(found), None) if isinstance(found, list) else found
 
 
 def _backend_in(folder: Path) -> Tokenizer:
@@ -195,11 +190,8 @@ def _backend_in(folder: Path) -> Tokenizer:
         backend: Tokenizer = theirs.backend_tokenizer
         return backend
     except Exception as error:  # both libraries raise whatever they like
-        reason = (str(error).splitlines() or [""])[0]
-        there = (
-            "tokenizer.json cannot be read" if content else "holds no tokenizer.json, and transformers cannot load it"
-        )
-        raise ValueError(f"{there} ({reason})") from error
+        there = "tokenizer.json cannot be read" if content else "holds no tokenizer.json that transformers can load"
+        raise ValueError(f"{there} ({(str(error).splitlines() or [''])[0]})") from error
 
 
 def _settings(path: Path) -> dict[str, Any]:
@@ -207,11 +199,9 @@ def _settings(path: Path) -> dict[str, Any]:
 
 
 def byte_letters() -> list[str]:
-    """The visible letter that byte-level BPE writes for each byte (GPT-2's table)."""
-    visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    hidden = [byte for byte in range(256) if byte not in visible]
-    letters = {byte: chr(byte) for byte in visible} | {byte: chr(256 + rank) for rank, byte in enumerate(hidden)}
-    return [letters[byte] for byte in range(256)]
+    """The visible letter that byte-level BPE writes for each byte (GPT-2's table): itself, or one from 256 on."""
+    alphabet, hidden = set(pre_tokenizers.ByteLevel.alphabet()), count(256)
+    return [chr(byte) if chr(byte) in alphabet else chr(next(hidden)) for byte in range(256)]
 
 
 def _symbol_table(spec: dict[str, Any]) -> npt.NDArray[np.uint32] | None:
@@ -219,19 +209,18 @@ def _symbol_table(spec: dict[str, Any]) -> npt.NDArray[np.uint32] | None:
 
     It is one of them if its vocabulary makes the same one here: no normalizer, no prefix, no other ids.
     """
-    vocabulary = spec["model"].get("vocab")
-    if not isinstance(vocabulary, dict) or not all(token["special"] for token in spec["added_tokens"]):
+    kind, vocabulary = spec["model"]["type"], spec["model"].get("vocab")
+    if kind not in ("BPE", "WordLevel") or not vocabulary or not all(it["special"] for it in spec["added_tokens"]):
         return None
-    kind, symbols = spec["model"]["type"], sorted(vocabulary, key=vocabulary.__getitem__)
-    if kind == "WordLevel" and symbols and symbols == sorted(symbols) and all(len(symbol) == 1 for symbol in symbols):
-        table, ours = np.array([ord(symbol) for symbol in symbols], dtype=np.uint32), _char_backend(symbols)
-    elif kind == "BPE" and symbols[:256] == byte_letters():
+    symbols = sorted(vocabulary, key=vocabulary.__getitem__)
+    if kind == "BPE" and symbols[:256] == byte_letters():
         table, ours = np.empty(0, dtype=np.uint32), _byte_backend(symbols)
+    elif kind == "WordLevel" and symbols == sorted(symbols) and all(len(symbol) == 1 for symbol in symbols):
+        table, ours = np.array([ord(symbol) for symbol in symbols], dtype=np.uint32), _char_backend(symbols)
     else:
         return None
-    parts = ("normalizer", "pre_tokenizer", "model")
     same = json.loads(ours.to_str())
-    return table if [spec[part] for part in parts] == [same[part] for part in parts] else None
+    return table if all(spec[part] == same[part] for part in ("normalizer", "pre_tokenizer", "model")) else None
 
 
 def _look_up(table: npt.NDArray[np.uint32], text: str) -> IntArray:

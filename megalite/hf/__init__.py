@@ -1,0 +1,1 @@
+"""From and to transformers' models, and what is done with a trained one."""

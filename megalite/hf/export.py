@@ -22,14 +22,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megalite.config.durable_files import draft_of, sync_folder
-from megalite.config.families import ARCHITECTURE, FAMILIES, describe, other_settings
+from megalite.config.families import ARCHITECTURE, FAMILIES, OF_EXPERTS, describe, other_settings
 from megalite.config.schema import ModelConfig
 from megalite.config.settings import yaml_value
+from megalite.config.user_files import refusing
 from megalite.errors.problems import NO_VALUE, Problem, UserError, collect
 from megalite.hf.model_card import model_card
 from megalite.hf.saved_model import SavedModel
 from megalite.hf.tensors import Source, sources
-from megalite.hf.tokenizer_files import tokenizer_files
 from megalite.launch.device import DTYPES
 from megalite.train.history import read_metrics
 
@@ -61,7 +61,7 @@ def export_checkpoint(
         figures=figures,
         has_tokenizer=tokenizer is not None,
     )
-    others = {} if tokenizer is None else tokenizer_files(tokenizer, model.seq_length)
+    others = {} if tokenizer is None else tokenizer.files(model.seq_length)
     export_model(
         run.masters(),
         model.config,
@@ -85,14 +85,12 @@ def export_model(
     max_shard_size: str = MAX_SHARD_SIZE,
     others: Mapping[str, bytes] = NO_FILES,
 ) -> None:
-    """Write `folder` (new or empty): config.json, generation_config.json, model.safetensors or its parts with their
-    index, and `others` (by name: what belongs to it besides the model). The inverse of `import_model`.
+    """Write `folder` (new or empty): the model and, by name, `others`. The inverse of `import_model`.
 
     `values` are (logical name, tensor of the logical shape on any device) in the order of `gpt_parameters(config)`, as
     `import_model` and `start_values` give them; they are rounded to `dtype`. `config` is resolved (no None left).
     `context_length` is what a family with rotary positions says of its length; `end_of_document` the token that ends a
-    text, and so stands before the next one: it is what to begin with, too. UserError, with no folder written: no family
-    expresses the settings, a value is not finite, or the disk refuses.
+    text, and so stands before the next one: it is what to begin with, too.
     """
     family = family_of(config)
     ends = dict.fromkeys(("bos_token_id", "eos_token_id"), end_of_document)  # absent: the family's first model's
@@ -127,25 +125,22 @@ def export_model(
 
 def family_of(config: ModelConfig) -> str:
     """The family of transformers that computes exactly this model; a UserError if there is none."""
-    others = {family: other_settings(family, config) for family in FAMILIES}
+    near = [family for family in FAMILIES if (family in OF_EXPERTS) == (config.moe.num_experts > 0)]
+    others = {family: other_settings(family, config) for family in near}
+    needs = []
     for family, differences in others.items():
         if not differences:
             return family
-    needs = "; ".join(
-        f"{family} has " + ", ".join(f"model.{name}={yaml_value(value)}" for name, value in sorted(differences.items()))
-        for family, differences in others.items()
-    )
-    value = {name: getattr(config, name) for name in sorted({name for each in others.values() for name in each})}
+        settings = ", ".join(f"model.{name}={yaml_value(value)}" for name, value in sorted(differences.items()))
+        needs.append(f"{family} has {settings}")
+    rule = f"no family that can be exported computes this model: {'; '.join(needs)}"
     remedy = "the checkpoints of the run stay usable here; to exchange a model, train it with one family's settings"
-    raise UserError(Problem("model", value, f"no family that can be exported computes this model: {needs}", remedy))
+    raise UserError(Problem("model", config.name, rule, remedy))
 
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """A folder to write to that becomes `folder` at the end, or vanishes if the body raises.
-
-    UserError where `folder` is a file or holds something, before the body, and where the disk refuses.
-    """
+    """A folder to write to that becomes `folder` (new or empty) at the end, or vanishes if the body raises."""
     require_new(folder)
     final = folder.resolve()
     unfinished = draft_of(final)
@@ -159,45 +154,51 @@ def new_folder(folder: Path) -> Iterator[Path]:
         unfinished.rename(final)
         sync_folder(final.parent)
     except (OSError, SafetensorError) as error:
-        raise _not_written(folder, error) from error
+        remedy = "name a folder on a disk with room that this user may write to"
+        raise UserError(Problem("folder", str(folder), f"it cannot be written: {error}", remedy)) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def require_new(folder: Path) -> None:
     """UserError where `folder` is a file or holds something."""
-    try:
+    with refusing(folder, "name a folder that this user may write to"):
         if folder.is_file() or (folder.exists() and any(folder.iterdir())):
-            raise UserError(
-                Problem("folder", str(folder), "it exists already", "name a new folder, or delete this one")
-            )
-    except OSError as error:
-        raise _not_written(folder, error) from error
+            remedy = "name a new folder, or delete this one"
+            raise UserError(Problem("folder", str(folder), "it exists already", remedy))
 
 
 def _tensors(
     values: Iterable[tuple[str, Tensor]], by_parameter: Mapping[str, Source], dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name in the file, its tensor) of each value; all values that are not finite in one UserError at the end."""
-    problems = []
-    for (name, value), (expected, source) in zip(values, by_parameter.items(), strict=True):
-        assert name == expected, (name, expected)
-        for (part, shape), tensor in zip(source.tensors.items(), source.form.split(value), strict=True):
-            # A copy even where nothing changes: safetensors takes only contiguous tensors that share no memory.
-            written = torch.empty(shape, dtype=dtype).copy_(tensor)
+    """(name in the file, its tensor) of each value; all values that are not finite in one UserError at the end.
+
+    Of no value anything is kept when the next is asked for: the experts of a layer may be all that fits into memory.
+    """
+    strange: dict[str, None] = {}
+    each = iter(values)
+    for name, source in by_parameter.items():
+        for part, written in _parts(next(each), name, source, dtype):
             if not torch.isfinite(written).all():
-                remedy = "export a checkpoint from before training diverged, or to a dtype that reaches further"
-                problems.append(Problem(name, NO_VALUE, f"holds numbers that are not finite as {dtype}", remedy))
+                strange[name] = None
             yield part, written
-    if problems:
-        raise UserError(problems)
+    left = [name for name, _ in each]
+    assert not left, left
+    rule = f"holds numbers that are not finite as {dtype}"
+    remedy = "export a checkpoint from before training diverged, or to a dtype that reaches further"
+    if strange:
+        raise UserError([Problem(name, NO_VALUE, rule, remedy) for name in strange])
+
+
+def _parts(
+    named: tuple[str, Tensor], expected: str, source: Source, dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    name, value = named
+    assert name == expected, (name, expected)
+    for (part, shape), tensor in zip(source.tensors.items(), source.form.split(value), strict=True):
+        # A copy even where nothing changes: safetensors takes only contiguous tensors that share no memory.
+        yield part, torch.empty(shape, dtype=dtype).copy_(tensor)
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def _not_written(folder: Path, error: Exception) -> UserError:
-    """A disk that refuses is the user's to know, not a traceback."""
-    remedy = "name a folder on a disk with room that this user may write to"
-    return UserError(Problem("folder", str(folder), f"it cannot be written: {error}", remedy))

@@ -1,12 +1,13 @@
-"""Weights of a transformers GPT-2, Llama or Qwen3 folder as logical parameters. Reads config.json and safetensors only.
+"""Weights of a transformers folder (config/families.py) as logical parameters. Reads config.json and safetensors only.
 
 No model of transformers is built, nothing is downloaded and nothing is unpickled. Whatever does not fit (another shape,
-missing or unexpected tensors, non-finite values) is refused, all of it in one message.
+missing or unexpected tensors) is refused, all of it in one message.
 """
 
 import re
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megalite.config.model_folder import SETTING, folder_problem, imported_model_settings, read_model_file
+from megalite.config.families import OF_EXPERTS, differences
+from megalite.config.model_folder import folder_problem, imported_model_settings, read_model_file
 from megalite.config.schema import ModelConfig
 from megalite.config.settings import yaml_value
 from megalite.config.user_files import read_object
@@ -30,7 +32,7 @@ def import_model(
     folder: str | Path, config: ModelConfig, names: Container[str] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """(logical name, tensor of the logical shape, in the dtype of the file) for every parameter of `config`, or for
-    those of `names`.
+    those of `names`. A dense model for a `config` with experts gives its MLP for each expert, and no router.
 
     All names and shapes are checked before the first is read; vocabulary rows that pad the table are zero.
     """
@@ -38,10 +40,11 @@ def import_model(
     family, settings = read_model_file(folder)["model_type"], imported_model_settings(folder)
     config = replace(config, vocab_size=config.vocab_size or settings["vocab_size"])
     problems = []
-    for name, theirs in settings.items():
-        if (ours := getattr(config, name)) != theirs:
-            override = f"model.{name}={yaml_value(theirs)}"
-            problems.append(Problem(f"model.{name}", ours, f"is {theirs} in the model of {folder}", override))
+    for name, theirs in differences(settings, config).items():
+        override, ours = f"model.{name}={yaml_value(theirs)}", attrgetter(name)(config)
+        problems.append(Problem(f"model.{name}", ours, f"is {theirs} in the model of {folder}", override))
+    if config.moe.num_experts and family not in OF_EXPERTS:
+        problems += _cannot_be_experts(folder, settings, config)
     if problems:
         raise UserError(problems)
     wanted = sources(family, config)
@@ -50,32 +53,39 @@ def import_model(
     return _read(folder, stored, {name: source for name, source in wanted.items() if names is None or name in names})
 
 
+def _cannot_be_experts(folder: Path, settings: Mapping[str, Any], config: ModelConfig) -> Iterator[Problem]:
+    """What keeps the MLP of the folder's dense model from being every expert of `config`."""
+    moe, width = config.moe, settings["ffn_hidden_size"]
+    copied = f"each expert starts as the MLP of {folder}, which is dense"
+    if moe.ffn_hidden_size != width:
+        remedy = f"model.moe.ffn_hidden_size={width}"
+        yield Problem("model.moe.ffn_hidden_size", moe.ffn_hidden_size, f"{copied} and {width} wide", remedy)
+    if moe.num_shared_experts:
+        rule = f"{copied}: nothing is left for a shared one"
+        yield Problem("model.moe.num_shared_experts", moe.num_shared_experts, rule, "model.moe.num_shared_experts=0")
+    if settings["bias"]:
+        remedy = "a Llama or Qwen3 model without biases, or model.moe.num_experts=0"
+        yield Problem("model.moe.num_experts", moe.num_experts, f"{copied} and has biases, which no expert has", remedy)
+
+
 def _stored_tensors(folder: Path, prefix: str) -> Stored:
     """Every tensor in the safetensors files of the folder. Old folders leave the prefix of the names out."""
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    paths = [single]
-    if not single.exists():
-        if not index.exists():
-            rule = "must hold model.safetensors or model.safetensors.index.json"
-            remedy = "pickled weights (*.bin) are never loaded: save the model again with save_pretrained(FOLDER)"
-            raise UserError(Problem(SETTING, str(folder), rule, remedy))
+    index, names = folder / "model.safetensors.index.json", {"model.safetensors"}
+    if index.exists() and not (folder / "model.safetensors").exists():
         parts = read_object(index).get("weight_map")
         if not isinstance(parts, dict):
             raise UserError(folder_problem(index, "must be an index of safetensors files"))
-        paths = [folder / Path(str(name)).name for name in sorted(set(map(str, parts.values())))]
+        names = {Path(str(name)).name for name in parts.values()}
     stored: Stored = {}
-    problems = []
-    for path in paths:
+    for path in (folder / name for name in sorted(names)):
         try:
             file = safe_open(path, framework="pt")
         except (OSError, SafetensorError) as error:
-            problems.append(folder_problem(path, f"must be a complete safetensors file ({error})"))
-            continue
+            rule = f"must be a complete safetensors file ({error}); pickled weights (*.bin) are never loaded"
+            raise UserError(folder_problem(path, rule)) from error
         for name in file.keys():  # noqa: SIM118
             known = name == HEAD or name.startswith(prefix)
             stored[name if known else prefix + name] = file, name
-    if problems:
-        raise UserError(problems)
     return stored
 
 
@@ -98,13 +108,12 @@ def _check(folder: Path, stored: Stored, wanted: dict[str, Source], ignored: set
 
 
 def _read(folder: Path, stored: Stored, wanted: dict[str, Source]) -> Iterator[tuple[str, Tensor]]:
-    problems = []
+    def finite(part: str) -> Tensor:
+        file, full_name = stored[part]
+        tensor: Tensor = file.get_tensor(full_name)
+        if not torch.isfinite(tensor).all():
+            raise UserError(folder_problem(folder, f"must hold finite numbers, unlike {full_name}"))
+        return tensor
+
     for name, source in wanted.items():
-        parts = []
-        for file, full_name in (stored[part] for part in source.tensors):
-            parts.append(file.get_tensor(full_name))
-            if not torch.isfinite(parts[-1]).all():
-                problems.append(folder_problem(folder, f"must hold finite numbers, unlike {full_name}"))
-        yield name, source.form.join(*parts)
-    if problems:
-        raise UserError(problems)
+        yield name, source.form.join(*map(finite, source.tensors))

@@ -17,7 +17,7 @@ from megalite.checkpoint.run_folder import CHECKPOINTS
 from megalite.checkpoint.store import CheckpointError, Found, newest, of_step
 from megalite.checkpoint.tokenizer_folder import TOKENIZER, check_tokenizer
 from megalite.config.derive import derive_model
-from megalite.config.model_folder import imported_model_settings, read_model_file
+from megalite.config.model_folder import imported_model, read_model_file
 from megalite.config.schema import Config, ModelConfig
 from megalite.config.settings import SETTINGS, with_values
 from megalite.config.user_files import read_object
@@ -29,6 +29,7 @@ from megalite.launch.device import DTYPES
 from megalite.model.gpt import GPT
 from megalite.model.init import fill
 from megalite.model.parameters import gpt_parameters
+from megalite.model.routers import Routers
 from megalite.train.state import SavedState
 
 LONGEST = 1024  # tokens in a sequence, where a model of others was made for more
@@ -47,19 +48,20 @@ class RunCheckpoint:
 
         Each is read when its turn comes, so that one of them at a time is in memory.
         """
-        dtype = torch.float64 if DTYPES[self.config.precision] == torch.float64 else torch.float32
         for record in gpt_parameters(self.config.model):
-            value = torch.empty(record.shape, dtype=dtype)
-            piece = Piece(f"master.{record.name}", record.shape, (0,) * value.dim(), value)
-            self._read(piece)
-            yield record.name, value
+            yield record.name, self.read(f"master.{record.name}", record.shape)
 
-    def _read(self, piece: Piece) -> None:
+    def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """One tensor of the checkpoint, in the masters' precision."""
+        dtype = torch.float64 if DTYPES[self.config.precision] == torch.float64 else torch.float32
+        value = torch.empty(shape, dtype=dtype)
+        piece = Piece(name, shape, (0,) * value.dim(), value)
         try:
-            self.found.read_into([piece], unread=lambda name: name != piece.name)
+            self.found.read_into([piece], unread=piece.name.__ne__)
         except CheckpointError as error:
             remedy = "try again: a run that goes on deletes its old checkpoints (checkpoint.keep)"
             raise UserError(Problem("checkpoint", str(self.found.path), str(error), remedy)) from error
+        return value
 
 
 @dataclass(frozen=True)
@@ -78,11 +80,14 @@ class SavedModel:
         config = replace(config, model=self.config, train=replace(config.train, compile=False))
         model = GPT(config, dtype=dtype, device=device)
         fill(model, import_model(self.folder, self.config) if self.run is None else self.run.masters())
+        if self.run is not None:
+            for name, value in Routers([model]).state():
+                value.copy_(self.run.read(name, tuple(value.shape)))
         return model.eval()
 
 
 def open_model(folder: Path, report: Callable[[str], None], step: int | None = None) -> SavedModel:
-    """The model of a run (its newest undamaged checkpoint, or that of `step`) or of transformers (GPT-2, Llama, Qwen3).
+    """The model of a run (its newest undamaged checkpoint, or that of `step`) or of transformers.
 
     `report` is told of damaged checkpoints that were passed over. UserError for what is neither, or does not fit.
     """
@@ -93,13 +98,9 @@ def open_model(folder: Path, report: Callable[[str], None], step: int | None = N
         has_tokenizer = tokenizers.is_dir()
     else:
         run, seq_length, tokenizers = None, _longest_sequence(folder), folder
-        model = derive_model(ModelConfig(**imported_model_settings(folder)), seq_length)
+        model = derive_model(imported_model(folder), seq_length)
         has_tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
     tokenizer = load_tokenizer(tokenizers) if has_tokenizer else None
-    if tokenizer is not None and model.vocab_size is not None and tokenizer.vocab_size > model.vocab_size:
-        rule = f"has {tokenizer.vocab_size:,} tokens, and the model knows {model.vocab_size:,}"
-        remedy = "put the tokenizer there that the model was trained with"
-        raise UserError(Problem("tokenizer", str(tokenizers), rule, remedy))
     return SavedModel(folder, model, seq_length, tokenizers if has_tokenizer else None, tokenizer, run)
 
 
@@ -108,12 +109,10 @@ def is_run(folder: Path, step: int | None = None) -> bool:
     if (folder / CHECKPOINTS).is_dir() or (folder / "run.json").is_file():
         return True
     if not (folder / "config.json").is_file():
-        rule = "it is neither the folder of a run nor one of a transformers model (config.json)"
-        if not folder.exists():
-            rule = "there is no such folder; models are not downloaded"
-        raise UserError(
-            Problem("model", str(folder), rule, "name a run folder, or one that save_pretrained has written")
-        )
+        neither = "it is neither the folder of a run nor one of a transformers model (config.json)"
+        rule = neither if folder.exists() else "there is no such folder; models are not downloaded"
+        remedy = "name a run folder, or one that save_pretrained has written"
+        raise UserError(Problem("model", str(folder), rule, remedy))
     if step is not None:
         raise UserError(Problem("step", step, "a model of transformers has no steps", "leave it out"))
     return False

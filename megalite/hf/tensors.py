@@ -1,7 +1,9 @@
-"""Which tensors of transformers' GPT-2, Llama and Qwen3 each logical parameter consists of: a table, read both ways.
+"""Which tensors of transformers' models each logical parameter consists of: a table, read both ways.
 
-A row of the table is a module: its logical name, and the names of the modules in the file whose tensors it consists of.
-A form says how: it joins the tensors of the file into the parameter, and splits the parameter into them.
+A row of the table is a module: its logical name, and the names of the modules in the file whose tensors it consists of
+(N: the layer, E: each of its experts). A form says how: it joins the tensors of the file into the parameter, and splits
+the parameter into them. A dense model of a file is one with experts, too: its MLP is each of them, and routers it has
+none (arXiv 2212.05055).
 """
 
 import re
@@ -13,11 +15,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalite.config.families import OF_EXPERTS
 from megalite.config.schema import ModelConfig
 from megalite.model.parameters import gpt_parameters, padded_vocabulary
 
 HEAD = "lm_head.weight"
-PREFIX = {"gpt2": "transformer.", "llama": "model.", "qwen3": "model."}  # of all tensors but the head
+PREFIX = {
+    "gpt2": "transformer.",
+    "llama": "model.",
+    "qwen3": "model.",
+    "mixtral": "model.",
+    "qwen3_moe": "model.",
+}  # of all tensors but the head
 
 _GPT2 = {
     "embedding.word": ["wte"],
@@ -41,7 +50,20 @@ _LLAMA = {
     "blocks.N.mlp.gate_up": ["layers.N.mlp.gate_proj", "layers.N.mlp.up_proj"],
     "blocks.N.mlp.down": ["layers.N.mlp.down_proj"],
     "final_norm": ["norm"],
+    "blocks.N.moe.experts.gate_up": ["layers.N.mlp.gate_proj", "layers.N.mlp.up_proj"],
+    "blocks.N.moe.experts.down": ["layers.N.mlp.down_proj"],
 }
+_MIXTRAL = _LLAMA | {
+    "blocks.N.moe.router": ["layers.N.block_sparse_moe.gate"],
+    "blocks.N.moe.experts.gate_up": [f"layers.N.block_sparse_moe.experts.E.{name}" for name in ("w1", "w3")],
+    "blocks.N.moe.experts.down": ["layers.N.block_sparse_moe.experts.E.w2"],
+}
+_QWEN3_MOE = _LLAMA | {
+    "blocks.N.moe.router": ["layers.N.mlp.gate"],
+    "blocks.N.moe.experts.gate_up": [f"layers.N.mlp.experts.E.{name}_proj" for name in ("gate", "up")],
+    "blocks.N.moe.experts.down": ["layers.N.mlp.experts.E.down_proj"],
+}
+_MODULES = {"gpt2": _GPT2, "llama": _LLAMA, "qwen3": _LLAMA, "mixtral": _MIXTRAL, "qwen3_moe": _QWEN3_MOE}
 
 
 class Form(NamedTuple):
@@ -54,6 +76,12 @@ class Form(NamedTuple):
 _SAME = Form(lambda tensor: tensor, lambda value: (value,))
 _TRANSPOSED = Form(torch.t, lambda value: (value.t(),))  # GPT-2's Conv1D keeps weights as [in, out]
 _STACKED = Form(lambda *parts: torch.stack(parts), torch.unbind)  # two of [ffn, ...] <-> [2, ffn, ...]
+_EXPERTS = {  # of each expert one, or two, one after the other
+    "down": _STACKED,
+    "gate_up": Form(
+        lambda *parts: torch.stack(parts).unflatten(0, (-1, 2)), lambda value: value.flatten(0, 1).unbind()
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -66,13 +94,20 @@ class Source:
 
 def sources(family: str, config: ModelConfig) -> dict[str, Source]:
     """By logical name, in the order of `gpt_parameters`. `config` is resolved (no None left)."""
-    modules, forms = _GPT2 if family == "gpt2" else _LLAMA, _forms(family, config)
+    modules, forms = _MODULES[family], _forms(family, config)
     found = {}
     for record in gpt_parameters(config):
         layer = "".join(re.findall(r"\.(\d+)\.", record.name))
         module, _, kind = re.sub(r"\.\d+\.", ".N.", record.name).rpartition(".")
+        if record.precision == "master" and module not in modules:
+            continue
         form = forms.get(f"{module}.{kind}", _SAME)
-        names = [f"{PREFIX[family]}{name.replace('N', layer)}.{kind}" for name in modules.get(module, [])] or [HEAD]
+        experts = config.moe.num_experts if any("E" in name for name in modules.get(module, [])) else 1
+        names = [
+            f"{PREFIX[family]}{name.replace('N', layer).replace('E', str(expert))}.{kind}"
+            for expert in range(experts)
+            for name in modules.get(module, [])
+        ] or [HEAD]
         parts = form.split(torch.empty(record.shape, device="meta"))
         found[record.name] = Source({name: tuple(part.shape) for name, part in zip(names, parts, strict=True)}, form)
     return found
@@ -100,6 +135,15 @@ def _forms(family: str, config: ModelConfig) -> dict[str, Form]:
     def ungrouped(value: Tensor) -> tuple[Tensor, ...]:
         return tuple(part.flatten(0, 2) for part in value.split((value.shape[1] - 2, 1, 1), dim=1))
 
+    def copied_to_experts(*parts: Tensor) -> Tensor:
+        """One [h, ffn] to each expert, or two of [ffn, h] -> [experts, 2, ffn, h]"""
+        value = parts[0] if len(parts) == 1 else torch.stack(parts)
+        return value.expand(config.moe.num_experts, *value.shape)
+
+    copied = {
+        "down": Form(copied_to_experts, lambda value: (value[0],)),
+        "gate_up": Form(copied_to_experts, lambda value: value[0].unbind()),
+    }
     # Tables in the file end with the vocabulary; the rows that round ours up are zero.
     vocabulary = Form(lambda table: F.pad(table, (0, 0, 0, padding)), lambda value: (value[:rows],))
     forms = {"embedding.word.weight": vocabulary, "head.weight": vocabulary}
@@ -111,4 +155,5 @@ def _forms(family: str, config: ModelConfig) -> dict[str, Form]:
         return forms
     for kind in ("weight", "bias"):
         forms |= {f"{qkv}.{kind}": Form(grouped, ungrouped), f"{block}.mlp.gate_up.{kind}": _STACKED}
-    return forms
+    of_experts = _EXPERTS if family in OF_EXPERTS else copied
+    return forms | {f"{block}.moe.experts.{matrix}.weight": form for matrix, form in of_experts.items()}

@@ -1,0 +1,1 @@
+"""Faster equivalents of plain operations, each beside the plain form."""

@@ -31,7 +31,8 @@ class _CausalAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, straight: Tensor | None, swapped: Tensor | None) -> Tensor:
-        s, b, groups, q, d = _sizes(qkv.shape)
+        s, b, groups, q_and_kv, d = qkv.shape
+        q = q_and_kv - 2
         heads = qkv.reshape(s, b * groups, q + 2, d).permute(1, 2, 0, 3)  # [n, q + 2, s, d]
         parts = (heads[:, :q], heads[:, q], heads[:, q + 1])
         queries, keys, values = (part.clone(memory_format=torch.contiguous_format) for part in parts)
@@ -54,7 +55,8 @@ class _CausalAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         queries, keys, values, straight, swapped, *kept = ctx.saved_tensors
-        s, b, groups, q, d = _sizes(ctx.shape)
+        s, b, groups, q_and_kv, d = ctx.shape
+        q = q_and_kv - 2
         grad = grads[0].reshape(s, b * groups, q, d).permute(1, 2, 0, 3).contiguous()  # [n, q, s, d]
         grad_queries, grad_keys, grad_values = (torch.empty_like(part) for part in (queries, keys, values))
         # The last block sees all keys: its products start the sums to which the blocks before it add.
@@ -73,12 +75,6 @@ class _CausalAttention(torch.autograd.Function):
         grad_heads = grad_qkv.view(s, b * groups, q + 2, d).permute(1, 2, 0, 3)
         grad_heads[:, :q], grad_heads[:, q], grad_heads[:, q + 1] = grad_queries, grad_keys, grad_values
         return grad_qkv, None, None
-
-
-def _sizes(shape: torch.Size) -> tuple[int, int, int, int, int]:
-    """s, b, groups, q_per_kv, d of a fused projection."""
-    s, b, groups, q_and_kv, d = shape
-    return s, b, groups, q_and_kv - 2, d
 
 
 def _rotate(queries: Tensor, keys: Tensor, b: int, straight: Tensor | None, swapped: Tensor | None, sign: int) -> None:

@@ -1,9 +1,8 @@
 """Dropout whose masks are hashes of coordinates: (seed, stream, sample, position in the sample, channel), nothing else;
 of attention's probabilities (seed, stream, sample, head, query, key).
 
-So the mask of an element is the same on ranks that hold copies of it, another one where the activation is split, and
-the same whatever the layout, the micro-batch size and the number of times that it is derived: nothing is drawn, saved
-or restored, and backward derives its mask again.
+So an element has the same mask on all ranks that hold it, whatever the layout and the micro-batch size: nothing is
+drawn, saved or restored, and backward derives its mask again.
 
 Each row of an activation has a key of 64 bits, hashed in a few operations on [streams, s, b] outside compiled blocks:
 no number that changes from step to step is a constant of a graph. An element costs three multiplications of 32 bits
@@ -43,16 +42,12 @@ class DropoutStreams:
         self._channels: dict[int, Tensor] = {}  # by width: the same for every microbatch
 
     def keys(self, samples: Tensor, positions: Tensor, width: int) -> dict[Stream, DropoutKey]:
-        """The key of each stream for a microbatch's activations of `width` channels.
-
-        samples [b]: the index in the run of each row's sample. positions [s]: where in its sample each row of the
-        activation lies; under sequence parallelism those of this rank's part. Both int64.
-        """
+        """The key of each stream for a microbatch's activations [s, b, width]. samples [b]: their index in the run.
+        positions [s]: where in its sample each row lies, of this rank's part of the sequence."""
         return self._keys(width, samples.view(1, -1), positions.view(-1, 1))  # [s, b]
 
     def attention_keys(self, samples: Tensor, heads: Tensor, positions: Tensor) -> dict[Stream, DropoutKey]:
-        """The key of each stream for the probabilities of a microbatch, [b, heads, s, s]. `heads`: which of the model's
-        this rank has."""
+        """The key of each stream for the probabilities of a microbatch, [b, heads, s, s], of this rank's `heads`."""
         return self._keys(len(positions), samples.view(-1, 1, 1), heads.view(-1, 1), positions)  # [b, heads, s]
 
     def _keys(self, width: int, *coordinates: Tensor) -> dict[Stream, DropoutKey]:
@@ -69,10 +64,7 @@ class DropoutStreams:
 
 
 def hash_dropout(x: Tensor, p: float, key: DropoutKey) -> Tensor:
-    """x [s, b, h] or [b, heads, s, s] with a share p in [0, 1) of its elements zero and the others divided by 1 - p.
-
-    Keeps no mask for backward, only the key.
-    """
+    """x [s, b, h] or [b, heads, s, s] with a share p in [0, 1) of its elements zero and the others divided by 1 - p."""
     return _HashDropout.apply(x, key.rows, key.channels, p)  # type: ignore[no-any-return]
 
 
@@ -100,9 +92,8 @@ def _drop(x: Tensor, rows: Tensor, channels: Tensor, p: float) -> Tensor:
 def _element_bits(rows: Tensor, channels: Tensor) -> Tensor:
     """32 bits per element as int32: [..., 2] and [h] -> [..., h].
 
-    Multiplications carry bits upwards and shifts bring them down, as in MurmurHash3's finalizer (the constants are
-    those of Wellons' "triple32", searched for least bias); the second word of the row enters halfway, so that rows
-    whose first words are alike differ. That `>>` copies the sign costs one bit of 32.
+    MurmurHash3's finalizer with the constants of Wellons' "triple32", searched for least bias; the second word of the
+    row enters halfway, so that rows whose first words are alike differ. That `>>` copies the sign costs one bit of 32.
     """
     bits = rows[..., :1] ^ channels
     bits *= -0x12A52B45  # 0xED5AD4BB as int32

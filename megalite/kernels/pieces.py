@@ -1,7 +1,7 @@
 """How much a CPU works on at once.
 
-A chain of elementwise steps in fp32 runs two to three times faster over pieces whose copies stay in the caches of the
-cores, best in buffers that serve for every piece: fresh pages and main memory cost more than the arithmetic.
+A chain of elementwise steps in fp32 runs two to three times faster over pieces whose copies stay in the caches, best in
+buffers that serve for every piece: fresh pages and main memory cost more than the arithmetic.
 """
 
 from collections.abc import Iterator

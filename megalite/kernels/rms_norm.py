@@ -18,8 +18,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class _CpuRMSNorm(torch.autograd.Function):
-    """RMSNorm in few passes over pieces that stay in the caches: on CPUs 3 to 5 times as fast as F.rms_norm, a chain of
-    ten operations.
+    """On CPUs 3 to 5 times as fast as F.rms_norm, a chain of ten operations: few passes over pieces in the caches.
 
     With r = 1 / sqrt(mean(x^2) + eps), y = x r w and g = dL/dy:
     dL/dw = sum over rows of g x r;  dL/dx = r (g w - x r^2 mean(g w x)). Both sums over g x are matrix-vector products.

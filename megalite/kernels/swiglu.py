@@ -17,8 +17,6 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 class _SwiGLU(torch.autograd.Function):
-    """silu(gate) * up of [..., 2 * ffn]; backward writes both gradients where they belong instead of joining them."""
-
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)

@@ -1,0 +1,1 @@
+"""From a started process to a device and process groups, and to an orderly end."""

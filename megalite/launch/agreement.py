@@ -1,6 +1,6 @@
-"""Makes what one rank runs into an error of all ranks at the same point: all go on, or all stop."""
+"""Raises an error that one rank meets on all ranks, at the same point: all go on, or all stop."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from megalite.errors.problems import Problem, UserError
@@ -21,17 +21,16 @@ def together(context: ParallelContext, action: Callable[[], T], *, patient: bool
     longer than parallel.timeout_s.
     """
     failure: Exception | None = None
-    result: T | None = None
     try:
         result = action()
     except Exception as error:
         failure = error
     if patient:
         context.barrier(patient=True)
-    said = context.gather_json([] if failure is None else [_kind_of(failure), _describe(failure)])
+    said = context.gather_json([] if failure is None else _kind_and_words(failure))
     failed = [(rank, *entry) for rank, entry in enumerate(said) if entry]
     if not failed:
-        return result  # type: ignore[return-value]  # no failure: `action` returned it
+        return result
     kinds = {kind for _, kind, _ in failed}
     if "input" in kinds and "bug" not in kinds:
         told = (problems for _, kind, problems in failed if kind == "input")
@@ -40,7 +39,17 @@ def together(context: ParallelContext, action: Callable[[], T], *, patient: bool
     message = f"{failed[0][2]} on rank {failed[0][0]}{others}"
     if kinds == {"storage"}:
         raise StorageFailure(message) from failure
-    raise failure if failure is not None and _kind_of(failure) == "bug" else RuntimeError(message)
+    raise failure if failure is not None and _kind_and_words(failure)[0] == "bug" else RuntimeError(message)
+
+
+def agree(context: ParallelContext, problems: Sequence[Problem]) -> None:
+    """Raise one UserError on all ranks if any rank has a problem. Ranks without problems call it with none."""
+
+    def refuse() -> None:
+        if problems:
+            raise UserError(list(problems))
+
+    together(context, refuse)
 
 
 def on_first(context: ParallelContext, action: Callable[[], Any]) -> Any:
@@ -48,13 +57,9 @@ def on_first(context: ParallelContext, action: Callable[[], Any]) -> Any:
     return context.broadcast_object(together(context, lambda: action() if context.rank == 0 else None))
 
 
-def _kind_of(error: Exception) -> str:
-    return "input" if isinstance(error, UserError) else "storage" if isinstance(error, OSError) else "bug"
-
-
-def _describe(error: Exception) -> Any:
+def _kind_and_words(error: Exception) -> list[Any]:
     if isinstance(error, UserError):
-        return [problem_fields(problem) for problem in error.problems]
+        return ["input", [problem_fields(problem) for problem in error.problems]]
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
-    return f"{type(error).__name__}: {error}"
+        return ["storage", f"{error.strerror} ({error.filename})" if error.filename else error.strerror]
+    return ["storage" if isinstance(error, OSError) else "bug", f"{type(error).__name__}: {error}"]

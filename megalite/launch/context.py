@@ -7,7 +7,7 @@ never queue behind the accelerator. Nothing is pickled.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import cached_property
@@ -18,12 +18,11 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.distributed_c10d import _set_pg_timeout as set_group_timeout  # torch has no public name for it
 
-from megalite.errors.problems import Problem, UserError
-from megalite.layout.groups import COMMUNICATING, GroupNeeds, GroupSpec, groups_of
+from megalite.errors.problems import Problem
+from megalite.layout.groups import GroupNeeds, GroupSpec, groups_of
 from megalite.layout.ranks import ParallelLayout
 
 CPU = torch.device("cpu")
-OPTIONAL_GROUPS = ("embedding", "position-embedding", "kv-replicas")  # not of every rank, or not of every model
 
 
 @dataclass(frozen=True)
@@ -52,13 +51,12 @@ class ParallelContext:
 
     def group(self, name: str) -> dist.ProcessGroup | None:
         """The communicator of the group called `name`; None where it has this rank alone, or not this rank."""
-        assert name in COMMUNICATING, f"group {name!r} is a list of ranks without a communicator"
-        return self.groups.get(name) if self.members(name) else None
+        assert name in self.specs, f"no group {name!r} among {', '.join(self.specs)}"
+        return self.groups.get(name)
 
     def members(self, name: str) -> tuple[int, ...]:
-        """Global ranks of the group, ascending; empty where this rank does not belong to it."""
-        assert name in self.specs or name in OPTIONAL_GROUPS, f"no group {name!r} among {', '.join(self.specs)}"
-        return self.specs[name].ranks if name in self.specs else ()
+        """Global ranks of the group, or along axes ("tp-dp"), ascending; empty where this rank is in no such group."""
+        return self.specs[name].ranks if name in self.specs else tuple(self.layout.group_of(self.rank, name))
 
     def size(self, name: str) -> int:
         """Number of ranks in the group."""
@@ -68,16 +66,7 @@ class ParallelContext:
         """Position of this rank in the group: its rank there."""
         return self.members(name).index(self.rank)
 
-    # --- agreement ---------------------------------------------------------------------------------------------------
-
-    def agree(self, problems: Sequence[Problem]) -> None:
-        """Raise the same UserError on every rank if any rank has a problem: the union, in order of rank, each once.
-
-        All ranks call it at the same point, those without problems with an empty list.
-        """
-        everyone = self.gather_json([*map(problem_fields, problems)])
-        if found := dict.fromkeys(Problem(**fields) for of_rank in everyone for fields in of_rank):
-            raise UserError(list(found))
+    # --- words between hosts -----------------------------------------------------------------------------------------
 
     def broadcast_object(self, value: Any) -> Any:
         """Rank 0's `value` on every rank, carried as JSON. The others' argument is not looked at."""
@@ -90,8 +79,9 @@ class ParallelContext:
         dist.broadcast(carrier, src=0, group=self.control_group)
         return json.loads(carrier.numpy().tobytes())
 
-    def gather_json(self, value: list[Any]) -> list[list[Any]]:
-        """Every rank's list, by rank. Costs one small all-reduce where all lists are empty, the usual case."""
+    def gather_json(self, value: list[Any], *, to_first: bool = False) -> list[list[Any]]:
+        """Every rank's list, by rank; `to_first`: none on other ranks than 0, which long lists would burden. Costs one
+        small all-reduce where all lists are empty, the usual case."""
         if self.control_group is None:
             return [value]
         payload = json.dumps(value).encode() if value else b""
@@ -99,8 +89,12 @@ class ParallelContext:
         dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=self.control_group)
         if not int(longest):
             return [[] for _ in range(self.world_size)]
-        gathered = [torch.empty(int(longest), dtype=torch.uint8) for _ in range(self.world_size)]
-        dist.all_gather(gathered, _padded(payload, int(longest)), group=self.control_group)
+        padded = _padded(payload, int(longest))
+        gathered = [torch.empty_like(padded) for _ in range(self.world_size if self.rank == 0 or not to_first else 0)]
+        if to_first:
+            dist.gather(padded, gathered or None, dst=0, group=self.control_group)
+        else:
+            dist.all_gather(gathered, padded, group=self.control_group)
         return [json.loads(of_rank.numpy().tobytes().strip() or b"[]") for of_rank in gathered]
 
     def barrier(self, *, patient: bool = False) -> None:

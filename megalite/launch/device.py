@@ -1,5 +1,6 @@
 """Chooses a rank's device, its precision and how many CPU threads it has. Nothing here communicates."""
 
+import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +22,9 @@ def choose_device(setting: str, environment: ProcessEnvironment) -> torch.device
     """
     present = setting != "cpu" and torch.cuda.is_available()
     if setting == "cuda" and not present:
-        raise UserError(Problem("device", "cuda", f"no usable CUDA device: {_why_no_cuda()}", "device=cpu, or auto"))
+        built = f"torch {torch.__version__}, built for CUDA {torch.version.cuda}, sees none"
+        rule = f"no usable CUDA device: {built} (nvidia-smi, CUDA_VISIBLE_DEVICES)"
+        raise UserError(Problem("device", "cuda", rule, "device=cpu, or auto"))
     if not present:
         return torch.device("cpu")
     local_rank = environment.rank if environment.local_rank is None else environment.local_rank
@@ -46,9 +49,15 @@ def name_of(dtype: torch.dtype) -> str:
 def set_threads(environment: ProcessEnvironment) -> None:
     """Give each rank its share of the cores, so that the ranks of a node do not slow each other down several times.
 
-    OMP_NUM_THREADS wins where the user set it.
+    OMP_NUM_THREADS wins where the user set it. Where it is not set, torchrun sets it to 1 for several ranks; whether it
+    was, the environment that torchrun itself was started with still tells, on Linux.
     """
-    if not _user_chose_threads(environment):
+    chosen = os.environ.get("OMP_NUM_THREADS")
+    if chosen == "1" and environment.launcher == "torchrun" and environment.local_world_size > 1:
+        with contextlib.suppress(OSError):
+            of_torchrun = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
+            chosen = chosen if b"OMP_NUM_THREADS=1" in of_torchrun else None
+    if chosen is None:
         torch.set_num_threads(threads_per_rank(usable_cores(), environment, os.environ))
 
 
@@ -64,28 +73,8 @@ def threads_per_rank(cores: int, environment: ProcessEnvironment, environ: Mappi
     return max(1, cores // environment.local_world_size)
 
 
-def _user_chose_threads(environment: ProcessEnvironment) -> bool:
-    """Whether OMP_NUM_THREADS is the user's. Where it is not set, torchrun sets it to 1 for several ranks; whether it
-    was, the environment that torchrun itself was started with still tells, on Linux."""
-    chosen = os.environ.get("OMP_NUM_THREADS")
-    if chosen != "1" or environment.launcher != "torchrun" or environment.local_world_size == 1:
-        return chosen is not None
-    try:
-        return b"OMP_NUM_THREADS=1" in Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return False
-
-
 def _has_fast_bf16(device: torch.device) -> bool:
     if device.type == "cuda":
         with torch.cuda.device(device):
             return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     return bool(torch.cpu._is_amx_tile_supported())  # torch has no public name for it
-
-
-def _why_no_cuda() -> str:
-    if torch.version.cuda is None and torch.version.hip is None:
-        return f"this torch ({torch.__version__}) is built without CUDA"
-    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
-        return "CUDA_VISIBLE_DEVICES is empty"
-    return "the driver shows no GPU (see nvidia-smi)"

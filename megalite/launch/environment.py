@@ -1,7 +1,8 @@
 """Reads who this process is in the job from the environment variables that launchers set.
 
-`RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR`, `MASTER_PORT` (torchrun, or anyone) come first, then a SLURM step
-(`srun`); with neither it is a single process. Everything wrong is reported at once. No torch import.
+`RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR`, `MASTER_PORT` (torchrun, or anyone) come first. In a SLURM step
+(`srun`) without them, SLURM's own variables are translated into them. With neither it is a single process. Everything
+wrong is reported at once. No torch import.
 """
 
 import re
@@ -13,6 +14,14 @@ from typing import Literal
 from megalite.errors.problems import Problem, UserError
 
 FIRST_RESERVED_STEP = 0xFFFFFFF0  # SLURM numbers its batch, extern and interactive shells from here on
+OF_SLURM = {  # by torchrun's name, the variable of a SLURM step that says the same
+    "RANK": "SLURM_PROCID",
+    "WORLD_SIZE": "SLURM_NTASKS",
+    "LOCAL_RANK": "SLURM_LOCALID",
+    "LOCAL_WORLD_SIZE": "SLURM_STEP_TASKS_PER_NODE",
+    "MASTER_ADDR": "SLURM_STEP_NODELIST",
+}
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 Launcher = Literal["single", "torchrun", "env", "slurm"]
 
 
@@ -31,29 +40,67 @@ class ProcessEnvironment:
 
 def read_environment(environ: Mapping[str, str]) -> ProcessEnvironment:
     """The process's place, or a UserError with everything that is wrong in the variables."""
-    variables = _Variables(environ)
-    if variables.has("RANK") or (variables.has("WORLD_SIZE") and not _in_slurm_step(environ)):
-        found = _from_variables(variables)
-    elif _in_slurm_step(environ):
-        found = _from_slurm(variables)
-    else:
+    variables = _variables(environ)
+    if not (variables.get("RANK") or variables.get("WORLD_SIZE")):
         return ProcessEnvironment()
-    if found.world_size > 1 and not _can_be_a_host(found.master_addr):
-        variables.refuse("MASTER_ADDR", "is not the name or address of a host", "the host of rank 0", alone=True)
-    if variables.problems:
-        raise UserError(variables.problems)
-    return found
+    slurm, problems = variables is not environ, []
+
+    def refuse(name: str, rule: str, remedy: str, *, alone: bool = False) -> None:
+        """`here`: another machine's variables may be right, and its ranks know nothing of these."""
+        value = variables.get(name)
+        if slurm and not environ.get(name):
+            name, remedy = (
+                OF_SLURM[name],
+                "start with `srun --ntasks N`, which sets it; for one process unset SLURM_PROCID",
+            )
+        problems.append(Problem(name, value, rule, remedy, here=True, alone=alone))
+
+    def number(name: str, least: int, most: int) -> int | None:
+        """The variable's value. None where it is not set, or wrong, which is noted."""
+        text = variables.get(name, "").strip()
+        if text and not (re.fullmatch(r"[0-9]{1,19}", text) and least <= int(text) <= most):
+            refuse(name, f"must be a whole number from {least} to {most:,}", "let torchrun or srun set it")
+            return None
+        return int(text) if text else None
+
+    for name, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
+        if not variables.get(name):
+            start = "start with `torchrun --nproc-per-node N pretrain_gpt.py`, or set both"
+            rule = f"not set, but {OF_SLURM[other] if slurm else other}={variables[other]} is"
+            refuse(name, rule, f"{start}; for one process `unset {other}`")
+    if slurm and environ.get("WORLD_SIZE", "").strip() not in ("", variables["WORLD_SIZE"]):
+        rule = f"differs from the {variables['WORLD_SIZE']} tasks of the SLURM step"
+        refuse("WORLD_SIZE", rule, "unset it, or set RANK too")
+    world_size, rank = number("WORLD_SIZE", 1, 10**9), number("RANK", 0, 10**9) or 0
+    if world_size is not None and rank >= world_size:
+        rule, remedy = f"must be below WORLD_SIZE={world_size}", f"0 to {world_size - 1}, each once"
+        refuse("RANK", rule, remedy, alone=True)
+    for name, example in (("MASTER_ADDR", "the host of rank 0"), ("MASTER_PORT", "a free port there, such as 29500")):
+        if world_size != 1 and not variables.get(name):
+            refuse(name, "not set, but several processes must find each other", f"{name}={example}")
+    address, port = variables.get("MASTER_ADDR") or LOOPBACK[0], number("MASTER_PORT", 1, 65535)
+    local_size = number("LOCAL_WORLD_SIZE", 1, 10**9)
+    local_rank = number("LOCAL_RANK", 0, (local_size if local_size and not slurm else 10**9) - 1)
+    if problems:
+        raise UserError(problems)
+    assert world_size is not None, "not set is a problem"
+    if world_size == 1 and local_rank is None:
+        local_rank = 0
+    if local_size is None:  # all ranks share this host where rank 0 is reached by loopback
+        local_size = world_size if address in LOOPBACK else (local_rank or 0) + 1
+    launcher: Launcher = "slurm" if slurm else "torchrun" if environ.get("TORCHELASTIC_RUN_ID") else "env"
+    return ProcessEnvironment(rank, world_size, local_rank, local_size, address, port or 0, launcher)
 
 
 def claimed_rank(environ: Mapping[str, str]) -> int:
     """The rank that even a broken environment claims (0 where it claims none): decides who prints a refusal."""
-    text = environ.get("RANK") or (environ.get("SLURM_PROCID") if _in_slurm_step(environ) else None) or "0"
+    text = _variables(environ).get("RANK") or "0"
     return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else 0
 
 
 def first_of_node(environ: Mapping[str, str]) -> bool:
     """Whether this process speaks for its machine: the first of its ranks there, or any where that is not known."""
-    return (environ.get("LOCAL_RANK") or environ.get("SLURM_LOCALID") or "0") == "0"
+    return (_variables(environ).get("LOCAL_RANK") or "0") == "0"
 
 
 def launch_command(environment: ProcessEnvironment, arguments: Sequence[str]) -> str:
@@ -80,101 +127,33 @@ def tasks_per_node(text: str) -> list[int]:
     return [int(count) for count, nodes in counts for _ in range(int(nodes or 1))]
 
 
-def _can_be_a_host(name: str) -> bool:
-    """Whether it has the form of one: what a resolver is asked for, it must be able to encode."""
-    try:
-        return bool(re.fullmatch(r"[\w.:%-]+", name) and name.encode("idna"))
-    except UnicodeError:  # an empty label, or one of more than 63 characters
-        return False
+def _variables(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """`environ` itself; or, in a task of a SLURM step without RANK, what torchrun would set there.
 
+    Not in the shell of sbatch or salloc, which is no task of a step.
+    """
+    step, rank = environ.get("SLURM_STEP_ID", ""), environ.get("SLURM_PROCID")
+    in_shell = (step.isdigit() and int(step) >= FIRST_RESERVED_STEP) or (not step and rank == "0")
+    if environ.get("RANK") or not rank or in_shell:
+        return environ
 
-def _in_slurm_step(environ: Mapping[str, str]) -> bool:
-    """Whether `srun` started this process; the shell of sbatch or salloc itself is no task of a step."""
-    step = environ.get("SLURM_STEP_ID", "")
-    if step.isdigit() and int(step) >= FIRST_RESERVED_STEP:
-        return False
-    return bool(environ.get("SLURM_PROCID") and (step or environ["SLURM_PROCID"] != "0"))
+    def first(*names: str) -> str:
+        return next((environ[name] for name in names if environ.get(name)), "")
 
+    def number(name: str) -> int:
+        return int(environ[name]) if environ.get(name, "").isdigit() else 0
 
-class _Variables:
-    """Environment variables, and what is wrong with those that were read."""
-
-    def __init__(self, environ: Mapping[str, str]) -> None:
-        self.environ = environ
-        self.problems: list[Problem] = []
-
-    def has(self, name: str) -> bool:
-        return bool(self.environ.get(name))
-
-    def first(self, *names: str) -> str:
-        """The first of the variables that is set, else the first."""
-        return next((name for name in names if self.has(name)), names[0])
-
-    def refuse(self, name: str, rule: str, remedy: str, *, alone: bool = False) -> None:
-        """`here`: another machine's variables may be right, and its ranks know nothing of these."""
-        self.problems.append(Problem(name, self.environ.get(name), rule, remedy, here=True, alone=alone))
-
-    def number(self, name: str, *, at_least: int = 0, below: int | None = None) -> int | None:
-        """The variable's value. None where it is not set, or wrong, which is noted."""
-        text = self.environ.get(name, "").strip()
-        number = int(text) if re.fullmatch(r"[0-9]{1,19}", text) else -1
-        if self.has(name) and not at_least <= number < (below or 10**20):
-            rule = f"must be a whole number from {at_least} {'on' if below is None else f'to {below - 1}'}"
-            self.refuse(name, rule, "let torchrun or srun set it")
-            return None
-        return number if self.has(name) else None
-
-
-def _from_variables(variables: _Variables) -> ProcessEnvironment:
-    for name, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
-        if not variables.has(name):
-            start = "start with `torchrun --nproc-per-node N pretrain_gpt.py`, or set both"
-            rule = f"not set, but {other}={variables.environ[other]} is"
-            variables.refuse(name, rule, f"{start}; for one process `unset {other}`")
-    world_size = variables.number("WORLD_SIZE", at_least=1)
-    rank = variables.number("RANK") or 0
-    if world_size is not None and rank >= world_size:
-        rule, remedy = f"must be below WORLD_SIZE={world_size}", f"0 to {world_size - 1}, each once"
-        variables.refuse("RANK", rule, remedy, alone=True)
-    for name, example in (("MASTER_ADDR", "the host of rank 0"), ("MASTER_PORT", "a free port there, such as 29500")):
-        if world_size != 1 and not variables.has(name):
-            variables.refuse(name, "not set, but several processes must find each other", f"{name}={example}")
-    address = variables.environ.get("MASTER_ADDR") or "127.0.0.1"
-    port = variables.number("MASTER_PORT", at_least=1, below=65536) or 0
-    local_size = variables.number("LOCAL_WORLD_SIZE", at_least=1)
-    local_rank = variables.number("LOCAL_RANK", below=local_size)
-    if world_size == 1 and local_rank is None:
-        local_rank = 0
-    if local_size is None:  # all ranks share this host where rank 0 is reached by loopback
-        on_one_host = address in ("127.0.0.1", "localhost", "::1")
-        local_size = (world_size or 1) if on_one_host else (local_rank or 0) + 1
-    launcher: Launcher = "torchrun" if variables.has("TORCHELASTIC_RUN_ID") else "env"
-    return ProcessEnvironment(rank, world_size or 1, local_rank, local_size, address, port, launcher)
-
-
-def _from_slurm(variables: _Variables) -> ProcessEnvironment:
-    environ = variables.environ
-    counted = "SLURM_STEP_NUM_TASKS" if variables.has("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
-    if not variables.has(counted):
-        variables.refuse(counted, "not set, but SLURM_PROCID is", "start with srun --ntasks N, or unset SLURM_PROCID")
-        return ProcessEnvironment(launcher="slurm")
-    size = variables.number(counted, at_least=1)
-    world_size, rank = size or 1, variables.number("SLURM_PROCID", below=size) or 0
-    if variables.has("WORLD_SIZE") and environ["WORLD_SIZE"].strip() != environ[counted].strip():
-        variables.refuse(
-            "WORLD_SIZE", f"differs from {counted}={environ[counted]}", "unset WORLD_SIZE, or set RANK too"
-        )
-    local_rank = variables.number("SLURM_LOCALID")
-    nodes = variables.first("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-    address = environ.get("MASTER_ADDR") or first_host(environ.get(nodes, ""))
-    if not address and world_size > 1:
-        rule = "is no list of nodes, so that rank 0 cannot be found"
-        variables.refuse(nodes, rule, "start with srun, which sets it, or set MASTER_ADDR")
-    port = variables.number("MASTER_PORT", at_least=1, below=65536)
-    if not variables.has("MASTER_PORT"):  # below the usual ephemeral ports; steps of a job that run side by side differ
-        job, step = variables.number("SLURM_JOB_ID") or 0, environ.get("SLURM_STEP_ID", "0")
-        port = 12000 + (job * 31 + (int(step) if step.isdigit() else 0)) % 20000
-    tasks = variables.first("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
-    counts = tasks_per_node(environ.get(tasks, "")) or [world_size if environ.get("SLURM_NNODES", "1") == "1" else 1]
-    local_size = counts[min(variables.number("SLURM_NODEID") or 0, len(counts) - 1)]
-    return ProcessEnvironment(rank, world_size, local_rank, local_size, address or "127.0.0.1", port or 0, "slurm")
+    size = first("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    on_one_node = size if environ.get("SLURM_NNODES", "1") == "1" else ""
+    counts = tasks_per_node(first("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE") or on_one_node)
+    nodes = first("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    # Below the usual ephemeral ports; steps of a job that run side by side differ.
+    port = 12000 + (number("SLURM_JOB_ID") * 31 + number("SLURM_STEP_ID")) % 20000
+    return {
+        "RANK": rank,
+        "WORLD_SIZE": size,
+        "LOCAL_RANK": first("SLURM_LOCALID"),
+        "LOCAL_WORLD_SIZE": str(counts[min(number("SLURM_NODEID"), len(counts) - 1)]) if counts else "",
+        "MASTER_ADDR": environ.get("MASTER_ADDR") or first_host(nodes),
+        "MASTER_PORT": environ.get("MASTER_PORT") or str(port),
+    }

@@ -4,9 +4,7 @@ A mistake in one rank's environment, device or settings stops all ranks alike, b
 process has no process group at all.
 
 All ranks walk the same list of all groups in the same order (layout/groups.py) and name each to torch, members or not:
-torch then counts alike on every rank and gives each group a name of its own. Groups of one rank, and those over which
-nothing travels, are never made. (`new_group(use_local_synchronization=True)` would spare a rank the groups of others,
-0.2 s among 16,384 ranks, but two ranks may then know a group by different names and wait for ever.)
+torch then counts alike on every rank and gives each group a name of its own. Groups of one rank are never made.
 
 NCCL's communicators are formed here, not by the first collective: `new_group` with `device_id` calls ncclCommInit* at
 once. So a network or a driver that fails does so under the time-out of the start, not in the middle of a step. Such a
@@ -16,7 +14,6 @@ pair of ranks. That is why each direction of the pipeline has a group of its own
 
 import hashlib
 import os
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
@@ -32,7 +29,7 @@ from megalite.launch.context import ParallelContext
 from megalite.launch.device import set_threads
 from megalite.launch.environment import ProcessEnvironment
 from megalite.launch.host import allow_open_files, files_of, keep_freed_memory
-from megalite.launch.rendezvous import RankInfo, listed, rendezvous
+from megalite.launch.rendezvous import RankInfo, rendezvous
 from megalite.layout.groups import GroupNeeds, GroupSpec, all_groups, groups_of
 from megalite.layout.ranks import ParallelLayout
 
@@ -121,7 +118,7 @@ def make_groups(
     """
     made: dict[tuple[Any, ...], Any] = {}
     groups = {}
-    for spec in (spec for spec in specs if spec.communicates):
+    for spec in specs:
         on_gpu = device.type == "cuda" and not spec.on_host
         options = nccl.get(spec.options, {}) if on_gpu else {}
         key = (spec.traffic, spec.ranks, tuple(sorted(options.items())))
@@ -157,17 +154,3 @@ def _code() -> str:
     for path in sorted(CODE.rglob("*.py")):
         content.update(path.relative_to(CODE).as_posix().encode() + b"\0" + path.read_bytes())
     return f"code with fingerprint {content.hexdigest()[:12]}"
-
-
-def slow_tensor_parallelism(groups: Sequence[Sequence[int]], hosts: Sequence[str]) -> str | None:
-    """A warning where tensor-parallel `groups` of ranks cross machines, else None; rank r runs on hosts[r]."""
-    across = [group for group in groups if len({hosts[rank] for rank in group}) > 1]
-    if not across:
-        return None
-    places = " and ".join(sorted({hosts[rank] for rank in across[0]}))
-    return (
-        f"warning: {len(across)} of {len(groups)} tensor-parallel groups cross machines (ranks {listed(across[0])} "
-        f"on {places}): each layer waits for the network between them, several times slower than links inside a "
-        f"machine. Keep parallel.tp at {min(Counter(hosts).values())} or less, a divisor of the ranks of a machine, "
-        "and tp first in parallel.order."
-    )

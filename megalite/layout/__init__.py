@@ -1,0 +1,1 @@
+"""Who holds and exchanges what, as numbers: ranks, groups, stages, parameters, shards. No torch."""

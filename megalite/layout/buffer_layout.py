@@ -1,10 +1,9 @@
-"""Which parameter lies where, in which bucket, and which part of it each rank updates: plain records, no torch.
+"""Which parameter lies where, in which bucket, and which of it each rank updates: plain records, no torch.
 
 A buffer holds all parameters of one precision and one kind (dense or expert), in reverse order of registration, so that
-backward completes it from its start to its end. It is cut into buckets, whose gradients travel together. A bucket's
-length is a multiple of the ranks that share its optimizer state, so that each owns an equal, aligned slice of it;
-slices cross the borders of parameters. The layout is a function of sizes alone, the same on all ranks that exchange a
-bucket.
+backward completes it from its start to its end. It is cut into buckets, whose gradients travel together. Each of the
+ranks that share a bucket's optimizer state owns an equal, aligned slice of it; slices cross the borders of parameters.
+The layout is a function of sizes alone, the same on all ranks that exchange a bucket.
 Facts: Megatron-LM's distributed optimizer (param_layout.py); Rajbhandari et al. 2019 (arXiv 1910.02054).
 """
 
@@ -65,19 +64,26 @@ class Bucket:
 
 @dataclass(frozen=True)
 class OwnedRange:
-    """A part of one parameter that a rank owns, seen from four places. Bucket `bucket` counts over all buffers.
+    """What a rank owns of one parameter in bucket `bucket`, counted over all buffers.
 
-    `in_shard` is in all that the rank owns of the buffer, its slices of all buckets one after the other; `in_slice` is
-    in its slice of this bucket; `in_parameter` is in the flat tensor that the rank holds of the parameter.
+    The same elements `in_buffer`, in the rank's slice of this bucket, and in the flat tensor that it holds of the
+    parameter.
     """
 
     slot: BufferSlot
     bucket: int
     in_buffer: range
-    in_bucket: range
-    in_shard: range
     in_slice: range
     in_parameter: range
+
+    def boxes(self) -> Iterator[tuple[ShardBox, range, int]]:
+        """Each box of the parameter of which it is a part: the box, which of its elements, and where in the slice."""
+        shift = self.in_slice.start - self.in_parameter.start
+        for box in self.slot.shard.boxes:
+            flat = box.flat(self.slot.shard.shape)
+            start, stop = max(flat.start, self.in_parameter.start), min(flat.stop, self.in_parameter.stop)
+            if start < stop:
+                yield box, range(start - flat.start, stop - flat.start), start + shift
 
 
 @dataclass(frozen=True)
@@ -110,11 +116,16 @@ class BufferLayout:
     def owned(self, dense: int = 0, expert: int = 0) -> tuple[OwnedRange, ...]:
         """What the rank at position `dense` of the ranks that share dense state, `expert` of those of experts, owns."""
         index = {"dense": dense, "expert": expert}
-        return tuple(
-            owned
-            for number, bucket in enumerate(self.buckets)
-            for owned in _owned_of_bucket(number, bucket, index[bucket.buffer.kind])
-        )
+        found = []
+        for number, bucket in enumerate(self.buckets):
+            own = bucket.slice_of(index[bucket.buffer.kind])
+            for slot in bucket.slots:
+                start, stop = max(own.start, slot.start), min(own.stop, slot.stop)
+                if start < stop:
+                    in_slice = range(start - own.start, stop - own.start)
+                    in_parameter = range(start - slot.start, stop - slot.start)
+                    found.append(OwnedRange(slot, number, range(start, stop), in_slice, in_parameter))
+        return tuple(found)
 
 
 def buffer_layout(
@@ -122,35 +133,38 @@ def buffer_layout(
     *,
     tp: tuple[int, int] = (1, 0),
     etp: tuple[int, int] = (1, 0),
+    ep: tuple[int, int] = (1, 0),
     dense_shards: int = 1,
     expert_shards: int = 1,
     bucket_size: int | None = None,
     ownership: Ownership = "even",
 ) -> BufferLayout:
-    """The layout of one rank's parameters; `tp` and `etp` are (size, index) of the rank on these axes.
+    """The layout of one rank's parameters; `tp`, `etp` and `ep` are (size, index) of the rank on these axes.
 
     A bucket ends before a block that would take it over `bucket_size` elements (default: `default_bucket_size`), so
-    that a block's parameters arrive together; a larger block is cut between parameters. Tables of the vocabulary have
-    buckets of their own: a tied one is cut alike by both ends of a pipeline, an uneven one leaves all else alike on the
-    ranks of tp, which add up slices of what they replicate. With `ownership` "whole" each parameter but these tables
-    has one owner, for optimizers that need matrices: every slice has room for the largest, and buckets grow until at
-    most a fifth of them is padding.
+    that a block's parameters arrive together, and inside a larger block after a parameter that reaches the size, unless
+    less than that is left.
+    Tables of the vocabulary have buckets of their own: a tied one is cut alike by both ends of a pipeline, an uneven
+    one leaves all else alike on the ranks of tp, which add up slices of what they replicate. With `ownership` "whole"
+    each parameter but these tables has one owner, for optimizers that need matrices: every slice has room for the
+    largest, and buckets grow until at most a fifth of them is padding.
     """
     shards: dict[Kind, int] = {"dense": dense_shards, "expert": expert_shards}
     places: dict[Kind, tuple[int, int]] = {"dense": tp, "expert": etp}
     by_buffer: dict[BufferName, list[Held]] = {}
     order: dict[str, int] = {}  # in which backward completes the parameters
     for record in reversed(records):
-        name = BufferName(record.precision, "dense" if record.expert is None else "expert")
-        by_buffer.setdefault(name, []).append((record, shard(record, *places[name.kind])))
+        name = BufferName(record.precision, "expert" if record.of_experts else "dense")
+        by_buffer.setdefault(name, []).append((record, shard(record, *places[name.kind], ep)))
         order[record.name] = len(order)
     buckets: list[Bucket] = []
     for name, held in by_buffer.items():
         sharing, start = shards[name.kind], 0
         target = default_bucket_size(sharing) if bucket_size is None else bucket_size
-        for content in _cut(held, target, sharing if ownership == "whole" else 1):
-            whole = ownership == "whole" and not _alone(content[0][0])
-            buckets.append((_whole_bucket if whole else _even_bucket)(name, start, sharing, content))
+        owners = sharing if ownership == "whole" else 1
+        for content in _cut(held, target, owners):
+            shares = [content] if _is_table(content[0][0]) else _shares(content, owners)
+            buckets.append(_bucket(name, start, sharing, shares))
             start = buckets[-1].stop
     buckets.sort(key=lambda bucket: max(order[slot.record.name] for slot in bucket.slots))
     return BufferLayout(tuple(buckets))
@@ -161,30 +175,15 @@ def default_bucket_size(shards: int) -> int:
     return max(40_000_000, 1_000_000 * shards)
 
 
-def slice_ranges(owned: Iterable[OwnedRange], wanted: Callable[[ParameterRecord], bool]) -> list[SliceRange]:
-    """Where in a rank's slices the wanted parameters lie: neighbours are one range, with the padding between them."""
+def slice_ranges(owned: Iterable[OwnedRange], wanted: Callable[[ParameterRecord, ShardBox], bool]) -> list[SliceRange]:
+    """Where in a rank's slices the wanted boxes of parameters lie: those that touch are one range."""
     found: list[SliceRange] = []
-    neighbour: int | None = None  # bucket of the range before, where that is wanted too
     for each in owned:
-        if not wanted(each.slot.record):
-            neighbour = None
-            continue
-        start = found.pop().start if neighbour == each.bucket else each.in_slice.start
-        found.append(SliceRange(each.bucket, start, each.in_slice.stop))
-        neighbour = each.bucket
-    return found
-
-
-def box_ranges(owned: Iterable[OwnedRange], wanted: Callable[[BufferSlot, ShardBox], bool]) -> list[SliceRange]:
-    """Where in a rank's slices the wanted boxes of parameters lie."""
-    found = []
-    for each in owned:
-        for box in each.slot.shard.boxes:
-            flat = box.flat(each.slot.shard.shape)
-            start, stop = max(flat.start, each.in_parameter.start), min(flat.stop, each.in_parameter.stop)
-            if start < stop and wanted(each.slot, box):
-                shift = each.in_slice.start - each.in_parameter.start
-                found.append(SliceRange(each.bucket, start + shift, stop + shift))
+        for box, elements, start in each.boxes():
+            if wanted(each.slot.record, box):
+                touches = found and (found[-1].bucket, found[-1].stop) == (each.bucket, start)
+                first = found.pop().start if touches else start
+                found.append(SliceRange(each.bucket, first, start + len(elements)))
     return found
 
 
@@ -195,68 +194,49 @@ def _cut(held: Sequence[Held], target: int, owners: int) -> Iterator[list[Held]]
     """The contents of the buckets of one buffer, in order. With several `owners` of wholes a bucket goes on until they
     can have like shares of it."""
     content: list[Held] = []
-    for alone, block in _blocks(held):
-        for piece in _parts(block, target):
-            over = _size(content) + _size(piece) > target and _is_level(content, owners)
-            if content and (alone or over):
-                yield content
-                content = []
-            content = [*content, *piece]
-        if alone:
+    size = 0
+    for (table, _), members in groupby(held, key=lambda each: (_is_table(each[0]), each[0].place)):
+        block = list(members)
+        length = _size(block)
+        if content and (table or (size + length > target and _is_level(content, owners))):
             yield content
-            content = []
+            content, size = [], 0
+        for each in block:
+            content.append(each)
+            size += _size([each])
+            length -= _size([each])  # what is left of the block: less than a bucket joins the last one
+            if table or (size >= target <= length and _is_level(content, owners)):
+                yield content
+                content, size = [], 0
     if content:
         yield content
 
 
-def _blocks(held: Iterable[Held]) -> Iterator[tuple[bool, list[Held]]]:
-    """Neighbours at one place of the model, or a table of the vocabulary, which stands alone."""
-    for (alone, _), members in groupby(held, key=lambda each: (_alone(each[0]), each[0].place)):
-        if alone:
-            yield from ((alone, [each]) for each in members)
-        else:
-            yield alone, list(members)
-
-
-def _parts(block: Sequence[Held], target: int) -> list[list[Held]]:
-    """A block that is larger is cut between parameters into parts that reach the target; its rest joins the last."""
-    parts: list[list[Held]] = [[]]
-    for each in block:
-        if _size(parts[-1]) >= target:
-            parts.append([])
-        parts[-1].append(each)
-    if len(parts) > 1 and _size(parts[-1]) < target:
-        rest = parts.pop()
-        parts[-1] += rest
-    return parts
-
-
-def _alone(record: ParameterRecord) -> bool:
+def _is_table(record: ParameterRecord) -> bool:
+    """Whether it is a table of the vocabulary."""
     tied = isinstance(record.place, tuple) and len(record.place) > 1
     return tied or (record.split is not None and record.split.uneven)
 
 
-def _even_bucket(name: BufferName, start: int, shards: int, content: Sequence[Held]) -> Bucket:
-    slots, cursor = _placed(content, start)
-    return Bucket(name, start, start + _padded(cursor - start, ALIGNMENT * shards), shards, tuple(slots))
-
-
-def _whole_bucket(name: BufferName, start: int, shards: int, content: Sequence[Held]) -> Bucket:
-    shares = _shares(content, shards)
-    size = max(map(_size, shares))
-    slots = [slot for owner, share in enumerate(shares) for slot in _placed(share, start + owner * size)[0]]
-    return Bucket(name, start, start + shards * size, shards, tuple(slots))
+def _bucket(name: BufferName, start: int, shards: int, shares: Sequence[Sequence[Held]]) -> Bucket:
+    """The shares one after the other, in rooms of equal size; each parameter starts aligned."""
+    room, slots = max(map(_size, shares)), []
+    for number, share in enumerate(shares):
+        cursor = start + number * room
+        for record, held in share:
+            slots.append(BufferSlot(record, held, cursor))
+            cursor += _padded(prod(held.shape), ALIGNMENT)
+    return Bucket(name, start, start + _padded(len(shares) * room, ALIGNMENT * shards), shards, tuple(slots))
 
 
 def _shares(content: Sequence[Held], owners: int) -> list[list[Held]]:
     """Each parameter, the largest first, goes to the owner that has least; inside a share they keep their order."""
-    sizes = [_size([each]) for each in content]
     loads = [(0, owner) for owner in range(owners)]  # a heap
     members: list[list[int]] = [[] for _ in loads]
-    for at in sorted(range(len(content)), key=lambda at: -sizes[at]):
+    for at in sorted(range(len(content)), key=lambda at: -_size([content[at]])):
         load, owner = loads[0]
         members[owner].append(at)
-        heapreplace(loads, (load + sizes[at], owner))
+        heapreplace(loads, (load + _size([content[at]]), owner))
     return [[content[at] for at in sorted(share)] for share in members]
 
 
@@ -266,36 +246,9 @@ def _is_level(content: Sequence[Held], owners: int) -> bool:
     return 5 * _size(content) >= 4 * room
 
 
-def _placed(content: Iterable[Held], start: int) -> tuple[list[BufferSlot], int]:
-    """Slots one after the other from `start`, each aligned, and where the next one would start."""
-    slots = []
-    for record, part in content:
-        slots.append(BufferSlot(record, part, start))
-        start += _padded(prod(part.shape), ALIGNMENT)
-    return slots, start
-
-
 def _size(content: Iterable[Held]) -> int:
-    return sum(_padded(prod(part.shape), ALIGNMENT) for _, part in content)
+    return sum(_padded(prod(held.shape), ALIGNMENT) for _, held in content)
 
 
 def _padded(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
-
-
-def _owned_of_bucket(number: int, bucket: Bucket, index: int) -> Iterator[OwnedRange]:
-    own = bucket.slice_of(index)
-    for slot in bucket.slots:
-        start, stop = max(own.start, slot.start), min(own.stop, slot.stop)
-        if start < stop:
-            in_slice = range(start - own.start, stop - own.start)
-            before = bucket.start // bucket.shards  # all that the rank owns of the buckets before
-            yield OwnedRange(
-                slot,
-                number,
-                in_buffer=range(start, stop),
-                in_bucket=range(start - bucket.start, stop - bucket.start),
-                in_shard=range(before + in_slice.start, before + in_slice.stop),
-                in_slice=in_slice,
-                in_parameter=range(start - slot.start, stop - slot.start),
-            )

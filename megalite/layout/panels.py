@@ -1,19 +1,21 @@
-"""What a picture of a layout shows, as plain records: where each rank stands, which ranks are joined, in what colour.
+"""Works out the pictures of a layout, a panel for each axis: ranks in their nodes, groups in colours, links in groups.
 
-Ranks fill nodes in order, as launchers place them. Each axis larger than 1 has a panel; the members of a group are
-joined in their order, one link from each to the next. No matplotlib and no torch import.
+Ranks fill nodes in order, as launchers place them. A link leads from each member of a group to the next. Lengths are
+points from the upper left corner of a panel. The report and plan/ranks_picture.py draw them. No torch import.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from megalite.layout.ranks import DENSE_AXES, EXPERT_AXES, ParallelLayout
 
 ACROSS = 8  # ranks on a line
-MOST_RANKS = 144  # more than this nobody reads: 18 nodes of 8, two racks of 72;
-FIRST_RANKS = 72  # of a larger world so many are drawn, which show the pattern as well
+MOST_RANKS = 144  # of a larger world the first are drawn: 18 nodes of 8, two racks of 72
 COLOURS = 10
+CELL, GAP = (34.0, 24.0), (12.0, 26.0)  # a rank's box, and what is free right of it and above it
+PAD, LABEL, BETWEEN = 8.0, 46.0, 12.0  # inside a node's box; for its name; between nodes
 MEANING = {
     "tp": "tensor parallel: slices of every layer",
     "cp": "context parallel: parts of every sequence",
@@ -23,117 +25,123 @@ MEANING = {
     "ep": "expert parallel: different experts",
     "edp": "copies of the same experts, other data",
 }
+Place = tuple[float, float]
 
 
-@dataclass(frozen=True)
-class Grid:
-    """Nodes of `gpus_per_node` ranks on lines of up to eight ranks; of `world_size` ranks the first are `drawn`."""
+class Link(NamedTuple):
+    """From one member of a group to the next; `end` is None where that is not drawn.
 
-    world_size: int
-    gpus_per_node: int
-
-    @property
-    def drawn(self) -> int:
-        """As many ranks as can be read, whole nodes if possible."""
-        if self.world_size <= MOST_RANKS:
-            return self.world_size
-        return FIRST_RANKS // self.gpus_per_node * self.gpus_per_node or FIRST_RANKS
-
-    @property
-    def node_shape(self) -> tuple[int, int]:
-        """Columns and lines of a node."""
-        ranks = min(self.gpus_per_node, self.drawn)
-        return min(ranks, ACROSS), -(-ranks // ACROSS)
-
-    @property
-    def nodes_across(self) -> int:
-        return min(max(1, ACROSS // self.gpus_per_node), self.nodes)
-
-    @property
-    def nodes(self) -> int:
-        """Nodes that are drawn, the last perhaps in part."""
-        return -(-self.drawn // self.gpus_per_node)
-
-    @property
-    def lines(self) -> int:
-        return -(-self.nodes // self.nodes_across) * self.node_shape[1]
-
-    def node(self, rank: int) -> int:
-        return rank // self.gpus_per_node
-
-    def place(self, rank: int) -> tuple[int, int]:
-        """Column and line of a rank."""
-        node, at = divmod(rank, self.gpus_per_node)
-        down, across = divmod(node, self.nodes_across)
-        columns, lines = self.node_shape
-        return across * columns + at % ACROSS, down * lines + at // ACROSS
-
-
-@dataclass(frozen=True)
-class Link:
-    """One member of a group and the next. An `end` that is not drawn is None."""
+    `corners`: the ends of a line, or the four points of a cubic Bezier curve that leaves the ranks in between alone.
+    """
 
     start: int
     end: int | None
-    colour: int
-    crosses: bool
+    crosses: bool  # from one node to another
+    corners: tuple[Place, ...]
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One axis: its title, the colour (0..9) of each drawn rank, and the links between them."""
+    """One axis. `nodes` and `ranks`: the upper left corners of their boxes. `colours`: of each rank's group."""
 
     axis: str
     title: str
-    colours: dict[int, int]
-    links: tuple[Link, ...]
+    meaning: str
+    size: Place
+    node_size: Place
+    nodes: list[Place]
+    ranks: list[Place]
+    colours: list[int]
+    links: list[Link]
 
 
-def panels_of(layout: ParallelLayout, grid: Grid) -> list[Panel]:
-    """A panel for each axis larger than 1, dense axes first; the pipelines, which experts share, once."""
-    assert layout.rank_offset == 0
+@dataclass(frozen=True)
+class Grid:
+    """Nodes of `ranks_per_node` ranks on lines of up to eight ranks; of `world_size` ranks the first are `drawn`."""
+
+    world_size: int
+    ranks_per_node: int
+
+    @property
+    def drawn(self) -> int:
+        return min(self.world_size, MOST_RANKS)
+
+    @property
+    def nodes(self) -> int:
+        """Nodes that are drawn, the last perhaps in part."""
+        return -(-self.drawn // self.ranks_per_node)
+
+    @property
+    def node_size(self) -> Place:
+        ranks = min(self.ranks_per_node, self.drawn)
+        columns, lines = min(ranks, ACROSS), -(-ranks // ACROSS)
+        return columns * (CELL[0] + GAP[0]) - GAP[0] + 2 * PAD, lines * (CELL[1] + GAP[1]) + PAD
+
+    @property
+    def size(self) -> Place:
+        width, height = self.node_size
+        return LABEL + width + 2, self.nodes * (height + BETWEEN) - BETWEEN + 2
+
+    def node_corner(self, node: int) -> Place:
+        return LABEL + 1, node * (self.node_size[1] + BETWEEN) + 1
+
+    def corner(self, rank: int) -> Place:
+        node, at = divmod(rank, self.ranks_per_node)
+        line, column = divmod(at, ACROSS)
+        left, top = self.node_corner(node)
+        return left + PAD + column * (CELL[0] + GAP[0]), top + GAP[1] - 4 + line * (CELL[1] + GAP[1])
+
+    def crosses(self, start: int, end: int) -> bool:
+        return start // self.ranks_per_node != end // self.ranks_per_node
+
+
+def panels_of(layout: ParallelLayout, ranks_per_node: int) -> list[Panel]:
+    """A panel for each axis larger than 1, dense axes first; the pipelines, which experts share, once. One of all ranks
+    where no axis is split."""
+    grid = Grid(layout.world_size, ranks_per_node)
     axes = [*DENSE_AXES, *(axis for axis in EXPERT_AXES if axis != "pp" and layout.has_experts)]
-    split = [axis for axis in axes if dict(layout.generator(axis).sizes)[axis] > 1]
-    return [_panel(axis, layout.groups(axis), grid) for axis in split]
+    split = [axis for axis in axes if layout.sizes[axis] > 1]
+    panels = [_panel(axis, title_of(axis, groups := layout.groups(axis), grid), groups, grid) for axis in split]
+    return panels or [_panel("", "one rank: nothing is split", [[0]], grid)]
 
 
 def title_of(axis: str, groups: Sequence[Sequence[int]], grid: Grid) -> str:
-    """How many groups there are and how many of them stay inside a node, in words."""
-    inside = sum(grid.node(group[0]) == grid.node(group[-1]) for group in groups)
-    crossing = len(groups) - inside
-    if len(groups) == 1:
-        what = "inside a node" if inside else "crosses nodes"
-        return f"{axis}: 1 group of {len(groups[0])}, {what}"
-    if not inside or not crossing:
-        what = "all inside a node" if inside else "all cross nodes"
-    else:
-        what = f"{inside} inside a node, {crossing} cross{'es' if crossing == 1 else ''} nodes"
-    return f"{axis}: {len(groups)} groups of {len(groups[0])}, {what}"
+    """How many groups there are and how many of them leave a node, in words."""
+    crossing = sum(grid.crosses(group[0], group[-1]) for group in groups)
+    where = f"{crossing} across nodes" if crossing else "inside a node"
+    return f"{axis}: {len(groups)} group{'s' if len(groups) > 1 else ''} of {len(groups[0])}, {where}"
 
 
-def _panel(axis: str, groups: list[list[int]], grid: Grid) -> Panel:
-    drawn = [group for group in groups if group[0] < grid.drawn]
-    colours = _colours(drawn, grid)
-    links = [
-        Link(start, end if end < grid.drawn else None, colours[start], grid.node(start) != grid.node(end))
-        for group in drawn
-        for start, end in pairwise(group)
-        if start < grid.drawn
-    ]
-    return Panel(axis, title_of(axis, groups, grid), colours, tuple(links))
+def _panel(axis: str, title: str, groups: list[list[int]], grid: Grid) -> Panel:
+    part = f"; drawn: ranks 0 to {grid.drawn - 1} of {grid.world_size}" if grid.drawn < grid.world_size else ""
+    colours = {rank: number % COLOURS for number, group in enumerate(groups) for rank in group}
+    steps = [step for group in groups for step in pairwise(group) if step[0] < grid.drawn]
+    return Panel(
+        axis,
+        title,
+        MEANING.get(axis, "") + part,
+        grid.size,
+        grid.node_size,
+        [grid.node_corner(node) for node in range(grid.nodes)],
+        [grid.corner(rank) for rank in range(grid.drawn)],
+        [colours[rank] for rank in range(grid.drawn)],
+        [_link(grid, start, end if end < grid.drawn else None) for start, end in steps],
+    )
 
 
-def _colours(groups: list[list[int]], grid: Grid) -> dict[int, int]:
-    """By rank: groups take the colours in turn, but pass over those of ranks beside theirs."""
-    rank_at = {grid.place(rank): rank for rank in range(grid.drawn)}
-    colours: dict[int, int] = {}
-    for number, group in enumerate(groups):
-        members = [rank for rank in group if rank < grid.drawn]
-        beside: set[int | None] = set()
-        for column, line in map(grid.place, members):
-            around = [(column + right, line + down) for right in (-1, 0, 1) for down in (-1, 0, 1)]
-            beside.update(colours.get(rank_at.get(place, -1)) for place in around)
-        turn = [(number + step) % COLOURS for step in range(COLOURS)]
-        colour = next((colour for colour in turn if colour not in beside), turn[0])
-        colours.update(dict.fromkeys(members, colour))
-    return colours
+def _link(grid: Grid, start: int, end: int | None) -> Link:
+    x, y = grid.corner(start)
+    right, middle, bottom, centre = x + CELL[0], y + CELL[1] / 2, y + CELL[1], x + CELL[0] / 2
+    if end is None:
+        return Link(start, end, False, ((centre, bottom), (centre, bottom + 8)))
+    to_x, to_y = grid.corner(end)
+    corners: tuple[Place, ...] = ((right, middle), (to_x, middle))
+    if y == to_y and end != start + 1:
+        rise = y - min(18.0, 8.0 + (to_x - x) / 23)
+        corners = ((x + 22, y), (x + 28, rise), (to_x + 6, rise), (to_x + 12, y))
+    elif x == to_x and to_y - y > 2 * CELL[1] + GAP[1]:
+        corners = ((right, middle), (right + 9, bottom), (right + 9, to_y), (right, to_y + CELL[1] / 2))
+    elif y != to_y:
+        bend, to_centre = (bottom + to_y) / 2, to_x + CELL[0] / 2
+        corners = ((centre, bottom), (centre, bend), (to_centre, bend), (to_centre, to_y))
+    return Link(start, end, grid.crosses(start, end), corners)

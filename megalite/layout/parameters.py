@@ -1,4 +1,4 @@
-"""Parameters know who they are: one record per logical parameter of the model, and which part of it a rank holds.
+"""The record of one logical parameter of the model, and what a rank holds of it.
 
 A record holds what is true of the parameter whatever the sizes of the layout: its logical (unsharded) name and shape,
 how it starts, whether weight decay touches it, which pipeline stages hold it, which dim is split, and over which groups
@@ -8,40 +8,40 @@ all ask here; nothing is stuck onto tensors. The data axes (dp and cp, edp for e
 every parameter is replicated and every gradient partial. No torch import.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
 
 End = Literal["embedding", "loss"]  # the stage that embeds tokens; the one with final norm, head and loss
-Group = Literal["tp", "etp", "embedding"]  # embedding: the stages of one pipeline that hold a tied word embedding
+Group = Literal["tp", "word-embedding"]  # the last: the stages of one pipeline that hold a tied word embedding
 
 
 @dataclass(frozen=True)
 class Split:
-    """Cuts `dim` into one contiguous part per rank of the axis, in order of rank.
+    """Cuts `dim` into one contiguous slice per rank of the axis, in order of rank.
 
-    Parts are equal; with `uneven`, part i of t is [i * n // t, (i + 1) * n // t). With a `shared_tail` the axis may
+    Slices are equal; with `uneven`, slice i of t is [i * n // t, (i + 1) * n // t). With `replicated`, the axis may
     have more ranks than the dim has entries: consecutive ranks then share an entry. They divide its next dim among
-    them, but for the last `shared_tail` entries, which each of them holds and for which each has a partial gradient, to
+    them, but for the last `replicated` entries, which each of them holds and for which each has a partial gradient, to
     be summed over them. So grouped queries are divided, and their one key and value copied.
     """
 
     dim: int
     uneven: bool = False
-    shared_tail: int = 0
+    replicated: int = 0
 
 
 @dataclass(frozen=True)
 class ParameterRecord:
     """One logical parameter.
 
-    `name` carries the global layer index (`blocks.11.mlp.up.weight`), for an expert also its global index, and is the
-    name of the `torch.nn.Parameter` in a module that holds the whole model. `std` is the standard deviation of a
-    `normal` start, unused otherwise. `place` is the parameter's layer, or the ends of the pipeline that hold a copy of
-    it: a tied word embedding is at both, else at one (at none: part of no pipeline). Without a `split` each rank of
-    `axis` holds the whole. `partial_over` are the groups whose ranks each have a part of the gradient, to be summed.
-    With `precision` "master" the model computes with it in the precision of the masters (a router).
+    `name` carries the global layer index (`blocks.11.mlp.up.weight`) and is the name of the `torch.nn.Parameter` in a
+    module that holds the whole model. `std` is the standard deviation of a `normal` start, unused otherwise. `place` is
+    the parameter's layer, or the ends of the pipeline that hold a copy of it: a tied word embedding is at both, else at
+    one (at none: outside of any pipeline). `split` is over tp; without it each rank there holds the whole. A parameter
+    `of_experts` holds one matrix of all experts of a layer, [experts, ...]: dim 0 is divided over ep, and `split` is
+    over etp. `partial_over` are the groups whose ranks each have a share of the gradient, to be summed. With
+    `precision` "master" the model computes with it in the precision of the masters (a router).
     """
 
     name: str
@@ -52,17 +52,12 @@ class ParameterRecord:
     place: int | tuple[End, ...] = ()
     split: Split | None = None
     partial_over: tuple[Group, ...] = ()
-    expert: int | None = None
+    of_experts: bool = False
     precision: Literal["model", "master"] = "model"
 
     @property
     def numel(self) -> int:
         return prod(self.shape)
-
-    @property
-    def axis(self) -> Literal["tp", "etp"]:
-        """The axis that `split` refers to."""
-        return "tp" if self.expert is None else "etp"
 
 
 @dataclass(frozen=True)
@@ -103,24 +98,55 @@ class Shard:
     boxes: tuple[ShardBox, ...]
 
 
-def shard(record: ParameterRecord, size: int, index: int) -> Shard:
-    """What rank `index` of `size` along the record's axis holds. That the sizes divide is a config rule."""
-    return shard_of(record.shape, record.split, size, index)
+def shard(record: ParameterRecord, size: int = 1, index: int = 0, ep: tuple[int, int] = (1, 0)) -> Shard:
+    """What rank `index` of `size` along the record's axis (tp, of experts etp) holds; `ep`: size and index of the rank
+    there, which matter for experts. That the sizes divide is a config rule."""
+    if not record.of_experts:
+        return shard_of(record.shape, record.split, size, index)
+    ranks, place = ep
+    assert record.shape[0] % ranks == 0, (record, ep)
+    assert record.split is None or record.split.dim > 0, record
+    experts = record.shape[0] // ranks
+    held = shard_of((experts, *record.shape[1:]), record.split, size, index)
+    boxes = [replace(box, offsets=(place * experts, *box.offsets[1:])) for box in held.boxes]
+    return Shard(held.shape, tuple(boxes))
 
 
 def shard_of(shape: tuple[int, ...], split: Split | None, size: int, index: int) -> Shard:
     """What rank `index` of `size` holds of anything of logical `shape`, cut by `split`."""
     assert 0 <= index < size, (index, size)
+    zeros = (0,) * len(shape)
     if split is None:
-        whole = _box(shape, {}, replicas=size, counted=index == 0)
-        return Shard(shape, (whole,))
-    entries = shape[split.dim]
-    if size > entries:
-        return _shard_of_entry(shape, split, size, index)
-    assert split.uneven or entries % size == 0, (shape, split, size)
-    start, stop = index * entries // size, (index + 1) * entries // size
-    part = _box(shape, {split.dim: (start, stop - start)})
-    return Shard(part.sizes, (part,))
+        return Shard(shape, (ShardBox(zeros, shape, zeros, replicas=size, counted=index == 0),))
+    dim, entries = split.dim, shape[split.dim]
+    if size <= entries:
+        assert split.uneven or entries % size == 0, (shape, split, size)
+        start, stop = index * entries // size, (index + 1) * entries // size
+        held = _with(shape, dim, stop - start)
+        return Shard(held, (ShardBox(_with(zeros, dim, start), held, zeros),))
+    sharers, divided = size // entries, shape[dim + 1] - split.replicated
+    assert split.replicated > 0, (shape, split, size)
+    assert size % entries == divided % sharers == 0, (shape, split, size)
+    (entry, turn), share = divmod(index, sharers), divided // sharers
+    own = ShardBox(_with(zeros, dim, entry, turn * share), _with(shape, dim, 1, share), zeros)
+    shared = ShardBox(
+        _with(zeros, dim, entry, divided),
+        _with(shape, dim, 1, split.replicated),
+        _with(zeros, dim + 1, share),
+        replicas=sharers,
+        counted=turn == 0,
+    )
+    return Shard(_with(shape, dim, 1, share + split.replicated), (own, shared))
+
+
+def _with(numbers: tuple[int, ...], dim: int, *others: int) -> tuple[int, ...]:
+    """`numbers` with `others` in place of those from `dim` on."""
+    return (*numbers[:dim], *others, *numbers[dim + len(others) :])
+
+
+def is_replicated(record: ParameterRecord, box: ShardBox) -> bool:
+    """Whether several ranks hold this box of a parameter that is split: the `Split.replicated` entries."""
+    return record.split is not None and box.replicas > 1
 
 
 def is_held(record: ParameterRecord, layers: range, *, embedding: bool, loss: bool) -> bool:
@@ -133,40 +159,3 @@ def is_held(record: ParameterRecord, layers: range, *, embedding: bool, loss: bo
 def is_counted(record: ParameterRecord, *, embedding: bool) -> bool:
     """Whether a stage that holds the parameter is the one that counts it: of a tied embedding, the one that embeds."""
     return embedding or record.place != ("embedding", "loss")
-
-
-def _shard_of_entry(shape: tuple[int, ...], split: Split, size: int, index: int) -> Shard:
-    """The shard of one of several ranks that share an entry: its share of the next dim, and the shared tail."""
-    entries, length = shape[split.dim : split.dim + 2]
-    sharers, divided = size // entries, length - split.shared_tail
-    assert split.shared_tail > 0, (shape, split, size)
-    assert size % entries == 0, (shape, split, size)
-    assert divided % sharers == 0, (shape, split, size)
-    entry, turn = divmod(index, sharers)
-    share = divided // sharers
-    entry_cut, within = {split.dim: (entry, 1)}, split.dim + 1
-    own = _box(shape, {**entry_cut, within: (turn * share, share)})
-    tail = _box(
-        shape,
-        {**entry_cut, within: (divided, split.shared_tail)},
-        local={within: share},
-        replicas=sharers,
-        counted=turn == 0,
-    )
-    sizes = list(own.sizes)
-    sizes[within] += split.shared_tail
-    return Shard(tuple(sizes), (own, tail))
-
-
-def _box(
-    shape: tuple[int, ...],
-    cuts: Mapping[int, tuple[int, int]],
-    *,
-    local: Mapping[int, int] | None = None,
-    replicas: int = 1,
-    counted: bool = True,
-) -> ShardBox:
-    """The box that is whole but for the dims in `cuts` (offset and size) and, in the local tensor, at `local` or 0."""
-    offsets, sizes = zip(*(cuts.get(dim, (0, whole)) for dim, whole in enumerate(shape)), strict=True)
-    local_offsets = tuple((local or {}).get(dim, 0) for dim in range(len(shape)))
-    return ShardBox(offsets, sizes, local_offsets, replicas, counted)

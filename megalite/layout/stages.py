@@ -47,16 +47,16 @@ class StageSettings:
     count_loss: bool = False
     layout: str | None = None
 
-    def asked(self, *names: str) -> list[str]:
-        """Those of the settings called `names` (default: all) that ask for more than plain division."""
-        values = {name: getattr(self, name) for name in names or (*EXCLUDED_BY, "layout")}
-        given = {name: value for name, value in values.items() if value is not None and value is not False}  # 0 asks
-        return [name for name, value in given.items() if (name, value) != ("vpp", 1)]
+    @property
+    def asked(self) -> list[str]:
+        """The settings that ask for more than plain division; so does a count of 0."""
+        plain = StageSettings(self.num_layers, self.pp)
+        return [name for name in (*EXCLUDED_BY, "layout") if getattr(self, name) != getattr(plain, name)]
 
     @property
     def clashes(self) -> dict[str, list[str]]:
         """By setting, the others that place the same layers."""
-        found = {name: self.asked(*EXCLUDED_BY[name]) for name in self.asked(*EXCLUDED_BY)}
+        found = {name: [other for other in EXCLUDED_BY.get(name, ()) if other in self.asked] for name in self.asked}
         return {name: others for name, others in found.items() if others}
 
 
@@ -142,11 +142,11 @@ def _shared(layers: int, stages: int) -> list[int]:
     if layers == stages == 0:
         return []
     if stages < 1 or layers < stages or layers % stages:
-        raise ValueError(f"{layers} layers do not divide over {stages} stages")
+        raise ValueError(f"{layers} layer{'s' * (layers != 1)} cannot be divided over {stages} stages")
     return [layers // stages] * stages
 
 
 def _divided(layers: int, chunks: int) -> int:
     if layers < 0 or layers % chunks:
-        raise ValueError(f"{layers} layers of one rank do not divide over its {chunks} chunks")
+        raise ValueError(f"{layers} layers of one rank cannot be divided over its {chunks} chunks")
     return layers // chunks

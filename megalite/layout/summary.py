@@ -5,9 +5,9 @@ from megalite.layout.ranks import DENSE_AXES, EXPERT_AXES, ParallelLayout
 
 def header_lines(layout: ParallelLayout) -> list[str]:
     """Two or three lines about a layout of any size: its axes, those of the experts, and whom its first rank meets."""
-    dense = _sizes(layout, DENSE_AXES)
+    split = {axis: size for axis, size in layout.sizes.items() if size > 1}
+    dense, expert = ({axis: split[axis] for axis in axes if axis in split} for axes in (DENSE_AXES, EXPERT_AXES))
     ranks = f"{layout.world_size} rank{'s' if layout.world_size > 1 else ''}"
-    expert = _sizes(layout, EXPERT_AXES) if layout.has_experts else {}
     many = max(len(dense), len(expert)) > 1
     lines = [f"{ranks}: {_product(layout, dense)}" if dense else ranks]
     if many:
@@ -15,16 +15,9 @@ def header_lines(layout: ParallelLayout) -> list[str]:
     if layout.has_experts:
         lines.append(f"experts: {_product(layout, expert) if expert else ranks}")
     if many:
-        first = layout.rank_offset
-        groups = (f"{axis} {_shortened(layout.group_of(first, axis))}" for axis in dense | expert)
-        lines.append(f"rank {first}: {', '.join(groups)}")
+        groups = (f"{axis} {_shortened(layout.group_of(0, axis))}" for axis in dense | expert)
+        lines.append(f"rank 0: {', '.join(groups)}")
     return lines
-
-
-def _sizes(layout: ParallelLayout, axes: tuple[str, ...]) -> dict[str, int]:
-    """The axes that are split, with their sizes."""
-    sizes = dict(layout.generator("-".join(axes)).sizes)
-    return {axis: sizes[axis] for axis in axes if sizes[axis] > 1}
 
 
 def _product(layout: ParallelLayout, sizes: dict[str, int]) -> str:

@@ -1,0 +1,1 @@
+"""The GPT as mathematics, one pipeline stage of it."""

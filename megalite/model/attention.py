@@ -4,12 +4,10 @@ Tensor-parallel ranks divide the heads, whole groups of them where there are eno
 value and divide its queries (arXiv 1909.08053, section 3). Attention itself sees the whole sequence and no other rank.
 
 Queries, key and value of a group lie side by side in the fused projection [s, b, groups, q_per_kv + 2, d] and stay in
-it until attention itself, so that gradients come back as one tensor and, with as many key heads as query heads, no
-layout is copied.
+it until attention itself, so that gradients come back as one tensor.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,6 +23,7 @@ from megalite.kernels.rotate import rotate
 from megalite.model.norm import RMSNorm
 from megalite.model.parameters import GROUPS
 from megalite.model.recompute import checkpoint_without_output
+from megalite.moe.balance import TokenMasks
 from megalite.tensor_parallel.layers import ColumnParallelLinear, Placement, RowParallelLinear
 
 FASTEST_FIRST = [  # on Hopper cuDNN runs at 1.7 to 2.3 times flash, torch's own first choice
@@ -36,21 +35,20 @@ FASTEST_FIRST = [  # on Hopper cuDNN runs at 1.7 to 2.3 times flash, torch's own
 
 
 @dataclass(frozen=True)
-class AttentionInputs:
-    """What all layers share in one microbatch. None: no rotary positions; no mask but the causal one."""
+class BlockInputs:
+    """What a block needs besides activations. None: no rotation; no mask but the causal one; nothing dropped."""
 
-    rotation: tuple[Tensor, Tensor] | None  # of rotary_tables
-    mask: Tensor | None  # [b, 1, s, s], added to the scores
+    rotation: tuple[Tensor, Tensor] | None = None  # of rotary_tables
+    mask: Tensor | None = None  # [b, 1, s, s], added to the scores
+    probability_dropout: DropoutKey | None = None
+    attention_dropout: DropoutKey | None = None
+    mlp_dropout: DropoutKey | None = None
+    masks: TokenMasks | None = None  # for routers
 
 
-@contextmanager
-def attention_backends(device: torch.device) -> Iterator[None]:
+def attention_backends(device: torch.device) -> AbstractContextManager[None]:
     """Ask for CUDA's attention kernels in order of speed."""
-    if device.type != "cuda":
-        yield
-        return
-    with sdpa_kernel(FASTEST_FIRST, set_priority=True):
-        yield
+    return sdpa_kernel(FASTEST_FIRST, set_priority=True) if device.type == "cuda" else nullcontext()
 
 
 def document_mask(documents: Tensor, dtype: torch.dtype) -> Tensor:
@@ -79,19 +77,20 @@ class Attention(nn.Module):
         self.key_norm = RMSNorm(d, config.norm_eps, place) if config.qk_norm else None
         self.out = RowParallelLinear(config.hidden_size, heads * d, place, bias=config.bias)
 
-    def forward(self, x: Tensor, inputs: AttentionInputs, dropped: DropoutKey | None = None) -> Tensor:
-        """[s, b, h] -> [s, b, h], with sequence parallelism [s/t, b, h] -> [s/t, b, h]. `dropped`: of probabilities."""
+    def forward(self, x: Tensor, inputs: BlockInputs) -> Tensor:
+        """[s, b, h] -> [s, b, h], with sequence parallelism [s/t, b, h] -> [s/t, b, h]"""
         qkv = self.qkv(x).unflatten(-1, self.group_shape)  # [s, b, groups, q_per_kv + 2, d]
-        core = partial(self._core, inputs=inputs, dropped=dropped)
+        core = partial(self._core, inputs=inputs)
         backends = partial(attention_backends, self.device)
-        return checkpoint_without_output(core, self.out, qkv, recompute=self.recompute, around=backends)
+        out: Tensor = checkpoint_without_output(core, self.out, qkv, recompute=self.recompute, around=backends)
+        return out
 
-    def _core(self, qkv: Tensor, inputs: AttentionInputs, dropped: DropoutKey | None) -> Tensor:
+    def _core(self, qkv: Tensor, inputs: BlockInputs) -> Tensor:
         """[s, b, groups, q_per_kv + 2, d] -> [s, b, heads * d]: norms, rotation and attention."""
         if self.query_norm is not None and self.key_norm is not None:
             queries, keys, values = self._split(qkv)
             qkv = torch.cat((self.query_norm(queries), self.key_norm(keys), values), dim=3)
-        rotation = inputs.rotation
+        rotation, dropped = inputs.rotation, inputs.probability_dropout
         by_blocks = qkv.device.type == "cpu" and inputs.mask is None and dropped is None and len(qkv) <= MAX_LENGTH
         # A compiler makes one kernel of the rotation, and cannot trace its pieces.
         if rotation is not None and (not by_blocks or torch.compiler.is_compiling()):
@@ -116,8 +115,8 @@ class Attention(nn.Module):
         return out.permute(2, 0, 1, 3).flatten(2)
 
     def _attend_plainly(self, qkv: Tensor, mask: Tensor | None, dropped: DropoutKey | None) -> Tensor:
-        """The same by plain products, with dropout on the probabilities: torch's fused kernels draw masks of their own,
-        which depend on the layout. Keeps the probabilities, [b, heads, s, s]."""
+        """The same by plain products, which keep the probabilities [b, heads, s, s], with dropout on these: the masks
+        that torch's fused kernels draw depend on the layout."""
         s, d = len(qkv), qkv.shape[-1]
         queries, keys, values = (part.permute(1, 2, 3, 0, 4) for part in self._split(qkv))  # [b, groups, heads, s, d]
         if mask is None:

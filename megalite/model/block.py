@@ -1,54 +1,95 @@
-"""One transformer block, pre-norm: x + attention(norm(x)), then x + mlp(norm(x)).
+"""One transformer block, pre-norm: x + attention(norm(x)), then x + mlp(norm(x)) or, with experts, x + moe(norm(x)).
 
-A pure function of its inputs and parameters, so that it compiles whole (`fullgraph`) and can be
-recomputed in backward.
+A pure function of its inputs and parameters, so that it can be recomputed in backward and compiles (`fullgraph`): all
+of it, or with experts its attention, since how many rows they have is only known when they run.
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor, nn
 
 from megalite.config.schema import ModelConfig
 from megalite.kernels.dropout import DropoutKey, hash_dropout
-from megalite.model.attention import Attention, AttentionInputs
-from megalite.model.mlp import MLP
+from megalite.kernels.pieces import statistics_dtype
+from megalite.model.attention import Attention, BlockInputs
+from megalite.model.mlp import ACTIVATIONS, MLP
 from megalite.model.norm import build_norm
+from megalite.model.parameters import expert_width, inner_projection, shared_width
 from megalite.model.recompute import checkpoint_without_output
+from megalite.moe.dispatch import ExpertRanks
+from megalite.moe.layer import Experts, MoELayer
+from megalite.moe.router import Router
 from megalite.tensor_parallel.layers import Placement
 
 
-@dataclass(frozen=True)
-class BlockInputs:
-    """What a block needs besides activations. The keys of dropout are None where nothing is dropped."""
-
-    attention: AttentionInputs
-    probability_dropout: DropoutKey | None = None
-    attention_dropout: DropoutKey | None = None
-    mlp_dropout: DropoutKey | None = None
-
-
-class Block(nn.Module):
-    """The residual stream stays in the compute dtype. `recompute`: what backward computes again, of "attention", "norm"
-    and "activation"."""
+class _AttentionBlock(nn.Module):
+    """The first half. The residual stream stays in the compute dtype. `recompute`: what backward computes again, of
+    "attention", "norm", "activation" and "moe"."""
 
     def __init__(self, config: ModelConfig, place: Placement, recompute: Collection[str] = ()) -> None:
         super().__init__()
         self.attention_norm = build_norm(config, place)
         self.attention = Attention(config, place, recompute="attention" in recompute)
         self.mlp_norm = build_norm(config, place)
-        self.mlp = MLP(config, place, recompute="activation" in recompute)
         self.dropout = config.dropout
         self.recompute_norms = "norm" in recompute
 
-    def forward(self, x: Tensor, inputs: BlockInputs) -> Tensor:
-        """[s, b, h] -> [s, b, h], with sequence parallelism [s/t, b, h] -> [s/t, b, h]"""
-        attention = partial(self.attention, inputs=inputs.attention, dropped=inputs.probability_dropout)
+    def attend(self, x: Tensor, inputs: BlockInputs) -> Tensor:
+        attention = partial(self.attention, inputs=inputs)
         y = checkpoint_without_output(self.attention_norm, attention, x, recompute=self.recompute_norms)
-        x = x + self._drop(y, inputs.attention_dropout)
-        y = checkpoint_without_output(self.mlp_norm, self.mlp, x, recompute=self.recompute_norms)
-        return x + self._drop(y, inputs.mlp_dropout)
+        return x + self._drop(y, inputs.attention_dropout)
 
     def _drop(self, x: Tensor, key: DropoutKey | None) -> Tensor:
         return x if key is None else hash_dropout(x, self.dropout, key)
+
+
+class Block(_AttentionBlock):
+    """A block with an MLP."""
+
+    def __init__(self, config: ModelConfig, place: Placement, recompute: Collection[str] = ()) -> None:
+        super().__init__(config, place, recompute)
+        self.mlp = MLP(config, place, recompute="activation" in recompute)
+
+    def forward(self, x: Tensor, inputs: BlockInputs) -> Tensor:
+        """[s, b, h] -> [s, b, h], with sequence parallelism [s/t, b, h] -> [s/t, b, h]"""
+        x = self.attend(x, inputs)
+        y = checkpoint_without_output(self.mlp_norm, self.mlp, x, recompute=self.recompute_norms)
+        return x + self._drop(y, inputs.mlp_dropout)
+
+
+class MoEBlock(_AttentionBlock):
+    """A block with experts, of which `ranks` hold one set together; shared experts are an MLP beside them."""
+
+    def __init__(
+        self, config: ModelConfig, place: Placement, ranks: ExpertRanks, recompute: Collection[str] = ()
+    ) -> None:
+        super().__init__(config, place, recompute)
+        experts = Experts(
+            config.moe,
+            config.hidden_size,
+            inner_projection(config, expert_width(config)),
+            ACTIVATIONS[config.activation],
+            ranks,
+            dtype=place.dtype,
+            device=place.device,
+            deferred=place.deferred,
+            recompute="moe" in recompute,
+        )
+        router = Router(config.moe, config.hidden_size, statistics_dtype(place.dtype), place.device)
+        self.moe = MoELayer(router, experts, ranks)
+        self.shared: MLP | None = None
+        if width := shared_width(config):
+            self.shared = MLP(config, place, ffn=width, recompute="activation" in recompute)
+
+    def forward(self, x: Tensor, inputs: BlockInputs) -> tuple[Tensor, Tensor]:
+        """[s, b, h] -> [s, b, h], with sequence parallelism [s/t, b, h] -> [s/t, b, h]; and the router's figures."""
+        x = self.attend(x, inputs)
+        consumer = partial(self._experts, inputs=inputs)
+        y, figures = checkpoint_without_output(self.mlp_norm, consumer, x, recompute=self.recompute_norms)
+        return x + self._drop(y, inputs.mlp_dropout), figures
+
+    def _experts(self, x: Tensor, inputs: BlockInputs) -> tuple[Tensor, Tensor]:
+        assert inputs.masks is not None
+        y, figures = self.moe(x, inputs.masks, self.shared)
+        return y, figures

@@ -1,14 +1,16 @@
 """Parameters and FLOPs of a GPT, and the dense peak of devices, as pure arithmetic. No torch import.
 
 Model FLOPs follow PaLM (Chowdhery et al. 2022, appendix B): forward and backward need 6 FLOPs per matrix parameter and
-token, and attention's two products 12 * layers * width of all heads * sequence length. Embedding look-ups, norms and
-whatever is computed a second time count nothing, so that a recomputing run does not look faster than it is.
+token, and attention's two products 12 * layers * width of all heads * sequence length. Of experts those count that a
+token goes through. Embedding look-ups, norms and whatever is computed a second time count nothing, so that a run that
+recomputes does not look faster than it is.
 """
 
 import re
 from dataclasses import replace
 
 from megalite.config.schema import ModelConfig
+from megalite.layout.parameters import ParameterRecord
 from megalite.model.parameters import gpt_parameters
 
 
@@ -17,10 +19,21 @@ def parameter_count(config: ModelConfig) -> int:
     return sum(record.numel for record in gpt_parameters(replace(config, vocab_multiple=1)))
 
 
+def active_parameters(config: ModelConfig) -> int:
+    """Of these, what one token meets: without the experts that it does not go through."""
+    return sum(_active(record, config) for record in gpt_parameters(replace(config, vocab_multiple=1)))
+
+
 def matmul_parameters(config: ModelConfig) -> int:
-    """Weights that multiply activations: the matrices of all blocks and the head, tied or not, once."""
+    """Weights that multiply a token's activations: the matrices of all blocks and the head, tied or not, once."""
     records = gpt_parameters(replace(config, vocab_multiple=1, tie_embeddings=False))
-    return sum(record.numel for record in records if record.decay and not record.name.startswith("embedding."))
+    return sum(
+        _active(record, config) for record in records if record.decay and not record.name.startswith("embedding.")
+    )
+
+
+def _active(record: ParameterRecord, config: ModelConfig) -> int:
+    return record.numel // config.moe.num_experts * config.moe.top_k if record.of_experts else record.numel
 
 
 def flops_per_token(config: ModelConfig, seq_length: int, *, causal: bool) -> float:

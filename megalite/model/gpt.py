@@ -1,4 +1,5 @@
-"""The GPT: embedding, blocks, final norm, head. Covers the GPT-2, Llama and Qwen3 families.
+"""The GPT: embedding, blocks, final norm, head. Covers the GPT-2, Llama and Qwen3 families, and experts in their MLPs'
+place.
 
 Activations are [s, b, h] in the compute dtype; with sequence parallelism each rank of a tensor-parallel group has its
 part of the sequence between the layers, [s/t, b, h]. Parameters have the names and shapes of `gpt_parameters`; they are
@@ -7,6 +8,7 @@ recomputed block (the choice of attention kernel, the seeding of dropout) happen
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,25 +22,31 @@ from megalite.data.batch import Batch
 from megalite.kernels.dropout import DropoutKey, DropoutStreams, Stream, hash_dropout
 from megalite.kernels.pieces import statistics_dtype
 from megalite.layout.stages import StageLayers
-from megalite.model.attention import AttentionInputs, attention_backends, document_mask
-from megalite.model.block import Block, BlockInputs
+from megalite.model.attention import BlockInputs, attention_backends, document_mask
+from megalite.model.block import Block, MoEBlock
 from megalite.model.embedding import Embedding
 from megalite.model.loss import linear_cross_entropy
 from megalite.model.norm import build_norm
-from megalite.model.parameters import padded_vocabulary, vocabulary_rows
+from megalite.model.parameters import padded_vocabulary
 from megalite.model.rotary import rotary_frequencies, rotary_tables
+from megalite.moe.balance import AFTER_COUNTS, TokenMasks
+from megalite.moe.dispatch import ExpertRanks
+from megalite.moe.router import Router
 from megalite.tensor_parallel.collectives import TensorGroup
+from megalite.tensor_parallel.cross_entropy import TokenLoss
 from megalite.tensor_parallel.deferred import DeferredWork
-from megalite.tensor_parallel.layers import ColumnParallelLinear, Placement, RowParallelLinear, VocabParallelEmbedding
+from megalite.tensor_parallel.layers import Placement, VocabParallelEmbedding
 from megalite.tensor_parallel.linear import linear
-from megalite.tensor_parallel.mappings import gather_from_sequence_parallel, gather_from_tensor_parallel
+from megalite.tensor_parallel.mappings import gather_from_sequence_parallel, reduce_from_tensor_parallel
 
 
 class GPT(nn.Module):
     """One stage of the model, by default all of it. `config` is resolved.
 
     `stage` says which layers are here, maybe none, whether tokens enter here, and whether final norm, head (if tied, a
-    copy of the word embedding) and loss are here. With `tp` it holds this rank's shard of every layer.
+    copy of the word embedding) and loss are here. With `tp` it holds this rank's shard of every layer, and of experts
+    those that are its own among `expert_ranks`. `router_figures` [layers here with experts, E + 5] (moe/balance.py) are
+    summed up over the microbatches of training until someone sets them to 0.
     """
 
     embedding: Embedding
@@ -53,12 +61,18 @@ class GPT(nn.Module):
         device: torch.device,
         stage: StageLayers | None = None,
         tp: TensorGroup | None = None,
+        expert_ranks: ExpertRanks = ExpertRanks(),  # noqa: B008 - it cannot change
     ) -> None:
         super().__init__()
         model, train = config.model, config.train
         assert train.compile is not None, "train.compile is derived before the model is built"
+        assert model.vocab_size is not None, "the vocabulary is derived before the model is built"
+        self.vocab_size = model.vocab_size
         layers = range(model.num_layers) if stage is None else stage.layers
-        place = Placement(dtype, device, tp, bool(config.parallel.sequence_parallel) and tp is not None)
+        self.deferred = DeferredWork()  # weight gradients of linear layers, of a backward that it collects
+        sequence_parallel = bool(config.parallel.sequence_parallel) and tp is not None
+        deferred = None if train.compile else self.deferred  # a compiled backward cannot put work off
+        place = Placement(dtype, device, tp, sequence_parallel, deferred)
         self.config, self.dtype, self.device, self.place = model, dtype, device, place
         self.recomputed = range(0)  # layers whose blocks backward computes again
         if train.recompute == "full":
@@ -70,101 +84,108 @@ class GPT(nn.Module):
         if self.embeds or (self.has_loss and model.tie_embeddings):
             positions = self.embeds and model.position == "learned"
             self.embedding = Embedding(model, place, positions=positions)
-        self.blocks = nn.ModuleDict({str(layer): Block(model, place, modules) for layer in layers})
+        self.blocks = nn.ModuleDict(
+            {
+                str(layer): MoEBlock(model, place, expert_ranks, modules)
+                if model.has_experts(layer)
+                else Block(model, place, modules)
+                for layer in layers
+            }
+        )
+        width = model.moe.num_experts + AFTER_COUNTS
+        self.router_figures = torch.zeros(len(self.routers), width, dtype=torch.float64, device=device)
         if self.has_loss:
             self.final_norm = build_norm(model, place)
             if not model.tie_embeddings:
                 self.head = VocabParallelEmbedding(padded_vocabulary(model), model.hidden_size, place)
-        streams: list[Stream] = [(layer, part) for layer in layers for part in ("attention", "mlp")]
-        streams += [("embedding",)] if self.embeds else []
+        streams: list[Stream] = [("embedding",), *((layer, part) for layer in layers for part in ("attention", "mlp"))]
         self.dropout_streams = DropoutStreams(config.seed, streams, device)
         self.attention_streams = DropoutStreams(config.seed, [(layer, "probabilities") for layer in layers], device)
         if model.position == "rope":
             frequencies = rotary_frequencies(model).to(device, statistics_dtype(dtype))
             self.register_buffer("frequencies", frequencies, persistent=False)
         self.before_use: Callable[[str], None] = lambda part: None  # called before parameters of a part are read
-        self.deferred = DeferredWork()  # weight gradients of linear layers, of a backward that it collects
         if self.compiled:
             # Reordering for memory, inductor would finish each collective before it starts the next product.
-            options = None if tp is None else {"reorder_for_peak_memory": False}
+            options: dict[str, Any] | None = None if tp is None else {"reorder_for_peak_memory": False}
             for block in self.blocks.values():
-                block.compile(fullgraph=True, dynamic=False, options=options)
-        else:  # a compiled backward cannot put work off
-            for layer in self.blocks.modules():
-                if isinstance(layer, (ColumnParallelLinear, RowParallelLinear)):
-                    layer.deferred = self.deferred
+                if isinstance(block, MoEBlock):
+                    attend: Any = torch.compile(block.attend, fullgraph=True, dynamic=False, options=options)
+                    block.attend = attend  # type: ignore[method-assign]
+                else:
+                    block.compile(fullgraph=True, dynamic=False, options=options)
+
+    @property
+    def routers(self) -> dict[int, Router]:
+        """By layer, where it has experts."""
+        return {int(name): block.moe.router for name, block in self.blocks.items() if isinstance(block, MoEBlock)}
 
     @property
     def main_grad_parameters(self) -> list[str]:
         """Parameters whose gradient backward can add straight into a buffer: all matrices and the word embedding."""
-        return [name for name, _ in self.named_parameters() if self._main_grad_owner(name) is not None]
+        return [f"{name}.weight" for name, layer in self.named_modules() if hasattr(layer, "main_grad")]
 
     def set_main_grads(self, main_grads: Mapping[str, Tensor]) -> None:
         """From now on add gradients of these parameters to the given fp32 (fp64) tensors of their shape."""
-        assert set(main_grads) <= set(self.main_grad_parameters), main_grads.keys()
         for name, main_grad in main_grads.items():  # [outputs, inputs], as the product that is added to it
-            self._main_grad_owner(name).main_grad = main_grad.view(-1, main_grad.shape[-1])
-
-    def _main_grad_owner(self, name: str) -> Any:
-        """The layer that fills the main gradient of the parameter called `name`, if one does."""
-        owner = self.get_submodule(name.rpartition(".")[0])
-        return owner if name.endswith(".weight") and hasattr(owner, "main_grad") else None
+            layer: Any = self.get_submodule(name.removesuffix(".weight"))
+            assert hasattr(layer, "main_grad"), name
+            layer.main_grad = main_grad.view(-1, main_grad.shape[-1])
 
     def activation_shape(self, batch: Batch) -> tuple[int, int, int]:
         """Of what stages send each other for the microbatch: [s, b, h], with sequence parallelism [s/t, b, h]."""
         b, s = batch.tokens.shape
         return s // (1 if self.place.sequence is None else self.place.sequence.size), b, self.config.hidden_size
 
-    def forward(self, batch: Batch, received: Tensor | None = None) -> Tensor:
+    def forward(self, batch: Batch, received: Tensor | None = None, scale: Tensor | None = None) -> Tensor:
         """What the next stage receives or, of a part that has the loss, the hidden states: [s, b, h] (or [s/t, b, h]).
 
-        `received`, of the same shape, is the output of the stage before, None where tokens enter.
+        `received`, of the same shape, is the output of the stage before, None where tokens enter. With the `scale`
+        of the loss routers add their losses, and pass over sequences of which nothing counts.
         """
         assert (received is None) == self.embeds, "a part takes tokens or what the stage before sent"
         keys = self._dropout_keys(batch)
         x = self._embed(batch, keys) if received is None else received
         if self.blocks:
-            x = self._run_blocks(x, batch, keys)
-        if not self.has_loss:
-            return x
-        self.before_use("final_norm")
-        normed: Tensor = self.final_norm(x)
-        return normed
+            x = self._run_blocks(x, batch, keys, scale)
+        if self.has_loss:
+            self.before_use("final_norm")
+            x = self.final_norm(x)
+        return x
 
     def loss(self, batch: Batch, scale: Tensor, received: Tensor | None = None) -> Tensor:
         """scale (0-d) * sum of the losses of the batch's unmasked tokens: 0-d, fp32 (fp64 in fp64), alike on tp ranks.
 
-        Label smoothing and z-loss are part of it while training.
+        Label smoothing and z-loss are part of it while training. A stage without the loss returns what `forward` does.
+        Losses of routers enter in backward alone: they are in the gradients, and in `router_figures`.
         """
-        hidden: Tensor = self(batch, received)
+        hidden: Tensor = self(batch, received, scale)
+        if not self.has_loss:
+            return hidden
         head = self._head()  # now: its values may have been on their way until here
+        rows, padded = len(head.weight), padded_vocabulary(self.config)
+        extras = (self.label_smoothing, self.z_loss) if self.training else (0.0, 0.0)
         return linear_cross_entropy(
             hidden.flatten(0, 1),  # [s * b, h] or [s/t * b, h]
             head.weight,
             batch.labels.t().flatten(),
             batch.loss_mask.t().flatten(),
             scale,
-            vocab_size=self._vocab_size,
+            TokenLoss(rows, padded, self.place.tp, self.vocab_size, *extras),
             chunk_tokens=self.config.loss_chunk_tokens,
             main_grad=head.main_grad,
-            group=self.place.tp,
-            padded_vocab=padded_vocabulary(self.config),
             sequence_parallel=self.place.sequence_parallel,
-            label_smoothing=self.label_smoothing if self.training else 0.0,
-            z_loss=self.z_loss if self.training else 0.0,
             compile=self.compiled,
         )
 
     def head_logits(self, hidden: Tensor) -> Tensor:
         """Logits of final hidden states, the same on all ranks of a model: [..., h] -> [..., vocab_size]."""
-        weight, tp = self._head().weight, self.place.tp
+        head, tp = self._head(), self.place.tp
         if tp is None:
-            return linear(hidden, weight[: self._vocab_size])
-        rows = [vocabulary_rows(self.config, tp.size, index) for index in range(tp.size)]
-        padded = F.pad(linear(hidden, weight, group=tp), (0, max(rows) - len(weight)))
-        parts = gather_from_tensor_parallel(padded, tp).split(max(rows), dim=-1)
-        logits = torch.cat([part[..., :count] for part, count in zip(parts, rows, strict=True)], dim=-1)
-        return logits[..., : self._vocab_size]
+            return linear(hidden, head.weight[: self.vocab_size])
+        own, behind = linear(hidden, head.weight, group=tp), padded_vocabulary(self.config) - head.first_row
+        in_place = F.pad(own, (head.first_row, behind - own.shape[-1]))  # zero where other ranks have the columns
+        return reduce_from_tensor_parallel(in_place, tp)[..., : self.vocab_size]
 
     def logits(self, batch: Batch) -> Tensor:
         """[b, s, vocab_size]"""
@@ -172,18 +193,16 @@ class GPT(nn.Module):
 
     def whole_sequence(self, x: Tensor) -> Tensor:
         """[s/t, b, h] of every rank -> [s, b, h] on all of them; without sequence parallelism x itself."""
-        if not self.place.sequence_parallel:
-            return x
-        return gather_from_sequence_parallel(x, self.place.tp, partial_gradient=False)  # head_logits has summed it
+        return gather_from_sequence_parallel(x, self.place.sequence)
 
     def _embed(self, batch: Batch, keys: Mapping[Stream, DropoutKey]) -> Tensor:
         self.before_use("embedding")
         x: Tensor = self.embedding(batch.tokens, batch.positions)
-        dropout = self.config.embedding_dropout
-        return hash_dropout(x, dropout, keys[("embedding",)]) if self.training and dropout else x
+        key, dropout = keys.get(("embedding",)), self.config.embedding_dropout
+        return hash_dropout(x, dropout, key) if key is not None and dropout else x
 
     def _dropout_keys(self, batch: Batch) -> dict[Stream, DropoutKey]:
-        """By stream, what dropout needs in this microbatch; empty where nothing is dropped."""
+        """By stream, what dropout needs in this microbatch; nothing of what drops nothing."""
         config, tp, number = self.config, self.place.tp, partial(torch.arange, device=self.device)
         length, b, width = self.activation_shape(batch)
         samples = batch.first_sample + number(b)
@@ -191,7 +210,8 @@ class GPT(nn.Module):
         if self.training and (config.dropout or config.embedding_dropout):
             first = 0 if self.place.sequence is None else self.place.sequence.index * length  # in the sample
             keys = self.dropout_streams.keys(samples, number(length) + first, width)
-            keys = {at: key for at, key in keys.items() if config.dropout or at == ("embedding",)}
+            dropped = {True: config.embedding_dropout, False: config.dropout}
+            keys = {stream: key for stream, key in keys.items() if dropped[stream == ("embedding",)]}
         if self.training and config.attention_dropout:
             ranks, index = (1, 0) if tp is None else (tp.size, tp.index)
             heads = config.num_attention_heads // ranks  # neighbours, on every rank
@@ -199,41 +219,43 @@ class GPT(nn.Module):
             keys |= self.attention_streams.attention_keys(samples, index * heads + number(heads), every)
         return keys
 
-    def _attention_inputs(self, batch: Batch) -> AttentionInputs:
-        """Rotary tables and document mask, built once for all layers."""
-        rotation = None
-        if self.config.position == "rope":
-            rotation = rotary_tables(self.frequencies, batch.positions)
-        mask = None if batch.documents is None else document_mask(batch.documents, self.dtype)
-        return AttentionInputs(rotation, mask)
-
-    def _run_blocks(self, x: Tensor, batch: Batch, keys: Mapping[Stream, DropoutKey]) -> Tensor:
-        attention = self._attention_inputs(batch)
+    def _run_blocks(self, x: Tensor, batch: Batch, keys: Mapping[Stream, DropoutKey], scale: Tensor | None) -> Tensor:
+        rope = self.config.position == "rope"  # rotary tables and document mask are built once for all layers
+        shared = BlockInputs(
+            rotation=rotary_tables(self.frequencies, batch.positions) if rope else None,
+            mask=None if batch.documents is None else document_mask(batch.documents, self.dtype),
+            masks=TokenMasks.of(batch.loss_mask, scale, self.place.sequence) if self.routers else None,
+        )
+        figures: list[Tensor] = []
         for name, block in self.blocks.items():
             layer = int(name)
             self.before_use(f"blocks.{name}")
-            inputs = BlockInputs(
-                attention, *(keys.get((layer, part)) for part in ("probabilities", "attention", "mlp"))
+            inputs = replace(
+                shared,
+                probability_dropout=keys.get((layer, "probabilities")),
+                attention_dropout=keys.get((layer, "attention")),
+                mlp_dropout=keys.get((layer, "mlp")),
             )
             run = partial(self._run_block, block)
             if layer in self.recomputed and torch.is_grad_enabled():
-                x = checkpoint(run, x, inputs, use_reentrant=False, preserve_rng_state=False)
+                found = checkpoint(run, x, inputs, use_reentrant=False, preserve_rng_state=False)
             else:
-                x = run(x, inputs)
+                found = run(x, inputs)
+            if isinstance(block, MoEBlock):
+                x, its_figures = found
+                figures.append(its_figures)
+            else:
+                x = found
+        if figures and self.training and torch.is_grad_enabled():
+            self.router_figures += torch.stack(figures)
         return x
 
-    def _run_block(self, block: nn.Module, x: Tensor, inputs: BlockInputs) -> Tensor:
+    def _run_block(self, block: nn.Module, x: Tensor, inputs: BlockInputs) -> Any:
         """One block and all that must happen anew when backward recomputes it."""
         with attention_backends(self.device):
-            out: Tensor = block(x, inputs)
-        return out
+            return block(x, inputs)
 
     def _head(self) -> VocabParallelEmbedding:
         """What holds the head's weight [rows of the padded vocabulary, h]: tied, the word embedding."""
         self.before_use("embedding" if self.config.tie_embeddings else "head")
         return self.embedding.word if self.config.tie_embeddings else self.head
-
-    @property
-    def _vocab_size(self) -> int:
-        assert self.config.vocab_size is not None
-        return self.config.vocab_size

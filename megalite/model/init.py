@@ -6,7 +6,7 @@ shard draws only the tiles that it touches. So neither layout nor number of thre
 Philox takes the whole 128-bit key and computes alike on every machine; torch's CPU generator would keep 32 bits of it.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from itertools import product
@@ -16,21 +16,23 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from megalite.layout.parameters import ParameterRecord, ShardBox, shard
+from megalite.layout.parameters import ParameterRecord, Shard, ShardBox, shard
 
 TILE = 256
 
 
 def start_values(
-    records: Iterable[ParameterRecord], seed: int, *, size: int = 1, index: int = 0, threads: int | None = None
+    records: Iterable[ParameterRecord],
+    seed: int,
+    *,
+    held: Callable[[ParameterRecord], Shard] = shard,
+    threads: int | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name, fp32 CPU tensor) of each record: what masters and parameters both start from.
-
-    The tensor is the shard of rank `index` of `size` along the record's axis; of one rank it is the logical tensor.
-    """
+    """(name, fp32 CPU tensor) of what a rank holds of each record, by default all: what masters and parameters both
+    start from."""
     with ThreadPoolExecutor(threads or max(1, torch.get_num_threads())) as pool:
         for record in records:
-            mine = shard(record, size, index)
+            mine = held(record)
             values = torch.empty(mine.shape)
             for box in mine.boxes:
                 values[box.local] = draw(record, seed, box, pool)

@@ -10,7 +10,7 @@ probability zero and a gradient of exactly zero.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,16 +18,8 @@ from torch.autograd.function import once_differentiable
 
 from megalite.kernels.pieces import statistics_dtype
 from megalite.kernels.products import add_transposed_product
-from megalite.tensor_parallel.collectives import (
-    TensorGroup,
-    finish,
-    start_all_gather,
-    start_all_reduce,
-    start_reduce_scatter,
-)
-from megalite.tensor_parallel.cross_entropy import TokenLoss, softmax, work_buffers
-
-T = TypeVar("T")
+from megalite.tensor_parallel.collectives import finish, start_all_gather, start_all_reduce, start_reduce_scatter
+from megalite.tensor_parallel.cross_entropy import TokenLoss, work_buffers
 
 # Tokens per chunk; on a CPU at least so many, and as many as CHUNK_BYTES hold. Each chunk reads and writes the whole
 # gradient of the weight once, so chunks must be long. With 50,000 columns a CPU gains nothing from more than these, and
@@ -42,51 +34,35 @@ def linear_cross_entropy(
     labels: Tensor,
     loss_mask: Tensor,
     scale: Tensor,
+    token_loss: TokenLoss,
     *,
-    vocab_size: int,
     chunk_tokens: int | None = None,
     main_grad: Tensor | None = None,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    group: TensorGroup | None = None,
-    padded_vocab: int | None = None,
     sequence_parallel: bool = False,
     compile: bool = False,
 ) -> Tensor:
-    """scale * sum over unmasked tokens of the loss of hidden weight[:vocab_size]^T: a 0-d fp32 (fp64) tensor.
+    """scale * sum over unmasked tokens of the `token_loss` of hidden weight^T: a 0-d fp32 (fp64) tensor.
 
     hidden [n, h]; weight [P, h], P the padded vocabulary; labels int64 [n], within the vocabulary also where masked;
-    loss_mask bool [n]; scale 0-d, a constant to autograd. What a token's loss is: `TokenLoss`.
+    loss_mask bool [n]; scale 0-d, a constant to autograd.
 
-    With a `group` of t ranks, weight is rows [i * P // t, (i + 1) * P // t) of rank i (`padded_vocab` is P), and all
-    else is the same on every rank, gradient of hidden and returned value (bit for bit) included. With
-    `sequence_parallel` hidden, and its gradient, is the rank's rows [i * n / t, (i + 1) * n / t) alone.
+    With a group of t ranks, weight is rows [i * P // t, (i + 1) * P // t) of rank i, and all else is the same on every
+    rank, gradient of hidden and returned value (bit for bit) included. With `sequence_parallel` hidden, and its
+    gradient, is the rank's rows [i * n / t, (i + 1) * n / t) alone.
 
-    With `main_grad` (fp32 or fp64, like weight) the gradient of the weight is added to it in this very call, if
-    gradients are enabled and the weight requires one, and autograd returns none for the weight. That is right only
-    where the returned value itself is the root of backward, with an upstream gradient of one: factors go into `scale`.
+    With `main_grad` (fp32 or fp64, like weight) the gradient of the weight is added to it in this very call, and
+    autograd returns none for the weight. That is right only where the returned value itself is the root of backward,
+    with an upstream gradient of one: factors go into `scale`.
 
     Memory, with c tokens per chunk and v rows of weight: c * v logits in the compute dtype, twice that with a group
-    and gradients (the next chunk's product is issued before this one's statistics are waited for), 2 *
-    min(c * v, PIECE_ELEMENTS) in fp32, the gradients, a few numbers per token; with a group also the summed gradient
-    of hidden besides the rank's own, with sequence parallelism also the gathered hidden; what `add_transposed_product`
-    and the collectives' library need for themselves. With `compile` there are no fp32 pieces: on CUDA the sums are one
-    pass over a chunk, the gradients another.
+    and gradients, 2 * min(c * v, PIECE_ELEMENTS) in fp32 (none with `compile`), the gradients, a few numbers per token;
+    with a group also the summed gradient of hidden, with sequence parallelism the gathered hidden.
     """
-    assert group is not None or not sequence_parallel
-    n, width = hidden.shape[0] * (group.size if group is not None and sequence_parallel else 1), hidden.shape[1]
-    assert weight.shape[1] == width
+    assert token_loss.group is not None or not sequence_parallel
+    n = hidden.shape[0] * (token_loss.size if sequence_parallel else 1)
+    assert weight.shape == (token_loss.columns, hidden.shape[1])
     assert labels.shape == loss_mask.shape == (n,)
-    assert group is None or padded_vocab is not None, "uneven rows do not say which they are"
-    token_loss = TokenLoss.of(
-        weight.shape[0],
-        padded_vocab or weight.shape[0],
-        group,
-        vocab_size=vocab_size,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-    )
-    chunk = max(1, min(n, chunk_tokens or _default_chunk(weight, padded_vocab, group)))
+    chunk = max(1, min(n, chunk_tokens or _default_chunk(weight, token_loss)))
     sweep = _Sweep(labels, loss_mask, scale, token_loss, chunk, sequence_parallel, compile)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, sweep, main_grad)
@@ -94,13 +70,12 @@ def linear_cross_entropy(
     return sweep.run(hidden, weight)[0]
 
 
-def _default_chunk(weight: Tensor, padded_vocab: int | None, group: TensorGroup | None) -> int:
+def _default_chunk(weight: Tensor, token_loss: TokenLoss) -> int:
     """Tokens: as many on all ranks of a group that divide a vocabulary unevenly, for they exchange each chunk."""
-    tokens = CHUNK_TOKENS[weight.device.type]
     if weight.is_cuda:
-        return tokens
-    columns = max(1, (padded_vocab or len(weight)) // (1 if group is None else group.size))
-    return max(tokens, CHUNK_BYTES // (weight.element_size() * columns))
+        return CHUNK_TOKENS["cuda"]
+    columns = max(1, token_loss.padded_vocab // token_loss.size)
+    return max(CHUNK_TOKENS["cpu"], CHUNK_BYTES // (weight.element_size() * columns))
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -126,7 +101,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 @dataclass
 class _Sweep:
-    """One pass over the chunks. What is set by `run` ends with it."""
+    """One pass over the chunks. What `run` sets ends with it."""
 
     labels: Tensor
     loss_mask: Tensor
@@ -141,6 +116,9 @@ class _Sweep:
     ) -> tuple[Tensor, Tensor | None]:
         """The scaled loss and, if wanted, the gradient of hidden; that of the weight is added to `weight_grad`."""
         self.group = self.token_loss.group
+        compiled = _compiled if self.compile and self.token_loss.real else lambda step: step
+        self.losses_of, self.statistics_of = compiled(TokenLoss.losses), compiled(TokenLoss.statistics)
+        self.differentiate = compiled(TokenLoss.differentiate)
         if self.group is not None and self.sequence_parallel:
             hidden = finish(start_all_gather(hidden, self.group))
         self.hidden, self.weight, self.weight_grad = hidden, weight, weight_grad
@@ -148,13 +126,18 @@ class _Sweep:
         self.wants_gradients = wants_hidden or weight_grad is not None
         ahead = self.group is not None and self.wants_gradients  # the next chunk's logits stand beside this one's
         buffers = hidden.new_empty(2 if ahead else 1, self.chunk, weight.shape[0])
-        self._prepare_steps(buffers[0])
+        self.work, self.piece = work_buffers(buffers[0])
+        if self.compile and self.token_loss.real:  # there are no fp32 logits that pieces would bound
+            self.work = self.work.new_empty(0)  # of which the dtype is read
+            self.piece = self.chunk if hidden.is_cuda else self.piece
         self.losses = torch.empty(hidden.shape[0], dtype=self.work.dtype, device=hidden.device)
         self.upstream = self.loss_mask.to(self.work.dtype) * self.scale.to(self.work.dtype)  # [n]
         waiting: tuple[slice, Tensor, Tensor] | None = None
         for number, start in enumerate(range(0, hidden.shape[0], self.chunk)):
             tokens = slice(start, start + self.chunk)
-            logits = self._logits(tokens, buffers[number % len(buffers)])
+            x = hidden[tokens]
+            logits = torch.mm(x, weight.t(), out=buffers[number % len(buffers), : len(x)])  # [c, v]
+            logits[:, self.token_loss.real :] = -torch.inf
             if self.group is None:
                 self._finish_alone(tokens, logits)
                 continue
@@ -169,34 +152,18 @@ class _Sweep:
         loss = self.scale.to(self.losses.dtype) * self.losses.masked_fill_(~self.loss_mask, 0.0).sum()
         return loss, self.hidden_grad
 
-    def _prepare_steps(self, logits: Tensor) -> None:
-        """How a piece of logits is worked on, and how many tokens are one."""
-        self.work, self.piece = work_buffers(logits)
-        steps: tuple[Callable[..., Any], ...] = (_losses_of_piece, _statistics_of_piece, _differentiate_piece)
-        if self.compile and self.token_loss.real:
-            steps = tuple(map(_compiled, steps))
-            self.work = self.work.new_empty(0)  # of which the dtype is read
-            self.piece = self.chunk if logits.is_cuda else self.piece  # no fp32 logits that pieces would bound
-        self.losses_of_piece, self.statistics_of_piece, self.differentiate_piece = steps
-
-    def _logits(self, tokens: slice, buffer: Tensor) -> Tensor:
-        x = self.hidden[tokens]
-        logits = torch.mm(x, self.weight.t(), out=buffer[: x.shape[0]])  # [c, v]
-        logits[:, self.token_loss.real :] = -torch.inf
-        return logits
-
     def _finish_alone(self, tokens: slice, logits: Tensor) -> None:
         """Losses of a chunk whose logits are all here, and gradients in their place: one softmax serves both."""
         for rows, part in self._pieces(tokens, logits):
             upstream = self.upstream[rows] if self.wants_gradients else None
-            self.losses[rows] = self.losses_of_piece(self.token_loss, part, self.labels[rows], upstream, self.work)
+            self.losses[rows] = self.losses_of(self.token_loss, part, self.labels[rows], upstream, self.work)
         self._add_gradients(tokens, logits)
 
     def _statistics(self, tokens: slice, logits: Tensor) -> Tensor:
         """[k, c] of this rank's columns."""
-        pieces = self._pieces(tokens, logits)
-        parts = [self.statistics_of_piece(self.token_loss, part, self.labels[rows], self.work) for rows, part in pieces]
-        return torch.cat(parts, 1)
+        parts = self._pieces(tokens, logits)
+        own = [self.statistics_of(self.token_loss, part, self.labels[rows], self.work) for rows, part in parts]
+        return torch.cat(own, 1)
 
     def _finish_exchanged(self, tokens: slice, logits: Tensor, exchanged: Tensor) -> None:
         """Losses of a chunk from the statistics of all ranks, and gradients in place of the logits."""
@@ -206,9 +173,8 @@ class _Sweep:
         if not self.wants_gradients:
             return
         per_piece = statistics[self.group.index].split(self.piece, 1), factors.split(self.piece)
-        for (rows, part), local, factor in zip(self._pieces(tokens, logits), *per_piece, strict=True):
-            labels, upstream = self.labels[rows], self.upstream[rows]
-            self.differentiate_piece(self.token_loss, part, local, labels, factor, upstream, self.work)
+        for (rows, part), own, factor in zip(self._pieces(tokens, logits), *per_piece, strict=True):
+            self.differentiate(self.token_loss, part, own, self.labels[rows], factor, self.upstream[rows], self.work)
         self._add_gradients(tokens, logits)
 
     def _add_gradients(self, tokens: slice, gradient: Tensor) -> None:
@@ -222,53 +188,13 @@ class _Sweep:
             add_transposed_product(self.weight_grad, gradient, self.hidden[tokens])
 
     def _pieces(self, tokens: slice, logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        for first in range(0, logits.shape[0], self.piece):
-            part = logits[first : first + self.piece]
-            yield slice(tokens.start + first, tokens.start + first + part.shape[0]), part
-
-
-def _losses_of_piece(
-    token_loss: TokenLoss, logits: Tensor, labels: Tensor, upstream: Tensor | None, work: Tensor
-) -> Tensor:
-    """The losses [r] of tokens whose logits [r, v] are all here; with `upstream` [r], gradients in their place."""
-    if torch.compiler.is_compiling():
-        statistics = token_loss.statistics_of(logits.to(work.dtype), labels)
-        losses, factor = token_loss.combine(statistics[None])
-        if upstream is not None:
-            token_loss.turn_into_gradient(logits, statistics, labels, factor, upstream)
-        return losses
-    wide, probabilities = softmax(logits, work)
-    losses, factor = token_loss.combine(token_loss.local_statistics(wide, probabilities, labels)[None])
-    if upstream is not None:
-        token_loss.write_gradient(logits, probabilities, labels, factor, upstream)
-    return losses
-
-
-def _statistics_of_piece(token_loss: TokenLoss, logits: Tensor, labels: Tensor, work: Tensor) -> Tensor:
-    """[k, r] of logits [r, columns]."""
-    if torch.compiler.is_compiling():
-        return token_loss.statistics_of(logits.to(work.dtype), labels)
-    return token_loss.local_statistics(*softmax(logits, work), labels)
-
-
-def _differentiate_piece(
-    token_loss: TokenLoss,
-    logits: Tensor,
-    statistics: Tensor,
-    labels: Tensor,
-    factor: Tensor,
-    upstream: Tensor,
-    work: Tensor,
-) -> None:
-    """Gradients in place of logits [r, columns], of which `_statistics_of_piece` are [k, r]."""
-    if torch.compiler.is_compiling():
-        token_loss.turn_into_gradient(logits, statistics, labels, factor, upstream)
-    else:
-        token_loss.write_gradient(logits, softmax(logits, work)[1], labels, factor, upstream)
+        for first, part in enumerate(logits.split(self.piece)):
+            start = tokens.start + first * self.piece
+            yield slice(start, start + len(part)), part
 
 
 @cache
-def _compiled(step: Callable[..., T]) -> Callable[..., T]:
+def _compiled(step: Callable[..., Any]) -> Callable[..., Any]:
     """A step as a kernel for its sums, one for its gradients and small ones: on CUDA three passes over logits, not ten.
 
     A shape always meets the same code, whatever came before it, so that a resumed run repeats what it would have been.

@@ -27,21 +27,21 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class MLP(nn.Module):
     """down(activation(up x)); gated, gate and up are one product."""
 
-    def __init__(self, config: ModelConfig, place: Placement, *, recompute: bool = False) -> None:
+    def __init__(
+        self, config: ModelConfig, place: Placement, *, ffn: int | None = None, recompute: bool = False
+    ) -> None:
+        """`ffn`: the inner width, by default the model's."""
         super().__init__()
         self.recompute = recompute  # backward computes the non-linearity again
-        hidden, ffn = config.hidden_size, config.ffn_hidden_size
-        assert ffn is not None
+        hidden = config.hidden_size
         self.activation = ACTIVATIONS[config.activation]
-        self.inner, outputs = inner_projection(config)  # its name: `up` or `gate_up`
+        self.inner, outputs = inner_projection(config, ffn)  # its name: `up` or `gate_up`
         columns = Split(len(outputs) - 1)
         self.add_module(self.inner, ColumnParallelLinear(outputs, hidden, columns, place, bias=config.bias))
-        self.down = RowParallelLinear(hidden, ffn, place, bias=config.bias)
+        self.down = RowParallelLinear(hidden, outputs[-1], place, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, h] -> [s, b, h], with sequence parallelism [s/t, b, h] -> [s/t, b, h]"""
         inner = getattr(self, self.inner)(x)
-        return checkpoint_without_output(self._activate, self.down, inner, recompute=self.recompute)
-
-    def _activate(self, x: Tensor) -> Tensor:
-        return self.activation(x)
+        out: Tensor = checkpoint_without_output(self.activation, self.down, inner, recompute=self.recompute)
+        return out

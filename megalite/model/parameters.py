@@ -4,7 +4,8 @@ The records hold for every layout. Fused projections keep their structure in the
 key-value group its queries, its key and its value (so that a shard over groups is a slice of dim 0), `mlp.gate_up` the
 gate, then the up projection. The first product of attention and MLP is split by its outputs (heads, ffn), the second by
 its inputs, embedding and head by rows of the vocabulary (Shoeybi et al. 2019, arXiv 1909.08053); the rest is whole on
-every tp rank. No torch import; `model/gpt.py` declares parameters of these very names and shapes.
+every tp rank. Experts are split likewise over etp, and divided over ep. `model/gpt.py` declares parameters of these
+very names and shapes. No torch import.
 """
 
 from collections.abc import Iterator
@@ -12,12 +13,12 @@ from dataclasses import replace
 from math import sqrt
 
 from megalite.config.schema import ModelConfig
-from megalite.layout.parameters import Group, ParameterRecord, Split, shard_of
+from megalite.layout.parameters import Group, ParameterRecord, Split
 
 Groups = tuple[Group, ...]
 
 ROWS = Split(0, uneven=True)  # of the vocabulary
-GROUPS = Split(0, shared_tail=2)  # of the fused attention projection: each has its queries, its key and its value
+GROUPS = Split(0, replicated=2)  # of the fused attention projection: each has its queries, its key and its value
 
 
 def padded_vocabulary(config: ModelConfig) -> int:
@@ -26,15 +27,22 @@ def padded_vocabulary(config: ModelConfig) -> int:
     return -(-config.vocab_size // config.vocab_multiple) * config.vocab_multiple
 
 
-def vocabulary_rows(config: ModelConfig, size: int, index: int) -> int:
-    """Rows of the embedding and the head on rank `index` of `size` tensor-parallel ranks."""
-    return shard_of((padded_vocabulary(config),), ROWS, size, index).shape[0]
+def inner_projection(config: ModelConfig, ffn: int | None = None) -> tuple[str, tuple[int, ...]]:
+    """Name and outputs of the first projection of an MLP of inner width `ffn`, by default the model's."""
+    ffn = ffn or config.ffn_hidden_size
+    assert ffn is not None
+    return ("gate_up", (2, ffn)) if config.gated else ("up", (ffn,))
 
 
-def inner_projection(config: ModelConfig) -> tuple[str, tuple[int, ...]]:
-    """Name and outputs of the MLP's first projection."""
-    assert config.ffn_hidden_size is not None
-    return ("gate_up", (2, config.ffn_hidden_size)) if config.gated else ("up", (config.ffn_hidden_size,))
+def expert_width(config: ModelConfig) -> int:
+    """Inner width of one expert."""
+    assert config.moe.ffn_hidden_size is not None
+    return config.moe.ffn_hidden_size
+
+
+def shared_width(config: ModelConfig) -> int:
+    """Inner width of all shared experts together, which are one MLP; 0: there is none."""
+    return config.moe.num_shared_experts * expert_width(config)
 
 
 def gpt_parameters(config: ModelConfig, *, sequence_parallel: bool = False) -> list[ParameterRecord]:
@@ -43,92 +51,84 @@ def gpt_parameters(config: ModelConfig, *, sequence_parallel: bool = False) -> l
     With `sequence_parallel`, what is replicated over tp outside attention and MLP sees 1/tp of the sequence there.
     """
     on_sequence: Groups = ("tp",) if sequence_parallel else ()
-    last = [*_norm("final_norm", config, on_sequence), *_head(config)]
-    return [
-        *_embedding(config, on_sequence),
-        *(replace(record, place=at) for at in range(config.num_layers) for record in _block(at, config, on_sequence)),
-        *(replace(record, place=("loss",)) for record in last),
-    ]
-
-
-def _embedding(config: ModelConfig, on_sequence: Groups) -> Iterator[ParameterRecord]:
-    word = _vocabulary("embedding.word.weight", config)
+    vocabulary = padded_vocabulary(config), config.hidden_size
+    word = _weight("embedding.word.weight", vocabulary, config.init_std, ROWS)
     if config.tie_embeddings:  # each copy sees one of its two uses
-        yield replace(word, place=("embedding", "loss"), partial_over=("embedding",))
+        records = [replace(word, place=("embedding", "loss"), partial_over=("word-embedding",))]
     else:
-        yield replace(word, place=("embedding",))
+        records = [replace(word, place=("embedding",))]
     if config.position == "learned":
         assert config.max_positions is not None
-        shape = (config.max_positions, config.hidden_size)
-        position = _weight("embedding.position.weight", shape, config.init_std)
-        yield replace(position, place=("embedding",), partial_over=on_sequence)
-
-
-def _head(config: ModelConfig) -> Iterator[ParameterRecord]:
+        position = _weight("embedding.position.weight", (config.max_positions, config.hidden_size), config.init_std)
+        records.append(replace(position, place=("embedding",), partial_over=on_sequence))
+    for layer in range(config.num_layers):
+        records += [replace(record, place=layer) for record in _block(layer, config, on_sequence)]
+    last = [*_norm("final_norm", config, on_sequence)]
     if not config.tie_embeddings:
-        yield _vocabulary("head.weight", config)
-
-
-def _vocabulary(name: str, config: ModelConfig) -> ParameterRecord:
-    shape = (padded_vocabulary(config), config.hidden_size)
-    return _weight(name, shape, config.init_std, ROWS)
+        last.append(_weight("head.weight", vocabulary, config.init_std, ROWS))
+    return records + [replace(record, place=("loss",)) for record in last]
 
 
 def _block(layer: int, config: ModelConfig, on_sequence: Groups) -> Iterator[ParameterRecord]:
-    yield from _norm(f"blocks.{layer}.attention_norm", config, on_sequence)
-    yield from _attention(f"blocks.{layer}.attention", config, on_sequence)
-    yield from _norm(f"blocks.{layer}.mlp_norm", config, on_sequence)
-    yield from _mlp(f"blocks.{layer}.mlp", config, on_sequence)
-
-
-def _attention(name: str, config: ModelConfig, on_sequence: Groups) -> Iterator[ParameterRecord]:
-    kv_heads, head_size = config.num_key_value_heads, config.head_size
+    heads, kv_heads, head_size = config.num_attention_heads, config.num_key_value_heads, config.head_size
     assert kv_heads is not None
     assert head_size is not None
-    heads = config.num_attention_heads
     group = (kv_heads, heads // kv_heads + 2, head_size)  # queries, key, value of each group
-    yield _weight(f"{name}.qkv.weight", (*group, config.hidden_size), config.init_std, GROUPS)
-    if config.bias:
-        yield _zeros(f"{name}.qkv.bias", group, split=GROUPS)
+    name = f"blocks.{layer}"
+    # 2 * num_layers projections add to the residual stream: this keeps its variance at start (GPT-2, section 2.3).
+    residual_std = config.init_std / sqrt(2 * config.num_layers)
+
+    def linear(of: str, outputs: tuple[int, ...], inputs: int, std: float, split: Split) -> Iterator[ParameterRecord]:
+        yield _weight(f"{name}.{of}.weight", (*outputs, inputs), std, split)
+        if config.bias:
+            of_outputs = split.dim < len(outputs)  # else the bias is whole, and added after the sum over ranks
+            partial_over = () if of_outputs else on_sequence
+            bias = ParameterRecord(f"{name}.{of}.bias", outputs, "zeros", 0.0, decay=False, partial_over=partial_over)
+            yield replace(bias, split=split) if of_outputs else bias
+
+    def mlp(of: str, ffn: int | None = None) -> Iterator[ParameterRecord]:
+        inner, outputs = inner_projection(config, ffn)
+        yield from linear(f"{of}.{inner}", outputs, config.hidden_size, config.init_std, Split(len(outputs) - 1))
+        yield from linear(f"{of}.down", (config.hidden_size,), outputs[-1], residual_std, Split(1))
+
+    yield from _norm(f"{name}.attention_norm", config, on_sequence)
+    yield from linear("attention.qkv", group, config.hidden_size, config.init_std, GROUPS)
     if config.qk_norm:  # one weight for all heads, of which each tp rank sees its own
-        yield _ones(f"{name}.query_norm.weight", head_size, partial_over=("tp",))
-        yield _ones(f"{name}.key_norm.weight", head_size, partial_over=("tp",))
-    yield _weight(f"{name}.out.weight", (config.hidden_size, heads * head_size), _residual_std(config), Split(1))
-    if config.bias:
-        yield _zeros(f"{name}.out.bias", (config.hidden_size,), partial_over=on_sequence)
+        yield _scale(f"{name}.attention.query_norm.weight", head_size, ("tp",))
+        yield _scale(f"{name}.attention.key_norm.weight", head_size, ("tp",))
+    yield from linear("attention.out", (config.hidden_size,), heads * head_size, residual_std, Split(1))
+    yield from _norm(f"{name}.mlp_norm", config, on_sequence)
+    if not config.has_experts(layer):
+        yield from mlp("mlp")
+        return
+    # Each rank of tp routes its own part of the sequence.
+    router = _weight(f"{name}.moe.router.weight", (config.moe.num_experts, config.hidden_size), config.init_std)
+    yield replace(router, precision="master", partial_over=("tp",))
+    yield from _experts(f"{name}.moe.experts", config, residual_std)
+    if width := shared_width(config):
+        yield from mlp("shared", width)
 
 
-def _mlp(name: str, config: ModelConfig, on_sequence: Groups) -> Iterator[ParameterRecord]:
-    hidden, (inner, width) = config.hidden_size, inner_projection(config)
-    columns = Split(len(width) - 1)
-    yield _weight(f"{name}.{inner}.weight", (*width, hidden), config.init_std, columns)
-    if config.bias:
-        yield _zeros(f"{name}.{inner}.bias", width, split=columns)
-    yield _weight(f"{name}.down.weight", (hidden, width[-1]), _residual_std(config), Split(1))
-    if config.bias:
-        yield _zeros(f"{name}.down.bias", (hidden,), partial_over=on_sequence)
+def _experts(name: str, config: ModelConfig, residual_std: float) -> Iterator[ParameterRecord]:
+    """One record for each matrix, of all experts of a layer; they have no biases."""
+    experts, hidden = config.moe.num_experts, config.hidden_size
+    inner, outputs = inner_projection(config, expert_width(config))
+    first = _weight(f"{name}.{inner}.weight", (experts, *outputs, hidden), config.init_std, Split(len(outputs)))
+    yield replace(first, of_experts=True)
+    last = _weight(f"{name}.down.weight", (experts, hidden, outputs[-1]), residual_std, Split(2))
+    yield replace(last, of_experts=True)
 
 
 def _norm(name: str, config: ModelConfig, on_sequence: Groups) -> Iterator[ParameterRecord]:
-    yield _ones(f"{name}.weight", config.hidden_size, partial_over=on_sequence)
+    weight = _scale(f"{name}.weight", config.hidden_size, on_sequence)
+    yield weight
     if config.norm == "layernorm" and config.bias:
-        yield _zeros(f"{name}.bias", (config.hidden_size,), partial_over=on_sequence)
-
-
-def _residual_std(config: ModelConfig) -> float:
-    """2 * num_layers projections add to the residual stream; this keeps its variance at start (GPT-2, section 2.3)."""
-    return config.init_std / sqrt(2 * config.num_layers)
+        yield replace(weight, name=f"{name}.bias", init="zeros")
 
 
 def _weight(name: str, shape: tuple[int, ...], std: float, split: Split | None = None) -> ParameterRecord:
     return ParameterRecord(name, shape, "normal", std, decay=True, split=split)
 
 
-def _zeros(
-    name: str, shape: tuple[int, ...], *, split: Split | None = None, partial_over: Groups = ()
-) -> ParameterRecord:
-    return ParameterRecord(name, shape, "zeros", 0.0, decay=False, split=split, partial_over=partial_over)
-
-
-def _ones(name: str, size: int, *, partial_over: Groups) -> ParameterRecord:
+def _scale(name: str, size: int, partial_over: Groups) -> ParameterRecord:
     return ParameterRecord(name, (size,), "ones", 0.0, decay=False, partial_over=partial_over)

@@ -1,0 +1,1 @@
+"""What a run records: to the terminal, report, wandb, TensorBoard."""

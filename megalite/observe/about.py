@@ -13,26 +13,17 @@ from typing import Any
 import torch
 
 from megalite import __version__
+from megalite.config.schema import ModelConfig
 from megalite.config.step_plan import batch_ramp
 from megalite.data.open import paths_of
 from megalite.launch.device import name_of
 from megalite.launch.environment import launch_command, read_environment
 from megalite.layout.summary import header_lines
-from megalite.model.flops import flops_per_token, parameter_count
+from megalite.model.flops import active_parameters, flops_per_token, parameter_count
 from megalite.observe.readable import several
 from megalite.train.job import Job
 
-PACKAGES = (
-    "torch",
-    "transformers",
-    "tokenizers",
-    "datasets",
-    "hydra-core",
-    "numpy",
-    "safetensors",
-    "wandb",
-    "tensorboard",
-)
+PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "hydra-core", "numpy", "safetensors")
 MOST_NAMED = 4  # token files of a blend
 
 
@@ -66,10 +57,14 @@ def resolved(job: Job, device: str) -> list[tuple[str, str]]:
     heads = f"{several(model.num_attention_heads, 'attention head')}, vocabulary of {model.vocab_size:,} tokens"
     batch = f"{train.global_batch_size * train.seq_length:,} tokens per step"
     sequences = f"{several(train.global_batch_size, 'sequence')} of {train.seq_length:,} tokens"
+    parameters = f"{parameter_count(model):,} parameters"
+    if model.moe.num_experts:
+        parameters += f", of which a token meets {active_parameters(model):,}"
     epochs = epochs_in_words(job.data.train.epochs(samples), paths)
     rows = [
-        ("model", f"{model.name}: {parameter_count(model):,} parameters, {flops / 1e6:,.1f} MFLOP per token"),
+        ("model", f"{model.name}: {parameters}, {flops / 1e6:,.1f} MFLOP per token"),
         ("", f"{shape}, {heads}"),
+        *([("", experts_in_words(model))] if model.moe.num_experts else []),
         ("batch", f"{batch}: {sequences}, {train.micro_batch_size} in a microbatch"),
         *growth,
         ("data", job.data.description),
@@ -83,13 +78,22 @@ def resolved(job: Job, device: str) -> list[tuple[str, str]]:
     return rows
 
 
+def experts_in_words(model: ModelConfig) -> str:
+    """Of the layers that have some."""
+    moe, layers = model.moe, len(model.expert_layers)
+    where = "each layer" if layers == model.num_layers else f"{layers} of them"
+    shared = f" and {moe.num_shared_experts} shared" if moe.num_shared_experts else ""
+    inner = f"inner width {moe.ffn_hidden_size:,}"
+    return f"{several(moe.num_experts, 'expert')}{shared} in {where}, top {moe.top_k}, {inner}"
+
+
 def epochs_in_words(epochs: Sequence[float], paths: Sequence[str]) -> str:
     """Of each token file of a blend, the one that is repeated most first: a mean would hide it."""
     if len(epochs) == 1:
         return f"{epochs[0]:.3g} epochs"
-    most = sorted(zip(epochs, paths, strict=True), reverse=True)
-    more = f", fewer of {len(most) - MOST_NAMED} more" if len(most) > MOST_NAMED else ""
-    return "epochs: " + ", ".join(f"{count:.3g} of {Path(path).name}" for count, path in most[:MOST_NAMED]) + more
+    parts = sorted(zip(epochs, paths, strict=True), reverse=True)
+    most = [f"{count:.3g} of {Path(path).name}" for count, path in parts]
+    return "epochs: " + ", ".join([*most[:MOST_NAMED], *(["fewer of the rest"] if len(most) > MOST_NAMED else [])])
 
 
 def versions() -> dict[str, str]:

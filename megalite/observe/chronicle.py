@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from megalite.config.durable_files import open_to_append, write_atomically
-from megalite.config.settings import as_plain
 from megalite.observe import trackers
 from megalite.observe.log import writing
 from megalite.observe.report.write import Attempts, LiveReport
-from megalite.observe.run_data import gather
+from megalite.observe.run_data import read_run
 from megalite.train.history import EVENTS, METRICS, PIPELINE, Note, read_metrics
 from megalite.train.job import Job
 from megalite.train.recorder import TimedAction
@@ -32,8 +31,8 @@ class Chronicle:
         self._trackers = trackers.open_trackers(job.config, folder, step, note)
         self._metrics = RecordFile(folder / METRICS, note, last_step=step)
         self._events = RecordFile(folder / EVENTS, note)
-        self.run = gather(folder, as_plain(job.config), read_metrics(folder / METRICS))
-        self._folder, self._pipeline = folder, Attempts(PIPELINE, note)
+        self._pipeline = RecordFile(folder / PIPELINE, note) if job.config.train.record_pipeline else None
+        self.run = read_run(folder)
         self._report = LiveReport(self.run, job.config.log.report_interval_s, note)
 
     def add(self, line: dict[str, Any]) -> None:
@@ -50,13 +49,10 @@ class Chronicle:
 
     def pipeline(self, step: int, schedule: str, ranks: Sequence[Sequence[TimedAction]]) -> None:
         """When each rank of a pipeline did what: lines of pipeline.jsonl."""
-        lines = [recording_line(step, schedule, len(ranks), rank, actions) for rank, actions in enumerate(ranks)]
-
-        def append() -> None:
-            with open_to_append(self._folder / PIPELINE) as file:
-                file.write("".join(lines))
-
-        self._pipeline(append)
+        assert self._pipeline is not None, "train.record_pipeline asks for it"
+        for rank, actions in enumerate(ranks):
+            line = {"step": step, "schedule": schedule, "pp": len(ranks), "rank": rank, "actions": actions}
+            self._pipeline.append(line)
 
     def end(self, kind: str, step: int, *, status: int, **fields: Any) -> None:
         """The run has ended: `stopped`, `finished` or `failed`, with this exit status."""
@@ -69,6 +65,8 @@ class Chronicle:
         self._trackers.finish(1)  # those of a run that another job has taken over
         self._metrics.close()
         self._events.close()
+        if self._pipeline is not None:
+            self._pipeline.close()
 
 
 class RecordFile:
@@ -94,9 +92,3 @@ class RecordFile:
     def close(self) -> None:
         with contextlib.suppress(OSError):  # what a full disk did not take was reported when it was written
             self._file.close()
-
-
-def recording_line(step: int, schedule: str, pp: int, rank: int, actions: Sequence[TimedAction]) -> str:
-    """The line of pipeline.jsonl for one step and pipeline rank, with its newline."""
-    record = {"step": step, "schedule": schedule, "pp": pp, "rank": rank, "actions": actions}
-    return json.dumps(record) + "\n"

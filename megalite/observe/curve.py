@@ -4,12 +4,14 @@ A braille character holds 2 x 4 dots, so a curve 60 characters wide has 120 colu
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
 
 Point = tuple[float, float]  # step, finite loss
 
 # Bits of a braille character by (row, column) of the dot, from Unicode's table U+2800.
-_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
+_DOTS = np.array(((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80)))
 
 
 def draw_curve(train: Sequence[Point], validation: Sequence[Point], *, width: int = 64, height: int = 10) -> list[str]:
@@ -20,61 +22,47 @@ def draw_curve(train: Sequence[Point], validation: Sequence[Point], *, width: in
     line = smoothed(train, window=max(1, len(train) // 40))
     if not (points := [*line, *validation]):
         return []
-    steps, losses = ([float(value) for value in values] for values in zip(*points, strict=True))
-    columns, rows = 2 * width, 4 * height
-    corners: dict[int, list[float]] = {}  # losses by column of dots
-    for step, loss in line:
-        corners.setdefault(_cell(step, steps, columns), []).append(loss)
-    means = [(column, rows - 1 - _cell(sum(it) / len(it), losses, rows)) for column, it in sorted(corners.items())]
-    bits = [[0] * width for _ in range(height)]
-    for column, row in _joined(means):
-        bits[row // 4][column // 2] |= _DOTS[row % 4][column % 2]
-    cells = [[chr(0x2800 + it) if it else " " for it in row] for row in bits]
-    for step, loss in validation:
-        cells[height - 1 - _cell(loss, losses, height)][_cell(step, steps, width)] = "●"
+    steps, losses = np.array(points, dtype=float).T
+    dots = np.zeros((height, 4, width, 2), dtype=bool)
+    if line:
+        columns = np.linspace(steps.min(), steps.max(), 2 * width)
+        known_steps, known_losses = np.array(line, dtype=float).T
+        values = np.interp(columns, known_steps, known_losses, left=np.nan, right=np.nan)
+        known = np.flatnonzero(~np.isnan(values))
+        rows = 4 * height - 1 - _cells(values[known], losses, 4 * height)
+        for column, row, before in zip(known, rows, [*rows[:1], *rows], strict=False):  # no gap between two rows
+            dots.reshape(4 * height, 2 * width)[min(row, before) : max(row, before) + 1, column] = True
+    cells = [[chr(0x2800 + it) if it else " " for it in row] for row in (dots * _DOTS[:, None, :]).sum(axis=(1, 3))]
+    at = zip(_cells(losses[len(line) :], losses, height), _cells(steps[len(line) :], steps, width), strict=True)
+    for row, column in at:
+        cells[height - 1 - row][column] = "●"
     return _framed(["".join(row) for row in cells], losses, steps)
 
 
 def smoothed(points: Sequence[Point], *, window: int) -> list[Point]:
     """Mean of each point and up to window // 2 neighbours on either side, as many on both: the ends stay in place."""
-    sums = [0.0]
-    for _, loss in points:
-        sums.append(sums[-1] + loss)
+    sums = np.cumsum([0.0, *(loss for _, loss in points)])
     result = []
     for at, (step, _) in enumerate(points):
         reach = min(window // 2, at, len(points) - 1 - at)
-        result.append((step, (sums[at + reach + 1] - sums[at - reach]) / (2 * reach + 1)))
+        result.append((step, float(sums[at + reach + 1] - sums[at - reach]) / (2 * reach + 1)))
     return result
 
 
-def _cell(value: float, values: Sequence[float], cells: int) -> int:
-    """The cell of a value among those between the least and the greatest of `values`; the middle where these agree."""
-    low, high = min(values), max(values)
-    return min(cells - 1, int((value - low) / (high - low) * cells)) if high > low else (cells - 1) // 2
+def _cells(places: NDArray[np.float64], values: NDArray[np.float64], cells: int) -> NDArray[np.int64]:
+    """The cells of these places among those between the least and the greatest of `values`; the middle where these
+    agree."""
+    low, high = values.min(), values.max()
+    shares = (places - low) / (high - low) if high > low else np.full(len(places), 0.5 - 0.5 / cells)
+    found: NDArray[np.int64] = np.minimum(shares * cells, cells - 1).astype(np.int64)
+    return found
 
 
-def _joined(corners: Sequence[tuple[int, int]]) -> set[tuple[int, int]]:
-    """The dots (column, row from the top) of a line through all corners."""
-    dots = set(corners)
-    for (left, start), (right, end) in pairwise(corners):
-        for column in range(left, right):
-            here, there = (start + (end - start) * (at - left) / (right - left) for at in (column, column + 1))
-            dots.update((column, row) for row in range(round(min(here, there)), round(max(here, there)) + 1))
-    return dots
-
-
-def _framed(rows: Sequence[str], losses: Sequence[float], steps: Sequence[float]) -> list[str]:
-    """Axes: the highest, middle and lowest loss on the left, first and last step below."""
-    height, width, low, high = len(rows), len(rows[0]), min(losses), max(losses)
-    middle = height // 2
-    labels = {middle: low + (1 - (middle + 0.5) / height) * (high - low), 0: high, height - 1: low}
-    if high == low:
-        labels = {height - 1 - _cell(low, losses, height): low}
-    lines = []
-    for at, row in enumerate(rows):
-        label, edge = (f"{labels[at]:.{2 if high - low > 0.1 else 4}f}", "┤") if at in labels else ("", "│")
-        lines.append(f"{label:>8} {edge}{row}".rstrip())
-    lines.append(f"{'':8} └{'─' * width}")
-    first, last = str(round(min(steps))), str(round(max(steps)))
-    lines.append(f"{'':10}{first}{last:>{width - len(first)}}")
-    return lines
+def _framed(rows: Sequence[str], losses: NDArray[np.float64], steps: NDArray[np.float64]) -> list[str]:
+    """Axes: the highest and lowest loss on the left, first and last step below."""
+    low, high = losses.min(), losses.max()
+    digits = 2 if high - low > 0.1 else 4
+    labels = {0: f"{high:.{digits}f}", len(rows) - 1: f"{low:.{digits}f}"}
+    lines = [f"{labels.get(at, ''):>8} {'┤' if at in labels else '│'}{row}".rstrip() for at, row in enumerate(rows)]
+    first, last = f"{steps.min():.0f}", f"{steps.max():.0f}"
+    return [*lines, f"{'':8} └{'─' * len(rows[0])}", f"{'':10}{first}{last:>{len(rows[0]) - len(first)}}"]

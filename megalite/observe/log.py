@@ -3,7 +3,6 @@
 import faulthandler
 import logging
 import os
-import platform
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,9 +38,7 @@ def open_log(run_dir: Path, context: ParallelContext) -> logging.Logger:
     log.addHandler(handler)
     faulthandler.enable(file)
     place = f"rank {context.rank} of {context.world_size} on {socket.gethostname()}, process {os.getpid()}"
-    versions = f"torch {torch.__version__}, Python {platform.python_version()}"
-    threads = f"torch's threads: {torch.get_num_threads()}"
-    log.info("%s, device %s, %s, %s, %s", place, context.device, context.dtype, versions, threads)
+    log.info("%s, %s, %s, torch's threads: %d", place, context.device, context.dtype, torch.get_num_threads())
     return log
 
 

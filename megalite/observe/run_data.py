@@ -1,11 +1,11 @@
 """Gathers what is shown of one run, line by line: while it trains, or later from the files of its folder.
 
 A line is a record of metrics.jsonl or an event, which has a `kind` (train/history.py). Memory stays bounded for a run
-of any length: figures are thinned, and only the first and the last events are kept.
+of any length: figures are thinned, and only the newest events are kept.
 """
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections import defaultdict, deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
@@ -18,9 +18,8 @@ from megalite.errors.problems import Problem, UserError
 from megalite.train.history import ENDS, EVENTS, METRICS, read_events, read_metrics
 from megalite.train.recorder import STEP_PARTS
 
-OVER_TOKENS = ("loss", "val_loss")  # are also kept by the number of tokens on their lines
 SUMMED_UP = ("checkpoint", "ranks", "sample")  # all other kinds of events are listed one by one
-FIRST, LAST = 40, 120  # listed events that are kept
+MOST_LISTED = 160  # events that are kept: the newest
 MOST_SAMPLED = 400  # steps of which samples are kept
 MOST_BUCKETS = 360
 
@@ -47,7 +46,7 @@ class Bucket(NamedTuple):
 
 
 class Series:
-    """One figure by step or by tokens, which come in ascending order. Values that are not finite are left out.
+    """One figure by step, in ascending order. Values that are not finite are left out.
 
     Neighbouring steps share a bucket that keeps their least and greatest value, so no peak is lost. All buckets have
     the same width, a power of two of steps, which doubles when there are too many.
@@ -81,10 +80,6 @@ class Series:
         self.buckets.append(new)
 
 
-def _series() -> defaultdict[str, Series]:
-    return defaultdict(Series)
-
-
 @dataclass
 class RunData:
     """One run. `config`: its settings by dotted name; `derived`: those of them that nobody set."""
@@ -92,10 +87,8 @@ class RunData:
     folder: Path
     config: dict[str, Any]
     derived: set[str] = field(default_factory=set)
-    figures: defaultdict[str, Series] = field(default_factory=_series)  # every number of metrics.jsonl
-    over_tokens: defaultdict[str, Series] = field(default_factory=_series)
-    split: defaultdict[str, Series] = field(default_factory=_series)  # seconds of a step by part
-    tokens_per_step: set[float] = field(default_factory=set)  # the least and the most of any line
+    figures: defaultdict[str, Series] = field(default_factory=lambda: defaultdict(Series))  # all of metrics.jsonl
+    split: defaultdict[str, Series] = field(default_factory=lambda: defaultdict(Series))  # seconds of a step by part
     first: dict[str, Any] = field(default_factory=dict)  # the first value of each figure
     last: dict[str, Any] = field(default_factory=dict)  # the newest line of a step
     evaluation: dict[str, Any] = field(default_factory=dict)  # the newest
@@ -108,8 +101,8 @@ class RunData:
     samples: dict[int, dict[str, str]] = field(default_factory=dict)  # texts by step and prompt
     starts: list[dict[str, Any]] = field(default_factory=list)  # the first and the newest
     end: dict[str, Any] | None = None  # of the newest start; None: it has not ended, as far as the files say
-    listed: list[dict[str, Any]] = field(default_factory=list)  # events, the oldest and the newest
-    left_out: int = 0  # events between them
+    listed: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MOST_LISTED))  # events
+    left_out: int = 0  # older events
     slow: set[int] = field(default_factory=set)  # ranks that the newest start found slow
     updated: float = 0.0  # time of the newest event or line
     damage: list[str] = field(default_factory=list)  # what could not be read of its files, in words
@@ -153,15 +146,11 @@ class RunData:
 
     def _add_record(self, line: dict[str, Any]) -> None:
         step = line["step"]
-        for name, value in line.items():
+        moe = {f"moe/{name}": value for name, value in (line.get("moe") or {}).items()}
+        for name, value in (line | moe).items():
             if isinstance(value, int | float):
                 self.first.setdefault(name, value)
                 self.figures[name].add(step, value)
-        if step > 0 and "tokens" in line:
-            for name in line.keys() & {*OVER_TOKENS}:
-                self.over_tokens[name].add(line["tokens"], line[name])
-            paces = {*self.tokens_per_step, line["tokens"] / step}
-            self.tokens_per_step = {min(paces), max(paces)}
         if "val_loss" in line:
             self.evaluation = line
             self.evaluation_s += line.get("eval_time_s") or 0.0
@@ -193,20 +182,8 @@ class RunData:
         elif kind == "straggler":
             self.slow.add(event["rank"])
         if kind not in SUMMED_UP:
+            self.left_out += len(self.listed) == MOST_LISTED
             self.listed.append(event)
-            if len(self.listed) > FIRST + LAST:
-                del self.listed[FIRST]
-                self.left_out += 1
-
-
-def gather(folder: Path, config: Mapping[str, Any], lines: Iterable[Mapping[str, Any]]) -> RunData:
-    """The run in `folder`: these lines of metrics, and the events it holds. `config`: nested, as in config.yaml."""
-    settings, derived = {**config}, config.get(DERIVED)
-    settings.pop(DERIVED, None)
-    run = RunData(folder, flatten(settings), derived={*map(str, derived)} if isinstance(derived, list) else set())
-    for line in [*lines, *read_events(folder / EVENTS, run.damage.append)]:
-        run.add(line)
-    return run
 
 
 def read_run(folder: Path) -> RunData:
@@ -215,12 +192,14 @@ def read_run(folder: Path) -> RunData:
     if not config.is_file():
         rule = "it holds no run: there is no config.yaml"
         raise UserError(Problem("RUN_DIR", str(folder), rule, "the folder of a run: see ls runs"))
-    damage, settings = list[str](), read_yaml(config)
+    settings = read_yaml(config)
     with refusing(config):
         if not isinstance(settings, dict):
             raise ValueError("holds no settings")
-    run = gather(folder, settings, read_metrics(metrics, damage.append))
-    run.damage = [*damage, *run.damage]
+    derived = settings.pop(DERIVED, None)
+    run = RunData(folder, flatten(settings), derived={*map(str, derived)} if isinstance(derived, list) else set())
+    for line in [*read_metrics(metrics, run.damage.append), *read_events(folder / EVENTS, run.damage.append)]:
+        run.add(line)
     if metrics.exists():
         run.updated = max(run.updated, metrics.stat().st_mtime)
     return run

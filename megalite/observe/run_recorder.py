@@ -10,18 +10,18 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from megalite.checkpoint.store import CheckpointError, Saved
 from megalite.errors.problems import UserError
 from megalite.launch.context import ParallelContext
 from megalite.observe.about import start_fields
 from megalite.observe.chronicle import Chronicle
+from megalite.observe.event_words import words_of
 from megalite.observe.log import open_log
 from megalite.observe.terminal import Terminal
-from megalite.observe.trace import FOLDER, format_split, write_profile
+from megalite.observe.trace import FOLDER, write_profile
 from megalite.train.job import Job
-from megalite.train.recorder import BadStep, EvaluationRecord, RankFigures, Sample, StepRecord, TimedAction
+from megalite.train.recorder import EvaluationRecord, StepRecord, TimedAction
 
-GIB = 1 << 30
+NOTED = ("skipped", "skipped_on_request", "empty", "straggler", "profile")  # kinds of events
 
 
 class RunRecorder:
@@ -62,7 +62,7 @@ class RunRecorder:
         self._terminal.header(title, about["about"], first_step=first, steps=train.steps)
         if train.sample_interval > 0 and train.sample_tokens > 0 and not job.prompts:
             self.note("no samples of text: the tokenizer of these tokens is not known")
-        self._event("start" if job.resumed_from is None else "resume", first, **about)
+        self.event("start" if job.resumed_from is None else "resume", first, **about)
 
     def failed(self, error: Exception, *, taken_over: bool = False) -> None:
         step = self._job.progress.step
@@ -85,23 +85,40 @@ class RunRecorder:
             self._chronicle.close()
         self._terminal.close()
 
-    # --- steps -------------------------------------------------------------------------------------------------------
+    # --- what happens ------------------------------------------------------------------------------------------------
 
     def step(self, record: StepRecord) -> None:
         self._terminal.step(record)
-        left_out = ("steps", *(["loss_scale"] if record.loss_scale is None else []))
-        self._add({name: value for name, value in vars(record).items() if name not in left_out})
+        line = {name: value for name, value in vars(record).items() if name != "steps"}
+        for name in ("loss_scale", "moe"):  # not of this kind of run
+            if line[name] is None:
+                del line[name]
+        if self._chronicle is not None:
+            self._chronicle.add(line)
 
-    def bad_step(self, bad: BadStep) -> None:
-        found = {"loss": bad.loss, "grad_norm": bad.grad_norm, "loss_scale": bad.loss_scale}
-        self._log.warning("step %d: %s", bad.step, found)
-        at = "" if bad.loss_scale is None else f" at a loss scale of {bad.loss_scale:g}"
-        self.note(f"step {bad.step}: loss or gradient is not finite{at}, the step is not applied ({bad.count} in all)")
-        self._event("skipped", bad.step, **found)
+    def evaluated(self, record: EvaluationRecord) -> None:
+        self._terminal.evaluation(record)
+        self._log.info("step %d validation loss %.6f", record.step, record.val_loss)
+        if self._chronicle is not None:
+            self._chronicle.add({**vars(record)})
 
-    def passed_over(self, step: int, kind: str, why: str) -> None:
-        self.note(f"step {step}: passed over, {why}")
-        self._event(kind, step)
+    def event(self, kind: str, step: int, **fields: Any) -> None:
+        if kind == "straggler":
+            fields["host"] = self._hosts[fields["rank"]]
+        words = words_of({"kind": kind, **fields})
+        if kind == "checkpoint":
+            self._log.info("saved step-%08d: %s", step, words)
+        elif kind == "checkpoint_failed":
+            self.note(f"warning: {words}")
+        elif kind == "sample" and self._chronicle is not None:
+            self._log.info("sample after step %d: %s%s", step, fields["prompt"], fields["text"])
+            if step < self._job.config.train.steps:  # else the summary shows it
+                self._terminal.sample(step, fields["prompt"], fields["text"])
+        elif kind in NOTED and fields.get("rank") not in self._known_slow:
+            self.note(f"step {step}: {words}")
+        self._known_slow |= {fields["rank"]} if kind == "straggler" else set()
+        if self._chronicle is not None:
+            self._chronicle.event(kind, step, **fields)
 
     def profiled(self, step: int, trace: Callable[[], bytes]) -> None:
         folder = self._job.folder.path / FOLDER
@@ -109,61 +126,9 @@ class RunRecorder:
             split = write_profile(folder, step, self._job.context.rank, trace())
         except (OSError, ValueError) as error:  # an incomplete trace is no JSON
             self.note(f"warning: the profile of step {step} could not be kept: {type(error).__name__}: {error}")
-            return
-        self.note(f"step {step}: profiled into {folder}")
-        self._log.info("step %d\n%s", step, format_split(split))
-        self._event("profile", step, folder=str(folder), **split)
+        else:
+            self.event("profile", step, folder=str(folder), **split)
 
     def pipeline(self, step: int, ranks: Sequence[Sequence[TimedAction]]) -> None:
         if self._chronicle is not None:
             self._chronicle.pipeline(step, str(self._job.config.parallel.schedule), ranks)
-
-    # --- between steps -----------------------------------------------------------------------------------------------
-
-    def evaluated(self, record: EvaluationRecord) -> None:
-        self._terminal.evaluation(record)
-        self._add({**vars(record)})
-        self._log.info("step %d validation loss %.6f", record.step, record.val_loss)
-
-    def interrupted(self, what: str, step: int) -> None:
-        self.note(f"asked to stop: the {what} after step {step} is broken off, nothing of it is recorded")
-
-    def saved(self, saved: Saved) -> None:
-        took = f"{saved.bytes / GIB:.3f} GiB in {saved.seconds:.2f} s, training held up for {saved.stall_s:.3f} s"
-        self._log.info("saved %s: %s", saved.path.name, took)
-        times = {"seconds": round(saved.seconds, 3), "stall_s": round(saved.stall_s, 3)}
-        self._event("checkpoint", int(saved.path.name.rpartition("-")[2]), bytes=saved.bytes, **times)
-
-    def not_saved(self, error: CheckpointError) -> None:
-        self.note(f"warning: {error}")
-        self._event("checkpoint_failed", self._job.progress.step, message=str(error))
-
-    def ranks(self, step: int, figures: RankFigures) -> None:
-        self._event("ranks", step, memory_gib=figures.memory_gib, compute_s=figures.compute_s)
-        for slow in figures.stragglers:
-            host = self._hosts[slow.rank]
-            self._event("straggler", step, rank=slow.rank, host=host, times=round(slow.times, 2))
-            if slow.rank not in self._known_slow:
-                self.note(
-                    f"rank {slow.rank} on {host} computes {slow.times:.1f} times as long as others with the same work "
-                    f"(step {step})"
-                )
-        self._known_slow |= {slow.rank for slow in figures.stragglers}
-
-    def sampled(self, step: int, samples: Sequence[Sample]) -> None:
-        for prompt, text in samples:
-            if self._chronicle is not None:
-                self._log.info("sample after step %d: %s%s", step, prompt, text)
-            self._event("sample", step, prompt=prompt, text=text)
-            if step < self._job.config.train.steps:  # else the summary shows it
-                self._terminal.sample(step, prompt, text)
-
-    # --- records -----------------------------------------------------------------------------------------------------
-
-    def _add(self, line: dict[str, Any]) -> None:
-        if self._chronicle is not None:
-            self._chronicle.add(line)
-
-    def _event(self, kind: str, step: int, **fields: Any) -> None:
-        if self._chronicle is not None:
-            self._chronicle.event(kind, step, **fields)

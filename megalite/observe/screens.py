@@ -64,8 +64,9 @@ class Screen:
 
     def status(self, *lines: Line, now: bool = False) -> None:
         """Draw the lines at the bottom; `now`: even if the last drawing was a moment ago."""
-        if self.live:
-            self._attempt(lambda: self._draw(Group(*[_text(line, cut=True) for line in lines]), now))
+        if self.live and (now or time.monotonic() - self._drawn >= REDRAW_S):
+            self._drawn = time.monotonic()
+            self._attempt(lambda: self._draw(Group(*[_text(line, cut=True) for line in lines])))
 
     def close(self) -> None:
         """Leave the stream as any program expects it. May be repeated."""
@@ -73,16 +74,12 @@ class Screen:
         if live is not None:
             self._attempt(live.stop)
 
-    def _draw(self, picture: Group, now: bool) -> None:
+    def _draw(self, picture: Group) -> None:
         if self._live is None:
             # No refresh thread: it would take the interpreter from the training loop at any moment.
-            self._live = Live(picture, console=self._console, auto_refresh=False, vertical_overflow="crop")
-            self._live.start(refresh=True)
-            return
-        due = now or time.monotonic() - self._drawn >= REDRAW_S
-        self._live.update(picture, refresh=due)
-        if due:
-            self._drawn = time.monotonic()
+            self._live = Live(console=self._console, auto_refresh=False, vertical_overflow="crop")
+            self._live.start()
+        self._live.update(picture, refresh=True)
 
     def _attempt(self, action: Callable[[], None]) -> None:
         try:

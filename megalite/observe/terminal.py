@@ -4,19 +4,20 @@ On a terminal the figures of the newest step stand below a progress bar and eval
 else (a SLURM log, a pipe) every shown step is one line of at most 100 columns, under column names that are repeated.
 """
 
+import math
 import os
 import shlex
 import statistics
 import textwrap
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import TextIO
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TextIO
 
 from megalite.errors.problems import printable
 from megalite.observe import readable
-from megalite.observe.curve import Point, draw_curve
-from megalite.observe.run_data import RunData, Series
+from megalite.observe.curve import draw_curve
+from megalite.observe.run_data import RunData
 from megalite.observe.screens import WIDTH, Line, Screen, Span
 from megalite.train.recorder import EvaluationRecord, StepRecord
 
@@ -34,6 +35,7 @@ COLUMNS: tuple[tuple[str, str, int, Words], ...] = (  # of a step: its figure, t
     ("data_wait_share", "wait", 5, readable.percent),
     ("mfu", "mfu", 5, readable.percent),
     ("mfu_causal", "causal", 6, readable.percent),
+    ("imbalance_max", "imbalance", 9, "{:.2f}".format),
 )
 LEARNING = 3  # of the columns: how well the model does; the others say how fast
 STYLES = {"loss": "bold", "validation": "green", "bad steps": "bold red"}
@@ -45,8 +47,9 @@ class Terminal:
     def __init__(self, stream: TextIO, *, interactive: bool, enabled: bool = True) -> None:
         live = interactive and enabled and os.environ.get("TERM") != "dumb"
         self._screen = Screen(stream, live=live, silent=not enabled)
-        self._pace = Pace()
+        self._step_times = deque[float](maxlen=50)
         self._columns: list[tuple[str, str, int, Words]] = []  # that the first step has
+        self._has_experts = False  # among them
         self._printed = 0  # steps
         self._validation: EvaluationRecord | None = None
         self._began = time.monotonic()
@@ -70,10 +73,15 @@ class Terminal:
 
     def step(self, record: StepRecord) -> None:
         """Show one optimizer step."""
-        self._pace.add(record.step_time_s)
-        values = vars(record)
-        self._columns = self._columns or [column for column in COLUMNS if values[column[0]] is not None]
-        cells = ["-" if values[figure] is None else words(values[figure]) for figure, _, _, words in self._columns]
+        self._step_times.append(record.step_time_s)
+        values = {**vars(record), **(record.moe or {})}
+        if record.moe is not None:
+            values["mfu_causal"] = None  # a line has room for one more
+        if not self._columns or (record.moe and not self._has_experts):  # not told of where a first step was skipped
+            self._columns = [column for column in COLUMNS if values.get(column[0]) is not None]
+            self._has_experts, self._printed = record.moe is not None, 0
+        found = [(values.get(figure), words) for figure, _, _, words in self._columns]
+        cells = ["-" if value is None else words(value) for value, words in found]
         if self._screen.live:
             last = record.step == record.steps
             self._screen.status(self._bar(record.step, record.steps), *self._figures(record, cells), now=last)
@@ -81,7 +89,7 @@ class Terminal:
         digits = len(str(record.steps))
         names = ["step", *(name for _, name, _, _ in self._columns), "left"]
         widths = [max(9, 2 * digits + 1), *(width for _, _, width, _ in self._columns), 8]
-        left = readable.duration(self._pace.left(record.steps - record.step)).replace(" ", "")
+        left = self._left(record.steps - record.step).replace(" ", "")
         gap = "  " if sum(widths) + 2 * (len(widths) - 1) <= WIDTH else " "
         rows = [(names, "bold")] if self._printed % NAMES_EVERY == 0 else []
         rows.append(([f"{record.step:>{digits}}/{record.steps}", *cells, left], ""))
@@ -92,13 +100,10 @@ class Terminal:
     def evaluation(self, record: EvaluationRecord) -> None:
         """Show the validation set after a step."""
         self._validation = record
-        values = [("validation loss", readable.loss(record.val_loss), "bold green")]
-        values.append(("perplexity", readable.perplexity(record.val_perplexity), ""))
-        if record.val_bits_per_byte is not None:
-            values.append(("bits per byte", readable.loss(record.val_bits_per_byte), ""))
-        spans: list[Span] = [(f"step {record.step:>{self._digits}}", "bold")]
-        for name, value, style in values:
-            spans += [(f"  {name} ", QUIET), (value, style)]
+        spans = [(f"step {record.step:>{self._digits}}", "bold"), ("  validation loss ", QUIET)]
+        spans.append((readable.loss(record.val_loss), "bold green"))
+        for name, value in other_measures(vars(record)).items():
+            spans += [(f"  {name} ", QUIET), (value, "")]
         self._screen.print([*spans, (f"  ({readable.step_time(record.eval_time_s)})", QUIET)])
 
     def sample(self, step: int, prompt: str, text: str) -> None:
@@ -137,7 +142,7 @@ class Terminal:
         return [[("  | ", QUIET), (line, "")] for line in cut]
 
     def _curve(self, run: RunData) -> list[str]:
-        train, validation = _points(run.figures["loss"]), _points(run.figures["val_loss"])
+        train, validation = ([(it.x, it.y) for it in run.figures[name].buckets] for name in ("loss", "val_loss"))
         if len(train) < 2 or not self._screen.unicode:
             return []
         picture = draw_curve(train, validation, width=max(20, min(72, self._screen.width - 14)))
@@ -148,9 +153,13 @@ class Terminal:
         """The progress bar; its length follows the terminal's width."""
         done = step / steps if steps else 1.0
         name = f"step {step}/{steps} "
-        passed, left = time.monotonic() - self._began, self._pace.left(steps - step)
-        clock = f" {100 * done:3.0f}%  {readable.duration(passed)} passed, {readable.duration(left)} left"
+        passed = readable.duration(time.monotonic() - self._began)
+        clock = f" {100 * done:3.0f}%  {passed} passed, {self._left(steps - step)} left"
         return [(name, "bold"), *bar(done, self._screen.width - len(name) - len(clock) - 1), (clock, "")]
+
+    def _left(self, steps: int) -> str:
+        """How long `steps` more steps take: by a median, which one slow step (a compilation) does not move."""
+        return readable.duration(statistics.median_low(self._step_times) * steps if self._step_times else math.nan)
 
     def _figures(self, record: StepRecord, cells: Sequence[str]) -> list[Line]:
         """The newest figures in two lines."""
@@ -167,25 +176,6 @@ class Terminal:
         ]
 
 
-class Pace:
-    """Time per step as a running median, which one slow step (a compilation, a checkpoint) does not move."""
-
-    def __init__(self) -> None:
-        self._recent: deque[float] = deque(maxlen=50)
-        self._steps = 0
-
-    def add(self, seconds: float) -> None:
-        """Add a step. The first, slow for its compilation, only counts while it is alone."""
-        self._steps += 1
-        if self._steps == 2:
-            self._recent.clear()
-        self._recent.append(seconds)
-
-    def left(self, steps: int) -> float:
-        """Seconds that `steps` more steps take; nan where none was seen yet."""
-        return statistics.median(self._recent) * steps if self._recent else float("nan")
-
-
 class DataWork:
     """The progress of making or scanning token files. The first call says what was there before."""
 
@@ -200,21 +190,22 @@ class DataWork:
         if self._there is None:
             self._there, self._began, self._logged = bytes_done, now, now
         counts = f"{readable.several(documents, 'document')}, {readable.count(tokens)} tokens"
-        if bytes_done >= bytes_total > 0:
-            if not self._finished:
-                self._screen.status(now=True)  # no bar stays behind
-                took = readable.duration(now - self._began)
-                self._screen.print([(f"{self._done} {readable.size(bytes_total)}: {counts} in {took}", "")])
-            self._finished = True
+        if self._finished:
             return
-        text, head = f"{readable.size(bytes_done)}, {counts}", [(self._doing, "bold")]
-        if bytes_total:
-            share = bytes_done / bytes_total
-            head += [(" ", ""), *bar(share, 30), (f" {100 * share:3.0f}%", "")]
-            text = f"{readable.size(bytes_done)} of {readable.size(bytes_total)}, {counts}"
-            if (made := bytes_done - self._there) > 0.02 * (bytes_total - self._there):
-                text += f"  {readable.duration((now - self._began) / made * (bytes_total - bytes_done))} left"
-        self._screen.status(head, [(text, QUIET)])
+        if bytes_done >= bytes_total > 0:
+            self._finished = True
+            self._screen.status(now=True)  # no bar stays behind
+            took = readable.duration(now - self._began)
+            self._screen.print([(f"{self._done} {readable.size(bytes_total)}: {counts} in {took}", "")])
+            return
+        share = bytes_done / bytes_total if bytes_total else 0.0
+        of, left = f" of {readable.size(bytes_total)}" if bytes_total else "", ""
+        if (made := bytes_done - self._there) > 0.02 * (bytes_total - self._there) > 0:
+            left = f"  {readable.duration((now - self._began) / made * (bytes_total - bytes_done))} left"
+        text = f"{readable.size(bytes_done)}{of}, {counts}{left}"
+        self._screen.status(
+            [(f"{self._doing} ", "bold"), *bar(share, 30), (f" {100 * share:3.0f}%", "")], [(text, QUIET)]
+        )
         if not self._screen.live and now - self._logged >= PREPARING_LOG_S:
             self._logged = now
             self._screen.print([(f"{self._doing}: {text}", "")])
@@ -243,16 +234,20 @@ def what_was_learned(run: RunData, tokens: int, seconds: float) -> list[tuple[st
         validation = [" -> ".join(losses)]
         if run.best is not None and run.best[0] != newest["step"]:
             validation.append(f"best {readable.loss(run.best[1])} at step {run.best[0]}")
-        for name, label, words in (
-            ("val_perplexity", "perplexity", readable.perplexity),
-            ("val_bits_per_byte", "bits per byte", readable.loss),
-        ):
-            if newest.get(name) is not None:
-                validation.append(f"{label} {words(newest[name])}")
-        rows.append(("validation loss", ", ".join(validation)))
+        others = [f"{name} {value}" for name, value in other_measures(newest).items()]
+        rows.append(("validation loss", ", ".join([*validation, *others])))
     if bad := last.get("bad_steps"):
         rows.append(("bad steps", f"{bad}, not applied: loss or gradient was not finite"))
     return rows
+
+
+def other_measures(evaluation: Mapping[str, Any]) -> dict[str, str]:
+    """Of an evaluation what is known besides the loss, in words by name."""
+    words: dict[str, tuple[str, Words]] = {
+        "val_perplexity": ("perplexity", readable.perplexity),
+        "val_bits_per_byte": ("bits per byte", readable.loss),
+    }
+    return {name: say(evaluation[key]) for key, (name, say) in words.items() if evaluation.get(key) is not None}
 
 
 def how_to_go_on(run: RunData, stopped_by: str | None) -> tuple[str, str]:
@@ -266,8 +261,3 @@ def how_to_go_on(run: RunData, stopped_by: str | None) -> tuple[str, str]:
 
 def _rows(rows: Sequence[tuple[str, str]]) -> list[Line]:
     return [[(f"  {name:<15}", LABEL), (f"  {text}", "")] for name, text in rows]
-
-
-def _points(series: Series) -> list[Point]:
-    """Steps and values, from the very first step to the last."""
-    return list({step: bucket.y for bucket in series.buckets for step in (bucket.first, bucket.last)}.items())

@@ -10,9 +10,12 @@ goes on beside computing costs nothing and counts nowhere.
 
 import gzip
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from megalite.config.durable_files import write_atomically
 from megalite.train.clock import PART, STEP
@@ -21,8 +24,6 @@ from megalite.train.recorder import STEP_PARTS
 FOLDER = "profile"  # of a run
 COMMUNICATION = ("c10d::", "_c10d_functional::", "gloo:", "nccl:", "record_param_comms")  # its operations on a CPU
 KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
-
-Interval = tuple[float, float]  # from when to when, in microseconds
 
 
 def write_profile(folder: Path, step: int, rank: int, trace: bytes) -> dict[str, Any]:
@@ -46,58 +47,30 @@ def time_split(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     label = [event for event in spans if event["name"] == STEP and event.get("cat") == "user_annotation"]
     if not label:
         raise ValueError("the trace lacks the label of its step")
+    # Between two of these instants nothing begins or ends.
+    instants = np.unique([at for event in spans for at in (event["ts"], event["ts"] + event["dur"])])
+    lengths, middles = np.diff(instants) / 1e6, (instants[1:] + instants[:-1]) / 2
+
+    def during(chosen: Sequence[Mapping[str, Any]]) -> NDArray[np.bool_]:
+        """Of each stretch between two instants: whether at least one of these spans goes on."""
+        begins = np.sort([event["ts"] for event in chosen])
+        ends = np.sort([event["ts"] + event["dur"] for event in chosen])
+        on: NDArray[np.bool_] = np.searchsorted(begins, middles) > np.searchsorted(ends, middles)
+        return on
+
     if any(event.get("cat") == "kernel" for event in spans):  # it is waited while NCCL's kernels run and nothing else
         category, kernels = "gpu_user_annotation", [event for event in spans if event.get("cat") in KERNELS]
-        waiting = _union(event for event in kernels if "nccl" in event["name"].lower())
-        computing = _union(event for event in kernels if "nccl" not in event["name"].lower())
+        waiting = during([event for event in kernels if "nccl" in event["name"].lower()])
+        waiting &= ~during([event for event in kernels if "nccl" not in event["name"].lower()])
     else:  # while the thread is inside an operation that communicates
         category, thread = "user_annotation", label[0].get("tid")
         own = [event for event in spans if event.get("tid") == thread and event.get("cat") == "cpu_op"]
-        waiting, computing = _union(event for event in own if event["name"].startswith(COMMUNICATION)), []
+        waiting = during([event for event in own if event["name"].startswith(COMMUNICATION)])
     seconds, waited = dict[str, float](), dict[str, float]()
     for part in STEP_PARTS:
-        its = _union(event for event in spans if event["name"] == PART + part and event.get("cat") == category)
-        waited[part] = _overlap(its, waiting, computing)
-        seconds[part] = _length(its) - waited[part]
+        its = during([event for event in spans if event["name"] == PART + part and event.get("cat") == category])
+        waited[part], seconds[part] = float(lengths[its & waiting].sum()), float(lengths[its & ~waiting].sum())
     seconds["communication"] += sum(waited.values())
-    wall = _length(_union(label))
+    wall = float(lengths[during(label)].sum())
     seconds["other"] = max(0.0, wall - sum(spent for part, spent in seconds.items() if part != "other"))
     return {"wall_s": wall, "parts": seconds, "inside": {part: waited[part] for part in ("forward", "backward")}}
-
-
-def format_split(split: Mapping[str, Any]) -> str:
-    """A line for each part: its seconds, and its share of the step."""
-    rows = list(split["parts"].items())
-    at = 1 + list(split["parts"]).index("communication")
-    rows[at:at] = [(f"  in {part}", seconds) for part, seconds in split["inside"].items()]
-    return "\n".join(
-        f"{name:<15}{seconds:>10.4f} s{100 * seconds / split['wall_s']:>7.1f} %"
-        for name, seconds in [*rows, ("step", split["wall_s"])]
-    )
-
-
-def _union(events: Iterable[Mapping[str, Any]]) -> list[Interval]:
-    """When at least one of the events goes on."""
-    return _merged((event["ts"], event["ts"] + event["dur"]) for event in events)
-
-
-def _merged(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same instants as disjoint intervals, in order."""
-    found: list[Interval] = []
-    for begin, end in sorted(intervals):
-        if found and begin <= found[-1][1]:
-            found[-1] = found[-1][0], max(end, found[-1][1])
-        else:
-            found.append((begin, end))
-    return found
-
-
-def _length(intervals: Iterable[Interval]) -> float:
-    """In seconds."""
-    return sum(end - begin for begin, end in _merged(intervals)) / 1e6
-
-
-def _overlap(one: list[Interval], other: list[Interval], but: list[Interval]) -> float:
-    """Seconds for which the first two go on and the third does not: |A and B| = |A| + |B| - |A or B|, twice."""
-    found = _length([*one, *but]) + _length([*other, *but]) - _length([*one, *other, *but]) - _length(but)
-    return max(0.0, round(found, 9))

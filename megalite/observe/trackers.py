@@ -4,9 +4,8 @@ Each has a thread of its own, so that a slow or failing one never hurts training
 with the first record of metrics: opening a tracker (an import, a network) does not delay the first step.
 """
 
-import shlex
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -15,7 +14,7 @@ from threading import Thread
 from typing import Any, Protocol
 
 from megalite.config.schema import Config
-from megalite.observe.wandb import flat_values, wandb_tracker
+from megalite.observe.wandb import TOKENS, flat_values, tokens_of_experts, wandb_tracker
 from megalite.train.history import Note
 
 BOARD = "tensorboard"  # folder of the run folder
@@ -35,24 +34,24 @@ class Tracker(Protocol):
         """The run has written its last line and ends with this exit status."""
 
 
-class _Background:
-    """Passes lines on to the tracker that `opener` opens, on a thread. What it does not take in time waits in a queue.
+class TrackerThread(Thread):
+    """Passes lines on to the tracker that `opener` opens. What it does not take in time waits in a queue.
 
-    `note` prints a line for the user: the first failure, and `late` where the end of the run does not wait any longer.
+    `note` prints a line for the user: the first failure, and that the run ends before the tracker is done.
     """
 
-    def __init__(self, name: str, opener: Callable[[], Tracker | None], note: Note, late: str) -> None:
-        self._name, self._open, self._note, self._late = name, opener, note, late
+    def __init__(self, name: str, opener: Callable[[], Tracker | None], note: Note) -> None:
+        super().__init__(name=name, daemon=True)
+        self._opener, self._note = opener, note
         self._lines: SimpleQueue[Line | int] = SimpleQueue()  # an exit status at the end
         self._failed = False
-        self.thread = Thread(target=self._work, name=name, daemon=True)
 
     def add(self, line: Line) -> None:
-        if self.thread.ident is None and "kind" not in line:
+        if self.ident is None and "kind" not in line:
             try:
-                self.thread.start()
+                self.start()
             except RuntimeError as error:  # the system gives no more threads
-                self._warn(error)
+                self._warn(f"{type(error).__name__}: {error}")
         if self._lines.qsize() < LONGEST_QUEUE:
             self._lines.put(line)
         else:
@@ -63,15 +62,15 @@ class _Background:
 
     def wait(self, seconds: float) -> None:
         """Wait so long for the tracker to finish."""
-        if self.thread.ident is None:  # the run ended before its first record
+        if self.ident is None:  # the run ended before its first record
             return
-        self.thread.join(max(0.0, seconds))
-        if self.thread.is_alive():
+        self.join(max(0.0, seconds))
+        if self.is_alive():
             self._failed = True  # it says nothing more
-            self._note(f"{self._name}: not done at the end of the run; {self._late}")
+            self._note(f"{self.name}: not done at the end of the run; metrics.jsonl and events.jsonl hold it all")
 
-    def _work(self) -> None:
-        tracker = self._attempt(self._open)
+    def run(self) -> None:
+        tracker = self._attempt(self._opener)
         while not isinstance(line := self._lines.get(), int):
             if tracker is not None:
                 self._attempt(partial(tracker.add, line))
@@ -82,67 +81,73 @@ class _Background:
         try:
             return action()
         except Exception as error:
-            self._warn(error)
+            self._warn(f"{type(error).__name__}: {error}")
             return None
 
-    def _warn(self, reason: Exception | str) -> None:
+    def _warn(self, reason: str) -> None:
         if not self._failed:
             self._failed = True
-            words = reason if isinstance(reason, str) else f"{type(reason).__name__}: {reason}"
-            self._note(f"{self._name}: warning: {' '.join(words.split())[:200]}; the run itself is not affected")
+            self._note(f"{self.name}: warning: {' '.join(reason.split())[:200]}; the run itself is not affected")
 
 
 class Trackers:
-    """Passes every line on to all trackers of a run, each on a thread of its own."""
+    """Passes every line on to all trackers of a run, by name."""
 
-    def __init__(self, openers: Mapping[str, Callable[[], Tracker | None]], note: Note, late: str) -> None:
-        self._all = [_Background(name, opener, note, late) for name, opener in openers.items()]
-        self._finishing = False
+    def __init__(self, openers: Mapping[str, Callable[[], Tracker | None]], note: Note) -> None:
+        self._threads = [TrackerThread(name, opener, note) for name, opener in openers.items()]
 
     def add(self, line: Line) -> None:
-        for tracker in self._all:
-            tracker.add(line)
+        for thread in self._threads:
+            thread.add(line)
 
     def finish(self, status: int) -> None:
         """Let the trackers finish, and wait for them within one limit. The second call does nothing."""
-        if self._finishing:
-            return
-        self._finishing = True
+        threads, self._threads = self._threads, []
         until = time.monotonic() + (FAILED_S if status else FINISH_S)
-        for tracker in self._all:
-            tracker.end(status)
-        for tracker in self._all:
-            tracker.wait(until - time.monotonic())
+        for thread in threads:
+            thread.end(status)
+        for thread in threads:
+            thread.wait(until - time.monotonic())
 
 
 class TensorBoardTracker:
     """Event files in the run folder's tensorboard/ (log.tensorboard): every number as a scalar, and samples as text."""
 
-    def __init__(self, folder: Path, step: int) -> None:
-        """The run continues after `step`: what an earlier start wrote of later steps is not shown any more."""
+    def __init__(self, folder: Path, step: int, expert_layers: Sequence[int] = ()) -> None:
+        """The run continues after `step`: what an earlier start wrote of later steps is not shown any more.
+        `expert_layers`: the model's layers with experts."""
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(folder / BOARD), purge_step=step + 1, flush_secs=10)
+        self._layers = expert_layers
+        self._newest: Line = {}  # with experts
 
     def add(self, line: Line) -> None:
         step = line["step"]
         if line.get("kind") == "sample":
             as_code = indent(line["prompt"] + line["text"], "    ", lambda text: True)  # Markdown would change it
             self._writer.add_text(f"samples/{' '.join(line['prompt'].split())[:60]}", as_code, step)
+        if "moe" in line:
+            self._newest = line
         for name, value in flat_values(line).items() if "kind" not in line else ():
             if name != "step" and isinstance(value, int | float):
                 self._writer.add_scalar(name, value, step)
 
     def finish(self, status: int) -> None:
+        if rows := tokens_of_experts(self._newest, self._layers):
+            columns = max(map(len, rows.values()))
+            cells: list[list[Any]] = [["layer", *(f"expert {expert}" for expert in range(columns))]]
+            cells += [["---"] * (columns + 1), *([layer, *row] for layer, row in rows.items())]
+            table = "\n".join(f"| {' | '.join(map(str, row))} |" for row in cells)
+            self._writer.add_text(TOKENS, table, self._newest["step"])
         self._writer.close()
 
 
 def open_trackers(config: Config, folder: Path, step: int, note: Note) -> Trackers:
     """The trackers that `config` and this machine's variables ask for, for rank 0. The run continues after `step`."""
-    openers, late = dict[str, Callable[[], Tracker | None]](), "metrics.jsonl has it all"
+    openers = dict[str, Callable[[], Tracker | None]]()
     if config.log.tensorboard:
-        openers["tensorboard"] = lambda: TensorBoardTracker(folder, step)
+        openers["tensorboard"] = lambda: TensorBoardTracker(folder, step, config.model.expert_layers)
     if (opener := wandb_tracker(config, folder, lambda text: note(f"wandb: {text}"))) is not None:
         openers["wandb"] = opener
-        late = f"to send the rest: wandb sync --include-online {shlex.quote(str(folder / 'wandb' / 'latest-run'))}"
-    return Trackers(openers, note, late)
+    return Trackers(openers, note)

@@ -8,7 +8,7 @@ import json
 import os
 import secrets
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,14 +18,15 @@ from megalite.config.machine_rules import asked_mode
 from megalite.config.packages import is_installed
 from megalite.config.schema import Config
 from megalite.config.settings import as_plain
+from megalite.config.user_files import read_object
 from megalite.train.history import Note
 
 if TYPE_CHECKING:
     import wandb
 
 ID_FILE = "wandb.json"  # of the run folder
-NO_KEY = "disabled, no key is set up (wandb login, or log.wandb=offline)"
-NO_PACKAGE = "disabled, a key may be set up but the package is not installed (pip install wandb)"
+TOKENS = "moe/tokens_per_expert"  # the table of the newest record, which a run shows when it ends
+NO_KEY = "disabled: that takes a key (wandb login) and the package (pip install wandb); or log.wandb=offline"
 SETTINGS = {  # of wandb, unless the user's own variables say otherwise
     "WANDB_INIT_TIMEOUT": "10",  # seconds for the server to open the run; by default 90
     "WANDB_FINISH_TIMEOUT": "5",  # seconds at the end of a run for what is not sent yet; by default without end
@@ -40,38 +41,38 @@ SETTINGS = {  # of wandb, unless the user's own variables say otherwise
 class WandbTracker:
     """An open run at wandb. Records keep the names that they have in metrics.jsonl, and `step` is the x axis."""
 
-    def __init__(self, run: "wandb.Run", note: Note) -> None:
-        self._run, self._note = run, note
+    def __init__(self, run: "wandb.Run", note: Note, expert_layers: Sequence[int] = ()) -> None:
+        """`expert_layers`: the model's layers with experts."""
+        self._run, self._note, self._layers = run, note, expert_layers
         self._samples: list[list[Any]] = []  # rows of the table of the newest step
+        self._newest: Mapping[str, Any] = {}  # line with experts
         run.define_metric("step", hidden=True)
         run.define_metric("*", step_metric="step")
         note(f"offline; to send it later: {self._sync_command()}" if run.offline else str(run.url))
 
     def add(self, line: Mapping[str, Any]) -> None:
-        if line.get("kind") == "sample":
-            self._samples.append([line["step"], line["prompt"], line["text"]])
-        elif "kind" not in line:
-            try:
-                self._send_samples()
-            finally:  # for a table wandb asks its server, which may fail
-                self._run.log(flat_values(line))
+        if "kind" not in line:
+            self._newest = line if "moe" in line else self._newest
+            self._run.log(flat_values(line))
+        elif line["kind"] == "sample":
+            from wandb import Table
+
+            before = [row for row in self._samples if row[0] == line["step"]]
+            self._samples = [*before, [line["step"], line["prompt"], line["text"]]]
+            table = Table(columns=["step", "prompt", "text"], data=self._samples)
+            self._run.log({"step": line["step"], "samples": table})
 
     def finish(self, status: int) -> None:
+        if rows := tokens_of_experts(self._newest, self._layers):
+            from wandb import Table
+
+            cells = [[layer, expert, tokens] for layer, row in rows.items() for expert, tokens in enumerate(row)]
+            table = Table(columns=["layer", "expert", "tokens"], data=cells)
+            self._run.log({"step": self._newest["step"], TOKENS: table})
         try:
-            self._send_samples()
-        finally:
-            try:
-                self._run.finish(exit_code=status)
-            except TimeoutError:
-                self._note(f"not everything is sent; to send the rest: {self._sync_command()}")
-
-    def _send_samples(self) -> None:
-        if not self._samples:
-            return
-        from wandb import Table
-
-        rows, self._samples = self._samples, []
-        self._run.log({"step": rows[0][0], "samples": Table(columns=["step", "prompt", "text"], data=rows)})
+            self._run.finish(exit_code=status)
+        except TimeoutError:
+            self._note(f"not everything is sent; to send the rest: {self._sync_command()}")
 
     def _sync_command(self) -> str:
         online = [] if self._run.offline else ["--include-online"]
@@ -79,22 +80,27 @@ class WandbTracker:
 
 
 def flat_values(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The known values of a record by name. Nested ones get names like `time_split/forward`, which wandb and
-    TensorBoard show as groups."""
+    """The known values of a record by name, without lists. Nested ones get names like `time_split/forward`, which wandb
+    and TensorBoard show as groups."""
     flat: dict[str, Any] = {}
     for name, value in record.items():
         if isinstance(value, Mapping):
             flat |= flat_values(value, f"{prefix}{name}/")
-        elif value is not None:
+        elif value is not None and not isinstance(value, list):
             flat[f"{prefix}{name}"] = value
     return flat
+
+
+def tokens_of_experts(line: Mapping[str, Any], layers: Sequence[int]) -> dict[int, list[int]]:
+    """By layer, the tokens of each expert: a number for each would be too many charts. Empty of a dense model."""
+    return dict(zip(layers, line.get("moe", {}).get("tokens_per_expert", ()), strict=False))
 
 
 def wandb_tracker(config: Config, folder: Path, note: Note) -> Callable[[], WandbTracker | None] | None:
     """What opens the run at wandb; None where it is not asked for."""
     mode = asked_mode(config.log.wandb, os.environ)
     if mode is None and not (_may_have_key() and is_installed("wandb")):
-        note(NO_PACKAGE if _may_have_key() else NO_KEY)
+        note(NO_KEY)
         return None
     return None if mode == "disabled" else partial(_open, config, folder, mode, note)
 
@@ -115,7 +121,7 @@ def _open(config: Config, folder: Path, mode: str | None, note: Note) -> WandbTr
             name=config.log.wandb_name or os.environ.get("WANDB_NAME") or config.run_name,
             config=as_plain(config),
         )
-        return WandbTracker(run, note)
+        return WandbTracker(run, note, config.model.expert_layers)
 
     if mode == "offline":
         return start("offline")
@@ -123,10 +129,9 @@ def _open(config: Config, folder: Path, mode: str | None, note: Note) -> WandbTr
         wandb.setup(wandb.Settings(mode="online"))
         if wandb.login(prompt=False, verify=False):
             return start("online")
-        if mode is None:
-            note(NO_KEY)
-            return None
         note("no key is set up (wandb login)")
+        if mode is None:
+            return None
     except Exception as error:
         note(f"cannot be sent now ({' '.join(str(error).split())[:200]})")
     wandb.teardown()
@@ -134,22 +139,17 @@ def _open(config: Config, folder: Path, mode: str | None, note: Note) -> WandbTr
 
 
 def _run_id(folder: Path) -> str:
-    """The run's id at wandb, the same for all starts. A file that holds none (a full disk, a kill) gets a new one."""
+    """The run's id at wandb, the same for all starts."""
     path = folder / ID_FILE
-    try:
-        return str(json.loads(path.read_text())["id"])
-    except (OSError, ValueError, KeyError, TypeError):
-        run_id = secrets.token_hex(8)
-        write_atomically(path, (json.dumps({"id": run_id}) + "\n").encode())
-        return run_id
+    if not path.exists():
+        write_atomically(path, (json.dumps({"id": secrets.token_hex(8)}) + "\n").encode())
+    return str(read_object(path, "delete it; the run is a new one at wandb then").get("id"))
 
 
 def _may_have_key() -> bool:
-    """Whether there is anything in which wandb looks for a key. Asking wandb itself takes an import of a second."""
-    settings = os.path.join(os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb", "settings")
-    files = [os.environ.get("NETRC") or "~/.netrc", "~/_netrc", settings]
-    variables = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
-    return any(map(os.environ.get, variables)) or any(os.path.exists(os.path.expanduser(file)) for file in files)
+    """Whether wandb may find a key. Asking wandb itself takes an import of a second."""
+    netrc = os.path.expanduser(os.environ.get("NETRC") or "~/.netrc")
+    return bool(os.environ.get("WANDB_API_KEY")) or os.path.exists(netrc)
 
 
 def _prepare_environment(folder: Path) -> None:

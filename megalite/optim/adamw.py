@@ -5,15 +5,13 @@ group is a set of runs of elements with one weight decay, and one fused kernel c
 made once. Learning rate, clipping and the decision to skip a step arrive as device tensors, so that nothing waits for
 the device; a skipped step leaves masters, moments and the step count bit for bit as they were.
 
-The kernel reads each element once, but wants one dtype. Where gradients or the first moment are narrower than the
-masters, they are widened, updated and rounded back a piece at a time: no whole tensor is ever held a second time. The
-second moment is as wide as the masters: at a beta2 of 0.999 it loses a thousandth of itself in a step, and the next
-bf16 number is up to eight thousandths away, so that it would hardly ever fall again.
+The kernel wants one dtype. Where gradients or the first moment are narrower than the masters, they are widened, updated
+and rounded back a piece at a time. The second moment is as wide as the masters: at a beta2 of 0.999 it loses a
+thousandth of itself in a step, and the next bf16 number is up to eight thousandths away: it would hardly ever fall.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,8 +22,7 @@ PIECE = 2**18  # elements that a CPU widens at once: their fp32 copies stay in a
 CUDA_PIECE = 2**26  # on CUDA: few enough launches, and 256 MiB for a copy
 
 
-@dataclass(frozen=True)
-class _Views:
+class _Views(NamedTuple):
     """What one kernel call updates: views that lie at the same places of the four lists."""
 
     masters: list[Tensor]
@@ -38,9 +35,9 @@ class FlatAdamW:
     """The optimizer of `masters`, one slice [size] per bucket, fp32 or fp64.
 
     `gradients` are slices of the same sizes, which every step reads anew; their dtype may be narrower. `groups` are
-    (runs, weight_decay); what lies in no run is left alone. State to be saved: `exp_avg` (of dtype `first_moment`,
-    default: the masters') and `exp_avg_sq`, like the masters, each list in one block of memory, and `step_count` (0-d
-    fp32, exact up to 2^24 steps). `device`: where the steps are counted if there are no masters.
+    (runs, weight_decay), runs that do not overlap; what lies in no run is left alone. State to be saved: `exp_avg` (of
+    dtype `first_moment`, default: the masters') and `exp_avg_sq`, like the masters, each list in one block of memory,
+    and `step_count` (0-d fp32, exact up to 2^24 steps). `device`: where the steps are counted if there are no masters.
     """
 
     def __init__(
@@ -54,24 +51,16 @@ class FlatAdamW:
         first_moment: torch.dtype | None = None,
         device: torch.device | None = None,
     ) -> None:
-        assert all(master.dim() == 1 for master in masters)
         assert [master.shape for master in masters] == [gradient.shape for gradient in gradients]
-        self.masters = list(masters)
-        self.gradients = list(gradients)
-        dtype = masters[0].dtype if masters else torch.float32
-        device = masters[0].device if masters else device
-        assert dtype in (torch.float32, torch.float64)
-        first_moment = first_moment or dtype
+        self.masters, self.gradients = list(masters), list(gradients)
+        self._betas, self._eps = betas, eps
+        dtype, device = (masters[0].dtype, masters[0].device) if masters else (torch.float32, device)
+        first_moment, self._dtype = first_moment or dtype, dtype
         sizes = [master.numel() for master in masters]
         self.exp_avg = list(torch.zeros(sum(sizes), dtype=first_moment, device=device).split(sizes))
         self.exp_avg_sq = list(torch.zeros(sum(sizes), dtype=dtype, device=device).split(sizes))
         self.step_count = torch.zeros((), dtype=torch.float32, device=device)
-        self._betas = betas
-        self._eps = eps
-        self._dtype = dtype
-        summed_in = gradients[0].dtype if gradients else dtype
-        self._widened = (summed_in, first_moment) != (dtype, dtype)
-        _assert_disjoint([run for runs, _ in groups for run in runs], sizes)
+        self._widened = first_moment != dtype or any(gradient.dtype != dtype for gradient in gradients)
         self._calls = [(views, decay) for runs, decay in groups for views in self._views(runs)]
 
     @torch.no_grad()
@@ -86,38 +75,33 @@ class FlatAdamW:
         lr = lr.to(torch.float32) if lr.is_cuda else lr
         scale = gradient_scale.to(self._dtype)
         for views, weight_decay in self._calls:
-            if self._widened:
-                self._update_widened(views, lr, scale, skip, weight_decay)
-            else:
+            if not self._widened:
                 self._update(views, lr, scale, skip, weight_decay)
+                continue
+            # The same kernel on copies in the masters' dtype; a skipped one rounds back to the bits that it came from.
+            gradients, exp_avg = (
+                [tensor.to(self._dtype) for tensor in each] for each in (views.gradients, views.exp_avg)
+            )
+            wide = views._replace(gradients=gradients, exp_avg=exp_avg)
+            self._update(wide, lr, scale, skip, weight_decay)
+            if exp_avg[0] is not views.exp_avg[0]:  # else they are the moments themselves
+                torch._foreach_copy_(views.exp_avg, exp_avg)
 
     def _views(self, runs: Sequence[SliceRange]) -> Iterator[_Views]:
         """The views of one group, for one kernel call; or, to be widened, of one piece at a time."""
         tensors = (self.masters, self.gradients, self.exp_avg, self.exp_avg_sq)
-        runs = [run for run in runs if run.start < run.stop]
         size = CUDA_PIECE if self.step_count.is_cuda else PIECE
-        parts = [[piece] for run in runs for piece in _pieces(run, size)] if self._widened else [runs]
-        for part in filter(None, parts):
-            yield _Views(*([slices[run.bucket][run.start : run.stop] for run in part] for slices in tensors))
-
-    def _update_widened(self, views: _Views, lr: Tensor, scale: Tensor, skip: Tensor, weight_decay: float) -> None:
-        """The same kernel on copies in the masters' dtype; a skipped one rounds back to the bits that it came from."""
-        gradients, exp_avg = (
-            [tensor.to(self._dtype) for tensor in tensors] for tensors in (views.gradients, views.exp_avg)
-        )
-        self._update(_Views(views.masters, gradients, exp_avg, views.exp_avg_sq), lr, scale, skip, weight_decay)
-        for kept, new in zip(views.exp_avg, exp_avg, strict=True):
-            kept.copy_(new)
+        runs = [run for run in runs if run.start < run.stop]
+        for part in [[piece] for run in runs for piece in _pieces(run, size)] if self._widened else [runs]:
+            if part:
+                yield _Views(*([slices[run.bucket][run.start : run.stop] for run in part] for slices in tensors))
 
     def _update(self, views: _Views, lr: Tensor, scale: Tensor, skip: Tensor, weight_decay: float) -> None:
         exact = self._dtype == torch.float64  # the kernel would round the scale to fp32
         if exact:
             torch._foreach_div_(views.gradients, scale)
         torch._fused_adamw_(
-            views.masters,
-            views.gradients,
-            views.exp_avg,
-            views.exp_avg_sq,
+            *views,
             [],
             [self.step_count] * len(views.masters),  # only read: one count serves all
             lr=lr,
@@ -135,10 +119,3 @@ class FlatAdamW:
 def _pieces(run: SliceRange, size: int) -> Iterator[SliceRange]:
     for start in range(run.start, run.stop, size):
         yield SliceRange(run.bucket, start, min(start + size, run.stop))
-
-
-def _assert_disjoint(runs: Sequence[SliceRange], sizes: Sequence[int]) -> None:
-    ordered = sorted(runs, key=lambda run: (run.bucket, run.start))
-    assert all(0 <= run.start <= run.stop <= sizes[run.bucket] for run in ordered)
-    for run, following in pairwise(ordered):
-        assert run.bucket != following.bucket or run.stop <= following.start, f"{run} and {following} overlap"

@@ -1,30 +1,26 @@
 """Gradient sync and parameter gather, by the primitives that are fastest on each backend.
 
-Whoever syncs gradients or gathers parameters sees three functions and no backend. Each starts a transfer and returns at
-once; `wait` ends it. What holds on all backends: the result depends on the ranks' numbers alone, never on timing; ranks
-that receive the same part receive the same bits; what travels is what `bytes_sent` says. Beside the tensor a transfer
-takes one copy in `comm_dtype`, if that is another dtype; on gloo at most STAGING_BYTES, but for an all-reduce.
+Each function starts a transfer and returns at once; `wait` ends it. On all backends the result depends on the ranks'
+numbers alone, never on timing; ranks that receive the same part receive the same bits; what travels is what
+`bytes_sent` says. Beside the tensor a transfer takes one copy in `comm_dtype`, if that is another dtype; on gloo at
+most STAGING_BYTES, but for an all-reduce.
 
 What callers owe: the ranks of a group start the same transfers in the same order, and wait for sums in the same order
-(for gathers in any); other collectives of the group may come in between, at the same place on all ranks. Nobody touches
-the tensor until `wait` has returned, and each Pending is waited for once. One that is dropped touches no memory
-afterwards (its records at gloo or NCCL hold the tensors, and gloo stops the transfer before it lets go of them), but at
-gloo it leaves the connection jammed: what comes next fails once the group's timeout is over.
+(for gathers in any). Nobody touches the tensor until `wait` has returned, and each Pending is waited for once. One that
+is dropped touches no memory afterwards, but jams gloo's connection: what comes next fails after the group's timeout.
 
 NCCL has these collectives, in place. gloo's reduce-scatter is slower than its all-reduce, so there ranks send each
 other the slices, straight out of the bucket, and add up what they receive in order of rank: a sum does not depend on
 how parameters are cut into buckets. 64 MiB of fp32 between 2 ranks cost each 13 ms of CPU time, torch's reduce-scatter
 53, its all-to-all 46 and its all-reduce 25; a gather costs 14, torch's 47. All-reduces in fp32 and fp64 are torch's
-own: slices summed and then gathered cost no less, and torch's move on while nobody waits. 16-bit floats it would add
-slowly, and round after each term.
-
-Pairs of gloo ranks deliver in order what is sent under one tag, so one tag is enough. A message travels as soon as both
-ends have posted it: of a sum that is two chunks from each peer while nobody waits, and the rest in `wait`.
+own: they cost no more, and move on while nobody waits. 16-bit floats it would add slowly, and round after each term.
+Pairs of gloo ranks deliver in order what is sent under one tag, so one tag is enough.
 """
 
 from collections import deque
-from collections.abc import Sequence
-from typing import Literal, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -36,11 +32,11 @@ WINDOW = 2  # chunks from each peer under way: one travels while the one before 
 TAG = 0
 
 
-class Pending(Protocol):
+@dataclass(frozen=True)
+class Pending:
     """A transfer that was started."""
 
-    def wait(self) -> None:
-        """Return once the result may be used: on CUDA, by what is issued next on the current stream."""
+    wait: Callable[[], None]  # returns once the result may be used: on CUDA, by what is issued next on this stream
 
 
 def start_reduce_scatter(bucket: Tensor, group: dist.ProcessGroup, *, comm_dtype: torch.dtype) -> Pending:
@@ -52,11 +48,11 @@ def start_reduce_scatter(bucket: Tensor, group: dist.ProcessGroup, *, comm_dtype
     _check(bucket, group, comm_dtype)
     slices = bucket.chunk(group.size())
     if _is_gloo(group):
-        return _Sum(slices, group, comm_dtype)
+        return Pending(_Sum(slices, group, comm_dtype).wait)
     carried = bucket.to(comm_dtype)
     part = carried.chunk(group.size())[group.rank()]
     work = group._reduce_scatter_base(part, carried, dist.ReduceScatterOptions())
-    return _Collective(work, part, slices[group.rank()])
+    return _collective(work, part, slices[group.rank()])
 
 
 def start_all_reduce(tensor: Tensor, group: dist.ProcessGroup, *, comm_dtype: torch.dtype) -> Pending:
@@ -65,10 +61,19 @@ def start_all_reduce(tensor: Tensor, group: dist.ProcessGroup, *, comm_dtype: to
     With a `comm_dtype` other than the tensor's dtype (see start_reduce_scatter) the sum, too, is rounded to it.
     """
     _check(tensor, group, comm_dtype, even=False)
-    if _is_gloo(group) and (comm_dtype != tensor.dtype or comm_dtype.itemsize < 4):
-        return _SumEverywhere(tensor, group, comm_dtype)
-    carried = tensor.to(comm_dtype)
-    return _Collective(group.allreduce([carried]), carried, tensor)
+    if not _is_gloo(group) or (comm_dtype == tensor.dtype and comm_dtype.itemsize >= 4):
+        carried = tensor.to(comm_dtype)
+        return _collective(group.allreduce([carried]), carried, tensor)
+    sums = [_Sum(tensor.tensor_split(group.size()), group, comm_dtype)]  # each rank sums one slice
+
+    def wait() -> None:
+        sums.pop().wait()  # what it took beside the tensor is free for what follows
+        carried = tensor.to(comm_dtype)
+        _start_gather(carried.tensor_split(group.size()), group).wait()
+        if carried is not tensor:
+            tensor.copy_(carried)
+
+    return Pending(wait)
 
 
 def start_all_gather(bucket: Tensor, group: dist.ProcessGroup) -> Pending:
@@ -76,8 +81,8 @@ def start_all_gather(bucket: Tensor, group: dist.ProcessGroup) -> Pending:
     _check(bucket, group, bucket.dtype)
     slices = bucket.chunk(group.size())
     if _is_gloo(group):
-        return _Gather(slices, group)
-    return _Collective(group._allgather_base(bucket, slices[group.rank()]), bucket, bucket)
+        return _start_gather(slices, group)
+    return _collective(group._allgather_base(bucket, slices[group.rank()]), bucket, bucket)
 
 
 def bytes_sent(
@@ -109,39 +114,34 @@ def _peers(group: dist.ProcessGroup) -> list[int]:
     return [(group.rank() + distance) % group.size() for distance in range(1, group.size())]
 
 
-# --- what is under way -----------------------------------------------------------------------------------------------
-
-
-class _Collective:
+def _collective(work: dist.Work, result: Tensor, target: Tensor) -> Pending:
     """A collective of torch (its name at the group is the same in all versions, not so in torch.distributed), whose
     result in another dtype is then copied to where it belongs."""
 
-    def __init__(self, work: dist.Work, result: Tensor, target: Tensor) -> None:
-        self._work, self._result, self._target = work, result, target
+    def wait() -> None:
+        work.wait()
+        if result.dtype != target.dtype:
+            target.copy_(result)
 
-    def wait(self) -> None:
-        self._work.wait()
-        if self._result.dtype != self._target.dtype:
-            self._target.copy_(self._result)
+    return Pending(wait)
 
 
-class _Gather:
+def _start_gather(slices: Sequence[Tensor], group: dist.ProcessGroup) -> Pending:
     """Every slice goes straight from its rank's tensor into all others', in messages of CHUNK_BYTES.
 
     All ranks post equally many messages, also if slices differ in length: torch counts them.
     """
+    size, longest = CHUNK_BYTES // slices[0].itemsize, max(part.numel() for part in slices)
+    messages = [[part[start : start + size] for start in range(0, longest, size)] for part in slices]
+    own, peers = messages[group.rank()], _peers(group)
+    receives = [group.recv([message], peer, TAG) for peer in peers for message in messages[peer]]
+    sends = [group.send([message], peer, TAG) for peer in peers for message in own]
 
-    def __init__(self, slices: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-        self._group = group
-        size, longest = CHUNK_BYTES // slices[0].itemsize, max(part.numel() for part in slices)
-        messages = [[part[start : start + size] for start in range(0, longest, size)] for part in slices]
-        own, peers = messages[group.rank()], _peers(group)
-        self._receives = [group.recv([message], peer, TAG) for peer in peers for message in messages[peer]]
-        self._sends = [group.send([message], peer, TAG) for peer in peers for message in own]
+    def wait() -> None:
+        _finish(receives, group)
+        _finish(sends, group)
 
-    def wait(self) -> None:
-        _finish(self._receives, self._group)
-        _finish(self._sends, self._group)
+    return Pending(wait)
 
 
 def _finish(works: Sequence[dist.Work], group: dist.ProcessGroup) -> None:
@@ -165,72 +165,50 @@ class _Sum:
     """
 
     def __init__(self, slices: Sequence[Tensor], group: dist.ProcessGroup, comm_dtype: torch.dtype) -> None:
-        self._slices, self._group = slices, group
+        self._slices, self._group, self._comm_dtype = slices, group, comm_dtype
         self._rank, self._peers = group.rank(), _peers(group)
         own, longest = slices[self._rank], max(part.numel() for part in slices)
-        narrowed = comm_dtype != own.dtype
-        sent_per_element = (1 + narrowed) * WINDOW * len(self._peers) * comm_dtype.itemsize
-        room_per_element = sent_per_element + own.itemsize  # the last: to add
-        self._chunk = max(1, min(longest, CHUNK_BYTES // comm_dtype.itemsize, STAGING_BYTES // room_per_element))
-        self._steps = -(-longest // self._chunk) if self._peers else 0
-        self._window = min(WINDOW, self._steps)
-        room = (self._window, len(self._peers), self._chunk)
-        self._arrived = torch.empty(room, dtype=comm_dtype)
-        self._narrowed = torch.empty(room, dtype=comm_dtype) if narrowed else None
-        self._under_way: deque[tuple[int, list[dist.Work], list[dist.Work]]] = deque()
-        for step in range(self._window):
-            self._post(step)
+        copies = 2 if comm_dtype != own.dtype else 1  # of a chunk for each peer: what arrives, and what is narrowed
+        room = copies * WINDOW * len(self._peers) * comm_dtype.itemsize + own.itemsize  # the last: to add
+        self._chunk = max(1, min(longest, CHUNK_BYTES // comm_dtype.itemsize, STAGING_BYTES // room))
+        steps = -(-longest // self._chunk) if self._peers else 0
+        self._arrived = torch.empty(min(WINDOW, steps), len(self._peers), self._chunk, dtype=comm_dtype)
+        self._steps = iter(range(steps))
+        # By step: this rank's chunk, by rank what arrives of it, receives and sends.
+        self._under_way: deque[tuple[Tensor, dict[int, Tensor], list[dist.Work], list[dist.Work]]] = deque()
+        for _ in range(WINDOW):
+            self._post_next()
 
     def wait(self) -> None:
         while self._under_way:
-            step, receives, sends = self._under_way.popleft()
-            _finish(receives, self._group)
-            self._add(step)
-            _finish(sends, self._group)
-            if step + self._window < self._steps:
-                self._post(step + self._window)
+            self._finish_first()  # what it sent is free before the next step takes as much
+            self._post_next()
 
-    def _post(self, step: int) -> None:
-        receives = [self._group.recv([self._arriving(step, peer)], peer, TAG) for peer in self._peers]
-        sends = [self._group.send([self._leaving(step, peer)], peer, TAG) for peer in self._peers]
-        self._under_way.append((step, receives, sends))
+    def _finish_first(self) -> None:
+        own, arriving, receives, sends = self._under_way.popleft()
+        _finish(receives, self._group)
+        self._add(own, arriving)
+        _finish(sends, self._group)
 
-    def _add(self, step: int) -> None:
-        own = self._part(step, self._rank)
-        if self._rank > 0:  # 0 + 1 + ... up to here, then the own term, then the rest
-            before = self._arriving(step, 0).to(own.dtype)
+    def _post_next(self) -> None:
+        step = next(self._steps, None)
+        if step is None:
+            return
+        own, *others = (
+            self._slices[rank][step * self._chunk : (step + 1) * self._chunk] for rank in (self._rank, *self._peers)
+        )
+        room = self._arrived[step % len(self._arrived), :, : own.numel()]
+        receives = [self._group.recv([part], peer, TAG) for peer, part in zip(self._peers, room, strict=True)]
+        leaving = [part.to(self._comm_dtype) for part in others]
+        sends = [self._group.send([part], peer, TAG) for peer, part in zip(self._peers, leaving, strict=True)]
+        self._under_way.append((own, dict(zip(self._peers, room, strict=True)), receives, sends))
+
+    def _add(self, own: Tensor, arrived: dict[int, Tensor]) -> None:
+        """0 + 1 + ... up to this rank, then its own term, then the rest."""
+        if self._rank > 0:
+            before = arrived[0].to(own.dtype)
             for rank in range(1, self._rank):
-                before.add_(self._arriving(step, rank))
+                before.add_(arrived[rank])
             own.add_(before)
         for rank in range(self._rank + 1, self._group.size()):
-            own.add_(self._arriving(step, rank))
-
-    def _part(self, step: int, rank: int) -> Tensor:
-        """The chunk of the rank's slice; empty beyond its end."""
-        return self._slices[rank][step * self._chunk : (step + 1) * self._chunk]
-
-    def _arriving(self, step: int, peer: int) -> Tensor:
-        length = self._part(step, self._rank).numel()
-        return self._arrived[step % self._window, self._peers.index(peer), :length]
-
-    def _leaving(self, step: int, peer: int) -> Tensor:
-        part = self._part(step, peer)
-        if self._narrowed is None:
-            return part
-        return self._narrowed[step % self._window, self._peers.index(peer), : part.numel()].copy_(part)
-
-
-class _SumEverywhere:
-    """Each rank sums one slice of the tensor, rounds it to `comm_dtype` and sends it to all others."""
-
-    def __init__(self, tensor: Tensor, group: dist.ProcessGroup, comm_dtype: torch.dtype) -> None:
-        self._tensor, self._group, self._comm_dtype = tensor, group, comm_dtype
-        self._sum = _Sum(tensor.tensor_split(group.size()), group, comm_dtype)
-
-    def wait(self) -> None:
-        self._sum.wait()
-        del self._sum  # what it took beside the tensor is free for what follows
-        carried = self._tensor.to(self._comm_dtype)
-        _Gather(carried.tensor_split(self._group.size()), self._group).wait()
-        if carried is not self._tensor:
-            self._tensor.copy_(carried)
+            own.add_(arrived[rank])

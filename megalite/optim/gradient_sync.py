@@ -5,7 +5,6 @@ started: ranks of a group must start them in one order, also where a parameter i
 started during backward starts at its end. Inside an instance the sum is scattered: each rank receives its slice.
 """
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -39,19 +38,17 @@ class GradientSync:
         self._buffers = buffers
         self._sharing = [sharing[bucket.buffer.kind] for bucket in buffers.layout.buckets]
         self._comm_dtype = comm_dtype
-        self._watched: Counter[int] = Counter()  # by bucket: gradients that backward brings
+        self._watched = [0] * len(self._sharing)  # by bucket: gradients that the last backward passes bring
         self._last: dict[int, Later] = {}  # chunks whose last gradients are coming
         self._started: list[Pending | None] = []
         self._nodes: list[Node] = []  # hooks live as long as these
-        buckets = {slot.record.name: at for at, bucket in enumerate(buffers.layout.buckets) for slot in bucket.slots}
         for chunk, part in enumerate(chunks):
             for name, parameter in part.named_parameters():
-                if overlap and name not in buffers.frozen and self._travels(buckets[name]):
-                    self._watch(parameter, chunk, buckets[name])
-        self._missing = self._all_missing()
-
-    def _travels(self, number: int) -> bool:
-        return self._sharing[number].shard_group is not None or self._sharing[number].replicate_group is not None
+                number = buffers.places[name][1]
+                travels = self._sharing[number].shard_group or self._sharing[number].replicate_group
+                if overlap and travels is not None:
+                    self._watch(parameter, chunk, number)
+        self._missing = [*self._watched]  # of those, the ones that have not come yet
 
     def _watch(self, parameter: nn.Parameter, chunk: int, number: int) -> None:
         """Learn when the parameter's gradient is complete: its node runs after all its uses, also if a layer has put
@@ -62,13 +59,9 @@ class GradientSync:
         self._nodes.append(node)
         self._watched[number] += 1
 
-    def _all_missing(self) -> list[int]:
-        """By bucket: gradients that the last backward passes have not brought yet."""
-        return [self._watched[number] for number in range(len(self._sharing))]
-
     def expect_last(self, chunk: int, later: Later) -> None:
-        """The chunk's next backward brings the last gradients of the step. `later` gets what a gradient's arrival
-        starts: to be done now, or after the work that this backward has put off so far."""
+        """The chunk's next backward brings the last gradients of the step. What the arrival of one starts is given to
+        `later`: it must wait for the work that this backward has put off so far."""
         self._last[chunk] = later
 
     def _ready(self, number: int) -> None:
@@ -100,5 +93,5 @@ class GradientSync:
                 replicated.append(start_all_reduce(shard, group, comm_dtype=self._comm_dtype))
         for pending in replicated:
             pending.wait()
-        self._missing, self._started = self._all_missing(), []
+        self._missing, self._started = [*self._watched], []
         self._last.clear()

@@ -8,6 +8,8 @@ of good steps in a row doubles the scale and restores the chances; halving does 
 import torch
 from torch import Tensor
 
+from megalite.config.schema import OptimizerConfig
+
 GROWTH = 2.0
 BACKOFF = 0.5
 
@@ -15,24 +17,19 @@ BACKOFF = 0.5
 class LossScale:
     """What an fp16 loss is multiplied by so that small gradients do not vanish.
 
-    The scale starts at `initial` and never falls below `minimum`; powers of two keep it exact. `window` is in steps,
-    `hysteresis` (at least 1) in overflows. `value` (0-d fp32) is the scale of the next step. `state` ([3] fp32: scale,
-    good steps in a row, chances left) is what a checkpoint holds; loading copies into it in place.
+    The settings give where it starts, how low it falls, the window in steps and the hysteresis in overflows. `state`
+    ([3] fp32: scale, good steps in a row, chances left) is what a checkpoint holds; loading copies into it.
     """
 
-    def __init__(
-        self, *, initial: float, window: int, hysteresis: int, minimum: float, device: torch.device | str
-    ) -> None:
-        assert 0 < minimum <= initial
-        assert window >= 1
-        assert hysteresis >= 1
-        self.state = torch.tensor([initial, 0.0, float(hysteresis)], dtype=torch.float32, device=device)
-        self._window = window
-        self._hysteresis = hysteresis
-        self._minimum = minimum
+    def __init__(self, settings: OptimizerConfig, device: torch.device) -> None:
+        start = [settings.initial_loss_scale, 0.0, float(settings.hysteresis)]
+        self.state = torch.tensor(start, dtype=torch.float32, device=device)
+        self._window, self._hysteresis = settings.loss_scale_window, settings.hysteresis
+        self._minimum = settings.min_loss_scale
 
     @property
     def value(self) -> Tensor:
+        """The scale of the next step, 0-d fp32."""
         return self.state[0]
 
     @torch.no_grad()

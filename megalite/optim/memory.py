@@ -2,9 +2,8 @@
 
 Parameters and gradients are whole on every rank of a model; of masters and of the two moments each of the ranks that
 share the optimizer's state has its part. Where parameters have the masters' dtype they are the masters. Activations and
-what travels come on top. The sums are those of Megatron-LM's distributed optimizer wherever it keeps the same dtypes:
-6 + 12/d bytes in bf16, 8 + 8/d in fp32. Its 4 + 16/d in fp16 sums gradients in fp16 and widens its part of them into a
-second copy; here fp16 sums in fp32, 6 + 12/d.
+what travels come on top. The sums are those of Megatron-LM's distributed optimizer: 6 + 12/d bytes in bf16, 8 + 8/d in
+fp32. In fp16 Megatron-LM sums gradients in fp16 and widens a rank's part (4 + 16/d); we sum them in fp32 (6 + 12/d).
 """
 
 from typing import NamedTuple
@@ -34,7 +33,6 @@ def bytes_of_element(
 
     `master_precision` is for parameters that have the masters' dtype in every precision (`ParameterRecord.precision`).
     """
-    assert "fp64" not in (gradient_dtype, moment_dtype)
     wide = "fp64" if precision == "fp64" else "fp32"
     stored = wide if master_precision else precision
     gradients, first = (BYTES[wide if dtype == "fp32" else dtype] for dtype in (gradient_dtype, moment_dtype))
@@ -45,14 +43,11 @@ def bytes_of_rank(
     layout: BufferLayout, precision: str, *, gradient_dtype: str = "fp32", moment_dtype: str = "fp32"
 ) -> StateBytes:
     """What one rank keeps, padding included; the same for all ranks that exchange the layout's buckets."""
-    rows = [[0, 0, 0, 0]]  # a stage without layers may hold no parameters
+    kept = StateBytes(0, 0, 0, 0)
     for bucket in layout.buckets:
-        element = bytes_of_element(
-            precision,
-            gradient_dtype=gradient_dtype,
-            moment_dtype=moment_dtype,
-            master_precision=bucket.buffer.precision == "master",
-        )
+        wide = bucket.buffer.precision == "master"
+        dtypes = {"gradient_dtype": gradient_dtype, "moment_dtype": moment_dtype}
+        element = bytes_of_element(precision, **dtypes, master_precision=wide)
         counts = [bucket.stop - bucket.start] * 2 + [bucket.slice_size] * 2
-        rows.append([count * size for count, size in zip(counts, element, strict=True)])
-    return StateBytes(*map(sum, zip(*rows, strict=True)))
+        kept = StateBytes(*(sum_ + count * size for sum_, count, size in zip(kept, counts, element, strict=True)))
+    return kept

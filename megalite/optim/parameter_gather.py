@@ -31,12 +31,9 @@ class ParameterGather:
         self._overlap, self._waiting = overlap, waiting
         self._groups = [sharing[bucket.buffer.kind].shard_group for bucket in buffers.layout.buckets]
         self._pending: dict[int, Pending] = {}  # by bucket
-        self._buckets_of: dict[str, list[int]] = {}
-        for number, bucket in enumerate(buffers.layout.buckets):
-            for slot in bucket.slots:
-                numbers = self._buckets_of.setdefault(part_of(slot.record.name), [])
-                if number not in numbers:
-                    numbers.append(number)
+        self._buckets_of: dict[str, set[int]] = {}  # by part of the model
+        for name, (_, number) in buffers.places.items():
+            self._buckets_of.setdefault(part_of(name), set()).add(number)
 
     def start(self) -> None:
         """Send this rank's slices. Nobody may write to the parameters before `finish`."""
@@ -50,16 +47,16 @@ class ParameterGather:
 
     def wait_for(self, part: str) -> None:
         """Return when all parameters of this part of the model (see `part_of`) are there."""
-        for number in self._buckets_of.get(part, ()) if self._pending else ():
-            if (pending := self._pending.pop(number, None)) is not None:
-                with self._waiting():
-                    pending.wait()
+        self._wait_for(self._buckets_of.get(part, set()) & self._pending.keys())
 
     def finish(self) -> None:
         """Return when all parameters are there."""
-        while self._pending:
+        self._wait_for(set(self._pending))
+
+    def _wait_for(self, numbers: set[int]) -> None:
+        for number in sorted(numbers, reverse=True):  # as they were started
             with self._waiting():
-                self._pending.pop(next(iter(self._pending))).wait()
+                self._pending.pop(number).wait()
 
 
 def part_of(name: str) -> str:

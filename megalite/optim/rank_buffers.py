@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from megalite.config.parallel_rules import stage_settings
 from megalite.config.schema import Config
-from megalite.layout.buffer_layout import BufferLayout, Kind, OwnedRange, Ownership, buffer_layout
+from megalite.layout.buffer_layout import BufferLayout, Kind, OwnedRange, buffer_layout
 from megalite.layout.groups import GroupNeeds, groups_of
 from megalite.layout.parameters import ParameterRecord, is_held
 from megalite.layout.ranks import ParallelLayout
@@ -14,7 +14,7 @@ from megalite.model.parameters import gpt_parameters
 
 @dataclass(frozen=True)
 class RankBuffers:
-    """Buffers of `rank`. `owners` are the ranks that share the optimizer's state with it, in the order of slices."""
+    """Buffers of `rank`. `owners`: the ranks that share the optimizer's state with it, in the order of their slices."""
 
     rank: int
     layout: BufferLayout
@@ -32,23 +32,28 @@ class RankBuffers:
 
 def rank_buffers(config: Config, world: ParallelLayout, rank: int) -> RankBuffers:
     """`config` is resolved for `world`, its vocabulary included."""
-    owners = _owners(config, world, rank)
+    zero, instances = config.optimizer.zero > 0, config.optimizer.instances
+    groups = groups_of(world, rank, GroupNeeds(optimizer_instances=instances if zero else 1))
+    owners: dict[Kind, tuple[int, ...]] = {"dense": (rank,), "expert": (rank,)}
+    for kind in kinds_of(world):
+        shard, _ = sharing_groups(kind, zero=zero, instances=instances)
+        owners[kind] = groups[shard].ranks if shard else (rank,)
     at = world.coordinates(rank)
-    ownership: Ownership = "whole" if config.optimizer.ownership == "whole" else "even"
     layout = buffer_layout(
         held_parameters(config, at["pp"]),
         tp=(world.tp, at["tp"]),
         etp=(world.etp or 1, at.get("etp", 0)),
+        ep=(world.ep, at.get("ep", 0)),
         dense_shards=len(owners["dense"]),
         expert_shards=len(owners["expert"]),
         bucket_size=config.optimizer.bucket_size,
-        ownership=ownership,
+        ownership="whole" if config.optimizer.ownership == "whole" else "even",
     )
     return RankBuffers(rank, layout, owners)
 
 
 def held_parameters(config: Config, pp_rank: int) -> list[ParameterRecord]:
-    """The registry of what one pipeline rank holds, chunk by chunk."""
+    """The records of what one pipeline rank holds, chunk by chunk."""
     records = gpt_parameters(config.model, sequence_parallel=bool(config.parallel.sequence_parallel))
     return [
         record
@@ -69,16 +74,6 @@ def sharing_groups(kind: Kind, *, zero: bool, instances: int) -> tuple[str | Non
     if not zero:
         return None, replicas
     return (replicas, None) if instances == 1 else (f"{replicas}-shard", f"{replicas}-replicate")
-
-
-def _owners(config: Config, world: ParallelLayout, rank: int) -> dict[Kind, tuple[int, ...]]:
-    zero, instances = config.optimizer.zero > 0, config.optimizer.instances
-    groups = groups_of(world, rank, GroupNeeds(optimizer_instances=instances if zero else 1))
-    owners: dict[Kind, tuple[int, ...]] = {"dense": (rank,), "expert": (rank,)}
-    for kind in kinds_of(world):
-        shard, _ = sharing_groups(kind, zero=zero, instances=instances)
-        owners[kind] = groups[shard].ranks if shard else (rank,)
-    return owners
 
 
 def kinds_of(world: ParallelLayout) -> tuple[Kind, ...]:

@@ -31,10 +31,7 @@ class Sharing:
         """By kind of parameters."""
         sharing: dict[Kind, Sharing] = {"dense": cls(), "expert": cls()}
         for kind in kinds_of(context.layout):
-            shard, replicate = sharing_groups(kind, zero=zero, instances=instances)
-            sharing[kind] = cls(
-                context.group(shard) if shard else None,
-                context.group(replicate) if replicate else None,
-                context.index(replicate) if replicate else 0,
-            )
+            shard, same = sharing_groups(kind, zero=zero, instances=instances)
+            shard_group, replicate_group = (context.group(name) if name else None for name in (shard, same))
+            sharing[kind] = cls(shard_group, replicate_group, context.index(same) if same else 0)
         return sharing

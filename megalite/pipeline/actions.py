@@ -7,10 +7,7 @@ torch import.
 
 import re
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal, NamedTuple
-
-from megalite.errors.problems import Problem, UserError
 
 ActionKind = Literal["forward", "backward", "backward-input", "backward-weight"]
 LETTERS: dict[ActionKind, str] = {"forward": "F", "backward": "B", "backward-input": "I", "backward-weight": "W"}
@@ -30,37 +27,28 @@ class Action(NamedTuple):
 
 
 def parse_action(cell: str) -> Action:
-    """`0F3` -> Action("forward", 0, 3). Raises UserError where the text is no action."""
+    """`0F3` -> Action("forward", 0, 3). Raises ValueError where the text is no action."""
     found = _CELL.fullmatch(cell)
     if found is None:
-        rule = "not an action"
-        raise UserError(Problem("action", cell, rule, "chunk, one of F B I W, microbatch: 0F3"))
+        raise ValueError(f"{cell!r} is not an action: chunk, one of F B I W, microbatch: 0F3")
     chunk, letter, microbatch = found.groups()
     return Action(_KINDS[letter], int(chunk), int(microbatch))
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The actions of all ranks. The checker tells whether they can be performed.
-
-    `ranks`: the actions of each pipeline rank, in order. `most_in_flight`: for each rank, how many activations of one
-    chunk for one microbatch it may hold between their forward and their backward(-input) pass. `most_together`: how
-    many it may hold with those that wait for their backward-weight. None: no limit.
-    """
+    """The actions of each pipeline rank, in order. The checker tells whether they can be performed."""
 
     name: str
     vpp: int
     microbatches: int
     ranks: tuple[tuple[Action, ...], ...]
-    most_in_flight: tuple[int, ...] | None = None
-    most_together: tuple[int, ...] | None = None
-    forward_only: bool = False
 
-    @cached_property
+    @property
     def pp(self) -> int:
         return len(self.ranks)
 
-    @cached_property
+    @property
     def stages(self) -> int:
         """Stages of the whole pipeline: vpp chunks on each of pp ranks."""
         return self.pp * self.vpp
@@ -70,32 +58,14 @@ class Schedule:
 
         Ids count the microbatches of each stage's activations, then the microbatches of each stage's gradients.
         """
-        kind, chunk, microbatch = action
-        stage = chunk * self.pp + rank
-        if kind == "forward":
-            return stage * self.microbatches + microbatch if stage < self.stages - 1 else None
-        gradient = kind != "backward-weight" and stage > 0
-        return (self.stages + stage) * self.microbatches + microbatch if gradient else None
+        stage, forward = action.chunk * self.pp + rank, action.kind == "forward"
+        if action.kind == "backward-weight" or stage == (self.stages - 1 if forward else 0):
+            return None
+        return (stage if forward else self.stages + stage) * self.microbatches + action.microbatch
 
     def received_tensor_id(self, rank: int, action: Action) -> int | None:
         """The tensor that the action receives: what its neighbour stage sends under this id."""
-        kind, chunk, microbatch = action
-        stage = chunk * self.pp + rank
-        if kind == "forward":
-            return (stage - 1) * self.microbatches + microbatch if stage > 0 else None
-        gradient = kind != "backward-weight" and stage < self.stages - 1
-        return (self.stages + stage + 1) * self.microbatches + microbatch if gradient else None
-
-
-@dataclass(frozen=True)
-class Flaw:
-    """Why a schedule cannot be performed: on `rank`, at `position` of its actions (None: nowhere in particular)."""
-
-    rank: int
-    position: int | None
-    action: Action | None
-    reason: str
-
-    def __str__(self) -> str:
-        place = "" if self.position is None else f", action {self.position}"
-        return f"rank {self.rank}{place}{'' if self.action is None else f' ({self.action})'}: {self.reason}"
+        stage, forward = action.chunk * self.pp + rank, action.kind == "forward"
+        if action.kind == "backward-weight" or stage == (0 if forward else self.stages - 1):
+            return None
+        return (stage - 1 if forward else self.stages + stage + 1) * self.microbatches + action.microbatch

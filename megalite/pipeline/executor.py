@@ -28,9 +28,7 @@ from megalite.tensor_parallel.deferred import Later
 
 ScheduleOf = Callable[[int], Schedule]  # the schedule of so many microbatches
 Phase = Literal["forward", "backward", "communication"]  # of a step
-Switch = Callable[[Phase], object]  # called when another part begins
-LastGradients = Callable[[int, Later], None]  # called before the backward that brings a chunk's last gradients
-LastChunk = Callable[[GPT, Batch, Tensor | None], Tensor]  # what the chunk with the loss computes for a microbatch
+Forward = Callable[[GPT, Batch, Tensor | None], Tensor]  # what a chunk makes of a microbatch and what it received
 
 
 @dataclass(frozen=True)
@@ -41,8 +39,8 @@ class Links:
     groups: Mapping[Direction, dist.ProcessGroup] = field(default_factory=dict)  # empty: one rank alone
 
     def timeout(self, direction: Direction, device: torch.device) -> timedelta | None:
-        """How long a transfer may take: the timeout of its group now. gloo's transfers know only the one with which
-        the group was made. None: NCCL watches over its own, and a wait with a timeout would block its host."""
+        """The timeout of the group now: gloo's transfers know only the one with which the group was made. None: NCCL
+        watches over its own, and a wait with a timeout would block its host."""
         if device.type == "cuda":
             return None
         timeout: timedelta = self.groups[direction]._get_backend(device).options._timeout
@@ -62,7 +60,12 @@ class Links:
 
 
 class Executor:
-    """Runs whole batches through the chunks of one rank, together with the other ranks of the pipeline."""
+    """Runs whole batches through the chunks of one rank, together with the other ranks of the pipeline.
+
+    `expect_last_gradients` is called before the backward that brings a chunk's last gradients, with what does a piece
+    of work after the weight gradients that this backward has put off so far. `switch` is called when another phase of
+    a training step begins.
+    """
 
     def __init__(
         self,
@@ -70,8 +73,8 @@ class Executor:
         links: Links,
         training: ScheduleOf,
         evaluation: ScheduleOf,
-        expect_last_gradients: LastGradients,
-        switch: Switch = lambda part: None,
+        expect_last_gradients: Callable[[int, Later], None],
+        switch: Callable[[Phase], object] = lambda phase: None,
     ) -> None:
         self.chunks, self.links, self._switch = chunks, links, switch
         self.expect_last_gradients = expect_last_gradients
@@ -87,12 +90,14 @@ class Executor:
 
     def forward_backward(self, batches: Sequence[Batch], scale: Tensor) -> Tensor:
         """Forward and backward of all microbatches. The sum of their losses (`GPT.loss`), 0 where the loss is not."""
-        return sum(self._run(batches, _loss(scale), training=True), start=torch.zeros_like(scale))
+        losses = self._run(batches, lambda chunk, batch, received: chunk.loss(batch, scale, received), training=True)
+        return sum(losses, start=torch.zeros_like(scale))
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch], scale: Tensor) -> Tensor:
         """Forward alone; the sum of the losses as in `forward_backward`."""
-        return sum(self._run(batches, _loss(scale)), start=torch.zeros_like(scale))
+        losses = self._run(batches, lambda chunk, batch, received: chunk.loss(batch, scale, received))
+        return sum(losses, start=torch.zeros_like(scale))
 
     @torch.no_grad()
     def hidden(self, batch: Batch) -> Tensor | None:
@@ -109,9 +114,9 @@ class Executor:
         finally:
             self._recorded = None
 
-    def _run(self, batches: Sequence[Batch], last_chunk: LastChunk, *, training: bool = False) -> list[Tensor]:
+    def _run(self, batches: Sequence[Batch], forward: Forward, *, training: bool = False) -> list[Tensor]:
         schedule, todo = self._plan(training, len(batches))
-        run = _Run(self, schedule, batches, last_chunk)
+        run = _Run(self, schedule, batches, forward)
         for instruction in todo:
             if training:
                 self._switch(_phase(instruction))
@@ -119,11 +124,17 @@ class Executor:
                 run.post(instruction)
             elif isinstance(instruction, Wait):
                 run.wait(instruction.transfer)
-            elif self._recorded is None:
-                run.compute(instruction)
             else:
-                self._recorded.append(_timed(run.compute, instruction, self.chunks[0].device))
+                begin = self._now()
+                run.compute(instruction)
+                if self._recorded is not None:
+                    self._recorded.append(Span(instruction, begin, self._now()))
         return run.results
+
+    def _now(self) -> float:
+        if self._recorded is not None and self.chunks[0].device.type == "cuda":
+            torch.cuda.synchronize(self.chunks[0].device)
+        return perf_counter()
 
 
 def _phase(instruction: Instruction) -> Phase:
@@ -132,26 +143,11 @@ def _phase(instruction: Instruction) -> Phase:
     return "forward" if instruction.kind == "forward" else "backward"
 
 
-def _loss(scale: Tensor) -> LastChunk:
-    return lambda chunk, batch, received: chunk.loss(batch, scale, received)
-
-
-def _timed(compute: Callable[[Action], None], action: Action, device: torch.device) -> Span:
-    def now() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return perf_counter()
-
-    begin = now()
-    compute(action)
-    return Span(action, begin, now())
-
-
 class _Run:
     """One batch on its way through the pipeline."""
 
-    def __init__(self, executor: Executor, schedule: Schedule, batches: Sequence[Batch], last_chunk: LastChunk) -> None:
-        self._executor, self._schedule, self._batches, self._last_chunk = executor, schedule, batches, last_chunk
+    def __init__(self, executor: Executor, schedule: Schedule, batches: Sequence[Batch], forward: Forward) -> None:
+        self._executor, self._schedule, self._batches, self._apply = executor, schedule, batches, forward
         self._chunks, self._links = executor.chunks, executor.links
         self.results: list[Tensor] = []  # of each microbatch, where the pipeline ends
         self._here: dict[int, Tensor] = {}  # by tensor_id: received and not used yet, or computed and not sent yet
@@ -195,11 +191,9 @@ class _Run:
         received = self._input(action)
         if received is not None and torch.is_grad_enabled():
             received.requires_grad_()
+        output = self._apply(chunk, batch, received)
         if chunk.has_loss:
-            output = self._last_chunk(chunk, batch, received)
             self.results.append(output.detach())
-        else:
-            output = chunk(batch, received)
         if torch.is_grad_enabled():
             self._in_flight[action.chunk, action.microbatch] = received, get_gradient_edge(output)
         self._output(action, output.detach())
@@ -211,7 +205,7 @@ class _Run:
         split = action.kind == "backward-input"
         deferred = self._chunks[action.chunk].deferred
         if action.microbatch == self._schedule.microbatches - 1:
-            self._executor.expect_last_gradients(action.chunk, deferred.put if split else lambda work: work())
+            self._executor.expect_last_gradients(action.chunk, deferred.put)
         with deferred.collecting() if split else nullcontext():
             torch.autograd.backward((output,), (gradient,))
         if received is not None:

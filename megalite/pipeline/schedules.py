@@ -11,7 +11,6 @@ and orders as in Megatron-LM. zb-h1: Qi et al. 2023 (arXiv 2401.10241). No torch
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from megalite.config.schedule_rules import ScheduleRequest, default_group_size, schedule_flaws
 from megalite.pipeline.actions import Action, ActionKind, Schedule
@@ -28,25 +27,17 @@ class Shape:
     group_size: int
 
 
-class RankActions(NamedTuple):
-    """What one rank does, and what it holds at most (see `Schedule`)."""
-
-    actions: tuple[Action, ...]
-    most_in_flight: int
-    most_together: int
-
-
-def gpipe(shape: Shape, rank: int) -> RankActions:
+def gpipe(shape: Shape, rank: int) -> tuple[Action, ...]:
     """All forward passes, then all backward passes: every activation is held at the turn."""
     return in_turn(shape, warm_up=shape.microbatches)
 
 
-def one_forward_one_backward(shape: Shape, rank: int) -> RankActions:
+def one_forward_one_backward(shape: Shape, rank: int) -> tuple[Action, ...]:
     """As many forward passes as there are ranks behind this one, then forward and backward in turn."""
     return in_turn(shape, warm_up=shape.pp - rank - 1)
 
 
-def interleaved(shape: Shape, rank: int) -> RankActions:
+def interleaved(shape: Shape, rank: int) -> tuple[Action, ...]:
     """1f1b over the chunks of the rank: a group of microbatches through one chunk, then through the next.
 
     The first microbatch comes back to the last chunk of rank r after (vpp-1) groups and 2 (pp-r-1) passes.
@@ -54,25 +45,25 @@ def interleaved(shape: Shape, rank: int) -> RankActions:
     return in_turn(shape, warm_up=2 * (shape.pp - rank - 1) + (shape.vpp - 1) * shape.group_size)
 
 
-def zb_h1(shape: Shape, rank: int) -> RankActions:
+def zb_h1(shape: Shape, rank: int) -> tuple[Action, ...]:
     """1f1b whose backward pass is split: weight gradients, for which nobody waits, fill the bubble.
 
-    Rank r puts them off by r microbatches. All ranks then hold as much as rank 0 of 1f1b at most: pp - r activations,
-    and what r weight gradients need.
+    Rank r puts them off by r microbatches, and holds pp - r activations and what r weight gradients need: no more than
+    rank 0 of 1f1b.
     """
     return in_turn(shape, warm_up=shape.pp - rank - 1, put_off=rank)
 
 
-def in_turn(shape: Shape, *, warm_up: int, put_off: int | None = None) -> RankActions:
+def in_turn(shape: Shape, *, warm_up: int, put_off: int | None = None) -> tuple[Action, ...]:
     """So many forward passes, then forward and backward passes in turn, then the backward passes that are left.
 
     With `put_off` backward passes are split, and weight gradients come so many microbatches later.
     """
     passes = chunk_order(shape)
-    count, later = len(passes), put_off or 0
+    count = len(passes)
     warm_up = min(warm_up, count)
     actions = []
-    for step in range(-warm_up, count + later):
+    for step in range(-warm_up, count + (put_off or 0)):
         if step + warm_up < count:
             actions.append(Action("forward", *passes[step + warm_up]))
         if 0 <= step < count:
@@ -82,8 +73,7 @@ def in_turn(shape: Shape, *, warm_up: int, put_off: int | None = None) -> RankAc
         if put_off is not None and 0 <= step - put_off < count:
             chunk, microbatch = passes[step - put_off]
             actions.append(Action("backward-weight", shape.vpp - 1 - chunk, microbatch))
-    held = min(warm_up + 1, count)
-    return RankActions(tuple(actions), held, min(held + later, count))
+    return tuple(actions)
 
 
 def chunk_order(shape: Shape) -> list[tuple[int, int]]:
@@ -93,7 +83,7 @@ def chunk_order(shape: Shape) -> list[tuple[int, int]]:
     return [(chunk, microbatch) for group in groups for chunk in range(shape.vpp) for microbatch in group]
 
 
-SCHEDULES: dict[str, Callable[[Shape, int], RankActions]] = {
+SCHEDULES: dict[str, Callable[[Shape, int], tuple[Action, ...]]] = {
     "1f1b": one_forward_one_backward,
     "interleaved": interleaved,
     "zb-h1": zb_h1,
@@ -107,19 +97,12 @@ def build_schedule(request: ScheduleRequest) -> Schedule:
         raise ValueError("; ".join(flaws))
     pp, microbatches = request.pp, request.microbatches
     shape = Shape(pp, request.vpp, microbatches, request.group_size or default_group_size(pp, microbatches))
-    ranks = [SCHEDULES[request.schedule](shape, rank) for rank in range(pp)]
-    return Schedule(
-        request.schedule,
-        request.vpp,
-        microbatches,
-        ranks=tuple(rank.actions for rank in ranks),
-        most_in_flight=tuple(rank.most_in_flight for rank in ranks),
-        most_together=tuple(rank.most_together for rank in ranks),
-    )
+    ranks = tuple(SCHEDULES[request.schedule](shape, rank) for rank in range(pp))
+    return Schedule(request.schedule, request.vpp, microbatches, ranks)
 
 
 def forward_only(pp: int, vpp: int, microbatches: int) -> Schedule:
     """What evaluation runs: forward passes alone, of any number of microbatches, pp at a time through each chunk."""
     order = chunk_order(Shape(pp, vpp, microbatches, group_size=pp))
     actions = tuple(Action("forward", chunk, microbatch) for chunk, microbatch in order)
-    return Schedule("forward-only", vpp, microbatches, (actions,) * pp, forward_only=True)
+    return Schedule("forward-only", vpp, microbatches, (actions,) * pp)

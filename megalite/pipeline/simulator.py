@@ -4,10 +4,10 @@ Transfers wait for nothing but the computation before them, so the result is the
 No torch import.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
-from megalite.pipeline.actions import Action, ActionKind, Flaw, Schedule
+from megalite.pipeline.actions import Action, ActionKind, Schedule
 
 Durations = Mapping[tuple[int, int, ActionKind], float]  # (rank, chunk, kind) -> time of such an action
 
@@ -18,14 +18,6 @@ class Span(NamedTuple):
     action: Action
     start: float
     end: float
-
-
-class CircleError(Exception):
-    """Actions of a schedule wait for each other. `flaws` are the actions at which ranks wait for ever."""
-
-    def __init__(self, flaws: list[Flaw]) -> None:
-        super().__init__("; ".join(map(str, flaws)))
-        self.flaws = flaws
 
 
 def equal_durations(
@@ -45,7 +37,7 @@ def equal_durations(
 def simulate(schedule: Schedule, durations: Durations, transfer: float = 0) -> tuple[tuple[Span, ...], ...]:
     """The spans of every rank, all ranks beginning at 0; `transfer` is the time from one rank to the next.
 
-    Chunks and microbatches of the actions must be in range. Raises CircleError.
+    Chunks and microbatches of the actions must be in range. Of ranks that wait for each other, the spans until there.
     """
     ranks: list[list[Span]] = [[] for _ in schedule.ranks]
     arrivals: dict[int, float] = {}  # by tensor
@@ -70,19 +62,4 @@ def simulate(schedule: Schedule, durations: Durations, transfer: float = 0) -> t
                 arrivals[sent] = clock + transfer
                 if sent in waiting:
                     ready.append(waiting.pop(sent))
-    if waiting:
-        positions = [len(done) for done in ranks]
-        stuck = sorted((rank, tensor_id) for tensor_id, rank in waiting.items())
-        raise CircleError([_flaw(schedule, rank, positions, tensor_id) for rank, tensor_id in stuck])
     return tuple(map(tuple, ranks))
-
-
-def _flaw(schedule: Schedule, rank: int, done: Sequence[int], tensor_id: int) -> Flaw:
-    """Why a rank does not come to its end."""
-    sender, microbatch = divmod(tensor_id, schedule.microbatches)
-    backward, stage = divmod(sender, schedule.stages)
-    chunk, source = divmod(stage, schedule.pp)
-    at, actions = done[source], schedule.ranks[source]
-    there = f"which stands at action {at} ({actions[at]})" if at < len(actions) else "which is done"
-    reason = f"deadlock: it waits for {chunk}{'B' if backward else 'F'}{microbatch} of rank {source}, {there}"
-    return Flaw(rank, done[rank], schedule.ranks[rank][done[rank]], reason)

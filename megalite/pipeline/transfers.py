@@ -3,17 +3,13 @@
 Activations go from a rank to the next one (from the last to the first, which holds the next chunk), gradients to the
 previous one, and each direction has a communicator of its own. A communicator takes what a rank posts to it one after
 the other, and a send ends no sooner than its receive has begun. So both ranks must post the transfers between them in
-one order. They do:
+one order: that of the time T at which the sender has computed them in a step of equal stage times with short transfers
+(of equal T: of the sender's stage). Nothing then waits in a circle: of all transfers that are still to come, the one of
+smallest T stands first on both of its ranks, and whatever its sender has yet to wait for has a smaller T.
 
-- Let T be the time at which a transfer's sender has computed it in a step of equal stage times with short transfers.
-  Every rank posts what it has to post to a communicator in the order of T (of equal T: of the sender's stage).
-- So nothing waits in a circle. Of all transfers that are still to come, the one of smallest T stands first on both of
-  its ranks, and whatever its sender has yet to wait for has a smaller T.
-- A send is posted when its action is done, a receive before the action during which its T passes: early enough for the
-  sender, and not so early that it holds memory (on a GPU also a few multiprocessors) for nothing.
-- A send is waited for before the next one in its direction: at most one output is kept besides the newest.
-
-A schedule that cannot be performed at all (`simulate` refuses it) has no instructions. No torch import.
+A send is posted when its action is done, a receive before the action during which its T passes: early enough for the
+sender, and not so early that it holds memory (on a GPU also a few multiprocessors) for nothing. A send is waited for
+before the next one in its direction: at most one output is kept besides the newest. No torch import.
 """
 
 from bisect import bisect_left
@@ -59,8 +55,9 @@ Instruction = Action | Transfer | Wait  # compute the action; post the transfer 
 
 
 def instructions(schedule: Schedule) -> tuple[tuple[Instruction, ...], ...]:
-    """What each pipeline rank does in a step. Raises `CircleError` where actions wait for each other."""
+    """What each pipeline rank does in a step. The schedule must be sound (checker.py)."""
     ideal = simulate(schedule, equal_durations(schedule, STEP, STEP, STEP), FLIGHT)
+    assert list(map(len, ideal)) == list(map(len, schedule.ranks)), "actions wait for each other"
     order: dict[int, tuple[float, int]] = {}  # by tensor: what transfers of one direction are ordered by
     for rank, spans in enumerate(ideal):
         for action, _, end in spans:

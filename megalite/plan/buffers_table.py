@@ -1,47 +1,34 @@
 """The buffers of one rank as text: its buckets with what they hold and cost, and every range that the rank owns."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
-from typing import NamedTuple
 
 from megalite.layout.buffer_layout import Bucket, BufferLayout, Kind
-from megalite.optim.memory import StateBytes, bytes_of_rank
+from megalite.optim.memory import StateBytes
 from megalite.optim.rank_buffers import RankBuffers
 
 FIRST, LAST = 24, 12  # rows of a long table that are shown
 Cells = tuple[str, ...]
+Kept = Callable[[BufferLayout], StateBytes]  # what a rank keeps of these buckets: `bytes_of_rank` for some dtypes
 
 
-class StateTypes(NamedTuple):
-    """What decides the bytes of an element: settings of these names, the precision not auto."""
-
-    precision: str
-    gradient_dtype: str = "fp32"
-    moment_dtype: str = "fp32"
-
-    def kept(self, *buckets: Bucket) -> StateBytes:
-        """What a rank keeps of these buckets."""
-        layout = BufferLayout(buckets)
-        return bytes_of_rank(layout, self.precision, gradient_dtype=self.gradient_dtype, moment_dtype=self.moment_dtype)
-
-
-def header_lines(buffers: RankBuffers, types: StateTypes) -> list[str]:
+def header_lines(buffers: RankBuffers, kept: Kept) -> list[str]:
     """What all buckets are together, and who shares them: two or three lines."""
     buckets = buffers.layout.buckets
-    padding, kept = padding_of(*buckets), types.kept(*buckets)
+    padding, state = padding_of(*buckets), kept(buffers.layout)
     total = sum(buffers.layout.sizes.values())
     count = f"{len(buckets)} bucket{'s' if len(buckets) > 1 else ''}"
     share = f"{padding / total:.1%} padding" if 1000 * padding > total else f"{padding:,} elements of padding"
     lines = [
         f"rank {buffers.rank} holds {total - padding:,} parameters in {count}, {share}",
-        f"and keeps {_mib(kept.total)} MiB: parameters {_mib(kept.parameters)}, gradients {_mib(kept.gradients)}, "
-        f"its share of masters {_mib(kept.masters)} and moments {_mib(kept.moments)}",
+        f"and keeps {_mib(state.total)} MiB: parameters {_mib(state.parameters)}, gradients {_mib(state.gradients)}, "
+        f"its share of masters {_mib(state.masters)} and moments {_mib(state.moments)}",
     ]
     kinds: list[Kind] = list(dict.fromkeys(bucket.buffer.kind for bucket in buckets))
     return lines + [f"{'experts: ' if kind == 'expert' else ''}{_owners(buffers.owners[kind])}" for kind in kinds]
 
 
-def bucket_lines(buffers: RankBuffers, types: StateTypes, *, full: bool = False) -> Iterator[str]:
+def bucket_lines(buffers: RankBuffers, kept: Kept, *, full: bool = False) -> Iterator[str]:
     """A line per bucket, in the order in which backward completes them; of many the first and last, with `full` all."""
     rows, sums = [], [0, 0, 0]
     for number, bucket in enumerate(buffers.layout.buckets):
@@ -49,25 +36,26 @@ def bucket_lines(buffers: RankBuffers, types: StateTypes, *, full: bool = False)
         numbers = (bucket.stop - bucket.start, padding, bucket.slice_size)
         sums = [before + more for before, more in zip(sums, numbers, strict=True)]
         held = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
-        cost = _mib(types.kept(bucket).total)
+        cost = _mib(kept(BufferLayout((bucket,))).total)
         rows.append((bucket_name(number, bucket), *(f"{each:,}" for each in numbers), cost, str(len(names)), held))
-    kept, tensors = _mib(types.kept(*buffers.layout.buckets).total), str(len(buffers.layout.slots))
+    total, tensors = _mib(kept(buffers.layout).total), str(len(buffers.layout.slots))
     heads = ("bucket", "elements", "padding", "slice", "MiB kept", "tensors", "from .. to")
-    last = ("all", *(f"{each:,}" for each in sums), kept, tensors, "")
+    last = ("all", *(f"{each:,}" for each in sums), total, tensors, "")
     yield from _table(heads, rows, "buckets", full=full, last=[last])
 
 
 def owned_lines(buffers: RankBuffers, *, full: bool = False) -> Iterator[str]:
-    """A line per range that the rank owns, `start:stop` as seen from each place that `OwnedRange` names; `full` as for
-    `bucket_lines`."""
+    """A line per range that the rank owns, `start:stop` as seen from each place; `full` as for `bucket_lines`."""
     rows = []
     for each in buffers.owned:
         size = prod(each.slot.shard.shape)
         part = "all" if len(each.in_parameter) == size else f"{_slice(each.in_parameter)} of {size}"
-        places = (each.in_buffer, each.in_bucket, each.in_slice, each.in_shard)
-        rows.append((str(each.bucket), *(map(_slice, places)), part, each.slot.record.name))
+        start = buffers.layout.buckets[each.bucket].start
+        in_bucket = range(each.in_buffer.start - start, each.in_buffer.stop - start)
+        places = map(_slice, (each.in_buffer, in_bucket, each.in_slice))
+        rows.append((str(each.bucket), *places, part, each.slot.record.name))
     yield f"rank {buffers.rank} owns {sum(len(each.in_parameter) for each in buffers.owned):,} elements:"
-    heads = ("bucket", "in buffer", "in bucket", "in slice", "in shard", "in parameter", "parameter")
+    heads = ("bucket", "in buffer", "in bucket", "in slice", "in parameter", "parameter")
     yield from _table(heads, rows, "ranges", full=full)
 
 

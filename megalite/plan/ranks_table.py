@@ -1,14 +1,15 @@
-"""Writes a layout as text: every group of every axis, as tables or JSON, and the layers of every stage.
+"""Writes a layout as text: the groups of every axis, as tables or JSON, the layers of stages, the experts of ranks.
 
-Tables and JSON say the same: both read `ParallelLayout.groups`, one axis at a time, so that memory holds one axis of a
-large world. No torch import.
+Tables and JSON say the same: both read `ParallelLayout.groups`. No torch import.
 """
 
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from textwrap import TextWrapper
+from typing import Any
 
+from megalite.layout.parameters import ParameterRecord, shard
 from megalite.layout.ranks import ParallelLayout
 from megalite.layout.stages import StageLayers
 from megalite.layout.summary import header_lines
@@ -44,21 +45,38 @@ def stage_lines(stages: Sequence[StageLayers]) -> Iterator[str]:
         yield f"  pp rank {stage.pp_rank:<{digits}}{chunk}: {side}{layers}{held}"
 
 
-def json_lines(layout: ParallelLayout, stages: Sequence[StageLayers] = ()) -> Iterator[str]:
-    """One JSON object, {"dense": {"tp": [[0, 1], ...], ...}, "expert": {...}}, a line per axis; "stages" if given."""
-    before = "{"
-    for section, sets in _sections(layout).items():
-        yield f'{before}"{section}": {{'
-        for axes in sets:
-            yield f'  "{axes}": {json.dumps(layout.groups(axes))}{"" if axes == sets[-1] else ","}'
-        before = "}, "
-    if not stages:
-        yield "}}"
-        return
-    yield f'{before}"stages": ['
-    for stage in stages:
-        yield f"  {json.dumps(asdict(stage))}{'' if stage is stages[-1] else ','}"
-    yield "]}"
+def held_experts(layout: ParallelLayout, experts: int) -> list[range]:
+    """By rank, which of the `experts` of a layer it holds, or a piece of each; empty where there are none."""
+    record = ParameterRecord("experts", (experts,), "ones", 0.0, decay=False, of_experts=True)
+    found = []
+    for rank in range(layout.world_size) if experts else ():
+        (box,) = shard(record, ep=(layout.ep, layout.coordinates(rank)["ep"])).boxes
+        found.append(range(box.offsets[0], box.offsets[0] + box.sizes[0]))
+    return found
+
+
+def expert_lines(held: Sequence[range]) -> Iterator[str]:
+    """Which ranks hold the same experts, a line for each part of them."""
+    yield "experts of a layer:"
+    width = max(len(shown_experts(each)) for each in held)
+    for experts in dict.fromkeys(held):
+        ranks = " ".join(str(rank) for rank, its in enumerate(held) if its == experts)
+        yield f"  {shown_experts(experts):<{width}}  ranks {ranks}"
+
+
+def shown_experts(experts: range) -> str:
+    """`4-7`"""
+    return str(experts.start) if len(experts) == 1 else f"{experts.start}-{experts.stop - 1}"
+
+
+def json_lines(layout: ParallelLayout, stages: Sequence[StageLayers] = (), held: Sequence[range] = ()) -> Iterator[str]:
+    """One JSON object, {"dense": {"tp": [[0, 1], ...], ...}, "expert": {...}}; if given, "stages", and by rank the
+    "experts" that are `held`."""
+    shown: dict[str, Any] = {
+        section: {axes: layout.groups(axes) for axes in sets} for section, sets in _sections(layout).items()
+    }
+    shown |= {"stages": [asdict(stage) for stage in stages]} if stages else {}
+    yield json.dumps(shown | ({"experts": [[*experts] for experts in held]} if held else {}))
 
 
 def _sections(layout: ParallelLayout) -> dict[str, tuple[str, ...]]:

@@ -3,28 +3,18 @@
     {"step": 20, "schedule": "1f1b", "pp": 4, "rank": 0, "actions": [["0F0", 0.0, 0.0131], ["0F1", 0.0131, 0.0262]]}
 
 One line for each step and pipeline rank, from one of the run's pipelines. Times are seconds on one clock for all ranks
-of a step, whatever its zero. A step's lines come from rank 0 on; lines that are torn, and steps of which a rank is
-missing, as where a run was killed, are passed over; of a step that was done again, on as many ranks or others, the last
-complete lines count. No torch import.
+of a step, whatever its zero. A step's lines come from rank 0 on; where a run was killed, some are torn or missing, and
+the step is passed over. Of a step that was done again the last complete lines count. No torch import.
 """
 
 import json
 from pathlib import Path
-from typing import NamedTuple
 
 from megalite.errors.problems import Problem, UserError
 from megalite.pipeline.actions import parse_action
 from megalite.pipeline.simulator import Span
 from megalite.plan.timeline import Timeline
 from megalite.train.history import PIPELINE
-
-
-class Step(NamedTuple):
-    """What all lines of one step say alike."""
-
-    step: int
-    schedule: str
-    pp: int
 
 
 def read_recording(run_dir: Path, step: int | None = None, setting: str = "run_dir") -> tuple[int, Timeline]:
@@ -47,20 +37,22 @@ def read_recording(run_dir: Path, step: int | None = None, setting: str = "run_d
 def _complete(lines: list[str]) -> dict[int, Timeline]:
     """By step: those of which all ranks are there."""
     complete: dict[int, Timeline] = {}
-    before: Step | None = None  # of the lines that have been read
-    ranks: list[tuple[Span, ...]] = []
+    ranks: list[tuple[Span, ...]] = []  # of the step that is being read
+    reading: tuple[int, int, str] | None = None
     for line in lines:
         try:
             record = json.loads(line)
-            about, rank = Step(int(record["step"]), str(record["schedule"]), int(record["pp"])), record["rank"]
+            step, pp, rank, schedule = int(record["step"]), int(record["pp"]), record["rank"], str(record["schedule"])
             spans = tuple(Span(parse_action(cell), float(begin), float(end)) for cell, begin, end in record["actions"])
         except (ValueError, TypeError, KeyError, OverflowError, UserError):
-            before, ranks = None, []
+            ranks = []
             continue
-        ranks = [*ranks, spans] if about == before and rank == len(ranks) else [spans] if rank == 0 else []
-        before = about
-        if len(ranks) == about.pp:
-            complete[about.step] = _timeline(about.schedule, ranks)
+        if rank == 0 or (step, pp, schedule) != reading:
+            ranks, reading = [], (step, pp, schedule)
+        if rank == len(ranks):
+            ranks.append(spans)
+            if len(ranks) == pp:
+                complete[step] = _timeline(schedule, ranks)
     return complete
 
 

@@ -3,11 +3,11 @@
 Simulated and recorded times look alike.
 """
 
-from collections import defaultdict
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from megalite.pipeline.actions import ActionKind
-from megalite.plan.drawing import DPI, GREY, INK, legend, mixed, page
+from megalite.plan.drawing import GREY, INK, legend, mixed, page
 from megalite.plan.timeline import Timeline, Unit
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ IDLE = "#eef0f3"
 NARROWEST, WIDEST, MICROBATCH = 7.0, 15.0, 1.05  # of all rows; of a microbatch's boxes, where there is room
 ROW, HIGHEST, NAMED = 0.36, 9.0, 0.13  # a row; all rows; rows lower than this are named one in eight
 BOX = 0.83  # of a row's height
-THIN = 0.02  # boxes narrower than this become an image
+THIN = 0.02  # narrower boxes have no edges
 LIGHTEST = 0.72  # share of white in the last of several chunks
 
 
@@ -38,10 +38,7 @@ def figure_of(timeline: Timeline, unit: Unit, title: str) -> "Figure":
     figure, axes = page([title, timeline.summary(unit)], wide, row * pp, beside=(0.4, 1.3), below=0.85)
     axes.set(xlim=(0, span * unit.scale), ylim=(pp - 0.5, -0.5))
     longest = max((len(spans) for spans in timeline.ranks), default=0)
-    if wide < THIN * longest:
-        _image(axes, timeline, unit, wide)
-    else:
-        _boxes(axes, timeline, unit, wide / span if row > NAMED else 0)
+    _boxes(axes, timeline, unit, wide / span if row > NAMED else 0, thin=wide < THIN * longest)
     axes.set_axis_on()
     axes.spines[["top", "left", "right"]].set_visible(False)
     axes.tick_params("x", labelsize=8, colors=GREY)
@@ -59,14 +56,20 @@ def figure_of(timeline: Timeline, unit: Unit, title: str) -> "Figure":
     return figure
 
 
-def _boxes(axes: "Axes", timeline: Timeline, unit: Unit, inches: float) -> None:
-    """A shape for each action, and its microbatch where `inches` to a unit of time leave room for it."""
+def _boxes(axes: "Axes", timeline: Timeline, unit: Unit, inches: float, *, thin: bool) -> None:
+    """A box for each action, and its microbatch where `inches` to a unit of time leave room for it.
+
+    Thin boxes are points of an image, each of which shows the action that goes on there.
+    """
+    edges: dict[str, Any] = {"edgecolors": "white", "linewidths": 0.5}
+    if thin:
+        edges = {"edgecolors": "none", "antialiaseds": False, "rasterized": True}
     for rank, spans in enumerate(timeline.ranks):
         low = rank - BOX / 2
         axes.broken_barh([(0, timeline.makespan * unit.scale)], (low, BOX), facecolors=IDLE)
         times = [(start * unit.scale, (end - start) * unit.scale) for _, start, end in spans]
         colours = [_shade(action.kind, action.chunk, timeline.vpp) for action, _, _ in spans]
-        axes.broken_barh(times, (low, BOX), facecolors=colours, edgecolors="white", linewidths=0.5)
+        axes.broken_barh(times, (low, BOX), facecolors=colours, **edges)
         for (action, start, end), (left, width) in zip(spans, times, strict=True):
             text = str(action.microbatch)
             if (end - start) * inches >= 0.066 * len(text) + 0.05:
@@ -74,41 +77,17 @@ def _boxes(axes: "Axes", timeline: Timeline, unit: Unit, inches: float) -> None:
                 axes.text(left + width / 2, rank, text, ha="center", va="center_baseline", size=7.5, color=colour)
 
 
-def _image(axes: "Axes", timeline: Timeline, unit: Unit, wide: float) -> None:
-    """Of actions that are narrower than a few points of the picture, each point shows the mean colour."""
-    import numpy as np
-    from matplotlib.colors import to_rgb
-
-    edges = np.linspace(0, timeline.makespan, round(wide * DPI) + 1)
-    image = np.empty((timeline.pp, len(edges) - 1, 3))
-    image[:] = to_rgb(IDLE)
-    for rank, spans in enumerate(timeline.ranks):
-        times = defaultdict[tuple[ActionKind, int], list[tuple[float, float]]](list)
-        for action, start, end in spans:
-            times[action.kind, action.chunk].append((start, end))
-        for (kind, chunk), each in times.items():
-            covered = np.repeat(np.cumsum([0.0, *(end - start for start, end in each)]), 2)[1:-1]
-            share = np.diff(np.interp(edges, np.ravel(each), covered)) / np.diff(edges)
-            image[rank] += share[:, None] * np.subtract(to_rgb(_shade(kind, chunk, timeline.vpp)), to_rgb(IDLE))
-    extent = (0, timeline.makespan * unit.scale, timeline.pp - 0.5, -0.5)
-    axes.imshow(image.clip(0, 1), extent=extent, aspect="auto", interpolation="nearest")
-    axes.hlines(np.arange(1, timeline.pp) - 0.5, 0, extent[1], colors="white", linewidths=0.7)
-
-
 def _legend(figure: "Figure", timeline: Timeline) -> None:
-    from matplotlib.legend_handler import HandlerTuple
     from matplotlib.patches import Patch
 
-    kinds = {span.action.kind for spans in timeline.ranks for span in spans}
-    chunks = f", chunks 0-{timeline.vpp - 1}" if timeline.vpp > 1 else ""
-    entries: dict[str, Any] = {
-        f"{words}{chunks}": tuple(Patch(facecolor=_shade(kind, chunk, timeline.vpp)) for chunk in range(timeline.vpp))
+    kinds, vpp = {span.action.kind for spans in timeline.ranks for span in spans}, timeline.vpp
+    chunks = f", chunks 0-{vpp - 1}" if vpp > 1 else ""  # from dark to light
+    handles = [
+        Patch(label=f"{words}{chunks}", facecolor=_shade(kind, 0, vpp))
         for kind, (words, _) in LOOKS.items()
         if kind in kinds
-    }
-    entries["idle"] = Patch(facecolor=IDLE)
-    side_by_side = {tuple: HandlerTuple(ndivide=None, pad=0)}
-    legend(figure, [*entries.values()], labels=[*entries], handler_map=side_by_side)
+    ]
+    legend(figure, [*handles, Patch(label="idle", facecolor=IDLE)])
 
 
 def _white(chunk: int, vpp: int) -> float:
@@ -116,5 +95,6 @@ def _white(chunk: int, vpp: int) -> float:
     return 0.4 if vpp == 1 else LIGHTEST * chunk / (vpp - 1)
 
 
+@cache
 def _shade(kind: ActionKind, chunk: int, vpp: int) -> str:
     return mixed(LOOKS[kind][1], "white", _white(chunk, vpp))

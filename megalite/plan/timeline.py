@@ -88,11 +88,6 @@ class Timeline:
         """Idle share of the whole: bubble / (1 + bubble)."""
         return self.bubble / (1 + self.bubble)
 
-    @cached_property
-    def in_flight(self) -> tuple[InFlight, ...]:
-        """The most that each rank holds at once."""
-        return tuple(in_flight(span.action for span in spans) for spans in self.ranks)
-
     @property
     def title(self) -> str:
         """`1f1b: pp 4, 8 microbatches`"""
@@ -102,14 +97,12 @@ class Timeline:
 
     def summary(self, unit: Unit) -> str:
         """How long the step is and how much of it is lost."""
-        return (
-            f"step {self.makespan * unit.scale:.4g} {unit.words}; idle {self.idle:.1%} of it "
-            f"(bubble: {self.bubble:.4g} of the time that is spent computing)"
-        )
+        bubble = f"bubble: {self.bubble:.4g} of the time that is spent computing"
+        return f"step {self.makespan * unit.scale:.4g} {unit.words}; idle {self.idle:.1%} of it ({bubble})"
 
     def held(self, rank: int) -> str:
         """What a rank holds at most, in activations of all its layers: a chunk counts for its share."""
-        share = self.in_flight[rank].together / self.vpp
+        share = in_flight(span.action for span in self.ranks[rank]).together / self.vpp
         return f"{share:.4g} {'microbatch' if share == 1 else 'microbatches'}"
 
     def durations(self) -> Durations:

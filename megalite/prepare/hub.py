@@ -5,10 +5,7 @@ what is not reachable is looked for in the local cache only. Data set scripts an
 """
 
 import os
-import ssl
 import threading
-import urllib.error
-import urllib.request
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -18,16 +15,13 @@ from megalite.data.offline import go_offline
 from megalite.errors.problems import Problem, UserError
 
 PATIENCE = 3.0  # seconds for the hub to answer
+NO_ANSWER = f"the hub does not answer within {PATIENCE:.0f} s and it is not in the local cache"
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 TOKENIZER_FILES = [  # all that decide about ids and the end of document
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "config.json", "generation_config.json"),
     *("vocab.*", "merges.txt", "*.model", "*.tiktoken"),
 ]
 SAVED_TO_DISK = ("state.json", "dataset_dict.json")  # in a folder that `Dataset.save_to_disk` wrote
-TO_WORK_OFFLINE = (
-    "check name, data.subset, data.split and network (loading scripts are never run; use one in parquet); to work "
-    "offline, download it elsewhere and give its folder, or copy that machine's Hugging Face cache here (HF_HOME)"
-)
 
 
 def reachable() -> bool:
@@ -47,42 +41,37 @@ def _answers_soon(endpoint: str) -> bool:
 
 
 def _answers(endpoint: str) -> bool:
-    try:
-        with urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=PATIENCE):
-            return True
-    except urllib.error.HTTPError as error:
-        return error.code not in (403, 407) and error.code < 500  # a proxy's refusal is no answer of the hub
-    except urllib.error.URLError as error:
-        return isinstance(error.reason, ssl.SSLError)  # there, behind a certificate that the hub's library may know
-    except (OSError, ValueError):
-        return False
+    import huggingface_hub  # knows the user's proxies and certificates
+
+    with suppress(Exception):  # of several libraries
+        status = huggingface_hub.get_session().head(endpoint, timeout=PATIENCE).status_code
+        return status < 500 and status not in (403, 407)  # a proxy's refusal is no answer of the hub
+    return False
 
 
 @lru_cache(maxsize=4)  # the shards of one data set come one after the other
 def load_dataset(name: str, subset: str | None, split: str, streaming: bool) -> Any:
-    """A `datasets` data set, from the hub, its cache, or a local folder or file."""
-    place = Path(name).absolute()
-    if offline := not place.exists() and not reachable():
+    """A `datasets` data set, from the hub, its cache, or a local folder."""
+    if offline := not Path(name).exists() and not reachable():
         go_offline()
     import datasets
 
     datasets.disable_progress_bars()
     try:
-        if place.is_file():
-            folder = str(place.parent)
-            return datasets.load_dataset(folder, subset, data_files=place.name, split=split, streaming=streaming)
-        if any((place / name).exists() for name in SAVED_TO_DISK):
-            saved = datasets.load_from_disk(name)
-            splits = saved if isinstance(saved, datasets.DatasetDict) else {str(saved.split or split): saved}
-            if subset is not None or split not in splits:
-                raise ValueError(f"it was saved with the splits {', '.join(map(str, splits))} and no subsets")
-            return splits[split].to_iterable_dataset() if streaming else splits[split]
-        return datasets.load_dataset(name, subset, split=split, streaming=streaming)
+        if not any(Path(name, state).exists() for state in SAVED_TO_DISK):
+            return datasets.load_dataset(name, subset, split=split, streaming=streaming)
+        saved = datasets.load_from_disk(name)
+        splits = saved if isinstance(saved, datasets.DatasetDict) else {str(saved.split or split): saved}
+        if subset is not None or split not in splits:
+            raise ValueError(f"it was saved with the splits {', '.join(map(str, splits))} and no subsets")
+        return splits[split].to_iterable_dataset() if streaming else splits[split]
     except Exception as error:  # the library raises a dozen types, and all are about the user's choice
         rule = f"cannot be loaded ({type(error).__name__}: {(str(error).splitlines() or [''])[0]})"
-        if offline:
-            rule = f"the hub does not answer within {PATIENCE:.0f} s and it is not in the local cache: {rule}"
-        raise UserError(Problem("data.path", name, rule, TO_WORK_OFFLINE)) from error
+        remedy = (
+            "check name, data.subset, data.split and network (loading scripts are never run; use one in parquet); to "
+            "work offline, download it elsewhere and give its folder, or copy that machine's cache here (HF_HOME)"
+        )
+        raise UserError(Problem("data.path", name, f"{NO_ANSWER}: {rule}" if offline else rule, remedy)) from error
 
 
 def tokenizer_folder(name: str) -> Path:
@@ -90,9 +79,6 @@ def tokenizer_folder(name: str) -> Path:
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
-    if folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        rule = "is a file, not a folder" if folder.exists() else "there is no such folder"
-        raise UserError(Problem("tokenizer", name, rule, "bpe, byte, char, or a folder that holds tokenizer.json"))
     import huggingface_hub
 
     with suppress(Exception):  # not cached, in whichever way the library says so
@@ -101,7 +87,7 @@ def tokenizer_folder(name: str) -> Path:
             return cached
     try:
         if not reachable():
-            raise OSError(f"the hub does not answer within {PATIENCE:.0f} s and it is not in the local cache")
+            raise OSError(NO_ANSWER)
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=TOKENIZER_FILES, etag_timeout=PATIENCE))
     except Exception as error:  # unknown, gated, private, no space: the library's own words say which
         rule = f"is no folder here, and as a name on the hub: {(str(error).splitlines() or [''])[0]}"

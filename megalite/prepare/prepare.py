@@ -1,11 +1,19 @@
 """Makes the token files of a run from its text: once, by one process, and continued after a kill.
 
 Each part of the data becomes a token file in the cache. Its name is a fingerprint of the part's files and of the
-tokenizer. Training is given this module as its `Preparation`.
+tokenizer. Under a file lock, the part's shards are tokenized into a work folder, one token file each, then joined.
+Whoever comes second finds the work done. Whoever comes after a kill does only the shards that are missing.
+
+Training is given this module as its `Preparation`.
 """
 
-import os
+import errno
+import fcntl
+import shutil
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from glob import escape
 from pathlib import Path
 
 import xxhash
@@ -14,17 +22,47 @@ from megalite.config.derive import BUILT_IN_TOKENIZERS
 from megalite.config.schema import Config
 from megalite.config.user_files import read_bytes
 from megalite.data.open import FORMAT, Progress, TokenFiles, check_vocabulary, digest, paths_of
-from megalite.data.token_file import Facts, TokenFile
+from megalite.data.token_file import TokenFile, read_facts, with_suffix
 from megalite.data.tokenizers import TextTokenizer, bpe_tokenizer, byte_tokenizer, char_tokenizer, load_tokenizer
 from megalite.errors.problems import Problem, UserError, collect, collect_all
-from megalite.launch.host import usable_cores
+from megalite.launch.host import allow_open_files, usable_cores
 from megalite.prepare.hub import TOKENIZER_FILES, tokenizer_folder
-from megalite.prepare.making import Counts, Target, counts_of, is_prepared, locked, make, make_folder
-from megalite.prepare.reading import Shard, documents
+from megalite.prepare.reading import Shard, pieces
 from megalite.prepare.sources import Source, not_read, sources_of
+from megalite.prepare.token_writer import join
+from megalite.prepare.tokenizing import Job, tokenize_shards
 
 SAMPLE = 8 << 20  # characters of text that a BPE is trained on
 SAMPLED_SHARDS = 64
+UNWRITABLE = {  # errors that another folder or more room would mend
+    *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM),
+    *(errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG),
+}
+SUMMED = ("tokens", "documents", "skipped_documents", "bytes")  # of all shards, in PREFIX.json
+
+
+@dataclass(frozen=True)
+class Target:
+    """One part of the data and the token file that it becomes. `key` is the fingerprint of both."""
+
+    source: Source
+    prefix: Path
+    key: str
+
+    @property
+    def work(self) -> Path:
+        """The folder of its finished shards and their tokenizer, until all are finished."""
+        return with_suffix(self.prefix, f".partial-{self.key}")
+
+    @property
+    def tokenizer(self) -> Path:
+        """The folder of the tokenizer meanwhile."""
+        return self.work / "tokenizer"
+
+
+def is_prepared(prefix: Path) -> bool:
+    """Whether the token file (of a target, or of a shard) is complete: its index comes last."""
+    return with_suffix(prefix, ".idx").exists()
 
 
 def prepare(config: Config, progress: Progress | None = None) -> TokenFiles:
@@ -34,34 +72,18 @@ def prepare(config: Config, progress: Progress | None = None) -> TokenFiles:
         built_in = config.tokenizer in BUILT_IN_TOKENIZERS
         return TokenFiles(prefixes, tokenizer=None if built_in else named_tokenizer(config.tokenizer))
     sources = sources_of(config.data)
-    tokenizer_key, targets = targets_of(config, sources)
-    _make(config, tokenizer_key, targets, progress, "data.cache_dir")
+    targets = targets_of(config, sources)
+    _make(config, targets, progress, "data.cache_dir")
     return TokenFiles([target.prefix for target in targets], not_read(sources))
 
 
-def find(config: Config) -> TokenFiles:
-    """The token files that `prepare` has made. One that is missing is refused: its text changed since."""
-    if config.data.source == "tokens":
-        return prepare(config)
-    sources = sources_of(config.data)
-    _, targets = targets_of(config, sources)
-    if not all(is_prepared(target.prefix) for target in targets):
-        rule = "is not prepared on this machine, or its files changed since"
-        raise UserError(Problem("data.path", config.data.path, rule, "start again, when nothing writes to it"))
-    return TokenFiles([target.prefix for target in targets], not_read(sources))
-
-
-def prepare_file(source: Source, config: Config, prefix: Path, progress: Progress | None = None) -> Facts:
-    """Make the token file `prefix` of one source, wherever the user wants it; returns what PREFIX.json says. A file
-    that is there already must be the same one."""
-    tokenizer_key, [cached] = targets_of(config, [source])
-    target = Target(source, prefix.absolute(), cached.key)
-    _make(config, tokenizer_key, [target], progress, "--output")
-    facts = TokenFile.open(target.prefix).facts()
-    if facts.fingerprint != target.key:
+def prepare_file(source: Source, config: Config, prefix: Path, progress: Progress | None = None) -> None:
+    """Make the token file `prefix` of one source, wherever the user wants it. One that is there must be the same."""
+    [cached] = targets_of(config, [source])
+    _make(config, [Target(source, prefix.absolute(), cached.key)], progress, "--output")
+    if read_facts(prefix).fingerprint != cached.key:
         rule = "there is a token file already, of other text or another tokenizer"
         raise UserError(Problem("--output", str(prefix), rule, "choose another name, or delete it"))
-    return facts
 
 
 def examine(config: Config) -> None:
@@ -70,18 +92,17 @@ def examine(config: Config) -> None:
         _plans(config, sources_of(config.data))
 
 
-def targets_of(config: Config, sources: list[Source]) -> tuple[str, list[Target]]:
-    """The tokenizer's fingerprint, and what is made of the sources. Looks at names, sizes and times of text alone."""
+def targets_of(config: Config, sources: list[Source]) -> list[Target]:
+    """What is made of the sources. Looks at names, sizes and times of text alone."""
     try:
         identities = collect_all(Source.identity, sources)
-        tokenizer_key = _tokenizer_key(config, identities)
+        tokenizer = _tokenizer_key(config, identities)
     except UserError:
         _plans(config, sources)  # names all that is wrong
         raise
-    folder = _cache_folder(config) / "tokens"
-    keys = [digest(FORMAT, identity, tokenizer_key) for identity in identities]
-    named = zip(sources, keys, strict=True)
-    return tokenizer_key, [Target(source, folder / f"{source.label}-{key}", key) for source, key in named]
+    assert config.data.cache_dir is not None, "derive() fills it in"
+    folder, keys = Path(config.data.cache_dir, "tokens"), [digest(FORMAT, each, tokenizer) for each in identities]
+    return [Target(it, folder / f"{it.label}-{key}", key) for it, key in zip(sources, keys, strict=True)]
 
 
 def _tokenizer_key(config: Config, identities: list[str]) -> str:
@@ -108,33 +129,78 @@ def _plans(config: Config, sources: list[Source]) -> list[list[Shard]]:
     return plans
 
 
-def _make(config: Config, tokenizer_key: str, targets: list[Target], progress: Progress | None, setting: str) -> None:
+def _make(config: Config, targets: list[Target], progress: Progress | None, setting: str) -> None:
     """Make the targets that are missing; `setting` says where they are to lie."""
     if all(is_prepared(target.prefix) for target in targets):
         return
-    plans = _plans(config, [target.source for target in targets])
-    for folder in {target.prefix.parent for target in targets}:
-        make_folder(folder, setting)
-    total, done = sum(shard.size for plan in plans for shard in plan), dict[Path, Counts]()
+    jobs: dict[Target, list[Job]] = {}  # the planned shards, and the token file that each becomes
+    for target, plan in zip(targets, _plans(config, [target.source for target in targets]), strict=True):
+        jobs[target] = [(target.work / f"part-{number:05d}", shard) for number, shard in enumerate(plan)]
+    shards = [shard for each in jobs.values() for _, shard in each]
+    with _locked([target.prefix for target in targets], setting):
+        missing = [target for target in jobs if not is_prepared(target.prefix)]
+        asked = [job for target in missing for job in jobs[target]]
+        total = sum(shard.size for _, shard in asked)
+        kept = [(file, shard.size, read_facts(file)) for file, shard in asked if is_prepared(file)]
+        done = {file: (size, facts.documents, facts.tokens) for file, size, facts in kept}
 
-    def report() -> None:
-        size, documents, tokens = map(sum, zip((0, 0, 0), *done.values(), strict=True))
-        if progress:
-            progress(min(size, total) if total else size, total, documents, tokens)
+        def count(file: Path, size: int, documents: int, tokens: int) -> None:
+            done[file] = size, documents, tokens
+            size, documents, tokens = map(sum, zip(*done.values(), strict=True))
+            if progress:
+                progress(min(size, total) if total else size, total, documents, tokens)
 
-    for target, plan in zip(targets, plans, strict=True):
-        done.update(counts_of(target, plan))
-    report()
-    tokenizer = obtain_tokenizer(config, tokenizer_key, plans)
-    check_vocabulary(config, tokenizer.vocab_size)
-    for target, plan in zip(targets, plans, strict=True):
-        make(target, plan, tokenizer, config.data.workers or usable_cores(), done, report)
+        count(Path(), 0, 0, 0)
+        try:
+            tokenizer = obtain_tokenizer(config, missing, shards)
+            check_vocabulary(config, tokenizer.vocab_size)
+            for target in missing:
+                tokenizer.save(target.tokenizer)
+            for target in missing:
+                left = [job for job in jobs[target] if not is_prepared(job[0])]
+                tokenize_shards(left, tokenizer, target.tokenizer, config.data.workers or usable_cores(), count)
+                _join(target, [file for file, _ in jobs[target]], tokenizer)
+        except UserError:
+            if config.data.source != "hf":  # text must be changed, and changed text has another key
+                for target in missing:
+                    shutil.rmtree(target.work, ignore_errors=True)
+            raise
 
 
-def _cache_folder(config: Config) -> Path:
-    """The folder of prepared tokens and trained tokenizers."""
-    assert config.data.cache_dir is not None, "derive() fills it in"
-    return Path(config.data.cache_dir)
+@contextmanager
+def _locked(prefixes: list[Path], setting: str) -> Iterator[None]:
+    """Alone write to these, in one folder that `setting` names. The kernel releases a lock when its holder dies. Its
+    file stays: if it were deleted, two processes could hold locks on two files of one name."""
+    folder = prefixes[0].parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        allow_open_files()
+        with ExitStack() as files:
+            for prefix in sorted(set(prefixes)):  # in one order: no two processes wait for each other
+                file = files.enter_context(with_suffix(prefix, ".lock").open("a"))
+                fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+    except OSError as error:
+        rule, remedy = f"preparing failed ({error.strerror or error})", "start again"
+        if error.errno in UNWRITABLE:
+            rule = f"cannot be written ({error.strerror})"
+            remedy = f"free some space, or choose a writable folder ({setting}=PATH)"
+        remedy += "; what is already prepared is kept"
+        raise UserError(Problem(setting, str(folder), rule, remedy)) from error
+
+
+def obtain_tokenizer(config: Config, missing: list[Target], shards: list[Shard]) -> TextTokenizer:
+    """The tokenizer that the config names; bpe and char are trained on the shards, unless a killed process has."""
+    if config.tokenizer not in BUILT_IN_TOKENIZERS:
+        return named_tokenizer(config.tokenizer)
+    for target in missing:
+        if (target.tokenizer / "tokenizer_config.json").exists():  # written last
+            return load_tokenizer(target.tokenizer)
+    if config.tokenizer == "byte":
+        return byte_tokenizer()
+    if config.tokenizer == "char":
+        return char_tokenizer(piece for shard in shards for piece in pieces(shard) if piece)
+    return bpe_tokenizer(sample(shards), config.data.bpe_vocab_size)
 
 
 def named_tokenizer(name: str) -> TextTokenizer:
@@ -142,35 +208,41 @@ def named_tokenizer(name: str) -> TextTokenizer:
     return load_tokenizer(tokenizer_folder(name))
 
 
-def obtain_tokenizer(config: Config, key: str, plans: list[list[Shard]]) -> TextTokenizer:
-    """The tokenizer that the config names; bpe and char are trained on the planned shards and kept in the cache."""
-    name = config.tokenizer
-    if name not in BUILT_IN_TOKENIZERS:
-        return named_tokenizer(name)
-    if name == "byte":
-        return byte_tokenizer()
-    folder = make_folder(_cache_folder(config) / "tokenizers", "data.cache_dir") / f"{name}-{key}"
-    with locked(folder.with_name(folder.name + ".lock")):
-        if not (folder / "tokenizer.json").exists():
-            shards = [shard for plan in plans for shard in plan]
-            if name == "char":
-                trained = char_tokenizer(text for shard in shards for text in documents(shard))
-            else:
-                trained = bpe_tokenizer(sample(shards), config.data.bpe_vocab_size)
-            draft = folder.with_name(f".{folder.name}.tmp-{os.getpid()}")
-            trained.save(draft)
-            draft.replace(folder)
-        return load_tokenizer(folder)
-
-
 def sample(shards: list[Shard], size: int = SAMPLE) -> Iterator[str]:
     """About `size` characters of text from all over the data, the same on every call."""
     chosen = shards[:: -(-len(shards) // SAMPLED_SHARDS)]
     for number, shard in enumerate(chosen):
         share = size // (len(chosen) - number)
-        for text in documents(shard):
-            yield text[:share]
-            size -= len(text[:share])
-            share -= len(text[:share])
+        for piece in pieces(shard):
+            text = (piece or "")[:share]
+            yield text
+            size -= len(text)
+            share -= len(text)
             if share <= 0:
                 break
+
+
+def _join(target: Target, shard_files: list[Path], tokenizer: TextTokenizer) -> None:
+    """All shards into one token file, its tokenizer beside it; then the work folder goes."""
+    shards = [read_facts(file) for file in shard_files]
+    files = [TokenFile.open(file) for file, shard in zip(shard_files, shards, strict=True) if shard.tokens]
+    if not files:
+        rule, found = "holds no text at all (only empty documents)", " ".join(target.source.paths)
+        raise UserError(Problem("data.path", found, rule, "give text; check data.text_column"))
+    facts = {
+        "source": target.source.label,
+        "fingerprint": target.key,
+        **{name: sum(getattr(shard, name) for shard in shards) for name in SUMMED},
+        "tokenizer": tokenizer.identity,
+        "vocab_size": tokenizer.vocab_size,
+        "dtype": str(files[0].tokens.dtype),
+    }
+    prefix = target.prefix
+    name = escape(prefix.name)
+    for ending in (".bin", ".idx", ".json"):
+        for litter in prefix.parent.glob(f".{name}{ending}.tmp-*"):
+            litter.unlink()  # of a process that was killed while joining: we hold its lock
+    tokenizer.save(with_suffix(prefix, ".tokenizer"))
+    join(files, prefix, facts)
+    for leftover in prefix.parent.glob(f"{name}.partial-*"):
+        shutil.rmtree(leftover, ignore_errors=True)

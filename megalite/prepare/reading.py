@@ -1,8 +1,8 @@
 """Reads the documents of one shard of the text.
 
-A reader gives the rows of a file, each with its place, so that a mistake is told with file and row. A document comes as
-one or more pieces, so that a text of any size passes through bounded memory. The pieces joined are the document,
-exactly: text is not stripped, and line ends are not translated. Rows without text are skipped and counted.
+A document comes in pieces, each followed by others of it or by None, its end, so that a text of any size passes through
+bounded memory. The pieces joined are the document, exactly: text is not stripped, and line ends are not translated. A
+row without text is its end alone. A mistake is told with file and row.
 
 Local files are read here and data sets of the hub by `datasets`, because it is several times slower on files and takes
 1 to 2 s to be imported in each process. One large jsonl file is work for several processes here, for one there.
@@ -14,16 +14,22 @@ import io
 import json
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from megalite.config.user_files import refusing
-from megalite.prepare.finding import PACKED
 from megalite.prepare.hub import load_dataset
 
+KINDS = {
+    ".txt": "text",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "json",
+    ".csv": "csv",
+    ".parquet": "parquet",
+}
+PACKED = {".gz": "gzip", ".zst": "zstd"}  # may follow any of these; parquet packs itself
 PIECE = 1 << 20  # characters after which a document is cut at the next safe place
 READ = 1 << 20  # bytes read at once
 REPAIR = "repair the file, copy it again, or give text in UTF-8; data.text_column names the column that holds it"
@@ -51,19 +57,12 @@ class Shard:
     split: str = "train"
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Part of a document; `text` None is a row without text."""
-
-    text: str | None
-    ends_document: bool = True
-
-
-def pieces(shard: Shard) -> Iterator[Piece]:
+def pieces(shard: Shard) -> Iterator[str | None]:
     """The documents of a shard in order, in pieces; UserError with file and row where one cannot be read."""
     if shard.kind == "text":
         for name in shard.paths:
-            yield from in_pieces(_text_blocks(Path(name)))
+            with refusing(name, REPAIR):
+                yield from in_pieces(_text_blocks(Path(name)))
         return
     readers = {"jsonl": _jsonl_rows, "json": _json_rows, "csv": _csv_rows, "parquet": _parquet_rows}
     path = Path(shard.paths[0])
@@ -75,33 +74,21 @@ def pieces(shard: Shard) -> Iterator[Piece]:
                 where = f"line {_line_number(path, place):,}" if shard.kind == "jsonl" else f"row {place:,}"
                 shown = f"; it begins {row[:80]!r}" if isinstance(row, bytes) else ""
                 raise ValueError(f"{where}: {error}{shown}") from error
-            if text is None or len(text) <= PIECE:
-                yield Piece(text or None)
-            else:
-                yield from in_pieces([text])
+            yield from in_pieces([text])
 
 
-def documents(shard: Shard) -> Iterator[str]:
-    """The documents of a shard in order, each whole."""
-    parts: list[str] = []
-    for piece in pieces(shard):
-        parts.append(piece.text or "")
-        if piece.ends_document:
-            if any(parts):
-                yield "".join(parts)
-            parts = []
-
-
-def in_pieces(blocks: Iterable[str]) -> Iterator[Piece]:
-    """The document that the blocks are together, in pieces of about PIECE characters."""
+def in_pieces(blocks: Iterable[str]) -> Iterator[str | None]:
+    """The document that the blocks are together, in pieces of about PIECE characters, and its end."""
     buffer = ""
     for block in blocks:
         buffer, start = buffer + block, 0
         while len(buffer) - start > PIECE and (stop := _safe_cut(buffer, start + PIECE)):
-            yield Piece(buffer[start:stop], ends_document=False)
+            yield buffer[start:stop]
             start = stop
         buffer = buffer[start:]
-    yield Piece(buffer or None)
+    if buffer:
+        yield buffer
+    yield None
 
 
 def _safe_cut(text: str, start: int) -> int:
@@ -118,18 +105,13 @@ def _safe_cut(text: str, start: int) -> int:
     return 0
 
 
-@contextmanager
-def opened(path: Path) -> Iterator[BinaryIO]:
-    """The bytes of a file, unpacked; whatever goes wrong while they are read is a refusal."""
-    with refusing(path, REPAIR):
-        if codec := PACKED.get(path.suffix.lower()):
-            import pyarrow
+def opened(path: Path) -> BinaryIO:
+    """The bytes of a file, unpacked."""
+    if codec := PACKED.get(path.suffix.lower()):
+        import pyarrow
 
-            with io.BufferedReader(pyarrow.input_stream(str(path), compression=codec)) as file:
-                yield file
-        else:
-            with path.open("rb") as file:
-                yield file
+        return io.BufferedReader(pyarrow.input_stream(str(path), compression=codec))
+    return path.open("rb")
 
 
 def _text_blocks(path: Path) -> Iterator[str]:
@@ -143,41 +125,27 @@ def _text_blocks(path: Path) -> Iterator[str]:
                 raise ValueError(f"is not UTF-8 text: a zero byte at byte {offset + at:,}")
             pending = len(decoder.getstate()[0])  # bytes of a character that the block before began
             try:
-                text = decoder.decode(block, final=not block)
+                yield decoder.decode(block, final=not block)
             except UnicodeDecodeError as error:
-                error.start += offset - pending  # in the file
-                raise
-            yield text
+                raise ValueError(f"is not UTF-8 text (byte {offset - pending + error.start:,})") from error
             offset += len(block)
 
 
-def _text_of(row: Any, column: str) -> str | None:
-    """The text in a row, None without one; ValueError if the row is no object or its column no text."""
+def _text_of(row: Any, column: str) -> str:
+    """The text in a row, empty without one; ValueError if the row is no object or its column no text."""
     found = json.loads(row) if isinstance(row, bytes) else row
     if not isinstance(found, dict):
         raise ValueError(f"holds {type(found).__name__}, not an object like {{{column!r}: '...'}}")
     if column not in found:
-        raise ValueError(no_column(column, found))
-    text = found[column]
-    if text is not None and not isinstance(text, str):
+        raise ValueError(f"there is no column {column!r} (data.text_column); it has: {', '.join(map(str, found))}")
+    text = "" if found[column] is None else found[column]
+    if not isinstance(text, str):
         raise ValueError(f"column {column!r} holds {type(text).__name__}, not text")
     try:
-        (text or "").encode()
+        text.encode()
     except UnicodeEncodeError:  # JSON can spell half of a character (`\ud83d` alone): it becomes U+FFFD
-        return (text or "").encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
     return text
-
-
-def holds_text(kind: Any) -> bool:
-    """Whether a column of this Arrow type holds texts, or nothing at all."""
-    from pyarrow import types
-
-    held = kind.value_type if types.is_dictionary(kind) else kind
-    return any(is_a(held) for is_a in (types.is_string, types.is_large_string, types.is_string_view, types.is_null))
-
-
-def no_column(column: str, found: Iterable[str]) -> str:
-    return f"there is no column {column!r} (data.text_column); it has: {', '.join(map(str, found)) or 'none'}"
 
 
 def _line_number(path: Path, at: int) -> int:
@@ -217,58 +185,45 @@ def _json_rows(path: Path, _: Shard) -> Iterator[Row]:
     yield from enumerate(found if isinstance(found, list) else [found])
 
 
-def _csv_rows(path: Path, shard: Shard) -> Iterator[Row]:
+def _csv_rows(path: Path, _: Shard) -> Iterator[Row]:
     """Each row; a quoted text may go over several lines."""
     csv.field_size_limit(sys.maxsize)  # the module's own is 128 KiB
-    with opened(path) as file:
-        rows = csv.DictReader(io.TextIOWrapper(file, encoding="utf-8-sig", newline=""), strict=True)
+    with io.TextIOWrapper(opened(path), encoding="utf-8-sig", newline="") as file:
+        rows = csv.DictReader(file, strict=True)
         try:
-            if shard.column not in (names := rows.fieldnames or []):
-                raise ValueError(no_column(shard.column, names))
             yield from enumerate(rows)
         except (UnicodeDecodeError, csv.Error) as error:
             raise ValueError(f"after line {rows.line_num:,}: is not csv in UTF-8: {error}") from error
 
 
-@contextmanager
-def opened_parquet(path: Path) -> Iterator[Any]:
-    """A parquet file of pyarrow; whatever goes wrong while it is read is a refusal."""
-    import pyarrow
-    from pyarrow import parquet
-
-    with refusing(path, REPAIR):
-        try:
-            with parquet.ParquetFile(path) as file:
-                yield file
-        except (pyarrow.ArrowException, OSError) as error:
-            raise ValueError(f"is no whole parquet file: {str(error).splitlines()[0]}") from error
-
-
 def _parquet_rows(path: Path, shard: Shard) -> Iterator[Row]:
     """The rows of the row groups [start, stop)."""
-    with opened_parquet(path) as file:
+    from pyarrow import parquet
+
+    with parquet.ParquetFile(path) as file:
         groups = range(shard.start, min(shard.stop, file.num_row_groups))
         first = sum(file.metadata.row_group(group).num_rows for group in range(shard.start))
         columns = [shard.column] if shard.column in file.schema_arrow.names else None
-        batches = file.iter_batches(batch_size=256, row_groups=list(groups), columns=columns)
-        yield from _arrow_rows(batches, shard.column, first)
+        yield from _arrow_rows(file.iter_batches(256, list(groups), columns), shard.column, first)
 
 
 def _hub_rows(path: Path, shard: Shard) -> Iterator[Row]:
     """Rows of a data set that `datasets` reads."""
-    rows = load_dataset(str(path), shard.subset, shard.split, streaming=shard.kind == "stream")
-    if shard.kind == "stream":
-        chosen, first = rows.shard(num_shards=shard.stop, index=shard.start) if shard.stop > 1 else rows, 0
-    else:
-        chosen, first = rows.select(range(shard.start, shard.stop)), shard.start
-    yield from _arrow_rows(chosen.with_format("arrow").iter(256), shard.column, first)
+    rows, first = load_dataset(str(path), shard.subset, shard.split, streaming=shard.kind == "stream"), 0
+    if shard.kind == "rows":
+        rows, first = rows.select(range(shard.start, shard.stop)), shard.start
+    elif shard.stop > 1:
+        rows = rows.shard(num_shards=shard.stop, index=shard.start)
+    yield from _arrow_rows(rows.with_format("arrow").iter(256), shard.column, first)
 
 
 def _arrow_rows(batches: Iterable[Any], column: str, first: int) -> Iterator[Row]:
-    """The rows of Arrow tables, of which the first has the number `first`."""
-    tables = (batch.column(column) if column in batch.schema.names else batch.to_pylist() for batch in batches)
-    for number, value in enumerate(chain.from_iterable(tables), first):
-        try:
-            yield number, value if isinstance(value, dict) else {column: value.as_py()}
-        except UnicodeDecodeError as error:
-            raise ValueError(f"row {number:,}: {error}") from error
+    """The rows of Arrow tables, of which the first has the number `first`: of one without the column, all columns."""
+    number = first
+    for batch in batches:
+        for value in batch.column(column) if column in batch.schema.names else batch.to_pylist():
+            try:
+                yield number, value if isinstance(value, dict) else {column: value.as_py()}
+            except UnicodeDecodeError as error:
+                raise ValueError(f"row {number:,}: {error}") from error
+            number += 1

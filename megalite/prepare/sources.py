@@ -1,27 +1,34 @@
 """Finds the documents that a source's name covers, and divides them into shards.
 
+A folder stands for every text file in it and below, in the order of their paths. Links are followed, and each folder is
+read once, however many links lead to it. A folder that cannot be read is refused.
+
 `identity` looks at file names, sizes and times alone, and names the prepared tokens. `plan` opens the files, refuses
 what can be seen to be wrong without reading them whole, and divides them. For the same files, both are the same on
 every call and in every process.
 """
 
+import glob
 import os
+import re
 import sys
 import sysconfig
+from collections import Counter
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from megalite.config.schema import DataConfig
 from megalite.config.user_files import refusing
 from megalite.data.open import digest, paths_of
-from megalite.errors.problems import collect_all
-from megalite.prepare.finding import CHECK, PACKED, counted, files_at, kind_of, walk
+from megalite.errors.problems import Problem, UserError, collect_all
 from megalite.prepare.hub import load_dataset
-from megalite.prepare.reading import Shard, holds_text, is_json_lines, no_column, opened_parquet, pieces
+from megalite.prepare.reading import KINDS, PACKED, Shard, is_json_lines, pieces
 
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo"}
+CHECK = "check the path and its permissions"
 UNPACKED = 4  # bytes of text in a byte of a packed file, about
 SHARDS = 1024  # about this many for large inputs ...
 SMALLEST, LARGEST = 1 << 20, 256 << 20  # ... of between so many and so many bytes
@@ -45,54 +52,54 @@ class Source:
         if self.kind == "stdlib":
             return f"stdlib-{sys.version_info.major}.{sys.version_info.minor}"
         name = Path(self.paths[0].rstrip("/")).name.replace("*", "") or "text"
-        return "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in name)[:40]
+        return re.sub(r"[^\w.-]", "-", name)[:40]
+
+    @cached_property
+    def found(self) -> list[tuple[list[Path], list[Path]]]:
+        """The local files of each of `paths`: those to read, in the order of their documents, and those beside them."""
+        if self.kind == "stdlib":  # without tests, and without what pip installed
+            library = walk(Path(sysconfig.get_path("stdlib")), but=NOT_LIBRARY)
+            return [(sorted(file for file in library if file.suffix == ".py"), [])]
+        if self.kind == "hf":
+            return [(sorted(walk(Path(self.paths[0]))), [])]
+        return collect_all(files_at, self.paths)
+
+    @property
+    def files(self) -> list[Path]:
+        return [file for files, _ in self.found for file in files]
 
     def identity(self) -> str:
         """A hash that changes when the documents do."""
         if self.kind == "hf" and not Path(self.paths[0]).exists():
             return digest(self.kind, self.paths, self.column, self.subset, self.split)
-        files = []
-        for path in self.files():
-            state = path.stat()
-            files.append((str(path), state.st_size, state.st_mtime_ns))
+        states = [(str(path), path.stat()) for path in self.files]
+        files = [(path, state.st_size, state.st_mtime_ns) for path, state in states]
         return digest(self.kind, self.column, self.subset, self.split, files)
-
-    def files(self) -> list[Path]:
-        """All local files, in the order of their documents."""
-        if self.kind == "stdlib":
-            return library_files()
-        if self.kind == "hf":
-            place = Path(self.paths[0])
-            return sorted(walk(place)) if place.is_dir() else [place]
-        return [file for files, _ in collect_all(files_at, self.paths) for file in files]
 
     def plan(self) -> list[Shard]:
         """The shards, in order; all problems that show without reading everything, at once."""
         if self.kind == "hf":
             return _hub_shards(self)
-        whole = collect_all(self._examined, self.files())
+        whole = collect_all(self._examined, self.files)
         size = shard_size(sum(shard.size for shard in whole))
         shards: list[Shard] = []
         for shard in whole:
-            if shard.kind != "text":
-                shards += _divided(shard, size)
-            elif shards and shards[-1].kind == "text" and shards[-1].size < size:  # neighbouring texts share shards
-                last = shards.pop()
-                shards.append(replace(last, paths=last.paths + shard.paths, size=last.size + shard.size))
+            last = shards[-1] if shards else None
+            if shard.kind == "text" and last and last.kind == "text" and last.size < size:  # texts share shards
+                shards[-1] = replace(last, paths=last.paths + shard.paths, size=last.size + shard.size)
             else:
-                shards.append(shard)
+                shards += _divided(shard, size)
         return shards
 
     def _examined(self, path: Path) -> Shard:
         """A file as one shard: it can be opened, holds something, and begins as its kind does."""
         kind = "text" if self.kind == "stdlib" else kind_of(path) or "text"
         with refusing(path, CHECK):
-            size = path.stat().st_size
+            size = path.stat().st_size * (UNPACKED if path.suffix.lower() in PACKED else 1)
             if size == 0 and self.kind != "stdlib":
                 raise ValueError("is empty (0 bytes): remove it from data.path, or fill it")
-        if kind == "json" and is_json_lines(path):
-            kind = "jsonl"
-        size *= UNPACKED if path.suffix.lower() in PACKED else 1
+            if kind == "json" and is_json_lines(path):
+                kind = "jsonl"
         shard = Shard(kind, (str(path),), size=size, column=self.column)
         if self.kind != "stdlib":  # refuse another kind, or a wrong column, before any work
             next(pieces(shard), None)
@@ -109,19 +116,64 @@ def sources_of(data: DataConfig) -> list[Source]:
 
 def not_read(sources: list[Source]) -> list[str]:
     """What lies beside the files that are read, in words: a line for each entry of data.path that has any."""
-    paths = [path for source in sources if source.kind == "text" for path in source.paths]
-    ignored = [(path, files_at(path)[1]) for path in paths]
-    return [f"not read in {path}: {counted(names)}" for path, names in ignored if names]
+    entries = [entry for source in sources for entry in zip(source.paths, source.found, strict=False)]
+    return [f"not read in {path}: {counted(beside)}" for path, (_, beside) in entries if beside]
 
 
-def library_files() -> list[Path]:
-    """The running Python's own modules, without tests and without what pip installed."""
-    root = Path(sysconfig.get_path("stdlib"))
-    files: list[Path] = []
-    for folder, names, members in os.walk(root):
-        names[:] = [name for name in names if name not in NOT_LIBRARY]
-        files.extend(Path(folder, member) for member in members if member.endswith(".py"))
-    return sorted(files, key=lambda path: path.relative_to(root).parts)
+def kind_of(path: Path) -> str | None:
+    """What a file's name says that it holds; None if it does not say."""
+    name = path.with_suffix("") if path.suffix.lower() in PACKED else path
+    return KINDS.get(name.suffix.lower())
+
+
+def files_at(path: str) -> tuple[list[Path], list[Path]]:
+    """The files that one entry of data.path means, in order, and what lies beside them unread."""
+    place, beside = Path(path).expanduser().absolute(), list[Path]()
+    with refusing(place, CHECK):
+        files, rule = [place], ""
+        if place.is_dir():
+            found = sorted(walk(place))
+            files = [file for file in found if kind_of(file)]
+            beside = [file for file in found if not kind_of(file)]
+            rule = f"the folder holds no {', '.join(KINDS)} file; it holds: {counted(beside) or 'nothing'}"
+        elif glob.has_magic(path) and not place.exists():
+            pattern = str(Path(path).expanduser())  # the working directory's own name is no pattern
+            matches = sorted({Path(match).absolute() for match in glob.glob(pattern, recursive=True)})
+            files, rule = [match for match in matches if not match.is_dir()], "the glob matches no file"
+        if not files:
+            raise UserError(Problem("data.path", path, rule, "give the files themselves, or a quoted glob of files"))
+        for file in files:
+            if not file.is_file():
+                there = os.path.lexists(file)
+                rule = "is no regular file, or a link to nothing" if there else "there is no such file or folder"
+                remedy = "give txt, jsonl, json, csv or parquet files, a folder of them or a glob"
+                raise UserError(Problem("data.path", str(file), rule, remedy))
+    return files, beside
+
+
+def counted(files: list[Path]) -> str:
+    """For people: how many there are of each suffix."""
+    names = Counter(file.suffix or "without a suffix" for file in files)
+    return ", ".join(f"{count:,} {name}" for name, count in names.most_common(8))
+
+
+def walk(top: Path, but: Container[str] = ()) -> Iterator[Path]:
+    """All that lies in a folder and below and is no folder, but in folders of some names; links are followed, but to
+    each folder once."""
+    seen = set()
+
+    def fail(error: OSError) -> None:
+        rule = f"cannot be looked into ({error.strerror})"
+        raise UserError(Problem("data.path", error.filename, rule, "allow reading it, or give the folders beside it"))
+
+    for folder, names, members in os.walk(top, onerror=fail, followlinks=True):
+        state = os.stat(folder)
+        if (state.st_dev, state.st_ino) in seen:
+            names.clear()
+            continue
+        seen.add((state.st_dev, state.st_ino))
+        names[:] = sorted(name for name in names if name not in but)
+        yield from (Path(folder, member) for member in members)
 
 
 def shard_size(total: int) -> int:
@@ -137,32 +189,30 @@ def _divided(whole: Shard, size: int) -> list[Shard]:
         return [replace(whole, start=at, stop=to, size=to - at) for at, to in pairwise(cuts)]
     if whole.kind != "parquet":
         return [whole]
+    from pyarrow import parquet
+
     shards: list[Shard] = []
-    with opened_parquet(path) as file:
-        if not holds_text(kind := file.schema_arrow.field(whole.column).type):
-            raise ValueError(f"column {whole.column!r} holds {kind}, not text")
-        start = held = 0
-        for number in range(1, file.num_row_groups + 1):
-            group = file.metadata.row_group(number - 1)
-            columns = [group.column(at) for at in range(group.num_columns)]
-            held += sum(each.total_uncompressed_size for each in columns if each.path_in_schema == whole.column)
-            if held >= size or number == file.num_row_groups:
-                shards.append(replace(whole, start=start, stop=number, size=held))
-                start, held = number, 0
+    start = held = 0
+    about = parquet.read_metadata(path)
+    for number in range(about.num_row_groups):
+        columns = map(about.row_group(number).column, range(about.num_columns))
+        held += sum(each.total_uncompressed_size for each in columns if each.path_in_schema == whole.column)
+        if held >= size or number + 1 == about.num_row_groups:
+            shards.append(replace(whole, start=start, stop=number + 1, size=held))
+            start, held = number + 1, 0
     return shards
 
 
 def _hub_shards(source: Source) -> list[Shard]:
-    name = source.paths[0]
-    rows = load_dataset(name, source.subset, source.split, source.streaming)
-    with refusing(name, "set data.text_column to the one that holds the text"):
-        if rows.column_names and source.column not in rows.column_names:
-            raise ValueError(no_column(source.column, rows.column_names))
-    common: dict[str, Any] = {"column": source.column, "subset": source.subset, "split": source.split}
+    rows = load_dataset(source.paths[0], source.subset, source.split, source.streaming)
+    whole = Shard("stream", source.paths, column=source.column, subset=source.subset, split=source.split)
     if source.streaming:
-        count = rows.num_shards
-        return [Shard("stream", (name,), number, count, **common) for number in range(count)]
-    total, count = rows.dataset_size or len(rows) * HUB_ROW, len(rows)
-    step = max(1, count * shard_size(total) // max(1, total))
-    cuts = [(start, min(start + step, count)) for start in range(0, count, step)]
-    return [Shard("rows", (name,), start, stop, total * (stop - start) // count, **common) for start, stop in cuts]
+        shards = [replace(whole, start=number, stop=rows.num_shards) for number in range(rows.num_shards)]
+    else:
+        total, count = rows.dataset_size or len(rows) * HUB_ROW, len(rows)
+        step = max(1, count * shard_size(total) // max(1, total))
+        cuts = pairwise([*range(0, count, step), count])
+        shards = [replace(whole, kind="rows", start=at, stop=to, size=total * (to - at) // count) for at, to in cuts]
+    for first in shards[:1]:
+        next(pieces(first), None)  # refuse a wrong column before any work
+    return shards

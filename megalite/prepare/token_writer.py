@@ -31,7 +31,7 @@ class TokenWriter:
         self._open = 0  # tokens of the document that is being written
         self._lengths, self._boundaries = array("i"), array("q", [0])
         self._data = draft_of(with_suffix(prefix, ".bin")).open("wb")
-        self._hash = xxhash.xxh3_128()
+        self.hash = xxhash.xxh3_128()
 
     @property
     def documents(self) -> int:
@@ -61,8 +61,8 @@ class TokenWriter:
         self._boundaries.frombytes((file.boundaries[1:] + len(self._lengths)).tobytes())
         self._lengths.frombytes(file.lengths[:].tobytes())
 
-    def finish(self, facts: dict[str, Any], *, with_hash: bool = False) -> None:
-        """Make the file visible, with `facts` (and the hash of its content) in PREFIX.json.
+    def finish(self, facts: dict[str, Any]) -> None:
+        """Make the file visible, with `facts` in PREFIX.json.
 
         The old index goes first and the new one comes last: at no instant does an index face foreign data.
         """
@@ -78,7 +78,6 @@ class TokenWriter:
             _sync(file)
         _sync(self._data)
         self._data.close()
-        facts = facts | {"xxh3_128": self._hash.hexdigest()} if with_hash else facts
         with_suffix(self.prefix, ".idx").unlink(missing_ok=True)
         Path(self._data.name).replace(with_suffix(self.prefix, ".bin"))
         write_atomically(with_suffix(self.prefix, ".json"), json.dumps(facts, indent=1).encode())
@@ -91,7 +90,7 @@ class TokenWriter:
         Path(self._data.name).unlink(missing_ok=True)
 
     def _write(self, tokens: npt.NDArray[Any]) -> None:
-        self._hash.update(tokens.data)
+        self.hash.update(tokens.data)
         self._data.write(tokens.data)
         self.tokens += len(tokens)
 
@@ -101,7 +100,7 @@ def join(files: Sequence[TokenFile], prefix: Path, facts: dict[str, Any]) -> Non
     writer = TokenWriter(prefix, files[0].tokens.dtype)
     for file in files:
         writer.append(file)
-    writer.finish(facts, with_hash=True)
+    writer.finish(facts | {"xxh3_128": writer.hash.hexdigest()})
 
 
 def _sync(file: IO[bytes]) -> None:

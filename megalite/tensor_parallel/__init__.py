@@ -1,0 +1,1 @@
+"""One layer across several ranks: mappings, linear layers, the loss."""

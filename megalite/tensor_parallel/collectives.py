@@ -5,7 +5,6 @@ They are torch's functional collectives, by their ops: the wrappers in Python ch
 beside the communication. None of them is differentiable: mappings.py and linear.py say what their gradients are.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,9 +51,9 @@ def start_reduce_scatter(x: Tensor, group: TensorGroup) -> Tensor:
     return _ops.reduce_scatter_tensor(x.contiguous(), "sum", group.size, group.name)  # type: ignore[no-any-return]
 
 
-def start_all_to_all(x: Tensor, sent: Sequence[int], received: Sequence[int], group: TensorGroup) -> Tensor:
-    """Rows of x [sum(sent), ...] to each rank in turn, for rows from each rank in turn: [sum(received), ...]."""
-    return _ops.all_to_all_single(x.contiguous(), list(received), list(sent), group.name)  # type: ignore[no-any-return]
+def start_all_to_all(x: Tensor, sends: list[int], receives: list[int], group: TensorGroup) -> Tensor:
+    """Rows [sum(sends), ...] to the members, so many to each in order of rank; theirs: [sum(receives), ...]."""
+    return _ops.all_to_all_single(x.contiguous(), receives, sends, group.name)  # type: ignore[no-any-return]
 
 
 def finish(x: Tensor) -> Tensor:

@@ -2,8 +2,7 @@
 
 Invariant: the loss of a token is the same number, bit for bit, on every rank, and depends on the vocabulary alone: not
 on its padding, and on the number of ranks only by rounding. The statistics of a rank's columns are three or four
-numbers per token in fp32 (fp64 in fp64), exchanged in one all-gather and combined by every rank in the same order. The
-mean that label smoothing takes is over the whole vocabulary: over a rank's part, it would depend on their number.
+numbers per token in fp32 (fp64 in fp64), exchanged in one all-gather and combined by every rank in the same order.
 """
 
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from megalite.tensor_parallel.collectives import TensorGroup, start_all_gather
 PIECE_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 27}
 
 
-@dataclass(frozen=True)
+@dataclass
 class TokenLoss:
     """logsumexp - (1 - label_smoothing) * logit[label] - label_smoothing * mean(logits) + z_loss * logsumexp^2.
 
@@ -28,63 +27,18 @@ class TokenLoss:
     al. 2016, arXiv 1512.00567. z-loss: Chowdhery et al. 2022, arXiv 2204.02311.)
     """
 
+    columns: int  # of this rank
+    padded_vocab: int
     group: TensorGroup | None
-    first: int
-    real: int
     vocab_size: int
     label_smoothing: float
     z_loss: float
 
-    @classmethod
-    def of(
-        cls,
-        columns: int,
-        padded_vocab: int,
-        group: TensorGroup | None,
-        *,
-        vocab_size: int,
-        label_smoothing: float,
-        z_loss: float,
-    ) -> "TokenLoss":
-        """For the rank that has these many columns of a vocabulary padded to `padded_vocab`."""
-        index, size = (0, 1) if group is None else (group.index, group.size)
-        first, stop = index * padded_vocab // size, (index + 1) * padded_vocab // size
-        assert columns == stop - first, (columns, first, stop, padded_vocab)
-        assert 0 < vocab_size <= padded_vocab, (vocab_size, padded_vocab)
-        assert 0 <= label_smoothing < 1, label_smoothing
-        return cls(group, first, max(0, min(stop, vocab_size) - first), vocab_size, label_smoothing, z_loss)
-
-    def local_statistics(self, logits: Tensor, probabilities: Tensor, labels: Tensor) -> Tensor:
-        """[3 or 4, r] from `softmax`'s [r, columns] and labels [r]: maximum, sum of exp(logit - maximum), the label's
-        logit (zero where another rank has it) and, for smoothing, the sum of logits."""
-        if not self.real:
-            shape = (4 if self.label_smoothing else 3, *labels.shape)
-            statistics = torch.zeros(shape, dtype=probabilities.dtype, device=labels.device)
-            statistics[0] = -torch.inf
-            return statistics
-        sums = probabilities.amax(-1).reciprocal_()  # the largest cannot underflow, as the label's own can
-        logit_sums = logits[:, : self.real].sum(-1, dtype=sums.dtype) if self.label_smoothing else None
-        return self._stacked(logits, logits.amax(-1), sums, logit_sums, labels)
-
-    def statistics_of(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """`local_statistics` without a softmax, for a compiler: one kernel that reads the logits, in `statistics_dtype`
-        or cast to it on the way, and writes nothing as large. There is a `real` column."""
-        maxima = logits.amax(-1, keepdim=True)  # the form in which inductor takes maximum and sum in one pass
-        sums = (logits - maxima).exp().sum(-1, keepdim=True)
-        logit_sums = None
-        if self.label_smoothing:  # over as many columns as the other sums, to be taken with them
-            is_real = torch.arange(logits.shape[1], device=logits.device) < self.real
-            logit_sums = torch.where(is_real, logits, 0.0).sum(-1)
-        return self._stacked(logits, maxima[:, 0], sums[:, 0], logit_sums, labels)
-
-    def _stacked(
-        self, logits: Tensor, maxima: Tensor, sums: Tensor, logit_sums: Tensor | None, labels: Tensor
-    ) -> Tensor:
-        column, is_here = self._column(labels)
-        label_logits = logits.gather(1, column[:, None])[:, 0]
-        rows = [maxima, sums, label_logits if is_here is None else torch.where(is_here, label_logits, 0.0)]
-        rows += [] if logit_sums is None else [logit_sums]
-        return torch.stack([row.to(sums.dtype) for row in rows])
+    def __post_init__(self) -> None:
+        index, self.size = (0, 1) if self.group is None else (self.group.index, self.group.size)
+        self.first, stop = index * self.padded_vocab // self.size, (index + 1) * self.padded_vocab // self.size
+        assert self.columns == stop - self.first, (self, stop)
+        self.real = max(0, min(stop, self.vocab_size) - self.first)
 
     def start_exchange(self, statistics: Tensor) -> Tensor:
         """Of [k, r] of every rank, [t, k, r], complete after `finish` on the result where there is a group."""
@@ -93,7 +47,7 @@ class TokenLoss:
         return start_all_gather(statistics, self.group).view(self.group.size, *statistics.shape)
 
     def combine(self, statistics: Tensor) -> tuple[Tensor, Tensor]:
-        """From [t, k, r]: losses [r], and what to multiply `softmax`'s local probabilities by for the gradient, [r].
+        """From [t, k, r]: losses [r], and factors [r] from a softmax over this rank's columns to the gradient's term.
 
         Differences to the largest logit are summed, so that large logits cancel before they round anything.
         """
@@ -112,42 +66,83 @@ class TokenLoss:
             factor *= 1 + 2 * self.z_loss * log_sum
         return losses, factor
 
-    def write_gradient(
-        self, out: Tensor, probabilities: Tensor, labels: Tensor, factor: Tensor, upstream: Tensor
+    def statistics(self, logits: Tensor, labels: Tensor, work: Tensor) -> Tensor:
+        """[3 or 4, r] of logits [r, columns]: maximum, sum of exp(logit - maximum), the label's logit (zero where
+        another rank has it) and, for smoothing, the sum of logits. `work` is of `work_buffers`."""
+        return self._statistics(logits, labels, work)[0]
+
+    def losses(self, logits: Tensor, labels: Tensor, upstream: Tensor | None, work: Tensor) -> Tensor:
+        """The losses [r] of tokens whose logits are all here; with `upstream` [r], gradients in place of the logits."""
+        statistics, probabilities = self._statistics(logits, labels, work)
+        losses, factor = self.combine(statistics[None])
+        if upstream is not None:
+            self._differentiate(logits, statistics, probabilities, labels, factor, upstream)
+        return losses
+
+    def differentiate(
+        self, logits: Tensor, statistics: Tensor, labels: Tensor, factor: Tensor, upstream: Tensor, work: Tensor
     ) -> None:
-        """The gradient of sum(upstream [r] * losses [r]) to out [r, columns]; `probabilities` are used up.
+        """The gradient of sum(upstream [r] * losses [r]) in place of the logits, of which `statistics` are [k, r].
 
         d loss / d logit = probability * (1 + 2 z logsumexp) - (1 - s) [is label] - s / vocab_size, 0 for padding.
         """
+        probabilities = softmax(logits, work)[1] if self.real and not torch.compiler.is_compiling() else None
+        self._differentiate(logits, statistics, probabilities, labels, factor, upstream)
+
+    def _statistics(self, logits: Tensor, labels: Tensor, work: Tensor) -> tuple[Tensor, Tensor | None]:
+        """With the probabilities, unless a compiler makes it one kernel that writes nothing as large as the logits."""
         if not self.real:
-            out.zero_()
+            statistics = work.new_zeros(4 if self.label_smoothing else 3, *labels.shape)
+            statistics[0] = -torch.inf
+            return statistics, None
+        if torch.compiler.is_compiling():
+            wide, probabilities = logits.to(work.dtype), None
+            maxima = wide.amax(-1, keepdim=True)  # the form in which inductor takes maximum and sum in one pass
+            sums = (wide - maxima).exp().sum(-1, keepdim=True)
+            # As many columns as in the other sums, to be taken with them.
+            real = torch.where(torch.arange(wide.shape[1], device=wide.device) < self.real, wide, 0.0)
+        else:
+            wide, probabilities = softmax(logits, work)
+            maxima = wide.amax(-1, keepdim=True)
+            sums = probabilities.amax(-1, keepdim=True).reciprocal_()  # the largest cannot underflow, the label's can
+            real = wide[:, : self.real]
+        column, is_here = self._column(labels)
+        label_logits = wide.gather(1, column[:, None])[:, 0]
+        if is_here is not None:
+            label_logits = torch.where(is_here, label_logits, 0.0)
+        rows = [maxima[:, 0], sums[:, 0], label_logits]
+        rows += [real.sum(-1, dtype=work.dtype)] if self.label_smoothing else []
+        return torch.stack([row.to(work.dtype) for row in rows]), probabilities
+
+    def _differentiate(
+        self,
+        logits: Tensor,
+        statistics: Tensor,
+        probabilities: Tensor | None,
+        labels: Tensor,
+        factor: Tensor,
+        upstream: Tensor,
+    ) -> None:
+        if not self.real:
+            logits.zero_()
             return
         column, is_here = self._column(labels)
-        probabilities.mul_((factor * upstream)[:, None])
-        label_term = (self.label_smoothing - 1) * upstream
+        of_label = (1 - self.label_smoothing) * upstream
         if is_here is not None:
-            label_term *= is_here
-        probabilities.scatter_add_(1, column[:, None], label_term[:, None])
-        if self.label_smoothing:
-            probabilities[:, : self.real].sub_((self.label_smoothing / self.vocab_size * upstream)[:, None])
-        out.copy_(probabilities)
-
-    def turn_into_gradient(
-        self, logits: Tensor, statistics: Tensor, labels: Tensor, factor: Tensor, upstream: Tensor
-    ) -> None:
-        """What `write_gradient` writes, in place of the logits [r, columns] of which `statistics_of` are [k, r]; for a
-        compiler: one kernel, which no scatter can be part of."""
-        columns = torch.arange(logits.shape[1], device=logits.device)
-        column, is_here = self._column(labels)
-        has_label = columns == column[:, None]
-        if is_here is not None:
-            has_label &= is_here[:, None]
-        maxima, sums = statistics[:2, :, None]
-        gradient = (logits.to(sums.dtype) - maxima).exp() * (factor * upstream / sums[:, 0])[:, None]
-        gradient -= torch.where(has_label, (1 - self.label_smoothing) * upstream[:, None], 0.0)
-        if self.label_smoothing:
-            share = self.label_smoothing / self.vocab_size * upstream
-            gradient -= torch.where(columns < self.real, share[:, None], 0.0)
+            of_label *= is_here
+        of_all = self.label_smoothing / self.vocab_size * upstream
+        if probabilities is None:  # one kernel, of which a scatter cannot be part
+            columns = torch.arange(logits.shape[1], device=logits.device)
+            maxima, sums = statistics[:2, :, None]
+            gradient = (logits.to(sums.dtype) - maxima).exp() * (factor * upstream / sums[:, 0])[:, None]
+            gradient -= torch.where(columns == column[:, None], of_label[:, None], 0.0)
+            if self.label_smoothing:
+                gradient -= torch.where(columns < self.real, of_all[:, None], 0.0)
+        else:
+            gradient = probabilities.mul_((factor * upstream)[:, None])
+            gradient.scatter_add_(1, column[:, None], -of_label[:, None])
+            if self.label_smoothing:
+                gradient[:, : self.real].sub_(of_all[:, None])
         logits.copy_(gradient)
 
     def _column(self, labels: Tensor) -> tuple[Tensor, Tensor | None]:

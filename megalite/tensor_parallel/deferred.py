@@ -11,8 +11,8 @@ from contextlib import contextmanager
 
 import torch
 
-Work = Callable[[], None]
-Later = Callable[[Work], None]  # does what it is given: now, or after the work that has been put off
+Work = Callable[[], object]
+Later = Callable[[Work], None]  # `DeferredWork.put`
 
 
 class DeferredWork:
@@ -38,20 +38,23 @@ class DeferredWork:
             self.active = False
 
     def put(self, work: Work, begin: Work | None = None) -> None:
-        """Do `work` later. `begin` starts what it waits for (a collective): one of them is always ahead."""
-        assert self.active, "nobody collects"
-        self._microbatches[-1].append((work, begin))
+        """Do `work` after what this backward has put off; now, if it puts nothing off. `begin` starts what the work
+        waits for (a collective): one of them is always ahead."""
+        if self.active:
+            self._microbatches[-1].append((work, begin))
+        else:
+            work()
 
     @torch.no_grad()
     def run_next(self) -> None:
         """Do all work of the microbatch that has waited longest."""
         assert not self.active, "the backward that puts work here is still running"
         works = self._microbatches.popleft()
-        beginnings = deque(begin for _, begin in works if begin is not None)
-        if beginnings:
-            beginnings.popleft()()
+        begins = deque(begin for _, begin in works if begin is not None)
+        if begins:
+            begins.popleft()()
         while works:
             work, begin = works.popleft()
-            if begin is not None and beginnings:
-                beginnings.popleft()()
+            if begin is not None and begins:
+                begins.popleft()()
             work()

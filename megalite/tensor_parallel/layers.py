@@ -1,13 +1,10 @@
 """Linear layers and the word embedding, split over the ranks of a tensor-parallel group.
 
-Parameters keep the dims of their logical shape and hold this rank's shard of it, as the registry
-(layout/parameters.py) cuts it; they are created without values. Without a group a layer holds the whole and is the
-plain torch path. Each weight has one `main_grad`: None, or a tensor of its size (fp32, fp64 in fp64; compiled,
-[outputs, inputs]) to which backward adds the weight's gradient, in a fixed order; autograd then sees none. Where a
-linear layer has `deferred` work, a backward that is collected leaves that for later.
-
-A gradient is complete, but for what the registry calls partial: shared tails, and under sequence parallelism the bias
-of a `RowParallelLinear`.
+Parameters keep the dims of their logical shape and hold this rank's shard of it, as its record
+(layout/parameters.py) cuts it; they are created without values. Each weight has one `main_grad`: None, or a tensor of
+its size (fp32, fp64 in fp64; compiled, [outputs, inputs]) to which backward adds the weight's gradient, in a fixed
+order; autograd then sees none. A gradient is complete, but for what the record calls partial: entries that several
+ranks hold, and under sequence parallelism the bias of a `RowParallelLinear`.
 """
 
 from dataclasses import dataclass
@@ -20,10 +17,7 @@ from megalite.layout.parameters import Split, shard_of
 from megalite.tensor_parallel.collectives import TensorGroup
 from megalite.tensor_parallel.deferred import DeferredWork
 from megalite.tensor_parallel.linear import linear
-from megalite.tensor_parallel.mappings import (
-    reduce_from_tensor_parallel,
-    reduce_scatter_to_sequence_parallel,
-)
+from megalite.tensor_parallel.mappings import reduce_from_tensor_parallel, reduce_scatter_to_sequence_parallel
 
 
 @dataclass(frozen=True)
@@ -31,13 +25,14 @@ class Placement:
     """Where the tensors of a model live, and the ranks of `tp` among which each layer is split (None: it is whole).
 
     With `sequence_parallel` activations between the layers are this rank's part of the sequence, [s/t, b, h]; else they
-    are whole on every rank, [s, b, h].
+    are whole on every rank, [s, b, h]. `deferred` is where linear layers put off weight gradients.
     """
 
     dtype: torch.dtype
     device: torch.device
     tp: TensorGroup | None = None
     sequence_parallel: bool = False
+    deferred: DeferredWork | None = None
 
     @property
     def sequence(self) -> TensorGroup | None:
@@ -73,7 +68,6 @@ class ColumnParallelLinear(nn.Module):
         self.weight = place.parameter(*self.local_outputs, inputs)
         self.bias = place.parameter(*self.local_outputs) if bias else None
         self.main_grad: Tensor | None = None
-        self.deferred: DeferredWork | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., inputs] -> [..., prod(local outputs)]; with sequence parallelism [s/t, ..., inputs] -> [s, ...]."""
@@ -84,7 +78,7 @@ class ColumnParallelLinear(nn.Module):
             group=self.place.tp,
             sequence_parallel=self.place.sequence is not None,
             main_grad=self.main_grad,
-            deferred=self.deferred,
+            deferred=self.place.deferred,
         )
 
 
@@ -101,12 +95,12 @@ class RowParallelLinear(nn.Module):
         self.weight = place.parameter(*place.local_shape((outputs, inputs), Split(1)))
         self.bias = place.parameter(outputs) if bias else None
         self.main_grad: Tensor | None = None
-        self.deferred: DeferredWork | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., inputs/t] -> [..., outputs], with sequence parallelism [s, ..., inputs/t] -> [s/t, ..., outputs]."""
         whole = self.place.tp is None
-        y = linear(x, self.weight, self.bias if whole else None, main_grad=self.main_grad, deferred=self.deferred)
+        bias = self.bias if whole else None
+        y = linear(x, self.weight, bias, main_grad=self.main_grad, deferred=self.place.deferred)
         if whole:
             return y
         y = self.place.sum(y)

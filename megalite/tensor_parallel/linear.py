@@ -10,8 +10,8 @@ order in which communication overlaps with products:
 
 A compiled backward keeps that order under inductor's `reorder_for_peak_memory=False` only.
 
-Where weight gradients are deferred, backward has the first two steps and the last alone; what is left of it is done
-later from the gradient of the output and from this rank's x, which is gathered only then: as often as without.
+Where weight gradients are deferred, backward has the first two steps and the last alone; this rank's x is gathered only
+when the weight's gradient is computed: as often as without.
 Sources: Shoeybi et al. 2019 (arXiv 1909.08053), section 3; Korthikanti et al. 2022 (arXiv 2205.05198), section 4.2.2.
 """
 
@@ -50,8 +50,8 @@ def linear(
     x [s/t, ..., k] -> [s, ..., n]: x is gathered, in backward once more, and its gradient reduce-scattered.
 
     With `main_grad` (fp32, fp64 in fp64; contiguous, of the weight's size in any shape, compiled [n, k]) backward adds
-    the gradient of the weight to it, and autograd sees none. A backward that `deferred` collects puts that off to
-    there, unless it is compiled: `deferred` is then to be None.
+    the gradient of the weight to it, and autograd sees none. A backward that `deferred` collects puts that off;
+    compiled, there must be none.
     """
     assert group is not None or not sequence_parallel
     if group is None and main_grad is None:
@@ -89,8 +89,7 @@ class _Linear(torch.autograd.Function):
         x_grad = weight_grad = bias_grad = None
 
         if wants_weight and ctx.main_grad is not None and ctx.deferred is not None and ctx.deferred.active:
-            later = _WeightGradient(grad, x.detach(), ctx.main_grad, gathering)  # x itself would hold its graph
-            ctx.deferred.put(later.add, later.gather if gathering is not None else None)
+            _put_off(ctx.deferred, grad, x.detach(), ctx.main_grad, gathering)  # x itself would hold its graph
             wants_weight, gathering = False, None
 
         if gathering is not None:
@@ -110,19 +109,16 @@ class _Linear(torch.autograd.Function):
         return x_grad, weight_grad, bias_grad, None, None, None, None
 
 
-class _WeightGradient:
-    """That of one product, computed later. Holds the gradient of the output and this rank's x."""
-
-    def __init__(self, grad: Tensor, x: Tensor, main_grad: Tensor, gathering: TensorGroup | None) -> None:
-        self._grad, self._x, self._main_grad, self._gathering = grad, x, main_grad, gathering
-
-    def gather(self) -> None:
-        assert self._gathering is not None
-        self._x = start_all_gather(self._x, self._gathering)
-
-    def add(self) -> None:
-        x = self._x if self._gathering is None else finish(self._x)
-        _weight_gradient(self._grad, x, self._main_grad)
+def _put_off(deferred: DeferredWork, grad: Tensor, x: Tensor, main_grad: Tensor, gathering: TensorGroup | None) -> None:
+    """The weight's gradient is computed later, from the gradient of the output and this rank's x."""
+    if gathering is None:
+        deferred.put(lambda: _weight_gradient(grad, x, main_grad))
+        return
+    gathered: list[Tensor] = []
+    deferred.put(
+        work=lambda: _weight_gradient(grad, finish(gathered.pop()), main_grad),
+        begin=lambda: gathered.append(start_all_gather(x, gathering)),
+    )
 
 
 def _weight_gradient(grad: Tensor, x: Tensor, main_grad: Tensor | None) -> Tensor | None:

@@ -5,19 +5,18 @@ gradient of a replicated tensor is replicated and complete; that of an own one i
 
     function                             forward                              backward
     reduce_from_tensor_parallel          own -> replicated   sum              identity
-    gather_from_tensor_parallel          own -> replicated   gather last dim  split last dim
-    gather_from_sequence_parallel        own -> own          gather dim 0     reduce-scatter dim 0
-      with partial_gradient=False        own -> replicated   gather dim 0     split dim 0
+    gather_from_sequence_parallel        own -> replicated   gather dim 0     split dim 0
     reduce_scatter_to_sequence_parallel  own -> own          reduce-scatter   gather dim 0
-    all_to_all                           own -> own          exchange rows    exchange them back
+    gather_for_terms                     own -> own          gather dim 0     reduce-scatter
 
-Part i of what is split or gathered is rank i's; parts are equal but for `all_to_all`. Without a group all of them
-return x itself. They pass `torch.compile(fullgraph=True)` and can be differentiated any number of times.
-They wait for their result: who has something to compute meanwhile (linear.py) calls `collectives.start_*` and `finish`.
-Sources: Shoeybi et al. 2019 (f and g), Korthikanti et al. 2022 (over the sequence).
+Part i of what is split or gathered is rank i's; parts are equal. Without a group all of them return x itself. They pass
+`torch.compile(fullgraph=True)` and wait for their result: who has something to compute meanwhile (linear.py) calls
+`collectives.start_*` and `finish`. What follows `gather_from_sequence_parallel` must be the same on every rank: for
+ranks that each compute a part, `linear` gathers a sequence itself. Sources: Shoeybi et al. 2019 (f and g), Korthikanti
+et al. 2022 (over the sequence).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,7 +27,6 @@ from megalite.tensor_parallel.collectives import (
     finish,
     start_all_gather,
     start_all_reduce,
-    start_all_to_all,
     start_reduce_scatter,
 )
 
@@ -40,19 +38,9 @@ def reduce_from_tensor_parallel(x: Tensor, group: TensorGroup | None) -> Tensor:
     return _map(x, _sum, _same, group)
 
 
-def gather_from_tensor_parallel(x: Tensor, group: TensorGroup | None) -> Tensor:
-    """The parts of all ranks: [..., h/t] -> [..., h]. What follows must be the same on every rank."""
-    return _map(x, _gather_last, _split_last, group)
-
-
-def gather_from_sequence_parallel(x: Tensor, group: TensorGroup | None, *, partial_gradient: bool = True) -> Tensor:
-    """The whole sequence: [s/t, ...] -> [s, ...].
-
-    With `partial_gradient` what follows is tensor parallel: each rank's gradient of the result is a term of a sum.
-    Without, every rank computes the same with it (Megatron's `tensor_parallel_output_grad=False`), and summing would
-    give t times the gradient.
-    """
-    return _map(x, _gather, _reduce_scatter if partial_gradient else _split, group)
+def gather_from_sequence_parallel(x: Tensor, group: TensorGroup | None) -> Tensor:
+    """The whole sequence: [s/t, ...] -> [s, ...]."""
+    return _map(x, _gather, _split, group)
 
 
 def reduce_scatter_to_sequence_parallel(x: Tensor, group: TensorGroup | None) -> Tensor:
@@ -60,9 +48,9 @@ def reduce_scatter_to_sequence_parallel(x: Tensor, group: TensorGroup | None) ->
     return _map(x, _reduce_scatter, _gather, group)
 
 
-def all_to_all(x: Tensor, sent: Sequence[int], received: Sequence[int], group: TensorGroup | None) -> Tensor:
-    """Rows of x [sum(sent), ...] to each rank in turn, for rows from each rank in turn: [sum(received), ...]."""
-    return x if group is None else _AllToAll.apply(x, sent, received, group)
+def gather_for_terms(x: Tensor, group: TensorGroup | None) -> Tensor:
+    """Everybody's x, of which each rank makes a term of a sum of its own: [n, ...] -> [t * n, ...]."""
+    return _map(x, _gather, _reduce_scatter, group)
 
 
 def _map(x: Tensor, forward: _Operation, backward: _Operation, group: TensorGroup | None) -> Tensor:
@@ -83,20 +71,6 @@ class _Mapping(torch.autograd.Function):
         return _Mapping.apply(gradient, backward, forward, ctx.group), None, None, None
 
 
-class _AllToAll(torch.autograd.Function):
-    """Its adjoint sends everything back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, sent: Sequence[int], received: Sequence[int], group: TensorGroup) -> Tensor:
-        ctx.sizes, ctx.group = (sent, received), group
-        return finish(start_all_to_all(x, sent, received, group))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        sent, received = ctx.sizes
-        return _AllToAll.apply(gradient, received, sent, ctx.group), None, None, None
-
-
 def _same(x: Tensor, group: TensorGroup) -> Tensor:
     return x
 
@@ -109,20 +83,12 @@ def _gather(x: Tensor, group: TensorGroup) -> Tensor:
     return finish(start_all_gather(x, group))
 
 
-def _gather_last(x: Tensor, group: TensorGroup) -> Tensor:
-    return torch.cat(_gather(x, group).chunk(group.size), dim=-1)
-
-
 def _reduce_scatter(x: Tensor, group: TensorGroup) -> Tensor:
     assert x.shape[0] % group.size == 0, (x.shape, group)
     return finish(start_reduce_scatter(x, group))
 
 
-def _split(x: Tensor, group: TensorGroup, dim: int = 0) -> Tensor:
+def _split(x: Tensor, group: TensorGroup) -> Tensor:
     """A copy: a view would keep the whole x alive, and is refused to in-place operations."""
-    assert x.shape[dim] % group.size == 0, (x.shape, group)
-    return x.chunk(group.size, dim)[group.index].clone(memory_format=torch.contiguous_format)
-
-
-def _split_last(x: Tensor, group: TensorGroup) -> Tensor:
-    return _split(x, group, dim=-1)
+    assert x.shape[0] % group.size == 0, (x.shape, group)
+    return x.chunk(group.size)[group.index].clone(memory_format=torch.contiguous_format)

@@ -30,6 +30,7 @@ from megalite.layout.buffer_layout import Kind, slice_ranges
 from megalite.layout.groups import GroupNeeds
 from megalite.model.gpt import GPT
 from megalite.model.init import start_values
+from megalite.moe.dispatch import ExpertRanks
 from megalite.optim.adamw import FlatAdamW
 from megalite.optim.buffers import TrainingBuffers
 from megalite.optim.gradient_sync import GradientSync
@@ -43,7 +44,7 @@ from megalite.pipeline.schedules import build_schedule, forward_only
 from megalite.tensor_parallel.collectives import TensorGroup
 from megalite.train.clock import StepClock
 
-# What a machine may have its own of: cores, and places whose content is compared by those who read it.
+# Settings that may differ between machines: numbers of cores, and places whose content is compared when it is read.
 OF_A_MACHINE = (
     *("tokenizer", "data.path", "data.cache_dir", "data.workers", "checkpoint.init_from"),
     "parallel.nccl_options",  # its content is compared
@@ -154,17 +155,9 @@ def build_training(config: Config, context: ParallelContext) -> Training:
     waiting = partial(clock.within, "communication")
     gather = ParameterGather(buffers, sharing, overlap=settings.overlap, waiting=waiting)
     for chunk in chunks:
-        chunk.set_main_grads({name: main_grads[name] for name in chunk.main_grad_parameters if name in main_grads})
+        chunk.set_main_grads({name: main_grads[name] for name in chunk.main_grad_parameters})
         chunk.before_use = gather.wait_for
-    scale = None
-    if context.dtype == torch.float16:
-        scale = LossScale(
-            initial=settings.initial_loss_scale,
-            window=settings.loss_scale_window,
-            hysteresis=settings.hysteresis,
-            minimum=settings.min_loss_scale,
-            device=context.device,
-        )
+    scale = LossScale(settings, context.device) if context.dtype == torch.float16 else None
     executor = _executor(config, chunks, sync, clock, context)
     optimizer = _optimizer(buffers, settings, context)
     return Training(chunks, executor, buffers, optimizer, sharing, sync, gather, scale, clock)
@@ -172,25 +165,27 @@ def build_training(config: Config, context: ParallelContext) -> Training:
 
 def fill_with_start_values(buffers: TrainingBuffers, config: Config, context: ParallelContext) -> None:
     """Parameters as the seed draws them; each rank draws what it holds."""
-    size, index = context.size("tp"), context.index("tp")
     records = held_parameters(config, context.coordinates["pp"])
-    buffers.fill(start_values(records, config.seed, size=size, index=index))
+    buffers.fill(start_values(records, config.seed, held=lambda record: buffers.places[record.name][0].shard))
 
 
 def fill_with_imported_values(
     buffers: TrainingBuffers, read_weights: ReadWeights, config: Config, context: ParallelContext
 ) -> None:
-    """Parameters as the folder of checkpoint.init_from holds them; each rank reads, one by one, those of its stages."""
+    """Parameters as the folder of checkpoint.init_from holds them; each rank reads, one by one, those of its stages.
+    Routers, which a dense model lacks, start as the seed draws them."""
     assert config.checkpoint.init_from is not None
-    names = {record.name for record in held_parameters(config, context.coordinates["pp"])}
+    records = held_parameters(config, context.coordinates["pp"])
+    buffers.fill(start_values((one for one in records if one.precision == "master"), config.seed))
+    names = {record.name for record in records}
     buffers.fill(read_weights(config.checkpoint.init_from, config.model, names))
 
 
 def _chunks(config: Config, context: ParallelContext) -> list[GPT]:
     """This rank's parts of the model, whose parameters have no storage of their own: the buffers will be it."""
-    tp = TensorGroup.of(context.group("tp"))
+    tp, experts = TensorGroup.of(context.group("tp")), ExpertRanks.of(context)
     chunks = [
-        GPT(config, dtype=context.dtype, device=context.device, stage=stage, tp=tp)
+        GPT(config, dtype=context.dtype, device=context.device, stage=stage, tp=tp, expert_ranks=experts)
         for stage in stages_of(config, context.coordinates["pp"])
     ]
     for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
@@ -218,9 +213,9 @@ def _executor(
 
 
 def _optimizer(buffers: TrainingBuffers, settings: OptimizerConfig, context: ParallelContext) -> FlatAdamW:
-    """One group of what weight decay touches, one of all else that is trained."""
-    decayed = slice_ranges(buffers.owned, lambda record: record.name not in buffers.frozen and record.decay)
-    others = slice_ranges(buffers.owned, lambda record: record.name not in buffers.frozen and not record.decay)
+    """One group of what weight decay touches, one of all else."""
+    decayed = slice_ranges(buffers.owned, lambda record, _: record.decay)
+    others = slice_ranges(buffers.owned, lambda record, _: not record.decay)
     first, second = settings.betas
     return FlatAdamW(
         buffers.masters,

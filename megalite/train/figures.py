@@ -22,9 +22,10 @@ import torch
 
 from megalite.data.batches import StepBatches
 from megalite.model.flops import flops_per_token, peak_flops
+from megalite.moe.balance import in_numbers
 from megalite.train.history import METRICS, read_metrics
 from megalite.train.job import Job
-from megalite.train.recorder import RankFigures, StepPart, StepRecord, Straggler
+from megalite.train.recorder import StepPart, StepRecord
 from megalite.train.step import StepFigures
 
 GIB = 1 << 30
@@ -42,6 +43,7 @@ class Steps:
     seconds: float = 0.0
     wait_s: float = 0.0  # for data
     split: Counter[StepPart] = field(default_factory=Counter)  # seconds of this rank, by part
+    routing: torch.Tensor | None = None  # of applied steps, StepFigures.routing
 
     def add(self, tokens: int, seconds: float, wait_s: float, split: Mapping[StepPart, float]) -> None:
         """One more step."""
@@ -92,6 +94,9 @@ class RunFigures:
         for steps in (self._run, self._since):
             steps.add(data.planned.sequences * train.seq_length, seconds, data.wait_s, split)
         self._own.append(sum(split[part] for part in OWN))
+        if figures.routing is not None and not figures.skipped:
+            before = self._since.routing
+            self._since.routing = figures.routing if before is None else before + figures.routing
         self._newest = {
             "step": progress.step,
             "steps": train.steps,
@@ -120,6 +125,7 @@ class RunFigures:
             time_split={part: round(spent / since.count, 6) for part, spent in since.split.items()},
             mfu=self._utilisation(since.tokens_per_s, causal=False),
             mfu_causal=self._utilisation(since.tokens_per_s, causal=True),
+            moe=None if since.routing is None else in_numbers(since.routing),
         )
 
     def _utilisation(self, tokens_per_s: float, *, causal: bool) -> float | None:
@@ -127,28 +133,31 @@ class RunFigures:
         world = self._job.context.world_size
         return None if self._peak is None else tokens_per_s * self._flops[causal] / (self._peak * world)
 
-    def gather(self) -> RankFigures:
-        """Figures of all ranks. All ranks call it after the same step: one small all-gather on the host."""
+    def gather(self) -> tuple[list[float], list[float], dict[int, float]]:
+        """Of all ranks: peak memory in GiB, seconds of computing in a step, and who is slow (`stragglers`).
+
+        All ranks call it after the same step: one small all-gather on the host.
+        """
         context = self._job.context
         own = statistics.median(self._own) if self._own else 0.0
         gathered = context.gather_json([round(memory_gib(context.device), 3), round(own, 6)])
         memory, compute = ([figures[at] for figures in gathered] for at in (0, 1))
         stages = [context.layout.dense.coordinates(rank)["pp"] for rank in range(context.world_size)]
-        return RankFigures(memory, compute, stragglers(compute, stages) if len(self._own) >= FEWEST else [])
+        return memory, compute, stragglers(compute, stages) if len(self._own) >= FEWEST else {}
 
 
-def stragglers(compute_s: Sequence[float], stages: Sequence[int]) -> list[Straggler]:
-    """Ranks that take more than SLOW times the (lower) median of the ranks of its stage, slowest first.
+def stragglers(compute_s: Sequence[float], stages: Sequence[int]) -> dict[int, float]:
+    """Ranks that take more than SLOW times the (lower) median of the ranks of its stage, and how many times as long.
 
     `stages`: the pipeline rank of each rank. A stage that one rank holds has nobody to compare with.
     """
-    found = []
+    found: dict[int, float] = {}
     for stage in sorted(set(stages)):
         equals = [rank for rank, its in enumerate(stages) if its == stage]
         usual = statistics.median_low(compute_s[rank] for rank in equals)
         if usual > 0:
-            found += [Straggler(rank, compute_s[rank] / usual) for rank in equals if compute_s[rank] > SLOW * usual]
-    return sorted(found, key=lambda straggler: -straggler.times)
+            found |= {rank: compute_s[rank] / usual for rank in equals if compute_s[rank] > SLOW * usual}
+    return found
 
 
 def memory_gib(device: torch.device) -> float:

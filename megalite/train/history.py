@@ -57,6 +57,7 @@ METRIC_TYPES: dict[str, Any] = {  # of a record's values; all others are numbers
     "tokens": int,
     "bad_steps": int,
     "time_split": dict[str, float],
+    "moe": dict[str, float | list[list[int]]],
     **dict.fromkeys(_UNKNOWN, float | None),
 }
 

@@ -72,8 +72,9 @@ def open_training_data(
 ) -> OpenedData:
     """Prepared by the first rank of every node (under a lock: once on a shared disk), then opened by all."""
     first_of_node = not environment.local_rank  # unknown: everybody asks, the lock lets one of them work
-    together(context, lambda: preparation.prepare(config, progress) if first_of_node else None, patient=True)
-    data = together(context, lambda: open_data(config, preparation.find(config)))
+    made = together(context, lambda: preparation.prepare(config, progress) if first_of_node else None, patient=True)
+    # The others find it made; of text that has changed meanwhile they make their own, and are refused below.
+    data = together(context, lambda: open_data(config, made or preparation.prepare(config)), patient=True)
     others = {fingerprint: rank for rank, [fingerprint] in enumerate(context.gather_json([data.fingerprint]))}
     if len(others) > 1:  # the same on every rank, so that all refuse
         rule = f"ranks {' and '.join(map(str, sorted(others.values())))} find different data at this place"
@@ -146,7 +147,10 @@ def has_checkpoints(run_dir: Path) -> bool:
 
 def _restore(job: Job, found: Found, report: Callable[[str], None]) -> None:
     """The state of a checkpoint, whatever layout wrote it; collective."""
-    job.folder.refuse_another_s(found.path, found.manifest.about)
+    if (origin := found.manifest.about.get("run_id", job.folder.run_id)) != job.folder.run_id:
+        rule = f"it is of run {origin}, and the folder is that of run {job.folder.run_id}"
+        remedy = "take it out of this folder; to continue its run, copy the whole run folder and set run_dir to it"
+        raise UserError(Problem(str(found.path), "of another run", rule, remedy))
     state, training = SavedState.of(found), job.training
     found.read_into(training_pieces(training), unread=is_rounded)
     training.spread_masters()

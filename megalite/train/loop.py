@@ -19,6 +19,7 @@ from torch.profiler import profile
 from megalite.config.step_plan import planned_steps
 from megalite.data.batches import StepBatches, TrainBatches, validation_batches
 from megalite.errors.problems import Problem, UserError
+from megalite.launch.agreement import agree
 from megalite.launch.signals import StopRequest
 from megalite.optim.schedule import learning_rate
 from megalite.pipeline.simulator import Span
@@ -26,21 +27,21 @@ from megalite.train.clock import chrome_trace, profiled
 from megalite.train.evaluate import evaluate
 from megalite.train.figures import RunFigures
 from megalite.train.job import Job
-from megalite.train.recorder import BadStep, EvaluationRecord, Recorder
+from megalite.train.recorder import EvaluationRecord, Recorder, StepPart
 from megalite.train.replicas import check_replicas
 from megalite.train.sample import sample
 from megalite.train.saving import Saver, TrainingStoppedError
-from megalite.train.step import LaunchedStep, StepFigures, TrainStep
+from megalite.train.step import PendingFigures, StepFigures, TrainStep
 
 RANKS_EVERY = 50  # records between two moments at which ranks gather what each of them takes, at most
 
 
-class Launched(NamedTuple):
+class PendingStep(NamedTuple):
     """A step whose figures have not been read yet."""
 
     data: StepBatches
     lr: float = 0.0
-    step: LaunchedStep | None = None  # None: it is passed over
+    figures: PendingFigures | None = None  # None: it is passed over
 
 
 class Loop:
@@ -55,7 +56,7 @@ class Loop:
         self.figures = RunFigures(job)
         # An accelerator runs ahead of the host: its figures are read one step late. A CPU's are there at once.
         self.lateness = 0 if job.context.device.type == "cpu" else 1
-        self.launched: deque[Launched] = deque()
+        self.pending: deque[PendingStep] = deque()
         self.profile: profile | None = None  # of the step before, if it was profiled
         self.problems: list[Problem] = []  # of the input that this rank has read: from then on no step is applied
         self.under_way = False  # the first step is done: from now on no rank is late for a good reason
@@ -99,7 +100,7 @@ class Loop:
         """Launch the step, profiled if that is asked for; the data of the next one."""
         step = data.planned.step
         if data.planned.skipped:
-            self.launched.append(Launched(data))
+            self.pending.append(PendingStep(data))
             return self._fetch(batches)
         if step not in self.config.train.profile_steps:
             return self._launch_step(data, batches)
@@ -117,7 +118,7 @@ class Loop:
         self.problems = self.problems or data.problems
         is_recorded = train.record_pipeline > 0 and step % train.record_pipeline == 0
         with self.job.training.executor.recording() if is_recorded else nullcontext() as spans:
-            launched = self.train_step(
+            figures = self.train_step(
                 data.microbatches,
                 data.local_tokens,
                 lr,
@@ -127,7 +128,7 @@ class Loop:
             )
         if spans is not None:
             self._record_pipeline(step, spans)
-        self.launched.append(Launched(data, lr, launched))
+        self.pending.append(PendingStep(data, lr, figures))
         return coming
 
     def _record_pipeline(self, step: int, spans: Sequence[Span]) -> None:
@@ -140,27 +141,27 @@ class Loop:
 
     def _read(self, *, keep: int) -> None:
         """Read the figures of all launched steps but the newest `keep`."""
-        while len(self.launched) > keep:
-            data, lr, step = self.launched.popleft()
-            if step is not None:
-                self._account(data, lr, step.read(), step)
+        while len(self.pending) > keep:
+            data, lr, pending = self.pending.popleft()
+            if pending is not None:
+                self._account(data, lr, pending.read(), pending.lap.read())
             else:
                 self.job.progress.consume(data.planned)
-                self._pass_over("skipped_on_request", "it is one of train.skip_steps")
+                self._pass_over("skipped_on_request")
 
-    def _account(self, data: StepBatches, lr: float, figures: StepFigures, step: LaunchedStep) -> None:
+    def _account(self, data: StepBatches, lr: float, figures: StepFigures, time_split: dict[StepPart, float]) -> None:
         """What a step means for the run."""
         progress, train = self.job.progress, self.config.train
         if not self.under_way:
             self.context.set_timeout(self.config.parallel.timeout_s)
             self.under_way = True
         if figures.refused:
-            self.context.agree(self.problems)
+            agree(self.context, self.problems)
         self.stopping = self.stopping or figures.stop
         progress.consume(data.planned)
         if figures.tokens == 0:  # neither applied nor bad
             progress.empty_steps += 1
-            self._pass_over("empty", "no token of its batch enters the loss")
+            self._pass_over("empty")
             return
         scale = None if self.job.training.loss_scale is None else figures.loss_scale
         progress.bad_steps += figures.skipped
@@ -170,9 +171,10 @@ class Loop:
             progress.last_applied = progress.step
         elif scale is None or scale <= self.config.optimizer.min_loss_scale:  # else fp16 looks for its loss scale
             progress.bad_steps_in_a_row += 1
-        self.figures.add(data, figures, lr, step.lap.read())
+        self.figures.add(data, figures, lr, time_split)
         if figures.skipped:
-            self.recorder.bad_step(BadStep(progress.step, figures.loss, figures.grad_norm, scale, progress.bad_steps))
+            found = {"loss": figures.loss, "grad_norm": figures.grad_norm, "loss_scale": scale}
+            self.recorder.event("skipped", progress.step, **found)
         if progress.step % train.log_interval == 0 or progress.step == train.steps:
             self._record()
         if (count := progress.bad_steps_in_a_row) >= train.max_bad_steps:
@@ -186,12 +188,12 @@ class Loop:
         if (record := self.figures.record()) is not None:
             self.recorder.step(record)
 
-    def _pass_over(self, kind: str, why: str) -> None:
+    def _pass_over(self, kind: str) -> None:
         """The newest step has no figures."""
         step = self.job.progress.step
         if step == self.config.train.steps:  # it gets no record: those before it do
             self._record()
-        self.recorder.passed_over(step, kind, why)
+        self.recorder.event(kind, step)
         self.figures.pass_over()
 
     # --- between steps -----------------------------------------------------------------------------------------------
@@ -256,7 +258,7 @@ class Loop:
         batches = validation_batches(job.data.validation, self.config, **ranks, device=context.device)
         figures = evaluate(job.training, context, batches, job.data.bytes_of_ids, self.go_on)
         if figures is None:
-            self.recorder.interrupted("evaluation", step)
+            self._broken_off("evaluation", step)
             return
         self.evaluated_step = step
         seconds, tokens = time.perf_counter() - begin, job.progress.tokens
@@ -282,12 +284,19 @@ class Loop:
             go_on=self.go_on,
         )
         if any(len(text) < train.sample_tokens for text in following):
-            self.recorder.interrupted("sample of text", step)
+            self._broken_off("sample of text", step)
             return
-        texts = map(job.data.tokenizer.decode, following)
-        self.recorder.sampled(step, [(prompt.text, text) for prompt, text in zip(job.prompts, texts, strict=True)])
+        for prompt, tokens in zip(job.prompts, following, strict=True):
+            self.recorder.event("sample", step, prompt=prompt.text, text=job.data.tokenizer.decode(tokens))
+
+    def _broken_off(self, what: str, step: int) -> None:
+        self.recorder.note(f"asked to stop: the {what} after step {step} is broken off, nothing of it is recorded")
 
     def _gather_rank_figures(self, step: int) -> None:
-        if step != self.gathered_step:
-            self.gathered_step = step
-            self.recorder.ranks(step, self.figures.gather())
+        if step == self.gathered_step:
+            return
+        self.gathered_step = step
+        memory, compute, slow = self.figures.gather()
+        self.recorder.event("ranks", step, memory_gib=memory, compute_s=compute)
+        for rank, times in slow.items():
+            self.recorder.event("straggler", step, rank=rank, times=round(times, 2))

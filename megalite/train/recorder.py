@@ -6,15 +6,13 @@ other rank, and a display that fails must not end the run: only `open` may raise
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
-    from megalite.checkpoint.store import CheckpointError, Saved
     from megalite.train.job import Job
 
 StepPart = Literal["data", "forward", "backward", "communication", "optimizer", "other"]  # of a step's time
 STEP_PARTS: tuple[StepPart, ...] = ("data", "forward", "backward", "communication", "optimizer", "other")
-Sample = tuple[str, str]  # a prompt, and what the model writes after it
 TimedAction = tuple[str, float, float]  # of a schedule, from when to when
 
 
@@ -42,6 +40,7 @@ class StepRecord:
     mfu_causal: float | None = None
     bad_steps: int = 0  # of the whole run: not applied because loss or gradient was not finite
     loss_scale: float | None = None  # what fp16 multiplied the loss by before backward
+    moe: Mapping[str, Any] | None = None  # of a model with experts, over the same steps (moe/balance.py, in_numbers)
 
 
 @dataclass(frozen=True)
@@ -54,34 +53,6 @@ class EvaluationRecord:
     val_perplexity: float
     val_bits_per_byte: float | None
     eval_time_s: float
-
-
-@dataclass(frozen=True)
-class BadStep:
-    """A step that was not applied because loss or gradient was not finite. `count`: such steps of the run so far."""
-
-    step: int
-    loss: float
-    grad_norm: float
-    loss_scale: float | None
-    count: int
-
-
-@dataclass(frozen=True)
-class Straggler:
-    """A rank that takes `times` as long as others with the same work."""
-
-    rank: int
-    times: float
-
-
-@dataclass(frozen=True)
-class RankFigures:
-    """By rank, at one moment."""
-
-    memory_gib: list[float]
-    compute_s: list[float]  # of a step without waiting for others
-    stragglers: list[Straggler]
 
 
 class Recorder(Protocol):
@@ -102,29 +73,11 @@ class Recorder(Protocol):
     def step(self, record: StepRecord) -> None:
         """A step whose figures are recorded: one in train.log_interval, and the last."""
 
-    def bad_step(self, bad: BadStep) -> None:
-        """A step was not applied."""
-
-    def passed_over(self, step: int, kind: str, why: str) -> None:
-        """Nothing was learned in the step, and nothing is wrong. `kind`: of the event."""
-
     def evaluated(self, record: EvaluationRecord) -> None:
         """The validation set was evaluated."""
 
-    def sampled(self, step: int, samples: Sequence[Sample]) -> None:
-        """The model has written text."""
-
-    def interrupted(self, what: str, step: int) -> None:
-        """The run was asked to stop: nothing is kept of what it was doing after `step`."""
-
-    def saved(self, saved: "Saved") -> None:
-        """A checkpoint is complete."""
-
-    def not_saved(self, error: "CheckpointError") -> None:
-        """A checkpoint could not be written; training goes on."""
-
-    def ranks(self, step: int, figures: RankFigures) -> None:
-        """What each rank takes, and who is slow."""
+    def event(self, kind: str, step: int, **fields: Any) -> None:
+        """Something else happened after `step`: history.py lists the kinds, and what each of them tells."""
 
     def profiled(self, step: int, trace: Callable[[], bytes]) -> None:
         """The profiler has recorded the step. `trace` makes Chrome's JSON, with the step and its parts as labelled

@@ -2,7 +2,8 @@
 
 Data-parallel ranks share all parameters, and those of different optimizer instances also their slices of masters and
 moments; tensor-parallel ranks share what is not split, and some of these the key-value heads that they have in common;
-the ends of a pipeline share a tied embedding. Ranks that drift apart train on silently with a loss curve that looks
+the ends of a pipeline share a tied embedding; experts are shared over edp, what balances them by all ranks of their
+layer. Ranks that drift apart train on silently with a loss curve that looks
 normal (bad memory, a collective gone wrong), so their state is compared by hash now and then.
 """
 
@@ -14,7 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalite.launch.context import ParallelContext
-from megalite.layout.buffer_layout import Kind, box_ranges, slice_ranges
+from megalite.layout.buffer_layout import Kind, slice_ranges
+from megalite.layout.parameters import is_replicated
+from megalite.model.routers import Routers
 from megalite.optim.buffers import ranges_of
 from megalite.train.build import Training
 
@@ -52,12 +55,15 @@ def _replicas(training: Training, context: ParallelContext) -> Iterator[tuple[li
         if numbers:
             yield [buffers.parameter_buckets[at] for at in numbers], context.group(axes)
             yield [kept[at] for kept in slices for at in numbers], training.sharing[kind].replicate_group
-    whole = slice_ranges(buffers.owned, lambda record: record.split is None)
-    shared = box_ranges(buffers.owned, lambda slot, box: slot.record.split is not None and box.replicas > 1)
+    whole = slice_ranges(buffers.owned, lambda record, _: record.split is None)
+    shared = slice_ranges(buffers.owned, is_replicated)
     yield [part for kept in slices for part in ranges_of(kept, whole)], context.group("tp")
     yield [part for kept in slices for part in ranges_of(kept, shared)], context.group("kv-replicas")
-    tied = slice_ranges(buffers.owned, lambda record: "embedding" in record.partial_over)
-    yield [part for kept in slices for part in ranges_of(kept, tied)], context.group("embedding")
+    of_routers = [value for _, value in Routers(training.chunks).state()]
+    yield of_routers, context.group("dp-cp")
+    yield of_routers, context.group("tp")
+    tied = slice_ranges(buffers.owned, lambda record, _: "word-embedding" in record.partial_over)
+    yield [part for kept in slices for part in ranges_of(kept, tied)], context.group("word-embedding")
 
 
 def different_ranks(parts: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[int]:

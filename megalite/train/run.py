@@ -8,7 +8,7 @@ import torch
 
 from megalite.checkpoint.run_folder import private_files
 from megalite.config.schema import Config
-from megalite.data.content import compared
+from megalite.data.content import compare_changed, watched
 from megalite.data.open import Preparation
 from megalite.errors.problems import Problem, UserError, collect, to_stderr
 from megalite.launch.agreement import together
@@ -16,7 +16,6 @@ from megalite.launch.context import ParallelContext
 from megalite.launch.environment import ProcessEnvironment
 from megalite.launch.failure_report import find_cause
 from megalite.launch.signals import StopRequest
-from megalite.launch.startup import slow_tensor_parallelism
 from megalite.train.build import ReadWeights, start
 from megalite.train.job import Job, build_job, open_training_data
 from megalite.train.loop import Loop
@@ -55,10 +54,10 @@ def run(
                 recorder.note(f"already finished: step {job.progress.step} of {config.train.steps}")
                 return 0
             files, folder = [part.file for part in data.train.parts] if context.rank == 0 else [], job.folder.path
-            content = together(context, lambda: compared(files, folder, recorder.note), patient=True)
+            together(context, lambda: compare_changed(files, folder, recorder.note), patient=True)
             together(context, lambda: recorder.open(job))
             saver = Saver(job, recorder)
-            with StopRequest() as stop, content.watched():
+            with StopRequest() as stop, watched(files, folder, recorder.note):
                 return _train_to_the_end(job, stop, recorder, saver)
     except UserError:
         raise
@@ -77,8 +76,6 @@ def run(
 
 def _train_to_the_end(job: Job, stop: StopRequest, recorder: Recorder, saver: Saver) -> int:
     hosts = [host for (host,) in job.context.gather_json([socket.gethostname()])]
-    if warning := slow_tensor_parallelism(job.context.layout.groups("tp"), hosts):
-        recorder.note(warning)
     recorder.run_started(hosts)
     loop, on_first = Loop(job, recorder, saver, stop), job.context.rank == 0
     gc.collect()

@@ -1,8 +1,8 @@
-"""When training state is saved, and what happens when that fails: training goes on, the last checkpoint stays.
+"""Saves the training state when it is due. When that fails, training goes on, and the last checkpoint stays.
 
-Only finite weights and moments are saved; where they are not, the run has failed. Weights that are finite may still be
-of no use: they count as good once a later step was applied, as its loss was theirs. The newest checkpoint of such
-weights is never deleted.
+Only finite weights and moments are saved; a run with others has failed. Finite weights are trusted only after a later
+step was applied, because that step's loss was computed with them. The newest checkpoint of trusted weights is never
+deleted.
 
 With `checkpoint.async` a save goes on behind the training until the next one, or the end of the run, waits for it. An
 error that ends the run is raised only there, at the same step on all ranks; everything else a rank reports as soon as
@@ -95,14 +95,14 @@ class Saver:
         step, saving = self._under_way
         if futures.wait([saving], self._job.config.parallel.timeout_s).not_done:
             self._under_way = None
-            self._recorder.not_saved(CheckpointError(f"the checkpoint of step {step} was not finished in time"))
+            self._not_saved(f"the checkpoint of step {step} was not finished in time")
             return
         try:
             self._finish()
         except TrainingStoppedError:  # others may not be there to find out more together
             return
         except Exception as error:
-            self._recorder.not_saved(CheckpointError(f"the save under way broke off: {type(error).__name__}: {error}"))
+            self._not_saved(f"the save under way broke off: {type(error).__name__}: {error}")
 
     def advise(self) -> str:
         """For a run that ends with bad steps: which checkpoint holds good weights, and what to try; collective."""
@@ -135,11 +135,16 @@ class Saver:
             return
         (step, saving), self._under_way = self._under_way, None
         try:
-            self._recorder.saved(saving.result())
+            saved = saving.result()
         except CheckpointError as error:
-            self._recorder.not_saved(error)
-        else:
-            self.newest_step = step
+            self._not_saved(str(error))
+            return
+        self.newest_step = step
+        times = {"seconds": round(saved.seconds, 3), "stall_s": round(saved.stall_s, 3)}
+        self._recorder.event("checkpoint", step, bytes=saved.bytes, **times)
+
+    def _not_saved(self, message: str) -> None:
+        self._recorder.event("checkpoint_failed", self._job.progress.step, message=message)
 
     @contextmanager
     def _with_advice(self) -> Iterator[None]:

@@ -20,6 +20,7 @@ from megalite.config.step_plan import PlannedStep
 from megalite.config.user_files import as_record
 from megalite.layout.buffer_layout import OwnedRange
 from megalite.model.parameters import gpt_parameters
+from megalite.model.routers import Routers
 from megalite.optim.buffers import TrainingBuffers
 from megalite.optim.memory import bytes_of_element
 from megalite.train.build import Training
@@ -74,6 +75,7 @@ def training_pieces(training: Training) -> list[Piece]:
     if any(part is not master for part, master in zip(buffers.parameters, buffers.masters, strict=True)):
         kinds[_ROUNDED] = buffers.parameters
     pieces = [piece for kind, slices in kinds.items() for piece in owned_pieces(f"{kind}.", buffers.owned, slices)]
+    pieces += [Piece(name, (len(value),), (0,), value) for name, value in Routers(training.chunks).state()]
     return [*pieces, Piece("optimizer.step", (1,), (0,), optimizer.step_count.view(1))]
 
 
@@ -107,13 +109,10 @@ def state_bytes(config: Config) -> int:
 def owned_pieces(prefix: str, owned: Iterable[OwnedRange], slices: Sequence[Tensor]) -> Iterator[Piece]:
     """What the slices (one flat tensor per bucket) hold of each parameter, as boxes of the logical tensors."""
     for each in owned:
-        shard, record = each.slot.shard, each.slot.record
-        for box in shard.boxes:
-            flat = box.flat(shard.shape)
-            start, stop = max(flat.start, each.in_parameter.start), min(flat.stop, each.in_parameter.stop)
-            to_slice = each.in_slice.start - each.in_parameter.start + flat.start  # from a place in the box
-            for at, sizes, first in boxes(start - flat.start, stop - flat.start, box.sizes) if start < stop else ():
-                begin = to_slice + first
+        record = each.slot.record
+        for box, elements, start in each.boxes():
+            for at, sizes, first in boxes(elements.start, elements.stop, box.sizes):
+                begin = start - elements.start + first
                 offsets = tuple(outer + inner for outer, inner in zip(box.offsets, at, strict=True))
                 tensor = slices[each.bucket][begin : begin + prod(sizes)].view(sizes)
                 yield Piece(f"{prefix}{record.name}", record.shape, offsets, tensor)
@@ -121,8 +120,7 @@ def owned_pieces(prefix: str, owned: Iterable[OwnedRange], slices: Sequence[Tens
 
 def held_pieces(buffers: TrainingBuffers) -> Iterator[Piece]:
     """What the model on this rank computes with, as boxes of the logical tensors."""
-    for number, bucket in enumerate(buffers.layout.buckets):
-        for slot in bucket.slots:
-            held = buffers.parameter(slot, number)
-            for box in slot.shard.boxes:
-                yield Piece(slot.record.name, slot.record.shape, box.offsets, held[box.local])
+    for slot in buffers.layout.slots:
+        held = buffers.parameter(slot.record.name)
+        for box in slot.shard.boxes:
+            yield Piece(slot.record.name, slot.record.shape, box.offsets, held[box.local])

@@ -1,9 +1,9 @@
-"""One optimizer step, in the order in which it happens, without waiting on the device.
+"""One optimizer step, in the order in which it happens, without waiting on the device but where experts exchange rows.
 
 The loss that is optimised is the loss that is reported: the sum of token losses over the global batch divided by its
-number of unmasked tokens, which is known before the first backward. A step whose loss or gradient is not finite changes
-nothing. Nor does one without an unmasked token: its gradients are zero, but weight decay and moments would act all the
-same.
+number of unmasked tokens, which is known before the first backward. Losses of routers are added to the first, and
+reported beside it. A step whose loss or gradient is not finite changes nothing. Nor does one without an unmasked token:
+its gradients are zero, but weight decay and moments would act all the same.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ from torch import Tensor
 from megalite.config.schema import OptimizerConfig
 from megalite.data.batch import Batch
 from megalite.launch.context import ParallelContext
-from megalite.optim.norm import counted, gradient_norm
-from megalite.optim.partial import partial_gradients
+from megalite.model.routers import Routers
+from megalite.optim.gradients import counted, gradient_norm, partial_gradients
 from megalite.train.build import Training
 from megalite.train.clock import Lap
 
@@ -36,6 +36,9 @@ class StepFigures:
     stop: bool  # some rank was asked to stop
     refused: bool  # some rank's input was refused, it computed with nothing
     loss_scale: float = 1.0  # what the loss was multiplied by before backward (fp16)
+    routing: Tensor | None = (
+        None  # [layers with experts, E + 5] of moe/balance.py, in host memory; None: there are none
+    )
 
 
 class Totals(NamedTuple):
@@ -48,17 +51,20 @@ class Totals(NamedTuple):
     next_tokens: Tensor  # unmasked tokens of the coming step
 
 
-class LaunchedStep:
-    """A step that the device may still be working on. Its figures are copied to the host behind it, so that reading
-    them later waits for this step and for none that was launched after it."""
+class PendingFigures:
+    """The figures of a step that the device may still be working on. They are copied to the host behind it, so that
+    reading them later waits for this step and for none that was launched after it."""
 
-    def __init__(self, figures: Sequence[Tensor], lap: Lap) -> None:
-        """`figures`: the fields of StepFigures, 0-d fp64 each. `lap`: this rank's times, to be read after them."""
+    def __init__(self, figures: Sequence[Tensor], routing: Tensor, lap: Lap) -> None:
+        """`figures`: the first fields of StepFigures, 0-d fp64 each. `routing`: its last, on the device, maybe empty.
+        `lap`: this rank's times, to be read after them."""
         self.lap = lap
         self._done: torch.cuda.Event | None = None
-        self._figures = torch.stack(list(figures))
+        self._numbers, self._table = len(figures), routing.shape
+        self._figures = torch.cat([torch.stack(list(figures)), routing.flatten()])
         if self._figures.is_cuda:
-            on_device, pinned = self._figures, torch.empty(len(figures), dtype=torch.float64, pin_memory=True)
+            on_device = self._figures
+            pinned = torch.empty(on_device.shape, dtype=torch.float64, pin_memory=True)
             self._figures = pinned.copy_(on_device, non_blocking=True)
             self._done = torch.cuda.Event()
             self._done.record()
@@ -67,8 +73,10 @@ class LaunchedStep:
         """Waits until the step is done."""
         if self._done is not None:
             self._done.synchronize()
-        loss, grad_norm, tokens, skipped, stop, refused, loss_scale = self._figures.tolist()
-        return StepFigures(loss, grad_norm, int(tokens), skipped > 0, stop > 0, refused > 0, loss_scale)
+        numbers, routing = self._figures[: self._numbers].tolist(), self._figures[self._numbers :].view(self._table)
+        loss, grad_norm, tokens, skipped, stop, refused, loss_scale = numbers
+        table = routing if len(routing) else None
+        return StepFigures(loss, grad_norm, int(tokens), skipped > 0, stop > 0, refused > 0, loss_scale, table)
 
 
 class TrainStep:
@@ -84,6 +92,7 @@ class TrainStep:
         self._counts_loss = training.has_loss and context.index("tp") == 0  # the ranks of tp compute the same one
         self._zero = torch.zeros((), dtype=torch.float64, device=training.buffers.device)
         self._lr = torch.zeros_like(self._zero)
+        self._routers = Routers(training.chunks)
         self._tokens: Tensor | None = None  # of the coming step, if the step before has summed them
 
     def __call__(
@@ -95,17 +104,18 @@ class TrainStep:
         stop: bool = False,
         refused: bool = False,
         next_local_tokens: int | None = None,
-    ) -> LaunchedStep:
+    ) -> PendingFigures:
         """Train on this rank's microbatches, which hold `local_tokens` unmasked labels.
 
         With `next_local_tokens`, those of the coming step, the sum that it needs before its first backward comes with
         this step's figures: a sum of its own would queue behind the parameters that are still on their way.
         A rank whose input was `refused` brings `masked_batches`: ranks of the same model compute with it, and all learn
-        of it at the end instead of waiting for it. Nothing here waits for the device.
+        of it at the end instead of waiting for it. Nothing here waits for the device itself.
         """
         training, clock = self._training, self._training.clock
         clock.switch("optimizer")
         training.buffers.start_step()
+        self._routers.start_step()
 
         # Unmasked tokens of the global batch, by which every token's loss is divided.
         tokens, self._tokens = self._tokens, None
@@ -131,8 +141,8 @@ class TrainStep:
         for partial in self._partial_gradients:
             partial.all_reduce()
 
-        # The norm of the gradient, the loss and the flags of all ranks: one all-reduce. One rank of each model adds its
-        # loss and tokens. Whatever is not finite on one rank makes the sum so on all.
+        # The norm of the gradient, the loss, the flags and what routers counted, of all ranks: one all-reduce. One rank
+        # of each model adds its loss and tokens. Whatever is not finite on one rank makes the sum so on all.
         clock.switch("optimizer")
         counts = self._counts_loss
         own = Totals(
@@ -143,7 +153,9 @@ class TrainStep:
             next_tokens=self._number((next_local_tokens or 0) if counts else 0, torch.float64),
         )
         clock.switch("communication")
-        total = Totals(*self._all_reduce(torch.stack(own), self._world))
+        routing = self._routers.figures()
+        summed = self._all_reduce(torch.cat([torch.stack(own), routing.flatten()]), self._world)
+        total, routing = Totals(*summed[: len(own)]), summed[len(own) :].view_as(routing)
         clock.switch("optimizer")
         norm, loss = total.squares.sqrt() / loss_scale, total.loss / loss_scale
         if next_local_tokens is not None:
@@ -162,12 +174,13 @@ class TrainStep:
         training.optimizer.step(self._lr, gradient_scale=divisor, skip=skipped.to(torch.float32))
         if training.loss_scale is not None:
             training.loss_scale.update(overflow.to(torch.float32))
+        self._routers.update(routing, skipped.double())
 
         # The all-gather of the new parameters, which the next forward waits for.
         training.buffers.round_masters()
         training.gather.start()
         figures = [loss, norm, tokens.double(), skipped.double(), total.stop, total.refused, loss_scale.double()]
-        return LaunchedStep(figures, clock.lap())
+        return PendingFigures(figures, routing, clock.lap())
 
     def _number(self, value: float, dtype: torch.dtype) -> Tensor:
         """0-d, made on the device by a kernel: a copy from the host would wait."""

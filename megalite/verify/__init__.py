@@ -1,0 +1,1 @@
+"""Compares a layout with one process."""

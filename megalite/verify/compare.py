@@ -6,7 +6,7 @@ that nobody holds is a difference, too. No torch import.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isfinite
 
 import numpy as np
@@ -14,8 +14,13 @@ import numpy.typing as npt
 
 RELATIVE, ABSOLUTE = 1e-10, 1e-12  # the design's bound on every layout against one process, in fp64
 NUMBERS = ("tokens in the loss", "loss", "gradient norm")
-GROUPS = ("embedding", "attention", "mlp", "norms", "head")
-ORDER = [*NUMBERS, *(f"{kind}: {group}" for kind in ("gradients", "parameters") for group in GROUPS)]  # others follow
+ROUTING = ("tokens of experts", "losses of routers")  # with experts: what they count on all ranks
+GROUPS = ("embedding", "attention", "mlp", "router", "experts", "shared", "norms", "head")
+ORDER = [
+    *NUMBERS,
+    *ROUTING,
+    *(f"{kind}: {group}" for kind in ("gradients", "parameters") for group in GROUPS),
+]  # others follow
 
 Array = npt.NDArray[np.float64]
 
@@ -44,6 +49,7 @@ class Trace:
     tokens: list[int]
     gradients: list[list[TensorBox]]  # of each step, after all sums over ranks and before clipping
     parameters: list[TensorBox]  # after the last step
+    routing: list[tuple[Array, Array]] = field(default_factory=list)  # of each step, as ROUTING names it; dense: none
 
     @property
     def numbers(self) -> tuple[Sequence[float], ...]:
@@ -83,6 +89,9 @@ def compare(traces: Sequence[Trace], reference: Trace) -> list[Row]:
         for what, numbers, expected in zip(NUMBERS, trace.numbers, reference.numbers, strict=True):
             for step, (mine, theirs) in enumerate(zip(numbers, expected, strict=True), 1):
                 rows.append(Row(what, abs(theirs), abs(mine - theirs), f"step {step}, rank {rank}"))
+        for step, (found, wanted) in enumerate(zip(trace.routing, reference.routing, strict=True), 1):
+            for what, own, its in zip(ROUTING, found, wanted, strict=True):
+                rows.append(Row(what, float(its.max()), float(np.abs(own - its).max()), f"step {step}, rank {rank}"))
     for step, gradients in enumerate(reference.gradients, 1):
         rows += _tensors("gradients", f", step {step}", [trace.gradients[step - 1] for trace in traces], gradients)
     rows += _tensors("parameters", "", [trace.parameters for trace in traces], reference.parameters)
@@ -94,11 +103,13 @@ def compare(traces: Sequence[Trace], reference: Trace) -> list[Row]:
 
 
 def group_of(name: str) -> str:
-    """The part of the model that a parameter belongs to: embedding, attention, mlp, norms, head, ..."""
+    """The part of the model that a parameter belongs to: embedding, attention, mlp, router, experts, norms, ..."""
     parts = name.split(".")
     if any(part.endswith("norm") for part in parts):
         return "norms"
-    return parts[2] if parts[0] == "blocks" else parts[0]
+    if parts[0] == "blocks":
+        return parts[3] if parts[2] == "moe" else parts[2]
+    return parts[0]
 
 
 def _tensors(

@@ -7,28 +7,22 @@ a `RankFailure` that says which, and where it was.
 
 import faulthandler
 import multiprocessing
-import multiprocessing.forkserver
-import os
 import pickle
 import signal
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import megalite
 from megalite.config.schema import Config
 from megalite.errors.problems import UserError
 from megalite.verify.compare import Trace
 
-PRELOADED = ["torch", "megalite.verify.rank"]
-ECHO_S = 1.0  # how long the cause of a failure may take to show after its first echo
-STAND_S = 1.0  # how long a rank that hangs may take to write down where it stands
+ECHO_S = 2.0  # how long the cause of a failure may take to show after its first echo, or a stack to be written
 
 TrainRank = Callable[[Config, Any], Trace]  # given a config and this rank's ParallelContext
 
@@ -51,17 +45,17 @@ def run_processes(
 
     `train` (default: that of rank.py) is what a rank of the layout runs; it lives at the top of a module.
     """
-    start_server()
+    multiprocessing.set_forkserver_preload(["torch", "megalite.verify.rank"])
     context, processes = multiprocessing.get_context("forkserver"), list[ForkServerProcess]()
     jobs = [(f"rank {rank}", (config, rank, world_size, train)) for rank in range(world_size)]
     jobs.append(("the single process", (reference, 0, 1, None)))
     with tempfile.TemporaryDirectory(prefix="megalite-verify-") as place:
         try:
             for name, job in jobs:
-                arguments = (Path(place), name, *job)
+                arguments = (Path(place), name, timeout_s, *job)
                 processes.append(context.Process(target=_serve, args=arguments, name=name, daemon=True))
                 processes[-1].start()
-            *traces, expected = _answers(processes, Path(place), timeout_s)
+            *traces, expected = _answers(processes, Path(place), time.monotonic() + timeout_s + ECHO_S)
         finally:
             for process in processes:
                 process.kill()
@@ -69,68 +63,59 @@ def run_processes(
     return traces, expected
 
 
-def start_server() -> None:
-    """Start the parent of all processes, unless there is one already. It imports torch while the caller goes on."""
-    package = str(Path(megalite.__file__).parent.parent)
-    path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
-    multiprocessing.set_forkserver_preload(PRELOADED)
-    before = dict(os.environ)
-    os.environ.update(OMP_NUM_THREADS="1", PYTHONPATH=path)
-    interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: Ctrl-C is the caller's, who ends everybody
-    try:
-        multiprocessing.forkserver.ensure_running()
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-        signal.signal(signal.SIGINT, interrupt)
+def _answers(processes: Sequence[ForkServerProcess], folder: Path, deadline: float) -> list[Trace]:
+    """All traces, or the failure that explains why there are none. A process that ends well leaves a file.
 
-
-def _answers(processes: Sequence[ForkServerProcess], folder: Path, timeout_s: float) -> list[Trace]:
-    """All traces, or the failure that explains why there are none. A process that ends well leaves a file."""
-    deadline, waiting = time.monotonic() + timeout_s, {process.sentinel: process for process in processes}
-    answers: dict[str, Trace | Failure] = {}
-    while waiting and (ready := wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))):
+    A process that hangs stays alive until all are ended: its end would look like a failure to those it exchanges with.
+    """
+    waiting = {process.sentinel: process for process in processes}
+    answers: dict[str, Trace] = {}
+    failures: list[tuple[Failure, str]] = []
+    while waiting and (
+        ready := wait(list(waiting), timeout=ECHO_S if failures else max(0.0, deadline - time.monotonic()))
+    ):
         for process in [waiting.pop(sentinel) for sentinel in list(waiting) if sentinel in ready]:
             process.join()
-            answer: Trace | Failure = Failure(0, _death(process.exitcode or 0))
-            if process.exitcode == 0:
-                answer = pickle.loads((folder / f"{process.name}.answer").read_bytes())
-            answers[process.name] = answer
-            if isinstance(answer, Failure):  # an echo may be faster than its cause
-                deadline = min(deadline, time.monotonic() + ECHO_S)
-    failures = {name: answer for name, answer in answers.items() if isinstance(answer, Failure)}
+            answer = folder / f"{process.name}.answer"
+            found = pickle.loads(answer.read_bytes()) if process.exitcode == 0 else _death(process.exitcode or 0)
+            if isinstance(found, Failure):
+                failures.append((found, process.name))
+            else:
+                answers[process.name] = found
+    if waiting and not failures:
+        failures = [(_silence(folder / f"{process.name}.stacks"), process.name) for process in waiting.values()]
     if failures:
-        name, (_, cause) = min(failures.items(), key=lambda failure: failure[1].at)
-        raise cause if isinstance(cause, UserError) else RankFailure(f"{name} {cause}")
-    if silent := [process.name for process in waiting.values()]:
-        for process in waiting.values():
-            assert process.pid, "it was started"
-            with suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGUSR1)
-        time.sleep(STAND_S)
-        text = (
-            f"no answer from {', '.join(silent)} within {timeout_s:g} s: a collective that not all ranks join, or slow"
-        )
-        stacks = {name: folder / f"{name}.stacks" for name in silent}
-        stood = [f"--- {name} stood at ---\n{path.read_text()}" for name, path in stacks.items() if path.exists()]
-        raise RankFailure("\n".join([text, *stood]))
-    return [answer for process in processes if isinstance(answer := answers[process.name], Trace)]
+        first = min(failure.at for failure, _ in failures)
+        at_first = {name: failure.cause for failure, name in failures if failure.at == first}
+        causes = {process.name: at_first[process.name] for process in processes if process.name in at_first}
+        for cause in causes.values():
+            if isinstance(cause, UserError):
+                raise cause
+        raise RankFailure("\n".join(f"{name} {cause}" for name, cause in causes.items()))
+    return [answers[process.name] for process in processes]
 
 
-def _death(status: int) -> str:
+def _death(status: int) -> Failure:
+    """Of those that died, all are causes."""
     how = f"by {signal.Signals(-status).name}" if status < 0 else f"with exit status {status}"
-    return f"died {how}" + (" (out of memory?)" if status == -signal.SIGKILL else "")
+    return Failure(0, f"died {how}" + (" (out of memory?)" if status == -signal.SIGKILL else ""))
 
 
-def _serve(folder: Path, name: str, config: Config, rank: int, world_size: int, train: TrainRank | None) -> None:
-    """One process: join the others, train, leave the answer; where it stands, if it is asked."""
-    if not folder.is_dir():  # the caller was interrupted while the server imported torch
-        return
+def _silence(stacks: Path) -> Failure:
+    stood = stacks.read_text() if stacks.exists() else ""
+    return Failure(0, f"did not answer in time: a collective that not all ranks join, or slow. It stood at\n{stood}")
+
+
+def _serve(
+    folder: Path, name: str, timeout_s: float, config: Config, rank: int, world_size: int, train: TrainRank | None
+) -> None:
+    """One process: join the others, train, leave the answer; or, when the time is up, where it stands."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the caller's, who ends everybody
     from megalite.verify.rank import enter
     from megalite.verify.rank import train as train_rank
 
-    with (folder / f"{name}.stacks").open("w") as file:
-        faulthandler.register(signal.SIGUSR1, file=file)
+    with (folder / f"{name}.stacks").open("w") as stacks:
+        faulthandler.dump_traceback_later(timeout_s, file=stacks)
         try:
             context = enter(config, rank, world_size, folder / "store")
             answer: Trace | Failure = (train or train_rank)(config, context)
@@ -139,5 +124,5 @@ def _serve(folder: Path, name: str, config: Config, rank: int, world_size: int, 
             answer = Failure(time.monotonic(), error)
         except Exception:
             answer = Failure(time.monotonic(), f"failed:\n{traceback.format_exc()}")
-        (folder / f"{name}.answer").write_bytes(pickle.dumps(answer))
-        faulthandler.unregister(signal.SIGUSR1)
+        faulthandler.cancel_dump_traceback_later()
+    (folder / f"{name}.answer").write_bytes(pickle.dumps(answer))

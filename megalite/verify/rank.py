@@ -19,13 +19,15 @@ from megalite.data.samples import Part, SampleSource
 from megalite.data.token_file import TokenFile
 from megalite.launch.context import ParallelContext
 from megalite.launch.environment import ProcessEnvironment
+from megalite.model.routers import Routers
 from megalite.optim.schedule import learning_rate
 from megalite.train.build import build_training, fill_with_start_values, start
 from megalite.train.state import held_pieces, owned_pieces
 from megalite.train.step import TrainStep
 from megalite.verify.compare import TensorBox, Trace
 
-LONGEST_DOCUMENT = 12  # tokens: several documents in each sample
+LOSSES = 4  # numbers of moe/balance.py's Figures after those that count choices
+DOCUMENT = 6  # tokens on average: several documents in each sample
 END_OF_DOCUMENT = 0
 
 
@@ -63,12 +65,14 @@ def train(config: Config, context: ParallelContext) -> Trace:
             figures.append(step(batch.microbatches, batch.local_tokens, lr).read())
             gradients.append(_parts(owned_pieces("", buffers.owned, buffers.gradients)))
     training.gather.finish()
+    tables = [figure.routing.numpy() for figure in figures if figure.routing is not None]
     return Trace(
         losses=[figure.loss for figure in figures],
         grad_norms=[figure.grad_norm for figure in figures],
         tokens=[figure.tokens for figure in figures],
         gradients=gradients,
-        parameters=_parts(held_pieces(buffers)),
+        parameters=_parts(held_pieces(buffers)) + [_whole(*named) for named in Routers(training.chunks).state()],
+        routing=[(its[:, :-LOSSES], its[:, -LOSSES:]) for its in tables],
     )
 
 
@@ -78,12 +82,10 @@ def synthetic_samples(config: Config) -> SampleSource:
     assert size is not None
     dice = np.random.default_rng(config.seed)
     needed = (config.train.steps + 1) * config.train.global_batch_size * length + 1
-    lengths = dice.integers(1, LONGEST_DOCUMENT + 1, size=needed).astype("<i4")
-    lengths = lengths[: int(np.searchsorted(np.cumsum(lengths), needed)) + 1]
-    tokens = dice.integers(0, size, size=int(lengths.sum()), dtype=np.int32)
-    ends = np.cumsum(lengths, dtype=np.int64)
-    tokens[tokens == END_OF_DOCUMENT] = size - 1
-    tokens[ends - 1] = END_OF_DOCUMENT
+    tokens = dice.integers(END_OF_DOCUMENT + 1, size, size=needed, dtype=np.int32)
+    tokens[dice.random(needed) < 1 / DOCUMENT] = tokens[-1] = END_OF_DOCUMENT
+    ends = np.flatnonzero(tokens == END_OF_DOCUMENT) + 1
+    lengths = np.diff(ends, prepend=0).astype("<i4")
     file = TokenFile(
         prefix=Path("synthetic"),
         tokens=tokens,
@@ -96,3 +98,7 @@ def synthetic_samples(config: Config) -> SampleSource:
 
 def _parts(pieces: Iterable[Piece]) -> list[TensorBox]:
     return [TensorBox(piece.name, piece.logical_shape, piece.offsets, piece.tensor.numpy().copy()) for piece in pieces]
+
+
+def _whole(name: str, tensor: torch.Tensor) -> TensorBox:
+    return TensorBox(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor.numpy())

@@ -2,20 +2,19 @@
 
 What a layout can get wrong stays: which axes there are, whether sizes split evenly, whether ranks share key-value
 heads, grouped queries, padding and uneven rows of the vocabulary, accumulation over microbatches, a pipeline's schedule
-with more or fewer of them than ranks, uneven and empty stages, recompute, clipping. Only counts shrink, each in units
-of its axis. No torch import.
+with more or fewer of them than ranks, uneven and empty stages, layers with and without experts, the options of routers,
+recompute, clipping. Only counts shrink, each in units of its axis. No torch import.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from math import sqrt
+from math import lcm, sqrt
 from typing import Any
 
 from megalite.config.derive import derive
 from megalite.config.parallel_rules import dense_ranks, layout_of, least_world, stage_settings
 from megalite.config.remedies import Case
 from megalite.config.rules import check
-from megalite.config.schedule_rules import default_group_size
 from megalite.config.schema import Config, ParallelConfig
 from megalite.config.settings import with_values
 from megalite.layout.ranks import ParallelLayout
@@ -66,14 +65,17 @@ class Shrunk:
 
 def shrink(config: Config, world_size: int) -> Shrunk:
     """`config` is checked and derived for `world_size` ranks; so is the small one."""
-    asked = layout_of(Case(config, world_size))
+    asked, optimizer = layout_of(Case(config, world_size)), config.optimizer
     axes, run = _axes(config, asked)
-    known = with_values(config, {"model.vocab_size": vocabulary_of(config)})
-    small = with_values(known, ALWAYS | axes | _stages(config, run) | _model(known, asked, run))
-    small = with_values(small, _batches(config, asked, run))
-    optimizer = config.optimizer
-    peak, eps, clip = min(optimizer.lr, 1e-2), max(optimizer.eps, EPS), min(optimizer.clip_grad, CLIP)
-    small = with_values(small, {"optimizer.lr": peak, "optimizer.eps": eps, "optimizer.clip_grad": clip})
+    numbers = {
+        "lr": min(optimizer.lr, 1e-2),
+        "eps": max(optimizer.eps, EPS),
+        "clip_grad": min(optimizer.clip_grad, CLIP),
+    }
+    small = with_values(config, ALWAYS | {f"optimizer.{name}": value for name, value in numbers.items()} | axes)
+    small = with_values(small, _stages(config, run) | _model(config, asked, run) | _batches(config, asked, run))
+    if config.model.moe.num_experts:
+        small = with_values(small, _experts(config, asked, run, small.model.num_layers))
     problems = check(small, run.world_size)
     assert not problems, problems
     layout = layout_of(Case(small, run.world_size))
@@ -87,15 +89,21 @@ def vocabulary_of(config: Config) -> int:
     return VOCABULARIES.get(config.tokenizer, config.data.bpe_vocab_size if config.tokenizer == "bpe" else ASSUMED)
 
 
+def _few(count: int, ranks: int, ranks_run: int, most: int = FEW) -> int:
+    """What is left of `count` things on `ranks`: at most `most` on each, and a rest where there was one."""
+    return min(count // ranks, most) * ranks_run + min(count % ranks, ranks_run - 1)
+
+
 def _axes(config: Config, asked: ParallelLayout) -> tuple[dict[str, Any], ParallelLayout]:
     """All axes as asked, or at most 2 each."""
     axes, dp = {axis: getattr(config.parallel, axis) for axis in AXES}, asked.dp
     if asked.world_size > MOST_RANKS:
-        axes = {axis: min(2, size or 1) for axis, size in axes.items()}
+        axes = {axis: size and min(2, size) for axis, size in axes.items()}
         small = Config(parallel=ParallelConfig(**axes))
         ranks, unit = dense_ranks(small), least_world(small)
         dp = -(-min(2, asked.dp) * ranks // unit) * unit // ranks
-    run = ParallelLayout(tp=axes["tp"], cp=axes["cp"], dp=dp, pp=axes["pp"], vpp=axes["vpp"])
+    etp = None if asked.etp is None else axes["etp"] or axes["tp"]
+    run = ParallelLayout(axes["tp"], axes["cp"], dp, axes["pp"], axes["vpp"], axes["ep"], etp, asked.order)
     return {f"parallel.{axis}": size for axis, size in axes.items()}, run
 
 
@@ -106,52 +114,73 @@ def _stages(config: Config, run: ParallelLayout) -> dict[str, Any]:
     """
     counts, stages = [stage.count for stage in stage_layers(stage_settings(config))], run.pp * run.vpp
     kept = [counts[at * (len(counts) - 1) // max(1, stages - 1)] for at in range(stages)]
-    small = [sorted({0, *kept}).index(count) for count in kept]
-    layout: str | None = layout_text(small)
-    if len(set(kept)) == 1:
-        small, layout = [min(max(1, kept[0]), FEW)] * stages, None
+    even, moe = len(set(kept)) == 1, config.model.moe
+    most = 2 * FEW if moe.first_dense_layers or moe.layer_freq > 1 else FEW  # some with experts and some without
+    small = [min(max(1, kept[0]), most)] * stages if even else [sorted({0, *kept}).index(count) for count in kept]
     layers, recomputed = sum(small), config.train.recompute_layers
     if recomputed is not None:
         recomputed = layers if recomputed >= config.model.num_layers else max(1, layers // 2)
     return {
         "model.num_layers": layers,
-        "parallel.pipeline_layout": layout,
+        "parallel.pipeline_layout": None if even else layout_text(small),
         "train.recompute_layers": recomputed,
     }
 
 
 def _model(config: Config, asked: ParallelLayout, run: ParallelLayout) -> dict[str, Any]:
-    """Ranks share a key-value head where they did; groups of queries stay groups; the vocabulary has as much padding
-    as before, and rows that split evenly over tp only if they did."""
+    """Ranks share a key-value head where they did; groups of queries stay groups; the width stays that of all heads,
+    or narrower or wider; the vocabulary has as much padding as before, and rows as uneven over tp."""
     model = config.model
     heads, kv_heads = model.num_attention_heads, model.num_key_value_heads or 1
     head_size, ffn = model.head_size or 1, model.ffn_hidden_size or 1
-    sharers = max(1, asked.tp // kv_heads)  # ranks of one key-value head
-    sharers_run = min(sharers, run.tp)
-    kv_heads_run = run.tp // sharers_run * max(1, min(kv_heads // asked.tp, FEW))
-    heads_run = kv_heads_run * sharers_run * min(heads // kv_heads // sharers, FEW)
-    all_heads, before = heads_run * min(head_size, 4 * FEW), heads * head_size
-    hidden = max(1, all_heads * model.hidden_size // before)  # as wide as the heads together, or narrower
-    if model.hidden_size > before:
-        hidden = min(2 * all_heads, -(-all_heads * model.hidden_size // before))
+    sharers = min(max(1, asked.tp // kv_heads), run.tp)  # ranks of one key-value head
+    kv_heads_run = run.tp // sharers * max(1, min(kv_heads // asked.tp, FEW))
+    heads_run = kv_heads_run * sharers * min(heads // max(kv_heads, asked.tp), FEW)
+    head_size_run = min(head_size, 4 * FEW)
+    before, width = heads * head_size, heads_run * head_size_run
     size, multiple = vocabulary_of(config), model.vocab_multiple
-    count = -(-size // multiple)
-    uneven = count * multiple % asked.tp != 0
-    rows, unit = next(
-        (few * unit, unit)
-        for unit in (multiple, multiple + 1)
-        for few in range(min(count, 2 * run.tp), min(count, 3 * run.tp) + 2)
-        if (few * unit % run.tp != 0) == uneven
-    )
+    rows = -(-size // multiple)  # in multiples
+    hidden = min(2 * width, max(1, -(-width * model.hidden_size // before) - (model.hidden_size < before)))
     return {
         "model.hidden_size": hidden,
         "model.num_attention_heads": heads_run,
         "model.num_key_value_heads": kv_heads_run,
-        "model.head_size": min(head_size, 4 * FEW),
-        "model.ffn_hidden_size": run.tp * min(ffn // asked.tp, 6 * FEW),
-        "model.vocab_size": rows - (count * multiple - size),
-        "model.vocab_multiple": unit,
+        "model.head_size": head_size_run,
+        "model.ffn_hidden_size": _few(ffn, asked.tp, run.tp, 6 * FEW),
+        "model.vocab_size": size - (rows - min(rows, 2 * run.tp + rows % run.tp)) * multiple,
         "model.init_std": model.init_std * sqrt(model.hidden_size / hidden),  # activations keep their size
+    }
+
+
+def _experts(config: Config, asked: ParallelLayout, run: ParallelLayout, layers: int) -> dict[str, Any]:
+    """As many experts on each rank, or a few; a token chooses all if it did, and among all groups if it did. Layers
+    without experts stay before and between those that have some, as far as `layers` allow."""
+    moe, width = config.model.moe, config.model.moe.ffn_hidden_size or 1
+    experts, groups, top_groups, top = moe.num_experts, moe.num_groups, moe.top_k_groups, moe.top_k
+    experts_run = min(experts // run.ep, 2 * FEW) * run.ep
+    if experts_run < experts:
+        of_group, every = top // top_groups, top == experts
+        if groups > 1:
+            some = 1 < top_groups < groups and experts_run % 4 == 0
+            groups, top_groups = (4, 2) if some else (2, 1 if top_groups < groups else 2)
+        room = experts_run // groups
+        room -= top_groups == groups and experts_run > FEW  # else a token chose all
+        top = experts_run if every else top_groups * min(of_group, FEW, room)
+    assert asked.etp is not None
+    assert run.etp is not None
+    # Shared experts are an MLP over tp.
+    unit, unit_run = (lcm(of.etp or 1, of.tp if moe.num_shared_experts else 1) for of in (asked, run))
+    first = min(moe.first_dense_layers, 1, layers - 1)
+    return {
+        "model.moe.num_experts": experts_run,
+        "model.moe.num_groups": groups,
+        "model.moe.top_k_groups": top_groups,
+        "model.moe.top_k": top,
+        "model.moe.ffn_hidden_size": min(max(1, width // unit), 6 * FEW) * unit_run,
+        "model.moe.num_shared_experts": min(moe.num_shared_experts, FEW),
+        "model.moe.capacity_factor": moe.capacity_factor and max(moe.capacity_factor, 1 / top),  # less is refused
+        "model.moe.first_dense_layers": first,
+        "model.moe.layer_freq": min(moe.layer_freq, 2, layers - first),
     }
 
 
@@ -160,12 +189,10 @@ def _batches(config: Config, asked: ParallelLayout, run: ParallelLayout) -> dict
     a sequence, learned positions and chunks of the loss that are as long in proportion."""
     model, train, micro = config.model, config.train, config.train.micro_batch_size or 1
     group, number = config.parallel.microbatch_group_size, train.global_batch_size // (micro * asked.dp)
-    microbatches = run.pp * min(number // asked.pp, FEW) + min(number % asked.pp, run.pp - 1)
-    if group is not None and number % group:
-        microbatches, group = 2 * run.pp + 1, run.pp + 1
-    elif group is not None:
-        usual = group == default_group_size(asked.pp, number)
-        group = None if usual and microbatches % default_group_size(run.pp, microbatches) == 0 else microbatches
+    microbatches = _few(number, asked.pp, run.pp)
+    if group is not None:
+        whole = -(-microbatches // run.pp) * run.pp
+        group, microbatches = (None, whole) if number % group == 0 else (run.pp + 1, 2 * run.pp + 1)
     unit = 2 * run.tp * run.cp  # context parallelism cuts twice as many pieces as it has ranks
     length = max(1, SEQ_LENGTH // unit) * unit + (train.seq_length % (asked.tp * asked.cp) > 0)
     positions, chunk, few = model.max_positions, model.loss_chunk_tokens, min(micro, FEW)

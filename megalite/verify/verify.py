@@ -5,7 +5,8 @@ Nothing of the user's is read or written but the config. No torch import: the pr
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass
 from math import lcm
 
 from megalite.config.compose import load_config, load_values
@@ -19,7 +20,6 @@ from megalite.verify.processes import TrainRank, run_processes
 from megalite.verify.shrink import AXES, MOST_RANKS, Shrunk, shrink, vocabulary_of
 
 TIMEOUT_S = 300.0
-READ = (*(f"parallel.{axis}" for axis in AXES), "train.global_batch_size", "train.micro_batch_size")
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,8 @@ def verify(config: Config, world_size: int, *, timeout_s: float = TIMEOUT_S, tra
 def load(argv: list[str], world_size: int | None, dp: int | None) -> tuple[Config, int]:
     """The config of the launcher's overrides and the world that it is verified on; UserError with all that is wrong.
 
-    The world is `world_size`, else what `_natural_world` says.
+    The world is `world_size`, or `dp` times the ranks that the layout needs: by default 2 times, so that data
+    parallelism is verified along with the axes that were asked for, where that is at most 8 ranks and is not refused.
     """
     problems = [
         Problem(name, value, "must be at least 1", f"{name} 2, or leave it out")
@@ -60,54 +61,35 @@ def load(argv: list[str], world_size: int | None, dp: int | None) -> tuple[Confi
         problems.append(Problem("--dp", dp, f"follows from --world-size {world_size}", "give one of the two"))
     if problems:
         raise UserError(problems)
-    asked, world_size = world_size, world_size or _natural_world(argv, dp)
+    world = world_size or 1
+    with suppress(UserError):  # which load_config then tells
+        axes = load_values(argv, [f"parallel.{axis}" for axis in AXES])
+        world = world_size or (least_world(axes) if dp is None else dp * dense_ranks(axes))
+    if world_size is None and dp is None and 2 * world <= MOST_RANKS:
+        with suppress(UserError):
+            return load_config(argv, 2 * world), 2 * world
     try:
-        config = load_config(argv, world_size)
-    except UserError as error:  # where the world was ours, it is the other mistakes that count
-        if asked:
-            raise
-        problems = [problem for problem in error.problems if problem.setting != "world size"] or error.problems
-        raise UserError(_advised_for_any_world(problems, argv, world_size)) from None
-    if world_size == 1:
+        config = load_config(argv, world)
+    except UserError:
+        if world_size is None:  # it follows the sizes: what is wrong in a world that all of them divide?
+            roomy = lcm(world, *range(1, 13))
+            load_config([*argv, f"train.global_batch_size={roomy}", "train.micro_batch_size=1"], roomy)
+        raise
+    if world == 1:
         rule, remedy = "one process is what layouts are compared to", "--dp 2, or parallel.tp=2 with a batch to suit"
         raise UserError(Problem("world size", 1, rule, remedy))
-    return config, world_size
-
-
-def _advised_for_any_world(problems: list[Problem], argv: list[str], world_size: int) -> list[Problem]:
-    """The same, but with every size of parallel.tp that the model allows: the world will follow it."""
-    roomy = lcm(world_size, *range(1, 13))
-    try:  # a world and a batch that these sizes divide, so that neither rules any of them out
-        load_config([*argv, f"train.global_batch_size={roomy}", "train.micro_batch_size=1"], roomy)
-    except UserError as error:
-        remedies = {(p.setting, p.rule): p.remedy for p in error.problems if "parallel.tp=" in p.rule}
-        return [replace(p, remedy=remedies.get((p.setting, p.rule), p.remedy)) for p in problems]
-    return problems
-
-
-def _natural_world(argv: list[str], dp: int | None) -> int:
-    """`dp` times the ranks that the layout needs. By default 2 times, so that data parallelism is verified along with
-    the axes that were asked for, where that is at most 8 ranks and the batch splits."""
-    try:
-        config = load_values(argv, READ)
-    except UserError:  # which load_config then tells
-        return 1
-    ranks, unit, train = dense_ranks(config), least_world(config), config.train
-    if dp is not None:
-        return dp * ranks
-    copies, batch = 2 * unit // ranks, train.global_batch_size // (train.micro_batch_size or 1)
-    enough = config.parallel.vpp == 1 or batch // copies >= config.parallel.pp  # microbatches for interleaved
-    return 2 * unit if 2 * unit <= MOST_RANKS and batch % copies == 0 and enough else unit
+    return config, world
 
 
 def table(verdict: Verdict) -> Iterator[str]:
     """The lines that a user reads."""
-    shrunk = verdict.shrunk
+    shrunk, train = verdict.shrunk, verdict.shrunk.config.train
     yield f"asked   {_layout(shrunk.asked, shrunk.asked_layout)}: {_model(shrunk.asked)}"
     yield f"run     {_layout(shrunk.config, shrunk.layout)}: {_model(shrunk.config)}"
     if shrunk.layout.pp > 1:
         yield f"        {_pipeline(shrunk.config, shrunk.layout)}"
-    yield f"        {_training(shrunk.config)}, fp64 on the CPU, synthetic tokens"
+    size = f"{train.steps} steps of {train.global_batch_size} x {train.seq_length} tokens"
+    yield f"        {size}, fp64 on the CPU, synthetic tokens"
     yield from (f"note    {note}" for note in shrunk.notes)
     yield ""
     lines: list[tuple[str, ...]] = [("", "one process", "difference", "relative", "", "worst at")]
@@ -128,7 +110,7 @@ def table(verdict: Verdict) -> Iterator[str]:
 
 def _layout(config: Config, layout: ParallelLayout) -> str:
     sizes = {axis: getattr(layout, axis) for axis in ("tp", "cp", "pp", "vpp", "dp", "ep", "etp")}
-    named = [f"{axis} {size}" for axis, size in sizes.items() if size is not None and size > 1]
+    named = [f"{axis} {size}" for axis, size in sizes.items() if size is not None and (size > 1 or axis == "etp")]
     if layout.tp > 1:
         named.insert(1, f"sequence parallel {'on' if config.parallel.sequence_parallel else 'off'}")
     return f"{layout.world_size} ranks ({', '.join(named)})"
@@ -139,7 +121,10 @@ def _model(config: Config) -> str:
     shape = f"{model.num_layers} layers x {model.hidden_size}, {model.num_attention_heads} heads of {model.head_size}"
     if model.num_key_value_heads != model.num_attention_heads:
         shape += f", {model.num_key_value_heads} key-value heads"
-    return f"{shape}, ffn {model.ffn_hidden_size}, vocabulary {vocabulary_of(config):,}"
+    shape += f", ffn {model.ffn_hidden_size}"
+    if (moe := model.moe).num_experts:
+        shape += f", {moe.num_experts} experts of {moe.ffn_hidden_size} (top {moe.top_k})"
+    return f"{shape}, vocabulary {vocabulary_of(config):,}"
 
 
 def _pipeline(config: Config, layout: ParallelLayout) -> str:
@@ -148,16 +133,3 @@ def _pipeline(config: Config, layout: ParallelLayout) -> str:
     group = config.parallel.microbatch_group_size
     grouped = "" if group is None else f" in groups of {group}"
     return f"{config.parallel.schedule}, {microbatches} microbatches{grouped}, stages of {', '.join(stages)} layers"
-
-
-def _training(config: Config) -> str:
-    train, data = config.train, config.data
-    others = {
-        f"recompute {train.recompute}": train.recompute != "none",
-        f"label smoothing {train.label_smoothing:g}": train.label_smoothing,
-        f"z-loss {train.z_loss:g}": train.z_loss,
-        "ends of documents masked": data.mask_end_of_document,
-        "attention inside documents": not data.cross_document_attention,
-    }
-    size = f"{train.steps} steps of {train.global_batch_size} x {train.seq_length} tokens"
-    return ", ".join([size, *(words for words, there in others.items() if there)])

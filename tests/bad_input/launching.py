@@ -6,6 +6,7 @@ where the others are. A row runs the launcher's `main` in this process, on a mod
 
 import importlib
 import os
+import shutil
 import socket
 import struct
 from collections.abc import Callable
@@ -108,6 +109,14 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def copy_of_run(finished: Path, folder: Path) -> Path:
+    """What `finished` holds, its run and data, in `folder`, as if it had been made there."""
+    shutil.copytree(finished, folder, dirs_exist_ok=True)
+    config = folder / "run" / "config.yaml"
+    config.write_text(config.read_text().replace(str(finished), str(folder)))
+    return folder / "run"
 
 
 # --- places ----------------------------------------------------------------------------------------------------------

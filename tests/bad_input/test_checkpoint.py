@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import pretrain_gpt
 from megalite.checkpoint.manifest import FileRecord, Manifest, digest
-from tests.bad_input.launching import SMALL, TOKENS, Row, Scene, check, write_corpus
+from tests.bad_input.launching import SMALL, TOKENS, Row, Scene, check, copy_of_run, write_corpus
 from tests.checkpoint import test_damage as damage
 
 RUN = [*SMALL, *TOKENS, "run_dir=run"]
@@ -37,11 +37,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(finished: Path, launch_folder: Path) -> Path:
-    """A copy of the run in the launch folder, as if it had been made there."""
-    shutil.copytree(finished, launch_folder, dirs_exist_ok=True)
-    config = launch_folder / "run" / "config.yaml"
-    config.write_text(config.read_text().replace(str(finished), str(launch_folder)))
-    return launch_folder / "run"
+    return copy_of_run(finished, launch_folder)
 
 
 def of_both(harm: Callable[[Path], object]) -> Callable[[Scene], None]:
@@ -136,7 +132,7 @@ ROWS = [
         72,
         "no manifest",
         "",
-        [*NONE_CAN_BE_READ, "it has no manifest.json: it was not written, or not copied, completely"],
+        [*NONE_CAN_BE_READ, "manifest.json cannot be read: No such file"],
         of_both(damage.lose_the_manifest),
     ),
     Row(73, "a file of another size", "", [*NONE_CAN_BE_READ, "has 1,000 bytes where"], of_both(damage.truncate)),
@@ -144,7 +140,7 @@ ROWS = [
         74,
         "a flipped bit",
         "",
-        [*NONE_CAN_BE_READ, "rank-00000.safetensors is damaged: its content hashes to", "was written"],
+        [*NONE_CAN_BE_READ, "rank-00000.safetensors is damaged: its content hashes to", "not as written"],
         of_both(flip_a_bit),
     ),
     Row(
@@ -158,10 +154,16 @@ ROWS = [
         75,
         "a manifest that was edited",
         "",
-        [*NONE_CAN_BE_READ, "manifest.json is damaged (its hash does not match)"],
+        [*NONE_CAN_BE_READ, "manifest.json is damaged: its hash does not match"],
         of_both(damage.reformat_the_manifest),
     ),
-    Row(76, "a file less", "", [*NONE_CAN_BE_READ, "rank-00000.safetensors is missing"], of_both(damage.lose_the_data)),
+    Row(
+        76,
+        "a file less",
+        "",
+        [*NONE_CAN_BE_READ, "rank-00000.safetensors cannot be read: No such file"],
+        of_both(damage.lose_the_data),
+    ),
     Row(
         77,
         "a manifest that points outside",
@@ -180,14 +182,14 @@ ROWS = [
         78,
         "the old format",
         "",
-        ["an older megalite wrote it (it has COMMIT.json)", "go on with the megalite", "scripts/export_hf.py"],
+        ["an early megalite wrote it (it has COMMIT.json)", "go on with the megalite that wrote it"],
         of_both(damage.write_old_format),
     ),
     Row(
         79,
         "a checkpoint of another program",
         "run_dir=theirs",
-        ["run_dir='theirs': a run would write over checkpoints", "(there is no run.json)", "a new folder"],
+        ["run_dir='theirs': it holds checkpoints", "(there is no run.json)", "a new folder"],
         folder_of_another_program,
     ),
     Row(
@@ -214,7 +216,7 @@ ROWS = [
         80,
         "a model in pickles",
         "run_dir=new checkpoint.init_from=exported",
-        ["must hold model.safetensors", "pickled weights (*.bin) are never loaded", "save_pretrained"],
+        ["model.safetensors", "must be a complete", "pickled weights (*.bin) are never loaded", "save_pretrained"],
         folder_of_pickles,
     ),
     Row(
@@ -250,7 +252,7 @@ ROWS = [
         84,
         "another precision",
         "precision=fp64",
-        ["of another dtype", "exp_avg.", "is torch.float32 there and torch.float64 here", "precision of the run"],
+        ["of another form", "exp_avg.", "is (torch.float32, [", "there and (torch.float64, [", "precision of the run"],
     ),
     Row(
         85,
@@ -275,7 +277,10 @@ ROWS = [
         92,
         "a checkpoint of another run",
         "",
-        ["it is of run 0123456789abcdef, and the folder is that of run ", "copy the whole run folder"],
+        [
+            "its newest checkpoint is of run 0123456789abcdef, and the folder is that of run ",
+            "copy the whole run folder",
+        ],
         of_both(call_it_another_run_s),
     ),
     Row(
@@ -288,7 +293,7 @@ ROWS = [
         92,
         "checkpoints without their run",
         "",
-        ["write over checkpoints, config.yaml", "put its run.json back"],
+        ["it holds checkpoints, config.yaml", "put its run.json back"],
         lose_the_run,
     ),
     Row(
@@ -312,3 +317,14 @@ def test_the_run_itself_goes_on(launch_folder: Path) -> None:
     """What the rows start from is refused for nothing but what they do to it."""
     assert pretrain_gpt.main([*RUN, "train.steps=3"]) == 0
     assert (launch_folder / "run" / "checkpoints" / "step-00000003").is_dir()
+
+
+def test_another_number_of_experts_than_the_checkpoint_s_is_refused(
+    scene: Scene, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_corpus(scene.folder)
+    assert pretrain_gpt.main([*RUN, "model.moe.num_experts=4", "train.steps=1"]) == 0
+    for experts in (8, 0):
+        rule = f"model.moe.num_experts={experts}: the run in this folder was started with model.moe.num_experts=4"
+        words = [rule, "set model.moe.num_experts=4, or another run_dir", "1 problem"]
+        check(Row(0, "", f"model.moe.num_experts={experts}", words), scene, capfd, RUN)

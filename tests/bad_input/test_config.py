@@ -108,7 +108,7 @@ ROWS = [
         "parallel.pp=2 parallel.vpp=3 parallel.schedule=zb-h1 train.compile=true",
         [
             "4 problems",
-            "1 layers do not divide over 6 stages",
+            "1 layer cannot be divided over 6 stages",
             "model.num_layers=6 or 12",
             "schedule='zb-h1'",
             "train.compile=True",
@@ -120,6 +120,63 @@ ROWS = [
         "train.global_batch_size=100 train.micro_batch_size=3",
         ["=100: not a multiple of train.micro_batch_size=3 x 8 data-parallel ranks = 24", "size=72 or 96 or 120"],
         ranks=8,
+    ),
+    Row(
+        12,
+        "experts that do not split over their ranks, nor over groups",
+        "parallel.ep=4 model.moe.num_experts=6 model.moe.num_groups=4 train.global_batch_size=8",
+        [
+            "model.moe.num_experts=6: does not split over parallel.ep=4",
+            "model.moe.num_experts=6: does not split over model.moe.num_groups=4",
+            "fix: model.moe.num_experts=8 or 12 or 16",
+            "2 problems",
+        ],
+        ranks=4,
+    ),
+    Row(
+        12,
+        "experts whose ranks do not divide the world",
+        "parallel.ep=2 parallel.etp=2 parallel.pp=2 model.moe.num_experts=8 model.num_layers=2 "
+        "train.global_batch_size=6 train.micro_batch_size=1",
+        [
+            "world size=12: not a multiple of parallel.etp=2 x parallel.ep=2 x parallel.pp=2 = 8",
+            "fix: parallel.etp=1, or parallel.ep=1",
+        ],
+        ranks=12,
+    ),
+    Row(
+        12,
+        "an expert that does not split over its ranks",
+        "parallel.etp=2 model.moe.num_experts=8 model.moe.ffn_hidden_size=33",
+        ["model.moe.ffn_hidden_size=33: does not split over parallel.etp=2", "=30 or 32 or 34", "parallel.etp=1"],
+        ranks=2,
+    ),
+    Row(
+        12,
+        "more choices than experts, fewer places than tokens, and fewer layers than one of experts needs",
+        "model.moe.num_experts=2 model.moe.top_k=3 model.moe.capacity_factor=0.3 model.moe.layer_freq=2",
+        [
+            "3 problems",
+            "model.moe.layer_freq=2: more than the layers, model.num_layers=1",
+            "model.moe.top_k=3: there are model.moe.num_experts=2",
+            "model.moe.capacity_factor=0.3: with model.moe.top_k=3 all experts together take fewer",
+        ],
+    ),
+    Row(
+        12,
+        "biases of a softmax's experts",
+        "model.moe.num_experts=2 model.moe.expert_bias_rate=0.001",
+        [
+            "model.moe.expert_bias_rate=0.001: a bias moves",
+            "model.moe.score=sigmoid, or model.moe.expert_bias_rate=0.0",
+        ],
+    ),
+    Row(
+        12,
+        "settings of experts without any",
+        "parallel.ep=2 model.moe.top_k=1",
+        ["model.moe.top_k=1: has no effect with model.moe.num_experts=0", "parallel.ep=2: has no effect", "=8, or p"],
+        ranks=2,
     ),
     Row(
         13,

@@ -112,7 +112,7 @@ ROWS = [
         35,
         "rank 0 that never comes",
         "parallel.startup_timeout_s=0.2",
-        ["MASTER_ADDR:MASTER_PORT='localhost:1'", "rank 1 found nobody there", "no firewall closes"],
+        ["MASTER_ADDR:MASTER_PORT='localhost:1'", "rank 1 found nobody there: ", "no firewall closes"],
         variables={"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
     ),
     Row(37, "no CUDA", "device=cuda", ["device='cuda'", "no usable CUDA device", "device=cpu"]),
@@ -267,7 +267,7 @@ ROWS_OF_RANKS = [
     OfRanks(
         40,
         "a run_dir that is not shared",
-        ["run_dir='", f"rank 0 on {HOST} has written there what rank 1 on {HOST} does not find", "all nodes share"],
+        ["run_dir='", f"rank 0 on {HOST} has written its lock there, and {HOST} does not find it", "all nodes share"],
         disk_of_its_own,
     ),
     OfRanks(

@@ -33,11 +33,6 @@ class Explained:
 
 
 EXPLAINED = {
-    12: Explained(
-        "experts that do not split over ranks",
-        "experts are not built yet: every size of parallel.ep above 1 is refused",
-        ["config/test_rules.py::test_a_broken_rule_names_the_setting_and_what_would_work"],
-    ),
     29: Explained(
         "determinism with an operation that has none",
         "there is no such switch: a run on one layout repeats itself bit for bit, and a test would miss what does not",

@@ -20,6 +20,7 @@ from megalite.data.samples import Part, SampleSource
 from megalite.data.token_file import TokenFile
 from tests.bad_input.launching import SMALL, TOKENS, refused, write_corpus
 from tests.train.runs import ROOT
+from tests.warm import warm_python
 
 LARGE = 9_000_000  # tokens of a file that is not looked at as a whole when it is opened
 
@@ -92,7 +93,7 @@ def test_what_one_other_machine_lacks_is_said_there(
 def test_what_only_rank_1_reads_ends_the_job_with_one_message(launch_folder: Path) -> None:
     """Each of the two microbatches of a step is another rank's."""
     write_corpus(launch_folder, stranger_at=place_of_sample(launch_folder, 4 * 2 + 2), count=LARGE)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [warm_python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     argv = [*SMALL, *TOKENS, "run_dir=run", "data.validation_fraction=0.1"]
     done = subprocess.run(
         [*command, str(ROOT / "pretrain_gpt.py"), *argv], capture_output=True, text=True, timeout=60, check=False

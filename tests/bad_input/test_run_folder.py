@@ -8,16 +8,26 @@ from pathlib import Path
 import pytest
 
 import pretrain_gpt
-from tests.bad_input.launching import SMALL, TOKENS, refused, tree, write_corpus
+from megalite.checkpoint.lock import RunLock
+from tests.bad_input.launching import SMALL, TOKENS, copy_of_run, refused, tree, write_corpus
 
 RUN = [*SMALL, *TOKENS, "run_dir=run", "checkpoint.interval=2"]
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run and its corpus."""
+    folder = tmp_path_factory.mktemp("finished")
+    write_corpus(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert pretrain_gpt.main(RUN) == 0
+    return folder
+
+
 @pytest.fixture
-def run(launch_folder: Path) -> Path:
-    write_corpus(launch_folder)
-    assert pretrain_gpt.main(RUN) == 0
-    return launch_folder / "run"
+def run(finished: Path, launch_folder: Path) -> Path:
+    return copy_of_run(finished, launch_folder)
 
 
 def lose(run: Path) -> None:
@@ -114,7 +124,7 @@ def test_what_lies_in_the_place_of_a_file_is_refused_by_its_name(
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b'{"run_id": 3, "data_fingerprint": "x"}', "run_id=3, which is not text"),
+        (b'{"run_id": 3, "data_fingerprint": "x"}', "run_id=3, which is not of type str"),
         (b'{"run_id": "x"}', "lacks 'data_fingerprint'"),
         (b"\xff", "is not UTF-8 text"),
         (b"[" * 100_000, "is nested too deeply"),
@@ -131,7 +141,8 @@ def test_an_identity_of_another_form_is_refused(
 
 
 @pytest.mark.parametrize("content", [b"\xff", b"[" * 100_000, b"[1]", b'{"host": 1, "pid": "x"}'], ids=len)
-def test_a_lock_that_names_nobody_is_nobody_s(run: Path, content: bytes) -> None:
+def test_a_lock_that_names_nobody_is_nobody_s(run: Path, content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RunLock.__init__.__kwdefaults__, "patience_s", 0.5)  # for a holder on another host
     (run / "lock").write_bytes(content)
     assert pretrain_gpt.main([*RUN, "train.steps=5"]) == 0
 

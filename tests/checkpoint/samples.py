@@ -96,6 +96,11 @@ def equal(some: list[Piece], others: list[Piece]) -> bool:
     )
 
 
+def index_of(piece: Piece) -> tuple[slice, ...]:
+    """The piece as an index into the logical tensor."""
+    return tuple(slice(at, at + size) for at, size in zip(piece.offsets, piece.tensor.shape, strict=True))
+
+
 def no_report(text: str) -> None:
     """For places where a report would be a failure of the test."""
     raise AssertionError(text)

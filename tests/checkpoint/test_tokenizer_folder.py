@@ -1,4 +1,4 @@
-"""The tokenizer of a run is there as a whole; damage is found by readers and mended by the next start."""
+"""Damage to the tokenizer of a run is found by readers and mended by the next start."""
 
 import os
 from pathlib import Path
@@ -60,19 +60,3 @@ def test_what_is_as_the_checkpoint_tells_is_left_alone(tmp_path: Path) -> None:
     known = keep_tokenizer(tmp_path, other.files(), {})
     assert keep_tokenizer(tmp_path, BYTE.files(), known) == known
     assert content(tmp_path) == other.files()
-
-
-def test_a_kill_while_it_is_written_leaves_nothing_that_passes_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def killed(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    for name in ("megalite.checkpoint.tokenizer_folder.write_new", "os.rename"):
-        with monkeypatch.context() as patch:
-            patch.setattr(name, killed)
-            with pytest.raises(KeyboardInterrupt):
-                keep_tokenizer(tmp_path, BYTE.files(), {})
-        assert not (tmp_path / TOKENIZER).exists()
-    keep_tokenizer(tmp_path, BYTE.files(), {})
-    assert os.listdir(tmp_path) == [TOKENIZER]

@@ -14,7 +14,6 @@ import yaml
 import pretrain_gpt
 from megalite.commands import sweep as sweep_command
 from megalite.commands.sweep import points_of
-from megalite.errors.problems import Problem, UserError
 from tests.warm import warm_python
 
 ROOT = Path(__file__).parents[2]
@@ -67,16 +66,14 @@ def losses(run: object) -> list[float]:
     return [line["val_loss"] for line in map(json.loads, lines) if "val_loss" in line]
 
 
-def test_two_by_two_points_are_trained_and_compared_and_the_same_command_continues_them(
-    place: Path, sweep: Sweep
-) -> None:
-    words = ("optimizer.lr=1e-3,3e-4", "seed=1,2")
+def test_points_are_trained_and_compared_and_the_same_command_continues_them(place: Path, sweep: Sweep) -> None:
+    words = ("optimizer.lr=1e-3,3e-4",)
     told = [line for line in sweep(*words).splitlines() if line]
     found = records(place)
-    assert [record["status"] for record in found] == ["trained"] * 4
-    assert len({record["run_dir"] for record in found}) == 4
+    assert [record["status"] for record in found] == ["trained"] * 2
+    assert len({record["run_dir"] for record in found}) == 2
     assert [[record["val_loss"]] for record in found] == [losses(record["run_dir"]) for record in found]
-    assert told[-5].startswith("optimizer.lr=0.001 seed=1: trained, validation loss ")
+    assert told[-3].startswith("optimizer.lr=0.001: trained, validation loss ")
     assert told[-1] == f"comparison: {place / 'sweep' / 'comparison.html'}"
     page = (place / "sweep" / "comparison.html").read_text()
     assert all(Path(str(record["run_dir"])).name in page for record in found)
@@ -84,7 +81,7 @@ def test_two_by_two_points_are_trained_and_compared_and_the_same_command_continu
     assert sorted(path.name for path in place.iterdir()) == ["a.txt", "runs", "sweep"]
 
     again = sweep(*words)
-    assert again.count("already finished: step 2 of 2") == 4
+    assert again.count("already finished: step 2 of 2") == 2
     assert records(place) == found
 
 
@@ -106,9 +103,9 @@ def test_a_point_that_fails_does_not_lose_the_others(place: Path, sweep: Sweep) 
         (["train.eval_batches=1,2"], ["run_dir=", "points 0 and 1 would train in the same folder"]),
         (["sweep.nproc_per_node=0", "seed=1,2"], ["sweep.nproc_per_node=0", "must be at least 1"]),
         (["train.global_batch_size=2,3", "sweep.nproc_per_node=2"], ["train.global_batch_size=3"]),
-        (["seed=1,2", "hydra/launcher=submitit_slurm"], ["hydra/launcher='submitit_slurm'", "packages to install"]),
+        (["seed=1,2", "hydra/launcher=submitit_slurm"], ["hydra/launcher/submitit_slurm", "docs/sweeps.md"]),
         (["optimizer.lr=interval(1e-4,1e-3)"], ["--multirun", "INTERVAL"]),
-        (["seed=1,2", "hydra/launcher=rocket"], ["hydra/launcher='rocket'", "fix: basic"]),
+        (["seed=1,2", "hydra/launcher=rocket"], ["hydra/launcher/rocket", "basic"]),
         (["seed=range(1,100000)"], ["a grid of more than 10,000 points"]),
         (["seed=range(1,9000000000)", "train.steps=1,2"], ["a grid of more than 10,000 points"]),
         (["hydra.sweep.dir=a.txt"], ["/a.txt:", "File exists", "another hydra.sweep.dir"]),
@@ -125,28 +122,15 @@ def test_what_can_be_known_is_refused_before_anything_starts(
     assert [path.name for path in place.iterdir()] == ["a.txt"]
 
 
-@pytest.mark.parametrize("folder", ["hydra.searchpath=[mine]", "--config-dir=mine"])
-def test_recipes_of_one_s_own_are_points(place: Path, sweep: Sweep, folder: str) -> None:
+def test_recipes_of_one_s_own_are_points(place: Path, sweep: Sweep) -> None:
     for name, seed in (("a", 5), ("b", 6)):
         (place / "mine" / "experiment").mkdir(parents=True, exist_ok=True)
         (place / "mine" / "experiment" / f"{name}.yaml").write_text(f"# @package _global_\nseed: {seed}\n")
-    said = sweep(folder, "+experiment=a,b", "run_dir='runs/\x1b[31m${seed}'")
+    said = sweep("--config-dir=mine", "+experiment=a,b", "run_dir='runs/\x1b[31m${seed}'")
     assert "sweep of 2 points in " in said
     assert "\x1b" not in said
     assert [Path(str(record["run_dir"])).name[-1] for record in records(place)] == ["5", "6"]
     assert [record["status"] for record in records(place)] == ["trained"] * 2
-
-
-def test_a_large_grid_says_how_far_its_check_is(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def refuse(words: list[str], ranks: int) -> None:
-        raise UserError(Problem("seed", 0, "of no use", "another"))
-
-    monkeypatch.setattr(sweep_command, "load_config", refuse)
-    with pytest.raises(UserError):
-        sweep_command._check([[f"seed={seed}"] for seed in range(250)], [], 1, chosen=False)
-    assert capsys.readouterr().out == "checked 100 of 250 points\nchecked 200 of 250 points\n"
 
 
 def test_ranks_do_not_sweep(place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
@@ -180,6 +164,7 @@ def test_every_point_has_the_ranks_that_are_asked_for(place: Path) -> None:
     assert [record["status"] for record in records(place)] == ["trained"]
 
 
+@pytest.mark.long
 def test_points_at_the_same_time_write_a_log_each(place: Path) -> None:
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
     start("seed=1,2", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2").communicate(timeout=300)

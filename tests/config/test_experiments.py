@@ -122,5 +122,5 @@ def test_a_recipe_that_sets_what_there_is_not_is_refused(tmp_path: Path) -> None
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\ntrain: {stps: 3}\n")
     error = refusal("--config-dir", str(tmp_path), "experiment=mine")
-    assert settings(error) == ["experiment"]
+    assert settings(error) == ["experiment=mine"]
     assert "stps" in str(error)

@@ -160,13 +160,14 @@ def test_checking_a_config_imports_nothing_slow(argv: list[str]) -> None:
 import sys, importlib.util
 sys.argv = ["pretrain_gpt.py", *{argv!r}]
 sys.path.insert(0, {str(LAUNCHER.parent)!r})
-from megalite.config.arguments import purpose
+from megalite.config.arguments import read_arguments, shown
 from megalite.config.compose import load_config, show_information
 from megalite.errors.problems import UserError
 from megalite.launch.environment import read_environment
 try:
     read_environment({{}})
-    show_information(sys.argv[1:]) if purpose(sys.argv[1:]) == "information" else load_config(sys.argv[1:], 1)
+    arguments = read_arguments(sys.argv[1:])
+    show_information(arguments) if shown(arguments) else load_config(sys.argv[1:], 1)
 except (UserError, SystemExit):
     pass
 print("IMPORTED", sorted(set({SLOW_IMPORTS!r}) & set(sys.modules)))

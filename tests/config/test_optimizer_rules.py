@@ -45,7 +45,7 @@ BROKEN = [
         "moment_dtype",
         ["[0.999,0.999]", "optimizer.moment_dtype=fp32, or a first beta of 0.99"],
     ),
-    ("optimizer.initial_loss_scale=2", 1, "initial_loss_scale", ["precision=auto", "auto is never fp16"]),
+    ("optimizer.initial_loss_scale=2", 1, "initial_loss_scale", ["no effect with precision=auto", "fp16 alone"]),
     ("optimizer.min_loss_scale=2 precision=bf16", 1, "min_loss_scale", ["no effect with precision=bf16"]),
     ("optimizer.loss_scale_window=2 precision=fp32", 1, "loss_scale_window", ["no effect", "precision=fp16"]),
     ("optimizer.hysteresis=1 precision=fp64", 1, "hysteresis", ["no effect", "precision=fp16"]),

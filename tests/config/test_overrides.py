@@ -28,12 +28,11 @@ ONE_MISTAKE = [
     ("zzz=1", ["zzz=1", "unknown setting", "model", "checkpoint", "docs/configuration.md"]),
     ("model.zzz=1", ["model.zzz", "unknown setting", "num_layers"]),
     ("model={zzz: 1}", ["model.zzz", "unknown setting"]),
-    ("+new.thing=1", ["+new.thing", "unknown setting"]),
-    ("+model.foo=1", ["+model.foo", "unknown setting"]),
-    ("++x=1", ["++x", "unknown setting"]),
+    ("+new.thing=1", ["new.thing", "unknown setting"]),
+    ("+model.foo=1", ["model.foo", "unknown setting"]),
+    ("++x=1", ["x", "unknown setting"]),
     ("+train.step=1", ["unknown setting", "train.steps=1"]),
-    ("+train.steps=1", ["exists already", "without +", "train.steps=1"]),
-    ("+model=gpt2", ["+model", "without +", "model=gpt2"]),
+    ("model@here=gpt2", ["model@here", "unknown setting"]),
     ("~x", ["~x", "cannot be removed"]),
     ("~train.steps", ["~train.steps", "cannot be removed"]),
     ("~model", ["~model", "cannot be removed"]),
@@ -83,23 +82,20 @@ ONE_MISTAKE = [
     ("hydra.job.chdir=true", ["hydra.job.chdir"]),
     ("hydra.mode=MULTIRUN", ["hydra.mode", "--multirun"]),
     ("hydra.nothing=1", ["hydra.nothing"]),
-    ("hydra.verbose=true", ["hydra.verbose=True", "has no effect"]),
+    ("hydra.verbose=true", ["hydra.verbose='true'", "has no effect"]),
     ("hydra.job.name=x", ["hydra.job.name='x'", "has no effect"]),
     ("hydra.sweep.dir=x", ["hydra.sweep.dir='x'", "has no effect", "--multirun"]),
     ("hydra.sweeper.max_batch_size=2", ["has no effect", "--multirun"]),
     ("hydra/sweeper=basic", ["has no effect", "--multirun"]),
     ("hydra/launcher=basic", ["has no effect", "--multirun"]),
     ("hydra/job_logging=disabled", ["hydra/job_logging", "has no effect"]),
-    ("hydra.searchpath=[nowhere]", ["hydra.searchpath='nowhere'", "--config-dir"]),
-    ("hydra.searchpath=3", ["hydra.searchpath='3'", "--config-dir"]),
     # flags
     ("--train.steps=3", ["unknown option", "train.steps=3"]),
     ("--cfg=nothing", ["nothing"]),
-    ("--config-name=nothing", ["--config-name='nothing'"]),
+    ("--config-name=nothing", ["--config-name=nothing"]),
     ("--config-dir=nothing", ["--config-dir", "no such folder"]),
     ("--config-path=nothing", ["--config-path", "no such folder"]),
     ("--experimental-rerun=x.pickle", ["pickle"]),
-    ("--resolve", ["only has a meaning with --cfg"]),
     # a setting on its own
     ("train.steps=-1", ["at least 0", "200"]),
     ("train.global_batch_size=0", ["at least 1"]),
@@ -127,7 +123,6 @@ ONE_MISTAKE = [
     ("checkpoint.async=null", ["checkpoint.async=null", "true or false"]),
     ("checkpoint.asinc=true", ["unknown setting", "checkpoint.async=True"]),
     ("train.async=true", ["unknown setting", "checkpoint.async=True"]),
-    ("+checkpoint.async=true", ["exists already", "checkpoint.async=True"]),
     ("checkpoint.zzz=1", ["interval, keep, async, init_from"]),
     ("checkpoint.asynchronous=true", ["unknown setting", "checkpoint.async=True"]),
     ("++checkpoint.asynchronous=true", ["unknown setting", "checkpoint.async=True"]),
@@ -146,7 +141,7 @@ def test_one_mistake_is_one_problem_that_says_what_would_work(text: str, words: 
 def test_all_mistakes_of_a_command_line_are_in_one_message() -> None:
     argv = ["optimzer.lr=1", "+a.b=2", "model=gtp2", "train.steps=many", "model.norm=batch", "data=text", "wandb.key=x"]
     error = refusal(*argv)
-    expected = {"optimzer.lr", "+a.b", "model", "train.steps", "model.norm", "data.path", "wandb.key"}
+    expected = {"optimzer.lr", "a.b", "model", "train.steps", "model.norm", "data.path", "wandb.key"}
     assert set(settings(error)) == expected
     assert len(error.problems) == len(expected)
     assert str(error).startswith("megalite: refused, 7 problems:")
@@ -172,7 +167,7 @@ ACCEPTED = [
     ("model=gpt2", "model.num_layers=2"),
     ("model.num_layers=2", "model=gpt2"),
     ("model={num_layers: 2, norm: layernorm}",),
-    ("++train.steps=5",),
+    ("++train.steps=5", "+train.steps=6", "+model=gpt2"),
     ("train.steps=1_000",),
     ("train.steps=5", "train.steps=6"),
     ("train.eval_interval=${train.steps}",),
@@ -219,7 +214,7 @@ def test_a_config_of_the_users_own_that_leaves_the_schema_out_may_hold_settings_
     assert load_config([*arguments, "mine"], 1).checkpoint.asynchronous
     (tmp_path / "slip.yaml").write_text((tmp_path / "mine.yaml").read_text().replace("async:", "asynchronous:"))
     error = refusal(*arguments, "slip")
-    assert settings(error) == ["--config-name"]
+    assert settings(error) == ["--config-name=slip"]
     assert "asynchronous" in str(error)
 
 
@@ -233,28 +228,16 @@ def test_presets_of_the_users_own_are_found_by_config_dir(tmp_path: Path) -> Non
     (folder / "checkpoint" / "behind.yaml").write_text("defaults:\n  - default\n  - _self_\nasync: true\n")
     (folder / "checkpoint" / "field.yaml").write_text("defaults:\n  - default\n  - _self_\nasynchronous: true\n")
     assert load_config(["--config-dir", str(folder), "checkpoint=behind"], 1).checkpoint.asynchronous
-    assert settings(refusal("--config-dir", str(folder), "checkpoint=field")) == ["checkpoint"]
+    assert settings(refusal("--config-dir", str(folder), "checkpoint=field")) == ["checkpoint=field"]
     (folder / "experiment").mkdir()
     (folder / "experiment" / "long.yaml").write_text("# @package _global_\ntrain:\n  steps: 7\n")
     assert load_config(["--config-dir", str(folder), "experiment=long"], 1).train.steps == 7
     assert settings(refusal("--config-dir", str(folder), "experiment=logn")) == ["experiment"]
     (folder / "experiment" / "flat.yaml").write_text("# @package _global_\nmodel: 5\n")
-    assert settings(refusal("--config-dir", str(folder), "experiment=flat")) == ["experiment"]
+    assert settings(refusal("--config-dir", str(folder), "experiment=flat")) == ["experiment=flat"]
     error = refusal("--config-dir", str(folder), "model=slip", "zzz=1")
-    assert {"model", "zzz"} == set(settings(error))
+    assert {"model=slip", "zzz"} == set(settings(error))
     assert "num_layer" in str(error)
-
-
-def test_presets_are_found_by_hydra_s_own_search_path_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in ("one", "two"):
-        (tmp_path / name / "model").mkdir(parents=True)
-        (tmp_path / name / "model" / f"{name}.yaml").write_text("defaults: [default, _self_]\nnum_layers: 3\n")
-    words = ["hydra.searchpath=[one]", "--config-dir", "two"]
-    assert all(load_config([*words, f"model={name}"], 1).model.num_layers == 3 for name in ("one", "two"))
-
-
-LAUGHS = "a: &a0 [1,1,1,1,1,1,1,1,1]\n" + "".join(f"b{i}: &a{i + 1} [{','.join([f'*a{i}'] * 9)}]\n" for i in range(9))
 
 
 @pytest.mark.parametrize(
@@ -265,7 +248,6 @@ LAUGHS = "a: &a0 [1,1,1,1,1,1,1,1,1]\n" + "".join(f"b{i}: &a{i + 1} [{','.join([
         (b"name: \xff", "decode"),
         (b"just words", "Key 'just words'"),
         (b"name: " + b"[" * 5000, "recursion"),
-        (LAUGHS.encode(), "stands for more than"),
         (None, "unknown choice"),
     ],
 )
@@ -275,7 +257,7 @@ def test_a_preset_that_cannot_be_read_is_refused(tmp_path: Path, content: bytes 
     os.mkfifo(path) if content is None else path.write_bytes(content)
     said = str(refusal("--config-dir", str(tmp_path), "model=mine"))
     assert word in said
-    assert ("mend the file" in said) == (word not in ("stands for more than", "unknown choice"))
+    assert ("mend the file" in said) == (word != "unknown choice")
 
 
 def test_a_preset_that_may_not_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,8 @@ PUBLISHED = {
     "llama3_70b": (128256, 70_553_706_496),
     "qwen3_0_6b": (151936, 596_049_920),
     "qwen3_8b": (151936, 8_190_735_360),
+    "mixtral_8x7b": (32000, 46_702_792_704),
+    "qwen3_30b_a3b": (151936, 30_532_122_624),
 }
 
 
@@ -34,6 +36,20 @@ def test_a_published_shape_has_the_published_parameters(preset: str) -> None:
 
 def test_gpt3_has_the_175_billion_parameters_of_the_paper() -> None:
     assert round(parameters("gpt3_175b", 50257) / 1e9) == 175
+
+
+def test_deepseek_has_the_published_parameters_but_for_its_attention() -> None:
+    queries, keys_and_values = 1536 * (7168 + 1 + 128 * 192), 7168 * 576 + 512 * (1 + 128 * 256)
+    published = 671_026_404_352  # without the part that predicts a second token
+    ours, theirs = 4 * 7168 * 128 * 128, queries + keys_and_values + 128 * 128 * 7168
+    assert parameters("deepseek_v3_moe_part", 129280) == published + 61 * (ours - theirs)
+
+
+def test_the_tiny_mixture_computes_as_much_as_the_tiny_model() -> None:
+    model = load_config(["model=tiny_moe"], 1).model
+    moe, tiny = model.moe, load_config([], 1).model
+    assert moe.top_k * (moe.ffn_hidden_size or 0) == tiny.ffn_hidden_size
+    assert (moe.num_experts, replace(model, name="tiny", moe=tiny.moe)) == (8, tiny)
 
 
 @pytest.mark.parametrize("path", sorted(CONF.glob("model/*.yaml")), ids=lambda path: path.stem)

@@ -93,9 +93,10 @@ def follow(case: Case, rules: tuple[Rule, ...]) -> int:
     for problem in problems_of(case, rules):
         setting = OWN.get(problem.setting, problem.setting)
         for way in ways_out(problem.remedy):
-            if any(value == "" for value in way.values()):
-                continue  # `other values of`
-            changed = case.changed({OWN.get(name, name): read(name, text) for name, text in way.items()})
+            if "and another" in problem.remedy or "" in way.values():
+                continue  # half of a way, `other values of`
+            [(name, text)] = way.items()
+            changed = case.changed(OWN.get(name, name), read(OWN.get(name, name), text))
             after = {flaw.setting for rule in rules for flaw in rule(changed)}
             assert after <= refused - {setting}, (problem, way)
             followed += 1

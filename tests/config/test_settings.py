@@ -3,16 +3,18 @@
 import inspect
 import keyword
 from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 import pytest
 import yaml  # type: ignore[import-untyped]
 from omegaconf import OmegaConf
 
+from megalite.checkpoint.resume_rules import flatten
 from megalite.config.compose import load_config
 from megalite.config.document import generated_files
 from megalite.config.schema import CheckpointConfig, Config
-from megalite.config.settings import GROUPS, SETTINGS, as_plain, flat, typed_settings, value_of, with_values
+from megalite.config.settings import SETTINGS, as_plain, flat, typed_settings, value_of, with_values
 from tests.config.test_document import ROOT
 
 OTHER_VALUES = {
@@ -37,16 +39,13 @@ def test_a_setting_is_written_read_and_changed_by_its_name(name: str) -> None:
     assert changed != Config()
     assert value_of(changed, name) == other(name)
     plain = as_plain(changed)
-    part = plain[SETTINGS[name].group] if SETTINGS[name].group else plain
-    assert part[SETTINGS[name].leaf] == other(name)
+    assert reduce(dict.__getitem__, name.split("."), plain) == other(name)
     assert with_values(Config(), flat(yaml.safe_load(yaml.safe_dump(plain)))) == changed
 
 
 def test_what_is_written_holds_every_setting_and_nothing_else() -> None:
     plain = as_plain(Config())
-    names = [name for name in plain if name not in GROUPS]
-    names += [f"{group}.{leaf}" for group in GROUPS for leaf in plain[group]]
-    assert names == list(SETTINGS)
+    assert sorted(flatten(plain)) == sorted(SETTINGS)
 
 
 def test_what_is_written_shares_nothing_with_the_config() -> None:

@@ -25,43 +25,43 @@ UNSET = "leave train.batch_ramp unset"
 
 # Command line, world size, the setting that is named, words of the rule, and the remedy.
 BROKEN = [
-    (f"{RAMP}=[4]", 1, RAMP, "must be three whole numbers", f"{RAMP}=[4,4,800] or [4,2,800]"),
-    (f"{RAMP}=[2,0,9]", 1, RAMP, "each at least 1", f"{RAMP}=[2,1,9] or [2,2,9]"),
-    (f"{RAMP}=[8,1,90]", 1, RAMP, "must start below train.global_batch_size=8", f"{RAMP}=[7,1,90] or [6,1,90]"),
+    (f"{RAMP}=[4]", 1, RAMP, "must be three whole numbers", f"{RAMP}=[4,1,800], or {UNSET}"),
+    (f"{RAMP}=[2,0,9]", 1, RAMP, "each at least 1", f"{RAMP}=[4,1,800], or {UNSET}"),
+    (f"{RAMP}=[8,1,90]", 1, RAMP, "must start below train.global_batch_size=8", f"{RAMP}=[4,1,800], or {UNSET}"),
     (
         f"{RAMP}=[4,3,100]",
         1,
         RAMP,
         "steps of 3 do not lead from 4 to train.global_batch_size=8",
-        f"{RAMP}=[4,2,100] or [4,4,100]",
+        f"{RAMP}=[4,1,800], or {UNSET}",
     ),
     (
         f"{RAMP}=[2,2,100]",
         4,
         RAMP,
         "its batches of 2 sequences are not a multiple of the 4 data-parallel ranks",
-        f"fix: {RAMP}=[4,4,100], or {UNSET}",
+        f"fix: {RAMP}=[4,4,800], or {UNSET}",
     ),
     (
         f"{RAMP}=[4,2,100] {BATCH}=16 train.micro_batch_size=2",
         2,
         RAMP,
         "its batches of 6 sequences are not a multiple of train.micro_batch_size=2 x 2 data-parallel ranks = 4",
-        f"{RAMP}=[4,4,100] or [8,4,100]",
+        f"{RAMP}=[8,4,1600], or {UNSET}",
     ),
     (
         f"{INTERLEAVED} {RAMP}=[2,2,100]",
         4,
         RAMP,
         "its batches of 2 sequences make 2 microbatches: interleaved needs a microbatch for each",
-        f"{RAMP}=[4,2,100] or [4,1,100]",
+        f"{RAMP}=[16,1,3200], or {UNSET}",
     ),
     (
         f"{INTERLEAVED} parallel.microbatch_group_size=8 {RAMP}=[8,6,100]",
         4,
         RAMP,
         "make 26 microbatches: leaves 2 of 26 microbatches for the last group",
-        f"{RAMP}=[8,4,100] or [8,8,100]",
+        f"fix: {UNSET}",
     ),
     (f"{RAMP}=[1,1,100] {BATCH}=2", 2, RAMP, "batches of 1 sequences", f"fix: {UNSET}"),  # there is no smaller one
     (

@@ -12,8 +12,6 @@ import pytest
 from megalite.config.user_files import as_record, read_bytes, read_json, read_text, read_yaml
 from megalite.errors.problems import UserError
 
-BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40))
-
 
 def refusal(action: Callable[[], Any]) -> str:
     with pytest.raises(UserError) as caught:
@@ -62,18 +60,19 @@ def test_content_that_is_no_json_is_refused(tmp_path: Path, content: bytes) -> N
 
 @pytest.mark.parametrize(
     "content",
-    [b"\xff", b"a: [", b"!!python/object/apply:os.system [true]", b"[" * 20_000, BOMB.encode(), b"&a [*a]"],
-    ids=["bytes", "cut", "object", "deep", "bomb", "cycle"],
+    [
+        b"\xff",
+        b"a: [",
+        b"a: 1\na: 2",
+        b"!!python/object/apply:os.system [true]",
+        b"[" * 20_000,
+    ],
+    ids=["bytes", "cut", "twice", "object", "deep"],
 )
 def test_content_that_is_no_plain_yaml_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "file.yaml"
     path.write_bytes(content)
     assert str(path) in refusal(lambda: read_yaml(path))
-
-
-def test_repeated_keys_hide_no_bomb(tmp_path: Path) -> None:
-    (tmp_path / "file.yaml").write_text(f"x: 1\nx: 2\n{BOMB}")
-    assert "once its aliases are written out" in refusal(lambda: read_yaml(tmp_path / "file.yaml"))
 
 
 def test_what_is_right_is_read(tmp_path: Path) -> None:

@@ -12,8 +12,7 @@ import pytest
 
 from megalite.config.schema import Config
 from megalite.data.open import open_data
-from megalite.data.token_file import TokenFile
-from megalite.data.verify import verify
+from megalite.data.token_file import TokenFile, verify
 from megalite.errors.problems import UserError
 from megalite.prepare.prepare import prepare
 from megalite.prepare.token_writer import TokenWriter, join

@@ -138,7 +138,7 @@ def test_another_tokenizer_is_refused_where_only_the_identity_is_left_of_the_rig
     tokens: Config, tmp_path: Path
 ) -> None:
     right = char_tokenizer([string.printable])
-    (tmp_path / "a.json").write_text(json.dumps({"tokenizer": right.recorded_identity}))
+    (tmp_path / "a.json").write_text(json.dumps({"tokenizer": right.identity}))
     for name, tokenizer in (("right", right), ("other", byte_tokenizer())):
         tokenizer.save(tmp_path / name)
     tokens.tokenizer = str(tmp_path / "right")

@@ -118,7 +118,7 @@ def test_cutting_a_long_text_does_not_change_its_bpe_tokens(
         level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.backend.pre_tokenizer = pre_tokenizers.Sequence([split, level])
     monkeypatch.setattr(reading, "PIECE", 20)
-    parts = [piece.text or "" for piece in in_pieces([content])]
+    parts = [piece for piece in in_pieces([content]) if piece]
     assert "".join(parts) == content
     assert len(parts) > 5 or gap == " \n"
     assert np.concatenate(tokenizer.encode_many(parts)).tolist() == tokenizer.encode(content)
@@ -154,8 +154,8 @@ def test_a_folder_with_the_older_files_is_converted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("./nowhere", "there is no such folder"),
-        ("/nowhere/at/all", "there is no such folder"),
+        ("./nowhere", "is no folder here"),
+        ("/nowhere/at/all", "is no folder here"),
         ("bype", "use bpe, byte, char or a folder that exists"),
     ],
 )
@@ -188,12 +188,6 @@ def spec(**changes: object) -> dict[str, object]:
     return json.loads(byte_tokenizer().backend.to_str()) | changes
 
 
-def far_away() -> dict[str, object]:
-    found = spec()
-    found["model"]["vocab"]["far"] = 4_000_000_000  # type: ignore[index]
-    return found
-
-
 EMPTY = {"type": "BPE", "vocab": {}, "merges": []}
 NO_EOS = {"tokenizer_config.json": {}}
 
@@ -201,17 +195,16 @@ NO_EOS = {"tokenizer_config.json": {}}
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({"tokenizer_config.json": {"eos_token": "</s>"}}, "eos_token '</s>', is none of its tokens"),
-        ({"tokenizer_config.json": {"eos_token": 7}}, "eos_token 7, is none of its tokens"),
-        ({"tokenizer_config.json": {"eos_token": {"text": "x"}}}, "eos_token None, is none of its tokens"),
-        (NO_EOS | {"config.json": {"eos_token_id": 65541}}, r"eos_token_id 65541 of config\.json, is none"),
-        (NO_EOS | {"config.json": {"eos_token_id": [10**30]}}, r"eos_token_id 1000.* of config\.json, is none"),
-        (NO_EOS | {"generation_config.json": {"eos_token_id": "x"}}, r"'x' of generation_config\.json, is none"),
+        ({"tokenizer_config.json": {"eos_token": "</s>"}}, "end of document, '</s>', is none of its tokens"),
+        ({"tokenizer_config.json": {"eos_token": 7}}, "end of document, 7, is none of its tokens"),
+        ({"tokenizer_config.json": {"eos_token": {"text": "x"}}}, "is none of its tokens"),
+        (NO_EOS | {"config.json": {"eos_token_id": 65541}}, "65541, is none"),
+        (NO_EOS | {"config.json": {"eos_token_id": [10**30]}}, "1000.*, is none"),
+        (NO_EOS | {"generation_config.json": {"eos_token_id": "x"}}, "'x', is none"),
         (NO_EOS | {"config.json": []}, r"config\.json: is not a JSON object"),
         ({"tokenizer_config.json": [1]}, r"tokenizer_config\.json: is not a JSON object"),
         ({"tokenizer.json": spec(model=EMPTY, added_tokens=[])}, "its vocabulary is empty"),
         ({"tokenizer.json": spec(model=EMPTY)}, "its vocabulary is empty"),  # special tokens alone encode nothing
-        ({"tokenizer.json": far_away()}, "'far' has id 4,000,000,000, though it has 258 tokens"),
     ],
 )
 def test_a_tokenizer_that_cannot_be_trained_with_is_refused(

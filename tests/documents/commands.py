@@ -4,7 +4,9 @@ The text is taken from the pages and given to bash, in a copy of the repository,
 the size is another: `python` and `torchrun` are found in a folder of small scripts that add settings of a small model
 to the words that they are given, and then call the real ones; tests are only collected. Blocks that need a cluster, an
 account or hours say so by their language: `text` instead of `bash`. Benchmarks run in fp32: where a processor has no
-bf16 instructions, bf16 takes hours. A plain run starts them by `tests.warm`, a full one as users do.
+bf16 instructions, bf16 takes hours. A plain run starts them by `tests.warm`, verifies without data parallelism, and
+of four ranks or more only checks the settings: that layouts train is tests/layouts' claim. A full one starts them as
+users do.
 """
 
 import os
@@ -25,7 +27,6 @@ REFUSED = 2
 IGNORED = [line.strip("/") for line in (ROOT / ".gitignore").read_text().split()]
 # What a clone does not have, or who tries these pages has made.
 LEFT_OUT = (".git", *IGNORED, "tokens", "corpus", "exported", "my-model")
-LAYOUTS = [ROOT / "docs" / f"{name}.md" for name in ("tensor_parallel", "pipeline", "optimizer")]
 # Pages with commands in `text` blocks: they need Docker, a GPU or several, the hub, or a root of their own.
 NEEDS_MORE = {"docker.md": 4, "huggingface.md": 2, "performance.md": 1, "training.md": 1, "sweeps.md": 2, "data.md": 0}
 
@@ -45,8 +46,14 @@ case " $* " in
     *" -m pytest "*.py*) set -- "$@" --collect-only -q ;;
     *" -m pytest "*) set -- "$@" --collect-only -q tests/test_house.py ;;
 esac
+case "{name} $* " in
+    "torchrun --standalone --nproc-per-node "[4-9]" pretrain_gpt.py "*)
+        [ -n "${{MEGALITE_TESTS_FULL:-}}" ] || exec {python} -c '{check}' "$3" "${{@:5}}" ;;
+    "python scripts/verify_layout.py "*) [ -n "${{MEGALITE_TESTS_FULL:-}}" ] || set -- "$@" --dp 1 ;;
+esac
 exec {real} "$@"
 """
+CHECK = "import sys; from megalite.config.compose import load_config; load_config(sys.argv[2:], int(sys.argv[1]))"
 SETTINGS = (
     "model.num_layers=4 model.hidden_size=32 model.num_attention_heads=4 model.num_key_value_heads=4 "
     "model.ffn_hidden_size=64 train.seq_length=32 lr.warmup_steps=0 train.eval_batches=1 train.sample_tokens=4"
@@ -102,7 +109,7 @@ def copy_repository(folder: Path, python: str) -> None:
     programs = folder / ".venv" / "bin"
     programs.mkdir(parents=True)
     for name, real in (("python", python), ("torchrun", f"{python} -m torch.distributed.run")):
-        (programs / name).write_text(SMALL.format(name=name, real=real, settings=SETTINGS))
+        (programs / name).write_text(SMALL.format(name=name, real=real, settings=SETTINGS, python=python, check=CHECK))
         (programs / name).chmod(0o755)
     (programs / "activate").write_text('PATH="$PWD/.venv/bin:$PATH"\n')
     for files in (

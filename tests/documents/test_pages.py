@@ -1,23 +1,38 @@
 """Every command that README and docs print runs exactly as printed, and ends as they say."""
 
+import re
+import shlex
 from pathlib import Path
 
 import pytest
 
-from tests.documents.commands import COMMAND, LAYOUTS, NEEDS_MORE, PAGES, blocks, check, commands, run
+from megalite.config.compose import load_config
+from tests.documents.commands import COMMAND, NEEDS_MORE, PAGES, blocks, check, commands, run
 
-# What they start, tests/test_benchmark*.py and tests/commands/test_sweep.py start in every run.
-LONG = ("performance.md", "sweeps.md")
+# A plain run checks the settings of a layout's trainings. What else these pages start, other tests start in every run:
+# benchmarks, sweeps, exports, schedules, buffers, verifications, resumes in another layout.
+LAYOUTS = ("moe.md", "optimizer.md", "pipeline.md", "tensor_parallel.md")
+LONG = (*LAYOUTS, "huggingface.md", "performance.md", "sweeps.md")
 HERE = [
     pytest.param(page, id=page.name, marks=pytest.mark.long if page.name in LONG else ())
     for page in PAGES
-    if commands(page) and page not in LAYOUTS
+    if commands(page)
 ]
+TRAINING = re.compile(r"^(?:python|torchrun --standalone --nproc-per-node (\d)) pretrain_gpt\.py ([^$]+?)$", re.M)
 
 
 @pytest.mark.parametrize("page", HERE)
 def test_the_commands_of_a_page_run_as_printed(page: Path, clone: Path) -> None:
     check(page, clone)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name in LAYOUTS], ids=lambda page: page.name)
+def test_the_settings_of_a_layout_s_trainings_are_taken(page: Path) -> None:
+    texts = [block.text.replace("\\\n", "") for block, status in commands(page) if status == 0]
+    found = [at.groups() for text in texts for at in TRAINING.finditer(text)]
+    assert len(found) > 3
+    for ranks, words in found:
+        load_config(shlex.split(words, comments=True), int(ranks or 1))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

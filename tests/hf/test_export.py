@@ -15,7 +15,7 @@ from megalite.checkpoint.pieces import Piece
 from megalite.checkpoint.store import save
 from megalite.config.derive import derive, derive_model
 from megalite.config.model_folder import imported_model_settings
-from megalite.config.schema import Config, ModelConfig, TrainConfig
+from megalite.config.schema import Config, ModelConfig, MoEConfig, TrainConfig
 from megalite.config.settings import as_plain
 from megalite.errors.problems import UserError
 from megalite.hf.export import export_checkpoint, export_model, family_of
@@ -42,6 +42,13 @@ SMALL: dict[str, dict[str, Any]] = {
     "gpt2": GPT2_SMALL,
     "llama": {"tie_embeddings": False},
     "qwen3": {"qk_norm": True, "head_size": 10},
+    "mixtral": {"tie_embeddings": False, "moe": MoEConfig(num_experts=4, top_k=2, ffn_hidden_size=20)},
+    "qwen3_moe": {
+        "qk_norm": True,
+        "head_size": 10,
+        "num_layers": 3,
+        "moe": MoEConfig(4, 3, ffn_hidden_size=20, first_dense_layers=1, layer_freq=2, pre_softmax=True),
+    },
 }
 
 
@@ -76,7 +83,10 @@ def refusal(config: ModelConfig, folder: Path, **options: Any) -> str:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "name",
-    ["gpt2", "gpt2_untied", "llama", "llama_tied", "llama3_rope", "llama_bias", "qwen3", "qwen3_tied"],
+    [
+        *("gpt2", "gpt2_untied", "llama", "llama_tied", "llama3_rope", "llama_bias", "qwen3", "qwen3_tied"),
+        *("mixtral", "qwen3_moe", "qwen3_moe_unnormalized"),
+    ],
 )
 def test_what_was_imported_is_exported_bit_for_bit(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     from tests.hf.peers import matching_config, save_peer
@@ -103,6 +113,11 @@ def test_what_was_imported_is_exported_bit_for_bit(name: str, dtype: torch.dtype
         ("llama", {"rope_scaling_factor": 8.0, "rope_original_positions": 16}),
         ("qwen3", {}),
         ("qwen3", {"tie_embeddings": False, "rope_scaling_factor": 4.0, "rope_original_positions": 8}),
+        ("mixtral", {}),
+        ("mixtral", {"moe": MoEConfig(num_experts=4, top_k=1, ffn_hidden_size=20), "head_size": 10}),
+        ("qwen3_moe", {}),
+        ("qwen3_moe", {"moe": MoEConfig(4, 3, ffn_hidden_size=20, pre_softmax=True, normalize_weights=False)}),
+        ("qwen3_moe", {"moe": MoEConfig(4, 1, ffn_hidden_size=20, pre_softmax=True)}),
     ],
 )
 def test_transformers_computes_the_logits_that_we_do(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
@@ -118,7 +133,11 @@ def test_transformers_computes_the_logits_that_we_do(family: str, changes: dict[
     fill(model, values)
     export_model(values, config, tmp_path / "ours", dtype=torch.float64, context_length=32, end_of_document=7)
     peer, told = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "ours", dtype=torch.float64, output_loading_info=True, attn_implementation="eager"
+        tmp_path / "ours",
+        dtype=torch.float64,
+        output_loading_info=True,
+        attn_implementation="eager",
+        **({"experts_implementation": "eager"} if config.moe.num_experts else {}),
     )
     assert not any(told.values()), told
     for about in (peer.config, peer.generation_config):

@@ -36,8 +36,10 @@ def test_a_model_is_loaded_in_the_dtype_that_it_was_saved_in(tmp_path: Path) -> 
 def test_code_that_comes_with_a_model_is_not_run(tmp_path: Path) -> None:
     save_peer("llama", tmp_path)
     (tmp_path / "modeling.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
-    change_config(tmp_path, model_type="theirs", auto_map={"AutoModelForCausalLM": "modeling.Theirs"})
-    assert "such code is never run" in refusal(tmp_path)
+    change_config(
+        tmp_path, model_type="theirs", auto_map={"AutoConfig": "modeling.C", "AutoModelForCausalLM": "modeling.M"}
+    )
+    assert "custom code" in refusal(tmp_path)
     assert not (tmp_path / "ran").exists()
 
 
@@ -58,7 +60,7 @@ def test_pickles_damage_and_strangers_are_refused(tmp_path: Path) -> None:
     weights.unlink()
     assert "transformers cannot load it" in refusal(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    assert "is not JSON" in refusal(tmp_path)
+    assert "not a valid JSON file" in refusal(tmp_path)
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:

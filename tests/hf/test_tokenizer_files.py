@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from megalite.data.tokenizers import TextTokenizer, bpe_tokenizer, byte_tokenizer, char_tokenizer, load_tokenizer
-from megalite.hf.tokenizer_files import tokenizer_files
 
 TEXT = "The quick brown fox isn't over there; it jumps:\n\n\t  naïve façade, 漢字 and 😀! " * 5
 SYMBOLS = sorted(set(TEXT))
@@ -58,7 +57,7 @@ def exported(kind: str, family: str, folder: Path) -> tuple[TextTokenizer, Any]:
     folder = folder / f"{kind}-{family}"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"model_type": family}))
-    for name, content in tokenizer_files(ours, context_length=10_000).items():
+    for name, content in ours.files(context_length=10_000).items():
         (folder / name).write_bytes(content)
     return ours, transformers.AutoTokenizer.from_pretrained(folder)
 
@@ -103,7 +102,7 @@ def test_a_text_begins_and_ends_with_the_end_of_a_document(kind: str, place: Pat
 
 @pytest.mark.parametrize("kind", MAKE)
 def test_the_class_is_one_that_transformers_4_knows(kind: str) -> None:
-    settings = json.loads(tokenizer_files(MAKE[kind](), 64)["tokenizer_config.json"])
+    settings = json.loads(MAKE[kind]().files(64)["tokenizer_config.json"])
     assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
 
 

@@ -180,8 +180,9 @@ def test_the_words_of_channels_are_hashed_once_for_all_microbatches() -> None:
     assert len(of_model.keys(samples, positions, 12)[0, "mlp"].channels) == 12
 
 
-def test_compiled_masks_are_the_same_bits_and_a_new_step_compiles_nothing() -> None:
-    compiled = torch.compile(lambda x, key: hash_dropout(x, P, key), fullgraph=True, dynamic=False)
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
+def test_compiled_masks_are_the_same_bits_and_a_new_step_compiles_nothing(backend: str) -> None:
+    compiled = torch.compile(lambda x, key: hash_dropout(x, P, key), backend=backend, fullgraph=True, dynamic=False)
     for step in range(3):
         x = torch.randn(8, 3, 37, requires_grad=True)
         derived = key(37, torch.arange(3) + 3 * step, torch.arange(8), layer=step)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megalite.errors.problems import Problem, UserError
+from megalite.launch.agreement import agree
 from megalite.launch.context import ParallelContext
 from tests.ranks import run_ranks
 
@@ -19,7 +20,7 @@ def _problem(name: str, value: Any = 1) -> Problem:
 
 def _refuse(context: ParallelContext, names: dict[int, list[str]], value: Any) -> list[str] | None:
     try:
-        context.agree([_problem(name, value) for name in names.get(context.rank, [])])
+        agree(context, [_problem(name, value) for name in names.get(context.rank, [])])
     except UserError as error:
         return [problem.setting for problem in error.problems]
     return None
@@ -36,9 +37,9 @@ def test_nobody_refuses_when_nobody_has_a_problem() -> None:
 
 def test_a_single_process_agrees_with_itself() -> None:
     context = ParallelContext()
-    context.agree([])
+    agree(context, [])
     with pytest.raises(UserError, match="is wrong"):
-        context.agree([_problem("a")])
+        agree(context, [_problem("a")])
 
 
 def _exchange(context: ParallelContext, value: Any) -> Any:

@@ -94,7 +94,7 @@ def test_torchrun_inside_srun_is_torchrun() -> None:
 
 def test_a_world_size_exported_for_srun_is_fine_where_it_agrees() -> None:
     assert read_environment({**SRUN, "WORLD_SIZE": "4"}).world_size == 4
-    with pytest.raises(UserError, match="SLURM_NTASKS=4"):
+    with pytest.raises(UserError, match="differs from the 4 tasks of the SLURM step"):
         read_environment({**SRUN, "WORLD_SIZE": "8"})
 
 
@@ -136,10 +136,6 @@ def test_tasks_per_node(text: str, counts: list[int]) -> None:
 
 BAD = [
     ({"WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, ["RANK"]),
-    *(
-        ({**TORCHRUN, "MASTER_ADDR": name}, ["MASTER_ADDR"])
-        for name in ("a..b", "x" * 64, " ", "two names", "http://node0", "a\nb")
-    ),
     ({"RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, ["WORLD_SIZE"]),
     ({"WORLD_SIZE": "2"}, ["RANK", "MASTER_ADDR", "MASTER_PORT"]),
     ({**TORCHRUN, "RANK": "8"}, ["RANK"]),

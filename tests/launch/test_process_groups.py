@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megalite.launch.context import CPU, ParallelContext
 from megalite.launch.startup import join, make_groups
-from megalite.layout.groups import COMMUNICATING, GroupNeeds, GroupSpec, all_groups, groups_of
+from megalite.layout.groups import GroupNeeds, GroupSpec, all_groups, groups_of
 from megalite.layout.ranks import ParallelLayout
 from tests.ranks import run_ranks
 
@@ -22,21 +22,19 @@ LAYOUTS = {
     "tp2 dp2 pp2, tied": (ParallelLayout(tp=2, dp=2, pp=2), GroupNeeds(tied_embeddings=True)),
     "tp2 cp2 pp2 over ep4, tied": (FOLDED, GroupNeeds(tied_embeddings=True)),
     "pipelines inside dp": (ParallelLayout(tp=2, dp=2, pp=2, order="tp-cp-ep-pp-dp"), GroupNeeds()),
-    "pp4 with a decoder": (ParallelLayout(dp=2, pp=4), GroupNeeds(tied_embeddings=True, split_rank=2)),
     "tp4 with two key-value heads": (ParallelLayout(tp=4, dp=2), GroupNeeds(kv_heads=2)),
     "two optimizer instances": (
         ParallelLayout(tp=2, dp=4, etp=1, ep=2),
         GroupNeeds(optimizer_instances=2),
     ),
     "written behind training": (ParallelLayout(tp=2, dp=4), GroupNeeds(background_saving=True)),
-    "two levels of cp": (ParallelLayout(cp=8), GroupNeeds(cp_levels=(2, 4))),
 }
 
 
 def _sums(context: ParallelContext) -> dict[str, float]:
     """By group of more than one rank, the all-reduced sum of 2**rank: it names its summands."""
     found = {}
-    for name in sorted(set(context.specs) & set(COMMUNICATING)):  # in one order on all ranks
+    for name in sorted(context.specs):  # in one order on all ranks
         group = context.group(name)
         if group is not None:
             number = torch.tensor(2.0**context.rank)
@@ -50,8 +48,8 @@ def test_each_group_sums_the_ranks_that_the_arithmetic_predicts(name: str) -> No
     layout, needs = LAYOUTS[name]
     for rank, sums in enumerate(run_ranks(_sums, 8, layout=layout, needs=needs)):
         specs = groups_of(layout, rank, needs)
-        expected = {name: sum(2.0**member for member in specs[name].ranks) for name in set(specs) & set(COMMUNICATING)}
-        assert sums == {name: total for name, total in expected.items() if total != 2.0**rank}
+        expected = {name: sum(2.0**member for member in spec.ranks) for name, spec in specs.items()}
+        assert sums == {name: total for name, total in expected.items() if len(specs[name].ranks) > 1}
 
 
 def _wait_alone(context: ParallelContext) -> tuple[str, float]:
@@ -100,7 +98,7 @@ def test_a_context_is_made_for_any_rank_without_processes(fake_world: Any) -> No
     middle = time.process_time()
     context = fake_world(layout, 9999, needs)
     assert time.process_time() - middle < 10 * (middle - begin), "twice the time of listing the groups, on any machine"
-    assert len(listed) > 10_000
+    assert len(listed) > 5_000
     assert context.size("tp") == context.group("tp").size() == 8
     assert context.index("dp-cp") == context.group("dp-cp").rank()
     assert context.coordinates == layout.coordinates(9999)
@@ -108,7 +106,7 @@ def test_a_context_is_made_for_any_rank_without_processes(fake_world: Any) -> No
 
 def test_groups_of_one_rank_are_never_made(fake_world: Any) -> None:
     context = fake_world(ParallelLayout(dp=4), 1)
-    assert context.group("tp") is context.group("pp-forward") is context.group("embedding") is None
+    assert context.group("tp") is context.group("pp-forward") is context.group("word-embedding") is None
     assert context.members("tp") == (1,)
     assert groups_made() == 2  # control, and dp-cp and world in one
 
@@ -116,9 +114,9 @@ def test_groups_of_one_rank_are_never_made(fake_world: Any) -> None:
 def test_equal_groups_share_a_communicator_within_one_class_of_traffic_only(fake_world: Any) -> None:
     context = fake_world(ParallelLayout(tp=2, pp=2), 0, GroupNeeds(tied_embeddings=True))
     assert context.group("tp") is not context.group("kv-replicas")
-    pipeline = [context.group(name) for name in ("pp-forward", "pp-backward", "embedding")]
+    pipeline = [context.group(name) for name in ("pp-forward", "pp-backward", "word-embedding")]
     assert len(set(pipeline)) == 3
-    assert context.members("pp-forward") == context.members("embedding")
+    assert context.members("pp-forward") == context.members("word-embedding")
 
 
 def test_the_world_is_no_communicator_of_its_own_where_another_has_all_ranks(fake_world: Any) -> None:
@@ -129,11 +127,12 @@ def test_the_world_is_no_communicator_of_its_own_where_another_has_all_ranks(fak
     assert staged.group("world").size() == 4
 
 
-def test_groups_that_carry_nothing_are_never_made(fake_world: Any) -> None:
+def test_ranks_along_axes_over_which_nothing_travels_are_known_and_no_group(fake_world: Any) -> None:
     context = fake_world(ParallelLayout(tp=2, dp=2, pp=2), 0)
     assert groups_made() == 6  # control, dp-cp, world, tp and the two directions of the pipeline
     assert context.members("tp-dp") == (0, 1, 2, 3)
-    with pytest.raises(AssertionError, match="without a communicator"):
+    assert (context.size("dp"), context.index("dp")) == (2, 0)
+    with pytest.raises(AssertionError, match="no group 'tp-dp'"):
         context.group("tp-dp")
 
 
@@ -143,15 +142,14 @@ def test_writing_behind_training_shares_no_communicator(fake_world: Any) -> None
     assert saving.size() == 4
     assert saving is not context.control_group
     assert [name for name, group in context.groups.items() if group is saving] == ["saving"]
-    with pytest.raises(AssertionError, match="no group 'saving'"):
-        fake_world(ParallelLayout(dp=4), 0).group("saving")
+    assert fake_world(ParallelLayout(dp=4), 0).group("saving") is None
 
 
 def test_a_rank_without_embeddings_belongs_to_no_embedding_group(fake_world: Any) -> None:
     context = fake_world(ParallelLayout(pp=3), 1, GroupNeeds(tied_embeddings=True))
-    assert context.group("embedding") is None
-    assert context.members("embedding") == ()
-    with pytest.raises(AssertionError, match="no group 'ep'"):
+    assert context.group("word-embedding") is None
+    assert context.members("word-embedding") == ()
+    with pytest.raises(AssertionError, match="no groups of ep"):
         context.members("ep")
 
 

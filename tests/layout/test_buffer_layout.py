@@ -21,7 +21,6 @@ from megalite.layout.buffer_layout import (
     BufferName,
     OwnedRange,
     SliceRange,
-    box_ranges,
     buffer_layout,
     default_bucket_size,
     slice_ranges,
@@ -77,9 +76,9 @@ def models(draw: st.DrawFn, tp: int, etp: int, *, uneven: bool) -> tuple[Paramet
     rows = draw(st.integers(tp, 60)) if uneven else tp * draw(st.integers(1, 20))
     width, number = draw(st.integers(1, 20)), iter(range(1000))
 
-    def parameter(place: Any, *, expert: int | None = None) -> ParameterRecord:
-        axis = tp if expert is None else etp
-        kind = draw(st.sampled_from(["whole", "rows", "columns", "groups"]))
+    def parameter(place: Any, *, experts: int = 0) -> ParameterRecord:
+        axis = etp if experts else tp
+        kind = draw(st.sampled_from(["whole", "rows", "columns", *(() if experts else ("groups",))]))
         size = draw(st.integers(1, 12))
         shape, split = (size, width), None
         if kind == "rows":
@@ -88,19 +87,21 @@ def models(draw: st.DrawFn, tp: int, etp: int, *, uneven: bool) -> tuple[Paramet
             shape, split = (width, axis * size), Split(1)
         elif kind == "groups":
             groups = draw(st.sampled_from([n for n in (1, 2, 4, 8) if axis % n == 0 or n % axis == 0]))
-            shape, split = (groups, max(1, axis // groups) + 2, width), Split(0, shared_tail=2)
+            shape, split = (groups, max(1, axis // groups) + 2, width), Split(0, replicated=2)
         over = ("tp",) if split is None and draw(st.booleans()) else ()
         decay, precision = draw(st.booleans()), "master" if draw(st.integers(0, 9)) == 0 else "model"
+        if experts:
+            shape, split = (experts, *shape), split and replace(split, dim=split.dim + 1)
         record = ParameterRecord(f"p{next(number)}", shape, "normal", 0.1, decay, place, split, over)
-        return replace(record, expert=expert, precision=precision)
+        return replace(record, of_experts=experts > 0, precision=precision)
 
     table = ParameterRecord("word", (rows, width), "normal", 0.1, True, ("embedding",), Split(0, uneven=True))
     tied = draw(st.booleans())
-    records = [replace(table, place=("embedding", "loss"), partial_over=("embedding",)) if tied else table]
+    records = [replace(table, place=("embedding", "loss"), partial_over=("word-embedding",)) if tied else table]
     records += [parameter(("embedding",)) for _ in range(draw(st.integers(0, 1)))]
     for layer in range(draw(st.integers(0, 4))):
-        experts = draw(st.lists(st.sampled_from([None, None, 0, 1]), min_size=1, max_size=5))
-        records += [parameter(layer, expert=expert) for expert in experts]
+        experts = draw(st.lists(st.sampled_from([0, 0, 1, 3]), min_size=1, max_size=5))
+        records += [parameter(layer, experts=number) for number in experts]
     records += [parameter(("loss",)) for _ in range(draw(st.integers(0, 1)))]
     return tuple(records if tied else [*records, replace(table, name="head", place=("loss",))])
 
@@ -192,7 +193,7 @@ def test_slices_tile_every_bucket_in_equal_aligned_parts(case: Case) -> None:
 def test_a_buffer_holds_one_precision_of_dense_parameters_or_of_experts(case: Case) -> None:
     for bucket in case.layout().buckets:
         for slot in bucket.slots:
-            kind = "dense" if slot.record.expert is None else "expert"
+            kind = "expert" if slot.record.of_experts else "dense"
             assert bucket.buffer == BufferName(slot.record.precision, kind)
 
 
@@ -234,38 +235,33 @@ def test_the_ranges_of_what_a_rank_owns_show_the_same_elements(case: Case) -> No
     for layout in case.layouts():
         buffers, values = numbered(layout)
         for rank, owned in enumerate(case.owned(layout)):
-            shards: dict[BufferName, list[np.ndarray]] = {}
             slices = []
             for bucket in layout.buckets:
                 own = bucket.slice_of(rank % bucket.shards)
                 slices.append(buffers[bucket.buffer][own.start : own.stop])
-                shards.setdefault(bucket.buffer, []).append(slices[-1])
             for each in owned:
                 bucket = layout.buckets[each.bucket]
                 assert each.slot in bucket.slots
                 expected = at(values[each.slot.record.name], each.in_parameter)
                 assert at(buffers[bucket.buffer], each.in_buffer) == expected
-                assert at(buffers[bucket.buffer][bucket.start : bucket.stop], each.in_bucket) == expected
                 assert at(slices[each.bucket], each.in_slice) == expected
-                assert at(np.concatenate(shards[bucket.buffer]), each.in_shard) == expected
 
 
 @given(cases())
 @settings(deadline=None)
-def test_what_a_rank_owns_lies_in_its_shard_in_order_and_without_overlap(case: Case) -> None:
+def test_what_a_rank_owns_is_listed_in_order_and_without_overlap(case: Case) -> None:
     layout = case.layout()
     for owned in case.owned(layout):
         buckets = [each.bucket for each in owned]
         assert buckets == sorted(buckets)
         for name in layout.sizes:
             mine = [each for each in owned if layout.buckets[each.bucket].buffer == name]
-            assert all(one.in_shard.stop <= other.in_shard.start for one, other in pairwise(mine))
             assert all(one.in_buffer.stop <= other.in_buffer.start for one, other in pairwise(mine))
 
 
 def test_dense_parameters_and_experts_have_owners_of_their_own() -> None:
     dense = ParameterRecord("dense", (128,), "normal", 0.1, True, 0)
-    layout = buffer_layout([dense, replace(dense, name="expert", expert=0)], dense_shards=2, expert_shards=1)
+    layout = buffer_layout([dense, replace(dense, name="expert", of_experts=True)], dense_shards=2, expert_shards=1)
     found = [[(each.slot.record.name, each.in_parameter) for each in layout.owned(dense, 0)] for dense in range(2)]
     assert found[0] == [("expert", range(128)), ("dense", range(64))]
     assert found[1] == [("expert", range(128)), ("dense", range(64, 128))]
@@ -286,17 +282,16 @@ def blocks_of(case: Case, layout: BufferLayout) -> list[list[ParameterRecord]]:
 
 @given(cases(ownership="even"))
 @settings(deadline=None)
-def test_a_block_that_fits_into_a_bucket_is_not_cut_and_a_larger_one_not_into_small_parts(case: Case) -> None:
+def test_a_block_that_fits_into_a_bucket_is_not_cut_and_a_larger_one_where_the_size_is_reached(case: Case) -> None:
     layout = case.layout()
     number = {name: at for at, bucket in enumerate(layout.buckets) for name in names(bucket)}
     sizes = [sum(padded(slot.record, layout) for slot in bucket.slots) for bucket in layout.buckets]
     for block in blocks_of(case, layout):
-        used = {number[record.name] for record in block}
+        used = [number[record.name] for record in block]
         if sum(padded(record, layout) for record in block) <= case.bucket_size:
-            assert len(used) == 1
+            assert len(set(used)) == 1
         else:
-            assert {name for each in used for name in names(layout.buckets[each])} == {record.name for record in block}
-            assert all(sizes[each] >= case.bucket_size for each in used)
+            assert all(sizes[each] >= case.bucket_size for each in used if each != used[-1])
 
 
 @given(cases(ownership="even"))
@@ -310,9 +305,8 @@ def test_a_bucket_has_as_many_blocks_as_fit(case: Case) -> None:
             content = sum(padded(slot.record, layout) for slot in bucket.slots)
             block = sum(padded(record, layout) for record in blocks[following.slots[0].record.name])
             assert content + block > case.bucket_size
-    for bucket in layout.buckets:
-        if len({slot.record.place for slot in bucket.slots}) > 1:
-            assert sum(padded(slot.record, layout) for slot in bucket.slots) <= case.bucket_size
+    for bucket in layout.buckets:  # all but the last parameter leave room in it
+        assert sum(padded(slot.record, layout) for slot in bucket.slots[:-1]) < case.bucket_size
 
 
 def neighbours(layout: BufferLayout) -> Iterator[tuple[Bucket, Bucket]]:
@@ -332,7 +326,7 @@ def test_buckets_of_size_1_hold_one_parameter_each_and_huge_ones_all_but_the_tab
     tables = [bucket for bucket in huge.buckets if any(is_table(slot.record) for slot in bucket.slots)]
     others = [bucket.buffer for bucket in huge.buckets if bucket not in tables]
     assert [len(bucket.slots) for bucket in tables] == [1 for record in case.records if is_table(record)]
-    assert len(others) == len({(r.precision, r.expert is None) for r in case.records if not is_table(r)})
+    assert len(others) == len({(r.precision, r.of_experts) for r in case.records if not is_table(r)})
 
 
 @given(cases())
@@ -365,7 +359,7 @@ def test_both_ends_of_a_pipeline_cut_a_tied_table_alike() -> None:
         layout = buffer_layout(stage, dense_shards=3)
         cuts.append([each for each in layout.owned(1) if each.slot.record.name == "embedding.word.weight"])
     ((one,), (other,)) = cuts
-    assert (one.in_parameter, one.in_bucket, one.in_slice) == (other.in_parameter, other.in_bucket, other.in_slice)
+    assert (one.in_parameter, one.in_slice) == (other.in_parameter, other.in_slice)
 
 
 def test_a_bucket_is_as_large_as_its_ranks_are_many() -> None:
@@ -461,12 +455,12 @@ def test_ranks_own_equal_slices_of_what_they_replicate_even_with_an_uneven_vocab
     layouts = list(case.layouts())
     for dense in range(case.shards):
         partial = [
-            slice_ranges(one.owned(dense, dense % case.expert_shards), lambda record: "tp" in record.partial_over)
+            slice_ranges(one.owned(dense, dense % case.expert_shards), lambda record, _: "tp" in record.partial_over)
             for one in layouts
         ]
         assert all(other == partial[0] for other in partial)
         if case.tp == case.etp:
-            shared = [box_ranges(one.owned(dense), lambda _, box: box.replicas > 1) for one in layouts]
+            shared = [slice_ranges(one.owned(dense), lambda _, box: box.replicas > 1) for one in layouts]
             assert all(other == shared[0] for other in shared)
 
 
@@ -514,39 +508,38 @@ def test_slice_ranges_are_the_wanted_elements_in_as_few_ranges_as_can_be(case: C
         for slot in bucket.slots:
             wanted[bucket.buffer][slot.start : slot.stop] = 1 if slot.record.decay else -1
     owned = layout.owned(index % case.shards, index % case.expert_shards)
-    ranges = slice_ranges(owned, lambda record: record.decay)
+    ranges = slice_ranges(owned, lambda record, _: record.decay)
     for found, is_wanted in zip(covered(ranges, layout), slices_of(wanted, layout, index), strict=True):
         assert set(found) <= {0, 1}
         assert (found[is_wanted == 1] == 1).all()
-        assert (found[is_wanted == -1] == 0).all()
+        assert (found[is_wanted != 1] == 0).all()
     for one, other in pairwise(ranges):
-        between = slices_of(wanted, layout, index)[one.bucket][one.stop : other.start]
-        assert one.bucket != other.bucket or -1 in between
         assert (one.bucket, one.stop) < (other.bucket, other.start)
 
 
 @given(cases(), st.integers(0, 7))
 @settings(deadline=None)
-def test_box_ranges_are_the_elements_of_the_wanted_boxes(case: Case, index: int) -> None:
+def test_ranges_of_boxes_are_the_elements_of_the_wanted_boxes(case: Case, index: int) -> None:
     for layout in case.layouts():
         counted = {name: np.zeros(size, dtype=int) for name, size in layout.sizes.items()}
         for bucket in layout.buckets:
             for slot in bucket.slots:
                 whole = counted[bucket.buffer][slot.start : slot.stop].reshape(slot.shard.shape)
                 for box in slot.shard.boxes:
-                    whole[box.local] = 1 if box.counted else 0
+                    whole[box.local] = 1 if box.counted else -1
         owned = layout.owned(index % case.shards, index % case.expert_shards)
-        found = covered(box_ranges(owned, lambda _, box: box.counted), layout)
-        for one, other in zip(found, slices_of(counted, layout, index), strict=True):
-            assert (one == other).all()
+        ranges = covered(slice_ranges(owned, lambda _, box: box.counted), layout)
+        for found, is_counted in zip(ranges, slices_of(counted, layout, index), strict=True):
+            assert (found[is_counted == 1] == 1).all()
+            assert (found[is_counted != 1] == 0).all()
 
 
 def test_neighbouring_ranges_of_different_buckets_stay_apart() -> None:
     records = [ParameterRecord(f"p{at}", (64,), "normal", 0.1, True, at // 2) for at in range(4)]
     owned = buffer_layout(records, bucket_size=128).owned()
-    assert slice_ranges(owned, lambda _: True) == [SliceRange(0, 0, 128), SliceRange(1, 0, 128)]
-    assert slice_ranges(owned, lambda record: record.name != "p3") == [SliceRange(0, 64, 128), SliceRange(1, 0, 128)]
-    assert slice_ranges(owned, lambda _: False) == []
+    assert slice_ranges(owned, lambda record, box: True) == [SliceRange(0, 0, 128), SliceRange(1, 0, 128)]
+    assert slice_ranges(owned, lambda record, _: record.name != "p3") == [SliceRange(0, 64, 128), SliceRange(1, 0, 128)]
+    assert slice_ranges(owned, lambda record, box: False) == []
 
 
 @pytest.mark.parametrize("ownership", ["even", "whole"])

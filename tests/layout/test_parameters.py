@@ -15,7 +15,7 @@ from tests.layout.shards import cut
 
 WORD = ParameterRecord("embedding.word.weight", (128, 8), "normal", 0.02, True, split=Split(0, uneven=True))
 NORM = ParameterRecord("final_norm.weight", (8,), "ones", 0.0, False)
-GROUPS = Split(0, shared_tail=2)
+GROUPS = Split(0, replicated=2)
 
 
 @st.composite
@@ -28,7 +28,7 @@ def sharded(draw: st.DrawFn) -> tuple[ParameterRecord, int]:
     split = None
     if kind == "even":
         shape[dim] *= size
-        split = Split(dim, shared_tail=draw(st.integers(0, 3)))
+        split = Split(dim, replicated=draw(st.integers(0, 3)))
     elif kind == "uneven":
         shape[dim] += size
         split = Split(dim, uneven=True)
@@ -36,7 +36,7 @@ def sharded(draw: st.DrawFn) -> tuple[ParameterRecord, int]:
         sharers, tail, share = draw(st.integers(2, 4)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
         size = shape[dim] * sharers
         shape[dim + 1 :] = [share * sharers + tail, *shape[dim + 1 :]]
-        split = Split(dim, shared_tail=tail)
+        split = Split(dim, replicated=tail)
     return ParameterRecord("p", tuple(shape), "normal", 0.1, True, split=split), size
 
 
@@ -150,7 +150,3 @@ def test_of_a_tied_embedding_the_stage_that_embeds_counts() -> None:
     assert is_counted(tied, embedding=True)
     assert not is_counted(tied, embedding=False)
     assert all(is_counted(replace(NORM, place=place), embedding=False) for place in (0, 5, ("loss",)))
-
-
-def test_experts_are_split_over_the_tensor_axis_of_experts() -> None:
-    assert (NORM.axis, replace(NORM, expert=0).axis) == ("tp", "etp")

@@ -88,14 +88,6 @@ def test_an_axis_that_the_order_leaves_out_has_one_position() -> None:
     assert layout.coordinates(3) == {"tp": 1, "pp": 1, "cp": 0, "dp": 0}
 
 
-def test_ranks_may_start_at_an_offset() -> None:
-    generator = RankGenerator((("tp", 2), ("pp", 2)), rank_offset=4)
-    assert generator.groups("pp") == [[4, 6], [5, 7]]
-    assert generator.coordinates(7) == {"tp": 1, "pp": 1}
-    assert generator.rank({"pp": 1}) == 6
-    assert ParallelLayout(tp=2, pp=2, rank_offset=4).groups("tp") == [[4, 5], [6, 7]]
-
-
 @st.composite
 def layouts(draw: st.DrawFn) -> ParallelLayout:
     """Random layouts of up to 4,096 ranks in random orders; those with experts fold them over the same stages.
@@ -159,7 +151,8 @@ def test_coordinates_are_a_bijection(layout: ParallelLayout) -> None:
     for numbering in filter(None, (layout.dense, layout.expert)):
         positions = [numbering.coordinates(rank) for rank in range(layout.world_size)]
         assert len({tuple(position.items()) for position in positions}) == layout.world_size
-        assert [numbering.rank(position) for position in positions] == list(range(layout.world_size))
+        places = [sum(at * numbering.strides[axis] for axis, at in position.items()) for position in positions]
+        assert places == list(range(layout.world_size))
 
 
 @settings(deadline=None, max_examples=50)

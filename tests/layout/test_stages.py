@@ -92,7 +92,7 @@ def test_80_layers_are_never_silently_fewer() -> None:
         for vpp in range(1, 5):
             with suppress(ValueError):
                 assert sum(_counts(80, pp, vpp=vpp)) == 80
-    with pytest.raises(ValueError, match="80 layers do not divide over 48 stages"):
+    with pytest.raises(ValueError, match="80 layers cannot be divided over 48 stages"):
         _counts(80, 16, vpp=3)
 
 
@@ -210,26 +210,26 @@ def test_offsets_with_first_and_last_counts_are_those_of_megatron(
 # --- refusals ------------------------------------------------------------------------------------------------------
 
 REFUSED: list[tuple[str, dict[str, Any]]] = [
-    ("0 layers do not divide over 4 stages", {"num_layers": 0}),
-    ("-3 layers do not divide", {"num_layers": -3}),
-    ("10 layers do not divide over 4 stages", {"num_layers": 10}),
-    ("80 layers do not divide over 48 stages", {"num_layers": 80, "pp": 16, "vpp": 3}),
-    ("3 layers do not divide over 4 stages", {"num_layers": 3}),
-    ("1000001 layers do not divide", {"num_layers": 10**6 + 1, "pp": 8190, "vpp": 3}),
-    ("10 layers do not divide over 3 stages", {"num_layers": 10, "standalone_embedding": True}),
+    ("0 layers cannot be divided over 4 stages", {"num_layers": 0}),
+    ("-3 layers cannot be divided", {"num_layers": -3}),
+    ("10 layers cannot be divided over 4 stages", {"num_layers": 10}),
+    ("80 layers cannot be divided over 48 stages", {"num_layers": 80, "pp": 16, "vpp": 3}),
+    ("3 layers cannot be divided over 4 stages", {"num_layers": 3}),
+    ("1000001 layers cannot be divided", {"num_layers": 10**6 + 1, "pp": 8190, "vpp": 3}),
+    ("10 layers cannot be divided over 3 stages", {"num_layers": 10, "standalone_embedding": True}),
     ("over 0 stages", {"pp": 1, "standalone_embedding": True}),
     ("over 0 stages", {"split_rank": 0}),
     ("over 0 stages", {"split_rank": 4}),
     ("over 0 stages", {"split_rank": 1, "standalone_embedding": True}),
     ("over 9 stages", {"split_rank": 9}),
-    ("10 layers do not divide over 3 stages", {"num_layers": 10, "split_rank": 3}),
-    ("13 layers do not divide over 5 stages", {"num_layers": 13, "pp": 8, "split_rank": 5}),
+    ("10 layers cannot be divided over 3 stages", {"num_layers": 10, "split_rank": 3}),
+    ("13 layers cannot be divided over 5 stages", {"num_layers": 13, "pp": 8, "split_rank": 5}),
     ("-1 layers of one rank", {"first_layers": -1}),
-    ("9 layers do not divide over 0 stages", {"pp": 1, "first_layers": 3}),
-    ("-1 layers do not divide over 3 stages", {"first_layers": 13}),
-    ("0 layers do not divide over 2 stages", {"first_layers": 6, "last_layers": 6}),
-    ("3 layers of one rank do not divide over its 2 chunks", {"vpp": 2, "first_layers": 3}),
-    ("13 layers do not divide", {"count_embedding": True}),
+    ("9 layers cannot be divided over 0 stages", {"pp": 1, "first_layers": 3}),
+    ("-1 layers cannot be divided over 3 stages", {"first_layers": 13}),
+    ("0 layers cannot be divided over 2 stages", {"first_layers": 6, "last_layers": 6}),
+    ("3 layers of one rank cannot be divided over its 2 chunks", {"vpp": 2, "first_layers": 3}),
+    ("13 layers cannot be divided", {"count_embedding": True}),
     ("place the same layers twice: .*'count_loss': .'first_layers'", {"count_loss": True, "first_layers": 3}),
     ("place the same layers twice", {"vpp": 2, "split_rank": 2}),
     ("place the same layers twice", {"split_rank": 2, "last_layers": 3}),

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megalite.config.schema import Config
@@ -17,8 +18,8 @@ from megalite.optim import gradient_sync as sync_module
 from megalite.optim import parameter_gather as gather_module
 from megalite.optim import rank_buffers as rank_buffers_module
 from megalite.optim.gradient_sync import GradientSync
+from megalite.optim.gradients import PartialGradients
 from megalite.optim.parameter_gather import ParameterGather
-from megalite.optim.partial import PartialGradients
 from megalite.pipeline import executor as executor_module
 from megalite.tensor_parallel import layers as layers_module
 from megalite.tensor_parallel import linear as linear_module
@@ -28,6 +29,8 @@ from megalite.tensor_parallel.cross_entropy import TokenLoss
 from megalite.tensor_parallel.layers import RowParallelLinear, VocabParallelEmbedding
 from megalite.train import step as step_module
 from tests.layouts.training import Trace, train
+
+Mutant = Callable[[ParallelContext, Config], Trace]
 
 
 def no_sum_of_input_gradients(context: ParallelContext, config: Config) -> Trace:
@@ -80,14 +83,14 @@ def same_shard_drawn_everywhere(context: ParallelContext, config: Config) -> Tra
 
 def padding_in_the_loss(context: ParallelContext, config: Config) -> Trace:
     """Rows of the vocabulary that stand for no token, on the rank that has them."""
-    _change_token_loss(lambda loss, columns: replace(loss, real=columns))
+    _change_token_loss(lambda loss: setattr(loss, "real", loss.columns))
     return train(context, config)
 
 
 def columns_off_by_one_on_one_rank(context: ParallelContext, config: Config) -> Trace:
     """In the loss: rank 1 believes its part of the uneven rows to start one later."""
     if context.index("tp") == 1:
-        _change_token_loss(lambda loss, columns: replace(loss, first=loss.first + 1))
+        _change_token_loss(lambda loss: setattr(loss, "first", loss.first + 1))
     return train(context, config)
 
 
@@ -115,25 +118,26 @@ def smoothing_over_the_local_part(context: ParallelContext, config: Config) -> T
         return combine(self, local)
 
     TokenLoss.combine = combine_alone  # type: ignore[method-assign]
-    _change_token_loss(lambda loss, columns: replace(loss, vocab_size=loss.real))
+    _change_token_loss(lambda loss: setattr(loss, "vocab_size", loss.real))
     return train(context, config)
 
 
-def _change_token_loss(change: Callable[[TokenLoss, int], TokenLoss]) -> None:
-    """`change(loss, columns)` instead of every loss of this rank's columns."""
-    of = TokenLoss.of
-    TokenLoss.of = lambda columns, *args, **settings: change(  # type: ignore[method-assign]
-        of(columns, *args, **settings), columns
-    )
+def _change_token_loss(change: Callable[[TokenLoss], None]) -> None:
+    """What every loss of this rank's columns has worked out is changed."""
+    work_out = TokenLoss.__post_init__
+
+    def changed(self: TokenLoss) -> None:
+        work_out(self)
+        change(self)
+
+    TokenLoss.__post_init__ = changed  # type: ignore[method-assign]
 
 
 def mask_ignored_on_one_rank(context: ParallelContext, config: Config) -> Trace:
     loss = gpt_module.linear_cross_entropy
 
-    def unmasked(
-        hidden: Tensor, weight: Tensor, labels: Tensor, mask: Tensor, scale: Tensor, **settings: Any
-    ) -> Tensor:
-        return loss(hidden, weight, labels, torch.ones_like(mask), scale, **settings)
+    def unmasked(hidden: Tensor, weight: Tensor, labels: Tensor, mask: Tensor, *rest: Any, **settings: Any) -> Tensor:
+        return loss(hidden, weight, labels, torch.ones_like(mask), *rest, **settings)
 
     if context.rank == 1:
         gpt_module.linear_cross_entropy = unmasked
@@ -230,10 +234,14 @@ def next_rank_s_slices(context: ParallelContext, config: Config) -> Trace:
 
 
 def sent_before_the_last_gradient(context: ParallelContext, config: Config) -> Trace:
-    all_missing = GradientSync._all_missing
-    GradientSync._all_missing = (  # type: ignore[method-assign]
-        lambda self: [max(1, missing - 1) for missing in all_missing(self)]
-    )
+    init = GradientSync.__init__
+
+    def one_less(self: GradientSync, *args: Any, **options: Any) -> None:
+        init(self, *args, **options)
+        self._watched = [max(1, count - 1) for count in self._watched]
+        self._missing = [*self._watched]
+
+    GradientSync.__init__ = one_less  # type: ignore[method-assign]
     return read_at_once(context, config)
 
 
@@ -277,13 +285,27 @@ def decay_of_everything(context: ParallelContext, config: Config) -> Trace:
     return train(context, config)
 
 
+def mean_of_local_means(context: ParallelContext, config: Config) -> Trace:
+    """The classic mistake: each rank divides by its own tokens, then gradients are averaged."""
+    forward_backward = executor_module.Executor.forward_backward
+
+    def broken(self: Any, batches: Any, scale: Tensor) -> Tensor:
+        own = torch.stack([batch.loss_mask.sum() for batch in batches]).sum()
+        total = own.clone()
+        dist.all_reduce(total)
+        return forward_backward(self, batches, scale * total / (own * context.size("dp")))
+
+    executor_module.Executor.forward_backward = broken  # type: ignore[method-assign]
+    return train(context, config)
+
+
 # --- pipelines -------------------------------------------------------------------------------------------------------
 
 
 def no_sum_over_tied_embeddings(context: ParallelContext, config: Config) -> Trace:
     of = step_module.partial_gradients
     step_module.partial_gradients = lambda buffers, context: [
-        each for each in of(buffers, context) if each.group != context.group("embedding")
+        each for each in of(buffers, context) if each.group != context.group("word-embedding")
     ]
     return train(context, config)
 

@@ -15,68 +15,42 @@ from megalite.hf.export import export_checkpoint
 from megalite.hf.import_model import import_model
 from megalite.hf.saved_model import open_model
 from megalite.launch.context import ParallelContext
-from megalite.layout.ranks import ParallelLayout
 from megalite.prepare.prepare import prepare
-from megalite.train.build import build_training, derive_device, fill_with_imported_values, needs_of
+from megalite.train.build import build_training, derive_device, fill_with_imported_values
 from megalite.train.state import held_pieces, owned_pieces
-from tests.layouts.reference import reference
-from tests.layouts.test_resharding import BATCH, OFF, ZERO, Cut, config_of
+from tests.checkpoint.samples import index_of
+from tests.layouts.matrix import FEW, FOUR, Row, Workplace, row, train_row
 from tests.layouts.training import assembled, train
-from tests.ranks import run_ranks
 
 STEPS = 2
-LAYOUTS: list[Cut] = [
-    ({"pp": 2}, {}),
-    ({"pp": 2, "vpp": 2}, {"parallel": {"standalone_embedding": True}}),
-    ({"pp": 4}, {"parallel": {"schedule": "zb-h1"}}),
-    ({"pp": 2, "tp": 2}, {}),
-    ({"pp": 2, "dp": 2}, ZERO),
-    ({"dp": 2}, OFF),
+FAMILIES = ["gpt2", "llama"]  # tied embeddings, which both ends of a pipeline hold, and a head of its own
+LAYOUTS = [
+    row("", FOUR, pp=2),
+    row("", FOUR, pp=2, vpp=2, standalone_embedding=True),
+    row("", FOUR, pp=4, schedule="zb-h1"),
+    row("", FOUR, tp=2, pp=2),
+    row("", FOUR, FEW, pp=2, dp=2),
+    row("", FOUR, {"optimizer": {"zero": 0}}, dp=2),
 ]
+THREE_AXES = row("", FOUR, tp=2, pp=2, vpp=2)
+Singles = dict[str, tuple[Path, dict[str, bytes]]]  # by family: the folder of a run, and the files of its export
 
 
-def save(run: Path, workplace: tuple[Path, Path], family: str, cut: Cut, *, steps: int, continued: Path | None) -> None:
+@pytest.fixture(scope="module")
+def singles(workplace: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Singles:
+    """What one process has trained."""
+    found = {}
+    for family in FAMILIES:
+        run = tmp_path_factory.mktemp(family) / "run"
+        save(run, workplace, row(family, FOUR), steps=STEPS)
+        found[family] = run, exported(run)
+    return found
+
+
+def save(run: Path, workplace: Workplace, row: Row, *, steps: int, continued: Path | None = None) -> None:
     """A checkpoint in `run` after so many steps from the start or from another run's checkpoint."""
-    config, layout = config_of(workplace, family, cut), ParallelLayout(**cut[0])
     checkpoints = None if continued is None else continued / "checkpoints"
-    work = partial(train, steps=steps, continued=checkpoints, saved=run / "checkpoints")
-    if layout.world_size == 1:
-        work(ParallelContext(dtype=torch.float64), config)
-    else:
-        run_ranks(work, layout.world_size, config, dtype=torch.float64, layout=layout, needs=needs_of(config))
-
-
-def imported(context: ParallelContext, config: Config) -> list[Piece]:
-    """What a rank holds of the model that its run begins with."""
-    training = build_training(derive_device(config, context), context)
-    fill_with_imported_values(training.buffers, import_model, config, context)
-    return [*held_pieces(training.buffers), *owned_pieces("master.", training.buffers.owned, training.buffers.masters)]
-
-
-@pytest.mark.parametrize("cut", [*LAYOUTS, ({"pp": 2, "vpp": 2, "tp": 2}, {})], ids=str)
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_every_layout_imports_what_one_process_does(
-    workplace: tuple[Path, Path], tmp_path: Path, family: str, cut: Cut
-) -> None:
-    """Tied embeddings (gpt2), which both ends of a pipeline hold, and a head of its own (llama)."""
-    reference(workplace, family, BATCH)
-    save(tmp_path / "run", workplace, family, ({}, {}), steps=0, continued=None)
-    exported(tmp_path / "run")
-
-    def config_in(cut: Cut) -> Config:
-        config = config_of(workplace, family, cut)
-        vocabulary = open_data(config, prepare(config)).vocab_size
-        checkpoint = replace(config.checkpoint, init_from=str(tmp_path / "run" / "exported"))
-        return derive_vocabulary(replace(config, checkpoint=checkpoint), vocabulary)
-
-    expected = assembled(imported(ParallelContext(dtype=torch.float64), config_in(({}, {}))))
-    config, layout = config_in(cut), ParallelLayout(**cut[0])
-    ranks = run_ranks(imported, layout.world_size, config, dtype=torch.float64, layout=layout, needs=needs_of(config))
-    found = assembled([piece for rank in ranks for piece in rank])
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-    for piece in (piece for rank in ranks for piece in rank):
-        assert torch.equal(piece.tensor, expected[piece.name][piece.box])
+    train_row(workplace, row, partial(train, steps=steps, continued=checkpoints, saved=run / "checkpoints"))
 
 
 def exported(run: Path) -> dict[str, bytes]:
@@ -84,26 +58,75 @@ def exported(run: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in (run / "exported").iterdir()}
 
 
-@pytest.mark.parametrize("cut", LAYOUTS, ids=str)
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_export_of_any_layout_is_that_of_one_process(
-    workplace: tuple[Path, Path], tmp_path: Path, family: str, cut: Cut
+    workplace: Workplace, singles: Singles, tmp_path: Path, family: str, layout: Row
 ) -> None:
     """Of the same weights: what one process has trained, the layout takes up, saves and exports."""
-    reference(workplace, family, BATCH)  # prepares the text
-    single = tmp_path / "single"
-    save(single, workplace, family, ({}, {}), steps=STEPS, continued=None)
-    save(tmp_path / "ranks", workplace, family, cut, steps=0, continued=single)
-    found, expected = exported(tmp_path / "ranks"), exported(single)
+    single, expected = singles[family]
+    save(tmp_path, workplace, replace(layout, family=family), steps=0, continued=single)
+    found = exported(tmp_path)
     assert found == expected
     assert "model.safetensors" in found
 
 
-@pytest.mark.parametrize("cut", LAYOUTS[:2], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS[:2], ids=str)
 def test_a_run_of_no_steps_exports_the_start_values_of_one_process(
-    workplace: tuple[Path, Path], tmp_path: Path, cut: Cut
+    workplace: Workplace, tmp_path: Path, layout: Row
 ) -> None:
-    reference(workplace, "gpt2", BATCH)
-    for name, layout in (("single", ({}, {})), ("ranks", cut)):
-        save(tmp_path / name, workplace, "gpt2", layout, steps=0, continued=None)
+    for name, saver in (("single", row("gpt2", FOUR)), ("ranks", replace(layout, family="gpt2"))):
+        save(tmp_path / name, workplace, saver, steps=0)
     assert exported(tmp_path / "ranks") == exported(tmp_path / "single")
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, THREE_AXES], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_layout_imports_what_one_process_does(
+    workplace: Workplace, singles: Singles, family: str, layout: Row
+) -> None:
+    single, _ = singles[family]
+    assert_imports_alike(workplace, row(family, FOUR), replace(layout, family=family), single / "exported")
+
+
+EXPERTS = {"model": {"moe": {"num_experts": 4}}}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [row("llama", FOUR, EXPERTS, tp=2, dp=2, ep=2), row("llama", FOUR, EXPERTS, pp=2, dp=2, ep=2)],
+    ids=str,
+)
+def test_experts_come_from_any_layout_and_go_to_it(
+    workplace: Workplace, singles: Singles, tmp_path: Path, layout: Row
+) -> None:
+    single = row("llama", FOUR, EXPERTS)
+    save(tmp_path / "single", workplace, single, steps=1)
+    expected = exported(tmp_path / "single")
+    assert b"mixtral" in expected["config.json"]
+    save(tmp_path / "ranks", workplace, layout, steps=0, continued=tmp_path / "single")
+    assert exported(tmp_path / "ranks") == expected
+    assert_imports_alike(workplace, single, layout, tmp_path / "single" / "exported")
+    assert_imports_alike(workplace, single, layout, singles["llama"][0] / "exported")  # a dense one
+
+
+def assert_imports_alike(workplace: Workplace, single: Row, layout: Row, folder: Path) -> None:
+    """That the ranks of a layout take from the folder what one process does."""
+    work = partial(imported, str(folder))
+    expected = assembled(train_row(workplace, single, work)[0])
+    ranks = train_row(workplace, layout, work)
+    found = assembled([piece for rank in ranks for piece in rank])
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert all(value.any() for value in expected.values())
+    for piece in (piece for rank in ranks for piece in rank):
+        assert torch.equal(piece.tensor, expected[piece.name][index_of(piece)])
+
+
+def imported(export: str, context: ParallelContext, config: Config) -> list[Piece]:
+    """What a rank holds of the model that its run begins with."""
+    config = derive_vocabulary(config, open_data(config, prepare(config)).vocab_size)
+    config = replace(config, checkpoint=replace(config.checkpoint, init_from=export))
+    training = build_training(derive_device(config, context), context)
+    fill_with_imported_values(training.buffers, import_model, config, context)
+    return [*held_pieces(training.buffers), *owned_pieces("master.", training.buffers.owned, training.buffers.masters)]

@@ -1,96 +1,60 @@
-"""What one cut of the optimizer's state saved, every other continues as if nothing had happened, in fp64."""
+"""What one layout saved, every other continues as if nothing had happened, in fp64."""
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from megalite.config.derive import derive
-from megalite.config.schema import Config, ParallelConfig
+from megalite.config.schema import Config
 from megalite.launch.context import ParallelContext
-from megalite.layout.ranks import ParallelLayout
-from megalite.train.build import Training, needs_of
-from tests.layouts.reference import reference
-from tests.layouts.test_tensor_parallel import Overrides, merged
-from tests.layouts.training import STEPS, Trace, assert_same_training, small_config, train
-from tests.ranks import run_ranks
+from megalite.model.routers import Routers
+from megalite.train.build import Training
+from tests.layouts.matrix import FEW, FOUR, Row, Workplace, row, train_row
+from tests.layouts.test_moe import moe
+from tests.layouts.training import STEPS, Trace, assert_same_training, train
 
 BEFORE = 3  # steps until the save
-BATCH = {"train": {"micro_batch_size": 1}, "model": {"num_layers": 4}}
-ZERO = {"optimizer": {"zero": 1, "bucket_size": 6000}}
 OFF = {"optimizer": {"zero": 0}}
 INSTANCES = {"optimizer": {"instances": 2}}
 WHOLE = {"optimizer": {"ownership": "whole", "bucket_size": 6000}}
-Cut = tuple[dict[str, int], Overrides]  # sizes of the layout; settings of the optimizer and the pipeline
 
-SAVED: list[Cut] = [
-    ({"dp": 4}, ZERO),
-    ({"dp": 4}, OFF),
-    ({"tp": 2, "dp": 2}, ZERO),
-    ({"pp": 2, "dp": 2}, ZERO),
-    ({"pp": 2, "vpp": 2}, {}),
+SAVED = [
+    row("llama", FOUR, FEW, dp=4),
+    row("llama", FOUR, OFF, dp=4),
+    row("llama", FOUR, FEW, tp=2, dp=2),
+    row("gpt2", FOUR, FEW, pp=2, dp=2),  # tied embeddings, which two ranks of a pipeline hold
+    row("gpt2", FOUR, pp=2, vpp=2),
 ]
-CONTINUED: list[Cut] = [
-    ({}, {}),
-    ({"dp": 2}, ZERO),
-    ({"dp": 3}, WHOLE),
-    ({"dp": 4}, INSTANCES),
-    ({"dp": 4}, ZERO),
-    ({"dp": 2}, OFF),
-    ({"dp": 3}, OFF),
-    ({"dp": 4}, OFF),
-    ({"tp": 2, "dp": 2}, ZERO),
-    ({"tp": 4}, {}),
-    ({"pp": 2, "vpp": 2}, {}),
-    ({"pp": 4}, {"parallel": {"schedule": "zb-h1"}}),
+CONTINUED = [  # each with the saved family
+    row("", FOUR),
+    row("", FOUR, FEW, dp=2),
+    row("", FOUR, WHOLE, dp=3),
+    row("", FOUR, INSTANCES, dp=4),
+    row("", FOUR, FEW, dp=4),
+    row("", FOUR, OFF, dp=2),
+    row("", FOUR, OFF, dp=3),
+    row("", FOUR, OFF, dp=4),
+    row("", FOUR, FEW, tp=2, dp=2),
+    row("", FOUR, tp=4),
+    row("", FOUR, pp=2, vpp=2),
+    row("", FOUR, pp=4, schedule="zb-h1"),
 ]
-
-
-def family_of(cut: Cut) -> str:
-    """What a layout saves: pipelines a model with tied embeddings, which two of their ranks hold."""
-    return "gpt2" if "pp" in cut[0] else "llama"
-
-
-def config_of(workplace: tuple[Path, Path], family: str, cut: Cut) -> Config:
-    sizes, changes = cut
-    config = small_config(*workplace, family, **merged(BATCH, {"optimizer": changes.get("optimizer", {})}))
-    axes = {axis: size for axis, size in sizes.items() if axis != "dp"}
-    config.parallel = ParallelConfig(**axes, **changes.get("parallel", {}))
-    return derive(config, ParallelLayout(**sizes).world_size)
-
-
-def run(
-    config: Config,
-    cut: Cut,
-    steps: int,
-    *,
-    continued: Path | None = None,
-    saved: Path | None = None,
-    function: Callable[..., Trace] = train,
-) -> list[Trace]:
-    layout = ParallelLayout(**cut[0])
-    work = partial(function, steps=steps, continued=continued, saved=saved)
-    return run_ranks(work, layout.world_size, config, dtype=torch.float64, layout=layout, needs=needs_of(config))
 
 
 @pytest.fixture(scope="module")
-def saved(workplace: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A checkpoint of each cut in SAVED, after BEFORE steps."""
-    folders = {}
-    for cut in SAVED:
-        folder = tmp_path_factory.mktemp("saved")
-        reference(workplace, family_of(cut), BATCH)  # prepares the text
-        run(config_of(workplace, family_of(cut), cut), cut, BEFORE, saved=folder)
-        folders[str(cut)] = folder
+def saved(workplace: Workplace, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A checkpoint of each row in SAVED, after BEFORE steps."""
+    folders = {str(before): tmp_path_factory.mktemp("saved") for before in SAVED}
+    for before in SAVED:
+        train_row(workplace, before, partial(train, steps=BEFORE, saved=folders[str(before)]))
     return folders
 
 
 def pairs() -> list[Any]:
-    """Every cut that saves with every one that continues; each of either kind at least once outside the long matrix."""
+    """Every layout that saves with every one that continues; each of either kind at least once in a plain run."""
     usual = {(number % len(SAVED), number) for number in range(len(CONTINUED))}
     return [
         pytest.param(before, after, marks=() if (saver, reader) in usual else pytest.mark.long)
@@ -100,43 +64,110 @@ def pairs() -> list[Any]:
 
 
 @pytest.mark.parametrize(("before", "after"), pairs(), ids=str)
-def test_any_cut_continues_any_other(
-    workplace: tuple[Path, Path], saved: dict[str, Path], before: Cut, after: Cut
-) -> None:
-    family = family_of(before)
-    found = run(config_of(workplace, family, after), after, STEPS - BEFORE, continued=saved[str(before)])
-    assert_same_training(found, rest_of_the_reference(workplace, family))
+def test_any_layout_continues_any_other(workplace: Workplace, saved: dict[str, Path], before: Row, after: Row) -> None:
+    rest = partial(train, steps=STEPS - BEFORE, continued=saved[str(before)])
+    found = train_row(workplace, replace(after, family=before.family), rest)
+    assert_same_training(found, rest_of_the_reference(workplace, before))
 
 
 @pytest.mark.parametrize("lost", ["others", "moments"])
-def test_what_does_not_come_back_is_missed(workplace: tuple[Path, Path], saved: dict[str, Path], lost: str) -> None:
-    cut: Cut = ({"dp": 2}, ZERO)
-    function = partial(train_without, lost)
-    config = config_of(workplace, "llama", cut)
-    found = run(config, cut, STEPS - BEFORE, continued=saved[str(SAVED[0])], function=function)
+def test_what_does_not_come_back_is_missed(workplace: Workplace, saved: dict[str, Path], lost: str) -> None:
+    rest = partial(train_without, lost, steps=STEPS - BEFORE, continued=saved[str(SAVED[0])])
+    found, expected = (
+        train_row(workplace, row("llama", FOUR, FEW, dp=2), rest),
+        rest_of_the_reference(workplace, SAVED[0]),
+    )
     with pytest.raises(AssertionError):
-        assert_same_training(found, rest_of_the_reference(workplace, "llama"))
+        assert_same_training(found, expected)
 
 
-def rest_of_the_reference(workplace: tuple[Path, Path], family: str) -> Trace:
-    _, whole = reference(workplace, family, BATCH)
+SMALL = {"train": {"micro_batch_size": 3}}  # balancing losses know microbatches
+MOE = moe(num_experts=8, score="sigmoid", expert_bias_rate=0.02, aux_loss="global", aux_loss_coeff=0.5)
+SAVED_EXPERTS = [
+    row("llama", MOE, SMALL, dp=4, ep=4),
+    row("llama", MOE, SMALL, pp=2, dp=2, ep=2),
+    row("llama", MOE, SMALL, pp=2, dp=4, ep=4),
+]
+CONTINUED_EXPERTS = [
+    row("llama", MOE, SMALL),
+    row("llama", MOE, SMALL, dp=2, ep=2),
+    row("llama", MOE, SMALL, tp=2),  # etp 2
+    row("llama", MOE, SMALL, dp=2),
+    row("llama", MOE, SMALL, OFF, dp=4, ep=2),
+    row("llama", MOE, SMALL, tp=2, dp=2, etp=1, ep=4),
+    row("llama", MOE, SMALL, tp=2, pp=2, etp=2),
+    row("llama", MOE, SMALL, dp=4, etp=2, ep=2),
+    row("llama", MOE, SMALL, tp=2, dp=4, etp=1, ep=8),
+]
+
+
+@pytest.fixture(scope="module")
+def saved_experts(workplace: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Row], Path]:
+    """The checkpoint of a row after BEFORE steps."""
+
+    @cache
+    def saved_by(number: int) -> Path:
+        folder = tmp_path_factory.mktemp("experts")
+        train_row(workplace, SAVED_EXPERTS[number], partial(train, steps=BEFORE, saved=folder))
+        return folder
+
+    return lambda row: saved_by(SAVED_EXPERTS.index(row))
+
+
+def expert_pairs() -> list[Any]:
+    usual = {(0, 0), (0, 1), (0, 2), (1, 3)}
+    return [
+        pytest.param(before, after, marks=() if (saver, reader) in usual else pytest.mark.long, id=f"{saver}-{reader}")
+        for saver, before in enumerate(SAVED_EXPERTS)
+        for reader, after in enumerate(CONTINUED_EXPERTS)
+    ]
+
+
+@pytest.mark.parametrize(("before", "after"), expert_pairs())
+def test_any_layout_of_experts_continues_any_other(
+    workplace: Workplace, saved_experts: Callable[[Row], Path], before: Row, after: Row
+) -> None:
+    rest = partial(train, steps=STEPS - BEFORE, continued=saved_experts(before))
+    expected = rest_of_the_reference(workplace, before)
+    assert all(bool(value.any()) for value in expected.routers.values())
+    assert_same_training(train_row(workplace, after, rest), expected)
+
+
+@pytest.mark.parametrize("lost", ["expert_bias", "share"])
+def test_what_routers_do_not_get_back_is_missed(
+    workplace: Workplace, saved_experts: Callable[[Row], Path], lost: str
+) -> None:
+    before = SAVED_EXPERTS[0]
+    rest = partial(train_without, lost, steps=STEPS - BEFORE, continued=saved_experts(before))
+    found = train_row(workplace, CONTINUED_EXPERTS[0], rest)
+    with pytest.raises(AssertionError):
+        assert_same_training(found, rest_of_the_reference(workplace, before))
+
+
+def rest_of_the_reference(workplace: Workplace, saved: Row) -> Trace:
+    whole = saved.reference(workplace)
     return replace(
         whole,
         losses=whole.losses[BEFORE:],
         grad_norms=whole.grad_norms[BEFORE:],
         tokens=whole.tokens[BEFORE:],
         gradients=whole.gradients[BEFORE:],
+        routing=whole.routing[BEFORE:],
     )
 
 
 def train_without(lost: str, context: ParallelContext, config: Config, **options: Any) -> Trace:
-    """Continues without the other ranks' parameters, or without the first moments."""
+    """Continues without the other ranks' parameters, or without the first moments, or without what routers keep."""
 
     def spread(self: Training) -> None:
-        if lost == "moments":
+        if lost != "others":
             spread_masters(self)
+        if lost == "moments":
             for part in self.optimizer.exp_avg:
                 part.zero_()
+        for name, value in Routers(self.chunks).state():
+            if name.endswith(lost):
+                value.zero_()
 
     spread_masters = Training.spread_masters
     Training.spread_masters = spread  # type: ignore[method-assign]

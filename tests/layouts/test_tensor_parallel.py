@@ -1,8 +1,5 @@
 """Tensor and sequence parallelism compute what one process computes, in fp64, and a broken one is caught."""
 
-from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,134 +8,86 @@ import torch
 from megalite.checkpoint.pieces import Piece
 from megalite.config.schema import Config
 from megalite.launch.context import ParallelContext
-from megalite.layout.ranks import ParallelLayout
-from megalite.train.build import needs_of
 from tests.layouts import mutants
-from tests.layouts.reference import reference
-from tests.layouts.training import Trace, assembled, assert_same_training, small_config, train
-from tests.ranks import run_ranks
+from tests.layouts.matrix import DROPPED, FULL, RAGGED, SELECTIVE, Row, Workplace, row, train_row
+from tests.layouts.training import assembled, assert_same_training, merged, train
 
-Overrides = dict[str, dict[str, Any]]
-Mutant = Callable[[ParallelContext, Config], Trace]
-
-
-def merged(*changes: Overrides) -> Overrides:
-    """All of them: of each section, the later settings over the earlier."""
-    together: Overrides = {}
-    for overrides in changes:
-        for section, values in overrides.items():
-            together[section] = {**together.get(section, {}), **values}
-    return together
-
-
-RAGGED = {"data": {"mask_end_of_document": True, "cross_document_attention": False}}
 SMOOTHED = {"train": {"label_smoothing": 0.1, "z_loss": 1e-3}}
-DROPPED = {"model": {"dropout": 0.1, "attention_dropout": 0.3, "embedding_dropout": 0.2}}  # hashes know no layout
 UNEVEN = {"model": {"vocab_multiple": 7}}  # 257 tokens in 259 rows
-FULL = {"train": {"recompute": "full"}}
-SELECTIVE = {"train": {"recompute": "selective", "recompute_modules": ["attention", "norm", "activation"]}}
 COMPILE = {"train": {"compile": True}}
-PLAIN = {"train": {"recompute": "none", "recompute_modules": ["attention"], "compile": False}}  # the single process
-WIDE = {"train": {"micro_batch_size": 3}}  # fewer, larger collectives, for many ranks on few cores
-Row = tuple[int, int, bool, str, Overrides]  # tp, dp, sequence parallel, family, overrides
-ROWS: list[Row] = [
-    (2, 1, True, "gpt2", {}),
-    (2, 1, False, "gpt2", RAGGED),
-    (4, 1, True, "llama", UNEVEN),  # two key-value heads for four ranks
-    (4, 1, False, "llama", merged(SMOOTHED, WIDE)),
-    (2, 2, True, "llama", RAGGED),
-    (4, 1, True, "qwen3", merged(SELECTIVE, WIDE)),
-    (2, 1, False, "qwen3", merged(FULL, WIDE)),
-    (2, 1, True, "gpt2", merged(FULL, WIDE)),
-    (2, 2, False, "gpt2", SELECTIVE),
-    (2, 2, True, "gpt2", DROPPED),
-    (4, 1, False, "llama", merged(DROPPED, WIDE)),
-    (2, 1, True, "llama", merged(DROPPED, SELECTIVE)),
-    (2, 1, False, "llama", merged(DROPPED, RAGGED)),
-    (2, 1, True, "gpt2", merged(merged(DROPPED, FULL), WIDE)),
-    (4, 2, True, "gpt2", merged(RAGGED, WIDE)),
-    (4, 2, False, "llama", WIDE),
+ALONE: dict[str, Any] = {"sequence_parallel": False}
+ROWS = [
+    row("gpt2", tp=2),
+    row("gpt2", DROPPED, RAGGED, tp=2, **ALONE),
+    row("llama", UNEVEN, tp=4),  # two key-value heads for four ranks
+    row("llama", SMOOTHED, DROPPED, tp=4, **ALONE),
+    row("llama", RAGGED, tp=2, dp=2),
+    row("qwen3", SELECTIVE, tp=4),
+    row("qwen3", FULL, tp=2, **ALONE),
+    row("gpt2", DROPPED, FULL, tp=2),
+    row("gpt2", SELECTIVE, tp=2, dp=2, **ALONE),
+    row("llama", DROPPED, SELECTIVE, tp=2),
+    row("gpt2", DROPPED, tp=2, dp=2),
+    row("gpt2", RAGGED, tp=4, dp=2),
 ]
-COMPILED: list[Row] = [
-    (2, 1, True, "llama", merged(COMPILE, DROPPED)),
-    (2, 1, False, "gpt2", merged(COMPILE, SELECTIVE)),
+LONG_ROWS = [
+    row("llama", COMPILE, DROPPED, tp=2),
+    row("gpt2", COMPILE, SELECTIVE, tp=2, **ALONE),
+    *(
+        row(family, changes, recompute, tp=tp, dp=dp, sequence_parallel=sequence_parallel)
+        for tp in (2, 4)
+        for dp in (1, 2)
+        for sequence_parallel in (False, True)
+        for family in ("gpt2", "llama", "qwen3")
+        for changes in (RAGGED, merged(SMOOTHED, UNEVEN), DROPPED)
+        for recompute in ({}, SELECTIVE, FULL)
+    ),
 ]
-LONG_ROWS: list[Row] = COMPILED + [
-    (tp, dp, sequence_parallel, family, merged(changes, recompute))
-    for tp in (2, 4)
-    for dp in (1, 2)
-    for sequence_parallel in (False, True)
-    for family in ("gpt2", "llama", "qwen3")
-    for changes in (RAGGED, merged(SMOOTHED, UNEVEN))
-    for recompute in ({}, SELECTIVE, FULL)
-]
-
-
-def layout_config(workplace: tuple[Path, Path], row: Row) -> Config:
-    tp, _, sequence_parallel, family, overrides = row
-    config = small_config(*workplace, family, **overrides)
-    return replace(config, parallel=replace(config.parallel, tp=tp, sequence_parallel=sequence_parallel))
-
-
-def train_rows(workplace: tuple[Path, Path], row: Row, function: Any = train) -> tuple[list[Trace], Trace]:
-    """Traces of all ranks, and of the single process, which keeps everything and is not compiled."""
-    tp, dp, _, family, overrides = row
-    config = layout_config(workplace, row)
-    _, expected = reference(workplace, family, merged(overrides, PLAIN))
-    assert min(expected.grad_norms) > 10 * config.optimizer.clip_grad, "clipping is part of what is compared"
-    layout, needs = ParallelLayout(tp=tp, dp=dp), needs_of(config)
-    return run_ranks(function, tp * dp, config, dtype=torch.float64, layout=layout, needs=needs, timeout=240), expected
-
-
-def check_row(workplace: tuple[Path, Path], row: Row) -> None:
-    assert_same_training(*train_rows(workplace, row))
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
-def test_ranks_train_like_one_process(workplace: tuple[Path, Path], row: Row) -> None:
-    check_row(workplace, row)
+def test_ranks_train_like_one_process(workplace: Workplace, row: Row) -> None:
+    assert_same_training(train_row(workplace, row), row.reference(workplace))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("row", LONG_ROWS, ids=str)
-def test_ranks_train_like_one_process_everywhere(workplace: tuple[Path, Path], row: Row) -> None:
-    check_row(workplace, row)
+def test_ranks_train_like_one_process_everywhere(workplace: Workplace, row: Row) -> None:
+    assert_same_training(train_row(workplace, row), row.reference(workplace))
 
 
-BROKEN: list[tuple[Mutant, Row]] = [
-    (mutants.no_sum_of_input_gradients, (2, 1, False, "llama", {})),
-    (mutants.own_slice_of_input_gradients, (2, 1, True, "llama", {})),
-    (mutants.own_output_gradient_everywhere, (2, 1, True, "llama", {})),
-    (mutants.output_gradients_in_wrong_order, (2, 1, True, "llama", {})),
-    (mutants.no_sum_of_partial_gradients, (2, 1, True, "llama", {})),
-    (mutants.no_sum_of_partial_gradients, (4, 1, False, "llama", WIDE)),  # shared key-value heads
-    (mutants.no_sum_of_partial_gradients, (2, 1, False, "qwen3", {})),  # norms over heads
-    (mutants.replicas_counted_on_every_rank, (2, 1, False, "gpt2", {})),
-    (mutants.same_shard_drawn_everywhere, (2, 1, False, "llama", {})),
-    (mutants.padding_in_the_loss, (2, 1, True, "llama", UNEVEN)),
-    (mutants.columns_off_by_one_on_one_rank, (2, 1, True, "llama", UNEVEN)),
-    (mutants.rows_off_by_one_on_one_rank, (2, 1, True, "llama", UNEVEN)),
-    (mutants.smoothing_over_the_local_part, (2, 1, False, "llama", SMOOTHED)),
-    (mutants.mask_ignored_on_one_rank, (2, 1, True, "llama", RAGGED)),
-    (mutants.mask_ignored_on_one_rank, (2, 1, False, "llama", RAGGED)),
-    (mutants.heads_counted_from_each_ranks_first, (2, 1, True, "llama", DROPPED)),
-    (mutants.other_attention_mask_when_rebuilt, (2, 1, True, "llama", merged(DROPPED, SELECTIVE))),
-    (mutants.other_mask_when_recomputed, (2, 1, True, "gpt2", merged(merged(DROPPED, FULL), WIDE))),
+BROKEN: list[tuple[mutants.Mutant, Row]] = [
+    (mutants.no_sum_of_input_gradients, row("llama", tp=2, **ALONE)),
+    (mutants.own_slice_of_input_gradients, row("llama", tp=2)),
+    (mutants.own_output_gradient_everywhere, row("llama", tp=2)),
+    (mutants.output_gradients_in_wrong_order, row("llama", tp=2)),
+    (mutants.no_sum_of_partial_gradients, row("llama", tp=2)),
+    (mutants.no_sum_of_partial_gradients, row("llama", tp=4, **ALONE)),  # shared key-value heads
+    (mutants.no_sum_of_partial_gradients, row("qwen3", tp=2, **ALONE)),  # norms over heads
+    (mutants.replicas_counted_on_every_rank, row("gpt2", tp=2, **ALONE)),
+    (mutants.same_shard_drawn_everywhere, row("llama", tp=2, **ALONE)),
+    (mutants.padding_in_the_loss, row("llama", UNEVEN, tp=2)),
+    (mutants.columns_off_by_one_on_one_rank, row("llama", UNEVEN, tp=2)),
+    (mutants.rows_off_by_one_on_one_rank, row("llama", UNEVEN, tp=2)),
+    (mutants.smoothing_over_the_local_part, row("llama", SMOOTHED, tp=2, **ALONE)),
+    (mutants.mask_ignored_on_one_rank, row("llama", RAGGED, tp=2)),
+    (mutants.heads_counted_from_each_ranks_first, row("llama", DROPPED, tp=2)),
+    (mutants.other_attention_mask_when_rebuilt, row("llama", DROPPED, SELECTIVE, tp=2)),
+    (mutants.other_mask_when_recomputed, row("gpt2", DROPPED, FULL, tp=2)),
 ]
 
 
 @pytest.mark.parametrize(("mutant", "row"), BROKEN, ids=lambda part: getattr(part, "__name__", str(part)))
-def test_a_broken_layout_is_caught(workplace: tuple[Path, Path], mutant: Mutant, row: Row) -> None:
-    traces, expected = train_rows(workplace, row, mutant)
+def test_a_broken_layout_is_caught(workplace: Workplace, mutant: mutants.Mutant, row: Row) -> None:
+    traces, expected = train_row(workplace, row, mutant), row.reference(workplace)
     with pytest.raises(AssertionError):
         assert_same_training(traces, expected)
 
 
-def test_shards_of_one_weight_differ_and_make_up_the_single_process_s(workplace: tuple[Path, Path]) -> None:
+def test_shards_of_one_weight_differ_and_make_up_the_single_process_s(workplace: Workplace) -> None:
     """Elsewhere a silent mistake: every rank draws the same shard."""
-    row: Row = (4, 1, True, "llama", {})
-    starts, _ = train_rows(workplace, row, _start)
-    expected = assembled(_start(ParallelContext(dtype=torch.float64), reference(workplace, "llama", {})[0]))
+    starts = train_row(workplace, row("llama", tp=4), _start)
+    expected = assembled(train_row(workplace, row("llama"), _start)[0])
     name = "blocks.1.mlp.gate_up.weight"
     parts = [piece.tensor for pieces in starts for piece in pieces if piece.name == name]
     assert len(parts) == 4

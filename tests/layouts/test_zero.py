@@ -1,81 +1,57 @@
-"""However the optimizer's state is cut, training is what one process computes, in fp64; a broken cut is caught."""
-
-from pathlib import Path
-from typing import Any
+"""However data parallelism cuts batches and the optimizer's state, training is what one process computes, in fp64; a
+broken cut is caught."""
 
 import pytest
 import torch
 
-from megalite.layout.ranks import ParallelLayout
-from megalite.train.build import needs_of
 from tests.layouts import mutants
-from tests.layouts.reference import reference
-from tests.layouts.test_tensor_parallel import Mutant, Overrides, layout_config, merged
-from tests.layouts.training import Trace, assert_same_training, train
-from tests.ranks import run_ranks
+from tests.layouts.matrix import DROPPED, FEW, FULL, RAGGED, Row, Workplace, row, train_row
+from tests.layouts.training import Overrides, assert_same_training, merged
 
 OFF = {"optimizer": {"zero": 0}}
 ONE_EACH = {"optimizer": {"bucket_size": 1}}
-FEW = {"optimizer": {"bucket_size": 6000}}  # a block and a half: it ends at the block
 TWO_INSTANCES = {"optimizer": {"instances": 2}}
 LATE = {"optimizer": {"overlap": False}}
 WHOLE = {"optimizer": {"ownership": "whole"}}
 AT_ONCE = {"train": {"micro_batch_size": 3}}  # dp 4: one microbatch a rank, no accumulation
-THRICE = {"train": {"micro_batch_size": 1}}  # dp 4: three
-RAGGED = {"data": {"mask_end_of_document": True, "cross_document_attention": False}}
-Row = tuple[int, int, str, Overrides]  # tp (with sequence parallelism), dp, family, overrides
-ROWS: list[Row] = [
-    (1, 2, "gpt2", merged(FEW, RAGGED)),
-    (1, 2, "llama", merged(OFF, FEW)),
-    (1, 3, "qwen3", merged(ONE_EACH, {"train": {"micro_batch_size": 2}})),
-    (1, 4, "llama", merged(TWO_INSTANCES, FEW, AT_ONCE)),
-    (1, 4, "gpt2", merged(ONE_EACH, TWO_INSTANCES, THRICE, RAGGED)),
-    (1, 4, "gpt2", merged(WHOLE, FEW, AT_ONCE)),
-    (2, 2, "gpt2", FEW),
-    (2, 2, "llama", merged(OFF, ONE_EACH, AT_ONCE)),
-    (2, 2, "qwen3", merged(WHOLE, LATE, AT_ONCE)),
+ROWS = [
+    row("gpt2", FEW, RAGGED, dp=2),
+    row("llama", OFF, FEW, DROPPED, dp=2),
+    row("qwen3", ONE_EACH, FULL, dp=3),
+    row("llama", TWO_INSTANCES, FEW, AT_ONCE, dp=4),
+    row("gpt2", ONE_EACH, TWO_INSTANCES, RAGGED, dp=4),
+    row("gpt2", WHOLE, FEW, AT_ONCE, dp=4),
+    row("gpt2", FEW, tp=2, dp=2),
+    row("llama", OFF, ONE_EACH, AT_ONCE, tp=2, dp=2),
+    row("qwen3", WHOLE, LATE, AT_ONCE, tp=2, dp=2),
 ]
-LONG_ROWS: list[Row] = [
-    (tp, dp, family, merged(sharing, buckets, accumulation))
+LONG_ROWS = [
+    row(family, sharing, buckets, accumulation, others, dp=dp, tp=tp)
     for tp, dp in ((1, 2), (1, 3), (1, 4), (2, 2), (2, 4), (4, 2))
-    for family in ("gpt2", "llama")
+    for family, others in (("gpt2", {}), ("llama", {}), ("qwen3", merged(RAGGED, FULL)))
     for sharing in (OFF, {}, WHOLE, *([TWO_INSTANCES] if dp % 2 == 0 else []))
     for buckets in (ONE_EACH, FEW, {})
-    for accumulation in (THRICE, {"train": {"micro_batch_size": 12 // dp}})
+    for accumulation in ({"train": {"micro_batch_size": 1}}, {"train": {"micro_batch_size": 12 // dp}})
 ]
-
-
-def train_row(workplace: tuple[Path, Path], row: Row, function: Any = train) -> tuple[list[Trace], Trace]:
-    """Traces of all ranks, and of the single process, whose buffers are cut in no way."""
-    tp, dp, family, overrides = row
-    config = layout_config(workplace, (tp, dp, tp > 1, family, overrides))
-    plain = {section: values for section, values in overrides.items() if section != "optimizer"}
-    _, expected = reference(workplace, family, plain)
-    assert min(expected.grad_norms) > 10 * config.optimizer.clip_grad, "clipping is part of what is compared"
-    layout = ParallelLayout(tp=tp, dp=dp)
-    return run_ranks(
-        function, tp * dp, config, dtype=torch.float64, layout=layout, needs=needs_of(config), timeout=240
-    ), expected
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
-def test_ranks_train_like_one_process(workplace: tuple[Path, Path], row: Row) -> None:
-    assert_same_training(*train_row(workplace, row))
+def test_ranks_train_like_one_process(workplace: Workplace, row: Row) -> None:
+    assert_same_training(train_row(workplace, row), row.reference(workplace))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("row", LONG_ROWS, ids=str)
-def test_ranks_train_like_one_process_everywhere(workplace: tuple[Path, Path], row: Row) -> None:
-    assert_same_training(*train_row(workplace, row))
+def test_ranks_train_like_one_process_everywhere(workplace: Workplace, row: Row) -> None:
+    assert_same_training(train_row(workplace, row), row.reference(workplace))
 
 
 @pytest.mark.parametrize(
     ("dp", "changes"), [(2, {}), (2, OFF), (4, TWO_INSTANCES)], ids=["zero", "off", "two instances"]
 )
-def test_overlap_changes_no_bit(workplace: tuple[Path, Path], dp: int, changes: Overrides) -> None:
-    row: Row = (1, dp, "gpt2", merged(changes, FEW, AT_ONCE))
-    overlapped, _ = train_row(workplace, row)
-    late, _ = train_row(workplace, (*row[:3], merged(row[3], LATE)))
+def test_overlap_changes_no_bit(workplace: Workplace, dp: int, changes: Overrides) -> None:
+    overlapped = train_row(workplace, row("gpt2", changes, FEW, dp=dp))
+    late = train_row(workplace, row("gpt2", changes, FEW, LATE, dp=dp))
     for one, other in zip(overlapped, late, strict=True):
         assert (one.losses, one.grad_norms) == (other.losses, other.grad_norms)
         kinds = [(one.parameters, other.parameters), (one.first_moments, other.first_moments)]
@@ -83,28 +59,31 @@ def test_overlap_changes_no_bit(workplace: tuple[Path, Path], dp: int, changes: 
             assert all(torch.equal(a.tensor, b.tensor) for a, b in zip(mine, theirs, strict=True))
 
 
-def test_parameters_that_arrive_only_when_waited_for_are_waited_for(workplace: tuple[Path, Path]) -> None:
+def test_parameters_that_arrive_only_when_waited_for_are_waited_for(workplace: Workplace) -> None:
     """The slowest network: nothing arrives before somebody waits."""
-    assert_same_training(*train_row(workplace, (1, 2, "gpt2", FEW), mutants.gather_at_the_last_moment))
+    slow = row("gpt2", FEW, dp=2)
+    assert_same_training(train_row(workplace, slow, mutants.gather_at_the_last_moment), slow.reference(workplace))
 
 
-BROKEN: list[tuple[Mutant, Row]] = [
-    (mutants.no_gather_of_parameters, (1, 2, "llama", FEW)),
-    (mutants.use_before_arrival, (1, 2, "llama", FEW)),
-    (mutants.use_before_arrival, (1, 2, "gpt2", FEW)),
-    (mutants.no_sum_across_instances, (1, 4, "llama", merged(TWO_INSTANCES, AT_ONCE))),
-    (mutants.no_sum_inside_instances, (1, 4, "llama", merged(TWO_INSTANCES, AT_ONCE))),
-    (mutants.instances_counted_twice, (1, 4, "llama", merged(TWO_INSTANCES, AT_ONCE))),
-    (mutants.next_rank_s_slices, (1, 2, "gpt2", FEW)),
-    (mutants.sent_before_the_last_gradient, (1, 2, "gpt2", FEW)),
-    (mutants.sent_before_the_last_microbatch, (1, 2, "gpt2", FEW)),
-    (mutants.no_sum_of_partial_gradients, (2, 2, "llama", AT_ONCE)),
-    (mutants.decay_of_everything, (1, 2, "gpt2", FEW)),
+BROKEN: list[tuple[mutants.Mutant, Row]] = [
+    (mutants.mean_of_local_means, row("llama", RAGGED, dp=2)),
+    (mutants.no_sum_across_instances, row("llama", OFF, dp=2)),
+    (mutants.no_gather_of_parameters, row("llama", FEW, dp=2)),
+    (mutants.use_before_arrival, row("llama", FEW, dp=2)),
+    (mutants.use_before_arrival, row("gpt2", FEW, dp=2)),
+    (mutants.no_sum_across_instances, row("llama", TWO_INSTANCES, AT_ONCE, dp=4)),
+    (mutants.no_sum_inside_instances, row("llama", TWO_INSTANCES, AT_ONCE, dp=4)),
+    (mutants.instances_counted_twice, row("llama", TWO_INSTANCES, AT_ONCE, dp=4)),
+    (mutants.next_rank_s_slices, row("gpt2", FEW, dp=2)),
+    (mutants.sent_before_the_last_gradient, row("gpt2", FEW, dp=2)),
+    (mutants.sent_before_the_last_microbatch, row("gpt2", FEW, dp=2)),
+    (mutants.no_sum_of_partial_gradients, row("llama", AT_ONCE, tp=2, dp=2)),
+    (mutants.decay_of_everything, row("gpt2", FEW, dp=2)),
 ]
 
 
 @pytest.mark.parametrize(("mutant", "row"), BROKEN, ids=lambda part: getattr(part, "__name__", str(part)))
-def test_a_broken_cut_is_caught(workplace: tuple[Path, Path], mutant: Mutant, row: Row) -> None:
-    traces, expected = train_row(workplace, row, mutant)
+def test_a_broken_cut_is_caught(workplace: Workplace, mutant: mutants.Mutant, row: Row) -> None:
+    traces, expected = train_row(workplace, row, mutant), row.reference(workplace)
     with pytest.raises(AssertionError):
         assert_same_training(traces, expected)

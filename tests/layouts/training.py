@@ -12,12 +12,13 @@ from torch import Tensor
 from megalite.checkpoint.pieces import Piece
 from megalite.checkpoint.store import newest, save
 from megalite.config.derive import derive, derive_vocabulary
-from megalite.config.schema import Config
+from megalite.config.schema import Config, MoEConfig
 from megalite.config.settings import as_plain
 from megalite.config.step_plan import batch_ramp, planned_steps
 from megalite.data.batches import TrainBatches, validation_batches
 from megalite.data.open import open_data
 from megalite.launch.context import ParallelContext
+from megalite.model.routers import Routers
 from megalite.optim.buffers import TrainingBuffers
 from megalite.optim.schedule import learning_rate
 from megalite.prepare.prepare import prepare
@@ -25,11 +26,13 @@ from megalite.train.build import build_training, derive_device, fill_with_start_
 from megalite.train.evaluate import Figures, evaluate
 from megalite.train.state import held_pieces, owned_pieces, training_pieces
 from megalite.train.step import TrainStep
+from tests.checkpoint.samples import index_of
 
-STEPS = 5
+STEPS, GLOBAL_BATCH = 5, 12
 RELATIVE, ABSOLUTE = 1e-10, 1e-12  # the design's bound on every layout against one process, in fp64
 
-FAMILIES: dict[str, dict[str, Any]] = {
+Overrides = dict[str, dict[str, Any]]  # settings by section
+FAMILIES: Overrides = {
     "gpt2": {"norm": "layernorm", "activation": "gelu_tanh", "position": "learned", "bias": True},
     "llama": {"num_key_value_heads": 2, "tie_embeddings": False},
     "qwen3": {"num_key_value_heads": 1, "qk_norm": True, "head_size": 8},
@@ -49,21 +52,35 @@ class Trace:
     masters: list[Piece]
     first_moments: list[Piece]
     second_moments: list[Piece]
+    routers: dict[str, Tensor]  # of each layer here with experts what balances them without a gradient
+    routing: list[Tensor]  # of each step, what all routers counted; empty without experts
 
 
-def small_config(text: Path, cache: Path, family: str = "llama", **overrides: dict[str, Any]) -> Config:
+def merged(*changes: Overrides) -> Overrides:
+    """All of them: of each section, the later settings over the earlier."""
+    together: Overrides = {}
+    for overrides in changes:
+        for section, values in overrides.items():
+            together[section] = {**together.get(section, {}), **values}
+    return together
+
+
+def small_config(
+    text: Path, cache: Path, family: str = "llama", world_size: int = 1, **overrides: dict[str, Any]
+) -> Config:
     """A config that trains in milliseconds; `overrides` are per section (train={...})."""
     config = Config(precision="fp64", device="cpu", tokenizer="byte", seed=7)
     config.data = replace(config.data, source="text", path=str(text), cache_dir=str(cache), workers=1)
     config.model = replace(
         config.model, num_layers=2, hidden_size=32, num_attention_heads=4, init_std=0.2, **FAMILIES[family]
     )
-    config.train = replace(config.train, steps=STEPS, global_batch_size=12, micro_batch_size=1, seq_length=16)
+    config.train = replace(config.train, steps=STEPS, global_batch_size=GLOBAL_BATCH, seq_length=16, eval_batches=1)
     config.optimizer = replace(config.optimizer, lr=1e-2, clip_grad=0.05)
     config.lr = replace(config.lr, warmup_steps=2)
     for section, values in overrides.items():
-        setattr(config, section, replace(getattr(config, section), **values))
-    return derive(config)
+        moe = {"moe": MoEConfig(**values["moe"])} if "moe" in values else {}
+        setattr(config, section, replace(getattr(config, section), **{**values, **moe}))
+    return derive(config, world_size)
 
 
 def train(
@@ -130,6 +147,8 @@ def train(
         masters=_owned(buffers, buffers.masters),
         first_moments=_owned(buffers, optimizer.exp_avg),
         second_moments=_owned(buffers, optimizer.exp_avg_sq),
+        routing=[f.routing for f in figures if f.routing is not None],
+        routers={name: value.clone() for name, value in Routers(training.chunks).state()},
     )
 
 
@@ -149,10 +168,16 @@ def assert_same_training(found: Sequence[Trace], reference: Trace) -> None:
         torch.testing.assert_close(trace.losses, reference.losses, **close)
         torch.testing.assert_close(trace.grad_norms, reference.grad_norms, **close)
         torch.testing.assert_close(vars(trace.validation), vars(reference.validation), **close)
+        torch.testing.assert_close(trace.routing, reference.routing, **close)
     for step, expected in enumerate(reference.gradients):
         _assert_same_tensors("gradients", [trace.gradients[step] for trace in found], expected)
     for kind in ("parameters", "masters", "first_moments", "second_moments"):
         _assert_same_tensors(kind, [getattr(trace, kind) for trace in found], getattr(reference, kind))
+    assert {name for trace in found for name in trace.routers} == reference.routers.keys()
+    for name, value in (each for trace in found for each in trace.routers.items()):
+        torch.testing.assert_close(
+            value, reference.routers[name], **close, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def _assert_same_tensors(kind: str, found: Sequence[Sequence[Piece]], reference: Sequence[Piece]) -> None:
@@ -162,7 +187,7 @@ def _assert_same_tensors(kind: str, found: Sequence[Sequence[Piece]], reference:
     logical = assembled(reference)
     covered = {name: torch.zeros_like(tensor, dtype=torch.bool) for name, tensor in logical.items()}
     for piece in (piece for pieces in found for piece in pieces):
-        box = piece.box
+        box = index_of(piece)
         largest = float(logical[piece.name].abs().max())
         difference = float((piece.tensor - logical[piece.name][box]).abs().max())
         assert difference <= RELATIVE * largest + absolute, f"{kind} of {piece.name}: {difference} of {largest}"
@@ -175,5 +200,5 @@ def assembled(pieces: Sequence[Piece]) -> dict[str, Tensor]:
     whole: dict[str, Tensor] = {}
     for piece in pieces:
         logical = whole.setdefault(piece.name, piece.tensor.new_full(piece.logical_shape, torch.nan))
-        logical[piece.box] = piece.tensor
+        logical[index_of(piece)] = piece.tensor
     return whole

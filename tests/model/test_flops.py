@@ -1,9 +1,11 @@
 """Parameter and FLOP counts against published models and sums done by hand; device peaks by name."""
 
+from dataclasses import replace
+
 import pytest
 
-from megalite.config.schema import ModelConfig
-from megalite.model.flops import flops_per_token, matmul_parameters, parameter_count, peak_flops
+from megalite.config.schema import ModelConfig, MoEConfig
+from megalite.model.flops import active_parameters, flops_per_token, matmul_parameters, parameter_count, peak_flops
 
 GPT2 = ModelConfig(
     num_layers=12, hidden_size=768, num_attention_heads=12, num_key_value_heads=12, head_size=64, ffn_hidden_size=3072,
@@ -40,6 +42,18 @@ def test_an_untied_input_embedding_multiplies_nothing() -> None:
     embedding = 128256 * 4096
     norms = 32 * 2 * 4096 + 4096
     assert matmul_parameters(LLAMA3_8B) == parameter_count(LLAMA3_8B) - embedding - norms
+
+
+def test_of_experts_those_count_that_a_token_meets() -> None:
+    """Qwen3-30B-A3B: 30.5 and 3.3 billion parameters, as published."""
+    moe = MoEConfig(num_experts=128, top_k=8, ffn_hidden_size=768)
+    sizes = {"num_layers": 48, "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4}
+    model = replace(QWEN3_0_6B, **sizes, tie_embeddings=False, moe=moe)
+    idle = 48 * 120 * 3 * 2048 * 768
+    assert parameter_count(model) == 30_532_122_624
+    assert active_parameters(model) == parameter_count(model) - idle == 3_353_032_704
+    embedding, norms = 151936 * 2048, 48 * (2 * 2048 + 2 * 128) + 2048
+    assert matmul_parameters(model) == active_parameters(model) - embedding - norms
 
 
 def test_gpt2_flops_per_token_by_hand() -> None:

@@ -1,6 +1,7 @@
 """Start values depend on seed, name and position in the logical tensor, and on nothing else."""
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import combinations
 
 import numpy as np
@@ -56,12 +57,13 @@ def test_shards_of_all_ranks_are_the_parts_of_one_start(size: int) -> None:
     records = gpt_parameters(small(num_attention_heads=8, num_key_value_heads=2, ffn_hidden_size=32, qk_norm=True))
     whole = dict(start_values(records, 9))
     for index in range(size):
-        for record, (name, values) in zip(records, start_values(records, 9, size=size, index=index), strict=True):
+        parts = start_values(records, 9, held=partial(shard, size=size, index=index))
+        for record, (name, values) in zip(records, parts, strict=True):
             assert torch.equal(values, cut(whole[name], shard(record, size, index)))
 
 
 def test_shards_of_one_weight_differ() -> None:
-    parts = [dict(start_values([SPLIT], 3, size=4, index=index))["w"] for index in range(4)]
+    parts = [dict(start_values([SPLIT], 3, held=partial(shard, size=4, index=index)))["w"] for index in range(4)]
     assert not any(torch.equal(one, other) for one, other in combinations(parts, 2))
 
 

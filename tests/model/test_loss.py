@@ -16,9 +16,10 @@ from torch.profiler import ProfilerActivity, profile
 from megalite.kernels.pieces import ELEMENTS
 from megalite.kernels.products import TILE_ELEMENTS
 from megalite.model import loss as loss_module
-from megalite.model.loss import _default_chunk, linear_cross_entropy
+from megalite.model.loss import _default_chunk
 from megalite.tensor_parallel.collectives import TensorGroup
 from megalite.tensor_parallel.cross_entropy import PIECE_ELEMENTS
+from tests.model.losses import linear_cross_entropy, token_loss_of
 
 N, WIDTH, VOCAB, PADDED = 50, 24, 101, 128
 
@@ -73,8 +74,13 @@ def test_upstream_gradient_multiplies_both_gradients() -> None:
         assert relative_error(value, -3.5 * reference) < 1e-12
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "compiled"),
+    [
+        *((dtype, False) for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)),
+        pytest.param(torch.bfloat16, True, marks=pytest.mark.long),  # of two ranks: test_parallel_loss.py
+    ],
+)
 @pytest.mark.usefixtures("fresh_compiler")
 def test_padding_of_the_vocabulary_does_not_enter_loss_or_gradients(dtype: torch.dtype, compiled: bool) -> None:
     case = Case(dtype)
@@ -258,8 +264,15 @@ def product_bytes(chunk: int, columns: int, width: int, dtype: torch.dtype) -> i
     return packed + (0 if dtype == torch.float32 else tile * dtype.itemsize + piece * 4)
 
 
-@pytest.mark.parametrize("with_main_grad", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "with_main_grad"),
+    [
+        (torch.float32, True),
+        (torch.float32, False),
+        (torch.bfloat16, True),
+        pytest.param(torch.bfloat16, False, marks=pytest.mark.long),
+    ],
+)
 def test_memory_is_that_of_a_chunk_and_never_of_all_logits(dtype: torch.dtype, with_main_grad: bool) -> None:
     n, vocab = 4096, 4096
     case = Case(dtype, n=n, width=16, vocab=vocab - 96, padded=vocab)
@@ -281,7 +294,8 @@ def test_memory_is_that_of_a_chunk_and_never_of_all_logits(dtype: torch.dtype, w
     assert 0 <= grown <= packed[1] - packed[0]
 
     default = loss_module.CHUNK_BYTES // (vocab * dtype.itemsize)
-    assert default == _default_chunk(case.weight, None, None) > loss_module.CHUNK_TOKENS["cpu"]
+    chosen = _default_chunk(case.weight, token_loss_of(case.weight, vocab_size=1))
+    assert default == chosen > loss_module.CHUNK_TOKENS["cpu"]
     bound = memory_bound(case, default, main_grad=with_main_grad)
     assert peak_bytes(lambda: case.loss(main_grad=main_grad).backward()) <= bound < fp32_logits / 2
 
@@ -294,11 +308,16 @@ def test_memory_is_that_of_a_chunk_and_never_of_all_logits(dtype: torch.dtype, w
 
 def test_ranks_with_uneven_parts_of_the_vocabulary_take_the_same_chunks() -> None:
     """Each chunk is one exchange: a rank with one of its own would wait for ever."""
-    padded, group = 4099, TensorGroup("tp", 3, 0)
+    padded, groups = 4099, [TensorGroup("tp", 3, index) for index in range(3)]
     parts = [torch.empty((index + 1) * padded // 3 - index * padded // 3, 8) for index in range(3)]
     assert len({len(part) for part in parts}) == 2
-    assert len({_default_chunk(part, padded, group) for part in parts}) == 1
-    assert _default_chunk(torch.empty(50304, 1), None, None) == loss_module.CHUNK_TOKENS["cpu"]
+    losses = [
+        token_loss_of(part, vocab_size=padded, padded_vocab=padded, group=group)
+        for part, group in zip(parts, groups, strict=True)
+    ]
+    assert len({_default_chunk(part, loss) for part, loss in zip(parts, losses, strict=True)}) == 1
+    weight = torch.empty(50304, 1)
+    assert _default_chunk(weight, token_loss_of(weight, vocab_size=1)) == loss_module.CHUNK_TOKENS["cpu"]
 
 
 @pytest.mark.parametrize("main_grad", [True, False])
@@ -319,7 +338,7 @@ SHAPING: list[dict[str, float]] = [{}, {"label_smoothing": 0.1, "z_loss": 1e-2}]
     [
         pytest.param(torch.float64, SHAPING[0], marks=pytest.mark.long),
         pytest.param(torch.bfloat16, SHAPING[0]),
-        pytest.param(torch.float64, SHAPING[1]),
+        pytest.param(torch.float64, SHAPING[1], marks=pytest.mark.long),  # of two ranks: test_parallel_loss.py
         pytest.param(torch.bfloat16, SHAPING[1], marks=pytest.mark.long),
     ],
 )

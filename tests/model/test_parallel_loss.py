@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megalite.launch.context import ParallelContext
 from megalite.layout.ranks import ParallelLayout
 from megalite.model import loss as loss_module
-from megalite.model.loss import linear_cross_entropy
 from megalite.tensor_parallel.collectives import TensorGroup
 from megalite.tensor_parallel.cross_entropy import PIECE_ELEMENTS
+from tests.model.losses import linear_cross_entropy
 from tests.model.test_loss import peak_bytes, product_bytes, relative_error
 from tests.ranks import run_ranks
 from tests.tensor_parallel.test_cross_entropy import reference_losses
@@ -154,7 +154,7 @@ def test_one_process_equals_torch(case: Case) -> None:
     assert_right(case, [compute(case, None)])
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.long)])
 def test_ranks_equal_torch(size: int) -> None:
     of_ranks = run_ranks(_compute, size, CASES, layout=ParallelLayout(tp=size), dtype=torch.float64)
     for case, *results in zip(CASES, *of_ranks, strict=True):
@@ -284,7 +284,7 @@ def _peaks(context: ParallelContext, case: Case, chunks: list[int]) -> list[tupl
     return [(peak_bytes(lambda: step(chunk)), peak_bytes(lambda: evaluate(chunk))) for chunk in chunks]  # noqa: B023
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.long)])
 def test_memory_is_that_of_two_chunks_of_the_ranks_columns(dtype: torch.dtype) -> None:
     """What the docstring says: two chunks of logits, two fp32 pieces, a few [n, h] (one of gloo), little per token."""
     n, vocab, width, size, chunks = 4096, 4096, 16, 2, [256, 512, 1024]

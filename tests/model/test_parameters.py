@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from megalite.config.schema import ModelConfig
 from megalite.layout.parameters import ParameterRecord, Shard, is_counted, is_held, shard
-from megalite.model.attention import Attention, AttentionInputs
+from megalite.model.attention import Attention, BlockInputs
 from megalite.model.mlp import MLP
 from megalite.model.parameters import gpt_parameters, padded_vocabulary
 from megalite.tensor_parallel.layers import Placement
@@ -126,7 +126,6 @@ def test_the_tables_above_know_every_parameter() -> None:
 def test_products_are_split_over_tp_and_all_else_is_whole(config: ModelConfig) -> None:
     for record in gpt_parameters(config):
         assert (None if record.split is None else record.split.dim) == SPLIT_DIMS.get(kind(record)), record.name
-        assert record.axis == "tp"
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -135,7 +134,7 @@ def test_gradients_are_partial_where_a_rank_sees_a_part(config: ModelConfig, seq
     over_tp = SEES_ITS_OWN_HEADS | (SEES_ITS_OWN_SEQUENCE if sequence_parallel else set())
     for record in gpt_parameters(config, sequence_parallel=sequence_parallel):
         tied = config.tie_embeddings and record.name == "embedding.word.weight"
-        expected = ("tp",) if kind(record) in over_tp else ("embedding",) if tied else ()
+        expected = ("tp",) if kind(record) in over_tp else ("word-embedding",) if tied else ()
         assert record.partial_over == expected, record.name
 
 
@@ -266,7 +265,7 @@ def test_shards_compute_what_the_whole_does(
     generator = torch.Generator().manual_seed(3)
     values = {n: torch.randn(r.shape, generator=generator, dtype=torch.float64) for n, r in records.items()}
     x = torch.randn(5, 2, config.hidden_size, generator=generator, dtype=torch.float64)  # [s, b, h]
-    inputs = [AttentionInputs(None, None)] if build is _attention else []
+    inputs = [BlockInputs()] if build is _attention else []
 
     y, gradients = gradients_of(build(config), values, x, *inputs)
     shards = {name: [shard(record, tp, index) for index in range(tp)] for name, record in records.items()}

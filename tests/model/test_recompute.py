@@ -20,8 +20,8 @@ from megalite.config.schema import ModelConfig
 from megalite.kernels.dropout import DropoutStreams
 from megalite.launch.context import ParallelContext
 from megalite.layout.ranks import ParallelLayout
-from megalite.model.attention import AttentionInputs, document_mask
-from megalite.model.block import Block, BlockInputs
+from megalite.model.attention import BlockInputs, document_mask
+from megalite.model.block import Block
 from megalite.model.recompute import checkpoint_without_output
 from megalite.model.rotary import rotary_frequencies, rotary_tables
 from megalite.tensor_parallel.collectives import TensorGroup
@@ -65,7 +65,7 @@ class Case:
         """Tensors that are there before forward."""
         inputs = self.inputs
         keys = [inputs.probability_dropout, inputs.attention_dropout, inputs.mlp_dropout]
-        tables = self.inputs.attention.rotation or ()
+        tables = self.inputs.rotation or ()
         words = [word for key in keys if key is not None for word in (key.rows, key.channels)]
         return [self.x, *self.block.parameters(), *self.main_grads, *words, *tables]
 
@@ -102,7 +102,7 @@ def inputs_of(config: ModelConfig, positions: Tensor) -> BlockInputs:
         count = HEADS * len(positions) // S  # of this rank; which ones does not matter here
         found = DropoutStreams(1, [(0, "probabilities")], CPU)
         dropped = found.attention_keys(torch.arange(B), torch.arange(count), torch.arange(S))[0, "probabilities"]
-    return BlockInputs(AttentionInputs(rotation, None), dropped, keys[0, "attention"], keys[0, "mlp"])
+    return BlockInputs(rotation, None, dropped, keys[0, "attention"], keys[0, "mlp"])
 
 
 def assert_same_bits(found: list[Tensor], expected: list[Tensor]) -> None:
@@ -274,7 +274,7 @@ def test_a_compiled_block_rebuilds_attention_inside_documents(attention_dropout:
     def results(*, compiled: bool) -> list[Tensor]:
         case = Case(config_of("gpt2", attention_dropout), MODULES if compiled else ())
         mask = document_mask((torch.arange(S) >= 20).expand(B, S), torch.float64)
-        case.inputs = replace(case.inputs, attention=replace(case.inputs.attention, mask=mask))
+        case.inputs = replace(case.inputs, mask=mask)
         if compiled:
             case.block.compile(fullgraph=True, dynamic=False, backend="aot_eager_decomp_partition")
         return case.results()

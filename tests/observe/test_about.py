@@ -31,7 +31,7 @@ def test_a_blend_tells_the_epochs_of_each_part_the_most_repeated_first() -> None
     assert epochs_in_words([1.234], []) == "1.23 epochs"
     assert epochs_in_words([0.3, 4.2], ["tokens/web", "tokens/code"]) == "epochs: 4.2 of code, 0.3 of web"
     many = epochs_in_words([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [*"abcdef"])
-    assert many == "epochs: 6 of f, 5 of e, 4 of d, 3 of c, fewer of 2 more"
+    assert many == "epochs: 6 of f, 5 of e, 4 of d, 3 of c, fewer of the rest"
 
 
 def test_the_version_is_known_without_an_installation() -> None:

@@ -10,8 +10,8 @@ FALLING = [(step, float(10 - step)) for step in range(10)]
 
 def test_a_falling_line_in_braille() -> None:
     assert draw_curve(FALLING, [], width=5, height=2) == [
-        "   10.00 ┤⠙⢦⡀",
-        "    1.00 ┤  ⠙⢦⣀",
+        "   10.00 ┤⠉⠳⣄",
+        "    1.00 ┤  ⠈⠳⣄",
         "         └─────",
         "          0   9",
     ]
@@ -19,12 +19,12 @@ def test_a_falling_line_in_braille() -> None:
 
 def test_validation_points_lie_over_the_line() -> None:
     lines = draw_curve(FALLING, [(0, 1.0), (9, 10.0)], width=5, height=2)
-    assert lines[:2] == ["   10.00 ┤⠙⢦⡀ ●", "    1.00 ┤● ⠙⢦⣀"]
+    assert lines[:2] == ["   10.00 ┤⠉⠳⣄ ●", "    1.00 ┤● ⠈⠳⣄"]
 
 
 def test_validation_alone_sets_the_scale() -> None:
     lines = draw_curve([], [(5, 2.0), (10, 1.0)], width=6, height=3)
-    assert lines == ["    2.00 ┤●", "    1.50 ┤", "    1.00 ┤     ●", "         └──────", "          5   10"]
+    assert lines == ["    2.00 ┤●", "         │", "    1.00 ┤     ●", "         └──────", "          5   10"]
 
 
 def test_nothing_is_no_picture() -> None:
@@ -33,7 +33,7 @@ def test_nothing_is_no_picture() -> None:
 
 def test_a_constant_curve_is_one_line() -> None:
     lines = draw_curve([(1, 2.0), (2, 2.0)], [], width=6, height=3)
-    assert lines[:3] == ["         │", "  2.0000 ┤⠤⠤⠤⠤⠤⠤", "         │"]
+    assert lines[:3] == ["  2.0000 ┤", "         │⠤⠤⠤⠤⠤⠤", "  2.0000 ┤"]
 
 
 def test_smoothing_takes_the_noise_and_leaves_the_ends_in_place() -> None:

@@ -55,6 +55,7 @@ def test_a_line_is_readable_before_the_file_is_closed_and_full_precision_survive
         '{"step": 2, "loss": 1.0, "tokens": -1}',
         '{"step": 2, "loss": 1.0, "time_split": {"data": "long"}}',
         '{"step": 2, "loss": 1.0, "mfu": [1]}',
+        '{"step": 2, "loss": 1.0, "moe": {"tokens_per_expert": [[-1]]}}',
         '{"step": 2}',
         '{"loss": 1.0}',
         '{"step": 2, "loss": 1',

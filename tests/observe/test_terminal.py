@@ -12,7 +12,7 @@ import pytest
 from megalite.observe import readable
 from megalite.observe.run_data import RunData
 from megalite.observe.screens import WIDTH
-from megalite.observe.terminal import NAMES_EVERY, Pace, Terminal
+from megalite.observe.terminal import NAMES_EVERY, Terminal
 from megalite.train.recorder import EvaluationRecord, StepRecord
 
 STEP = StepRecord(
@@ -237,14 +237,10 @@ def test_a_narrow_terminal_breaks_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     run_everything(Terminal(io.StringIO(), interactive=True))
 
 
-def test_the_pace_is_a_median_without_the_slow_first_step() -> None:
-    pace = Pace()
-    assert math.isnan(pace.left(10))
-    pace.add(60.0)  # compiles
-    assert pace.left(10) == 600
-    for seconds in (1.0, 1.1, 30.0, 0.9, 1.0):
-        pace.add(seconds)
-    assert pace.left(10) == 10
+def test_the_time_left_is_told_by_a_median_without_the_slow_first_step(plain: Plain) -> None:
+    for step, seconds in enumerate((60.0, 1.0, 1.1, 30.0, 0.9, 1.0), 1):  # the first one compiles
+        plain.terminal.step(replace(STEP, step=step, step_time_s=seconds))
+    assert plain.lines()[-1].split()[-1] == "4:54"
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,8 @@
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from megalite.observe.trace import _length, _overlap, _union, format_split, time_split
+from megalite.observe.trace import time_split
 
 MS = 1000.0  # microseconds
 
@@ -85,28 +83,3 @@ def test_on_a_device_kernels_that_nothing_else_runs_beside_are_waited_for() -> N
 def test_a_trace_without_labels_is_refused() -> None:
     with pytest.raises(ValueError, match="label"):
         time_split([span("aten::mm", 0, 1, "cpu_op")])
-
-
-def test_the_table_gives_each_part_its_share() -> None:
-    parts = {"data": 0.0, "forward": 0.25, "backward": 0.5, "communication": 0.125, "optimizer": 0.125, "other": 0.0}
-    lines = format_split({"wall_s": 1.0, "parts": parts, "inside": {"forward": 0.0625, "backward": 0.0}}).splitlines()
-    assert [line.split() for line in lines[3:6]] == [
-        ["communication", "0.1250", "s", "12.5", "%"],
-        ["in", "forward", "0.0625", "s", "6.2", "%"],
-        ["in", "backward", "0.0000", "s", "0.0", "%"],
-    ]
-    assert lines[-1].split() == ["step", "1.0000", "s", "100.0", "%"]
-
-
-intervals = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 10)), max_size=8)
-
-
-@given(intervals, intervals, intervals)
-def test_intervals_are_sets_of_instants(
-    these: list[tuple[int, int]], those: list[tuple[int, int]], others: list[tuple[int, int]]
-) -> None:
-    found = (these, those, others)
-    first, second, third = (_union(span("x", begin, begin + length) for begin, length in spans) for spans in found)
-    one, other, but = ({at for begin, length in spans for at in range(begin, begin + length)} for spans in found)
-    assert _length(first) == pytest.approx(len(one) / 1000)
-    assert _overlap(first, second, third) == pytest.approx(len((one & other) - but) / 1000)

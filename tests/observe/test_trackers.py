@@ -36,7 +36,7 @@ class Collector:
 
 def run(notes: list[str], *lines: dict[str, Any], **openers: Any) -> None:
     """A run with these trackers and lines."""
-    trackers = Trackers(openers, notes.append, "look there")
+    trackers = Trackers(openers, notes.append)
     for line in lines:
         trackers.add(line)
     trackers.finish(0)
@@ -77,19 +77,20 @@ def test_a_tracker_that_hangs_holds_nothing_up_and_still_learns_of_the_end(
     monkeypatch.setattr(module, "LONGEST_QUEUE", 100)
     gate, notes = Event(), list[str]()
     collector = Collector(gate=gate)
-    trackers = Trackers({"x": lambda: collector}, notes.append, "look there")
+    trackers = Trackers({"x": lambda: collector}, notes.append)
     begin = time.monotonic()
     for step in range(1000):
         trackers.add({"step": step})
+    (thread,) = trackers._threads
     trackers.finish(status)
     trackers.finish(1)
     assert time.monotonic() - begin < 0.35
     gate.set()
-    trackers._all[0].thread.join(PATIENCE_S)
+    thread.join(PATIENCE_S)
     assert collector.seen[-1] == f"status {status}"
     assert notes == [
         "x: warning: it is too slow, and misses lines; the run itself is not affected",
-        "x: not done at the end of the run; look there",
+        "x: not done at the end of the run; metrics.jsonl and events.jsonl hold it all",
     ]
 
 
@@ -99,7 +100,7 @@ def test_a_tracker_that_hangs_keeps_no_line_from_another(monkeypatch: pytest.Mon
     run(notes, *RECORDS, x=lambda: Collector(gate=gate), y=lambda: collector)
     gate.set()
     assert collector.seen == [*RECORDS, "status 0"]
-    assert notes == ["x: not done at the end of the run; look there"]
+    assert notes == ["x: not done at the end of the run; metrics.jsonl and events.jsonl hold it all"]
 
 
 def test_a_run_without_trackers_keeps_no_lines(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -263,12 +263,6 @@ def test_a_group_without_elements_is_no_call(dtype: torch.dtype) -> None:
     assert all(torch.equal(after, before) for after, before in zip(masters, normal(1, dtype), strict=True))
 
 
-@pytest.mark.parametrize("runs", [[SliceRange(0, 0, 10), SliceRange(0, 9, 20)], [SliceRange(0, 0, 641)]])
-def test_runs_lie_in_their_slice_and_do_not_overlap(runs: list[SliceRange]) -> None:
-    with pytest.raises(AssertionError):
-        FlatAdamW(normal(1, torch.float32), normal(2, torch.float32), [(runs, 0.0)], BETAS, EPS)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_moment_is_one_block_of_memory_in_its_own_dtype(kind: Kind) -> None:
     optimizer = build(kind)

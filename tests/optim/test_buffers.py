@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from megalite.layout.buffer_layout import BufferLayout, buffer_layout
 from megalite.layout.parameters import ParameterRecord, Split
 from megalite.optim.buffers import TrainingBuffers
-from megalite.optim.norm import counted
+from megalite.optim.gradients import counted
 from megalite.optim.sharing import Sharing
 
 CPU = torch.device("cpu")
@@ -41,11 +41,7 @@ def attached(
 
 
 def gradients_by_name(buffers: TrainingBuffers) -> dict[str, Tensor]:
-    return {
-        slot.record.name: buffers.gradient(slot, number)
-        for number, bucket in enumerate(buffers.layout.buckets)
-        for slot in bucket.slots
-    }
+    return {name: buffers.gradient(name) for name in buffers.places}
 
 
 @pytest.mark.parametrize(
@@ -80,10 +76,10 @@ def test_gradients_of_all_microbatches_add_up_and_start_anew_each_step(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_parameters_are_views_of_one_buffer_and_masters_are_no_second_copy(dtype: torch.dtype) -> None:
+def test_parameters_are_views_of_their_bucket_and_masters_are_no_second_copy(dtype: torch.dtype) -> None:
     model, buffers = attached(dtype, shards=2, index=1)
     storages = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    assert len(storages) == 1
+    assert len(storages) == len(buffers.layout.buckets)
     assert {master.untyped_storage().data_ptr() for master in buffers.masters} == storages
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     for master in buffers.masters:
@@ -125,11 +121,7 @@ def test_a_parameter_of_master_precision_is_kept_in_a_buffer_of_its_own() -> Non
         ParameterRecord("weight", (5, 6), "normal", 0.1, True),
     ]
     buffers = TrainingBuffers(buffer_layout(records), dtype=torch.bfloat16, device=CPU)
-    dtypes = {
-        slot.record.name: buffers.parameter(slot, number).dtype
-        for number, bucket in enumerate(buffers.layout.buckets)
-        for slot in bucket.slots
-    }
+    dtypes = {name: buffers.parameter(name).dtype for name in buffers.places}
     assert dtypes == {"router": torch.float32, "weight": torch.bfloat16}
     assert sum(len(master) for master in buffers.masters) == sum(buffers.layout.sizes.values())
 
@@ -137,7 +129,7 @@ def test_a_parameter_of_master_precision_is_kept_in_a_buffer_of_its_own() -> Non
 SHARDED = [
     ParameterRecord("table", (9, 6), "normal", 0.1, True, split=Split(0, uneven=True)),
     ParameterRecord("position", (5, 6), "normal", 0.1, True),
-    ParameterRecord("qkv", (1, 4 + 2, 3, 6), "normal", 0.1, True, split=Split(0, shared_tail=2)),
+    ParameterRecord("qkv", (1, 4 + 2, 3, 6), "normal", 0.1, True, split=Split(0, replicated=2)),
     ParameterRecord("bias", (8,), "zeros", 0.0, False, split=Split(0)),
     ParameterRecord("norm", (6,), "ones", 0.0, False),
 ]
@@ -177,4 +169,4 @@ def test_a_logical_tensor_fills_this_rank_s_shard() -> None:
     value = torch.arange(6 * 3 * 6, dtype=torch.float64).view(1, 6, 3, 6)
     buffers = TrainingBuffers(buffer_layout([SHARDED[2]], tp=(4, 2)), dtype=torch.float64, device=CPU)
     buffers.fill([("qkv", value)])
-    assert torch.equal(buffers.parameter(buffers.layout.slots[0], 0), value[:, [2, 4, 5]])
+    assert torch.equal(buffers.parameter("qkv"), value[:, [2, 4, 5]])

@@ -13,7 +13,6 @@ from megalite.layout.buffer_layout import buffer_layout, slice_ranges
 from megalite.layout.groups import GroupNeeds
 from megalite.layout.parameters import ParameterRecord
 from megalite.layout.ranks import ParallelLayout
-from megalite.model.gpt import GPT
 from megalite.optim import gradient_sync as sync_module
 from megalite.optim.adamw import FlatAdamW
 from megalite.optim.buffers import TrainingBuffers
@@ -117,14 +116,10 @@ class Branches(nn.Module):
         return y
 
 
-def branched_gradients(
-    context: ParallelContext, zero: bool, uses_left: list[bool], frozen: str | None
-) -> list[tuple[str, int, Tensor]]:
+def branched_gradients(context: ParallelContext, zero: bool, uses_left: list[bool]) -> list[tuple[str, int, Tensor]]:
     """(name, first element, summed gradients) of what this rank owns; rank r takes the branch that it is told."""
     torch.manual_seed(0)
     model = Branches(torch.float64)
-    if frozen is not None:
-        model.get_parameter(frozen).requires_grad_(False)
     records = [
         ParameterRecord(name, tuple(value.shape), "normal", 0.1, True, place=at)
         for at, (name, value) in enumerate(model.named_parameters())
@@ -155,21 +150,17 @@ def branched_gradients(
 
 @pytest.mark.parametrize("zero", [False, True])
 @pytest.mark.parametrize("uses_left", [[True, True], [True, False], [False, True]])
-@pytest.mark.parametrize("frozen", [None, "first.weight", "left.weight"])
-def test_unused_and_frozen_parameters_hang_nothing_and_leave_the_others_right(
-    zero: bool, uses_left: list[bool], frozen: str | None
-) -> None:
+def test_unused_parameters_hang_nothing_and_leave_the_others_right(zero: bool, uses_left: list[bool]) -> None:
     torch.manual_seed(0)
     model = Branches(torch.float64)
     for rank, left in enumerate(uses_left):
         x = torch.randn(4, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
         model(x, left=left).square().sum().backward()
     expected = {
-        name: torch.zeros_like(value) if value.grad is None or name == frozen else value.grad
-        for name, value in model.named_parameters()
+        name: torch.zeros_like(value) if value.grad is None else value.grad for name, value in model.named_parameters()
     }
     covered = dict.fromkeys(expected, 0)
-    for owned in run_ranks(branched_gradients, 2, zero, uses_left, frozen, dtype=torch.float64, timeout=30):
+    for owned in run_ranks(branched_gradients, 2, zero, uses_left, dtype=torch.float64, timeout=30):
         for name, first, found in owned:
             torch.testing.assert_close(found, expected[name].flatten()[first : first + len(found)], rtol=1e-12, atol=0)
             covered[name] += len(found)
@@ -202,21 +193,6 @@ def test_a_rank_whose_microbatch_is_all_masked_adds_nothing() -> None:
     assert all(torch.isfinite(value).all() for value in found.values())
 
 
-def test_a_frozen_parameter_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither gradients nor weight decay touch it."""
-    init = GPT.__init__
-
-    def and_freeze(self: GPT, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        self.blocks["0"].mlp.down.weight.requires_grad_(False)
-
-    monkeypatch.setattr(GPT, "__init__", and_freeze)
-    losses, before, after = parameters_after_steps(ParallelContext(dtype=torch.float64), None)
-    same = {name for name, value in after.items() if torch.equal(value, before[name])}
-    assert same == {"blocks.0.mlp.down.weight"}
-    assert losses[1][0] != losses[0][0]
-
-
 # --- experts ------------------------------------------------------------------------------------------------------
 
 
@@ -245,9 +221,7 @@ def train_experts(context: ParallelContext, zero: bool) -> dict[str, Tensor]:
     mine = context.index("ep")
     model = TwoExperts([mine])
     records = [
-        ParameterRecord(
-            name, (16, 16), "normal", 0.1, True, place=0, expert=mine if name.startswith("experts") else None
-        )
+        ParameterRecord(name, (16, 16), "normal", 0.1, True, place=0, of_experts=name.startswith("experts"))
         for name, _ in model.named_parameters()
     ]
     sharing = Sharing.of_rank(context, zero=zero)
@@ -262,9 +236,8 @@ def train_experts(context: ParallelContext, zero: bool) -> dict[str, Tensor]:
     )
     buffers.attach(model)
     buffers.fill((name, start_of(name)) for name, _ in model.named_parameters())
-    optimizer = FlatAdamW(
-        buffers.masters, buffers.gradients, [(slice_ranges(buffers.owned, lambda _: True), 0.1)], (0.9, 0.95), 1e-8
-    )
+    everything = slice_ranges(buffers.owned, lambda record, box: True)
+    optimizer = FlatAdamW(buffers.masters, buffers.gradients, [(everything, 0.1)], (0.9, 0.95), 1e-8)
     sync = GradientSync(buffers, [model], sharing, comm_dtype=torch.float64)
     gather = ParameterGather(buffers, sharing)
     buffers.start_step()

@@ -5,7 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megalite.config.schema import OptimizerConfig
 from megalite.optim.loss_scale import LossScale
+
+CPU = torch.device("cpu")
 
 SEQUENCES = st.lists(st.booleans(), max_size=40)
 
@@ -32,7 +35,14 @@ class PlainScale:
 
 
 def build(*, initial: float = 2.0**16, window: int = 3, hysteresis: int = 2, minimum: float = 1.0) -> LossScale:
-    return LossScale(initial=initial, window=window, hysteresis=hysteresis, minimum=minimum, device="cpu")
+    return on(CPU, initial, window, hysteresis, minimum)
+
+
+def on(device: torch.device, initial: float, window: int, hysteresis: int, minimum: float) -> LossScale:
+    settings = OptimizerConfig(
+        initial_loss_scale=initial, loss_scale_window=window, hysteresis=hysteresis, min_loss_scale=minimum
+    )
+    return LossScale(settings, device)
 
 
 def after(scale: LossScale, steps: str) -> float:
@@ -105,7 +115,7 @@ def test_a_shorter_window_after_a_resume_is_full_at_the_next_good_step() -> None
 
 @pytest.mark.gpu
 def test_an_update_does_not_wait_for_the_device() -> None:
-    scale = LossScale(initial=2.0**16, window=1, hysteresis=1, minimum=1.0, device="cuda")
+    scale = on(torch.device("cuda"), 2.0**16, window=1, hysteresis=1, minimum=1.0)
     good, bad = torch.zeros((), device="cuda"), torch.ones((), device="cuda")
     torch.cuda.set_sync_debug_mode("error")
     try:

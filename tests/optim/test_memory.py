@@ -180,8 +180,13 @@ def test_a_rank_keeps_what_the_formula_says(dp: int, tp: int, options: dict[str,
 
 
 def masters_beside_the_parameters(patch: pytest.MonkeyPatch) -> None:
-    masters = TrainingBuffers._masters
-    patch.setattr(TrainingBuffers, "_masters", lambda self, device: [part.clone() for part in masters(self, device)])
+    init = TrainingBuffers.__init__
+
+    def and_copy(self: TrainingBuffers, *args: Any, **options: Any) -> None:
+        init(self, *args, **options)
+        self.masters = [part.clone() for part in self.masters]
+
+    patch.setattr(TrainingBuffers, "__init__", and_copy)
 
 
 def parameters_beside_their_buffers(patch: pytest.MonkeyPatch) -> None:

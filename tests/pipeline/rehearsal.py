@@ -6,7 +6,8 @@ takes place when both of its ranks have come to it (rendezvous). NCCL promises n
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
-from megalite.pipeline.actions import Action, Flaw, Schedule
+from megalite.pipeline.actions import Action, Schedule
+from megalite.pipeline.checker import Flaw
 from megalite.pipeline.simulator import Durations, Span
 from megalite.pipeline.transfers import Instruction, Transfer, Wait
 

@@ -20,7 +20,6 @@ def parse(text: str) -> Schedule:
         vpp=1 + max(action.chunk for action in actions),
         microbatches=1 + max(action.microbatch for action in actions),
         ranks=ranks,
-        forward_only=all(action.kind == "forward" for action in actions),
     )
 
 

@@ -2,7 +2,6 @@
 
 import pytest
 
-from megalite.errors.problems import UserError
 from megalite.pipeline.actions import Action, parse_action
 
 
@@ -19,5 +18,5 @@ def test_a_cell_is_chunk_letter_microbatch() -> None:
 
 @pytest.mark.parametrize("cell", ["", "F3", "0F", "0X3", "0f3", "0F3 ", "-1F3", "0F٣", "0F3\n", "9999999999F0"])
 def test_what_is_no_action_is_refused(cell: str) -> None:
-    with pytest.raises(UserError, match="chunk, one of F B I W, microbatch: 0F3"):
+    with pytest.raises(ValueError, match="chunk, one of F B I W, microbatch: 0F3"):
         parse_action(cell)

@@ -31,8 +31,8 @@ NEAR = 0.1  # how far the peak may be from the formula
 Row = tuple[str, int]  # schedule, microbatches
 Layout = tuple[int, int]  # pp, vpp
 ROWS: dict[Layout, list[Row]] = {
-    (2, 1): [("1f1b", 2), ("1f1b", 16), ("gpipe", 2), ("gpipe", 16), ("zb-h1", 6)],
-    (4, 1): [("1f1b", 4), ("1f1b", 16), ("gpipe", 5), ("zb-h1", 9)],
+    (2, 1): [("1f1b", 2), ("1f1b", 8), ("gpipe", 2), ("gpipe", 8), ("zb-h1", 5)],
+    (4, 1): [("1f1b", 4), ("1f1b", 8), ("gpipe", 5), ("zb-h1", 6)],
     (2, 2): [("interleaved", 5)],
 }
 
@@ -142,17 +142,17 @@ def test_a_rank_holds_what_its_schedule_says(layout: Layout, row: Row) -> None:
 
 @pytest.mark.parametrize("layout", [(2, 1), (4, 1)])
 def test_in_1f1b_more_microbatches_need_no_more_memory(layout: Layout) -> None:
-    """16 of them instead of pp, but for a tensor that has been received early and one that is still being sent."""
+    """8 of them instead of pp, but for a tensor that has been received early and one that is still being sent."""
     for held in measured(layout):
-        assert held["1f1b", 16].peak <= held["1f1b", layout[0]].peak + 2 * held["1f1b", 16].travelling
+        assert held["1f1b", 8].peak <= held["1f1b", layout[0]].peak + 2 * held["1f1b", 8].travelling
 
 
 def test_in_gpipe_they_do() -> None:
     for held in measured((2, 1)):
-        assert held["gpipe", 16].peak == pytest.approx(8 * held["gpipe", 2].peak, rel=NEAR)
+        assert held["gpipe", 8].peak == pytest.approx(4 * held["gpipe", 2].peak, rel=NEAR)
 
 
 def test_zb_h1_needs_on_no_rank_more_than_the_first_rank_of_1f1b() -> None:
     """But for what passes through a layer while it keeps both its input and the gradient of its output."""
-    first = measured((4, 1))[0]["1f1b", 16]
-    assert max(held["zb-h1", 9].peak for held in measured((4, 1))) <= 1.02 * first.peak
+    first = measured((4, 1))[0]["1f1b", 8]
+    assert max(held["zb-h1", 6].peak for held in measured((4, 1))) <= 1.02 * first.peak

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalite.pipeline.actions import Schedule
-from megalite.pipeline.simulator import CircleError, equal_durations, simulate
+from megalite.pipeline.simulator import equal_durations, simulate
 from megalite.plan.timeline import FORWARD_PASSES, Timeline, simulated
 from tests.pipeline.shapes import parse, schedule, schedules, training
 
@@ -79,7 +79,7 @@ def test_no_action_starts_before_its_rank_is_free_and_its_input_is_there(table: 
             free = end
     assert {*ends} == {*range(table.microbatches * (table.stages - 1))} | (
         set()
-        if table.forward_only
+        if table.name == "forward-only"
         else {*range(table.microbatches * (table.stages + 1), 2 * table.microbatches * table.stages)}
     )
 
@@ -93,10 +93,6 @@ def test_a_run_is_predicted_from_its_own_mean_times(table: Schedule) -> None:
     assert simulated(table, measured) == line
 
 
-def test_actions_that_wait_for_each_other_are_named() -> None:
-    with pytest.raises(CircleError) as refused:
-        equal(parse("0F0 0B0 0F1 0B1\n0F0 0F1 0B0 0B1"))
-    assert [str(flaw) for flaw in refused.value.flaws] == [
-        "rank 0, action 1 (0B0): deadlock: it waits for 0B0 of rank 1, which stands at action 1 (0F1)",
-        "rank 1, action 1 (0F1): deadlock: it waits for 0F1 of rank 0, which stands at action 1 (0B0)",
-    ]
+def test_actions_that_wait_for_each_other_are_not_simulated() -> None:
+    table = parse("0F0 0B0 0F1 0B1\n0F0 0F1 0B0 0B1")
+    assert [len(spans) for spans in simulate(table, equal_durations(table))] == [1, 1]

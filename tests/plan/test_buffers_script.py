@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megalite.commands import buffers
+from megalite.config.schema import MoEConfig
 from megalite.launch.context import ParallelContext
 from megalite.layout.buffer_layout import BufferLayout, BufferName, OwnedRange, buffer_layout
 from megalite.layout.groups import GroupNeeds
 from megalite.layout.parameters import ParameterRecord
 from megalite.layout.ranks import ParallelLayout
+from megalite.optim.memory import bytes_of_rank
 from megalite.optim.rank_buffers import RankBuffers, rank_buffers
 from megalite.plan.buffers_picture import GAP, KINDS, LINE, THIN, figure_of, kind_of, places_of
-from megalite.plan.buffers_table import StateTypes, bucket_lines, header_lines, owned_lines
+from megalite.plan.buffers_table import bucket_lines, header_lines, owned_lines
 from megalite.plan.drawing import save_picture
 from tests.optim.small_model import small_config
 from tests.ranks import run_ranks
@@ -56,6 +59,10 @@ def laid_out(context: ParallelContext, sections: dict[str, Any]) -> tuple[Buffer
     [
         (ParallelLayout(tp=2, dp=2), {"parallel": {"tp": 2}, "optimizer": {"bucket_size": 500}}),
         (ParallelLayout(dp=4), {"optimizer": {"instances": 2, "ownership": "whole"}}),
+        (
+            ParallelLayout(tp=2, dp=2, ep=2, etp=1),
+            {"parallel": {"tp": 2, "ep": 2, "etp": 1}, "model": {"moe": MoEConfig(num_experts=4)}},
+        ),
     ],
 )
 def test_every_rank_has_the_buffers_that_training_gives_it(world: ParallelLayout, sections: dict[str, Any]) -> None:
@@ -67,6 +74,16 @@ def test_every_rank_has_the_buffers_that_training_gives_it(world: ParallelLayout
 
 
 # --- tables ------------------------------------------------------------------------------------------------------
+
+
+def test_experts_have_axes_buckets_and_owners_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ("model=tiny_moe", "tokenizer=byte", "precision=bf16", "--world-size", "8", "parallel.ep=4")
+    lines = shown(capsys, *sizes, "--rank", "5")
+    assert lines[:2] == ["tiny_moe, 8 ranks: dp 8, order tp-cp-ep-dp-pp, bf16", "experts: ep 4 x edp 2"]
+    assert "experts: every bucket is cut into 2 slices, owned by the ranks 1, 5" in lines
+    (expert,) = (line for line in lines if line.startswith("0 expert"))
+    assert expert.split()[2] == f"{4 * 2 * 3 * 256 * 352:,}"  # layers, experts here, matrices
+    assert refused(capsys, *sizes, "model.moe.num_experts=6").count("does not split over parallel.ep=4") == 1
 
 
 def test_gpt2_on_four_ranks(capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,8 +100,8 @@ def test_gpt2_on_four_ranks(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_rank_s_ranges_are_listed_from_every_side(capsys: pytest.CaptureFixture[str]) -> None:
     lines = shown(capsys, *GPT2, "--dp", "2", "--rank", "1", "optimizer.bucket_size=1", "--all")
     rows = [re.split(r"  +", line.strip()) for line in lines[lines.index("rank 1 owns 62,237,952 elements:") + 1 :]]
-    assert rows[0] == ["bucket", "in buffer", "in bucket", "in slice", "in shard", "in parameter", "parameter"]
-    assert rows[2] == ["1", "1152:1536", "384:768", "0:384", "384:768", "384:768 of 768", "final_norm.weight"]
+    assert rows[0] == ["bucket", "in buffer", "in bucket", "in slice", "in parameter", "parameter"]
+    assert rows[2] == ["1", "1152:1536", "384:768", "0:384", "384:768 of 768", "final_norm.weight"]
     assert len(rows) == 1 + 148
 
 
@@ -133,9 +150,9 @@ def test_owners_are_named(arguments: tuple[str, ...], owners: str, capsys: pytes
 
 def test_buffers_of_experts_and_of_masters_are_told_apart() -> None:
     buffers = of_experts()
-    lines = list(bucket_lines(buffers, StateTypes("bf16")))
+    lines = list(bucket_lines(buffers, partial(bytes_of_rank, precision="bf16")))
     assert [re.split(r"  +", line.strip())[0] for line in lines] == ["bucket", "0 expert", "1 master", "2", "all"]
-    assert header_lines(buffers, StateTypes("bf16"))[-2:] == [
+    assert header_lines(buffers, partial(bytes_of_rank, precision="bf16"))[-2:] == [
         "experts: every bucket is cut into 2 slices, owned by the ranks 0, 1",
         "every bucket is cut into 4 slices, owned by the ranks 0, 1, 2, 3",
     ]
@@ -146,7 +163,7 @@ def of_experts() -> RankBuffers:
     records = [
         ParameterRecord("blocks.0.attention.out.weight", (80,), "normal", 0.1, True, 0),
         ParameterRecord("blocks.0.router.weight", (400,), "normal", 0.1, True, 0, precision="master"),
-        ParameterRecord("blocks.0.mlp.up.weight", (100,), "normal", 0.1, True, 0, expert=0),
+        ParameterRecord("blocks.0.mlp.up.weight", (100,), "normal", 0.1, True, 0, of_experts=True),
     ]
     layout = buffer_layout(records, dense_shards=4, expert_shards=2)
     assert set(layout.sizes) == {

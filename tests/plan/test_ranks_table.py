@@ -133,10 +133,6 @@ def test_header_of_sixteen_thousand_ranks_lists_no_groups_and_takes_no_time(monk
     assert time.process_time() - begin < 0.1
 
 
-def test_header_begins_at_the_first_rank_of_a_world_that_does_not_start_at_zero() -> None:
-    assert header_lines(ParallelLayout(tp=2, dp=2, rank_offset=100))[-1] == "rank 100: tp 100 101, dp 100 102"
-
-
 def test_tables_and_json_of_sixteen_thousand_ranks_take_under_two_seconds() -> None:
     begin = time.process_time()
     assert sum(map(len, table_lines(LARGE, 120))) > 1e6

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from megalite.errors.problems import UserError
-from megalite.observe.chronicle import recording_line
 from megalite.pipeline.actions import Schedule
 from megalite.pipeline.simulator import Span, equal_durations
 from megalite.plan.recording import read_recording
@@ -26,19 +25,13 @@ def timeline(table: Schedule = TABLE, later: float = 0) -> Timeline:
 
 def lines(step: int, line: Timeline) -> list[str]:
     plain = [[(str(action), start, end) for action, start, end in spans] for spans in line.ranks]
-    return [recording_line(step, line.name, line.pp, rank, spans) for rank, spans in enumerate(plain)]
+    about = {"step": step, "schedule": line.name, "pp": line.pp}
+    return [json.dumps({**about, "rank": rank, "actions": spans}) + "\n" for rank, spans in enumerate(plain)]
 
 
 def write(folder: Path, *parts: str) -> Path:
     (folder / PIPELINE).write_text("".join(parts))
     return folder
-
-
-def test_a_line_is_one_object_that_people_can_read() -> None:
-    (first, *_) = lines(7, timeline(schedule("1f1b", 1, 1)))
-    assert first == (
-        '{"step": 7, "schedule": "1f1b", "pp": 1, "rank": 0, "actions": [["0F0", 0, 0.25], ["0B0", 0.25, 0.75]]}\n'
-    )
 
 
 def test_the_last_step_is_read_with_its_clock_set_to_zero(tmp_path: Path) -> None:

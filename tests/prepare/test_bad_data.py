@@ -20,8 +20,12 @@ CASES: dict[str, tuple[str, bytes | str, str]] = {
         "line 1: there is no column 'text' .data.text_column.; it has: body, id",
     ),
     "json with a number as text": ("a.jsonl", '{"text": 5}\n', r"a\.jsonl: line 1: column 'text' holds int, not text"),
-    "csv without the column": ("a.csv", "body,id\n", "there is no column 'text' .data.text_column.; it has: body, id"),
-    "text that is no parquet": ("a.parquet", "x", "is no whole parquet file"),
+    "csv without the column": (
+        "a.csv",
+        "body,id\nx,1\n",
+        "there is no column 'text' .data.text_column.; it has: body, id",
+    ),
+    "text that is no parquet": ("a.parquet", "x", r"a\.parquet: Parquet file size is 1 bytes"),
     "validation smaller than one sample": (
         "a.txt",
         "x" * 60,
@@ -85,7 +89,7 @@ def test_a_full_disk_is_said_plainly(tmp_path: Path, config: Config, monkeypatch
 
     write(config, tmp_path / "a.txt", "x" * 1000)
     monkeypatch.setattr(TokenWriter, "add", full)
-    with pytest.raises(UserError, match=r"no space left[\s\S]*is kept"):
+    with pytest.raises(UserError, match=r"No space left[\s\S]*is kept"):
         prepare(config)
 
 

@@ -19,6 +19,7 @@ def silent_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A hub that takes connections and never answers: the slowest way to have no network."""
     for name in (*hub.OFFLINE, "http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     monkeypatch.setattr(hub, "PATIENCE", 0.5)
     hub._answers_soon.cache_clear()

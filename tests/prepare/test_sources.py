@@ -14,12 +14,16 @@ from pyarrow import parquet
 
 from megalite.errors.problems import UserError
 from megalite.prepare import sources
-from megalite.prepare.reading import PIECE, Shard, documents, in_pieces, pieces
+from megalite.prepare.reading import PIECE, Shard, in_pieces, pieces
 from megalite.prepare.sources import Source
 
 
 def texts(source: Source) -> list[str]:
-    return [text for shard in source.plan() for text in documents(shard)]
+    """The documents, each whole."""
+    found = [
+        list(group) for shard in source.plan() for _, group in itertools.groupby(pieces(shard), lambda it: it is None)
+    ]
+    return ["".join(group) for group in found if group[0] is not None]
 
 
 def write_jsonl(path: Path, rows: list[object]) -> None:
@@ -33,10 +37,10 @@ def test_a_text_file_is_one_document_kept_to_the_byte(tmp_path: Path) -> None:
 
 
 def test_the_standard_library_is_real_code_without_tests_and_packages() -> None:
-    files = [str(path) for path in sources.library_files()]
+    files = [str(path) for path in Source("stdlib").files]
     assert any(path.endswith("/argparse.py") for path in files)
     assert not any("site-packages" in path or "/test/" in path or "/idlelib/" in path for path in files)
-    assert files == [str(path) for path in sources.library_files()]
+    assert files == [str(path) for path in Source("stdlib").files]
     assert sum(shard.size for shard in Source("stdlib").plan()) > 5_000_000
     assert Source("stdlib").label == f"stdlib-{sys.version_info.major}.{sys.version_info.minor}"
 
@@ -123,7 +127,7 @@ def test_jsonl_lines_are_read_once_whatever_the_shards(
 def test_missing_and_empty_texts_are_skipped_and_half_characters_mended(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", [{"text": None}, {"text": ""}, {"text": "a\ud83d"}, {"text": "b"}])
     (shard,) = Source("text", (str(tmp_path / "a.jsonl"),)).plan()
-    assert [piece.text for piece in pieces(shard)] == [None, None, "a\ufffd", "b"]
+    assert list(pieces(shard)) == [None, None, "a\ufffd", None, "b", None]
 
 
 @pytest.mark.parametrize("size", [1, 2000, 10**9])
@@ -167,29 +171,18 @@ def test_a_data_set_that_was_saved_to_disk_is_read(tmp_path: Path, streaming: bo
     assert texts(Source("hf", (str(tmp_path / "part"),), streaming=streaming)) == ["one", "two"]
 
 
-def test_one_file_is_a_data_set_of_the_hubs_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf-cache"))
-    parquet.write_table(pyarrow.table({"text": ["one", "two"]}), tmp_path / "a.parquet")
-    monkeypatch.chdir(tmp_path)
-    source = Source("hf", ("a.parquet",))
-    assert [path.absolute() for path in source.files()] == [tmp_path / "a.parquet"]
-    assert texts(source) == ["one", "two"]
-    with pytest.raises(UserError, match="'web'"):
-        Source("hf", ("a.parquet",), subset="web").plan()
-
-
 def test_pieces_of_a_long_text_join_to_the_text_and_begin_at_line_ends(tmp_path: Path) -> None:
     line = "some words of text, and é\n  indented\n\nafter a gap\n"
     content = line * (3 * PIECE // len(line))
     (tmp_path / "a.txt").write_text(content)
-    found = list(pieces(Shard("text", (str(tmp_path / "a.txt"),))))
+    *found, end = list(pieces(Shard("text", (str(tmp_path / "a.txt"),))))
     assert len(found) > 2
-    assert "".join(piece.text or "" for piece in found) == content
-    assert [piece.ends_document for piece in found] == [False] * (len(found) - 1) + [True]
+    assert end is None
+    assert "".join(found) == content
     for before, after in itertools.pairwise(found):
-        assert (before.text or "")[-1].isalnum()
-        assert (after.text or "").startswith("\n")
-    assert list(in_pieces([content])) == found
+        assert before[-1].isalnum()
+        assert after.startswith("\n")
+    assert list(in_pieces([content])) == [*found, None]
 
 
 def test_a_changed_file_has_another_identity(tmp_path: Path) -> None:

@@ -150,7 +150,8 @@ TRAINING: list[dict[str, Any]] = [
 @pytest.mark.parametrize("t", [2, 4])
 def test_blocks_embedding_and_loss_send_what_the_formulas_say(t: int) -> None:
     """With and without sequence parallelism. A block's part is what a second one adds."""
-    rows = product(("gpt2", "llama"), (False, True), TRAINING, (1, 2))
+    families = ("gpt2", "llama") if t == 2 else ("llama",)  # at 4 its ranks share key-value heads
+    rows = product(families, (False, True), TRAINING if t == 2 else TRAINING[:1], (1, 2))
     configs = [config_of(family, layers, t, split, **train) for family, split, train, layers in rows]
     for counted in run_ranks(count_all, t, configs, layout=ParallelLayout(tp=t)):
         for config, one, two in zip(configs[::2], counted[::2], counted[1::2], strict=True):

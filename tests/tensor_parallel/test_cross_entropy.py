@@ -14,7 +14,7 @@ from torch import Tensor
 from megalite.launch.context import ParallelContext
 from megalite.layout.ranks import ParallelLayout
 from megalite.tensor_parallel.collectives import TensorGroup, finish
-from megalite.tensor_parallel.cross_entropy import TokenLoss, softmax, work_buffers
+from megalite.tensor_parallel.cross_entropy import TokenLoss, work_buffers
 from tests.ranks import run_ranks
 
 
@@ -74,8 +74,7 @@ def part(case: Case, group: TensorGroup | None) -> slice:
 
 
 def token_loss_of(case: Case, group: TensorGroup | None, columns: int) -> TokenLoss:
-    options: dict[str, Any] = {"label_smoothing": case.label_smoothing, "z_loss": case.z_loss}
-    return TokenLoss.of(columns, case.padded, group, vocab_size=case.vocab, **options)
+    return TokenLoss(columns, case.padded, group, case.vocab, case.label_smoothing, case.z_loss)
 
 
 def losses_and_gradient(case: Case, group: TensorGroup | None) -> tuple[Tensor, Tensor]:
@@ -86,10 +85,10 @@ def losses_and_gradient(case: Case, group: TensorGroup | None) -> tuple[Tensor, 
     logits[:, token_loss.real :] = -torch.inf
     (work, _), labels = work_buffers(logits), labels.flatten()
     work = work.new_empty(2, *logits.shape)
-    wide, probabilities = softmax(logits, work)
-    exchanged = token_loss.start_exchange(token_loss.local_statistics(wide, probabilities, labels))
+    own = token_loss.statistics(logits, labels, work)
+    exchanged = token_loss.start_exchange(own)
     losses, factor = token_loss.combine(exchanged if group is None else finish(exchanged))
-    token_loss.write_gradient(logits, probabilities, labels, factor, upstream.flatten().to(losses.dtype))
+    token_loss.differentiate(logits, own, labels, factor, upstream.flatten().to(losses.dtype), work)
     return losses.view(case.shape), logits.view(*case.shape, -1)
 
 
@@ -134,9 +133,8 @@ def test_low_precision_has_fp32_statistics() -> None:
 def test_a_logit_of_minus_infinity_is_a_column_without_probability() -> None:
     logits, labels = torch.tensor([[0.0, -torch.inf, 0.0]], dtype=torch.float64), torch.tensor([2])
     token_loss = token_loss_of(Case(3, 3), None, 3)
-    wide, probabilities = softmax(logits, torch.empty(2, 1, 3, dtype=torch.float64))
-    losses, factor = token_loss.combine(token_loss.local_statistics(wide, probabilities, labels)[None])
-    token_loss.write_gradient(logits, probabilities, labels, factor, torch.ones(1, dtype=torch.float64))
+    one = torch.ones(1, dtype=torch.float64)
+    losses = token_loss.losses(logits, labels, one, torch.empty(2, 1, 3, dtype=torch.float64))
     torch.testing.assert_close(losses, torch.tensor([math.log(2)], dtype=torch.float64))
     torch.testing.assert_close(logits, torch.tensor([[0.5, 0.0, -0.5]], dtype=torch.float64))
 
@@ -168,13 +166,13 @@ def test_statistics_of_any_cut_combine_to_the_whole(
         shares.append((share, columns))
     work, _ = work_buffers(logits)
 
-    def local(columns: Tensor) -> tuple[Tensor, Tensor]:
-        return softmax(columns, work[:, :, : columns.shape[1]].contiguous())
+    def room(columns: Tensor) -> Tensor:
+        return work[:, :, : columns.shape[1]].contiguous()
 
-    statistics = torch.stack([share.local_statistics(*local(columns), labels) for share, columns in shares])
-    for share, columns in shares:
+    statistics = torch.stack([share.statistics(columns, labels, room(columns)) for share, columns in shares])
+    for (share, columns), own in zip(shares, statistics, strict=True):
         found, factor = share.combine(statistics)
-        share.write_gradient(columns, local(columns)[1], labels, factor, upstream)
+        share.differentiate(columns, own, labels, factor, upstream, room(columns))
         torch.testing.assert_close(found, losses, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(torch.cat([columns for _, columns in shares], -1), gradient, rtol=1e-12, atol=1e-11)
 

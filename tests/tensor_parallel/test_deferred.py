@@ -373,4 +373,4 @@ def test_compiled_blocks_put_nothing_off() -> None:
     for compiled in (False, True):
         model = gpt(config, dtype=torch.float64, device=CPU, seed=1, compile=compiled)
         layers = [layer for layer in model.modules() if isinstance(layer, (ColumnParallelLinear, RowParallelLinear))]
-        assert [layer.deferred for layer in layers] == [None if compiled else model.deferred] * 8
+        assert [layer.place.deferred for layer in layers] == [None if compiled else model.deferred] * 8

@@ -185,7 +185,7 @@ SWITCHES = [{"sequence": a, "with_main_grad": b} for a, b in product((False, Tru
 COLUMNS = [
     *(Case((12,), **switches) for switches in SWITCHES),
     *(Case((2, 12), Split(1), **switches) for switches in SWITCHES),  # gate and up
-    *(Case((2, 4 + 2, 3), Split(0, shared_tail=2), **switches) for switches in SWITCHES),  # at tp 4 replicated kv heads
+    *(Case((2, 4 + 2, 3), Split(0, replicated=2), **switches) for switches in SWITCHES),  # at tp 4 replicated kv heads
     *(Case((10,), Split(0, uneven=True), **switches) for switches in SWITCHES),
     *(Case((12,), lead=lead) for lead in ((5, 3), (7,), (3, 1, 5))),
     *(Case((12,), lead=lead, sequence=True) for lead in ((8,), (4, 1, 5))),
@@ -302,7 +302,7 @@ def test_ranks_hold_uneven_rows_and_their_own_share_of_shared_groups() -> None:
     places = [Placement(torch.float64, CPU, TensorGroup("tp", 4, index)) for index in range(4)]
     tables = [VocabParallelEmbedding(10, 4, place) for place in places]
     assert [(table.first_row, len(table.weight)) for table in tables] == [(0, 2), (2, 3), (5, 2), (7, 3)]
-    qkv = ColumnParallelLinear((2, 6, 3), 8, Split(0, shared_tail=2), places[1], bias=True)
+    qkv = ColumnParallelLinear((2, 6, 3), 8, Split(0, replicated=2), places[1], bias=True)
     assert (qkv.weight.shape, qkv.bias.shape, qkv.local_outputs) == ((1, 4, 3, 8), (1, 4, 3), (1, 4, 3))
 
 

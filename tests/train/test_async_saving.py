@@ -17,7 +17,8 @@ import pytest
 
 import megalite.train.loop as loop_module
 import megalite.train.saving as saving_module
-from megalite.checkpoint import background, store
+from megalite.checkpoint import store
+from megalite.checkpoint.background import HostCopies
 from megalite.checkpoint.run_folder import RunFolder
 from megalite.checkpoint.store import CheckpointError
 from megalite.config.compose import load_config
@@ -118,13 +119,13 @@ def test_what_is_saved_is_the_state_at_its_step_whenever_it_is_written(
     text: Path, tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tensors, progress and all: step 4 is written while step 7 is done, and a run that goes on from it is the same."""
-    write = background._save
+    copied = HostCopies.of
 
-    def late(*arguments: Any) -> None:
-        assert disk.let_go.wait(30)
-        write(*arguments)
+    def late(self: HostCopies, pieces: Any) -> Any:
+        copies, _ = copied(self, pieces)
+        return copies, lambda: disk.let_go.wait(30)
 
-    monkeypatch.setattr(background, "_save", late)
+    monkeypatch.setattr(HostCopies, "of", late)
     disk.at_step(7, disk.let_go.set, monkeypatch)
     config = behind(text, tmp_path / "run")
     config.checkpoint.keep = 3
@@ -164,7 +165,13 @@ def test_a_failure_is_told_once_and_soon_and_training_goes_on(
 ) -> None:
     disk.broken = disk.held = {4}
     seen: list[str] = []
-    monkeypatch.setattr(RunRecorder, "not_saved", lambda self, error: seen.append(f"{error} {self._job.progress.step}"))
+    event = RunRecorder.event
+
+    def heard(self: RunRecorder, kind: str, step: int, **fields: Any) -> None:
+        seen.extend([f"{fields['message']} {step}"] if kind == "checkpoint_failed" else [])
+        event(self, kind, step, **fields)
+
+    monkeypatch.setattr(RunRecorder, "event", heard)
 
     def let_it_fail() -> None:
         disk.let_go.set()
@@ -293,7 +300,7 @@ def _slow_on_rank_1(context: ParallelContext, config: Config) -> int | str:
         return _outcome(context, config)
 
 
-LAYOUTS = [ParallelLayout(dp=2), ParallelLayout(tp=2, dp=2)]
+LAYOUTS = [ParallelLayout(dp=2), pytest.param(ParallelLayout(tp=2, dp=2), marks=pytest.mark.long)]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["dp 2", "tp 2, dp 2"])
@@ -368,7 +375,7 @@ def test_killed_at_any_moment_it_ends_where_the_uninterrupted_run_ends(tmp_path:
     """A save after every step, so that one is under way whenever a rank, or all, are killed."""
     write_text(tmp_path / "text.txt")
     chance = random.Random(kills)
-    steps = 30 + 6 * kills
+    steps = 6 + 9 * kills
     whole = overrides(tmp_path, "whole", f"train.steps={steps}")
     assert (start(load_config(whole, 1)) if ranks == 1 else finish(launch(whole, ranks))[0]) == 0
     behind = ("checkpoint.async=true", "checkpoint.interval=1", f"train.steps={steps}")

@@ -63,9 +63,9 @@ def tree(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def evaluated_in_training(trained: Trained, step: int) -> dict[str, Any]:
+def evaluated_in_training(run: str, step: int) -> dict[str, Any]:
     """The line of metrics of the evaluation after `step`."""
-    lines = [json.loads(line) for line in (Path(trained.run) / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
     [found] = [line for line in lines if line["step"] == step and "val_loss" in line]
     return dict(found)
 
@@ -90,7 +90,7 @@ def test_the_export_holds_all_that_transformers_and_a_reader_need(trained: Train
     names = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     assert set(os.listdir(trained.exported)) == names | {"README.md"}
     card = (Path(trained.exported) / "README.md").read_text()
-    assert f"| validation | {evaluated_in_training(trained, 6)['val_loss']:.4f} |" in card
+    assert f"| validation | {evaluated_in_training(trained.run, 6)['val_loss']:.4f} |" in card
     assert "| tokens | 768 |" in card
     assert "text.txt; text: " in card
     assert str(trained.folder) not in card
@@ -113,7 +113,7 @@ def test_step_precision_and_shard_size_are_those_asked_for(
     assert all(torch.equal(parts[name], value.bfloat16()) for name, value in whole.items())
     assert not all(torch.equal(newest[name], value) for name, value in whole.items())
     card = (tmp_path / "whole" / "README.md").read_text()
-    assert f"| validation | {evaluated_in_training(trained, 3)['val_loss']:.4f} |" in card
+    assert f"| validation | {evaluated_in_training(trained.run, 3)['val_loss']:.4f} |" in card
     assert "| tokens | 384 |" in card
 
 
@@ -194,13 +194,23 @@ def test_a_table_of_positions_is_used_as_far_as_it_was_trained(
 def test_a_run_on_its_own_data_has_the_val_loss_of_its_metrics(
     step: int, trained: Trained, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = evaluated_in_training(trained, step)
+    said = evaluated_in_training(trained.run, step)
     found = evaluation(capsys, trained.run, "--step", str(step))
     assert found["step"] == step
     assert found["loss"] == pytest.approx(said["val_loss"], rel=1e-6)
     assert found["bits_per_byte"] == pytest.approx(said["val_bits_per_byte"], rel=1e-6)
     assert found["perplexity"] == pytest.approx(said["val_perplexity"], rel=1e-5)
     assert found["tokens"] == 3 * 4 * 32
+
+
+def test_experts_are_chosen_with_the_biases_that_the_run_has_learned(
+    trained: Trained, capsys: pytest.CaptureFixture[str]
+) -> None:
+    experts = {"num_experts": 4, "ffn_hidden_size": 16, "score": "sigmoid", "expert_bias_rate": 0.5}
+    train(trained.folder, "experts", *(f"model.moe.{name}={value}" for name, value in experts.items()))
+    run = str(trained.folder / "experts")
+    said, found = evaluated_in_training(run, 6), evaluation(capsys, run)
+    assert found["loss"] == pytest.approx(said["val_loss"], rel=1e-6)
 
 
 def losses_by_transformers(folder: str, tokens: list[int], length: int) -> torch.Tensor:
@@ -308,10 +318,9 @@ def model_with_code(place: Path) -> None:
 def model_of_symbols(place: Path) -> None:
     """An exported model whose tokenizer knows the letters of `abc` alone."""
     from megalite.data.tokenizers import char_tokenizer
-    from megalite.hf.tokenizer_files import tokenizer_files
 
     shutil.copytree(place / "exported", place / "symbols")
-    for name, content in tokenizer_files(char_tokenizer(["abc"]), 32).items():
+    for name, content in char_tokenizer(["abc"]).files(32).items():
         (place / "symbols" / name).write_bytes(content)
 
 
@@ -319,12 +328,11 @@ def model_of_positions(place: Path) -> None:
     """A GPT-2 of 32 positions, trained on sequences of 16."""
     from megalite.data.tokenizers import char_tokenizer
     from megalite.hf.export import export_model
-    from megalite.hf.tokenizer_files import tokenizer_files
     from megalite.model.init import start_values
     from megalite.model.parameters import gpt_parameters
     from tests.hf.test_export import small
 
-    config, others = small("gpt2", vocab_size=3), tokenizer_files(char_tokenizer(["abc"]), 16)
+    config, others = small("gpt2", vocab_size=3), char_tokenizer(["abc"]).files(16)
     values = start_values(gpt_parameters(config), seed=1)
     export_model(values, config, place / "table", dtype=torch.float32, context_length=16, others=others)
 
@@ -360,11 +368,12 @@ DATA = ["data=text", "data.path=other.txt", "data.cache_dir=cache"]
         (nothing, "export_hf", ["run", "out", "--max-shard-size", "big"], ["max shard size='big'", "5GB"]),
         (strange_run, "export_hf", ["strange", "out"], ["strange/tokenizer", "is not what the run has written"]),
         (nothing, "generate", ["run", "--prompt", ""], ["--prompt=''", "nothing to continue"]),
-        (nothing, "generate", ["run", *ASK, "--temperature", "-1", "--top-p", "0"], ["2 problems", "--top-p=0.0"]),
-        (nothing, "generate", ["run", *ASK, "--temperature", "0", "--num-samples", "2"], ["all of them are the same"]),
+        (nothing, "generate", ["run", *ASK, "--temperature", "-1"], ["`temperature` (=-1.0)", "positive"]),
+        (nothing, "generate", ["run", *ASK, "--max-new-tokens", "0"], ["`max_new_tokens`"]),
+        (nothing, "generate", ["run", *ASK, "--temperature", "0", "--num-samples", "2"], ["num_return_sequences"]),
         (nothing, "generate", ["gpt2", *ASK], ["model='gpt2'", "models are not downloaded"]),
         (nothing, "generate", ["cache", *ASK], ["neither the folder of a run nor one of a transformers model"]),
-        (model_with_code, "generate", ["code", *ASK], ["such code is never run"]),
+        (model_with_code, "generate", ["code", *ASK], ["holds no tokenizer", "never run"]),
         (model_of_symbols, "generate", ["symbols", "--prompt", "abcdef"], ["'d' (character 3)"]),
         (model_without_tokenizer, "generate", ["mute", *ASK], ["holds no tokenizer"]),
         (nothing, "generate", ["exported", *ASK, "--step", "3"], ["step=3", "has no steps"]),

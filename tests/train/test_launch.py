@@ -29,13 +29,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def launch_by_variables(arguments: list[str], world_size: int) -> "list[subprocess.Popen[str]]":
-    """Ranks that know no more than RANK, WORLD_SIZE and where to meet."""
+def launch_by_variables(
+    arguments: list[str], world_size: int, python: str | None = None
+) -> "list[subprocess.Popen[str]]":
+    """Ranks that know no more than RANK, WORLD_SIZE and where to meet. They are warm, unless `python` is another."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     rendezvous = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    return [launch(arguments, variables={"RANK": str(rank), **rendezvous}) for rank in range(world_size)]
+    variables = [{"RANK": str(rank), **rendezvous} for rank in range(world_size)]
+    return [runs.launch(arguments, variables=each, python=python) for each in variables]
 
 
 def saved_at_its_end(run: Path) -> bool:
@@ -63,7 +66,7 @@ def wait_for_the_end(run: Path, timeout: float = 30) -> None:
 
 def test_ranks_by_plain_variables_compute_what_one_process_computes(folder: Path) -> None:
     exact = ("precision=fp64", "model.dropout=0", "train.steps=6", "train.eval_interval=3")
-    assert finish(launch(overrides(folder, "one", *exact)))[0] == 0
+    assert finish(runs.launch(overrides(folder, "one", *exact)))[0] == 0
     ranks = launch_by_variables(overrides(folder, "two", *exact), 2)
     outputs = [finish(rank) for rank in ranks]
     assert [status for status, _ in outputs] == [0, 0], outputs
@@ -78,8 +81,8 @@ def test_ranks_by_plain_variables_compute_what_one_process_computes(folder: Path
 def test_a_rank_that_finds_nobody_says_so_whatever_its_place_on_its_machine(folder: Path) -> None:
     rendezvous = {"WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}  # a port of no program
     arguments = overrides(folder, "nobody", "parallel.startup_timeout_s=1")
-    ranks = [launch(arguments, variables={**rendezvous, "RANK": "1"})]
-    ranks.append(launch(arguments, variables={**rendezvous, "RANK": "2", "LOCAL_RANK": "1"}))
+    ranks = [runs.launch(arguments, variables={**rendezvous, "RANK": "1"})]
+    ranks.append(runs.launch(arguments, variables={**rendezvous, "RANK": "2", "LOCAL_RANK": "1"}))
     for number, rank in enumerate(ranks, start=1):
         status, output = finish(rank)
         assert status == 2
@@ -165,9 +168,10 @@ def test_the_ranks_of_a_killed_torchrun_save_and_end(folder: Path) -> None:
     assert saved_at_its_end(run), output
 
 
+@pytest.mark.long  # of a pipeline: tests/pipeline/test_lost_rank.py
 def test_a_rank_that_stands_still_is_named_when_the_time_is_up(folder: Path) -> None:
     run = folder / "still"
-    ranks = launch_by_variables(overrides(folder, "still", *LONG, "parallel.timeout_s=4"), 2)
+    ranks = launch_by_variables(overrides(folder, "still", *LONG, "parallel.timeout_s=4"), 2, sys.executable)
     wait_for_step(ranks[0], run, 3)
     ranks[1].send_signal(signal.SIGSTOP)
     try:

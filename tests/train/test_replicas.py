@@ -5,14 +5,17 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from megalite.checkpoint.pieces import Piece
 from megalite.config.derive import derive
-from megalite.config.schema import Config
+from megalite.config.schema import Config, MoEConfig
 from megalite.launch.context import ParallelContext
 from megalite.layout.groups import GroupNeeds
 from megalite.layout.ranks import ParallelLayout
+from megalite.model.routers import Routers
 from megalite.train.build import build_training, fill_with_start_values
 from megalite.train.replicas import ReplicaMismatchError, check_replicas, content_hash
 from megalite.train.state import held_pieces, owned_pieces
+from tests.checkpoint.samples import index_of
 from tests.ranks import run_ranks
 
 
@@ -36,11 +39,13 @@ class Flip:
     """One bit of a rank's state."""
 
     rank: int
-    kind: str  # parameters (what the model computes with), masters, exp_avg, exp_avg_sq
+    kind: str  # parameters (what the model computes with), masters, exp_avg, exp_avg_sq, routers
     name: str  # of the parameter; its last element there is changed
 
 
 KV_HEADS = 1
+EXPERTS = MoEConfig(num_experts=4, ffn_hidden_size=8)
+EXPERT = "blocks.1.moe.experts.down.weight"
 SPLIT, WHOLE, KEYS = "blocks.1.mlp.down.weight", "blocks.1.mlp_norm.weight", "blocks.1.attention.qkv.weight"
 
 
@@ -49,8 +54,10 @@ def _message(context: ParallelContext, flip: Flip | None, zero: int) -> str | No
     config = Config()
     config.model = replace(config.model, num_layers=2, hidden_size=16, num_attention_heads=4, vocab_size=11)
     config.model.num_key_value_heads = KV_HEADS
+    if context.layout.etp is not None:
+        config.model.moe, config.parallel.ep, config.parallel.etp = EXPERTS, context.layout.ep, context.layout.etp
     config.optimizer.zero, config.train.compile = zero, False
-    config = derive(config)
+    config = derive(replace(config, parallel=replace(config.parallel, tp=context.layout.tp)))
     training = build_training(config, context)
     fill_with_start_values(training.buffers, config, context)
     buffers, optimizer = training.buffers, training.optimizer
@@ -58,10 +65,11 @@ def _message(context: ParallelContext, flip: Flip | None, zero: int) -> str | No
     for kind in ("exp_avg", "exp_avg_sq"):
         for piece in owned_pieces("", buffers.owned, kinds[kind]):
             drawn = torch.randn(piece.logical_shape, generator=torch.Generator().manual_seed(len(piece.name)))
-            piece.tensor.copy_(drawn[piece.box])
+            piece.tensor.copy_(drawn[index_of(piece)])
     if flip is not None and context.rank == flip.rank:
         held = {kind: list(owned_pieces("", buffers.owned, slices)) for kind, slices in kinds.items()}
         held["parameters"] = list(held_pieces(buffers))
+        held["routers"] = [Piece(name, (4,), (0,), value) for name, value in Routers(training.chunks).state()]
         last = [piece.tensor for piece in held[flip.kind] if piece.name == flip.name][-1]
         last.view(torch.int32)[(-1,) * last.ndim] ^= 1
     try:
@@ -71,15 +79,38 @@ def _message(context: ParallelContext, flip: Flip | None, zero: int) -> str | No
     return None
 
 
-def messages(flip: Flip | None, *, tp: int, dp: int, zero: int) -> list[str | None]:
-    needs = GroupNeeds(kv_heads=KV_HEADS)
-    return run_ranks(_message, tp * dp, flip, zero, layout=ParallelLayout(tp=tp, dp=dp), needs=needs)
+def messages(flip: Flip | None, *, tp: int, dp: int, zero: int, **experts: int) -> list[str | None]:
+    needs, layout = GroupNeeds(kv_heads=KV_HEADS), ParallelLayout(tp=tp, dp=dp, **experts)
+    return run_ranks(_message, tp * dp, flip, zero, layout=layout, needs=needs)
 
 
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize(("tp", "dp"), [(1, 1), (1, 3), (2, 2), (4, 1)])
 def test_equal_replicas_pass(tp: int, dp: int, zero: int) -> None:
     assert messages(None, tp=tp, dp=dp, zero=zero) == [None] * (tp * dp)
+
+
+@pytest.mark.parametrize(("ep", "etp"), [(2, 1), (1, 2), (4, 1), (2, 2)])
+def test_ranks_with_other_experts_pass(ep: int, etp: int) -> None:
+    assert messages(None, tp=2, dp=2, zero=1, ep=ep, etp=etp) == [None] * 4
+
+
+@pytest.mark.parametrize(
+    ("flip", "zero", "named"),
+    [
+        (Flip(3, "parameters", EXPERT), 1, [1, 3]),  # ep 2 x edp 2
+        (Flip(0, "masters", EXPERT), 0, [0, 2]),
+        (
+            Flip(2, "routers", "blocks.1.moe.router.expert_bias"),
+            1,
+            [0, 2, 3],
+        ),  # rank 0 over dp, rank 3 over tp
+    ],
+)
+def test_experts_and_routers_that_differ_are_found(flip: Flip, zero: int, named: list[int]) -> None:
+    said = messages(flip, tp=2, dp=2, zero=zero, ep=2, etp=1)
+    assert len(set(said)) == 1, said
+    assert f"ranks {named} differ" in str(said[0])
 
 
 @pytest.mark.parametrize(

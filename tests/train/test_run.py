@@ -35,7 +35,7 @@ from megalite.layout.ranks import ParallelLayout
 from megalite.model.gpt import GPT
 from megalite.pipeline.executor import Executor
 from megalite.train.history import read_events, read_metrics
-from megalite.train.step import LaunchedStep, TrainStep
+from megalite.train.step import PendingFigures, TrainStep
 from tests.ranks import run_ranks
 from tests.train.runs import metrics, state_bytes, train_on_rank, write_text
 
@@ -243,8 +243,16 @@ def _stopped_in_an_evaluation(context: ParallelContext, config: Config, *, at: i
     return outcome if len(calls) == at else f"{len(calls)} batches"
 
 
-@pytest.mark.parametrize(("step", "at"), [(8, 7), (STEPS, 12)], ids=["on the way", "at the end"])
-@pytest.mark.parametrize("layout", [None, ParallelLayout(tp=2, dp=2)], ids=["alone", "tp2-dp2"])
+@pytest.mark.parametrize(
+    ("layout", "step", "at"),
+    [
+        pytest.param(None, 8, 7, id="alone, on the way"),
+        pytest.param(None, STEPS, 12, id="alone, at the end"),
+        pytest.param(ParallelLayout(tp=2), 8, 7, id="tp2, on the way"),
+        pytest.param(ParallelLayout(tp=2, dp=2), 8, 7, id="tp2-dp2, on the way", marks=pytest.mark.long),
+        pytest.param(ParallelLayout(tp=2, dp=2), STEPS, 12, id="tp2-dp2, at the end", marks=pytest.mark.long),
+    ],
+)
 def test_a_stop_ends_an_evaluation_and_the_next_start_makes_up_for_it(
     text: Path, tmp_path: Path, layout: ParallelLayout | None, step: int, at: int
 ) -> None:
@@ -517,7 +525,7 @@ def test_a_validation_batch_that_one_rank_cannot_read_ends_all_with_its_message(
 def _drifting(context: ParallelContext, config: Config) -> int | str:
     take_step = TrainStep.__call__
 
-    def and_drift(self: TrainStep, *args: Any, **kwargs: Any) -> LaunchedStep:
+    def and_drift(self: TrainStep, *args: Any, **kwargs: Any) -> PendingFigures:
         launched = take_step(self, *args, **kwargs)
         self._training.buffers.masters[0] += 1
         return launched
@@ -530,7 +538,7 @@ def _drifting(context: ParallelContext, config: Config) -> int | str:
 def _ruined_by_the_last_step(context: ParallelContext, config: Config) -> int | str:
     take_step, taken = TrainStep.__call__, []
 
-    def and_ruin(self: TrainStep, *args: Any, **kwargs: Any) -> LaunchedStep:
+    def and_ruin(self: TrainStep, *args: Any, **kwargs: Any) -> PendingFigures:
         launched = take_step(self, *args, **kwargs)
         taken.append(None)
         if len(taken) == STEPS:

@@ -11,7 +11,7 @@ from megalite.data.batches import masked_batches
 from megalite.launch.context import ParallelContext
 from megalite.model.init import start_values
 from megalite.model.parameters import gpt_parameters
-from megalite.optim.norm import gradient_norm
+from megalite.optim.gradients import gradient_norm
 from megalite.train.build import build_training, derive_device, fill_with_start_values
 from megalite.train.step import TrainStep
 from tests.optim.small_model import small_config

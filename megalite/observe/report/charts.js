@@ -1,5 +1,5 @@
 // Charts that follow their reader: logarithmic axes, smoothing, a range of steps, values under the pointer. Each holds
-// its data in an attribute; a page whose script does not run shows it as it was drawn. What comes from a run becomes
+// its data in an attribute; a page whose script does not run shows plain curves. What comes from a run becomes
 // text and numbers, never markup.
 "use strict";
 (() => {
@@ -52,7 +52,7 @@
     return { low, high, logarithmic, at, value: (place) => back(start + (place - from) / perUnit) };
   }
 
-  // As in axes.py: values of the middle, and what is not far from them.
+  // Values of the middle, and what is not far from them: first steps and spikes leave the chart.
   function limits(values) {
     const sorted = values.sort((one, other) => one - other), last = sorted.length - 1;
     if (last < 19) return [sorted[0], sorted[last]];

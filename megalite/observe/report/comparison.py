@@ -1,16 +1,21 @@
 """Draws several runs on common axes, and the settings in which they differ: comparison.html."""
 
+import os
 from collections.abc import Sequence
+
+import numpy as np
 
 from megalite.observe import readable
 from megalite.observe.report.charts import COLOURS, Chart, Line, line_chart
 from megalite.observe.report.page import FIGURES, environment, layout_of, status_of
-from megalite.observe.run_data import OVER_TOKENS, RunData
+from megalite.observe.run_data import Bucket, RunData
 
 UNREMARKABLE = ("run_dir", "run_name", "resume")
-SIDE_BY_SIDE = 6  # names of more runs than that are cut: their values stand below each other in a tip
-NAME_LENGTH = 12
-COMPARED = ("loss", "val_loss", "val_bits_per_byte", "lr", "grad_norm", "tokens_per_s", "step_time_s", "mfu")
+COMPARED = (
+    *("loss", "val_loss", "val_bits_per_byte", "lr", "grad_norm", "tokens_per_s", "step_time_s", "mfu"),
+    "moe/imbalance_max",
+)
+OVER_TOKENS = ("loss", "val_loss")
 Differences = list[tuple[str, list[str]]]  # setting, and its value in each run
 
 
@@ -23,8 +28,8 @@ def compare(runs: Sequence[RunData]) -> str:
         .get_template("comparison.html")
         .render(
             names=names,
-            lines=[Line(name, (), at % COLOURS) for at, name in enumerate(names)],
-            charts=charts_of(runs, names if len(names) <= SIDE_BY_SIDE else [name[-NAME_LENGTH:] for name in names]),
+            lines=[{"name": name, "colour": at % COLOURS} for at, name in enumerate(names)],
+            charts=charts_of(runs, names),
             summary=[(label, [column[label] for column in columns]) for label in columns[0]],
             chosen=chosen,
             derived=derived,
@@ -33,33 +38,34 @@ def compare(runs: Sequence[RunData]) -> str:
 
 
 def names_of(runs: Sequence[RunData]) -> list[str]:
-    """As much of each folder's path as tells the runs apart."""
+    """Each folder's path below the folder that holds all runs."""
     paths = [run.folder.absolute() for run in runs]
-    for length in range(1, max(len(path.parts) for path in paths) + 1):
-        names = ["/".join(path.parts[-length:]) for path in paths]
-        if len(set(names)) == len(names):
-            break
-    return names
+    return [os.path.relpath(path, os.path.commonpath([path.parent for path in paths])) for path in paths]
 
 
 def charts_of(runs: Sequence[RunData], names: Sequence[str]) -> list[tuple[str, Chart | None]]:
-    """Charts with their titles, of the figures that any run has."""
-    drawn = [(name, "step", FIGURES[name].title, [run.figures[name] for run in runs]) for name in COMPARED]
-    paces = [pace for run in runs for pace in run.tokens_per_step]
+    """Charts with their titles, of the figures that any run has; losses also over tokens, where batches differ."""
+    drawn = [(name, "step", FIGURES[name].title, [run.figures[name].buckets for run in runs]) for name in COMPARED]
+    paces = [it.high / it.last for run in runs for it in run.figures["tokens"].buckets if it.last > 0]
     if paces and max(paces) > 1.001 * min(paces):
         for name in OVER_TOKENS:
-            title = f"{FIGURES[name].title} over tokens"
-            drawn.append((name, "token", title, [run.over_tokens[name] for run in runs]))
+            drawn.append((name, "token", f"{FIGURES[name].title} over tokens", [by_tokens(run, name) for run in runs]))
     charts = []
     for name, over, title, series in drawn:
-        figure = FIGURES[name]
-        lines = [
-            Line(called, each.buckets, at % COLOURS, figure.dots, figure.smooth)
-            for at, (called, each) in enumerate(zip(names, series, strict=True))
-        ]
+        called = enumerate(zip(names, series, strict=True))
+        lines = [Line(run, buckets, FIGURES[name], at % COLOURS) for at, (run, buckets) in called]
         if any(series):
-            charts.append((title, line_chart(figure.title.lower(), lines, figure, over=over)))
+            charts.append((title, line_chart(FIGURES[name].title.lower(), lines, over=over)))
     return charts
+
+
+def by_tokens(run: RunData, name: str) -> list[Bucket]:
+    """A figure by the tokens that the run had seen at each step."""
+    known, buckets = run.figures["tokens"].buckets, run.figures[name].buckets
+    if not known:
+        return []
+    tokens = np.interp([it.x for it in buckets], [it.last for it in known], [it.high for it in known]).tolist()
+    return [it._replace(first=at, last=at) for it, at in zip(buckets, tokens, strict=True)]
 
 
 def summary_of(run: RunData) -> dict[str, str]:

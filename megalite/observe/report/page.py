@@ -13,12 +13,14 @@ from markupsafe import Markup
 
 from megalite.config.user_files import as_record
 from megalite.errors.problems import collect, printable
+from megalite.layout.panels import panels_of
 from megalite.layout.ranks import ParallelLayout
 from megalite.layout.summary import header_lines
 from megalite.observe import readable
+from megalite.observe.event_words import words_of
 from megalite.observe.report.charts import COLOURS, Chart, Figure, Line, column_chart, line_chart, share_chart
-from megalite.observe.report.layout_picture import layout_pictures
-from megalite.observe.run_data import FIRST, RunData
+from megalite.observe.report.heat_map import heat_map
+from megalite.observe.run_data import RunData
 
 HERE = Path(__file__).parent
 MOST_SHOWN = 12  # steps of which samples are shown
@@ -35,6 +37,12 @@ FIGURES = {
     "mfu": Figure("MFU", readable.percent, from_zero=True, share=True, smooth=True),
     "mfu_causal": Figure("MFU", colour=4, smooth=True),
     "memory_gib": Figure("Peak memory", readable.gibibytes, "GiB", colour=5, from_zero=True),
+    "moe/imbalance_max": Figure("Load imbalance", colour=1, smooth=True),
+    "moe/imbalance_mean": Figure("Load imbalance", smooth=True),
+    "moe/balancing_loss": Figure("Balancing loss", smooth=True),
+    "moe/z_loss": Figure("Router z-loss", smooth=True),
+    "moe/dropped_share": Figure("Dropped choices", readable.percent, from_zero=True, share=True, smooth=True),
+    "moe/entropy": Figure("Router entropy", unit="nats per token", smooth=True),
 }
 
 
@@ -53,6 +61,7 @@ def environment() -> Environment:
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data:"
     found.globals.update(script=script, style=style, policy=policy, figures=FIGURES, column_chart=column_chart)
+    found.globals["words_of"] = words_of
     found.filters |= {name: words for name, words in vars(readable).items() if callable(words)} | {"moment": moment}
     return found
 
@@ -89,12 +98,10 @@ def render(run: RunData, *, live: bool = False) -> str:
             run_parts=shares(spent, readable.duration, (1, 4, 5)),
             layout=layout,
             layout_lines=header_lines(layout) if layout else [],
-            pictures=layout_pictures(layout, int(run.start.get("ranks_per_node") or layout.world_size))
-            if layout
-            else [],
+            pictures=panels_of(layout, int(run.start.get("ranks_per_node") or layout.world_size)) if layout else [],
             hosts=list(Counter(run.start.get("hosts") or []).items()),
+            tokens_of_experts=heat_map(run),
             samples=[(step, run.samples[step]) for step in shown],
-            first=FIRST,
             groups=groups,
             given={word.lstrip("+").partition("=")[0] for start in run.starts for word in start.get("overrides") or []},
         )
@@ -118,12 +125,9 @@ def layout_of(run: RunData) -> ParallelLayout | None:
 
 
 def chart_of(run: RunData, title: str, names: Mapping[str, str], width: float = 380.0) -> Chart | None:
-    """A chart of some figures: their lines by name. The first figure decides how the chart looks."""
-    figures = {name: FIGURES[name] for name in names}
-    lines = [
-        Line(names[name], run.figures[name].buckets, it.colour, it.dots, it.smooth) for name, it in figures.items()
-    ]
-    return line_chart(title, lines, next(iter(figures.values())), width=width, height=300.0 if width > 380 else 225.0)
+    """A chart of some figures: their lines by name."""
+    lines = [Line(name, run.figures[key].buckets, FIGURES[key], FIGURES[key].colour) for key, name in names.items()]
+    return line_chart(title, lines, width=width, height=300.0 if width > 380 else 225.0)
 
 
 def shares(

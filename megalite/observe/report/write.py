@@ -3,11 +3,11 @@
 A file is replaced as a whole, so a reader sees the one before or the one after.
 """
 
-import secrets
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from megalite.config.durable_files import write_atomically
 from megalite.errors.problems import Problem, UserError, collect_all
 from megalite.observe.report.comparison import compare
 from megalite.observe.report.page import render
@@ -62,14 +62,7 @@ class LiveReport:
 
 
 def write_page(path: Path, page: str) -> None:
-    """Replace a file. Not synced: what a power cut takes of it can be drawn again."""
-    draft = path.with_name(f".{path.name}.tmp-{secrets.token_hex(4)}")
-    try:
-        with draft.open("x", encoding="utf-8", errors="replace") as file:  # never through a link that lies there
-            file.write(page)
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
+    write_atomically(path, page.encode(errors="replace"))
 
 
 def write_report(folders: Sequence[Path], out: Path | None) -> Path:

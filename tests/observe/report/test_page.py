@@ -17,7 +17,7 @@ from megalite.observe import readable
 from megalite.observe.report.charts import COLOURS
 from megalite.observe.report.comparison import compare, names_of
 from megalite.observe.report.page import HERE, environment, render
-from megalite.observe.run_data import FIRST, LAST, MOST_SAMPLED, read_run
+from megalite.observe.run_data import MOST_LISTED, MOST_SAMPLED, read_run
 from tests.observe.report.runs import EVIL, event, start_of, write_run
 
 
@@ -83,7 +83,7 @@ def test_everything_that_is_known_of_a_run_is_shown(tmp_path: Path) -> None:
         "tp: 4 groups of 2", "dp: 2 groups of 4", "on node0 (8 ranks)", "torchrun pretrain_gpt.py", "model=gpt2",
         "2.13.0", "NVIDIA H200", "after step 40", "early", "optimizer.lr", "train.sample_prompts",
         "loss nan, gradient norm nan at a loss scale of 1024", "computes 1.70 times as long", "stopped", "by SIGTERM",
-        "passed over", "traces in /runs/profile", "forward 40.0%", "1 checkpoint was written", "8.25",
+        "passed over", "profiled into /runs/profile", "forward 40.0%", "1 checkpoint was written", "8.25",
     ):  # fmt: skip
         assert words in headings, words
 
@@ -176,8 +176,8 @@ def test_a_long_run_gives_a_page_of_bounded_size(tmp_path: Path) -> None:
     assert long < 1.15 * short
     assert long < 600_000
     run = read_run(tmp_path / "3000")
-    assert len(run.listed) <= FIRST + LAST
-    assert run.left_out == 501 - FIRST - LAST
+    assert len(run.listed) <= MOST_LISTED
+    assert run.left_out == 501 - MOST_LISTED
     assert len(run.samples) <= MOST_SAMPLED
     assert {1, 999} <= run.samples.keys()
     assert f"{run.left_out:,} more are in events.jsonl" in render(run)

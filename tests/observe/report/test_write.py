@@ -2,10 +2,7 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -64,19 +61,12 @@ def test_a_disk_that_fails_is_told_once_and_the_page_before_stays(
     report = LiveReport(read_run(run), 1.0, told.append)
     report.draw(live=True)
     before = (run / "report.html").read_text()
-    really_open = Path.open
 
-    @contextmanager
-    def full(path: Path, mode: str, **options: str) -> Iterator[SimpleNamespace]:
-        def write(text: str) -> None:
-            file.write(text[:100])
-            raise OSError(28, "No space left on device")
-
-        with really_open(path, mode, **options) as file:
-            yield SimpleNamespace(write=write)
+    def full(path: Path, content: bytes) -> None:
+        raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "open", full)
+        patch.setattr(write_module, "write_atomically", full)
         report.draw(live=True)
         report.draw(live=True)
     assert told == ["warning: report.html cannot be written for now: No space left on device"]

@@ -1,0 +1,167 @@
+"""What keeps experts evenly used: the router's losses, the biases of the choice, and the figures that users see.
+
+A microbatch's balancing loss is coefficient * E / (k T^2) * sum over experts of (tokens that chose it * sum of its
+probabilities), over its T unmasked tokens wherever they are (Switch, arXiv 2101.03961); `sequence` takes each sequence
+for itself, `global` the shares of the step before for those of the tokens. Each loss has the weight of its unmasked
+tokens among those of the step: the layout changes nothing, nor does the number of microbatches but for what one of them
+holds. The z-loss is coefficient * mean of logsumexp(logits)^2 (ST-MoE, arXiv 2202.08906).
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megalite.moe.router import Choice, Router, count_choices, top_experts
+from megalite.tensor_parallel.collectives import TensorGroup, finish, start_all_gather, start_all_reduce
+
+AFTER_COUNTS = 5  # numbers that follow the counts of experts in `Figures`
+
+
+@dataclass(frozen=True)
+class TokenMasks:
+    """What routers must know of a microbatch of b sequences; t tokens are this rank's.
+
+    `routed` [t]: False at padding, which no expert sees; None: all are. `scored` [t]: tokens whose labels count.
+    `lengths` [b]: how many of each whole sequence count. `all_routed` (0-d): tokens of the whole microbatch, on all
+    ranks that divide its sequences, that are no padding. `scale` (0-d) multiplies sums over tokens; None: no losses.
+    `sequence`: the ranks that divide each sequence.
+    """
+
+    routed: Tensor | None
+    scored: Tensor
+    lengths: Tensor
+    all_routed: Tensor
+    scale: Tensor | None
+    sequence: TensorGroup | None
+
+    @classmethod
+    def of(cls, loss_mask: Tensor, scale: Tensor | None, sequence: TensorGroup | None) -> "TokenMasks":
+        """For `loss_mask` [b, s]. With a `scale` a sequence of which nothing counts is padding."""
+        own = loss_mask.t()  # [s, b]
+        real = own.any(0, keepdim=True).expand_as(own) if scale is not None else torch.ones_like(own)
+        own, routed = (part if sequence is None else part.chunk(sequence.size)[sequence.index] for part in (own, real))
+        lengths = loss_mask.sum(1)
+        return cls(routed.flatten() if scale is not None else None, own.flatten(), lengths, real.sum(), scale, sequence)
+
+
+class Figures(NamedTuple):
+    """Of one layer, sums over tokens: how many chose each expert [E], of these how many choices were dropped, both
+    losses times the tokens, the entropy of the probabilities, and tokens. Each but the first 0-d."""
+
+    counts: Tensor
+    dropped: Tensor
+    balance: Tensor
+    z: Tensor
+    entropy: Tensor
+    tokens: Tensor
+
+    def as_row(self) -> Tensor:
+        """[E + 5], fp64"""
+        return torch.cat([self.counts.double(), torch.stack([one.double() for one in self[1:]])])
+
+
+def in_numbers(table: Tensor) -> dict[str, Any]:
+    """What users see of rows of `Figures` [layers, E + 5], which may be sums over steps. NaN where there was no token.
+
+    A layer's imbalance is the most choices of an expert over the mean; losses and entropy are means over layers.
+    """
+    counts, others = table[:, :-AFTER_COUNTS], table[:, -AFTER_COUNTS:]
+    dropped, *sums, tokens = others.unbind(1)
+    imbalance = counts.amax(1) / counts.mean(1)
+    balance, z, entropy = ((its / tokens).mean().item() for its in sums)
+    return {
+        "imbalance_max": imbalance.max().item(),
+        "imbalance_mean": imbalance.mean().item(),
+        "dropped_share": (dropped.sum() / counts.sum()).item(),
+        "balancing_loss": balance,
+        "z_loss": z,
+        "entropy": entropy,
+        "tokens_per_expert": counts.long().tolist(),
+    }
+
+
+def router_losses(router: Router, logits: Tensor, masks: TokenMasks) -> tuple[Tensor, Tensor, Tensor]:
+    """Balancing loss, z-loss and entropy of the probabilities, summed over this rank's tokens (so: the mean times their
+    number); the terms of all ranks of a microbatch add up to its own."""
+    moe, experts = router.moe, router.moe.num_experts
+    scored = masks.scored.unsqueeze(1)
+    probabilities = router.probabilities(logits).masked_fill(~scored, 0.0)
+    factor, of_sequence = experts * moe.aux_loss_coeff, moe.aux_loss == "sequence"
+    by_sequence = probabilities.unflatten(0, (-1, len(masks.lengths))).sum(0)  # [b, E]; tokens are [s, b]
+    if moe.aux_loss == "global":
+        balance = factor * (router.share * by_sequence).sum()
+    else:
+        with torch.no_grad():
+            sequences = len(masks.lengths)
+            own = torch.arange(len(logits), device=logits.device) % sequences  # the sequence of each token
+            chosen = own.unsqueeze(1) * experts + top_experts(probabilities, moe.top_k)  # [t, k]
+            counts = logits.new_zeros(sequences * experts)
+            counts.scatter_add_(0, chosen.flatten(), scored.to(counts.dtype).expand_as(chosen).flatten())
+            counts = counts.view(sequences, experts)
+            lengths = masks.lengths.to(logits.dtype)
+            if not of_sequence:
+                counts, lengths = counts.sum(0, keepdim=True), lengths.sum(0, keepdim=True)
+            if masks.sequence is not None:
+                counts = finish(start_all_reduce(counts, masks.sequence))
+            counts /= moe.top_k * lengths.clamp(min=1).unsqueeze(1)
+        balance = factor * (counts * by_sequence).sum()
+    squares = logits.logsumexp(1).square().masked_fill(~masks.scored, 0.0).sum()
+    with torch.no_grad():
+        entropy = -torch.special.xlogy(probabilities, probabilities).sum()
+    return balance, moe.z_loss_coeff * squares, entropy
+
+
+class _AddToLoss(torch.autograd.Function):
+    """Megatron-core's way for a loss from the middle of a model: it enters where backward passes the tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
+        ctx.save_for_backward(torch.ones_like(loss))
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        return grads[0], ctx.saved_tensors[0]
+
+
+def add_to_loss(x: Tensor, loss: Tensor) -> Tensor:
+    """x; whatever loss is made of it, `loss` (0-d) is added to that."""
+    return _AddToLoss.apply(x, loss)  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def drop_over_capacity(choice: Choice, num_experts: int, factor: float, masks: TokenMasks) -> Choice:
+    """`choice` without what is beyond the experts' capacity: factor * k / E of the microbatch's tokens, rounded up.
+
+    An expert keeps the choices with the largest weights, of equal ones the earlier token's, of the whole microbatch:
+    with a divided sequence that takes a gather of k numbers and k weights per token.
+    """
+    experts, weights = choice
+    k = experts.shape[1]
+    if masks.sequence is not None:
+        experts, weights = (finish(start_all_gather(part, masks.sequence)) for part in choice)
+    # In fp64: 1.2 * 10 / 2 is 6, and must not become 7.
+    even = masks.all_routed.double() * k / num_experts
+    capacity = (even * factor - 1e-9).ceil()
+    flat = experts.flatten()
+    # Of fp64 weights 8 digits: equal tokens (the first of two documents) have equal weights but for rounding.
+    order = weights.flatten().float().argsort(descending=True, stable=True)
+    order = order[flat[order].argsort(stable=True)]  # by expert, inside by weight
+    counts = count_choices(flat, num_experts + 1)  # the last: those of nobody
+    place = torch.arange(len(flat), device=flat.device) - (counts.cumsum(0) - counts)[flat[order]]
+    kept = torch.empty_like(flat, dtype=torch.bool).scatter_(0, order, place < capacity).view_as(experts)
+    if masks.sequence is not None:
+        kept = kept.chunk(masks.sequence.size)[masks.sequence.index]
+    return Choice(choice.experts.masked_fill(~kept, num_experts), choice.weights)
+
+
+@torch.no_grad()
+def update_router(router: Router, counts: Tensor, skip: Tensor) -> None:
+    """After a step: each expert's bias moves by the rate towards even use, and its share of the tokens is noted.
+
+    `counts` [E]: choices of the step, on all ranks. Nothing changes where `skip` (0-d) is 1.
+    """
+    router.expert_bias += router.moe.expert_bias_rate * (counts.mean() - counts).sign() * (1.0 - skip)
+    router.share.copy_(torch.where(skip > 0, router.share, counts / counts.sum().clamp(min=1)))

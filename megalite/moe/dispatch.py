@@ -1,0 +1,199 @@
+"""Brings each token to its experts and what they made of it back, over the ranks that hold one set of experts.
+
+These ranks (etp x ep) each have tokens of their own and E / ep experts, cut etp ways. `alltoall` sends a row for each
+choice, to every rank that holds a part of the expert; what comes back are terms of a sum. `allgather` sends all tokens
+to all ranks, and sums what each makes of them: fewer messages, and more of it travels. A rank alone sends nothing. How
+many rows a rank will receive it must know before it can receive them: one wait for the device per layer and pass.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megalite.kernels.grouped import RowGroups
+from megalite.launch.context import ParallelContext
+from megalite.moe.router import Choice, count_choices
+from megalite.moe.rows import Rows
+from megalite.tensor_parallel.collectives import TensorGroup, finish, start_all_gather, start_all_to_all
+from megalite.tensor_parallel.mappings import gather_for_terms, reduce_scatter_to_sequence_parallel
+
+Beside = Callable[[], Tensor] | None
+Compute = Callable[[Tensor, Tensor, RowGroups], Tensor]  # rows [m, h], weights [m], rows of each local expert -> [m, h]
+
+
+@dataclass(frozen=True)
+class ExpertRanks:
+    """The ranks that hold one set of a layer's experts together; by default one alone.
+
+    `ep_of`: which part of the experts each member of `group` holds. `etp` members hold the same part, each a piece.
+    """
+
+    group: TensorGroup | None = None
+    ep: int = 1
+    ep_index: int = 0
+    etp: int = 1
+    etp_index: int = 0
+    ep_of: tuple[int, ...] = (0,)
+
+    @classmethod
+    def of(cls, context: ParallelContext) -> "ExpertRanks":
+        layout, group = context.layout, TensorGroup.of(context.group("etp-ep"))
+        if group is None:
+            return cls()
+        own, ep_of = layout.coordinates(context.rank), [layout.coordinates(one) for one in context.members("etp-ep")]
+        return cls(group, layout.ep, own["ep"], layout.etp or 1, own["etp"], tuple(at["ep"] for at in ep_of))
+
+
+def dispatch(
+    x: Tensor, choice: Choice, experts: int, compute: Compute, ranks: ExpertRanks, how: str, beside: Beside = None
+) -> Tensor:
+    """The sum of what `compute` makes of each token for each of its `experts`: x [t, h] -> [t, h].
+
+    With `beside`, plus what that returns ([t, h]): it is called while tokens are on their way, where that can be.
+    """
+    if ranks.group is not None and how == "alltoall":
+        return _exchanged(x, choice, experts, compute, ranks, ranks.group, beside)
+    if ranks.group is None:
+        y = _on_one_rank(x, choice, range(experts), compute)
+    else:
+        y = _gathered(x, choice, experts, compute, ranks, ranks.group)
+    return y if beside is None else y + beside()
+
+
+def _by_expert(choice: Choice, experts: int) -> tuple[Tensor, Tensor]:
+    """The order in which the flattened choices [t * k] are those of the first expert, of the second, and so on, the
+    dropped ones last; and how many each has [E]."""
+    flat = choice.experts.flatten()
+    return flat.argsort(stable=True), count_choices(flat, experts)
+
+
+def _inverse(order: Tensor) -> Tensor:
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+
+
+def _on_one_rank(x: Tensor, choice: Choice, held: range, compute: Compute) -> Tensor:
+    """Rows of no expert stay at the end, of which `compute` makes zeros: nobody needs to know how many they are."""
+    k = choice.experts.shape[1]
+    order, counts = _by_expert(choice, len(held))
+    rows = Rows(order // k, _inverse(order).view(-1, k), complete=True)
+    return rows.sum(compute(rows.take(x), choice.weights.flatten()[order], RowGroups(counts)))
+
+
+def _gathered(
+    x: Tensor, choice: Choice, experts: int, compute: Compute, ranks: ExpertRanks, group: TensorGroup
+) -> Tensor:
+    local = experts // ranks.ep
+    all_x, weights = gather_for_terms(x, group), gather_for_terms(choice.weights, group)
+    chosen = finish(start_all_gather(choice.experts, group)) - ranks.ep_index * local
+    chosen = chosen.masked_fill((chosen < 0) | (chosen >= local), local)
+    order, counts = _by_expert(Choice(chosen, weights), local)
+    k, here = chosen.shape[1], int(counts.sum())  # waits for the device: else there would be ep times as many rows
+    rows_of_token = _inverse(order).clamp(max=here).view(-1, k)
+    rows = Rows(order[:here] // k, rows_of_token, complete=False)
+    y = compute(rows.take(all_x), weights.flatten()[order[:here]], RowGroups(counts))
+    return reduce_scatter_to_sequence_parallel(rows.sum(y), group)
+
+
+def _exchanged(
+    x: Tensor,
+    choice: Choice,
+    experts: int,
+    compute: Compute,
+    ranks: ExpertRanks,
+    group: TensorGroup,
+    beside: Beside,
+) -> Tensor:
+    k, local, members = choice.experts.shape[1], experts // ranks.ep, len(ranks.ep_of)
+    order, counts = _by_expert(choice, experts)
+    from_members = finish(start_all_gather(counts, group)).view(members, ranks.ep, local)[:, ranks.ep_index]
+    of_part = counts.view(ranks.ep, local).sum(1)
+    numbers = torch.cat([from_members.sum(1), of_part]).tolist()  # the one wait for the device
+    receives, sizes = numbers[:members], numbers[members:]
+
+    # What is sent: for each member the rows of its experts.
+    begins = [sum(sizes[:part]) for part in range(ranks.ep)]
+    sends = [sizes[part] for part in ranks.ep_of]
+    segments = [order[begins[part] : begins[part] + sizes[part]] for part in ranks.ep_of]
+    sent = torch.cat(segments)
+    first_row = [sum(sends[:member]) for member in range(members)]
+    # From where a row is among the ordered choices to where it is among those sent to each holder of the expert.
+    shifts = [
+        [first_row[at] - begins[part] for at in range(members) if ranks.ep_of[at] == part] for part in range(ranks.ep)
+    ]
+    table = torch.tensor([*shifts, [0] * ranks.etp], pin_memory=order.is_cuda)  # the last for what is dropped
+    shift = table.to(order.device, non_blocking=True)  # [ep + 1, etp]
+    place = _inverse(order).view(-1, k, 1) + shift[choice.experts // local]  # [t, k, etp]
+    dropped = (choice.experts == experts).unsqueeze(2)
+    rows = Rows(sent // k, place.masked_fill(dropped, len(sent)).flatten(1), complete=sum(sizes) == len(order))
+
+    # What arrives is sorted by member, then by expert; experts want their rows together.
+    there = _Exchange(sends, receives, group)
+    on_their_way = there.start(rows.take(x), choice.weights.flatten()[sent])
+    others = None if beside is None else beside()
+    arrived, weights = there.finish(on_their_way)
+    of_expert = torch.arange(local, device=order.device).repeat(members)
+    of_expert = of_expert.repeat_interleave(from_members.flatten(), output_size=sum(receives))
+    together = of_expert.argsort(stable=True)
+    sorting = Rows(together, _inverse(together).unsqueeze(1), complete=True)
+    y = compute(sorting.take(arrived), weights[together], RowGroups(from_members.sum(0)))
+    back = _Exchange(receives, sends, group)
+    (returned,) = back.finish(back.start(sorting.sum(y)))
+    y = rows.sum(returned)
+    return y if others is None else y + others
+
+
+@dataclass
+class _Exchange:
+    """Rows that travel to the members of `group`: how many to each, and how many from each."""
+
+    sends: list[int]
+    receives: list[int]
+    group: TensorGroup
+    gradients: tuple[Tensor, ...] = ()  # on their way back
+
+    def start(self, *rows: Tensor) -> tuple[Tensor, ...]:
+        """Of each tensor what the members send, to be used after `finish`. Tensors that travel together go through one
+        call: all members must start their exchanges in one order, in backward too."""
+        started: tuple[Tensor, ...] = _Start.apply(self, *rows)
+        return started
+
+    def finish(self, started: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        finished: tuple[Tensor, ...] = _Finish.apply(self, *started)
+        return finished
+
+
+class _Start(torch.autograd.Function):
+    """In backward it finishes what `_Finish` has started: both times, what was computed between the two runs beside the
+    exchange."""
+
+    @staticmethod
+    def forward(ctx: Any, exchange: _Exchange, *rows: Tensor) -> tuple[Tensor, ...]:
+        ctx.exchange = exchange
+        return tuple(start_all_to_all(one, exchange.sends, exchange.receives, exchange.group) for one in rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        started, ctx.exchange.gradients = ctx.exchange.gradients, ()
+        return None, *(finish(one) for one in started)
+
+
+class _Finish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, exchange: _Exchange, *started: Tensor) -> tuple[Tensor, ...]:
+        ctx.exchange = exchange
+        return tuple(finish(one) for one in started)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients that go on are of no use: those that travel have another shape."""
+        exchange: _Exchange = ctx.exchange
+        exchange.gradients = tuple(
+            start_all_to_all(one, exchange.receives, exchange.sends, exchange.group) for one in grads
+        )
+        return None, *grads

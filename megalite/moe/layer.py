@@ -1,0 +1,91 @@
+"""The experts of one layer in place of an MLP: route, bring tokens to their experts and back, count."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from megalite.config.schema import MoEConfig
+from megalite.kernels.grouped import RowGroups
+from megalite.moe.balance import Figures, TokenMasks, add_to_loss, drop_over_capacity, router_losses
+from megalite.moe.dispatch import ExpertRanks, dispatch
+from megalite.moe.experts import ExpertMatrix, expert_mlp
+from megalite.moe.router import Choice, Router, count_choices
+from megalite.tensor_parallel.deferred import DeferredWork
+
+
+class Experts(nn.Module):
+    """This rank's experts, each a piece of the width where etp ranks share one. `inner`: name and outputs of the first
+    matrix, [2, width] of a gated activation and [width] of a plain one."""
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        hidden_size: int,
+        inner: tuple[str, tuple[int, ...]],
+        activation: Callable[[Tensor], Tensor],
+        ranks: ExpertRanks,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        deferred: DeferredWork | None = None,
+        recompute: bool = False,
+    ) -> None:
+        super().__init__()
+        self.inner, (*gates, width) = inner
+        self.activation, self.deferred, self.recompute = activation, deferred, recompute
+        local, matrix = config.num_experts // ranks.ep, partial(ExpertMatrix, dtype=dtype, device=device)
+        self.add_module(self.inner, matrix(local, *gates, width // ranks.etp, hidden_size))
+        self.down = matrix(local, hidden_size, width // ranks.etp)
+
+    def forward(self, rows: Tensor, weights: Tensor, groups: RowGroups) -> Tensor:
+        """rows [m, h], weights [m] -> [m, h]"""
+        return expert_mlp(
+            rows,
+            weights,
+            groups,
+            getattr(self, self.inner),
+            self.down,
+            self.activation,
+            deferred=self.deferred,
+            recompute=self.recompute,
+        )
+
+
+class MoELayer(nn.Module):
+    """y = sum over a token's experts of weight * expert(x)."""
+
+    def __init__(self, router: Router, experts: Experts, ranks: ExpertRanks) -> None:
+        super().__init__()
+        self.router, self.experts, self.ranks = router, experts, ranks
+
+    def forward(
+        self, x: Tensor, masks: TokenMasks, shared: Callable[[Tensor], Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """[s, b, h] (or this rank's part of the sequence) -> the same, and the layer's `Figures` as a row [E + 5].
+
+        `shared` is an expert of all tokens, on [s, b, h]; it computes while tokens travel. While gradients are
+        computed, the router's losses enter the loss here.
+        """
+        moe, tokens = self.router.moe, x.flatten(0, 1)
+        logits = self.router.logits(tokens)
+        choice = self.router.choose(logits)
+        if masks.routed is not None:
+            nobody = choice.experts.masked_fill(~masks.routed.unsqueeze(1), moe.num_experts)
+            choice = Choice(nobody, choice.weights)
+        chosen = choice.experts
+        if moe.capacity_factor is not None and masks.scale is not None:  # else padding and other texts would matter
+            choice = drop_over_capacity(choice, moe.num_experts, moe.capacity_factor, masks)
+        if masks.scale is not None and torch.is_grad_enabled():
+            balance, z, entropy = router_losses(self.router, logits, masks)
+            choice = Choice(choice.experts, add_to_loss(choice.weights, (balance + z) * masks.scale))
+        else:
+            balance = z = entropy = logits.new_zeros(())
+        beside = None if shared is None else (lambda: shared(x).flatten(0, 1))
+        y = dispatch(tokens, choice, moe.num_experts, self.experts, self.ranks, moe.dispatcher, beside)
+        with torch.no_grad():
+            counts = count_choices(chosen, moe.num_experts)
+            dropped = (choice.experts != chosen).sum()
+            figures = Figures(counts, dropped, balance.detach(), z.detach(), entropy, masks.scored.sum()).as_row()
+        return y.view_as(x), figures

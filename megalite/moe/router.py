@@ -1,0 +1,101 @@
+"""Which experts each token goes to, and with what weight. All of it in the precision of the masters.
+
+Scores, groups and biases are Megatron-core's (transformer/moe/router.py). A token's experts are the `top_k` largest of
+its scores; with groups, of the groups with the largest sums of `top_k / top_k_groups` scores; with expert biases, of
+the scores plus these, which no weight contains (loss-free balancing, arXiv 2408.15664).
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megalite.config.schema import MoEConfig
+
+SMALLEST = 1e-20  # added to sums of scores that divide
+
+
+class Choice(NamedTuple):
+    """The experts of t tokens."""
+
+    experts: Tensor  # [t, k], int64; where it is the number of experts, nobody computes
+    weights: Tensor  # [t, k]
+
+
+class Router(nn.Module):
+    """Holds the matrix of the logits and, beside the parameters, what balances without a gradient: `expert_bias` [E],
+    and `share` [E], how much of the step before went to each expert. Training sets both (balance.py)."""
+
+    expert_bias: Tensor
+    share: Tensor
+
+    def __init__(self, config: MoEConfig, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.moe = config
+        self.weight = nn.Parameter(torch.empty(config.num_experts, hidden_size, dtype=dtype, device=device))
+        self.register_buffer("expert_bias", torch.zeros(config.num_experts, dtype=dtype, device=device))
+        self.register_buffer("share", torch.full_like(self.expert_bias, 1 / config.num_experts))
+
+    def logits(self, x: Tensor) -> Tensor:
+        """[t, h] -> [t, E]"""
+        return _WideProduct.apply(x, self.weight)  # type: ignore[no-any-return]
+
+    def choose(self, logits: Tensor) -> Choice:
+        """The experts of each token and their weights, both the largest score first."""
+        moe, k = self.moe, self.moe.top_k
+        scores = logits.softmax(-1) if moe.pre_softmax else logits
+        if moe.score == "sigmoid":
+            scores = logits.sigmoid()
+        with torch.no_grad():
+            ranked = (
+                scores + self.expert_bias if moe.score == "sigmoid" else scores
+            )  # a rate of 0 keeps what was learned
+            experts = top_experts(ranked, k, moe.num_groups, moe.top_k_groups)
+        weights = scores.gather(1, experts)
+        if moe.score == "softmax" and not moe.pre_softmax:
+            weights = weights.softmax(-1)
+        elif moe.normalize_weights and k > 1:
+            weights = weights / (weights.sum(-1, keepdim=True) + SMALLEST)
+        return Choice(experts, weights * moe.scaling_factor)
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """What balancing losses take for the router's distribution: [t, E], the sum over the experts is 1."""
+        if self.moe.score == "softmax":
+            return logits.softmax(-1)
+        scores = logits.sigmoid()
+        return scores / (scores.sum(-1, keepdim=True) + SMALLEST)
+
+
+class _WideProduct(torch.autograd.Function):
+    """x weight^T in the weight's precision. What is kept for backward is x as it came, of half the size in bf16, and
+    of none where a norm is computed again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(x.to(weight.dtype), weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        (grad,) = grads
+        return (grad @ weight).to(x.dtype), grad.t() @ x.to(weight.dtype)
+
+
+def count_choices(experts: Tensor, num_experts: int) -> Tensor:
+    """How many choose each expert [E], int64, those of nobody left out. torch.bincount would wait for the device."""
+    flat = experts.flatten()
+    return flat.new_zeros(num_experts + 1).scatter_add_(0, flat, torch.ones_like(flat))[:num_experts]
+
+
+def top_experts(scores: Tensor, k: int, groups: int = 1, top_groups: int = 1) -> Tensor:
+    """[t, E] -> [t, k], the experts with the largest scores, in the groups with the largest sums of their best."""
+    if groups > 1:
+        grouped = scores.unflatten(1, (groups, -1))  # [t, groups, E / groups]
+        of_group = grouped.topk(k // top_groups, dim=2).values.sum(2)
+        chosen = torch.zeros_like(of_group, dtype=torch.bool).scatter_(
+            1, of_group.topk(top_groups, dim=1).indices, True
+        )
+        scores = grouped.masked_fill(~chosen.unsqueeze(2), float("-inf")).flatten(1)
+    return scores.topk(k, dim=1).indices

@@ -1,0 +1,235 @@
+"""Mixtures of experts between here and transformers: what config.json says of them, and dense models made into some."""
+
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megalite.config.families import differences, model_settings, other_settings
+from megalite.config.schema import Config, ModelConfig, MoEConfig
+from megalite.config.settings import with_values
+from megalite.errors.problems import UserError
+from megalite.hf.export import export_model, family_of
+from megalite.hf.import_model import import_model
+from megalite.model.gpt import GPT
+from megalite.model.init import fill, start_values
+from megalite.model.parameters import gpt_parameters
+from tests.hf.peers import GROUPED, matching_config, save_peer
+from tests.hf.test_export import refusal, small
+from tests.hf.test_oracles import batch_of, largest_error
+from tests.model.small import CPU, gpt
+
+QWEN3_30B: dict[str, Any] = {  # as published
+    "model_type": "qwen3_moe",
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.001,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+MIXTRAL_8X7B: dict[str, Any] = {
+    "model_type": "mixtral",
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "vocab_size": 32000,
+}
+SMALL_QWEN = {**GROUPED, "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2}
+SMALL_QWEN |= {"moe_intermediate_size": 28, "num_hidden_layers": 6}
+
+
+def of_preset(name: str, vocab_size: int) -> ModelConfig:
+    from megalite.config.compose import load_config
+
+    return load_config([f"model={name}", f"model.vocab_size={vocab_size}", "train.seq_length=8"], 1).model
+
+
+@pytest.mark.parametrize(
+    ("published", "preset"), [(QWEN3_30B, "qwen3_30b_a3b"), (MIXTRAL_8X7B, "mixtral_8x7b")], ids=["qwen", "mixtral"]
+)
+def test_a_published_config_is_the_preset_of_its_name(published: dict[str, Any], preset: str) -> None:
+    config = of_preset(preset, published["vocab_size"])
+    assert differences(model_settings(published), config) == {}
+    assert other_settings(published["model_type"], config) == {}
+
+
+@pytest.mark.parametrize(
+    ("said", "first", "step"),
+    [
+        ({}, 0, 1),
+        ({"decoder_sparse_step": 2}, 1, 2),
+        ({"decoder_sparse_step": 3, "mlp_only_layers": [2]}, 5, 1),
+        ({"mlp_only_layers": [0, 1]}, 2, 1),
+        ({"mlp_only_layers": [1, 3, 5]}, 0, 2),
+        ({"mlp_only_layers": [0, 2, 3, 5]}, 1, 3),
+        ({"mlp_only_layers": [0, 2, 3, 4, 5]}, 1, 5),
+    ],
+)
+def test_layers_with_experts_are_found_and_said_again(said: dict[str, Any], first: int, step: int) -> None:
+    settings = model_settings(SMALL_QWEN | said)
+    assert (settings["moe.first_dense_layers"], settings["moe.layer_freq"]) == (first, step)
+    moe = MoEConfig(8, 2, 28, first_dense_layers=first, layer_freq=step)
+    assert other_settings("qwen3_moe", small("qwen3", num_layers=6, moe=moe)) == {}
+
+
+@pytest.mark.parametrize(
+    ("said", "named"),
+    [
+        ({"mlp_only_layers": [1]}, "mlp_only_layers"),
+        ({"mlp_only_layers": [5]}, "mlp_only_layers"),
+        ({"decoder_sparse_step": 7}, "decoder_sparse_step"),
+        ({"model_type": "mixtral", "num_local_experts": 8, "sliding_window": 4096}, "sliding_window"),
+        ({"attention_bias": True, "mlp_bias": True}, "attention_bias"),
+    ],
+)
+def test_what_no_setting_says_is_refused(said: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        model_settings(SMALL_QWEN | said)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"score": "sigmoid"}, "model.moe.score=softmax"),
+        ({"scaling_factor": 2.5}, "model.moe.scaling_factor=1.0"),
+        ({"num_groups": 2}, "model.moe.num_groups=1"),
+        ({"num_shared_experts": 1}, "model.moe.num_shared_experts=0"),
+        ({"score": "sigmoid", "expert_bias_rate": 0.001}, "model.moe.expert_bias_rate=0"),
+        ({"capacity_factor": 1.5}, "model.moe.capacity_factor=null"),
+    ],
+)
+def test_settings_of_experts_that_no_family_has_are_refused_by_name(
+    changes: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    message = refusal(small("mixtral", moe=MoEConfig(4, 2, 20, **changes)), tmp_path / "ours")
+    assert message.count(named) == 2  # of each family
+    assert "llama" not in message
+
+
+def test_a_softmax_before_or_after_the_choice_is_one_model_where_weights_add_up_to_1() -> None:
+    for name, changes in (("mixtral", {}), ("qwen3_moe", {"qk_norm": True})):
+        for pre_softmax in (True, False):
+            moe = MoEConfig(4, 2, 20, pre_softmax=pre_softmax)
+            assert family_of(small("mixtral", moe=moe, **changes)) == name
+    others = other_settings("mixtral", small("mixtral", moe=MoEConfig(4, 1, 20, pre_softmax=True)))
+    assert others == {"moe.pre_softmax": False}  # of one expert, whose weight is its probability
+    width_of_no_layer = small("mixtral", ffn_hidden_size=99)
+    assert family_of(width_of_no_layer) == "mixtral"
+
+
+def test_an_export_holds_one_tensor_of_all_experts_at_a_time(tmp_path: Path) -> None:
+    config = small("mixtral")
+    alive: list[weakref.ref[Any]] = []
+
+    def values() -> Iterator[tuple[str, Tensor]]:
+        for record in gpt_parameters(config):
+            assert not any(one() is not None for one in alive), record.name
+            array = np.zeros(record.shape, dtype=np.float32)
+            alive.append(weakref.ref(array))
+            value = torch.from_numpy(array)
+            del array
+            yield record.name, value
+            del value
+
+    export_model(values(), config, tmp_path / "ours", dtype=torch.bfloat16, context_length=32, max_shard_size="2KB")
+    assert len(alive) == len(gpt_parameters(config))
+
+
+# --- experts made of a dense model -----------------------------------------------------------------------------------
+
+
+def upcycled(folder: Path, **moe: Any) -> tuple[ModelConfig, GPT]:
+    """The folder's dense model with its MLP as every expert, and routers as the seed draws them."""
+    settings = {"num_experts": 4, "ffn_hidden_size": 40, **moe}
+    config = matching_config(folder, **{f"moe.{name}": value for name, value in settings.items()})
+    model = gpt(config, dtype=torch.float64, device=CPU, seed=0).eval()
+    fill(model, start_values([one for one in gpt_parameters(config) if "router" in one.name], seed=3))
+    fill(model, import_model(folder, config))
+    return config, model
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_tied"])
+@pytest.mark.parametrize("moe", [{}, {"first_dense_layers": 1}, {"top_k": 3, "pre_softmax": True}], ids=str)
+def test_a_dense_model_with_its_mlp_in_every_expert_computes_what_it_did(
+    name: str, moe: dict[str, Any], tmp_path: Path
+) -> None:
+    save_peer(name, tmp_path)
+    _, model = upcycled(tmp_path, **moe)
+    dense = gpt(matching_config(tmp_path), dtype=torch.float64, device=CPU, seed=0).eval()
+    fill(dense, import_model(tmp_path, matching_config(tmp_path)))
+    tokens = torch.randint(53, (2, 21), generator=torch.Generator().manual_seed(1))
+    batch = batch_of(tokens, torch.ones(2, 20, dtype=torch.bool))
+    assert largest_error(model.logits(batch), dense.logits(batch), 1e-12) <= 1
+    routers = [value for key, value in model.named_parameters() if "router" in key]
+    assert len(routers) == 2 - moe.get("first_dense_layers", 0)
+    assert all(router.any() for router in routers)
+
+
+def test_an_upcycled_model_is_exported_as_a_mixture(tmp_path: Path) -> None:
+    save_peer("llama", tmp_path / "dense")
+    config, model = upcycled(tmp_path / "dense")
+    parameters = dict(model.named_parameters())
+    values = ((record.name, parameters[record.name].detach()) for record in gpt_parameters(config))
+    export_model(values, config, tmp_path / "ours", dtype=torch.float64, context_length=32)
+    again = dict(import_model(tmp_path / "ours", matching_config(tmp_path / "ours")))
+    assert all(torch.equal(again[name], value) for name, value in parameters.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "moe", "remedies"),
+    [
+        ("llama", {"ffn_hidden_size": 20}, {"model.moe.ffn_hidden_size": "model.moe.ffn_hidden_size=40"}),
+        ("qwen3", {"num_shared_experts": 1}, {"model.moe.num_shared_experts": "model.moe.num_shared_experts=0"}),
+        ("gpt2", {}, {"model.moe.num_experts": "a Llama or Qwen3 model without biases, or model.moe.num_experts=0"}),
+    ],
+)
+def test_what_cannot_be_every_expert_is_refused_with_the_remedy(
+    name: str, moe: dict[str, Any], remedies: dict[str, str], tmp_path: Path
+) -> None:
+    save_peer(name, tmp_path)
+    with pytest.raises(UserError) as refused:
+        upcycled(tmp_path, **moe)
+    assert {problem.setting: problem.remedy for problem in refused.value.problems} == remedies
+
+
+def test_a_mixture_of_other_experts_is_refused(tmp_path: Path) -> None:
+    save_peer("mixtral", tmp_path)
+    changes = {"moe.num_experts": 4, "moe.first_dense_layers": 1, "moe.pre_softmax": True}
+    with pytest.raises(UserError) as refused:
+        import_model(tmp_path, matching_config(tmp_path, **changes))
+    named = {problem.setting for problem in refused.value.problems}
+    assert named == {"model.moe.num_experts", "model.moe.first_dense_layers"}
+    dense = with_values(Config(model=matching_config(tmp_path)), {"model.moe.num_experts": 0}).model
+    with pytest.raises(UserError, match=r"model\.moe\.num_experts=5"):
+        import_model(tmp_path, dense)

@@ -1,0 +1,111 @@
+"""What the dispatchers send, counted on real ranks, is what the formulas of docs/moe.md say, byte for byte."""
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megalite.config.derive import derive_model
+from megalite.config.schema import Config
+from megalite.data.batch import Batch
+from megalite.launch.context import ParallelContext
+from megalite.layout.ranks import ParallelLayout
+from megalite.train.build import build_training, fill_with_start_values
+from tests.ranks import run_ranks
+
+S, B, H, EXPERTS, K = 16, 2, 32, 8, 3
+FP32, INT64 = 4, 8  # bytes
+Counts = Counter[tuple[str, int]]  # by collective and width of a row in bytes, how many rows one rank gives to it
+
+
+@dataclass
+class Recorder(TorchDispatchMode):
+    """Rows that this rank gives to collectives, by what these are and the bytes of a row."""
+
+    seen: Counts = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        namespace, _, name = func.name().partition("::")
+        if namespace in ("_c10d_functional", "c10d") and name != "wait_tensor":
+            rows, width = args[0], prod(args[0].shape[1:]) * args[0].itemsize
+            self.seen[name.removesuffix("_out"), width] += len(rows)
+        return func(*args, **(kwargs or {}))
+
+
+def config_of(dispatcher: str, layers: int, recompute: str = "none", *, capacity: float | None = None) -> Config:
+    config = Config(precision="fp32", device="cpu", seed=7)
+    sizes: dict[str, Any] = {"num_layers": layers, "hidden_size": H, "num_attention_heads": 4, "vocab_size": 64}
+    moe = replace(config.model.moe, num_experts=EXPERTS, top_k=K, dispatcher=dispatcher, capacity_factor=capacity)
+    config.model = derive_model(replace(config.model, **sizes, vocab_multiple=4, moe=moe), S)
+    config.train = replace(config.train, compile=False, seq_length=S, recompute=recompute)
+    config.parallel = replace(config.parallel, sequence_parallel=True)
+    return config
+
+
+def count(context: ParallelContext, configs: list[Config]) -> list[list[Counts]]:
+    """Of each config, forward and backward of one microbatch on its real model."""
+    found = []
+    for config in configs:
+        training = build_training(config, context)
+        fill_with_start_values(training.buffers, config, context)
+        tokens = torch.randint(64, (B, S), generator=torch.Generator().manual_seed(context.index("dp")))
+        positions, first = torch.arange(S).expand(B, S), context.index("dp") * B
+        batch = Batch(tokens, tokens, torch.ones(B, S, dtype=torch.bool), positions, None, first)
+        forward, backward = Recorder(), Recorder()
+        with forward:
+            loss = training.chunks[0].loss(batch, torch.ones(()))
+        with backward:
+            loss.backward()
+        found.append([forward.seen, backward.seen])
+    return found
+
+
+def of_a_layer(context: ParallelContext, kinds: list[tuple[str, str, float | None]]) -> list[list[Counts]]:
+    """Forward and backward of one layer, by (dispatcher, recompute, capacity): what a second one adds."""
+    found = []
+    for dispatcher, recompute, capacity in kinds:
+        configs = [config_of(dispatcher, layers, recompute, capacity=capacity) for layers in (1, 2)]
+        one, two = count(context, configs)
+        found.append([more - less for less, more in zip(one, two, strict=True)])
+    return found
+
+
+LAYOUTS = [ParallelLayout(dp=2, ep=2, etp=1), ParallelLayout(dp=2, ep=1, etp=2), ParallelLayout(dp=4, ep=2, etp=2)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["ep 2", "etp 2", "ep 2, etp 2"])
+def test_a_layer_sends_what_the_formulas_say(layout: ParallelLayout) -> None:
+    """All ranks together, since on the way back a rank sends rows of others. Half of all rows that travel by
+    all-to-all are tokens on their way to experts, one for each of the etp ranks of each of their experts."""
+    n, etp, t = layout.ep * (layout.etp or 1), layout.etp or 1, S * B
+    kinds = [("alltoall", "none", None), ("alltoall", "full", None), ("allgather", "none", None)]
+    each_rank = run_ranks(of_a_layer, n, kinds, layout=layout)
+    total = [[sum((rank[kind][way] for rank in each_rank), Counts()) for way in (0, 1)] for kind in range(len(kinds))]
+    rows = n * t * K * etp
+    to_experts_and_back = Counts({("all_to_all_single", FP32 * H): 2 * rows, ("all_to_all_single", FP32): rows})
+    forward = to_experts_and_back + Counts({("all_gather_into_tensor", INT64): n * EXPERTS})
+    assert total[0] == [forward, to_experts_and_back]
+    assert total[1] == [forward, forward + to_experts_and_back]
+    tokens = Counts({("all_gather_into_tensor", FP32 * H): n * t, ("reduce_scatter_tensor", FP32 * H): n * n * t})
+    chosen = Counts({("all_gather_into_tensor", FP32 * K): n * t, ("all_gather_into_tensor", INT64 * K): n * t})
+    assert total[2] == [tokens + chosen, tokens + Counts({("reduce_scatter_tensor", FP32 * K): n * n * t})]
+
+
+def test_a_capacity_costs_a_gather_of_choices_where_sequences_are_divided() -> None:
+    """And the balancing loss a sum of one number per expert."""
+    layout, kinds = ParallelLayout(tp=2, ep=2, etp=1), [("alltoall", "none", None), ("alltoall", "none", 1.0)]
+    for without, capped in run_ranks(of_a_layer, 2, kinds, layout=layout):
+        assert without[0]["all_reduce", FP32 * EXPERTS] == 1
+        more = Counts(
+            {("all_gather_into_tensor", INT64 * K): S * B // 2, ("all_gather_into_tensor", FP32 * K): S * B // 2}
+        )
+        everywhere = {key: rows for key, rows in (capped[0] - without[0]).items() if key[0] != "all_to_all_single"}
+        assert everywhere == more
+        assert capped[0]["all_to_all_single", FP32] < without[0]["all_to_all_single", FP32] == S * B // 2 * K

@@ -1,0 +1,144 @@
+"""What experts keep in memory, counted, is what the formulas of docs/moe.md say, within 5 percent: their parameters and
+optimizer state, and what a layer keeps of a microbatch for backward."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megalite.config.derive import derive, derive_model
+from megalite.config.schema import Config
+from megalite.data.batch import Batch
+from megalite.launch.context import ParallelContext
+from megalite.launch.startup import join
+from megalite.layout.ranks import ParallelLayout
+from megalite.train.build import build_training, derive_device, fill_with_start_values
+from tests.optim.allocations import allocations_of
+from tests.ranks import run_ranks
+from tests.tensor_parallel.live_bytes import LiveBytes
+
+S, B, H, F = 32, 1, 128, 96
+BF16, FP32, INT64 = 2, 4, 8  # bytes
+NORMS = {"recompute": "selective", "recompute_modules": ["norm"]}
+EXPERTS = {"recompute": "selective", "recompute_modules": ["moe"]}
+
+
+def config_of(layers: int, moe: dict[str, Any], train: dict[str, Any]) -> Config:
+    config = Config(precision="bf16", device="cpu", seed=7)
+    sizes: dict[str, Any] = {"num_layers": layers, "hidden_size": H, "num_attention_heads": 4, "vocab_size": 64}
+    experts = replace(config.model.moe, ffn_hidden_size=F, **moe)
+    config.model = derive_model(replace(config.model, **sizes, vocab_multiple=4, moe=experts), S)
+    config.train = replace(config.train, compile=False, seq_length=S, **train)
+    return config
+
+
+# --- parameters and optimizer state ----------------------------------------------------------------------------------
+
+
+@contextmanager
+def last_rank_of(layout: ParallelLayout) -> Iterator[ParallelContext]:
+    """The others do not exist."""
+    rank = layout.world_size - 1
+    dist.init_process_group("fake", rank=rank, world_size=layout.world_size, store=FakeStore())
+    try:
+        yield join(layout, rank, torch.device("cpu"), torch.bfloat16, None, timeout_s=10)
+    finally:
+        dist.destroy_process_group()
+
+
+LAYOUTS = {
+    "ep 2, edp 2": ParallelLayout(dp=4, ep=2, etp=1),
+    "ep 2, etp 2, edp 2": ParallelLayout(tp=2, dp=4, ep=2, etp=2),
+    "ep 4 over tp and dp": ParallelLayout(tp=2, dp=2, ep=4, etp=1),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_a_rank_keeps_the_state_of_its_experts(layout: ParallelLayout) -> None:
+    """What eight more experts add: their own, and a router's rows, which are fp32 and shared out over dp."""
+    layers, more, axes = 2, 8, {"tp": layout.tp, "ep": layout.ep, "etp": layout.etp}
+    kept = []
+    for number in (more, 2 * more):
+        config = config_of(layers, {"num_experts": number}, {})
+        config.parallel, config.tokenizer = replace(config.parallel, **axes), "byte"
+        with last_rank_of(layout) as context:
+            ready = derive_device(derive(config, layout.world_size), context)
+            training, allocations = allocations_of(lambda: build_training(ready, context))  # noqa: B023
+            kept.append(allocations.left)
+            del training
+    held = layers * more // layout.ep * 3 * H * F // (layout.etp or 1)
+    formula = held * (6 + 12 / layout.edp) + layers * more * H * (8 + 8 / layout.dp)
+    assert formula == pytest.approx(kept[1] - kept[0], rel=0.05)
+
+
+# --- what a layer keeps for backward ---------------------------------------------------------------------------------
+
+
+def kept_by_a_layer(context: ParallelContext, moe: dict[str, Any], train: dict[str, Any]) -> int:
+    """Bytes that a second layer adds."""
+    kept = []
+    for layers in (1, 2):
+        config = config_of(layers, moe, train)
+        training = build_training(config, context)
+        fill_with_start_values(training.buffers, config, context)
+        tokens = torch.randint(64, (B, S), generator=torch.Generator().manual_seed(context.index("dp")))
+        positions, documents = torch.arange(S).expand(B, S), torch.zeros(B, S, dtype=torch.int32)
+        batch = Batch(tokens, tokens, torch.ones(B, S, dtype=torch.bool), positions, documents, 0)
+        live = LiveBytes(training.chunks[0].parameters())
+        with live:
+            _hidden = training.chunks[0](batch, None, torch.ones(()))
+        kept.append(settled(live))
+    return kept[1] - kept[0]
+
+
+def settled(live: LiveBytes) -> int:
+    """gloo's threads let go of what they have sent some time after it is there."""
+    sizes = [live.now()]
+    for _ in range(20):
+        time.sleep(0.01)
+        sizes.append(live.now())
+    return min(sizes)
+
+
+def formula(moe: dict[str, Any], train: dict[str, Any], ranks: int = 1, etp: int = 1) -> float:
+    """Bytes of a layer, on all ranks together."""
+    again = train.get("recompute_modules", [])
+    experts, k, shared = moe["num_experts"], moe["top_k"], moe.get("num_shared_experts", 0)
+    attention = (5 if "norm" in again else 6) * H  # input and output of its norm, queries, keys, values, output
+    norm = (1 if "norm" in again else 2) * H  # input and output
+    rows = k * etp * (H + (0 if "moe" in again else 2 * F // etp))
+    beside = shared * 4 * F
+    router = 2 * FP32 * experts + (2 * FP32 + 5 * INT64) * k * etp
+    return ranks * S * B * (BF16 * (attention + norm + rows + beside) + router)
+
+
+@pytest.mark.parametrize(
+    ("moe", "train"),
+    [
+        ({"num_experts": 8, "top_k": 2}, {}),
+        ({"num_experts": 8, "top_k": 2}, EXPERTS),
+        ({"num_experts": 8, "top_k": 2}, NORMS),
+        ({"num_experts": 32, "top_k": 6}, EXPERTS),
+        ({"num_experts": 8, "top_k": 2, "num_shared_experts": 1}, {}),
+    ],
+    ids=["8, top 2", "recompute moe", "recompute norm", "32, top 6, recompute moe", "shared"],
+)
+def test_a_layer_keeps_what_the_formula_says(moe: dict[str, Any], train: dict[str, Any]) -> None:
+    counted = kept_by_a_layer(ParallelContext(dtype=torch.bfloat16), moe, train)
+    assert formula(moe, train) == pytest.approx(counted, rel=0.05)
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+@pytest.mark.parametrize(("ep", "etp"), [(2, 1), (1, 2)])
+def test_ranks_keep_the_rows_that_they_receive(ep: int, etp: int, dispatcher: str) -> None:
+    """All together as many as tokens chose, for each of the etp ranks of an expert; nothing of what was sent."""
+    moe = {"num_experts": 8, "top_k": 2, "dispatcher": dispatcher}
+    layout = ParallelLayout(dp=2, ep=ep, etp=etp)
+    counted = sum(run_ranks(kept_by_a_layer, 2, moe, {}, layout=layout, dtype=torch.bfloat16))
+    assert formula(moe, {}, 2, etp) == pytest.approx(counted, rel=0.05)

@@ -1,0 +1,202 @@
+"""What a run tells of its experts: figures as done by hand, the same whatever the log interval, in every place."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megalite.commands.train import train_rank
+from megalite.config.derive import derive
+from megalite.config.schema import Config, ModelConfig, MoEConfig
+from megalite.launch.environment import read_environment
+from megalite.moe.balance import in_numbers
+from megalite.observe.about import experts_in_words
+from megalite.observe.report.heat_map import heat_map
+from megalite.observe.report.page import render
+from megalite.observe.run_data import read_run
+from megalite.observe.trackers import TensorBoardTracker
+from megalite.observe.wandb import WandbTracker
+from megalite.train.history import read_metrics
+from tests.observe.test_terminal import STEP, Plain, ends_of_cells
+from tests.train.runs import write_text
+
+MOE = {"imbalance_max": 3.0, "imbalance_mean": 2.5, "dropped_share": 0.25, "tokens_per_expert": [[1, 0, 3], [0, 4, 0]]}
+
+
+def test_figures_are_those_by_hand() -> None:
+    """Two layers of 8 tokens with two choices each: counts, dropped, balance * tokens, z * tokens, entropy * tokens."""
+    table = [[8.0, 4.0, 4.0, 0.0, 2.0, 1.6, 0.8, 4.0, 8.0], [4.0, 4.0, 4.0, 4.0, 0.0, 0.8, 0.0, 8.0, 8.0]]
+    found = in_numbers(torch.tensor(table, dtype=torch.float64))
+    assert found.pop("tokens_per_expert") == [[8, 4, 4, 0], [4, 4, 4, 4]]
+    assert found == pytest.approx(
+        {
+            "imbalance_max": 2.0,
+            "imbalance_mean": 1.5,
+            "dropped_share": 2 / 32,
+            "balancing_loss": 0.15,
+            "z_loss": 0.05,
+            "entropy": 0.75,
+        }
+    )
+    nothing = in_numbers(torch.zeros(1, 9, dtype=torch.float64))
+    assert nothing.pop("tokens_per_expert") == [[0, 0, 0, 0]]
+    assert all(map(math.isnan, nothing.values()))
+
+
+def trained(folder: Path, log_interval: int) -> list[dict[str, Any]]:
+    """Metrics of four steps of 4 x 16 tokens, of two layers of which the second has experts."""
+    text = write_text(folder / "text.txt")
+    config = Config(run_dir=str(folder / f"every-{log_interval}"), tokenizer="byte", device="cpu", precision="fp64")
+    config.data = replace(config.data, source="text", path=str(text), cache_dir=str(folder / "cache"), workers=1)
+    moe = MoEConfig(num_experts=4, ffn_hidden_size=8, first_dense_layers=1, capacity_factor=0.75, z_loss_coeff=0.01)
+    config.model = replace(config.model, num_layers=2, hidden_size=16, num_attention_heads=2, moe=moe)
+    shape = {"steps": 4, "global_batch_size": 4, "micro_batch_size": 2, "seq_length": 16, "sample_tokens": 0}
+    config.train = replace(config.train, **shape, eval_interval=0, log_interval=log_interval)
+    config.log = replace(config.log, wandb="disabled")
+    assert train_rank(derive(config), read_environment({})) == 0
+    return read_metrics(folder / f"every-{log_interval}" / "metrics.jsonl")
+
+
+def test_a_record_holds_the_sums_of_its_steps_and_the_report_shows_them(tmp_path: Path) -> None:
+    single, pairs = trained(tmp_path, 1), trained(tmp_path, 2)
+    for at, pair in enumerate(pairs):
+        of = [step["moe"] for step in single[2 * at : 2 * at + 2]]
+        counts = [sum(each) for each in zip(*(its["tokens_per_expert"][0] for its in of), strict=True)]
+        assert sum(counts) == 2 * 64 * 2
+        assert pair["moe"]["tokens_per_expert"] == [counts]
+        assert pair["moe"]["imbalance_max"] == pytest.approx(max(counts) / 64)
+        for name in ("dropped_share", "balancing_loss", "z_loss", "entropy"):
+            assert pair["moe"][name] == pytest.approx((of[0][name] + of[1][name]) / 2)
+            assert pair["moe"][name] > 0
+    page = render(read_run(tmp_path / "every-2"))
+    assert "Dropped choices" in page
+    assert [f"layer 1, expert {expert}: " in page for expert in range(5)] == [True] * 4 + [False]
+    assert "layer 0, " not in page
+
+
+def test_the_terminal_shows_the_imbalance_of_experts_in_the_same_columns(plain: Plain) -> None:
+    for steps in (1, 9_999_999):
+        plain.terminal.step(replace(STEP, steps=steps, mfu=0.4, mfu_causal=0.3, moe=MOE))
+    plain.terminal.step(replace(STEP, mfu=0.4, mfu_causal=0.3))  # no step of the interval was applied
+    names, first, *_, last = plain.lines()
+    assert "imbalance" in names
+    assert first.split()[-2] == "3.00"
+    assert last.split()[-2] == "-"
+    assert ends_of_cells(first)[1:] == ends_of_cells(names)[1:]
+    assert max(map(len, plain.lines())) <= 100
+
+
+def test_the_terminal_has_the_column_after_a_first_step_that_was_skipped(plain: Plain) -> None:
+    plain.terminal.step(replace(STEP, mfu=0.4, mfu_causal=0.3))
+    plain.terminal.step(replace(STEP, mfu=0.4, mfu_causal=0.3, moe=MOE))
+    names, _, names_again, second = plain.lines()
+    assert ("imbalance" in names, "imbalance" in names_again) == (False, True)
+    assert second.split()[-2] == "3.00"
+
+
+@pytest.fixture
+def plain() -> Plain:
+    return Plain()
+
+
+LINES = [  # the last step was skipped
+    {"step": 1, "loss": 2.0, "moe": {**MOE, "tokens_per_expert": [[9, 9, 9]]}},
+    {"step": 2, "loss": 1.0, "moe": MOE},
+    {"step": 3, "loss": 1.0},
+]
+
+
+def test_tensorboard_has_scalars_and_one_table_of_tokens(tmp_path: Path) -> None:
+    tracker = TensorBoardTracker(tmp_path, 0, [1, 3])
+    for line in LINES:
+        tracker.add(line)
+    tracker.finish(0)
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    assert board.Tags()["scalars"] == ["loss", "moe/imbalance_max", "moe/imbalance_mean", "moe/dropped_share"]
+    (event,) = board.Tensors("moe/tokens_per_expert/text_summary")
+    table = event.tensor_proto.string_val[0].decode().splitlines()
+    assert table[0] == "| layer | expert 0 | expert 1 | expert 2 |"
+    assert table[2:] == ["| 1 | 1 | 0 | 3 |", "| 3 | 0 | 4 | 0 |"]
+    assert event.step == 2
+
+
+def test_wandb_has_scalars_and_one_table_of_tokens() -> None:
+    class Run:
+        """What of wandb's run is used."""
+
+        offline, url = False, "address"
+
+        def __init__(self) -> None:
+            self.logged = list[dict[str, Any]]()
+
+        def define_metric(self, name: str, **_: Any) -> None:
+            pass
+
+        def log(self, values: dict[str, Any]) -> None:
+            self.logged.append(values)
+
+        def finish(self, exit_code: int) -> None:
+            pass
+
+    run = Run()
+    tracker = WandbTracker(run, print, [1, 3])  # type: ignore[arg-type]
+    for line in LINES:
+        tracker.add(line)
+    tracker.finish(0)
+    *scalars, last = run.logged
+    of_experts = {"moe/imbalance_max", "moe/imbalance_mean", "moe/dropped_share"}
+    assert [{*line} for line in scalars] == [{"step", "loss", *of_experts}] * 2 + [{"step", "loss"}]
+    assert last["step"] == 2
+    assert last["moe/tokens_per_expert"].data == [
+        [1, 0, 1], [1, 1, 0], [1, 2, 3], [3, 0, 0], [3, 1, 4], [3, 2, 0],
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "damage", [{"tokens_per_expert": 3}, {"tokens_per_expert": []}, {"tokens_per_expert": [[]]}, {}]
+)
+def test_a_report_does_without_what_a_record_does_not_hold(damage: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("train: {steps: 1}")
+    moe = {name: value for name, value in MOE.items() if name != "tokens_per_expert"} | damage
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 1.0, "moe": moe}) + "\n")
+    run = read_run(tmp_path)
+    assert run.damage == []
+    page = render(run)
+    assert "Load imbalance" in page
+    assert "Tokens of each expert" not in page
+
+
+def test_many_experts_share_cells(tmp_path: Path) -> None:
+    counts = [[5000 if (layer, expert) == (40, 77) else 10 for expert in range(256)] for layer in range(61)]
+    (tmp_path / "config.yaml").write_text("model: {moe: {first_dense_layers: 3, layer_freq: 1}}")
+    moe = {**MOE, "tokens_per_expert": counts}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 1.0, "moe": moe}) + "\n")
+    page = render(read_run(tmp_path))
+    assert "layer 43, experts 72 to 79: 66.2%" in page
+    assert "from 0.1% to 66.2%, even: 0.4%" in page
+    assert len(page) < 600_000
+
+
+@pytest.mark.parametrize(
+    ("layers", "experts", "last"), [(48, 128, "experts 126 to 127"), (1, 2048, "experts 2040 to 2047")]
+)
+def test_the_last_cell_ends_with_the_experts(layers: int, experts: int, last: str, tmp_path: Path) -> None:
+    moe = {**MOE, "tokens_per_expert": [[1] * experts] * layers}
+    (tmp_path / "config.yaml").write_text("model: {moe: {first_dense_layers: 0, layer_freq: 1}}")
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 1.0, "moe": moe}) + "\n")
+    found = heat_map(read_run(tmp_path))
+    assert found is not None
+    assert found.name(found.columns - 1) == last
+    assert found.cell[0] > 2
+
+
+def test_experts_in_words() -> None:
+    moe = MoEConfig(num_experts=8, num_shared_experts=1, first_dense_layers=1, ffn_hidden_size=128)
+    model = ModelConfig(num_layers=4, moe=moe)
+    assert experts_in_words(model) == "8 experts and 1 shared in 3 of them, top 2, inner width 128"
