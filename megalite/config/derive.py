@@ -29,14 +29,8 @@ TRAINING = {
     *("train.global_batch_size", "train.batch_ramp", "train.seq_length", "train.label_smoothing", "train.z_loss"),
     *("seed", "tokenizer", "checkpoint.init_from"),
 } - {
-    *(
-        "model.name",
-        "model.loss_chunk_tokens",
-        "model.moe.dispatcher",
-        "data.cache_dir",
-        "data.workers",
-        "data.streaming",
-    ),
+    *("model.name", "model.loss_chunk_tokens", "model.moe.dispatcher"),
+    *("data.cache_dir", "data.workers", "data.streaming"),
     *(f"optimizer.{name}" for name in ("zero", "instances", "bucket_size", "overlap", "ownership")),
     *("optimizer.communication_dtype", "optimizer.initial_loss_scale", "optimizer.min_loss_scale"),
     *("optimizer.loss_scale_window", "optimizer.hysteresis"),

@@ -2,6 +2,7 @@
 
 The map is data and serves both ways: which key of config.json is which `model.*` setting, and what the family fixes.
 What concerns training alone (dropout, start values, the balancing loss) is written, and not read: it is the command's.
+So is a capacity, of which config.json says nothing.
 """
 
 from collections.abc import Mapping
@@ -74,18 +75,14 @@ _LLAMA_ABSENT = {
     "attention_bias": False,
     "tie_word_embeddings": False,
 }
-_MIXTRAL_ABSENT = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
-_QWEN3_MOE_ABSENT = {
-    "num_key_value_heads": 4,
-    "norm_topk_prob": False,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": None,
-}
-_ABSENT: Mapping[str, Mapping[str, Any]] = {  # beside Llama's
-    "llama": {},
-    "qwen3": {},
-    "mixtral": _MIXTRAL_ABSENT,
-    "qwen3_moe": _QWEN3_MOE_ABSENT,
+_EXPERTS_ABSENT: Mapping[str, Mapping[str, Any]] = {  # beside Llama's
+    "mixtral": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
+    "qwen3_moe": {
+        "num_key_value_heads": 4,
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": None,
+    },
 }
 _GPT2_ALWAYS = {"position": "learned", "norm": "layernorm", "bias": True, "qk_norm": False}
 _LLAMA_ALWAYS = {"position": "rope", "norm": "rmsnorm", "activation": "swiglu"}
@@ -96,7 +93,6 @@ _EXPERTS_ALWAYS = {
     "moe.scaling_factor": 1.0,
     "moe.num_groups": 1,
     "moe.expert_bias_rate": 0.0,
-    "moe.capacity_factor": None,
 }
 # Keys of which the GPT here knows one value.
 _GPT2_ONLY = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
@@ -184,7 +180,7 @@ def _llama_settings(found: Mapping[str, Any]) -> dict[str, Any]:
     """Llama and what differs from it a little: Qwen3 adds norms over queries and keys, and two have experts."""
     family = found["model_type"]
     is_qwen = family in ("qwen3", "qwen3_moe")
-    found = {**_LLAMA_ABSENT, **_ABSENT[family], **found}
+    found = {**_LLAMA_ABSENT, **_EXPERTS_ABSENT.get(family, {}), **found}
     bias = found["attention_bias"]
     _require(found, **_LLAMA_ONLY, mlp_bias=bias)
     if bias and family != "llama":

@@ -77,16 +77,13 @@ def router_options_agree(case: Case) -> Iterator[Flaw]:
         yield Flaw(rate, rule, {SCORE: ["sigmoid"], rate: [0.0]})
     if not softmax and moe.pre_softmax:
         yield Flaw(PRE, f"has no effect with {case.show(SCORE)}", {PRE: [False], SCORE: ["softmax"]})
-    if of_chosen and moe.top_k == 1:
+    if of_chosen and moe.top_k == 1 and case.config.checkpoint.init_from is None:  # weights of others are as they are
         rule = f"a softmax over one expert is 1 whatever the router says, so it learns nothing ({case.show(PRE)})"
         yield Flaw(TOP, rule, {PRE: [True], TOP: [2], SCORE: ["sigmoid"]})
     if of_chosen and not moe.normalize_weights:
         name = f"{MOE}.normalize_weights"
         rule = f"the softmax over the chosen experts has the sum 1 as it is ({case.show(PRE)})"
         yield Flaw(name, rule, {name: [True], PRE: [True], SCORE: ["sigmoid"]})
-    if moe.aux_loss != "microbatch" and not moe.aux_loss_coeff:
-        name, coefficient = f"{MOE}.aux_loss", f"{MOE}.aux_loss_coeff"
-        yield Flaw(name, f"has no effect with {coefficient}=0", {coefficient: [0.01], name: ["microbatch"]})
     if moe.capacity_factor is not None and moe.capacity_factor * moe.top_k < 1:
         name = f"{MOE}.capacity_factor"
         rule = f"with {case.show(TOP)} all experts together take fewer than one choice of each token"

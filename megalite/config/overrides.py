@@ -94,8 +94,9 @@ def leaves(override: Override) -> dict[str, Any]:
 def settings_named(override: Override) -> set[str]:
     """The settings that an override speaks of: all of a group whose file it chooses, every one for a recipe."""
     name = override.get_key_element()
-    whole = {setting.name for setting in SETTINGS.values() if setting.group == name or name not in GROUPS}
-    return leaves(override).keys() & SETTINGS.keys() or whole
+    if name in SETTINGS or isinstance(override.value(), dict):  # of which {} names none
+        return leaves(override).keys() & SETTINGS.keys()
+    return {setting.name for setting in SETTINGS.values() if setting.group == name or name not in GROUPS}
 
 
 def _unknown_choice(group: str, choice: Any, choices: list[str]) -> Problem:

@@ -273,8 +273,9 @@ def layers_split_over_tensor_parallel_ranks(case: Case) -> Iterator[Flaw]:
     if groups is not None and heads % groups == 0 and groups % tp and tp % groups:
         rule = f"neither a multiple nor a divisor of parallel.tp={tp}"
         yield flaw("model.num_key_value_heads", rule, divisors(heads, groups))
-    ffn = derive_model(model, case.config.train.seq_length).ffn_hidden_size
-    yield from splits(case, "model.ffn_hidden_size", "parallel.tp", derived=ffn)
+    if len(model.expert_layers) < model.num_layers:  # else no layer has an MLP
+        ffn = derive_model(model, case.config.train.seq_length).ffn_hidden_size
+        yield from splits(case, "model.ffn_hidden_size", "parallel.tp", derived=ffn)
     if sequence_parallel is not False:
         fixes = {"parallel.sequence_parallel": [False]}
         yield from splits(case, "train.seq_length", "parallel.tp", where=" with sequence parallelism", fixes=fixes)

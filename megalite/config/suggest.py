@@ -18,6 +18,26 @@ FOREIGN_WORDS = {  # what the same is called in nanoGPT, Megatron-LM and transfo
     "parallel.tp": "tensor_model_parallel_size",
     "parallel.pp": "pipeline_model_parallel_size",
     "parallel.vpp": "virtual_pipeline_model_parallel_size",
+    "parallel.ep": "expert_model_parallel_size",
+    "parallel.etp": "expert_tensor_parallel_size",
+    "model.moe.num_experts": "num_moe_experts num_local_experts n_routed_experts",
+    "model.moe.top_k": "moe_router_topk num_experts_per_tok",
+    "model.moe.ffn_hidden_size": "moe_ffn_hidden_size moe_intermediate_size",
+    "model.moe.num_shared_experts": "n_shared_experts",
+    "model.moe.first_dense_layers": "first_k_dense_replace",
+    "model.moe.layer_freq": "moe_layer_freq decoder_sparse_step",
+    "model.moe.score": "moe_router_score_function scoring_func",
+    "model.moe.pre_softmax": "moe_router_pre_softmax",
+    "model.moe.normalize_weights": "norm_topk_prob",
+    "model.moe.scaling_factor": "moe_router_topk_scaling_factor routed_scaling_factor",
+    "model.moe.num_groups": "moe_router_num_groups n_group",
+    "model.moe.top_k_groups": "moe_router_group_topk topk_group",
+    "model.moe.aux_loss": "moe_router_load_balancing_type",
+    "model.moe.aux_loss_coeff": "moe_aux_loss_coeff router_aux_loss_coef",
+    "model.moe.z_loss_coeff": "moe_z_loss_coeff",
+    "model.moe.expert_bias_rate": "moe_router_bias_update_rate",
+    "model.moe.capacity_factor": "moe_expert_capacity_factor",
+    "model.moe.dispatcher": "moe_token_dispatcher_type",
     "precision": "dtype",
     "run_dir": "out_dir output_dir",
 }
@@ -34,7 +54,7 @@ def nearest_setting(name: str) -> str | None:
     group, _, leaf = name.rpartition(".")
     if name in SETTINGS or name in GROUPS:
         return name
-    same = [BY_WORD[leaf]] if leaf in BY_WORD else [one.name for one in SETTINGS.values() if one.leaf == leaf]
+    same = [BY_WORD[leaf]] if leaf in BY_WORD else [one for one in SETTINGS if one.rpartition(".")[2] == leaf]
     if same:
         return max(same, key=lambda candidate: similarity(candidate, name))
     if group in GROUPS:  # only the last word is wrong: model.layers -> model.num_layers

@@ -15,18 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.config.families import OF_EXPERTS
+from megalite.config.families import FAMILIES, OF_EXPERTS
 from megalite.config.schema import ModelConfig
 from megalite.model.parameters import gpt_parameters, padded_vocabulary
 
 HEAD = "lm_head.weight"
-PREFIX = {
-    "gpt2": "transformer.",
-    "llama": "model.",
-    "qwen3": "model.",
-    "mixtral": "model.",
-    "qwen3_moe": "model.",
-}  # of all tensors but the head
+PREFIX = dict.fromkeys(FAMILIES, "model.") | {"gpt2": "transformer."}  # of all tensors but the head
 
 _GPT2 = {
     "embedding.word": ["wte"],

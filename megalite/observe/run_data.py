@@ -91,6 +91,7 @@ class RunData:
     split: defaultdict[str, Series] = field(default_factory=lambda: defaultdict(Series))  # seconds of a step by part
     first: dict[str, Any] = field(default_factory=dict)  # the first value of each figure
     last: dict[str, Any] = field(default_factory=dict)  # the newest line of a step
+    moe: dict[str, Any] = field(default_factory=dict)  # of the newest line with experts: a skipped step has none
     evaluation: dict[str, Any] = field(default_factory=dict)  # the newest
     best: tuple[int, float] | None = None  # step and least validation loss
     evaluation_s: float = 0.0
@@ -146,8 +147,9 @@ class RunData:
 
     def _add_record(self, line: dict[str, Any]) -> None:
         step = line["step"]
-        moe = {f"moe/{name}": value for name, value in (line.get("moe") or {}).items()}
-        for name, value in (line | moe).items():
+        moe = line.get("moe") or {}
+        self.moe = moe or self.moe
+        for name, value in (line | {f"moe/{name}": value for name, value in moe.items()}).items():
             if isinstance(value, int | float):
                 self.first.setdefault(name, value)
                 self.figures[name].add(step, value)

@@ -13,12 +13,15 @@ from textwrap import indent
 from threading import Thread
 from typing import Any, Protocol
 
+import numpy as np
+
 from megalite.config.schema import Config
-from megalite.observe.wandb import TOKENS, flat_values, tokens_of_experts, wandb_tracker
+from megalite.observe.wandb import LOADS, flat_values, loads_of_experts, wandb_tracker
 from megalite.train.history import Note
 
 BOARD = "tensorboard"  # folder of the run folder
 LONGEST_QUEUE = 10_000  # lines that may wait
+MOST_LOADS = 100  # records of a run whose experts are drawn: they are many numbers
 FINISH_S = 15.0  # that the end of a run waits for its trackers
 FAILED_S = 2.0  # the same for a run that fails: the other ranks wait 3 s for what this one has to say
 Line = Mapping[str, Any]
@@ -91,12 +94,23 @@ class TrackerThread(Thread):
 
 
 class Trackers:
-    """Passes every line on to all trackers of a run, by name."""
+    """Passes every line on to all trackers of a run, by name. From time to time it holds the loads of experts, too."""
 
-    def __init__(self, openers: Mapping[str, Callable[[], Tracker | None]], note: Note) -> None:
+    def __init__(
+        self,
+        openers: Mapping[str, Callable[[], Tracker | None]],
+        note: Note,
+        expert_layers: Sequence[int] = (),
+        steps: int = 0,
+    ) -> None:
+        """`expert_layers`: the model's layers with experts. `steps`: those of the run."""
         self._threads = [TrackerThread(name, opener, note) for name, opener in openers.items()]
+        self._layers, self._every, self._due = expert_layers, steps / MOST_LOADS, 0.0
 
     def add(self, line: Line) -> None:
+        if "moe" in line and line["step"] >= self._due:
+            line = {**line, LOADS: loads_of_experts(line, self._layers)}
+            self._due = line["step"] + self._every
         for thread in self._threads:
             thread.add(line)
 
@@ -111,35 +125,27 @@ class Trackers:
 
 
 class TensorBoardTracker:
-    """Event files in the run folder's tensorboard/ (log.tensorboard): every number as a scalar, and samples as text."""
+    """Event files in the run folder's tensorboard/ (log.tensorboard): every number as a scalar, loads of experts as
+    histograms, and samples as text."""
 
-    def __init__(self, folder: Path, step: int, expert_layers: Sequence[int] = ()) -> None:
-        """The run continues after `step`: what an earlier start wrote of later steps is not shown any more.
-        `expert_layers`: the model's layers with experts."""
+    def __init__(self, folder: Path, step: int) -> None:
+        """The run continues after `step`: what an earlier start wrote of later steps is not shown any more."""
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(folder / BOARD), purge_step=step + 1, flush_secs=10)
-        self._layers = expert_layers
-        self._newest: Line = {}  # with experts
 
     def add(self, line: Line) -> None:
         step = line["step"]
         if line.get("kind") == "sample":
             as_code = indent(line["prompt"] + line["text"], "    ", lambda text: True)  # Markdown would change it
             self._writer.add_text(f"samples/{' '.join(line['prompt'].split())[:60]}", as_code, step)
-        if "moe" in line:
-            self._newest = line
+        for layer, loads in line.get(LOADS, {}).items():
+            self._writer.add_histogram(f"{LOADS}/{layer}", np.array(loads), step)
         for name, value in flat_values(line).items() if "kind" not in line else ():
             if name != "step" and isinstance(value, int | float):
                 self._writer.add_scalar(name, value, step)
 
     def finish(self, status: int) -> None:
-        if rows := tokens_of_experts(self._newest, self._layers):
-            columns = max(map(len, rows.values()))
-            cells: list[list[Any]] = [["layer", *(f"expert {expert}" for expert in range(columns))]]
-            cells += [["---"] * (columns + 1), *([layer, *row] for layer, row in rows.items())]
-            table = "\n".join(f"| {' | '.join(map(str, row))} |" for row in cells)
-            self._writer.add_text(TOKENS, table, self._newest["step"])
         self._writer.close()
 
 
@@ -147,7 +153,7 @@ def open_trackers(config: Config, folder: Path, step: int, note: Note) -> Tracke
     """The trackers that `config` and this machine's variables ask for, for rank 0. The run continues after `step`."""
     openers = dict[str, Callable[[], Tracker | None]]()
     if config.log.tensorboard:
-        openers["tensorboard"] = lambda: TensorBoardTracker(folder, step, config.model.expert_layers)
+        openers["tensorboard"] = lambda: TensorBoardTracker(folder, step)
     if (opener := wandb_tracker(config, folder, lambda text: note(f"wandb: {text}"))) is not None:
         openers["wandb"] = opener
-    return Trackers(openers, note)
+    return Trackers(openers, note, config.model.expert_layers, config.train.steps)

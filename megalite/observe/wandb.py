@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import wandb
 
 ID_FILE = "wandb.json"  # of the run folder
-TOKENS = "moe/tokens_per_expert"  # the table of the newest record, which a run shows when it ends
+LOADS = "expert_load"  # of a line: by layer, what `loads_of_experts` makes of it
 NO_KEY = "disabled: that takes a key (wandb login) and the package (pip install wandb); or log.wandb=offline"
 SETTINGS = {  # of wandb, unless the user's own variables say otherwise
     "WANDB_INIT_TIMEOUT": "10",  # seconds for the server to open the run; by default 90
@@ -41,19 +41,19 @@ SETTINGS = {  # of wandb, unless the user's own variables say otherwise
 class WandbTracker:
     """An open run at wandb. Records keep the names that they have in metrics.jsonl, and `step` is the x axis."""
 
-    def __init__(self, run: "wandb.Run", note: Note, expert_layers: Sequence[int] = ()) -> None:
-        """`expert_layers`: the model's layers with experts."""
-        self._run, self._note, self._layers = run, note, expert_layers
+    def __init__(self, run: "wandb.Run", note: Note) -> None:
+        self._run, self._note = run, note
         self._samples: list[list[Any]] = []  # rows of the table of the newest step
-        self._newest: Mapping[str, Any] = {}  # line with experts
         run.define_metric("step", hidden=True)
         run.define_metric("*", step_metric="step")
         note(f"offline; to send it later: {self._sync_command()}" if run.offline else str(run.url))
 
     def add(self, line: Mapping[str, Any]) -> None:
         if "kind" not in line:
-            self._newest = line if "moe" in line else self._newest
-            self._run.log(flat_values(line))
+            from wandb import Histogram
+
+            loads = {f"{LOADS}/{layer}": Histogram(row) for layer, row in line.get(LOADS, {}).items()}
+            self._run.log(flat_values(line) | loads)
         elif line["kind"] == "sample":
             from wandb import Table
 
@@ -63,12 +63,6 @@ class WandbTracker:
             self._run.log({"step": line["step"], "samples": table})
 
     def finish(self, status: int) -> None:
-        if rows := tokens_of_experts(self._newest, self._layers):
-            from wandb import Table
-
-            cells = [[layer, expert, tokens] for layer, row in rows.items() for expert, tokens in enumerate(row)]
-            table = Table(columns=["layer", "expert", "tokens"], data=cells)
-            self._run.log({"step": self._newest["step"], TOKENS: table})
         try:
             self._run.finish(exit_code=status)
         except TimeoutError:
@@ -91,9 +85,13 @@ def flat_values(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def tokens_of_experts(line: Mapping[str, Any], layers: Sequence[int]) -> dict[int, list[int]]:
-    """By layer, the tokens of each expert: a number for each would be too many charts. Empty of a dense model."""
-    return dict(zip(layers, line.get("moe", {}).get("tokens_per_expert", ()), strict=False))
+def loads_of_experts(line: Mapping[str, Any], layers: Sequence[int]) -> dict[str, list[float]]:
+    """By layer, the tokens of each expert over the mean: trackers draw them as a distribution, as a chart for each
+    expert would be too many. Empty of a line without experts."""
+    rows = zip(layers, line.get("moe", {}).get("tokens_per_expert", ()), strict=False)
+    return {
+        f"layer_{layer}": [tokens / mean for tokens in row] for layer, row in rows if (mean := sum(row) / len(row)) > 0
+    }
 
 
 def wandb_tracker(config: Config, folder: Path, note: Note) -> Callable[[], WandbTracker | None] | None:
@@ -121,7 +119,7 @@ def _open(config: Config, folder: Path, mode: str | None, note: Note) -> WandbTr
             name=config.log.wandb_name or os.environ.get("WANDB_NAME") or config.run_name,
             config=as_plain(config),
         )
-        return WandbTracker(run, note, config.model.expert_layers)
+        return WandbTracker(run, note)
 
     if mode == "offline":
         return start("offline")

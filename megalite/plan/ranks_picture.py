@@ -1,13 +1,13 @@
 """Draws the panels of a layout (layout/panels.py): one per axis, a colour per group, dashes where a node is left."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megalite.layout.panels import CELL, Panel, Place, panels_of
 from megalite.layout.ranks import ParallelLayout
 from megalite.layout.summary import header_lines
 from megalite.plan.drawing import COLOURS, EDGE, FILL, GREY, INK, legend, mixed, page
-from megalite.plan.ranks_table import shown_experts
+from megalite.plan.ranks_table import HeldExperts
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,22 +18,23 @@ NARROWEST, BESIDE, TITLE, BELOW = 350, 30, 38, 23  # a panel; what is free right
 DASHED = (0, (3.2, 1.6))
 
 
-def figure_of(layout: ParallelLayout, ranks_per_node: int, held: Sequence[range] = ()) -> "Figure":
-    """The whole picture as a matplotlib figure. `held`: by rank, the experts of a layer that the panel of ep shows."""
+def figure_of(layout: ParallelLayout, ranks_per_node: int, held: Sequence[HeldExperts] = ()) -> "Figure":
+    """The whole picture as a matplotlib figure. `held`: the experts of a layer, which the panel of ep shows."""
     panels = panels_of(layout, ranks_per_node)
     width, height = max(panels[0].size[0], NARROWEST) + BESIDE, TITLE + panels[0].size[1] + BELOW
     across, down = min(2, len(panels)), -(-len(panels) // 2)
     figure, axes = page(header_lines(layout), across * width / POINTS, down * height / POINTS)
     axes.set(xlim=(0, across * width), ylim=(down * height, 0))
+    experts = {rank: str(each) for each in held for rank in each.ranks}
     for number, panel in enumerate(panels):
-        experts = held if panel.axis == "ep" else ()
-        _draw(axes, panel, number % across * width, number // across * height, [*map(shown_experts, experts)])
+        below = experts if panel.axis == "ep" else {}
+        _draw(axes, panel, number % across * width, number // across * height, below)
     _legend(figure, panels)
     return figure
 
 
-def _draw(axes: "Axes", panel: Panel, left: float, top: float, below: Sequence[str] = ()) -> None:
-    """`below`: what to write under the number of each rank."""
+def _draw(axes: "Axes", panel: Panel, left: float, top: float, below: Mapping[int, str]) -> None:
+    """`below`: what to write under the number of each rank, if anything."""
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path
 

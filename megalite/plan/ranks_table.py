@@ -5,7 +5,7 @@ Tables and JSON say the same: both read `ParallelLayout.groups`. No torch import
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from textwrap import TextWrapper
 from typing import Any
 
@@ -45,38 +45,46 @@ def stage_lines(stages: Sequence[StageLayers]) -> Iterator[str]:
         yield f"  pp rank {stage.pp_rank:<{digits}}{chunk}: {side}{layers}{held}"
 
 
-def held_experts(layout: ParallelLayout, experts: int) -> list[range]:
-    """By rank, which of the `experts` of a layer it holds, or a piece of each; empty where there are none."""
+@dataclass(frozen=True)
+class HeldExperts:
+    """Experts [first, first + count) of a layer, and the ranks that hold them, or a piece of each."""
+
+    first: int
+    count: int
+    ranks: list[int]
+
+    def __str__(self) -> str:
+        """`4-7`"""
+        return str(self.first) if self.count == 1 else f"{self.first}-{self.first + self.count - 1}"
+
+
+def held_experts(layout: ParallelLayout, experts: int) -> list[HeldExperts]:
+    """Who holds which of the `experts` of a layer; empty where there are none."""
     record = ParameterRecord("experts", (experts,), "ones", 0.0, decay=False, of_experts=True)
     found = []
-    for rank in range(layout.world_size) if experts else ():
-        (box,) = shard(record, ep=(layout.ep, layout.coordinates(rank)["ep"])).boxes
-        found.append(range(box.offsets[0], box.offsets[0] + box.sizes[0]))
+    for index, ranks in enumerate(layout.groups("etp-edp-pp") if experts else ()):
+        (box,) = shard(record, ep=(layout.ep, index)).boxes
+        found.append(HeldExperts(box.offsets[0], box.sizes[0], ranks))
     return found
 
 
-def expert_lines(held: Sequence[range]) -> Iterator[str]:
+def expert_lines(held: Sequence[HeldExperts]) -> Iterator[str]:
     """Which ranks hold the same experts, a line for each part of them."""
     yield "experts of a layer:"
-    width = max(len(shown_experts(each)) for each in held)
-    for experts in dict.fromkeys(held):
-        ranks = " ".join(str(rank) for rank, its in enumerate(held) if its == experts)
-        yield f"  {shown_experts(experts):<{width}}  ranks {ranks}"
+    width = max(len(str(each)) for each in held)
+    for each in held:
+        yield f"  {each!s:<{width}}  ranks {' '.join(map(str, each.ranks))}"
 
 
-def shown_experts(experts: range) -> str:
-    """`4-7`"""
-    return str(experts.start) if len(experts) == 1 else f"{experts.start}-{experts.stop - 1}"
-
-
-def json_lines(layout: ParallelLayout, stages: Sequence[StageLayers] = (), held: Sequence[range] = ()) -> Iterator[str]:
-    """One JSON object, {"dense": {"tp": [[0, 1], ...], ...}, "expert": {...}}; if given, "stages", and by rank the
-    "experts" that are `held`."""
+def json_lines(
+    layout: ParallelLayout, stages: Sequence[StageLayers] = (), held: Sequence[HeldExperts] = ()
+) -> Iterator[str]:
+    """One JSON object, {"dense": {"tp": [[0, 1], ...], ...}, "expert": {...}}; if given, "stages" and "experts"."""
     shown: dict[str, Any] = {
         section: {axes: layout.groups(axes) for axes in sets} for section, sets in _sections(layout).items()
     }
     shown |= {"stages": [asdict(stage) for stage in stages]} if stages else {}
-    yield json.dumps(shown | ({"experts": [[*experts] for experts in held]} if held else {}))
+    yield json.dumps(shown | ({"experts": [asdict(each) for each in held]} if held else {}))
 
 
 def _sections(layout: ParallelLayout) -> dict[str, tuple[str, ...]]:

@@ -85,12 +85,6 @@ BROKEN = [
         ["has the sum 1 as it is", "=true, or model.moe.pre_softmax=true, or model.moe.score=sigmoid"],
     ),
     (
-        f"{EIGHT} model.moe.aux_loss=global model.moe.aux_loss_coeff=0",
-        1,
-        "aux_loss",
-        ["aux_loss_coeff=0", "aux_loss_coeff=0.01, or model.moe.aux_loss=microbatch"],
-    ),
-    (
         f"{EIGHT} model.moe.capacity_factor=0.4",
         1,
         "capacity_factor",
@@ -107,6 +101,13 @@ BROKEN = [
         2,
         "ffn_hidden_size",
         ["parallel.tp=2, which parallel.etp follows", "30 or 32 or 34, or parallel.etp=1"],
+    ),
+    (f"{EIGHT} model.moe.ffn_hidden_size=32 model.ffn_hidden_size=33 parallel.tp=2", 2, "", []),  # no layer has an MLP
+    (
+        f"{EIGHT} model.moe.ffn_hidden_size=32 model.ffn_hidden_size=33 model.moe.layer_freq=2 parallel.tp=2",
+        2,
+        "model.ffn_hidden_size",
+        ["does not split over parallel.tp=2", "32 or 34"],
     ),
     (f"{EIGHT} model.moe.ffn_hidden_size=33 parallel.etp=2", 2, "ffn_hidden_size", ["over parallel.etp=2", "etp=1"]),
     (
@@ -180,6 +181,7 @@ def test_a_broken_rule_is_told_with_values_that_work(line: str, world_size: int,
         ({f"{MOE}.num_experts": 8, f"{MOE}.num_groups": 4, f"{MOE}.top_k_groups": 2, f"{MOE}.top_k": 4}, 1),
         ({f"{MOE}.num_experts": 8, f"{MOE}.score": "sigmoid", f"{MOE}.expert_bias_rate": 1e-3, f"{MOE}.top_k": 1}, 1),
         ({f"{MOE}.num_experts": 8, f"{MOE}.top_k": 1, f"{MOE}.pre_softmax": True}, 1),
+        ({f"{MOE}.num_experts": 8, f"{MOE}.aux_loss": "global", f"{MOE}.aux_loss_coeff": 0.0}, 1),
         ({f"{MOE}.num_experts": 8, "train.recompute": "selective", "train.recompute_modules": ["moe"]}, 1),
     ],
 )

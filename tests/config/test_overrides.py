@@ -7,7 +7,8 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 from megalite.config.compose import load_config
-from megalite.config.settings import as_plain
+from megalite.config.settings import SETTINGS, as_plain
+from megalite.config.suggest import FOREIGN_WORDS, nearest_setting
 from megalite.errors.problems import NO_VALUE, Problem, UserError
 from tests.config.refusal import refusal, settings
 
@@ -185,6 +186,32 @@ ACCEPTED = [
     ("++checkpoint.async=yes",),
     ("checkpoint={async: true, keep: 3}",),
 ]
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("num_experts", "model.moe.num_experts"),
+        ("model.num_experts", "model.moe.num_experts"),
+        ("moe.num_experts", "model.moe.num_experts"),
+        ("num_moe_experts", "model.moe.num_experts"),
+        ("num_experts_per_tok", "model.moe.top_k"),
+        ("model.moe_router_topk", "model.moe.top_k"),
+        ("model.top_k", "model.moe.top_k"),
+        ("moe_ffn_hidden_size", "model.moe.ffn_hidden_size"),
+        ("model.moe.moe_intermediate_size", "model.moe.ffn_hidden_size"),
+        ("ffn_hidden_size", "model.ffn_hidden_size"),
+        ("train.moe_aux_loss_coeff", "model.moe.aux_loss_coeff"),
+        ("expert_model_parallel_size", "parallel.ep"),
+        ("parallel.expert_tensor_parallel_size", "parallel.etp"),
+    ],
+)
+def test_experts_by_the_words_of_other_projects_are_ours(typed: str, meant: str) -> None:
+    assert nearest_setting(typed) == meant
+
+
+def test_all_that_is_suggested_exists() -> None:
+    assert {*FOREIGN_WORDS} <= SETTINGS.keys()
 
 
 @pytest.mark.parametrize("argv", ACCEPTED, ids=" ".join)

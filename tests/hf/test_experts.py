@@ -126,7 +126,6 @@ def test_what_no_setting_says_is_refused(said: dict[str, Any], named: str) -> No
         ({"num_groups": 2}, "model.moe.num_groups=1"),
         ({"num_shared_experts": 1}, "model.moe.num_shared_experts=0"),
         ({"score": "sigmoid", "expert_bias_rate": 0.001}, "model.moe.expert_bias_rate=0"),
-        ({"capacity_factor": 1.5}, "model.moe.capacity_factor=null"),
     ],
 )
 def test_settings_of_experts_that_no_family_has_are_refused_by_name(
@@ -135,6 +134,12 @@ def test_settings_of_experts_that_no_family_has_are_refused_by_name(
     message = refusal(small("mixtral", moe=MoEConfig(4, 2, 20, **changes)), tmp_path / "ours")
     assert message.count(named) == 2  # of each family
     assert "llama" not in message
+
+
+def test_how_experts_are_trained_makes_no_other_model() -> None:
+    training = {"capacity_factor": 1.5, "aux_loss": "global", "aux_loss_coeff": 0.0, "z_loss_coeff": 0.1}
+    moe = MoEConfig(4, 2, 20, dispatcher="allgather", **training)  # type: ignore[arg-type]
+    assert family_of(small("mixtral", moe=moe)) == "mixtral"
 
 
 def test_a_softmax_before_or_after_the_choice_is_one_model_where_weights_add_up_to_1() -> None:

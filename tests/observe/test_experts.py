@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from megalite.observe.about import experts_in_words
 from megalite.observe.report.heat_map import heat_map
 from megalite.observe.report.page import render
 from megalite.observe.run_data import read_run
-from megalite.observe.trackers import TensorBoardTracker
+from megalite.observe.trackers import TensorBoardTracker, Tracker, Trackers
 from megalite.observe.wandb import WandbTracker
 from megalite.train.history import read_metrics
 from tests.observe.test_terminal import STEP, Plain, ends_of_cells
@@ -111,22 +112,30 @@ LINES = [  # the last step was skipped
 ]
 
 
-def test_tensorboard_has_scalars_and_one_table_of_tokens(tmp_path: Path) -> None:
-    tracker = TensorBoardTracker(tmp_path, 0, [1, 3])
+def show(tracker: Tracker) -> None:
+    """LINES of a run whose layers 1 and 3 have experts."""
+    trackers = Trackers({"x": lambda: tracker}, print, [1, 3], steps=3)
     for line in LINES:
-        tracker.add(line)
-    tracker.finish(0)
-    board = EventAccumulator(str(tmp_path / "tensorboard"))
+        trackers.add(line)
+    trackers.finish(0)
+
+
+def test_tensorboard_has_scalars_and_a_histogram_of_each_layer_s_experts(tmp_path: Path) -> None:
+    show(TensorBoardTracker(tmp_path, 0))
+    board = EventAccumulator(str(tmp_path / "tensorboard"), {"histograms": 0})
     board.Reload()
     assert board.Tags()["scalars"] == ["loss", "moe/imbalance_max", "moe/imbalance_mean", "moe/dropped_share"]
-    (event,) = board.Tensors("moe/tokens_per_expert/text_summary")
-    table = event.tensor_proto.string_val[0].decode().splitlines()
-    assert table[0] == "| layer | expert 0 | expert 1 | expert 2 |"
-    assert table[2:] == ["| 1 | 1 | 0 | 3 |", "| 3 | 0 | 4 | 0 |"]
-    assert event.step == 2
+    found = {
+        (tag, event.step): event.histogram_value
+        for tag in board.Tags()["histograms"]
+        for event in board.Histograms(tag)
+    }
+    assert {*found} == {("expert_load/layer_1", 1), ("expert_load/layer_1", 2), ("expert_load/layer_3", 2)}
+    loads = found["expert_load/layer_1", 2]  # of 4 tokens 1, 0 and 3
+    assert (loads.min, loads.max, loads.num, loads.sum) == (0.0, 2.25, 3, 3.0)
 
 
-def test_wandb_has_scalars_and_one_table_of_tokens() -> None:
+def test_wandb_has_scalars_and_a_histogram_of_each_layer_s_experts() -> None:
     class Run:
         """What of wandb's run is used."""
 
@@ -145,17 +154,39 @@ def test_wandb_has_scalars_and_one_table_of_tokens() -> None:
             pass
 
     run = Run()
-    tracker = WandbTracker(run, print, [1, 3])  # type: ignore[arg-type]
-    for line in LINES:
-        tracker.add(line)
-    tracker.finish(0)
-    *scalars, last = run.logged
-    of_experts = {"moe/imbalance_max", "moe/imbalance_mean", "moe/dropped_share"}
-    assert [{*line} for line in scalars] == [{"step", "loss", *of_experts}] * 2 + [{"step", "loss"}]
-    assert last["step"] == 2
-    assert last["moe/tokens_per_expert"].data == [
-        [1, 0, 1], [1, 1, 0], [1, 2, 3], [3, 0, 0], [3, 1, 4], [3, 2, 0],
-    ]  # fmt: skip
+    show(WandbTracker(run, print))  # type: ignore[arg-type]
+    figures = {"step", "loss", "moe/imbalance_max", "moe/imbalance_mean", "moe/dropped_share"}
+    loads = {"expert_load/layer_1", "expert_load/layer_3"}
+    assert [{*line} for line in run.logged] == [figures | {"expert_load/layer_1"}, figures | loads, {"step", "loss"}]
+    drawn = run.logged[1]["expert_load/layer_3"]  # of 4 tokens 0, 4 and 0
+    assert (drawn.bins[0], drawn.bins[-1], drawn.histogram[0], drawn.histogram[-1]) == (0.0, 3.0, 2, 1)
+
+
+def test_of_a_long_run_a_hundred_records_have_the_loads_of_experts() -> None:
+    class Seen(list[Any]):
+        """The steps whose loads are shown."""
+
+        def add(self, line: Mapping[str, Any]) -> None:
+            self += [line["step"]] * ("expert_load" in line)
+
+        def finish(self, status: int) -> None:
+            pass
+
+    seen = Seen()
+    trackers = Trackers({"x": lambda: seen}, print, [1, 3], 10_000)
+    for step in range(7, 10_001, 7):
+        trackers.add({"step": step, "moe": MOE})
+    trackers.finish(0)
+    assert seen[:3] == [7, 112, 217]
+    assert 90 <= len(seen) <= 100
+
+
+def test_a_skipped_step_leaves_the_heat_map_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("model: {moe: {first_dense_layers: 1, layer_freq: 2}}")
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in LINES))
+    found = heat_map(read_run(tmp_path))
+    assert found is not None
+    assert [*map(tuple, found.rows)] == [(1, [0.25, 0.0, 0.75]), (3, [0.0, 1.0, 0.0])]
 
 
 @pytest.mark.parametrize(

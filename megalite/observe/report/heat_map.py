@@ -55,8 +55,8 @@ class HeatMap:
 
 
 def heat_map(run: RunData) -> HeatMap | None:
-    """Of the newest record; None where it tells of no tokens."""
-    counts = (run.last.get("moe") or {}).get("tokens_per_expert")
+    """Of the newest record with experts; None where it tells of no tokens."""
+    counts = run.moe.get("tokens_per_expert")
     if not isinstance(counts, list) or not all(isinstance(row, list) and sum(row) for row in counts) or not counts:
         return None
     first, every = (int(run.config.get(f"model.moe.{name}") or 0) for name in ("first_dense_layers", "layer_freq"))
