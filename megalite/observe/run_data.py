@@ -91,7 +91,7 @@ class RunData:
     split: defaultdict[str, Series] = field(default_factory=lambda: defaultdict(Series))  # seconds of a step by part
     first: dict[str, Any] = field(default_factory=dict)  # the first value of each figure
     last: dict[str, Any] = field(default_factory=dict)  # the newest line of a step
-    moe: dict[str, Any] = field(default_factory=dict)  # of the newest line with experts: a skipped step has none
+    routed: dict[str, Any] = field(default_factory=dict)  # the newest with experts: a line of skipped steps has none
     evaluation: dict[str, Any] = field(default_factory=dict)  # the newest
     best: tuple[int, float] | None = None  # step and least validation loss
     evaluation_s: float = 0.0
@@ -148,7 +148,7 @@ class RunData:
     def _add_record(self, line: dict[str, Any]) -> None:
         step = line["step"]
         moe = line.get("moe") or {}
-        self.moe = moe or self.moe
+        self.routed = line if moe else self.routed
         for name, value in (line | {f"moe/{name}": value for name, value in moe.items()}).items():
             if isinstance(value, int | float):
                 self.first.setdefault(name, value)

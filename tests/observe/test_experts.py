@@ -186,6 +186,7 @@ def test_a_skipped_step_leaves_the_heat_map_as_it_was(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in LINES))
     found = heat_map(read_run(tmp_path))
     assert found is not None
+    assert found.step == 2
     assert [*map(tuple, found.rows)] == [(1, [0.25, 0.0, 0.75]), (3, [0.0, 1.0, 0.0])]
 
 

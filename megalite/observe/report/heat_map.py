@@ -17,11 +17,12 @@ WIDE = 1030.0  # of all cells of a row
 @dataclass(frozen=True)
 class HeatMap:
     """`rows`: by layer the shares, in cells of `experts` neighbours each, of which the largest counts. `even`: what the
-    share of each of all `total` experts would be if they were used alike."""
+    share of each of all `total` experts would be if they were used alike. `step`: the last of those that it shows."""
 
     rows: Sequence[tuple[int, Sequence[float]]]
     experts: int
     total: int
+    step: int
 
     @property
     def even(self) -> float:
@@ -56,7 +57,7 @@ class HeatMap:
 
 def heat_map(run: RunData) -> HeatMap | None:
     """Of the newest record with experts; None where it tells of no tokens."""
-    counts = run.moe.get("tokens_per_expert")
+    counts = run.routed.get("moe", {}).get("tokens_per_expert")
     if not isinstance(counts, list) or not all(isinstance(row, list) and sum(row) for row in counts) or not counts:
         return None
     first, every = (int(run.config.get(f"model.moe.{name}") or 0) for name in ("first_dense_layers", "layer_freq"))
@@ -65,4 +66,4 @@ def heat_map(run: RunData) -> HeatMap | None:
     for at, row in enumerate(counts):
         shares = [max(row[cell : cell + shared]) / sum(row) for cell in range(0, len(row), shared)]
         rows.append((first + at * every, shares))
-    return HeatMap(rows, shared, len(counts[0]))
+    return HeatMap(rows, shared, len(counts[0]), run.routed["step"])
