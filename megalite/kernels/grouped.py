@@ -1,12 +1,15 @@
 """Products of rows with one matrix per group of rows, as the experts of a layer need them.
 
-On CUDA all groups are one `torch.nn.functional.grouped_mm`, which takes neither fp64 nor rows that do not start at
-multiples of 16 bytes. Elsewhere each group is a product of its own, written to its place: CPUs compute that as fast.
+`torch.nn.functional.grouped_mm` computes all groups in one kernel, which reads on the device where groups end: in bf16,
+on GPUs of compute capability 9 and 10 (H100, B200), for rows that start at multiples of 16 bytes and up to 1,023
+groups. For all else torch reads the ends on the host and makes a product per group (ATen/native/GroupedMMUtils.h, torch
+2.11 to 2.13). So do we, written to their places and with sums in the main gradient's dtype; CPUs compute that as fast.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -14,13 +17,22 @@ from torch import Tensor
 
 from megalite.kernels.products import add_transposed_product
 
+TILE_BYTES = 1 << 28  # of weight gradients that the kernel rounds before they are added
+MAX_GROUPS = 1023  # of the kernel
+
 
 @dataclass(frozen=True)
 class RowGroups:
-    """How many rows in a row belong to each group: `counts` [g], int64, on the device of the rows. Rows behind the last
-    group belong to none: what is computed of them is 0."""
+    """How many rows in a row belong to each group: `counts` [g], int64, on the device of the rows, and `on_host` where
+    the host knows them. Rows behind the last group belong to none, and what products leave there is undefined."""
 
     counts: Tensor
+    on_host: Sequence[int] | None = None
+
+    @classmethod
+    def of(cls, counts: Tensor) -> "RowGroups":
+        """Known to the host, unless products can do without: on CUDA it would wait for the device."""
+        return cls(counts, None if _has_kernel(counts.device) else counts.tolist())
 
     @cached_property
     def ends(self) -> Tensor:
@@ -29,8 +41,8 @@ class RowGroups:
 
     @cached_property
     def ranges(self) -> list[tuple[int, int]]:
-        """Start and end of each group, on the host: on CUDA this waits for the device."""
-        ends = self.ends.tolist()
+        """Start and end of each group, on the host."""
+        ends = list(accumulate(self.counts.tolist() if self.on_host is None else self.on_host))
         return list(zip([0, *ends[:-1]], ends, strict=True))
 
     def parts(self, rows: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -39,17 +51,22 @@ class RowGroups:
             if start < end:
                 yield group, rows[start:end]
 
+    def clear_rest(self, rows: Tensor) -> Tensor:
+        """`rows` [m, ...], in place 0 behind the last group. Nothing is written where the host knows of no such row."""
+        if self.on_host is not None:
+            rows[self.ranges[-1][1] :] = 0.0
+            return rows
+        behind = torch.arange(len(rows), device=rows.device) >= self.ends[-1]
+        return rows.masked_fill_(behind.view(-1, *[1] * (rows.dim() - 1)), 0.0)
+
 
 def grouped_product(rows: Tensor, matrices: Tensor, groups: RowGroups) -> Tensor:
     """rows [m, k] times the matrix of their group, of `matrices` [g, k, n] -> [m, n]. A matrix may be a transpose."""
     if not len(rows):  # no kernel is asked about nothing
         return rows.new_empty(0, matrices.shape[2])
-    if _is_one_kernel(rows, matrices):
-        # CUDA's kernel leaves what is behind the last group as it was in memory.
-        behind = torch.arange(len(rows), device=rows.device) >= groups.ends[-1]
-        return F.grouped_mm(rows, matrices, offs=groups.ends).masked_fill_(behind.unsqueeze(1), 0.0)
+    if _is_one_kernel(groups, rows, matrices):
+        return F.grouped_mm(rows, matrices, offs=groups.ends)
     out = rows.new_empty(len(rows), matrices.shape[2])
-    out[groups.ranges[-1][1] :] = 0.0
     for (group, part), (_, its) in zip(groups.parts(rows), groups.parts(out), strict=True):
         torch.mm(part, matrices[group], out=its)
     return out
@@ -58,17 +75,36 @@ def grouped_product(rows: Tensor, matrices: Tensor, groups: RowGroups) -> Tensor
 def add_grouped_transposed_products(total: Tensor, left: Tensor, right: Tensor, groups: RowGroups) -> None:
     """total [g, v, h] += left^T right of each group, for left [m, v], right [m, h]; total may be of wider dtype.
 
-    One CUDA kernel for all groups rounds each sum over the rows to the rows' dtype before it is added.
+    The kernel for all groups rounds each sum over the rows to the rows' dtype before it is added.
     """
     if not len(left):
         return
-    if _is_one_kernel(left, right):
-        total += F.grouped_mm(left.t(), right, offs=groups.ends)
+    if not _is_one_kernel(groups, left, right):
+        for (group, of_left), (_, of_right) in zip(groups.parts(left), groups.parts(right), strict=True):
+            add_transposed_product(total[group], of_left, of_right)
         return
-    for (group, of_left), (_, of_right) in zip(groups.parts(left), groups.parts(right), strict=True):
-        add_transposed_product(total[group], of_left, of_right)
+    empty = (groups.counts == 0).view(-1, 1, 1)
+    aligned = 16 // left.itemsize
+    width = max(1, TILE_BYTES // (len(total) * total.shape[2] * left.itemsize * aligned)) * aligned
+    for tile, columns in zip(total.split(width, 1), left.split(width, 1), strict=True):
+        product = F.grouped_mm(columns.t(), right, offs=groups.ends)
+        if _leaves_empty_groups(left.device):
+            product.masked_fill_(empty, 0.0)
+        tile += product
 
 
-def _is_one_kernel(*factors: Tensor) -> bool:
-    aligned = all(stride * one.itemsize % 16 == 0 for one in factors for stride in one.stride() if stride != 1)
-    return aligned and factors[0].is_cuda and factors[0].dtype != torch.float64
+def _is_one_kernel(groups: RowGroups, *factors: Tensor) -> bool:
+    if factors[0].dtype != torch.bfloat16 or len(groups.counts) > MAX_GROUPS or not _has_kernel(factors[0].device):
+        return False
+    return all(stride * one.itemsize % 16 == 0 for one in factors for stride in one.stride() if stride != 1)
+
+
+@cache
+def _has_kernel(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
+
+
+@cache
+def _leaves_empty_groups(device: torch.device) -> bool:
+    """Whether the kernel's sum over no row is what it finds (https://github.com/pytorch/pytorch/issues/172439)."""
+    return torch.cuda.get_device_capability(device)[0] == 10

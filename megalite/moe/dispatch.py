@@ -58,7 +58,7 @@ def dispatch(
     if ranks.group is not None and how == "alltoall":
         return _exchanged(x, choice, experts, compute, ranks, ranks.group, beside)
     if ranks.group is None:
-        y = _on_one_rank(x, choice, range(experts), compute)
+        y = _on_one_rank(x, choice, experts, compute)
     else:
         y = _gathered(x, choice, experts, compute, ranks, ranks.group)
     return y if beside is None else y + beside()
@@ -71,16 +71,11 @@ def _by_expert(choice: Choice, experts: int) -> tuple[Tensor, Tensor]:
     return flat.argsort(stable=True), count_choices(flat, experts)
 
 
-def _inverse(order: Tensor) -> Tensor:
-    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-
-
-def _on_one_rank(x: Tensor, choice: Choice, held: range, compute: Compute) -> Tensor:
+def _on_one_rank(x: Tensor, choice: Choice, experts: int, compute: Compute) -> Tensor:
     """Rows of no expert stay at the end, of which `compute` makes zeros: nobody needs to know how many they are."""
-    k = choice.experts.shape[1]
-    order, counts = _by_expert(choice, len(held))
-    rows = Rows(order // k, _inverse(order).view(-1, k), complete=True)
-    return rows.sum(compute(rows.take(x), choice.weights.flatten()[order], RowGroups(counts)))
+    order, counts = _by_expert(choice, experts)
+    rows = Rows.of_choices(order, *choice.experts.shape, complete=True)
+    return rows.sum(compute(rows.take(x), choice.weights.flatten()[order], RowGroups.of(counts)))
 
 
 def _gathered(
@@ -91,10 +86,10 @@ def _gathered(
     chosen = finish(start_all_gather(choice.experts, group)) - ranks.ep_index * local
     chosen = chosen.masked_fill((chosen < 0) | (chosen >= local), local)
     order, counts = _by_expert(Choice(chosen, weights), local)
-    k, here = chosen.shape[1], int(counts.sum())  # waits for the device: else there would be ep times as many rows
-    rows_of_token = _inverse(order).clamp(max=here).view(-1, k)
-    rows = Rows(order[:here] // k, rows_of_token, complete=False)
-    y = compute(rows.take(all_x), weights.flatten()[order[:here]], RowGroups(counts))
+    numbers = counts.tolist()  # waits for the device: else there would be ep times as many rows
+    order = order[: sum(numbers)]
+    rows = Rows.of_choices(order, *chosen.shape, complete=False)
+    y = compute(rows.take(all_x), weights.flatten()[order], RowGroups(counts, numbers))
     return reduce_scatter_to_sequence_parallel(rows.sum(y), group)
 
 
@@ -107,28 +102,19 @@ def _exchanged(
     group: TensorGroup,
     beside: Beside,
 ) -> Tensor:
-    k, local, members = choice.experts.shape[1], experts // ranks.ep, len(ranks.ep_of)
+    local, members = experts // ranks.ep, len(ranks.ep_of)
     order, counts = _by_expert(choice, experts)
     from_members = finish(start_all_gather(counts, group)).view(members, ranks.ep, local)[:, ranks.ep_index]
     of_part = counts.view(ranks.ep, local).sum(1)
-    numbers = torch.cat([from_members.sum(1), of_part]).tolist()  # the one wait for the device
-    receives, sizes = numbers[:members], numbers[members:]
+    numbers = torch.cat([from_members.flatten(), of_part]).tolist()  # the one wait for the device
+    arriving, sizes = numbers[: members * local], numbers[members * local :]
+    receives = [sum(arriving[member * local : (member + 1) * local]) for member in range(members)]
 
     # What is sent: for each member the rows of its experts.
     begins = [sum(sizes[:part]) for part in range(ranks.ep)]
     sends = [sizes[part] for part in ranks.ep_of]
-    segments = [order[begins[part] : begins[part] + sizes[part]] for part in ranks.ep_of]
-    sent = torch.cat(segments)
-    first_row = [sum(sends[:member]) for member in range(members)]
-    # From where a row is among the ordered choices to where it is among those sent to each holder of the expert.
-    shifts = [
-        [first_row[at] - begins[part] for at in range(members) if ranks.ep_of[at] == part] for part in range(ranks.ep)
-    ]
-    table = torch.tensor([*shifts, [0] * ranks.etp], pin_memory=order.is_cuda)  # the last for what is dropped
-    shift = table.to(order.device, non_blocking=True)  # [ep + 1, etp]
-    place = _inverse(order).view(-1, k, 1) + shift[choice.experts // local]  # [t, k, etp]
-    dropped = (choice.experts == experts).unsqueeze(2)
-    rows = Rows(sent // k, place.masked_fill(dropped, len(sent)).flatten(1), complete=sum(sizes) == len(order))
+    sent = torch.cat([order[begins[part] : begins[part] + sizes[part]] for part in ranks.ep_of])
+    rows = Rows.of_choices(sent, *choice.experts.shape, complete=ranks.etp == 1 and len(sent) == len(order))
 
     # What arrives is sorted by member, then by expert; experts want their rows together.
     there = _Exchange(sends, receives, group)
@@ -138,8 +124,9 @@ def _exchanged(
     of_expert = torch.arange(local, device=order.device).repeat(members)
     of_expert = of_expert.repeat_interleave(from_members.flatten(), output_size=sum(receives))
     together = of_expert.argsort(stable=True)
-    sorting = Rows(together, _inverse(together).unsqueeze(1), complete=True)
-    y = compute(sorting.take(arrived), weights[together], RowGroups(from_members.sum(0)))
+    sorting = Rows.reordered(together)
+    groups = RowGroups(from_members.sum(0), [sum(arriving[expert::local]) for expert in range(local)])
+    y = compute(sorting.take(arrived), weights[together], groups)
     back = _Exchange(receives, sends, group)
     (returned,) = back.finish(back.start(sorting.sum(y)))
     y = rows.sum(returned)

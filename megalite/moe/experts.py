@@ -40,7 +40,8 @@ def expert_mlp(
     deferred: DeferredWork | None = None,
     recompute: bool = False,
 ) -> Tensor:
-    """weights [m] * down(activation(inner rows)) of each row's expert: rows [m, h] -> [m, h].
+    """weights [m] * down(activation(inner rows)) of each row's expert: rows [m, h] -> [m, h]. Rows of no expert give 0
+    and have no gradient; what is computed of them in between is of no use and goes nowhere.
 
     `inner` maps h to what `activation` makes the experts' local width of. Under a split over etp that is a part of the
     width, and the output a term of the sum. `deferred` takes weight gradients that a backward puts off.
@@ -69,7 +70,7 @@ class _ExpertMLP(torch.autograd.Function):
         ctx.save_for_backward(rows, weights, inner, down, *([] if recompute else [before]))
         ctx.groups, ctx.activation, ctx.main_grads, ctx.deferred = groups, activation, main_grads, deferred
         scaled = activation(before) * weights.to(rows.dtype).unsqueeze(1)
-        return grouped_product(scaled, down.transpose(1, 2), groups)
+        return groups.clear_rest(grouped_product(scaled, down.transpose(1, 2), groups))
 
     @staticmethod
     @once_differentiable
@@ -83,9 +84,10 @@ class _ExpertMLP(torch.autograd.Function):
             before = before.detach().requires_grad_()
             activated = ctx.activation(before)
         scaled_grad = grouped_product(grad, down, groups)  # [m, width]
-        weights_grad = (scaled_grad.to(weights.dtype) * activated.detach()).sum(1)  # the router's: in its precision
+        # The router's: in its precision.
+        weights_grad = groups.clear_rest((scaled_grad.to(weights.dtype) * activated.detach()).sum(1))
         (before_grad,) = torch.autograd.grad(activated, before, scaled_grad * scale)
-        rows_grad = grouped_product(before_grad, inner.flatten(1, -2), groups)
+        rows_grad = groups.clear_rest(grouped_product(before_grad, inner.flatten(1, -2), groups))
         scaled = activated.detach() * scale
         factors = ((before_grad, rows.detach()), (grad, scaled))
         weight_grads: list[Tensor | None] = [None, None]

@@ -1,7 +1,7 @@
 """Copies tokens into rows, one for each expert that computes with them, and sums rows back into tokens.
 
-Either is the other's gradient. Both are reads in the order in which they write, so that no two rows meet in one place
-and every sum has one order.
+Either is the other's gradient. Both are one kernel and reads in the order in which they write, so that no two rows meet
+in one place, and every sum has one order, is made in fp32 (fp64 in fp64) and rounded once.
 """
 
 from typing import Any, NamedTuple
@@ -15,8 +15,23 @@ class Rows(NamedTuple):
     """Which token each of m rows is a copy of, and where the rows of each of t tokens are."""
 
     token_of_row: Tensor  # [m], int64
-    rows_of_token: Tensor  # [t, n], int64; m stands for none
-    complete: bool  # whether no m is among them
+    by_token: Tensor  # [m], int64: the rows of the first token, of the second, and so on
+    starts: Tensor | None  # [t], int64: where those of each token start in `by_token`; None: each has one
+
+    @classmethod
+    def of_choices(cls, choices: Tensor, tokens: int, k: int, *, complete: bool) -> "Rows":
+        """A row for each of `choices` [m], which are numbers of the k choices of each token in a row; `complete`: each
+        of them once."""
+        token_of_row = choices // k
+        if complete:
+            return cls(token_of_row, inverse(choices), torch.arange(0, len(choices), k, device=choices.device))
+        in_order, by_token = token_of_row.sort(stable=True)
+        return cls(token_of_row, by_token, torch.searchsorted(in_order, torch.arange(tokens, device=choices.device)))
+
+    @classmethod
+    def reordered(cls, order: Tensor) -> "Rows":
+        """A row for each token, in another order: `order` [m] says whose."""
+        return cls(order, inverse(order), None)
 
     def take(self, x: Tensor) -> Tensor:
         """x [t, h] -> [m, h], the token of each row."""
@@ -27,30 +42,30 @@ class Rows(NamedTuple):
         return _Sum.apply(rows, *self)  # type: ignore[no-any-return]
 
 
+def inverse(order: Tensor) -> Tensor:
+    """Where each of 0..m-1 is in `order` [m]."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+
+
 class _Take(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, token_of_row: Tensor, rows_of_token: Tensor, complete: bool) -> Tensor:
-        ctx.save_for_backward(token_of_row, rows_of_token)
-        ctx.complete = complete
+    def forward(ctx: Any, x: Tensor, token_of_row: Tensor, by_token: Tensor, starts: Tensor | None) -> Tensor:
+        ctx.save_for_backward(token_of_row, by_token, starts)
         return x.index_select(0, token_of_row)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _Sum.apply(grads[0], *ctx.saved_tensors, ctx.complete), None, None, None
+        return _Sum.apply(grads[0], *ctx.saved_tensors), None, None, None
 
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, token_of_row: Tensor, rows_of_token: Tensor, complete: bool) -> Tensor:
-        ctx.save_for_backward(token_of_row, rows_of_token)
-        ctx.complete = complete
-        rows = rows if complete else F.pad(rows, (0, 0, 0, 1))
-        first, *others = rows_of_token.unbind(1)
-        total = rows.index_select(0, first)
-        for its in others:
-            total += rows.index_select(0, its)
-        return total
+    def forward(ctx: Any, rows: Tensor, token_of_row: Tensor, by_token: Tensor, starts: Tensor | None) -> Tensor:
+        ctx.save_for_backward(token_of_row, by_token, starts)
+        if starts is None:
+            return rows.index_select(0, by_token)
+        return F.embedding_bag(by_token, rows.detach(), starts, mode="sum")
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _Take.apply(grads[0], *ctx.saved_tensors, ctx.complete), None, None, None
+        return _Take.apply(grads[0], *ctx.saved_tensors), None, None, None

@@ -1,4 +1,4 @@
-"""One optimizer step, in the order in which it happens, without waiting on the device but where experts exchange rows.
+"""One optimizer step, in the order in which it happens. It waits for the device only where docs/moe.md says so.
 
 The loss that is optimised is the loss that is reported: the sum of token losses over the global batch divided by its
 number of unmasked tokens, which is known before the first backward. Losses of routers are added to the first, and

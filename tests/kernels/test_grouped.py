@@ -7,48 +7,128 @@ from torch import Tensor
 
 from megalite.kernels import grouped
 from megalite.kernels.grouped import RowGroups, add_grouped_transposed_products, grouped_product
+from megalite.moe.experts import ExpertMatrix, expert_mlp
 
-COUNTS = [3, 0, 5, 0]
-ROWS = 11  # three of no group
+ROWS = 11
+COUNTS = {"some": [3, 0, 5, 0], "one for all": [0, 11, 0, 0], "all in use": [1, 2, 3, 5], "nobody": [0, 0, 0, 0]}
+H, WIDTH = 16, 24
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
-def drawn(*shape: int, dtype: torch.dtype) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)), dtype=torch.float64).to(dtype)
-
-
-@pytest.fixture(params=["loop", "kernel"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The kernel is the CPU's, which here leaves, as CUDA's does, what it finds behind the last group."""
+@pytest.fixture(params=["loop", "kernel", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """The kernel is the CPU's, which here leaves what it finds where CUDA's does; on CUDA it depends on the GPU."""
     product = F.grouped_mm
 
     def on_cuda(left: Tensor, right: Tensor, *, offs: Tensor) -> Tensor:
         out = product(left.contiguous() if right.ndim == 3 else left, right, offs=offs)
         if right.ndim == 3:
             out[int(offs[-1]) :] = torch.nan
+        else:
+            out[offs.diff(prepend=offs.new_zeros(1)) == 0] = torch.nan
         return out
 
     if request.param == "kernel":
         monkeypatch.setattr(grouped, "_is_one_kernel", lambda *factors: True)
+        monkeypatch.setattr(grouped, "_leaves_empty_groups", lambda device: True)
         monkeypatch.setattr(F, "grouped_mm", on_cuda)
-    return str(request.param)
+    return CUDA if request.param == "cuda" else CPU
+
+
+def drawn(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)), dtype=torch.float64)
+    return values.to(device, dtype)
+
+
+def group_of_row(counts: list[int]) -> list[int | None]:
+    of_groups = [group for group, count in enumerate(counts) for _ in range(count)]
+    return [*of_groups, *[None] * (ROWS - len(of_groups))]
+
+
+def bounds(dtype: torch.dtype) -> dict[str, float]:
+    return {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 5e-2}
 
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_of_no_group_give_zeros_and_take_no_part(way: str, dtype: torch.dtype, transposed: bool) -> None:
-    groups = RowGroups(torch.tensor(COUNTS))
-    rows, matrices = drawn(ROWS, 8, dtype=dtype), drawn(4, 8, 16, dtype=dtype)
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+def test_a_row_is_multiplied_with_the_matrix_of_its_group(
+    device: torch.device, counts: list[int], dtype: torch.dtype, transposed: bool
+) -> None:
+    rows, matrices = drawn(ROWS, H, dtype=dtype, device=device), drawn(4, H, WIDTH, dtype=dtype, device=device)
     if transposed:
-        matrices = drawn(4, 16, 8, dtype=dtype).transpose(1, 2)
-    found = grouped_product(rows, matrices, groups)
-    expected = torch.cat([rows[:3] @ matrices[0], rows[3:8] @ matrices[2], rows.new_zeros(3, 16)])
-    torch.testing.assert_close(found, expected)
+        matrices = drawn(4, WIDTH, H, dtype=dtype, device=device).transpose(1, 2)
+    found = grouped_product(rows, matrices, RowGroups.of(torch.tensor(counts, device=device)))
+    for row, its, group in zip(found, rows, group_of_row(counts), strict=True):
+        if group is not None:
+            torch.testing.assert_close(row.float(), its.float() @ matrices[group].float(), **bounds(dtype))
 
-    left = drawn(ROWS, 16, dtype=dtype)
-    total = torch.ones(4, 16, 8, dtype=torch.float32)
-    add_grouped_transposed_products(total, left, rows, groups)
-    added = total - 1
-    assert not added[[1, 3]].any(), "nothing is added of a group without rows"
-    exact = torch.stack([left[:3].t().float() @ rows[:3].float(), left[3:8].t().float() @ rows[3:8].float()])
-    close = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
-    torch.testing.assert_close(added[[0, 2]], exact, **close)
+
+@pytest.mark.parametrize("tile_bytes", [1, 1 << 28])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+def test_products_of_columns_are_added_group_by_group(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, counts: list[int], dtype: torch.dtype, tile_bytes: int
+) -> None:
+    """Rows of no group take no part, NaN or not; to groups without rows nothing is added."""
+    monkeypatch.setattr(grouped, "TILE_BYTES", tile_bytes)
+    left, right = (drawn(ROWS, size, dtype=dtype, device=device) for size in (WIDTH, H))
+    left[sum(counts) :] = torch.nan
+    total = torch.ones(4, WIDTH, H, device=device)
+    expected = total.clone()
+    for of_left, of_right, group in zip(left, right, group_of_row(counts), strict=True):
+        if group is not None:
+            expected[group] += torch.outer(of_left.float(), of_right.float())
+    add_grouped_transposed_products(total, left, right, RowGroups.of(torch.tensor(counts, device=device)))
+    torch.testing.assert_close(total, expected, **bounds(dtype))
+    assert all(bool((total[group] == 1).all()) for group in range(4) if not counts[group])
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+def test_rows_of_no_expert_give_zeros_and_have_no_gradient(
+    device: torch.device, counts: list[int], on_host: bool
+) -> None:
+    dtype, matrices = torch.bfloat16, []
+    for shape in ((4, WIDTH, H), (4, H, WIDTH)):
+        matrix = ExpertMatrix(*shape, dtype=dtype, device=device)
+        matrix.weight.data.copy_(drawn(*shape, dtype=dtype, device=device))
+        matrices.append(matrix)
+    rows = drawn(ROWS, H, dtype=dtype, device=device).requires_grad_()
+    weights = torch.ones(ROWS, device=device, requires_grad=True)
+    groups = RowGroups(torch.tensor(counts, device=device), counts if on_host else None)
+    y = expert_mlp(rows, weights, groups, *matrices, F.gelu)
+    y.backward(torch.ones_like(y))
+    for one in (y, rows.grad, weights.grad):
+        assert one is not None
+        assert one.view(ROWS, -1).any(1).tolist() == [row < sum(counts) for row in range(ROWS)]
+    for matrix in matrices:
+        assert matrix.weight.grad is not None
+        of_group = matrix.weight.grad.flatten(1)
+        assert bool(of_group.isfinite().all())
+        assert of_group.any(1).tolist() == [count > 0 for count in counts]
+
+
+def test_nothing_is_made_of_no_rows(device: torch.device) -> None:
+    groups = RowGroups.of(torch.zeros(4, dtype=torch.int64, device=device))
+    no_rows, matrices = drawn(0, H, dtype=torch.bfloat16, device=device), torch.empty(4, H, WIDTH, device=device)
+    assert grouped_product(no_rows, matrices, groups).shape == (0, WIDTH)
+    total = torch.zeros(4, H, H, device=device)
+    add_grouped_transposed_products(total, no_rows, no_rows, groups)
+    assert not total.any()
+
+
+def test_the_kernel_is_asked_only_where_torch_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elsewhere torch would ask the device where groups end, or refuse."""
+
+    def is_one_kernel(*factors: Tensor, groups: int = 4) -> bool:
+        return grouped._is_one_kernel(RowGroups(torch.zeros(groups)), *factors)
+
+    rows = torch.zeros(ROWS, H, dtype=torch.bfloat16)
+    assert not is_one_kernel(rows), "no kernel on a CPU"
+    monkeypatch.setattr(grouped, "_has_kernel", lambda device: True)
+    assert is_one_kernel(rows)
+    assert is_one_kernel(rows.t(), rows)
+    assert not is_one_kernel(rows, groups=1024)
+    assert not is_one_kernel(rows, torch.zeros(ROWS, 12, dtype=torch.bfloat16)), "rows start at multiples of 24 bytes"
+    assert not any(is_one_kernel(rows.to(dtype)) for dtype in (torch.float16, torch.float32, torch.float64))

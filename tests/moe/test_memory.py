@@ -114,7 +114,7 @@ def formula(moe: dict[str, Any], train: dict[str, Any], ranks: int = 1, etp: int
     norm = (1 if "norm" in again else 2) * H  # input and output
     rows = k * etp * (H + (0 if "moe" in again else 2 * F // etp))
     beside = shared * 4 * F
-    router = 2 * FP32 * experts + (2 * FP32 + 5 * INT64) * k * etp
+    router = 2 * FP32 * experts + (2 * FP32 + 5 * INT64) * k * etp + INT64
     return ranks * S * B * (BF16 * (attention + norm + rows + beside) + router)
 
 

@@ -1,13 +1,17 @@
 """One step: the norm that clips is right at real sizes, and a GPU is never waited for."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megalite.config.derive import derive
-from megalite.config.schema import Config
+from megalite.config.schema import Config, MoEConfig
 from megalite.data.batch import Batch
 from megalite.data.batches import masked_batches
+from megalite.kernels import grouped
 from megalite.launch.context import ParallelContext
 from megalite.model.init import start_values
 from megalite.model.parameters import gpt_parameters
@@ -32,18 +36,46 @@ def test_the_norm_is_not_finite_where_a_gradient_is_not(dtype: torch.dtype) -> N
         assert not torch.isfinite(gradient_norm([gradients]))
 
 
+EXPERTS: dict[str, Any] = {
+    "num_experts": 8,
+    "ffn_hidden_size": 128,
+    "num_shared_experts": 1,
+    "score": "sigmoid",
+    "expert_bias_rate": 0.1,
+    "capacity_factor": 1.0,
+}
+
+
+def test_a_step_asks_nothing_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of tensors without values nothing can be asked. With the kernel for all experts, as on the GPUs that have it."""
+    monkeypatch.setattr(grouped, "_has_kernel", lambda device: True)
+    monkeypatch.setattr(grouped, "_leaves_empty_groups", lambda device: True)
+    config = Config(device="cpu", precision="bf16")
+    config.model.vocab_size, config.model.num_layers, config.train.compile = 300, 1, False
+    config.model.moe = MoEConfig(**EXPERTS)
+    context = ParallelContext(dtype=torch.bfloat16)
+    config = derive_device(derive(config), context)
+    with FakeTensorMode():
+        step = TrainStep(build_training(config, context), config.optimizer, context)
+        batch = batch_on(context.device)
+        for refused in (False, True):
+            step([batch], batch.tokens.numel(), 1e-3, refused=refused)
+
+
 @pytest.mark.gpu
-def test_a_step_never_waits_for_the_device() -> None:
+@pytest.mark.parametrize("moe", [{}, EXPERTS], ids=["dense", "experts"])
+def test_a_step_never_waits_for_the_device(moe: dict[str, Any]) -> None:
     config = Config()
-    config.model.vocab_size, config.train.compile = 300, False
+    config.model.vocab_size, config.train.compile, config.model.moe = 300, False, MoEConfig(**moe)
     context = ParallelContext(device=torch.device("cuda", 0), dtype=torch.bfloat16)
+    if moe and not grouped._has_kernel(context.device):
+        pytest.skip("this GPU multiplies experts one by one")
     config = derive_device(derive(config), context)
     training = build_training(config, context)
     training.buffers.fill(start_values(gpt_parameters(config.model), config.seed))
     step = TrainStep(training, config.optimizer, ParallelContext())
-    tokens = torch.randint(300, (8, 256), device=context.device)
-    positions = torch.arange(256, device=context.device).expand_as(tokens)
-    batch = Batch(tokens, tokens.roll(-1, 1), torch.ones_like(tokens, dtype=torch.bool), positions, None, 0)
+    batch = batch_on(context.device)
+    tokens = batch.tokens
     masked = [each.to(context.device) for each in masked_batches(config, config.train.global_batch_size, 1)]
     first = step([batch], tokens.numel(), 1e-3).read()
     torch.cuda.set_sync_debug_mode("error")
@@ -55,6 +87,12 @@ def test_a_step_never_waits_for_the_device() -> None:
     assert launched[-1].read().loss < first.loss
     figures = refused.read()
     assert (figures.refused, figures.skipped, figures.loss) == (True, True, 0.0)
+
+
+def batch_on(device: torch.device) -> Batch:
+    tokens = torch.randint(300, (8, 256), device=device)
+    positions = torch.arange(256, device=device).expand_as(tokens)
+    return Batch(tokens, tokens.roll(-1, 1), torch.ones_like(tokens, dtype=torch.bool), positions, None, 0)
 
 
 def sums_of_steps(context: ParallelContext, ahead: bool) -> tuple[list[int], list[int]]:
