@@ -11,6 +11,7 @@ megalite compiles too.
     python scripts/benchmark.py --overhead                   what the training loop costs beside the step
     python scripts/benchmark.py --zero                       ZeRO-1 beside torch's, two ranks (benchmark_zero.py)
     python scripts/benchmark.py --pipeline                   the pipeline, two ranks (benchmark_pipeline.py)
+    python scripts/benchmark.py --experts                    a layer of experts, and two ranks (benchmark_moe.py)
 """
 
 import argparse
@@ -30,6 +31,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import benchmark_moe
 import benchmark_pipeline
 import benchmark_zero
 import torch
@@ -45,6 +47,9 @@ from megalite.model.gpt import GPT
 from megalite.optim.adamw import FlatAdamW
 from megalite.optim.buffers import TrainingBuffers
 from megalite.train import step
+
+# What is measured on two ranks, by option: modules with SHAPES and `run`.
+ON_RANKS: dict[str, Any] = {"zero": benchmark_zero, "pipeline": benchmark_pipeline, "experts": benchmark_moe}
 
 
 @dataclass(frozen=True)
@@ -200,7 +205,7 @@ def table(comparisons: Sequence[Comparison]) -> str:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = {**SHAPES, **benchmark_zero.SHAPES, **benchmark_pipeline.SHAPES}
-    some = "default: tiny and gpt2, on CUDA 1.3b too; with --zero or --pipeline tiny and wide"
+    some = "default: tiny and gpt2, on CUDA 1.3b too; --zero and --pipeline: tiny and wide, --experts: tiny_moe"
     parser.add_argument("--model", action="append", choices=names, help=some)
     parser.add_argument("--precision", action="append", choices=("fp32", "bf16"), help="default: both")
     parser.add_argument("--steps", type=int, default=10, help="rounds, or steps of --overhead (default: %(default)s)")
@@ -210,15 +215,18 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--overhead", action="store_true", help="measure the loop around the step instead (CPU)")
     parser.add_argument("--zero", action="store_true", help="measure data parallelism on two ranks instead (CPU)")
     parser.add_argument("--pipeline", action="store_true", help="measure a pipeline of two ranks instead (CPU)")
+    parser.add_argument("--experts", action="store_true", help="measure experts instead, on one and two ranks (CPU)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
     options = parser.parse_args(arguments)
     if options.steps < 1 or (options.batch is not None and options.batch < 1):
         parser.error("--steps and --batch must be at least 1")
     if options.overhead and options.steps < WARM_UP_STEPS + 2:
         parser.error(f"--overhead needs --steps {WARM_UP_STEPS + 2} or more")
-    if options.overhead + options.zero + options.pipeline > 1:
-        parser.error("--overhead, --zero and --pipeline measure different things: one of them")
-    known = list(benchmark_pipeline.SHAPES if options.pipeline else benchmark_zero.SHAPES if options.zero else SHAPES)
+    modes = [mode for mode in ("overhead", *ON_RANKS) if getattr(options, mode)]
+    if len(modes) > 1:
+        parser.error(f"--{' and --'.join(modes)} measure different things: one of them")
+    options.mode = modes[0] if modes else None
+    known = list(ON_RANKS[options.mode].SHAPES if options.mode in ON_RANKS else SHAPES)
     if not {*known}.issuperset(options.model or ()):
         parser.error(f"--model: what is compared so is one of {', '.join(known)}")
     if options.zero and sys.platform != "linux":
@@ -231,7 +239,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if options.overhead or options.zero or options.pipeline:
+    if options.mode:
         device = torch.device("cpu")
     on_cuda = device.type == "cuda"
     compiled = on_cuda if options.compile is None else options.compile
@@ -240,10 +248,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     hardware = device_name(device) + ("" if on_cuda else f", {torch.get_num_threads()} threads")
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     print(f"{hardware}; {versions}", flush=True)
-    if options.zero or options.pipeline:
-        compare_ranks = benchmark_zero.run if options.zero else benchmark_pipeline.run
-        shapes = options.model or list(benchmark_zero.SHAPES if options.zero else benchmark_pipeline.SHAPES)
-        return compare_ranks(shapes, precisions, rounds=options.steps, batch=options.batch, file=options.json)
+    if options.mode in ON_RANKS:
+        ranks = ON_RANKS[options.mode]
+        shapes = options.model or list(ranks.SHAPES)
+        status: int = ranks.run(shapes, precisions, rounds=options.steps, batch=options.batch, file=options.json)
+        return status
     report: dict[str, Any] = {"hardware": hardware, "versions": versions}
     if options.overhead:
         overheads = {each: measure_overhead(SHAPES["tiny"], precision=each, steps=options.steps) for each in precisions}

@@ -41,9 +41,17 @@ class Shape:
     cpu_batch: int
     cuda_batch: int
 
-    def config(self, batch: int, precision: str, device: torch.device, *overrides: str) -> Config:
-        """megalite's resolved configuration."""
-        batch_sizes = (f"train.global_batch_size={batch}", f"train.micro_batch_size={batch}")
+    def config(
+        self,
+        batch: int,
+        precision: str,
+        device: torch.device,
+        *overrides: str,
+        world_size: int = 1,
+        data_ranks: int = 1,
+    ) -> Config:
+        """megalite's resolved configuration: one microbatch on each of `data_ranks`."""
+        batch_sizes = (f"train.global_batch_size={batch}", f"train.micro_batch_size={batch // data_ranks}")
         return load_config(
             [
                 *self.overrides,
@@ -53,15 +61,14 @@ class Shape:
                 "tokenizer=byte",
                 *overrides,
             ],
-            1,
+            world_size,
         )
 
 
 GPT2 = ("model=gpt2", "model.vocab_size=50257")
-TINY_MOE = ("model=tiny", "model.moe.num_experts=8", "model.moe.top_k=2", "model.moe.ffn_hidden_size=352")
 SHAPES = {
     "tiny": Shape(("model=tiny", "model.vocab_size=4096", "train.seq_length=256"), 8, 128),
-    "tiny_moe": Shape((*TINY_MOE, "model.vocab_size=4096", "train.seq_length=256"), 8, 128),
+    "tiny_moe": Shape(("model=tiny_moe", "model.vocab_size=4096", "train.seq_length=256"), 8, 128),
     "gpt2": Shape((*GPT2, "train.seq_length=1024"), 1, 32),
     "1.3b": Shape(
         (
