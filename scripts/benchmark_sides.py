@@ -183,7 +183,7 @@ class Side:
         self._name = name
         self._connection, other_end = spawning.Pipe()
         self._process = spawning.Process(target=_take_turns, args=(other_end, name, config, torch.get_num_threads()))
-        with _environment_kept():  # the process inherits it
+        with environment_kept():  # the process inherits it
             if name == "megalite":
                 limit_openmp_spinning(os.environ)  # as the launcher does before torch is imported
             self._process.start()
@@ -245,7 +245,7 @@ def _take_turns(connection: Connection, name: str, config: Config, threads: int)
 
 
 @contextlib.contextmanager
-def _environment_kept() -> Iterator[None]:
+def environment_kept() -> Iterator[None]:
     """What changes meanwhile is as it was."""
     before = dict(os.environ)
     try:

@@ -82,13 +82,12 @@ def in_numbers(table: Tensor) -> dict[str, Any]:
     }
 
 
-def router_losses(router: Router, logits: Tensor, masks: TokenMasks) -> tuple[Tensor, Tensor, Tensor]:
+def router_losses(router: Router, logits: Tensor, experts: Tensor, masks: TokenMasks) -> tuple[Tensor, Tensor, Tensor]:
     """Balancing loss, z-loss and entropy of the probabilities, summed over this rank's tokens (so: the mean times their
-    number); the terms of all ranks of a microbatch add up to its own."""
-    moe, experts = router.moe, router.moe.num_experts
-    scored = masks.scored.unsqueeze(1)
+    number); the terms of all ranks of a microbatch add up to its own. `experts` [t, k] is what the router chose."""
+    moe, scored = router.moe, masks.scored.unsqueeze(1)
     probabilities = router.probabilities(logits).masked_fill(~scored, 0.0)
-    factor, of_sequence = experts * moe.aux_loss_coeff, moe.aux_loss == "sequence"
+    factor, of_sequence = moe.num_experts * moe.aux_loss_coeff, moe.aux_loss == "sequence"
     by_sequence = probabilities.unflatten(0, (-1, len(masks.lengths))).sum(0)  # [b, E]; tokens are [s, b]
     if moe.aux_loss == "global":
         balance = factor * (router.share * by_sequence).sum()
@@ -96,10 +95,13 @@ def router_losses(router: Router, logits: Tensor, masks: TokenMasks) -> tuple[Te
         with torch.no_grad():
             sequences = len(masks.lengths)
             own = torch.arange(len(logits), device=logits.device) % sequences  # the sequence of each token
-            chosen = own.unsqueeze(1) * experts + top_experts(probabilities, moe.top_k)  # [t, k]
-            counts = logits.new_zeros(sequences * experts)
+            # Groups and biases change the choice of experts, not what this loss counts.
+            largest = moe.score == "softmax" and moe.num_groups == 1
+            counted = experts if largest else top_experts(probabilities, moe.top_k)
+            chosen = own.unsqueeze(1) * moe.num_experts + counted  # [t, k]
+            counts = logits.new_zeros(sequences * moe.num_experts)
             counts.scatter_add_(0, chosen.flatten(), scored.to(counts.dtype).expand_as(chosen).flatten())
-            counts = counts.view(sequences, experts)
+            counts = counts.view(sequences, -1)
             lengths = masks.lengths.to(logits.dtype)
             if not of_sequence:
                 counts, lengths = counts.sum(0, keepdim=True), lengths.sum(0, keepdim=True)
@@ -107,10 +109,12 @@ def router_losses(router: Router, logits: Tensor, masks: TokenMasks) -> tuple[Te
                 counts = finish(start_all_reduce(counts, masks.sequence))
             counts /= moe.top_k * lengths.clamp(min=1).unsqueeze(1)
         balance = factor * (counts * by_sequence).sum()
-    squares = logits.logsumexp(1).square().masked_fill(~masks.scored, 0.0).sum()
+    z = logits.new_zeros(())
+    if moe.z_loss_coeff:
+        z = moe.z_loss_coeff * logits.logsumexp(1).square().masked_fill(~masks.scored, 0.0).sum()
     with torch.no_grad():
         entropy = -torch.special.xlogy(probabilities, probabilities).sum()
-    return balance, moe.z_loss_coeff * squares, entropy
+    return balance, z, entropy
 
 
 class _AddToLoss(torch.autograd.Function):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megalite.kernels.grouped import RowGroups
+from megalite.kernels.grouped import RowGroups, multiple_of_rows
 from megalite.launch.context import ParallelContext
 from megalite.moe.router import Choice, count_choices
 from megalite.moe.rows import Rows
@@ -71,11 +71,21 @@ def _by_expert(choice: Choice, experts: int) -> tuple[Tensor, Tensor]:
     return flat.argsort(stable=True), count_choices(flat, experts)
 
 
+def _computed(x: Tensor, rows: Rows, weights: Tensor, groups: RowGroups, compute: Compute) -> Tensor:
+    """What `compute` makes of `rows` of x, each with its weight [m], summed for each token. Rows that fill up a group
+    have weight 0: nothing of them is in a gradient."""
+    multiple = multiple_of_rows(len(weights), len(groups.counts), x.device, x.dtype)
+    if multiple > 1:
+        groups, source, place = groups.padded(len(weights), multiple)
+        rows, weights = rows.padded(source, place), weights.new_zeros(len(source)).scatter(0, place, weights)
+    return rows.sum(compute(rows.take(x), weights, groups))
+
+
 def _on_one_rank(x: Tensor, choice: Choice, experts: int, compute: Compute) -> Tensor:
     """Rows of no expert stay at the end, of which `compute` makes zeros: nobody needs to know how many they are."""
     order, counts = _by_expert(choice, experts)
     rows = Rows.of_choices(order, *choice.experts.shape, complete=True)
-    return rows.sum(compute(rows.take(x), choice.weights.flatten()[order], RowGroups.of(counts)))
+    return _computed(x, rows, choice.weights.flatten()[order], RowGroups.of(counts), compute)
 
 
 def _gathered(
@@ -89,8 +99,8 @@ def _gathered(
     numbers = counts.tolist()  # waits for the device: else there would be ep times as many rows
     order = order[: sum(numbers)]
     rows = Rows.of_choices(order, *chosen.shape, complete=False)
-    y = compute(rows.take(all_x), weights.flatten()[order], RowGroups(counts, numbers))
-    return reduce_scatter_to_sequence_parallel(rows.sum(y), group)
+    y = _computed(all_x, rows, weights.flatten()[order], RowGroups(counts, numbers), compute)
+    return reduce_scatter_to_sequence_parallel(y, group)
 
 
 def _exchanged(
@@ -124,11 +134,10 @@ def _exchanged(
     of_expert = torch.arange(local, device=order.device).repeat(members)
     of_expert = of_expert.repeat_interleave(from_members.flatten(), output_size=sum(receives))
     together = of_expert.argsort(stable=True)
-    sorting = Rows.reordered(together)
     groups = RowGroups(from_members.sum(0), [sum(arriving[expert::local]) for expert in range(local)])
-    y = compute(sorting.take(arrived), weights[together], groups)
+    computed = _computed(arrived, Rows.reordered(together), weights[together], groups, compute)
     back = _Exchange(receives, sends, group)
-    (returned,) = back.finish(back.start(sorting.sum(y)))
+    (returned,) = back.finish(back.start(computed))
     y = rows.sum(returned)
     return y if others is None else y + others
 

@@ -71,6 +71,7 @@ class MoELayer(nn.Module):
         moe, tokens = self.router.moe, x.flatten(0, 1)
         logits = self.router.logits(tokens)
         choice = self.router.choose(logits)
+        unmasked = choice.experts
         if masks.routed is not None:
             nobody = choice.experts.masked_fill(~masks.routed.unsqueeze(1), moe.num_experts)
             choice = Choice(nobody, choice.weights)
@@ -78,7 +79,7 @@ class MoELayer(nn.Module):
         if moe.capacity_factor is not None and masks.scale is not None:  # else padding and other texts would matter
             choice = drop_over_capacity(choice, moe.num_experts, moe.capacity_factor, masks)
         if masks.scale is not None and torch.is_grad_enabled():
-            balance, z, entropy = router_losses(self.router, logits, masks)
+            balance, z, entropy = router_losses(self.router, logits, unmasked, masks)
             choice = Choice(choice.experts, add_to_loss(choice.weights, (balance + z) * masks.scale))
         else:
             balance = z = entropy = logits.new_zeros(())

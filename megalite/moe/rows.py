@@ -33,6 +33,10 @@ class Rows(NamedTuple):
         """A row for each token, in another order: `order` [m] says whose."""
         return cls(order, inverse(order), None)
 
+    def padded(self, source: Tensor, place: Tensor) -> "Rows":
+        """With more rows: row i is a copy of today's row `source[i]`; sums take today's rows, which are at `place`."""
+        return Rows(self.token_of_row[source], place[self.by_token], self.starts)
+
     def take(self, x: Tensor) -> Tensor:
         """x [t, h] -> [m, h], the token of each row."""
         return _Take.apply(x, *self)  # type: ignore[no-any-return]

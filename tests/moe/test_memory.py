@@ -23,7 +23,7 @@ from tests.optim.allocations import allocations_of
 from tests.ranks import run_ranks
 from tests.tensor_parallel.live_bytes import LiveBytes
 
-S, B, H, F = 32, 1, 128, 96
+S, B, H, F = 64, 16, 128, 96
 BF16, FP32, INT64 = 2, 4, 8  # bytes
 NORMS = {"recompute": "selective", "recompute_modules": ["norm"]}
 EXPERTS = {"recompute": "selective", "recompute_modules": ["moe"]}
