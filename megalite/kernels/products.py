@@ -8,6 +8,7 @@ from megalite.kernels.pieces import piece_buffers, pieces
 # Elements of a product that is rounded at once, on a CPU: many, as each product packs `right` anew, yet few enough to
 # be a small part of the gradients. The largest weight of GPT-2's smallest blocks (2,359,296) is one tile.
 TILE_ELEMENTS = 5 << 19
+SMALL = 1 << 19  # elements of a total that stays in the caches: whole, a mixed sum takes a third of the pieces' time
 
 
 def add_transposed_product(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -16,6 +17,8 @@ def add_transposed_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total.addmm_(left.t(), right)
     elif total.is_cuda:
         torch.addmm(total, left.t(), right, out_dtype=total.dtype, out=total)
+    elif total.numel() <= SMALL:
+        total.add_(torch.mm(left.t(), right))
     else:
         # No CPU kernel multiplies bf16 into fp32, and mixed sums are slow: product, then widened copies and sums.
         tiles = max(1, -(-total.numel() // TILE_ELEMENTS))
