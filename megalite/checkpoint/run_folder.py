@@ -172,7 +172,7 @@ def examine(path: Path, resume: str, config: Mapping[str, Any], fingerprint: str
         remedy = "take it out of this folder; to continue its run, copy the whole run folder and set run_dir to it"
         problems.append(Problem("run_dir", str(path), rule, remedy))
     if run.data_fingerprint != fingerprint:
-        rule = f"data, tokenizer or train.seq_length differ from the run's (fingerprint {run.data_fingerprint})"
+        rule = f"data or tokenizer differ from the run's (fingerprint {run.data_fingerprint})"
         problems.append(Problem("data", fingerprint, rule, "use those of the run, or another run_dir for a new run"))
     if problems:
         raise UserError(problems)

@@ -56,11 +56,26 @@ _QWEN3_MOE_KEYS = {
     "moe.ffn_hidden_size": "moe_intermediate_size",
 }
 _EXPERT_KEYS = {"mixtral": _MIXTRAL_KEYS, "qwen3_moe": _QWEN3_MOE_KEYS}
-_LLAMA3_ROPE_KEYS = {
+_STRETCH_KEYS = {
     "rope_scaling_factor": "factor",
-    "rope_low_frequency_factor": "low_freq_factor",
-    "rope_high_frequency_factor": "high_freq_factor",
     "rope_original_positions": "original_max_position_embeddings",
+}
+_ROPE_KEYS = {  # by rope_type
+    "linear": {"rope_scaling_factor": "factor"},
+    "llama3": {
+        **_STRETCH_KEYS,
+        "rope_low_frequency_factor": "low_freq_factor",
+        "rope_high_frequency_factor": "high_freq_factor",
+    },
+    "yarn": {
+        **_STRETCH_KEYS,
+        "rope_beta_slow": "beta_slow",
+        "rope_beta_fast": "beta_fast",
+        "rope_truncate": "truncate",
+        "rope_attention_factor": "attention_factor",
+        "rope_mscale": "mscale",
+        "rope_mscale_all_dim": "mscale_all_dim",
+    },
 }
 _GPT2_ABSENT = {  # what transformers takes for keys that config.json lacks
     "n_inner": None,
@@ -267,18 +282,38 @@ def _rope_settings(found: Mapping[str, Any]) -> dict[str, Any]:
     """`rope_parameters` of transformers 5; before, `rope_theta` beside `rope_scaling`."""
     rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "llama3"):
-        raise ValueError(f"rope_type={kind} is neither default nor llama3")
+    if kind not in ("default", *_ROPE_KEYS):
+        raise ValueError(f"rope_type={kind} is none of default, {', '.join(_ROPE_KEYS)}")
     _require(rope, partial_rotary_factor=1.0)
     theta = rope.get("rope_theta", found.get("rope_theta", 10000.0))
-    if kind == "default":
+    if kind == "yarn":
+        rope = _yarn_in_full(rope, found)
+    if kind == "default" or rope["factor"] == 1.0:
         return {"rope_theta": theta, "rope_scaling_factor": 1.0}
-    return {"rope_theta": theta, **{name: rope[key] for name, key in _LLAMA3_ROPE_KEYS.items()}}
+    if rope["factor"] < 1.0:
+        raise ValueError(f"factor={rope['factor']} of {kind} is below 1")
+    return {"rope_theta": theta, "rope_scaling": kind, **{name: rope[key] for name, key in _ROPE_KEYS[kind].items()}}
+
+
+def _yarn_in_full(rope: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+    """With what transformers takes for keys that are absent, and without those that it passes over."""
+    rope = {"factor": None, "truncate": True, "attention_factor": None, **rope}
+    original = found.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
+    original = original or found["max_position_embeddings"]
+    factor = found["max_position_embeddings"] / original if rope["factor"] is None else rope["factor"]
+    if factor == 1.0 and rope["attention_factor"] not in (None, 1.0):
+        raise ValueError(f"attention_factor={rope['attention_factor']} of yarn with factor=1")
+    scales = {key: rope.get(key) or None for key in ("mscale", "mscale_all_dim")}
+    if rope["attention_factor"] is not None or None in scales.values():
+        scales = dict.fromkeys(scales)
+    betas = {"beta_slow": rope.get("beta_slow") or 1.0, "beta_fast": rope.get("beta_fast") or 32.0}
+    return {**rope, **betas, **scales, "factor": factor, "original_max_position_embeddings": original}
 
 
 def _rope_keys(config: ModelConfig) -> dict[str, Any]:
-    """In the older of the two forms, which transformers 4 and 5 both read."""
-    scaling = {"rope_type": "llama3", **{key: getattr(config, name) for name, key in _LLAMA3_ROPE_KEYS.items()}}
+    """In the older of the two forms, which transformers 4 and 5 both read. What is null is left out."""
+    keys = {key: getattr(config, name) for name, key in _ROPE_KEYS[config.rope_scaling].items()}
+    scaling = {"rope_type": config.rope_scaling, **{key: value for key, value in keys.items() if value is not None}}
     return {"rope_theta": config.rope_theta, "rope_scaling": None if config.rope_scaling_factor == 1.0 else scaling}
 
 

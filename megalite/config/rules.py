@@ -7,6 +7,7 @@ machine must have is in `machine_rules.py`. A rule that speaks of a setting that
 
 import re
 from collections.abc import Collection, Iterator
+from math import pi
 from typing import Any
 
 from megalite.config.bounds import bounds
@@ -22,12 +23,17 @@ from megalite.errors.problems import Problem
 from megalite.errors.remedies import divisors, multiples
 
 Fixes = dict[str, list[Any]]
+LLAMA3_SCALING = ("low_frequency_factor", "high_frequency_factor")
+YARN_SCALING = ("beta_slow", "beta_fast", "truncate", "attention_factor", "mscale", "mscale_all_dim")
 LOSS_SCALE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 # (switch, value that it needs, settings, why): without that value (of a number: or more) the settings do nothing.
 SWITCHED: list[tuple[str, Any, list[str], str]] = [
     ("train.recompute", "selective", ["train.recompute_modules"], ""),
     ("train.recompute", "full", ["train.recompute_layers"], ""),
     ("optimizer.zero", 1, ["optimizer.instances", "optimizer.ownership"], ": every rank holds all of the state"),
+    ("model.position", "rope", ["model.rope_scaling_factor"], ""),
+    ("model.rope_scaling", "llama3", [f"model.rope_{name}" for name in LLAMA3_SCALING], ""),
+    ("model.rope_scaling", "yarn", [f"model.rope_{name}" for name in YARN_SCALING], ""),
     ("precision", "fp16", [f"optimizer.{name}" for name in LOSS_SCALE], ": the loss is scaled in fp16 alone"),
 ]
 
@@ -64,10 +70,51 @@ def positions_suit_the_sequence(case: Case) -> Iterator[Flaw]:
         rule = f"longer than the table of learned positions, {case.show('model.max_positions')}"
         fixes: Fixes = {"train.seq_length": [model.max_positions], "model.max_positions": [length]}
         yield Flaw("train.seq_length", rule, fixes | {"model.position": ["rope"]})
-    low, high = model.rope_low_frequency_factor, model.rope_high_frequency_factor
-    if model.position == "rope" and model.rope_scaling_factor > 1 and high <= low:
-        rule = f"must be above model.rope_low_frequency_factor={low:g} where model.rope_scaling_factor is above 1"
-        yield Flaw("model.rope_high_frequency_factor", rule, {"model.rope_high_frequency_factor": [4 * low]})
+
+
+def rotary_scaling_is_told_in_full(case: Case) -> Iterator[Flaw]:
+    model, kind, factor = case.config.model, "model.rope_scaling", "model.rope_scaling_factor"
+    if model.rope_scaling_factor == 1:
+        if model.rope_scaling != SETTINGS[kind].default:
+            fixes: Fixes = {kind: [SETTINGS[kind].default]}
+            yield Flaw(kind, f"has no effect with {case.show(factor)}", fixes, f"{factor}=N above 1")
+        return
+    if model.position != "rope" or model.rope_scaling == "linear":
+        return
+    original = model.rope_original_positions
+    if original is None:
+        before = max(1, int(case.config.train.seq_length / model.rope_scaling_factor))
+        fixes = {"model.rope_original_positions": [before], kind: ["linear"]}
+        rule = f"must be set, to the context length before scaling: {case.show(kind)} counts turns in it"
+        yield Flaw("model.rope_original_positions", rule, fixes)
+    below, above = "model.rope_low_frequency_factor", "model.rope_high_frequency_factor"
+    if model.rope_scaling == "yarn":
+        below, above = "model.rope_beta_slow", "model.rope_beta_fast"
+    low, high = case.value(below), case.value(above)
+    if high <= low:
+        rule = f"must be above {below}={low:g} where model.rope_scaling_factor is above 1"
+        yield Flaw(above, rule, {above: [SETTINGS[above].default * low]})
+    if model.rope_scaling == "yarn":
+        yield from _yarn_scales_something(case, original)
+
+
+def _yarn_scales_something(case: Case, original: int | None) -> Iterator[Flaw]:
+    model, theta = case.config.model, "model.rope_theta"
+    if model.rope_theta <= 1:
+        yield Flaw(theta, "with model.rope_scaling=yarn must be above 1: frequencies fall", {theta: [10000.0]})
+    least = 2 * pi * model.rope_beta_slow  # positions in which the first pair, at one radian each, turns so many times
+    if original is not None and original <= least:
+        rule = f"no dimension turns model.rope_beta_slow={model.rope_beta_slow:g} times in so few"
+        fixes: Fixes = {"model.rope_original_positions": [int(least) + 1], "model.rope_scaling": ["linear"]}
+        yield Flaw("model.rope_original_positions", rule, fixes)
+    scales = ("model.rope_mscale", "model.rope_mscale_all_dim")
+    given = [name for name in scales if case.value(name) is not None]
+    if given and model.rope_attention_factor is not None:
+        rule = f"stands in place of {' and '.join(given)}: one of both"
+        yield Flaw("model.rope_attention_factor", rule, {"model.rope_attention_factor": [None]})
+    elif len(given) == 1:
+        (other,) = set(scales) - {*given}
+        yield Flaw(given[0], f"has no effect without {other}", {given[0]: [None], other: [1.0]})
 
 
 def names_are_file_names(case: Case) -> Iterator[Flaw]:
@@ -159,7 +206,7 @@ def vocabulary_holds_the_tokens(case: Case) -> Iterator[Flaw]:
 
 
 RULES: tuple[Rule, ...] = (
-    *(heads_share_the_width, positions_suit_the_sequence, names_are_file_names),
+    *(heads_share_the_width, positions_suit_the_sequence, rotary_scaling_is_told_in_full, names_are_file_names),
     *(*PARALLEL_RULES, *MOE_RULES),
     *(recompute_names_what_there_is, learning_rate_follows_its_schedule, listed_steps_are_steps_of_the_run),
     *(*OPTIMIZER_RULES, settings_have_an_effect),

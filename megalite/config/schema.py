@@ -75,10 +75,27 @@ class ModelConfig:
     max_positions: int | None = setting(None, "length of the learned table; null: train.seq_length", at_least=1)
     position: str = setting("rope", "how positions enter the model", choices=("learned", "rope"))
     rope_theta: float = setting(10000.0, "base of the rotary frequencies", above=0)
-    rope_scaling_factor: float = setting(1.0, "Llama-3 scaling of the low rotary frequencies; 1: none", at_least=1)
-    rope_low_frequency_factor: float = setting(1.0, "Llama-3 scaling: below this many turns, fully scaled", above=0)
-    rope_high_frequency_factor: float = setting(4.0, "Llama-3 scaling: above this many turns, unscaled", above=0)
-    rope_original_positions: int = setting(8192, "Llama-3 scaling: context length before scaling", at_least=1)
+    rope_scaling: str = setting(
+        "llama3",
+        "which rotary frequencies rope_scaling_factor divides: all, or the low ones",
+        choices=("linear", "llama3", "yarn"),
+    )
+    rope_scaling_factor: float = setting(1.0, "times that the context becomes longer; 1: no scaling", at_least=1)
+    rope_original_positions: int | None = setting(
+        None, "llama3, yarn: context length before scaling, in which turns are counted", at_least=1
+    )
+    rope_low_frequency_factor: float = setting(1.0, "llama3: below this many turns, fully scaled", above=0)
+    rope_high_frequency_factor: float = setting(4.0, "llama3: above this many turns, unscaled", above=0)
+    rope_beta_slow: float = setting(1.0, "yarn: below this many turns, fully scaled", above=0)
+    rope_beta_fast: float = setting(32.0, "yarn: above this many turns, unscaled", above=0)
+    rope_truncate: bool = setting(True, "yarn: these two borders are moved apart to whole pairs of dimensions")
+    rope_attention_factor: float | None = setting(
+        None, "yarn: multiplies queries and keys; null: m(rope_mscale) / m(rope_mscale_all_dim)", above=0
+    )
+    rope_mscale: float | None = setting(
+        None, "yarn: m(x) = 0.1 x log(rope_scaling_factor) + 1; null for both: m(1)", above=0
+    )
+    rope_mscale_all_dim: float | None = setting(None, "yarn: see rope_mscale", above=0)
     norm: str = setting("rmsnorm", "normalisation before attention, MLP and head", choices=("layernorm", "rmsnorm"))
     norm_eps: float = setting(1e-5, "added to the variance in every norm", above=0)
     activation: str = setting(

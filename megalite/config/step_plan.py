@@ -79,6 +79,12 @@ def ramp_sizes(train: TrainConfig) -> Sequence[int]:
     return [train.global_batch_size] if ramp_flaw(train) else batch_ramp(train).sizes
 
 
+def samples_when_longer(samples: int, before: int, now: int) -> int:
+    """How many samples of `now` tokens have gone by where `samples` of `before` tokens have: rounded up, so that no
+    token comes a second time."""
+    return -(-samples * before // now)
+
+
 @dataclass(frozen=True)
 class PlannedStep:
     """Step number `step` (from 1) takes the samples [first, first + sequences); `skipped`: without training on them."""

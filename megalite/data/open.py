@@ -86,7 +86,7 @@ def open_data(config: Config, found: TokenFiles) -> OpenedData:
         validation=SampleSource(validation, weights, seq_length, vocab_size, None, end) if validation else None,
         tokenizer=tokenizer,
         vocab_size=vocab_size,
-        fingerprint=digest(FORMAT, [file.identity() for file in files], seq_length, fraction, weights),
+        fingerprint=digest(FORMAT, [file.identity() for file in files], fraction, weights),
         description="; ".join([*described, *([tokenizer.name] if tokenizer else []), *found.unread]),
     )
 

@@ -89,15 +89,16 @@ def export_model(
 
     `values` are (logical name, tensor of the logical shape on any device) in the order of `gpt_parameters(config)`, as
     `import_model` and `start_values` give them; they are rounded to `dtype`. `config` is resolved (no None left).
-    `context_length` is what a family with rotary positions says of its length; `end_of_document` the token that ends a
-    text, and so stands before the next one: it is what to begin with, too.
+    `context_length` is what a family with rotary positions says of its length (with YaRN, the length that they were
+    stretched to: transformers 4 takes the factor from it); `end_of_document` the token that ends a text, and so stands
+    before the next one: it is what to begin with, too.
     """
     family = family_of(config)
     ends = dict.fromkeys(("bos_token_id", "eos_token_id"), end_of_document)  # absent: the family's first model's
     described = describe(family, config) | ends
     described |= {"architectures": [ARCHITECTURE[family]], "dtype": str(dtype).removeprefix("torch.")}
     if config.position == "rope":
-        described["max_position_embeddings"] = context_length
+        described["max_position_embeddings"] = _stretched_positions(config) or context_length
     by_parameter = sources(family, config)
     shapes = {name: shape for source in by_parameter.values() for name, shape in source.tensors.items()}
     empty = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
@@ -121,6 +122,14 @@ def export_model(
             metadata = plan.metadata | {"total_parameters": sum(tensor.numel() for tensor in empty.values())}
             index = {"metadata": metadata, "weight_map": plan.tensor_to_filename}
             _write_json(unfinished / "model.safetensors.index.json", index)
+
+
+def _stretched_positions(config: ModelConfig) -> int | None:
+    """The context length that YaRN has stretched the positions to; None without YaRN."""
+    if config.rope_scaling != "yarn" or config.rope_scaling_factor == 1.0:
+        return None
+    assert config.rope_original_positions is not None, "a rule asks for it"
+    return round(config.rope_scaling_factor * config.rope_original_positions)
 
 
 def family_of(config: ModelConfig) -> str:

@@ -28,7 +28,7 @@ from megalite.model.embedding import Embedding
 from megalite.model.loss import linear_cross_entropy
 from megalite.model.norm import build_norm
 from megalite.model.parameters import padded_vocabulary
-from megalite.model.rotary import rotary_frequencies, rotary_tables
+from megalite.model.rotary import rotary_frequencies, rotary_magnitude, rotary_tables
 from megalite.moe.balance import AFTER_COUNTS, TokenMasks
 from megalite.moe.dispatch import ExpertRanks
 from megalite.moe.router import Router
@@ -222,7 +222,7 @@ class GPT(nn.Module):
     def _run_blocks(self, x: Tensor, batch: Batch, keys: Mapping[Stream, DropoutKey], scale: Tensor | None) -> Tensor:
         rope = self.config.position == "rope"  # rotary tables and document mask are built once for all layers
         shared = BlockInputs(
-            rotation=rotary_tables(self.frequencies, batch.positions) if rope else None,
+            rotation=rotary_tables(self.frequencies, batch.positions, rotary_magnitude(self.config)) if rope else None,
             mask=None if batch.documents is None else document_mask(batch.documents, self.dtype),
             masks=TokenMasks.of(batch.loss_mask, scale, self.place.sequence) if self.routers else None,
         )

@@ -4,7 +4,7 @@
 the positions of a batch and shared by all layers; what is rotated is rounded to the activations' dtype once.
 """
 
-from math import pi
+from math import ceil, floor, log, pi
 
 import torch
 from torch import Tensor
@@ -15,25 +15,68 @@ from megalite.config.schema import ModelConfig
 def rotary_frequencies(config: ModelConfig) -> Tensor:
     """Radians per position of each pair of dimensions: [head_size / 2], fp64.
 
-    Llama-3 scaling: frequencies that turn less than `low` times in the original context are divided by the factor,
-    those that turn more than `high` times are kept, those between are blended linearly in the number of turns.
+    Scaling divides frequencies by the factor: all of them (linear: Chen et al. 2023, arXiv 2306.15595), or those of
+    few turns in the original context, and leaves a share of the others (llama3, yarn).
     """
     assert config.head_size is not None
     exponents = torch.arange(0, config.head_size, 2, dtype=torch.float64) / config.head_size
     frequencies = config.rope_theta**-exponents
     if config.rope_scaling_factor == 1.0:
         return frequencies
-    low, high = config.rope_low_frequency_factor, config.rope_high_frequency_factor
-    turns = config.rope_original_positions * frequencies / (2 * pi)
-    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)  # share of the unscaled frequency
+    kept = torch.zeros_like(frequencies)  # share of the unscaled frequency
+    if config.rope_scaling == "llama3":
+        kept = _kept_by_llama3(config, frequencies)
+    elif config.rope_scaling == "yarn":
+        kept = _kept_by_yarn(config)
     return frequencies * (kept + (1.0 - kept) / config.rope_scaling_factor)
 
 
-def rotary_tables(frequencies: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Factors of x and of its swapped halves, cosines and signed sines, for positions [b, s]: two [b, s, head_size], or
-    [1, s, head_size] of one row of positions that was expanded to b."""
+def rotary_magnitude(config: ModelConfig) -> float:
+    """What multiplies queries and keys as they are turned: YaRN makes attention sharper where there is more to attend
+    to (arXiv 2309.00071, eq. 22). Two scales, as DeepSeek has them, divide each other."""
+    if config.rope_scaling != "yarn" or config.rope_scaling_factor == 1.0:
+        return 1.0
+    if config.rope_attention_factor is not None:
+        return config.rope_attention_factor
+    over, under = config.rope_mscale, config.rope_mscale_all_dim
+    if over is None or under is None:
+        over, under = 1.0, 0.0
+    step = 0.1 * log(config.rope_scaling_factor)
+    return (over * step + 1.0) / (under * step + 1.0)
+
+
+def _kept_by_llama3(config: ModelConfig, frequencies: Tensor) -> Tensor:
+    """0 below `low` turns in the original context, 1 above `high`, and between them linear in the number of turns."""
+    assert config.rope_original_positions is not None, "a rule asks for it"
+    low, high = config.rope_low_frequency_factor, config.rope_high_frequency_factor
+    turns = config.rope_original_positions * frequencies / (2 * pi)
+    return ((turns - low) / (high - low)).clamp(0.0, 1.0)
+
+
+def _kept_by_yarn(config: ModelConfig) -> Tensor:
+    """1 above `fast` turns in the original context, 0 below `slow`, and between them linear in the number of the pair.
+
+    transformers bounds the borders by numbers of dimensions, not pairs, and parts equal ones by 0.001; so it is here.
+    """
+    assert config.head_size is not None
+    assert config.rope_original_positions is not None, "a rule asks for it"
+    pairs = config.head_size // 2
+    fast, slow = (  # the pair, a fraction maybe, that turns so many times
+        pairs * log(config.rope_original_positions / (2 * pi * turns)) / log(config.rope_theta)
+        for turns in (config.rope_beta_fast, config.rope_beta_slow)
+    )
+    if config.rope_truncate:
+        fast, slow = floor(fast), ceil(slow)
+    first, last = max(fast, 0), min(slow, config.head_size - 1)
+    width = last - first or 0.001
+    return 1.0 - ((torch.arange(pairs, dtype=torch.float64) - first) / width).clamp(0.0, 1.0)
+
+
+def rotary_tables(frequencies: Tensor, positions: Tensor, magnitude: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Factors of x and of its swapped halves, `magnitude` times cosines and signed sines, for positions [b, s]: two
+    [b, s, head_size], or [1, s, head_size] of one row of positions that was expanded to b."""
     if positions.stride(0) == 0:
         positions = positions[:1]
     angles = positions[:, :, None] * frequencies  # [b, s, head_size / 2]
-    cos, sin = angles.cos(), angles.sin()
+    cos, sin = angles.cos() * magnitude, angles.sin() * magnitude
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)

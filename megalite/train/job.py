@@ -21,6 +21,7 @@ from megalite.config.derive import OPEN, derive_vocabulary
 from megalite.config.inherited import DERIVED
 from megalite.config.schema import Config, LearningRateConfig
 from megalite.config.settings import as_plain, value_of
+from megalite.config.step_plan import samples_when_longer
 from megalite.config.user_files import as_record
 from megalite.data.open import OpenedData, Preparation, open_data
 from megalite.errors.problems import Problem, UserError
@@ -158,6 +159,12 @@ def _restore(job: Job, found: Found, report: Callable[[str], None]) -> None:
         training.loss_scale.state.copy_(torch.tensor(state.loss_scale))
     job.progress, job.tokenizer_files, job.resumed_from = state.progress, state.tokenizer, found.step
     before, train, step = state.config, job.config.train, found.step
+    if (length := before["train"]["seq_length"]) != train.seq_length:
+        consumed = job.progress.samples
+        job.progress.samples = samples_when_longer(consumed, length, train.seq_length)
+        over = job.progress.samples * train.seq_length - consumed * length
+        passed_over = f"; {over:,} are passed over, to begin with a whole sample" if over else ""
+        report(f"the data goes on behind the first {consumed * length:,} tokens of its order{passed_over}")
     schedule = as_record(LearningRateConfig, before["lr"], found.path / STATE)
     old = learning_rate(step, schedule, peak=before["optimizer"]["lr"], steps=before["train"]["steps"])
     new = learning_rate(step, job.config.lr, peak=job.config.optimizer.lr, steps=train.steps)

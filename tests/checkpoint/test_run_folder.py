@@ -136,7 +136,7 @@ def test_what_may_change_is_said(tmp_path: Path) -> None:
 def test_every_architecture_setting_of_the_model_is_fixed() -> None:
     """A setting that is added to the schema is fixed unless someone decides that it is free."""
     saved = settings()
-    saved["model"]["moe"]["num_experts"] = 8  # else the others say nothing
+    saved["model"]["moe"]["num_experts"] = saved["model"]["rope_scaling_factor"] = 8  # else the others say nothing
     free = set()
     for field, value in flatten(saved["model"]).items():
         other = deepcopy(saved)
@@ -150,6 +150,45 @@ def test_every_architecture_setting_of_the_model_is_fixed() -> None:
         *("name", "dropout", "attention_dropout", "embedding_dropout", "init_std", "loss_chunk_tokens"),
         *(f"moe.{name}" for name in balancing),
     }
+
+
+LONGER = {"train__seq_length": 512, "model__rope_scaling": "yarn", "model__rope_scaling_factor": 2.0}
+
+
+def test_sequences_may_grow_and_rotary_positions_with_them() -> None:
+    longer = settings(**LONGER, model__rope_theta=5e5, model__rope_original_positions=256)
+    problems, changes = compare(settings(), longer)
+    assert not problems
+    assert [change.partition(" ")[0] for change in changes] == [
+        *("model.rope_original_positions", "model.rope_scaling", "model.rope_scaling_factor", "model.rope_theta"),
+        "train.seq_length",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "rules"),
+    [
+        ({"train__seq_length": 128}, {"train.seq_length": "it may only grow"}),
+        ({"model__rope_theta": 5e5}, {"model.rope_theta": "it may change where train.seq_length grows"}),
+        (
+            {"model__rope_scaling": "linear", "model__rope_scaling_factor": 2.0},
+            dict.fromkeys(["model.rope_scaling", "model.rope_scaling_factor"], "where train.seq_length grows"),
+        ),
+        ({**LONGER, "train__batch_ramp": [2, 2, 8]}, {"train.batch_ramp": "of train.seq_length=512"}),
+        ({**LONGER, "model__max_positions": 512}, {"model.max_positions": "started with"}),
+        ({**LONGER, "seed": 1}, {"seed": "started with seed=1234"}),
+    ],
+)
+def test_what_growing_sequences_do_not_allow(changes: dict[str, Any], rules: dict[str, str]) -> None:
+    problems, _ = compare(settings(), settings(**changes))
+    assert [problem.setting for problem in problems] == list(rules)
+    for problem in problems:
+        assert rules[problem.setting] in problem.rule
+
+
+def test_how_positions_would_be_scaled_says_nothing_where_they_are_not() -> None:
+    """Runs from before that setting could be null have 8192 positions there."""
+    assert compare(settings(model__rope_original_positions=8192), settings()) == ([], [])
 
 
 def test_a_run_that_never_saved_may_start_as_another(tmp_path: Path) -> None:

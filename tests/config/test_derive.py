@@ -19,6 +19,7 @@ OPEN = {  # what the data or the machine decides, or what has no meaning in the 
     "model.moe.ffn_hidden_size",
     "model.moe.capacity_factor",
     "model.max_positions",
+    *(f"model.rope_{name}" for name in ("original_positions", "attention_factor", "mscale", "mscale_all_dim")),
     "model.loss_chunk_tokens",
     "train.compile",
     "train.recompute_layers",

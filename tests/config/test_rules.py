@@ -20,6 +20,8 @@ from tests.config.refusal import refusal, settings
 
 HEADS = "model.num_attention_heads"
 
+YARN = "model.rope_scaling=yarn model.rope_scaling_factor=4 model.rope_original_positions=50"
+
 # Command line, world size, the setting that is named, and words of the message.
 BROKEN = [
     ("model.hidden_size=250", 1, "model.hidden_size", ["num_attention_heads=4", "248 or 256", "model.head_size"]),
@@ -29,10 +31,34 @@ BROKEN = [
     ("model.position=learned model.max_positions=128", 1, "train.seq_length", ["256", "128", "rope"]),
     ("model.position=learned model.max_positions=1024 train.seq_length=2048", 1, "train.seq_length", ["1024", "2048"]),
     (
-        "model.rope_scaling_factor=8 model.rope_high_frequency_factor=1",
+        "model.rope_scaling_factor=8 model.rope_original_positions=99 model.rope_high_frequency_factor=1",
         1,
         "model.rope_high_frequency_factor",
         ["=4.0"],
+    ),
+    ("model.rope_scaling=yarn", 1, "model.rope_scaling", ["no effect", "model.rope_scaling_factor=N", "=llama3"]),
+    ("model.rope_scaling_factor=4", 1, "model.rope_original_positions", ["must be set", "=64", "rope_scaling=linear"]),
+    (f"{YARN}0 model.rope_beta_slow=32", 1, "model.rope_beta_fast", ["above model.rope_beta_slow=32", "=1024.0"]),
+    (f"{YARN} model.rope_theta=1", 1, "model.rope_theta", ["above 1", "=10000.0"]),
+    (f"{YARN} model.rope_beta_slow=9 model.rope_beta_fast=99", 1, "model.rope_original_positions", ["9 times", "=57"]),
+    (f"{YARN} model.rope_mscale=1", 1, "model.rope_mscale", ["without model.rope_mscale_all_dim", "_all_dim=1.0"]),
+    (
+        f"{YARN} model.rope_mscale=1 model.rope_mscale_all_dim=1 model.rope_attention_factor=2",
+        1,
+        "model.rope_attention_factor",
+        ["in place of model.rope_mscale and model.rope_mscale_all_dim", "leave model.rope_attention_factor unset"],
+    ),
+    (
+        "model.rope_scaling=linear model.rope_scaling_factor=2 model.rope_truncate=false",
+        1,
+        "model.rope_truncate",
+        ["no effect with model.rope_scaling=linear", "model.rope_truncate=true"],
+    ),
+    (
+        "model.position=learned model.rope_scaling_factor=2 model.rope_original_positions=9",
+        1,
+        "model.rope_scaling_factor",
+        ["no effect with model.position=learned", "=1.0"],
     ),
     ("model.name=../up", 1, "model.name", ["letters"]),
     (

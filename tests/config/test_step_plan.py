@@ -7,7 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalite.config.schema import TrainConfig
-from megalite.config.step_plan import BatchRamp, PlannedStep, batch_ramp, planned_steps, ramp_sizes
+from megalite.config.step_plan import (
+    BatchRamp,
+    PlannedStep,
+    batch_ramp,
+    planned_steps,
+    ramp_sizes,
+    samples_when_longer,
+)
 
 
 def plan(train: TrainConfig, steps: int, *, done: int = 0, samples: int = 0) -> list[PlannedStep]:
@@ -86,3 +93,10 @@ def test_numbers_that_are_no_ramp_have_no_sizes_but_the_full_one() -> None:
     assert list(ramp_sizes(train)) == [8]
     with pytest.raises(ValueError, match="do not lead from 3"):
         batch_ramp(train)
+
+
+@given(st.integers(0, 10**12), st.integers(1, 10**5), st.integers(0, 10**6))
+def test_longer_samples_begin_behind_the_last_token_that_was_read(samples: int, before: int, more: int) -> None:
+    now = before + more
+    skipped = samples_when_longer(samples, before, now) * now - samples * before
+    assert 0 <= skipped < now

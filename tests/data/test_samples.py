@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megalite.config.step_plan import samples_when_longer
 from megalite.data.samples import Part, SampleSource
 from megalite.data.token_file import TokenFile
 from megalite.errors.problems import UserError
@@ -14,10 +15,14 @@ WriteTokens = Callable[..., Path]
 
 
 def source(
-    *files: TokenFile, weights: tuple[int, ...] = (1,), seed: int | None = 1, vocab_size: int = 1000
+    *files: TokenFile,
+    weights: tuple[int, ...] = (1,),
+    seed: int | None = 1,
+    vocab_size: int = 1000,
+    seq_length: int = 4,
 ) -> SampleSource:
     parts = [Part(file, 0, len(file.tokens)) for file in files]
-    return SampleSource(parts, weights, 4, vocab_size, seed, None)
+    return SampleSource(parts, weights, seq_length, vocab_size, seed, None)
 
 
 def counting(write_tokens: WriteTokens, name: str, first: int, stop: int) -> TokenFile:
@@ -100,3 +105,36 @@ def test_an_id_beyond_the_vocabulary_is_named_when_it_is_read(write_tokens: Writ
         UserError, match=rf"bad\.bin.*token id {bad} at token 8 \(document 1, sample 1\).*vocabulary of 90"
     ):
         data.read(np.array([0, 1]))
+
+
+@pytest.mark.parametrize(("now", "passed_over"), [(8, 4), (9, 8), (14, 0), (28, 0)])
+def test_longer_samples_in_the_order_of_the_file_repeat_and_skip_no_token(
+    write_tokens: WriteTokens, now: int, passed_over: int
+) -> None:
+    file = counting(write_tokens, "a", 0, 401)
+    labels = source(file, seed=None).read(np.arange(7))[0][:, 1:].ravel()
+    first = samples_when_longer(7, 4, now)
+    longer = source(file, seed=None, seq_length=now).read(np.arange(first, first + 5))[0][:, 1:].ravel()
+    assert labels.tolist() == list(range(1, 29))
+    assert longer.tolist() == list(range(29 + passed_over, 29 + passed_over + 5 * now))
+
+
+def test_longer_samples_of_a_shuffled_blend_go_on_at_the_same_epochs(write_tokens: WriteTokens) -> None:
+    files = counting(write_tokens, "a", 0, 401), counting(write_tokens, "b", 500, 999)
+    short, long = (source(*files, weights=(401, 499), seq_length=length) for length in (4, 8))
+    for samples in (30, 225, 1000):
+        done = samples_when_longer(samples, 4, 8)
+        for at, (before, after) in enumerate(zip(short.epochs(samples), long.epochs(done), strict=True)):
+            one = 1 / long.parts[at].samples(8)
+            assert abs(after - before) < (2 + before) * one, "one for rounding, one for the blend's, and one per epoch"
+
+
+def test_of_a_shuffled_epoch_longer_samples_read_again_the_share_that_was_read(write_tokens: WriteTokens) -> None:
+    """docs/training.md: f (1 - f) of the epoch twice, and as much not at all."""
+    file = counting(write_tokens, "a", 0, 16001)
+    for share in (0.25, 0.5):
+        consumed = int(share * 4000)
+        read = source(file, vocab_size=16001).read(np.arange(consumed))[0][:, 1:]
+        longer = source(file, vocab_size=16001, seq_length=8)
+        rest = longer.read(np.arange(samples_when_longer(consumed, 4, 8), 2000))[0][:, 1:]
+        assert abs(len(np.intersect1d(read, rest)) / 16000 - share * (1 - share)) < 0.02

@@ -35,12 +35,14 @@ SMALL = """\
 # Calls the real {name} with what makes a documented command small.
 steps=$(grep -o 'train.steps=[0-9]*' <<<" $* " | tail -n 1)
 [ "${{steps#*=}}" -le 20 ] 2>/dev/null || steps=train.steps=3
+length=$(grep -o 'train.seq_length=[0-9]*' <<<" $* " | tail -n 1)
+[ "${{length#*=}}" -le 64 ] 2>/dev/null || length=train.seq_length=32
 tokenizer=
 case " $* " in *" data=tokens "* | *" tokenizer="*) ;; *) tokenizer=tokenizer=byte ;; esac
 case " $* " in
     *" -m pip "*) echo "nothing is to be installed: see setup.sh's stamp" >&2; exit 1 ;;
     *pretrain_gpt.py*--help*) ;;
-    *pretrain_gpt.py*) set -- "$@" {settings} $steps $tokenizer ;;
+    *pretrain_gpt.py*) set -- "$@" {settings} $steps $length $tokenizer ;;
     *benchmark.py*--overhead*) set -- "${{@/bf16/fp32}}" --precision fp32 --steps 4 --batch 1 ;;
     *benchmark.py*) set -- "${{@/bf16/fp32}}" --model tiny --precision fp32 --steps 1 --batch 1 ;;
     *" -m pytest "*.py*) set -- "$@" --collect-only -q ;;
@@ -56,7 +58,7 @@ exec {real} "$@"
 CHECK = "import sys; from megalite.config.compose import load_config; load_config(sys.argv[2:], int(sys.argv[1]))"
 SETTINGS = (
     "model.num_layers=4 model.hidden_size=32 model.num_attention_heads=4 model.num_key_value_heads=4 "
-    "model.ffn_hidden_size=64 train.seq_length=32 lr.warmup_steps=0 train.eval_batches=1 train.sample_tokens=4"
+    "model.ffn_hidden_size=64 lr.warmup_steps=0 train.eval_batches=1 train.sample_tokens=4"
 )
 
 

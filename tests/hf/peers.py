@@ -21,6 +21,17 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0}
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 50.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 4.0,
+    "mscale": 1.3,
+    "mscale_all_dim": 0.4,
+    "truncate": False,
+}
 GPT2: dict[str, Any] = {
     "n_layer": 2,
     "n_embd": 24,
@@ -55,6 +66,8 @@ PEERS: dict[str, Any] = {
     "llama": transformers.LlamaConfig(**GROUPED),
     "llama_tied": transformers.LlamaConfig(**GROUPED, tie_word_embeddings=True),
     "llama3_rope": transformers.LlamaConfig(**GROUPED, rope_parameters=LLAMA3_ROPE),
+    "linear_rope": transformers.LlamaConfig(**GROUPED, rope_parameters=LINEAR_ROPE),
+    "yarn_rope": transformers.LlamaConfig(**GROUPED, rope_parameters=YARN_ROPE, max_position_embeddings=256),
     "llama_bias": transformers.LlamaConfig(**GROUPED, attention_bias=True, mlp_bias=True),
     "qwen3": transformers.Qwen3Config(**GROUPED, head_dim=10),
     "qwen3_tied": transformers.Qwen3Config(**GROUPED, head_dim=10, tie_word_embeddings=True),

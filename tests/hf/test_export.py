@@ -85,6 +85,7 @@ def refusal(config: ModelConfig, folder: Path, **options: Any) -> str:
     "name",
     [
         *("gpt2", "gpt2_untied", "llama", "llama_tied", "llama3_rope", "llama_bias", "qwen3", "qwen3_tied"),
+        *("linear_rope", "yarn_rope"),
         *("mixtral", "qwen3_moe", "qwen3_moe_unnormalized"),
     ],
 )
@@ -111,6 +112,8 @@ def test_what_was_imported_is_exported_bit_for_bit(name: str, dtype: torch.dtype
         ("llama", {}),
         ("llama", {"bias": True, "tie_embeddings": True}),
         ("llama", {"rope_scaling_factor": 8.0, "rope_original_positions": 16}),
+        ("llama", {"rope_scaling": "linear", "rope_scaling_factor": 3.0}),
+        ("qwen3", {"rope_scaling": "yarn", "rope_scaling_factor": 4.0, "rope_original_positions": 8}),
         ("qwen3", {}),
         ("qwen3", {"tie_embeddings": False, "rope_scaling_factor": 4.0, "rope_original_positions": 8}),
         ("mixtral", {}),
@@ -182,6 +185,18 @@ def test_a_model_in_several_files_is_the_same_model(tmp_path: Path) -> None:
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in whole.values())
     loaded = transformers.AutoModelForCausalLM.from_pretrained(parts).state_dict()
     assert all(torch.equal(loaded[key], whole[key]) for key in whole)
+
+
+def test_the_length_told_of_yarn_is_the_stretched_one(tmp_path: Path) -> None:
+    """transformers 4 divides it by the original length, and takes that for the factor."""
+    yarn = {"rope_scaling": "yarn", "rope_scaling_factor": 2.5, "rope_original_positions": 10}
+    for changes, length in (
+        (yarn, 25),
+        (yarn | {"rope_scaling": "llama3"}, 32),
+        (yarn | {"rope_scaling_factor": 1.0}, 32),
+    ):
+        folder = export(small("llama", **changes), tmp_path / str(len(list(tmp_path.iterdir()))))
+        assert json.loads((folder / "config.json").read_text())["max_position_embeddings"] == length
 
 
 def test_padding_rows_and_the_tied_head_are_left_out(tmp_path: Path) -> None:

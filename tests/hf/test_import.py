@@ -128,7 +128,7 @@ def test_non_finite_values_are_refused_by_name(tmp_path: Path) -> None:
         ({"model_type": "mamba"}, "must be one of gpt2, llama, qwen3"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"use_sliding_window": True}, "use_sliding_window"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type=dynamic is none of default, linear"),
         ({"attention_bias": True}, "mlp_bias"),
     ],
 )

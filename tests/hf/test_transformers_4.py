@@ -54,7 +54,8 @@ def transformers_4(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def export(folder: Path, family: str, tokenizer: TextTokenizer) -> Any:
     """A model of random values as a folder of Hugging Face's, and the same as ours."""
-    config = small(family, vocab_size=tokenizer.vocab_size)
+    yarn = {"rope_scaling": "yarn", "rope_scaling_factor": 4.0, "rope_original_positions": 16}
+    config = small(family, vocab_size=tokenizer.vocab_size, **(yarn if family == "qwen3" else {}))
     generator = torch.Generator().manual_seed(1)
     records = gpt_parameters(config)
     values = [(record.name, torch.randn(record.shape, generator=generator).double() * 0.3) for record in records]

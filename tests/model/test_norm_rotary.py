@@ -56,8 +56,8 @@ def test_rotation_turns_pairs_by_position_times_frequency() -> None:
     assert torch.equal(turned[..., -1, :], qkv[..., -1, :]), "values are not rotated"
 
 
-def test_the_gradient_of_a_rotation_is_the_turn_back() -> None:
-    tables = rotary_tables(rotary_frequencies(small(head_size=4)), torch.tensor([[3, 8]]))
+def test_the_gradient_of_a_rotation_is_the_turn_back_times_its_magnitude() -> None:
+    tables = rotary_tables(rotary_frequencies(small(head_size=4)), torch.tensor([[3, 8]]), magnitude=1.3)
     qkv = torch.randn(2, 1, 2, 3, 4, dtype=torch.float64).requires_grad_()
     assert torch.autograd.gradcheck(lambda x: rotate(x, *tables), qkv)
 

@@ -33,6 +33,7 @@ from megalite.launch.context import ParallelContext
 from megalite.launch.environment import read_environment
 from megalite.layout.ranks import ParallelLayout
 from megalite.model.gpt import GPT
+from megalite.optim.schedule import learning_rate
 from megalite.pipeline.executor import Executor
 from megalite.train.history import read_events, read_metrics
 from megalite.train.step import PendingFigures, TrainStep
@@ -99,6 +100,39 @@ def test_a_stopped_and_continued_run_equals_the_uninterrupted_one(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert not resume_differs(text, tmp_path, monkeypatch)
+
+
+def test_sequences_grow_in_the_middle_of_a_run(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """28 samples of 16 tokens were read: the next one of 40 is number 12. A stop in the longer stage is as any."""
+    read: list[int] = []
+
+    def noted(source: Any, first: int, *args: Any) -> Batch:
+        read.append(first)
+        return read_batch(source, first, *args)
+
+    read_batch = batches_module.read_batch
+    assert start(config_for(text, tmp_path, steps=7, eval_interval=0)) == 0
+    monkeypatch.setattr(batches_module, "read_batch", noted)
+    longer = config_for(text, tmp_path, seq_length=40, eval_interval=0)
+    scaling = {"rope_scaling": "yarn", "rope_scaling_factor": 2.5, "rope_original_positions": 16}
+    longer = replace(longer, model=replace(longer.model, **scaling))
+    capsys.readouterr()
+    for stop in (8, STEPS):
+        with monkeypatch.context() as patch:
+            stop_after(stop, patch)
+            assert start(longer) == 0
+        said = capsys.readouterr().out
+        assert ("train.seq_length is now 40; the run was at 16" in said) == (stop == 8)
+        assert ("behind the first 448 tokens of its order; 32 are passed over" in said) == (stop == 8)
+    assert sorted(set(read))[:4] == [12, 14, 16, 18]
+    records = [record for record in read_metrics(tmp_path / "metrics.jsonl") if "loss" in record]
+    assert [record["tokens"] for record in records] == [
+        4 * 16 * min(n, 7) + 4 * 40 * max(n - 7, 0) for n in range(1, 13)
+    ]
+    lr = longer.lr, longer.optimizer.lr, STEPS
+    assert records[-1]["lr"] == learning_rate(STEPS - 1, lr[0], peak=lr[1], steps=lr[2])
 
 
 FP16 = {"precision": "fp16", "optimizer": OptimizerConfig(loss_scale_window=4, initial_loss_scale=2.0**12)}
