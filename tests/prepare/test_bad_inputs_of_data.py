@@ -163,7 +163,7 @@ def run_on_text(folder: Path) -> None:
 
 
 A = "data=text data.path=a"
-NOT_THE_SAME = ["data=", "data, tokenizer or train.seq_length", "another run_dir"]
+NOT_THE_SAME = ["data=", "data or tokenizer differ", "another run_dir"]
 ROWS = [
     Row(
         "48 a glob without a match",
