@@ -109,13 +109,13 @@ def read(name: str, text: str | None) -> Any:
     return yaml.safe_load(*shlex.split(text))
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None)
 @given(st.fixed_dictionaries(AXES | EXPERTS | STAGES), st.integers(1, 24), st.sampled_from([None, None, 1, 2, 5]))
 def test_following_a_remedy_about_ranks(values: dict[str, Any], world: int, split: int | None) -> None:
     follow(case_of(world, values, split_rank=split), RANKS)
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None)
 @given(st.fixed_dictionaries(AXES | STAGES | TRAINING), st.sampled_from([1, 2, 4, 6, 12, 24]))
 def test_following_a_remedy_about_a_training(values: dict[str, Any], world: int) -> None:
     follow(case_of(world, values), RULES)

@@ -118,7 +118,7 @@ def needs_of(draw: st.DrawFn, layout: ParallelLayout) -> GroupNeeds:
     )
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None)
 @given(layouts().filter(lambda layout: layout.world_size <= 256), st.data())
 def test_all_members_see_the_same_group(layout: ParallelLayout, data: st.DataObject) -> None:
     """Whoever a rank waits for while a group is made waits for it, too, under the same name."""
@@ -131,7 +131,7 @@ def test_all_members_see_the_same_group(layout: ParallelLayout, data: st.DataObj
             assert all(everyone[member][name] == spec for member in spec.ranks)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None)
 @given(layouts().filter(lambda layout: layout.world_size <= 256), st.data())
 def test_the_groups_of_the_world_are_those_of_its_ranks(layout: ParallelLayout, data: st.DataObject) -> None:
     needs = data.draw(needs_of(layout))

@@ -121,7 +121,7 @@ def axis_sets(layout: ParallelLayout) -> list[tuple[RankGenerator, tuple[str, ..
     ]
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None)
 @given(layouts())
 def test_the_groups_of_any_axes_partition_the_world(layout: ParallelLayout) -> None:
     for numbering, axes in axis_sets(layout):
@@ -129,7 +129,7 @@ def test_the_groups_of_any_axes_partition_the_world(layout: ParallelLayout) -> N
         assert sorted(members) == list(range(layout.world_size))
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None)
 @given(layouts(), st.data())
 def test_a_rank_s_group_is_the_one_that_holds_it(layout: ParallelLayout, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, layout.world_size - 1))
@@ -138,14 +138,14 @@ def test_a_rank_s_group_is_the_one_that_holds_it(layout: ParallelLayout, data: s
         assert [numbering.group_of(rank, name)] == [group for group in numbering.groups(name) if rank in group]
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None)
 @given(layouts())
 def test_experts_and_dense_layers_share_their_pipelines(layout: ParallelLayout) -> None:
     if layout.expert is not None:
         assert layout.expert.groups("pp") == layout.dense.groups("pp")
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None)
 @given(layouts())
 def test_coordinates_are_a_bijection(layout: ParallelLayout) -> None:
     for numbering in filter(None, (layout.dense, layout.expert)):
@@ -155,7 +155,7 @@ def test_coordinates_are_a_bijection(layout: ParallelLayout) -> None:
         assert places == list(range(layout.world_size))
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None)
 @given(layouts())
 def test_members_of_a_group_differ_along_its_axes_alone(layout: ParallelLayout) -> None:
     for numbering, axes in axis_sets(layout):
@@ -166,7 +166,7 @@ def test_members_of_a_group_differ_along_its_axes_alone(layout: ParallelLayout) 
             assert set(Counter(others).values()) == {len(group)}
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None)
 @given(layouts())
 def test_groups_of_two_axes_are_unions_of_groups_of_one(layout: ParallelLayout) -> None:
     for numbering, axes in axis_sets(layout):
@@ -176,7 +176,7 @@ def test_groups_of_two_axes_are_unions_of_groups_of_one(layout: ParallelLayout) 
                 assert all(len({whole[rank] for rank in group}) == 1 for group in numbering.groups(axis))
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None)
 @given(layouts(), st.data())
 def test_members_ascend_however_the_axes_are_written(layout: ParallelLayout, data: st.DataObject) -> None:
     for numbering, axes in axis_sets(layout):

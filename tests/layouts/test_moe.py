@@ -29,9 +29,7 @@ SIGMOID = {"score": "sigmoid", "expert_bias_rate": 0.01, "num_groups": 2, "top_k
 SHARED = {"num_shared_experts": 1, "first_dense_layers": 1}
 RECOMPUTED = {"train": {"recompute": "selective", "recompute_modules": ["norm", "activation", "moe"]}}
 ROWS = [
-    row("llama", moe(), RAGGED, dp=4, ep=4),
     row("llama", moe(**SHARED), tp=2, etp=1, ep=2),
-    row("gpt2", moe(), tp=2),  # ep 1, etp 2
     row("llama", moe(dispatcher="allgather"), tp=2, dp=2, etp=2, ep=2),
     row("llama", moe(**SIGMOID), tp=2, dp=2, etp=1, ep=2),
     row("llama", moe(aux_loss="sequence"), RAGGED, FULL, tp=2, dp=2, etp=1, ep=4),
@@ -41,6 +39,8 @@ ROWS = [
     row("llama", moe(), FEW, {"optimizer": {"instances": 2}}, dp=4, ep=2),
 ]
 LONG_ROWS = [
+    row("llama", moe(), RAGGED, dp=4, ep=4),
+    row("gpt2", moe(), tp=2),  # ep 1, etp 2
     row("llama", moe(), dp=2, ep=2),
     row("llama", moe(), dp=4, ep=2),
     row("llama", moe(), RAGGED, dp=2, etp=2),

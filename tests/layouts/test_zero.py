@@ -18,20 +18,22 @@ ROWS = [
     row("gpt2", FEW, RAGGED, dp=2),
     row("llama", OFF, FEW, DROPPED, dp=2),
     row("qwen3", ONE_EACH, FULL, dp=3),
-    row("llama", TWO_INSTANCES, FEW, AT_ONCE, dp=4),
     row("gpt2", ONE_EACH, TWO_INSTANCES, RAGGED, dp=4),
     row("gpt2", WHOLE, FEW, AT_ONCE, dp=4),
-    row("gpt2", FEW, tp=2, dp=2),
-    row("llama", OFF, ONE_EACH, AT_ONCE, tp=2, dp=2),
     row("qwen3", WHOLE, LATE, AT_ONCE, tp=2, dp=2),
 ]
 LONG_ROWS = [
-    row(family, sharing, buckets, accumulation, others, dp=dp, tp=tp)
-    for tp, dp in ((1, 2), (1, 3), (1, 4), (2, 2), (2, 4), (4, 2))
-    for family, others in (("gpt2", {}), ("llama", {}), ("qwen3", merged(RAGGED, FULL)))
-    for sharing in (OFF, {}, WHOLE, *([TWO_INSTANCES] if dp % 2 == 0 else []))
-    for buckets in (ONE_EACH, FEW, {})
-    for accumulation in ({"train": {"micro_batch_size": 1}}, {"train": {"micro_batch_size": 12 // dp}})
+    row("llama", TWO_INSTANCES, FEW, AT_ONCE, dp=4),
+    row("gpt2", FEW, tp=2, dp=2),
+    row("llama", OFF, ONE_EACH, AT_ONCE, tp=2, dp=2),
+    *(
+        row(family, sharing, buckets, accumulation, others, dp=dp, tp=tp)
+        for tp, dp in ((1, 2), (1, 3), (1, 4), (2, 2), (2, 4), (4, 2))
+        for family, others in (("gpt2", {}), ("llama", {}), ("qwen3", merged(RAGGED, FULL)))
+        for sharing in (OFF, {}, WHOLE, *([TWO_INSTANCES] if dp % 2 == 0 else []))
+        for buckets in (ONE_EACH, FEW, {})
+        for accumulation in ({"train": {"micro_batch_size": 1}}, {"train": {"micro_batch_size": 12 // dp}})
+    ),
 ]
 
 
@@ -47,7 +49,9 @@ def test_ranks_train_like_one_process_everywhere(workplace: Workplace, row: Row)
 
 
 @pytest.mark.parametrize(
-    ("dp", "changes"), [(2, {}), (2, OFF), (4, TWO_INSTANCES)], ids=["zero", "off", "two instances"]
+    ("dp", "changes"),
+    [(2, {}), pytest.param(2, OFF, marks=pytest.mark.long), (4, TWO_INSTANCES)],
+    ids=["zero", "off", "two instances"],
 )
 def test_overlap_changes_no_bit(workplace: Workplace, dp: int, changes: Overrides) -> None:
     overlapped = train_row(workplace, row("gpt2", changes, FEW, dp=dp))
@@ -69,7 +73,6 @@ BROKEN: list[tuple[mutants.Mutant, Row]] = [
     (mutants.mean_of_local_means, row("llama", RAGGED, dp=2)),
     (mutants.no_sum_across_instances, row("llama", OFF, dp=2)),
     (mutants.no_gather_of_parameters, row("llama", FEW, dp=2)),
-    (mutants.use_before_arrival, row("llama", FEW, dp=2)),
     (mutants.use_before_arrival, row("gpt2", FEW, dp=2)),
     (mutants.no_sum_across_instances, row("llama", TWO_INSTANCES, AT_ONCE, dp=4)),
     (mutants.no_sum_inside_instances, row("llama", TWO_INSTANCES, AT_ONCE, dp=4)),
@@ -77,12 +80,19 @@ BROKEN: list[tuple[mutants.Mutant, Row]] = [
     (mutants.next_rank_s_slices, row("gpt2", FEW, dp=2)),
     (mutants.sent_before_the_last_gradient, row("gpt2", FEW, dp=2)),
     (mutants.sent_before_the_last_microbatch, row("gpt2", FEW, dp=2)),
-    (mutants.no_sum_of_partial_gradients, row("llama", AT_ONCE, tp=2, dp=2)),
     (mutants.decay_of_everything, row("gpt2", FEW, dp=2)),
+]
+LONG_BROKEN: list[tuple[mutants.Mutant, Row]] = [
+    (mutants.use_before_arrival, row("llama", FEW, dp=2)),
+    (mutants.no_sum_of_partial_gradients, row("llama", AT_ONCE, tp=2, dp=2)),
 ]
 
 
-@pytest.mark.parametrize(("mutant", "row"), BROKEN, ids=lambda part: getattr(part, "__name__", str(part)))
+@pytest.mark.parametrize(
+    ("mutant", "row"),
+    [*BROKEN, *(pytest.param(*broken, marks=pytest.mark.long) for broken in LONG_BROKEN)],
+    ids=lambda part: getattr(part, "__name__", str(part)),
+)
 def test_a_broken_cut_is_caught(workplace: Workplace, mutant: mutants.Mutant, row: Row) -> None:
     traces, expected = train_row(workplace, row, mutant), row.reference(workplace)
     with pytest.raises(AssertionError):

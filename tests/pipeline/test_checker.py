@@ -70,7 +70,7 @@ def test_a_forward_pass_swapped_with_its_backward_pass_is_rejected(table: Schedu
     assert "comes before" in found[0].reason or ORDER in found[0].reason
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None)
 @given(training, st.data())
 def test_any_two_actions_swapped_are_rejected_unless_the_table_can_still_be_performed(
     table: Schedule, data: st.DataObject
@@ -178,7 +178,7 @@ def test_communicators_of_their_own_for_every_link_are_as_good(table: Schedule) 
     assert rehearsed(table, one_for_each_link_and_direction) == []
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None)
 @given(training, st.data())
 def test_two_transfers_issued_in_another_order_than_their_peers_hang(table: Schedule, data: st.DataObject) -> None:
     """What an executor would do that walked its own order."""

@@ -32,7 +32,7 @@ def panels(gpus_per_node: int = 8, /, **sizes: int) -> dict[str, Panel]:
 
 
 @given(layout=layouts, gpus_per_node=per_node)
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None)
 def test_links_join_the_members_of_each_group_in_order_and_nobody_else(
     layout: ParallelLayout, gpus_per_node: int
 ) -> None:

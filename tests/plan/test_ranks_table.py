@@ -56,7 +56,7 @@ def read_tables(lines: list[str]) -> dict[str, dict[str, list[list[int]]]]:
 
 
 @given(layout=layouts, width=st.integers(60, 160))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None)
 def test_tables_read_back_are_the_json_which_is_the_groups(layout: ParallelLayout, width: int) -> None:
     lines = list(table_lines(layout, width))
     shown = json.loads("\n".join(json_lines(layout)))
