@@ -111,6 +111,7 @@ def test_shapes_are_the_ones_they_are_named_for(sides: ModuleType) -> None:
     assert parameters("1.3b") == pytest.approx(1.3e9, rel=0.02)
 
 
+@pytest.mark.long  # of --zero: below
 def test_figures_are_written_as_json(
     benchmark: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

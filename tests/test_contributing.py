@@ -63,6 +63,7 @@ def test_the_examples_work(copy: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.long
 def test_what_the_page_prints_works_on_the_examples(copy: Path) -> None:
     """But for the tests, which take minutes."""
     for name in ("conf", "docs", "scripts"):

@@ -90,6 +90,7 @@ def test_what_one_other_machine_lacks_is_said_there(
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.long  # without torchrun: tests/train/test_run.py
 def test_what_only_rank_1_reads_ends_the_job_with_one_message(launch_folder: Path) -> None:
     """Each of the two microbatches of a step is another rank's."""
     write_corpus(launch_folder, stranger_at=place_of_sample(launch_folder, 4 * 2 + 2), count=LARGE)

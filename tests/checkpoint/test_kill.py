@@ -125,7 +125,7 @@ behind_or_not = pytest.mark.parametrize("behind", [False, True], ids=["at once",
 
 
 @behind_or_not
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_kill_at_any_moment_loses_nothing(tmp_path: Path, ranks: int, behind: bool) -> None:
     kill_again_and_again(tmp_path, ranks, behind, trials=6, seed=ranks)
 

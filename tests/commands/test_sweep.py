@@ -143,7 +143,7 @@ def test_ranks_do_not_sweep(place: Path, monkeypatch: pytest.MonkeyPatch, capfd:
 
 
 def test_ctrl_c_saves_the_point_that_trains_and_starts_no_other(place: Path) -> None:
-    process = start("seed=1,2", "train.steps=1000000", "train.eval_interval=0")
+    process = start("sweep.nproc_per_node=2", "seed=1,2", "train.steps=1000000", "train.eval_interval=0")
     deadline = time.monotonic() + 120
     while not any(path.stat().st_size for path in place.glob("runs/*/metrics.jsonl")):
         assert time.monotonic() < deadline
@@ -151,12 +151,14 @@ def test_ctrl_c_saves_the_point_that_trains_and_starts_no_other(place: Path) -> 
     process.send_signal(signal.SIGINT)
     said = process.communicate(timeout=60)[0]
     assert process.returncode == 0, said
+    assert "layout      2 ranks" in said
     assert [record["status"] for record in records(place)] == ["stopped", "stopped"]
     (run,) = place.glob("runs/*")
     assert list(run.glob("checkpoints/step-*"))
     assert said.splitlines()[-1] == "stopped; the same command continues"
 
 
+@pytest.mark.long  # until they are stopped: above
 def test_every_point_has_the_ranks_that_are_asked_for(place: Path) -> None:
     process = start("sweep.nproc_per_node=2", "seed=1")
     assert "layout      2 ranks" in process.communicate(timeout=300)[0]

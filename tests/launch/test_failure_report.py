@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megalite.launch import failure_report
 from megalite.launch.context import ParallelContext
 from megalite.launch.failure_report import find_cause
 from megalite.train.build import start
@@ -19,6 +20,8 @@ def _lose(context: ParallelContext, port: int, lost: int, dies: bool) -> str:
     context.close()
     started = start(cpu_config(), environment(context.rank, context.world_size, port))
     started.barrier()
+    if dies:
+        failure_report.WAIT_S = 0.5  # for a word that never comes
     if context.rank == lost and dies:
         os.kill(os.getpid(), signal.SIGKILL)
     if context.rank == lost:

@@ -61,14 +61,14 @@ def _wait_alone(context: ParallelContext) -> tuple[str, float]:
             dist.all_reduce(torch.ones(1), group=context.group("dp-cp"))
         except RuntimeError as error:
             return str(error), time.monotonic() - begin
-    time.sleep(4)
+    time.sleep(2.5)
     return "", 0.0
 
 
 def test_after_the_start_a_late_member_is_an_error_sooner() -> None:
     (error, seconds), _ = run_ranks(_wait_alone, 2)
     assert "imed out" in error
-    assert seconds < 3.5
+    assert seconds < 2.5
 
 
 @pytest.fixture

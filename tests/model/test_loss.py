@@ -123,7 +123,7 @@ def test_loss_of_an_impossible_label_is_exact_not_infinite() -> None:
     assert linear_cross_entropy(hidden, weight, torch.tensor([0]), mask, scale, vocab_size=2).item() == 2000.0
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.usefixtures("fresh_compiler")
 def test_not_a_number_stays_visible(compiled: bool) -> None:
     case = Case(torch.float32)
@@ -267,7 +267,7 @@ def product_bytes(chunk: int, columns: int, width: int, dtype: torch.dtype) -> i
 @pytest.mark.parametrize(
     ("dtype", "with_main_grad"),
     [
-        (torch.float32, True),
+        pytest.param(torch.float32, True, marks=pytest.mark.long),
         (torch.float32, False),
         (torch.bfloat16, True),
         pytest.param(torch.bfloat16, False, marks=pytest.mark.long),

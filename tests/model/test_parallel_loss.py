@@ -1,6 +1,7 @@
 """The chunked head and loss of a vocabulary that ranks share: torch's numbers, its order of work, its memory."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -161,20 +162,22 @@ def test_ranks_equal_torch(size: int) -> None:
         assert_right(case, results)
 
 
-def _compute_compiled(context: ParallelContext, cases: list[Case]) -> tuple[list[Result], int]:
+def _compute_compiled(context: ParallelContext, cases: list[Case], backend: str) -> tuple[list[Result], int]:
     from torch._dynamo.utils import counters
 
+    torch.compile = partial(torch.compile, backend=backend)
     return _compute(context, cases), counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.parametrize("count", [1, pytest.param(3, marks=pytest.mark.long)])
-def test_compiled_ranks_equal_torch(count: int) -> None:
-    """One chunk, two of 24 tokens, and a case whose second rank has padding alone."""
+@pytest.mark.parametrize(("count", "backend"), [(1, "aot_eager"), pytest.param(3, "inductor", marks=pytest.mark.long)])
+def test_compiled_ranks_equal_torch(count: int, backend: str) -> None:
+    """One chunk, two of 24 tokens, and a case whose second rank has padding alone. A plain run compiles to the graphs;
+    the code that is made of such graphs is test_loss.py's."""
     shaped = Case(label_smoothing=0.1, z_loss=1e-2, chunk=None, sequence_parallel=True, main_grad=True, compile=True)
     alone = replace(shaped, vocab=5, padded=16, sequence_parallel=False)
     cases = [replace(shaped, vocab=11, padded=16), replace(shaped, chunk=24, label_smoothing=0.0), alone][:count]
     layout = ParallelLayout(tp=2)
-    of_ranks = run_ranks(_compute_compiled, 2, cases, layout=layout, dtype=torch.float64, timeout=300)
+    of_ranks = run_ranks(_compute_compiled, 2, cases, backend, layout=layout, dtype=torch.float64, timeout=300)
     # Statistics and gradients of each case, but of padding.
     assert [graphs for _, graphs in of_ranks] == ([2, 2] if count == 1 else [6, 4])
     for case, *results in zip(cases, *(results for results, _ in of_ranks), strict=True):

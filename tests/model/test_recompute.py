@@ -269,6 +269,7 @@ def test_a_compiled_block_rebuilds_the_same_and_keeps_as_little() -> None:
     assert kept == (1 + 3 + 4) * UNIT
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("attention_dropout", [0.0, 0.3])
 def test_a_compiled_block_rebuilds_attention_inside_documents(attention_dropout: float) -> None:
     def results(*, compiled: bool) -> list[Tensor]:

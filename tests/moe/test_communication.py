@@ -77,10 +77,14 @@ def of_a_layer(context: ParallelContext, kinds: list[tuple[str, str, float | Non
     return found
 
 
-LAYOUTS = [ParallelLayout(dp=2, ep=2, etp=1), ParallelLayout(dp=2, ep=1, etp=2), ParallelLayout(dp=4, ep=2, etp=2)]
+LAYOUTS = [
+    pytest.param(ParallelLayout(dp=2, ep=2, etp=1), id="ep 2", marks=pytest.mark.long),
+    pytest.param(ParallelLayout(dp=2, ep=1, etp=2), id="etp 2", marks=pytest.mark.long),
+    pytest.param(ParallelLayout(dp=4, ep=2, etp=2), id="ep 2, etp 2"),
+]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=["ep 2", "etp 2", "ep 2, etp 2"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layer_sends_what_the_formulas_say(layout: ParallelLayout) -> None:
     """All ranks together, since on the way back a rank sends rows of others. Half of all rows that travel by
     all-to-all are tokens on their way to experts, one for each of the etp ranks of each of their experts."""

@@ -127,7 +127,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shown]:
     said = [ended(started(folder, home, LINES))]
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         address = f"http://127.0.0.1:{deaf.getsockname()[1]}"
-        process = started(folder, home, LINES, WANDB_API_KEY=KEY, WANDB_BASE_URL=address, WANDB_INIT_TIMEOUT="2")
+        process = started(folder, home, LINES, WANDB_API_KEY=KEY, WANDB_BASE_URL=address, WANDB_INIT_TIMEOUT="1")
         said.append(ended(process))
     with WandbServer() as server:
         said.append(ended(started(folder, home, LINES, WANDB_API_KEY=KEY, WANDB_BASE_URL=server.address)))
@@ -179,6 +179,7 @@ def test_wandb_writes_into_the_run_folder_only_and_no_file_holds_the_key(shown: 
     assert list(shown.home.iterdir()) == []
 
 
+@pytest.mark.long
 def test_what_was_not_sent_at_the_end_is_sent_by_the_shown_command(tmp_path: Path) -> None:
     with WandbServer() as server:
         variables = {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": server.address, "WANDB_FINISH_TIMEOUT": "1"}

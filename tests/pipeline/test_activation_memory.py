@@ -129,7 +129,15 @@ def expected_peak(schedule: Schedule, rank: int, kept: list[Kept]) -> int:
     return peak
 
 
-@pytest.mark.parametrize(("layout", "row"), [(layout, row) for layout, rows in ROWS.items() for row in rows], ids=str)
+SELDOM = (2, 1)  # a plain run measures the same schedules on more ranks
+CASES = [
+    pytest.param(layout, row, marks=pytest.mark.long if layout == SELDOM else ())
+    for layout, rows in ROWS.items()
+    for row in rows
+]
+
+
+@pytest.mark.parametrize(("layout", "row"), CASES, ids=str)
 def test_a_rank_holds_what_its_schedule_says(layout: Layout, row: Row) -> None:
     schedule = table(layout, row)
     for rank, by_row in enumerate(measured(layout)):
@@ -140,15 +148,16 @@ def test_a_rank_holds_what_its_schedule_says(layout: Layout, row: Row) -> None:
         assert expected <= held.peak <= (1 + NEAR) * expected, f"rank {rank}"
 
 
-@pytest.mark.parametrize("layout", [(2, 1), (4, 1)])
+@pytest.mark.parametrize("layout", [pytest.param(SELDOM, marks=pytest.mark.long), (4, 1)], ids=str)
 def test_in_1f1b_more_microbatches_need_no_more_memory(layout: Layout) -> None:
     """8 of them instead of pp, but for a tensor that has been received early and one that is still being sent."""
     for held in measured(layout):
         assert held["1f1b", 8].peak <= held["1f1b", layout[0]].peak + 2 * held["1f1b", 8].travelling
 
 
+@pytest.mark.long
 def test_in_gpipe_they_do() -> None:
-    for held in measured((2, 1)):
+    for held in measured(SELDOM):
         assert held["gpipe", 8].peak == pytest.approx(4 * held["gpipe", 2].peak, rel=NEAR)
 
 

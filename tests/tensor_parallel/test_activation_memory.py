@@ -119,7 +119,7 @@ def assert_near(counted: float, formula: float) -> None:
     assert formula <= counted <= 1.05 * formula
 
 
-@pytest.mark.parametrize("t", [1, 2, 4])
+@pytest.mark.parametrize("t", [*(pytest.param(t, marks=pytest.mark.long) for t in (1, 2)), 4])
 def test_a_block_keeps_what_the_formula_says(t: int) -> None:
     """At tp 4 two ranks share each key-value head of the Llama-like block."""
     splits = (False, True) if t > 1 else (False,)

@@ -370,7 +370,8 @@ def test_a_refusal_ends_all_ranks_with_the_save_under_way_and_the_last_state(tex
 # --- killed ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("ranks", "kills"), [(1, 2), pytest.param(2, 8, marks=pytest.mark.long)])
+@pytest.mark.long  # of the saves alone: tests/checkpoint/test_kill.py
+@pytest.mark.parametrize(("ranks", "kills"), [(1, 2), (2, 8)])
 def test_killed_at_any_moment_it_ends_where_the_uninterrupted_run_ends(tmp_path: Path, ranks: int, kills: int) -> None:
     """A save after every step, so that one is under way whenever a rank, or all, are killed."""
     write_text(tmp_path / "text.txt")

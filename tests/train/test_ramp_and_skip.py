@@ -127,7 +127,13 @@ def _run(context: ParallelContext, config: Config) -> int:
     return train_on_rank(context, config)
 
 
-@pytest.mark.parametrize("layout", [ParallelLayout(dp=2), ParallelLayout(pp=2)], ids=["dp2", "pp2"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(ParallelLayout(dp=2), id="dp2"),
+        pytest.param(ParallelLayout(pp=2), id="pp2", marks=pytest.mark.long),
+    ],
+)
 def test_a_run_goes_on_in_the_middle_of_its_ramp_on_another_layout(
     text: Path, tmp_path: Path, layout: ParallelLayout
 ) -> None:

@@ -91,9 +91,10 @@ def test_its_folder_alone_continues_a_run_elsewhere(
     with monkeypatch.context() as patch:
         stop_after(7, patch)
         assert run_words(ParallelContext(), overrides(folder, "alone")) == 0
-    status, output = finish(launch([f"run_dir={run}"], cwd=tmp_path))
-    assert status == 0, output
-    assert "model.dropout=0.1" in output
+    monkeypatch.chdir(tmp_path)
+    capsys.readouterr()
+    assert pretrain_gpt.main([f"run_dir={run}"]) == 0
+    assert "model.dropout=0.1" in capsys.readouterr().out
     assert_same_run(run, uninterrupted)
     assert pretrain_gpt.main([f"run_dir={run}", "model.hidden_size=32"]) == 2
     assert "started with model.hidden_size=64" in capsys.readouterr().err
@@ -121,8 +122,7 @@ def test_two_ranks_continue_after_one_of_them_is_killed(folder: Path, pp: int) -
     assert status not in (0, 2)
     assert "no word from rank 1: it was killed, is stopped, or hangs" in output
     assert metrics(broken)[-1]["step"] < 16
-    continued = [finish(rank) for rank in launch_by_variables(arguments, 2)]
-    assert [status for status, _ in continued] == [0, 0], continued
+    assert run_ranks(run_words, 2, arguments, layout=layout) == [0, 0]
     assert_same_run(broken, whole, steps=16)
 
 

@@ -321,8 +321,15 @@ def _stopped_in_a_sample(context: ParallelContext, config: Config) -> int | str:
     return outcome if len(calls) == 3 else f"{len(calls)} tokens"
 
 
-@pytest.mark.parametrize("interval", [4, 0], ids=["on the way", "at the end"])
-@pytest.mark.parametrize("layout", [None, ParallelLayout(tp=2, dp=2)], ids=["alone", "tp2-dp2"])
+@pytest.mark.parametrize(
+    ("layout", "interval"),
+    [
+        pytest.param(None, 4, id="alone, on the way"),
+        pytest.param(None, 0, id="alone, at the end"),
+        pytest.param(ParallelLayout(tp=2, dp=2), 4, id="tp2-dp2, on the way"),
+        pytest.param(ParallelLayout(tp=2, dp=2), 0, id="tp2-dp2, at the end", marks=pytest.mark.long),
+    ],
+)
 def test_a_stop_ends_a_sample_of_text(text: Path, tmp_path: Path, layout: ParallelLayout | None, interval: int) -> None:
     config = config_for(text, tmp_path / "run", sample_interval=interval, sample_tokens=1000)
     if layout:
@@ -478,7 +485,11 @@ def test_a_run_folder_that_is_moved_while_it_trains_is_told_as_that(
 
 
 UNREADABLE = Problem("data.path", "text.txt", "cannot be read on rank 1", "mend it")
-LAYOUTS = [ParallelLayout(dp=2), ParallelLayout(tp=2), ParallelLayout(tp=2, dp=2)]
+LAYOUTS = [
+    pytest.param(ParallelLayout(dp=2), id="dp2", marks=pytest.mark.long),
+    pytest.param(ParallelLayout(tp=2), id="tp2", marks=pytest.mark.long),
+    pytest.param(ParallelLayout(tp=2, dp=2), id="tp2-dp2"),
+]
 
 
 def run_on(layout: ParallelLayout, config: Config, function: Any) -> list[Any]:
@@ -522,7 +533,7 @@ def _refusing_step_3(context: ParallelContext, config: Config) -> int | str:
     return _outcome(context, config)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=["dp2", "tp2", "tp2-dp2"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_batch_that_one_rank_cannot_read_ends_all_with_its_message(
     text: Path, tmp_path: Path, layout: ParallelLayout
 ) -> None:
@@ -546,7 +557,7 @@ def _refusing_the_second_validation_batch(context: ParallelContext, config: Conf
     return _outcome(context, config)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=["dp2", "tp2", "tp2-dp2"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_validation_batch_that_one_rank_cannot_read_ends_all_with_its_message(
     text: Path, tmp_path: Path, layout: ParallelLayout
 ) -> None:

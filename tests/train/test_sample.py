@@ -96,8 +96,11 @@ def test_a_sample_after_the_last_step_is_not_made_twice(text: Path, tmp_path: Pa
 
 @pytest.mark.parametrize(
     "layout",
-    [ParallelLayout(dp=2), ParallelLayout(tp=2, dp=2), ParallelLayout(tp=2, pp=2)],
-    ids=["dp2", "tp2-dp2", "tp2-pp2"],
+    [
+        pytest.param(ParallelLayout(dp=2), id="dp2", marks=pytest.mark.long),
+        pytest.param(ParallelLayout(tp=2, dp=2), id="tp2-dp2", marks=pytest.mark.long),
+        pytest.param(ParallelLayout(tp=2, pp=2), id="tp2-pp2"),
+    ],
 )
 def test_every_layout_writes_the_texts_of_one_process(text: Path, tmp_path: Path, layout: ParallelLayout) -> None:
     def config(name: str, **parallel: int) -> Config:
