@@ -1,7 +1,10 @@
 """What all tests share: one thread, no network, no trace in the user's cache, and when `gpu` and `long` tests run."""
 
+import copy
 import os
 import tempfile
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -46,6 +49,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="long: run by scripts/test.sh --full"))
         if "gpu" in item.keywords and not _has_gpu():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _composed_once(pytestconfig: pytest.Config) -> Iterator[None]:
+    """Hydra takes a tenth of a second to compose the files of conf/, and most tests choose alike: in a plain run each
+    choice is composed once, and the tests get copies. Other files, and what is refused, are read each time."""
+    from megalite.config import compose
+
+    compose_anew, made = compose._compose, dict[tuple[str, ...], Any]()
+    conf = ["pkg://hydra.conf", f"file://{compose.CONF}", "structured://"]
+
+    def compose_once(loader: Any, name: str, choices: list[str]) -> Any:
+        if [element.path for element in loader.get_search_path().get_path()] != conf:
+            return compose_anew(loader, name, choices)
+        if (name, *choices) not in made:
+            made[name, *choices] = compose_anew(loader, name, choices)
+        return copy.deepcopy(made[name, *choices])
+
+    with pytest.MonkeyPatch.context() as patch:
+        if not pytestconfig.getoption("--full"):
+            patch.setattr(compose, "_compose", compose_once)
+        yield
 
 
 @pytest.fixture
