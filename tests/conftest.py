@@ -35,10 +35,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Generated examples are few and the same in every plain run and have no time limit, so that a change fails by its
-    own fault alone; a full run searches anew, among four times as many."""
+    own fault alone; a full run searches anew, among six times as many."""
     settings.register_profile("same", derandomize=True, deadline=None, max_examples=25)
     if config.getoption("--full"):
         os.environ["MEGALITE_TESTS_FULL"] = "1"  # for tests.warm
+        settings.register_profile("anew", max_examples=150)
+        settings.load_profile("anew")
     else:
         settings.load_profile("same")
 

@@ -63,12 +63,17 @@ class RowGroups:
         """Groups of multiples of so many rows. Of the `rows` [m] of today: which one each new row copies [M], and where
         each is among the new ones [m]. A group's last row fills it up; an empty group stays empty. On a CPU."""
         sizes = [-(-(end - start) // multiple) * multiple for start, end in self.ranges]
-        firsts, behind = [0, *accumulate(sizes)], self.ranges[-1][1]
-        groups = list(zip(self.ranges, sizes, firsts, strict=False))
-        copied = [torch.arange(start, start + size).clamp_(max=end - 1) for (start, end), size, _ in groups]
-        places = [torch.arange(first, first + end - start) for (start, end), _, first in groups]
+        *firsts, filled = [0, *accumulate(sizes)]
+        behind = self.ranges[-1][1]
+        copied = [
+            torch.arange(start, start + size).clamp_(max=end - 1)
+            for (start, end), size in zip(self.ranges, sizes, strict=True)
+        ]
+        places = [
+            torch.arange(first, first + end - start) for (start, end), first in zip(self.ranges, firsts, strict=True)
+        ]
         copied.append(torch.arange(behind, rows))
-        places.append(torch.arange(firsts[-1], firsts[-1] + rows - behind))
+        places.append(torch.arange(filled, filled + rows - behind))
         return RowGroups(torch.tensor(sizes), sizes), torch.cat(copied), torch.cat(places)
 
 
@@ -79,7 +84,7 @@ def multiple_of_rows(rows: int, groups: int, device: torch.device, dtype: torch.
     ten times as long as the product, and with experts the number is new in every step. Of a power of two near a
     sixteenth of a group's mean there are few multiples, and 3 % more rows.
     """
-    if device.type != "cpu" or dtype.itemsize != 2 or _has_kernel(device):
+    if device.type != "cpu" or dtype.itemsize != 2:
         return 1
     return max(16, 1 << max(1, rows // (16 * groups)).bit_length() - 1)
 

@@ -20,7 +20,8 @@ def add_transposed_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     elif total.numel() <= SMALL:
         total.add_(torch.mm(left.t(), right))
     else:
-        # No CPU kernel multiplies bf16 into fp32, and mixed sums are slow: product, then widened copies and sums.
+        # No CPU kernel multiplies bf16 into fp32, and mixed sums beyond the caches are slow: product, then widened
+        # copies and sums.
         tiles = max(1, -(-total.numel() // TILE_ELEMENTS))
         rows = -(-total.shape[0] // tiles)  # as many in all tiles: a short one is slow
         product = right.new_empty(rows, total.shape[1])

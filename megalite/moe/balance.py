@@ -84,37 +84,39 @@ def in_numbers(table: Tensor) -> dict[str, Any]:
 
 def router_losses(router: Router, logits: Tensor, experts: Tensor, masks: TokenMasks) -> tuple[Tensor, Tensor, Tensor]:
     """Balancing loss, z-loss and entropy of the probabilities, summed over this rank's tokens (so: the mean times their
-    number); the terms of all ranks of a microbatch add up to its own. `experts` [t, k] is what the router chose."""
-    moe, scored = router.moe, masks.scored.unsqueeze(1)
-    probabilities = router.probabilities(logits).masked_fill(~scored, 0.0)
-    factor, of_sequence = moe.num_experts * moe.aux_loss_coeff, moe.aux_loss == "sequence"
-    by_sequence = probabilities.unflatten(0, (-1, len(masks.lengths))).sum(0)  # [b, E]; tokens are [s, b]
-    if moe.aux_loss == "global":
-        balance = factor * (router.share * by_sequence).sum()
-    else:
-        with torch.no_grad():
-            sequences = len(masks.lengths)
-            own = torch.arange(len(logits), device=logits.device) % sequences  # the sequence of each token
-            # Groups and biases change the choice of experts, not what this loss counts.
-            largest = moe.score == "softmax" and moe.num_groups == 1
-            counted = experts if largest else top_experts(probabilities, moe.top_k)
-            chosen = own.unsqueeze(1) * moe.num_experts + counted  # [t, k]
-            counts = logits.new_zeros(sequences * moe.num_experts)
-            counts.scatter_add_(0, chosen.flatten(), scored.to(counts.dtype).expand_as(chosen).flatten())
-            counts = counts.view(sequences, -1)
-            lengths = masks.lengths.to(logits.dtype)
-            if not of_sequence:
-                counts, lengths = counts.sum(0, keepdim=True), lengths.sum(0, keepdim=True)
-            if masks.sequence is not None:
-                counts = finish(start_all_reduce(counts, masks.sequence))
-            counts /= moe.top_k * lengths.clamp(min=1).unsqueeze(1)
-        balance = factor * (counts * by_sequence).sum()
-    z = logits.new_zeros(())
+    number); the terms of all ranks of a microbatch add up to its own. `experts` [t, k] is what the router chose. A loss
+    without a coefficient is 0 and costs nothing."""
+    moe, balance, z = router.moe, logits.new_zeros(()), logits.new_zeros(())
+    probabilities = router.probabilities(logits).masked_fill(~masks.scored.unsqueeze(1), 0.0)
+    if moe.aux_loss_coeff:
+        by_sequence = probabilities.unflatten(0, (-1, len(masks.lengths))).sum(0)  # [b, E]; tokens are [s, b]
+        shares = router.share if moe.aux_loss == "global" else _shares(router, probabilities, experts, masks)
+        balance = moe.num_experts * moe.aux_loss_coeff * (shares * by_sequence).sum()
     if moe.z_loss_coeff:
         z = moe.z_loss_coeff * logits.logsumexp(1).square().masked_fill(~masks.scored, 0.0).sum()
     with torch.no_grad():
         entropy = -torch.special.xlogy(probabilities, probabilities).sum()
     return balance, z, entropy
+
+
+@torch.no_grad()
+def _shares(router: Router, probabilities: Tensor, experts: Tensor, masks: TokenMasks) -> Tensor:
+    """Of the choices of the microbatch's unmasked tokens, on all ranks that divide its sequences, how many go to each
+    expert [1, E]; with `sequence`, of each sequence's [b, E]."""
+    moe, sequences = router.moe, len(masks.lengths)
+    own = torch.arange(len(probabilities), device=probabilities.device) % sequences  # the sequence of each token
+    # Groups and biases change the choice of experts, not what this loss counts.
+    largest = moe.score == "softmax" and moe.num_groups == 1
+    counted = experts if largest else top_experts(probabilities, moe.top_k)
+    chosen = own.unsqueeze(1) * moe.num_experts + counted  # [t, k]
+    counts = probabilities.new_zeros(sequences * moe.num_experts)
+    counts.scatter_add_(0, chosen.flatten(), masks.scored.to(counts.dtype).repeat_interleave(moe.top_k))
+    counts, lengths = counts.view(sequences, -1), masks.lengths.to(counts.dtype)
+    if moe.aux_loss != "sequence":
+        counts, lengths = counts.sum(0, keepdim=True), lengths.sum(0, keepdim=True)
+    if masks.sequence is not None:
+        counts = finish(start_all_reduce(counts, masks.sequence))
+    return counts / (moe.top_k * lengths.clamp(min=1).unsqueeze(1))
 
 
 class _AddToLoss(torch.autograd.Function):

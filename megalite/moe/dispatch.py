@@ -75,7 +75,7 @@ def _computed(x: Tensor, rows: Rows, weights: Tensor, groups: RowGroups, compute
     """What `compute` makes of `rows` of x, each with its weight [m], summed for each token. Rows that fill up a group
     have weight 0: nothing of them is in a gradient."""
     multiple = multiple_of_rows(len(weights), len(groups.counts), x.device, x.dtype)
-    if multiple > 1:
+    if multiple > 1 and groups.on_host is not None:
         groups, source, place = groups.padded(len(weights), multiple)
         rows, weights = rows.padded(source, place), weights.new_zeros(len(source)).scatter(0, place, weights)
     return rows.sum(compute(rows.take(x), weights, groups))
