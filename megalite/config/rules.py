@@ -118,8 +118,8 @@ def _yarn_scales_something(case: Case, original: int | None) -> Iterator[Flaw]:
 
 
 def names_are_file_names(case: Case) -> Iterator[Flaw]:
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", case.config.model.name):
-        rule = "part of the run folder's name, so letters, digits, '.', '_' and '-' only, a letter or digit first"
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", case.config.model.name):
+        rule = "part of the run folder's name, so at most 64 of a-z, A-Z, 0-9, '.', '_', '-', a letter or digit first"
         yield Flaw("model.name", rule, {"model.name": ["my_model"]})
     if case.config.run_name is not None and not NAME.fullmatch(case.config.run_name):
         rule = "must be a name that any file system takes: letters, digits and ._=+-, at most 100, no dot or sign first"

@@ -10,15 +10,19 @@ from typing import Any
 
 from megalite.config.settings import SETTINGS
 
-NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=+-]{0,99}")  # a folder of that name works everywhere
+LONGEST = 100
+NAME = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9._=+-]{{0,{LONGEST - 1}}}")  # a folder of that name works everywhere
 SETTINGS_SHOWN = 4
 LONGEST_SETTING = 24
 
 
 def run_name(model: str, data: str, departures: Iterable[tuple[str, Any]], digest: str) -> str:
-    """The name, of letters that any file system takes. `departures`: name and value of settings."""
-    parts = [word for name, value in departures if (word := _in_one_word(name, value))]
-    return "-".join([model, data, *parts[:SETTINGS_SHOWN], digest])
+    """The name, of letters that any file system takes. `departures`: name and value of settings; as many of the first
+    are in it as there is room for."""
+    words = [word for name, value in departures if (word := _in_one_word(name, value))][:SETTINGS_SHOWN]
+    while len(name := "-".join([model, data, *words, digest])) > LONGEST and words:
+        words.pop()
+    return name
 
 
 def plain_number(value: float) -> str:

@@ -188,8 +188,14 @@ def test_a_long_name_keeps_its_first_words_and_its_hash() -> None:
     ]
     config = load_config(["tokenizer=byte", f"data.cache_dir={'x' * 90}", *many], 1)
     assert str(config.run_name).count("-") == 7  # 1e-4 has one of its own
-    assert len(str(config.run_name)) < 100
     assert NAME.fullmatch(str(config.run_name))
+    moe = ("first_dense_layers=1", "num_shared_experts=2", "normalize_weights=false", "expert_bias_rate=0.0012345")
+    config = load_config(["model=deepseek_v3_moe_part", *(f"model.moe.{setting}" for setting in moe)], 1)
+    assert NAME.fullmatch(str(config.run_name)), "there is no room for four words"
+    *words, digest = str(config.run_name).removeprefix("deepseek_v3_moe_part-stdlib-").split("-")
+    assert words == ["moe.num_shared_experts2", "moe.first_dense_layers1"]
+    assert len(digest) == 8
+    assert NAME.fullmatch(str(load_config([f"model.name={'x' * 64}", *many], 1).run_name))
 
 
 def test_a_name_is_a_folder_in_runs_unless_the_folder_is_set_too(

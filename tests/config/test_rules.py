@@ -60,7 +60,9 @@ BROKEN = [
         "model.rope_scaling_factor",
         ["no effect with model.position=learned", "=1.0"],
     ),
-    ("model.name=../up", 1, "model.name", ["letters"]),
+    ("model.name=../up", 1, "model.name", ["a letter or digit first"]),
+    ("model.name=größe", 1, "model.name", ["of a-z"]),
+    (f"model.name={'x' * 65}", 1, "model.name", ["at most 64"]),
     (
         "train.global_batch_size=100 train.micro_batch_size=3",
         8,

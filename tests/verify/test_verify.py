@@ -97,6 +97,12 @@ def test_a_capacity_of_fewer_choices_stays_one_that_is_accepted() -> None:
     assert (moe.top_k, moe.capacity_factor) == (2, 0.5)
 
 
+def test_a_run_with_a_long_name_shrinks() -> None:
+    departures = ("first_dense_layers=1", "num_shared_experts=2", "normalize_weights=false", "expert_bias_rate=0.00123")
+    words = ["model=deepseek_v3_moe_part", "parallel.ep=2", *(f"model.moe.{one}" for one in departures)]
+    assert shrink(*load(words, 2, None)).layout.ep == 2
+
+
 def _without_sum_of_counts(config: Config, context: Any) -> Trace:
     """Of the tokens of each expert, in the balancing loss of a sequence on several ranks."""
     from megalite.moe import balance
