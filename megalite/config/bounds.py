@@ -40,7 +40,8 @@ def outside(setting: Setting, value: Any) -> Problem | None:
     """The problem of a value of the right type that its setting does not allow."""
     parts, limits = _parts(value), setting.limits.items()
     most = LARGEST.get(setting.leaf.rpartition(".")[2], 2**63 - 1)
-    remedy = f"the default is {'null (derived)' if setting.default is None else yaml_value(setting.default)}"
+    usual = f"the default is {yaml_value(setting.default)}"
+    remedy = f"leave {setting.name} unset" if setting.default is None else usual
     if setting.kind is not Any and any(one is None or isinstance(one, list | dict) for one in parts):
         rule, remedy = f"must be {setting.type_words}", "plain values in one list"
     elif setting.choices and (unknown := [one for one in parts if one not in setting.choices]):

@@ -16,7 +16,7 @@ from typing import Any
 
 from megalite.config.run_names import run_name
 from megalite.config.schedule_rules import SCHEDULE_TRAITS, default_group_size
-from megalite.config.schema import Config, ModelConfig, ParallelConfig
+from megalite.config.schema import Config, ModelConfig, MoEConfig, ParallelConfig
 from megalite.config.settings import SETTINGS, value_of, with_values
 from megalite.config.step_plan import ramp_sizes
 
@@ -72,7 +72,8 @@ def derive(config: Config, world_size: int = 1) -> Config:
 
 
 def derive_model(model: ModelConfig, seq_length: int) -> ModelConfig:
-    """The model's shape with every size written out, except the vocabulary."""
+    """The model's shape with every size written out, except the vocabulary. A dense model keeps nothing that a preset
+    says of experts."""
     ffn = _or(
         model.ffn_hidden_size, -(-8 * model.hidden_size // (3 * 64)) * 64 if model.gated else 4 * model.hidden_size
     )
@@ -82,7 +83,7 @@ def derive_model(model: ModelConfig, seq_length: int) -> ModelConfig:
         num_key_value_heads=_or(model.num_key_value_heads, model.num_attention_heads),
         head_size=_or(model.head_size, model.hidden_size // model.num_attention_heads),
         ffn_hidden_size=ffn,
-        moe=replace(moe, ffn_hidden_size=_or(moe.ffn_hidden_size, ffn)) if moe.num_experts else moe,
+        moe=replace(moe, ffn_hidden_size=_or(moe.ffn_hidden_size, ffn)) if moe.num_experts else MoEConfig(),
         max_positions=_or(model.max_positions, seq_length) if model.position == "learned" else model.max_positions,
         attention_dropout=_or(model.attention_dropout, model.dropout),
         embedding_dropout=_or(model.embedding_dropout, model.dropout),

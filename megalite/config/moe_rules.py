@@ -16,20 +16,23 @@ RECOMPUTE = "train.recompute_modules"
 
 
 def settings_of_experts_need_some(case: Case) -> Iterator[Flaw]:
+    """Except what comes from a preset whose experts the command takes away."""
     moe, axes, modules = case.config.model.moe, case.config.parallel, case.config.train.recompute_modules
     if moe.num_experts:
         return
+    departures = case.config.departures
+    own = [name for name in SETTINGS if name in departures] if NUM in departures else SETTINGS
     unit = lcm(8, axes.ep, moe.num_groups)
     some = -(-moe.top_k // unit) * unit
-    asked = {name: SETTINGS[name].default for name in SETTINGS if name.startswith(f"{MOE}.")}
+    asked = {name: SETTINGS[name].default for name in own if name.startswith(f"{MOE}.")}
     asked = {name: default for name, default in asked.items() if case.value(name) != default}
     asked |= {"parallel.ep": 1} if axes.ep > 1 else {}
     asked |= {"parallel.etp": None} if axes.etp not in (None, axes.tp) else {}
     if "moe" in modules:
         asked[RECOMPUTE] = [one for one in modules if one != "moe"] or SETTINGS[RECOMPUTE].default
     for name, without in asked.items():
-        said = "moe " if name == RECOMPUTE else ""
-        yield Flaw(name, f"{said}has no effect with {NUM}=0", {NUM: [some], name: [without]})
+        what = "moe " if name == RECOMPUTE else ""
+        yield Flaw(name, f"{what}has no effect with {NUM}=0", {NUM: [some], name: [without]})
 
 
 def some_layers_have_experts(case: Case) -> Iterator[Flaw]:

@@ -45,7 +45,7 @@ class GPT(nn.Module):
 
     `stage` says which layers are here, maybe none, whether tokens enter here, and whether final norm, head (if tied, a
     copy of the word embedding) and loss are here. With `tp` it holds this rank's shard of every layer, and of experts
-    those that are its own among `expert_ranks`. `router_figures` [layers here with experts, E + 5] (moe/balance.py) are
+    those that are its own among `expert_ranks`. `router_figures` [layers here with experts, 2 E + 5] (balance.py) are
     summed up over the microbatches of training until someone sets them to 0.
     """
 
@@ -92,7 +92,7 @@ class GPT(nn.Module):
                 for layer in layers
             }
         )
-        width = model.moe.num_experts + AFTER_COUNTS
+        width = 2 * model.moe.num_experts + AFTER_COUNTS
         self.router_figures = torch.zeros(len(self.routers), width, dtype=torch.float64, device=device)
         if self.has_loss:
             self.final_norm = build_norm(model, place)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megalite.model.gpt import GPT
-from megalite.moe.balance import AFTER_COUNTS, update_router
+from megalite.moe.balance import AFTER_COUNTS, counts_of, update_router
 from megalite.moe.router import Router
 
 
@@ -16,7 +16,7 @@ class Routers:
     def __init__(self, chunks: Sequence[GPT]) -> None:
         self._chunks = chunks
         self._layers = chunks[0].config.expert_layers  # of the whole model
-        self._width = chunks[0].config.moe.num_experts + AFTER_COUNTS
+        self._width = chunks[0].config.moe.num_experts * 2 + AFTER_COUNTS
         self._device = chunks[0].device
 
     def start_step(self) -> None:
@@ -25,8 +25,8 @@ class Routers:
             chunk.router_figures.zero_()
 
     def figures(self) -> Tensor:
-        """What this rank counted in the step, [layers of the model with experts, E + 5] fp64 (moe/balance.py): 0 where
-        a layer is elsewhere, so that the sum over all ranks is the whole model's."""
+        """What this rank counted in the step, [layers of the model with experts, 2 E + 5] fp64 (balance.py): 0 where a
+        layer is elsewhere, so that the sum over all ranks is the whole model's."""
         table = torch.zeros(len(self._layers), self._width, dtype=torch.float64, device=self._device)
         for chunk in self._chunks:
             for layer, row in zip(chunk.routers, chunk.router_figures, strict=True):
@@ -35,8 +35,10 @@ class Routers:
 
     def update(self, table: Tensor, skip: Tensor) -> None:
         """After a step, with the sum of all ranks' figures; nothing changes where `skip` (0-d) is 1."""
+        counts, balanced = counts_of(table)
         for name, router in self._named():
-            update_router(router, table[self._layers.index(name), :-AFTER_COUNTS], skip)
+            at = self._layers.index(name)
+            update_router(router, counts[at], balanced[at], skip)
 
     def state(self) -> Iterator[tuple[str, Tensor]]:
         """What steps change beside the parameters, by name: the same on all ranks that hold the layer."""

@@ -2,9 +2,10 @@
 
 A microbatch's balancing loss is coefficient * E / (k T^2) * sum over experts of (tokens that chose it * sum of its
 probabilities), over its T unmasked tokens wherever they are (Switch, arXiv 2101.03961); `sequence` takes each sequence
-for itself, `global` the shares of the step before for those of the tokens. Each loss has the weight of its unmasked
-tokens among those of the step: the layout changes nothing, nor does the number of microbatches but for what one of them
-holds. The z-loss is coefficient * mean of logsumexp(logits)^2 (ST-MoE, arXiv 2202.08906).
+for itself, `global` the shares of the step before for those of the tokens. Experts that a token "chose" are here those
+of its largest probabilities, whatever groups, biases and capacities say (as in Megatron-core). Each loss has the weight
+of its unmasked tokens among those of the step: the layout changes nothing, nor does the number of microbatches but for
+what one of them holds. The z-loss is coefficient * mean of logsumexp(logits)^2 (ST-MoE, arXiv 2202.08906).
 """
 
 from dataclasses import dataclass
@@ -13,10 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megalite.config.schema import MoEConfig
 from megalite.moe.router import Choice, Router, count_choices, top_experts
 from megalite.tensor_parallel.collectives import TensorGroup, finish, start_all_gather, start_all_reduce
 
-AFTER_COUNTS = 5  # numbers that follow the counts of experts in `Figures`
+AFTER_COUNTS = 5  # numbers that follow both counts of experts in `Figures`
 
 
 @dataclass(frozen=True)
@@ -47,10 +49,12 @@ class TokenMasks:
 
 
 class Figures(NamedTuple):
-    """Of one layer, sums over tokens: how many chose each expert [E], of these how many choices were dropped, both
-    losses times the tokens, the entropy of the probabilities, and tokens. Each but the first 0-d."""
+    """Of one layer, sums over tokens: how many chose each expert [E], how many unmasked ones it has for the balancing
+    loss [E] (with aux_loss=global, else 0), how many choices were dropped, both losses times the tokens, the entropy of
+    the probabilities, and tokens. Each but the counts 0-d."""
 
     counts: Tensor
+    balanced: Tensor
     dropped: Tensor
     balance: Tensor
     z: Tensor
@@ -58,17 +62,24 @@ class Figures(NamedTuple):
     tokens: Tensor
 
     def as_row(self) -> Tensor:
-        """[E + 5], fp64"""
-        return torch.cat([self.counts.double(), torch.stack([one.double() for one in self[1:]])])
+        """[2 E + 5], fp64"""
+        counts = self.counts.double(), self.balanced.double()
+        return torch.cat([*counts, torch.stack([one.double() for one in self[2:]])])
+
+
+def counts_of(table: Tensor) -> tuple[Tensor, Tensor]:
+    """`counts` and `balanced` of rows of `Figures`: [layers, 2 E + 5] -> [layers, E] each."""
+    counts, balanced = table[:, :-AFTER_COUNTS].chunk(2, dim=1)
+    return counts, balanced
 
 
 def in_numbers(table: Tensor) -> dict[str, Any]:
-    """What users see of rows of `Figures` [layers, E + 5], which may be sums over steps. NaN where there was no token.
+    """What users see of rows of `Figures` [layers, 2 E + 5], or of sums over steps. NaN where there was no token.
 
     A layer's imbalance is the most choices of an expert over the mean; losses and entropy are means over layers.
     """
-    counts, others = table[:, :-AFTER_COUNTS], table[:, -AFTER_COUNTS:]
-    dropped, *sums, tokens = others.unbind(1)
+    counts, _ = counts_of(table)
+    dropped, *sums, tokens = table[:, -AFTER_COUNTS:].unbind(1)
     imbalance = counts.amax(1) / counts.mean(1)
     balance, z, entropy = ((its / tokens).mean().item() for its in sums)
     return {
@@ -82,27 +93,44 @@ def in_numbers(table: Tensor) -> dict[str, Any]:
     }
 
 
-def router_losses(router: Router, logits: Tensor, experts: Tensor, masks: TokenMasks) -> tuple[Tensor, Tensor, Tensor]:
-    """Balancing loss, z-loss and entropy of the probabilities, summed over this rank's tokens (so: the mean times their
-    number); the terms of all ranks of a microbatch add up to its own. `experts` [t, k] is what the router chose. A loss
-    without a coefficient is 0 and costs nothing."""
-    moe, balance, z = router.moe, logits.new_zeros(()), logits.new_zeros(())
+class RouterLosses(NamedTuple):
+    """Balancing loss, z-loss and entropy of the probabilities (0-d), and the counts of `Figures.balanced` [E]: sums
+    over this rank's tokens (of a mean: times their number). Those of all ranks of a microbatch add up to its own."""
+
+    balance: Tensor
+    z: Tensor
+    entropy: Tensor
+    counts: Tensor
+
+    @classmethod
+    def none(cls, logits: Tensor) -> "RouterLosses":
+        zero = logits.new_zeros(())
+        return cls(zero, zero, zero, zero.expand(logits.shape[1]))
+
+
+def router_losses(router: Router, logits: Tensor, experts: Tensor, masks: TokenMasks) -> RouterLosses:
+    """Of logits [t, E]; `experts` [t, k] is what the router chose. A loss without a coefficient is 0, and free."""
+    moe = router.moe
+    balance, z, _, counts = RouterLosses.none(logits)
     probabilities = router.probabilities(logits).masked_fill(~masks.scored.unsqueeze(1), 0.0)
     if moe.aux_loss_coeff:
         by_sequence = probabilities.unflatten(0, (-1, len(masks.lengths))).sum(0)  # [b, E]; tokens are [s, b]
-        shares = router.share if moe.aux_loss == "global" else _shares(router, probabilities, experts, masks)
+        counted = _counts(router, probabilities, experts, masks)
+        if moe.aux_loss == "global":
+            shares, counts = router.share, counted.sum(0)
+        else:
+            shares = _shares(counted, moe, masks)
         balance = moe.num_experts * moe.aux_loss_coeff * (shares * by_sequence).sum()
     if moe.z_loss_coeff:
         z = moe.z_loss_coeff * logits.logsumexp(1).square().masked_fill(~masks.scored, 0.0).sum()
     with torch.no_grad():
         entropy = -torch.special.xlogy(probabilities, probabilities).sum()
-    return balance, z, entropy
+    return RouterLosses(balance, z, entropy, counts)
 
 
 @torch.no_grad()
-def _shares(router: Router, probabilities: Tensor, experts: Tensor, masks: TokenMasks) -> Tensor:
-    """Of the choices of the microbatch's unmasked tokens, on all ranks that divide its sequences, how many go to each
-    expert [1, E]; with `sequence`, of each sequence's [b, E]."""
+def _counts(router: Router, probabilities: Tensor, experts: Tensor, masks: TokenMasks) -> Tensor:
+    """How many of this rank's unmasked tokens of each sequence have each expert among their k largest [b, E]."""
     moe, sequences = router.moe, len(masks.lengths)
     own = torch.arange(len(probabilities), device=probabilities.device) % sequences  # the sequence of each token
     # Groups and biases change the choice of experts, not what this loss counts.
@@ -111,7 +139,14 @@ def _shares(router: Router, probabilities: Tensor, experts: Tensor, masks: Token
     chosen = own.unsqueeze(1) * moe.num_experts + counted  # [t, k]
     counts = probabilities.new_zeros(sequences * moe.num_experts)
     counts.scatter_add_(0, chosen.flatten(), masks.scored.to(counts.dtype).repeat_interleave(moe.top_k))
-    counts, lengths = counts.view(sequences, -1), masks.lengths.to(counts.dtype)
+    return counts.view(sequences, -1)
+
+
+@torch.no_grad()
+def _shares(counts: Tensor, moe: MoEConfig, masks: TokenMasks) -> Tensor:
+    """Of the choices that `counts` [b, E] counts, on all ranks that divide the sequences, each expert's share [1, E];
+    with `sequence`, of each sequence's choices [b, E]."""
+    lengths = masks.lengths.to(counts.dtype)
     if moe.aux_loss != "sequence":
         counts, lengths = counts.sum(0, keepdim=True), lengths.sum(0, keepdim=True)
     if masks.sequence is not None:
@@ -164,10 +199,12 @@ def drop_over_capacity(choice: Choice, num_experts: int, factor: float, masks: T
 
 
 @torch.no_grad()
-def update_router(router: Router, counts: Tensor, skip: Tensor) -> None:
-    """After a step: each expert's bias moves by the rate towards even use, and its share of the tokens is noted.
+def update_router(router: Router, counts: Tensor, balanced: Tensor, skip: Tensor) -> None:
+    """After a step: each expert's bias moves by the rate towards even use, and its share is noted for `global`.
 
-    `counts` [E]: choices of the step, on all ranks. Nothing changes where `skip` (0-d) is 1.
+    `counts`, `balanced` [E]: those of `Figures`, of the step on all ranks. Nothing changes where `skip` (0-d) is 1, nor
+    does a share of nothing.
     """
     router.expert_bias += router.moe.expert_bias_rate * (counts.mean() - counts).sign() * (1.0 - skip)
-    router.share.copy_(torch.where(skip > 0, router.share, counts / counts.sum().clamp(min=1)))
+    total = balanced.sum()
+    router.share.copy_(torch.where((skip > 0) | (total == 0), router.share, balanced / total.clamp(min=1)))

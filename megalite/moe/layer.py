@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from megalite.config.schema import MoEConfig
 from megalite.kernels.grouped import RowGroups
-from megalite.moe.balance import Figures, TokenMasks, add_to_loss, drop_over_capacity, router_losses
+from megalite.moe.balance import Figures, RouterLosses, TokenMasks, add_to_loss, drop_over_capacity, router_losses
 from megalite.moe.dispatch import ExpertRanks, dispatch
 from megalite.moe.experts import ExpertMatrix, expert_mlp
 from megalite.moe.router import Choice, Router, count_choices
@@ -63,7 +63,7 @@ class MoELayer(nn.Module):
     def forward(
         self, x: Tensor, masks: TokenMasks, shared: Callable[[Tensor], Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """[s, b, h] (or this rank's part of the sequence) -> the same, and the layer's `Figures` as a row [E + 5].
+        """[s, b, h] (or this rank's part of the sequence) -> the same, and the layer's `Figures` as a row [2 E + 5].
 
         `shared` is an expert of all tokens, on [s, b, h]; it computes while tokens travel. While gradients are
         computed, the router's losses enter the loss here.
@@ -76,17 +76,18 @@ class MoELayer(nn.Module):
             nobody = choice.experts.masked_fill(~masks.routed.unsqueeze(1), moe.num_experts)
             choice = Choice(nobody, choice.weights)
         chosen = choice.experts
-        if moe.capacity_factor is not None and masks.scale is not None:  # else padding and other texts would matter
+        if moe.capacity_factor is not None and self.training:  # elsewhere a text would depend on those beside it
             choice = drop_over_capacity(choice, moe.num_experts, moe.capacity_factor, masks)
         if masks.scale is not None and torch.is_grad_enabled():
-            balance, z, entropy = router_losses(self.router, logits, unmasked, masks)
-            choice = Choice(choice.experts, add_to_loss(choice.weights, (balance + z) * masks.scale))
+            losses = router_losses(self.router, logits, unmasked, masks)
+            choice = Choice(choice.experts, add_to_loss(choice.weights, (losses.balance + losses.z) * masks.scale))
         else:
-            balance = z = entropy = logits.new_zeros(())
+            losses = RouterLosses.none(logits)
         beside = None if shared is None else (lambda: shared(x).flatten(0, 1))
         y = dispatch(tokens, choice, moe.num_experts, self.experts, self.ranks, moe.dispatcher, beside)
         with torch.no_grad():
             counts = count_choices(chosen, moe.num_experts)
             dropped = (choice.experts != chosen).sum()
-            figures = Figures(counts, dropped, balance.detach(), z.detach(), entropy, masks.scored.sum()).as_row()
-        return y.view_as(x), figures
+            balance, z, entropy, balanced = losses
+            figures = Figures(counts, balanced, dropped, balance.detach(), z.detach(), entropy, masks.scored.sum())
+        return y.view_as(x), figures.as_row()

@@ -26,7 +26,7 @@ class Choice(NamedTuple):
 
 class Router(nn.Module):
     """Holds the matrix of the logits and, beside the parameters, what balances without a gradient: `expert_bias` [E],
-    and `share` [E], how much of the step before went to each expert. Training sets both (balance.py)."""
+    and `share` [E], how much of the step before each expert had, as its loss counts. Training sets both."""
 
     expert_bias: Tensor
     share: Tensor

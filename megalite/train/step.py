@@ -37,7 +37,7 @@ class StepFigures:
     refused: bool  # some rank's input was refused, it computed with nothing
     loss_scale: float = 1.0  # what the loss was multiplied by before backward (fp16)
     routing: Tensor | None = (
-        None  # [layers with experts, E + 5] of moe/balance.py, in host memory; None: there are none
+        None  # [layers with experts, 2 E + 5] of moe/balance.py, in host memory; None: there are none
     )
 
 

@@ -4,10 +4,12 @@ import re
 
 import pytest
 
+from megalite.config.compose import load_config
 from megalite.config.derive import derive
 from megalite.config.rules import check
-from megalite.config.schema import Config
+from megalite.config.schema import Config, MoEConfig
 from megalite.config.settings import with_values
+from megalite.errors.problems import UserError
 from tests.config.test_rules import problems_of
 
 MOE = "model.moe"
@@ -16,6 +18,7 @@ EIGHT = "model.moe.num_experts=8"
 # Command line, world size, the setting that is named, and words of the message.
 BROKEN = [
     ("model.moe.top_k=9", 1, "top_k", ["has no effect with model.moe.num_experts=0", "fix: model.moe.num_experts=16,"]),
+    (f"{EIGHT} model.moe.capacity_factor=-1", 1, "capacity_factor", ["above 0", "leave model.moe.capacity_factor un"]),
     ("parallel.ep=4", 4, "parallel.ep", ["has no effect", "num_experts=8, or parallel.ep=1"]),
     ("parallel.etp=2", 2, "parallel.etp", ["has no effect", "num_experts=8, or leave parallel.etp unset"]),
     ("parallel.etp=1 parallel.tp=2", 2, "parallel.etp", ["has no effect"]),
@@ -191,3 +194,15 @@ def test_what_works_is_accepted_and_so_is_the_config_of_such_a_run(
     config = with_values(Config(), settings)
     derived = derive(config, world_size)
     assert check(config, world_size) == check(derived, world_size) == []
+
+
+@pytest.mark.parametrize("preset", ["tiny_moe", "mixtral_8x7b", "qwen3_30b_a3b", "deepseek_v3_moe_part"])
+def test_a_preset_without_its_experts_is_dense(preset: str) -> None:
+    """What the preset says of them is forgotten; what the command itself says of them has no effect."""
+    without = [f"model={preset}", f"{MOE}.num_experts=0"]
+    assert load_config(without, 1).model.moe == MoEConfig()
+    with pytest.raises(UserError) as refused:
+        load_config([*without, f"{MOE}.top_k=3"], 1)
+    (problem,) = refused.value.problems
+    assert problem.setting == f"{MOE}.top_k"
+    assert load_config([*without, f"{MOE}.top_k=2"], 1).model.moe == MoEConfig()

@@ -60,8 +60,9 @@ class Problem:
 
 @dataclass(frozen=True)
 class Solution:
-    """What a layer makes of a problem. `figures`: tokens that chose each expert, then dropped choices, both losses and
-    the entropy (each the sum over the tokens that count), and these tokens."""
+    """What a layer makes of a problem. `figures`: tokens that chose each expert, those that the global balancing loss
+    counts for each, dropped choices, both losses and the entropy (each the sum over the tokens that count), and these
+    tokens."""
 
     y: Tensor
     figures: Tensor
@@ -92,10 +93,10 @@ def solve(problem: Problem) -> Solution:
                 of_token = of_token + weight * _expert(x[s, b], inner[expert], down[expert], problem.activation)
         y[s, b] = of_token
     scored = {(s, b): one for (s, b), one in logits.items() if mask[b, s]}
-    balance, z, entropy = _losses(scored, problem)
+    balance, z, entropy, balanced = _losses(scored, problem)
     ((y * problem.y_grad).sum() + SCALE * (balance + z)).backward()
     dropped = sum(counts) - len(kept)
-    row = [*counts, dropped, balance.item(), z.item(), entropy, len(scored)]
+    row = [*counts, *balanced, dropped, balance.item(), z.item(), entropy, len(scored)]
     return Solution(y.detach(), torch.tensor(row, dtype=torch.float64), *map(_gradient, leaves))
 
 
@@ -140,26 +141,30 @@ def _expert(x: Tensor, inner: Tensor, down: Tensor, activation: str) -> Tensor:
     return down @ F.gelu(inner @ x)
 
 
-def _losses(scored: dict[Any, Tensor], problem: Problem) -> tuple[Tensor, Tensor, float]:
-    """Balancing loss, z-loss and entropy, each the sum over the tokens that count (so: its mean times their number)."""
+def _losses(scored: dict[Any, Tensor], problem: Problem) -> tuple[Tensor, Tensor, float, list[int]]:
+    """Balancing loss, z-loss and entropy, each the sum over the tokens that count (so: its mean times their number);
+    and how many of these have each expert among their largest probabilities, where the next step's loss asks for it."""
     moe = problem.moe
     nothing = torch.zeros((), dtype=torch.float64)
     z = sum((one.exp().sum().log() ** 2 for one in scored.values()), start=nothing) * moe.z_loss_coeff
     scores = {at: one.sigmoid() if moe.score == "sigmoid" else one.exp() for at, one in scored.items()}
     probabilities = {at: one / one.sum() for at, one in scores.items()}
     entropy = -sum((one * one.log()).sum().item() for one in probabilities.values())
-    balance = nothing
+    largest = {at: one.argsort(descending=True)[: moe.top_k].tolist() for at, one in probabilities.items()}
+    balance, balanced = nothing, [0] * moe.num_experts
+    if moe.aux_loss == "global" and moe.aux_loss_coeff:
+        balanced = [sum(expert in its for its in largest.values()) for expert in range(moe.num_experts)]
     groups = [[at for at in scored if at[1] == b] for b in range(BATCH)] if moe.aux_loss == "sequence" else [[*scored]]
     for tokens in filter(None, groups):
         t = len(tokens)
         for expert in range(moe.num_experts):
             share = problem.share[expert]
             if moe.aux_loss != "global":
-                count = sum(expert in probabilities[at].argsort(descending=True)[: moe.top_k] for at in tokens)
+                count = sum(expert in largest[at] for at in tokens)
                 share = torch.tensor(count / (moe.top_k * t), dtype=torch.float64)
             mean = sum(probabilities[at][expert] for at in tokens) / t
             balance = balance + t * moe.aux_loss_coeff * moe.num_experts * share * mean
-    return balance, z, entropy
+    return balance, z, entropy, balanced
 
 
 def layer_of(problem: Problem, ranks: ExpertRanks | None = None, **options: Any) -> MoELayer:

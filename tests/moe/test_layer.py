@@ -24,6 +24,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"top_k": 8, **LOSSES},
     {"aux_loss": "sequence", **LOSSES},
     {"aux_loss": "global", **LOSSES},
+    {"aux_loss": "global", **GROUPS, **LOSSES},
     {"pre_softmax": True, "scaling_factor": 2.5, **LOSSES},
     {"pre_softmax": True, "normalize_weights": False, **LOSSES},
     {"pre_softmax": True, "normalize_weights": False, "top_k": 1, **LOSSES},
@@ -50,7 +51,7 @@ def test_a_layer_is_the_loop(settings: dict[str, Any], activation: str) -> None:
     problem = Problem.drawn(settings, activation)
     expected = solve(problem)
     if problem.moe.capacity_factor is not None:
-        assert expected.figures[8] > 2, "choices are dropped"
+        assert expected.figures[2 * problem.moe.num_experts] > 2, "choices are dropped"
     assert_same(solution_of(layer_of(problem), problem), expected)
     assert_same(solution_of(layer_of(problem, recompute=True), problem), expected)
 

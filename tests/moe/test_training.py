@@ -12,7 +12,7 @@ from megalite.data.batch import Batch, unscored
 from megalite.launch.context import ParallelContext
 from megalite.layout.ranks import ParallelLayout
 from megalite.model.routers import Routers
-from megalite.moe.balance import AFTER_COUNTS
+from megalite.moe.balance import counts_of, update_router
 from megalite.moe.router import Router
 from megalite.train.build import Training, build_training, fill_with_start_values, needs_of
 from megalite.train.step import StepFigures, TrainStep
@@ -116,7 +116,7 @@ def test_a_router_without_a_number_is_a_skipped_step(layout: ParallelLayout, dis
     """On some ranks or all: nobody hangs, and nothing changes, biases and shares neither."""
     world = layout.world_size
     broken = (1, world - 1) if some else tuple(range(world))
-    config = config_of(layout, {"dispatcher": dispatcher, "capacity_factor": 1.5})
+    config = config_of(layout, {"dispatcher": dispatcher, "capacity_factor": 1.5, "aux_loss": "global"})
     for seen in run_ranks(_with_a_broken_router, world, config, broken, layout=layout, needs=needs_of(config)):
         assert [skipped for skipped, _ in seen] == [False, True, False]
         assert all(seen[1][1]), "the skipped step changes nothing"
@@ -139,7 +139,7 @@ def test_what_is_recomputed_is_not_counted_again(recompute: dict[str, Any]) -> N
         assert one.routing is not None
         assert other.routing is not None
         assert torch.equal(one.routing, other.routing)
-        counts = other.routing[:, :-AFTER_COUNTS]
+        counts, _ = counts_of(other.routing)
         assert counts.sum(1).tolist() == [2 * SEQUENCES * LENGTH * TOP] * 2
     assert all(same(plain.state(), again.state()))
 
@@ -164,13 +164,15 @@ def test_evaluation_and_samples_change_nothing_of_the_routers() -> None:
 
 
 def test_a_text_is_not_changed_by_what_is_written_beside_it() -> None:
-    """A capacity holds where something is in the loss; a sample's would be shared with other texts and with padding."""
+    """A capacity holds in training alone: in evaluation and samples other texts, and padding, would matter."""
     run = Run(ParallelContext(), config_of(ParallelLayout(etp=1), {"capacity_factor": 0.75}))
-    chunk = run.training.chunks[0].eval()
-    tokens = batch_of(0).tokens
-    both, first = chunk(unscored(tokens)), chunk(unscored(tokens[:1]))
+    chunk, batch, one = run.training.chunks[0], batch_of(0), torch.ones(())
+    trained = chunk(batch, scale=one)
+    chunk.eval()
+    both, first = chunk(unscored(batch.tokens)), chunk(unscored(batch.tokens[:1]))
     torch.testing.assert_close(both[:, :1], first)
-    assert not torch.allclose(chunk(batch_of(0), scale=torch.ones(())), both), "in the loss it holds"
+    assert torch.equal(chunk(batch, scale=one), both)
+    assert not torch.allclose(trained, both), "in training it holds"
 
 
 def test_a_rate_of_zero_keeps_the_biases_that_were_learned() -> None:
@@ -179,17 +181,28 @@ def test_a_rate_of_zero_keeps_the_biases_that_were_learned() -> None:
     assert router.choose(torch.tensor([[0.5, 0.0]])).experts.tolist() == [[1]]
 
 
-def test_the_share_of_a_step_is_where_its_tokens_went_and_the_bias_moves_against_it() -> None:
-    run = Run(ParallelContext(), config_of(ParallelLayout(etp=1), {}))
-    bias, share = (value.clone() for _, value in [*Routers(run.training.chunks).state()][:2])
-    routing = run.step().routing
+def test_the_share_of_a_step_is_of_what_counts_in_the_loss_and_the_bias_moves_against_all_choices() -> None:
+    """Biases, whatever they are, and tokens that are masked are in the choices alone."""
+    run = Run(ParallelContext(), config_of(ParallelLayout(etp=1), {"aux_loss": "global"}))
+    bias, share = (value for _, value in [*Routers(run.training.chunks).state()][:2])
+    bias += torch.tensor([5.0, 0.0, 0.0, 0.0])  # nobody's weight
+    before, told = bias.clone(), share.clone()
+    batches = run.batches()
+    for batch in batches:
+        batch.loss_mask[:, LENGTH // 2 :] = False
+    routing = run.apply(batches, SEQUENCES * LENGTH, LR).read().routing
     assert routing is not None
-    counts = routing[0, :EXPERTS]
-    moved, told = (value for _, value in [*Routers(run.training.chunks).state()][:2])
-    assert len({*counts.tolist()}) > 1, "experts are used unevenly"
-    torch.testing.assert_close(moved - bias, 0.05 * (counts.mean() - counts).sign().float())
-    torch.testing.assert_close(told, (counts / counts.sum()).float())
-    assert not torch.equal(told, share)
+    counts, balanced = (its[0] for its in counts_of(routing))
+    assert counts.sum() == 2 * balanced.sum() == 2 * SEQUENCES * LENGTH * TOP
+    assert counts[0] == 2 * SEQUENCES * LENGTH > 2 * balanced[0], "all tokens choose the first expert"
+    torch.testing.assert_close(bias - before, 0.05 * (counts.mean() - counts).sign().float())
+    torch.testing.assert_close(share, (balanced / balanced.sum()).float())
+    assert not torch.equal(share, told)
+    nothing = torch.zeros(EXPERTS, dtype=torch.float64)
+    for router in run.training.chunks[0].routers.values():
+        known = router.share.clone()
+        update_router(router, nothing, nothing, torch.zeros(()))
+        assert torch.equal(router.share, known), "a share of nothing is none"
 
 
 def _losses(context: ParallelContext, config: Config) -> list[float]:

@@ -30,8 +30,11 @@ MOE = {"imbalance_max": 3.0, "imbalance_mean": 2.5, "dropped_share": 0.25, "toke
 
 
 def test_figures_are_those_by_hand() -> None:
-    """Two layers of 8 tokens with two choices each: counts, dropped, balance * tokens, z * tokens, entropy * tokens."""
-    table = [[8.0, 4.0, 4.0, 0.0, 2.0, 1.6, 0.8, 4.0, 8.0], [4.0, 4.0, 4.0, 4.0, 0.0, 0.8, 0.0, 8.0, 8.0]]
+    """Two layers of 8 tokens with two choices each: counts, those of a balancing loss, dropped, balance * tokens,
+    z * tokens, entropy * tokens."""
+    counts, balanced = [[8.0, 4.0, 4.0, 0.0], [4.0, 4.0, 4.0, 4.0]], [5.0, 3.0, 2.0, 1.0]
+    sums = [[2.0, 1.6, 0.8, 4.0, 8.0], [0.0, 0.8, 0.0, 8.0, 8.0]]
+    table = [own + balanced + its for own, its in zip(counts, sums, strict=True)]
     found = in_numbers(torch.tensor(table, dtype=torch.float64))
     assert found.pop("tokens_per_expert") == [[8, 4, 4, 0], [4, 4, 4, 4]]
     assert found == pytest.approx(
@@ -44,7 +47,7 @@ def test_figures_are_those_by_hand() -> None:
             "entropy": 0.75,
         }
     )
-    nothing = in_numbers(torch.zeros(1, 9, dtype=torch.float64))
+    nothing = in_numbers(torch.zeros(1, 13, dtype=torch.float64))
     assert nothing.pop("tokens_per_expert") == [[0, 0, 0, 0]]
     assert all(map(math.isnan, nothing.values()))
 
