@@ -71,21 +71,22 @@ def _by_expert(choice: Choice, experts: int) -> tuple[Tensor, Tensor]:
     return flat.argsort(stable=True), count_choices(flat, experts)
 
 
-def _computed(x: Tensor, rows: Rows, weights: Tensor, groups: RowGroups, compute: Compute) -> Tensor:
-    """What `compute` makes of `rows` of x, each with its weight [m], summed for each token. Rows that fill up a group
-    have weight 0: nothing of them is in a gradient."""
+def _filled_up(x: Tensor, rows: Rows, weights: Tensor, groups: RowGroups) -> tuple[Rows, Tensor, RowGroups]:
+    """The `rows` of x that experts compute with, their weights [m] and groups, filled up where that is faster. Rows
+    that fill up a group have weight 0: nothing of them is in a gradient."""
     multiple = multiple_of_rows(len(weights), len(groups.counts), x.device, x.dtype)
     if multiple > 1 and groups.on_host is not None:
         groups, source, place = groups.padded(len(weights), multiple)
         rows, weights = rows.padded(source, place), weights.new_zeros(len(source)).scatter(0, place, weights)
-    return rows.sum(compute(rows.take(x), weights, groups))
+    return rows, weights, groups
 
 
 def _on_one_rank(x: Tensor, choice: Choice, experts: int, compute: Compute) -> Tensor:
     """Rows of no expert stay at the end, of which `compute` makes zeros: nobody needs to know how many they are."""
     order, counts = _by_expert(choice, experts)
     rows = Rows.of_choices(order, *choice.experts.shape, complete=True)
-    return _computed(x, rows, choice.weights.flatten()[order], RowGroups.of(counts), compute)
+    rows, weights, groups = _filled_up(x, rows, choice.weights.flatten()[order], RowGroups.of(counts))
+    return rows.sum(compute(rows.take(x), weights, groups))
 
 
 def _gathered(
@@ -99,8 +100,10 @@ def _gathered(
     numbers = counts.tolist()  # waits for the device: else there would be ep times as many rows
     order = order[: sum(numbers)]
     rows = Rows.of_choices(order, *chosen.shape, complete=False)
-    y = _computed(all_x, rows, weights.flatten()[order], RowGroups(counts, numbers), compute)
-    return reduce_scatter_to_sequence_parallel(y, group)
+    rows, weights, groups = _filled_up(all_x, rows, weights.flatten()[order], RowGroups(counts, numbers))
+    taken = rows.take(all_x)
+    del all_x  # makes room for what experts compute
+    return reduce_scatter_to_sequence_parallel(rows.sum(compute(taken, weights, groups)), group)
 
 
 def _exchanged(
@@ -135,9 +138,11 @@ def _exchanged(
     of_expert = of_expert.repeat_interleave(from_members.flatten(), output_size=sum(receives))
     together = of_expert.argsort(stable=True)
     groups = RowGroups(from_members.sum(0), [sum(arriving[expert::local]) for expert in range(local)])
-    computed = _computed(arrived, Rows.reordered(together), weights[together], groups, compute)
+    own, weights, groups = _filled_up(arrived, Rows.reordered(together), weights[together], groups)
+    taken = own.take(arrived)
+    del arrived, on_their_way  # makes room for what experts compute
     back = _Exchange(receives, sends, group)
-    (returned,) = back.finish(back.start(computed))
+    (returned,) = back.finish(back.start(own.sum(compute(taken, weights, groups))))
     y = rows.sum(returned)
     return y if others is None else y + others
 

@@ -85,8 +85,11 @@ class _ExpertMLP(torch.autograd.Function):
             activated = ctx.activation(before)
         scaled_grad = grouped_product(grad, down, groups)  # [m, width]
         # The router's: in its precision.
-        weights_grad = groups.clear_rest((scaled_grad.to(weights.dtype) * activated.detach()).sum(1))
-        (before_grad,) = torch.autograd.grad(activated, before, scaled_grad * scale)
+        in_full = scaled_grad.to(weights.dtype, copy=True).mul_(activated.detach())
+        weights_grad = groups.clear_rest(in_full.sum(1))
+        del in_full  # it is the largest of all
+        (before_grad,) = torch.autograd.grad(activated, before, scaled_grad.mul_(scale))
+        del scaled_grad
         rows_grad = groups.clear_rest(grouped_product(before_grad, inner.flatten(1, -2), groups))
         scaled = activated.detach() * scale
         factors = ((before_grad, rows.detach()), (grad, scaled))

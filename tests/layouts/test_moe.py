@@ -37,6 +37,9 @@ ROWS = [
     row("llama", moe(capacity_factor=0.75), RAGGED, tp=2, dp=2, etp=1, ep=2),
     row("gpt2", FOUR, moe(), RECOMPUTED, DROPPED, pp=2, dp=2, ep=2, schedule="zb-h1"),
     row("llama", moe(), FEW, {"optimizer": {"instances": 2}}, dp=4, ep=2),
+    row("llama", moe(), FEW, {"optimizer": {"zero": 0}}, dp=4, ep=2),
+    row("llama", FOUR, moe(), pp=2, vpp=2, dp=2, ep=2),
+    row("llama", moe(), RAGGED, tp=2, etp=1),  # ep 1: both ranks hold all experts
 ]
 LONG_ROWS = [
     row("llama", moe(), RAGGED, dp=4, ep=4),
@@ -50,10 +53,8 @@ LONG_ROWS = [
     row("llama", moe(dispatcher="allgather"), RAGGED, dp=2, ep=2),
     row("llama", FOUR, moe(**SHARED), RECOMPUTED, pp=2, dp=2, ep=2),
     row("llama", FOUR, moe(**SIGMOID, layer_freq=2), RAGGED, pp=4, schedule="gpipe"),  # ranks without experts
-    row("llama", FOUR, moe(), pp=2, vpp=2, dp=2, ep=2),
     row("llama", FOUR, moe(), tp=2, pp=2, dp=2, ep=2, etp=2),
     row("llama", FOUR, moe(**SIGMOID), RAGGED, tp=2, pp=2, dp=2, ep=4, etp=1, schedule="zb-h1"),
-    row("llama", moe(), FEW, {"optimizer": {"zero": 0}}, dp=4, ep=2),
     row("llama", moe(), {"train": {"micro_batch_size": 3}}, dp=4, ep=2),
     row("llama", moe(num_experts=6, aux_loss="global"), {"train": {"micro_batch_size": 1}}, tp=2, dp=3, etp=1, ep=6),
     row("llama", moe(), tp=2, dp=2, etp=1, ep=2, order="ep-tp-dp-pp"),

@@ -1,5 +1,5 @@
-"""What experts keep in memory, counted, is what the formulas of docs/moe.md say, within 5 percent: their parameters and
-optimizer state, and what a layer keeps of a microbatch for backward."""
+"""What experts take of memory, counted, is what the formulas of docs/moe.md say, within 5 percent: their parameters and
+optimizer state, what a layer keeps of a microbatch for backward, and the most that it needs while it computes."""
 
 import time
 from collections.abc import Iterator
@@ -13,11 +13,17 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megalite.config.derive import derive, derive_model
-from megalite.config.schema import Config
+from megalite.config.schema import Config, MoEConfig
 from megalite.data.batch import Batch
 from megalite.launch.context import ParallelContext
 from megalite.launch.startup import join
 from megalite.layout.ranks import ParallelLayout
+from megalite.model.mlp import ACTIVATIONS
+from megalite.moe.balance import TokenMasks
+from megalite.moe.dispatch import ExpertRanks
+from megalite.moe.experts import ExpertMatrix
+from megalite.moe.layer import Experts, MoELayer
+from megalite.moe.router import Router
 from megalite.train.build import build_training, derive_device, fill_with_start_values
 from tests.optim.allocations import allocations_of
 from tests.ranks import run_ranks
@@ -142,3 +148,46 @@ def test_ranks_keep_the_rows_that_they_receive(ep: int, etp: int, dispatcher: st
     layout = ParallelLayout(dp=2, ep=ep, etp=etp)
     counted = sum(run_ranks(kept_by_a_layer, 2, moe, {}, layout=layout, dtype=torch.bfloat16))
     assert formula(moe, {}, 2, etp) == pytest.approx(counted, rel=0.05)
+
+
+# --- what a layer needs while it computes ----------------------------------------------------------------------------
+
+
+def peaks_of_a_layer(context: ParallelContext, dispatcher: str, width: int) -> tuple[int, int, int]:
+    """Bytes that experts and router keep for backward, and the most that there were in forward and in backward."""
+    moe = MoEConfig(num_experts=8, top_k=4, ffn_hidden_size=width, dispatcher=dispatcher, aux_loss_coeff=0.0)
+    ranks, cpu = ExpertRanks.of(context), torch.device("cpu")
+    inner = "gate_up", (2, width)
+    experts = Experts(moe, H, inner, ACTIVATIONS["swiglu"], ranks, dtype=context.dtype, device=cpu)
+    layer = MoELayer(Router(moe, H, torch.float32, cpu), experts, ranks)
+    weights = torch.Generator().manual_seed(0)
+    for parameter in layer.parameters():
+        parameter.data.normal_(generator=weights)
+    matrices = [one for one in experts.modules() if isinstance(one, ExpertMatrix)]
+    for matrix in matrices:
+        matrix.main_grad = torch.zeros_like(matrix.weight, dtype=torch.float32)
+    x = torch.randn(S, B, H, generator=torch.Generator().manual_seed(context.rank)).to(context.dtype).requires_grad_()
+    masks, y_grad = TokenMasks.of(torch.ones(B, S, dtype=torch.bool), torch.ones(()), None), torch.ones_like(x)
+    main_grads = [matrix.main_grad for matrix in matrices if matrix.main_grad is not None]
+    live = LiveBytes([*layer.parameters(), *main_grads, x, y_grad])
+    with live:
+        y, _ = layer(x, masks)
+        forward, kept, live.peak = live.peak, settled(live), 0
+        y.backward(y_grad)
+    return kept - y.nbytes, forward, live.peak - y.nbytes
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
+@pytest.mark.parametrize("width", [32, 256])
+@pytest.mark.parametrize(("ep", "etp"), [(2, 1), (1, 2)])
+def test_ranks_need_for_a_moment_what_the_formula_says(ep: int, etp: int, width: int, dispatcher: str) -> None:
+    """Rows on their way, and what experts compute; with `allgather` no more, as tokens are fewer than rows."""
+    layout = ParallelLayout(dp=2, ep=ep, etp=etp)
+    found = run_ranks(peaks_of_a_layer, 2, dispatcher, width, layout=layout, dtype=torch.bfloat16)
+    kept, forward, backward = map(sum, zip(*found, strict=True))
+    m, w = 2 * S * B * 4 * etp, width // etp
+    in_forward, in_backward = 4 * m * max(H, w), 2 * m * max(H + 6 * w, 2 * H + 4 * w)
+    if dispatcher == "alltoall":
+        assert kept + in_forward == pytest.approx(forward, rel=0.05)
+    assert forward <= 1.05 * (kept + in_forward)
+    assert kept + in_backward == pytest.approx(backward, rel=0.05)
