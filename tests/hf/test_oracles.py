@@ -7,7 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
+from megalite.config.families import OF_EXPERTS
 from megalite.data.batch import Batch
 from megalite.hf.import_model import import_model
 from megalite.hf.tensors import sources
@@ -70,3 +72,25 @@ def test_logits_and_every_gradient_are_those_of_transformers(name: str, tmp_path
         assert largest_error(found, gradient, gradient_bound) <= 1, key
         if key in ("embedding.word.weight", "head.weight"):
             assert not found[config.vocab_size :].any(), "rows that pad the vocabulary have gradient zero"
+
+
+@pytest.mark.parametrize("name", [name for name, peer in PEERS.items() if peer.model_type in OF_EXPERTS])
+def test_balancing_losses_are_what_transformers_makes_of_its_router_logits(name: str, tmp_path: Path) -> None:
+    """Of one layer at a time: over several, theirs is of the means. Its shares add up to top_k, ours to 1."""
+    peer = save_peer(name, tmp_path)
+    config = matching_config(tmp_path, **{"moe.aux_loss_coeff": 0.3, "moe.z_loss_coeff": 0.2})
+    model = gpt(config, dtype=torch.float64, device=torch.device("cpu"), seed=0)
+    fill(model, import_model(tmp_path, config))
+    generator = torch.Generator().manual_seed(3)
+    batch = batch_of(torch.randint(53, (3, 25), generator=generator), torch.rand(3, 24, generator=generator) > 0.3)
+    model.loss(batch, torch.ones((), dtype=torch.float64))
+    every_layer = peer(input_ids=batch.tokens, output_router_logits=True).router_logits
+    assert len(every_layer) == len(model.router_figures) == len(config.expert_layers)
+    moe, tokens = config.moe, int(batch.loss_mask.sum())
+    for logits, figures in zip(every_layer, model.router_figures, strict=True):
+        balance, z = figures[-4:-2] / tokens
+        theirs = load_balancing_loss_func((logits,), moe.num_experts, moe.top_k, batch.loss_mask)
+        assert isinstance(theirs, Tensor)
+        assert balance.item() == pytest.approx(0.3 * theirs.item() / moe.top_k, rel=1e-6)
+        square = logits.logsumexp(1).square()[batch.loss_mask.flatten()]
+        assert z.item() == pytest.approx(0.2 * square.mean().item(), rel=1e-6)

@@ -88,6 +88,7 @@ SAVED_EXPERTS = [
     row("llama", MOE, SMALL, dp=4, ep=4),
     row("llama", MOE, SMALL, pp=2, dp=2, ep=2),
     row("llama", MOE, SMALL, pp=2, dp=4, ep=4),
+    row("llama", MOE, SMALL, tp=2, dp=2, etp=2, ep=2),  # each expert in two parts
 ]
 CONTINUED_EXPERTS = [
     row("llama", MOE, SMALL),
@@ -116,7 +117,7 @@ def saved_experts(workplace: Workplace, tmp_path_factory: pytest.TempPathFactory
 
 
 def expert_pairs() -> list[Any]:
-    usual = {(0, 0), (0, 1), (0, 2), (1, 3)}
+    usual = {(0, 0), (0, 1), (0, 2), (1, 3), (3, 0)}
     return [
         pytest.param(before, after, marks=() if (saver, reader) in usual else pytest.mark.long, id=f"{saver}-{reader}")
         for saver, before in enumerate(SAVED_EXPERTS)

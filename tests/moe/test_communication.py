@@ -19,7 +19,10 @@ from megalite.config.schema import Config
 from megalite.data.batch import Batch
 from megalite.launch.context import ParallelContext
 from megalite.layout.ranks import ParallelLayout
+from megalite.moe.balance import TokenMasks
+from megalite.moe.dispatch import ExpertRanks
 from megalite.train.build import build_training, fill_with_start_values
+from tests.moe.loop import Problem, layer_of
 from tests.ranks import run_ranks
 
 S, B, H, EXPERTS, K = 16, 2, 32, 8, 3
@@ -141,3 +144,41 @@ def test_a_capacity_costs_a_gather_of_choices_where_sequences_are_divided() -> N
         assert everywhere == more
         assert capped[0][WAIT] == without[0][WAIT] == 1
         assert capped[0]["all_to_all_single", FP32] < without[0]["all_to_all_single", FP32] == S * B // 2 * K
+
+
+@dataclass
+class Order(TorchDispatchMode):
+    """What is started, waited for and computed in between, in order."""
+
+    names: tuple[str, ...]
+    seen: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.partition("::")[2]
+        if name in self.names:
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def order_of_a_layer(context: ParallelContext) -> list[list[str]]:
+    problem = Problem.drawn({})
+    layer, x = layer_of(problem, ExpertRanks.of(context)), problem.x.clone().requires_grad_()
+    masks = TokenMasks.of(problem.mask, torch.ones(()), None)
+    names = ("all_to_all_single", "wait_tensor", "tanh", "tanh_backward")
+    forward, backward = Order(names), Order(names)
+    with forward:
+        y, _ = layer(x, masks, torch.tanh)
+    with backward:
+        y.sum().backward()
+    return [forward.seen, backward.seen]
+
+
+def test_shared_experts_compute_while_rows_are_on_their_way() -> None:
+    """Rows and weights are sent, the shared expert computes, then is waited; in backward, too."""
+    send, wait = "all_to_all_single", "wait_tensor"
+    for forward, backward in run_ranks(order_of_a_layer, 2, layout=ParallelLayout(dp=2, ep=2, etp=1)):
+        assert forward == [wait, send, send, "tanh", wait, wait, send, wait]
+        assert backward == [send, wait, send, send, "tanh_backward", wait, wait]
