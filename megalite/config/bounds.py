@@ -41,7 +41,7 @@ def outside(setting: Setting, value: Any) -> Problem | None:
     parts, limits = _parts(value), setting.limits.items()
     most = LARGEST.get(setting.leaf.rpartition(".")[2], 2**63 - 1)
     usual = f"the default is {yaml_value(setting.default)}"
-    remedy = f"leave {setting.name} unset" if setting.default is None else usual
+    remedy = f"leave {setting.name} unset (null)" if setting.default is None else usual
     if setting.kind is not Any and any(one is None or isinstance(one, list | dict) for one in parts):
         rule, remedy = f"must be {setting.type_words}", "plain values in one list"
     elif setting.choices and (unknown := [one for one in parts if one not in setting.choices]):
