@@ -12,6 +12,7 @@ megalite compiles too.
     python scripts/benchmark.py --zero                       ZeRO-1 beside torch's, two ranks (benchmark_zero.py)
     python scripts/benchmark.py --pipeline                   the pipeline, two ranks (benchmark_pipeline.py)
     python scripts/benchmark.py --experts                    a layer of experts, and two ranks (benchmark_moe.py)
+    python scripts/benchmark.py --context                    sequences on two ranks (benchmark_context.py)
 """
 
 import argparse
@@ -31,6 +32,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import benchmark_context
 import benchmark_moe
 import benchmark_pipeline
 import benchmark_zero
@@ -49,7 +51,12 @@ from megalite.optim.buffers import TrainingBuffers
 from megalite.train import step
 
 # What is measured on two ranks, by option: modules with SHAPES and `run`.
-ON_RANKS: dict[str, Any] = {"zero": benchmark_zero, "pipeline": benchmark_pipeline, "experts": benchmark_moe}
+ON_RANKS: dict[str, Any] = {
+    "zero": benchmark_zero,
+    "pipeline": benchmark_pipeline,
+    "experts": benchmark_moe,
+    "context": benchmark_context,
+}
 
 
 @dataclass(frozen=True)
@@ -205,7 +212,7 @@ def table(comparisons: Sequence[Comparison]) -> str:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = {**SHAPES, **benchmark_zero.SHAPES, **benchmark_pipeline.SHAPES}
-    some = "default: tiny and gpt2, on CUDA 1.3b too; --zero and --pipeline: tiny and wide, --experts: tiny_moe"
+    some = "default: tiny and gpt2, on CUDA 1.3b too; --zero, --pipeline: tiny and wide, --experts: tiny_moe"
     parser.add_argument("--model", action="append", choices=names, help=some)
     parser.add_argument("--precision", action="append", choices=("fp32", "bf16"), help="default: both")
     parser.add_argument("--steps", type=int, default=10, help="rounds, or steps of --overhead (default: %(default)s)")
@@ -216,6 +223,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--zero", action="store_true", help="measure data parallelism on two ranks instead (CPU)")
     parser.add_argument("--pipeline", action="store_true", help="measure a pipeline of two ranks instead (CPU)")
     parser.add_argument("--experts", action="store_true", help="measure experts instead, on one and two ranks (CPU)")
+    parser.add_argument("--context", action="store_true", help="measure long sequences on two ranks instead (CPU)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
     options = parser.parse_args(arguments)
     if options.steps < 1 or (options.batch is not None and options.batch < 1):

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import FileStore  # torch.distributed exports it, but not to type checkers
 
 from megalite.config.schema import Config
+from megalite.context_parallel import exchange
 from megalite.kernels import grouped
 from megalite.launch.environment import ProcessEnvironment
 from megalite.launch.host import limit_openmp_spinning
@@ -42,7 +43,8 @@ TURN_STEPS = 3
 FIXED = ("train.compile=false", "model.moe.aux_loss=sequence")  # a loss of microbatches has other ones in each layout
 SHAPES = {"tiny_moe": benchmark_sides.SHAPES["tiny_moe"]}
 REFERENCE = "dp 2"
-CONTENDERS: Mapping[str, tuple[int, tuple[str, ...]]] = {  # ranks with sequences of their own, overrides
+Contenders = Mapping[str, tuple[int, tuple[str, ...]]]
+CONTENDERS: Contenders = {  # ranks with sequences of their own, overrides
     REFERENCE: (2, ()),
     "ep 2, alltoall": (2, ("parallel.ep=2",)),
     "ep 2, allgather": (2, ("parallel.ep=2", "model.moe.dispatcher=allgather")),
@@ -158,7 +160,7 @@ def _take_turns(connection: Connection, rank: int, store: str, config: Config) -
     environment = ProcessEnvironment(rank, RANKS, rank, RANKS, launcher="env")
     context = start(config, environment, FileStore(store, RANKS))
     torch.set_num_threads(1)
-    data_ranks = RANKS // config.parallel.tp
+    data_ranks = context.size("dp")
     side = Megalite(config, context, global_tokens(config).chunk(data_ranks)[rank % data_ranks])
     with Waits().counted() as waits:
         while True:
@@ -175,7 +177,7 @@ def _take_turns(connection: Connection, rank: int, store: str, config: Config) -
 
 
 class Waits:
-    """Seconds in which layers with experts wait for what they have asked other ranks for."""
+    """Seconds in which layers wait for what they have asked other ranks for: those with experts, and attention."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -183,7 +185,7 @@ class Waits:
     @contextmanager
     def counted(self) -> Iterator["Waits"]:
         with ExitStack() as stack:
-            for module in (dispatch, balance):
+            for module in (dispatch, balance, exchange):
                 stack.enter_context(mock.patch.object(module, "finish", self._timed(module.finish, module is balance)))
             yield self
 
@@ -236,13 +238,20 @@ class Comparison:
         return statistics.mean(shares)
 
 
-def compare(shape: Shape, precision: str, rounds: int, batch: int) -> Comparison:
+def compare(
+    shape: Shape,
+    precision: str,
+    rounds: int,
+    batch: int,
+    contenders: Contenders = CONTENDERS,
+    fixed: Sequence[str] = FIXED,
+) -> Comparison:
     """Start all contenders, let them train in turns. The first turn warms up."""
     with tempfile.TemporaryDirectory(prefix="megalite-benchmark-") as folder, ExitStack() as stack:
         sides: dict[str, Ranks] = {}
-        for name, (data_ranks, overrides) in CONTENDERS.items():
+        for name, (data_ranks, overrides) in contenders.items():
             sizes = {"world_size": RANKS, "data_ranks": data_ranks}
-            config = shape.config(batch, precision, torch.device("cpu"), *FIXED, *overrides, **sizes)
+            config = shape.config(batch, precision, torch.device("cpu"), *fixed, *overrides, **sizes)
             sides[name] = Ranks(config, Path(folder, f"store-{len(sides)}"))
             stack.callback(sides[name].close)
         for side in sides.values():

@@ -27,7 +27,7 @@ from torch.multiprocessing.spawn import spawn
 from megalite.config.compose import load_config
 from megalite.config.schedule_rules import ScheduleRequest
 from megalite.config.schema import Config
-from megalite.data.batch import Batch
+from megalite.data.batch import Batch, whole_batch
 from megalite.launch.context import ParallelContext
 from megalite.launch.device import DTYPES
 from megalite.launch.startup import join
@@ -144,7 +144,7 @@ def random_batches(config: Config) -> list[Batch]:
     generator = torch.Generator().manual_seed(config.seed)
     mask, positions = torch.ones(shape, dtype=torch.bool), torch.arange(shape[1]).expand(shape)
     drawn = (torch.randint(0, config.model.vocab_size or 0, shape, generator=generator) for _ in range(MICROBATCHES))
-    return [Batch(tokens, tokens.roll(-1, dims=1), mask, positions, None, 0) for tokens in drawn]
+    return [whole_batch(tokens, tokens.roll(-1, dims=1), mask, positions, None, 0) for tokens in drawn]
 
 
 # --- the comparison --------------------------------------------------------------------------------------------------

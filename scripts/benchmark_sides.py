@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 from megalite.config.compose import load_config
 from megalite.config.schema import Config, ModelConfig
-from megalite.data.batch import Batch
+from megalite.data.batch import whole_batch
 from megalite.launch.context import ParallelContext
 from megalite.launch.device import DTYPES
 from megalite.launch.environment import read_environment
 from megalite.launch.host import limit_openmp_spinning
 from megalite.model.flops import parameter_count
-from megalite.train.build import build_training, fill_with_start_values, start
+from megalite.train.build import build_training, data_share, fill_with_start_values, start
 from megalite.train.step import PendingFigures, TrainStep
 
 LEARNING_RATE = 1e-4
@@ -138,8 +138,9 @@ class Megalite:
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         mask = torch.ones_like(tokens, dtype=torch.bool)
         mask[:, -1] = False  # transformers, too, has no label for the last token
-        self._batch = Batch(tokens, labels, mask, positions, None, 0)
-        self._labels = int(mask.sum())
+        whole = whole_batch(tokens, labels, mask, positions, None, 0)
+        self._batch = whole.part(data_share(config, context)["sequence"])
+        self._labels = int(self._batch.loss_mask.sum())
 
     def step(self) -> PendingFigures:
         """One step, which the device may still be working on."""

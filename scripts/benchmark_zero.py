@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megalite.config.compose import load_config
 from megalite.config.schema import Config
-from megalite.data.batch import Batch
+from megalite.data.batch import Batch, whole_batch
 from megalite.launch.context import ParallelContext
 from megalite.launch.device import DTYPES
 from megalite.launch.startup import join
@@ -272,7 +272,7 @@ def random_batch(config: Config, rank: int) -> Batch:
     generator = torch.Generator().manual_seed(config.seed + rank)
     tokens = torch.randint(0, config.model.vocab_size or 0, shape, generator=generator)
     positions = torch.arange(shape[1]).expand(shape)
-    return Batch(tokens, tokens.roll(-1, dims=1), torch.ones(shape, dtype=torch.bool), positions, None, 0)
+    return whole_batch(tokens, tokens.roll(-1, dims=1), torch.ones(shape, dtype=torch.bool), positions, None, 0)
 
 
 @dataclass(frozen=True)

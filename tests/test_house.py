@@ -13,7 +13,7 @@ FLOORS = [
     {"errors", "layout"},
     {"config", "launch", "kernels"},
     {"tensor_parallel", "data", "checkpoint"},
-    {"moe"},
+    {"context_parallel", "moe"},
     {"model"},
     {"optim", "pipeline"},
     {"train"},

@@ -18,6 +18,7 @@ COMMANDS = {  # name: the module whose `main` it is, and what it does
     "verify": ("verify", "whether a layout trains like one process"),
     "plan ranks": ("ranks", "who talks to whom in a layout"),
     "plan schedule": ("schedule", "who computes which microbatch when in a pipeline"),
+    "plan sequence": ("sequence", "who holds which part of a sequence, and computes which scores when"),
     "plan buffers": ("buffers", "which gradient bucket holds what, and who owns it"),
 }
 

@@ -19,7 +19,6 @@ from megalite.layout.ranks import DEFAULT_ORDER, EXPERT_NAME, ParallelLayout, co
 from megalite.layout.stage_string import even_layout
 from megalite.layout.stages import StageSettings, stage_counts
 
-NOT_BUILT = ("cp",)  # axes whose sizes above 1 are refused
 AXES = tuple(DEFAULT_ORDER.split("-"))
 STAGE_NAMES = {  # how a user knows the fields of `StageSettings`
     "num_layers": "model.num_layers",
@@ -100,14 +99,6 @@ def _unit(config: Config, world_size: int) -> int | None:
 
 
 # --- ranks ---------------------------------------------------------------------------------------------------------
-
-
-def sizes_are_built(case: Case) -> Iterator[Flaw]:
-    for axis in NOT_BUILT:
-        name, size = f"parallel.{axis}", getattr(case.config.parallel, axis)
-        if size > 1:
-            rule = "sizes above 1 are not built yet; parallel.tp, .pp, .ep, .etp and data parallelism are"
-            yield Flaw(name, rule, {name: [SETTINGS[name].default]})
 
 
 def order_places_the_axes(case: Case) -> Iterator[Flaw]:
@@ -297,6 +288,6 @@ LAYOUT_RULES = (order_places_the_axes, virtual_stages_need_a_pipeline, sizes_fil
 STAGE_RULES = (stages_hold_all_layers,)
 SCHEDULE_RULES = (batch_splits_over_ranks, schedule_suits_the_pipeline)
 PARALLEL_RULES = (
-    *(sizes_are_built, *LAYOUT_RULES, *STAGE_RULES, *SCHEDULE_RULES, batches_grow_to_the_full_size),
+    *(*LAYOUT_RULES, *STAGE_RULES, *SCHEDULE_RULES, batches_grow_to_the_full_size),
     *(layers_split_over_tensor_parallel_ranks, instances_split_the_replicas),
 )

@@ -11,6 +11,7 @@ from math import pi
 from typing import Any
 
 from megalite.config.bounds import bounds
+from megalite.config.context_rules import CONTEXT_RULES
 from megalite.config.machine_rules import MACHINE_RULES
 from megalite.config.moe_rules import MOE_RULES
 from megalite.config.optimizer_rules import OPTIMIZER_RULES
@@ -34,6 +35,7 @@ SWITCHED: list[tuple[str, Any, list[str], str]] = [
     ("model.position", "rope", ["model.rope_scaling_factor"], ""),
     ("model.rope_scaling", "llama3", [f"model.rope_{name}" for name in LLAMA3_SCALING], ""),
     ("model.rope_scaling", "yarn", [f"model.rope_{name}" for name in YARN_SCALING], ""),
+    ("parallel.cp", 2, ["parallel.cp_comm", "parallel.cp_alltoall"], ""),
     ("precision", "fp16", [f"optimizer.{name}" for name in LOSS_SCALE], ": the loss is scaled in fp16 alone"),
 ]
 
@@ -207,7 +209,7 @@ def vocabulary_holds_the_tokens(case: Case) -> Iterator[Flaw]:
 
 RULES: tuple[Rule, ...] = (
     *(heads_share_the_width, positions_suit_the_sequence, rotary_scaling_is_told_in_full, names_are_file_names),
-    *(*PARALLEL_RULES, *MOE_RULES),
+    *(*PARALLEL_RULES, *CONTEXT_RULES, *MOE_RULES),
     *(recompute_names_what_there_is, learning_rate_follows_its_schedule, listed_steps_are_steps_of_the_run),
     *(*OPTIMIZER_RULES, settings_have_an_effect),
     *(data_suits_its_source, vocabulary_holds_the_tokens),

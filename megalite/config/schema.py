@@ -154,6 +154,14 @@ class ParallelConfig:
     pipeline_layout: str | None = setting(None, "stages as Megatron-LM writes them, like 'Et*3|t*3L'; null: as above")
     ep: int = setting(1, "expert-parallel size: experts across ranks", at_least=1)
     etp: int | None = setting(None, "tensor-parallel size of the experts; null: tp", at_least=1)
+    cp_comm: str = setting(
+        "auto",
+        "how the ranks of cp exchange keys (docs/context_parallel.md); auto: by heads, documents and what is sent",
+        choices=("auto", "allgather", "ring", "alltoall", "alltoall+ring"),
+    )
+    cp_alltoall: int | None = setting(
+        None, "alltoall+ring: how many of cp swap heads; null: as many as heads allow", at_least=1
+    )
     order: str = setting("tp-cp-ep-dp-pp", "how ranks are numbered, fastest-varying axis first")
     sequence_parallel: bool | None = setting(None, "norms hold 1/tp of each sequence; null: if tp > 1")
     startup_timeout_s: float = setting(1200.0, "seconds until the first step is done", above=0, at_most=A_YEAR_S)

@@ -1,32 +1,38 @@
 """Defines the record of a microbatch: everything that the model reads about its input.
 
-Nothing derives positions, masks or documents from a shape, so that an axis which splits the sequence only has to slice
-these tensors.
+Nothing derives positions, masks or documents from a shape: context parallelism only slices these tensors.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megalite.layout.document_tiles import document_plan, starts_of
+from megalite.layout.sequence import AttentionPlan, SequenceShare, causal_plan
+
 
 @dataclass(frozen=True)
 class Batch:
-    """One microbatch of `b` sequences of `s` tokens. All tensors are [b, s].
+    """One microbatch of `b` sequences, of which a rank holds `n` of the `s` tokens: all but with context parallelism.
 
     `documents` numbers the document of each token within its sequence, for attention that stays inside documents; None
     means that a token attends to every earlier token of its sequence. Row i is sample `first_sample + i` of the run:
-    dropout masks are derived from it.
+    dropout masks are derived from it. `plan`: which scores this rank computes where the ranks of a ring share them.
     """
 
-    tokens: Tensor  # int64
-    labels: Tensor  # int64
-    loss_mask: Tensor  # bool: True where the token counts in the loss
-    positions: Tensor  # int64; maybe one row expanded, so not to be written
-    documents: Tensor | None  # int32
+    tokens: Tensor  # [b, n], int64
+    labels: Tensor  # [b, n], int64
+    loss_mask: Tensor  # [b, n], bool: True where the token counts in the loss
+    positions: Tensor  # [b, n], int64; maybe one row expanded, so not to be written
+    places: Tensor  # [n], int64: where in the sequence
+    counted: Tensor  # [b], int64: labels of the whole sequence that count in the loss
+    documents: Tensor | None  # [b, s], int32: of the whole sequence
     first_sample: int
+    length: int  # s
+    plan: AttentionPlan | None = None
 
     def to(self, device: torch.device) -> "Batch":
         """The same batch on `device`; asynchronous where the source is pinned."""
@@ -35,6 +41,26 @@ class Batch:
     def pinned(self) -> "Batch":
         """The same batch in memory that a GPU copies from without anybody waiting."""
         return self._with(Tensor.pin_memory)
+
+    def with_mask(self, loss_mask: Tensor) -> "Batch":
+        """Whole sequences of which other labels count: `loss_mask` [b, s]."""
+        return replace(self, loss_mask=loss_mask, counted=loss_mask.sum(1))
+
+    def part(self, share: SequenceShare) -> "Batch":
+        """The tokens of a whole batch on the CPU that one rank of cp holds."""
+        plan: AttentionPlan | None = None
+        if share == SequenceShare():
+            return self
+        if share.ring > 1 and self.documents is None:
+            plan = causal_plan(share, self.length)
+        elif share.ring > 1 and self.documents is not None:
+            plan = document_plan(share, starts_of(self.documents.numpy()))
+        held = share.places(self.length, "zigzag" if plan is None else plan.cut)
+        sliced: dict[str, Any] = {
+            name: _columns(getattr(self, name), held)
+            for name in ("tokens", "labels", "loss_mask", "positions", "places")
+        }
+        return replace(self, **sliced, plan=plan)
 
     def _with(self, moved: Callable[[Tensor], Tensor]) -> "Batch":
         """A row that was expanded is moved once, and stays one: what follows from positions is then computed once."""
@@ -45,7 +71,24 @@ class Batch:
         return Batch(**found)
 
 
+def whole_batch(
+    tokens: Tensor, labels: Tensor, loss_mask: Tensor, positions: Tensor, documents: Tensor | None, first_sample: int
+) -> Batch:
+    """Of tensors [b, s]."""
+    length = tokens.shape[1]
+    places = torch.arange(length, device=tokens.device)
+    return Batch(tokens, labels, loss_mask, positions, places, loss_mask.sum(1), documents, first_sample, length)
+
+
 def unscored(tokens: Tensor) -> Batch:
     """`tokens` [b, s] as a microbatch of which nothing enters the loss."""
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
-    return Batch(tokens, torch.zeros_like(tokens), torch.zeros_like(tokens, dtype=torch.bool), positions, None, 0)
+    nothing = torch.zeros_like(tokens)
+    return whole_batch(tokens, nothing, nothing.bool(), positions, None, 0)
+
+
+def _columns(x: Tensor, ranges: Sequence[range]) -> Tensor:
+    """Elements of the last dim. A row that was expanded stays one."""
+    if not x.stride(0):
+        return _columns(x[0], ranges).expand(len(x), -1)
+    return torch.cat([x[..., each.start : each.stop : each.step] for each in ranges], dim=-1)

@@ -2,7 +2,8 @@
 
 A global batch holds the samples after those of the batches before it, as many as its step takes (step_plan.py). Its
 microbatch j holds micro_batch_size of them in order. Data-parallel rank r takes the microbatches j with
-j % dp_size == r. Where a run stands in its data is one number: the samples that it has consumed.
+j % dp_size == r, and of each sequence its part where ranks of cp share it. Where a run stands in its data is one
+number: the samples that it has consumed.
 """
 
 import time
@@ -18,10 +19,12 @@ import torch
 
 from megalite.config.schema import Config
 from megalite.config.step_plan import PlannedStep
-from megalite.data.batch import Batch, unscored
+from megalite.data.batch import Batch, unscored, whole_batch
 from megalite.data.samples import SampleSource
 from megalite.errors.problems import Problem, UserError
+from megalite.layout.sequence import SequenceShare
 
+WHOLE = SequenceShare()
 AHEAD = 2  # steps that are read in advance
 
 
@@ -49,14 +52,8 @@ def read_batch(source: SampleSource, first: int, size: int, config: Config) -> B
     positions, documents = torch.arange(source.seq_length).expand(size, -1), None
     if not config.data.cross_document_attention:
         documents, positions = map(torch.from_numpy, source.documents(parts, starts))
-    return Batch(
-        tokens=torch.from_numpy(np.ascontiguousarray(rows[:, :-1])),
-        labels=torch.from_numpy(np.ascontiguousarray(rows[:, 1:])),
-        loss_mask=torch.from_numpy(mask),
-        positions=positions,
-        documents=documents,
-        first_sample=first,
-    )
+    tokens, labels = (torch.from_numpy(np.ascontiguousarray(part)) for part in (rows[:, :-1], rows[:, 1:]))
+    return whole_batch(tokens, labels, torch.from_numpy(mask), positions, documents, first)
 
 
 def local_batches(
@@ -99,8 +96,10 @@ class TrainBatches(Iterator[StepBatches], AbstractContextManager["TrainBatches"]
         dp_rank: int,
         dp_size: int,
         device: torch.device,
+        sequence: SequenceShare = WHOLE,
     ) -> None:
         self._source, self._config, self._rank, self._size = source, config, dp_rank, dp_size
+        self._sequence = sequence
         self._device, self._steps = device, iter(steps)
         self._reader = ThreadPoolExecutor(1, "batches")
         self._ahead = deque(self._reader.submit(self._read, step) for step in islice(self._steps, AHEAD))
@@ -133,13 +132,20 @@ class TrainBatches(Iterator[StepBatches], AbstractContextManager["TrainBatches"]
             )
         except UserError as error:
             masked = masked_batches(self._config, step.sequences, self._size)
-            return StepBatches(step, masked, 0, problems=error.problems)
+            return StepBatches(step, [it.part(self._sequence) for it in masked], 0, problems=error.problems)
+        batches = [batch.part(self._sequence) for batch in batches]
         tokens = sum(int(batch.loss_mask.sum()) for batch in batches)
         return StepBatches(step, [it.pinned() if self._device.type == "cuda" else it for it in batches], tokens)
 
 
 def validation_batches(
-    source: SampleSource, config: Config, *, dp_rank: int, dp_size: int, device: torch.device
+    source: SampleSource,
+    config: Config,
+    *,
+    dp_rank: int,
+    dp_size: int,
+    device: torch.device,
+    sequence: SequenceShare = WHOLE,
 ) -> Iterator[list[Batch]]:
     """This rank's share of each validation batch, always the same. The last one is filled up with rows that do not
     enter the loss, so that every rank has its share of the one shape, and no sample is left out for the batch's sake.
@@ -147,9 +153,10 @@ def validation_batches(
     size, samples = config.train.global_batch_size, validation_samples(source, config)
     for first in range(0, samples, size):
         batches = local_batches(source, config, first, size, dp_rank=dp_rank, dp_size=dp_size)
-        for batch in batches:
-            batch.loss_mask[max(0, samples - batch.first_sample) :] = False
-        yield [batch.to(device) for batch in batches]
+        for at, batch in enumerate(batches):
+            real = torch.arange(len(batch.tokens)) < samples - batch.first_sample
+            batches[at] = batch.with_mask(batch.loss_mask & real.unsqueeze(1)).part(sequence).to(device)
+        yield batches
 
 
 def validation_samples(source: SampleSource, config: Config) -> int:

@@ -49,12 +49,14 @@ class GroupNeeds:
 
     `kv_heads`: None, or the model's key-value heads (fewer than tp: ranks share one). `optimizer_instances`: the
     optimizer's state is sharded inside each of so many slices of dp x cp (of experts, edp) and repeated across them.
+    `context_ring`: of cp = ring x alltoall ranks, how many pass keys round; neighbours exchange heads.
     `background_saving`: checkpoints are written behind training. That sizes divide is a config rule.
     """
 
     tied_embeddings: bool = False
     kv_heads: int | None = None
     optimizer_instances: int = 1
+    context_ring: int = 1
     background_saving: bool = False
 
 
@@ -101,6 +103,9 @@ def _table(layout: ParallelLayout, needs: GroupNeeds) -> dict[str, tuple[Traffic
         "world": ("gradient", along(WORLD)),
         "kv-replicas": ("gradient", _slices(along("tp"), min(needs.kv_heads or layout.tp, layout.tp))),
         "tp": ("tensor", along("tp")),
+        "cp-alltoall": ("tensor", _slices(along("cp"), needs.context_ring)),
+        "cp-ring": ("tensor", _slices(along("cp"), needs.context_ring, across=True)),
+        "tp-cp": ("tensor", along("tp-cp") if layout.has_experts and layout.cp > 1 else nobody),
         "etp-ep": ("tensor", along("etp-ep") if layout.has_experts else nobody),
         # One communicator per direction: an activation must not wait for the gradient that comes the other way.
         "pp-forward": ("forward", along("pp")),

@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megalite.config.schema import ModelConfig
+from megalite.context_parallel.attention import SequenceScores, context_attention
+from megalite.context_parallel.exchange import ContextRanks
 from megalite.kernels.causal_attention import MAX_LENGTH, causal_attention
 from megalite.kernels.dropout import DropoutKey, hash_dropout
 from megalite.kernels.rotate import rotate
 from megalite.model.norm import RMSNorm
 from megalite.model.parameters import GROUPS
-from megalite.model.recompute import checkpoint_without_output
 from megalite.moe.balance import TokenMasks
 from megalite.tensor_parallel.layers import ColumnParallelLinear, Placement, RowParallelLinear
 
@@ -44,6 +45,7 @@ class BlockInputs:
     attention_dropout: DropoutKey | None = None
     mlp_dropout: DropoutKey | None = None
     masks: TokenMasks | None = None  # for routers
+    scores: SequenceScores | None = None  # where ranks of a ring share each sequence
 
 
 def attention_backends(device: torch.device) -> AbstractContextManager[None]:
@@ -61,7 +63,9 @@ def document_mask(documents: Tensor, dtype: torch.dtype) -> Tensor:
 class Attention(nn.Module):
     """Queries of `num_attention_heads`, keys and values of `num_key_value_heads` heads."""
 
-    def __init__(self, config: ModelConfig, place: Placement, *, recompute: bool = False) -> None:
+    def __init__(
+        self, config: ModelConfig, place: Placement, context: ContextRanks | None = None, *, recompute: bool = False
+    ) -> None:
         super().__init__()
         heads, groups, d = config.num_attention_heads, config.num_key_value_heads, config.head_size
         assert groups is not None
@@ -69,7 +73,7 @@ class Attention(nn.Module):
         assert config.attention_dropout is not None
         self.dropout = config.attention_dropout
         self.recompute = recompute  # backward computes all between the two projections again
-        self.device = place.device
+        self.device, self.context = place.device, context
         outputs = (groups, heads // groups + 2, d)
         self.qkv = ColumnParallelLinear(outputs, config.hidden_size, GROUPS, place, bias=config.bias)
         self.group_shape = self.qkv.local_outputs
@@ -77,20 +81,33 @@ class Attention(nn.Module):
         self.key_norm = RMSNorm(d, config.norm_eps, place) if config.qk_norm else None
         self.out = RowParallelLinear(config.hidden_size, heads * d, place, bias=config.bias)
 
-    def forward(self, x: Tensor, inputs: BlockInputs) -> Tensor:
-        """[s, b, h] -> [s, b, h], with sequence parallelism [s/t, b, h] -> [s/t, b, h]"""
-        qkv = self.qkv(x).unflatten(-1, self.group_shape)  # [s, b, groups, q_per_kv + 2, d]
-        core = partial(self._core, inputs=inputs)
-        backends = partial(attention_backends, self.device)
-        out: Tensor = checkpoint_without_output(core, self.out, qkv, recompute=self.recompute, around=backends)
-        return out
+    def project(self, x: Tensor, inputs: BlockInputs) -> Tensor:
+        """[n, b, h], with sequence parallelism [n/t, b, h] -> [n, b, groups, q_per_kv + 2, d]"""
+        qkv: Tensor = self.qkv(x).unflatten(-1, self.group_shape)
+        if self.context is None:
+            return qkv
+        qkv = self._normed(qkv)
+        return qkv if inputs.rotation is None else rotate(qkv, *inputs.rotation)
 
-    def _core(self, qkv: Tensor, inputs: BlockInputs) -> Tensor:
-        """[s, b, groups, q_per_kv + 2, d] -> [s, b, heads * d]: norms, rotation and attention."""
-        if self.query_norm is not None and self.key_norm is not None:
-            queries, keys, values = self._split(qkv)
-            qkv = torch.cat((self.query_norm(queries), self.key_norm(keys), values), dim=3)
-        rotation, dropped = inputs.rotation, inputs.probability_dropout
+    def core(self, qkv: Tensor, inputs: BlockInputs) -> Tensor:
+        """All between the two projections: [n, b, groups, q_per_kv + 2, d] -> [n, b, heads * d].
+
+        Where ranks share sequences, `project` has normed and rotated, and this is no part of a compiled graph: other
+        documents are other tiles.
+        """
+        if self.context is None:
+            return self._whole(self._normed(qkv), inputs.rotation, inputs)
+        return context_attention(qkv, self.context, inputs.scores, partial(self._whole, rotation=None, inputs=inputs))
+
+    def _normed(self, qkv: Tensor) -> Tensor:
+        if self.query_norm is None or self.key_norm is None:
+            return qkv
+        queries, keys, values = self._split(qkv)
+        return torch.cat((self.query_norm(queries), self.key_norm(keys), values), dim=3)
+
+    def _whole(self, qkv: Tensor, rotation: tuple[Tensor, Tensor] | None, inputs: BlockInputs) -> Tensor:
+        """Rotation and attention of whole sequences, in the shapes of `core`."""
+        dropped = inputs.probability_dropout
         by_blocks = qkv.device.type == "cpu" and inputs.mask is None and dropped is None and len(qkv) <= MAX_LENGTH
         # A compiler makes one kernel of the rotation, and cannot trace its pieces.
         if rotation is not None and (not by_blocks or torch.compiler.is_compiling()):
@@ -130,5 +147,5 @@ class Attention(nn.Module):
 
     def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [s, b, groups, q_per_kv, d], keys and values [s, b, groups, 1, d]."""
-        queries, keys, values = qkv.split((self.group_shape[1] - 2, 1, 1), dim=3)
+        queries, keys, values = qkv.split((qkv.shape[3] - 2, 1, 1), dim=3)
         return queries, keys, values

@@ -18,12 +18,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megalite.config.schema import Config
+from megalite.context_parallel.attention import SequenceScores, whole_sequence
+from megalite.context_parallel.exchange import ContextRanks
 from megalite.data.batch import Batch
 from megalite.kernels.dropout import DropoutKey, DropoutStreams, Stream, hash_dropout
 from megalite.kernels.pieces import statistics_dtype
 from megalite.layout.stages import StageLayers
 from megalite.model.attention import BlockInputs, attention_backends, document_mask
-from megalite.model.block import Block, MoEBlock
+from megalite.model.block import AttentionBlock, Block, MoEBlock
 from megalite.model.embedding import Embedding
 from megalite.model.loss import linear_cross_entropy
 from megalite.model.norm import build_norm
@@ -45,8 +47,9 @@ class GPT(nn.Module):
 
     `stage` says which layers are here, maybe none, whether tokens enter here, and whether final norm, head (if tied, a
     copy of the word embedding) and loss are here. With `tp` it holds this rank's shard of every layer, and of experts
-    those that are its own among `expert_ranks`. `router_figures` [layers here with experts, 2 E + 5] (balance.py) are
-    summed up over the microbatches of training until someone sets them to 0.
+    those that are its own among `expert_ranks`; with `context` it computes this rank's part of each sequence.
+    `router_figures` [layers here with experts, 2 E + 5] (balance.py) are summed up over the microbatches of training
+    until someone sets them to 0.
     """
 
     embedding: Embedding
@@ -61,6 +64,7 @@ class GPT(nn.Module):
         device: torch.device,
         stage: StageLayers | None = None,
         tp: TensorGroup | None = None,
+        context: ContextRanks | None = None,
         expert_ranks: ExpertRanks = ExpertRanks(),  # noqa: B008 - it cannot change
     ) -> None:
         super().__init__()
@@ -74,6 +78,8 @@ class GPT(nn.Module):
         deferred = None if train.compile else self.deferred  # a compiled backward cannot put work off
         place = Placement(dtype, device, tp, sequence_parallel, deferred)
         self.config, self.dtype, self.device, self.place = model, dtype, device, place
+        self.context = context
+        self.sharing = place.sequence if context is None else context.sharing  # ranks with parts of one sequence
         self.recomputed = range(0)  # layers whose blocks backward computes again
         if train.recompute == "full":
             self.recomputed = range(model.num_layers if train.recompute_layers is None else train.recompute_layers)
@@ -86,9 +92,9 @@ class GPT(nn.Module):
             self.embedding = Embedding(model, place, positions=positions)
         self.blocks = nn.ModuleDict(
             {
-                str(layer): MoEBlock(model, place, expert_ranks, modules)
+                str(layer): MoEBlock(model, place, expert_ranks, modules, context)
                 if model.has_experts(layer)
-                else Block(model, place, modules)
+                else Block(model, place, modules, context)
                 for layer in layers
             }
         )
@@ -109,11 +115,8 @@ class GPT(nn.Module):
             # Reordering for memory, inductor would finish each collective before it starts the next product.
             options: dict[str, Any] | None = None if tp is None else {"reorder_for_peak_memory": False}
             for block in self.blocks.values():
-                if isinstance(block, MoEBlock):
-                    attend: Any = torch.compile(block.attend, fullgraph=True, dynamic=False, options=options)
-                    block.attend = attend  # type: ignore[method-assign]
-                else:
-                    block.compile(fullgraph=True, dynamic=False, options=options)
+                assert isinstance(block, AttentionBlock)
+                block.compile_parts(options)
 
     @property
     def routers(self) -> dict[int, Router]:
@@ -192,8 +195,9 @@ class GPT(nn.Module):
         return self.head_logits(self.whole_sequence(self(batch))).transpose(0, 1)
 
     def whole_sequence(self, x: Tensor) -> Tensor:
-        """[s/t, b, h] of every rank -> [s, b, h] on all of them; without sequence parallelism x itself."""
-        return gather_from_sequence_parallel(x, self.place.sequence)
+        """This rank's part of the final hidden states of sequences without documents -> [s, b, h]."""
+        x = gather_from_sequence_parallel(x, self.place.sequence)
+        return x if self.context is None else whole_sequence(x, self.context)
 
     def _embed(self, batch: Batch, keys: Mapping[Stream, DropoutKey]) -> Tensor:
         self.before_use("embedding")
@@ -203,28 +207,30 @@ class GPT(nn.Module):
 
     def _dropout_keys(self, batch: Batch) -> dict[Stream, DropoutKey]:
         """By stream, what dropout needs in this microbatch; nothing of what drops nothing."""
-        config, tp, number = self.config, self.place.tp, partial(torch.arange, device=self.device)
-        length, b, width = self.activation_shape(batch)
-        samples = batch.first_sample + number(b)
+        config, split, number = self.config, self.place.sequence, partial(torch.arange, device=self.device)
+        samples = batch.first_sample + number(len(batch.tokens))
         keys: dict[Stream, DropoutKey] = {}
         if self.training and (config.dropout or config.embedding_dropout):
-            first = 0 if self.place.sequence is None else self.place.sequence.index * length  # in the sample
-            keys = self.dropout_streams.keys(samples, number(length) + first, width)
+            places = batch.places if split is None else batch.places.chunk(split.size)[split.index]
+            keys = self.dropout_streams.keys(samples, places, config.hidden_size)
             dropped = {True: config.embedding_dropout, False: config.dropout}
             keys = {stream: key for stream, key in keys.items() if dropped[stream == ("embedding",)]}
         if self.training and config.attention_dropout:
-            ranks, index = (1, 0) if tp is None else (tp.size, tp.index)
-            heads = config.num_attention_heads // ranks  # neighbours, on every rank
-            every = number(batch.tokens.shape[1])
-            keys |= self.attention_streams.attention_keys(samples, index * heads + number(heads), every)
+            heads = range(config.num_attention_heads)  # neighbours, on every rank
+            for group in (self.place.tp, None if self.context is None else self.context.alltoall):
+                if group is not None:
+                    heads = heads[group.index * len(heads) // group.size :][: len(heads) // group.size]
+            own = heads.start + number(len(heads))
+            keys |= self.attention_streams.attention_keys(samples, own, number(batch.length))
         return keys
 
     def _run_blocks(self, x: Tensor, batch: Batch, keys: Mapping[Stream, DropoutKey], scale: Tensor | None) -> Tensor:
         rope = self.config.position == "rope"  # rotary tables and document mask are built once for all layers
         shared = BlockInputs(
             rotation=rotary_tables(self.frequencies, batch.positions, rotary_magnitude(self.config)) if rope else None,
-            mask=None if batch.documents is None else document_mask(batch.documents, self.dtype),
-            masks=TokenMasks.of(batch.loss_mask, scale, self.place.sequence) if self.routers else None,
+            mask=None if batch.documents is None or batch.plan else document_mask(batch.documents, self.dtype),
+            scores=None if batch.plan is None else SequenceScores(batch.plan, batch.documents),
+            masks=TokenMasks.of(batch, scale, self.sharing, self.place.sequence) if self.routers else None,
         )
         figures: list[Tensor] = []
         for name, block in self.blocks.items():

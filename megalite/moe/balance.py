@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megalite.config.schema import MoEConfig
+from megalite.data.batch import Batch
 from megalite.moe.router import Choice, Router, count_choices, top_experts
 from megalite.tensor_parallel.collectives import TensorGroup, finish, start_all_gather, start_all_reduce
 
@@ -28,7 +29,8 @@ class TokenMasks:
     `routed` [t]: False at padding, which no expert sees; None: all are. `scored` [t]: tokens whose labels count.
     `lengths` [b]: how many of each whole sequence count. `all_routed` (0-d): tokens of the whole microbatch, on all
     ranks that divide its sequences, that are no padding. `scale` (0-d) multiplies sums over tokens; None: no losses.
-    `sequence`: the ranks that divide each sequence.
+    `sequence`: the ranks that divide each sequence; `order` [s]: which of the tokens that are gathered from them comes
+    first in its sequence, and so on; None: as they come.
     """
 
     routed: Tensor | None
@@ -37,15 +39,42 @@ class TokenMasks:
     all_routed: Tensor
     scale: Tensor | None
     sequence: TensorGroup | None
+    order: Tensor | None
 
     @classmethod
-    def of(cls, loss_mask: Tensor, scale: Tensor | None, sequence: TensorGroup | None) -> "TokenMasks":
-        """For `loss_mask` [b, s]. With a `scale` a sequence of which nothing counts is padding."""
-        own = loss_mask.t()  # [s, b]
-        real = own.any(0, keepdim=True).expand_as(own) if scale is not None else torch.ones_like(own)
-        own, routed = (part if sequence is None else part.chunk(sequence.size)[sequence.index] for part in (own, real))
-        lengths = loss_mask.sum(1)
-        return cls(routed.flatten() if scale is not None else None, own.flatten(), lengths, real.sum(), scale, sequence)
+    def of(
+        cls, batch: Batch, scale: Tensor | None, sequence: TensorGroup | None, split: TensorGroup | None = None
+    ) -> "TokenMasks":
+        """`split`: the ranks that divide the batch's tokens once more (sequence parallelism). With a `scale` a sequence
+        of which nothing counts is padding."""
+        scored, places, order = batch.loss_mask.t(), batch.places, None  # [n, b], [n]
+        if split is not None:
+            scored, places = (part.chunk(split.size)[split.index] for part in (scored, places))
+        if sequence is not None and len(batch.places) < batch.length:
+            order = finish(start_all_gather(places, sequence)).argsort()
+        real, routed = torch.ones_like(batch.counted, dtype=torch.bool), None
+        if scale is not None:
+            real = batch.counted > 0
+            routed = real.expand_as(scored).flatten()
+        return cls(routed, scored.flatten(), batch.counted, real.sum() * batch.length, scale, sequence, order)
+
+    def in_order(self, gathered: Tensor) -> Tensor:
+        """What is gathered of all tokens [s * b, ...], in the order of their places."""
+        if self.order is None:
+            return gathered
+        return _rows(gathered, self.order)
+
+    def own_part(self, in_order: Tensor) -> Tensor:
+        """This rank's [t, ...] of what is said of all tokens in the order of their places [s * b, ...]."""
+        assert self.sequence is not None
+        if self.order is not None:
+            in_order = _rows(in_order, self.order.argsort())
+        return in_order.chunk(self.sequence.size)[self.sequence.index]
+
+
+def _rows(x: Tensor, order: Tensor) -> Tensor:
+    """x [s * b, ...] with the tokens of its places in another order [s]."""
+    return x.view(len(order), -1, *x.shape[1:]).index_select(0, order).flatten(0, 1)
 
 
 class Figures(NamedTuple):
@@ -182,7 +211,7 @@ def drop_over_capacity(choice: Choice, num_experts: int, factor: float, masks: T
     experts, weights = choice
     k = experts.shape[1]
     if masks.sequence is not None:
-        experts, weights = (finish(start_all_gather(part, masks.sequence)) for part in choice)
+        experts, weights = (masks.in_order(finish(start_all_gather(part, masks.sequence))) for part in choice)
     # In fp64: 1.2 * 10 / 2 is 6, and must not become 7.
     even = masks.all_routed.double() * k / num_experts
     capacity = (even * factor - 1e-9).ceil()
@@ -194,7 +223,7 @@ def drop_over_capacity(choice: Choice, num_experts: int, factor: float, masks: T
     place = torch.arange(len(flat), device=flat.device) - (counts.cumsum(0) - counts)[flat[order]]
     kept = torch.empty_like(flat, dtype=torch.bool).scatter_(0, order, place < capacity).view_as(experts)
     if masks.sequence is not None:
-        kept = kept.chunk(masks.sequence.size)[masks.sequence.index]
+        kept = masks.own_part(kept)
     return Choice(choice.experts.masked_fill(~kept, num_experts), choice.weights)
 
 

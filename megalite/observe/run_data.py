@@ -160,8 +160,8 @@ class RunData:
                 self.best = step, line["val_loss"]
             return
         self.last, split = line, line.get("time_split") or {}
-        for part in STEP_PARTS if split.keys() >= {*STEP_PARTS} else ():
-            self.split[part].add(step, split[part])
+        for part in STEP_PARTS if split.keys() >= {*STEP_PARTS} - {"exchange"} else ():
+            self.split[part].add(step, split.get(part, 0.0))  # older runs know no exchange
 
     def _add_event(self, event: dict[str, Any]) -> None:
         kind, step = event["kind"], event["step"]

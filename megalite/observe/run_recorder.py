@@ -90,7 +90,7 @@ class RunRecorder:
     def step(self, record: StepRecord) -> None:
         self._terminal.step(record)
         line = {name: value for name, value in vars(record).items() if name != "steps"}
-        for name in ("loss_scale", "moe"):  # not of this kind of run
+        for name in ("loss_scale", "cuts", "moe"):  # not of this kind of run
             if line[name] is None:
                 del line[name]
         if self._chronicle is not None:

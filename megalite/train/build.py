@@ -5,14 +5,17 @@ before a step.
 """
 
 from collections.abc import Callable, Container, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TypedDict
 
 import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
+from megalite.config.context_rules import exchange_of
 from megalite.config.derive import derive_schedule
 from megalite.config.nccl_options import read_nccl_options
 from megalite.config.optimizer_rules import precision_problems
@@ -21,6 +24,7 @@ from megalite.config.remedies import Case
 from megalite.config.schedule_rules import ScheduleRequest
 from megalite.config.schema import Config, ModelConfig, OptimizerConfig
 from megalite.config.settings import SETTINGS, value_of, yaml_value
+from megalite.context_parallel.exchange import ContextRanks, Waiting
 from megalite.errors.problems import Problem, collect
 from megalite.launch import startup
 from megalite.launch.context import CPU, ParallelContext
@@ -28,6 +32,7 @@ from megalite.launch.device import DTYPES, choose_device, choose_precision, name
 from megalite.launch.environment import ProcessEnvironment
 from megalite.layout.buffer_layout import Kind, slice_ranges
 from megalite.layout.groups import GroupNeeds
+from megalite.layout.sequence import SequenceShare
 from megalite.model.gpt import GPT
 from megalite.model.init import start_values
 from megalite.moe.dispatch import ExpertRanks
@@ -50,6 +55,15 @@ OF_A_MACHINE = (
     "parallel.nccl_options",  # its content is compared
     "run_name",  # rank 0 alone shows it, and run_dir says where the run is kept
 )
+
+
+class DataShare(TypedDict):
+    """Of the functions that read batches: which microbatches, and which part of their sequences."""
+
+    dp_rank: int
+    dp_size: int
+    sequence: SequenceShare
+
 
 # (folder, model, names) -> (logical name, logical tensor) of these parameters, of all where `names` is None.
 # It raises UserError before it reads the first tensor if the folder does not fit the model.
@@ -122,6 +136,7 @@ def needs_of(config: Config) -> GroupNeeds:
         tied_embeddings=config.model.tie_embeddings,
         kv_heads=config.model.num_key_value_heads,
         optimizer_instances=config.optimizer.instances if config.optimizer.zero else 1,
+        context_ring=exchange_of(config).ring,
         background_saving=config.checkpoint.asynchronous,
     )
 
@@ -136,7 +151,7 @@ def build_training(config: Config, context: ParallelContext) -> Training:
     """The model on its buffers and its optimizer, with no values in them yet. `config` is resolved."""
     settings = config.optimizer
     clock = StepClock(context.device)
-    chunks = _chunks(config, context)
+    chunks = _chunks(config, context, partial(clock.within, "exchange"))
     sharing = Sharing.of_rank(context, zero=settings.zero > 0, instances=settings.instances)
     own = rank_buffers(config, context.layout, context.rank)
     buffers = TrainingBuffers(
@@ -181,16 +196,45 @@ def fill_with_imported_values(
     buffers.fill(read_weights(config.checkpoint.init_from, config.model, names))
 
 
-def _chunks(config: Config, context: ParallelContext) -> list[GPT]:
+def _chunks(config: Config, context: ParallelContext, waiting: Waiting) -> list[GPT]:
     """This rank's parts of the model, whose parameters have no storage of their own: the buffers will be it."""
     tp, experts = TensorGroup.of(context.group("tp")), ExpertRanks.of(context)
+    sharers = context_ranks(config, context, waiting)
     chunks = [
-        GPT(config, dtype=context.dtype, device=context.device, stage=stage, tp=tp, expert_ranks=experts)
+        GPT(
+            config,
+            dtype=context.dtype,
+            device=context.device,
+            stage=stage,
+            tp=tp,
+            context=sharers,
+            expert_ranks=experts,
+        )
         for stage in stages_of(config, context.coordinates["pp"])
     ]
     for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
         parameter.untyped_storage().resize_(0)
     return chunks
+
+
+def context_ranks(config: Config, context: ParallelContext, waiting: Waiting = nullcontext) -> ContextRanks | None:
+    """The ranks with which this one shares each sequence; None: it has whole ones."""
+    if context.size("cp") == 1:
+        return None
+    return ContextRanks(
+        alltoall=TensorGroup.of(context.group("cp-alltoall")),
+        ring=TensorGroup.of(context.group("cp-ring")),
+        gathers=exchange_of(config).gathers,
+        sharing=TensorGroup.of(context.group("tp-cp")),
+        waiting=waiting,
+    )
+
+
+def data_share(config: Config, context: ParallelContext) -> DataShare:
+    """What of each global batch this rank reads."""
+    sharers = context_ranks(config, context)
+    sequence = SequenceShare() if sharers is None else sharers.share
+    return {"dp_rank": context.index("dp"), "dp_size": context.size("dp"), "sequence": sequence}
 
 
 def _executor(

@@ -43,6 +43,7 @@ class Steps:
     seconds: float = 0.0
     wait_s: float = 0.0  # for data
     split: Counter[StepPart] = field(default_factory=Counter)  # seconds of this rank, by part
+    cuts: Counter[str] = field(default_factory=Counter)  # microbatches of packed documents, by their cut for cp
     routing: torch.Tensor | None = None  # of applied steps, StepFigures.routing
 
     def add(self, tokens: int, seconds: float, wait_s: float, split: Mapping[StepPart, float]) -> None:
@@ -93,6 +94,7 @@ class RunFigures:
         progress, train = self._job.progress, self._job.config.train
         for steps in (self._run, self._since):
             steps.add(data.planned.sequences * train.seq_length, seconds, data.wait_s, split)
+        self._since.cuts.update(it.plan.cut for it in data.microbatches if it.plan and it.documents is not None)
         self._own.append(sum(split[part] for part in OWN))
         if figures.routing is not None and not figures.skipped:
             before = self._since.routing
@@ -125,6 +127,7 @@ class RunFigures:
             time_split={part: round(spent / since.count, 6) for part, spent in since.split.items()},
             mfu=self._utilisation(since.tokens_per_s, causal=False),
             mfu_causal=self._utilisation(since.tokens_per_s, causal=True),
+            cuts=dict(since.cuts) or None,
             moe=None if since.routing is None else in_numbers(since.routing),
         )
 

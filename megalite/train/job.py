@@ -17,6 +17,7 @@ from megalite.checkpoint.manifest import STATE
 from megalite.checkpoint.run_folder import CHECKPOINTS, RunFolder, judge_room
 from megalite.checkpoint.store import Found, newest
 from megalite.checkpoint.tokenizer_folder import keep_tokenizer
+from megalite.config.context_rules import exchange_of
 from megalite.config.derive import OPEN, derive_vocabulary
 from megalite.config.inherited import DERIVED
 from megalite.config.schema import Config, LearningRateConfig
@@ -104,6 +105,9 @@ def build_job(
             report(f"as before: {', '.join(config.inherited)}")
         for change in folder.changes:
             report(change)
+        if config.parallel.cp > 1:
+            exchange = exchange_of(config)
+            report(f"the {config.parallel.cp} ranks of a sequence exchange keys by {exchange.name}: {exchange.why}")
         job = Job(config, context, data, folder, build_training(config, context), Progress(), None, prompts)
         found = newest(folder.checkpoints, context, report)
         if found is not None:
@@ -199,7 +203,7 @@ def checkpoint_state(job: Job) -> dict[str, Any]:
         "progress": dict(vars(job.progress)),
         "loss_scale": None if job.training.loss_scale is None else job.training.loss_scale.state.tolist(),
         "data": {"fingerprint": job.data.fingerprint, "description": job.data.description},
-        "layout": {axis: getattr(job.context.layout, axis) for axis in ("tp", "pp", "vpp", "dp", "world_size")},
+        "layout": {axis: getattr(job.context.layout, axis) for axis in ("tp", "cp", "pp", "vpp", "dp", "world_size")},
         "tokenizer": job.tokenizer_files,
         "config": as_plain(job.config),
         "torch": torch.__version__,

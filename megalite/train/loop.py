@@ -23,6 +23,7 @@ from megalite.launch.agreement import agree
 from megalite.launch.signals import StopRequest
 from megalite.optim.schedule import learning_rate
 from megalite.pipeline.simulator import Span
+from megalite.train.build import data_share
 from megalite.train.clock import chrome_trace, profiled
 from megalite.train.evaluate import evaluate
 from megalite.train.figures import RunFigures
@@ -70,9 +71,9 @@ class Loop:
         job, train, context = self.job, self.config.train, self.context
         plan = planned_steps(train, done=job.progress.step, samples=job.progress.samples)
         plan = takewhile(lambda planned: planned.step <= train.steps, plan)
-        ranks = {"dp_rank": context.index("dp"), "dp_size": context.size("dp")}
+        share = data_share(self.config, context)
         try:
-            with TrainBatches(job.data.train, self.config, plan, **ranks, device=context.device) as batches:
+            with TrainBatches(job.data.train, self.config, plan, **share, device=context.device) as batches:
                 if job.resumed_from is not None and self._owes_evaluation():
                     self._evaluate(job.progress.step)
                 self.figures.restart_clock()
@@ -254,8 +255,8 @@ class Loop:
         job, context = self.job, self.context
         assert job.data.validation is not None
         begin = time.perf_counter()
-        ranks = {"dp_rank": context.index("dp"), "dp_size": context.size("dp")}
-        batches = validation_batches(job.data.validation, self.config, **ranks, device=context.device)
+        share = data_share(self.config, context)
+        batches = validation_batches(job.data.validation, self.config, **share, device=context.device)
         figures = evaluate(job.training, context, batches, job.data.bytes_of_ids, self.go_on)
         if figures is None:
             self._broken_off("evaluation", step)

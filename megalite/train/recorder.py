@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 if TYPE_CHECKING:
     from megalite.train.job import Job
 
-StepPart = Literal["data", "forward", "backward", "communication", "optimizer", "other"]  # of a step's time
-STEP_PARTS: tuple[StepPart, ...] = ("data", "forward", "backward", "communication", "optimizer", "other")
+StepPart = Literal["data", "forward", "backward", "exchange", "communication", "optimizer", "other"]  # of a step's time
+STEP_PARTS: tuple[StepPart, ...] = ("data", "forward", "backward", "exchange", "communication", "optimizer", "other")
 TimedAction = tuple[str, float, float]  # of a schedule, from when to when
 
 
@@ -40,6 +40,7 @@ class StepRecord:
     mfu_causal: float | None = None
     bad_steps: int = 0  # of the whole run: not applied because loss or gradient was not finite
     loss_scale: float | None = None  # what fp16 multiplied the loss by before backward
+    cuts: Mapping[str, int] | None = None  # of packed documents, how many microbatches were cut which way for cp
     moe: Mapping[str, Any] | None = None  # of a model with experts, over the same steps (moe/balance.py, in_numbers)
 
 

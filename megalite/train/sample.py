@@ -19,6 +19,7 @@ from megalite.data.open import OpenedData
 from megalite.data.tokenizers import TextTokenizer
 from megalite.errors.problems import Problem, UserError, collect_all
 from megalite.launch.context import ParallelContext
+from megalite.layout.sequence import SequenceShare
 from megalite.model.gpt import GPT
 from megalite.train.build import Training
 
@@ -82,10 +83,12 @@ def sample(
     """
     length, at_once = seq_length, rows or max(len(prompts), 1)
     if rows is None:
-        unit = WINDOW * context.size("tp")  # sequence parallelism splits a window over tp
+        unit = WINDOW * context.layout.tp * context.layout.cp  # which split a window
         longest = max((len(prompt) for prompt in prompts), default=0) + count
         length = min(seq_length, -(-longest // unit) * unit)
     texts = [list(prompt) for prompt in prompts]
+    sharers = training.chunks[0].context
+    share = SequenceShare() if sharers is None else sharers.share
     for chunk in training.chunks:
         chunk.eval()
     for group in (texts[first : first + at_once] for first in range(0, len(texts), at_once)):
@@ -95,7 +98,7 @@ def sample(
             newest = [min(len(text), length) - 1 for text in group]  # place of the newest token
             for row, (text, place) in enumerate(zip(group, newest, strict=True)):
                 window[row, : place + 1] = torch.tensor(text[-length:])
-            hidden = training.executor.hidden(unscored(window).to(context.device))
+            hidden = training.executor.hidden(unscored(window).part(share).to(context.device))
             drawn = None if hidden is None else _draw(training.chunks[-1], hidden, newest, generators)
             for text, token in zip(group, _broadcast(drawn, len(group), context), strict=True):
                 text.append(token)
@@ -105,7 +108,7 @@ def sample(
 
 
 def _draw(end: GPT, hidden: Tensor, places: Sequence[int], generators: Sequence[torch.Generator]) -> Tensor:
-    """A token after each of the `places` of the first n rows, [n], from hidden states [s, b, h] (or [s/t, b, h])."""
+    """A token after each of the `places` of the first n rows, [n], from this rank's part of the hidden states."""
     whole = end.whole_sequence(hidden)
     newest = torch.stack([whole[place, row] for row, place in enumerate(places)])
     logits = end.head_logits(newest).float().cpu()  # [n, vocabulary]

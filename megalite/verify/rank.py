@@ -21,7 +21,7 @@ from megalite.launch.context import ParallelContext
 from megalite.launch.environment import ProcessEnvironment
 from megalite.model.routers import Routers
 from megalite.optim.schedule import learning_rate
-from megalite.train.build import build_training, fill_with_start_values, start
+from megalite.train.build import build_training, data_share, fill_with_start_values, start
 from megalite.train.state import held_pieces, owned_pieces
 from megalite.train.step import TrainStep
 from megalite.verify.compare import TensorBox, Trace
@@ -54,8 +54,7 @@ def train(config: Config, context: ParallelContext) -> Trace:
         synthetic_samples(config),
         config,
         planned_steps(config.train, done=0, samples=0),
-        dp_rank=context.index("dp"),
-        dp_size=context.size("dp"),
+        **data_share(config, context),
         device=context.device,
     ) as batches:
         for batch in islice(batches, config.train.steps):

@@ -8,9 +8,10 @@ recompute, clipping. Only counts shrink, each in units of its axis. No torch imp
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from math import lcm, sqrt
+from math import gcd, lcm, sqrt
 from typing import Any
 
+from megalite.config.context_rules import BLOCK, Exchange, exchange_of
 from megalite.config.derive import derive
 from megalite.config.parallel_rules import dense_ranks, layout_of, least_world, stage_settings
 from megalite.config.remedies import Case
@@ -67,13 +68,17 @@ def shrink(config: Config, world_size: int) -> Shrunk:
     """`config` is checked and derived for `world_size` ranks; so is the small one."""
     asked, optimizer = layout_of(Case(config, world_size)), config.optimizer
     axes, run = _axes(config, asked)
+    exchange, context = _context(config, asked, run)
     numbers = {
         "lr": min(optimizer.lr, 1e-2),
         "eps": max(optimizer.eps, EPS),
         "clip_grad": min(optimizer.clip_grad, CLIP),
     }
-    small = with_values(config, ALWAYS | {f"optimizer.{name}": value for name, value in numbers.items()} | axes)
-    small = with_values(small, _stages(config, run) | _model(config, asked, run) | _batches(config, asked, run))
+    small = with_values(
+        config, ALWAYS | {f"optimizer.{name}": value for name, value in numbers.items()} | axes | context
+    )
+    small = with_values(small, _stages(config, run) | _model(config, asked, run, exchange))
+    small = with_values(small, _batches(config, asked, run, exchange))
     if config.model.moe.num_experts:
         small = with_values(small, _experts(config, asked, run, small.model.num_layers))
     problems = check(small, run.world_size)
@@ -107,6 +112,19 @@ def _axes(config: Config, asked: ParallelLayout) -> tuple[dict[str, Any], Parall
     return {f"parallel.{axis}": size for axis, size in axes.items()}, run
 
 
+def _context(config: Config, asked: ParallelLayout, run: ParallelLayout) -> tuple[Exchange, dict[str, Any]]:
+    """The exchange that was asked for, on as many ranks or on the 2 that are left of them."""
+    before = exchange_of(config)
+    alltoall = before.alltoall if run.cp == asked.cp else min(before.alltoall, run.cp) if before.ring == 1 else 1
+    exchange = replace(before, alltoall=alltoall, ring=run.cp // alltoall)
+    if run.cp == 1:
+        return exchange, {"parallel.cp_comm": "auto", "parallel.cp_alltoall": None}
+    between = "allgather" if exchange.gathers else "ring"
+    mixed = exchange.alltoall > 1 and exchange.ring > 1
+    comm = "alltoall" if exchange.ring == 1 else "alltoall+ring" if mixed else between
+    return exchange, {"parallel.cp_comm": comm, "parallel.cp_alltoall": exchange.alltoall if mixed else None}
+
+
 def _stages(config: Config, run: ParallelLayout) -> dict[str, Any]:
     """Layers of the model, and of each stage: with uneven and empty stages where some were.
 
@@ -127,15 +145,22 @@ def _stages(config: Config, run: ParallelLayout) -> dict[str, Any]:
     }
 
 
-def _model(config: Config, asked: ParallelLayout, run: ParallelLayout) -> dict[str, Any]:
-    """Ranks share a key-value head where they did; groups of queries stay groups; the width stays that of all heads,
-    or narrower or wider; the vocabulary has as much padding as before, and rows as uneven over tp."""
+def _model(config: Config, asked: ParallelLayout, run: ParallelLayout, exchange: Exchange) -> dict[str, Any]:
+    """Ranks share a key-value head where they did, and heads divide over the ranks that swap them; groups of queries
+    stay groups; the width stays that of all heads, or narrower or wider; the vocabulary has as much padding as before,
+    and rows as uneven over tp."""
     model = config.model
     heads, kv_heads = model.num_attention_heads, model.num_key_value_heads or 1
     head_size, ffn = model.head_size or 1, model.ffn_hidden_size or 1
     sharers = min(max(1, asked.tp // kv_heads), run.tp)  # ranks of one key-value head
-    kv_heads_run = run.tp // sharers * max(1, min(kv_heads // asked.tp, FEW))
-    heads_run = kv_heads_run * sharers * min(heads // max(kv_heads, asked.tp), FEW)
+    groups, queries = max(1, min(kv_heads // asked.tp, FEW)), min(heads // max(kv_heads, asked.tp), FEW)
+    if max(1, kv_heads // asked.tp) % exchange.alltoall == 0:
+        groups = lcm(groups, exchange.alltoall)
+    else:  # ranks have copies of a group
+        groups = gcd(groups, exchange.alltoall)
+        queries = lcm(queries, exchange.alltoall // groups)
+    kv_heads_run = run.tp // sharers * groups
+    heads_run = kv_heads_run * sharers * queries
     head_size_run = min(head_size, 4 * FEW)
     before, width = heads * head_size, heads_run * head_size_run
     size, multiple = vocabulary_of(config), model.vocab_multiple
@@ -184,7 +209,7 @@ def _experts(config: Config, asked: ParallelLayout, run: ParallelLayout, layers:
     }
 
 
-def _batches(config: Config, asked: ParallelLayout, run: ParallelLayout) -> dict[str, Any]:
+def _batches(config: Config, asked: ParallelLayout, run: ParallelLayout, exchange: Exchange) -> dict[str, Any]:
     """Fewer microbatches than pipeline ranks, as many or more if there were, and a multiple of the group if they were;
     a sequence, learned positions and chunks of the loss that are as long in proportion."""
     model, train, micro = config.model, config.train, config.train.micro_batch_size or 1
@@ -194,7 +219,9 @@ def _batches(config: Config, asked: ParallelLayout, run: ParallelLayout) -> dict
         whole = -(-microbatches // run.pp) * run.pp
         group, microbatches = (None, whole) if number % group == 0 else (run.pp + 1, 2 * run.pp + 1)
     unit = 2 * run.tp * run.cp  # context parallelism cuts twice as many pieces as it has ranks
-    length = max(1, SEQ_LENGTH // unit) * unit + (train.seq_length % (asked.tp * asked.cp) > 0)
+    least = SEQ_LENGTH if exchange.ring == 1 else 2 * exchange.ring * BLOCK
+    length = max(1, -(-least // unit)) * unit
+    length += (train.seq_length % (asked.tp * asked.cp) > 0) * (1 if run.cp == 1 else 2 * run.cp)
     positions, chunk, few = model.max_positions, model.loss_chunk_tokens, min(micro, FEW)
     if positions is not None and model.position == "learned":
         positions = length + min(8, positions - train.seq_length)

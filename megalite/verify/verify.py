@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from math import lcm
 
 from megalite.config.compose import load_config, load_values
+from megalite.config.context_rules import exchange_of
 from megalite.config.parallel_rules import dense_ranks, least_world, stage_settings
 from megalite.config.schema import Config
 from megalite.errors.problems import Problem, UserError
@@ -113,6 +114,8 @@ def _layout(config: Config, layout: ParallelLayout) -> str:
     named = [f"{axis} {size}" for axis, size in sizes.items() if size is not None and (size > 1 or axis == "etp")]
     if layout.tp > 1:
         named.insert(1, f"sequence parallel {'on' if config.parallel.sequence_parallel else 'off'}")
+    if layout.cp > 1:
+        named.insert(named.index(f"cp {layout.cp}") + 1, exchange_of(config).name)
     return f"{layout.world_size} ranks ({', '.join(named)})"
 
 

@@ -318,9 +318,9 @@ ROWS = [
     ),
     Row(
         0,
-        "sizes that are not built",
-        "parallel.tp=2 parallel.cp=2 parallel.vpp=2",
-        ["3 problems", "parallel.cp=2", "not built yet", "parallel.vpp=2", "parallel.pp=1 has none"],
+        "sizes that a sequence does not divide over",
+        "parallel.tp=2 parallel.cp=2 parallel.vpp=2 train.seq_length=100",
+        ["3 problems", "train.seq_length=100", "not a multiple of 2 x parallel.cp=2", "parallel.pp=1 has none"],
     ),
 ]
 

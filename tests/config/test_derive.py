@@ -26,6 +26,7 @@ OPEN = {  # what the data or the machine decides, or what has no meaning in the 
     "train.sample_prompts",
     "train.batch_ramp",
     "parallel.nccl_options",
+    "parallel.cp_alltoall",
     "parallel.microbatch_group_size",
     "parallel.first_stage_layers",
     "parallel.last_stage_layers",

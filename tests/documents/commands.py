@@ -44,6 +44,7 @@ case " $* " in
     *pretrain_gpt.py*--help*) ;;
     *pretrain_gpt.py*) set -- "$@" {settings} $steps $length $tokenizer ;;
     *benchmark.py*--overhead*) set -- "${{@/bf16/fp32}}" --precision fp32 --steps 4 --batch 1 ;;
+    *benchmark.py*--context*) set -- "$@" --precision fp32 --steps 1 ;;
     *benchmark.py*--experts*) set -- "${{@/bf16/fp32}}" --precision fp32 --steps 1 --batch 2 ;;
     *benchmark.py*) set -- "${{@/bf16/fp32}}" --model tiny --precision fp32 --steps 1 --batch 1 ;;
     *" -m pytest "*.py*) set -- "$@" --collect-only -q ;;

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from megalite.config.families import OF_EXPERTS
-from megalite.data.batch import Batch
+from megalite.data.batch import Batch, whole_batch
 from megalite.hf.import_model import import_model
 from megalite.hf.tensors import sources
 from megalite.model.init import fill
@@ -21,7 +21,7 @@ from tests.model.small import gpt
 def batch_of(tokens: Tensor, loss_mask: Tensor) -> Batch:
     """A batch of [b, s + 1] tokens."""
     b, s = loss_mask.shape
-    return Batch(tokens[:, :-1], tokens[:, 1:], loss_mask, torch.arange(s).expand(b, s), None, 0)
+    return whole_batch(tokens[:, :-1], tokens[:, 1:], loss_mask, torch.arange(s).expand(b, s), None, 0)
 
 
 def largest_error(ours: Tensor, theirs: Tensor, relative: float) -> float:

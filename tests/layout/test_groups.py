@@ -22,7 +22,7 @@ def ranks(layout: ParallelLayout, rank: int, name: str, needs: GroupNeeds | None
 def test_the_order_in_which_groups_are_made_is_fixed() -> None:
     assert list(groups_of(CUBE, 0, GroupNeeds())) == [
         *("dp-cp", "edp", "dp-cp-shard", "dp-cp-replicate", "edp-shard", "edp-replicate", "world", "kv-replicas"),
-        *("tp", "etp-ep", "pp-forward", "pp-backward", "saving", "word-embedding"),
+        *("tp", "cp-alltoall", "cp-ring", "tp-cp", "etp-ep", "pp-forward", "pp-backward", "saving", "word-embedding"),
     ]
 
 
@@ -158,3 +158,12 @@ def test_all_groups_of_sixteen_thousand_ranks_are_listed_in_a_second() -> None:
         assert len(list(all_groups(layout, GroupNeeds(optimizer_instances=4)))) > 5_000
         elapsed.append(time.process_time() - begin)
     assert min(elapsed) < 1
+
+
+def test_the_ranks_of_a_sequence_are_a_ring_of_neighbours_that_swap_heads() -> None:
+    layout, needs = ParallelLayout(tp=2, cp=4), GroupNeeds(context_ring=2)
+    assert [ranks(layout, rank, "cp-alltoall", needs) for rank in (0, 3, 4)] == [(0, 2), (1, 3), (4, 6)]
+    assert [ranks(layout, rank, "cp-ring", needs) for rank in (0, 3, 4)] == [(0, 4), (3, 7), (0, 4)]
+    assert ranks(layout, 0, "cp-ring", GroupNeeds(context_ring=4)) == (0, 2, 4, 6)
+    assert ranks(layout, 0, "tp-cp", needs) == ()  # no routers that count over them
+    assert ranks(ParallelLayout(tp=2, cp=2, ep=4, etp=1), 0, "tp-cp") == (0, 1, 2, 3)

@@ -38,7 +38,11 @@ class Row:
 
     @property
     def layout(self) -> ParallelLayout:
-        axes = {axis: size for axis, size in self.parallel.items() if axis in ("tp", "pp", "vpp", "ep", "etp", "order")}
+        axes = {
+            axis: size
+            for axis, size in self.parallel.items()
+            if axis in ("tp", "cp", "pp", "vpp", "ep", "etp", "order")
+        }
         if "moe" in self.settings.get("model", {}):
             axes.setdefault("etp", self.parallel.get("tp", 1))
         return ParallelLayout(dp=self.dp, **axes)

@@ -15,7 +15,7 @@ from megalite.data.open import open_data
 from megalite.launch.context import ParallelContext
 from megalite.layout.ranks import ParallelLayout
 from megalite.prepare.prepare import prepare
-from megalite.train.build import build_training, derive_device, fill_with_start_values
+from megalite.train.build import build_training, data_share, derive_device, fill_with_start_values, needs_of
 from megalite.train.evaluate import Figures, Sums, evaluate
 from tests.layouts.training import small_config
 from tests.ranks import run_ranks
@@ -23,6 +23,7 @@ from tests.ranks import run_ranks
 CPU = torch.device("cpu")
 BATCHES = {"mask_end_of_document": True, "cross_document_attention": False, "validation_fraction": 0.02}
 LAYOUTS = [(1, 1, {}), (7, 7, {}), (64, 1, {}), (12, 3, {"dp": 2}), (44, 4, {"tp": 2}), (9, 1, {"pp": 2})]
+LAYOUTS += [(44, 4, {"cp": 2})]
 
 
 def figures_of(context: ParallelContext, config: Config) -> Figures:
@@ -32,9 +33,8 @@ def figures_of(context: ParallelContext, config: Config) -> Figures:
     training = build_training(config, context)
     fill_with_start_values(training.buffers, config, context)
     assert data.validation is not None
-    batches = validation_batches(
-        data.validation, config, dp_rank=context.index("dp"), dp_size=context.size("dp"), device=context.device
-    )
+    share = data_share(config, context)
+    batches = validation_batches(data.validation, config, **share, device=context.device)
     return evaluate(training, context, batches, data.bytes_of_ids)
 
 
@@ -55,7 +55,9 @@ def test_neither_the_batch_size_nor_the_layout_changes_the_validation_figures(
     assert 0.8 * 16 * samples < alone.tokens < 16 * samples
     layout = ParallelLayout(**axes)
     config = config_of(size, micro, **{axis: count for axis, count in axes.items() if axis != "dp"})
-    for found in run_ranks(figures_of, layout.world_size, config, dtype=torch.float64, layout=layout):
+    for found in run_ranks(
+        figures_of, layout.world_size, config, dtype=torch.float64, layout=layout, needs=needs_of(config)
+    ):
         torch.testing.assert_close(vars(found), vars(alone), rtol=1e-10, atol=1e-12)
 
 

@@ -22,7 +22,7 @@ from megalite.model.routers import Routers
 from megalite.optim.buffers import TrainingBuffers
 from megalite.optim.schedule import learning_rate
 from megalite.prepare.prepare import prepare
-from megalite.train.build import build_training, derive_device, fill_with_start_values
+from megalite.train.build import build_training, data_share, derive_device, fill_with_start_values
 from megalite.train.evaluate import Figures, evaluate
 from megalite.train.state import held_pieces, owned_pieces, training_pieces
 from megalite.train.step import TrainStep
@@ -114,8 +114,7 @@ def train(
         data.train,
         config,
         planned_steps(config.train, done=done, samples=samples),
-        dp_rank=context.index("dp"),
-        dp_size=context.size("dp"),
+        **data_share(config, context),
         device=context.device,
     )
     figures, gradients = [], []
@@ -128,9 +127,7 @@ def train(
     batches.close()
     training.gather.finish()
     assert data.validation is not None
-    held_out = validation_batches(
-        data.validation, config, dp_rank=context.index("dp"), dp_size=context.size("dp"), device=context.device
-    )
+    held_out = validation_batches(data.validation, config, **data_share(config, context), device=context.device)
     validation = evaluate(training, context, held_out, data.bytes_of_ids)
     if saved is not None:
         about = {"description": "the layouts' text", "fingerprint": "of that text"}

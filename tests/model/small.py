@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from megalite.config.schema import Config, ModelConfig, ParallelConfig, TrainConfig
-from megalite.data.batch import Batch
+from megalite.data.batch import Batch, whole_batch
 from megalite.layout.stages import StageLayers
 from megalite.model.gpt import GPT
 from megalite.model.init import fill
@@ -92,7 +92,7 @@ def random_batch(config: ModelConfig, *, b: int = 3, s: int = 20, first_sample: 
     generator = torch.Generator().manual_seed(seed)
     assert config.vocab_size is not None
     tokens = torch.randint(config.vocab_size, (b, s + 1), generator=generator)
-    return Batch(
+    return whole_batch(
         tokens=tokens[:, :-1],
         labels=tokens[:, 1:],
         loss_mask=torch.rand(b, s, generator=generator) > 0.25,

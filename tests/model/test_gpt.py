@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megalite.config.schema import ModelConfig
-from megalite.data.batch import Batch
+from megalite.data.batch import whole_batch
 from tests.model.small import ALL_DROPOUTS, FAMILIES, gpt, loss_and_gradients, perturbed, random_batch, small
 
 EXACT = {"rtol": 1e-11, "atol": 1e-12}
@@ -41,7 +41,7 @@ def test_packed_documents_have_the_logits_of_separate_sequences(name: str) -> No
         documents=torch.repeat_interleave(torch.tensor([0, 1], dtype=torch.int32), torch.tensor(lengths)).expand(2, 20),
     )
     alone = [
-        Batch(tokens, tokens, tokens > 0, torch.arange(tokens.shape[1]).expand(tokens.shape), None, 0)
+        whole_batch(tokens, tokens, tokens > 0, torch.arange(tokens.shape[1]).expand(tokens.shape), None, 0)
         for tokens in batch.tokens.split(lengths, dim=1)
     ]
     separate = torch.cat([model.logits(part) for part in alone], dim=1)

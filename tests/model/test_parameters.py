@@ -234,8 +234,16 @@ def gradients_of(
     return y.detach(), list(torch.autograd.grad((y * weights).sum(), [parameters[name] for name in values]))
 
 
+class WholeAttention(Attention):
+    """What a block does with it, in one call."""
+
+    def forward(self, x: Tensor, inputs: BlockInputs) -> Tensor:
+        out: Tensor = self.out(self.core(self.project(x, inputs), inputs))
+        return out
+
+
 def _attention(config: ModelConfig) -> nn.Module:
-    return Attention(config, Placement(torch.float64, CPU))
+    return WholeAttention(config, Placement(torch.float64, CPU))
 
 
 def _mlp(config: ModelConfig) -> nn.Module:

@@ -10,11 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.config.schema import MoEConfig
+from megalite.data.batch import whole_batch
 from megalite.model.mlp import ACTIVATIONS
 from megalite.moe.balance import TokenMasks
 from megalite.moe.dispatch import ExpertRanks
 from megalite.moe.layer import Experts, MoELayer
 from megalite.moe.router import Router
+from megalite.tensor_parallel.collectives import TensorGroup
 
 HIDDEN, WIDTH, SEQUENCE, BATCH = 6, 8, 8, 3
 SCALE = 0.37  # of the loss
@@ -197,7 +199,7 @@ def solution_of(layer: MoELayer, problem: Problem, sequence: Any = None) -> Solu
     size, index = (1, 0) if sequence is None else (sequence.size, sequence.index)
     x, y_grad = (value.chunk(size)[index] for value in (problem.x, problem.y_grad))
     x = x.clone().requires_grad_()
-    masks = TokenMasks.of(problem.mask, torch.tensor(SCALE, dtype=torch.float64), sequence)
+    masks = masks_of(problem.mask, torch.tensor(SCALE, dtype=torch.float64), sequence)
     y, figures = layer(x, masks)
     (y * y_grad).sum().backward()
     inner, down = getattr(layer.experts, layer.experts.inner).weight.grad, layer.experts.down.weight.grad
@@ -208,3 +210,9 @@ def assert_same(found: Solution, expected: Solution) -> None:
     for name, value in vars(expected).items():
         difference = (getattr(found, name) - value).abs().max()
         assert difference <= 1e-12 * max(1.0, float(value.abs().max())), f"{name}: {difference} of {value.abs().max()}"
+
+
+def masks_of(mask: Tensor, scale: Tensor, sequence: TensorGroup | None = None) -> TokenMasks:
+    """Of the labels [b, s] that count, in sequences that `sequence` divides evenly."""
+    nothing = torch.zeros(mask.shape, dtype=torch.int64, device=mask.device)
+    return TokenMasks.of(whole_batch(nothing, nothing, mask, nothing, None, 0), scale, sequence, sequence)

@@ -16,13 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite.config.derive import derive_model
 from megalite.config.schema import Config
-from megalite.data.batch import Batch
+from megalite.data.batch import whole_batch
 from megalite.launch.context import ParallelContext
 from megalite.layout.ranks import ParallelLayout
-from megalite.moe.balance import TokenMasks
 from megalite.moe.dispatch import ExpertRanks
 from megalite.train.build import build_training, fill_with_start_values
-from tests.moe.loop import Problem, layer_of
+from tests.moe.loop import Problem, layer_of, masks_of
 from tests.ranks import run_ranks
 
 S, B, H, EXPERTS, K = 16, 2, 32, 8, 3
@@ -84,7 +83,7 @@ def count(context: ParallelContext, configs: list[Config]) -> list[list[Counts]]
         fill_with_start_values(training.buffers, config, context)
         tokens = torch.randint(64, (B, S), generator=torch.Generator().manual_seed(context.index("dp")))
         positions, first = torch.arange(S).expand(B, S), context.index("dp") * B
-        batch = Batch(tokens, tokens, torch.ones(B, S, dtype=torch.bool), positions, None, first)
+        batch = whole_batch(tokens, tokens, torch.ones(B, S, dtype=torch.bool), positions, None, first)
         forward, backward = Recorder(), Recorder()
         with forward.recording():
             loss = training.chunks[0].loss(batch, torch.ones(()))
@@ -166,7 +165,7 @@ class Order(TorchDispatchMode):
 def order_of_a_layer(context: ParallelContext) -> list[list[str]]:
     problem = Problem.drawn({})
     layer, x = layer_of(problem, ExpertRanks.of(context)), problem.x.clone().requires_grad_()
-    masks = TokenMasks.of(problem.mask, torch.ones(()), None)
+    masks = masks_of(problem.mask, torch.ones(()))
     names = ("all_to_all_single", "wait_tensor", "tanh", "tanh_backward")
     forward, backward = Order(names), Order(names)
     with forward:

@@ -14,17 +14,17 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megalite.config.derive import derive, derive_model
 from megalite.config.schema import Config, MoEConfig
-from megalite.data.batch import Batch
+from megalite.data.batch import whole_batch
 from megalite.launch.context import ParallelContext
 from megalite.launch.startup import join
 from megalite.layout.ranks import ParallelLayout
 from megalite.model.mlp import ACTIVATIONS
-from megalite.moe.balance import TokenMasks
 from megalite.moe.dispatch import ExpertRanks
 from megalite.moe.experts import ExpertMatrix
 from megalite.moe.layer import Experts, MoELayer
 from megalite.moe.router import Router
 from megalite.train.build import build_training, derive_device, fill_with_start_values
+from tests.moe.loop import masks_of
 from tests.optim.allocations import allocations_of
 from tests.ranks import run_ranks
 from tests.tensor_parallel.live_bytes import LiveBytes
@@ -95,7 +95,7 @@ def kept_by_a_layer(context: ParallelContext, moe: dict[str, Any], train: dict[s
         fill_with_start_values(training.buffers, config, context)
         tokens = torch.randint(64, (B, S), generator=torch.Generator().manual_seed(context.index("dp")))
         positions, documents = torch.arange(S).expand(B, S), torch.zeros(B, S, dtype=torch.int32)
-        batch = Batch(tokens, tokens, torch.ones(B, S, dtype=torch.bool), positions, documents, 0)
+        batch = whole_batch(tokens, tokens, torch.ones(B, S, dtype=torch.bool), positions, documents, 0)
         live = LiveBytes(training.chunks[0].parameters())
         with live:
             _hidden = training.chunks[0](batch, None, torch.ones(()))
@@ -167,7 +167,7 @@ def peaks_of_a_layer(context: ParallelContext, dispatcher: str, width: int) -> t
     for matrix in matrices:
         matrix.main_grad = torch.zeros_like(matrix.weight, dtype=torch.float32)
     x = torch.randn(S, B, H, generator=torch.Generator().manual_seed(context.rank)).to(context.dtype).requires_grad_()
-    masks, y_grad = TokenMasks.of(torch.ones(B, S, dtype=torch.bool), torch.ones(()), None), torch.ones_like(x)
+    masks, y_grad = masks_of(torch.ones(B, S, dtype=torch.bool), torch.ones(())), torch.ones_like(x)
     main_grads = [matrix.main_grad for matrix in matrices if matrix.main_grad is not None]
     live = LiveBytes([*layer.parameters(), *main_grads, x, y_grad])
     with live:

@@ -8,7 +8,7 @@ import torch
 
 from megalite.config.derive import derive
 from megalite.config.schema import Config, MoEConfig
-from megalite.data.batch import Batch, unscored
+from megalite.data.batch import Batch, unscored, whole_batch
 from megalite.launch.context import ParallelContext
 from megalite.layout.ranks import ParallelLayout
 from megalite.model.routers import Routers
@@ -53,7 +53,7 @@ def batch_of(number: int) -> Batch:
     shape = SEQUENCES, LENGTH + 1
     tokens = torch.randint(50, shape, generator=torch.Generator().manual_seed(number))
     mask, positions = torch.ones(SEQUENCES, LENGTH, dtype=torch.bool), torch.arange(LENGTH).expand(SEQUENCES, LENGTH)
-    return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), mask, positions, None, 0)
+    return whole_batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), mask, positions, None, 0)
 
 
 @dataclass
@@ -234,7 +234,7 @@ def test_text_that_is_in_no_loss_goes_through_its_experts() -> None:
     model = perturbed(config)
     tokens = torch.randint(53, (3, 20), generator=torch.Generator().manual_seed(1))
     nothing, scale = unscored(tokens), torch.ones((), dtype=torch.float64)
-    everything = replace(nothing, loss_mask=torch.ones_like(nothing.loss_mask))
+    everything = nothing.with_mask(torch.ones_like(nothing.loss_mask))
     with torch.no_grad():
         routed, padding = model(everything, None, scale), model(nothing, None, scale)
         assert torch.equal(model(nothing), routed)
@@ -245,7 +245,7 @@ def test_a_model_with_experts_gives_main_grads_what_autograd_would() -> None:
     config = small(moe=MoEConfig(**{**MOE, "ffn_hidden_size": 20}), tie_embeddings=False)
     plain, model = perturbed(config), gpt(config)
     model.load_state_dict(plain.state_dict())
-    batch = replace(unscored(torch.arange(40).view(2, 20)), loss_mask=torch.ones(2, 20, dtype=torch.bool))
+    batch = unscored(torch.arange(40).view(2, 20)).with_mask(torch.ones(2, 20, dtype=torch.bool))
     scale = torch.tensor(0.1, dtype=torch.float64)
     plain.loss(batch, scale).backward()
     expected = {name: parameter.grad for name, parameter in plain.named_parameters()}

@@ -12,10 +12,10 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from megalite.config.schema import MoEConfig
 from megalite.kernels import grouped
 from megalite.model.mlp import ACTIVATIONS
-from megalite.moe.balance import TokenMasks
 from megalite.moe.dispatch import ExpertRanks
 from megalite.moe.layer import Experts, MoELayer
 from megalite.moe.router import Router
+from tests.moe.loop import masks_of
 
 HIDDEN, WIDTH, SEQUENCE, BATCH = 16, 24, 8, 3
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -44,7 +44,7 @@ def step_of(settings: dict[str, Any], dtype: torch.dtype, device: torch.device, 
     shared = partial(torch.mul, 2.0)
 
     def step() -> None:
-        y, _ = layer(x, TokenMasks.of(mask, torch.ones((), device=device), None), shared)
+        y, _ = layer(x, masks_of(mask, torch.ones((), device=device)), shared)
         y.sum().backward()
 
     return step

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megalite.data.batch import Batch
+from megalite.data.batch import Batch, whole_batch
 from megalite.launch.context import ParallelContext
 from megalite.layout.buffer_layout import buffer_layout, slice_ranges
 from megalite.layout.groups import GroupNeeds
@@ -39,7 +39,7 @@ def batch_of(context: ParallelContext, number: int, *, masked: bool = False) -> 
     tokens = torch.randint(50, (2, 9), generator=drawn)
     mask = torch.zeros(2, 8, dtype=torch.bool) if masked else torch.ones(2, 8, dtype=torch.bool)
     positions = torch.arange(8).expand(2, 8)
-    return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), mask, positions, None, 0)
+    return whole_batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), mask, positions, None, 0)
 
 
 # --- overlap -----------------------------------------------------------------------------------------------------

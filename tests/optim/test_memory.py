@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megalite.config.derive import derive
 from megalite.config.schema import Config
-from megalite.data.batch import Batch
+from megalite.data.batch import whole_batch
 from megalite.launch.context import ParallelContext
 from megalite.launch.device import DTYPES
 from megalite.launch.startup import join
@@ -235,7 +235,7 @@ def take(context: ParallelContext, config: Config) -> Taken:
     """Of a step with two microbatches and its gather, counted from the building of the model on: nothing is older."""
     config = derive_device(derive(config, context.world_size), context)
     tokens = torch.arange(config.train.seq_length).view(1, -1)
-    batch = Batch(tokens, tokens, torch.ones_like(tokens, dtype=torch.bool), tokens, None, 0)
+    batch = whole_batch(tokens, tokens, torch.ones_like(tokens, dtype=torch.bool), tokens, None, 0)
 
     def build_and_train() -> Training:
         training = build_training(config, context)

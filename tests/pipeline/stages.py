@@ -8,7 +8,7 @@ import torch
 
 from megalite.config.derive import derive_model
 from megalite.config.schema import Config
-from megalite.data.batch import Batch
+from megalite.data.batch import Batch, whole_batch
 from megalite.launch.context import ParallelContext
 from megalite.layout.ranks import ParallelLayout
 from megalite.train.build import Training, build_training, fill_with_start_values, needs_of
@@ -32,7 +32,7 @@ def microbatches(config: Config, count: int, *, b: int = 2) -> list[Batch]:
     shape, vocabulary = (b, config.train.seq_length), config.model.vocab_size
     assert vocabulary is not None
     return [
-        Batch(
+        whole_batch(
             tokens := torch.randint(vocabulary, shape, generator=generator),
             tokens.roll(-1, dims=1),
             torch.rand(shape, generator=generator) > 0.25,

@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megalite.config.derive import derive_model
 from megalite.config.schema import Config, ModelConfig
-from megalite.data.batch import Batch
+from megalite.data.batch import whole_batch
 from megalite.kernels.causal_attention import BLOCK
 from megalite.launch.context import ParallelContext
 from megalite.launch.startup import join
@@ -93,7 +93,7 @@ def count(context: ParallelContext, config: Config, *, mask: bool) -> float:
         fill_with_start_values(training.buffers, sized, context)
         tokens, positions = torch.zeros(B, length, dtype=torch.int64), torch.arange(length).expand(B, length)
         documents = torch.zeros(B, length, dtype=torch.int32) if mask else None
-        batch = Batch(tokens, tokens, torch.ones(B, length, dtype=torch.bool), positions, documents, 0)
+        batch = whole_batch(tokens, tokens, torch.ones(B, length, dtype=torch.bool), positions, documents, 0)
         live = LiveBytes(model.parameters())
         with live:
             _hidden = model(batch)

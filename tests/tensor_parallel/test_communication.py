@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite.config.derive import derive_model
 from megalite.config.schema import Config, ModelConfig
-from megalite.data.batch import Batch
+from megalite.data.batch import Batch, whole_batch
 from megalite.launch.context import ParallelContext
 from megalite.layout.groups import GroupNeeds
 from megalite.layout.ranks import ParallelLayout
@@ -73,7 +73,7 @@ def config_of(family: str, layers: int, t: int, sequence_parallel: bool, **train
 def microbatch() -> Batch:
     tokens = torch.randint(250, (B, S), generator=torch.Generator().manual_seed(1))
     positions = torch.arange(S).expand(B, S)
-    return Batch(tokens, tokens.roll(-1, 1), torch.ones(B, S, dtype=torch.bool), positions, None, 0)
+    return whole_batch(tokens, tokens.roll(-1, 1), torch.ones(B, S, dtype=torch.bool), positions, None, 0)
 
 
 def count_in_microbatch(context: ParallelContext, config: Config) -> Counter[Collective]:

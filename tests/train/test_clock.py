@@ -48,7 +48,7 @@ def test_each_part_gets_the_time_that_passes_in_it(seconds: list[float]) -> None
     spend("optimizer", 128)
     split = clock.lap().read()
     assert split == {
-        "data": 2, "forward": 20, "backward": 96, "communication": 8, "optimizer": 128, "other": 1
+        "data": 2, "forward": 20, "backward": 96, "exchange": 0, "communication": 8, "optimizer": 128, "other": 1
     }  # fmt: skip
     seconds[0] += 3  # a step begins where the one before ended, as other
     spend("forward", 5)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.data.batch import Batch
+from megalite.data.batch import Batch, whole_batch
 from megalite.launch.context import ParallelContext
 from megalite.layout.groups import GroupNeeds
 from megalite.layout.ranks import ParallelLayout
@@ -31,7 +31,7 @@ class Seen:
 def batch_of(number: int) -> Batch:
     tokens = torch.randint(50, (2, 9), generator=torch.Generator().manual_seed(number))
     mask, positions = torch.ones(2, 8, dtype=torch.bool), torch.arange(8).expand(2, 8)
-    return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), mask, positions, None, 0)
+    return whole_batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), mask, positions, None, 0)
 
 
 def train(context: ParallelContext, steps: int, broken_rank: int | None, optimizer: dict[str, Any]) -> list[Seen]:

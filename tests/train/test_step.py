@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megalite.config.derive import derive
 from megalite.config.schema import Config, MoEConfig
-from megalite.data.batch import Batch
+from megalite.data.batch import Batch, whole_batch
 from megalite.data.batches import masked_batches
 from megalite.kernels import grouped
 from megalite.launch.context import ParallelContext
@@ -92,7 +92,7 @@ def test_a_step_never_waits_for_the_device(moe: dict[str, Any]) -> None:
 def batch_on(device: torch.device) -> Batch:
     tokens = torch.randint(300, (8, 256), device=device)
     positions = torch.arange(256, device=device).expand_as(tokens)
-    return Batch(tokens, tokens.roll(-1, 1), torch.ones_like(tokens, dtype=torch.bool), positions, None, 0)
+    return whole_batch(tokens, tokens.roll(-1, 1), torch.ones_like(tokens, dtype=torch.bool), positions, None, 0)
 
 
 def sums_of_steps(context: ParallelContext, ahead: bool) -> tuple[list[int], list[int]]:

@@ -1,0 +1,61 @@
+"""How context parallelism shares a sequence: the exchange, who holds which tokens, what each rank computes and sends.
+
+python scripts/sequence.py parallel.cp=4 model=llama3_8b train.seq_length=32768
+python scripts/sequence.py parallel.cp=4 parallel.cp_comm=ring train.seq_length=8192 --picture ring.svg
+
+OVERRIDES are those of pretrain_gpt.py. Scores are those of a sequence that is one document; bytes are in bf16.
+Exit status: 0, or 2 refused.
+"""
+
+from argparse import Namespace
+from collections.abc import Iterator
+
+from megalite.commands.command import PICTURE, Shown, command
+from megalite.config.compose import load_values
+from megalite.config.context_rules import CONTEXT_RULES, Exchange, exchange_of, sent_elements
+from megalite.config.derive import derive_model
+from megalite.config.remedies import Case, problems_of
+from megalite.config.schema import Config
+from megalite.errors.problems import Problem, UserError
+from megalite.layout.sequence import SequenceShare, causal_plan
+from megalite.plan.sequence_picture import figure_of
+
+READ = (  # the settings that decide how a sequence is shared
+    *(f"parallel.{name}" for name in ("tp", "cp", "cp_comm", "cp_alltoall", "sequence_parallel")),
+    *(f"model.{name}" for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_size")),
+    *("model.dropout", "model.attention_dropout", "data.cross_document_attention", "train.seq_length"),
+)
+BYTES = 2  # of an element in bf16
+
+
+@command(PICTURE)
+def main(options: Namespace, overrides: list[str]) -> Shown:
+    config = load_values(overrides, READ)
+    axes, exchange = config.parallel, exchange_of(config)
+    problems = problems_of(Case(config, axes.tp * axes.cp), CONTEXT_RULES)
+    if axes.cp == 1:
+        problems.append(Problem("parallel.cp", 1, "one rank has the whole sequence", "parallel.cp=2 or more"))
+    elif options.picture and exchange.ring == 1:
+        rule = f"ranks exchange heads ({exchange.why}), and each computes whole rows: there are no steps to draw"
+        problems.append(Problem("--picture", str(options.picture), rule, "parallel.cp_comm=ring"))
+    if problems:
+        raise UserError(problems)
+    title = f"{config.train.seq_length:,} tokens on a ring of {exchange.ring}"
+    return Shown(lines(config, exchange), draw=lambda: figure_of(exchange.ring, title))
+
+
+def lines(config: Config, exchange: Exchange) -> Iterator[str]:
+    """What a user reads."""
+    cp, length = config.parallel.cp, config.train.seq_length
+    size = derive_model(config.model, length).head_size or 0
+    of_token = sent_elements(config, exchange.alltoall, exchange.ring) * size * BYTES
+    yield f"cp {cp}: {exchange.name} ({exchange.why})"
+    whole = of_token * length / cp / 1e6
+    yield f"each rank sends {whole:,.1f} MB per layer and sequence, {of_token:,.0f} bytes per token that it holds"
+    yield ""
+    for index in range(cp):
+        share = SequenceShare(index, exchange.ring, exchange.alltoall)
+        held = " and ".join(f"{places[0]:,}-{places[-1]:,}" for places in share.places(length))
+        scores = causal_plan(share, length).scores if exchange.ring > 1 else length * (length + 1) // 2
+        heads = f" of 1/{exchange.alltoall} of the heads" if exchange.alltoall > 1 else ""
+        yield f"rank {index:<3} holds tokens {held:<28} computes {scores:,} scores{heads}"

@@ -1,0 +1,206 @@
+"""Ranks that share a sequence compute the attention of one rank that has all of it, and its gradient."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megalite.context_parallel import attention as attention_module
+from megalite.context_parallel import exchange as exchange_module
+from megalite.context_parallel.attention import SequenceScores, context_attention
+from megalite.context_parallel.exchange import ContextRanks
+from megalite.kernels import attention_tile
+from megalite.launch.context import ParallelContext
+from megalite.layout import document_tiles
+from megalite.layout.document_tiles import document_plan, starts_of
+from megalite.layout.groups import GroupNeeds
+from megalite.layout.ranks import ParallelLayout
+from megalite.layout.sequence import AttentionPlan, SequenceShare, causal_plan
+from megalite.tensor_parallel.collectives import TensorGroup
+from tests.ranks import run_ranks
+
+LENGTH, BATCH, SIZE = 96, 2, 8
+CLOSE = {"rtol": 1e-12, "atol": 1e-13}
+DOCUMENTS = {
+    "none": None,
+    "one token each at the start, one over a cut": [[1] * 20 + [60, 16], [96]],
+    "ends at every cut": [[12] * 8, [24, 24, 48]],
+    "short": [[5] * 19 + [1], [3] * 32],
+    "long": [[90, 6], [7, 80, 9]],
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """`alltoall` of the ranks swap heads; `heads` query heads on each of `groups` key-value heads."""
+
+    ring: int = 1
+    alltoall: int = 1
+    gathers: bool = False
+    documents: str = "none"
+    groups: int = 4
+    heads: int = 1
+
+    @property
+    def size(self) -> int:
+        return self.ring * self.alltoall
+
+    def numbers(self) -> Any:
+        """[b, s], None without documents."""
+        lengths = DOCUMENTS[self.documents]
+        return lengths and np.stack([np.repeat(np.arange(len(each)), each) for each in lengths]).astype(np.int32)
+
+    def qkv(self) -> Tensor:
+        shape = (LENGTH, BATCH, self.groups, self.heads + 2, SIZE)
+        return torch.randn(shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+
+def whole_attention(qkv: Tensor, documents: Tensor | None) -> Tensor:
+    """[s, b, groups, q_per_kv + 2, d] -> [s, b, heads * d] by torch's own function, with the mask written out."""
+    queries, keys, values = (
+        part.flatten(2, 3).permute(1, 2, 0, 3) for part in qkv.split((qkv.shape[3] - 2, 1, 1), dim=3)
+    )
+    mask = torch.ones(len(qkv), len(qkv), dtype=torch.bool).tril()
+    if documents is not None:
+        mask = mask & (documents[:, None, :, None] == documents[:, None, None, :])
+    return F.scaled_dot_product_attention(queries, keys, values, mask, enable_gqa=True).permute(2, 0, 1, 3).flatten(2)
+
+
+def output_gradient(width: int) -> Tensor:
+    return torch.randn(LENGTH, BATCH, width, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+
+
+def compute(context: ParallelContext, case: Case) -> tuple[list[int], Tensor, Tensor]:
+    """This rank's places, and its part of the output and of the gradient."""
+    share = SequenceShare(context.index("cp"), case.ring, case.alltoall)
+    numbers, plan = case.numbers(), None
+    if case.ring > 1:
+        plan = causal_plan(share, LENGTH)
+        if numbers is not None:
+            plan = document_plan(share, starts_of(numbers))
+    documents = None if numbers is None else torch.from_numpy(numbers)
+    places = [place for each in share.places(LENGTH, plan.cut if plan else "zigzag") for place in each]
+    groups = (TensorGroup.of(context.group(name)) for name in ("cp-alltoall", "cp-ring"))
+    qkv = case.qkv()[places].requires_grad_()
+    out = context_attention(
+        qkv,
+        ContextRanks(*groups, gathers=case.gathers),
+        plan and SequenceScores(plan, documents),
+        lambda whole: whole_attention(whole, documents),
+    )
+    out.backward(output_gradient(case.groups * case.heads * SIZE)[places])
+    assert qkv.grad is not None
+    return places, out.detach(), qkv.grad
+
+
+def run(case: Case, function: Any = compute) -> None:
+    layout, needs = ParallelLayout(cp=case.size), GroupNeeds(context_ring=case.ring)
+    numbers, qkv = case.numbers(), case.qkv().requires_grad_()
+    expected = whole_attention(qkv, None if numbers is None else torch.from_numpy(numbers))
+    expected.backward(output_gradient(case.groups * case.heads * SIZE))
+    seen = []
+    for places, out, grad in run_ranks(function, case.size, case, layout=layout, needs=needs):
+        torch.testing.assert_close(out, expected.detach()[places], **CLOSE)
+        torch.testing.assert_close(grad, qkv.grad[places], **CLOSE)
+        seen += places
+    assert sorted(seen) == list(range(LENGTH)), "every place is on one rank"
+
+
+CASES = [
+    Case(ring=2),
+    Case(ring=3, heads=2),
+    Case(ring=3, gathers=True, groups=1, heads=2),
+    Case(alltoall=2, documents="short"),
+    Case(alltoall=4, groups=2, heads=4),
+    Case(ring=2, alltoall=2, heads=2),
+    Case(ring=2, documents="short"),
+    *(Case(ring=3, gathers=True, documents=name, heads=2) for name in DOCUMENTS if name != "none"),
+]
+LONG_CASES = [
+    *(
+        Case(ring, alltoall, gathers, documents, groups=2, heads=2)
+        for ring, alltoall in ((2, 1), (3, 1), (4, 1), (2, 2), (1, 2))
+        for gathers in (False, True)
+        for documents in DOCUMENTS
+    ),
+    Case(alltoall=3, groups=3),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_ranks_attend_like_one(case: Case) -> None:
+    run(case, compute_in_small_tiles)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", LONG_CASES, ids=str)
+def test_ranks_attend_like_one_in_every_way(case: Case) -> None:
+    run(case, compute_in_small_tiles)
+
+
+def compute_in_small_tiles(context: ParallelContext, case: Case) -> Any:
+    document_tiles.QUERIES = 8
+    return compute(context, case)
+
+
+def masked_rows_merged(context: ParallelContext, case: Case) -> Any:
+    """A row that sees no key of a tile keeps the log-sum-exp 0 that torch's kernel gives it."""
+    attention_tile._sees_nothing = lambda mask: torch.zeros(mask.shape[:-1], dtype=torch.bool)
+    return compute_in_small_tiles(context, case)
+
+
+def key_gradients_to_the_wrong_rank(context: ParallelContext, case: Case) -> Any:
+    gradient = ContextRanks.gradient
+
+    def shifted(self: ContextRanks, own: Tensor, plan: AttentionPlan, gradient_of: Any) -> Tensor:
+        return exchange_module.finish(self._pass_on(gradient(self, own, plan, gradient_of)))
+
+    ContextRanks.gradient = shifted  # type: ignore[method-assign]
+    return compute_in_small_tiles(context, case)
+
+
+def no_sum_of_key_gradients(context: ParallelContext, case: Case) -> Any:
+    ContextRanks.gradient = (  # type: ignore[method-assign]
+        lambda self, own, plan, gradient_of: next(iter([gradient_of(*each) for each in self.blocks(own, plan)]))
+    )
+    return compute_in_small_tiles(context, case)
+
+
+def documents_forgotten(context: ParallelContext, case: Case) -> Any:
+    of = attention_module._Masks.of
+    attention_module._Masks.of = lambda self, tile, source: (
+        torch.ones_like(mask) if (mask := of(self, tile, source)) is not None else None
+    )  # type: ignore[method-assign]
+    return compute_in_small_tiles(context, case)
+
+
+def own_log_sum_exp_in_backward(context: ParallelContext, case: Case) -> Any:
+    """Backward takes the statistics of a tile for those of all keys."""
+    backward = attention_tile.attend_backward
+
+    def local(grad: Tensor, queries: Tensor, keys: Tensor, values: Tensor, out: Tensor, lse: Tensor, **how: Any) -> Any:
+        out, lse = attention_tile.attend(queries, keys, values, **how)
+        return backward(grad, queries, keys, values, out, lse, **how)
+
+    attention_module.attend_backward = local
+    return compute_in_small_tiles(context, case)
+
+
+@pytest.mark.parametrize(
+    ("mutant", "case"),
+    [
+        (masked_rows_merged, Case(ring=2, documents="short")),
+        (key_gradients_to_the_wrong_rank, Case(ring=3)),
+        (no_sum_of_key_gradients, Case(ring=2, gathers=True)),
+        (documents_forgotten, Case(ring=2, documents="long")),
+        (own_log_sum_exp_in_backward, Case(ring=2)),
+    ],
+    ids=lambda part: getattr(part, "__name__", ""),
+)
+def test_a_broken_exchange_is_caught(mutant: Any, case: Case) -> None:
+    with pytest.raises(AssertionError):
+        run(case, mutant)

@@ -1,0 +1,147 @@
+"""What the ranks of a sequence send, counted on real ranks, is what docs/context_parallel.md says, byte for byte; and
+what they keep for backward falls as 1/cp."""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from megalite.config.context_rules import sent_elements
+from megalite.config.schema import Config
+from megalite.context_parallel import exchange as exchange_module
+from megalite.context_parallel.attention import SequenceScores, context_attention
+from megalite.context_parallel.exchange import ContextRanks
+from megalite.kernels.attention_tile import attend
+from megalite.launch.context import ParallelContext
+from megalite.layout.document_tiles import document_plan, starts_of
+from megalite.layout.groups import GroupNeeds
+from megalite.layout.ranks import ParallelLayout
+from megalite.layout.sequence import SequenceShare, causal_plan
+from megalite.tensor_parallel.collectives import TensorGroup
+from tests.ranks import run_ranks
+
+LENGTH, BATCH, GROUPS, HEADS, SIZE = 96, 1, 4, 2, 8
+BYTES = 8  # fp64
+
+
+@dataclass(frozen=True)
+class Case:
+    ring: int = 1
+    alltoall: int = 1
+    gathers: bool = False
+    document: int = LENGTH  # tokens of each
+
+    @property
+    def size(self) -> int:
+        return self.ring * self.alltoall
+
+
+def count(sent: Counter[str]) -> None:
+    """From now on, bytes that this rank sends to others, by collective."""
+
+    def counted(name: str, start: Any, outgoing: Any) -> Any:
+        def call(x: Tensor, *arguments: Any) -> Tensor:
+            sent[name] += outgoing(x, *arguments) * BYTES
+            return start(x, *arguments)  # type: ignore[no-any-return]
+
+        return call
+
+    def to_others(x: Tensor, sends: list[int], receives: list[int], group: TensorGroup) -> int:
+        others = sum(rows for member, rows in enumerate(sends) if member != group.index)
+        return others * x[:1].numel()
+
+    module = exchange_module
+    module.start_all_to_all = counted("alltoall", module.start_all_to_all, to_others)
+    module.start_all_gather = counted("gather", module.start_all_gather, lambda x, group: x.numel() * (group.size - 1))
+    module.start_reduce_scatter = counted(
+        "scatter", module.start_reduce_scatter, lambda x, group: x.numel() // group.size * (group.size - 1)
+    )
+
+
+def whole_attention(qkv: Tensor) -> Tensor:
+    queries, keys, values = (
+        part.flatten(2, 3).permute(1, 2, 0, 3) for part in qkv.split((qkv.shape[3] - 2, 1, 1), dim=3)
+    )
+    out = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
+    return out.permute(2, 0, 1, 3).flatten(2)
+
+
+def compute(context: ParallelContext, case: Case) -> tuple[Counter[str], int]:
+    """Bytes sent in forward and backward, and elements kept between the two."""
+    sent: Counter[str] = Counter()
+    count(sent)
+    share, documents, plan = SequenceShare(context.index("cp"), case.ring, case.alltoall), None, None
+    if case.ring > 1 and case.document < LENGTH:
+        numbers = (np.arange(LENGTH, dtype=np.int32) // case.document)[None]
+        plan, documents = document_plan(share, starts_of(numbers)), torch.from_numpy(numbers)
+    elif case.ring > 1:
+        plan = causal_plan(share, LENGTH)
+    ranks = ContextRanks(
+        TensorGroup.of(context.group("cp-alltoall")), TensorGroup.of(context.group("cp-ring")), case.gathers
+    )
+    shape = (LENGTH // case.size, BATCH, GROUPS, HEADS + 2, SIZE)
+    qkv, kept = torch.randn(shape, dtype=torch.float64, requires_grad=True), dict[int, int]()
+
+    def keep(x: Tensor) -> Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes() // BYTES
+        return x
+
+    with saved_tensors_hooks(keep, lambda x: x):
+        out = context_attention(qkv, ranks, plan and SequenceScores(plan, documents), whole_attention)
+    out.sum().backward()
+    return sent, sum(kept.values())
+
+
+def run(case: Case) -> list[tuple[Counter[str], int]]:
+    needs = GroupNeeds(context_ring=case.ring)
+    return run_ranks(compute, case.size, case, layout=ParallelLayout(cp=case.size), needs=needs)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(ring=2),
+        Case(ring=3, gathers=True),
+        Case(alltoall=2),
+        *(
+            pytest.param(case, marks=pytest.mark.long)
+            for case in (Case(ring=3), Case(ring=2, gathers=True), Case(alltoall=4), Case(ring=2, alltoall=2))
+        ),
+    ],
+    ids=str,
+)
+def test_ranks_send_what_the_formula_says(case: Case) -> None:
+    config = Config()
+    config.model.num_attention_heads, config.model.num_key_value_heads = GROUPS * HEADS, GROUPS
+    expected = sent_elements(config, case.alltoall, case.ring) * SIZE * LENGTH // case.size * BATCH * BYTES
+    assert [sum(sent.values()) for sent, _ in run(case)] == [expected] * case.size
+
+
+def test_of_packed_documents_only_the_keys_that_are_seen_travel() -> None:
+    """Documents of 32 tokens; zigzag of two: pieces of 24. Rank 0 has tokens 0 to 23 and 72 to 95, rank 1 the others:
+    rank 1 needs tokens 0 to 23 of the first document, rank 0 tokens 64 to 71 of the third."""
+    first, second = (sum(sent.values()) for sent, _ in run(Case(ring=2, gathers=True, document=32)))
+    row = 2 * GROUPS * SIZE * BYTES  # keys and values of a token
+    assert first == (2 * 24 + 8) * row  # sent in forward, again in backward, and gradients of what it had fetched
+    assert second == (2 * 8 + 24) * row
+
+
+def test_activations_for_backward_fall_as_1_over_cp() -> None:
+    alone = LENGTH * BATCH * GROUPS * (HEADS + 2) * SIZE + LENGTH * BATCH * GROUPS * HEADS * (SIZE + 1)
+    for case in (Case(ring=2), Case(ring=3, gathers=True), Case(ring=2, alltoall=2)):
+        for _, kept in run(case):
+            assert kept == pytest.approx(alone / case.size, rel=0.1)
+
+
+def test_the_kernel_keeps_no_scores() -> None:
+    """What the test above counts for one rank: queries, keys, values, output and a number per query and head."""
+    queries = torch.randn(BATCH, GROUPS * HEADS, LENGTH, SIZE, dtype=torch.float64)
+    keys = queries[:, ::HEADS]
+    out, lse = attend(queries, keys, keys, causal=True)
+    assert (out.numel(), lse.numel()) == (LENGTH * BATCH * GROUPS * HEADS * SIZE, LENGTH * BATCH * GROUPS * HEADS)

@@ -1,0 +1,200 @@
+"""However ranks share a sequence, training is what one process computes, in fp64; broken exchanges are caught."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalite.config.derive import derive_vocabulary
+from megalite.config.schema import Config
+from megalite.context_parallel.attention import _Masks
+from megalite.data.batch import Batch, unscored
+from megalite.launch.context import ParallelContext
+from megalite.layout.sequence import SequenceShare, Tile
+from megalite.model.gpt import GPT
+from megalite.optim import gradient_sync as sync_module
+from megalite.train.build import build_training, data_share, derive_device, fill_with_start_values
+from megalite.train.sample import sample
+from tests.layouts.matrix import DROPPED, FOUR, FULL, RAGGED, SELECTIVE, Row, Workplace, row, train_row
+from tests.layouts.test_moe import SIGMOID, moe
+from tests.layouts.training import Overrides, Trace, assert_same_training, merged, train
+
+LONG: Overrides = {"train": {"seq_length": 64}}  # 2 pieces of 16 tokens for each of two ranks of a ring
+LONGER: Overrides = {"train": {"seq_length": 96}}
+EXTRAS = {"train": {"seq_length": 64, "label_smoothing": 0.1, "z_loss": 0.01}}
+RESIDUAL = {"model": {"dropout": 0.1, "attention_dropout": 0.0, "embedding_dropout": 0.2}}
+
+
+def named(part: Any) -> str:
+    return getattr(part, "__name__", None) or str(part).replace(str(moe()["model"]["moe"])[:-1], "{")
+
+
+ROWS = [
+    row("gpt2", EXTRAS, cp=2, cp_comm="ring"),
+    row("qwen3", merged(LONG, RAGGED), cp=2, cp_comm="allgather"),
+    row("llama", merged(LONG, RAGGED, DROPPED), cp=2, tp=2, cp_comm="alltoall"),
+    row("llama", merged(LONG, RESIDUAL), SELECTIVE, cp=2, dp=2, cp_comm="ring"),
+    row("llama", merged(LONG, RAGGED, FOUR), FULL, cp=2, pp=2, cp_comm="ring"),
+    row("llama", merged(LONG, RAGGED), moe(capacity_factor=0.75), cp=2, ep=2),
+]
+LONG_ROWS = [
+    *(
+        row(family, merged(LONGER, data), cp=3, cp_comm=comm)
+        for family, data in (("gpt2", {}), ("llama", RAGGED), ("qwen3", RAGGED))
+        for comm in ("ring", "allgather")
+    ),
+    *(
+        row("llama", merged(LONG, {"train": {"seq_length": 128}}, data), cp=4, cp_comm=comm)
+        for data in ({}, RAGGED)
+        for comm in ("ring", "allgather", "alltoall", "alltoall+ring")
+    ),
+    *(
+        row("llama", merged(LONG, RAGGED), cp=2, tp=2, cp_comm=comm, sequence_parallel=sequence_parallel)
+        for comm in ("ring", "allgather", "alltoall")
+        for sequence_parallel in (False, True)
+    ),
+    row("qwen3", LONG, cp=2, cp_comm="alltoall"),  # one key-value head for two ranks
+    row("llama", merged(LONG, FOUR), cp=2, pp=2, vpp=2, cp_comm="allgather"),
+    row("llama", merged(LONG, FOUR), cp=2, pp=2, cp_comm="ring", schedule="zb-h1"),
+    row("llama", merged(LONG, FOUR, RAGGED), cp=2, pp=2, tp=2),
+    row("llama", merged(LONG, RAGGED), {"optimizer": {"instances": 2}}, cp=2, dp=2),
+    row("llama", merged(LONG, RAGGED), {"optimizer": {"zero": 0}}, cp=2, dp=2, order="cp-tp-dp-pp"),
+    row("llama", LONG, {"train": {"compile": True}}, cp=2, cp_comm="ring"),
+    row("llama", merged(LONG, RAGGED), {"train": {"compile": True}}, cp=2, cp_comm="allgather"),
+    row("llama", LONG, moe(aux_loss="sequence"), cp=2, tp=2, etp=1, ep=4),
+    row("llama", merged(LONG, RAGGED), moe(**SIGMOID), cp=2, dp=2, ep=4, cp_comm="ring"),
+    row("llama", merged(LONG, RAGGED), moe(capacity_factor=0.75), cp=2, tp=2, etp=2, order="cp-tp-ep-dp-pp"),
+]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=named)
+def test_ranks_train_like_one_process(workplace: Workplace, row: Row) -> None:
+    assert_same_training(train_row(workplace, row), row.reference(workplace))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("row", LONG_ROWS, ids=named)
+def test_ranks_train_like_one_process_everywhere(workplace: Workplace, row: Row) -> None:
+    assert_same_training(train_row(workplace, row), row.reference(workplace))
+
+
+Mutant = Callable[[ParallelContext, Config], Trace]
+
+
+def _change_parts(change: Callable[[Batch, SequenceShare], Batch]) -> None:
+    part = Batch.part
+    Batch.part = lambda self, share: change(part(self, share), share)  # type: ignore[method-assign]
+
+
+def labels_shifted_after_the_cut(context: ParallelContext, config: Config) -> Trace:
+    """The label of a part's token is the next token of the part."""
+    _change_parts(lambda batch, share: replace(batch, labels=batch.tokens.roll(-1, 1)))
+    return train(context, config)
+
+
+def positions_local(context: ParallelContext, config: Config) -> Trace:
+    def local(batch: Batch, share: SequenceShare) -> Batch:
+        return replace(batch, positions=torch.arange(batch.tokens.shape[1]).expand_as(batch.positions))
+
+    _change_parts(local)
+    return train(context, config)
+
+
+def dropout_at_local_places(context: ParallelContext, config: Config) -> Trace:
+    _change_parts(lambda batch, share: replace(batch, places=torch.arange(len(batch.places))))
+    return train(context, config)
+
+
+def documents_leak(context: ParallelContext, config: Config) -> Trace:
+    of = _Masks.of
+
+    def causal_alone(self: _Masks, tile: Tile, source: int) -> Tensor | None:
+        documents, self._documents = self._documents, torch.zeros_like(self._documents)  # type: ignore[arg-type]
+        mask = of(self, tile, source)
+        self._documents = documents
+        return mask
+
+    _Masks.of = causal_alone  # type: ignore[method-assign]
+    return train(context, config)
+
+
+def no_sum_of_gradients(context: ParallelContext, config: Config) -> Trace:
+    sync_module.start_reduce_scatter = lambda bucket, group, *, comm_dtype: _Done()
+    return train(context, config)
+
+
+class _Done:
+    def wait(self) -> None:
+        pass
+
+
+def loss_divided_by_cp_again(context: ParallelContext, config: Config) -> Trace:
+    loss = GPT.loss
+    GPT.loss = lambda self, batch, scale, received=None: loss(self, batch, scale / config.parallel.cp, received)  # type: ignore[method-assign]
+    return train(context, config)
+
+
+def own_labels_are_the_sequence_s(context: ParallelContext, config: Config) -> Trace:
+    """Routers take the labels that count on their rank for those of the whole sequence."""
+    _change_parts(lambda batch, share: replace(batch, counted=batch.loss_mask.sum(1)))
+    return train(context, config)
+
+
+BROKEN: list[tuple[Mutant, Row]] = [
+    (labels_shifted_after_the_cut, row("llama", LONG, cp=2)),
+    (positions_local, row("gpt2", LONG, cp=2, cp_comm="ring")),
+    (documents_leak, row("llama", merged(LONG, RAGGED), cp=2, cp_comm="ring")),
+    (no_sum_of_gradients, row("llama", LONG, cp=2)),
+    (loss_divided_by_cp_again, row("llama", LONG, cp=2)),
+]
+LONG_BROKEN: list[tuple[Mutant, Row]] = [
+    (positions_local, row("llama", LONG, cp=2, cp_comm="ring")),
+    (dropout_at_local_places, row("llama", merged(LONG, RESIDUAL), cp=2, cp_comm="ring")),
+    (own_labels_are_the_sequence_s, row("llama", merged(LONG, RAGGED), moe(), cp=2)),
+]
+
+
+@pytest.mark.parametrize(
+    ("mutant", "row"),
+    [*BROKEN, *(pytest.param(*broken, marks=pytest.mark.long) for broken in LONG_BROKEN)],
+    ids=named,
+)
+def test_a_broken_layout_is_caught(workplace: Workplace, mutant: Mutant, row: Row) -> None:
+    traces, expected = train_row(workplace, row, mutant), row.reference(workplace)
+    with pytest.raises(AssertionError):
+        assert_same_training(traces, expected)
+
+
+def texts_and_leaks(context: ParallelContext, config: Config) -> tuple[list[list[int]], list[bool]]:
+    """Sampled texts; and, by document of a sequence of three, whether another first document changes its hidden
+    states on this rank."""
+    config = derive_device(derive_vocabulary(config, 257), context)
+    training = build_training(config, context)
+    fill_with_start_values(training.buffers, config, context)
+    texts = sample(training, context, [[3, 1, 4], [7]], 12, seq_length=config.train.seq_length, seed=2)
+    lengths = torch.tensor([21, 10, 33])
+    documents = torch.arange(3, dtype=torch.int32).repeat_interleave(lengths).unsqueeze(0)
+    tokens = torch.arange(64).unsqueeze(0) % 7
+    places = torch.cat([torch.arange(int(length)) for length in lengths]).unsqueeze(0)
+    hidden = []
+    for changed in (0, 5):
+        batch = replace(
+            unscored(torch.where(documents == 0, tokens + changed, tokens)), documents=documents, positions=places
+        ).part(data_share(config, context)["sequence"])
+        hidden.append(training.executor.hidden(batch))
+        held = documents[0, batch.places]
+    differs = (hidden[0] != hidden[1]).flatten(1).any(1)
+    return texts, [bool(differs[held == number].any()) for number in range(3)]
+
+
+@pytest.mark.parametrize("comm", ["ring", "allgather", "alltoall"])
+def test_texts_are_those_of_one_process_and_no_document_sees_another(workplace: Workplace, comm: str) -> None:
+    texts, leaks = texts_and_leaks(ParallelContext(dtype=torch.float64), row("llama", LONG).config(workplace))
+    assert len({*texts[0]}) > 3, "a text that can differ"
+    found = train_row(workplace, row("llama", LONG, cp=2, cp_comm=comm), texts_and_leaks)
+    assert [its for its, _ in found] == [texts, texts]
+    assert leaks == [True, False, False]
+    assert [any(of_ranks) for of_ranks in zip(*(its for _, its in found), strict=True)] == leaks
