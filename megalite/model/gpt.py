@@ -22,7 +22,7 @@ from megalite.data.batch import Batch
 from megalite.kernels.dropout import DropoutKey, DropoutStreams, Stream, hash_dropout
 from megalite.kernels.pieces import statistics_dtype
 from megalite.layout.stages import StageLayers
-from megalite.model.attention import BlockInputs, attention_backends, document_mask
+from megalite.model.attention import BlockInputs, attention_backends, attention_mask
 from megalite.model.block import Block, MoEBlock
 from megalite.model.embedding import Embedding
 from megalite.model.loss import linear_cross_entropy
@@ -79,6 +79,7 @@ class GPT(nn.Module):
             self.recomputed = range(model.num_layers if train.recompute_layers is None else train.recompute_layers)
         modules = train.recompute_modules if train.recompute == "selective" else ()
         self.label_smoothing, self.z_loss, self.compiled = train.label_smoothing, train.z_loss, train.compile
+        self.kernels = train.attention
         self.embeds = stage is None or stage.embedding
         self.has_loss = stage is None or stage.loss
         if self.embeds or (self.has_loss and model.tie_embeddings):
@@ -221,9 +222,11 @@ class GPT(nn.Module):
 
     def _run_blocks(self, x: Tensor, batch: Batch, keys: Mapping[Stream, DropoutKey], scale: Tensor | None) -> Tensor:
         rope = self.config.position == "rope"  # rotary tables and document mask are built once for all layers
+        dropped = self.config.attention_dropout or 0.0
         shared = BlockInputs(
             rotation=rotary_tables(self.frequencies, batch.positions, rotary_magnitude(self.config)) if rope else None,
-            mask=None if batch.documents is None else document_mask(batch.documents, self.dtype),
+            mask=attention_mask(batch.documents, x, self.kernels, compiled=self.compiled, dropout=dropped),
+            kernels=self.kernels,
             masks=TokenMasks.of(batch.loss_mask, scale, self.place.sequence) if self.routers else None,
         )
         figures: list[Tensor] = []
@@ -252,7 +255,7 @@ class GPT(nn.Module):
 
     def _run_block(self, block: nn.Module, x: Tensor, inputs: BlockInputs) -> Any:
         """One block and all that must happen anew when backward recomputes it."""
-        with attention_backends(self.device):
+        with attention_backends(self.device, inputs):
             return block(x, inputs)
 
     def _head(self) -> VocabParallelEmbedding:
