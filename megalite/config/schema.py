@@ -266,7 +266,7 @@ class CheckpointConfig:
 
     interval: int = setting(100, "steps between checkpoints; 0: only at the end or when stopped", at_least=0)
     keep: int = setting(2, "newest checkpoints that are kept, and the newest known to be good", at_least=1)
-    asynchronous: bool = setting(False, "true: a step waits only for the copy to host memory", name="async")
+    asynchronous: bool = setting(False, "true: training waits only for the copy to host memory", name="async")
     init_from: str | None = setting(
         None, "folder of a transformers model whose weights a run starts from (docs/huggingface.md)"
     )

@@ -10,7 +10,7 @@ and rounded back a piece at a time. The second moment is as wide as the masters:
 thousandth of itself in a step, and the next bf16 number is up to eight thousandths away: it would hardly ever fall.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -38,6 +38,7 @@ class FlatAdamW:
     (runs, weight_decay), runs that do not overlap; what lies in no run is left alone. State to be saved: `exp_avg` (of
     dtype `first_moment`, default: the masters') and `exp_avg_sq`, like the masters, each list in one block of memory,
     and `step_count` (0-d fp32, exact up to 2^24 steps). `device`: where the steps are counted if there are no masters.
+    `before_change` is called before a step changes any of these.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class FlatAdamW:
         self.exp_avg = list(torch.zeros(sum(sizes), dtype=first_moment, device=device).split(sizes))
         self.exp_avg_sq = list(torch.zeros(sum(sizes), dtype=dtype, device=device).split(sizes))
         self.step_count = torch.zeros((), dtype=torch.float32, device=device)
+        self.before_change: Callable[[], None] = lambda: None
         self._widened = first_moment != dtype or any(gradient.dtype != dtype for gradient in gradients)
         self._calls = [(views, decay) for runs, decay in groups for views in self._views(runs)]
 
@@ -69,6 +71,7 @@ class FlatAdamW:
 
         The gradients are used up: they may hold the divided ones afterwards.
         """
+        self.before_change()
         skip = skip.to(torch.float32)
         self.step_count += 1.0 - skip
         # CUDA's kernel reads the rate as fp32, in fp64 too; the CPU's takes it as it is.

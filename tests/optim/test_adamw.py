@@ -300,3 +300,20 @@ def test_the_second_moment_follows_gradients_that_become_smaller(kind: Kind) -> 
     level = optimizer.exp_avg_sq[0].mean().item() / 0.01
     assert level == pytest.approx(exact.mean().item() / 0.01, rel=1e-3)
     assert 11 < level < 14
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_who_reads_the_state_is_told_before_it_changes(kind: Kind) -> None:
+    optimizer = build(kind)
+    told = []
+
+    def state() -> list[Tensor]:
+        lists = (optimizer.masters, optimizer.exp_avg, optimizer.exp_avg_sq, [optimizer.step_count])
+        return [tensor.clone() for each in lists for tensor in each]
+
+    optimizer.before_change = lambda: told.append(state())
+    before = state()
+    take(optimizer, 2, lr=0.1)
+    assert len(told) == 1
+    assert all(map(torch.equal, told[0], before))
+    assert not any(map(torch.equal, state()[:2], before))
