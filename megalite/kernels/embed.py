@@ -36,10 +36,10 @@ class _MainGradEmbedding(torch.autograd.Function):
 
 
 def add_sums_of_equal_rows(total: Tensor, rows: Tensor, values: Tensor) -> None:
-    """total[rows[i]] += values[i] for all i, in an order that is always the same: total [V, h], rows [n], values [n, h].
+    """total[rows[i]] += values[i] for all i, in one order: total [V, h], rows [n], values [n, h].
 
-    The embedding's own backward, which sorts, sums the values of equal rows: in a table of length V or n, the smaller. Of
-    n, the sum stands where its row comes first, and all else is zero. So each row of `total` has one number to add, and
+    The embedding's own backward, which sorts, sums the values of equal rows, in a table of V rows or of n, the smaller.
+    Of n, the sum stands where its row comes first, and all else is zero: each row of `total` has one number to add, and
     the atomics that do it know no order.
     """
     sum_up = torch.ops.aten.embedding_dense_backward

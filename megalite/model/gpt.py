@@ -39,6 +39,12 @@ from megalite.tensor_parallel.layers import Placement, VocabParallelEmbedding
 from megalite.tensor_parallel.linear import linear
 from megalite.tensor_parallel.mappings import gather_from_sequence_parallel, reduce_from_tensor_parallel
 
+OVERLAPPED = {  # inductor's options that start collectives early and finish them late
+    "reorder_for_peak_memory": False,
+    "reorder_for_compute_comm_overlap": True,
+    "reorder_for_compute_comm_overlap_passes": ["sink_waits"],
+}
+
 
 class GPT(nn.Module):
     """One stage of the model, by default all of it. `config` is resolved.
@@ -107,8 +113,9 @@ class GPT(nn.Module):
             self.register_buffer("frequencies", frequencies, persistent=False)
         self.before_use: Callable[[str], None] = lambda part: None  # called before parameters of a part are read
         if self.compiled:
-            # Reordering for memory, inductor would finish each collective before it starts the next product.
-            options: dict[str, Any] | None = None if tp is None else {"reorder_for_peak_memory": False}
+            # What inductor reorders for memory, or leaves where autograd put it, finishes each collective of backward
+            # before it starts the products that would hide it.
+            options: dict[str, Any] | None = None if tp is None else OVERLAPPED
             for block in self.blocks.values():
                 if isinstance(block, MoEBlock):
                     attend: Any = torch.compile(block.attend, fullgraph=True, dynamic=False, options=options)
