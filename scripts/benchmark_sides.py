@@ -23,7 +23,7 @@ from megalite.data.batch import whole_batch
 from megalite.launch.context import ParallelContext
 from megalite.launch.device import DTYPES
 from megalite.launch.environment import read_environment
-from megalite.launch.host import limit_openmp_spinning
+from megalite.launch.host import let_cuda_segments_grow, limit_openmp_spinning
 from megalite.model.flops import parameter_count
 from megalite.train.build import build_training, data_share, fill_with_start_values, start
 from megalite.train.step import PendingFigures, TrainStep
@@ -187,6 +187,7 @@ class Side:
         with environment_kept():  # the process inherits it
             if name == "megalite":
                 limit_openmp_spinning(os.environ)  # as the launcher does before torch is imported
+                let_cuda_segments_grow(os.environ)
             self._process.start()
         other_end.close()  # so that this end notices where the process is gone
         try:

@@ -1,12 +1,13 @@
 """Saves behind the training: the pieces are copied to host memory, and a thread writes the copies.
 
-Training waits for the copy alone. The thread's collectives use a group of its own ("saving"), so they never meet those
-of the training. One save at a time: its owner asks for the `result` of one before it begins the next. The thread is a
-daemon, so it does not hold up an end in which nobody waits for it.
+Training waits for the copy alone, and on CUDA only before the next update. The thread's collectives use a group of its
+own ("saving"), so they never meet those of the training. One save at a time: its owner asks for the `result` of one
+before it begins the next. The thread is a daemon, so it does not hold up an end in which nobody waits for it.
 
 On a CPU the copies are ordinary memory, freed when the write is over. On CUDA they are pinned (a copy to other memory
-would hold up the host), allocated once and used again, each rounded up to a power of two by torch; a stream of its own
-copies, and the training's stream waits for it on the device.
+would hold up the host), as many bytes as the pieces have, allocated once and used again. A stream of its own copies
+while the next forward and backward run, which change nothing that is saved; whatever does calls `before_change` first,
+and then the training's stream waits for the copies on the device.
 """
 
 import threading
@@ -24,6 +25,7 @@ from megalite.checkpoint.store import Saved
 from megalite.launch.context import ParallelContext
 
 Write = Callable[[Sequence[Piece], ParallelContext], Saved]
+ALIGNMENT = 256  # bytes, of the copies on CUDA
 
 
 class BackgroundSaves:
@@ -41,6 +43,7 @@ class BackgroundSaves:
         same on all ranks.
         """
         copies, wait = self._copies.of(pieces)
+        stall_s = time.perf_counter() - begun
         saving: Future[Saved] = Future()
 
         def work() -> None:
@@ -49,7 +52,6 @@ class BackgroundSaves:
                 if self._context.device.type == "cuda":
                     torch.cuda.set_device(self._context.device)  # a new thread starts on the first one
                 wait()
-                stall_s = time.perf_counter() - begun
                 saved = write(copies, self._context)
                 saved = replace(saved, seconds=time.perf_counter() - begun, stall_s=stall_s)
             except BaseException as error:
@@ -66,6 +68,10 @@ class BackgroundSaves:
         threading.Thread(target=work, name="checkpoint", daemon=True).start()
         return saving
 
+    def before_change(self) -> None:
+        """What is put on the current stream from now on may change the pieces of the last save."""
+        self._copies.before_change()
+
 
 class HostCopies:
     """Copies of one rank's pieces in host memory."""
@@ -74,25 +80,39 @@ class HostCopies:
         self._device = device
         self._pinned: list[Tensor] = []  # the copies on CUDA, which are used again
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._reading: torch.cuda.Event | None = None  # until it has happened the pieces must stay as they are
 
     @torch.no_grad()
     def of(self, pieces: Sequence[Piece]) -> tuple[list[Piece], Callable[[], None]]:
         """The pieces with contiguous tensors in host memory, and a call that returns when these are filled.
 
         On CUDA the pieces have the same shapes every time, and the copies of the call before must be done with: they
-        are overwritten. What the caller puts on the current stream from now on may change the pieces.
+        are overwritten. The pieces may change after `before_change`.
         """
         live = [piece.tensor for piece in pieces]
         if self._side is None:
             copies = [tensor.clone(memory_format=torch.contiguous_format) for tensor in live]
             return [replace(piece, tensor=copy) for piece, copy in zip(pieces, copies, strict=True)], lambda: None
         if not self._pinned:
-            self._pinned = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in live]
-        training = torch.cuda.current_stream(self._device)
-        self._side.wait_stream(training)  # the state is complete when its last kernel is
+            self._pinned = _pinned(live)
+        self._side.wait_stream(torch.cuda.current_stream(self._device))  # the state is complete when its last kernel is
         with torch.cuda.stream(self._side):
             for copy, tensor in zip(self._pinned, live, strict=True):
                 copy.copy_(tensor, non_blocking=True)
-        done = self._side.record_event()
-        training.wait_event(done)
+        self._reading = done = self._side.record_event()
         return [replace(piece, tensor=copy) for piece, copy in zip(pieces, self._pinned, strict=True)], done.synchronize
+
+    def before_change(self) -> None:
+        """See `BackgroundSaves.before_change`."""
+        if self._reading is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._reading)
+            self._reading = None
+
+
+def _pinned(live: Sequence[Tensor]) -> list[Tensor]:
+    """Host tensors of the same shapes in one block, pinned as it is: what torch pins itself has powers of two bytes."""
+    sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in live]
+    block = torch.empty(sum(sizes), dtype=torch.uint8)
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.nbytes, 0))
+    parts = zip(block.split(sizes), live, strict=True)
+    return [part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape) for part, tensor in parts]

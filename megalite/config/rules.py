@@ -152,6 +152,28 @@ def recompute_names_what_there_is(case: Case) -> Iterator[Flaw]:
         yield Flaw("train.recompute_layers", f"more than model.num_layers={there}", fixes)
 
 
+def attention_kernels_can_run(case: Case) -> Iterator[Flaw]:
+    """The chosen ones; `auto` always finds some."""
+    train, model, data, name = case.config.train, case.config.model, case.config.data, "train.attention"
+    if train.attention == "auto":
+        return
+    auto: Fixes = {name: ["auto"]}
+    dropped = model.dropout if model.attention_dropout is None else model.attention_dropout
+    if case.config.device == "cpu":
+        yield Flaw(name, "has no effect with device=cpu", auto)
+    elif dropped:
+        rule = "has no effect with dropout on attention's probabilities, which takes plain products"
+        yield Flaw(name, rule, {**auto, "model.attention_dropout": [0.0]})
+    elif train.attention == "flex":
+        if train.compile is False:
+            yield Flaw(name, "flex attention must be compiled", {**auto, "train.compile": [True]})
+    elif not data.cross_document_attention:
+        rule = "these kernels do not keep attention inside documents (data.cross_document_attention=false)"
+        yield Flaw(name, rule, {name: ["auto", "flex"]})
+    elif case.config.precision in ("fp32", "fp64"):
+        yield Flaw(name, f"these kernels take 16 bits, not {case.show('precision')}", {**auto, "precision": ["bf16"]})
+
+
 def learning_rate_follows_its_schedule(case: Case) -> Iterator[Flaw]:
     steps, lr, peak = case.config.train.steps, case.config.lr, case.config.optimizer.lr
     warmup, decay = lr.warmup_steps or 0, lr.decay_steps or 0
@@ -210,7 +232,8 @@ def vocabulary_holds_the_tokens(case: Case) -> Iterator[Flaw]:
 RULES: tuple[Rule, ...] = (
     *(heads_share_the_width, positions_suit_the_sequence, rotary_scaling_is_told_in_full, names_are_file_names),
     *(*PARALLEL_RULES, *CONTEXT_RULES, *MOE_RULES),
-    *(recompute_names_what_there_is, learning_rate_follows_its_schedule, listed_steps_are_steps_of_the_run),
+    *(recompute_names_what_there_is, attention_kernels_can_run),
+    *(learning_rate_follows_its_schedule, listed_steps_are_steps_of_the_run),
     *(*OPTIMIZER_RULES, settings_have_an_effect),
     *(data_suits_its_source, vocabulary_holds_the_tokens),
 )

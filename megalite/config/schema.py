@@ -194,6 +194,11 @@ class TrainConfig:
         choices=("attention", "norm", "activation", "moe"),
     )
     compile: bool | None = setting(None, "torch.compile of each block and of the loss; null: on for CUDA, off for CPU")
+    attention: str = setting(
+        "auto",
+        "kernels on CUDA; auto: cuDNN's, else flash; of documents flex",
+        choices=("auto", "cudnn", "flash", "flex"),
+    )
     max_bad_steps: int = setting(10, "stop after so many in a row with a loss or gradient not finite", at_least=1)
     check_replicas_every: int = setting(100, "steps between checks that replicas are equal; 0: none", at_least=0)
     record_pipeline: int = setting(0, "steps between recordings of the pipeline's times; 0: none", at_least=0)
@@ -269,7 +274,7 @@ class CheckpointConfig:
 
     interval: int = setting(100, "steps between checkpoints; 0: only at the end or when stopped", at_least=0)
     keep: int = setting(2, "newest checkpoints that are kept, and the newest known to be good", at_least=1)
-    asynchronous: bool = setting(False, "true: a step waits only for the copy to host memory", name="async")
+    asynchronous: bool = setting(False, "true: training waits only for the copy to host memory", name="async")
     init_from: str | None = setting(
         None, "folder of a transformers model whose weights a run starts from (docs/huggingface.md)"
     )

@@ -8,9 +8,9 @@ from torch import Tensor
 from megalite.kernels.pieces import piece_buffers, pieces
 
 
-def rotate(qkv: Tensor, straight: Tensor, swapped: Tensor) -> Tensor:
-    """Rotate queries and keys of the fused projection [s, b, groups, q_per_kv + 2, d]; values pass unchanged."""
-    return _Rotate.apply(qkv, straight, swapped)  # type: ignore[no-any-return]
+def rotate(x: Tensor, straight: Tensor, swapped: Tensor) -> Tensor:
+    """Rotate queries or keys [s, b, groups, heads, d]."""
+    return _Rotate.apply(x, straight, swapped)  # type: ignore[no-any-return]
 
 
 def rotate_heads_(x: Tensor, straight: Tensor, swapped: Tensor, sign: int = 1) -> None:
@@ -32,9 +32,9 @@ class _Rotate(torch.autograd.Function):
     """One rotation, not a chain of slices whose gradients each start from a zeroed copy; backward is the turn back."""
 
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor, straight: Tensor, swapped: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, straight: Tensor, swapped: Tensor) -> Tensor:
         ctx.save_for_backward(straight, swapped)
-        return _turn(qkv, straight, swapped, 1)
+        return _turn(x, straight, swapped, 1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
@@ -43,17 +43,15 @@ class _Rotate(torch.autograd.Function):
 
 
 def _turn(x: Tensor, straight: Tensor, swapped: Tensor, sign: int) -> Tensor:
-    """x * straight + sign * (x with its halves swapped) * swapped for queries and keys; the values are copied."""
+    """x * straight + sign * (x with its halves swapped) * swapped."""
     factors = [table.transpose(0, 1)[:, :, None, None] for table in (straight, swapped)]  # [s, b, 1, 1, d]
     if torch.compiler.is_compiling():  # without in-place ops: see _drop in dropout.py
-        wide = x[..., :-1, :].to(straight.dtype)
-        turned = wide * factors[0] + sign * wide.roll(x.shape[-1] // 2, -1) * factors[1]
-        return torch.cat((turned.to(x.dtype), x[..., -1:, :]), dim=-2)
-    out = torch.empty_like(x)
+        wide = x.to(straight.dtype)
+        return (wide * factors[0] + sign * wide.roll(x.shape[-1] // 2, -1) * factors[1]).to(x.dtype)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     whole = (x, out, *factors)
     for part, turned, factor, swapped_factor in pieces(*whole) if x.device.type == "cpu" else [whole]:
-        wide = part[..., :-1, :].to(factor.dtype, memory_format=torch.contiguous_format, copy=True)
+        wide = part.to(factor.dtype, memory_format=torch.contiguous_format, copy=True)
         halves_swapped = wide.roll(x.shape[-1] // 2, -1)
-        turned[..., :-1, :] = wide.mul_(factor).addcmul_(halves_swapped, swapped_factor, value=sign)
-        turned[..., -1, :] = part[..., -1, :]
+        turned.copy_(wide.mul_(factor).addcmul_(halves_swapped, swapped_factor, value=sign))
     return out

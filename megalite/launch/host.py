@@ -35,6 +35,16 @@ def limit_openmp_spinning(environ: MutableMapping[str, str]) -> None:
         environ["GOMP_SPINCOUNT"] = SPINS
 
 
+def let_cuda_segments_grow(environ: MutableMapping[str, str]) -> None:
+    """Have torch's CUDA allocator map pages into segments that grow, unless the user has decided otherwise.
+
+    Without it a piece that fits no gap takes a segment of its own: gaps of many GiB where sizes change (evaluation, a
+    batch ramp, experts). torch reads the variable once, when it is imported.
+    """
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & environ.keys():
+        environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+
+
 def keep_freed_memory(environ: Mapping[str, str]) -> None:
     """Have glibc keep what is freed, unless the user has decided otherwise. Other C libraries are left as they are.
 

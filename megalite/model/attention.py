@@ -10,6 +10,7 @@ it until attention itself, so that gradients come back as one tensor.
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,7 @@ from megalite.config.schema import ModelConfig
 from megalite.context_parallel.attention import SequenceScores, context_attention
 from megalite.context_parallel.exchange import ContextRanks
 from megalite.kernels.causal_attention import MAX_LENGTH, causal_attention
+from megalite.kernels.document_attention import DocumentRows, block_mask, dense_mask, document_attention
 from megalite.kernels.dropout import DropoutKey, hash_dropout
 from megalite.kernels.rotate import rotate
 from megalite.model.norm import RMSNorm
@@ -27,12 +29,19 @@ from megalite.model.parameters import GROUPS
 from megalite.moe.balance import TokenMasks
 from megalite.tensor_parallel.layers import ColumnParallelLinear, Placement, RowParallelLinear
 
-FASTEST_FIRST = [  # on Hopper cuDNN runs at 1.7 to 2.3 times flash, torch's own first choice
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+# With a mask, cuDNN's backward gives NaN for some shapes on Hopper (https://github.com/pytorch/pytorch/issues/196678).
+FOR_MASKS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+# By train.attention, torch's kernels in the order in which they are tried. On Hopper cuDNN runs at 1.7 to 2.3 times
+# flash, torch's own first choice.
+KERNELS = {
+    "auto": [SDPBackend.CUDNN_ATTENTION, *FOR_MASKS],
+    "cudnn": [SDPBackend.CUDNN_ATTENTION],
+    "flash": [SDPBackend.FLASH_ATTENTION],
+    "flex": FOR_MASKS,  # where flex attention cannot be: not compiled, or with dropout on the probabilities
+}
 
 
 @dataclass(frozen=True)
@@ -40,24 +49,37 @@ class BlockInputs:
     """What a block needs besides activations. None: no rotation; no mask but the causal one; nothing dropped."""
 
     rotation: tuple[Tensor, Tensor] | None = None  # of rotary_tables
-    mask: Tensor | None = None  # [b, 1, s, s], added to the scores
+    mask: "Tensor | BlockMask | DocumentRows | None" = None  # of attention_mask
     probability_dropout: DropoutKey | None = None
     attention_dropout: DropoutKey | None = None
     mlp_dropout: DropoutKey | None = None
     masks: TokenMasks | None = None  # for routers
     scores: SequenceScores | None = None  # where ranks of a ring share each sequence
+    kernels: str = "auto"  # train.attention
 
 
-def attention_backends(device: torch.device) -> AbstractContextManager[None]:
-    """Ask for CUDA's attention kernels in order of speed."""
-    return sdpa_kernel(FASTEST_FIRST, set_priority=True) if device.type == "cuda" else nullcontext()
+def attention_backends(device: torch.device, inputs: BlockInputs) -> AbstractContextManager[None]:
+    """Ask for CUDA's attention kernels: for the chosen one, or in order of speed."""
+    if device.type != "cuda":
+        return nullcontext()
+    return sdpa_kernel(FOR_MASKS if isinstance(inputs.mask, Tensor) else KERNELS[inputs.kernels], set_priority=True)
 
 
-def document_mask(documents: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where a token may attend (earlier or itself, same document), else -inf: [b, s] -> [b, 1, s, s]."""
-    same = documents[:, :, None] == documents[:, None, :]
-    mask = torch.zeros(same.shape, dtype=dtype, device=documents.device)
-    return mask.masked_fill_(~same.tril_(), float("-inf")).unsqueeze(1)
+def attention_mask(
+    documents: Tensor | None, shape: tuple[int, int], like: Tensor, kernels: str, *, compiled: bool, dropout: float
+) -> "Tensor | BlockMask | DocumentRows | None":
+    """What keeps attention inside `documents` [b, s], in the form that is fastest where and how the model runs.
+
+    None: without documents, causal attention needs no mask; flex attention does. A tensor [b, 1, s, s] is added to the
+    scores. `shape` is (b, s); `like` has dtype and device of the activations; `dropout` is that of the probabilities.
+    """
+    if like.is_cuda and compiled and not dropout and (documents is not None or kernels == "flex"):
+        return block_mask(like.new_zeros(shape, dtype=torch.int32) if documents is None else documents)
+    if documents is None:
+        return None
+    if like.is_cpu and not compiled and not dropout and documents.shape[1] <= MAX_LENGTH:
+        return DocumentRows.of(documents)
+    return dense_mask(documents, like.dtype)
 
 
 class Attention(nn.Module):
@@ -86,8 +108,10 @@ class Attention(nn.Module):
         qkv: Tensor = self.qkv(x).unflatten(-1, self.group_shape)
         if self.context is None:
             return qkv
-        qkv = self._normed(qkv)
-        return qkv if inputs.rotation is None else rotate(qkv, *inputs.rotation)
+        queries, keys, values = self._normed(qkv)
+        if inputs.rotation is not None:
+            queries, keys = rotate(queries, *inputs.rotation), rotate(keys, *inputs.rotation)
+        return torch.cat((queries, keys, values), dim=3)
 
     def core(self, qkv: Tensor, inputs: BlockInputs) -> Tensor:
         """All between the two projections: [n, b, groups, q_per_kv + 2, d] -> [n, b, heads * d].
@@ -96,50 +120,66 @@ class Attention(nn.Module):
         documents are other tiles.
         """
         if self.context is None:
-            return self._whole(self._normed(qkv), inputs.rotation, inputs)
-        return context_attention(qkv, self.context, inputs.scores, partial(self._whole, rotation=None, inputs=inputs))
+            as_it_is = qkv if self.query_norm is None else None
+            return self._whole(self._normed(qkv), as_it_is, inputs.rotation, inputs)
+        whole = partial(self._whole_projection, inputs=inputs)
+        return context_attention(qkv, self.context, inputs.scores, whole)
 
-    def _normed(self, qkv: Tensor) -> Tensor:
-        if self.query_norm is None or self.key_norm is None:
-            return qkv
+    def _normed(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         queries, keys, values = self._split(qkv)
-        return torch.cat((self.query_norm(queries), self.key_norm(keys), values), dim=3)
+        if self.query_norm is not None and self.key_norm is not None:
+            queries, keys = self.query_norm(queries), self.key_norm(keys)
+        return queries, keys, values
 
-    def _whole(self, qkv: Tensor, rotation: tuple[Tensor, Tensor] | None, inputs: BlockInputs) -> Tensor:
-        """Rotation and attention of whole sequences, in the shapes of `core`."""
-        dropped = inputs.probability_dropout
-        by_blocks = qkv.device.type == "cpu" and inputs.mask is None and dropped is None and len(qkv) <= MAX_LENGTH
+    def _whole_projection(self, qkv: Tensor, inputs: BlockInputs) -> Tensor:
+        return self._whole(self._split(qkv), qkv, None, inputs)
+
+    def _whole(
+        self,
+        parts: tuple[Tensor, Tensor, Tensor],
+        together: Tensor | None,
+        rotation: tuple[Tensor, Tensor] | None,
+        inputs: BlockInputs,
+    ) -> Tensor:
+        """Rotation and attention of whole sequences: queries, keys and values of `_split`, and the projection that they
+        are parts of, if they are -> [s, b, heads * d]."""
+        queries, keys, values = parts
+        mask, dropped, on_cpu = inputs.mask, inputs.probability_dropout, queries.device.type == "cpu"
+        by_blocks = on_cpu and mask is None and dropped is None and len(queries) <= MAX_LENGTH
         # A compiler makes one kernel of the rotation, and cannot trace its pieces.
         if rotation is not None and (not by_blocks or torch.compiler.is_compiling()):
-            qkv, rotation = rotate(qkv, *rotation), None
+            queries, keys = rotate(queries, *rotation), rotate(keys, *rotation)
+            rotation = together = None
+            values = values.contiguous()  # as a part of the projection they would keep all of it until backward
         if by_blocks:
-            return causal_attention(qkv, rotation)
+            together = torch.cat((queries, keys, values), dim=3) if together is None else together
+            return causal_attention(together, rotation)
+        if mask is not None and not isinstance(mask, Tensor):
+            return document_attention(queries, keys, values, mask)
         # Torch's kernels count as random, also without dropout. For a rebuild compiled code keeps the CPU generator's
         # state, and torch 2.13 then checks a main gradient for changes, which are what it is there for.
-        rebuilt_by_compiler = self.recompute and torch.compiler.is_compiling() and qkv.device.type == "cpu"
+        rebuilt_by_compiler = self.recompute and torch.compiler.is_compiling() and on_cpu
         if dropped is not None or rebuilt_by_compiler:
-            return self._attend_plainly(qkv, inputs.mask, dropped)
-        return self._attend(qkv, inputs.mask)
-
-    def _attend(self, qkv: Tensor, mask: Tensor | None) -> Tensor:
-        """[s, b, groups, q_per_kv + 2, d] -> [s, b, heads * d] by torch's fused kernels."""
-        queries, keys, values = (
-            part.flatten(2, 3).permute(1, 2, 0, 3) for part in self._split(qkv)
-        )  # [b, heads, s, d]
+            return self._attend_plainly(queries, keys, values, mask, dropped)
+        queries, keys, values = (part.flatten(2, 3).permute(1, 2, 0, 3) for part in (queries, keys, values))
         out = F.scaled_dot_product_attention(
             queries, keys, values, mask, is_causal=mask is None, enable_gqa=queries.shape[1] != keys.shape[1]
-        )
+        )  # [b, heads, s, d]
         return out.permute(2, 0, 1, 3).flatten(2)
 
-    def _attend_plainly(self, qkv: Tensor, mask: Tensor | None, dropped: DropoutKey | None) -> Tensor:
+    def _attend_plainly(
+        self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, dropped: DropoutKey | None
+    ) -> Tensor:
         """The same by plain products, which keep the probabilities [b, heads, s, s], with dropout on these: the masks
         that torch's fused kernels draw depend on the layout."""
-        s, d = len(qkv), qkv.shape[-1]
-        queries, keys, values = (part.permute(1, 2, 3, 0, 4) for part in self._split(qkv))  # [b, groups, heads, s, d]
+        s, d = len(queries), queries.shape[-1]
         if mask is None:
-            mask = torch.full((s, s), float("-inf"), dtype=qkv.dtype, device=qkv.device).triu(1)
+            mask = torch.full((s, s), float("-inf"), dtype=queries.dtype, device=queries.device).triu(1)
         else:
             mask = mask.unsqueeze(1)
+        queries, keys, values = (
+            part.permute(1, 2, 3, 0, 4) for part in (queries, keys, values)
+        )  # [b, groups, heads, s, d]
         scores = (queries * d**-0.5) @ keys.transpose(-1, -2) + mask  # [b, groups, q_per_kv, s, s]
         probabilities = torch.softmax(scores, dim=-1).flatten(1, 2)
         kept = probabilities if dropped is None else hash_dropout(probabilities, self.dropout, dropped)

@@ -48,7 +48,7 @@ class AttentionBlock(nn.Module):
         """x, and what attention adds to it."""
         attention = self.attention
         core, leave = partial(attention.core, inputs=inputs), partial(self.leave, x=x, inputs=inputs)
-        backends, recompute = partial(attention_backends, attention.device), attention.recompute
+        backends, recompute = partial(attention_backends, attention.device, inputs), attention.recompute
         return checkpoint_without_output(core, leave, self.enter(x, inputs), recompute=recompute, around=backends)
 
     def enter(self, x: Tensor, inputs: BlockInputs) -> Tensor:

@@ -31,7 +31,8 @@ class Embedding(nn.Module):
         """tokens, positions [b, s] -> [s, b, h], with sequence parallelism this rank's part [s/t, b, h]"""
         embedded: Tensor = self.word(tokens.t())
         if hasattr(self, "position"):
-            mine = positions.t()
+            # One row of positions for all samples is looked up once, and its gradient summed over them before.
+            mine = (positions[:1] if positions.stride(0) == 0 else positions).t()
             if self.sequence is not None:  # after the sum over ranks, so that positions are added once
                 mine = mine.tensor_split(self.sequence.size)[self.sequence.index]
             embedded = embedded + F.embedding(mine, self.position.weight)

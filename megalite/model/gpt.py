@@ -24,7 +24,7 @@ from megalite.data.batch import Batch
 from megalite.kernels.dropout import DropoutKey, DropoutStreams, Stream, hash_dropout
 from megalite.kernels.pieces import statistics_dtype
 from megalite.layout.stages import StageLayers
-from megalite.model.attention import BlockInputs, attention_backends, document_mask
+from megalite.model.attention import BlockInputs, attention_backends, attention_mask
 from megalite.model.block import AttentionBlock, Block, MoEBlock
 from megalite.model.embedding import Embedding
 from megalite.model.loss import linear_cross_entropy
@@ -40,6 +40,12 @@ from megalite.tensor_parallel.deferred import DeferredWork
 from megalite.tensor_parallel.layers import Placement, VocabParallelEmbedding
 from megalite.tensor_parallel.linear import linear
 from megalite.tensor_parallel.mappings import gather_from_sequence_parallel, reduce_from_tensor_parallel
+
+OVERLAPPED = {  # inductor's options that start collectives early and finish them late
+    "reorder_for_peak_memory": False,
+    "reorder_for_compute_comm_overlap": True,
+    "reorder_for_compute_comm_overlap_passes": ["sink_waits"],
+}
 
 
 class GPT(nn.Module):
@@ -85,6 +91,7 @@ class GPT(nn.Module):
             self.recomputed = range(model.num_layers if train.recompute_layers is None else train.recompute_layers)
         modules = train.recompute_modules if train.recompute == "selective" else ()
         self.label_smoothing, self.z_loss, self.compiled = train.label_smoothing, train.z_loss, train.compile
+        self.kernels = train.attention
         self.embeds = stage is None or stage.embedding
         self.has_loss = stage is None or stage.loss
         if self.embeds or (self.has_loss and model.tie_embeddings):
@@ -112,8 +119,9 @@ class GPT(nn.Module):
             self.register_buffer("frequencies", frequencies, persistent=False)
         self.before_use: Callable[[str], None] = lambda part: None  # called before parameters of a part are read
         if self.compiled:
-            # Reordering for memory, inductor would finish each collective before it starts the next product.
-            options: dict[str, Any] | None = None if tp is None else {"reorder_for_peak_memory": False}
+            # What inductor reorders for memory, or leaves where autograd put it, finishes each collective of backward
+            # before it starts the products that would hide it.
+            options: dict[str, Any] | None = None if tp is None else OVERLAPPED
             for block in self.blocks.values():
                 assert isinstance(block, AttentionBlock)
                 block.compile_parts(options)
@@ -228,8 +236,9 @@ class GPT(nn.Module):
         rope = self.config.position == "rope"  # rotary tables and document mask are built once for all layers
         shared = BlockInputs(
             rotation=rotary_tables(self.frequencies, batch.positions, rotary_magnitude(self.config)) if rope else None,
-            mask=None if batch.documents is None or batch.plan else document_mask(batch.documents, self.dtype),
+            mask=self._attention_mask(batch, x) if batch.plan is None else None,
             scores=None if batch.plan is None else SequenceScores(batch.plan, batch.documents),
+            kernels=self.kernels,
             masks=TokenMasks.of(batch, scale, self.sharing, self.place.sequence) if self.routers else None,
         )
         figures: list[Tensor] = []
@@ -256,9 +265,14 @@ class GPT(nn.Module):
             self.router_figures += torch.stack(figures)
         return x
 
+    def _attention_mask(self, batch: Batch, x: Tensor) -> Any:
+        shape, compiled = (len(batch.tokens), batch.length), self.compiled and self.context is None
+        dropout = self.config.attention_dropout or 0.0
+        return attention_mask(batch.documents, shape, x, self.kernels, compiled=compiled, dropout=dropout)
+
     def _run_block(self, block: nn.Module, x: Tensor, inputs: BlockInputs) -> Any:
         """One block and all that must happen anew when backward recomputes it."""
-        with attention_backends(self.device):
+        with attention_backends(self.device, inputs):
             return block(x, inputs)
 
     def _head(self) -> VocabParallelEmbedding:

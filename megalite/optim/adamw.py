@@ -10,13 +10,14 @@ and rounded back a piece at a time. The second moment is as wide as the masters:
 thousandth of itself in a step, and the next bf16 number is up to eight thousandths away: it would hardly ever fall.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megalite.layout.buffer_layout import SliceRange
+from megalite.optim.fused_update import FusedUpdate
 
 PIECE = 2**18  # elements that a CPU widens at once: their fp32 copies stay in a core's cache
 CUDA_PIECE = 2**26  # on CUDA: few enough launches, and 256 MiB for a copy
@@ -38,6 +39,9 @@ class FlatAdamW:
     (runs, weight_decay), runs that do not overlap; what lies in no run is left alone. State to be saved: `exp_avg` (of
     dtype `first_moment`, default: the masters') and `exp_avg_sq`, like the masters, each list in one block of memory,
     and `step_count` (0-d fp32, exact up to 2^24 steps). `device`: where the steps are counted if there are no masters.
+    `before_change` is called before a step changes any of these.
+
+    With `parameters` [size] (the masters themselves, or narrower) a step is compiled, and rounds the masters into them.
     """
 
     def __init__(
@@ -50,6 +54,7 @@ class FlatAdamW:
         *,
         first_moment: torch.dtype | None = None,
         device: torch.device | None = None,
+        parameters: Sequence[Tensor] | None = None,
     ) -> None:
         assert [master.shape for master in masters] == [gradient.shape for gradient in gradients]
         self.masters, self.gradients = list(masters), list(gradients)
@@ -60,8 +65,19 @@ class FlatAdamW:
         self.exp_avg = list(torch.zeros(sum(sizes), dtype=first_moment, device=device).split(sizes))
         self.exp_avg_sq = list(torch.zeros(sum(sizes), dtype=dtype, device=device).split(sizes))
         self.step_count = torch.zeros((), dtype=torch.float32, device=device)
+        self.before_change: Callable[[], None] = lambda: None
         self._widened = first_moment != dtype or any(gradient.dtype != dtype for gradient in gradients)
+        self._fused: FusedUpdate | None = None
+        if parameters is not None:
+            lists = (self.masters, self.gradients, self.exp_avg, self.exp_avg_sq)
+            self._fused = FusedUpdate(*lists, parameters, groups)
+            return
         self._calls = [(views, decay) for runs, decay in groups for views in self._views(runs)]
+
+    @property
+    def rounds(self) -> bool:
+        """Whether a step leaves the parameters as the masters, rounded."""
+        return self._fused is not None
 
     @torch.no_grad()
     def step(self, lr: Tensor, *, gradient_scale: Tensor, skip: Tensor) -> None:
@@ -69,8 +85,12 @@ class FlatAdamW:
 
         The gradients are used up: they may hold the divided ones afterwards.
         """
+        self.before_change()
         skip = skip.to(torch.float32)
         self.step_count += 1.0 - skip
+        if self._fused is not None:
+            self._fused.step(self.step_count, lr, gradient_scale, skip, self._betas, self._eps)
+            return
         # CUDA's kernel reads the rate as fp32, in fp64 too; the CPU's takes it as it is.
         lr = lr.to(torch.float32) if lr.is_cuda else lr
         scale = gradient_scale.to(self._dtype)

@@ -79,6 +79,8 @@ class Executor:
         self.chunks, self.links, self._switch = chunks, links, switch
         self.expect_last_gradients = expect_last_gradients
         self._recorded: list[Span] | None = None
+        # Waits for what was sent: nothing that is computed needs to.
+        self.aside = torch.cuda.Stream(chunks[0].device) if chunks[0].device.type == "cuda" and links.groups else None
 
         @cache
         def plan(for_training: bool, microbatches: int) -> tuple[Schedule, tuple[Instruction, ...]]:
@@ -171,12 +173,16 @@ class _Run:
     def wait(self, transfer: Transfer) -> None:
         work, tensor = self._travelling.pop(transfer.tensor_id)
         timeout = self._links.timeout(transfer.direction, tensor.device)
+        aside = self._executor.aside if transfer.role == "send" else None
         try:
-            work.wait() if timeout is None else work.wait(timeout)
+            with torch.cuda.stream(aside):  # None: where it is
+                work.wait() if timeout is None else work.wait(timeout)
         except RuntimeError as error:
             raise type(error)(f"pipeline rank {self._links.rank} could not {transfer}: {error}") from error
         if transfer.role == "receive":
             self._here[transfer.tensor_id] = tensor
+        elif aside is not None:
+            tensor.record_stream(aside)  # its memory is free for others once it is sent
 
     def compute(self, action: Action) -> None:
         if action.kind == "forward":

@@ -8,7 +8,7 @@ order in which communication overlaps with products:
     input a sequence  start gather of x | x.grad of this rank | start reduce-scatter | finish gather | weight gradient
                                                                                      | finish reduce-scatter
 
-A compiled backward keeps that order under inductor's `reorder_for_peak_memory=False` only.
+A compiled backward keeps that order under the options of inductor that model/gpt.py sets (OVERLAPPED) only.
 
 Where weight gradients are deferred, backward has the first two steps and the last alone; this rank's x is gathered only
 when the weight's gradient is computed: as often as without.

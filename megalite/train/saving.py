@@ -52,6 +52,8 @@ class Saver:
         self._recorder = recorder
         self.newest_step = job.resumed_from  # of the newest complete checkpoint, when no save is under way
         self._background = BackgroundSaves(job.context) if job.config.checkpoint.asynchronous else None
+        if self._background is not None:
+            job.training.optimizer.before_change = self._background.before_change
         self._under_way: tuple[int, Future[Saved]] | None = None  # a save behind the training, and of which step
 
     def due(self, step: int) -> bool:

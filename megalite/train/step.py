@@ -177,7 +177,8 @@ class TrainStep:
         self._routers.update(routing, skipped.double())
 
         # The all-gather of the new parameters, which the next forward waits for.
-        training.buffers.round_masters()
+        if not training.optimizer.rounds:
+            training.buffers.round_masters()
         training.gather.start()
         figures = [loss, norm, tokens.double(), skipped.double(), total.stop, total.refused, loss_scale.double()]
         return PendingFigures(figures, routing, clock.lap())

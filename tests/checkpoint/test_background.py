@@ -230,6 +230,7 @@ def test_on_a_gpu_the_stream_waits_and_the_host_does_not() -> None:
             tensor.fill_(value)
         begun = time.perf_counter()
         copies, wait = host.of(pieces)
+        host.before_change()
         for tensor in live:
             tensor.fill_(-1)
         if value == 3.0:  # the first one allocates

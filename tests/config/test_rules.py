@@ -36,6 +36,11 @@ BROKEN = [
         "model.rope_high_frequency_factor",
         ["=4.0"],
     ),
+    ("train.attention=flash device=cpu", 1, "train.attention", ["no effect with device=cpu", "=auto"]),
+    ("train.attention=cudnn precision=fp32", 1, "train.attention", ["16 bits", "=auto", "precision=bf16"]),
+    ("train.attention=cudnn model.dropout=0.1", 1, "train.attention", ["no effect", "model.attention_dropout=0.0"]),
+    ("train.attention=flex train.compile=false", 1, "train.attention", ["compiled", "train.compile=true"]),
+    ("train.attention=flash data.cross_document_attention=false", 1, "train.attention", ["documents", "auto or flex"]),
     ("model.rope_scaling=yarn", 1, "model.rope_scaling", ["no effect", "model.rope_scaling_factor=N", "=llama3"]),
     ("model.rope_scaling_factor=4", 1, "model.rope_original_positions", ["must be set", "=64", "rope_scaling=linear"]),
     (f"{YARN}0 model.rope_beta_slow=32", 1, "model.rope_beta_fast", ["above model.rope_beta_slow=32", "=1024.0"]),
@@ -221,7 +226,7 @@ def test_a_broken_rule_names_the_setting_and_what_would_work(
         for row in BROKEN
         if row[2].startswith(("model.hidden", "model.num", "train.", "lr.", "optimizer."))
         and "parallel." not in row[0]
-        and "recompute" not in row[0]
+        and not re.search("recompute|train.attention", row[0])
     ],
 )
 def test_following_the_advice_helps(line: str, world_size: int) -> None:

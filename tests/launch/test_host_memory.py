@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from megalite.launch.host import keep_freed_memory
+from megalite.launch.host import keep_freed_memory, let_cuda_segments_grow
 
 GLIBC = sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt")
 STARTED = """
@@ -64,3 +64,13 @@ def test_who_chose_how_malloc_works_is_left_alone(variables: dict[str, str], lea
 def test_other_c_libraries_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ctypes.CDLL", lambda name: object())
     keep_freed_memory({})
+
+
+def test_segments_of_cuda_memory_grow_unless_the_user_has_decided() -> None:
+    environ = {"PATH": "/bin"}
+    let_cuda_segments_grow(environ)
+    assert environ.pop("PYTORCH_ALLOC_CONF") == "expandable_segments:True"
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        chosen = environ | {name: ""}
+        let_cuda_segments_grow(chosen)
+        assert chosen == environ | {name: ""}

@@ -2,23 +2,27 @@
 
 import pytest
 import torch
+import torch.nn.attention.flex_attention
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend
+from torch.utils.flop_counter import FlopCounterMode
 
-from megalite.kernels.causal_attention import BLOCK, causal_attention
+from megalite.kernels.causal_attention import BLOCK, MAX_LENGTH, causal_attention
+from megalite.kernels.document_attention import DocumentRows, block_mask, dense_mask, document_attention
 from megalite.kernels.dropout import DropoutStreams, hash_dropout
-from megalite.model.attention import Attention, BlockInputs, document_mask
+from megalite.model.attention import Attention, BlockInputs, attention_backends, attention_mask
 from megalite.tensor_parallel.layers import Placement
 from tests.model.small import CPU, small
 
 
-def reference(qkv: Tensor) -> Tensor:
+def reference(qkv: Tensor, mask: Tensor | None = None) -> Tensor:
     """[s, b, groups, q_per_kv + 2, d] -> [s, b, heads * d], keys and values repeated for every query head."""
     s, b, _, q_and_kv, _ = qkv.shape
     queries = qkv[:, :, :, :-2].flatten(2, 3)
     keys, values = (qkv[:, :, :, index].repeat_interleave(q_and_kv - 2, dim=2) for index in (-2, -1))
     heads = (x.permute(1, 2, 0, 3) for x in (queries, keys, values))
-    return F.scaled_dot_product_attention(*heads, is_causal=True).permute(2, 0, 1, 3).reshape(s, b, -1)
+    return F.scaled_dot_product_attention(*heads, mask, is_causal=mask is None).permute(2, 0, 1, 3).reshape(s, b, -1)
 
 
 @pytest.mark.parametrize("q_per_kv", [1, 3])
@@ -38,13 +42,79 @@ def test_gradients_are_those_of_finite_differences() -> None:
     assert torch.autograd.gradcheck(causal_attention, qkv)
 
 
-def test_the_document_mask_is_causal_and_block_diagonal() -> None:
-    mask = document_mask(torch.tensor([[0, 0, 1, 1], [0, 1, 2, 2]]), torch.float32)
+def test_the_dense_mask_is_causal_and_block_diagonal() -> None:
+    mask = dense_mask(torch.tensor([[0, 0, 1, 1], [0, 1, 2, 2]]), torch.float32)
     allowed = [
         [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]],
         [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]],
     ]
     assert torch.equal(mask.exp().int(), torch.tensor(allowed, dtype=torch.int32).unsqueeze(1))
+
+
+# Lengths of the documents of two samples, in all [2, s].
+DOCUMENTS = {
+    "one": ([300], [300]),
+    "short": ([3, 1, 60, 64, 130, 42], [100, 28, 1, 171]),
+    "blocks": ([128, 128, 44], [256, 44]),
+    "within a block": ([1], [1]),
+    "long": ([1000], [500, 500]),
+}
+
+
+def packed(lengths: tuple[list[int], list[int]]) -> Tensor:
+    """The number of the document of each token: int32 [2, s]."""
+    rows = [torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in lengths]
+    return torch.stack(rows).to(torch.int32)
+
+
+@pytest.mark.parametrize("q_per_kv", [1, 3])
+@pytest.mark.parametrize("name", DOCUMENTS)
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_attention_inside_documents_by_rows_and_by_blocks_is_that_of_the_dense_mask(
+    name: str, q_per_kv: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.nn.attention.flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    documents = packed(DOCUMENTS[name])
+    s, generator = documents.shape[1], torch.Generator().manual_seed(0)
+    qkv = torch.randn(s, 2, 2, q_per_kv + 2, 8, dtype=torch.float64, generator=generator).requires_grad_()
+    weights = torch.randn(s, 2, 2 * q_per_kv * 8, dtype=torch.float64, generator=generator)
+    expected = reference(qkv, dense_mask(documents, torch.float64))
+    found = document_attention(*qkv.split((q_per_kv, 1, 1), dim=3), DocumentRows.of(documents))
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
+    by_blocks = document_attention(*qkv.detach().split((q_per_kv, 1, 1), dim=3), block_mask(documents))
+    torch.testing.assert_close(by_blocks, expected.detach(), rtol=1e-12, atol=1e-13)
+    gradients = (torch.autograd.grad(out, qkv, weights)[0] for out in (found, expected))  # flex has none on CPUs
+    torch.testing.assert_close(*gradients, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_blocks_without_a_pair_inside_a_document_are_left_out(name: str) -> None:
+    """Of rows and keys, in the table for CUDA; those of which every pair is inside are not looked at pair by pair."""
+    documents = packed(DOCUMENTS[name])
+    b, s = documents.shape
+    seen = dense_mask(documents, torch.float32)[:, 0] == 0
+    count = -(-s // 128)
+    padded = torch.zeros(b, count * 128, count * 128, dtype=torch.bool)
+    padded[:, :s, :s] = seen
+    pairs = padded.view(b, count, 128, count, 128).sum((2, 4))
+    rows = torch.tensor([min(128, s - 128 * block) for block in range(count)])
+    table = block_mask(documents)
+    assert torch.equal(table.to_dense()[:, 0].bool(), pairs > 0)
+    assert torch.equal(table.full_kv_num_blocks[:, 0], (pairs == rows[:, None] * 128).sum(-1, dtype=torch.int32))
+
+
+def test_work_falls_with_the_documents() -> None:
+    """Products of forward and backward, of four documents by those of one. Of eight blocks of rows, one document has
+    1 + 2 + .. + 8 = 36 blocks of keys, four have 4 x (1 + 2) = 12."""
+    qkv = torch.randn(1024, 2, 2, 3, 8).requires_grad_()
+
+    def flops(lengths: list[int]) -> int:
+        mask = DocumentRows.of(packed((lengths, lengths)))
+        with FlopCounterMode(display=False) as counter:
+            document_attention(*qkv.split((1, 1, 1), dim=3), mask).sum().backward()
+        return counter.get_total_flops()
+
+    assert flops([256] * 4) / flops([1024]) == 12 / 36
 
 
 @pytest.mark.parametrize("groups", [4, 2, 1])
@@ -56,7 +126,7 @@ def test_dropout_of_probabilities_is_the_hash_of_their_places(groups: int, maske
     attention = Attention(config, Placement(torch.float64, CPU))
     generator = torch.Generator().manual_seed(0)
     qkv = torch.randn(s, b, groups, heads // groups + 2, d, dtype=torch.float64, generator=generator)
-    mask = document_mask(torch.arange(s).div(4, rounding_mode="floor").expand(b, s), torch.float64) if masked else None
+    mask = dense_mask(torch.arange(s).div(4, rounding_mode="floor").expand(b, s), torch.float64) if masked else None
     streams = DropoutStreams(3, [(0,)], CPU)
     key = streams.attention_keys(torch.arange(b) + 5, torch.arange(heads), torch.arange(s))[0,]
     found = attention.core(qkv, BlockInputs(None, mask, key)).view(s, b, heads, d)
@@ -84,3 +154,32 @@ def test_every_coordinate_of_a_probability_changes_its_mask_and_parts_are_those_
     others = [dropped(seed=2), dropped(layer=1), dropped(first=3), dropped(heads=(6, 12)), whole.transpose(2, 3)]
     for other in (*others, whole.roll(1, 0), whole.roll(1, 1), whole.roll(1, 2), whole.roll(1, 3)):
         assert 0.47 < (other == whole).double().mean() < 0.53, "independent"
+
+
+def test_dropout_long_sequences_and_compiled_code_on_a_cpu_take_the_dense_mask() -> None:
+    documents = torch.zeros(2, 16, dtype=torch.int32)
+    x = torch.zeros(16, 2, 8, dtype=torch.bfloat16)
+
+    def form(documents: Tensor | None, *, compiled: bool = False, dropout: float = 0.0, kernels: str = "auto") -> type:
+        return type(attention_mask(documents, (2, 16), x, kernels, compiled=compiled, dropout=dropout))
+
+    assert form(None) is type(None)
+    assert form(documents) is DocumentRows
+    assert form(documents, compiled=True) is form(documents, dropout=0.1) is Tensor
+    assert form(torch.zeros(2, MAX_LENGTH + 1, dtype=torch.int32)) is Tensor
+
+
+def test_no_kernel_of_cudnn_meets_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its backward of scores with a mask gives NaN on Hopper, of some shapes."""
+    asked: list[list[SDPBackend]] = []
+    monkeypatch.setattr("megalite.model.attention.sdpa_kernel", lambda kernels, set_priority: asked.append(kernels))
+    for kernels in ("auto", "cudnn", "flash", "flex"):
+        attention_backends(torch.device("cuda"), BlockInputs(mask=torch.zeros(1, 1, 4, 4), kernels=kernels))
+        assert SDPBackend.CUDNN_ATTENTION not in asked[-1]
+        attention_backends(torch.device("cuda"), BlockInputs(kernels=kernels))
+    assert [first for first, *_ in asked[1::2]] == [
+        SDPBackend.CUDNN_ATTENTION,
+        SDPBackend.CUDNN_ATTENTION,
+        SDPBackend.FLASH_ATTENTION,
+        SDPBackend.FLASH_ATTENTION,
+    ]

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megalite.config.schema import ModelConfig
+from megalite.kernels.document_attention import dense_mask
 from megalite.kernels.dropout import DropoutStreams
 from megalite.launch.context import ParallelContext
 from megalite.layout.ranks import ParallelLayout
-from megalite.model.attention import BlockInputs, document_mask
+from megalite.model.attention import BlockInputs
 from megalite.model.block import Block
 from megalite.model.recompute import checkpoint_without_output
 from megalite.model.rotary import rotary_frequencies, rotary_tables
@@ -274,7 +275,7 @@ def test_a_compiled_block_rebuilds_the_same_and_keeps_as_little() -> None:
 def test_a_compiled_block_rebuilds_attention_inside_documents(attention_dropout: float) -> None:
     def results(*, compiled: bool) -> list[Tensor]:
         case = Case(config_of("gpt2", attention_dropout), MODULES if compiled else ())
-        mask = document_mask((torch.arange(S) >= 20).expand(B, S), torch.float64)
+        mask = dense_mask((torch.arange(S) >= 20).expand(B, S), torch.float64)
         case.inputs = replace(case.inputs, mask=mask)
         if compiled:
             case.block.compile(fullgraph=True, dynamic=False, backend="aot_eager_decomp_partition")

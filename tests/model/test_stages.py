@@ -142,7 +142,7 @@ def test_unless_said_otherwise_the_first_layer_embeds_and_the_last_has_the_loss(
 def test_a_stage_without_layers_builds_nothing_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mask of packed documents has a number for each pair of tokens."""
     config = small(num_layers=LAYERS)
-    monkeypatch.setattr(module, "document_mask", None)
+    monkeypatch.setattr(module, "attention_mask", None)
     monkeypatch.setattr(module, "rotary_tables", None)
     first, *_, last = parts(config, SPLITS["both"])
     batch = random_batch(config)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from megalite.data.batch import whole_batch
 from megalite.launch.context import ParallelContext
 from megalite.launch.startup import join
 from megalite.layout.ranks import ParallelLayout
+from megalite.model import attention
 from megalite.model.mlp import ACTIVATIONS
 from megalite.moe.dispatch import ExpertRanks
 from megalite.moe.experts import ExpertMatrix
@@ -31,6 +33,7 @@ from tests.tensor_parallel.live_bytes import LiveBytes
 
 S, B, H, F = 64, 16, 128, 96
 BF16, FP32, INT64 = 2, 4, 8  # bytes
+TURNS = 8
 NORMS = {"recompute": "selective", "recompute_modules": ["norm"]}
 EXPERTS = {"recompute": "selective", "recompute_modules": ["moe"]}
 
@@ -94,10 +97,10 @@ def kept_by_a_layer(context: ParallelContext, moe: dict[str, Any], train: dict[s
         training = build_training(config, context)
         fill_with_start_values(training.buffers, config, context)
         tokens = torch.randint(64, (B, S), generator=torch.Generator().manual_seed(context.index("dp")))
-        positions, documents = torch.arange(S).expand(B, S), torch.zeros(B, S, dtype=torch.int32)
-        batch = whole_batch(tokens, tokens, torch.ones(B, S, dtype=torch.bool), positions, documents, 0)
+        positions, mask = torch.arange(S).expand(B, S), torch.ones(B, S, dtype=torch.bool)
+        batch = whole_batch(tokens, tokens, mask, positions, None, 0)
         live = LiveBytes(training.chunks[0].parameters())
-        with live:
+        with live, patch.object(attention, "MAX_LENGTH", 0):  # torch's kernel of attention, which keeps no scores
             _hidden = training.chunks[0](batch, None, torch.ones(()))
         kept.append(settled(live))
     return kept[1] - kept[0]
@@ -154,7 +157,8 @@ def test_ranks_keep_the_rows_that_they_receive(ep: int, etp: int, dispatcher: st
 
 
 def peaks_of_a_layer(context: ParallelContext, dispatcher: str, width: int) -> tuple[int, int, int]:
-    """Bytes that experts and router keep for backward, and the most that there were in forward and in backward."""
+    """Bytes that experts and router keep for backward, and the most that there were in forward and in backward: the
+    least of several turns, as gloo's threads let go of what they have sent sooner or later."""
     moe = MoEConfig(num_experts=8, top_k=4, ffn_hidden_size=width, dispatcher=dispatcher, aux_loss_coeff=0.0)
     ranks, cpu = ExpertRanks.of(context), torch.device("cpu")
     inner = "gate_up", (2, width)
@@ -169,12 +173,17 @@ def peaks_of_a_layer(context: ParallelContext, dispatcher: str, width: int) -> t
     x = torch.randn(S, B, H, generator=torch.Generator().manual_seed(context.rank)).to(context.dtype).requires_grad_()
     masks, y_grad = masks_of(torch.ones(B, S, dtype=torch.bool), torch.ones(())), torch.ones_like(x)
     main_grads = [matrix.main_grad for matrix in matrices if matrix.main_grad is not None]
-    live = LiveBytes([*layer.parameters(), *main_grads, x, y_grad])
-    with live:
-        y, _ = layer(x, masks)
-        forward, kept, live.peak = live.peak, settled(live), 0
-        y.backward(y_grad)
-    return kept - y.nbytes, forward, live.peak - y.nbytes
+    turns = []
+    for _ in range(TURNS):
+        x.grad, live = None, LiveBytes([*layer.parameters(), *main_grads, x, y_grad])
+        with live:
+            y, _ = layer(x, masks)
+            forward, kept, live.peak = live.peak, settled(live), 0
+            y.backward(y_grad)
+        turns.append((kept - y.nbytes, forward, live.peak - y.nbytes))
+        del y
+    kept, forward, backward = zip(*turns, strict=True)
+    return min(kept), min(forward), min(backward)
 
 
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])

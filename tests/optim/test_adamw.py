@@ -300,3 +300,60 @@ def test_the_second_moment_follows_gradients_that_become_smaller(kind: Kind) -> 
     level = optimizer.exp_avg_sq[0].mean().item() / 0.01
     assert level == pytest.approx(exact.mean().item() / 0.01, rel=1e-3)
     assert 11 < level < 14
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_who_reads_the_state_is_told_before_it_changes(kind: Kind) -> None:
+    optimizer = build(kind)
+    told = []
+
+    def state() -> list[Tensor]:
+        lists = (optimizer.masters, optimizer.exp_avg, optimizer.exp_avg_sq, [optimizer.step_count])
+        return [tensor.clone() for each in lists for tensor in each]
+
+    optimizer.before_change = lambda: told.append(state())
+    before = state()
+    take(optimizer, 2, lr=0.1)
+    assert len(told) == 1
+    assert all(map(torch.equal, told[0], before))
+    assert not any(map(torch.equal, state()[:2], before))
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("kind", [*(pytest.param(kind, marks=pytest.mark.long) for kind in KINDS[:2]), KINDS[4]])
+def test_the_compiled_update_is_the_definition_and_rounds_the_masters(kind: Kind) -> None:
+    """Steps, a skipped one of gradients that are no numbers among them, beside the other form of the update."""
+    sizes = (640, 64, 1280)
+    decayed = [SliceRange(0, 0, 320), SliceRange(2, 64, 1279)]
+    plain = [SliceRange(0, 320, 640), SliceRange(1, 0, 64), SliceRange(2, 0, 64)]
+    pair = []
+    for compiled in (True, False):
+        start = torch.randn(sum(sizes), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        start[-1] = 0.0  # padding
+        masters = start.to(kind[0]).split(sizes)
+        parameters = [master.bfloat16() for master in masters[:2]] + [masters[2]]
+        gradients = [torch.zeros(size, dtype=kind[1]) for size in sizes]
+        groups = [(decayed, DECAY), (plain, 0.0)]
+        chosen = parameters if compiled else None
+        pair.append(
+            (FlatAdamW(masters, gradients, groups, BETAS, EPS, first_moment=kind[2], parameters=chosen), parameters)
+        )
+    (fused, parameters), (plainly, _) = pair
+    assert (fused.rounds, plainly.rounds) == (True, False)
+    for step in range(6):
+        kept = [tensor.clone() for tensor in (*state_of(fused), *parameters)]
+        for optimizer in (fused, plainly):
+            drawn = torch.randn(sum(sizes), generator=torch.Generator().manual_seed(step)).split(sizes)
+            for gradient, new in zip(optimizer.gradients, drawn, strict=True):
+                gradient.copy_(new * 3)
+            optimizer.gradients[2][-1] = 0.0
+            if step == 3:
+                optimizer.gradients[0][5] = torch.nan
+            step_with(optimizer, 1e-2 / (step + 1), 1.7, step == 3, "cpu")
+        exact, narrow = 1e-14 if kind == KINDS[0] else 2e-6, 1e-2 if kind[2] == torch.bfloat16 else 0.0
+        for found, wanted in zip(state_of(fused), state_of(plainly), strict=True):
+            bound = narrow if found.dtype == torch.bfloat16 else max(exact, narrow * 1e-2)
+            torch.testing.assert_close(found, wanted, rtol=bound, atol=bound)
+        assert all(map(torch.equal, parameters[:2], [master.bfloat16() for master in fused.masters[:2]]))
+        if step == 3:
+            assert all(map(torch.equal, (*state_of(fused), *parameters), kept))

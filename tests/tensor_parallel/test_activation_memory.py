@@ -23,6 +23,7 @@ from megalite.kernels.causal_attention import BLOCK
 from megalite.launch.context import ParallelContext
 from megalite.launch.startup import join
 from megalite.layout.ranks import ParallelLayout
+from megalite.model import attention
 from megalite.train.build import build_training, fill_with_start_values
 from tests.tensor_parallel.live_bytes import LiveBytes
 
@@ -65,7 +66,7 @@ def kept_units(config: Config) -> float:
     norm_inputs = 2 / split
     norm_outputs = 0 if "norm" in again else 2 / split  # inputs of qkv and up
     qkv = queries + 2 * groups_on_a_rank(model, t) / HEADS
-    attended = 0 if "attention" in again else queries + copied_queries(model, t)
+    attended = 0 if "attention" in again else queries
     up = 2 * ffn if model.activation == "swiglu" else ffn
     activated = 0 if "activation" in again else up  # gelu(up), input of down; swiglu: silu(gate) and its product
     return norm_inputs + norm_outputs + qkv + attended + up + activated
@@ -76,14 +77,8 @@ def groups_on_a_rank(model: ModelConfig, t: int) -> int:
     return max(1, model.num_key_value_heads // t)
 
 
-def copied_queries(model: ModelConfig, t: int) -> float:
-    """Several groups of several queries on a rank: for torch's kernels they are copied out of the fused projection."""
-    groups = groups_on_a_rank(model, t)
-    return 1 / t if 1 < groups < HEADS // t else 0
-
-
-def count(context: ParallelContext, config: Config, *, mask: bool) -> float:
-    """Of one block, in units: what a second one adds. With a mask torch's attention kernel runs, else our own."""
+def count(context: ParallelContext, config: Config) -> float:
+    """Of one block, in units: what a second one adds."""
     length = config.train.seq_length
     kept = []
     for layers in (1, 2):
@@ -92,8 +87,7 @@ def count(context: ParallelContext, config: Config, *, mask: bool) -> float:
         model = training.chunks[0]
         fill_with_start_values(training.buffers, sized, context)
         tokens, positions = torch.zeros(B, length, dtype=torch.int64), torch.arange(length).expand(B, length)
-        documents = torch.zeros(B, length, dtype=torch.int32) if mask else None
-        batch = whole_batch(tokens, tokens, torch.ones(B, length, dtype=torch.bool), positions, documents, 0)
+        batch = whole_batch(tokens, tokens, torch.ones(B, length, dtype=torch.bool), positions, None, 0)
         live = LiveBytes(model.parameters())
         with live:
             _hidden = model(batch)
@@ -120,14 +114,15 @@ def assert_near(counted: float, formula: float) -> None:
 
 
 @pytest.mark.parametrize("t", [*(pytest.param(t, marks=pytest.mark.long) for t in (1, 2)), 4])
-def test_a_block_keeps_what_the_formula_says(t: int) -> None:
-    """At tp 4 two ranks share each key-value head of the Llama-like block."""
+def test_a_block_keeps_what_the_formula_says(t: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With torch's attention kernel. At tp 4 two ranks share each key-value head of the Llama-like block."""
+    monkeypatch.setattr(attention, "MAX_LENGTH", 0)
     splits = (False, True) if t > 1 else (False,)
     rows = product(SHAPES, splits, RECOMPUTE, (0.0, 0.1))
     configs = [config_of(family, t, split, dropout=p, **train) for family, split, train, p in rows]
     with rank_of(t) as context:
         for config in configs:
-            assert_near(count(context, config, mask=True), kept_units(config))
+            assert_near(count(context, config), kept_units(config))
 
 
 @pytest.mark.parametrize("family", SHAPES)
@@ -136,8 +131,8 @@ def test_short_sequences_keep_their_probabilities_on_cpus(family: str) -> None:
     length = 3 * BLOCK
     config = config_of(family, length=length)
     probabilities = HEADS * (length + BLOCK) / 2 / H
-    counted = count(ParallelContext(dtype=torch.bfloat16), config, mask=False)
-    assert_near(counted, kept_units(config) - copied_queries(config.model, 1) + probabilities)
+    counted = count(ParallelContext(dtype=torch.bfloat16), config)
+    assert_near(counted, kept_units(config) + probabilities)
 
 
 @pytest.mark.parametrize("t", [1, 2, 4, 8])

@@ -17,6 +17,7 @@ from megalite.kernels import products
 from megalite.kernels.products import add_transposed_product, compiled_add_transposed_product
 from megalite.launch.context import ParallelContext
 from megalite.layout.ranks import ParallelLayout
+from megalite.model.gpt import OVERLAPPED
 from megalite.tensor_parallel.collectives import TensorGroup, finish, start_all_reduce, start_reduce_scatter
 from megalite.tensor_parallel.deferred import DeferredWork
 from megalite.tensor_parallel.linear import linear
@@ -216,7 +217,7 @@ def test_compiled_results_are_the_eager_ones(backend: str) -> None:
 
 
 def inductor_steps(context: ParallelContext, sequence: bool) -> list[str]:
-    """The order of the steps in the code that inductor writes for backward, without its reordering."""
+    """The order of the steps in the code that inductor writes for backward, with the options of a block."""
     from torch._inductor.utils import run_and_get_code
 
     group = TensorGroup.of(context.group("tp"))
@@ -226,7 +227,7 @@ def inductor_steps(context: ParallelContext, sequence: bool) -> list[str]:
     def run(x: Tensor) -> Tensor:
         return linear(2 * x, weight, group=group, sequence_parallel=sequence, main_grad=main_grad)
 
-    compiled = torch.compile(run, fullgraph=True, options={"reorder_for_peak_memory": False})
+    compiled = torch.compile(run, fullgraph=True, options=OVERLAPPED)
     _, codes = run_and_get_code(lambda: compiled(x).sum().backward())
     calls = re.findall(r"^ +(?:\w+ = )?(torch\.ops\.\S+|extern_kernels\.mm)\(", codes[-1], re.MULTILINE)
     found = [step_named(call, (N, K) if "transposed" in call else (1,)) for call in calls if "copy_after" not in call]
