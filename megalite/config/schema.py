@@ -312,8 +312,9 @@ class Config:
     device: str = setting("auto", "auto: cuda where present, else cpu", choices=("auto", "cpu", "cuda"))
     precision: str = setting(
         "auto",
-        "of parameters and activations; auto: bf16 on CUDA and on CPUs with AMX, else fp32. Masters, statistics and, "
-        "unless optimizer says otherwise, gradient sums and moments are fp32 (with fp64: fp64); fp16 scales the loss",
+        "of parameters and activations; auto: bf16 on CUDA and on CPUs with AMX or AVX-512 bf16, else fp32. Masters, "
+        "statistics and, unless optimizer says otherwise, gradient sums and moments are fp32 (with fp64: fp64); fp16 "
+        "scales the loss",
         choices=("auto", "fp64", "fp32", "bf16", "fp16"),
     )
     tokenizer: str = setting("bpe", "bpe (trained on the data), byte, char, or a transformers name or folder")

@@ -41,6 +41,13 @@ def choose_precision(setting: str, device: torch.device) -> torch.dtype:
     return DTYPES[setting]
 
 
+def slow_precision(dtype: torch.dtype, device: torch.device) -> str | None:
+    """What to say of a precision that the device computes many times slower than fp32; None: it does not."""
+    if device.type == "cpu" and dtype == torch.bfloat16 and not _has_fast_bf16(device):
+        return "this CPU has no bf16 instructions: steps may take 30 times as long as with precision=fp32"
+    return None
+
+
 def name_of(dtype: torch.dtype) -> str:
     """What the setting calls the dtype."""
     return next(name for name, one in DTYPES.items() if one == dtype)
@@ -77,4 +84,4 @@ def _has_fast_bf16(device: torch.device) -> bool:
     if device.type == "cuda":
         with torch.cuda.device(device):
             return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    return bool(torch.cpu._is_amx_tile_supported())  # torch has no public name for it
+    return bool(torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())  # no public names

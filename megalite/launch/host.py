@@ -4,12 +4,15 @@ import ctypes
 import os
 import resource
 import sys
+import time
 from collections.abc import Iterable, Mapping, MutableMapping
+from pathlib import Path
 
 from megalite.errors.problems import Problem, UserError
 from megalite.layout.groups import GroupSpec
 
 SPINS = "2000"  # libgomp takes 1,000 by itself where it knows of more threads than cores, else 300,000
+LOAD = Path("/proc/loadavg")  # its fourth word: how many threads run or could run, of how many
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 OF_THE_USER = ("trim_threshold", "mmap_threshold", "mmap_max", "top_pad")  # MALLOC_TRIM_THRESHOLD_, or a tunable
 BESIDES = 128  # open files: the interpreter's own, pipes, logs, token files, a checkpoint that is being written
@@ -25,14 +28,29 @@ def usable_cores() -> int:
 
 
 def limit_openmp_spinning(environ: MutableMapping[str, str]) -> None:
-    """Have OpenMP threads sleep soon while they wait for each other, unless the user has decided otherwise.
+    """Have OpenMP threads sleep soon while they wait for each other if others need the cores, unless the user has
+    decided.
 
-    libgomp, which reads the variable once, at torch's import, lets them spin for milliseconds, on the core that another
-    process or the thread they wait for needs: a step beside a busy process took 890 ms, with 2,000 spins 560 ms. With
-    1,000, each operation costs a wake-up: 238 ms on a quiet machine instead of 229.
+    libgomp reads the variable once, at torch's import. Left alone, its threads spin for milliseconds: best on a quiet
+    machine, where small operations else cost a wake-up each (nanoGPT's shape for CPUs: 58 ms a step with 2,000 spins,
+    41 with libgomp's 300,000). Beside a busy process they spin on the core that it, or the thread they wait for, needs
+    (`tiny`: 890 ms a step, with 2,000 spins 560). No number suits both, so the start looks who is running.
     """
-    if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & environ.keys():
+    if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & environ.keys() and is_busy():
         environ["GOMP_SPINCOUNT"] = SPINS
+
+
+def is_busy(source: Path = LOAD, looks: int = 20) -> bool:
+    """Whether others run on the cores that this process would take, by several looks within 40 ms. False where Linux
+    does not tell."""
+    running = 0
+    for _ in range(looks):
+        try:
+            running += int(source.read_text(encoding="ascii").split()[3].partition("/")[0]) - 1  # without this one
+        except (OSError, ValueError, IndexError):
+            return False
+        time.sleep(0.002)
+    return running / looks + usable_cores() > (os.cpu_count() or 1) + 0.5
 
 
 def let_cuda_segments_grow(environ: MutableMapping[str, str]) -> None:

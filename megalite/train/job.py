@@ -28,6 +28,7 @@ from megalite.data.open import OpenedData, Preparation, open_data
 from megalite.errors.problems import Problem, UserError
 from megalite.launch.agreement import on_first, together
 from megalite.launch.context import ParallelContext
+from megalite.launch.device import slow_precision
 from megalite.launch.environment import ProcessEnvironment
 from megalite.optim.schedule import learning_rate
 from megalite.train.build import (
@@ -105,6 +106,8 @@ def build_job(
             report(f"as before: {', '.join(config.inherited)}")
         for change in folder.changes:
             report(change)
+        if slow := slow_precision(context.dtype, context.device):
+            report(slow)
         if config.parallel.cp > 1:
             exchange = exchange_of(config)
             report(f"the {config.parallel.cp} ranks of a sequence exchange keys by {exchange.name}: {exchange.why}")

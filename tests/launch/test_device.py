@@ -18,6 +18,7 @@ from megalite.launch.device import (
     choose_precision,
     name_of,
     set_threads,
+    slow_precision,
     threads_per_rank,
 )
 from megalite.launch.environment import Launcher, ProcessEnvironment
@@ -72,11 +73,16 @@ def test_every_precision_that_can_be_asked_for_is_a_dtype() -> None:
     assert {"auto", *DTYPES} == set(SETTINGS["precision"].choices)
 
 
-def test_auto_is_bf16_on_a_cpu_with_amx_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    assert choose_precision("auto", CPU) == torch.bfloat16
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    assert choose_precision("auto", CPU) == torch.float32
+@pytest.mark.parametrize(("amx", "avx"), [(True, False), (False, True), (False, False)])
+def test_auto_is_bf16_on_a_cpu_that_has_instructions_for_it(
+    amx: bool, avx: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx)
+    fast = amx or avx
+    assert choose_precision("auto", CPU) == (torch.bfloat16 if fast else torch.float32)
+    assert (slow_precision(torch.bfloat16, CPU) is None) == fast
+    assert slow_precision(torch.float32, CPU) is None
 
 
 def test_a_gpu_without_bf16_refuses_it_and_defaults_to_fp32(monkeypatch: pytest.MonkeyPatch) -> None:

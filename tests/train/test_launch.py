@@ -181,7 +181,7 @@ WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
     [({}, [None, "2000"]), ({"GOMP_SPINCOUNT": "7"}, [None, "7"]), ({"OMP_WAIT_POLICY": "ACTIVE"}, ["ACTIVE", None])],
     ids=["neither", "count", "policy"],
 )
-def test_waiting_threads_sleep_unless_the_user_decided(
+def test_waiting_threads_sleep_on_a_busy_machine_unless_the_user_decided(
     tmp_path: Path, chosen: dict[str, str], expected: list[str | None]
 ) -> None:
     """Seen by what is imported as torch: its OpenMP reads the environment when it is loaded, never again."""
@@ -191,7 +191,13 @@ def test_waiting_threads_sleep_unless_the_user_decided(
     environment = {name: value for name, value in os.environ.items() if name not in WAITING}
     environment |= {"PYTHONPATH": str(tmp_path), **chosen}
     command = [sys.executable, str(ROOT / "pretrain_gpt.py"), f"run_dir={tmp_path / 'run'}"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
     assert done.stdout == f"{expected}\n", done.stderr
 
 
