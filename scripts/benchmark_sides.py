@@ -1,7 +1,8 @@
-"""The two sides of the benchmark, each in a process of its own: as its user starts it, with a heap of its own.
+"""The sides of the benchmark, each in a process of its own: as its user starts it, with a heap of its own.
 
 megalite's side is its real training step (gradient buffers, fp32 masters, clipping, AdamW) after the start-up of a run.
-The peer's is the loop that one writes by hand around transformers' model of the same shape.
+The peer's is the loop that one writes by hand around transformers' model of the same shape; the plain loop's is
+nanoGPT's way (benchmark_loop.py).
 """
 
 import contextlib
@@ -11,10 +12,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
+from benchmark_loop import PlainLoop
 from torch import Tensor, nn
 
 from megalite.config.compose import load_config
@@ -209,24 +211,40 @@ class Side:
 
     def seconds(self, repeat: int) -> float:
         """Of one step, the mean over so many."""
+        return self.turn(repeat).seconds
+
+    def turn(self, repeat: int) -> "Turn":
+        """Of one step, the mean over so many."""
         time.sleep(PAUSE_S)
         return self._answer(repeat)
 
-    def _answer(self, request: int | None = None) -> float:
+    def _answer(self, request: int | None = None) -> "Turn":
         """RuntimeError where the process is gone."""
         try:
             if request is not None:
                 self._connection.send(request)
-            seconds: float = self._connection.recv()
+            turn: Turn = self._connection.recv()
         except (EOFError, OSError):
             self._process.join()
             status = self._process.exitcode
             rule = f"the process of the side {self._name} is gone (exit status {status}); what it said stands above"
             raise RuntimeError(rule) from None
-        return seconds
+        return turn
 
 
-SIDES: Mapping[str, Callable[[Config, ParallelContext, Tensor], Megalite | Peer]] = {"megalite": Megalite, "peer": Peer}
+class Turn(NamedTuple):
+    """What a side took: seconds of a step, of these the host's work before it waits, and GiB at the most (on CUDA)."""
+
+    seconds: float
+    host_s: float
+    gib: float
+
+
+SIDES: Mapping[str, Callable[[Config, ParallelContext, Tensor], Megalite | Peer | PlainLoop]] = {
+    "megalite": Megalite,
+    "peer": Peer,
+    "plain loop": PlainLoop,
+}
 
 
 def _take_turns(connection: Connection, name: str, config: Config, threads: int) -> None:
@@ -242,7 +260,7 @@ def _take_turns(connection: Connection, name: str, config: Config, threads: int)
     step = SIDES[name](config, context, tokens).step
     repeat = WARM_UP_STEPS
     while True:
-        connection.send(seconds_of(step, repeat, context.device))
+        connection.send(turn_of(step, repeat, context.device))
         repeat = connection.recv()
 
 
@@ -259,10 +277,18 @@ def environment_kept() -> Iterator[None]:
 
 def seconds_of(work: Callable[[], object], repeat: int, device: torch.device) -> float:
     """Mean seconds of one call, the device's work included."""
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    return turn_of(work, repeat, device).seconds
+
+
+def turn_of(work: Callable[[], object], repeat: int, device: torch.device) -> Turn:
+    """The means of so many calls."""
+    on_cuda = device.type == "cuda"
+    wait = torch.cuda.synchronize if on_cuda else lambda: None
     wait()
     begin = time.perf_counter()
     for _ in range(repeat):
         work()
+    launched = time.perf_counter()
     wait()
-    return (time.perf_counter() - begin) / repeat
+    gib = torch.cuda.max_memory_allocated() / 2**30 if on_cuda else 0.0
+    return Turn((time.perf_counter() - begin) / repeat, (launched - begin) / repeat, gib)

@@ -69,6 +69,47 @@ def test_both_sides_train_the_same_model_on_the_same_loss(shape: Any, sides: Mod
     assert second[0] < first[0]
 
 
+def test_the_plain_loop_trains_the_model_of_the_shape(shape: Any, sides: ModuleType) -> None:
+    """On transformers' weights it has the peer's loss, and so after a step of each."""
+    config = shape.config(2, "fp64", CPU, "train.compile=false")
+    context = ParallelContext(dtype=torch.float64)
+    tokens = torch.randint(0, 300, (2, 16), generator=torch.Generator().manual_seed(1))
+    peer, plain = sides.Peer(config, context, tokens), sides.PlainLoop(config, context, tokens)
+    copy_weights(peer.model, plain.model)
+    for _ in range(2):
+        assert plain.step().item() == pytest.approx(peer.step().item(), rel=1e-6)  # its rotation is fp32
+
+
+def copy_weights(peer: Any, plain: Any) -> None:
+    """From transformers' GPT-2 or Llama."""
+    transposed = hasattr(peer, "transformer")  # GPT-2's linear layers hold [inputs, outputs]
+    body = peer.transformer if transposed else peer.model
+    with torch.no_grad():
+        plain.word.weight.copy_((body.wte if transposed else body.embed_tokens).weight)
+        plain.head.weight.copy_(peer.lm_head.weight)
+        plain.norm.load_state_dict((body.ln_f if transposed else body.norm).state_dict())
+        if transposed:
+            plain.position.weight.copy_(body.wpe.weight[: len(plain.position.weight)])
+        for theirs, ours in zip(body.h if transposed else body.layers, plain.blocks, strict=True):
+            if transposed:
+                pairs = [(theirs.ln_1, ours.first_norm), (theirs.ln_2, ours.second_norm)]
+                linears = [(theirs.attn.c_attn, ours.attention.qkv), (theirs.attn.c_proj, ours.attention.out)]
+                linears += [(theirs.mlp.c_fc, ours.up), (theirs.mlp.c_proj, ours.down)]
+                for its, mine in linears:
+                    mine.weight.copy_(its.weight.t())
+                    mine.bias.copy_(its.bias)
+            else:
+                pairs = [(theirs.input_layernorm, ours.first_norm), (theirs.post_attention_layernorm, ours.second_norm)]
+                attention, mlp = theirs.self_attn, theirs.mlp
+                qkv = (attention.q_proj, attention.k_proj, attention.v_proj)
+                ours.attention.qkv.weight.copy_(torch.cat([each.weight for each in qkv]))
+                ours.attention.out.weight.copy_(attention.o_proj.weight)
+                ours.up.weight.copy_(torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight)))
+                ours.down.weight.copy_(mlp.down_proj.weight)
+            for its, mine in pairs:
+                mine.load_state_dict(its.state_dict())
+
+
 @pytest.mark.long
 def test_comparison_reports_rates_of_both_sides(benchmark: ModuleType, sides: ModuleType) -> None:
     config = sides.Shape(("model=tiny", *SMALL, "train.seq_length=16"), 2, 2).config(

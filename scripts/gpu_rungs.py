@@ -1,0 +1,377 @@
+"""The rungs of gpu_campaign.py. Each is a function of the device whose figures are numbers by name; it raises where
+something is wrong. On a CPU the same code runs small shapes.
+
+    python scripts/gpu_rungs.py NAME DEVICE FIGURES.json
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from benchmark_sides import GPT2, SHAPES, Megalite, Shape, Side, Turn, seconds_of, turn_of
+from torch import Tensor
+
+from megalite.config.schema import Config
+from megalite.kernels.document_attention import block_mask, dense_mask, document_attention
+from megalite.kernels.embed import add_sums_of_equal_rows
+from megalite.kernels.products import add_transposed_product
+from megalite.launch.context import ParallelContext
+from megalite.launch.device import DTYPES
+from megalite.launch.environment import read_environment
+from megalite.model.attention import KERNELS
+from megalite.model.flops import flops_per_token, peak_flops
+from megalite.model.loss import linear_cross_entropy
+from megalite.tensor_parallel.cross_entropy import TokenLoss
+from megalite.train.build import derive_device, start
+
+ROOT = Path(__file__).resolve().parents[1]
+Figures = dict[str, float]
+Work = Callable[[torch.device], Figures]
+TINY = ("model=tiny", "model.vocab_size=300", "model.num_layers=2", "model.hidden_size=32", "train.seq_length=16")
+LLAMA = ("model=tiny", "model.vocab_size=32000", "model.tie_embeddings=false")
+WIDE = ("model.hidden_size=4096", "model.num_attention_heads=32", "model.ffn_hidden_size=11008")
+MEDIUM = ("model.num_layers=24", "model.hidden_size=1024", "model.num_attention_heads=16")
+REHEARSED = (  # on a CPU, in place of a shape's own sizes
+    *("model.num_layers=2", "model.hidden_size=64", "model.num_attention_heads=4", "model.num_key_value_heads=4"),
+    *("model.ffn_hidden_size=128", "model.vocab_size=300", "train.seq_length=32"),
+)
+CAMPAIGN = {  # the shapes of part 2
+    "124M": SHAPES["gpt2"],
+    "1.3B": SHAPES["1.3b"],
+    "7B shape, 8 layers": Shape((*LLAMA, *WIDE, "model.num_layers=8", "train.seq_length=4096"), 1, 2),
+    "350M": Shape((*GPT2, *MEDIUM, "train.seq_length=1024"), 1, 16),
+}
+
+
+@dataclass(frozen=True)
+class Rung:
+    part: int
+    name: str
+    work: Work
+    limit_s: float
+
+
+# --- 1: is it right? --------------------------------------------------------------------------------------------------
+
+
+def ceilings(device: torch.device) -> Figures:
+    """What products and copies reach."""
+    n, size = (8192, 1 << 28) if device.type == "cuda" else (256, 1 << 20)
+    left, right = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
+    out, source = torch.empty_like(left), torch.zeros(size, device=device)
+    target = torch.empty_like(source)
+    product = min(seconds_of(lambda: torch.mm(left, right, out=out), 5, device) for _ in range(5))
+    copy = min(seconds_of(lambda: target.copy_(source), 5, device) for _ in range(5))
+    return {"product_tflops": 2 * n**3 / product / 1e12, "copy_tb_per_s": 2 * source.nbytes / copy / 1e12}
+
+
+def products(device: torch.device) -> Figures:
+    """bf16 products added into fp32 sums, beside fp64."""
+    n, out, inner = (8192, 3072, 768) if device.type == "cuda" else (64, 48, 32)
+    left, right = _normal(device, n, out).bfloat16(), _normal(device, n, inner).bfloat16()
+    total = _normal(device, out, inner)
+    wanted = total.double() + left.double().t() @ right.double()
+    add_transposed_product(total, left, right)
+    return {"error": _near(total, wanted, 1e-5 if device.type == "cuda" else 1e-2)}
+
+
+def attention(device: torch.device) -> Figures:
+    """Output and gradients by kernel and shape, grouped queries and masks among them, beside fp64 products."""
+    from torch.nn.attention import sdpa_kernel
+
+    on_cuda = device.type == "cuda"
+    found = {}
+    for s, groups, d in ((1024, 12, 64), (4096, 8, 128), (2112, 12, 64)) if on_cuda else ((64, 4, 8), (96, 2, 8)):
+        heads = 12 if d == 64 else 32 if on_cuda else 4
+        qkv = [_normal(device, 2, count, s, d).bfloat16().requires_grad_() for count in (heads, groups, groups)]
+        documents = (torch.arange(s, device=device) // (s // 3)).int().expand(2, s).contiguous()
+        grad = _normal(device, 2, heads, s, d).bfloat16()
+        for name in ("cudnn", "flash", "auto", "masked", "flex") if on_cuda else ("auto", "masked"):
+            mask = dense_mask(documents, torch.bfloat16) if name in ("masked", "flex") else None
+            wanted = _gradients(partial(_plain_attention, mask=mask), [x.detach().double() for x in qkv], grad.double())
+            if name == "flex":
+                table = block_mask(documents)
+                run = partial(_flex, torch.compile(document_attention, fullgraph=True, dynamic=False), table)
+            else:
+                run = partial(_fused_attention, mask)
+            with sdpa_kernel(KERNELS["flex" if name in ("masked", "flex") else name], set_priority=True):
+                given = _gradients(run, qkv, grad)
+            errors = [_near(ours, theirs, 5e-2) for ours, theirs in zip(given, wanted, strict=True)]
+            found[f"{name} {s}x{heads}/{groups}x{d}"] = max(errors)
+    return found
+
+
+def _plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    s, repeat = q.shape[2], q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(repeat, 1) for x in (k, v))
+    hidden = torch.full((s, s), float("-inf"), dtype=q.dtype, device=q.device).triu(1) if mask is None else mask
+    return torch.softmax(q @ k.transpose(2, 3) * q.shape[-1] ** -0.5 + hidden.to(q.dtype), -1) @ v
+
+
+def _fused_attention(mask: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    grouped = q.shape[1] != k.shape[1]
+    run = torch.nn.functional.scaled_dot_product_attention
+    return run(q, k, v, mask, is_causal=mask is None, enable_gqa=grouped)
+
+
+def _flex(run: Callable[..., Tensor], mask: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    groups, (b, heads, s, d) = k.shape[1], q.shape
+    split = [x.permute(2, 0, 1, 3).unflatten(2, (groups, -1)) for x in (q, k, v)]  # [s, b, groups, q_per_kv, d]
+    return run(*split, mask).view(s, b, heads, d).permute(1, 2, 0, 3)
+
+
+def _gradients(run: Callable[..., Tensor], inputs: list[Tensor], grad: Tensor) -> list[Tensor]:
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out = run(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad.to(out.dtype))]
+
+
+def head_and_loss(device: torch.device) -> Figures:
+    """Compiled on CUDA; loss and both gradients beside fp64."""
+    n, v, h = (4096, 50304, 768) if device.type == "cuda" else (64, 300, 32)
+    hidden, weight = _normal(device, n, h).bfloat16(), (_normal(device, v, h) * 0.02).bfloat16()
+    labels, kept = torch.randint(0, v, (n,), device=device), torch.ones(n, dtype=torch.bool, device=device)
+    scale, main_grad = torch.full((), 1 / n, device=device), torch.zeros(v, h, device=device)
+    hidden.requires_grad_(), weight.requires_grad_()
+    token_loss, compiled = TokenLoss(v, v, None, v, 0.0, 0.0), device.type == "cuda"
+    loss = linear_cross_entropy(hidden, weight, labels, kept, scale, token_loss, main_grad=main_grad, compile=compiled)
+    loss.backward()
+    exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    wanted = torch.nn.functional.cross_entropy(exact[0] @ exact[1].t(), labels)
+    wanted.backward()
+    assert hidden.grad is not None
+    pairs = ((loss, wanted, 1e-4), (hidden.grad, exact[0].grad, 2e-2), (main_grad, exact[1].grad, 2e-2))
+    errors = [_near(ours, theirs, bound) for ours, theirs, bound in pairs if theirs is not None]
+    return dict(zip(("loss", "hidden", "weight"), errors, strict=True))
+
+
+def embedding(device: torch.device) -> Figures:
+    """Gradients of a long and a short table; twice, to the same bits."""
+    rows, values = torch.randint(0, 5000, (8192,), device=device), _normal(device, 8192, 64)
+    found = {}
+    for length in (6000, 100_000):
+        totals = [torch.zeros(length, 64, device=device) for _ in range(2)]
+        for total in totals:
+            add_sums_of_equal_rows(total, rows, values)
+        wanted = torch.zeros(length, 64, dtype=torch.float64, device=device).index_add_(0, rows, values.double())
+        assert torch.equal(*totals), "the order of additions changes"
+        found[str(length)] = _near(totals[0], wanted, 1e-5)
+    return found
+
+
+def steps(device: torch.device) -> Figures:
+    """Losses of five steps in fp64 and fp32 beside the CPU's fp64."""
+    shape, found = Shape(TINY, 2, 2), {}
+    wanted = [loss for loss, _ in _trained(shape, "fp64", torch.device("cpu"), 5)]
+    for precision, bound in (("fp64", 1e-9), ("fp32", 1e-4)):
+        losses = [loss for loss, _ in _trained(shape, precision, device, 5)]
+        found[precision] = max(abs(loss / other - 1) for loss, other in zip(losses, wanted, strict=True))
+        assert found[precision] < bound, (precision, losses, wanted)
+    return found
+
+
+def _trained(shape: Shape, precision: str, device: torch.device, count: int) -> Iterator[tuple[float, float]]:
+    side = _side(shape.config(2, precision, device))
+    for _ in range(count):
+        figures = side.step().read()
+        yield figures.loss, figures.grad_norm
+
+
+def training(device: torch.device) -> Figures:
+    """A real run of 30 steps: its loss falls."""
+    with tempfile.TemporaryDirectory() as folder:
+        losses = _run(device, Path(folder, "run"), 30)
+    assert losses[-1] < 0.9 * losses[0], losses
+    return {"first_loss": losses[0], "last_loss": losses[-1]}
+
+
+def resuming(device: torch.device) -> Figures:
+    """A run that is killed and started again has the losses of one that was not, bit for bit."""
+    with tempfile.TemporaryDirectory() as folder:
+        whole = _run(device, Path(folder, "whole"), 20)
+        broken = Path(folder, "broken")
+        _run(device, broken, 20, kill_after=12)
+        resumed = _run(device, broken, 20)
+    assert resumed == whole, (resumed, whole)
+    return {"steps": float(len(whole))}
+
+
+def _run(device: torch.device, folder: Path, count: int, kill_after: int = 0) -> list[float]:
+    """The losses of a run of the launcher. It is killed once it has recorded so many steps."""
+    settings = [f"run_dir={folder}", f"device={device.type}", f"train.steps={count}", "checkpoint.interval=10"]
+    small = [] if device.type == "cuda" else ["model.num_layers=1", "model.hidden_size=64", "train.seq_length=64"]
+    quiet = ["train.eval_interval=0", "train.sample_tokens=0", "log.wandb=disabled"]
+    quiet += ["tokenizer=byte", "lr.warmup_steps=0"]
+    command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *settings, *small, *quiet]
+    metrics, process = folder / "metrics.jsonl", subprocess.Popen(command)
+    while kill_after and process.poll() is None:
+        if metrics.exists() and len(metrics.read_text().splitlines()) >= kill_after:
+            process.kill()
+    status = process.wait()
+    assert kill_after or status == 0, f"exit status {status}"
+    return [json.loads(line)["loss"] for line in metrics.read_text().splitlines() if not kill_after]
+
+
+def gpu_tests(path: str, device: torch.device) -> Figures:
+    """One file's tests that need a GPU."""
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-vv", path]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    print(done.stdout[-3000:], done.stderr[-1000:])
+    words = ("passed", "failed", "skipped")
+    counted = {word: float(len(re.findall(rf" {word.upper()}\b", done.stdout))) for word in words}
+    assert done.returncode == 0, counted
+    return counted
+
+
+def profile(device: torch.device) -> Figures:
+    """Milliseconds of a step of 124M by kind of kernel."""
+    from torch.profiler import ProfilerActivity
+
+    side = _side(_config(CAMPAIGN["124M"], device))
+    turn_of(side.step, 3, device)
+    kinds = {"attention": r"fmha|flash|attention|sdpa", "triton": "triton", "product": r"gemm|cutlass|nvjet|xmma|mm"}
+    on_cuda = device.type == "cuda"
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA if on_cuda else ProfilerActivity.CPU]) as recorded:
+        turn_of(side.step, 1, device)
+    found: Figures = {}
+    for event in recorded.key_averages():
+        time_us = event.self_device_time_total if on_cuda else event.self_cpu_time_total
+        kind = next((kind for kind, names in kinds.items() if re.search(names, event.key.lower())), "other")
+        found[f"{kind}_ms"] = found.get(f"{kind}_ms", 0.0) + time_us / 1e3
+    return found
+
+
+# --- 2: is it fast? ---------------------------------------------------------------------------------------------------
+
+
+def beside(name: str, device: torch.device) -> Figures:
+    """A shape: megalite, the compiled transformers model and the compiled plain loop, three rounds in turns, each side
+    in a process that is warm."""
+    config, rounds = _config(CAMPAIGN[name], device), 3
+    tokens = config.train.global_batch_size * config.train.seq_length
+    sides = {}
+    found: Figures = {}
+    try:
+        for side in ("megalite", "peer", "plain loop"):
+            sides[side] = Side(side, config)
+        turns: dict[str, list[Turn]] = {side: [] for side in sides}
+        for _ in range(rounds):
+            for side, process in sides.items():
+                turns[side].append(process.turn(10 if device.type == "cuda" else 1))
+    finally:
+        for each in sides.values():
+            each.close()
+    for side, taken in turns.items():
+        best = sorted(taken)[rounds // 2]
+        rates = _rates(config, device, tokens / best.seconds) | {"host_ms": best.host_s * 1e3, "gib": best.gib}
+        found |= {f"{side} {figure}": value for figure, value in rates.items()}
+    return found
+
+
+# --- 3: which choices? ------------------------------------------------------------------------------------------------
+
+
+def choice(shape: str, batch: int | None, overrides: tuple[str, ...], device: torch.device) -> Figures:
+    """megalite's speed at a shape with other settings."""
+    config = _config(SHAPES[shape] if shape in SHAPES else CAMPAIGN[shape], device, *overrides, batch=batch)
+    side = _side(config)
+    turn_of(side.step, 3, device)
+    turn = turn_of(side.step, 10 if device.type == "cuda" else 1, device)
+    tokens = config.train.global_batch_size * config.train.seq_length
+    return _rates(config, device, tokens / turn.seconds) | {"host_ms": turn.host_s * 1e3, "gib": turn.gib}
+
+
+def with_cublas_lt(device: torch.device) -> Figures:
+    os.environ["TORCH_BLAS_PREFER_CUBLASLT"] = "1"  # read when torch first multiplies
+    return choice("gpt2", None, (), device)
+
+
+# --- what rungs share -------------------------------------------------------------------------------------------------
+
+
+def _config(shape: Shape, device: torch.device, *overrides: str, batch: int | None = None) -> Config:
+    if device.type == "cpu":  # a rehearsal
+        known = [one for one in overrides if not one.startswith(("train.attention", "model.num_layers"))]
+        return shape.config(1, "fp32", device, *REHEARSED, *known, "train.compile=false")
+    config = shape.config(batch or shape.cuda_batch, "bf16", device, *overrides)
+    return replace(config, train=replace(config.train, compile=True))
+
+
+def _side(config: Config) -> Megalite:
+    context = start(config, read_environment({}))
+    config = derive_device(config, context)
+    tokens = _tokens(config, context)
+    return Megalite(config, context, tokens)
+
+
+def _tokens(config: Config, context: ParallelContext) -> Tensor:
+    shape, generator = (config.train.global_batch_size, config.train.seq_length), torch.Generator().manual_seed(1)
+    return torch.randint(0, config.model.vocab_size or 0, shape, generator=generator).to(context.device)
+
+
+def _rates(config: Config, device: torch.device, tokens_per_s: float) -> Figures:
+    """tokens/s and both kinds of MFU where the device's peak is known."""
+    on_cuda = device.type == "cuda"
+    dtype = str(DTYPES[config.precision]).removeprefix("torch.")
+    peak = peak_flops(torch.cuda.get_device_name(device), dtype) if on_cuda else None
+    found = {"tokens_per_s": tokens_per_s}
+    for name, causal in (("mfu", False), ("mfu_causal", True)) if peak else ():
+        found[name] = tokens_per_s * flops_per_token(config.model, config.train.seq_length, causal=causal) / (peak or 1)
+    return found
+
+
+def _normal(device: torch.device, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator(device=device).manual_seed(sum(shape)), device=device)
+
+
+def _near(found: Tensor, wanted: Tensor, bound: float) -> float:
+    """The largest difference by the largest number; an error where it is above the bound, or no number."""
+    error = ((found.detach().double() - wanted.detach()).abs().max() / wanted.detach().abs().max()).item()
+    assert error <= bound, f"differs by {error:.3g} of the largest, more than {bound:g}"  # NaN is not <= either
+    return error
+
+
+def _rungs() -> Iterator[Rung]:
+    for work in (ceilings, products, attention, head_and_loss, embedding, steps):
+        yield Rung(1, work.__name__, work, 180 if work is attention else 90)  # it compiles three shapes
+    for path in sorted(ROOT.glob("tests/**/test_*.py")):
+        if "mark.gpu" in path.read_text():
+            name = str(path.relative_to(ROOT))
+            yield Rung(1, name, partial(gpu_tests, name), 90)
+    for work in (training, resuming, profile):
+        yield Rung(1, work.__name__, work, 150)
+    for shape in CAMPAIGN:
+        yield Rung(2, shape, partial(beside, shape), 200)
+    for kernels in KERNELS:
+        for shape, more in (("gpt2", ()), ("7B shape, 8 layers", ("model.num_layers=2",))):
+            chosen = (f"train.attention={kernels}", *more)
+            yield Rung(3, f"{shape.split(',')[0]} {kernels}", partial(choice, shape, None, chosen), 90)
+    for chunk in (2048, 4096, 16384):
+        yield Rung(3, f"gpt2 chunk {chunk}", partial(choice, "gpt2", None, (f"model.loss_chunk_tokens={chunk}",)), 90)
+    for batch in (8, 16, 64):
+        yield Rung(3, f"gpt2 batch {batch}", partial(choice, "gpt2", batch, ()), 90)
+    yield Rung(3, "gpt2 cublasLt", with_cublas_lt, 90)
+    yield Rung(3, "tiny_moe", partial(choice, "tiny_moe", None, ()), 90)
+
+
+RUNGS = tuple(_rungs())
+
+if __name__ == "__main__":
+    if "--help" in sys.argv:
+        print(__doc__, "gpu_rungs.py is started by gpu_campaign.py")
+        sys.exit(0)
+    name, device_name, file = sys.argv[1:]
+    rung = next(rung for rung in RUNGS if rung.name == name)
+    found = rung.work(torch.device("cuda", 0) if device_name == "cuda" else torch.device("cpu"))
+    Path(file).write_text(json.dumps(found))

@@ -1,0 +1,104 @@
+"""The campaign runs every rung in its turn, whatever becomes of the others, and leaves one line for each."""
+
+import importlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+RUNGS = """
+import sys, time
+name, device, file = sys.argv[1:]
+print("last words of", name, device)
+if name == "slow":
+    import subprocess
+    child = subprocess.Popen(["sleep", "60"])
+    open(file, "w").write('{"child": %d}' % child.pid)
+    time.sleep(60)
+if name == "breaks":
+    raise SystemExit("broken")
+open(file, "w").write('{"speed": 2.5}')
+"""
+
+
+@pytest.fixture(scope="module")
+def campaign() -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "scripts")
+        yield importlib.import_module("gpu_campaign")
+
+
+def is_alive(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/stat")
+    return status.exists() and status.read_text().split()[2] != "Z"
+
+
+def test_a_rung_that_fails_or_hangs_stops_no_other(
+    campaign: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gpu_rungs.py").write_text(RUNGS)
+    monkeypatch.setattr(campaign, "__file__", str(tmp_path / "gpu_campaign.py"))
+    rungs = [campaign.Rung(1, name, print, limit) for name, limit in (("breaks", 20), ("slow", 1), ("good", 20))]
+    out = tmp_path / "part-1.jsonl"
+    out.write_text('{"rung": "of another day"}\n')
+    records = campaign.run_part(rungs, out, "cpu")
+    assert [record["status"] for record in records] == ["failed", "too slow", "ok"]
+    assert [record["figures"].get("speed") for record in records] == [None, None, 2.5]
+    assert "broken" in records[0]["last_words"]
+    assert not is_alive(records[1]["figures"]["child"]), "what a rung has started ends with it"
+    assert [json.loads(line) for line in out.read_text().splitlines()][1:] == records
+    fields = {"commit", "torch", "device", "driver", "rung", "status", "seconds", "figures", "last_words"}
+    assert all(record.keys() == fields | {"clocks_before", "clocks_after"} for record in records)
+    assert "| good | ok | 0 | speed 2.5 |" in campaign.table(records)
+
+
+def test_when_the_time_of_a_part_is_over_the_rest_is_noted_and_not_run(campaign: ModuleType, tmp_path: Path) -> None:
+    rungs = [campaign.Rung(1, "ceilings", print, 20)]
+    [record] = campaign.run_part(rungs, tmp_path / "part-1.jsonl", "cpu", limit_s=0.0)
+    assert (record["status"], record["figures"]) == ("no time", {})
+
+
+def test_every_part_has_rungs_of_names_of_their_own_and_every_file_of_gpu_tests_is_one(campaign: ModuleType) -> None:
+    names = [rung.name for rung in campaign.RUNGS]
+    assert len(set(names)) == len(names)
+    assert {rung.part for rung in campaign.RUNGS} == {1, 2, 3}
+    marked = [path for path in ROOT.glob("tests/**/test_*.py") if "@pytest.mark.gpu" in path.read_text()]
+    assert {str(path.relative_to(ROOT)) for path in marked} <= {*names}
+
+
+@pytest.mark.parametrize("name", ["products", "attention", "head_and_loss", "embedding", "steps"])
+def test_a_rung_finds_the_cpu_right(campaign: ModuleType, name: str) -> None:
+    import torch
+
+    work = next(rung.work for rung in campaign.RUNGS if rung.name == name)
+    found = work(torch.device("cpu"))
+    assert found
+    assert all(0 <= figure < 0.05 for figure in found.values())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("part", [1, 2, 3])
+def test_a_part_is_rehearsed_on_a_cpu(campaign: ModuleType, part: int, tmp_path: Path) -> None:
+    arguments = ["--part", str(part), "--out", str(tmp_path), "--device", "cpu"]
+    assert campaign.main(arguments) == 0, (tmp_path / f"part-{part}.jsonl").read_text()
+
+
+def test_the_page_holds_the_measurements_of_the_folder(campaign: ModuleType) -> None:
+    page = (ROOT / "docs" / "performance.md").read_text()
+    assert campaign.page_with(page, ROOT / "docs" / "measurements") == page
+
+
+def test_measurements_stand_between_the_marks_of_the_page(campaign: ModuleType, tmp_path: Path) -> None:
+    record = {"commit": "abc", "torch": "2.11", "device": "H200", "driver": "580", "rung": "124M"}
+    record |= {"status": "ok", "seconds": 3.0, "figures": {"mfu": 0.41234}}
+    (tmp_path / "part-2.jsonl").write_text(json.dumps(record) + "\n")
+    before = f"above\n{campaign.BEGIN}old\n{campaign.END}below\n"
+    text = campaign.page_with(before, tmp_path)
+    assert "**part-2**: H200, driver 580, torch 2.11, commit abc" in text
+    assert "| 124M | ok | 3 | mfu 0.4123 |" in text
+    assert "old" not in text
+    assert text.startswith("above\n")
+    assert text.endswith("below\n")

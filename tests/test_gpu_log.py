@@ -1,0 +1,98 @@
+"""What training asks of a GPU, read in the log of one that computes nothing (docs/performance.md, "Without a GPU")."""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FAKE = os.environ.get("MEGALITE_FAKEGPU", "")  # a script that runs a command there
+STEADY = """
+import ctypes, sys
+log = ctypes.CDLL(None).fakegpu_log
+log(0)
+sys.path[:0] = ["scripts", "."]
+import torch
+from benchmark_sides import SHAPES, Megalite
+from megalite.launch.environment import read_environment
+from megalite.train.build import derive_device, start
+config = SHAPES["gpt2"].config(4, "bf16", torch.device("cuda"))
+context = start(config, read_environment({}))
+config = derive_device(config, context)
+side = Megalite(config, context, torch.zeros(4, 1024, dtype=torch.int64, device="cuda"))
+batches, labels = [side._batch] * 2, side._labels * 2
+for number in range(4):
+    log(int(number == 3))  # the last step alone: nothing of it is new
+    side._train(batches, labels, 1e-3, next_local_tokens=labels)
+log(0)
+"""
+SETTINGS = "device=cuda precision=bf16 model=tiny model.num_layers=2 tokenizer=byte train.steps=3 parallel.tp=2"
+QUIET = "train.eval_interval=0 checkpoint.interval=0 train.sample_tokens=0 train.max_bad_steps=100 log.wandb=disabled"
+
+pytestmark = [
+    pytest.mark.fakegpu,
+    pytest.mark.skipif(not FAKE, reason="MEGALITE_FAKEGPU names no script that runs a command with a fake GPU"),
+]
+
+
+def logged(command: list[str], log: Path, ranks: int = 1, *, status: int = 0) -> list[list[str]]:
+    """The lines of the log of each rank."""
+    chosen = {"FAKEGPU_LOG": str(log / "log"), "FAKEGPU_COUNT": str(ranks), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    chosen |= {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}  # the fake driver maps no pages by hand
+    environment = {**os.environ, **chosen}
+    done = subprocess.run(
+        ["bash", FAKE, *command], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode != 0) == (status != 0), done.stdout + done.stderr
+    found = [path.read_text().splitlines() for path in sorted(log.iterdir())]
+    return [lines for lines in found if any(line.startswith(("G ", "L ")) for line in lines)]
+
+
+def test_a_steady_step_waits_for_nothing_and_adds_weight_gradients_in_fp32(tmp_path: Path) -> None:
+    """GPT-2 of 124M, two microbatches."""
+    [lines] = logged(["python", "-c", STEADY], tmp_path)
+    step = [line for line in lines if not line.startswith(("EVENT", "WAIT"))]
+    assert [line for line in step if line.startswith("SYNC")] == []
+    assert [line for line in step if "pageable" in line] == []
+    assert [line.split()[3] for line in step if line.startswith("C") and "D2H" in line] == ["56"]
+    added = [line for line in step if line.startswith(("G ", "L ")) and "beta=1" in line]
+    assert len(added) == 2 * (4 * 12 + 1), "each weight in each microbatch, and the head's chunk"
+    assert all(" C=0 " in line for line in added), "into fp32"
+    launches = [line for line in step if line.startswith(("K ", "T ", "G ", "GB ", "L "))]
+    assert len(launches) <= 1180, "what it was when this was written"
+
+
+def test_reduce_scatters_of_tensor_parallel_backwards_hide_behind_products(tmp_path: Path) -> None:
+    """And every communicator that is made is used."""
+    start = ["torchrun", "--standalone", "--nproc-per-node", "2", "pretrain_gpt.py", *SETTINGS.split(), *QUIET.split()]
+    (tmp_path / "logs").mkdir()
+    # What lies in the fake memory is not finite, so that the state at the end is not saved: status 1.
+    for lines in logged([*start, f"run_dir={tmp_path}/run"], tmp_path / "logs", 2, status=1):
+        made = sum(line.startswith("N init") for line in lines)
+        used = {match[0] for line in lines if (match := re.search(r"comm=\S+", line))}
+        assert made == len(used) > 0
+        ends = [at for at, line in enumerate(lines) if line.startswith("C async D2H 56")]
+        hidden, exposed = 0, 0
+        for event, behind in waits(lines[ends[-2] : ends[-1]]):
+            if event == "reducescatter":
+                hidden, exposed = hidden + behind, exposed + (not behind)
+        # Two blocks and the head: two of each block's backward and that of the head's are hidden; in forward nothing
+        # can be, of the embedding's and two of each block.
+        assert (hidden, exposed) == (5, 5)
+
+
+def waits(lines: list[str]) -> list[tuple[str, bool]]:
+    """For each collective that the compute stream waits for, its kind and whether a weight's gradient lies between."""
+    found, starts, kind = [], dict[str, tuple[str, int]](), ""
+    for at, line in enumerate(lines):
+        words = line.split()
+        if words[0] == "N":
+            kind = words[1]
+        elif words[0] == "EVENT" and kind:
+            starts[words[1]], kind = (kind, at), ""
+        elif words[0] == "WAIT" and words[1] == "stream=(nil)" and (event := words[2].removeprefix("event=")) in starts:
+            name, since = starts.pop(event)
+            found.append((name, any(each.startswith(("G ", "L ")) and "beta=1" in each for each in lines[since:at])))
+    return found
