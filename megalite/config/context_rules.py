@@ -100,38 +100,44 @@ def sequences_divide(case: Case) -> Iterator[Flaw]:
     ring = exchange_of(case.config).ring
     if ring > 1 and length < 2 * ring * BLOCK:
         rule = f"leaves {case.show(CP)} pieces of {length // (2 * ring)} tokens, shorter than a block of {BLOCK}"
-        fixes: dict[str, Iterable[Any]] = {
-            LENGTH: multiples(unit, 2 * ring * BLOCK),
-            CP: divisors(case.world_size, axes.cp),
-        }
-        yield Flaw(LENGTH, rule, fixes)
+        fixes: dict[str, Iterable[Any]] = {LENGTH: multiples(unit, 2 * ring * BLOCK), COMM: ["alltoall"]}
+        yield Flaw(LENGTH, rule, fixes | {CP: divisors(case.world_size, axes.cp)})
 
 
 def heads_suit_the_exchange(case: Case) -> Iterator[Flaw]:
-    config, comm, size = case.config, case.config.parallel.cp_comm, case.config.parallel.cp_alltoall
-    if config.parallel.cp == 1:  # another rule says that they have no effect
+    config, comm, size, cp = case.config, case.config.parallel.cp_comm, case.config.parallel.cp_alltoall, case.value(CP)
+    if cp == 1:  # another rule says that they have no effect
         return
     heads, groups = local_heads(config)
-    have = f"{heads} query and {groups} key-value heads of a rank"
-    others = {COMM: ["auto", "ring", "allgather"], CP: divisors(case.world_size, config.parallel.cp)}
+    have = f"the {heads} query and {groups} key-value heads of a rank"
+    others = {COMM: ["auto", "alltoall", "ring", "allgather"], CP: divisors(case.world_size, cp)}
     if comm != "alltoall+ring":
         if size is not None:
             yield Flaw(SIZE, f"has no effect with {case.show(COMM)}", {COMM: ["alltoall+ring"], SIZE: [None]})
-        if exchange_of(config).ring == 1 and not exchanges_heads(config, config.parallel.cp):
-            yield Flaw(COMM, f"the {have} do not divide over {case.show(CP)}", others)
-    elif size is not None and (config.parallel.cp % size or not 1 < size < config.parallel.cp):
-        fixes = {SIZE: [None, *divisors(config.parallel.cp, size)], **others}
-        yield Flaw(SIZE, f"must divide {case.show(CP)} and leave a ring of 2 or more, as must {SIZE} itself", fixes)
-    elif (alltoall := exchange_of(config).alltoall) == 1 or not exchanges_heads(config, alltoall):
-        rule = f"no part of {case.show(CP)} divides the {have}" if size is None else f"does not divide the {have}"
-        yield Flaw(COMM if size is None else SIZE, rule, {SIZE: [None], **others})
+        if comm == "alltoall" and not exchanges_heads(config, cp):
+            yield Flaw(COMM, f"{have} do not divide over {case.show(CP)}", others)
+    elif not (sizes := [a for a in range(2, cp) if cp % a == 0]):
+        yield Flaw(COMM, f"{case.show(CP)} is no product of two sizes above 1", others)
+    elif size is not None and size not in sizes:
+        rule = f"must be a divisor of {case.show(CP)} between 1 and {cp}"
+        yield Flaw(SIZE, rule, {SIZE: [None, *sizes], **others})
+    elif not exchanges_heads(config, alltoall := exchange_of(config).alltoall) or alltoall == 1:
+        rule = f"does not divide {have}" if size else f"no divisor of {case.show(CP)} between 1 and {cp} divides {have}"
+        yield Flaw(SIZE if size else COMM, rule, {SIZE: [None], **others})
 
 
 def dropout_suits_the_exchange(case: Case) -> Iterator[Flaw]:
-    name = "model.attention_dropout"
-    if case.config.parallel.cp > 1 and drops_probabilities(case.config) and exchange_of(case.config).ring > 1:
-        rule = f"{case.show(COMM)} never has whole rows of probabilities to drop from"
-        yield Flaw(name, rule, {name: [0.0], COMM: ["alltoall"], CP: [1]})
+    config, name, cp = case.config, "model.attention_dropout", case.value(CP)
+    if cp == 1 or not drops_probabilities(config):
+        return
+    fixes: dict[str, Iterable[Any]] = {name: [0.0], COMM: ["alltoall"], CP: [1]}
+    if exchange_of(config).ring > 1:
+        yield Flaw(name, f"{case.show(COMM)} never has whole rows of probabilities to drop from", fixes)
+    elif config.parallel.cp_comm == "auto" and not exchanges_heads(config, cp):
+        heads, groups = local_heads(config)
+        have = f"{heads} query and {groups} key-value heads of a rank"
+        rule = f"needs an exchange of heads, and {have} do not divide over {case.show(CP)}"
+        yield Flaw(name, rule, fixes)
 
 
 CONTEXT_RULES: tuple[Rule, ...] = (sequences_divide, heads_suit_the_exchange, dropout_suits_the_exchange)

@@ -97,13 +97,18 @@ class _RingAttention(torch.autograd.Function):
         masks = _Masks(scores, ranks)
         out = torch.zeros(queries.shape, dtype=statistics_dtype(qkv.dtype), device=qkv.device)
         lse = out.new_full(queries.shape[:-1], float("-inf"))
-        for source, block in ranks.blocks(keys_values, scores.plan):
+
+        def add(source: int, block: Tensor) -> None:
             first = masks.first(source)
             for tile in scores.plan.tiles[source]:
                 rows, columns = slice(*tile.queries), slice(*(place - first for place in tile.keys))
                 keys, values = _heads(block[columns])
                 found = attend(queries[:, :, rows], keys, values, causal=tile.causal, mask=masks.of(tile, source))
                 merge_(out[:, :, rows], lse[:, :, rows], *found)
+
+        for source, block in ranks.blocks(keys_values, scores.plan):
+            add(source, block)
+            del block  # before the next one comes: two are there at a time
         ctx.ranks, ctx.scores = ranks, scores
         flat = out.to(qkv.dtype).permute(2, 0, 1, 3).flatten(2)  # [m, b, heads * d]
         ctx.save_for_backward(qkv, flat, lse)

@@ -78,6 +78,7 @@ class ContextRanks:
         ring, home, travelling = self._ring, torch.empty(0), None
         for source, block in self.blocks(own, plan):
             part = gradient_of(source, block)
+            del block
             if source == ring.index:
                 home = part
                 continue

@@ -10,12 +10,13 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from megalite.config.schema import Config
 from megalite.config.step_plan import PlannedStep
@@ -62,10 +63,16 @@ def local_batches(
     """The microbatches that one data-parallel rank computes of the global batch of the `sequences` samples from `first`
     on."""
     size = _micro_batch_size(config)
+    starts = _first_samples(config, first, sequences, dp_rank, dp_size)
+    return [read_batch(source, start, size, config) for start in starts]
+
+
+def _first_samples(config: Config, first: int, sequences: int, dp_rank: int, dp_size: int) -> list[int]:
+    """The first sample of each microbatch of one data-parallel rank."""
+    size = _micro_batch_size(config)
     count = sequences // size
     assert count % dp_size == 0, (count, dp_size)
-    starts = [first + microbatch * size for microbatch in range(dp_rank, count, dp_size)]
-    return [read_batch(source, start, size, config) for start in starts]
+    return [first + microbatch * size for microbatch in range(dp_rank, count, dp_size)]
 
 
 def masked_batches(config: Config, sequences: int, dp_size: int) -> list[Batch]:
@@ -131,11 +138,29 @@ class TrainBatches(Iterator[StepBatches], AbstractContextManager["TrainBatches"]
                 self._source, self._config, step.first, step.sequences, dp_rank=self._rank, dp_size=self._size
             )
         except UserError as error:
-            masked = masked_batches(self._config, step.sequences, self._size)
-            return StepBatches(step, [it.part(self._sequence) for it in masked], 0, problems=error.problems)
+            return StepBatches(step, self._masked(step), 0, problems=error.problems)
         batches = [batch.part(self._sequence) for batch in batches]
         tokens = sum(int(batch.loss_mask.sum()) for batch in batches)
         return StepBatches(step, [it.pinned() if self._device.type == "cuda" else it for it in batches], tokens)
+
+    def _masked(self, step: PlannedStep) -> list[Batch]:
+        """What stands in for a step that is refused, with its documents where these can be read: by them, ranks that
+        share sequences know what they get from each other."""
+        batches, ranks = masked_batches(self._config, step.sequences, self._size), (self._rank, self._size)
+        if not self._config.data.cross_document_attention:
+            firsts = _first_samples(self._config, step.first, step.sequences, *ranks)
+            with suppress(UserError):
+                found = [_documents(self._source, first, _micro_batch_size(self._config)) for first in firsts]
+                batches = [
+                    replace(batch, documents=documents, positions=positions)
+                    for batch, (documents, positions) in zip(batches, found, strict=True)
+                ]
+        return [batch.part(self._sequence) for batch in batches]
+
+
+def _documents(source: SampleSource, first: int, size: int) -> tuple[Tensor, Tensor]:
+    documents, positions = source.documents(*source.places(np.arange(first, first + size)))
+    return torch.from_numpy(documents), torch.from_numpy(positions)
 
 
 def validation_batches(

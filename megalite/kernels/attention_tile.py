@@ -29,7 +29,7 @@ def attend(
         bias = None if mask is None else _bias(mask, queries.dtype)
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(queries, keys, values, 0.0, causal, attn_mask=bias)
         return out, lse if mask is None else lse.masked_fill(_sees_nothing(mask), float("-inf"))  # the kernel's is 0
-    if mask is None and queries.dtype in _HALF:
+    if _is_for_flash(queries, mask):
         found = _aten._scaled_dot_product_flash_attention(queries, keys, values, 0.0, causal)
         return found[0], found[1]
     return _plain(queries, keys, values, causal, mask)
@@ -52,12 +52,12 @@ def attend_backward(
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(  # type: ignore[no-any-return]
             grad, queries, keys, values, out, lse, 0.0, causal, attn_mask=bias
         )
-    if mask is None and queries.dtype in _HALF:
+    if _is_for_flash(queries, mask):
         seed: Any = torch.empty((), dtype=torch.int64, device=queries.device)  # of a dropout that is not there
         none: Any = None
-        lengths = (queries.shape[2], keys.shape[2])
+        lengths = (queries.shape[2], keys.shape[2])  # the kernel takes the statistics' memory as it lies
         return _aten._scaled_dot_product_flash_attention_backward(  # type: ignore[no-any-return]
-            grad, queries, keys, values, out, lse, none, none, *lengths, 0.0, causal, seed, seed
+            grad, queries, keys, values, out, lse.contiguous(), none, none, *lengths, 0.0, causal, seed, seed
         )
     return _plain_backward(grad, queries, keys, values, out, lse, causal, mask)
 
@@ -68,6 +68,14 @@ def merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     finite = both.clamp(min=torch.finfo(both.dtype).min)  # of rows that have seen no key yet
     out.mul_((lse - finite).exp_().unsqueeze(-1)).add_(part * (part_lse - finite).exp_().unsqueeze(-1))
     lse.copy_(both)
+
+
+def _is_for_flash(queries: Tensor, mask: Tensor | None) -> bool:
+    """Whether torch's flash kernel takes the tile: no mask, half precision, head sizes of a multiple of 8 up to 256, on
+    Ampere or newer."""
+    size = queries.shape[-1]
+    fits = mask is None and queries.dtype in _HALF and size % 8 == 0 and size <= 256
+    return fits and torch.cuda.get_device_capability(queries.device) >= (8, 0)
 
 
 def _plain(queries: Tensor, keys: Tensor, values: Tensor, causal: bool, mask: Tensor | None) -> tuple[Tensor, Tensor]:

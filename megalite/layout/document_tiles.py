@@ -14,7 +14,6 @@ from megalite.layout.sequence import AttentionPlan, Cut, Rows, SequenceShare, Ti
 
 IntArray = npt.NDArray[np.int64]
 QUERIES = 256  # rows of a tile at most
-SLACK = 1.05  # zigzag fetches less: stripes must save more than this
 
 
 def starts_of(documents: npt.NDArray[np.int32]) -> IntArray:
@@ -24,32 +23,31 @@ def starts_of(documents: npt.NDArray[np.int32]) -> IntArray:
     return np.maximum.accumulate(np.where(first, places, 0), axis=1)
 
 
-def choose_cut(share: SequenceShare, starts: IntArray) -> Cut:
-    """Stripes where the busiest block of zigzag has clearly more scores than the busiest of stripes. The same on all
-    ranks."""
-    length = starts.shape[1]
-    scores = (np.arange(length) - starts + 1).sum(0)  # of each place
-    zigzag, stripes = (
-        max(scores[_block(length, share.ring, block, cut)].sum() for block in range(share.ring))
-        for cut in ("zigzag", "stripes")
-    )
-    return "stripes" if zigzag > SLACK * stripes else "zigzag"
-
-
 def document_plan(share: SequenceShare, starts: IntArray) -> AttentionPlan:
-    """Of packed documents that start at `starts` [b, s]."""
-    cut, length = choose_cut(share, starts), starts.shape[1]
-    own, everybody = share.block, range(share.ring)
-    blocks = [_block(length, share.ring, block, cut) for block in everybody]
+    """Of packed documents that start at `starts` [b, s]: with the cut whose busiest block computes less, of equal ones
+    zigzag, which fetches less. The same cut on all ranks."""
+    cuts: tuple[Cut, ...] = ("zigzag", "stripes")
+    ways = {cut: _all_tiles(share.ring, starts, cut) for cut in cuts}
+    cut = min(cuts, key=lambda cut: max(_scores(tiles) for tiles in ways[cut]))
+    mine = ways[cut][share.block]
+    sent = tuple(_rows(tiles[share.block]) for tiles in ways[cut])
+    return AttentionPlan(cut, mine, tuple(map(_rows, mine)), sent, partial=True)
+
+
+def _all_tiles(ring: int, starts: IntArray, cut: Cut) -> list[tuple[tuple[Tile, ...], ...]]:
+    """Of each block's queries, the tiles of each block's keys."""
+    length = starts.shape[1]
+    blocks = [_block(length, ring, block, cut) for block in range(ring)]
 
     def tiles(queries: int, keys: int) -> tuple[Tile, ...]:
-        base = causal_tile(share.ring, queries, keys, length // share.ring, cut)
+        base = causal_tile(ring, queries, keys, length // ring, cut)
         return tuple(_tiles(starts, blocks[queries], blocks[keys], base.queries))
 
-    mine = tuple(tiles(own, source) for source in everybody)
-    fetched = tuple(map(_rows, mine))
-    sent = tuple(_rows(tiles(receiver, own)) for receiver in everybody)
-    return AttentionPlan(cut, mine, fetched, sent, partial=True)
+    return [tuple(tiles(own, source) for source in range(ring)) for own in range(ring)]
+
+
+def _scores(of_blocks: Sequence[Sequence[Tile]]) -> int:
+    return sum(tile.scores for tiles in of_blocks for tile in tiles)
 
 
 def _block(length: int, ring: int, block: int, cut: Cut) -> IntArray:

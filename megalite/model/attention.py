@@ -122,7 +122,7 @@ class Attention(nn.Module):
         if self.context is None:
             as_it_is = qkv if self.query_norm is None else None
             return self._whole(self._normed(qkv), as_it_is, inputs.rotation, inputs)
-        whole = partial(self._whole_projection, inputs=inputs)
+        whole = partial(self.whole_projection, inputs=inputs)
         return context_attention(qkv, self.context, inputs.scores, whole)
 
     def _normed(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -131,7 +131,8 @@ class Attention(nn.Module):
             queries, keys = self.query_norm(queries), self.key_norm(keys)
         return queries, keys, values
 
-    def _whole_projection(self, qkv: Tensor, inputs: BlockInputs) -> Tensor:
+    def whole_projection(self, qkv: Tensor, inputs: BlockInputs) -> Tensor:
+        """Attention of whole sequences, normed and rotated, as ranks have them that exchanged heads for rows."""
         return self._whole(self._split(qkv), qkv, None, inputs)
 
     def _whole(

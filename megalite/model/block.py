@@ -61,10 +61,14 @@ class AttentionBlock(nn.Module):
         return x + self._drop(self.attention.out(attended), inputs.attention_dropout)
 
     def compile_parts(self, options: dict[str, Any] | None) -> None:
-        """Compile what can be one graph: where ranks share sequences, what is before attention's core and behind it."""
-        for part in ("attend",) if self.attention.context is None else ("enter", "leave"):
-            compiled = torch.compile(getattr(self, part), fullgraph=True, dynamic=False, options=options)
-            setattr(self, part, compiled)
+        """Compile what can be one graph: where ranks share sequences, what is before attention's core, what is behind
+        it and, where they exchange heads, attention."""
+        parts: list[tuple[Any, str]] = [(self, "attend")]
+        if self.attention.context is not None:
+            parts = [(self, "enter"), (self, "leave"), (self.attention, "whole_projection")]
+        for module, part in parts:
+            compiled = torch.compile(getattr(module, part), fullgraph=True, dynamic=False, options=options)
+            setattr(module, part, compiled)
 
     def _drop(self, x: Tensor, key: DropoutKey | None) -> Tensor:
         return x if key is None else hash_dropout(x, self.dropout, key)

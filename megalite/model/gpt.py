@@ -266,9 +266,8 @@ class GPT(nn.Module):
         return x
 
     def _attention_mask(self, batch: Batch, x: Tensor) -> Any:
-        shape, compiled = (len(batch.tokens), batch.length), self.compiled and self.context is None
-        dropout = self.config.attention_dropout or 0.0
-        return attention_mask(batch.documents, shape, x, self.kernels, compiled=compiled, dropout=dropout)
+        shape, dropout = (len(batch.tokens), batch.length), self.config.attention_dropout or 0.0
+        return attention_mask(batch.documents, shape, x, self.kernels, compiled=self.compiled, dropout=dropout)
 
     def _run_block(self, block: nn.Module, x: Tensor, inputs: BlockInputs) -> Any:
         """One block and all that must happen anew when backward recomputes it."""

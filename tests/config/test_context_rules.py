@@ -55,7 +55,7 @@ REFUSED = [
     (
         "parallel.cp=2 parallel.cp_comm=ring train.seq_length=32",
         "train.seq_length",
-        ["pieces of 8 tokens, shorter than a block of 16", "64"],
+        ["pieces of 8 tokens, shorter than a block of 16", "64", "parallel.cp_comm=alltoall"],
     ),
     (
         "parallel.cp=4 parallel.cp_comm=alltoall model.num_attention_heads=2",
@@ -65,12 +65,17 @@ REFUSED = [
     (
         "parallel.cp=4 parallel.cp_comm=alltoall+ring model.num_attention_heads=1",
         "parallel.cp_comm",
-        ["no part of parallel.cp=4 divides", "auto or ring"],
+        ["no divisor of parallel.cp=4 between 1 and 4 divides", "auto or ring"],
     ),
     (
         "parallel.cp=4 parallel.cp_comm=alltoall+ring parallel.cp_alltoall=3",
         "parallel.cp_alltoall",
-        ["must divide parallel.cp=4", "parallel.cp_alltoall=2"],
+        ["must be a divisor of parallel.cp=4 between 1 and 4", "parallel.cp_alltoall=2"],
+    ),
+    (
+        "parallel.cp=2 parallel.cp_comm=alltoall+ring",
+        "parallel.cp_comm",
+        ["parallel.cp=2 is no product of two sizes above 1", "auto or alltoall or ring"],
     ),
     ("parallel.cp=2 parallel.cp_alltoall=2", "parallel.cp_alltoall", ["has no effect with parallel.cp_comm=auto"]),
     ("parallel.cp_comm=ring", "parallel.cp_comm", ["has no effect with parallel.cp=1", "parallel.cp=2"]),
@@ -81,8 +86,8 @@ REFUSED = [
     ),
     (
         "parallel.cp=3 model.dropout=0.1 train.seq_length=192",
-        "parallel.cp_comm",
-        ["do not divide over parallel.cp=3"],
+        "model.attention_dropout",
+        ["needs an exchange of heads", "do not divide over parallel.cp=3", "model.attention_dropout=0"],
     ),
 ]
 

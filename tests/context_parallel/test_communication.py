@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from megalite.config.context_rules import sent_elements
 from megalite.config.schema import Config
 from megalite.context_parallel import exchange as exchange_module
 from megalite.context_parallel.attention import SequenceScores, context_attention
 from megalite.context_parallel.exchange import ContextRanks
-from megalite.kernels.attention_tile import attend
 from megalite.launch.context import ParallelContext
 from megalite.layout.document_tiles import document_plan, starts_of
 from megalite.layout.groups import GroupNeeds
@@ -139,9 +139,30 @@ def test_activations_for_backward_fall_as_1_over_cp() -> None:
             assert kept == pytest.approx(alone / case.size, rel=0.1)
 
 
-def test_the_kernel_keeps_no_scores() -> None:
-    """What the test above counts for one rank: queries, keys, values, output and a number per query and head."""
-    queries = torch.randn(BATCH, GROUPS * HEADS, LENGTH, SIZE, dtype=torch.float64)
-    keys = queries[:, ::HEADS]
-    out, lse = attend(queries, keys, keys, causal=True)
-    assert (out.numel(), lse.numel()) == (LENGTH * BATCH * GROUPS * HEADS * SIZE, LENGTH * BATCH * GROUPS * HEADS)
+def blocks_at_once(context: ParallelContext, case: Case) -> int:
+    """Blocks of keys and values of others that forward has at the same time."""
+    arrived: list[tuple[StorageWeakRef, int]] = []
+    most = [0]
+
+    def watched(start: Any) -> Any:
+        def call(x: Tensor, *arguments: Any) -> Tensor:
+            found: Tensor = start(x, *arguments)
+            arrived.append((StorageWeakRef(found.untyped_storage()), len(found) * case.size // LENGTH))
+            most.append(sum(blocks for each, blocks in arrived if not each.expired()))
+            return found
+
+        return call
+
+    exchange_module.start_all_gather = watched(exchange_module.start_all_gather)
+    exchange_module.start_all_to_all = watched(exchange_module.start_all_to_all)
+    ranks = ContextRanks(ring=TensorGroup.of(context.group("cp-ring")), gathers=case.gathers)
+    scores = SequenceScores(causal_plan(SequenceShare(context.index("cp"), case.ring), LENGTH))
+    shape = (LENGTH // case.size, BATCH, GROUPS, HEADS + 2, SIZE)
+    context_attention(torch.randn(shape, dtype=torch.float64), ranks, scores, whole_attention)
+    return max(most)
+
+
+@pytest.mark.parametrize(("case", "blocks"), [(Case(ring=4), 2), (Case(ring=4, gathers=True), 4)], ids=str)
+def test_a_ring_holds_two_blocks_where_a_gather_holds_all(case: Case, blocks: int) -> None:
+    layout, needs = ParallelLayout(cp=case.size), GroupNeeds(context_ring=case.ring)
+    assert run_ranks(blocks_at_once, case.size, case, layout=layout, needs=needs) == [blocks] * case.size

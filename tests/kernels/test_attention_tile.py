@@ -82,3 +82,21 @@ def test_half_precision_keeps_statistics_in_fp32(dtype: torch.dtype) -> None:
         assert (out.dtype, lse.dtype) == (dtype, torch.float32)
         torch.testing.assert_close(lse.double(), wide[1], rtol=1e-3, atol=1e-3)
         torch.testing.assert_close(out.double(), wide[0], rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [D, D + 4], ids=["flash", "plain products"])
+def test_tiles_of_half_of_the_rows_are_those_of_a_cpu(size: int) -> None:
+    """As a ring has them: statistics of some rows do not lie side by side, and flash reads them as if they did."""
+    shapes = [(B, heads, S, size) for heads in (HEADS, GROUPS, GROUPS, HEADS)]
+    parts = [torch.randn(shape, generator=torch.Generator().manual_seed(at)) for at, shape in enumerate(shapes)]
+    found = []
+    for device, dtype in (("cpu", torch.float64), ("cuda", torch.bfloat16)):
+        queries, keys, values, grad = (part.to(torch.bfloat16).to(device, dtype) for part in parts)
+        out, lse = attend(queries, keys, values, causal=True)
+        rows = slice(S // 2, S)
+        later = (grad[:, :, rows], queries[:, :, rows], keys[:, :, : S // 2], values[:, :, : S // 2])
+        grads = attend_backward(*later, out[:, :, rows], lse[:, :, rows])
+        found.append([each.double().cpu() for each in (out, lse, *grads)])
+    for ours, exact in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(ours, exact, rtol=5e-2, atol=5e-2)

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -10,17 +12,25 @@ from torch import Tensor
 
 from megalite.config.derive import derive_vocabulary
 from megalite.config.schema import Config
+from megalite.config.step_plan import planned_steps
 from megalite.context_parallel.attention import _Masks
+from megalite.data import batches as batches_module
 from megalite.data.batch import Batch, unscored
+from megalite.data.batches import TrainBatches
+from megalite.data.open import open_data
+from megalite.errors.problems import Problem, UserError
 from megalite.launch.context import ParallelContext
 from megalite.layout.sequence import SequenceShare, Tile
 from megalite.model.gpt import GPT
 from megalite.optim import gradient_sync as sync_module
-from megalite.train.build import build_training, data_share, derive_device, fill_with_start_values
+from megalite.prepare.prepare import prepare
+from megalite.train.build import build_training, data_share, derive_device, fill_with_start_values, needs_of
 from megalite.train.sample import sample
+from megalite.train.step import TrainStep
 from tests.layouts.matrix import DROPPED, FOUR, FULL, RAGGED, SELECTIVE, Row, Workplace, row, train_row
 from tests.layouts.test_moe import SIGMOID, moe
 from tests.layouts.training import Overrides, Trace, assert_same_training, merged, train
+from tests.ranks import run_ranks
 
 LONG: Overrides = {"train": {"seq_length": 64}}  # 2 pieces of 16 tokens for each of two ranks of a ring
 LONGER: Overrides = {"train": {"seq_length": 96}}
@@ -198,3 +208,48 @@ def test_texts_are_those_of_one_process_and_no_document_sees_another(workplace: 
     assert [its for its, _ in found] == [texts, texts]
     assert leaks == [True, False, False]
     assert [any(of_ranks) for of_ranks in zip(*(its for _, its in found), strict=True)] == leaks
+
+
+def refused(context: ParallelContext, config: Config, number: int) -> list[tuple[bool, bool]]:
+    """Whether steps were skipped and refused, on a rank that cannot read its text if it is of this number."""
+    data = open_data(config, prepare(config))
+    config = derive_device(derive_vocabulary(config, data.vocab_size), context)
+    training = build_training(config, context)
+    fill_with_start_values(training.buffers, config, context)
+    step = TrainStep(training, config.optimizer, context)
+
+    def unreadable(*_: Any) -> Any:
+        raise UserError(Problem("data.path", "text", "cannot be read", "another"))
+
+    if context.rank == number:
+        batches_module.read_batch = unreadable
+    plan, share = planned_steps(config.train, done=0, samples=0), data_share(config, context)
+    with TrainBatches(data.train, config, plan, **share, device=context.device) as batches:
+        found = [
+            step(each.microbatches, each.local_tokens, 1e-3, refused=bool(each.problems)).read()
+            for each in islice(batches, 2)
+        ]
+    return [(figures.skipped, figures.refused) for figures in found]
+
+
+@pytest.mark.parametrize("comm", ["ring", "allgather"])
+def test_input_that_one_rank_cannot_read_is_refused_by_all(workplace: Workplace, comm: str) -> None:
+    """Their plans follow the documents, which the rank without text knows, too."""
+    its = row("llama", merged(LONG, RAGGED), cp=2, cp_comm=comm)
+    found = train_row(workplace, its, partial(refused, number=1))
+    assert found == [[(True, True)] * 2] * 2
+
+
+def half_precision(context: ParallelContext, config: Config) -> list[float]:
+    context = replace(context, dtype=getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}[config.precision]))
+    return train(context, config).losses
+
+
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.long)])
+def test_half_precision_is_near_fp64(workplace: Workplace, precision: str) -> None:
+    its = row("llama", merged(LONG, RAGGED), cp=2, cp_comm="ring")
+    expected = its.reference(workplace).losses
+    config = replace(its.config(workplace), precision=precision)
+    ranks = {"layout": its.layout, "needs": needs_of(config), "dtype": torch.float64}
+    for losses in run_ranks(half_precision, 2, config, **ranks):
+        torch.testing.assert_close(losses[:3], expected[:3], rtol=2e-2, atol=0)

@@ -27,6 +27,7 @@ SAVED = [
     row("llama", FOUR, FEW, tp=2, dp=2),
     row("gpt2", FOUR, FEW, pp=2, dp=2),  # tied embeddings, which two ranks of a pipeline hold
     row("gpt2", FOUR, pp=2, vpp=2),
+    row("llama", FOUR, FEW, cp=2, cp_comm="alltoall"),
 ]
 CONTINUED = [  # each with the saved family
     row("", FOUR),
@@ -41,6 +42,7 @@ CONTINUED = [  # each with the saved family
     row("", FOUR, tp=4),
     row("", FOUR, pp=2, vpp=2),
     row("", FOUR, pp=4, schedule="zb-h1"),
+    row("", FOUR, cp=2, tp=2, cp_comm="alltoall"),
 ]
 SELDOM = (1, 4, 5, 6)  # fewer or as many replicas, of which others are tried
 
