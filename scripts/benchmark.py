@@ -8,6 +8,7 @@ megalite compiles too.
 
     python scripts/benchmark.py                              tiny and gpt2, fp32 and bf16
     python scripts/benchmark.py --model tiny --precision bf16 --steps 20 --json speed.json
+    python scripts/benchmark.py --model shakespeare_char_cpu nanoGPT's recipe for CPUs, beside a plain loop
     python scripts/benchmark.py --overhead                   what the training loop costs beside the step
     python scripts/benchmark.py --zero                       ZeRO-1 beside torch's, two ranks (benchmark_zero.py)
     python scripts/benchmark.py --pipeline                   the pipeline, two ranks (benchmark_pipeline.py)
@@ -83,7 +84,7 @@ def compare(name: str, config: Config, *, rounds: int, product_flops: float) -> 
     device = torch.device(config.device)
     repeat = 10 if device.type == "cuda" else 1  # an accelerator is timed while the host runs ahead of it
     times: tuple[list[float], list[float]] = ([], [])
-    with Side("megalite", config) as ours, Side("peer", config) as theirs:
+    with Side("megalite", config) as ours, Side(SHAPES[name].beside, config) as theirs:
         sides = ours, theirs
         for number in range(rounds):
             for side in (0, 1) if number % 2 == 0 else (1, 0):

@@ -42,6 +42,7 @@ class Shape:
     overrides: tuple[str, ...]
     cpu_batch: int
     cuda_batch: int
+    beside: str = "peer"  # of SIDES
 
     def config(
         self,
@@ -72,6 +73,20 @@ SHAPES = {
     "tiny": Shape(("model=tiny", "model.vocab_size=4096", "train.seq_length=256"), 8, 128),
     "tiny_moe": Shape(("model=tiny_moe", "model.vocab_size=4096", "train.seq_length=256"), 8, 128),
     "gpt2": Shape((*GPT2, "train.seq_length=1024"), 1, 32),
+    "shakespeare_char_cpu": Shape(  # nanoGPT's recipe for CPUs
+        (
+            "model.vocab_size=65",
+            "train.seq_length=64",
+            "model.num_layers=4",
+            "model.hidden_size=128",
+            "model.position=learned",
+            "model.norm=layernorm",
+            "model.activation=gelu_tanh",
+        ),
+        12,
+        12,
+        "plain loop",
+    ),
     "1.3b": Shape(
         (
             *GPT2,
