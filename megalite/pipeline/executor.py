@@ -79,6 +79,8 @@ class Executor:
         self.chunks, self.links, self._switch = chunks, links, switch
         self.expect_last_gradients = expect_last_gradients
         self._recorded: list[Span] | None = None
+        self.at: Instruction | None = None  # the newest that was begun
+        self.performed = 0  # instructions so far
 
         @cache
         def plan(for_training: bool, microbatches: int) -> tuple[Schedule, tuple[Instruction, ...]]:
@@ -118,6 +120,7 @@ class Executor:
         schedule, todo = self._plan(training, len(batches))
         run = _Run(self, schedule, batches, forward)
         for instruction in todo:
+            self.at, self.performed = instruction, self.performed + 1
             if training:
                 self._switch(_phase(instruction))
             if isinstance(instruction, Transfer):

@@ -18,6 +18,7 @@ from megalite.launch.context import ParallelContext
 from megalite.launch.environment import ProcessEnvironment
 from megalite.launch.failure_report import find_cause
 from megalite.launch.signals import StopRequest
+from megalite.launch.watchdog import Watchdog
 from megalite.train.build import ReadWeights, start
 from megalite.train.job import Job, build_job, open_training_data
 from megalite.train.loop import Loop
@@ -94,7 +95,8 @@ def _train_to_the_end(job: Job, stop: StopRequest, recorder: Recorder, saver: Sa
     gc.freeze()
     gc.disable()
     try:
-        loop.run()
+        with Watchdog(job.context, loop.doing, loop.patience_s, job.folder.path / "logs"):
+            loop.run()
     except (TrainingStoppedError, ReplicaMismatchError) as error:  # known to all ranks, and said in full
         saver.close()
         recorder.failed(error, taken_over=isinstance(error, TakenOverError))
