@@ -89,8 +89,9 @@ def save(
     """Write the checkpoint of `step` into `folder`, then delete all but the newest `keep`, and the newest before step
     `good_before`.
 
-    `state` is plain JSON, equal on all ranks. `labels` go into the manifest for people (run, data). `lost` is asked on
-    rank 0 right before the commit: a job whose lock was taken over must not commit into another's run.
+    The disk may take longer than parallel.timeout_s on any rank. `state` is plain JSON, equal on all ranks. `labels` go
+    into the manifest for people (run, data). `lost` is asked on rank 0 right before the commit: a job whose lock was
+    taken over must not commit into another's run.
     """
     assert keep >= 1, keep
     begun = time.perf_counter()
@@ -114,25 +115,29 @@ def save(
         commit.publish(temporary, step)
         return manifest.size
 
+    def retire() -> None:
+        with contextlib.suppress(OSError):  # it costs space, nothing else; the next save tries again
+            commit.retire(folder, step, keep, good_before=good_before)
+
     try:
-        temporary = Path(on_first(context, lambda: str(commit.begin(folder, step))))
+        temporary = Path(on_first(context, lambda: str(commit.begin(folder, step)), patient=True))
         for of_rank in context.gather_json([HeldBox.of(piece) for piece in pieces], to_first=True):
             held.append([HeldBox(name, dtype, *map(tuple, numbers)) for name, dtype, *numbers in of_rank])
         plan = on_first(context, lambda: plan_writes(held))
         mine, path = [pieces[at] for at in plan[context.rank]], temporary / data_file(context.rank)
-        record = together(context, lambda: [*write_file(path, mine)] if mine else [])
+        record = together(context, lambda: [*write_file(path, mine)] if mine else [], patient=True)
         records = context.gather_json(record, to_first=True)
-        size = on_first(context, lambda: finish(plan, records))
+        size = on_first(context, lambda: finish(plan, records), patient=True)
     except StorageFailure as failure:
-        message = ""
-        if context.rank == 0:
+        reason = str(failure)
+
+        def clear_up() -> str:
             if temporary is not None:
                 shutil.rmtree(temporary, ignore_errors=True)  # `recover` gets the rest
-            message = _not_saved(folder, step, str(failure), sum(box.bytes for box in {*chain(*held)}))
-        raise CheckpointError(context.broadcast_object(message)) from failure
-    if context.rank == 0:
-        with contextlib.suppress(OSError):  # it costs space, nothing else; the next save tries again
-            commit.retire(folder, step, keep, good_before=good_before)
+            return _not_saved(folder, step, reason, sum(box.bytes for box in {*chain(*held)}))
+
+        raise CheckpointError(on_first(context, clear_up, patient=True)) from failure
+    on_first(context, retire, patient=True)
     seconds = time.perf_counter() - begun
     return Saved(folder / commit.step_name(step), seconds, size, stall_s=seconds)
 

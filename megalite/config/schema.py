@@ -210,6 +210,7 @@ class TrainConfig:
         None, "[start, increment, samples]: batches grow from start to full over so many samples; null: always full"
     )
     profile_steps: list[int] = setting([], "steps that torch's profiler records into the run's profile folder")
+    max_minutes: float | None = setting(None, "minutes after which a start saves and ends; null: no limit", above=0)
 
 
 @dataclass
@@ -293,6 +294,13 @@ class LogConfig:
 
 
 @dataclass
+class LaunchConfig:
+    """What schedulers and their scripts need of a start (docs/clusters.md)."""
+
+    status_file: str | None = setting(None, "where rank 0 writes what has become of this start; null: nowhere")
+
+
+@dataclass
 class SweepConfig:
     """How the points of a sweep (`--multirun`) are started; a training itself takes no notice."""
 
@@ -326,6 +334,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
     # No settings, but where they come from: what a folder gave, as overrides; what the command sets otherwise
     # than its presets, and what nobody gave, by name.

@@ -52,9 +52,10 @@ def agree(context: ParallelContext, problems: Sequence[Problem]) -> None:
     together(context, refuse)
 
 
-def on_first(context: ParallelContext, action: Callable[[], Any]) -> Any:
+def on_first(context: ParallelContext, action: Callable[[], Any], *, patient: bool = False) -> Any:
     """The JSON value that `action` returns on rank 0, which alone performs it, or the same failure on every rank."""
-    return context.broadcast_object(together(context, lambda: action() if context.rank == 0 else None))
+    value = together(context, lambda: action() if context.rank == 0 else None, patient=patient)
+    return context.broadcast_object(value)
 
 
 def _kind_and_words(error: Exception) -> list[Any]:

@@ -4,7 +4,7 @@ SIGINT (Ctrl-C), SIGTERM (schedulers), SIGUSR1 (SLURM's --signal) and SIGHUP (th
 all mean: finish the step, write a checkpoint, exit with status 0. Launchers repeat signals, so a second one changes
 nothing. The third Ctrl-C ends the process at once: as after a kill, the newest checkpoint is what counts. So does the
 end of torchrun once a stop was asked for: its ranks live in sessions of their own, where a terminal's Ctrl-C does not
-reach them, and a user who interrupts torchrun until it gives up means them, too.
+reach them, and a user who interrupts torchrun until it gives up means them, too. A time limit is one more such request.
 """
 
 import ctypes
@@ -35,10 +35,15 @@ def ignore_stop_signals() -> None:
 
 
 class StopRequest:
-    """Context manager that turns stop signals into `requested`, the first one's name."""
+    """Context manager that turns stop signals into `requested`, the first one's name; so does the end of `within_s`
+    seconds, which is called `limit`."""
 
-    def __init__(self) -> None:
+    def __init__(self, within_s: float | None = None, limit: str = "") -> None:
         self.requested: str | None = None
+        self._timer: threading.Timer | None = None
+        if within_s is not None:
+            self._timer = threading.Timer(max(0.0, within_s), self._ask, [limit])
+            self._timer.daemon = True
         self._previous: dict[signal.Signals, signal._HANDLER] = {}
         self._previous_wakeup = self._wakeup = -1
 
@@ -50,16 +55,22 @@ class StopRequest:
         for number in STOP_SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup has it ignored
                 self._previous[number] = signal.signal(number, self._handle)
+        if self._timer is not None:
+            self._timer.start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._previous_wakeup)
         os.close(self._wakeup)  # ends the thread
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        name = "the end of torchrun" if number == LAUNCHER_ENDED else signal.Signals(number).name
+        self._ask("the end of torchrun" if number == LAUNCHER_ENDED else signal.Signals(number).name)
+
+    def _ask(self, name: str) -> None:
         self.requested = self.requested or name
 
 

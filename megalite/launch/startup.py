@@ -68,6 +68,7 @@ def start(
             files = files_of(specs, layout.world_size, on_gpu=device.type == "cuda")
             collect(partial(allow_open_files, files), found)
         shared = {} if found else {**(plan or {}), "torch": torch.__version__, "megalite": _code()}
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "1000")  # collectives that the watchdog can tell of
         info = RankInfo.of(environment.rank, device, shared, found)
         store = rendezvous(environment, info, timeout_s=timeout_s, store=store)
     elif found:

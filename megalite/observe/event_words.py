@@ -30,7 +30,8 @@ def words_of(event: Mapping[str, Any]) -> str:
             return f"{size} in {took}, training held up for {event['stall_s']:.3f} s"
         case "straggler":
             rank, host, times = event["rank"], event["host"], event["times"]
-            return f"rank {rank} on {host} computes {times:.2f} times as long as others with the same work"
+            costs = f", which costs {readable.percent(event['share'])} of each step" if "share" in event else ""
+            return f"rank {rank} on {host} computes {times:.2f} times as long as others with the same work{costs}"
         case "profile":
             shares = {part: spent / (event.get("wall_s") or 1) for part, spent in (event.get("parts") or {}).items()}
             parts = ", ".join(f"{part} {readable.percent(share)}" for part, share in shares.items())

@@ -81,6 +81,8 @@ class Executor:
         self._recorded: list[Span] | None = None
         # Waits for what was sent: nothing that is computed needs to.
         self.aside = torch.cuda.Stream(chunks[0].device) if chunks[0].device.type == "cuda" and links.groups else None
+        self.at: Instruction | None = None  # the newest that was begun
+        self.performed = 0  # instructions so far
 
         @cache
         def plan(for_training: bool, microbatches: int) -> tuple[Schedule, tuple[Instruction, ...]]:
@@ -120,6 +122,7 @@ class Executor:
         schedule, todo = self._plan(training, len(batches))
         run = _Run(self, schedule, batches, forward)
         for instruction in todo:
+            self.at, self.performed = instruction, self.performed + 1
             if training:
                 self._switch(_phase(instruction))
             if isinstance(instruction, Transfer):

@@ -30,14 +30,14 @@ class StepClock:
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self._spare: list[Any] = []  # CUDA events of laps that were read
-        self._part: StepPart = "other"
+        self.part: StepPart = "other"  # where time passes now
         self.listener: Callable[[StepPart], object] | None = None  # called when a part begins: the profiler
         self._marks: list[tuple[StepPart, Any]] = []  # the part that ended, and when
         self._began = self._now()
 
     def switch(self, part: StepPart) -> StepPart:
         """From now on time passes in `part`; the part before."""
-        before = self._part
+        before = self.part
         if part != before:
             self._marks.append((before, self._now()))
             self._begin(part)
@@ -55,7 +55,7 @@ class StepClock:
     def lap(self) -> "Lap":
         """A step ends here. On CUDA, its times may be read once the device has come to this point."""
         end = self._now()
-        lap = Lap(self._spare if self._cuda else None, self._began, [*self._marks, (self._part, end)])
+        lap = Lap(self._spare if self._cuda else None, self._began, [*self._marks, (self.part, end)])
         self._marks, self._began = [], end
         self._begin("other")
         return lap
@@ -68,7 +68,7 @@ class StepClock:
         self._begin("other")
 
     def _begin(self, part: StepPart) -> None:
-        self._part = part
+        self.part = part
         if self.listener is not None:
             self.listener(part)
 

@@ -73,6 +73,7 @@ class RunFigures:
         self._since = Steps()  # since the last record
         self._newest: dict[str, Any] | None = None  # of the newest step, if it has no record yet
         self._own: deque[float] = deque(maxlen=MOST)  # seconds that this rank computed, by step
+        self._whole: deque[float] = deque(maxlen=MOST)  # seconds of these steps
         device, model, seq_length = job.context.device, job.config.model, job.config.train.seq_length
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         self._peak = peak_flops(name, str(job.context.dtype).removeprefix("torch."))
@@ -96,6 +97,7 @@ class RunFigures:
             steps.add(data.planned.sequences * train.seq_length, seconds, data.wait_s, split)
         self._since.cuts.update(it.plan.cut for it in data.microbatches if it.plan and it.documents is not None)
         self._own.append(sum(split[part] for part in OWN))
+        self._whole.append(seconds)
         if figures.routing is not None and not figures.skipped:
             before = self._since.routing
             self._since.routing = figures.routing if before is None else before + figures.routing
@@ -136,8 +138,9 @@ class RunFigures:
         world = self._job.context.world_size
         return None if self._peak is None else tokens_per_s * self._flops[causal] / (self._peak * world)
 
-    def gather(self) -> tuple[list[float], list[float], dict[int, float]]:
-        """Of all ranks: peak memory in GiB, seconds of computing in a step, and who is slow (`stragglers`).
+    def gather(self) -> tuple[list[float], list[float], dict[int, tuple[float, float]]]:
+        """Of all ranks: peak memory in GiB, seconds of computing in a step, and who is slow: how many times as long as
+        its equals it computes (`stragglers`), and the share of a step by which that is longer.
 
         All ranks call it after the same step: one small all-gather on the host.
         """
@@ -146,7 +149,11 @@ class RunFigures:
         gathered = context.gather_json([round(memory_gib(context.device), 3), round(own, 6)])
         memory, compute = ([figures[at] for figures in gathered] for at in (0, 1))
         stages = [context.layout.dense.coordinates(rank)["pp"] for rank in range(context.world_size)]
-        return memory, compute, stragglers(compute, stages) if len(self._own) >= FEWEST else {}
+        if len(self._own) < FEWEST:
+            return memory, compute, {}
+        step, slow = statistics.median(self._whole), stragglers(compute, stages)
+        costs = {rank: (times, compute[rank] * (1 - 1 / times) / step) for rank, times in slow.items()}
+        return memory, compute, costs
 
 
 def stragglers(compute_s: Sequence[float], stages: Sequence[int]) -> dict[int, float]:

@@ -14,7 +14,7 @@ The kinds, and what else they tell:
     checkpoint                   bytes, seconds, and stall_s of them without training
     checkpoint_failed            message
     ranks                        of each rank: memory_gib at its peak, compute_s of a step without waiting for others
-    straggler                    rank, host, and how many times as long as its equals it computes
+    straggler                    rank, host, how many times as long as its equals it computes, share of a step lost
     sample                       prompt, text
     profile                      folder
     stopped, finished, failed    how a start ended, by what, with which message
@@ -40,7 +40,7 @@ NEEDED = {  # by kind: what its readers compute with
     "sample": ("prompt", "text"),
 }
 EVENT_TYPES: dict[str, Any] = {  # of an event's values, by name
-    **dict.fromkeys(("time", "seconds", "stall_s", "times", "wall_s", "loss", "grad_norm"), float),
+    **dict.fromkeys(("time", "seconds", "stall_s", "times", "share", "wall_s", "loss", "grad_norm"), float),
     **dict.fromkeys(("step", "bytes", "rank", "ranks_per_node", "status"), int),
     **dict.fromkeys(("kind", "host", "prompt", "text", "message", "folder", "command", "device", "by"), str),
     **dict.fromkeys(("overrides", "hosts", "changes"), list[str]),

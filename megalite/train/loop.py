@@ -21,6 +21,7 @@ from megalite.data.batches import StepBatches, TrainBatches, validation_batches
 from megalite.errors.problems import Problem, UserError
 from megalite.launch.agreement import agree
 from megalite.launch.signals import StopRequest
+from megalite.launch.watchdog import REPORT_S
 from megalite.optim.schedule import learning_rate
 from megalite.pipeline.simulator import Span
 from megalite.train.build import data_share
@@ -61,6 +62,7 @@ class Loop:
         self.profile: profile | None = None  # of the step before, if it was profiled
         self.problems: list[Problem] = []  # of the input that this rank has read: from then on no step is applied
         self.under_way = False  # the first step is done: from now on no rank is late for a good reason
+        self.newest_step = job.progress.step  # that was begun
         self.stopping = False
         self.evaluated_step = job.progress.step if job.evaluated else -1
         self.sampled_step = -1
@@ -99,7 +101,7 @@ class Loop:
 
     def _launch(self, data: StepBatches, batches: TrainBatches) -> StepBatches | None:
         """Launch the step, profiled if that is asked for; the data of the next one."""
-        step = data.planned.step
+        self.newest_step = step = data.planned.step
         if data.planned.skipped:
             self.pending.append(PendingStep(data))
             return self._fetch(batches)
@@ -154,7 +156,8 @@ class Loop:
         """What a step means for the run."""
         progress, train = self.job.progress, self.config.train
         if not self.under_way:
-            self.context.set_timeout(self.config.parallel.timeout_s)
+            # The watchdog speaks first: a collective that fails ends its rank before others can say where they stand.
+            self.context.set_timeout(self.config.parallel.timeout_s + 2 * REPORT_S)
             self.under_way = True
         if figures.refused:
             agree(self.context, self.problems)
@@ -232,6 +235,19 @@ class Loop:
         self.stopping = self.stopping or any(self.context.gather_json(asked))
         return not self.stopping
 
+    def doing(self) -> tuple[object, str] | None:
+        """For the watchdog: what changes with any progress, and words for it. None: a save may take its time."""
+        if self.saver.busy:
+            return None
+        part, executor = self.job.training.clock.part, self.job.training.executor
+        words = f"step {self.newest_step}, {part}, pass {executor.at or 'none yet'}"
+        return (self.newest_step, self.evaluated_step, part, executor.performed), words
+
+    def patience_s(self) -> float:
+        """Seconds that may pass without progress."""
+        parallel = self.config.parallel
+        return parallel.timeout_s if self.under_way else parallel.startup_timeout_s
+
     def complete(self) -> bool:
         """Whether nothing of the run remains to be done."""
         return self.job.progress.step >= self.config.train.steps and not self._owes_evaluation()
@@ -299,5 +315,5 @@ class Loop:
         self.gathered_step = step
         memory, compute, slow = self.figures.gather()
         self.recorder.event("ranks", step, memory_gib=memory, compute_s=compute)
-        for rank, times in slow.items():
-            self.recorder.event("straggler", step, rank=rank, times=round(times, 2))
+        for rank, (times, share) in slow.items():
+            self.recorder.event("straggler", step, rank=rank, times=round(times, 2), share=round(share, 3))

@@ -2,7 +2,9 @@
 
 import gc
 import socket
+import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -16,12 +18,14 @@ from megalite.launch.context import ParallelContext
 from megalite.launch.environment import ProcessEnvironment
 from megalite.launch.failure_report import find_cause
 from megalite.launch.signals import StopRequest
+from megalite.launch.watchdog import Watchdog
 from megalite.train.build import ReadWeights, start
 from megalite.train.job import Job, build_job, open_training_data
 from megalite.train.loop import Loop
 from megalite.train.recorder import Recorder
 from megalite.train.replicas import ReplicaMismatchError
 from megalite.train.saving import Saver, TakenOverError, TrainingStoppedError
+from megalite.train.status_file import StatusFile
 
 
 def run(
@@ -36,6 +40,7 @@ def run(
     `preparation` makes token files of text. `read_weights` reads the folder of checkpoint.init_from. `recorder_of`
     makes the recorder of a rank.
     """
+    began, limit = time.monotonic(), config.train.max_minutes
     problems: list[Problem] = []
     context = collect(lambda: start(config, environment), problems)
     if context is None:  # the device; one message refuses the data, too
@@ -44,12 +49,17 @@ def run(
     recorder = recorder_of(context)
     job: Job | None = None
     saver: Saver | None = None
+    status: StatusFile | None = None
     failed = False
     try:
         data = open_training_data(config, context, environment, preparation, recorder.preparing)
         with private_files():
             job = build_job(config, context, data, read_weights, recorder.note)
+            status_file = config.launch.status_file if context.rank == 0 else None
+            status = StatusFile(status_file, job.folder.path, config.train.steps)
+            together(context, partial(status.begin, job.progress.step))
             if job.over:
+                status.end("finished", job.progress.step)
                 job.folder.withdraw()
                 recorder.note(f"already finished: step {job.progress.step} of {config.train.steps}")
                 return 0
@@ -57,8 +67,9 @@ def run(
             together(context, lambda: compare_changed(files, folder, recorder.note), patient=True)
             together(context, lambda: recorder.open(job))
             saver = Saver(job, recorder)
-            with StopRequest() as stop, watched(files, folder, recorder.note):
-                return _train_to_the_end(job, stop, recorder, saver)
+            left_s = None if limit is None else began + 60 * limit - time.monotonic()
+            with StopRequest(left_s, "train.max_minutes") as stop, watched(files, folder, recorder.note):
+                return _train_to_the_end(job, stop, recorder, saver, status)
     except UserError:
         raise
     except Exception as error:
@@ -69,12 +80,14 @@ def run(
         raise
     finally:
         recorder.close()
+        if status is not None:
+            status.close()
         if job is not None:
             job.folder.close()
         context.close(failed=failed)
 
 
-def _train_to_the_end(job: Job, stop: StopRequest, recorder: Recorder, saver: Saver) -> int:
+def _train_to_the_end(job: Job, stop: StopRequest, recorder: Recorder, saver: Saver, told: StatusFile) -> int:
     hosts = [host for (host,) in job.context.gather_json([socket.gethostname()])]
     recorder.run_started(hosts)
     loop, on_first = Loop(job, recorder, saver, stop), job.context.rank == 0
@@ -82,7 +95,8 @@ def _train_to_the_end(job: Job, stop: StopRequest, recorder: Recorder, saver: Sa
     gc.freeze()
     gc.disable()
     try:
-        loop.run()
+        with Watchdog(job.context, loop.doing, loop.patience_s, job.folder.path / "logs"):
+            loop.run()
     except (TrainingStoppedError, ReplicaMismatchError) as error:  # known to all ranks, and said in full
         saver.close()
         recorder.failed(error, taken_over=isinstance(error, TakenOverError))
@@ -97,7 +111,9 @@ def _train_to_the_end(job: Job, stop: StopRequest, recorder: Recorder, saver: Sa
     stopped, step = loop.stopping and not loop.complete(), job.progress.step
     status = 0 if saver.newest_step == step else 1
     loop.finish(stopped=stopped)
-    recorder.finished(status, (stop.requested or "a signal to another rank") if stopped else None)
+    by = (stop.requested or "a signal to another rank") if stopped else None
+    told.end("failed" if status else "stopped" if stopped else "finished", step, by)
+    recorder.finished(status, by)
     if status and on_first:
         kept = "there is no checkpoint" if saver.newest_step is None else f"the newest is of step {saver.newest_step}"
         to_stderr(f"megalite: the state of step {step} is not saved; {kept}")

@@ -55,6 +55,7 @@ class Saver:
         if self._background is not None:
             job.training.optimizer.before_change = self._background.before_change
         self._under_way: tuple[int, Future[Saved]] | None = None  # a save behind the training, and of which step
+        self.busy = False  # training waits for a save
 
     def due(self, step: int) -> bool:
         """Whether a checkpoint is to be written after `step` (the one at the end comes by itself)."""
@@ -64,6 +65,10 @@ class Saver:
     def save(self) -> None:
         """Write the state after the last read step, or begin to; a failure is reported, not raised."""
         begun = time.perf_counter()
+        with self._waiting():
+            self._save(begun)
+
+    def _save(self, begun: float) -> None:
         self.wait()
         if self._background is None:
             self._save_now()
@@ -73,9 +78,10 @@ class Saver:
 
     def save_last(self) -> None:
         """Make sure that the state in which the run ends is on disk."""
-        self.wait()
-        if self.newest_step != self._job.progress.step:
-            self._save_now()
+        with self._waiting():
+            self.wait()
+            if self.newest_step != self._job.progress.step:
+                self._save_now()
 
     def report(self) -> None:
         """Report the save under way if it has ended: this rank alone, which may know before others."""
@@ -147,6 +153,14 @@ class Saver:
 
     def _not_saved(self, message: str) -> None:
         self._recorder.event("checkpoint_failed", self._job.progress.step, message=message)
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        self.busy = True
+        try:
+            yield
+        finally:
+            self.busy = False
 
     @contextmanager
     def _with_advice(self) -> Iterator[None]:

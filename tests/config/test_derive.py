@@ -40,6 +40,8 @@ OPEN = {  # what the data or the machine decides, or what has no meaning in the 
     "log.wandb",
     "log.wandb_entity",
     "log.wandb_name",
+    "launch.status_file",
+    "train.max_minutes",
 }
 
 
@@ -254,7 +256,7 @@ SAME_TRAINING = {
     *(f"optimizer.{name}" for name in ("zero", "instances", "bucket_size", "overlap", "ownership")),
     *(f"optimizer.{name}" for name in ("communication_dtype", "initial_loss_scale", "min_loss_scale")),
     *(f"optimizer.{name}" for name in ("loss_scale_window", "hysteresis")),
-    *(name for name in SETTINGS if name.startswith(("parallel.", "log.", "sweep."))),
+    *(name for name in SETTINGS if name.startswith(("parallel.", "log.", "launch.", "sweep."))),
     *(name for name in SETTINGS if name.startswith("train.") and name not in DEFINES_TRAINING),
 }
 

@@ -55,6 +55,14 @@ def same(one: Config, other: Config) -> bool:
     return as_plain(one) == as_plain(other)
 
 
+def test_a_scheduler_s_file_and_time_are_of_one_start(run: Path) -> None:
+    saved = yaml.safe_load((run / "config.yaml").read_text())
+    saved["launch"]["status_file"], saved["train"]["max_minutes"] = "/nowhere/7.status", 30.0
+    (run / "config.yaml").write_text(yaml.safe_dump(saved))
+    found = load_config(["run_dir=run"], 1)
+    assert (found.train.steps, found.launch.status_file, found.train.max_minutes) == (50, None, None)
+
+
 def test_the_folder_alone_gives_the_run_wherever_the_command_is_given(
     run: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

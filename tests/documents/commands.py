@@ -28,7 +28,15 @@ IGNORED = [line.strip("/") for line in (ROOT / ".gitignore").read_text().split()
 # What a clone does not have, or who tries these pages has made.
 LEFT_OUT = (".git", *IGNORED, "tokens", "corpus", "exported", "my-model")
 # Pages with commands in `text` blocks: they need Docker, a GPU or several, the hub, or a root of their own.
-NEEDS_MORE = {"docker.md": 4, "huggingface.md": 2, "performance.md": 2, "training.md": 1, "sweeps.md": 2, "data.md": 0}
+NEEDS_MORE = {
+    "clusters.md": 3,
+    "data.md": 0,
+    "docker.md": 4,
+    "huggingface.md": 2,
+    "performance.md": 2,
+    "sweeps.md": 2,
+    "training.md": 1,
+}
 
 SMALL = """\
 #!/usr/bin/env bash

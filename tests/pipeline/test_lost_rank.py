@@ -14,7 +14,10 @@ from tests.train.runs import finish, kill, overrides, wait_for_step, write_text
 from tests.train.test_launch import launch_by_variables
 
 TIMEOUT_S = 4
-CAUSE = "ends because of: no word from rank 1: it was killed, is stopped, or hangs"
+CAUSE = {
+    signal.SIGKILL: "ends because of: no word from rank 1: it was killed, is stopped, or hangs",
+    signal.SIGSTOP: "no progress within parallel.timeout_s; no answer from rank 1: it is stopped",
+}
 PIPELINE = ("train.steps=9999", "train.check_replicas_every=0", f"parallel.timeout_s={TIMEOUT_S}")
 
 
@@ -47,4 +50,5 @@ def test_the_others_end_in_time_and_name_it(folder: Path, pp: int, schedule: str
             kill(rank)
     assert time.monotonic() - begin < TIMEOUT_S + 20, "its patience, some words to each other, the interpreter's end"
     assert all(status not in (0, 2) for status, _ in outputs)
-    assert all(CAUSE in output for _, output in outputs), outputs
+    told = [CAUSE[how] in output for _, output in outputs]
+    assert any(told) if how == signal.SIGSTOP else all(told), outputs  # the report of a hang is one rank's

@@ -160,17 +160,23 @@ def test_the_ranks_of_a_killed_torchrun_save_and_end(folder: Path) -> None:
 
 
 @pytest.mark.long  # of a pipeline: tests/pipeline/test_lost_rank.py
-def test_a_rank_that_stands_still_is_named_when_the_time_is_up(folder: Path) -> None:
-    run = folder / "still"
-    ranks = launch_by_variables(overrides(folder, "still", *LONG, "parallel.timeout_s=4"), 2, sys.executable)
+@pytest.mark.parametrize("still", [0, 1])
+def test_a_rank_that_stands_still_is_named_when_the_time_is_up(folder: Path, still: int) -> None:
+    """Rank 0 serves the store: without it, each rank can only speak for itself."""
+    run = folder / f"still-{still}"
+    ranks = launch_by_variables(overrides(folder, run.name, *LONG, "parallel.timeout_s=4"), 2, sys.executable)
     wait_for_step(ranks[0], run, 3)
-    ranks[1].send_signal(signal.SIGSTOP)
+    ranks[still].send_signal(signal.SIGSTOP)
     try:
-        status, output = finish(ranks[0], timeout=40)
+        status, output = finish(ranks[1 - still], timeout=40)
     finally:
-        kill(ranks[1])
+        kill(ranks[still])
     assert status == 1
-    assert "megalite: rank 0 ends because of: no word from rank 1: it was killed, is stopped, or hangs" in output
+    finding = "no answer from rank 1: it is stopped" if still else "the place where the ranks met (rank 0, or torchrun)"
+    assert f"megalite: no progress within parallel.timeout_s; {finding}" in output
+    assert re.search(rf"rank {1 - still} \(.*\): step \d+, .*; newest collective: gloo:\w+", output)
+    [path] = (run / "logs").glob("hang-*.json")
+    assert str(path) in output
 
 
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")

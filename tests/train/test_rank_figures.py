@@ -1,5 +1,6 @@
 """A rank that computes much longer than its equals is found, and only such a one."""
 
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,8 @@ def test_a_run_names_its_slow_rank(tmp_path: Path, capfd: pytest.CaptureFixture[
     (first, *_) = [event for event in events if event["kind"] == "straggler"]
     assert (first["rank"], first["step"]) == (2, 8)  # the first moment with steps enough to judge by
     assert first["times"] > SLOW
+    assert 0.2 < first["share"] < 1, "it sleeps most of a step of a small model"
+    assert re.search(r"rank 2 on \S+ computes \S+ times .*, which costs \d+", " ".join(capfd.readouterr().out.split()))
     ranks = [event for event in events if event["kind"] == "ranks"]
     assert [event["step"] for event in ranks] == [4, 8, 12]
     assert all(len(event["memory_gib"]) == 3 and min(event["memory_gib"]) > 0.05 for event in ranks)

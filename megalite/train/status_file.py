@@ -1,0 +1,50 @@
+"""Tells the script that started this job what has become of it: a file of one JSON object, at launch.status_file.
+
+    {"state": "stopped", "step": 1200, "steps": 5000, "run_dir": "/scratch/run", "by": "SIGUSR1"}
+
+`running`: training, or killed; `stopped`: ended on request, saved, to be started again; `finished`: nothing remains;
+`failed`: look at the log. A start that is refused writes nothing. An exit status cannot tell these apart: torchrun's is
+1 after a stop in which all ranks ended in order.
+"""
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Literal
+
+from megalite.config.durable_files import write_atomically
+from megalite.errors.problems import Problem, UserError
+
+
+class StatusFile:
+    """The file of one start. Rank 0 writes it; on other ranks, and without a path, nothing happens."""
+
+    def __init__(self, path: str | None, run_dir: Path, steps: int) -> None:
+        self._path, self._fixed = Path(path) if path else None, {"steps": steps, "run_dir": str(run_dir)}
+        self._step = 0
+        self._open = False
+
+    def begin(self, step: int) -> None:
+        """Training begins after `step`. UserError where the file cannot be written."""
+        self._step, self._open = step, True
+        try:
+            self._write("running")
+        except OSError as error:
+            remedy = "a file in a folder where you may write, on a disk with room"
+            raise UserError(Problem("launch.status_file", str(self._path), f"{error.strerror}", remedy)) from error
+
+    def end(self, state: Literal["stopped", "finished", "failed"], step: int, by: str | None = None) -> None:
+        """The start ends after `step`."""
+        self._step, self._open = step, False
+        with contextlib.suppress(OSError):  # the scheduler's script sees the old state, and the run is saved
+            self._write(state, by)
+
+    def close(self) -> None:
+        """What has no other end by now has failed."""
+        if self._open:
+            self.end("failed", self._step)
+
+    def _write(self, state: str, by: str | None = None) -> None:
+        if self._path is not None:
+            told = {"state": state, "step": self._step, **self._fixed, **({"by": by} if by else {})}
+            write_atomically(self._path, (json.dumps(told) + "\n").encode())

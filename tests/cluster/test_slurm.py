@@ -1,0 +1,142 @@
+"""Jobs of a real SLURM end as people expect: what is preempted, runs out of time or is cancelled has lost nothing."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megalite.train.history import read_events
+from tests.cluster.slurm import Cluster, cluster, missing
+from tests.train.runs import ROOT, metrics, overrides, state_bytes, write_text
+
+pytestmark = [pytest.mark.long, pytest.mark.skipif(bool(missing()), reason=missing())]
+BATCH = {
+    "torchrun": ["--ntasks-per-node=1", "scripts/slurm/pretrain.sbatch"],
+    "srun": ["--ntasks-per-node=2", "scripts/slurm/pretrain_srun.sbatch"],
+}
+TWO_BY_TWO = ("parallel.tp=2", "parallel.pp=2", "model.num_attention_heads=2", "train.steps=60")
+STEPS = 60
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with cluster(tmp_path_factory.mktemp("slurm") / "cluster") as found:
+        write_text(found.folder / "text.txt")
+        yield found
+
+
+@pytest.fixture(scope="module")
+def undisturbed(slurm: Cluster) -> Path:
+    """A run of four ranks on two nodes."""
+    return finish(slurm, submit(slurm, "undisturbed"))
+
+
+def submit(
+    slurm: Cluster, run: str, *extra: str, by: str = "torchrun", options: tuple[str, ...] = ()
+) -> tuple[str, Path]:
+    """A job of two nodes with two ranks each; its number and its run folder (one of an array: the parent of theirs)."""
+    environment = {
+        **slurm.environment,
+        "OMP_NUM_THREADS": "1",
+        "RANKS_PER_NODE": "2",
+        "LOGS": str(slurm.folder / "logs"),
+    }
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
+    arguments = overrides(slurm.folder, run, *TWO_BY_TWO, *extra)
+    words = [
+        "sbatch",
+        "--parsable",
+        "--nodes=2",
+        f"--output={slurm.folder}/%x-%j.out",
+        *options,
+        *BATCH[by],
+        *arguments,
+    ]
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    return done.stdout.strip(), slurm.folder / run
+
+
+def finish(slurm: Cluster, submitted: tuple[str, Path]) -> Path:
+    """The run of a job that comes to its end, however often it is requeued."""
+    number, run = submitted
+
+    def over() -> bool:
+        job = slurm.job(number)
+        if job["JobState"] == "PENDING" and job["Reason"] == "BeginTime":  # SLURM lets a requeued job wait two minutes
+            slurm("scontrol", "update", f"JobId={number}", "StartTime=now")
+        return job["JobState"] not in ("PENDING", "RUNNING", "COMPLETING")
+
+    slurm.until(over, 240, lambda: said(slurm, number))
+    assert slurm.job(number)["JobState"] == "COMPLETED", said(slurm, number)
+    return run
+
+
+def said(slurm: Cluster, number: str) -> str:
+    texts = [*slurm.folder.glob(f"*-{number}.out"), *slurm.folder.glob(f"logs/*{number}*")]
+    return "\n".join(f"== {path.name}\n{path.read_text()}" for path in texts)
+
+
+def wait_for_step(slurm: Cluster, submitted: tuple[str, Path], step: int) -> None:
+    number, run = submitted
+    slurm.until(lambda: any(each["step"] >= step for each in metrics(run)), 90, lambda: said(slurm, number))
+
+
+def stops(run: Path) -> list[str]:
+    return [event["by"] for event in read_events(run / "events.jsonl") if event["kind"] == "stopped"]
+
+
+def same(run: Path, other: Path) -> bool:
+    return metrics(run) == metrics(other) and state_bytes(run, STEPS) == state_bytes(other, STEPS)
+
+
+@pytest.mark.parametrize("by", ["torchrun", "srun"])
+def test_a_preempted_job_saves_is_requeued_and_goes_on_bit_for_bit(slurm: Cluster, undisturbed: Path, by: str) -> None:
+    submitted = submit(slurm, f"preempted-{by}", by=by)
+    wait_for_step(slurm, submitted, 8)
+    urgent = ["-p", "high", "--nodes=2", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 1"]
+    slurm.wait(slurm("sbatch", "--parsable", *urgent), "COMPLETED")
+    run = finish(slurm, submitted)
+    assert stops(run) in (["SIGTERM"], ["a signal to another rank"])
+    assert slurm.job(submitted[0])["Restarts"] == "1"
+    assert same(run, undisturbed), said(slurm, submitted[0])
+
+
+def test_a_job_that_runs_out_of_time_saves_and_comes_again(slurm: Cluster, undisturbed: Path) -> None:
+    """Samples of text after each step make it last longer than its minute."""
+    options = ("--time=1", "--signal=B:USR1@30")
+    submitted = submit(slurm, "limited", "train.sample_interval=1", options=options)
+    run = finish(slurm, submitted)
+    assert stops(run)
+    assert int(slurm.job(submitted[0])["Restarts"]) == len(stops(run))
+    assert "requeued:" in said(slurm, submitted[0])
+    assert same(run, undisturbed), said(slurm, submitted[0])
+
+
+@pytest.mark.parametrize("by", ["torchrun", "srun"])
+def test_a_cancelled_job_is_saved_and_does_not_come_again(slurm: Cluster, undisturbed: Path, by: str) -> None:
+    submitted = submit(slurm, f"cancelled-{by}", by=by)
+    wait_for_step(slurm, submitted, 8)
+    slurm("scancel", submitted[0])
+    job = slurm.wait(submitted[0], "CANCELLED", "PENDING", "COMPLETED", "FAILED")
+    assert (job["JobState"], job["Restarts"]) == ("CANCELLED", "0"), said(slurm, submitted[0])
+    step = max(each["step"] for each in metrics(submitted[1]))
+    assert state_bytes(submitted[1], step)
+    assert same(finish(slurm, submit(slurm, f"cancelled-{by}", by=by)), undisturbed)
+
+
+def test_an_array_trains_a_run_for_each_line_of_its_file(slurm: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    points = slurm.folder / "points.txt"
+    runs = [slurm.folder / f"array {lr}" for lr in ("1e-3", "2e-3", "3e-3")]
+    points.write_text("".join(f"optimizer.lr={run.name.split()[1]} 'run_dir={run}'\n" for run in runs))
+    monkeypatch.setitem(slurm.environment, "POINTS", str(points))
+    number, _ = submit(slurm, "unused", "train.steps=4", "parallel.pp=1", options=("--array=1-3", "--nodes=1"))
+    page = slurm.folder / "comparison.html"
+    compare = f"{sys.executable} scripts/report.py {' '.join(repr(str(run)) for run in runs)} --out {page}"
+    after = ["--dependency", f"afterok:{number}", f"--chdir={ROOT}", f"--output={slurm.folder}/%x-%j.out", "--wrap"]
+    report = slurm("sbatch", "--parsable", *after, compare)
+    slurm.until(lambda: slurm.job(report)["JobState"] == "COMPLETED", 180, lambda: said(slurm, report))
+    assert [len({each["step"] for each in metrics(run)}) for run in runs] == [4, 4, 4]
+    assert all(run.name in page.read_text() for run in runs)
