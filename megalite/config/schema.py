@@ -50,7 +50,9 @@ class MoEConfig:
         0.0, "score=sigmoid: step of the biases that balance the choice without a loss; 0: none", at_least=0
     )
     capacity_factor: float | None = setting(
-        None, "an expert takes so many times its even share of a microbatch and drops the rest; null: all", above=0
+        None,
+        "in training an expert takes so many times its even share of a microbatch, and drops the rest; null: all",
+        above=0,
     )
     dispatcher: str = setting(
         "alltoall", "each rank sends rows to the experts' ranks, or all rows to all", choices=("alltoall", "allgather")
