@@ -86,7 +86,8 @@ def test_types_are_judged_by_the_precision_that_the_device_chooses(monkeypatch: 
     asked = with_values(Config(device="cpu"), {"optimizer.gradient_dtype": "bf16"})
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
     assert start(asked, ProcessEnvironment()).dtype == torch.bfloat16
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    for instructions in ("amx_tile", "avx512_bf16"):
+        monkeypatch.setattr(torch.cpu, f"_is_{instructions}_supported", lambda: False)
     with pytest.raises(UserError, match=r"optimizer\.gradient_dtype='bf16'.*precision=auto, which is fp32 here"):
         start(asked, ProcessEnvironment())
 

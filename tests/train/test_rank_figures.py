@@ -5,7 +5,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -62,7 +61,7 @@ def _slow_third_rank(context: ParallelContext, config: Config) -> int | str:
     return _outcome(context, config)
 
 
-def test_a_run_names_its_slow_rank(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_names_its_slow_rank(tmp_path: Path) -> None:
     config = config_for(write_text(tmp_path / "text.txt"), tmp_path / "run", global_batch_size=6)
     assert run_on(ParallelLayout(dp=3), config, _slow_third_rank) == [0, 0, 0]
     events = list(read_events(tmp_path / "run" / "events.jsonl"))
@@ -70,7 +69,8 @@ def test_a_run_names_its_slow_rank(tmp_path: Path, capfd: pytest.CaptureFixture[
     assert (first["rank"], first["step"]) == (2, 8)  # the first moment with steps enough to judge by
     assert first["times"] > SLOW
     assert 0.2 < first["share"] < 1, "it sleeps most of a step of a small model"
-    assert re.search(r"rank 2 on \S+ computes \S+ times .*, which costs \d+", " ".join(capfd.readouterr().out.split()))
+    log = (tmp_path / "run" / "logs" / "rank-00000.log").read_text()
+    assert re.search(r"step 8: rank 2 on \S+ computes \S+ times .*, which costs \d+", log)
     ranks = [event for event in events if event["kind"] == "ranks"]
     assert [event["step"] for event in ranks] == [4, 8, 12]
     assert all(len(event["memory_gib"]) == 3 and min(event["memory_gib"]) > 0.05 for event in ranks)
