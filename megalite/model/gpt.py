@@ -97,14 +97,13 @@ class GPT(nn.Module):
         if self.embeds or (self.has_loss and model.tie_embeddings):
             positions = self.embeds and model.position == "learned"
             self.embedding = Embedding(model, place, positions=positions)
-        self.blocks = nn.ModuleDict(
-            {
-                str(layer): MoEBlock(model, place, expert_ranks, modules, context)
-                if model.has_experts(layer)
-                else Block(model, place, modules, context)
-                for layer in layers
-            }
-        )
+
+        def block(layer: int) -> AttentionBlock:
+            if model.has_experts(layer):
+                return MoEBlock(model, place, expert_ranks, modules, context)
+            return Block(model, place, modules, context)
+
+        self.blocks = nn.ModuleDict({str(layer): block(layer) for layer in layers})
         width = 2 * model.moe.num_experts + AFTER_COUNTS
         self.router_figures = torch.zeros(len(self.routers), width, dtype=torch.float64, device=device)
         if self.has_loss:
@@ -122,9 +121,9 @@ class GPT(nn.Module):
             # What inductor reorders for memory, or leaves where autograd put it, finishes each collective of backward
             # before it starts the products that would hide it.
             options: dict[str, Any] | None = None if tp is None else OVERLAPPED
-            for block in self.blocks.values():
-                assert isinstance(block, AttentionBlock)
-                block.compile_parts(options)
+            for each in self.blocks.values():
+                assert isinstance(each, AttentionBlock)
+                each.compile_parts(options)
 
     @property
     def routers(self) -> dict[int, Router]:
@@ -239,7 +238,7 @@ class GPT(nn.Module):
             mask=self._attention_mask(batch, x) if batch.plan is None else None,
             scores=None if batch.plan is None else SequenceScores(batch.plan, batch.documents),
             kernels=self.kernels,
-            masks=TokenMasks.of(batch, scale, self.sharing, self.place.sequence) if self.routers else None,
+            masks=self._token_masks(batch, scale) if self.routers else None,
         )
         figures: list[Tensor] = []
         for name, block in self.blocks.items():
@@ -264,6 +263,10 @@ class GPT(nn.Module):
         if figures and self.training and torch.is_grad_enabled():
             self.router_figures += torch.stack(figures)
         return x
+
+    def _token_masks(self, batch: Batch, scale: Tensor | None) -> TokenMasks:
+        ordered = self.config.moe.capacity_factor is not None and self.training
+        return TokenMasks.of(batch, scale, self.sharing, self.place.sequence, ordered=ordered)
 
     def _attention_mask(self, batch: Batch, x: Tensor) -> Any:
         shape, dropout = (len(batch.tokens), batch.length), self.config.attention_dropout or 0.0

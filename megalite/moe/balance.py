@@ -43,14 +43,20 @@ class TokenMasks:
 
     @classmethod
     def of(
-        cls, batch: Batch, scale: Tensor | None, sequence: TensorGroup | None, split: TensorGroup | None = None
+        cls,
+        batch: Batch,
+        scale: Tensor | None,
+        sequence: TensorGroup | None,
+        split: TensorGroup | None = None,
+        *,
+        ordered: bool = False,
     ) -> "TokenMasks":
         """`split`: the ranks that divide the batch's tokens once more (sequence parallelism). With a `scale` a sequence
-        of which nothing counts is padding."""
+        of which nothing counts is padding. `ordered`: the order of the tokens is asked for, by capacities: a gather."""
         scored, places, order = batch.loss_mask.t(), batch.places, None  # [n, b], [n]
         if split is not None:
             scored, places = (part.chunk(split.size)[split.index] for part in (scored, places))
-        if sequence is not None and len(batch.places) < batch.length:
+        if ordered and sequence is not None and len(batch.places) < batch.length:
             order = finish(start_all_gather(places, sequence)).argsort()
         real, routed = torch.ones_like(batch.counted, dtype=torch.bool), None
         if scale is not None:

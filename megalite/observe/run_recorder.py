@@ -33,12 +33,15 @@ class RunRecorder:
         self._terminal = Terminal(sys.stdout, interactive=sys.stdout.isatty(), enabled=context.rank == 0)
         self._chronicle: Chronicle | None = None
         self._log = logging.Logger("before the run folder is known", level=logging.CRITICAL)
+        self._early: list[str] = []  # notes until then
         self._began = time.perf_counter()
         self._hosts: list[str] = []  # by rank
         self._known_slow: set[int] = set()  # ranks that the terminal has named
         self.preparing = self._terminal.preparing
 
     def note(self, text: str) -> None:
+        if not self._log.isEnabledFor(logging.INFO):
+            self._early.append(text)
         self._log.info("%s", text)
         self._terminal.note(text)
 
@@ -47,6 +50,8 @@ class RunRecorder:
     def open(self, job: Job) -> None:
         self._job = job
         self._log = open_log(job.folder.path, job.context)
+        for text in self._early:
+            self._log.info("%s", text)
         if job.context.rank == 0:
             self._chronicle = Chronicle(job, self.note)
         self._began = time.perf_counter()

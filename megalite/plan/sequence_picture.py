@@ -40,7 +40,8 @@ def figure_of(ring: int, title: str) -> "Figure":
     about = "rows: pieces of queries; columns: pieces of keys; the number is the step in which the keys are there"
     figure, axes = page([title, about], pieces * SQUARE, pieces * SQUARE, beside=(0.9, 0.2), below=0.9)
     axes.set(xlim=(0, pieces), ylim=(pieces, 0))
-    for (row, column), (block, step) in steps_of(ring).items():
+    steps = steps_of(ring)
+    for (row, column), (block, step) in steps.items():
         colour = COLOURS[block % len(COLOURS)]
         corner = (column, row)
         axes.add_patch(Rectangle(corner, 1, 1, facecolor=mixed(colour, "white", 0.55), edgecolor="white"))
@@ -48,7 +49,7 @@ def figure_of(ring: int, title: str) -> "Figure":
             axes.add_patch(Rectangle(corner, 1, 1, fill=False, edgecolor=colour, hatch="///", linewidth=0))
         axes.text(column + 0.5, row + 0.5, str(step), ha="center", va="center_baseline", size=9, color=INK)
     for piece in range(pieces):
-        holder = steps_of(ring)[piece, piece][0]
+        holder, _ = steps[piece, piece]
         axes.text(-0.15, piece + 0.5, f"piece {piece}, block {holder}", ha="right", va="center", size=7, color=GREY)
     blocks = [Patch(label=f"block {block}", facecolor=COLOURS[block % len(COLOURS)]) for block in range(ring)]
     legend(figure, blocks[:8], "Hatched: half of it counts.")

@@ -1,0 +1,27 @@
+"""What a run on ranks that share sequences tells of it."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from megalite.layout.ranks import ParallelLayout
+from tests.train.runs import write_text
+from tests.train.test_run import config_for, run_on, train_on_rank
+
+
+def test_a_run_tells_its_exchange_its_cuts_and_how_long_it_waited_for_keys(tmp_path: Path) -> None:
+    config = config_for(write_text(tmp_path / "text.txt"), tmp_path / "run", seq_length=64)
+    config.parallel = replace(config.parallel, cp=2, cp_comm="ring")
+    config.model = replace(config.model, attention_dropout=0.0)  # a ring has no whole rows of probabilities
+    config.data = replace(config.data, cross_document_attention=False)
+    assert run_on(ParallelLayout(cp=2), config, train_on_rank) == [0, 0]
+    log = (tmp_path / "run" / "logs" / "rank-00000.log").read_text()
+    assert "the 2 ranks of a sequence exchange keys by ring: as set" in log
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    microbatches = config.train.global_batch_size // (config.train.micro_batch_size or 1)
+    assert steps
+    for line in steps:
+        assert sum(line["cuts"].values()) == microbatches
+        assert {*line["cuts"]} <= {"zigzag", "stripes"}
+        assert line["time_split"]["exchange"] > 0
