@@ -2,9 +2,10 @@
 
 A collective that a rank does not join fails on the others, who know neither who it is nor what it does instead, and a
 rank may hang without any collective. So a thread of each rank watches its main thread. When half of the time is up
-without progress it opens a connection of its own to the store where the ranks met. The first rank whose time is up asks
-there, and every rank that can still answer says what it does and where its code stands. One of them writes the report,
-then all end. Ranks that do not answer are the report's most important line.
+without progress it opens a connection of its own to the store where the ranks met. The first rank whose time is up
+calls the roll there, and every rank that can still answer says what it does and where its code stands. One of them
+writes the report, then all end. Ranks that do not answer are the report's most important line. Only where all answer
+that they are in a save, whose disk may take its time, do they go on.
 
 A process that was stopped as a whole (a suspended job, a laptop's lid) has not waited meanwhile: each look counts as
 two intervals at most.
@@ -33,6 +34,7 @@ from megalite.launch.rendezvous import listed, wait_until
 
 REPORT_S = 10.0  # from the end of the patience until the process ends, at most
 HUNG = 1  # exit status
+SAVING = "in a save"
 FRAMES = 4  # of a stack, in the report's summary
 PACKAGE = str(Path(__file__).parents[1])
 
@@ -40,8 +42,8 @@ PACKAGE = str(Path(__file__).parents[1])
 class Watchdog:
     """Context manager: meanwhile the calling thread must make progress.
 
-    `doing` gives what changes with any progress, and words for it; None while waiting is no fault (for a disk).
-    `patience_s` is asked at each look. The report goes to stderr and into `folder`. Does nothing in a world of one.
+    `doing` gives what changes with any progress, and words for it; None in a save. `patience_s` is asked at each look.
+    The report goes to stderr and into `folder`. Does nothing in a world of one.
     """
 
     def __init__(
@@ -76,40 +78,52 @@ class Watchdog:
             if self._idle_s > self._patience_s() / 2 and not talker.is_alive():
                 talker = threading.Thread(target=self._talk, name="watchdog's words", daemon=True)
                 talker.start()
-            if at is not None and self._idle_s > self._patience_s() + REPORT_S:
+            if self._idle_s > self._patience_s() + REPORT_S:
                 finding = "the place where the ranks met (rank 0, or torchrun) does not answer"
                 self._write(finding, {self._context.rank: self._word()})
                 self._exit()
 
     def _talk(self) -> None:
-        """Ask the others if nothing goes on for too long here, answer when one of them asks."""
+        """Call the roll if nothing goes on for too long here; answer when one of the others does."""
         assert self._context.store is not None
         with suppress(DistError):  # then `_watch` has the last word
             store = self._context.store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
-            while (half := self._patience_s() / 2) < self._idle_s and not self._over.is_set():
-                if self._idle_s > 2 * half and self._doing() is not None:
-                    store.set("hang/asked", "")
-                if store.check(["hang/asked"]):
-                    self._report(store)
-                time.sleep(min(0.5, half / 10))
+            while (patience_s := self._patience_s()) < 2 * self._idle_s and not self._over.is_set():
+                call = int(store.compare_set("hang/call", "", "0"))  # the newest; 0: none yet
+                if call and not store.check([f"hang/{call}/verdict"]):
+                    self._answer(store, call)
+                elif self._idle_s > patience_s:
+                    store.compare_set("hang/call", str(call), str(call + 1))
+                time.sleep(min(0.5, patience_s / 20))
 
-    def _report(self, store: Store) -> None:
-        """Leave this rank's word; end when one rank has told of all."""
-        rank, size = self._context.rank, self._context.world_size
-        store.set(f"hang/{rank}", json.dumps(self._word()))
-        if store.add("hang/words", 1) == 1:
-            wait_until(lambda: store.add("hang/words", 0) == size, time.monotonic() + REPORT_S / 2)
-            words = {at: json.loads(store.get(f"hang/{at}")) for at in range(size) if store.check([f"hang/{at}"])}
-            silent = [at for at in range(size) if at not in words]
-            finding = _silence(silent) if silent else "all ranks answer"
-            self._write(finding, words)
-            # For failure_report.py: the first rank to end breaks the collectives of others.
-            store.compare_set("failure/cause", "", f"no progress within parallel.timeout_s; {finding}")
-            store.set("hang/told", "")
+    def _answer(self, store: Store, call: int) -> None:
+        """Leave this rank's word; end, or go on, as the first one to answer has judged."""
+        rank, key = self._context.rank, f"hang/{call}"
+        store.set(f"{key}/{rank}", json.dumps(self._word()))
+        if store.add(f"{key}/words", 1) == 1:
+            store.set(f"{key}/verdict", self._judge(store, key))
         with suppress(DistError):  # rank 0 has ended, and the store with it
-            wait_until(lambda: store.check(["hang/told"]), time.monotonic() + REPORT_S)
-            time.sleep(1.0 if rank == 0 else 0.0)  # the store may live in this process: the others read, too
+            if wait_until(lambda: store.check([f"{key}/verdict"]), time.monotonic() + REPORT_S):
+                if not store.get(f"{key}/verdict"):
+                    self._idle_s = 0.0
+                    return
+                time.sleep(1.0 if rank == 0 else 0.0)  # the store may live in this process: the others read, too
         self._exit()
+
+    def _judge(self, store: Store, key: str) -> str:
+        """Wait for the words of all and report; empty where all are in a save."""
+        size, patience_s = self._context.world_size, self._patience_s()
+        wait_until(lambda: store.add(f"{key}/words", 0) == size, time.monotonic() + REPORT_S / 2)
+        words = {at: json.loads(store.get(f"{key}/{at}")) for at in range(size) if store.check([f"{key}/{at}"])}
+        silent = [at for at in range(size) if at not in words]
+        if not silent and all(word["doing"] == SAVING or word["idle_s"] < patience_s for word in words.values()):
+            to_stderr(f"megalite: no progress for {patience_s:g} s, and all ranks answer: the disk of a save is slow")
+            return ""
+        finding = _silence(silent) if silent else "all ranks answer"
+        self._write(finding, words)
+        # For failure_report.py: the first rank to end breaks the collectives of others.
+        store.compare_set("failure/cause", "", f"no progress within parallel.timeout_s; {finding}")
+        return finding
 
     def _word(self) -> dict[str, Any]:
         """What this rank does, and where its threads are."""
@@ -123,7 +137,7 @@ class Watchdog:
         return {
             "host": socket.gethostname(),
             "pid": os.getpid(),
-            "doing": doing[1] if doing else "waits for a disk",
+            "doing": doing[1] if doing else SAVING,
             "idle_s": round(self._idle_s, 1),
             "collective": _newest_collective(),
             "stacks": stacks,
