@@ -43,7 +43,7 @@ class Watchdog:
     """Context manager: meanwhile the calling thread must make progress.
 
     `doing` gives what changes with any progress, and words for it; None in a save. `patience_s` is asked at each look.
-    The report goes to stderr and into `folder`. Does nothing in a world of one.
+    The report goes to stderr and into `folder`. `hosts`: where each rank runs. Does nothing in a world of one.
     """
 
     def __init__(
@@ -52,8 +52,10 @@ class Watchdog:
         doing: Callable[[], tuple[object, str] | None],
         patience_s: Callable[[], float],
         folder: Path,
+        hosts: Sequence[str],
     ) -> None:
-        self._context, self._doing, self._patience_s, self._folder = context, doing, patience_s, folder
+        self._context, self._doing, self._patience_s = context, doing, patience_s
+        self._folder, self._hosts = folder, hosts
         self._watched = threading.get_ident()
         self._over, self._idle_s = threading.Event(), 0.0
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -79,7 +81,8 @@ class Watchdog:
                 talker = threading.Thread(target=self._talk, name="watchdog's words", daemon=True)
                 talker.start()
             if self._idle_s > self._patience_s() + REPORT_S:
-                finding = "the place where the ranks met (rank 0, or torchrun) does not answer"
+                met = f"rank 0 on {self._hosts[0]}, or its torchrun"
+                finding = f"the place where the ranks met ({met}) does not answer"
                 self._write(finding, {self._context.rank: self._word()})
                 self._exit()
 
@@ -119,7 +122,7 @@ class Watchdog:
         if not silent and all(word["doing"] == SAVING or word["idle_s"] < patience_s for word in words.values()):
             to_stderr(f"megalite: no progress for {patience_s:g} s, and all ranks answer: the disk of a save is slow")
             return ""
-        finding = _silence(silent) if silent else "all ranks answer"
+        finding = _silence(silent, self._hosts) if silent else "all ranks answer"
         self._write(finding, words)
         # For failure_report.py: the first rank to end breaks the collectives of others.
         store.compare_set("failure/cause", "", f"no progress within parallel.timeout_s; {finding}")
@@ -173,10 +176,12 @@ def summary(words: Mapping[int, Mapping[str, Any]]) -> list[str]:
     return lines
 
 
-def _silence(ranks: Sequence[int]) -> str:
+def _silence(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    where = ", ".join(dict.fromkeys(hosts[rank] for rank in ranks[:8]))
     if len(ranks) > 1:
-        return f"no answer from ranks {listed(ranks)}: they are stopped, gone with their hosts, or hold Python's lock"
-    return f"no answer from rank {ranks[0]}: it is stopped, gone with its host, or holds Python's lock"
+        why = "stopped, gone with their hosts, or they hold Python's lock"
+        return f"no answer from ranks {listed(ranks)} on {where}: {why}"
+    return f"no answer from rank {ranks[0]} on {where}: stopped, gone with its host, or it holds Python's lock"
 
 
 def _lines(stack: traceback.StackSummary) -> list[str]:

@@ -107,7 +107,7 @@ def _train_to_the_end(job: Job, stop: StopRequest, recorder: Recorder, saver: Sa
     gc.freeze()
     gc.disable()
     try:
-        with Watchdog(job.context, loop.doing, loop.patience_s, job.folder.path / "logs"):
+        with Watchdog(job.context, loop.doing, loop.patience_s, job.folder.path / "logs", hosts):
             loop.run()
     except (TrainingStoppedError, ReplicaMismatchError) as error:  # known to all ranks, and said in full
         saver.close()
