@@ -24,7 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]  # not public
+from torch._C import _distributed_c10d as c10d  # of the flight recorders torch has nothing public
 from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
@@ -83,7 +83,7 @@ class Watchdog:
             if self._idle_s > self._patience_s() + REPORT_S:
                 met = f"rank 0 on {self._hosts[0]}, or its torchrun"
                 finding = f"the place where the ranks met ({met}) does not answer"
-                self._write(finding, {self._context.rank: self._word()})
+                self._write(finding, {self._context.rank: self._word(None)})  # a recorder may be what hangs
                 self._exit()
 
     def _talk(self) -> None:
@@ -102,7 +102,7 @@ class Watchdog:
     def _answer(self, store: Store, call: int) -> None:
         """Leave this rank's word; end, or go on, as the first one to answer has judged."""
         rank, key = self._context.rank, f"hang/{call}"
-        store.set(f"{key}/{rank}", json.dumps(self._word()))
+        store.set(f"{key}/{rank}", json.dumps(self._word(_newest_collective())))
         if store.add(f"{key}/words", 1) == 1:
             store.set(f"{key}/verdict", self._judge(store, key))
         with suppress(DistError):  # rank 0 has ended, and the store with it
@@ -128,7 +128,7 @@ class Watchdog:
         store.compare_set("failure/cause", "", f"no progress within parallel.timeout_s; {finding}")
         return finding
 
-    def _word(self) -> dict[str, Any]:
+    def _word(self, collective: str | None) -> dict[str, Any]:
         """What this rank does, and where its threads are."""
         frames, names = sys._current_frames(), {thread.ident: thread.name for thread in threading.enumerate()}
         doing = self._doing()
@@ -142,7 +142,7 @@ class Watchdog:
             "pid": os.getpid(),
             "doing": doing[1] if doing else SAVING,
             "idle_s": round(self._idle_s, 1),
-            "collective": _newest_collective(),
+            "collective": collective,
             "stacks": stacks,
         }
 
@@ -161,7 +161,7 @@ class Watchdog:
 
 def summary(words: Mapping[int, Mapping[str, Any]]) -> list[str]:
     """A line for all ranks that do the same at the same place: those who differ from the rest stand out."""
-    places: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    places: dict[tuple[str, str | None, str], list[int]] = defaultdict(list)
     for rank, word in words.items():
         stack = word["stacks"].get("main", [])
         own = [line for line in stack if line.startswith("megalite/")] or stack
@@ -191,11 +191,14 @@ def _lines(stack: traceback.StackSummary) -> list[str]:
 
 
 def _newest_collective() -> str:
-    """The collective that this rank began last, by torch's flight recorder; empty where that is switched off."""
-    trace = json.loads(_dump_fr_trace_json())
-    if not (entries := trace.get("entries")):
+    """The collective that this rank began last, by torch's flight recorders: NCCL's, and that of all else. Empty where
+    they are switched off."""
+    entries: list[dict[str, Any]] = []
+    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
+        if dump := getattr(c10d, name, None):
+            entries += json.loads(dump()).get("entries", [])
+    if not entries:
         return ""
-    newest = max(entries, key=lambda entry: entry["record_id"])
-    group = newest["process_group"][1]
+    newest = max(entries, key=lambda entry: entry["time_created_ns"])
     number = newest["p2p_seq_id" if newest["is_p2p"] else "collective_seq_id"]
-    return f"{newest['profiling_name']} number {number} of group {group}"
+    return f"{newest['profiling_name']} number {number} of group {newest['process_group'][1]}"
