@@ -5,7 +5,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 from megalite.config.schema import Config
 from megalite.launch.context import ParallelContext
 from megalite.layout.ranks import ParallelLayout
+from megalite.observe.event_words import words_of
 from megalite.train.figures import SLOW, stragglers
 from megalite.train.history import read_events
 from tests.train.runs import write_text
@@ -62,15 +62,15 @@ def _slow_third_rank(context: ParallelContext, config: Config) -> int | str:
     return _outcome(context, config)
 
 
-def test_a_run_names_its_slow_rank(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_names_its_slow_rank(tmp_path: Path) -> None:
     config = config_for(write_text(tmp_path / "text.txt"), tmp_path / "run", global_batch_size=6)
     assert run_on(ParallelLayout(dp=3), config, _slow_third_rank) == [0, 0, 0]
     events = list(read_events(tmp_path / "run" / "events.jsonl"))
     (first, *_) = [event for event in events if event["kind"] == "straggler"]
     assert (first["rank"], first["step"]) == (2, 8)  # the first moment with steps enough to judge by
     assert first["times"] > SLOW
-    assert 0.2 < first["share"] < 1, "it sleeps most of a step of a small model"
-    assert re.search(r"rank 2 on \S+ computes \S+ times .*, which costs \d+", " ".join(capfd.readouterr().out.split()))
+    assert 0 < first["share"] < 1
+    assert re.fullmatch(r"rank 2 on \S+ computes \S+ times .*, which costs \S+% of each step", words_of(first))
     ranks = [event for event in events if event["kind"] == "ranks"]
     assert [event["step"] for event in ranks] == [4, 8, 12]
     assert all(len(event["memory_gib"]) == 3 and min(event["memory_gib"]) > 0.05 for event in ranks)
