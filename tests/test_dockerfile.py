@@ -6,6 +6,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml  # type: ignore[import-untyped]
+from torch.distributed.run import get_args_parser
+
+from megalite.config.compose import load_config
 
 ROOT = Path(__file__).parents[1]
 REHEARSAL = ROOT / "tests" / "cluster" / "dockerfile_steps.sh"
@@ -50,3 +54,18 @@ def test_what_is_copied_is_there_and_not_ignored(steps: list[tuple[str, str]]) -
 def test_no_environment_and_no_result_gets_into_the_image() -> None:
     ignored = (ROOT / ".dockerignore").read_text().split()
     assert {".git", ".venv", "runs", "**/__pycache__"} <= set(ignored)
+
+
+def test_compose_starts_one_job_on_two_nodes() -> None:
+    services = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
+    words = {name: [*service["entrypoint"], *service["command"]] for name, service in services.items()}
+    assert words["node0"] == words["node1"], "nodes of an elastic rendezvous are equal"
+    script = words["node0"].index("pretrain_gpt.py")
+    job = get_args_parser().parse_args(words["node0"][1:])
+    assert (job.nnodes, job.nproc_per_node) == ("2", "2")
+    assert job.rdzv_endpoint.partition(":")[0] in {service["hostname"] for service in services.values()}
+    config = load_config(words["node0"][script + 1 :], 4)
+    folders = [volume.partition(":")[2] for volume in services["node0"]["volumes"]]
+    assert config.run_dir == str(Path.cwd() / "runs" / "compose")
+    assert folders == ["/megalite/runs", "/cache"], "where the image writes runs and tokens"
+    assert services["node1"]["volumes"] == services["node0"]["volumes"]

@@ -21,7 +21,10 @@ _FREE_IN_MODEL = (
 _NUM_EXPERTS = "model.moe.num_experts"
 _LENGTH, _RAMP, _SCALING = "train.seq_length", "train.batch_ramp", "model.rope_scaling_factor"
 _FIXED = ("seed", "data.validation_fraction", "data.weights", "optimizer.moment_dtype")
-_UNREMARKABLE = ("run_dir", "run_name", "resume", "checkpoint.init_from", "launch.status_file", "train.max_minutes")
+_UNREMARKABLE = (
+    *("run_dir", "run_name", "resume", "checkpoint.init_from"),
+    *("launch.preflight", "launch.status_file", "train.max_minutes"),
+)
 
 
 def compare(saved: Mapping[str, Any], current: Mapping[str, Any]) -> tuple[list[Problem], list[str]]:

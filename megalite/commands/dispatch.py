@@ -16,6 +16,8 @@ COMMANDS = {  # name: the module whose `main` it is, and what it does
     "export": ("export", "a run as a folder that transformers loads"),
     "report": ("report", "draw the report of a run, or compare several"),
     "verify": ("verify", "whether a layout trains like one process"),
+    "preflight": ("preflight", "measure the nodes of a job, and name those that are slow or wrong"),
+    "faults": ("faults", "whether runs that are killed, stopped and damaged at random end as others do"),
     "plan ranks": ("ranks", "who talks to whom in a layout"),
     "plan schedule": ("schedule", "who computes which microbatch when in a pipeline"),
     "plan sequence": ("sequence", "who holds which part of a sequence, and computes which scores when"),

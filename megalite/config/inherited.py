@@ -19,7 +19,7 @@ from megalite.config.settings import flat, yaml_value
 from megalite.config.user_files import read_yaml, refusing
 
 DERIVED = "derived"  # key of a run's config.yaml: the settings in it that nobody gave
-OF_ONE_START = ("run_dir", "resume", "launch.status_file", "train.max_minutes")
+OF_ONE_START = ("run_dir", "resume", "launch.preflight", "launch.status_file", "train.max_minutes")
 
 
 def of_run(tree: DictConfig, named: Set[str]) -> list[str]:

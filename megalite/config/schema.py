@@ -299,6 +299,7 @@ class LogConfig:
 class LaunchConfig:
     """What schedulers and their scripts need of a start (docs/clusters.md)."""
 
+    preflight: bool = setting(False, "measure all nodes before training, and name those that are slow or wrong")
     status_file: str | None = setting(None, "where rank 0 writes what has become of this start; null: nowhere")
 
 

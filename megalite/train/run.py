@@ -5,6 +5,7 @@ import socket
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -17,6 +18,7 @@ from megalite.launch.agreement import together
 from megalite.launch.context import ParallelContext
 from megalite.launch.environment import ProcessEnvironment
 from megalite.launch.failure_report import find_cause
+from megalite.launch.preflight import preflight, table
 from megalite.launch.signals import StopRequest
 from megalite.launch.watchdog import Watchdog
 from megalite.train.build import ReadWeights, start
@@ -52,6 +54,8 @@ def run(
     status: StatusFile | None = None
     failed = False
     try:
+        if config.launch.preflight:
+            _look_at_nodes(config, context, recorder)
         data = open_training_data(config, context, environment, preparation, recorder.preparing)
         with private_files():
             job = build_job(config, context, data, read_weights, recorder.note)
@@ -87,6 +91,14 @@ def run(
         context.close(failed=failed)
 
 
+def _look_at_nodes(config: Config, context: ParallelContext, recorder: Recorder) -> None:
+    """Measure the nodes; rank 0 tells."""
+    assert config.run_dir is not None, "derive() fills it in"
+    there = next(folder for folder in Path(config.run_dir).parents if folder.is_dir())
+    for line in table(preflight(context, there)):
+        recorder.note(f"preflight: {line}")
+
+
 def _train_to_the_end(job: Job, stop: StopRequest, recorder: Recorder, saver: Saver, told: StatusFile) -> int:
     hosts = [host for (host,) in job.context.gather_json([socket.gethostname()])]
     recorder.run_started(hosts)
@@ -95,7 +107,7 @@ def _train_to_the_end(job: Job, stop: StopRequest, recorder: Recorder, saver: Sa
     gc.freeze()
     gc.disable()
     try:
-        with Watchdog(job.context, loop.doing, loop.patience_s, job.folder.path / "logs"):
+        with Watchdog(job.context, loop.doing, loop.patience_s, job.folder.path / "logs", hosts):
             loop.run()
     except (TrainingStoppedError, ReplicaMismatchError) as error:  # known to all ranks, and said in full
         saver.close()

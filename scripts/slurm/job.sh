@@ -24,6 +24,17 @@ export MASTER_ADDR=${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST
 port=$((12000 + SLURM_JOB_ID * 31 % 20000))
 ranks_per_node=${RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}
 
+# Of more nodes than the run needs, $TRAIN_NODES train: the best by the preflight.
+nodes=()
+if [ -n "${TRAIN_NODES-}" ]; then
+    read -r -a look_in <<<"${RUN_IN-}"
+    looks=(--overcommit --ntasks "$((SLURM_NNODES * ranks_per_node))" --ntasks-per-node "$ranks_per_node")
+    list=$(srun "${looks[@]}" ${look_in[@]+"${look_in[@]}"} python scripts/preflight.py --keep "$TRAIN_NODES" |
+        tail -n 1) || echo "preflight: not all of $list are well" >&2
+    nodes=(--nodes "$TRAIN_NODES" --ntasks "$((TRAIN_NODES * SLURM_NTASKS_PER_NODE))" --nodelist "$list")
+    export SLURM_NNODES=$TRAIN_NODES MASTER_ADDR=${list%%,*}
+fi
+
 warned=
 warn() { # the ranks alone, not this shell
     warned=yes

@@ -1,6 +1,7 @@
 """Jobs of a real SLURM end as people expect: what is preempted, runs out of time or is cancelled has lost nothing."""
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -140,3 +141,24 @@ def test_an_array_trains_a_run_for_each_line_of_its_file(slurm: Cluster, monkeyp
     slurm.until(lambda: slurm.job(report)["JobState"] == "COMPLETED", 180, lambda: said(slurm, report))
     assert [len({each["step"] for each in metrics(run)}) for run in runs] == [4, 4, 4]
     assert all(run.name in page.read_text() for run in runs)
+
+
+def test_of_more_nodes_than_are_needed_the_best_train(slurm: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(slurm.environment, "TRAIN_NODES", "1")
+    submitted = submit(slurm, "spare", "train.steps=4", "parallel.pp=1")
+    run = finish(slurm, submitted)
+    log = said(slurm, submitted[0])
+    assert re.search(r"node +matmul.*\nn0 .*\nn1 ", log), log
+    assert len(read_events(run / "events.jsonl")[0]["hosts"]) == 2, "of the two ranks of one node"
+
+
+def test_submitit_places_the_points_of_a_sweep(slurm: Cluster) -> None:
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="needs hydra-submitit-launcher")
+    folder = slurm.folder / "submitit"
+    words = [word for word in overrides(slurm.folder, "", "train.steps=4") if not word.startswith("run_dir")]
+    words += ["seed=1,2", f"run_dir='{folder}/s${{seed}}'", f"hydra.sweep.dir={folder}/sweep"]
+    command = [sys.executable, str(ROOT / "pretrain_gpt.py"), "--multirun", "hydra/launcher=submitit_slurm", *words]
+    done = subprocess.run(command, env=slurm.environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [metrics(folder / f"s{seed}")[-1]["step"] for seed in (1, 2)] == [4, 4]
+    assert (folder / "sweep" / "comparison.html").is_file()

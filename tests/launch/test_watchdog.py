@@ -1,6 +1,8 @@
 """Ranks that make no progress end, with a report of where each stands. Ranks that do, or wait for a disk, go on."""
 
 import json
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -29,7 +31,7 @@ def waits_for_a_lock_that_nobody_frees() -> None:
 def _hang(context: ParallelContext, folder: Path, holds_lock: bool) -> None:
     """Rank 1 hangs without a collective; the others wait for it in one."""
     watchdog.REPORT_S = 3.0
-    with Watchdog(context, lambda: (7, f"step 7 of rank {context.rank}"), lambda: PATIENCE_S, folder):
+    with Watchdog(context, lambda: (7, f"step 7 of rank {context.rank}"), lambda: PATIENCE_S, folder, ["here"] * 3):
         if context.rank == 1 and holds_lock:
             pattern = "a" * 40
             __import__("re").match("(a+)+$", pattern + "b")  # for ever, without a look at who else wants to run
@@ -63,10 +65,25 @@ def test_every_rank_says_where_it_stands(tmp_path: Path, capfd: pytest.CaptureFi
 
 def test_a_rank_that_cannot_answer_is_named(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="1"):  # rank 1 is killed by the time-out of the test
-        run_ranks(_hang, 3, tmp_path, True, may_die=[0, 2], timeout=8)
+        run_ranks(_hang, 3, tmp_path, True, may_die=[0, 2], timeout=6)
     found = report(tmp_path)
-    assert found["finding"].startswith("no answer from rank 1: it is stopped")
+    assert found["finding"].startswith("no answer from rank 1 on here: stopped")
     assert sorted(found["ranks"]) == ["0", "2"]
+
+
+def _stopped_in_a_save(context: ParallelContext, folder: Path) -> None:
+    """Rank 1 cannot answer, and the others wait for the disk that it writes to."""
+    watchdog.REPORT_S = 3.0
+    if context.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    with Watchdog(context, lambda: None, lambda: PATIENCE_S, folder, ["here"] * 3):
+        time.sleep(30)
+
+
+def test_a_rank_that_is_stopped_in_a_save_is_no_slow_disk(tmp_path: Path) -> None:
+    with pytest.raises(TimeoutError):  # the stopped one is killed by the time-out of the test
+        run_ranks(_stopped_in_a_save, 2, tmp_path, may_die=[0], timeout=6)
+    assert report(tmp_path)["finding"].startswith("no answer from rank 1 on here: stopped")
 
 
 def _go_on(context: ParallelContext, folder: Path, waits: bool) -> str:
@@ -75,7 +92,7 @@ def _go_on(context: ParallelContext, folder: Path, waits: bool) -> str:
     def doing() -> tuple[object, str] | None:
         return None if waits else (at[0], "")
 
-    with Watchdog(context, doing, lambda: PATIENCE_S, folder):
+    with Watchdog(context, doing, lambda: PATIENCE_S, folder, ["here"] * 3):
         for _ in range(30):
             time.sleep(PATIENCE_S / 10)
             at[0] += 1

@@ -1,0 +1,52 @@
+"""Measures the nodes of a job before it trains, and names those that are slow or wrong.
+
+srun --ntasks-per-node 8 python scripts/preflight.py --folder /scratch/runs
+torchrun --nnodes 4 --nproc-per-node 8 ... scripts/preflight.py
+srun --ntasks-per-node 8 python scripts/preflight.py --keep 4
+
+Each node multiplies matrices, copies memory, writes to the folder of checkpoints, and exchanges data inside and with
+its neighbours; each is compared with the median. --keep prints the names of the best N nodes on stdout, for srun's
+--nodelist, and everything else on stderr. launch.preflight=true does the same at the start of a training.
+Exit status: 0 all nodes are well (or enough for --keep), 1 some are not, 2 refused.
+"""
+
+import os
+from argparse import Namespace
+from pathlib import Path
+
+from megalite.commands.command import COUNT, Shown, command, option
+from megalite.errors.problems import Problem, UserError, to_stderr
+
+
+@command(
+    option("--folder", type=Path, default=Path("runs"), help="of checkpoints (default: %(default)s)"),
+    option("--device", choices=["auto", "cpu", "cuda"], default="auto", help="(default: %(default)s)"),
+    option("--keep", **COUNT, help="so many nodes are to train"),
+)
+def main(options: Namespace, overrides: list[str]) -> Shown:
+    if overrides:
+        raise UserError(Problem(overrides[0], "", "this command takes no settings", "--help says what it takes"))
+    import torch
+
+    from megalite.launch.device import choose_device
+    from megalite.launch.environment import read_environment
+    from megalite.launch.preflight import best, judge, preflight, table
+    from megalite.launch.startup import start
+    from megalite.layout.ranks import ParallelLayout
+
+    environment = read_environment(os.environ)
+    device = choose_device(options.device, environment)
+    layout = ParallelLayout(dp=environment.world_size)
+    context = start(environment, layout, device, torch.float32, timeout_s=600.0)
+    nodes = preflight(context, options.folder)
+    context.close()
+    if context.rank > 0:
+        return Shown()
+    faults = judge(nodes)
+    told = [*table(nodes), f"--exclude={','.join(faults)}" if faults else "all nodes are well"]
+    if options.keep is None:
+        return Shown(told, status=int(bool(faults)))
+    to_stderr("\n".join(told))
+    chosen = best(nodes, options.keep)
+    enough = len(chosen) == options.keep and not {*chosen} & {*faults}
+    return Shown([",".join(chosen)], status=0 if enough else 1)

@@ -1,0 +1,11 @@
+"""Measures the nodes of a job before it trains: megalite/commands/preflight.py; see --help."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megalite.commands.preflight import main
+
+if __name__ == "__main__":
+    sys.exit(main())

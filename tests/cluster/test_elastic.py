@@ -1,0 +1,119 @@
+"""An elastic torchrun: nodes come and go, data parallelism follows, and the run stays the same run."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from megalite.config.compose import load_config
+from megalite.launch.context import ParallelContext
+from megalite.train.history import read_events
+from tests.train.runs import ROOT, metrics, overrides, train_on_rank, wait_for_step, write_text
+from tests.train.test_launch import processes_of
+
+pytestmark = pytest.mark.long
+EXACT = ("precision=fp64", "model.dropout=0", "train.steps=160", "train.eval_interval=40")
+SLOW = ("train.sample_interval=1",)  # text after each step: a node has time to come
+
+
+class Nodes:
+    """Agents of one elastic job, each a node with one rank."""
+
+    def __init__(self, folder: Path, run: str, *arguments: str) -> None:
+        self.run, self._folder = folder / run, folder
+        self._words = overrides(folder, run, *arguments)
+        self._port = 29000 + os.getpid() % 1000
+        self.agents: list[subprocess.Popen[str]] = []
+
+    def add(self) -> "subprocess.Popen[str]":
+        """One more node joins."""
+        options = f"--nnodes 1:2 --nproc-per-node 1 --max-restarts 3 --rdzv-backend c10d --rdzv-id {self._port}"
+        options += f" --rdzv-endpoint 127.0.0.1:{self._port} --rdzv-conf last_call_timeout=2 --local-addr 127.0.0.1"
+        command = [sys.executable, "-m", "torch.distributed.run", *options.split(), str(ROOT / "pretrain_gpt.py")]
+        environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+        with (self._folder / f"node-{len(self.agents)}.log").open("w") as log:
+            process = subprocess.Popen(
+                [*command, *self._words], env=environment, stdout=log, stderr=log, text=True, start_new_session=True
+            )
+        self.agents.append(process)
+        deadline = time.monotonic() + 30
+        while not self._met():  # the first one serves the rendezvous
+            assert time.monotonic() < deadline, self.output(0)
+            time.sleep(0.05)
+        return process
+
+    def _met(self) -> bool:
+        with suppress(OSError), socket.create_connection(("127.0.0.1", self._port), timeout=1):
+            return True
+        return False
+
+    def lose(self, agent: "subprocess.Popen[str]") -> None:
+        """The node is gone, with all that ran there."""
+        ranks = [pid for pid in processes_of(self.run) if f"\nPPid:\t{agent.pid}\n" in status_of(pid)]
+        for pid in [agent.pid, *ranks]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        agent.wait()
+
+    def output(self, node: int) -> str:
+        return (self._folder / f"node-{node}.log").read_text()
+
+
+def status_of(pid: int) -> str:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/status").read_text()
+    return ""
+
+
+@contextmanager
+def nodes(folder: Path, run: str, *arguments: str) -> Iterator[Nodes]:
+    write_text(folder / "text.txt")
+    found = Nodes(folder, run, *arguments)
+    try:
+        yield found
+    finally:
+        for agent in found.agents:
+            if agent.poll() is None:
+                found.lose(agent)
+
+
+def layouts(run: Path) -> list[int]:
+    """The number of ranks of each start."""
+    return [len(event["hosts"]) for event in read_events(run / "events.jsonl") if event["kind"] in ("start", "resume")]
+
+
+def test_a_node_that_comes_and_goes_changes_how_many_ranks_train_and_nothing_else(tmp_path: Path) -> None:
+    with nodes(tmp_path, "elastic", *EXACT, *SLOW) as job:
+        first = job.add()
+        wait_for_step(first, job.run, 5)
+        second, deadline = job.add(), time.monotonic() + 60
+        while layouts(job.run)[-1] < 2:
+            assert time.monotonic() < deadline, job.output(0) + job.output(1)
+            time.sleep(0.1)
+        wait_for_step(first, job.run, len({line["step"] for line in metrics(job.run)}) + 5)
+        job.lose(second)
+        assert first.wait(120) == 0, job.output(0)
+        assert layouts(job.run) == [1, 2, 1], job.output(0)
+    assert train_on_rank(ParallelContext(), load_config(overrides(tmp_path, "alone", *EXACT), 1)) == 0
+    elastic, alone = metrics(job.run), metrics(tmp_path / "alone")
+    assert len(elastic) == len(alone)
+    for found, expected in zip(elastic, alone, strict=True):
+        assert found == pytest.approx(expected, rel=1e-10, abs=1e-12)
+
+
+def test_ranks_that_are_too_few_say_how_many_would_do(tmp_path: Path) -> None:
+    with nodes(tmp_path, "rigid", "parallel.tp=2", "train.steps=100000") as job:
+        first, second = job.add(), job.add()
+        wait_for_step(first, job.run, 3)
+        job.lose(second)
+        assert first.wait(120) != 0
+        said = job.output(0)
+    assert "world size=1: not a multiple of parallel.tp=2" in said
+    assert "world size=2 or 4" in said
