@@ -59,7 +59,9 @@ def missing() -> str:
     lacking = [name for name in PROGRAMS if shutil.which(name, path="/usr/sbin:/usr/bin:/sbin:/bin") is None]
     if lacking:
         return f"needs {', '.join(lacking)}: apt-get install slurm-wlm munge"
-    return "" if os.geteuid() == 0 else "SLURM's daemons need root"
+    words = ["unshare", "--mount", "mount", "--bind", "/tmp", "/tmp"]
+    own_mounts = subprocess.run(words, capture_output=True, check=False)
+    return "" if own_mounts.returncode == 0 else "SLURM's daemons need root, and mount namespaces"
 
 
 @dataclass(frozen=True)

@@ -34,20 +34,8 @@ class Hosts:
         self.names = [f"megalite-{os.getpid()}-{letter}" for letter in "ab"]
         for name in self.names:
             ip("netns", "add", name)
-        ip(
-            "link",
-            "add",
-            "eth0",
-            "netns",
-            self.names[0],
-            "type",
-            "veth",
-            "peer",
-            "name",
-            "eth0",
-            "netns",
-            self.names[1],
-        )
+        ends = [["eth0", "netns", name] for name in self.names]
+        ip("link", "add", *ends[0], "type", "veth", "peer", "name", *ends[1])
         for number, name in enumerate(self.names, 1):
             ip("-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", "eth0")
             ip("-n", name, "link", "set", "eth0", "up")
@@ -55,6 +43,14 @@ class Hosts:
 
     def cable(self, state: str) -> None:
         ip("-n", self.names[0], "link", "set", "eth0", state)
+
+    def worsen(self) -> bool:
+        """200 ms of delay each way and 1 % loss; False where the kernel cannot."""
+        rule = ["dev", "eth0", "root", "netem", "delay", "200ms", "loss", "1%"]
+        words = [["ip", "netns", "exec", name, "tc", "qdisc", "add", *rule] for name in self.names]
+        return shutil.which("tc") is not None and not any(
+            subprocess.run(each, check=False).returncode for each in words
+        )
 
     def start(self, arguments: list[str]) -> "list[subprocess.Popen[str]]":
         """torchrun on both, two ranks each."""
@@ -118,3 +114,14 @@ def test_a_cut_cable_is_reported_at_both_ends_and_the_next_start_goes_on(hosts: 
     assert [process.wait(120) for process in undisturbed] == [0, 0]
     assert metrics(tmp_path / "cut") == metrics(tmp_path / "whole")
     assert state_bytes(tmp_path / "cut", 60) == state_bytes(tmp_path / "whole", 60)
+
+
+def test_a_slow_link_that_loses_packets_changes_no_step(hosts: Hosts, tmp_path: Path) -> None:
+    write_text(tmp_path / "text.txt")
+    shape = ("parallel.tp=2", "model.num_attention_heads=2", "train.steps=6")
+    for run in ("good", "bad"):
+        if run == "bad" and not hosts.worsen():
+            pytest.skip("the kernel has no netem")
+        both = hosts.start(overrides(tmp_path, run, *shape))
+        assert [process.wait(240) for process in both] == [0, 0], hosts.log("a").read_text()
+    assert metrics(tmp_path / "bad") == metrics(tmp_path / "good")

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -67,10 +68,11 @@ def finish(slurm: Cluster, submitted: tuple[str, Path]) -> Path:
     def over() -> bool:
         job = slurm.job(number)
         if job["JobState"] == "PENDING" and job["Reason"] == "BeginTime":  # SLURM lets a requeued job wait two minutes
+            time.sleep(2)  # what starts in the second of its requeue fails: "Job credential revoked"
             slurm("scontrol", "update", f"JobId={number}", "StartTime=now")
         return job["JobState"] not in ("PENDING", "RUNNING", "COMPLETING")
 
-    slurm.until(over, 240, lambda: said(slurm, number))
+    slurm.until(over, 480, lambda: said(slurm, number))
     assert slurm.job(number)["JobState"] == "COMPLETED", said(slurm, number)
     return run
 
