@@ -18,9 +18,11 @@ WORKDIR /megalite
 COPY pyproject.toml README.md requirements.txt requirements-wandb.txt requirements-tensorboard.txt \
     requirements-pictures.txt ./
 COPY scripts/setup.sh scripts/
+# The package's metadata asks for its version and for a folder conf.
+COPY megalite/__init__.py megalite/
 ARG PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
 ARG PIP_NO_CACHE_DIR=1
-RUN bash -c '. scripts/setup.sh requirements.txt requirements-wandb.txt requirements-tensorboard.txt requirements-pictures.txt'
+RUN mkdir conf && bash -c '. scripts/setup.sh requirements.txt requirements-wandb.txt requirements-tensorboard.txt requirements-pictures.txt'
 COPY . .
 RUN .venv/bin/python -m pip install --quiet --no-deps --editable .
 

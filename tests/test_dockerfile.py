@@ -3,6 +3,7 @@
 import json
 import re
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,14 @@ def test_what_is_copied_is_there_and_not_ignored(steps: list[tuple[str, str]]) -
         for source in rest.split()[:-1]:
             assert (ROOT / source).exists()
             assert source not in ignored
+
+
+def test_what_installs_the_requirements_has_all_that_it_reads(steps: list[tuple[str, str]]) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    install = next(rest for name, rest in steps if name == "RUN" and "setup.sh" in rest)
+    before = " ".join(rest for name, rest in steps[: steps.index(("RUN", install))] if name == "COPY").split()
+    read = ["pyproject.toml", project["project"]["readme"], project["tool"]["hatch"]["version"]["path"]]
+    assert {*read, *re.findall(r"\S+\.(?:sh|txt)", install.replace("'", " "))} <= {*before}
 
 
 def test_no_environment_and_no_result_gets_into_the_image() -> None:
