@@ -6,12 +6,14 @@ two neighbours the better one, since a slow link is the fault of either end.
 """
 
 import os
+import platform
 import socket
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ LEAST = {  # share of the median below which a node is slow; disks are shared an
 }
 FARTHEST_S = 5.0  # of a clock from the median's
 DISK_BYTES = 32 << 20
+PACKAGES = ("torch", "numpy", "hydra-core", "transformers", "tokenizers", "datasets")
 
 Figures = Mapping[str, float | str]
 
@@ -101,7 +104,8 @@ def table(nodes: Mapping[str, Figures]) -> list[str]:
 def _measure(device: torch.device, folder: Path, *, writes: bool) -> dict[str, float | str]:
     """This rank's own figures. What fails is an error of its node."""
     cuda = device.type == "cuda"
-    own: dict[str, float | str] = {"torch": torch.__version__, "device": _device_name(device)}
+    own: dict[str, float | str] = {name: _version(name) for name in PACKAGES}
+    own |= {"python": platform.python_version(), "device": _device_name(device)}
     try:
         size, dtype = (8192, torch.bfloat16) if cuda else (768, torch.float32)
         left, right = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
@@ -115,6 +119,12 @@ def _measure(device: torch.device, folder: Path, *, writes: bool) -> dict[str, f
     except (OSError, RuntimeError) as error:
         own["error"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
     return own
+
+
+def _version(package: str) -> str:
+    with suppress(metadata.PackageNotFoundError):
+        return metadata.version(package)
+    return "missing"
 
 
 def _links(context: ParallelContext, nodes: Sequence[Sequence[int]]) -> dict[str, float]:

@@ -134,15 +134,23 @@ class GPT(nn.Module):
 
     @property
     def main_grad_parameters(self) -> list[str]:
-        """Parameters whose gradient backward can add straight into a buffer: all matrices and the word embedding."""
-        return [f"{name}.weight" for name, layer in self.named_modules() if hasattr(layer, "main_grad")]
+        """Parameters whose gradient backward can add straight into a buffer: all matrices and the word embedding. Where
+        blocks are compiled also their biases and norms: the compiler adds them in the pass that sums them up."""
+        found = [f"{name}.weight" for name, layer in self.named_modules() if hasattr(layer, "main_grad")]
+        for name, layer in self.blocks.named_modules(prefix="blocks") if self.compiled else ():
+            if hasattr(layer, "small_main_grads"):
+                found += [f"{name}.{small}" for small, _ in layer.named_parameters(recurse=False)]
+        return [*dict.fromkeys(found)]
 
     def set_main_grads(self, main_grads: Mapping[str, Tensor]) -> None:
         """From now on add gradients of these parameters to the given fp32 (fp64) tensors of their shape."""
-        for name, main_grad in main_grads.items():  # [outputs, inputs], as the product that is added to it
-            layer: Any = self.get_submodule(name.removesuffix(".weight"))
-            assert hasattr(layer, "main_grad"), name
-            layer.main_grad = main_grad.view(-1, main_grad.shape[-1])
+        for name, main_grad in main_grads.items():
+            path, _, kind = name.rpartition(".")
+            layer: Any = self.get_submodule(path)
+            if kind == "weight" and hasattr(layer, "main_grad"):  # [outputs, inputs], as the product that is added
+                layer.main_grad = main_grad.view(-1, main_grad.shape[-1])
+            else:
+                layer.small_main_grads[kind] = main_grad
 
     def activation_shape(self, batch: Batch) -> tuple[int, int, int]:
         """Of what stages send each other for the microbatch: [s, b, h], with sequence parallelism [s/t, b, h]."""

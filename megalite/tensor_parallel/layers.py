@@ -3,8 +3,9 @@
 Parameters keep the dims of their logical shape and hold this rank's shard of it, as its record
 (layout/parameters.py) cuts it; they are created without values. Each weight has one `main_grad`: None, or a tensor of
 its size (fp32, fp64 in fp64; compiled, [outputs, inputs]) to which backward adds the weight's gradient, in a fixed
-order; autograd then sees none. A gradient is complete, but for what the record calls partial: entries that several
-ranks hold, and under sequence parallelism the bias of a `RowParallelLinear`.
+order; autograd then sees none. Biases may have theirs in `small_main_grads`, by name. A gradient is complete, but for
+what the record calls partial: entries that several ranks hold, and under sequence parallelism the bias of a
+`RowParallelLinear`.
 """
 
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megalite.kernels.embed import embed
+from megalite.kernels.main_grad import with_main_grad
 from megalite.layout.parameters import Split, shard_of
 from megalite.tensor_parallel.collectives import TensorGroup
 from megalite.tensor_parallel.deferred import DeferredWork
@@ -70,13 +72,14 @@ class ColumnParallelLinear(nn.Module):
         self.weight = place.parameter(*self.local_outputs, inputs)
         self.bias = place.parameter(*self.local_outputs) if bias else None
         self.main_grad: Tensor | None = None
+        self.small_main_grads: dict[str, Tensor] = {}
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., inputs] -> [..., prod(local outputs)]; with sequence parallelism [s/t, ..., inputs] -> [s, ...]."""
         return linear(
             x,
             self.weight.flatten(0, -2),
-            None if self.bias is None else self.bias.flatten(),
+            None if self.bias is None else with_main_grad(self.bias, self.small_main_grads.get("bias")).flatten(),
             group=self.place.tp,
             sequence_parallel=self.place.sequence is not None,
             main_grad=self.main_grad,
@@ -98,17 +101,18 @@ class RowParallelLinear(nn.Module):
         self.weight = place.parameter(*place.local_shape((outputs, inputs), Split(1)))
         self.bias = place.parameter(outputs) if bias else None
         self.main_grad: Tensor | None = None
+        self.small_main_grads: dict[str, Tensor] = {}
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., inputs/t] -> [..., outputs], with sequence parallelism [s, ..., inputs/t] -> [s/t, ..., outputs]."""
         whole = self.place.tp is None
-        bias = self.bias if whole else None
-        place, main_grad = self.place, self.main_grad
-        y = linear(x, self.weight, bias, main_grad=main_grad, deferred=place.deferred, fp8=place.fp8)
+        bias = None if self.bias is None else with_main_grad(self.bias, self.small_main_grads.get("bias"))
+        added, place, main_grad = bias if whole else None, self.place, self.main_grad
+        y = linear(x, self.weight, added, main_grad=main_grad, deferred=place.deferred, fp8=place.fp8)
         if whole:
             return y
         y = self.place.sum(y)
-        return y if self.bias is None else y + self.bias
+        return y if bias is None else y + bias
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -2,6 +2,7 @@
 
 import os
 import time
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,7 @@ def test_real_ranks_measure_and_agree(tmp_path: Path) -> None:
     first, *others = run_ranks(_measure, 3, tmp_path, 2)
     assert all(other == first for other in others)
     assert [*first] == ["n0", "n1", "n2"]
+    assert first["n0"]["transformers"] == metadata.version("transformers")
     speeds = [name for name in preflight_module.LEAST if name != "inside, GB/s"]  # one rank a node
     assert all(first["n0"][name] > 0 for name in speeds)
     faults = judge(first)["n2"]

@@ -183,6 +183,31 @@ def test_compiled_blocks_compute_the_same(name: str) -> None:
         torch.testing.assert_close(compiled[key], gradient, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_biases_and_norms_of_compiled_blocks_have_main_grads(name: str, compiled: bool) -> None:
+    """Not compiled the mathematics are the same. Two microbatches are in flight, as in a pipeline."""
+    config = family(name)
+    batches = [random_batch(config, seed=seed) for seed in (1, 2)]
+    first, second = (loss_and_gradients(perturbed(config), batch)[1] for batch in batches)
+    model = perturbed(config, compile=compiled)
+    model.compiled = True
+    names = model.main_grad_parameters
+    assert {name for name in first if name.startswith("blocks.")} <= set(names)
+    assert set(names) < set(first), "not the final norm: it is not compiled"
+    flat = torch.full((sum(first[name].numel() for name in names),), 2.0, dtype=torch.float64)  # as in a buffer
+    parts = flat.split([first[name].numel() for name in names])
+    main_grads = {name: part.view_as(first[name]) for name, part in zip(names, parts, strict=True)}
+    model.set_main_grads(main_grads)
+    model.compiled = compiled
+    for loss in [model.loss(batch, 1.0 / batch.loss_mask.sum().double()) for batch in batches]:
+        loss.backward()
+    for name, main_grad in main_grads.items():
+        assert model.get_parameter(name).grad is None, name
+        torch.testing.assert_close(main_grad - 2.0, first[name] + second[name], rtol=1e-10, atol=1e-12)
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_loss_is_compiled_where_blocks_are(monkeypatch: pytest.MonkeyPatch, compiled: bool) -> None:
     asked: list[bool] = []
