@@ -1,4 +1,5 @@
-"""The rules that join the optimizer's settings with the precision and each other; remedies.py says what a rule is.
+"""The rules that join the optimizer's settings and train.fp8 with the precision and each other; remedies.py says what
+a rule is.
 
 A precision of auto is judged twice: here for what no device could do, and at the start, where the device has chosen.
 """
@@ -39,6 +40,9 @@ def _precision_flaws(config: Config, precision: str) -> Iterator[Flaw]:
         rule = f"only with precision=bf16 are gradients bf16, and this is {here}"
         fixes = {"optimizer.gradient_dtype": ["fp32"], "precision": ["bf16"]}
         yield Flaw("optimizer.gradient_dtype", rule, fixes)
+    if config.train.fp8 is not None and precision != "bf16":
+        rule = f"fp8 stands in for products of bf16 numbers, and this is {here}"
+        yield Flaw("train.fp8", rule, {"precision": ["bf16"], "train.fp8": [None]})
     for name in ("optimizer.communication_dtype", "optimizer.moment_dtype"):
         if precision == "fp64" and value_of(config, name) == "bf16":
             fixes = {name: [SETTINGS[name].default], "precision": ["fp32"]}

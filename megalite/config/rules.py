@@ -7,11 +7,13 @@ machine must have is in `machine_rules.py`. A rule that speaks of a setting that
 
 import re
 from collections.abc import Collection, Iterator
+from itertools import islice
 from math import pi
 from typing import Any
 
 from megalite.config.bounds import bounds
 from megalite.config.context_rules import CONTEXT_RULES
+from megalite.config.derive import derive_model
 from megalite.config.machine_rules import MACHINE_RULES
 from megalite.config.moe_rules import MOE_RULES
 from megalite.config.optimizer_rules import OPTIMIZER_RULES
@@ -174,6 +176,34 @@ def attention_kernels_can_run(case: Case) -> Iterator[Flaw]:
         yield Flaw(name, f"these kernels take 16 bits, not {case.show('precision')}", {**auto, "precision": ["bf16"]})
 
 
+def fp8_products_have_sizes_that_fit(case: Case) -> Iterator[Flaw]:
+    """torch's fp8 product takes weights of which both sizes are multiples of 16, on each rank of tp."""
+    model, tp, name = derive_model(case.config.model, case.config.train.seq_length), case.config.parallel.tp, "train.fp8"
+    heads, groups, d, inner = model.num_attention_heads, model.num_key_value_heads, model.head_size, "ffn_hidden_size"
+    assert groups and d and model.ffn_hidden_size
+    dense = not all(map(model.has_experts, range(1, model.num_layers - 1)))
+    if case.config.train.fp8 is None:
+        return
+    if model.num_layers < 3:
+        rule = f"leaves the first and the last block in bf16, and there are no others ({case.show('model.num_layers')})"
+        yield Flaw(name, rule, {"model.num_layers": [3], name: [None]})
+    if heads % tp or model.ffn_hidden_size % tp:
+        return
+    widths = {
+        "model.hidden_size": model.hidden_size,
+        "attention's inputs": heads * d // tp,
+        "attention's outputs": (heads // tp + 2 * max(1, groups // tp)) * d,
+        f"model.{inner}": model.ffn_hidden_size // tp if dense else 0,
+    }
+    if unfit := [f"{what} ({width})" for what, width in widths.items() if width % 16]:
+        of_a_rank = f" on each rank of {case.show('parallel.tp')}" if tp > 1 else ""
+        rule = f"takes sizes that are multiples of 16, and these are not{of_a_rank}: {', '.join(unfit)}"
+        fixes: Fixes = {"parallel.tp": [*divisors(tp, tp)], "model.head_size": [*islice(multiples(16, d), 4)]}
+        for one, unit in (("hidden_size", 16 * heads), (inner, 16 * tp)):
+            fixes[f"model.{one}"] = [*islice(multiples(unit, getattr(model, one)), 4)]
+        yield Flaw(name, rule, {**fixes, name: [None]})
+
+
 def learning_rate_follows_its_schedule(case: Case) -> Iterator[Flaw]:
     steps, lr, peak = case.config.train.steps, case.config.lr, case.config.optimizer.lr
     warmup, decay = lr.warmup_steps or 0, lr.decay_steps or 0
@@ -232,7 +262,7 @@ def vocabulary_holds_the_tokens(case: Case) -> Iterator[Flaw]:
 RULES: tuple[Rule, ...] = (
     *(heads_share_the_width, positions_suit_the_sequence, rotary_scaling_is_told_in_full, names_are_file_names),
     *(*PARALLEL_RULES, *CONTEXT_RULES, *MOE_RULES),
-    *(recompute_names_what_there_is, attention_kernels_can_run),
+    *(recompute_names_what_there_is, attention_kernels_can_run, fp8_products_have_sizes_that_fit),
     *(learning_rate_follows_its_schedule, listed_steps_are_steps_of_the_run),
     *(*OPTIMIZER_RULES, settings_have_an_effect),
     *(data_suits_its_source, vocabulary_holds_the_tokens),

@@ -201,6 +201,12 @@ class TrainConfig:
         "kernels on CUDA; auto: cuDNN's, else flash; of documents flex",
         choices=("auto", "cudnn", "flash", "flex"),
     )
+    fp8: str | None = setting(
+        None,
+        "precision=bf16: linear layers but the first and last block's multiply fp8 numbers, with one scale for each "
+        "matrix or row (docs/performance.md)",
+        choices=("tensorwise", "rowwise"),
+    )
     max_bad_steps: int = setting(10, "stop after so many in a row with a loss or gradient not finite", at_least=1)
     check_replicas_every: int = setting(100, "steps between checks that replicas are equal; 0: none", at_least=0)
     record_pipeline: int = setting(0, "steps between recordings of the pipeline's times; 0: none", at_least=0)

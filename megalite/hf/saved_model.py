@@ -77,7 +77,7 @@ class SavedModel:
 
     def load(self, config: Config, dtype: torch.dtype, device: torch.device) -> GPT:
         """The model with its weights in `dtype`, in evaluation mode; `config` says how it is computed."""
-        config = replace(config, model=self.config, train=replace(config.train, compile=False))
+        config = replace(config, model=self.config, train=replace(config.train, compile=False, fp8=None))
         model = GPT(config, dtype=dtype, device=device)
         fill(model, import_model(self.folder, self.config) if self.run is None else self.run.masters())
         if self.run is not None:

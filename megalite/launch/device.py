@@ -41,6 +41,13 @@ def choose_precision(setting: str, device: torch.device) -> torch.dtype:
     return DTYPES[setting]
 
 
+def check_fp8(recipe: str | None, device: torch.device) -> None:
+    """Refuses train.fp8 on a GPU that cannot multiply fp8 matrices."""
+    if recipe is not None and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        rule = f"{torch.cuda.get_device_name(device)} cannot multiply fp8 matrices (compute capability 8.9, Ada, can)"
+        raise UserError(Problem("train.fp8", recipe, rule, "train.fp8=null"))
+
+
 def slow_precision(dtype: torch.dtype, device: torch.device) -> str | None:
     """What to say of a precision that the device computes many times slower than fp32; None: it does not."""
     if device.type == "cpu" and dtype == torch.bfloat16 and not _has_fast_bf16(device):

@@ -5,6 +5,7 @@ of it, or with experts its attention, since how many rows they have is only know
 """
 
 from collections.abc import Collection
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -125,7 +126,8 @@ class MoEBlock(AttentionBlock):
         self.moe = MoELayer(router, experts, ranks)
         self.shared: MLP | None = None
         if width := shared_width(config):
-            self.shared = MLP(config, place, ffn=width, recompute="activation" in recompute)
+            wide = replace(place, fp8=None)  # fp8 pays in compiled code alone
+            self.shared = MLP(config, wide, ffn=width, recompute="activation" in recompute)
 
     def forward(self, x: Tensor, inputs: BlockInputs) -> tuple[Tensor, Tensor]:
         """[s, b, h] -> [s, b, h], with sequence parallelism [s/t, b, h] -> [s/t, b, h]; and the router's figures."""

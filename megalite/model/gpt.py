@@ -99,6 +99,8 @@ class GPT(nn.Module):
             self.embedding = Embedding(model, place, positions=positions)
 
         def block(layer: int) -> AttentionBlock:
+            # The first and the last lose most by rounding, and so would the head.
+            place = replace(self.place, fp8=train.fp8 if 0 < layer < model.num_layers - 1 else None)
             if model.has_experts(layer):
                 return MoEBlock(model, place, expert_ranks, modules, context)
             return Block(model, place, modules, context)

@@ -25,7 +25,8 @@ class Placement:
     """Where the tensors of a model live, and the ranks of `tp` among which each layer is split (None: it is whole).
 
     With `sequence_parallel` activations between the layers are this rank's part of the sequence, [s/t, b, h]; else they
-    are whole on every rank, [s, b, h]. `deferred` is where linear layers put off weight gradients.
+    are whole on every rank, [s, b, h]. `deferred` is where linear layers put off weight gradients, `fp8`
+    the recipe by which they round what they multiply (kernels/fp8.py).
     """
 
     dtype: torch.dtype
@@ -33,6 +34,7 @@ class Placement:
     tp: TensorGroup | None = None
     sequence_parallel: bool = False
     deferred: DeferredWork | None = None
+    fp8: str | None = None
 
     @property
     def sequence(self) -> TensorGroup | None:
@@ -79,6 +81,7 @@ class ColumnParallelLinear(nn.Module):
             sequence_parallel=self.place.sequence is not None,
             main_grad=self.main_grad,
             deferred=self.place.deferred,
+            fp8=self.place.fp8,
         )
 
 
@@ -100,7 +103,8 @@ class RowParallelLinear(nn.Module):
         """[..., inputs/t] -> [..., outputs], with sequence parallelism [s, ..., inputs/t] -> [s/t, ..., outputs]."""
         whole = self.place.tp is None
         bias = self.bias if whole else None
-        y = linear(x, self.weight, bias, main_grad=self.main_grad, deferred=self.place.deferred)
+        place, main_grad = self.place, self.main_grad
+        y = linear(x, self.weight, bias, main_grad=main_grad, deferred=place.deferred, fp8=place.fp8)
         if whole:
             return y
         y = self.place.sum(y)

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megalite.kernels.fp8 import fp8_input_gradient, fp8_linear
 from megalite.kernels.products import add_transposed_product, compiled_add_transposed_product
 from megalite.tensor_parallel.collectives import (
     TensorGroup,
@@ -42,6 +43,7 @@ def linear(
     sequence_parallel: bool = False,
     main_grad: Tensor | None = None,
     deferred: DeferredWork | None = None,
+    fp8: str | None = None,
 ) -> Tensor:
     """x [..., k] times the transpose of weight [n, k], plus bias [n] -> [..., n].
 
@@ -52,11 +54,15 @@ def linear(
     With `main_grad` (fp32, fp64 in fp64; contiguous, of the weight's size in any shape, compiled [n, k]) backward adds
     the gradient of the weight to it, and autograd sees none. A backward that `deferred` collects puts that off;
     compiled, there must be none.
+
+    `fp8`, a recipe of kernels/fp8.py, rounds what the product and the gradient of x multiply; the weight's gradient is
+    that of unrounded numbers.
     """
     assert group is not None or not sequence_parallel
-    if group is None and main_grad is None:
+    if group is None and main_grad is None and fp8 is None:
         return F.linear(x, weight, bias)
-    return _Linear.apply(x, weight, bias, group, sequence_parallel, main_grad, deferred)  # type: ignore[no-any-return]
+    options = group, sequence_parallel, main_grad, deferred, fp8
+    return _Linear.apply(x, weight, bias, *options)  # type: ignore[no-any-return]
 
 
 class _Linear(torch.autograd.Function):
@@ -72,12 +78,14 @@ class _Linear(torch.autograd.Function):
         sequence_parallel: bool,
         main_grad: Tensor | None,
         deferred: DeferredWork | None,
+        fp8: str | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.group, ctx.sequence_parallel, ctx.main_grad, ctx.deferred = group, sequence_parallel, main_grad, deferred
+        ctx.fp8 = fp8
         if group is not None and sequence_parallel:
             x = finish(start_all_gather(x, group))
-        return F.linear(x, weight, bias)
+        return F.linear(x, weight, bias) if fp8 is None else fp8_linear(x, weight, bias, fp8)
 
     @staticmethod
     @once_differentiable
@@ -95,7 +103,7 @@ class _Linear(torch.autograd.Function):
         if gathering is not None:
             x = start_all_gather(_copy_after(x, grad) if torch.compiler.is_compiling() else x, gathering)
         if wants_x:
-            x_grad = torch.matmul(grad, weight)
+            x_grad = torch.matmul(grad, weight) if ctx.fp8 is None else fp8_input_gradient(grad, weight, ctx.fp8)
             if group is not None:
                 x_grad = (start_reduce_scatter if ctx.sequence_parallel else start_all_reduce)(x_grad, group)
         if gathering is not None:
@@ -106,7 +114,7 @@ class _Linear(torch.autograd.Function):
             bias_grad = grad.flatten(0, -2).sum(0)
         if x_grad is not None and group is not None:
             x_grad = finish(x_grad)
-        return x_grad, weight_grad, bias_grad, None, None, None, None
+        return x_grad, weight_grad, bias_grad, None, None, None, None, None
 
 
 def _put_off(deferred: DeferredWork, grad: Tensor, x: Tensor, main_grad: Tensor, gathering: TensorGroup | None) -> None:

@@ -108,6 +108,8 @@ def build_job(
             report(change)
         if slow := slow_precision(context.dtype, context.device):
             report(slow)
+        if config.train.fp8 is not None and context.device.type == "cpu":
+            report("a CPU imitates fp8: numbers are rounded as on a GPU, and steps take longer than without train.fp8")
         if config.parallel.cp > 1:
             exchange = exchange_of(config)
             report(f"the {config.parallel.cp} ranks of a sequence exchange keys by {exchange.name}: {exchange.why}")

@@ -1,0 +1,56 @@
+"""Matrix products of numbers that are rounded to eight bits, twice as fast as bf16's on the GPUs that have them.
+
+A matrix is divided by a scale and rounded to a float8 dtype; the product of two such matrices is summed in fp32 and
+multiplied by both scales. The scale follows from the largest number that is there now (dynamic scaling), one of the
+whole matrix (tensorwise) or one for each row of what is summed over (rowwise). It is a power of two, so that dividing
+and multiplying by it is exact: numbers that are not tiny beside the largest round alike whatever the scale, hence on
+all layouts, and a CPU gets the products of a GPU out of products in the model's own dtype.
+
+Nothing is clipped. The largest number stays within the dtype by the choice of the scale; an infinity or NaN makes the
+scale the same, so that what is multiplied by it becomes NaN and the step is found to be bad.
+Sources: Micikevicius et al. 2022 (arXiv 2209.05433); torchao's recipes `tensorwise` and `rowwise_with_gw_hp`.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2  # 3 bits of mantissa up to 448, 2 bits up to 57344
+OF_GRADIENTS = {"tensorwise": E5M2, "rowwise": E4M3}  # one scale for all tokens needs the wider range
+# Gradients are divided by all tokens of a step: far below it, and its inverse is still a number of fp32.
+LEAST_SCALE = 2.0**-100
+MULTIPLE = 16  # of which both sizes of a weight must be one
+
+
+def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: str) -> Tensor:
+    """x [..., k] times the transpose of weight [n, k], plus bias [n] -> [..., n], in the dtype of x."""
+    return _product(x, E4M3, weight, bias, recipe, fast=True)
+
+
+def fp8_input_gradient(grad: Tensor, weight: Tensor, recipe: str) -> Tensor:
+    """grad [..., n] times weight [n, k] -> [..., k], in the dtype of grad."""
+    return _product(grad, OF_GRADIENTS[recipe], weight.t(), None, recipe, fast=False)
+
+
+def rounded(x: Tensor, dtype: torch.dtype, recipe: str) -> tuple[Tensor, Tensor]:
+    """x [m, k] divided by its scale and rounded to a float8 dtype, row by row in memory; and the scale, fp32:
+    [m, 1] of the rows or [1, 1]."""
+    largest = x.abs().amax(dim=-1 if recipe == "rowwise" else (0, 1), keepdim=True).float()
+    scale = torch.exp2(torch.ceil(torch.log2(largest / torch.finfo(dtype).max))).clamp(min=LEAST_SCALE)
+    return (x / scale).to(dtype).contiguous(), scale
+
+
+def _product(
+    left: Tensor, left_dtype: torch.dtype, right: Tensor, bias: Tensor | None, recipe: str, *, fast: bool
+) -> Tensor:
+    """left [..., k] times the transpose of right [n, k]. `fast`: CUDA keeps fewer bits of partial sums, as is usual in
+    forward."""
+    rows, left_scale = rounded(left.flatten(0, -2), left_dtype, recipe)
+    columns, right_scale = rounded(right, E4M3, recipe)
+    dtype = left.dtype
+    if left.is_cuda:
+        scales = left_scale, right_scale.t()
+        out = torch._scaled_mm(rows, columns.t(), *scales, bias=bias, out_dtype=dtype, use_fast_accum=fast)
+    else:  # torch 2.11 has no rowwise product for it
+        out = F.linear(rows.to(dtype) * left_scale.to(dtype), columns.to(dtype) * right_scale.to(dtype), bias)
+    return out.view(*left.shape[:-1], right.shape[0])
