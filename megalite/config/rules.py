@@ -178,28 +178,28 @@ def attention_kernels_can_run(case: Case) -> Iterator[Flaw]:
 
 def fp8_products_have_sizes_that_fit(case: Case) -> Iterator[Flaw]:
     """torch's fp8 product takes weights of which both sizes are multiples of 16, on each rank of tp."""
-    model, tp, name = derive_model(case.config.model, case.config.train.seq_length), case.config.parallel.tp, "train.fp8"
-    heads, groups, d, inner = model.num_attention_heads, model.num_key_value_heads, model.head_size, "ffn_hidden_size"
-    assert groups and d and model.ffn_hidden_size
-    dense = not all(map(model.has_experts, range(1, model.num_layers - 1)))
+    name, tp, layers = "train.fp8", case.config.parallel.tp, case.config.model.num_layers
     if case.config.train.fp8 is None:
         return
-    if model.num_layers < 3:
+    if layers < 3:
         rule = f"leaves the first and the last block in bf16, and there are no others ({case.show('model.num_layers')})"
         yield Flaw(name, rule, {"model.num_layers": [3], name: [None]})
-    if heads % tp or model.ffn_hidden_size % tp:
+    model = derive_model(case.config.model, case.config.train.seq_length)
+    heads, groups, d = model.num_attention_heads, model.num_key_value_heads or 1, model.head_size or 1
+    inner = 0 if all(map(model.has_experts, range(1, layers - 1))) else model.ffn_hidden_size or 0
+    if heads % tp or inner % tp:  # refused already
         return
-    widths = {
+    sizes = {
         "model.hidden_size": model.hidden_size,
-        "attention's inputs": heads * d // tp,
+        "attention's inputs": heads // tp * d,
         "attention's outputs": (heads // tp + 2 * max(1, groups // tp)) * d,
-        f"model.{inner}": model.ffn_hidden_size // tp if dense else 0,
+        "model.ffn_hidden_size": inner // tp,
     }
-    if unfit := [f"{what} ({width})" for what, width in widths.items() if width % 16]:
+    if unfit := [f"{what} ({size})" for what, size in sizes.items() if size % 16]:
         of_a_rank = f" on each rank of {case.show('parallel.tp')}" if tp > 1 else ""
         rule = f"takes sizes that are multiples of 16, and these are not{of_a_rank}: {', '.join(unfit)}"
-        fixes: Fixes = {"parallel.tp": [*divisors(tp, tp)], "model.head_size": [*islice(multiples(16, d), 4)]}
-        for one, unit in (("hidden_size", 16 * heads), (inner, 16 * tp)):
+        fixes: Fixes = {"parallel.tp": [*divisors(tp, tp)]}
+        for one, unit in (("head_size", 16), ("hidden_size", 16 * heads), ("ffn_hidden_size", 16 * tp)):
             fixes[f"model.{one}"] = [*islice(multiples(unit, getattr(model, one)), 4)]
         yield Flaw(name, rule, {**fixes, name: [None]})
 
