@@ -25,6 +25,7 @@ from torch import Tensor
 from megalite.config.schema import Config
 from megalite.kernels.document_attention import block_mask, dense_mask, document_attention
 from megalite.kernels.embed import add_sums_of_equal_rows
+from megalite.kernels.fp8 import E4M3, OF_GRADIENTS, fp8_input_gradient, fp8_linear, rounded
 from megalite.kernels.products import add_transposed_product
 from megalite.launch.context import ParallelContext
 from megalite.launch.device import DTYPES
@@ -84,6 +85,21 @@ def products(device: torch.device) -> Figures:
     wanted = total.double() + left.double().t() @ right.double()
     add_transposed_product(total, left, right)
     return {"error": _near(total, wanted, 1e-5 if device.type == "cuda" else 1e-2)}
+
+
+def fp8_products(device: torch.device) -> Figures:
+    """fp8 products beside fp64 products of the same rounded numbers."""
+    n, out, inner = (8192, 6144, 2048) if device.type == "cuda" else (64, 48, 32)
+    x, weight, grad = (_normal(device, *shape).bfloat16() for shape in ((n, inner), (out, inner), (n, out)))
+    found = {}
+    for recipe, of_gradients in OF_GRADIENTS.items():
+        output, x_grad = fp8_linear(x, weight, None, recipe), fp8_input_gradient(grad, weight, recipe)
+        cases = (("output", output, x, E4M3, weight), ("gradient", x_grad, grad, of_gradients, weight.t()))
+        for name, given, left, dtype, right in cases:
+            (rows, row_scale), (columns, column_scale) = rounded(left, dtype, recipe), rounded(right, E4M3, recipe)
+            wanted = (rows.double() * row_scale) @ (columns.double() * column_scale).t()
+            found[f"{recipe} {name}"] = _near(given, wanted, 1e-2)
+    return found
 
 
 def attention(device: torch.device) -> Figures:
@@ -302,7 +318,7 @@ def with_cublas_lt(device: torch.device) -> Figures:
 
 def _config(shape: Shape, device: torch.device, *overrides: str, batch: int | None = None) -> Config:
     if device.type == "cpu":  # a rehearsal
-        known = [one for one in overrides if not one.startswith(("train.attention", "model.num_layers"))]
+        known = [one for one in overrides if not one.startswith(("train.attention", "train.fp8", "model.num_layers"))]
         return shape.config(1, "fp32", device, *REHEARSED, *known, "train.compile=false")
     config = shape.config(batch or shape.cuda_batch, "bf16", device, *overrides)
     return replace(config, train=replace(config.train, compile=True))
@@ -343,7 +359,7 @@ def _near(found: Tensor, wanted: Tensor, bound: float) -> float:
 
 
 def _rungs() -> Iterator[Rung]:
-    for work in (ceilings, products, attention, head_and_loss, embedding, steps):
+    for work in (ceilings, products, fp8_products, attention, head_and_loss, embedding, steps):
         yield Rung(1, work.__name__, work, 180 if work is attention else 90)  # it compiles three shapes
     for path in sorted(ROOT.glob("tests/**/test_*.py")):
         if "mark.gpu" in path.read_text():
@@ -362,6 +378,8 @@ def _rungs() -> Iterator[Rung]:
     for batch in (8, 16, 64):
         yield Rung(3, f"gpt2 batch {batch}", partial(choice, "gpt2", batch, ()), 90)
     yield Rung(3, "gpt2 cublasLt", with_cublas_lt, 90)
+    for recipe in ("null", *OF_GRADIENTS):
+        yield Rung(3, f"1.3B fp8 {recipe}", partial(choice, "1.3B", None, (f"train.fp8={recipe}",)), 90)
     yield Rung(3, "tiny_moe", partial(choice, "tiny_moe", None, ()), 90)
 
 

@@ -69,7 +69,7 @@ def test_every_part_has_rungs_of_names_of_their_own_and_every_file_of_gpu_tests_
     assert {str(path.relative_to(ROOT)) for path in marked} <= {*names}
 
 
-@pytest.mark.parametrize("name", ["products", "attention", "head_and_loss", "embedding", "steps"])
+@pytest.mark.parametrize("name", ["products", "fp8_products", "attention", "head_and_loss", "embedding", "steps"])
 def test_a_rung_finds_the_cpu_right(campaign: ModuleType, name: str) -> None:
     import torch
 

@@ -42,6 +42,7 @@ OPEN = {  # what the data or the machine decides, or what has no meaning in the 
     "log.wandb_name",
     "launch.status_file",
     "train.max_minutes",
+    "train.fp8",
 }
 
 

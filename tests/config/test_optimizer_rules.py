@@ -123,10 +123,12 @@ def test_a_refused_precision_is_not_judged_again() -> None:
 
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "fp16"])
 def test_auto_is_judged_by_what_the_device_makes_of_it(precision: str) -> None:
-    config = with_values(Config(), {"optimizer.gradient_dtype": "bf16"})
-    (problem,) = precision_problems(config, precision)
-    assert f"precision=auto, which is {precision} here" in problem.rule
-    assert not list(precision_problems(config, "bf16"))
+    for setting in ({"optimizer.gradient_dtype": "bf16"}, {"train.fp8": "rowwise"}):
+        config = with_values(Config(), setting)
+        (problem,) = precision_problems(config, precision)
+        assert problem.setting in setting
+        assert f"precision=auto, which is {precision} here" in problem.rule
+        assert not list(precision_problems(config, "bf16"))
 
 
 optimizers = st.fixed_dictionaries(

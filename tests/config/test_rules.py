@@ -3,6 +3,8 @@
 import json
 import re
 import shlex
+from itertools import product
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,11 @@ from omegaconf import OmegaConf
 from megalite.config.compose import load_config
 from megalite.config.derive import derive
 from megalite.config.rules import check
-from megalite.config.schema import Config
+from megalite.config.schema import Config, ModelConfig, ParallelConfig
 from megalite.config.settings import with_values
 from megalite.errors.problems import Problem
+from megalite.layout.parameters import shard_of
+from megalite.model.parameters import gpt_parameters
 from tests.config.refusal import refusal, settings
 
 HEADS = "model.num_attention_heads"
@@ -41,6 +45,22 @@ BROKEN = [
     ("train.attention=cudnn model.dropout=0.1", 1, "train.attention", ["no effect", "model.attention_dropout=0.0"]),
     ("train.attention=flex train.compile=false", 1, "train.attention", ["compiled", "train.compile=true"]),
     ("train.attention=flash data.cross_document_attention=false", 1, "train.attention", ["documents", "auto or flex"]),
+    ("train.fp8=rowwise precision=fp32", 1, "train.fp8", ["precision=fp32", "precision=bf16", "leave train.fp8 unset"]),
+    ("train.fp8=rowwise precision=fp16", 1, "train.fp8", ["precision=fp16", "precision=bf16"]),
+    ("train.fp8=tensorwise model.num_layers=2", 1, "train.fp8", ["no others", "model.num_layers=3"]),
+    ("train.fp8=rowwise model.ffn_hidden_size=100", 1, "train.fp8", ["ffn_hidden_size (100)", "=80 or 96 or 112"]),
+    (
+        "train.fp8=rowwise model.hidden_size=264 model.num_attention_heads=3",
+        1,
+        "train.fp8",
+        ["model.hidden_size (264), attention's inputs (264), attention's outputs (792)", "=192 or 240 or 288"],
+    ),
+    (
+        "train.fp8=rowwise model.head_size=24 model.num_attention_heads=12 model.num_key_value_heads=4 parallel.tp=4",
+        4,
+        "train.fp8",
+        ["on each rank of parallel.tp=4: attention's inputs (72), attention's outputs (120)", "parallel.tp=1 or 2"],
+    ),
     ("model.rope_scaling=yarn", 1, "model.rope_scaling", ["no effect", "model.rope_scaling_factor=N", "=llama3"]),
     ("model.rope_scaling_factor=4", 1, "model.rope_original_positions", ["must be set", "=64", "rope_scaling=linear"]),
     (f"{YARN}0 model.rope_beta_slow=32", 1, "model.rope_beta_fast", ["above model.rope_beta_slow=32", "=1024.0"]),
@@ -226,7 +246,7 @@ def test_a_broken_rule_names_the_setting_and_what_would_work(
         for row in BROKEN
         if row[2].startswith(("model.hidden", "model.num", "train.", "lr.", "optimizer."))
         and "parallel." not in row[0]
-        and not re.search("recompute|train.attention", row[0])
+        and not re.search("recompute|train.attention|precision", row[0])
     ],
 )
 def test_following_the_advice_helps(line: str, world_size: int) -> None:
@@ -253,6 +273,21 @@ def test_following_the_advice_helps(line: str, world_size: int) -> None:
 def test_what_recompute_does_is_accepted_and_so_is_the_config_of_such_a_run(settings: dict[str, Any]) -> None:
     config = with_values(Config(), settings)
     assert check(config, 1) == check(derive(config, 1), 1) == []
+
+
+def test_fp8_takes_the_shapes_of_which_each_ranks_weights_are_multiples_of_16() -> None:
+    taken = set()
+    for hidden, d, heads, groups, ffn, tp in product((64, 72), (8, 16, 24), (4, 8), (2, 4), (64, 96), (1, 2, 4)):
+        sizes = {"hidden_size": hidden, "head_size": d, "num_attention_heads": heads, "ffn_hidden_size": ffn}
+        model = ModelConfig(**sizes, num_key_value_heads=groups)
+        config = derive(Config(model=model, precision="bf16", parallel=ParallelConfig(tp=tp)), tp)
+        weights = [one for one in gpt_parameters(with_values(config, {"model.vocab_size": 300}).model) if one.split]
+        shapes = [shard_of(one.shape, one.split, tp, 0).shape for one in weights if one.name.startswith("blocks.1.")]
+        fits = all(prod(shape[:-1]) % 16 == shape[-1] % 16 == 0 for shape in shapes)
+        problems = check(with_values(config, {"train.fp8": "rowwise"}), tp)
+        assert [problem.setting for problem in problems] == ([] if fits else ["train.fp8"]), (config.model, tp)
+        taken.add(fits)
+    assert taken == {True, False}
 
 
 def test_what_tensor_parallelism_does_not_split_is_told_beside_a_mistake_of_the_model() -> None:

@@ -14,6 +14,7 @@ from megalite.errors.problems import UserError
 from megalite.launch.context import CPU
 from megalite.launch.device import (
     DTYPES,
+    check_fp8,
     choose_device,
     choose_precision,
     name_of,
@@ -58,6 +59,22 @@ def test_cuda_asked_for_and_absent_is_refused(monkeypatch: pytest.MonkeyPatch) -
     _pretend_cuda(monkeypatch, 0)
     with pytest.raises(UserError, match=r"device='cuda': no usable CUDA device.*\n.*device=cpu"):
         choose_device("cuda", SINGLE)
+
+
+@pytest.mark.parametrize(("capability", "taken"), [((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True)])
+def test_fp8_needs_a_gpu_that_multiplies_it(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], taken: bool
+) -> None:
+    _pretend_cuda(monkeypatch, 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    cuda = torch.device("cuda", 0)
+    check_fp8(None, cuda)
+    check_fp8("rowwise", CPU)
+    if taken:
+        check_fp8("rowwise", cuda)
+    else:
+        with pytest.raises(UserError, match=r"train.fp8='rowwise': Tesla V100.* cannot.*8\.9.*\n.*train\.fp8=null"):
+            check_fp8("rowwise", cuda)
 
 
 PRECISIONS = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

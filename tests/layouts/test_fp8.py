@@ -1,0 +1,122 @@
+"""Rounding to fp8 knows no layout: in fp64, where a CPU's products of rounded numbers are exact, other ranks, schedules
+and recomputation change nothing, and tensor parallelism only what is tiny beside the largest number of a part."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.kernels.fp8 import fp8_linear
+from megalite.launch.context import ParallelContext
+from megalite.tensor_parallel import linear as module
+from tests.layouts.matrix import FOUR, FULL, SELECTIVE, Row, Workplace, row, train_row
+from tests.layouts.training import Trace, assembled, assert_same_training, merged, train
+from tests.model.small import gpt, random_batch, small
+
+RECIPES = ("tensorwise", "rowwise")
+EXPERTS = {"model": {"moe": {"num_experts": 4, "top_k": 2, "num_shared_experts": 1}}}
+
+
+def fp8(recipe: str | None) -> dict[str, dict[str, Any]]:
+    return {"train": {"fp8": recipe}}
+
+
+def rows(recipe: str) -> list[Row]:
+    """Of layouts that keep each token's numbers, and each weight's, together: rowwise scales are the same ones."""
+    return [
+        row("gpt2", FOUR, fp8(recipe), pp=2, schedule="zb-h1"),  # tied embeddings
+        row("llama", FOUR, merged(fp8(recipe), FULL), dp=2),
+        row("qwen3", FOUR, merged(fp8(recipe), SELECTIVE), pp=2, vpp=2),
+    ]
+
+
+@pytest.mark.parametrize("row", rows("rowwise"), ids=str)
+def test_replicas_and_stages_train_like_one_process(workplace: Workplace, row: Row) -> None:
+    assert_same_training(train_row(workplace, row), row.reference(workplace))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "row",
+    [
+        row("llama", FOUR, {"train": {"fp8": "rowwise", "compile": True}}),
+        row("llama", merged(FOUR, EXPERTS), fp8("rowwise"), dp=2, ep=2),
+        row("llama", FOUR, fp8("rowwise"), cp=2),
+    ],
+    ids=str,
+)
+def test_so_do_compiled_blocks_and_ranks_with_experts_or_parts_of_a_sequence(workplace: Workplace, row: Row) -> None:
+    assert_same_training(train_row(workplace, row), row.reference(workplace))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_tensor_parallel_ranks_train_nearly_like_one_process(
+    workplace: Workplace, recipe: str, sequence_parallel: bool
+) -> None:
+    case = row("llama", FOUR, fp8(recipe), tp=2, sequence_parallel=sequence_parallel)
+    wanted, bf16 = case.reference(workplace), row("llama", FOUR).reference(workplace)
+    found = train_row(workplace, case)
+    noise = relative(wanted.losses, bf16.losses)
+    assert noise > 1e-4, "fp8 changes the losses"
+    for trace in found:  # the first update is near to the gradient's sign, which the smallest difference turns
+        assert relative(trace.losses[:1], wanted.losses[:1]) < 1e-6
+        assert relative(trace.grad_norms[:1], wanted.grad_norms[:1]) < 1e-3
+        assert relative(trace.losses, wanted.losses) < noise / 2
+    replicated(found)
+
+
+def relative(found: list[float], wanted: list[float]) -> float:
+    return max(abs(one / other - 1) for one, other in zip(found, wanted, strict=True))
+
+
+def replicated(traces: list[Trace]) -> None:
+    """Parameters that all ranks hold are the same bits on all."""
+    first, *others = (assembled(trace.parameters) for trace in traces)
+    whole = [name for name, tensor in first.items() if tensor.isfinite().all()]
+    assert any("norm" in name for name in whole)
+    for other in others:
+        assert all(torch.equal(first[name], other[name]) for name in whole)
+
+
+def test_the_outputs_of_a_column_parallel_layer_are_the_same_bits() -> None:
+    """Rowwise, as each output has its own scale."""
+    generator = torch.Generator().manual_seed(3)
+    x, weight = (torch.randn(shape, generator=generator).bfloat16() for shape in ((7, 32), (64, 32)))
+    whole = fp8_linear(x, weight, None, "rowwise")
+    parts = [fp8_linear(x, part, None, "rowwise") for part in weight.chunk(2)]
+    assert torch.equal(whole, torch.cat(parts, dim=1))
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, model: Any, **settings: Any) -> tuple[int, int]:
+    """Products of fp8 numbers in forward and in backward."""
+    calls: list[str] = []
+    for name in ("fp8_linear", "fp8_input_gradient"):
+        real = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *inputs, name=name, real=real: (calls.append(name), real(*inputs))[1])
+    built = gpt(model, **settings)
+    for parameter in built.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    batch = random_batch(model)
+    built.loss(batch, torch.tensor(1.0, dtype=torch.float64)).backward()
+    return calls.count("fp8_linear"), calls.count("fp8_input_gradient")
+
+
+def test_the_first_and_last_block_and_the_head_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four products in each of the other blocks, also where a stage has some of them."""
+    model = small(num_layers=5)
+    assert counted(monkeypatch, model, fp8="rowwise") == (3 * 4, 3 * 4)
+    assert counted(monkeypatch, model) == (0, 0)
+    assert counted(monkeypatch, small(num_layers=3, tie_embeddings=False), fp8="tensorwise") == (4, 4)
+
+
+def _unscaled(context: ParallelContext, config: Any) -> Trace:
+    real = module.fp8_input_gradient
+    module.fp8_input_gradient = lambda grad, weight, recipe: real(grad * (1 + context.rank), weight, recipe)
+    return train(context, config)
+
+
+def test_a_rank_that_scales_otherwise_is_caught(workplace: Workplace) -> None:
+    case = rows("rowwise")[1]
+    with pytest.raises(AssertionError):
+        assert_same_training(train_row(workplace, case, _unscaled), case.reference(workplace))
