@@ -9,7 +9,6 @@ import pytest
 from tests.train.runs import finish, launch, metrics
 
 RECIPES = ("tensorwise", "rowwise")
-BOUND = 0.005
 
 
 def losses(folder: Path, run: str, steps: int, batch: int, *settings: str) -> list[float]:
@@ -20,12 +19,8 @@ def losses(folder: Path, run: str, steps: int, batch: int, *settings: str) -> li
         f"data.path={Path(asyncio.__file__).parent / '*.py'}",
         f"data.cache_dir={folder / 'cache'}",
         *("tokenizer=byte", "device=cpu", "model.num_layers=4", "model.hidden_size=64"),
-        *(
-            f"train.global_batch_size={batch}",
-            f"train.micro_batch_size={batch}",
-            "train.seq_length=64",
-            f"train.steps={steps}",
-        ),
+        *(f"train.global_batch_size={batch}", f"train.micro_batch_size={batch}", "train.seq_length=64"),
+        f"train.steps={steps}",
         *("train.eval_interval=0", "train.sample_tokens=0", "checkpoint.interval=0", "optimizer.lr=1e-3"),
         *("log.report_interval_s=0", "lr.schedule=constant", "lr.warmup_steps=20"),
         *settings,
@@ -43,7 +38,7 @@ def farthest(found: Sequence[float], wanted: Sequence[float], width: int) -> flo
     return max(abs(sum(found[at : at + width]) / sum(wanted[at : at + width]) - 1) for at in starts)
 
 
-def compare(folder: Path, steps: int, batch: int, width: int) -> None:
+def compare(folder: Path, steps: int, batch: int, width: int, bound: float) -> None:
     plain = {name: losses(folder, name, steps, batch, f"precision={name}") for name in ("fp32", "bf16")}
     assert plain["fp32"][-1] < 0.7 * plain["fp32"][0]
     for recipe in RECIPES:
@@ -51,23 +46,23 @@ def compare(folder: Path, steps: int, batch: int, width: int) -> None:
         assert found != plain["bf16"]
         far = {name: farthest(found, wanted, width) for name, wanted in plain.items()}
         print(recipe, far, found[-1])
-        assert max(far.values()) < BOUND, (recipe, far)
+        assert max(far.values()) < bound, (recipe, far)
 
 
 def test_the_first_steps_are_those_of_bf16_and_fp32(tmp_path: Path) -> None:
-    compare(tmp_path, steps=60, batch=4, width=20)  # few tokens, for CPUs without bf16 instructions
+    compare(tmp_path, steps=60, batch=4, width=20, bound=0.001)  # few tokens, for CPUs without bf16 instructions
 
 
 @pytest.mark.long
 def test_the_losses_of_500_steps_are_those_of_bf16_and_fp32(tmp_path: Path) -> None:
-    compare(tmp_path, steps=500, batch=16, width=50)
+    compare(tmp_path, steps=500, batch=16, width=50, bound=0.005)
 
 
 def test_a_run_goes_on_with_fp8_and_says_so(tmp_path: Path) -> None:
-    before = losses(tmp_path, "run", 10, 4, "precision=bf16")
-    arguments = ["train.steps=12", "precision=bf16", "train.fp8=rowwise", f"run_dir={tmp_path / 'run'}"]
+    before = losses(tmp_path, "run", 20, 4, "precision=bf16")
+    arguments = ["train.steps=22", "precision=bf16", "train.fp8=rowwise", f"run_dir={tmp_path / 'run'}"]
     status, output = finish(launch(arguments))
     assert status == 0, output
     assert "train.fp8 is now 'rowwise'; the run was at None" in output
-    assert [float(record["loss"]) for record in metrics(tmp_path / "run")][:10] == before
-    assert len(metrics(tmp_path / "run")) == 12
+    assert [float(record["loss"]) for record in metrics(tmp_path / "run")][:20] == before
+    assert len(metrics(tmp_path / "run")) == 22
