@@ -6,8 +6,8 @@ whole matrix (tensorwise) or one for each row of what is summed over (rowwise). 
 and multiplying by it is exact: numbers that are not tiny beside the largest round alike whatever the scale, hence on
 all layouts, and a CPU gets the products of a GPU out of products in the model's own dtype.
 
-Nothing is clipped. The largest number stays within the dtype by the choice of the scale; an infinity or NaN makes the
-scale the same, so that what is multiplied by it becomes NaN and the step is found to be bad.
+Nothing is clipped. The largest number stays within the dtype by the choice of the scale; an infinity makes the scale
+infinite and becomes NaN, a NaN stays one, and what is multiplied by it is NaN: the step is found to be bad.
 Sources: Micikevicius et al. 2022 (arXiv 2209.05433); torchao's recipes `tensorwise` and `rowwise_with_gw_hp`.
 """
 
@@ -19,6 +19,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2  # 3 bits of mantissa up to 
 OF_GRADIENTS = {"tensorwise": E5M2, "rowwise": E4M3}  # one scale for all tokens needs the wider range
 # Gradients are divided by all tokens of a step: far below it, and its inverse is still a number of fp32.
 LEAST_SCALE = 2.0**-100
+MANTISSA = (1 << 23) - 1  # bits of fp32
 
 
 def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: str) -> Tensor:
@@ -35,7 +36,8 @@ def rounded(x: Tensor, dtype: torch.dtype, recipe: str) -> tuple[Tensor, Tensor]
     """x [m, k] divided by its scale and rounded to a float8 dtype, row by row in memory; and the scale, fp32:
     [m, 1] of the rows or [1, 1]."""
     largest = x.abs().amax(dim=-1 if recipe == "rowwise" else (0, 1), keepdim=True).float()
-    scale = torch.exp2(torch.ceil(torch.log2(largest / torch.finfo(dtype).max))).clamp(min=LEAST_SCALE)
+    least = (largest / torch.finfo(dtype).max).clamp(min=LEAST_SCALE)
+    scale = ((least.view(torch.int32) + MANTISSA) & ~MANTISSA).view(torch.float32)  # up to a power of two
     return (x / scale).to(dtype).contiguous(), scale
 
 

@@ -8,10 +8,11 @@ import torch
 
 from megalite.kernels.fp8 import fp8_linear
 from megalite.launch.context import ParallelContext
+from megalite.optim.gradients import gradient_norm
 from megalite.tensor_parallel import linear as module
 from tests.layouts.matrix import FOUR, FULL, SELECTIVE, Row, Workplace, row, train_row
 from tests.layouts.training import Trace, assembled, assert_same_training, merged, train
-from tests.model.small import gpt, random_batch, small
+from tests.model.small import gpt, loss_and_gradients, perturbed, random_batch, small
 
 RECIPES = ("tensorwise", "rowwise")
 EXPERTS = {"model": {"moe": {"num_experts": 4, "top_k": 2, "num_shared_experts": 1}}}
@@ -120,3 +121,26 @@ def test_a_rank_that_scales_otherwise_is_caught(workplace: Workplace) -> None:
     case = rows("rowwise")[1]
     with pytest.raises(AssertionError):
         assert_same_training(train_row(workplace, case, _unscaled), case.reference(workplace))
+
+
+def _one_infinity(_module: Any, _inputs: Any, output: torch.Tensor) -> None:
+    """In the gradient of the output."""
+    there = torch.zeros_like(output, dtype=torch.bool)
+    there[2, 1, 3] = True
+    output.register_hook(lambda grad: grad.masked_fill(there, torch.inf))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_an_infinity_in_a_middle_block_makes_loss_or_norm_not_finite(recipe: str) -> None:
+    """Which is what a step is judged by."""
+    for where in ("weight", "gradient"):
+        model = perturbed(small(num_layers=3), dtype=torch.bfloat16, fp8=recipe)
+        down = model.get_submodule("blocks.1.mlp.down")
+        if where == "weight":
+            with torch.no_grad():
+                down.weight[3, 5] = float("inf")
+        else:
+            down.register_forward_hook(_one_infinity)
+        loss, gradients = loss_and_gradients(model, random_batch(model.config))
+        assert bool(loss.isfinite()) == (where == "gradient")
+        assert not gradient_norm([gradient.float().flatten() for gradient in gradients.values()]).isfinite()
