@@ -45,9 +45,10 @@ class _Rotate(torch.autograd.Function):
 def _turn(x: Tensor, straight: Tensor, swapped: Tensor, sign: int) -> Tensor:
     """x * straight + sign * (x with its halves swapped) * swapped."""
     factors = [table.transpose(0, 1)[:, :, None, None] for table in (straight, swapped)]  # [s, b, 1, 1, d]
-    if torch.compiler.is_compiling():  # without in-place ops: see _drop in dropout.py
+    if torch.compiler.is_compiling():  # without in-place ops, and, where `to` changes nothing, a view: see dropout.py
         wide = x.to(straight.dtype)
-        return (wide * factors[0] + sign * wide.roll(x.shape[-1] // 2, -1) * factors[1]).to(x.dtype)
+        turned = wide * factors[0] + sign * wide.roll(x.shape[-1] // 2, -1) * factors[1]
+        return turned.to(x.dtype).view(x.shape)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     whole = (x, out, *factors)
     for part, turned, factor, swapped_factor in pieces(*whole) if x.device.type == "cpu" else [whole]:

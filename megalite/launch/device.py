@@ -6,13 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from torch.torch_version import TorchVersion
 
 from megalite.errors.problems import Problem, UserError
 from megalite.launch.environment import ProcessEnvironment
 from megalite.launch.host import usable_cores
 
-RIGHT_ON_CPUS = "2.13"  # torch whose compiler is; nothing between 2.11 and it was tried
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -48,14 +46,6 @@ def check_fp8(recipe: str | None, device: torch.device) -> None:
     if recipe is not None and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         rule = f"{torch.cuda.get_device_name(device)} cannot multiply fp8 matrices (compute capability 8.9, Ada, can)"
         raise UserError(Problem("train.fp8", recipe, rule, "train.fp8=null"))
-
-
-def check_compiler(wanted: bool | None, device: torch.device) -> None:
-    """Refuses train.compile=true where the compiler is known to be wrong: on a CPU torch 2.11's gives wrong gradients
-    to attention with rotary positions, silently."""
-    if wanted and device.type == "cpu" and TorchVersion(torch.__version__) < RIGHT_ON_CPUS:
-        rule = f"on a CPU the compiler of torch {torch.__version__} gives wrong gradients; {RIGHT_ON_CPUS} is right"
-        raise UserError(Problem("train.compile", True, rule, "train.compile=false"))
 
 
 def slow_precision(dtype: torch.dtype, device: torch.device) -> str | None:

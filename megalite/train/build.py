@@ -28,7 +28,7 @@ from megalite.context_parallel.exchange import ContextRanks, Waiting
 from megalite.errors.problems import Problem, collect
 from megalite.launch import startup
 from megalite.launch.context import CPU, ParallelContext
-from megalite.launch.device import DTYPES, check_compiler, check_fp8, choose_device, choose_precision, name_of
+from megalite.launch.device import DTYPES, check_fp8, choose_device, choose_precision, name_of
 from megalite.launch.environment import ProcessEnvironment
 from megalite.layout.buffer_layout import Kind, slice_ranges
 from megalite.layout.groups import GroupNeeds
@@ -110,7 +110,6 @@ def start(config: Config, environment: ProcessEnvironment, store: Store | None =
     if config.precision == "auto":  # else rules.py has judged it
         problems += precision_problems(config, name_of(dtype))
     collect(lambda: check_fp8(config.train.fp8, device), problems)
-    collect(lambda: check_compiler(config.train.compile, device), problems)
     nccl = collect(lambda: read_nccl_options(Path(axes.nccl_options)) if axes.nccl_options else {}, problems)
     plan = {
         name: yaml_value(value_of(config, name))

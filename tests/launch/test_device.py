@@ -14,7 +14,6 @@ from megalite.errors.problems import UserError
 from megalite.launch.context import CPU
 from megalite.launch.device import (
     DTYPES,
-    check_compiler,
     check_fp8,
     choose_device,
     choose_precision,
@@ -166,12 +165,3 @@ def test_one_thread_by_torchrun_is_told_from_one_thread_by_the_user(
 
 def test_usable_cores_are_those_of_the_affinity_mask() -> None:
     assert 1 <= usable_cores() <= (os.cpu_count() or 1)
-
-
-def test_a_compiler_that_is_wrong_on_cpus_is_refused_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_compiler(True, CPU)
-    monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
-    check_compiler(None, CPU)
-    check_compiler(True, torch.device("cuda", 0))
-    with pytest.raises(UserError, match=r"train.compile=True: .*torch 2\.11\.0.*\n.*train\.compile=false"):
-        check_compiler(True, CPU)
