@@ -30,6 +30,7 @@ from megalite.launch.device import set_threads
 from megalite.launch.environment import ProcessEnvironment
 from megalite.launch.host import allow_open_files, files_of, keep_freed_memory
 from megalite.launch.rendezvous import RankInfo, rendezvous
+from megalite.launch.watchdog import after_report_s
 from megalite.layout.groups import GroupNeeds, GroupSpec, Traffic, all_groups, groups_of
 from megalite.layout.ranks import ParallelLayout
 
@@ -78,7 +79,8 @@ def start(
         torch.cuda.set_device(device)
         # torch would warn that messages of a group go in one order; the pipeline counts on it.
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
-    return join(layout, environment.rank, device, dtype, store, timeout_s=timeout_s, needs=needs, nccl=nccl)
+    waits_s = after_report_s(timeout_s)
+    return join(layout, environment.rank, device, dtype, store, timeout_s=waits_s, needs=needs, nccl=nccl)
 
 
 def join(

@@ -21,7 +21,7 @@ from megalite.data.batches import StepBatches, TrainBatches, validation_batches
 from megalite.errors.problems import Problem, UserError
 from megalite.launch.agreement import agree
 from megalite.launch.signals import StopRequest
-from megalite.launch.watchdog import REPORT_S
+from megalite.launch.watchdog import Patience, after_report_s
 from megalite.optim.schedule import learning_rate
 from megalite.pipeline.simulator import Span
 from megalite.train.build import data_share
@@ -156,8 +156,7 @@ class Loop:
         """What a step means for the run."""
         progress, train = self.job.progress, self.config.train
         if not self.under_way:
-            # The watchdog speaks first: a collective that fails ends its rank before others can say where they stand.
-            self.context.set_timeout(self.config.parallel.timeout_s + 2 * REPORT_S)
+            self.context.set_timeout(after_report_s(self.config.parallel.timeout_s))
             self.under_way = True
         if figures.refused:
             agree(self.context, self.problems)
@@ -243,10 +242,10 @@ class Loop:
         words = f"step {self.newest_step}, {part}, pass {executor.at or 'none yet'}"
         return (self.newest_step, self.evaluated_step, part, executor.performed), words
 
-    def patience_s(self) -> float:
-        """Seconds that may pass without progress."""
-        parallel = self.config.parallel
-        return parallel.timeout_s if self.under_way else parallel.startup_timeout_s
+    def patience(self) -> Patience:
+        """How long nothing may go on."""
+        name = "timeout_s" if self.under_way else "startup_timeout_s"
+        return Patience(f"parallel.{name}", getattr(self.config.parallel, name))
 
     def complete(self) -> bool:
         """Whether nothing of the run remains to be done."""

@@ -107,8 +107,10 @@ def _train_to_the_end(job: Job, stop: StopRequest, recorder: Recorder, saver: Sa
     gc.freeze()
     gc.disable()
     try:
-        with Watchdog(job.context, loop.doing, loop.patience_s, job.folder.path / "logs", hosts):
+        with Watchdog(job.context, loop.doing, loop.patience, job.folder.path / "logs", hosts):
             loop.run()
+            stopped, step = loop.stopping and not loop.complete(), job.progress.step
+            loop.finish(stopped=stopped)
     except (TrainingStoppedError, ReplicaMismatchError) as error:  # known to all ranks, and said in full
         saver.close()
         recorder.failed(error, taken_over=isinstance(error, TakenOverError))
@@ -120,9 +122,7 @@ def _train_to_the_end(job: Job, stop: StopRequest, recorder: Recorder, saver: Sa
         raise
     finally:
         gc.enable()
-    stopped, step = loop.stopping and not loop.complete(), job.progress.step
     status = 0 if saver.newest_step == step else 1
-    loop.finish(stopped=stopped)
     by = (stop.requested or "a signal to another rank") if stopped else None
     told.end("failed" if status else "stopped" if stopped else "finished", step, by)
     recorder.finished(status, by)

@@ -143,7 +143,8 @@ class Saver:
             return
         (step, saving), self._under_way = self._under_way, None
         try:
-            saved = saving.result()
+            with self._waiting():
+                saved = saving.result()
         except CheckpointError as error:
             self._not_saved(str(error))
             return
@@ -156,11 +157,11 @@ class Saver:
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
-        self.busy = True
+        before, self.busy = self.busy, True
         try:
             yield
         finally:
-            self.busy = False
+            self.busy = before
 
     @contextmanager
     def _with_advice(self) -> Iterator[None]:

@@ -1,6 +1,7 @@
 """Ranks that make no progress end, with a report of where each stands. Ranks that do, or wait for a disk, go on."""
 
 import json
+import linecache
 import os
 import signal
 import threading
@@ -15,10 +16,11 @@ import torch.distributed as dist
 
 from megalite.launch import watchdog
 from megalite.launch.context import ParallelContext
-from megalite.launch.watchdog import Watchdog, summary
+from megalite.launch.watchdog import Patience, Watchdog, summary
 from tests.ranks import run_ranks
 
 PATIENCE_S = 0.6
+PATIENCE = Patience("parallel.timeout_s", PATIENCE_S)
 Doing = Callable[[], tuple[object, str] | None]
 
 
@@ -31,7 +33,7 @@ def waits_for_a_lock_that_nobody_frees() -> None:
 def _hang(context: ParallelContext, folder: Path, holds_lock: bool) -> None:
     """Rank 1 hangs without a collective; the others wait for it in one."""
     watchdog.REPORT_S = 3.0
-    with Watchdog(context, lambda: (7, f"step 7 of rank {context.rank}"), lambda: PATIENCE_S, folder, ["here"] * 3):
+    with Watchdog(context, lambda: (7, f"step 7 of rank {context.rank}"), lambda: PATIENCE, folder, ["here"] * 3):
         if context.rank == 1 and holds_lock:
             pattern = "a" * 40
             __import__("re").match("(a+)+$", pattern + "b")  # for ever, without a look at who else wants to run
@@ -76,7 +78,7 @@ def _stopped_in_a_save(context: ParallelContext, folder: Path) -> None:
     watchdog.REPORT_S = 3.0
     if context.rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
-    with Watchdog(context, lambda: None, lambda: PATIENCE_S, folder, ["here"] * 3):
+    with Watchdog(context, lambda: None, lambda: PATIENCE, folder, ["here"] * 3):
         time.sleep(30)
 
 
@@ -92,10 +94,11 @@ def _go_on(context: ParallelContext, folder: Path, waits: bool) -> str:
     def doing() -> tuple[object, str] | None:
         return None if waits else (at[0], "")
 
-    with Watchdog(context, doing, lambda: PATIENCE_S, folder, ["here"] * 3):
+    with Watchdog(context, doing, lambda: PATIENCE, folder, ["here"] * 3):
         for _ in range(30):
             time.sleep(PATIENCE_S / 10)
             at[0] += 1
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("watchdog")]
     time.sleep(2 * PATIENCE_S)  # it watches no longer
     return "alive"
 
@@ -106,15 +109,67 @@ def test_who_goes_on_or_waits_for_a_disk_is_left_alone(tmp_path: Path, waits: bo
     assert not [*tmp_path.iterdir()]
 
 
-def test_ranks_that_do_the_same_share_a_line_and_others_come_first() -> None:
-    def word(doing: str, place: str, collective: str = "") -> dict[str, Any]:
-        stacks = {"main": ["/usr/lib/x.py:1 main", f"megalite/{place}"]}
-        return {"host": "n0", "pid": 5, "doing": doing, "idle_s": 9.6, "collective": collective, "stacks": stacks}
+def _save_without_end(context: ParallelContext, folder: Path) -> None:
+    watchdog.REPORT_S, watchdog.SAVES = 3.0, 3
+    with Watchdog(context, lambda: None, lambda: PATIENCE, folder, ["here"] * 2):
+        time.sleep(30)
 
-    same = word("step 3, backward", "a.py:1 f", "gloo:all_reduce")
-    assert summary({0: same, 1: word("step 3, data", "b.py:2 g"), 2: same}) == [
-        "rank 1 (n0, process 5): step 3, data, for 10 s",
+
+def test_a_save_that_does_not_end_ends_the_job(tmp_path: Path) -> None:
+    began = time.monotonic()
+    assert run_ranks(_save_without_end, 2, tmp_path, may_die=[0, 1], timeout=30) == [None] * 2
+    assert time.monotonic() - began > 3 * PATIENCE_S
+    assert report(tmp_path)["finding"] == "a save does not end: its disk hangs"
+
+
+def _busy_beside_one_that_hangs(context: ParallelContext, folder: Path) -> None:
+    """Rank 1 goes on and on; rank 0 waits for it longer than it may."""
+    watchdog.REPORT_S, at = 3.0, [0]
+    with Watchdog(context, lambda: (at[0], "busy"), lambda: PATIENCE, folder, ["here"] * 2):
+        for _ in range(300):
+            time.sleep(0.1)
+            at[0] += context.rank
+
+
+def test_a_rank_that_is_busy_answers(tmp_path: Path) -> None:
+    assert run_ranks(_busy_beside_one_that_hangs, 2, tmp_path, may_die=[0, 1], timeout=20) == [None] * 2
+    found = report(tmp_path)
+    assert found["finding"] == "all ranks answer"
+    assert found["ranks"]["1"]["idle_s"] < PATIENCE_S <= found["ranks"]["0"]["idle_s"]
+
+
+def _hang_with_its_disk(context: ParallelContext, folder: Path) -> None:
+    """Whoever touches the disk hangs, like the main thread."""
+
+    def hang(*_: Any, **__: Any) -> Any:
+        time.sleep(60)
+
+    watchdog.REPORT_S = watchdog.WRITE_S = 1.0
+    os.dup2(os.open(folder / f"stderr-{context.rank}", os.O_CREAT | os.O_WRONLY), 2)
+    Path.write_text = linecache.checkcache = linecache.updatecache = hang  # type: ignore[method-assign,assignment]
+    with Watchdog(context, lambda: (1, "step 1"), lambda: PATIENCE, folder, ["here"] * 2):
+        hang()
+
+
+def test_a_disk_that_hangs_keeps_nobody_from_the_report(tmp_path: Path) -> None:
+    assert run_ranks(_hang_with_its_disk, 2, tmp_path, may_die=[0, 1], timeout=20) == [None] * 2
+    told = "".join((tmp_path / f"stderr-{rank}").read_text() for rank in range(2))
+    assert "megalite: no progress within parallel.timeout_s (0.6 s); all ranks answer\n" in told
+    assert "_hang_with_its_disk" in told
+    assert "megalite: if a step may take so long: a larger parallel.timeout_s" in told
+
+
+def test_ranks_that_do_the_same_share_a_line_and_others_come_first() -> None:
+    def word(rank: int, doing: str, place: str, collective: str = "") -> dict[str, Any]:
+        stacks = {"main": ["/usr/lib/x.py:1 main", f"megalite/{place}"]}
+        who = {"host": f"n{rank}", "pid": 5 + rank, "idle_s": 8.6 + rank}
+        return {**who, "doing": doing, "collective": collective, "stacks": stacks}
+
+    same = {rank: word(rank, "step 3, backward", "a.py:1 f", "gloo:all_reduce") for rank in (0, 2, 3, 4, 5, 6)}
+    assert summary(same | {1: word(1, "step 3, data", "b.py:2 g")}) == [
+        "rank 1 (n1, process 6): step 3, data, for 10 s",
         "    at megalite/b.py:2 g",
-        "rank 0, 2 (n0, process 5): step 3, backward, for 10 s; newest collective: gloo:all_reduce",
+        "ranks 0 (n0, process 5), 2 (n2, process 7), 3 (n3, process 8), 4 (n4, process 9) and 2 more: "
+        "step 3, backward, for 15 s; newest collective: gloo:all_reduce",
         "    at megalite/a.py:1 f",
     ]
