@@ -112,6 +112,7 @@ class Loop:
             self.figures.restart_clock()
             coming = self._launch_step(data, batches)
             self._read(keep=0)  # here: its time ends before the profiler's work begins
+            self.job.training.gather.finish()  # torch notes a transfer's end where its record was, freed or not
         return coming
 
     def _launch_step(self, data: StepBatches, batches: TrainBatches) -> StepBatches | None:

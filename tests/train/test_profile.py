@@ -13,6 +13,7 @@ from megalite.config.derive import derive
 from megalite.config.schema import Config
 from megalite.launch.context import ParallelContext
 from megalite.layout.ranks import ParallelLayout
+from megalite.optim.parameter_gather import ParameterGather
 from megalite.train.build import needs_of
 from megalite.train.history import read_events
 from tests.ranks import run_ranks
@@ -99,3 +100,29 @@ def test_every_rank_leaves_its_own_and_what_layers_wait_for_is_communication(
     for split in found.values():
         assert split["parts"]["communication"] > 0
         assert (split["inside"]["forward"] > 0) == (split["inside"]["backward"] > 0) == (axis == "tp")
+
+
+def test_nothing_that_a_profiled_step_has_sent_ends_after_its_record(text: Path, tmp_path: Path) -> None:
+    """torch writes the end of a transfer into the record of its beginning, though that may be freed by then."""
+    config = derive(config_for(text, tmp_path / "run", steps=3, profile_steps=[2]), 2)
+    pending: list[int] = run_ranks(_pending_after_profile, 2, config, needs=needs_of(config), timeout=60)
+    assert pending == [0, 0]
+
+
+def _pending_after_profile(context: ParallelContext, config: Config) -> int:
+    """Transfers of parameters that are under way when the record ends."""
+    gathers: list[ParameterGather] = []
+    found: list[int] = []
+    start, stop = ParameterGather.start, profile_module.profile.__exit__
+
+    def watched_start(self: ParameterGather) -> None:
+        gathers.append(self)
+        start(self)
+
+    def watched_stop(self: Any, *error: Any) -> None:
+        found.append(len(gathers[-1]._pending))
+        stop(self, *error)
+
+    ParameterGather.start, profile_module.profile.__exit__ = watched_start, watched_stop  # type: ignore[method-assign]
+    assert train_on_rank(context, config) == 0
+    return found[0]
