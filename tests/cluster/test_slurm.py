@@ -145,7 +145,7 @@ def test_an_array_trains_a_run_for_each_line_of_its_file(slurm: Cluster, monkeyp
     assert all(run.name in page.read_text() for run in runs)
 
 
-def test_the_last_task_of_an_array_is_warned_and_requeued_alone(slurm: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_task_of_an_array_is_warned_alone(slurm: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has the array's own number as SLURM_JOB_ID."""
     points = slurm.folder / "warned.txt"
     runs = [slurm.folder / f"warned-{task}" for task in (1, 2)]
