@@ -165,12 +165,31 @@ def test_the_last_task_of_an_array_is_warned_alone(slurm: Cluster, monkeypatch: 
     slurm.until(lambda: not slurm("squeue", "-h"), 60)
 
 
-def test_of_more_nodes_than_are_needed_the_best_train(slurm: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(slurm.environment, "TRAIN_NODES", "1")
-    submitted = submit(slurm, "spare", "train.steps=4", "parallel.pp=1")
+CONTAINER = """#!/bin/sh
+# As what RUN_IN may be: it notes where training starts, and on one node the disk of the checkpoints is not mounted.
+[ "$1" != torchrun ] || echo "$SLURMD_NODENAME" >> "$DISK.trained"
+[ "$SLURMD_NODENAME" = "$BAD_NODE" ] || exec "$@"
+exec unshare --mount sh -c 'mount -t tmpfs -o ro none "$0" && exec "$@"' "$DISK" "$@"
+"""
+
+
+@pytest.mark.parametrize(("bad", "good"), [("n0", "n1"), ("n1", "n0")])
+def test_of_more_nodes_than_are_needed_the_best_train(
+    slurm: Cluster, monkeypatch: pytest.MonkeyPatch, bad: str, good: str
+) -> None:
+    disk, container = slurm.folder / f"disk-{bad}", slurm.folder / "container"
+    (disk / "runs").mkdir(parents=True)
+    container.write_text(CONTAINER)
+    container.chmod(0o755)
+    for name, value in {"TRAIN_NODES": "1", "RUN_IN": container, "BAD_NODE": bad, "DISK": disk}.items():
+        monkeypatch.setitem(slurm.environment, name, str(value))
+    submitted = submit(slurm, f"disk-{bad}/runs/spare", "train.steps=4", "parallel.pp=1")
     run = finish(slurm, submitted)
     log = said(slurm, submitted[0])
     assert re.search(r"node +matmul.*\nn0 .*\nn1 ", log), log
+    assert f"{bad}: error: FileNotFoundError" in log or f"{bad}: error: OSError" in log, log
+    assert f"--exclude={bad}\n" in log, log
+    assert disk.with_suffix(".trained").read_text() == f"{good}\n"
     assert len(read_events(run / "events.jsonl")[0]["hosts"]) == 2, "of the two ranks of one node"
 
 
