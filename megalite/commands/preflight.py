@@ -5,8 +5,9 @@ torchrun --nnodes 4 --nproc-per-node 8 ... scripts/preflight.py
 srun --ntasks-per-node 8 python scripts/preflight.py --keep 4
 
 Each node multiplies matrices, copies memory, writes to the folder of checkpoints, and exchanges data inside and with
-its neighbours; each is compared with the median. --keep prints the names of the best N nodes on stdout, for srun's
---nodelist, and everything else on stderr. launch.preflight=true does the same at the start of a training.
+its neighbours; each is compared with the median, its versions with those of most. --keep prints the names of the best N
+nodes on stdout, for srun's --nodelist, and everything else on stderr. launch.preflight=true does the same at the start
+of a training.
 Exit status: 0 all nodes are well (or enough for --keep), 1 some are not, 2 refused.
 """
 
@@ -15,7 +16,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from megalite.commands.command import COUNT, Shown, command, option
-from megalite.errors.problems import Problem, UserError, to_stderr
+from megalite.errors.problems import Problem, UserError, collect, to_stderr
 
 
 @command(
@@ -30,22 +31,20 @@ def main(options: Namespace, overrides: list[str]) -> Shown:
 
     from megalite.launch.device import choose_device
     from megalite.launch.environment import read_environment
-    from megalite.launch.preflight import best, judge, preflight, table
-    from megalite.launch.startup import start
-    from megalite.layout.ranks import ParallelLayout
+    from megalite.launch.preflight import best, differences, judge, meet, preflight, table
 
     environment = read_environment(os.environ)
-    device = choose_device(options.device, environment)
-    layout = ParallelLayout(dp=environment.world_size)
-    context = start(environment, layout, device, torch.float32, timeout_s=600.0)
+    problems: list[Problem] = []
+    device = collect(lambda: choose_device(options.device, environment), problems) or torch.device("cpu")
+    context = meet(environment, device, problems, timeout_s=600.0)
     nodes = preflight(context, options.folder)
-    context.close()
     if context.rank > 0:
         return Shown()
     faults = judge(nodes)
-    told = [*table(nodes), f"--exclude={','.join(faults)}" if faults else "all nodes are well"]
+    well = "all nodes are well" if not differences(nodes) else "no node is known to be wrong"
+    told = [*table(nodes), f"--exclude={','.join(faults)}" if faults else well]
     if options.keep is None:
-        return Shown(told, status=int(bool(faults)))
+        return Shown(told, status=int(bool(faults or differences(nodes))))
     to_stderr("\n".join(told))
     chosen = best(nodes, options.keep)
     enough = len(chosen) == options.keep and not {*chosen} & {*faults}

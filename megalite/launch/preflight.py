@@ -3,26 +3,38 @@
 A node is compared with the median of all: nobody knows how fast a machine should be, but its neighbours show it. All
 ranks of a node measure at the same time, as they will train. Of its figures the worst rank's counts; of its links to
 two neighbours the better one, since a slow link is the fault of either end.
+
+Ranks speak through the store where they have met, and through nothing else: torch, code, device and network between
+them are what is under test.
 """
 
+import json
 import os
 import platform
 import socket
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 
+from megalite.errors.problems import Problem, UserError
 from megalite.launch.context import ParallelContext
+from megalite.launch.device import set_threads
+from megalite.launch.environment import ProcessEnvironment
+from megalite.launch.link_speed import link_speed, seconds
+from megalite.launch.rendezvous import RankInfo, listed, rendezvous
+from megalite.launch.startup import code_fingerprint
+from megalite.layout.ranks import ParallelLayout
 
-REPEATS = 5  # of each measurement, of which the best counts
 LEAST = {  # share of the median below which a node is slow; disks are shared and uneven
     "matmul, TFLOP/s": 0.8,
     "memory, GB/s": 0.8,
@@ -31,23 +43,49 @@ LEAST = {  # share of the median below which a node is slow; disks are shared an
     "across, GB/s": 0.5,
 }
 FARTHEST_S = 5.0  # of a clock from the median's
+MEASURE_S = 1.5  # of products and of copies: long enough for a device to heat up
 DISK_BYTES = 32 << 20
+WAIT_S = 120.0  # for the slowest rank, at each step
 PACKAGES = ("torch", "numpy", "hydra-core", "transformers", "tokenizers", "datasets")
+CLOCK, ERROR, LINK = "clock, s", "error", "link to "
 
 Figures = Mapping[str, float | str]
 
 
+def meet(
+    environment: ProcessEnvironment, device: torch.device, problems: Sequence[Problem], *, timeout_s: float
+) -> ParallelContext:
+    """A context without process groups. Unlike those of `startup.start` its ranks may differ in torch, code and device.
+
+    Raises one UserError, alike on all ranks, that holds the problems of all.
+    """
+    set_threads(environment)
+    if environment.world_size == 1:
+        if problems:
+            raise UserError(problems)
+        return ParallelContext(device=device)
+    layout = ParallelLayout(dp=environment.world_size)
+    store = rendezvous(environment, RankInfo.of(environment.rank, device, {}, problems), timeout_s=timeout_s)
+    return ParallelContext(layout, environment.rank, device, store=store)
+
+
 def preflight(context: ParallelContext, folder: Path) -> dict[str, Figures]:
-    """The figures of every node, by its name, the same on all ranks; collective. `folder`: of checkpoints."""
+    """The figures of every node, by its name, on rank 0; nothing elsewhere. All ranks call it.
+
+    `folder` is that of checkpoints; where it is missing its parent counts. Raises UserError where a rank is silent.
+    """
     nodes: dict[str, list[int]] = {}
-    for rank, [name] in enumerate(context.gather_json([node_name()])):
+    devices = set()
+    for rank, (name, device) in enumerate(_exchange(context, "names", [node_name(), context.device.type])):
         nodes.setdefault(name, []).append(rank)
+        devices.add(device)
     own = _measure(context.device, folder, writes=nodes[node_name()][0] == context.rank)
-    own |= _links(context, [*nodes.values()])
-    context.barrier(patient=True)
-    own["clock, s"] = time.time()
-    everyone = context.gather_json([own])
-    return {name: _of_node([everyone[rank][0] for rank in ranks]) for name, ranks in nodes.items()}
+    _exchange(context, "measured")
+    if len(devices) == 1:  # else NCCL would wait for gloo
+        own |= _links(context, nodes)
+    own[CLOCK] = time.time()
+    everyone = _exchange(context, "figures", own, to_first=True)
+    return {name: _of_node([everyone[rank] for rank in ranks]) for name, ranks in nodes.items()} if everyone else {}
 
 
 def node_name() -> str:
@@ -58,21 +96,29 @@ def node_name() -> str:
 def judge(nodes: Mapping[str, Figures]) -> dict[str, list[str]]:
     """By node, what is wrong with it; nodes that are well are left out."""
     faults: dict[str, list[str]] = {}
-    for name in dict.fromkeys(name for figures in nodes.values() for name in figures):
-        values = {node: figures[name] for node, figures in nodes.items() if name in figures}
-        numbers = {node: value for node, value in values.items() if not isinstance(value, str)}
-        usual = statistics.median(numbers.values()) if numbers else 0.0
-        most = statistics.mode(values.values())
+    for name, values in _by_figure(nodes).items():
+        usual = _usual(name, values)
         for node, value in values.items():
-            if isinstance(value, str):
-                told = f"{name}: {value}" if value != most or name == "error" else ""
-            elif name == "clock, s":
-                told = f"{name}: {value - usual:+.1f}" if abs(value - usual) > FARTHEST_S else ""
-            else:
-                told = f"{name}: {value:.3g}, the median is {usual:.3g}" if value < LEAST[name] * usual else ""
+            told = _told(name, value, usual)
+            if name.startswith(LINK) and _lost(nodes[name.removeprefix(LINK)]) and not _lost(nodes[node]):
+                told = ""  # the other end has lost all of its links
             if told:
                 faults.setdefault(node, []).append(told)
     return faults
+
+
+def differences(nodes: Mapping[str, Figures]) -> list[str]:
+    """What differs where no value is the one of most nodes: nobody knows who is wrong."""
+    lines = []
+    for name, values in _by_figure(nodes).items():
+        if _usual(name, values) is None:
+            first = next(iter(values.values()))
+            shown = (
+                f"{value if isinstance(value, str) else f'{value - first:+.1f}'} on {node}"
+                for node, value in values.items()
+            )
+            lines.append(f"they differ in {name}: {', '.join(shown)}")
+    return lines
 
 
 def best(nodes: Mapping[str, Figures], keep: int) -> list[str]:
@@ -91,34 +137,116 @@ def best(nodes: Mapping[str, Figures], keep: int) -> list[str]:
 def table(nodes: Mapping[str, Figures]) -> list[str]:
     """A line for each node, and one for each fault."""
     faults = judge(nodes)
-    clock = statistics.median(float(figures["clock, s"]) for figures in nodes.values())
-    lines = [f"{'node':<16}" + "".join(f"{name:>17}" for name in LEAST) + f"{'clock, s':>10}"]
+    clock = statistics.median(float(figures[CLOCK]) for figures in nodes.values())
+    lines = [f"{'node':<16}" + "".join(f"{name:>17}" for name in LEAST) + f"{CLOCK:>10}"]
     for node, figures in nodes.items():
         speeds = "".join(f"{figures[name]:>17.3g}" if name in figures else f"{'-':>17}" for name in LEAST)
-        lines.append(
-            f"{node:<16}{speeds}{float(figures['clock, s']) - clock:>+10.2f}{'  <--' if node in faults else ''}"
-        )
-    return lines + [f"{node}: {fault}" for node, found in faults.items() for fault in found]
+        lines.append(f"{node:<16}{speeds}{float(figures[CLOCK]) - clock:>+10.2f}{'  <--' if node in faults else ''}")
+    return lines + [f"{node}: {fault}" for node, found in faults.items() for fault in found] + differences(nodes)
+
+
+def _by_figure(nodes: Mapping[str, Figures]) -> dict[str, dict[str, Any]]:
+    """By the name of a figure, its values, by node."""
+    names = dict.fromkeys(name for figures in nodes.values() for name in figures)
+    return {name: {node: figures[name] for node, figures in nodes.items() if name in figures} for name in names}
+
+
+def _usual(name: str, values: Mapping[str, Any]) -> float | str | None:
+    """What most nodes have; None where no such majority is. Of what none should have: nothing."""
+    if name == ERROR or name.startswith(LINK):
+        return ""
+    if any(isinstance(value, str) for value in values.values()):
+        [(value, count)] = Counter(values.values()).most_common(1)
+        return str(value) if 2 * count > len(values) else None
+    median = statistics.median(values.values())
+    near = sum(abs(value - median) <= FARTHEST_S for value in values.values())
+    return None if name == CLOCK and 2 * near <= len(values) else median
+
+
+def _told(name: str, value: Any, usual: float | str | None) -> str:
+    """What is wrong with a figure; empty: nothing."""
+    if usual is None:
+        return ""
+    if isinstance(usual, str):
+        return f"{name}: {value}" if value != usual else ""
+    if name == CLOCK:
+        return f"{name}: {value - usual:+.1f}" if abs(value - usual) > FARTHEST_S else ""
+    return f"{name}: {value:.3g}, the median is {usual:.3g}" if value < LEAST[name] * usual else ""
+
+
+def _lost(figures: Figures) -> bool:
+    """Whether none of a node's links works."""
+    return figures.get("across, GB/s") == 0
+
+
+def _exchange(context: ParallelContext, step: str, value: Any = None, *, to_first: bool = False) -> list[Any]:
+    """Every rank's value, by rank, once all are there; `to_first`: rank 0 alone waits and reads."""
+    if context.store is None:
+        return [value]
+    store, keys = PrefixStore(f"preflight/{step}", context.store), [str(rank) for rank in range(context.world_size)]
+    store.set(keys[context.rank], json.dumps(value))
+    if to_first and context.rank > 0:
+        return []
+    if not to_first and store.add("present", 1) == len(keys):
+        store.set("all", "")
+    try:
+        store.wait(keys if to_first else ["all"], timedelta(seconds=WAIT_S))
+    except RuntimeError as error:
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        rule = f"no answer within {WAIT_S:.0f} s from ranks {listed(missing)} ({step})"
+        raise UserError(Problem("preflight", context.world_size, rule, "look at their logs and nodes")) from error
+    return [] if value is None else [json.loads(text) for text in store.multi_get(keys)]
 
 
 def _measure(device: torch.device, folder: Path, *, writes: bool) -> dict[str, float | str]:
     """This rank's own figures. What fails is an error of its node."""
     cuda = device.type == "cuda"
     own: dict[str, float | str] = {name: _version(name) for name in PACKAGES}
-    own |= {"python": platform.python_version(), "device": _device_name(device)}
+    own |= {"python": platform.python_version(), "device": _device_name(device), "megalite": code_fingerprint()}
     try:
         size, dtype = (8192, torch.bfloat16) if cuda else (768, torch.float32)
         left, right = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
-        own["matmul, TFLOP/s"] = 2 * size**3 / _seconds(lambda: left @ right, device) / 1e12
+        own["matmul, TFLOP/s"] = 2 * size**3 / seconds(lambda: left @ right, device, at_least_s=MEASURE_S) / 1e12
         source = torch.ones((1 << 30) if cuda else (64 << 20), device=device, dtype=torch.uint8)
         target = torch.empty_like(source)
-        own["memory, GB/s"] = 2 * source.numel() / _seconds(lambda: target.copy_(source), device) / 1e9
+        copy_s = seconds(lambda: target.copy_(source), device, at_least_s=MEASURE_S)
+        own["memory, GB/s"] = 2 * source.numel() / copy_s / 1e9
         if writes:
-            folder.mkdir(parents=True, exist_ok=True)
-            own["disk, MB/s"] = DISK_BYTES / _seconds(lambda: _write(folder), torch.device("cpu"), repeats=1) / 1e6
+            own["disk, MB/s"] = DISK_BYTES / seconds(lambda: _write(folder), torch.device("cpu")) / 1e6
     except (OSError, RuntimeError) as error:
-        own["error"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        own[ERROR] = _in_words(error)
     return own
+
+
+def _links(context: ParallelContext, nodes: Mapping[str, Sequence[int]]) -> dict[str, float | str]:
+    """GB/s of an all-reduce among the ranks of this node, and with the nodes beside it; a dead link has 0."""
+    names = [*nodes]
+    pairs = [*zip(names, names[1:] + names[:1], strict=True)][: len(names) if len(names) > 2 else len(names) - 1]
+    even = len(pairs) // 2 * 2  # nobody measures two links at a time
+    rounds: list[Sequence[tuple[str, ...]]] = [
+        [(name,) for name in names],
+        pairs[0:even:2],
+        pairs[1:even:2],
+        pairs[even:],
+    ]
+    found: dict[str, float | str] = {}
+    for number, sets in enumerate(rounds):
+        for ends in sets:
+            ranks = nodes[ends[0]] if len(ends) == 1 else [nodes[end][0] for end in ends]
+            if context.rank not in ranks or len(ranks) == 1:
+                continue
+            assert context.store is not None, "several ranks have met"
+            figure = "inside, GB/s" if len(ends) == 1 else "across, GB/s"
+            try:
+                own = context.store.clone()  # type: ignore[attr-defined]  # a connection that may hang
+                store = PrefixStore(f"preflight/{'-'.join(ends)}", own)
+                speed = link_speed(store, ranks.index(context.rank), len(ranks), context.device)
+            except (OSError, RuntimeError) as error:
+                speed, other = 0.0, next((end for end in ends if end != node_name()), node_name())
+                found[f"{LINK}{other}"] = _in_words(error)
+            found[figure] = max(found.get(figure, 0.0), speed)
+        _exchange(context, f"links {number}")
+    return found
 
 
 def _version(package: str) -> str:
@@ -127,46 +255,9 @@ def _version(package: str) -> str:
     return "missing"
 
 
-def _links(context: ParallelContext, nodes: Sequence[Sequence[int]]) -> dict[str, float]:
-    """GB/s of an all-reduce among the ranks of this node, and with the nodes beside it. All ranks call it."""
-    if context.control_group is None:
-        return {}
-    ring = [[ranks[0], nodes[(at + 1) % len(nodes)][0]] for at, ranks in enumerate(nodes)] if len(nodes) > 1 else []
-    even = len(ring) // 2 * 2  # nobody measures two links at a time
-    rounds = [("across, GB/s", pairs) for pairs in (ring[0:even:2], ring[1:even:2], ring[even:])]
-    found: dict[str, float] = {}
-    for name, sets in [("inside, GB/s", nodes), *rounds]:
-        for ranks in (sorted(ranks) for ranks in sets):
-            backend = "nccl" if context.device.type == "cuda" else "gloo"
-            group = dist.new_group(ranks, backend=backend) if len(ranks) > 1 else None
-            if context.rank in ranks and group is not None:
-                found[name] = max(found.get(name, 0.0), _all_reduce(group, context.device))
-                dist.destroy_process_group(group)
-        context.barrier(patient=True)
-    return found
-
-
-def _all_reduce(group: dist.ProcessGroup, device: torch.device) -> float:
-    content = torch.ones((256 << 20) if device.type == "cuda" else (8 << 20), device=device, dtype=torch.uint8)
-    return content.numel() / _seconds(lambda: dist.all_reduce(content, group=group), device) / 1e9
-
-
-def _seconds(action: Callable[[], Any], device: torch.device, repeats: int = REPEATS) -> float:
-    """Of the fastest of some repetitions, after one that warms up."""
-    took = []
-    for _ in range(repeats + (repeats > 1)):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        begun = time.perf_counter()
-        action()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        took.append(time.perf_counter() - begun)
-    return min(took)
-
-
 def _write(folder: Path) -> None:
-    with tempfile.TemporaryFile(dir=folder) as file:
+    """Into the folder, or where it would be made: a mount point that is missing is an error, not made."""
+    with tempfile.TemporaryFile(dir=folder if folder.is_dir() else folder.parent) as file:
         file.write(os.urandom(1 << 20) * (DISK_BYTES >> 20))
         file.flush()
         os.fsync(file.fileno())
@@ -177,8 +268,12 @@ def _device_name(device: torch.device) -> str:
         return torch.cuda.get_device_name(device)
     with suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.partition(": ")[2] for line in lines if line.startswith("model name"))
+        return f"{device.type}, {next(line.partition(': ')[2] for line in lines if line.startswith('model name'))}"
     return device.type
+
+
+def _in_words(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error) or 'without a word').splitlines()[0]}"
 
 
 def _of_node(ranks: Sequence[Figures]) -> Figures:
@@ -186,5 +281,5 @@ def _of_node(ranks: Sequence[Figures]) -> Figures:
     found: dict[str, float | str] = {}
     for name in dict.fromkeys(name for figures in ranks for name in figures):
         values = [figures[name] for figures in ranks if name in figures]
-        found[name] = values[0] if name == "clock, s" or isinstance(values[0], str) else min(values, key=float)
+        found[name] = values[0] if name == CLOCK or isinstance(values[0], str) else min(values, key=float)
     return found

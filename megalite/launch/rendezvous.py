@@ -105,7 +105,7 @@ def _attend(store: Store, size: int, info: RankInfo, deadline: float) -> list[Pr
 def find_problems(infos: Sequence[RankInfo]) -> list[Problem]:
     """Everything that stands against starting, each once."""
     found = [Problem(**fields) for info in infos for fields in info.problems]
-    found += _differences({info.rank: info.plan for info in infos if info.plan})
+    found += _differences([info for info in infos if info.plan])
     users: dict[tuple[str, str], list[int]] = {}
     for info in infos:
         if info.gpu is not None:
@@ -122,17 +122,24 @@ def find_problems(infos: Sequence[RankInfo]) -> list[Problem]:
     return list(dict.fromkeys(found))
 
 
-def _differences(plans: Mapping[int, Mapping[str, str]]) -> Iterator[Problem]:
+def _differences(infos: Sequence[RankInfo]) -> Iterator[Problem]:
     """What the ranks plan differently: they would wait for each other for ever, or train different models."""
-    for name in dict.fromkeys(name for plan in plans.values() for name in plan):
-        ranks: dict[str, list[int]] = {}
-        for rank, plan in plans.items():
-            ranks.setdefault(plan.get(name, "default"), []).append(rank)
-        if len(ranks) > 1:
-            (first, holders), *others = ranks.items()
-            shown = ", ".join(f"{text!r} on {_named(who)}" for text, who in others[:4])
+    several = len({info.host for info in infos}) > 1
+
+    def named(who: Sequence[RankInfo]) -> str:
+        ranks = f"rank{'s' if len(who) > 1 else ''} {listed([info.rank for info in who])}"
+        hosts = [*dict.fromkeys(info.host for info in who)]
+        return f"{ranks} ({listed(hosts)})" if several else ranks
+
+    for name in dict.fromkeys(name for info in infos for name in info.plan):
+        holders: dict[str, list[RankInfo]] = {}
+        for info in infos:
+            holders.setdefault(info.plan.get(name, "default"), []).append(info)
+        if len(holders) > 1:
+            (first, those), *others = holders.items()
+            shown = ", ".join(f"{text!r} on {named(who)}" for text, who in others[:4])
             remedy = "start every rank with the same settings, the same files and the same versions"
-            yield Problem(name, first, f"so on {_named(holders)}, but {shown}", remedy)
+            yield Problem(name, first, f"so on {named(those)}, but {shown}", remedy)
 
 
 def _open_store(environment: ProcessEnvironment, deadline: float) -> Store:
@@ -185,14 +192,10 @@ def wait_until(condition: Callable[[], bool], deadline: float) -> bool:
     return True
 
 
-def listed(ranks: Sequence[int]) -> str:
-    """The first few of many ranks, in words."""
+def listed(ranks: Sequence[int | str]) -> str:
+    """The first few of many ranks or hosts, in words."""
     shown = ", ".join(str(rank) for rank in ranks[:8])
     return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"
-
-
-def _named(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks)}"
 
 
 def _gpu_id(device: torch.device) -> str | None:

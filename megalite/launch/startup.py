@@ -68,7 +68,7 @@ def start(
             specs = groups_of(layout, environment.rank, needs).values()
             files = files_of(specs, layout.world_size, on_gpu=device.type == "cuda")
             collect(partial(allow_open_files, files), found)
-        shared = {} if found else {**(plan or {}), "torch": torch.__version__, "megalite": _code()}
+        shared = {} if found else {**(plan or {}), "torch": torch.__version__, "megalite": code_fingerprint()}
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "1000")  # collectives that the watchdog can tell of
         info = RankInfo.of(environment.rank, device, shared, found)
         store = rendezvous(environment, info, timeout_s=timeout_s, store=store)
@@ -155,7 +155,7 @@ def _torch_options(options: NcclOptions, timeout: timedelta) -> Any:
     return wanted
 
 
-def _code() -> str:
+def code_fingerprint() -> str:
     """A fingerprint of the code: ranks with different code are refused."""
     content = hashlib.sha256()
     for path in sorted(CODE.rglob("*.py")):

@@ -94,8 +94,10 @@ def run(
 def _look_at_nodes(config: Config, context: ParallelContext, recorder: Recorder) -> None:
     """Measure the nodes; rank 0 tells."""
     assert config.run_dir is not None, "derive() fills it in"
-    there = next(folder for folder in Path(config.run_dir).parents if folder.is_dir())
-    for line in table(preflight(context, there)):
+    folder = Path(config.run_dir).absolute()
+    there = context.broadcast_object(str(next(each for each in folder.parents if each.is_dir())))  # rank 0's counts
+    found = preflight(context, Path(there) / folder.name)
+    for line in table(found) if found else ():
         recorder.note(f"preflight: {line}")
 
 

@@ -7,13 +7,15 @@ import time
 from pathlib import Path
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 JOB = Path(__file__).parents[2] / "scripts" / "slurm" / "job.sh"
 COMMANDS = {
     "scancel": 'echo "scancel $*" >> calls; kill -USR1 "$(cat ranks.pid)"',
     "scontrol": """case $* in
+        show\\ hostnames\\ broken) exit 1 ;;
         show\\ hostnames*) printf 'n0\\nn1\\n' ;;
-        show\\ job*) echo "JobId=7 JobState=$JOB_STATE Reason=None" ;;
+        show\\ job\\ --oneliner\\ 7 | show\\ job\\ --oneliner\\ 7_2) echo "JobId=7 JobState=$JOB_STATE Reason=None" ;;
         *) echo "scontrol $*" >> calls ;;
     esac""",
     # As torchrun: writes what became of the run, when it is asked to stop or after a while, and fails.
@@ -25,6 +27,11 @@ COMMANDS = {
         trap told USR1
         echo "$*" > arguments
         for i in $(seq 20); do sleep 0.05; [ "$ASKED" ] || told; done""",
+    # The preflight: warns the job while it measures, if asked to.
+    "srun": """echo "srun $*" >> calls
+        env > variables
+        [ -z "$WARNS" ] || kill -USR1 $JOB_SHELL
+        printf "$CHOSEN"; exit $SRUN_CODE""",
 }
 
 
@@ -40,13 +47,18 @@ def folder(tmp_path: Path) -> Path:
 
 def run(folder: Path, *arguments: str, signals: tuple[signal.Signals, ...] = (), **variables: str) -> tuple[int, str]:
     """The status of a job's script, and the calls of SLURM's commands that change something."""
-    script = f'. {JOB}; echo "$MASTER_ADDR $port" > meeting; train ranks "${{arguments[@]}}"'
+    told = 'echo "$MASTER_ADDR $port" > meeting; echo "${srun_options[@]}" > options'
+    script = f'export JOB_SHELL=$$; . {JOB}; {told}; train ranks "${{arguments[@]}}"'
     environment = {"PATH": f"{folder}/bin:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[0-1]"}
     environment |= {
         "JOB_STATE": "RUNNING",
         "ASKED": "yes" if signals else "",
         "CODE": "1",
         "RUN_STATE": "",
+        "SLURM_NNODES": "2",
+        "WARNS": "",
+        "SRUN_CODE": "0",
+        "CHOSEN": "",
         **variables,
     }
     shell = subprocess.Popen(["bash", "-euo", "pipefail", "-c", script, "job", *arguments], cwd=folder, env=environment)
@@ -92,9 +104,76 @@ def test_a_finished_run_is_a_success_whatever_torchrun_returns(folder: Path) -> 
     assert run(folder, RUN_STATE="") == (1, "")
 
 
+ARRAY = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}  # of its tasks the one with the array's own number
+
+
+def test_a_task_of_an_array_is_warned_and_requeued_alone(folder: Path) -> None:
+    status, calls = run(folder, signals=(signal.SIGUSR1,), RUN_STATE="stopped", **ARRAY)
+    assert (status, calls) == (0, "scancel --signal=USR1 7_2\nscontrol requeue 7_2\n")
+
+
 def test_arguments_of_the_job_and_of_the_line_of_an_array_s_task(folder: Path) -> None:
     (folder / "points").write_text("seed=1\nseed=2 'run_name=a b'\n")
-    run(folder, "train.steps=3", RUN_STATE="finished", POINTS="points", SLURM_ARRAY_TASK_ID="2")
+    run(folder, "train.steps=3", RUN_STATE="finished", POINTS="points", **ARRAY)
     told = (folder / "arguments").read_text()
-    assert told == f"train.steps=3 launch.status_file={folder}/logs/7.status seed=2 run_name=a b\n"
+    assert told == f"train.steps=3 launch.status_file='{folder}/logs/7.status' seed=2 run_name=a b\n"
     assert (folder / "meeting").read_text() == f"n0 {12000 + 7 * 31}\n"
+
+
+@pytest.mark.parametrize("line", ["", "  ", "run_name='a"])
+def test_a_line_without_arguments_is_refused(folder: Path, line: str) -> None:
+    (folder / "points").write_text(f"seed=1\n{line}\nseed=3\n")
+    assert run(folder, RUN_STATE="finished", POINTS="points", **ARRAY) == (2, "")
+    assert not (folder / "arguments").exists()
+
+
+def test_the_path_of_the_status_file_may_hold_what_hydra_reads_as_grammar(folder: Path) -> None:
+    logs = folder / "it's {a}, b=c"
+    run(folder, RUN_STATE="finished", LOGS=str(logs))
+    (override,) = OverridesParser.create().parse_overrides([(folder / "arguments").read_text().strip()])
+    assert override.value() == str(logs / "7.status")
+
+
+def test_a_job_whose_hosts_cannot_be_told_ends(folder: Path) -> None:
+    assert run(folder, RUN_STATE="finished", SLURM_JOB_NODELIST="broken")[0] == 1
+    assert not (folder / "arguments").exists()
+
+
+def look(folder: Path, *arguments: str, **variables: str) -> tuple[int, str]:
+    """A job that trains on the best of its two nodes."""
+    options = {"SRUN_OPTIONS": "--mpi none", "RUN_IN": "apptainer exec it.sif"}
+    return run(folder, *arguments, TRAIN_NODES="1", RUN_STATE="finished", **options, **variables)
+
+
+@pytest.mark.parametrize(("code", "tasks"), [("0", {}), ("1", {"SLURM_NTASKS": "8"})])
+def test_the_preflight_looks_where_training_will_run(folder: Path, code: str, tasks: dict[str, str]) -> None:
+    status, calls = look(folder, "run_dir='/x y/runs/a'", CHOSEN="words\nn1\n", SRUN_CODE=code, **tasks)
+    place = "--overcommit --ntasks 2 --ntasks-per-node 1 --mpi none apptainer exec it.sif"
+    assert (status, calls) == (0, f"srun {place} python scripts/preflight.py --folder /x y/runs --keep 1\n")
+    assert (folder / "meeting").read_text().startswith("n1 ")
+    each = 4 if tasks else 1
+    assert (folder / "options").read_text() == f"--mpi none --nodes 1 --ntasks {each} --nodelist n1\n"
+
+
+@pytest.mark.parametrize(("code", "chosen"), [("2", "n0\n"), ("137", "n0\n"), ("1", ""), ("0", "")])
+def test_a_preflight_that_fails_ends_the_job(folder: Path, code: str, chosen: str) -> None:
+    assert look(folder, SRUN_CODE=code, CHOSEN=chosen)[0] == 2
+    assert not (folder / "arguments").exists()
+
+
+@pytest.mark.parametrize("job_state", ["RUNNING", "COMPLETING"])
+def test_a_job_that_is_warned_during_its_preflight_comes_again(folder: Path, job_state: str) -> None:
+    status, calls = look(folder, WARNS="yes", SRUN_CODE="138", JOB_STATE=job_state)
+    assert ("scontrol requeue 7" in calls) == (job_state == "RUNNING")
+    assert status == int(job_state != "RUNNING")
+    assert not (folder / "arguments").exists()
+
+
+def test_rounds_of_torchrun_s_rendezvous_share_no_store(folder: Path) -> None:
+    (folder / "scripts").symlink_to(JOB.parents[1])
+    variables = {"PATH": f"{folder}/bin:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[0-1]"}
+    variables |= {"WARNS": "", "SRUN_CODE": "1", "CHOSEN": "", "SLURM_NNODES": "2", "JOB_STATE": "RUNNING"}
+    done = subprocess.run(["bash", "scripts/slurm/pretrain.sbatch"], cwd=folder, env=variables, check=False)
+    assert done.returncode == 1
+    assert "--rdzv-backend c10d --rdzv-id 7 --rdzv-endpoint n0:12217" in (folder / "calls").read_text()
+    assert "\nTORCH_DISABLE_SHARE_RDZV_TCP_STORE=1\n" in (folder / "variables").read_text()

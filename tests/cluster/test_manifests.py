@@ -1,6 +1,7 @@
 """The manifests for Kubernetes and the clouds start a training that megalite takes, and their schemas know each field.
 
-Their packages are not among the requirements: pip install kubeflow-trainer-api skypilot.
+SkyPilot is not among the requirements: it brings 60 packages and another click than ours. In an environment of its own:
+pip install skypilot==0.14.1 pytest -r requirements.txt.
 """
 
 import shlex
@@ -15,6 +16,7 @@ from tests.bad_input.launching import write_corpus
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 TRAIN_JOB = SCRIPTS / "kubernetes" / "trainjob.yaml"
+RUNTIME = SCRIPTS / "kubernetes" / "runtime.yaml"
 SKY = SCRIPTS / "skypilot" / "pretrain.yaml"
 RANKS = 16
 
@@ -41,17 +43,33 @@ def test_what_it_starts_is_a_training(path: Path, tmp_path: Path) -> None:
     assert config.run_dir == f"{tmp_path}/runs/llama3-8b"
 
 
-def test_the_schema_of_a_trainjob_knows_every_field() -> None:
+def test_the_schemas_of_a_trainjob_and_its_runtime_know_every_field() -> None:
     models = pytest.importorskip("kubeflow_trainer_api.models", reason="needs kubeflow-trainer-api")
-    written = manifest(TRAIN_JOB)
-    job = models.TrainerV1alpha1TrainJob.from_dict(written)
-    assert job.spec.trainer.num_nodes == 2
-    assert job.to_dict() == written, "what the schema does not know is dropped"
+    for path, model in ((TRAIN_JOB, models.TrainerV1alpha1TrainJob), (RUNTIME, models.TrainerV1alpha1TrainingRuntime)):
+        written = manifest(path)
+        assert model.from_dict(written).to_dict() == written, "what the schema does not know is dropped"
+
+
+def test_the_pods_of_a_trainjob_have_what_it_counts_on() -> None:
+    job, runtime = manifest(TRAIN_JOB)["spec"], manifest(RUNTIME)
+    assert job["runtimeRef"] == {"kind": runtime["kind"], "name": runtime["metadata"]["name"]}
+    [node] = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    pod = node["template"]["spec"]["template"]["spec"]
+    (patience,) = (
+        int(each["value"]) for each in job["trainer"]["env"] if each["name"] == "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+    )
+    assert pod["terminationGracePeriodSeconds"] > patience
+    mounts = {mount["mountPath"]: mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
+    volumes = {volume.pop("name"): volume for volume in pod["volumes"]}
+    assert mounts.keys() == {"/runs", "/data", "/dev/shm"}
+    assert {*mounts.values()} == volumes.keys()
+    assert volumes["shm"]["emptyDir"]["medium"] == "Memory"
 
 
 def test_skypilot_reads_its_file() -> None:
-    sky = pytest.importorskip("sky", reason="needs skypilot")
+    sky = pytest.importorskip("sky", reason="needs skypilot, whose click is not ours")
     task = sky.Task.from_yaml(str(SKY))
     assert (task.name, task.num_nodes) == ("megalite", 2)
+    assert task.volumes.keys() == {"/runs", "/data"}
     with pytest.raises(ValueError, match="num_nodez"):
         sky.Task.from_yaml_config(manifest(SKY) | {"num_nodez": 2})

@@ -145,12 +145,51 @@ def test_an_array_trains_a_run_for_each_line_of_its_file(slurm: Cluster, monkeyp
     assert all(run.name in page.read_text() for run in runs)
 
 
-def test_of_more_nodes_than_are_needed_the_best_train(slurm: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(slurm.environment, "TRAIN_NODES", "1")
-    submitted = submit(slurm, "spare", "train.steps=4", "parallel.pp=1")
+def test_the_last_task_of_an_array_is_warned_alone(slurm: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the array's own number as SLURM_JOB_ID."""
+    points = slurm.folder / "warned.txt"
+    runs = [slurm.folder / f"warned-{task}" for task in (1, 2)]
+    points.write_text("".join(f"run_dir={run}\n" for run in runs))
+    monkeypatch.setitem(slurm.environment, "POINTS", str(points))
+    length = ("train.steps=100000", "parallel.pp=1")
+    number, _ = submit(slurm, "unused", *length, options=("--array=1-2", "--nodes=1"))
+    for run in runs:
+        wait_for_step(slurm, (number, run), 3)
+    slurm("scancel", "--batch", "--signal=USR1", f"{number}_2")
+    slurm.until(lambda: slurm.job(f"{number}_2")["JobState"] == "PENDING", 60, lambda: said(slurm, number))
+    assert slurm.job(f"{number}_2")["JobId"] == number
+    assert slurm.job(f"{number}_2")["Restarts"] == "1"
+    first = slurm.job(f"{number}_1")
+    assert (first["JobState"], first["Restarts"], stops(runs[0])) == ("RUNNING", "0", [])
+    slurm("scancel", number)
+    slurm.until(lambda: not slurm("squeue", "-h"), 60)
+
+
+CONTAINER = """#!/bin/sh
+# As what RUN_IN may be: it notes where training starts, and on one node the disk of the checkpoints is not mounted.
+[ "$1" != torchrun ] || echo "$SLURMD_NODENAME" >> "$DISK.trained"
+[ "$SLURMD_NODENAME" = "$BAD_NODE" ] || exec "$@"
+exec unshare --mount sh -c 'mount -t tmpfs -o ro none "$0" && exec "$@"' "$DISK" "$@"
+"""
+
+
+@pytest.mark.parametrize(("bad", "good"), [("n0", "n1"), ("n1", "n0")])
+def test_of_more_nodes_than_are_needed_the_best_train(
+    slurm: Cluster, monkeypatch: pytest.MonkeyPatch, bad: str, good: str
+) -> None:
+    disk, container = slurm.folder / f"disk-{bad}", slurm.folder / "container"
+    (disk / "runs").mkdir(parents=True)
+    container.write_text(CONTAINER)
+    container.chmod(0o755)
+    for name, value in {"TRAIN_NODES": "1", "RUN_IN": container, "BAD_NODE": bad, "DISK": disk}.items():
+        monkeypatch.setitem(slurm.environment, name, str(value))
+    submitted = submit(slurm, f"disk-{bad}/runs/spare", "train.steps=4", "parallel.pp=1")
     run = finish(slurm, submitted)
     log = said(slurm, submitted[0])
     assert re.search(r"node +matmul.*\nn0 .*\nn1 ", log), log
+    assert f"{bad}: error: FileNotFoundError" in log or f"{bad}: error: OSError" in log, log
+    assert f"--exclude={bad}\n" in log, log
+    assert disk.with_suffix(".trained").read_text() == f"{good}\n"
     assert len(read_events(run / "events.jsonl")[0]["hosts"]) == 2, "of the two ranks of one node"
 
 

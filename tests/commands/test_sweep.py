@@ -103,7 +103,7 @@ def test_a_point_that_fails_does_not_lose_the_others(place: Path, sweep: Sweep) 
         (["train.eval_batches=1,2"], ["run_dir=", "points 0 and 1 would train in the same folder"]),
         (["sweep.nproc_per_node=0", "seed=1,2"], ["sweep.nproc_per_node=0", "must be at least 1"]),
         (["train.global_batch_size=2,3", "sweep.nproc_per_node=2"], ["train.global_batch_size=3"]),
-        (["seed=1,2", "hydra/launcher=submitit_slurm"], ["hydra/launcher/submitit_slurm", "docs/sweeps.md"]),
+        (["seed=1,2", "hydra/launcher=rq"], ["hydra/launcher/rq", "docs/sweeps.md"]),
         (["optimizer.lr=interval(1e-4,1e-3)"], ["--multirun", "INTERVAL"]),
         (["seed=1,2", "hydra/launcher=rocket"], ["hydra/launcher/rocket", "basic"]),
         (["seed=range(1,100000)"], ["a grid of more than 10,000 points"]),

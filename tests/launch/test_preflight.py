@@ -1,16 +1,23 @@
 """A node that is slow, wrong or late is named, and only such a one; the best of too many nodes are chosen."""
 
 import os
+import socket
 import time
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from megalite.errors.problems import UserError
+from megalite.launch import link_speed, startup
 from megalite.launch import preflight as preflight_module
-from megalite.launch.context import ParallelContext
-from megalite.launch.preflight import best, judge, preflight, table
+from megalite.launch.context import CPU, ParallelContext
+from megalite.launch.environment import ProcessEnvironment
+from megalite.launch.preflight import best, differences, judge, meet, preflight, table
+from megalite.launch.startup import start
 from tests.ranks import run_ranks
 
 WELL = {"torch": "2.13.0", "device": "H100", "matmul, TFLOP/s": 600.0, "memory, GB/s": 2000.0, "disk, MB/s": 900.0}
@@ -45,20 +52,58 @@ def test_small_differences_are_no_fault_and_the_slowest_stays_out() -> None:
     assert best(uneven, 3) == ["n1", "n2", "n3"]
 
 
-def _measure(context: ParallelContext, folder: Path, bad: int) -> dict[str, Any]:
-    """Every rank is a node of its own; one cannot write, and its clock is ahead."""
+@pytest.mark.parametrize("change", [{"torch": "2.12.0"}, {"clock, s": 1030.0}])
+def test_where_half_of_the_nodes_differ_from_the_others_none_is_blamed(change: dict[str, float | str]) -> None:
+    split = nodes(n2=change, n3=change)
+    two = {name: split[name] for name in ("n1", "n2")}
+    shown = {"torch": "2.13.0 on n1, 2.12.0 on n2", "clock, s": "+0.0 on n1, +30.0 on n2"}
+    (name,) = change
+    assert judge(split) == judge(two) == {}
+    assert differences(two) == [f"they differ in {name}: {shown[name]}"]
+    assert differences(split)[0] in table(split)
+    assert best(two, 1) == ["n1"]
+    assert differences(nodes(n2=change)) == []
+
+
+def test_of_a_dead_link_the_end_that_has_no_other_is_wrong() -> None:
+    silent = "TimeoutError: no answer within 30 s"
+    dead = nodes(n0={"link to n1": silent}, n1={"link to n0": silent, "link to n2": silent, "across, GB/s": 0.0})
+    dead["n2"] |= {"link to n1": silent}
+    assert judge(dead) == {
+        "n1": ["across, GB/s: 0, the median is 40", f"link to n0: {silent}", f"link to n2: {silent}"]
+    }
+    cut = nodes(n0={"link to n1": silent}, n1={"link to n0": silent})
+    assert judge(cut) == {"n0": [f"link to n1: {silent}"], "n1": [f"link to n0: {silent}"]}
+
+
+def test_a_device_that_throttles_after_a_moment_is_slow() -> None:
+    begun = time.perf_counter()
+
+    def multiply() -> None:
+        time.sleep(0.001 if time.perf_counter() - begun < 0.02 else 0.02)
+
+    assert link_speed.seconds(multiply, CPU, at_least_s=0.6) > 0.015
+
+
+def _be_a_node(context: ParallelContext) -> None:
+    """Every rank is a node of its own, measured for a moment only."""
     os.environ["SLURMD_NODENAME"] = f"n{context.rank}"
-    preflight_module.DISK_BYTES = 1 << 20
+    preflight_module.DISK_BYTES, preflight_module.MEASURE_S = 1 << 20, 0.1
+
+
+def _measure(context: ParallelContext, folder: Path, bad: int) -> dict[str, Any]:
+    """One has no disk for checkpoints, and its clock is ahead."""
+    _be_a_node(context)
     if context.rank == bad:
         now = time.time
         time.time = lambda: now() + 100
-        folder = Path("/proc/nowhere")
+        folder = folder / "no mount point" / "runs"
     return dict(preflight(context, folder))
 
 
-def test_real_ranks_measure_and_agree(tmp_path: Path) -> None:
-    first, *others = run_ranks(_measure, 3, tmp_path, 2)
-    assert all(other == first for other in others)
+def test_real_ranks_measure_and_the_first_one_knows(tmp_path: Path) -> None:
+    first, *others = run_ranks(_measure, 3, tmp_path / "runs", 2)
+    assert others == [{}, {}]
     assert [*first] == ["n0", "n1", "n2"]
     assert first["n0"]["transformers"] == metadata.version("transformers")
     speeds = [name for name in preflight_module.LEAST if name != "inside, GB/s"]  # one rank a node
@@ -67,6 +112,70 @@ def test_real_ranks_measure_and_agree(tmp_path: Path) -> None:
     assert any(fault.startswith("error: FileNotFoundError") for fault in faults), faults
     assert any(fault.startswith("clock, s: +") for fault in faults), faults
     assert not [*tmp_path.iterdir()]
+
+
+def _one_has_another_device(context: ParallelContext, folder: Path) -> dict[str, Any]:
+    _be_a_node(context)
+    device = torch.device("meta") if context.rank == 1 else context.device
+    return dict(preflight(replace(context, device=device), folder))
+
+
+def test_a_node_with_another_device_is_named_and_nobody_waits_for_it(tmp_path: Path) -> None:
+    found = run_ranks(_one_has_another_device, 3, tmp_path)[0]
+    assert [fault.partition(",")[0] for fault in judge(found)["n1"] if fault.startswith("device")] == ["device: meta"]
+    assert not [name for figures in found.values() for name in figures if name.startswith(("link", "across"))]
+
+
+def _one_has_no_network(context: ParallelContext, folder: Path, limit_s: float) -> dict[str, Any]:
+    _be_a_node(context)
+    link_speed.LINK_S = limit_s
+    if context.rank == 2:  # its driver hangs
+        link_speed.ProcessGroupGloo = lambda *_: time.sleep(3600)  # type: ignore[assignment, misc]
+    return dict(preflight(context, folder))
+
+
+def test_a_dead_link_is_named_in_time(tmp_path: Path) -> None:
+    begun = time.monotonic()
+    found = run_ranks(_one_has_no_network, 3, tmp_path, 2.0)[0]
+    assert time.monotonic() - begun < 30
+    assert [found[node]["across, GB/s"] > 0 for node in ("n0", "n1", "n2")] == [True, True, False]
+    assert [node for node, faults in judge(found).items() if any("link to" in fault for fault in faults)] == ["n2"]
+
+
+def _one_dies(context: ParallelContext, folder: Path) -> str:
+    _be_a_node(context)
+    preflight_module.WAIT_S = 3
+    if context.rank == 1:
+        return ""
+    with pytest.raises(UserError) as caught:
+        preflight(context, folder)
+    return caught.value.problems[0].rule
+
+
+def test_a_rank_that_does_not_answer_is_named(tmp_path: Path) -> None:
+    assert run_ranks(_one_dies, 2, tmp_path)[0] == "no answer within 3 s from ranks 1 (names)"
+
+
+def _with_other_code(context: ParallelContext, folder: Path, port: int) -> tuple[list[str], str]:
+    """What the preflight says of it, and what the start of a training does."""
+    context.close()
+    _be_a_node(context)
+    startup.code_fingerprint = preflight_module.code_fingerprint = lambda: f"code {context.rank}"
+    place = ProcessEnvironment(context.rank, 2, 0, 1, "127.0.0.1", port, "env")
+    found = preflight(meet(place, CPU, [], timeout_s=20), folder)
+    with pytest.raises(UserError) as caught:
+        start(place, context.layout, CPU, torch.float32, timeout_s=20, store=context.store)
+    return differences(found), caught.value.problems[0].rule
+
+
+def test_nodes_with_different_code_are_compared_by_the_preflight_and_refused_by_a_training(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    [(told, rule), (nothing, _)] = run_ranks(_with_other_code, 2, tmp_path, port)
+    assert told == ["they differ in megalite: code 0 on n0, code 1 on n1"]
+    assert rule == "so on rank 0, but 'code 1' on rank 1"
+    assert nothing == []
 
 
 def test_a_single_process_measures_itself(tmp_path: Path) -> None:

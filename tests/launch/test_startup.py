@@ -241,6 +241,8 @@ def test_ranks_that_plan_differently_are_named() -> None:
     (problem,) = find_problems([info(0, plan=equal), info(1, plan=other), info(2, plan=equal)])
     assert (problem.setting, problem.value) == ("parallel.nccl_options", "default")
     assert problem.rule == "so on ranks 0, 2, but \"{'tp': {}}\" on rank 1"
+    (problem,) = find_problems([info(0, plan=equal), info(1, plan=equal), info(2, host="b", plan={"layout": "tp=4"})])
+    assert problem.rule == "so on ranks 0, 1 (a), but 'tp=4' on rank 2 (b)"
 
 
 def test_hosts_that_know_themselves_only_by_loopback_cannot_form_a_cluster() -> None:
