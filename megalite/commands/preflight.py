@@ -47,5 +47,7 @@ def main(options: Namespace, overrides: list[str]) -> Shown:
         return Shown(told, status=int(bool(faults or differences(nodes))))
     to_stderr("\n".join(told))
     chosen = best(nodes, options.keep)
+    if len(nodes) < options.keep:
+        to_stderr(f"megalite: --keep {options.keep}: there are only {len(nodes)} nodes")
     enough = len(chosen) == options.keep and not {*chosen} & {*faults}
     return Shown([",".join(chosen)], status=0 if enough else 1)

@@ -22,6 +22,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -132,17 +133,22 @@ class Watchdog:
         if store.add(f"{key}/words", 1) == 1:
             store.set(f"{key}/verdict", self._judge(store, key))
         with suppress(DistError):  # rank 0 has ended, and the store with it
-            if wait_until(lambda: store.check([f"{key}/verdict"]), time.monotonic() + REPORT_S):
-                if not store.get(f"{key}/verdict"):
+            judged = partial(store.check, [f"{key}/verdict"])
+            if wait_until(lambda: self._over.is_set() or judged(), time.monotonic() + REPORT_S):
+                if self._over.is_set() or not store.get(f"{key}/verdict"):
                     self._granted_s = self._idle_s
                     return
                 time.sleep(1.0 if rank == 0 else 0.0)  # the store may live in this process: the others read, too
         self._exit()
 
     def _judge(self, store: Store, key: str) -> str:
-        """Wait for the words of all and report; empty where all are in a save that may still take its time."""
+        """Wait for the words of all and report; empty where all are in a save that may still take its time, or where
+        training ends meanwhile, with which ranks answer no more."""
         size, (_, patience_s) = self._context.world_size, self._patience()
-        wait_until(lambda: store.add(f"{key}/words", 0) == size, time.monotonic() + REPORT_S / 2)
+        answered = partial(store.add, f"{key}/words", 0)
+        wait_until(lambda: self._over.is_set() or answered() == size, time.monotonic() + REPORT_S / 2)
+        if self._over.is_set():
+            return ""
         words = {at: json.loads(store.get(f"{key}/{at}")) for at in range(size) if store.check([f"{key}/{at}"])}
         silent = [at for at in range(size) if at not in words]
         saving = all(word["doing"] == SAVING or word["idle_s"] < patience_s for word in words.values())
