@@ -1,9 +1,15 @@
 """Lets the ranks of a job find each other, or tells all of them why they cannot.
 
 They meet at a store before any process group exists. Each rank leaves what it is (its host, its GPU, its plan, its
-problems). The last one to arrive reads all of that and leaves the verdict: nothing, or the problems that all ranks then
-raise alike. So a missing rank is named, a rank without a GPU stops the others at once, and ranks of different plans do
-not wait for each other's groups.
+problems). When all have arrived, rank 0 reads all of that and leaves the verdict: nothing, or the problems that all
+ranks then raise alike. So a missing rank is named, a rank without a GPU stops the others at once, and ranks of
+different plans do not wait for each other's groups.
+
+A store of torchrun's outlives the ranks, and a restart must not take what dead ranks have left for its own. torchrun
+tells ranks no number of the restart that is alike on all nodes: `TORCHELASTIC_RESTART_COUNT` is each agent's own. So
+rank 0 counts attempts in the store, and each attempt has keys of its own. A rank that comes before rank 0 finds the
+attempt before. Nobody is let in there any more, as only its rank 0 could, which has ended: the rank waits there until
+rank 0 begins the next one.
 """
 
 import json
@@ -13,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,52 +61,88 @@ def rendezvous(
     They meet at `store`, by default at MASTER_ADDR:MASTER_PORT.
     """
     deadline = time.monotonic() + timeout_s
-    store = store or _open_store(environment, deadline)
+    store, problems = store or _open_store(environment, deadline), None
     try:
-        problems = _attend(store, environment.world_size, info, deadline)
+        while problems is None:
+            attempt = store.add("megalite/attempts", 1 if info.rank == 0 else 0)
+            place = PrefixStore(f"megalite/{attempt}", store)
+            is_over = partial(_is_over, store, attempt, info.rank)
+            problems = _attend(place, environment.world_size, info, deadline, is_over)
     except DistError as error:
         rule = "left before all ranks had arrived"
         raise UserError(Problem("RANK", 0, rule, "look for the last words of rank 0", alone=True)) from error
     if problems:
         raise UserError(problems)
-    return PrefixStore("groups", store)
+    return PrefixStore("groups", place)
 
 
-def _attend(store: Store, size: int, info: RankInfo, deadline: float) -> list[Problem]:
-    """Leave `info`, judge if last, and wait for the verdict: what stands against starting."""
+def _is_over(store: Store, attempt: int, rank: int) -> bool:
+    """Whether rank 0 has begun another attempt since."""
+    return rank > 0 and store.add("megalite/attempts", 0) > attempt
+
+
+def _attend(
+    store: Store, size: int, info: RankInfo, deadline: float, is_over: Callable[[], bool]
+) -> list[Problem] | None:
+    """Take this rank's place in an attempt and wait for the verdict: what stands against starting. None: the attempt is
+    over."""
 
     def judge(problems: Sequence[Problem]) -> None:
         """The first verdict counts."""
         store.compare_set("verdict", "", json.dumps([*map(problem_fields, problems)]))
 
-    own, refused = json.dumps(asdict(info)), []
+    def judged() -> bool:
+        return store.check(["verdict"])
+
+    ranks = [f"ranks/{rank}" for rank in range(size)]
     store.add("present", 1)
-    told = int(store.compare_set("world_size", "", str(size)))
-    first = RankInfo(**json.loads(store.compare_set(f"ranks/{info.rank}", "", own)))
-    if told != size:
-        rule = f"other ranks of this job were told a world of {told}"
-        refused = [Problem("WORLD_SIZE", size, rule, "start every process with the same WORLD_SIZE")]
-    elif (first.host, first.pid) != (info.host, info.pid):
-        both = " and ".join(f"process {one.pid} on {one.host}" for one in (first, info))
-        rule = f"{both} both claim this rank, or belong to two jobs that meet at the same port"
-        remedy = "give each process its own RANK, and each job its own MASTER_PORT"
-        refused = [Problem("RANK", info.rank, rule, remedy)]
+    refused = _take_place(store, size, info)
+    if (refused or judged()) and info.rank > 0 and _agent_serves() and wait_until(is_over, deadline):
+        return None
     if refused:
         judge(refused)
-    elif store.add("arrived", 1) == size:
-        texts = store.multi_get([f"ranks/{rank}" for rank in range(size)])
-        judge(find_problems([RankInfo(**json.loads(text)) for text in texts]))
-    if not wait_until(lambda: store.check(["verdict"]), deadline):
-        missing = [rank for rank in range(size) if not store.check([f"ranks/{rank}"])]
-        came = f"{size - len(missing)} of {size} ranks arrived within parallel.startup_timeout_s"
-        rule, remedy = f"{came}; missing: {listed(missing)}", "look at the logs of the missing ranks, or start fewer"
-        judge([Problem("WORLD_SIZE", size, rule, remedy, alone=0 in missing)])
+    elif info.rank == 0:
+        wait_until(lambda: judged() or store.check(ranks), deadline)
+        if store.check(ranks):
+            judge(find_problems([RankInfo(**json.loads(text)) for text in store.multi_get(ranks)]))
+    if not wait_until(lambda: judged() or is_over(), deadline):
+        judge([_absence([rank for rank in range(size) if not store.check([ranks[rank]])], size)])
+    if is_over():
+        return None
     verdict = [Problem(**fields) for fields in json.loads(store.get("verdict"))]
     if verdict or refused:
         store.add("readers", 1)
         if info.rank == 0:  # the store may live in this process: it stays until the others have read, too
             wait_until(lambda: store.add("readers", 0) >= store.add("present", 0), time.monotonic() + 3)
     return verdict or refused  # who is refused may come after the others have been let in
+
+
+def _take_place(store: Store, size: int, info: RankInfo) -> list[Problem]:
+    """Leave `info`, or say why this process cannot be the rank that it says it is."""
+    told = int(store.compare_set("world_size", "", str(size)))
+    if told != size:
+        rule = f"other ranks of this job were told a world of {told}"
+        return [Problem("WORLD_SIZE", size, rule, "start every process with the same WORLD_SIZE")]
+    first = RankInfo(**json.loads(store.compare_set(f"ranks/{info.rank}", "", json.dumps(asdict(info)))))
+    if (first.host, first.pid) != (info.host, info.pid):
+        both = " and ".join(f"process {one.pid} on {one.host}" for one in (first, info))
+        rule = f"{both} both claim this rank, or belong to two jobs that meet at the same port"
+        return [Problem("RANK", info.rank, rule, "give each process its own RANK, and each job its own MASTER_PORT")]
+    return []
+
+
+def _absence(missing: Sequence[int], size: int) -> Problem:
+    """Ranks that did not come, or went elsewhere: torchrun's agents keep the address of the first round's store."""
+    came = f"{size - len(missing)} of {size} ranks arrived within parallel.startup_timeout_s"
+    remedy = "look at the logs of the missing ranks, or start fewer"
+    if _agent_serves() and os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
+        remedy += "; if a node has come or gone, export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on all"
+    return Problem("WORLD_SIZE", size, f"{came}; missing: {listed(missing)}", remedy, alone=0 in missing)
+
+
+def _agent_serves() -> bool:
+    """Whether torchrun has opened the store, which outlives the ranks."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def find_problems(infos: Sequence[RankInfo]) -> list[Problem]:
@@ -145,7 +188,7 @@ def _differences(infos: Sequence[RankInfo]) -> Iterator[Problem]:
 def _open_store(environment: ProcessEnvironment, deadline: float) -> Store:
     """The store at MASTER_ADDR:MASTER_PORT. Rank 0 opens it, unless torchrun's agent already has."""
     host, port = environment.master_addr, environment.master_port
-    serves = environment.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    serves = environment.rank == 0 and not _agent_serves()
     try:
         if serves:
             socket.getaddrinfo(host, port)
@@ -155,6 +198,7 @@ def _open_store(environment: ProcessEnvironment, deadline: float) -> Store:
         connecting = timedelta(seconds=min(left, CONNECT_S))
         store = TCPStore(host, port, environment.world_size, serves, connecting, wait_for_workers=False)
         store.set_timeout(timedelta(seconds=left))
+        return store
     except (OSError, UnicodeError, DistError) as error:
         remedy = "check that rank 0 runs, that MASTER_ADDR is its host, and that no firewall closes MASTER_PORT"
         rule = f"rank {environment.rank} found nobody there: {error}"
@@ -165,8 +209,6 @@ def _open_store(environment: ProcessEnvironment, deadline: float) -> Store:
             rule = f"what listens there does not answer as rank 0 of megalite does: {str(error).splitlines()[0]}"
         # Each rank that comes to know it says so: nobody else may.
         raise UserError(Problem("MASTER_ADDR:MASTER_PORT", f"{host}:{port}", rule, remedy, alone=True)) from error
-    # A restart by torchrun must not find what the attempt before has left.
-    return PrefixStore(f"megalite/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def _await_server(host: str, port: int, deadline: float) -> None:

@@ -24,20 +24,25 @@ SLOW = ("train.sample_interval=1",)  # text after each step: a node has time to 
 
 
 class Nodes:
-    """Agents of one elastic job, each a node with one rank."""
+    """Agents of one job, each a node with one rank. `size` is torchrun's `--nnodes`."""
 
-    def __init__(self, folder: Path, run: str, *arguments: str) -> None:
-        self.run, self._folder = folder / run, folder
+    def __init__(self, folder: Path, run: str, *arguments: str, size: str = "1:2", kind: str = "own store") -> None:
+        self.run, self._folder, self._size, self._kind = folder / run, folder, size, kind
         self._words = overrides(folder, run, *arguments)
         self._port = 29000 + os.getpid() % 1000
         self.agents: list[subprocess.Popen[str]] = []
 
     def add(self) -> "subprocess.Popen[str]":
         """One more node joins."""
-        options = f"--nnodes 1:2 --nproc-per-node 1 --max-restarts 3 --rdzv-backend c10d --rdzv-id {self._port}"
-        options += f" --rdzv-endpoint 127.0.0.1:{self._port} --rdzv-conf last_call_timeout=2 --local-addr 127.0.0.1"
+        options = f"--nnodes {self._size} --nproc-per-node 1 --max-restarts 3 --rdzv-id {self._port}"
+        if self._kind == "static":
+            options += f" --node-rank {len(self.agents)} --master-addr 127.0.0.1 --master-port {self._port}"
+        else:
+            options += f" --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{self._port} --local-addr 127.0.0.1"
+            options += " --rdzv-conf last_call_timeout=2"
         command = [sys.executable, "-m", "torch.distributed.run", *options.split(), str(ROOT / "pretrain_gpt.py")]
-        environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+        own_store = str(int(self._kind == "own store"))
+        environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": own_store, "OMP_NUM_THREADS": "1"}
         with (self._folder / f"node-{len(self.agents)}.log").open("w") as log:
             process = subprocess.Popen(
                 [*command, *self._words], env=environment, stdout=log, stderr=log, text=True, start_new_session=True
@@ -56,11 +61,13 @@ class Nodes:
 
     def lose(self, agent: "subprocess.Popen[str]") -> None:
         """The node is gone, with all that ran there."""
-        ranks = [pid for pid in processes_of(self.run) if f"\nPPid:\t{agent.pid}\n" in status_of(pid)]
-        for pid in [agent.pid, *ranks]:
+        for pid in [agent.pid, *self.ranks(agent)]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         agent.wait()
+
+    def ranks(self, agent: "subprocess.Popen[str]") -> list[int]:
+        return [pid for pid in processes_of(self.run) if f"\nPPid:\t{agent.pid}\n" in status_of(pid)]
 
     def output(self, node: int) -> str:
         return (self._folder / f"node-{node}.log").read_text()
@@ -73,9 +80,9 @@ def status_of(pid: int) -> str:
 
 
 @contextmanager
-def nodes(folder: Path, run: str, *arguments: str) -> Iterator[Nodes]:
+def nodes(folder: Path, run: str, *arguments: str, **kinds: str) -> Iterator[Nodes]:
     write_text(folder / "text.txt")
-    found = Nodes(folder, run, *arguments)
+    found = Nodes(folder, run, *arguments, **kinds)
     try:
         yield found
     finally:
@@ -117,3 +124,18 @@ def test_ranks_that_are_too_few_say_how_many_would_do(tmp_path: Path) -> None:
         said = job.output(0)
     assert "world size=1: not a multiple of parallel.tp=2" in said
     assert "world size=2 or 4" in said
+
+
+@pytest.mark.parametrize(("kind", "killed"), [("own store", 1), ("shared store", 0), ("static", 1)])
+def test_a_killed_rank_costs_one_restart_whoever_serves_the_store(tmp_path: Path, kind: str, killed: int) -> None:
+    """The other node's torchrun restarts its rank, too, and need not count that."""
+    with nodes(tmp_path, "killed", "train.steps=30", "parallel.startup_timeout_s=15", size="2", kind=kind) as job:
+        first, second = job.add(), job.add()
+        wait_for_step(first, job.run, 7)
+        for pid in job.ranks(second if killed else first):
+            os.kill(pid, signal.SIGKILL)
+        assert [first.wait(90), second.wait(90)] == [0, 0], job.output(0) + job.output(1)
+        said = job.output(0) + job.output(1)
+    assert "refused" not in said
+    assert layouts(job.run) == [2, 2], said
+    assert metrics(job.run)[-1]["step"] == 30

@@ -1,9 +1,12 @@
 """Starting: from an environment to a context, and a clear refusal on all ranks when the ranks cannot meet."""
 
+import itertools
 import os
 import socket
 import threading
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.distributed_c10d import Store
 
 from megalite.config.schema import Config, ParallelConfig
 from megalite.config.settings import with_values
@@ -18,7 +23,7 @@ from megalite.errors.problems import Problem, UserError
 from megalite.launch import watchdog
 from megalite.launch.context import CPU, ParallelContext
 from megalite.launch.environment import ProcessEnvironment
-from megalite.launch.rendezvous import RankInfo, find_problems, rendezvous
+from megalite.launch.rendezvous import RankInfo, find_problems, rendezvous, wait_until
 from megalite.layout.groups import GroupNeeds
 from megalite.train.build import needs_of, start
 from tests.ranks import run_ranks
@@ -155,6 +160,54 @@ def _answer_in_http(foreign: socket.socket) -> None:
 def test_a_master_address_that_does_not_exist_is_said(name: str) -> None:
     with pytest.raises(UserError, match="rank 0 found nobody there"):
         meet_on_cpu(replace(environment(0, 2, free_port()), master_addr=name), [], timeout_s=5)
+
+
+def _attempt(store: Store, ranks: Sequence[int], size: int = 2, timeout_s: float = 20) -> list[list[Problem]]:
+    """What ranks get that come one after the other, each as a process of its own."""
+    pids = itertools.count(time.monotonic_ns())
+
+    def come(rank: int, pid: int) -> list[Problem]:
+        found, place = replace(info(rank), pid=pid), replace(environment(rank, size, 1), world_size=size)
+        try:
+            rendezvous(place, found, timeout_s=timeout_s, store=store).add(f"from {rank}", 1)
+        except UserError as error:
+            return error.problems
+        return []
+
+    with ThreadPoolExecutor() as threads:
+        coming = []
+        for rank in ranks:
+            coming.append(threads.submit(come, rank, next(pids)))
+            time.sleep(0.1)
+        return [future.result() for future in coming]
+
+
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]], ids=str)
+@pytest.mark.parametrize(("ranks", "size"), [([0, 1], 2), ([0], 2), ([1], 2), ([0, 2, 1], 3), ([0, 1], 3)], ids=str)
+def test_a_restart_takes_nothing_for_its_own_of_what_dead_ranks_left_in_torchrun_s_store(
+    ranks: list[int], size: int, order: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    store = HashStore()
+    _attempt(store, ranks, size, timeout_s=0.5)
+    assert _attempt(store, order) == [[], []]
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_restart_does_not_count_on_a_rank_that_died_before_all_had_come(
+    dead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    store = HashStore()
+    monkeypatch.setattr("megalite.launch.rendezvous.wait_until", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        rendezvous(environment(dead, 2, 1), info(dead), timeout_s=20, store=store)
+    monkeypatch.setattr("megalite.launch.rendezvous.wait_until", wait_until)
+    assert _attempt(store, [1, 0]) == [[], []]
+
+
+def interrupt(*_: object) -> bool:
+    raise KeyboardInterrupt
 
 
 def _one_has_no_device(context: ParallelContext, port: int) -> list[str]:

@@ -1,21 +1,133 @@
 """The fault campaign finds what it looks for. (That megalite holds: docs/reliability.md, whose command CI runs.)"""
 
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from megalite.checkpoint import store
 from megalite.commands.train import main_to_the_end
-from megalite.verify import faults
+from megalite.launch.watchdog import Watchdog
+from megalite.verify import faults, trial
 from megalite.verify.bit_flips import flip_bits
-from megalite.verify.faults import Outcome, campaign, table
+from megalite.verify.faults import Outcome, TooLateError, campaign, table
+from megalite.verify.trial import STEPS, Trial
 from tests.checkpoint.samples import SINGLE, values, whole
+from tests.ranks import start_forkserver
+
+
+def run_of(words: list[str]) -> Path:
+    return Path(next(word for word in words if word.startswith("run_dir=")).removeprefix("run_dir="))
 
 
 def continues_otherwise(words: list[str]) -> int:
     """A training that computes something else after a restart."""
-    run = Path(next(word for word in words if word.startswith("run_dir=")).removeprefix("run_dir="))
-    return main_to_the_end([*words, *(["optimizer.clip_grad=0.1"] if (run / "run.json").exists() else [])])
+    return main_to_the_end([*words, *(["optimizer.clip_grad=0.1"] if (run_of(words) / "run.json").exists() else [])])
+
+
+def has_no_watchdog(words: list[str]) -> int:
+    Watchdog.__enter__ = lambda self: self  # type: ignore[method-assign]
+    return main_to_the_end(words)
+
+
+def plays(words: list[str]) -> int:
+    """What a training shows to the outside, with nothing behind it; each other step is in a save."""
+    (run := run_of(words)).mkdir(exist_ok=True)
+    unfinished = run / "checkpoints" / ".tmp-step-1"
+    for step in range(1, STEPS + 1):
+        if os.environ["RANK"] == "0":
+            with (run / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps({"step": step, "loss": 1.0}) + "\n")
+            unfinished.mkdir(parents=True) if step % 2 else unfinished.rmdir()
+        time.sleep(0.1)
+    return 0
+
+
+def leaves_a_process(words: list[str]) -> int:
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+    return 0
+
+
+def blames_another(words: list[str]) -> int:
+    (logs := run_of(words) / "logs").mkdir(parents=True, exist_ok=True)
+    (logs / f"hang-{os.environ['RANK']}.json").write_text(json.dumps({"finding": "no answer from rank 7 on a"}))
+    return plays(words)
+
+
+@pytest.fixture
+def played(tmp_path: Path) -> Iterator[Trial]:
+    start_forkserver()
+    found = Trial(plays, tmp_path, [], random.Random(0), world_size=2)
+    yield found
+    found.kill()
+
+
+def test_a_process_that_a_rank_leaves_behind_is_noticed_and_ended(
+    played: Trial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trial, "PARTING_S", 0.3)
+    played.main = leaves_a_process
+    played.start()
+    assert played.end() == [0, 0]
+    assert len(played.left) == 2
+    deadline = time.monotonic() + 10
+    while played.children():
+        assert time.monotonic() < deadline
+
+
+def test_a_stopped_rank_that_nobody_reports_is_a_flaw(played: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(faults, "REPORT_S", -7.5)  # half a second in all
+    monkeypatch.setattr(Trial, "step", lambda self: 5)
+    played.start()
+    with pytest.raises(ValueError, match="nobody reported that rank"):
+        faults.FAULTS["SIGSTOP of a rank"](played)
+
+
+def test_a_stopped_rank_in_whose_place_another_is_reported_is_a_flaw(played: Trial) -> None:
+    played.main = blames_another
+    played.start()
+    with pytest.raises(ValueError, match="stood still, but it was reported: no answer from rank 7"):
+        faults.FAULTS["SIGSTOP of a rank"](played)
+
+
+def test_a_kill_after_the_save_is_none_in_a_save(played: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
+    played.start()
+    faults.FAULTS["SIGKILL during a save"](played)
+    assert list(played.run.glob("checkpoints/.tmp-*"))
+    played.kill()
+
+    def too_late(self: Trial, number: signal.Signals, everybody: bool = False) -> int:
+        self.until(lambda: not any(self.run.glob("checkpoints/.tmp-*")))
+        return 0
+
+    [unfinished] = played.run.glob("checkpoints/.tmp-*")
+    unfinished.rmdir()
+    played.start()
+    monkeypatch.setattr(Trial, "strike", too_late)
+    with pytest.raises(TooLateError):
+        faults.FAULTS["SIGKILL during a save"](played)
+    monkeypatch.undo()
+
+
+def test_a_trial_that_fails_ends_its_ranks_and_no_other_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = []
+
+    def fail(hurt: Trial) -> None:
+        ranks.extend(hurt.ranks)
+        raise OSError("no room")
+
+    monkeypatch.setattr(faults, "FAULTS", {"failing": fail})
+    outcomes = [*campaign(plays, tmp_path / "trials", runs=2, seed=0)]
+    assert [outcome.flaws for outcome in outcomes] == [["OSError: no room"]] * 2
+    assert len(ranks) == 4
+    assert not any(rank.is_alive() for rank in ranks)
 
 
 @pytest.mark.long
@@ -25,6 +137,14 @@ def test_a_run_that_goes_on_in_another_way_is_noticed(tmp_path: Path, monkeypatc
     assert outcome.flaws == ["its records differ from the undisturbed run's"]
     [outcome] = campaign(main_to_the_end, tmp_path / "sound", runs=1, seed=0)
     assert not outcome.flaws
+
+
+@pytest.mark.long
+def test_a_watchdog_that_sleeps_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stop = "SIGSTOP of a rank"
+    monkeypatch.setattr(faults, "FAULTS", {stop: faults.FAULTS[stop]})
+    [outcome] = campaign(has_no_watchdog, tmp_path / "trials", runs=1, seed=0)
+    assert outcome.flaws[0].startswith("ValueError: nobody reported that rank ")
 
 
 def test_flips_are_noticed_unless_nobody_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
