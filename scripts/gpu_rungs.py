@@ -28,7 +28,7 @@ from megalite.kernels.embed import add_sums_of_equal_rows
 from megalite.kernels.fp8 import E4M3, OF_GRADIENTS, fp8_input_gradient, fp8_linear, rounded
 from megalite.kernels.products import add_transposed_product
 from megalite.launch.context import ParallelContext
-from megalite.launch.device import DTYPES
+from megalite.launch.device import DTYPES, use_flash_attention_4
 from megalite.launch.environment import read_environment
 from megalite.model.attention import KERNELS
 from megalite.model.flops import flops_per_token, peak_flops
@@ -102,10 +102,14 @@ def fp8_products(device: torch.device) -> Figures:
     return found
 
 
-def attention(device: torch.device) -> Figures:
-    """Output and gradients by kernel and shape, grouped queries and masks among them, beside fp64 products."""
+def attention(device: torch.device, *, fa4: bool = False) -> Figures:
+    """Output and gradients by kernel and shape, grouped queries and masks among them, beside fp64 products.
+
+    With `fa4` the kernels of flash-attn-4 are in place of flash's."""
     from torch.nn.attention import sdpa_kernel
 
+    if fa4:
+        use_flash_attention_4(device, 64)
     on_cuda = device.type == "cuda"
     found = {}
     for s, groups, d in ((1024, 12, 64), (4096, 8, 128), (2112, 12, 64)) if on_cuda else ((64, 4, 8), (96, 2, 8)):
@@ -373,6 +377,7 @@ def _rungs() -> Iterator[Rung]:
         for shape, more in (("gpt2", ()), ("7B shape, 8 layers", ("model.num_layers=2",))):
             chosen = (f"train.attention={kernels}", *more)
             yield Rung(3, f"{shape.split(',')[0]} {kernels}", partial(choice, shape, None, chosen), 90)
+    yield Rung(3, "is fa4 right?", partial(attention, fa4=True), 180)
     for chunk in (2048, 4096, 16384):
         yield Rung(3, f"gpt2 chunk {chunk}", partial(choice, "gpt2", None, (f"model.loss_chunk_tokens={chunk}",)), 90)
     for batch in (8, 16, 64):

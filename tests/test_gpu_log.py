@@ -3,6 +3,7 @@
 import os
 import re
 import subprocess
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,16 @@ for number in range(4):
     log(int(number == 3))  # the last step alone: nothing of it is new
     side._train(batches, labels, 1e-3, next_local_tokens=labels)
 log(0)
+"""
+FA4 = """
+import pathlib, torch
+calls = pathlib.Path(__file__).with_name("calls").open("a", buffering=1)
+def _flash_attn_fwd(q, k, v, *, causal, out, **options):
+    print("forward", causal, *q.shape, *out.shape, file=calls)
+    return out, torch.empty(len(q), q.shape[2], q.shape[1], device=q.device)
+def _flash_attn_bwd(q, k, v, out, grad, lse, *, causal, **options):
+    print("backward", causal, *q.shape, *grad.shape, file=calls)
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 """
 SETTINGS = "device=cuda precision=bf16 model=tiny model.num_layers=2 tokenizer=byte train.steps=3 parallel.tp=2"
 QUIET = "train.eval_interval=0 checkpoint.interval=0 train.sample_tokens=0 train.max_bad_steps=100 log.wandb=disabled"
@@ -62,6 +73,20 @@ def test_a_steady_step_waits_for_nothing_and_adds_weight_gradients_in_fp32(tmp_p
     assert all(" C=0 " in line for line in added), "into fp32"
     launches = [line for line in step if line.startswith(("K ", "T ", "G ", "GB ", "L "))]
     assert len(launches) <= 970, "what it was when this was written"
+
+
+def test_attention_fa4_calls_the_kernels_of_flash_attn_4(tmp_path: Path) -> None:
+    """In each layer and microbatch; before it once, to see whether they run. The package here only takes notes."""
+    package = tmp_path / "flash_attn" / "cute"
+    package.mkdir(parents=True)
+    (package / "interface.py").write_text(FA4)
+    (tmp_path / "logs").mkdir()
+    script = STEADY.replace('torch.device("cuda"))', 'torch.device("cuda"), "train.attention=fa4")')
+    logged(["python", "-c", f"import sys; sys.path.append({str(tmp_path)!r})\n{script}"], tmp_path / "logs")
+    calls = Counter((package / "calls").read_text().splitlines())
+    tried, shape = "True 1 128 1 64 1 128 1 64", "True 4 1024 12 64 4 1024 12 64"
+    trained = {f"forward {shape}": 96, f"backward {shape}": 96}  # 4 steps of 2 microbatches, 12 layers
+    assert calls == {f"forward {tried}": 1, f"backward {tried}": 1, **trained}
 
 
 def test_reduce_scatters_of_tensor_parallel_backwards_hide_behind_products(tmp_path: Path) -> None:

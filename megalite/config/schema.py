@@ -198,8 +198,8 @@ class TrainConfig:
     compile: bool | None = setting(None, "torch.compile of each block and of the loss; null: on for CUDA, off for CPU")
     attention: str = setting(
         "auto",
-        "kernels on CUDA; auto: cuDNN's, else flash; of documents flex",
-        choices=("auto", "cudnn", "flash", "flex"),
+        "kernels on CUDA; auto: cuDNN's, else flash; of documents flex; fa4: those of flash-attn-4",
+        choices=("auto", "cudnn", "flash", "flex", "fa4"),
     )
     fp8: str | None = setting(
         None,

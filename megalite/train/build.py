@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from megalite.config.context_rules import exchange_of
-from megalite.config.derive import derive_schedule
+from megalite.config.derive import derive_model, derive_schedule
 from megalite.config.nccl_options import read_nccl_options
 from megalite.config.optimizer_rules import precision_problems
 from megalite.config.parallel_rules import layout_of
@@ -28,7 +28,14 @@ from megalite.context_parallel.exchange import ContextRanks, Waiting
 from megalite.errors.problems import Problem, collect
 from megalite.launch import startup
 from megalite.launch.context import CPU, ParallelContext
-from megalite.launch.device import DTYPES, check_fp8, choose_device, choose_precision, name_of
+from megalite.launch.device import (
+    DTYPES,
+    check_fp8,
+    choose_device,
+    choose_precision,
+    name_of,
+    use_flash_attention_4,
+)
 from megalite.launch.environment import ProcessEnvironment
 from megalite.layout.buffer_layout import Kind, slice_ranges
 from megalite.layout.groups import GroupNeeds
@@ -110,6 +117,9 @@ def start(config: Config, environment: ProcessEnvironment, store: Store | None =
     if config.precision == "auto":  # else rules.py has judged it
         problems += precision_problems(config, name_of(dtype))
     collect(lambda: check_fp8(config.train.fp8, device), problems)
+    if config.train.attention == "fa4":
+        head_size = derive_model(config.model, config.train.seq_length).head_size or 0
+        collect(lambda: use_flash_attention_4(device, head_size), problems)
     nccl = collect(lambda: read_nccl_options(Path(axes.nccl_options)) if axes.nccl_options else {}, problems)
     plan = {
         name: yaml_value(value_of(config, name))

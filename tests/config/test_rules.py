@@ -43,6 +43,7 @@ BROKEN = [
     ("train.attention=flash device=cpu", 1, "train.attention", ["no effect with device=cpu", "=auto"]),
     ("train.attention=cudnn precision=fp32", 1, "train.attention", ["16 bits", "=auto", "precision=bf16"]),
     ("train.attention=cudnn model.dropout=0.1", 1, "train.attention", ["no effect", "model.attention_dropout=0.0"]),
+    ("train.attention=fa4 precision=fp32", 1, "train.attention", ["16 bits", "=auto", "precision=bf16"]),
     ("train.attention=flex train.compile=false", 1, "train.attention", ["compiled", "train.compile=true"]),
     ("train.attention=flash data.cross_document_attention=false", 1, "train.attention", ["documents", "auto or flex"]),
     ("train.fp8=rowwise precision=fp32", 1, "train.fp8", ["precision=fp32", "precision=bf16", "leave train.fp8 unset"]),
