@@ -53,7 +53,7 @@ from megalite.optim.sharing import Sharing
 from megalite.pipeline.actions import Schedule
 from megalite.pipeline.executor import Executor, Links
 from megalite.pipeline.schedules import build_schedule, forward_only
-from megalite.tensor_parallel.collectives import TensorGroup
+from megalite.tensor_parallel.collectives import TensorGroup, share_memory
 from megalite.train.clock import StepClock
 
 # Settings that may differ between machines: numbers of cores, and places whose content is compared when it is read.
@@ -120,6 +120,7 @@ def start(config: Config, environment: ProcessEnvironment, store: Store | None =
     if config.train.attention == "fa4":
         head_size = derive_model(config.model, config.train.seq_length).head_size or 0
         collect(lambda: use_flash_attention_4(device, head_size), problems)
+    problems += async_tp_problems(config, device, environment)
     nccl = collect(lambda: read_nccl_options(Path(axes.nccl_options)) if axes.nccl_options else {}, problems)
     plan = {
         name: yaml_value(value_of(config, name))
@@ -139,6 +140,16 @@ def start(config: Config, environment: ProcessEnvironment, store: Store | None =
         nccl=nccl,
         store=store,
     )
+
+
+def async_tp_problems(config: Config, device: torch.device, environment: ProcessEnvironment) -> list[Problem]:
+    """Why the ranks of tp cannot share memory here."""
+    axes, rule = config.parallel, ""
+    if device.type != "cuda":
+        rule = "needs CUDA: the ranks of tp share memory of their GPUs"
+    elif environment.local_world_size % axes.tp or not axes.order.startswith("tp"):
+        rule = f"needs all ranks of tp on one host, and {environment.local_world_size} processes of this one do not fit"
+    return [Problem("parallel.async_tp", True, rule, "parallel.async_tp=false")] if axes.async_tp and rule else []
 
 
 def needs_of(config: Config) -> GroupNeeds:
@@ -211,6 +222,8 @@ def _chunks(config: Config, context: ParallelContext, waiting: Waiting) -> list[
     """This rank's parts of the model, whose parameters have no storage of their own: the buffers will be it."""
     tp, experts = TensorGroup.of(context.group("tp")), ExpertRanks.of(context)
     sharers = context_ranks(config, context, waiting)
+    if config.parallel.async_tp and tp is not None:
+        share_memory(tp)
     chunks = [
         GPT(
             config,

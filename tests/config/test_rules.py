@@ -145,6 +145,15 @@ BROKEN = [
     ),
     ("parallel.tp=4 model.ffn_hidden_size=90", 4, "model.ffn_hidden_size", ["parallel.tp=4", "88 or 92"]),
     ("parallel.tp=4 train.seq_length=102", 4, "train.seq_length", ["100 or 104", "sequence_parallel=false"]),
+    ("parallel.async_tp=true", 4, "parallel.async_tp", ["no effect with parallel.tp=1", "parallel.tp=2 or 4"]),
+    ("parallel.async_tp=true parallel.tp=2 train.compile=false", 2, "parallel.async_tp", ["train.compile=true"]),
+    ("parallel.async_tp=true parallel.tp=2 device=cpu", 2, "parallel.async_tp", ["no effect with device=cpu"]),
+    (
+        "parallel.async_tp=true parallel.tp=2 parallel.sequence_parallel=false",
+        2,
+        "parallel.async_tp",
+        ["no effect with parallel.sequence_parallel=false"],
+    ),
     (
         "parallel.sequence_parallel=true",
         1,
