@@ -366,7 +366,7 @@ def _rungs() -> Iterator[Rung]:
     for work in (ceilings, products, fp8_products, attention, head_and_loss, embedding, steps):
         yield Rung(1, work.__name__, work, 180 if work is attention else 90)  # it compiles three shapes
     for path in sorted(ROOT.glob("tests/**/test_*.py")):
-        if "mark.gpu" in path.read_text():
+        if re.search(r"pytest\.mark\.gpu[)\n]", path.read_text()):
             name = str(path.relative_to(ROOT))
             yield Rung(1, name, partial(gpu_tests, name), 90)
     for work in (training, resuming, profile):
