@@ -197,6 +197,9 @@ class TrainConfig:
         choices=("attention", "norm", "activation", "moe"),
     )
     compile: bool | None = setting(None, "torch.compile of each block and of the loss; null: on for CUDA, off for CPU")
+    cuda_graph: bool = setting(
+        False, "one process on CUDA: a microbatch's kernels are started by one call (docs/performance.md)"
+    )
     attention: str = setting(
         "auto",
         "kernels on CUDA; auto: cuDNN's, else flash; of documents flex; fa4: those of flash-attn-4",

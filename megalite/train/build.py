@@ -52,6 +52,7 @@ from megalite.optim.rank_buffers import held_parameters, rank_buffers, stages_of
 from megalite.optim.sharing import Sharing
 from megalite.pipeline.actions import Schedule
 from megalite.pipeline.executor import Executor, Links
+from megalite.pipeline.microbatch_graph import MicrobatchGraph
 from megalite.pipeline.schedules import build_schedule, forward_only
 from megalite.tensor_parallel.collectives import TensorGroup, share_memory
 from megalite.train.clock import StepClock
@@ -277,7 +278,8 @@ def _executor(
     def evaluation(microbatches: int) -> Schedule:
         return forward_only(pipeline.pp, pipeline.vpp, microbatches)
 
-    return Executor(chunks, links, training, evaluation, sync.expect_last, clock.switch)
+    graph = MicrobatchGraph(chunks[0]) if config.train.cuda_graph and context.device.type == "cuda" else None
+    return Executor(chunks, links, training, evaluation, sync.expect_last, clock.switch, graph)
 
 
 def _optimizer(buffers: TrainingBuffers, config: Config, context: ParallelContext) -> FlatAdamW:
