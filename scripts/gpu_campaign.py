@@ -2,7 +2,7 @@
 
     python scripts/gpu_campaign.py --part 1 --out FOLDER      each operation, training, resuming: are they right?
     python scripts/gpu_campaign.py --part 2 --out FOLDER      speed beside a plain PyTorch loop and transformers
-    python scripts/gpu_campaign.py --part 3 --out FOLDER      attention kernels, loss chunks, batches, cublasLt, experts
+    python scripts/gpu_campaign.py --part 3 --out FOLDER      attention kernels, chunks, batches, graphs, fp8, experts
     python scripts/gpu_campaign.py --page                     writes docs/performance.md's table of docs/measurements
 
 Each rung (gpu_rungs.py) runs in a process of its own with a time limit and adds one line to FOLDER/part-N.jsonl; one

@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from benchmark_sides import GPT2, SHAPES, Megalite, Shape, Side, Turn, seconds_of, turn_of
 from torch import Tensor
+from torch.nn.attention import sdpa_kernel
 
 from megalite.config.schema import Config
 from megalite.kernels.document_attention import block_mask, dense_mask, document_attention
@@ -28,7 +29,7 @@ from megalite.kernels.embed import add_sums_of_equal_rows
 from megalite.kernels.fp8 import E4M3, OF_GRADIENTS, fp8_input_gradient, fp8_linear, rounded
 from megalite.kernels.products import add_transposed_product
 from megalite.launch.context import ParallelContext
-from megalite.launch.device import DTYPES
+from megalite.launch.device import DTYPES, use_flash_attention_4
 from megalite.launch.environment import read_environment
 from megalite.model.attention import KERNELS
 from megalite.model.flops import flops_per_token, peak_flops
@@ -102,10 +103,12 @@ def fp8_products(device: torch.device) -> Figures:
     return found
 
 
-def attention(device: torch.device) -> Figures:
-    """Output and gradients by kernel and shape, grouped queries and masks among them, beside fp64 products."""
-    from torch.nn.attention import sdpa_kernel
+def attention(device: torch.device, *, fa4: bool = False) -> Figures:
+    """Output and gradients by kernel and shape, grouped queries and masks among them, beside fp64 products.
 
+    With `fa4` the kernels of flash-attn-4 are in place of flash's."""
+    if fa4:
+        use_flash_attention_4(device, 64)
     on_cuda = device.type == "cuda"
     found = {}
     for s, groups, d in ((1024, 12, 64), (4096, 8, 128), (2112, 12, 64)) if on_cuda else ((64, 4, 8), (96, 2, 8)):
@@ -241,7 +244,8 @@ def _run(device: torch.device, folder: Path, count: int, kill_after: int = 0) ->
 
 def gpu_tests(path: str, device: torch.device) -> Figures:
     """One file's tests that need a GPU."""
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-vv", path]
+    options = "-m gpu -p no:cacheprovider -vv -W ignore --tb=short --show-capture=no"  # the last words say what failed
+    command = [sys.executable, "-m", "pytest", *options.split(), path]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     print(done.stdout[-3000:], done.stderr[-1000:])
     words = ("passed", "failed", "skipped")
@@ -252,13 +256,12 @@ def gpu_tests(path: str, device: torch.device) -> Figures:
 
 def profile(device: torch.device) -> Figures:
     """Milliseconds of a step of 124M by kind of kernel."""
-    from torch.profiler import ProfilerActivity
-
     side = _side(_config(CAMPAIGN["124M"], device))
     turn_of(side.step, 3, device)
     kinds = {"attention": r"fmha|flash|attention|sdpa", "triton": "triton", "product": r"gemm|cutlass|nvjet|xmma|mm"}
     on_cuda = device.type == "cuda"
-    with torch.profiler.profile(activities=[ProfilerActivity.CUDA if on_cuda else ProfilerActivity.CPU]) as recorded:
+    activity = torch.profiler.ProfilerActivity.CUDA if on_cuda else torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[activity]) as recorded:
         turn_of(side.step, 1, device)
     found: Figures = {}
     for event in recorded.key_averages():
@@ -318,7 +321,8 @@ def with_cublas_lt(device: torch.device) -> Figures:
 
 def _config(shape: Shape, device: torch.device, *overrides: str, batch: int | None = None) -> Config:
     if device.type == "cpu":  # a rehearsal
-        known = [one for one in overrides if not one.startswith(("train.attention", "train.fp8", "model.num_layers"))]
+        cuda = ("train.attention", "train.fp8", "train.cuda_graph", "model.num_layers")
+        known = [one for one in overrides if not one.startswith(cuda)]
         return shape.config(1, "fp32", device, *REHEARSED, *known, "train.compile=false")
     config = shape.config(batch or shape.cuda_batch, "bf16", device, *overrides)
     return replace(config, train=replace(config.train, compile=True))
@@ -361,25 +365,27 @@ def _near(found: Tensor, wanted: Tensor, bound: float) -> float:
 def _rungs() -> Iterator[Rung]:
     for work in (ceilings, products, fp8_products, attention, head_and_loss, embedding, steps):
         yield Rung(1, work.__name__, work, 180 if work is attention else 90)  # it compiles three shapes
-    for path in sorted(ROOT.glob("tests/**/test_*.py")):
-        if "mark.gpu" in path.read_text():
-            name = str(path.relative_to(ROOT))
-            yield Rung(1, name, partial(gpu_tests, name), 90)
     for work in (training, resuming, profile):
         yield Rung(1, work.__name__, work, 150)
+    for path in sorted(ROOT.glob("tests/**/test_*.py")):
+        if re.search(r"pytest\.mark\.gpu[)\n]", path.read_text()):
+            name = str(path.relative_to(ROOT))
+            yield Rung(1, name, partial(gpu_tests, name), 90)
     for shape in CAMPAIGN:
         yield Rung(2, shape, partial(beside, shape), 200)
     for kernels in KERNELS:
         for shape, more in (("gpt2", ()), ("7B shape, 8 layers", ("model.num_layers=2",))):
             chosen = (f"train.attention={kernels}", *more)
             yield Rung(3, f"{shape.split(',')[0]} {kernels}", partial(choice, shape, None, chosen), 90)
+    yield Rung(3, "is fa4 right?", partial(attention, fa4=True), 180)
     for chunk in (2048, 4096, 16384):
         yield Rung(3, f"gpt2 chunk {chunk}", partial(choice, "gpt2", None, (f"model.loss_chunk_tokens={chunk}",)), 90)
-    for batch in (8, 16, 64):
-        yield Rung(3, f"gpt2 batch {batch}", partial(choice, "gpt2", batch, ()), 90)
+    for batch, graph in ((8, "false"), (16, "false"), (64, "false"), (4, "false"), (4, "true")):
+        setting = f"train.cuda_graph={graph}"
+        yield Rung(3, f"gpt2 batch {batch} {setting}", partial(choice, "gpt2", batch, (setting,)), 90)
     yield Rung(3, "gpt2 cublasLt", with_cublas_lt, 90)
     for recipe in ("null", *OF_GRADIENTS):
-        yield Rung(3, f"1.3B fp8 {recipe}", partial(choice, "1.3B", None, (f"train.fp8={recipe}",)), 90)
+        yield Rung(3, f"1.3B fp8 {recipe}", partial(choice, "1.3B", None, (f"train.fp8={recipe}",)), 120)
     yield Rung(3, "tiny_moe", partial(choice, "tiny_moe", None, ()), 90)
 
 

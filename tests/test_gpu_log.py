@@ -3,6 +3,7 @@
 import os
 import re
 import subprocess
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,40 @@ for number in range(4):
     side._train(batches, labels, 1e-3, next_local_tokens=labels)
 log(0)
 """
+FA4 = """
+import pathlib, torch
+calls = pathlib.Path(__file__).with_name("calls").open("a", buffering=1)
+def _flash_attn_fwd(q, k, v, *, causal, out, **options):
+    print("forward", causal, *q.shape, *out.shape, file=calls)
+    return out, torch.empty(len(q), q.shape[2], q.shape[1], device=q.device)
+def _flash_attn_bwd(q, k, v, out, grad, lse, *, causal, **options):
+    print("backward", causal, *q.shape, *grad.shape, file=calls)
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+"""
+ASYNC_TP = """
+import sys
+sys.path.insert(0, ".")
+import torch, torch.distributed as dist
+import torch._functorch.config
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from megalite.config.compose import load_config
+from megalite.data.batch import whole_batch
+from megalite.model.gpt import GPT
+from megalite.tensor_parallel.collectives import TensorGroup, share_memory
+torch._functorch.config.force_non_lazy_backward_lowering = True
+dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+group, cuda = TensorGroup(dist.group.WORLD.group_name, 2, 0), torch.device("cuda", 0)
+share_memory(group)
+settings = "model=tiny model.num_layers=1 tokenizer=byte model.vocab_size=256 parallel.tp=2 parallel.async_tp=true"
+config = load_config([*settings.split(), "device=cuda", "precision=bf16", "train.compile=true"], 2)
+model = GPT(config, dtype=torch.bfloat16, device=cuda, tp=group)
+grads = {name: torch.zeros(model.get_parameter(name).shape, device=cuda) for name in model.main_grad_parameters}
+model.set_main_grads(grads)
+tokens = torch.zeros(8, 256, dtype=torch.int64, device=cuda)
+batch = whole_batch(tokens, tokens, tokens == 0, torch.arange(256, device=cuda).expand(8, 256), None, 0)
+x = torch.zeros(model.activation_shape(batch), dtype=torch.bfloat16, device=cuda, requires_grad=True)
+model._run_blocks(x, batch, {}, None)  # compiled, it ends: there is no memory to share
+"""
 SETTINGS = "device=cuda precision=bf16 model=tiny model.num_layers=2 tokenizer=byte train.steps=3 parallel.tp=2"
 QUIET = "train.eval_interval=0 checkpoint.interval=0 train.sample_tokens=0 train.max_bad_steps=100 log.wandb=disabled"
 
@@ -39,15 +74,21 @@ pytestmark = [
 
 def logged(command: list[str], log: Path, ranks: int = 1, *, status: int = 0) -> list[list[str]]:
     """The lines of the log of each rank."""
-    chosen = {"FAKEGPU_LOG": str(log / "log"), "FAKEGPU_COUNT": str(ranks), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    run(command, {"FAKEGPU_LOG": str(log / "log"), "FAKEGPU_COUNT": str(ranks)}, status=status)
+    found = [path.read_text().splitlines() for path in sorted(log.iterdir())]
+    return [lines for lines in found if any(line.startswith(("G ", "L ")) for line in lines)]
+
+
+def run(command: list[str], variables: dict[str, str], *, status: int = 0) -> str:
+    """What the command prints. `status` 1: it must fail, however."""
+    chosen = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
     chosen |= {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}  # the fake driver maps no pages by hand
-    environment = {**os.environ, **chosen}
+    environment = {**os.environ, **chosen, **variables}
     done = subprocess.run(
         ["bash", FAKE, *command], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
     assert (done.returncode != 0) == (status != 0), done.stdout + done.stderr
-    found = [path.read_text().splitlines() for path in sorted(log.iterdir())]
-    return [lines for lines in found if any(line.startswith(("G ", "L ")) for line in lines)]
+    return done.stdout + done.stderr
 
 
 def test_a_steady_step_waits_for_nothing_and_adds_weight_gradients_in_fp32(tmp_path: Path) -> None:
@@ -62,6 +103,30 @@ def test_a_steady_step_waits_for_nothing_and_adds_weight_gradients_in_fp32(tmp_p
     assert all(" C=0 " in line for line in added), "into fp32"
     launches = [line for line in step if line.startswith(("K ", "T ", "G ", "GB ", "L "))]
     assert len(launches) <= 970, "what it was when this was written"
+
+
+def test_attention_fa4_calls_the_kernels_of_flash_attn_4(tmp_path: Path) -> None:
+    """In each layer and microbatch; before it once, to see whether they run. The package here only takes notes."""
+    package = tmp_path / "flash_attn" / "cute"
+    package.mkdir(parents=True)
+    (package / "interface.py").write_text(FA4)
+    (tmp_path / "logs").mkdir()
+    script = STEADY.replace('torch.device("cuda"))', 'torch.device("cuda"), "train.attention=fa4")')
+    logged(["python", "-c", f"import sys; sys.path.append({str(tmp_path)!r})\n{script}"], tmp_path / "logs")
+    calls = Counter((package / "calls").read_text().splitlines())
+    tried, shape = "True 1 128 1 64 1 128 1 64", "True 4 1024 12 64 4 1024 12 64"
+    trained = {f"forward {shape}": 96, f"backward {shape}": 96}  # 4 steps of 2 microbatches, 12 layers
+    assert calls == {f"forward {tried}": 1, f"backward {tried}": 1, **trained}
+
+
+def test_async_tp_joins_the_collectives_of_a_block_and_its_products() -> None:
+    """In the code that inductor writes for a Llama block: all four of forward, in backward the four that are no gathers
+    for weight gradients."""
+    variables = {"FAKEGPU_COUNT": "2", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1", "TORCH_LOGS": "output_code"}
+    source = run(["python", "-c", ASYNC_TP], variables, status=1)
+    assert source.count("symm_mem.fused_all_gather_matmul.default(") == 2 + 2
+    assert source.count("symm_mem.fused_matmul_reduce_scatter.default(") == 2 + 2
+    assert source.count("all_gather_into_tensor.default(") == 0 + 2
 
 
 def test_reduce_scatters_of_tensor_parallel_backwards_hide_behind_products(tmp_path: Path) -> None:

@@ -275,6 +275,25 @@ def layers_split_over_tensor_parallel_ranks(case: Case) -> Iterator[Flaw]:
         yield flaw("model.vocab_multiple", rule, multiples(tp, tp))
 
 
+def products_can_send(case: Case) -> Iterator[Flaw]:
+    """parallel.async_tp has an effect. What the machine must have for it is known later (train/build.py)."""
+    config, name = case.config, "parallel.async_tp"
+    if not config.parallel.async_tp:
+        return
+    off: dict[str, Iterable[Any]] = {name: [False]}
+    if config.parallel.tp == 1:
+        yield Flaw(name, "has no effect with parallel.tp=1", off | {"parallel.tp": divisors(case.world_size, 2)})
+    elif config.parallel.sequence_parallel is False:
+        rule = "has no effect with parallel.sequence_parallel=false"
+        yield Flaw(name, rule, off | {"parallel.sequence_parallel": [None]})
+    elif config.train.compile is False:
+        yield Flaw(
+            name, "is the compiler's, and has no effect with train.compile=false", off | {"train.compile": [True]}
+        )
+    elif config.device == "cpu":
+        yield Flaw(name, "has no effect with device=cpu", off)
+
+
 def instances_split_the_replicas(case: Case) -> Iterator[Flaw]:
     axes, optimizer = case.config.parallel, case.config.optimizer
     replicas = case.world_size // (axes.tp * axes.pp)  # over which the state is sharded, dp x cp
@@ -289,5 +308,5 @@ STAGE_RULES = (stages_hold_all_layers,)
 SCHEDULE_RULES = (batch_splits_over_ranks, schedule_suits_the_pipeline)
 PARALLEL_RULES = (
     *(*LAYOUT_RULES, *STAGE_RULES, *SCHEDULE_RULES, batches_grow_to_the_full_size),
-    *(layers_split_over_tensor_parallel_ranks, instances_split_the_replicas),
+    *(layers_split_over_tensor_parallel_ranks, products_can_send, instances_split_the_replicas),
 )

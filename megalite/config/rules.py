@@ -176,6 +176,27 @@ def attention_kernels_can_run(case: Case) -> Iterator[Flaw]:
         yield Flaw(name, f"these kernels take 16 bits, not {case.show('precision')}", {**auto, "precision": ["bf16"]})
 
 
+def microbatches_can_be_a_graph(case: Case) -> Iterator[Flaw]:
+    """train.cuda_graph repeats nothing that the host decides anew in each microbatch."""
+    config, name = case.config, "train.cuda_graph"
+    dropouts = {f"model.{kind}dropout": [0.0] for kind in ("", "attention_", "embedding_")}
+    dropped: Fixes = {setting: zero for setting, zero in dropouts.items() if case.value(setting)}
+    in_the_way: list[tuple[Any, str, Fixes]] = [
+        (config.device == "cpu", "has no effect with device=cpu", {}),
+        (case.world_size > 1, f"is for one process, not {case.world_size}: hosts start what ranks exchange", {}),
+        (config.model.moe.num_experts, "cannot repeat experts, whose rows the host must count", {}),
+        (dropped, f"cannot repeat dropout ({' and '.join(map(case.show, dropped))})", dropped),
+        (
+            not config.data.cross_document_attention,
+            "cannot repeat masks of documents (data.cross_document_attention=false)",
+            {"data.cross_document_attention": [True]},
+        ),
+    ]
+    for is_there, rule, fixes in in_the_way if config.train.cuda_graph else ():
+        if is_there:
+            yield Flaw(name, rule, {**fixes, name: [False]})
+
+
 def fp8_products_have_sizes_that_fit(case: Case) -> Iterator[Flaw]:
     """torch's fp8 product takes weights of which both sizes are multiples of 16, on each rank of tp."""
     name, tp, layers = "train.fp8", case.config.parallel.tp, case.config.model.num_layers
@@ -262,7 +283,8 @@ def vocabulary_holds_the_tokens(case: Case) -> Iterator[Flaw]:
 RULES: tuple[Rule, ...] = (
     *(heads_share_the_width, positions_suit_the_sequence, rotary_scaling_is_told_in_full, names_are_file_names),
     *(*PARALLEL_RULES, *CONTEXT_RULES, *MOE_RULES),
-    *(recompute_names_what_there_is, attention_kernels_can_run, fp8_products_have_sizes_that_fit),
+    *(recompute_names_what_there_is, attention_kernels_can_run, microbatches_can_be_a_graph),
+    *(fp8_products_have_sizes_that_fit,),
     *(learning_rate_follows_its_schedule, listed_steps_are_steps_of_the_run),
     *(*OPTIMIZER_RULES, settings_have_an_effect),
     *(data_suits_its_source, vocabulary_holds_the_tokens),

@@ -42,6 +42,15 @@ class Batch:
         """The same batch in memory that a GPU copies from without anybody waiting."""
         return self._with(Tensor.pin_memory)
 
+    def clone(self) -> "Batch":
+        """The same batch in memory of its own."""
+        return self._with(torch.clone)
+
+    def fill(self, other: "Batch") -> None:
+        """This batch's tensors take the numbers of another of the same shape."""
+        for own, given in zip(self._stored(), other._stored(), strict=True):
+            own.copy_(given, non_blocking=True)
+
     def with_mask(self, loss_mask: Tensor) -> "Batch":
         """Whole sequences of which other labels count: `loss_mask` [b, s]."""
         return replace(self, loss_mask=loss_mask, counted=loss_mask.sum(1))
@@ -61,6 +70,11 @@ class Batch:
             for name in ("tokens", "labels", "loss_mask", "positions", "places")
         }
         return replace(self, **sliced, plan=plan)
+
+    def _stored(self) -> list[Tensor]:
+        """All tensors; of a row that was expanded the row."""
+        values = [getattr(self, field.name) for field in fields(self)]
+        return [value if value.stride(0) else value[:1] for value in values if isinstance(value, Tensor)]
 
     def _with(self, moved: Callable[[Tensor], Tensor]) -> "Batch":
         """A row that was expanded is moved once, and stays one: what follows from positions is then computed once."""

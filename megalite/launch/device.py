@@ -6,12 +6,15 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, activate_flash_attention_impl, sdpa_kernel
 
-from megalite.errors.problems import Problem, UserError
+from megalite.errors.problems import Problem, UserError, shortened
 from megalite.launch.environment import ProcessEnvironment
 from megalite.launch.host import usable_cores
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+FLASH_ATTENTION_4 = "flash-attn-4==4.0.0b18"
 
 
 def choose_device(setting: str, environment: ProcessEnvironment) -> torch.device:
@@ -46,6 +49,32 @@ def check_fp8(recipe: str | None, device: torch.device) -> None:
     if recipe is not None and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         rule = f"{torch.cuda.get_device_name(device)} cannot multiply fp8 matrices (compute capability 8.9, Ada, can)"
         raise UserError(Problem("train.fp8", recipe, rule, "train.fp8=null"))
+
+
+def use_flash_attention_4(device: torch.device, head_size: int) -> None:
+    """Makes torch's flash attention on CUDA that of flash-attn-4, for the process; refuses where it cannot run.
+
+    It is tried at once, as a package may be there that does not fit torch: torch 2.11 to 2.13 take what versions up to
+    4.0.0b18 return.
+    """
+    if device.type != "cuda":
+        return
+    rule, remedy = "", "train.attention=auto"
+    if torch.cuda.get_device_capability(device)[0] not in (9, 10):
+        rule = (
+            f"{torch.cuda.get_device_name(device)} cannot run it (compute capability 9 or 10, Hopper or Blackwell, can)"
+        )
+    else:
+        try:
+            activate_flash_attention_impl("FA4")
+            x = torch.zeros(1, 1, 128, head_size, dtype=torch.bfloat16, device=device, requires_grad=True)
+            with torch.cuda.device(device), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+                F.scaled_dot_product_attention(x, x, x, is_causal=True).sum().backward()
+        except Exception as error:  # whatever another package raises
+            rule = f"its kernels do not run here: {type(error).__name__}: {shortened(str(error))}"
+            remedy = f"{remedy}, or pip install {FLASH_ATTENTION_4}"
+    if rule:
+        raise UserError(Problem("train.attention", "fa4", rule, remedy))
 
 
 def slow_precision(dtype: torch.dtype, device: torch.device) -> str | None:

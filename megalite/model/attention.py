@@ -40,6 +40,7 @@ KERNELS = {
     "auto": [SDPBackend.CUDNN_ATTENTION, *FOR_MASKS],
     "cudnn": [SDPBackend.CUDNN_ATTENTION],
     "flash": [SDPBackend.FLASH_ATTENTION],
+    "fa4": [SDPBackend.FLASH_ATTENTION],  # which launch/device.py has exchanged
     "flex": FOR_MASKS,  # where flex attention cannot be: not compiled, or with dropout on the probabilities
 }
 

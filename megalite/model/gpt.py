@@ -123,6 +123,8 @@ class GPT(nn.Module):
             # What inductor reorders for memory, or leaves where autograd put it, finishes each collective of backward
             # before it starts the products that would hide it.
             options: dict[str, Any] | None = None if tp is None else OVERLAPPED
+            if options is not None and config.parallel.async_tp:
+                options = options | {"_micro_pipeline_tp": True}
             for each in self.blocks.values():
                 assert isinstance(each, AttentionBlock)
                 each.compile_parts(options)

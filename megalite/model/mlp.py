@@ -37,7 +37,8 @@ class MLP(nn.Module):
         self.activation = ACTIVATIONS[config.activation]
         self.inner, outputs = inner_projection(config, ffn)  # its name: `up` or `gate_up`
         columns = Split(len(outputs) - 1)
-        self.add_module(self.inner, ColumnParallelLinear(outputs, hidden, columns, place, bias=config.bias))
+        inner = ColumnParallelLinear(outputs, hidden, columns, place, bias=config.bias, before_activation=True)
+        self.add_module(self.inner, inner)
         self.down = RowParallelLinear(hidden, outputs[-1], place, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megalite.data.batch import Batch
 from megalite.model.gpt import GPT
 from megalite.pipeline.actions import Action, Schedule
+from megalite.pipeline.microbatch_graph import MicrobatchGraph
 from megalite.pipeline.simulator import Span
 from megalite.pipeline.transfers import Direction, Instruction, Transfer, Wait, instructions
 from megalite.tensor_parallel.deferred import Later
@@ -64,7 +65,7 @@ class Executor:
 
     `expect_last_gradients` is called before the backward that brings a chunk's last gradients, with what does a piece
     of work after the weight gradients that this backward has put off so far. `switch` is called when another phase of
-    a training step begins.
+    a training step begins. Microbatches of a rank alone may have a `graph`, in place of actions one by one.
     """
 
     def __init__(
@@ -75,8 +76,9 @@ class Executor:
         evaluation: ScheduleOf,
         expect_last_gradients: Callable[[int, Later], None],
         switch: Callable[[Phase], object] = lambda phase: None,
+        graph: MicrobatchGraph | None = None,
     ) -> None:
-        self.chunks, self.links, self._switch = chunks, links, switch
+        self.chunks, self.links, self._switch, self._graph = chunks, links, switch, graph
         self.expect_last_gradients = expect_last_gradients
         self._recorded: list[Span] | None = None
         # Waits for what was sent: nothing that is computed needs to.
@@ -94,6 +96,9 @@ class Executor:
 
     def forward_backward(self, batches: Sequence[Batch], scale: Tensor) -> Tensor:
         """Forward and backward of all microbatches. The sum of their losses (`GPT.loss`), 0 where the loss is not."""
+        if self._graph is not None and self._recorded is None:
+            self._switch("forward")
+            return sum((self._repeat(self._graph, batch, scale) for batch in batches), start=torch.zeros_like(scale))
         losses = self._run(batches, lambda chunk, batch, received: chunk.loss(batch, scale, received), training=True)
         return sum(losses, start=torch.zeros_like(scale))
 
@@ -135,6 +140,10 @@ class Executor:
                 if self._recorded is not None:
                     self._recorded.append(Span(instruction, begin, self._now()))
         return run.results
+
+    def _repeat(self, graph: MicrobatchGraph, batch: Batch, scale: Tensor) -> Tensor:
+        self.performed += 1
+        return graph(batch, scale)
 
     def _now(self) -> float:
         if self._recorded is not None and self.chunks[0].device.type == "cuda":

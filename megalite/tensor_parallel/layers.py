@@ -62,12 +62,21 @@ class ColumnParallelLinear(nn.Module):
     """Outputs split: weight [*local outputs, inputs], bias [*local outputs]; the product is over flattened outputs.
 
     `outputs` is the logical shape, `split` says how it is cut. The input is the same on all ranks, with sequence
-    parallelism each rank's part of the sequence.
+    parallelism each rank's part of the sequence. `before_activation`: an element-wise function follows.
     """
 
-    def __init__(self, outputs: tuple[int, ...], inputs: int, split: Split, place: Placement, *, bias: bool) -> None:
+    def __init__(
+        self,
+        outputs: tuple[int, ...],
+        inputs: int,
+        split: Split,
+        place: Placement,
+        *,
+        bias: bool,
+        before_activation: bool = False,
+    ) -> None:
         super().__init__()
-        self.place = place
+        self.place, self.before_activation = place, before_activation
         self.local_outputs = place.local_shape(outputs, split)
         self.weight = place.parameter(*self.local_outputs, inputs)
         self.bias = place.parameter(*self.local_outputs) if bias else None
@@ -85,6 +94,7 @@ class ColumnParallelLinear(nn.Module):
             main_grad=self.main_grad,
             deferred=self.place.deferred,
             fp8=self.place.fp8,
+            before_activation=self.before_activation,
         )
 
 

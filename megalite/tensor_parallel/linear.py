@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megalite.kernels.fp8 import fp8_input_gradient, fp8_linear
+from megalite.kernels.pieces import statistics_dtype
 from megalite.kernels.products import add_transposed_product, compiled_add_transposed_product
 from megalite.tensor_parallel.collectives import (
     TensorGroup,
@@ -32,6 +33,8 @@ from megalite.tensor_parallel.collectives import (
     start_reduce_scatter,
 )
 from megalite.tensor_parallel.deferred import DeferredWork
+
+MIN_SUMMED = 8  # sequences: partial sums of fewer cost what reading a gradient again does
 
 
 def linear(
@@ -44,6 +47,7 @@ def linear(
     main_grad: Tensor | None = None,
     deferred: DeferredWork | None = None,
     fp8: str | None = None,
+    before_activation: bool = False,
 ) -> Tensor:
     """x [..., k] times the transpose of weight [n, k], plus bias [n] -> [..., n].
 
@@ -53,7 +57,7 @@ def linear(
 
     With `main_grad` (fp32, fp64 in fp64; contiguous, of the weight's size in any shape, compiled [n, k]) backward adds
     the gradient of the weight to it, and autograd sees none. A backward that `deferred` collects puts that off;
-    compiled, there must be none.
+    compiled, there must be none. `before_activation`: the gradient of the output comes from an element-wise pass.
 
     `fp8`, a recipe of kernels/fp8.py, rounds what the product and the gradient of x multiply; the weight's gradient is
     that of unrounded numbers.
@@ -61,7 +65,7 @@ def linear(
     assert group is not None or not sequence_parallel
     if group is None and main_grad is None and fp8 is None:
         return F.linear(x, weight, bias)
-    options = group, sequence_parallel, main_grad, deferred, fp8
+    options = group, sequence_parallel, main_grad, deferred, fp8, before_activation
     return _Linear.apply(x, weight, bias, *options)  # type: ignore[no-any-return]
 
 
@@ -79,10 +83,11 @@ class _Linear(torch.autograd.Function):
         main_grad: Tensor | None,
         deferred: DeferredWork | None,
         fp8: str | None,
+        before_activation: bool,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.group, ctx.sequence_parallel, ctx.main_grad, ctx.deferred = group, sequence_parallel, main_grad, deferred
-        ctx.fp8 = fp8
+        ctx.fp8, ctx.before_activation = fp8, before_activation
         if group is not None and sequence_parallel:
             x = finish(start_all_gather(x, group))
         return F.linear(x, weight, bias) if fp8 is None else fp8_linear(x, weight, bias, fp8)
@@ -111,10 +116,10 @@ class _Linear(torch.autograd.Function):
         if wants_weight:
             weight_grad = _weight_gradient(grad, x, ctx.main_grad)
         if wants_bias:
-            bias_grad = grad.flatten(0, -2).sum(0)
+            bias_grad = _bias_gradient(grad, before_activation=ctx.before_activation)
         if x_grad is not None and group is not None:
             x_grad = finish(x_grad)
-        return x_grad, weight_grad, bias_grad, None, None, None, None, None
+        return x_grad, weight_grad, bias_grad, None, None, None, None, None, None
 
 
 def _put_off(deferred: DeferredWork, grad: Tensor, x: Tensor, main_grad: Tensor, gathering: TensorGroup | None) -> None:
@@ -141,6 +146,14 @@ def _weight_gradient(grad: Tensor, x: Tensor, main_grad: Tensor | None) -> Tenso
     else:
         add_transposed_product(main_grad.view(shape), grad, x)
     return None
+
+
+def _bias_gradient(grad: Tensor, *, before_activation: bool) -> Tensor:
+    """The sum over all but the last dim of grad [..., n], for example [s, b, n]."""
+    if before_activation and torch.compiler.is_compiling() and grad.dim() == 3 and grad.shape[1] >= MIN_SUMMED:
+        # Inductor makes the sums over b in the very pass that writes the gradient; it cannot make those over s * b.
+        return grad.sum(1, dtype=statistics_dtype(grad.dtype)).sum(0).to(grad.dtype)
+    return grad.flatten(0, -2).sum(0)
 
 
 @torch.library.custom_op("megalite::copy_after", mutates_args=())

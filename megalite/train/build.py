@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from megalite.config.context_rules import exchange_of
-from megalite.config.derive import derive_schedule
+from megalite.config.derive import derive_model, derive_schedule
 from megalite.config.nccl_options import read_nccl_options
 from megalite.config.optimizer_rules import precision_problems
 from megalite.config.parallel_rules import layout_of
@@ -28,7 +28,14 @@ from megalite.context_parallel.exchange import ContextRanks, Waiting
 from megalite.errors.problems import Problem, collect
 from megalite.launch import startup
 from megalite.launch.context import CPU, ParallelContext
-from megalite.launch.device import DTYPES, check_fp8, choose_device, choose_precision, name_of
+from megalite.launch.device import (
+    DTYPES,
+    check_fp8,
+    choose_device,
+    choose_precision,
+    name_of,
+    use_flash_attention_4,
+)
 from megalite.launch.environment import ProcessEnvironment
 from megalite.layout.buffer_layout import Kind, slice_ranges
 from megalite.layout.groups import GroupNeeds
@@ -45,8 +52,9 @@ from megalite.optim.rank_buffers import held_parameters, rank_buffers, stages_of
 from megalite.optim.sharing import Sharing
 from megalite.pipeline.actions import Schedule
 from megalite.pipeline.executor import Executor, Links
+from megalite.pipeline.microbatch_graph import MicrobatchGraph
 from megalite.pipeline.schedules import build_schedule, forward_only
-from megalite.tensor_parallel.collectives import TensorGroup
+from megalite.tensor_parallel.collectives import TensorGroup, share_memory
 from megalite.train.clock import StepClock
 
 # Settings that may differ between machines: numbers of cores, and places whose content is compared when it is read.
@@ -110,6 +118,10 @@ def start(config: Config, environment: ProcessEnvironment, store: Store | None =
     if config.precision == "auto":  # else rules.py has judged it
         problems += precision_problems(config, name_of(dtype))
     collect(lambda: check_fp8(config.train.fp8, device), problems)
+    if config.train.attention == "fa4":
+        head_size = derive_model(config.model, config.train.seq_length).head_size or 0
+        collect(lambda: use_flash_attention_4(device, head_size), problems)
+    problems += async_tp_problems(config, device, environment)
     nccl = collect(lambda: read_nccl_options(Path(axes.nccl_options)) if axes.nccl_options else {}, problems)
     plan = {
         name: yaml_value(value_of(config, name))
@@ -129,6 +141,16 @@ def start(config: Config, environment: ProcessEnvironment, store: Store | None =
         nccl=nccl,
         store=store,
     )
+
+
+def async_tp_problems(config: Config, device: torch.device, environment: ProcessEnvironment) -> list[Problem]:
+    """Why the ranks of tp cannot share memory here."""
+    axes, rule = config.parallel, ""
+    if device.type != "cuda":
+        rule = "needs CUDA: the ranks of tp share memory of their GPUs"
+    elif environment.local_world_size % axes.tp or not axes.order.startswith("tp"):
+        rule = f"needs all ranks of tp on one host, and {environment.local_world_size} processes of this one do not fit"
+    return [Problem("parallel.async_tp", True, rule, "parallel.async_tp=false")] if axes.async_tp and rule else []
 
 
 def needs_of(config: Config) -> GroupNeeds:
@@ -201,6 +223,8 @@ def _chunks(config: Config, context: ParallelContext, waiting: Waiting) -> list[
     """This rank's parts of the model, whose parameters have no storage of their own: the buffers will be it."""
     tp, experts = TensorGroup.of(context.group("tp")), ExpertRanks.of(context)
     sharers = context_ranks(config, context, waiting)
+    if config.parallel.async_tp and tp is not None:
+        share_memory(tp)
     chunks = [
         GPT(
             config,
@@ -254,7 +278,8 @@ def _executor(
     def evaluation(microbatches: int) -> Schedule:
         return forward_only(pipeline.pp, pipeline.vpp, microbatches)
 
-    return Executor(chunks, links, training, evaluation, sync.expect_last, clock.switch)
+    graph = MicrobatchGraph(chunks[0]) if config.train.cuda_graph and context.device.type == "cuda" else None
+    return Executor(chunks, links, training, evaluation, sync.expect_last, clock.switch, graph)
 
 
 def _optimizer(buffers: TrainingBuffers, config: Config, context: ParallelContext) -> FlatAdamW:

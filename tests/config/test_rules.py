@@ -43,8 +43,19 @@ BROKEN = [
     ("train.attention=flash device=cpu", 1, "train.attention", ["no effect with device=cpu", "=auto"]),
     ("train.attention=cudnn precision=fp32", 1, "train.attention", ["16 bits", "=auto", "precision=bf16"]),
     ("train.attention=cudnn model.dropout=0.1", 1, "train.attention", ["no effect", "model.attention_dropout=0.0"]),
+    ("train.attention=fa4 precision=fp32", 1, "train.attention", ["16 bits", "=auto", "precision=bf16"]),
     ("train.attention=flex train.compile=false", 1, "train.attention", ["compiled", "train.compile=true"]),
     ("train.attention=flash data.cross_document_attention=false", 1, "train.attention", ["documents", "auto or flex"]),
+    (
+        "train.cuda_graph=true device=cpu",
+        1,
+        "train.cuda_graph",
+        ["no effect with device=cpu", "train.cuda_graph=false"],
+    ),
+    ("train.cuda_graph=true", 2, "train.cuda_graph", ["one process, not 2"]),
+    ("train.cuda_graph=true model.moe.num_experts=4", 1, "train.cuda_graph", ["experts"]),
+    ("train.cuda_graph=true data.cross_document_attention=false", 1, "train.cuda_graph", ["masks", "=true"]),
+    ("train.cuda_graph=true model.dropout=0.1", 1, "train.cuda_graph", ["model.dropout=0.1", "model.dropout=0.0"]),
     ("train.fp8=rowwise precision=fp32", 1, "train.fp8", ["precision=fp32", "precision=bf16", "leave train.fp8 unset"]),
     ("train.fp8=rowwise precision=fp16", 1, "train.fp8", ["precision=fp16", "precision=bf16"]),
     ("train.fp8=tensorwise model.num_layers=2", 1, "train.fp8", ["no others", "model.num_layers=3"]),
@@ -144,6 +155,15 @@ BROKEN = [
     ),
     ("parallel.tp=4 model.ffn_hidden_size=90", 4, "model.ffn_hidden_size", ["parallel.tp=4", "88 or 92"]),
     ("parallel.tp=4 train.seq_length=102", 4, "train.seq_length", ["100 or 104", "sequence_parallel=false"]),
+    ("parallel.async_tp=true", 4, "parallel.async_tp", ["no effect with parallel.tp=1", "parallel.tp=2 or 4"]),
+    ("parallel.async_tp=true parallel.tp=2 train.compile=false", 2, "parallel.async_tp", ["train.compile=true"]),
+    ("parallel.async_tp=true parallel.tp=2 device=cpu", 2, "parallel.async_tp", ["no effect with device=cpu"]),
+    (
+        "parallel.async_tp=true parallel.tp=2 parallel.sequence_parallel=false",
+        2,
+        "parallel.async_tp",
+        ["no effect with parallel.sequence_parallel=false"],
+    ),
     (
         "parallel.sequence_parallel=true",
         1,
@@ -246,7 +266,7 @@ def test_a_broken_rule_names_the_setting_and_what_would_work(
         for row in BROKEN
         if row[2].startswith(("model.hidden", "model.num", "train.", "lr.", "optimizer."))
         and "parallel." not in row[0]
-        and not re.search("recompute|train.attention|precision", row[0])
+        and not re.search("recompute|train.attention|cuda_graph|precision", row[0])
     ],
 )
 def test_following_the_advice_helps(line: str, world_size: int) -> None:

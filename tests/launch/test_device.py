@@ -4,11 +4,14 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+from megalite.config.schema import Config, ModelConfig, TrainConfig
 from megalite.config.settings import SETTINGS
 from megalite.errors.problems import UserError
 from megalite.launch.context import CPU
@@ -21,9 +24,11 @@ from megalite.launch.device import (
     set_threads,
     slow_precision,
     threads_per_rank,
+    use_flash_attention_4,
 )
 from megalite.launch.environment import Launcher, ProcessEnvironment
 from megalite.launch.host import usable_cores
+from megalite.train.build import start
 
 SINGLE = ProcessEnvironment()
 EIGHT_LOCAL_RANKS = ProcessEnvironment(5, 16, None, 8, "host", 1, "env")
@@ -75,6 +80,52 @@ def test_fp8_needs_a_gpu_that_multiplies_it(
     else:
         with pytest.raises(UserError, match=r"train.fp8='rowwise': Tesla V100.* cannot.*8\.9.*\n.*train\.fp8=null"):
             check_fp8("rowwise", cuda)
+
+
+@pytest.mark.parametrize(
+    ("capability", "raised", "words"),
+    [
+        ((8, 9), None, r"Tesla V100.* cannot run it.*9 or 10.*\n.*fix: train.attention=auto$"),
+        ((12, 0), None, "cannot run it"),
+        (
+            (9, 0),
+            ModuleNotFoundError("No module named 'flash_attn'"),
+            r"No module.*\n.*=auto, or pip install flash-attn-4==",
+        ),
+        ((10, 0), ValueError("too many values to unpack"), r"ValueError: too many.*\n.*pip install flash-attn-4=="),
+        ((9, 0), None, ""),
+    ],
+)
+def test_flash_attention_4_is_taken_where_it_runs(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], raised: Exception | None, words: str
+) -> None:
+    _pretend_cuda(monkeypatch, 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    on_cpu = partial(torch.zeros, device=CPU)
+    monkeypatch.setattr(torch, "zeros", lambda *shape, **options: on_cpu(*shape, **options | {"device": CPU}))
+    asked: list[str] = []
+
+    def activate(name: str) -> None:
+        asked.append(name)
+        if raised is not None:
+            raise raised
+
+    monkeypatch.setattr("megalite.launch.device.activate_flash_attention_impl", activate)
+    use_flash_attention_4(CPU, 64)
+    assert asked == []
+    with pytest.raises(UserError, match=words) if words else nullcontext():
+        use_flash_attention_4(torch.device("cuda", 0), 64)
+    assert asked == (["FA4"] if capability in ((9, 0), (10, 0)) else [])
+
+
+def test_a_run_asks_for_flash_attention_4_with_the_size_of_its_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr("megalite.train.build.use_flash_attention_4", lambda device, size: asked.append(size))
+    for attention in ("flash", "fa4"):
+        model = ModelConfig(hidden_size=96, num_attention_heads=4)
+        start(Config(model=model, train=TrainConfig(attention=attention), device="cpu", precision="fp32"), SINGLE)
+    assert asked == [24]
 
 
 PRECISIONS = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

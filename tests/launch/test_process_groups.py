@@ -194,7 +194,7 @@ def test_nccl_accepts_the_options(tmp_path: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         options: dict[str, Any] = {"cga_cluster_size": 2, "min_ctas": 1, "max_ctas": 8, "net_name": "socket"}
-        world = GroupSpec("world", "gradient", (0,), "world")
+        world = GroupSpec("world", "gradient", (0,))
         timeout = dist.default_pg_timeout
         made = make_groups([world], 0, device, timeout, {"world": options | {"is_high_priority_stream": True}})
         number = torch.ones(layout.world_size, device=device)

@@ -182,6 +182,33 @@ def test_a_compiled_backward_has_the_same_order_and_gathers_anew() -> None:
             assert (8, 3, K) not in saved, "the gathered input is not kept"
 
 
+@pytest.mark.parametrize(("sequences", "sums"), [(8, [(8, N), (N,)]), (2, [(N,)])])
+def test_a_compiled_bias_gradient_before_an_activation_is_summed_over_sequences_first(
+    sequences: int, sums: list[tuple[int, ...]]
+) -> None:
+    """Where there are enough of them: that sum is a part of the pass that writes the activation's gradient."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    shapes: list[tuple[int, ...]] = []
+
+    def keep(graph: GraphModule, inputs: Any) -> Callable:
+        shapes.extend(tuple(node.meta["val"].shape) for node in graph.graph.nodes if "aten.sum" in str(node.target))
+        return graph.forward
+
+    x, weight, bias = tensors((8, sequences, K), (N, K), (N,))
+    main_grad = torch.zeros_like(weight)
+
+    def run(x: Tensor) -> Tensor:
+        return linear(x, weight, bias, main_grad=main_grad, before_activation=True).sin().sum((0, 1)).square()
+
+    (wanted,) = torch.autograd.grad(run(x).sum(), bias)
+    backend = aot_autograd(fw_compiler=lambda graph, _: graph, bw_compiler=keep)
+    y = torch.compile(run, fullgraph=True, backend=backend)(x)
+    (found,) = torch.autograd.grad(y.sum(), bias)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-13)
+    assert shapes == sums
+
+
 def compiled_and_not(context: ParallelContext, backend: str) -> None:
     """Two products whose main gradients lie in one buffer, in all modes: compiled results are the eager ones."""
     group = TensorGroup.of(context.group("tp"))
