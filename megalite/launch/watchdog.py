@@ -5,7 +5,7 @@ rank may hang without any collective. So two threads watch the main one. The fir
 talks to nobody. The second has a connection of its own to the store where the ranks met. The first rank whose patience
 is at its end calls the roll there, and every rank that can still answer says what it does and where its code stands.
 One of them writes the report, then all end. Ranks that do not answer are the report's most important line. Where all
-answer that they are in a save, whose disk may take its time, they go on, up to SAVES times the patience.
+answer that they do what may take longer (a save, start-up), they go on.
 
 Nothing that may hang itself (the store, a disk, stderr) keeps a rank from ending REPORT_S + WRITE_S after its patience.
 A process that was stopped as a whole (a suspended job, a laptop's lid) has not waited meanwhile: each look counts as
@@ -35,11 +35,12 @@ from megalite.errors.problems import to_stderr
 from megalite.launch.context import ParallelContext
 from megalite.launch.rendezvous import listed, wait_until
 
-REPORT_S = 10.0  # from the end of the patience until the process ends, at most
-LOOK_S = 2.0  # between two looks for a roll call, at most: less than the REPORT_S / 2 that it waits for answers
-WRITE_S = 2.0  # for a report, whose disk may hang, too
+REPORT_S = 20.0  # from the end of the patience until the process ends, at most
+ROLL_S = 5.0  # of these for the words of all ranks
+WRITE_S = 2.0  # and for a report, whose disk may hang, too
+LOOK_S = 2.0  # between two looks for a roll call, at most
+READ_S = 1.0  # for the others to read a verdict, where the store lives in rank 0
 HUNG = 1  # exit status
-SAVING = "in a save"
 SAVES = 10  # times the patience: what a save may take
 FRAMES = 4  # of a stack, in the report's summary
 SHOWN = 4  # ranks of a line
@@ -59,23 +60,31 @@ class Patience(NamedTuple):
     seconds: float
 
 
+class Doing(NamedTuple):
+    """What a rank is at."""
+
+    mark: object  # changes with any progress
+    words: str
+    may_take: float = 1.0  # times the patience, as long as all ranks answer
+
+
 class Watchdog:
     """Context manager: meanwhile the calling thread must make progress.
 
-    `doing` gives what changes with any progress, and words for it; None in a save. `patience` is asked at each look.
-    The report goes to stderr and into `folder`. `hosts`: where each rank runs. Does nothing in a world of one.
+    `doing` and `patience` are asked at each look. The report goes to stderr and into `folder`. `hosts`: where each rank
+    runs. Does nothing in a world of one.
     """
 
     def __init__(
         self,
         context: ParallelContext,
-        doing: Callable[[], tuple[object, str] | None],
+        doing: Callable[[], Doing],
         patience: Callable[[], Patience],
         folder: Path,
         hosts: Sequence[str],
     ) -> None:
         self._context, self._doing, self._patience = context, doing, patience
-        self._folder, self._hosts = folder, hosts
+        self._folder, self.hosts = folder, hosts
         self._watched = threading.get_ident()
         self._over = threading.Event()
         self._idle_s = 0.0  # since the last progress
@@ -92,6 +101,13 @@ class Watchdog:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def follow(self, doing: Callable[[], Doing], patience: Callable[[], Patience]) -> None:
+        """From now on, ask these."""
+        self._doing, self._patience = doing, patience
+
+    def stop(self) -> None:
         """A thread that comes back from the store while Python ends would abort the process: they end before."""
         self._over.set()
         if self._context.store is not None:
@@ -103,11 +119,11 @@ class Watchdog:
         while not self._over.wait(pause := min(1.0, self._patience().seconds / 20)):
             now, at = time.monotonic(), self._doing()
             self._idle_s += min(now - looked, 2 * pause)
-            if (at and at[0]) != (before and before[0]):
+            if at.mark != before.mark:
                 self._idle_s = self._granted_s = 0.0
             before, looked = at, now
             if self._idle_s > self._granted_s + self._patience().seconds + REPORT_S:
-                met = f"rank 0 on {self._hosts[0]}, or its torchrun"
+                met = f"rank 0 on {self.hosts[0]}, or its torchrun"
                 finding = f"the place where the ranks met ({met}) does not answer"
                 self._write(finding, {self._context.rank: self._word(None)})  # a recorder may be what hangs
                 self._exit()
@@ -134,30 +150,29 @@ class Watchdog:
             store.set(f"{key}/verdict", self._judge(store, key))
         with suppress(DistError):  # rank 0 has ended, and the store with it
             judged = partial(store.check, [f"{key}/verdict"])
-            if wait_until(lambda: self._over.is_set() or judged(), time.monotonic() + REPORT_S):
+            if wait_until(lambda: self._over.is_set() or judged(), time.monotonic() + REPORT_S / 2):
                 if self._over.is_set() or not store.get(f"{key}/verdict"):
                     self._granted_s = self._idle_s
                     return
-                time.sleep(1.0 if rank == 0 else 0.0)  # the store may live in this process: the others read, too
+                time.sleep(READ_S if rank == 0 else 0.0)
         self._exit()
 
     def _judge(self, store: Store, key: str) -> str:
-        """Wait for the words of all and report; empty where all are in a save that may still take its time, or where
-        training ends meanwhile, with which ranks answer no more."""
-        size, (_, patience_s) = self._context.world_size, self._patience()
+        """Wait for the words of all and report; empty where all are at what may take longer, or where training ends
+        meanwhile, with which ranks answer no more."""
+        size = self._context.world_size
         answered = partial(store.add, f"{key}/words", 0)
-        wait_until(lambda: self._over.is_set() or answered() == size, time.monotonic() + REPORT_S / 2)
+        wait_until(lambda: self._over.is_set() or answered() == size, time.monotonic() + ROLL_S)
         if self._over.is_set():
             return ""
         words = {at: json.loads(store.get(f"{key}/{at}")) for at in range(size) if store.check([f"{key}/{at}"])}
         silent = [at for at in range(size) if at not in words]
-        saving = all(word["doing"] == SAVING or word["idle_s"] < patience_s for word in words.values())
-        if saving and not silent and max(word["idle_s"] for word in words.values()) < SAVES * patience_s:
-            to_stderr(f"megalite: no progress for {patience_s:g} s, and all ranks answer: the disk of a save is slow")
+        hung = [word for word in words.values() if word["hangs"]]
+        if not silent and not hung:
+            longest = max(words.values(), key=lambda word: float(word["idle_s"]))
+            to_stderr(f"megalite: for {longest['idle_s']:.0f} s {longest['doing']}; all ranks answer: it goes on")
             return ""
-        finding = "a save does not end: its disk hangs" if saving else "all ranks answer"
-        if silent:
-            finding = _silence(silent, self._hosts)
+        finding = _silence(silent, self.hosts) if silent else "all ranks answer"
         self._write(finding, words)
         # For failure_report.py: the first rank to end breaks the collectives of others.
         store.compare_set("failure/cause", "", f"{self._no_progress()}; {finding}")
@@ -179,8 +194,9 @@ class Watchdog:
         return {
             "host": socket.gethostname(),
             "pid": os.getpid(),
-            "doing": doing[1] if doing else SAVING,
+            "doing": doing.words,
             "idle_s": round(self._idle_s, 1),
+            "hangs": self._idle_s > doing.may_take * self._patience().seconds,
             "collective": collective,
             "stacks": stacks,
         }
@@ -194,7 +210,8 @@ class Watchdog:
         def write() -> None:
             to_stderr("\n".join(f"megalite: {line}" for line in told))
             with suppress(OSError):
-                path.write_text(json.dumps({"finding": finding, "ranks": words}, indent=1))
+                with path.open("x", encoding="utf-8") as file:
+                    json.dump({"finding": finding, "ranks": words}, file, indent=1)
                 to_stderr(f"megalite: all stacks: {path}")
 
         writer = threading.Thread(target=write, name="watchdog's hand", daemon=True)

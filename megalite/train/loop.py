@@ -21,7 +21,7 @@ from megalite.data.batches import StepBatches, TrainBatches, validation_batches
 from megalite.errors.problems import Problem, UserError
 from megalite.launch.agreement import agree
 from megalite.launch.signals import StopRequest
-from megalite.launch.watchdog import Patience, after_report_s
+from megalite.launch.watchdog import SAVES, Doing, Patience, after_report_s
 from megalite.optim.schedule import learning_rate
 from megalite.pipeline.simulator import Span
 from megalite.train.build import data_share
@@ -235,13 +235,13 @@ class Loop:
         self.stopping = self.stopping or any(self.context.gather_json(asked))
         return not self.stopping
 
-    def doing(self) -> tuple[object, str] | None:
-        """For the watchdog: what changes with any progress, and words for it. None: a save may take its time."""
+    def doing(self) -> Doing:
+        """For the watchdog."""
         if self.saver.busy:
-            return None
+            return Doing("save", "in a save", SAVES)
         part, executor = self.job.training.clock.part, self.job.training.executor
         words = f"step {self.newest_step}, {part}, pass {executor.at or 'none yet'}"
-        return (self.newest_step, self.evaluated_step, part, executor.performed), words
+        return Doing((self.newest_step, self.evaluated_step, part, executor.performed), words)
 
     def patience(self) -> Patience:
         """How long nothing may go on."""

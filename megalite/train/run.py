@@ -1,6 +1,7 @@
 """One run on this rank, from its settings to its exit status."""
 
 import gc
+import math
 import socket
 import time
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from megalite.launch.environment import ProcessEnvironment
 from megalite.launch.failure_report import find_cause
 from megalite.launch.preflight import preflight, table
 from megalite.launch.signals import StopRequest
-from megalite.launch.watchdog import Watchdog
+from megalite.launch.watchdog import Doing, Patience, Watchdog
 from megalite.train.build import ReadWeights, start
 from megalite.train.job import Job, build_job, open_training_data
 from megalite.train.loop import Loop
@@ -28,6 +29,8 @@ from megalite.train.recorder import Recorder
 from megalite.train.replicas import ReplicaMismatchError
 from megalite.train.saving import Saver, TakenOverError, TrainingStoppedError
 from megalite.train.status_file import StatusFile
+
+START_UP = Doing("start-up", "start-up", math.inf)  # of a day of tokens to prepare, for example
 
 
 def run(
@@ -42,6 +45,7 @@ def run(
     `preparation` makes token files of text. `read_weights` reads the folder of checkpoint.init_from. `recorder_of`
     makes the recorder of a rank.
     """
+    assert config.run_dir is not None, "derive() fills it in"
     began, limit = time.monotonic(), config.train.max_minutes
     problems: list[Problem] = []
     context = collect(lambda: start(config, environment), problems)
@@ -53,27 +57,30 @@ def run(
     saver: Saver | None = None
     status: StatusFile | None = None
     failed = False
+    patience = Patience("parallel.startup_timeout_s", config.parallel.startup_timeout_s)
+    hosts = [host for (host,) in context.gather_json([socket.gethostname()])]
     try:
-        if config.launch.preflight:
-            _look_at_nodes(config, context, recorder)
-        data = open_training_data(config, context, environment, preparation, recorder.preparing)
-        with private_files():
-            job = build_job(config, context, data, read_weights, recorder.note)
-            status_file = config.launch.status_file if context.rank == 0 else None
-            status = StatusFile(status_file, job.folder.path, config.train.steps)
-            together(context, partial(status.begin, job.progress.step))
-            if job.over:
-                status.end("finished", job.progress.step)
-                job.folder.withdraw()
-                recorder.note(f"already finished: step {job.progress.step} of {config.train.steps}")
-                return 0
-            files, folder = [part.file for part in data.train.parts] if context.rank == 0 else [], job.folder.path
-            together(context, lambda: compare_changed(files, folder, recorder.note), patient=True)
-            together(context, lambda: recorder.open(job))
-            saver = Saver(job, recorder)
-            left_s = None if limit is None else began + 60 * limit - time.monotonic()
-            with StopRequest(left_s, "train.max_minutes") as stop, watched(files, folder, recorder.note):
-                return _train_to_the_end(job, stop, recorder, saver, status)
+        with Watchdog(context, lambda: START_UP, lambda: patience, Path(config.run_dir) / "logs", hosts) as watchdog:
+            if config.launch.preflight:
+                _look_at_nodes(config, context, recorder)
+            data = open_training_data(config, context, environment, preparation, recorder.preparing)
+            with private_files():
+                job = build_job(config, context, data, read_weights, recorder.note)
+                status_file = config.launch.status_file if context.rank == 0 else None
+                status = StatusFile(status_file, job.folder.path, config.train.steps)
+                together(context, partial(status.begin, job.progress.step))
+                if job.over:
+                    status.end("finished", job.progress.step)
+                    job.folder.withdraw()
+                    recorder.note(f"already finished: step {job.progress.step} of {config.train.steps}")
+                    return 0
+                files, folder = [part.file for part in data.train.parts] if context.rank == 0 else [], job.folder.path
+                together(context, lambda: compare_changed(files, folder, recorder.note), patient=True)
+                together(context, lambda: recorder.open(job))
+                saver = Saver(job, recorder)
+                left_s = None if limit is None else began + 60 * limit - time.monotonic()
+                with StopRequest(left_s, "train.max_minutes") as stop, watched(files, folder, recorder.note):
+                    return _train_to_the_end(job, stop, recorder, saver, status, watchdog)
     except UserError:
         raise
     except Exception as error:
@@ -101,18 +108,22 @@ def _look_at_nodes(config: Config, context: ParallelContext, recorder: Recorder)
         recorder.note(f"preflight: {line}")
 
 
-def _train_to_the_end(job: Job, stop: StopRequest, recorder: Recorder, saver: Saver, told: StatusFile) -> int:
-    hosts = [host for (host,) in job.context.gather_json([socket.gethostname()])]
-    recorder.run_started(hosts)
+def _train_to_the_end(
+    job: Job, stop: StopRequest, recorder: Recorder, saver: Saver, told: StatusFile, watchdog: Watchdog
+) -> int:
+    recorder.run_started([*watchdog.hosts])
     loop, on_first = Loop(job, recorder, saver, stop), job.context.rank == 0
     gc.collect()
     gc.freeze()
     gc.disable()
     try:
-        with Watchdog(job.context, loop.doing, loop.patience, job.folder.path / "logs", hosts):
+        try:
+            watchdog.follow(loop.doing, loop.patience)
             loop.run()
             stopped, step = loop.stopping and not loop.complete(), job.progress.step
             loop.finish(stopped=stopped)
+        finally:
+            watchdog.stop()
     except (TrainingStoppedError, ReplicaMismatchError) as error:  # known to all ranks, and said in full
         saver.close()
         recorder.failed(error, taken_over=isinstance(error, TakenOverError))

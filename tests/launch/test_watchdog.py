@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,12 @@ import torch.distributed as dist
 
 from megalite.launch import watchdog
 from megalite.launch.context import ParallelContext
-from megalite.launch.watchdog import Patience, Watchdog, summary
+from megalite.launch.watchdog import SAVES, Doing, Patience, Watchdog, summary
 from tests.ranks import run_ranks
 
 PATIENCE_S = 0.6
 PATIENCE = Patience("parallel.timeout_s", PATIENCE_S)
-Doing = Callable[[], tuple[object, str] | None]
+SAVING = Doing("save", "in a save", SAVES)
 
 
 def waits_for_a_lock_that_nobody_frees() -> None:
@@ -32,8 +31,8 @@ def waits_for_a_lock_that_nobody_frees() -> None:
 
 def _hang(context: ParallelContext, folder: Path, holds_lock: bool) -> None:
     """Rank 1 hangs without a collective; the others wait for it in one."""
-    watchdog.REPORT_S = 5.0
-    with Watchdog(context, lambda: (7, f"step 7 of rank {context.rank}"), lambda: PATIENCE, folder, ["here"] * 3):
+    watchdog.REPORT_S, watchdog.ROLL_S = 8.0, 2.0
+    with Watchdog(context, lambda: Doing(7, f"step 7 of rank {context.rank}"), lambda: PATIENCE, folder, ["here"] * 3):
         if context.rank == 1 and holds_lock:
             pattern = "a" * 40
             __import__("re").match("(a+)+$", pattern + "b")  # for ever, without a look at who else wants to run
@@ -42,7 +41,7 @@ def _hang(context: ParallelContext, folder: Path, holds_lock: bool) -> None:
         try:
             dist.all_reduce(torch.ones(1), group=context.group("dp-cp"))
         except RuntimeError:  # another one has ended a moment earlier
-            time.sleep(9)
+            time.sleep(12)
             raise AssertionError("this rank was not ended") from None
 
 
@@ -62,6 +61,16 @@ def test_every_rank_says_where_it_stands(tmp_path: Path, capfd: pytest.CaptureFi
     }
     assert "waits_for_a_lock_that_nobody_frees" in found["ranks"]["1"]["stacks"]["main"][-1]
     assert "all_reduce" in " ".join(found["ranks"]["0"]["stacks"]["main"])
+    assert found["ranks"]["0"]["collective"].startswith("gloo:all_reduce number ")
+
+
+def test_the_parts_of_a_report_fit_into_its_time() -> None:
+    """To call, to hear of it, to answer, to write, to read: else a second report would contradict the first."""
+    polling = 0.5  # the pause of wait_until
+    spent = 2 * watchdog.LOOK_S + watchdog.ROLL_S + watchdog.WRITE_S + polling + watchdog.READ_S
+    assert spent < 0.75 * watchdog.REPORT_S
+    assert watchdog.LOOK_S + watchdog.ROLL_S + watchdog.WRITE_S + polling < watchdog.REPORT_S / 2  # for a verdict
+    assert 2 * watchdog.LOOK_S < watchdog.ROLL_S  # who is busy answers
 
 
 def test_a_rank_that_cannot_answer_is_named(tmp_path: Path) -> None:
@@ -74,10 +83,10 @@ def test_a_rank_that_cannot_answer_is_named(tmp_path: Path) -> None:
 
 def _stopped_in_a_save(context: ParallelContext, folder: Path) -> None:
     """Rank 1 cannot answer, and the others wait for the disk that it writes to."""
-    watchdog.REPORT_S = 5.0
+    watchdog.REPORT_S, watchdog.ROLL_S = 8.0, 2.0
     if context.rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
-    with Watchdog(context, lambda: None, lambda: PATIENCE, folder, ["here"] * 3):
+    with Watchdog(context, lambda: SAVING, lambda: PATIENCE, folder, ["here"] * 3):
         time.sleep(30)
 
 
@@ -90,8 +99,8 @@ def test_a_rank_that_is_stopped_in_a_save_is_no_slow_disk(tmp_path: Path) -> Non
 def _go_on(context: ParallelContext, folder: Path, waits: bool) -> str:
     at = [0]
 
-    def doing() -> tuple[object, str] | None:
-        return None if waits else (at[0], "")
+    def doing() -> Doing:
+        return SAVING if waits else Doing(at[0], "")
 
     with Watchdog(context, doing, lambda: PATIENCE, folder, ["here"] * 3):
         for _ in range(30):
@@ -109,8 +118,8 @@ def test_who_goes_on_or_waits_for_a_disk_is_left_alone(tmp_path: Path, waits: bo
 
 
 def _save_without_end(context: ParallelContext, folder: Path) -> None:
-    watchdog.REPORT_S, watchdog.SAVES = 5.0, 3
-    with Watchdog(context, lambda: None, lambda: PATIENCE, folder, ["here"] * 2):
+    watchdog.REPORT_S, watchdog.ROLL_S, doing = 8.0, 2.0, SAVING._replace(may_take=3)
+    with Watchdog(context, lambda: doing, lambda: PATIENCE, folder, ["here"] * 2):
         time.sleep(30)
 
 
@@ -118,13 +127,13 @@ def test_a_save_that_does_not_end_ends_the_job(tmp_path: Path) -> None:
     began = time.monotonic()
     assert run_ranks(_save_without_end, 2, tmp_path, may_die=[0, 1], timeout=30) == [None] * 2
     assert time.monotonic() - began > 3 * PATIENCE_S
-    assert report(tmp_path)["finding"] == "a save does not end: its disk hangs"
+    assert report(tmp_path)["ranks"]["0"]["doing"] == "in a save"
 
 
 def _busy_beside_one_that_hangs(context: ParallelContext, folder: Path) -> None:
     """Rank 1 goes on and on; rank 0 waits for it longer than it may."""
-    watchdog.REPORT_S, at = 5.0, [0]
-    with Watchdog(context, lambda: (at[0], "busy"), lambda: PATIENCE, folder, ["here"] * 2):
+    watchdog.REPORT_S, watchdog.ROLL_S, at = 8.0, 2.0, [0]
+    with Watchdog(context, lambda: Doing(at[0], "busy"), lambda: PATIENCE, folder, ["here"] * 2):
         for _ in range(300):
             time.sleep(0.1)
             at[0] += context.rank
@@ -143,10 +152,10 @@ def _hang_with_its_disk(context: ParallelContext, folder: Path) -> None:
     def hang(*_: Any, **__: Any) -> Any:
         time.sleep(60)
 
-    watchdog.REPORT_S = watchdog.WRITE_S = 1.0
+    watchdog.REPORT_S, watchdog.ROLL_S, watchdog.WRITE_S = 8.0, 2.0, 1.0
     os.dup2(os.open(folder / f"stderr-{context.rank}", os.O_CREAT | os.O_WRONLY), 2)
     Path.write_text = linecache.checkcache = linecache.updatecache = hang  # type: ignore[method-assign,assignment]
-    with Watchdog(context, lambda: (1, "step 1"), lambda: PATIENCE, folder, ["here"] * 2):
+    with Watchdog(context, lambda: Doing(1, "step 1"), lambda: PATIENCE, folder, ["here"] * 2):
         hang()
 
 

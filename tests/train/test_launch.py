@@ -16,9 +16,14 @@ from pathlib import Path
 import pytest
 
 from megalite.config.compose import load_config
+from megalite.config.schema import Config
+from megalite.launch import watchdog
 from megalite.launch.context import ParallelContext
+from megalite.train import run as run_module
+from megalite.train.build import needs_of
+from tests.ranks import run_ranks
 from tests.train import runs
-from tests.train.runs import ROOT, finish, kill, metrics, overrides, wait_for_step, write_text
+from tests.train.runs import ROOT, finish, kill, metrics, overrides, train_on_rank, wait_for_step, write_text
 
 launch = partial(runs.launch, python=sys.executable)  # as a user does
 LONG = ("train.steps=100000", "train.eval_interval=0", "checkpoint.interval=0")
@@ -178,6 +183,20 @@ def test_a_rank_that_stands_still_is_named_when_the_time_is_up(folder: Path, sti
     assert re.search(rf"rank {1 - still} \(.*\): (step \d+, |in a save).*{newest}", output)
     [path] = (run / "logs").glob("hang-*.json")
     assert str(path) in output
+
+
+def _stopped_in_start_up(context: ParallelContext, config: Config) -> int:
+    """Rank 1 stands still before there is a run."""
+    watchdog.REPORT_S, watchdog.ROLL_S = 6.0, 1.0
+    if context.rank == 1:
+        run_module.open_training_data = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)  # type: ignore[assignment]
+    return train_on_rank(context, config)
+
+
+def test_a_rank_that_stands_still_in_start_up_ends_the_job(folder: Path) -> None:
+    config = load_config([*overrides(folder, "start-up"), "parallel.startup_timeout_s=3"], 2)
+    with pytest.raises(TimeoutError, match=r"^no answer from rank\(s\) 1\n"):  # rank 0 has ended by itself
+        run_ranks(_stopped_in_start_up, 2, config, needs=needs_of(config), may_die=[0], timeout=16)
 
 
 WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
