@@ -78,3 +78,5 @@ def test_compose_starts_one_job_on_two_nodes() -> None:
     assert config.run_dir == str(Path.cwd() / "runs" / "compose")
     assert folders == ["/megalite/runs", "/cache"], "where the image writes runs and tokens"
     assert services["node1"]["volumes"] == services["node0"]["volumes"]
+    node = services["node0"]
+    assert int(node["stop_grace_period"].rstrip("s")) > int(node["environment"]["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) > 30
