@@ -7,6 +7,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 import yaml  # type: ignore[import-untyped]
 from torch.distributed.run import get_args_parser
 
@@ -60,6 +61,14 @@ def test_what_installs_the_requirements_has_all_that_it_reads(steps: list[tuple[
     assert {*read, *re.findall(r"\S+\.(?:sh|txt)", install.replace("'", " "))} <= {*before}
 
 
+def test_the_cuda_image_named_for_it_is_of_the_cuda_that_the_pinned_torch_brings() -> None:
+    brings = {"2.13.0": "13.0"}  # what the wheel on PyPI requires: cuda-toolkit 13.0.3
+    [pinned] = re.findall(r"(?m)^torch==(\S+)$", (ROOT / "requirements.txt").read_text())
+    texts = [(ROOT / name).read_text() for name in ("Dockerfile", "docs/docker.md")]
+    assert {tag for text in texts for tag in re.findall(r"nvidia/cuda:(\d+\.\d+)\.", text)} == {brings[pinned]}
+    assert torch.version.cuda in (None, brings[pinned]) or torch.__version__.partition("+")[0] != pinned
+
+
 def test_no_environment_and_no_result_gets_into_the_image() -> None:
     ignored = (ROOT / ".dockerignore").read_text().split()
     assert {".git", ".venv", "runs", "**/__pycache__"} <= set(ignored)
@@ -78,3 +87,5 @@ def test_compose_starts_one_job_on_two_nodes() -> None:
     assert config.run_dir == str(Path.cwd() / "runs" / "compose")
     assert folders == ["/megalite/runs", "/cache"], "where the image writes runs and tokens"
     assert services["node1"]["volumes"] == services["node0"]["volumes"]
+    node = services["node0"]
+    assert int(node["stop_grace_period"].rstrip("s")) > int(node["environment"]["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) > 30

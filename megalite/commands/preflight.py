@@ -13,6 +13,7 @@ Exit status: 0 all nodes are well (or enough for --keep), 1 some are not, 2 refu
 
 import os
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 
 from megalite.commands.command import COUNT, Shown, command, option
@@ -24,7 +25,7 @@ from megalite.errors.problems import Problem, UserError, collect, to_stderr
     option("--device", choices=["auto", "cpu", "cuda"], default="auto", help="(default: %(default)s)"),
     option("--keep", **COUNT, help="so many nodes are to train"),
 )
-def main(options: Namespace, overrides: list[str]) -> Shown:
+def measure(options: Namespace, overrides: list[str]) -> Shown:
     if overrides:
         raise UserError(Problem(overrides[0], "", "this command takes no settings", "--help says what it takes"))
     import torch
@@ -51,3 +52,13 @@ def main(options: Namespace, overrides: list[str]) -> Shown:
         to_stderr(f"megalite: --keep {options.keep}: there are only {len(nodes)} nodes")
     enough = len(chosen) == options.keep and not {*chosen} & {*faults}
     return Shown([",".join(chosen)], status=0 if enough else 1)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit status, whatever still hangs in this process."""
+    status = measure(arguments)
+    from megalite.launch.link_speed import hangs
+
+    if hangs():
+        os._exit(status)  # both streams are flushed
+    return status

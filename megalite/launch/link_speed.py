@@ -1,4 +1,4 @@
-"""Times what a device does, and what a link between ranks carries; a link that is dead is an error in time.
+"""Times what a device does, and what a link between ranks carries; what hangs is an error in time.
 
 A group of ranks is made by its members alone, at a store, outside of torch's world: neither needs a world that works.
 """
@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed import ProcessGroupGloo
@@ -17,29 +17,39 @@ from torch.distributed.distributed_c10d import Store
 
 LINK_S = 30.0  # for one link, all of its all-reduces and their group
 REPEATS = 20
+THREAD = "preflight"
+
+Result = TypeVar("Result")
 
 
 def link_speed(store: Store, rank: int, size: int, device: torch.device) -> float:
-    """GB/s of an all-reduce among `size` ranks that meet at `store`. Raises within LINK_S where it cannot be had.
+    """GB/s of an all-reduce among `size` ranks that meet at `store`. Raises within LINK_S where it cannot be had."""
+    return in_time(lambda: _all_reduce(store, rank, size, device), LINK_S)
 
-    What hangs (NCCL, a driver) stays behind in its thread.
-    """
-    answers: queue.SimpleQueue[float | Exception] = queue.SimpleQueue()
 
-    def measure() -> None:
+def in_time(action: Callable[[], Result], limit_s: float) -> Result:
+    """What the action gives; TimeoutError after `limit_s`. What hangs (NCCL, a driver, a disk) stays in its thread."""
+    answers: queue.SimpleQueue[tuple[Result] | Exception] = queue.SimpleQueue()
+
+    def act() -> None:
         try:
-            answers.put(_all_reduce(store, rank, size, device))
+            answers.put((action(),))
         except Exception as error:
             answers.put(error)
 
-    threading.Thread(target=measure, daemon=True).start()
+    threading.Thread(target=act, daemon=True, name=THREAD).start()
     try:
-        answer = answers.get(timeout=LINK_S)
+        answer = answers.get(timeout=limit_s)
     except queue.Empty:
-        raise TimeoutError(f"no answer within {LINK_S:.0f} s") from None
+        raise TimeoutError(f"no answer within {limit_s:.0f} s") from None
     if isinstance(answer, Exception):
         raise answer
-    return answer
+    return answer[0]
+
+
+def hangs() -> bool:
+    """Whether an action has not come back. It may wake up in C++ while Python ends, and abort the process."""
+    return any(thread.name == THREAD for thread in threading.enumerate())
 
 
 def seconds(action: Callable[[], Any], device: torch.device, *, repeats: int = 1, at_least_s: float = 0.0) -> float:

@@ -4,6 +4,8 @@ A node is compared with the median of all: nobody knows how fast a machine shoul
 ranks of a node measure at the same time, as they will train. Of its figures the worst rank's counts; of its links to
 two neighbours the better one, since a slow link is the fault of either end.
 
+What hangs or is silent is an error of its node: rank 0 says at each step who is there, and the others go on.
+
 Ranks speak through the store where they have met, and through nothing else: torch, code, device and network between
 them are what is under test.
 """
@@ -16,8 +18,9 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
@@ -30,8 +33,8 @@ from megalite.errors.problems import Problem, UserError
 from megalite.launch.context import ParallelContext
 from megalite.launch.device import set_threads
 from megalite.launch.environment import ProcessEnvironment
-from megalite.launch.link_speed import link_speed, seconds
-from megalite.launch.rendezvous import RankInfo, listed, rendezvous
+from megalite.launch.link_speed import in_time, link_speed, seconds
+from megalite.launch.rendezvous import RankInfo, gpu_id, listed, rendezvous
 from megalite.launch.startup import code_fingerprint
 from megalite.layout.ranks import ParallelLayout
 
@@ -45,6 +48,7 @@ LEAST = {  # share of the median below which a node is slow; disks are shared an
 FARTHEST_S = 5.0  # of a clock from the median's
 MEASURE_S = 1.5  # of products and of copies: long enough for a device to heat up
 DISK_BYTES = 32 << 20
+HANG_S = 60.0  # for a rank's own figures
 WAIT_S = 120.0  # for the slowest rank, at each step
 PACKAGES = ("torch", "numpy", "hydra-core", "transformers", "tokenizers", "datasets")
 CLOCK, ERROR, LINK = "clock, s", "error", "link to "
@@ -55,7 +59,8 @@ Figures = Mapping[str, float | str]
 def meet(
     environment: ProcessEnvironment, device: torch.device, problems: Sequence[Problem], *, timeout_s: float
 ) -> ParallelContext:
-    """A context without process groups. Unlike those of `startup.start` its ranks may differ in torch, code and device.
+    """A context without process groups. Unlike those of `startup.start` its ranks may differ in torch, code and device,
+    and share a GPU.
 
     Raises one UserError, alike on all ranks, that holds the problems of all.
     """
@@ -65,27 +70,43 @@ def meet(
             raise UserError(problems)
         return ParallelContext(device=device)
     layout = ParallelLayout(dp=environment.world_size)
-    store = rendezvous(environment, RankInfo.of(environment.rank, device, {}, problems), timeout_s=timeout_s)
+    info = replace(RankInfo.of(environment.rank, device, {}, problems), gpu=None)  # `preflight` compares them
+    store = rendezvous(environment, info, timeout_s=timeout_s)
     return ParallelContext(layout, environment.rank, device, store=store)
 
 
 def preflight(context: ParallelContext, folder: Path) -> dict[str, Figures]:
     """The figures of every node, by its name, on rank 0; nothing elsewhere. All ranks call it.
 
-    `folder` is that of checkpoints; where it is missing its parent counts. Raises UserError where a rank is silent.
+    `folder` is that of checkpoints; where it is missing its parent counts. Raises UserError where a rank does not even
+    say on which node it is, or rank 0 is silent.
     """
     nodes: dict[str, list[int]] = {}
+    users: dict[tuple[str, str], list[int]] = {}
     devices = set()
-    for rank, (name, device) in enumerate(_exchange(context, "names", [node_name(), context.device.type])):
+    names = _gather(context, "names", [node_name(), context.device.type, gpu_id(context.device)])
+    if absent := [rank for rank in range(context.world_size) if rank not in names]:
+        raise _silence(context, "names", absent)
+    for rank, (name, device, gpu) in names.items():
         nodes.setdefault(name, []).append(rank)
+        users.setdefault((name, gpu or f"of rank {rank}"), []).append(rank)
         devices.add(device)
-    own = _measure(context.device, folder, writes=nodes[node_name()][0] == context.rank)
-    _exchange(context, "measured")
+    own = _measured(context.device, folder, writes=nodes[node_name()][0] == context.rank)
+    for ranks in users.values():
+        if len(ranks) > 1 and context.rank in ranks:
+            own[ERROR] = f"ranks {listed(ranks)} share one GPU"
+    there = _gather(context, "measured", among=names)
     if len(devices) == 1:  # else NCCL would wait for gloo
-        own |= _links(context, nodes)
+        whole = {name: ranks for name, ranks in nodes.items() if there.keys() >= {*ranks}}
+        own |= _links(context, whole, there)
     own[CLOCK] = time.time()
-    everyone = _exchange(context, "figures", own, to_first=True)
-    return {name: _of_node([everyone[rank] for rank in ranks]) for name, ranks in nodes.items()} if everyone else {}
+    everyone = _gather(context, "figures", own, among=there, to_first=True)
+    if context.rank > 0:
+        return {}
+    for rank in range(context.world_size):
+        step = "figures" if rank in there else "measured"
+        everyone.setdefault(rank, {ERROR: f"no answer within {WAIT_S:.0f} s from rank {rank} ({step})"})
+    return {name: _of_node([everyone[rank] for rank in ranks]) for name, ranks in nodes.items()}
 
 
 def node_name() -> str:
@@ -122,13 +143,14 @@ def differences(nodes: Mapping[str, Figures]) -> list[str]:
 
 
 def best(nodes: Mapping[str, Figures], keep: int) -> list[str]:
-    """The nodes that shall train: those without faults before others, fast ones before slow ones, in their order."""
+    """The nodes that shall train, in their order: those without errors, then without faults, before others, fast ones
+    before slow ones."""
     faults = judge(nodes)
     medians = {name: statistics.median(float(each.get(name, 0.0)) for each in nodes.values()) for name in LEAST}
 
-    def rank_of(node: str) -> tuple[int, float]:
+    def rank_of(node: str) -> tuple[bool, int, float]:
         shares = [float(nodes[node].get(name, 0.0)) / usual for name, usual in medians.items() if usual]
-        return len(faults.get(node, [])), -min(shares, default=0.0)
+        return ERROR in nodes[node], len(faults.get(node, [])), -min(shares, default=0.0)
 
     chosen = sorted(nodes, key=rank_of)[:keep]
     return [node for node in nodes if node in chosen]
@@ -137,11 +159,12 @@ def best(nodes: Mapping[str, Figures], keep: int) -> list[str]:
 def table(nodes: Mapping[str, Figures]) -> list[str]:
     """A line for each node, and one for each fault."""
     faults = judge(nodes)
-    clock = statistics.median(float(figures[CLOCK]) for figures in nodes.values())
+    clock = statistics.median(float(figures[CLOCK]) for figures in nodes.values() if CLOCK in figures)
     lines = [f"{'node':<16}" + "".join(f"{name:>17}" for name in LEAST) + f"{CLOCK:>10}"]
     for node, figures in nodes.items():
         speeds = "".join(f"{figures[name]:>17.3g}" if name in figures else f"{'-':>17}" for name in LEAST)
-        lines.append(f"{node:<16}{speeds}{float(figures[CLOCK]) - clock:>+10.2f}{'  <--' if node in faults else ''}")
+        ahead = f"{float(figures[CLOCK]) - clock:>+10.2f}" if CLOCK in figures else f"{'-':>10}"
+        lines.append(f"{node:<16}{speeds}{ahead}{'  <--' if node in faults else ''}")
     return lines + [f"{node}: {fault}" for node, found in faults.items() for fault in found] + differences(nodes)
 
 
@@ -179,46 +202,65 @@ def _lost(figures: Figures) -> bool:
     return figures.get("across, GB/s") == 0
 
 
-def _exchange(context: ParallelContext, step: str, value: Any = None, *, to_first: bool = False) -> list[Any]:
-    """Every rank's value, by rank, once all are there; `to_first`: rank 0 alone waits and reads."""
+def _gather(
+    context: ParallelContext, step: str, value: Any = None, *, among: Iterable[int] = (), to_first: bool = False
+) -> dict[int, Any]:
+    """The value of each rank that comes in time, by rank: those `among` (all) that rank 0 has seen. `to_first`: rank 0
+    alone waits and reads. UserError where rank 0 is silent."""
     if context.store is None:
-        return [value]
-    store, keys = PrefixStore(f"preflight/{step}", context.store), [str(rank) for rank in range(context.world_size)]
-    store.set(keys[context.rank], json.dumps(value))
-    if to_first and context.rank > 0:
-        return []
-    if not to_first and store.add("present", 1) == len(keys):
-        store.set("all", "")
+        return {0: value}
+    store = PrefixStore(f"preflight/{step}", context.store)
+    store.set(str(context.rank), json.dumps(value))
+    if context.rank == 0:
+        ranks = [*among] or [*range(context.world_size)]
+        with suppress(RuntimeError):
+            store.wait([str(rank) for rank in ranks], timedelta(seconds=WAIT_S))
+        there = [rank for rank in ranks if store.check([str(rank)])]
+        values = store.multi_get([str(rank) for rank in there])
+        store.set("all", json.dumps([[rank, json.loads(text)] for rank, text in zip(there, values, strict=True)]))
+    elif to_first:
+        return {}
     try:
-        store.wait(keys if to_first else ["all"], timedelta(seconds=WAIT_S))
+        store.wait(["all"], timedelta(seconds=2 * WAIT_S))  # rank 0 may come late, and then wait for others
     except RuntimeError as error:
-        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        rule = f"no answer within {WAIT_S:.0f} s from ranks {listed(missing)} ({step})"
-        raise UserError(Problem("preflight", context.world_size, rule, "look at their logs and nodes")) from error
-    return [] if value is None else [json.loads(text) for text in store.multi_get(keys)]
+        raise _silence(context, step, [0]) from error
+    return dict(json.loads(store.get("all")))
 
 
-def _measure(device: torch.device, folder: Path, *, writes: bool) -> dict[str, float | str]:
-    """This rank's own figures. What fails is an error of its node."""
-    cuda = device.type == "cuda"
-    own: dict[str, float | str] = {name: _version(name) for name in PACKAGES}
-    own |= {"python": platform.python_version(), "device": _device_name(device), "megalite": code_fingerprint()}
+def _silence(context: ParallelContext, step: str, ranks: Sequence[int]) -> UserError:
+    rule = f"no answer within {WAIT_S:.0f} s from ranks {listed(ranks)} ({step})"
+    return UserError(Problem("preflight", context.world_size, rule, "look at their logs and nodes"))
+
+
+def _measured(device: torch.device, folder: Path, *, writes: bool) -> dict[str, Any]:
+    """This rank's own figures. What fails or hangs is an error of its node."""
+    own: dict[str, Any] = {}
     try:
-        size, dtype = (8192, torch.bfloat16) if cuda else (768, torch.float32)
-        left, right = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
-        own["matmul, TFLOP/s"] = 2 * size**3 / seconds(lambda: left @ right, device, at_least_s=MEASURE_S) / 1e12
-        source = torch.ones((1 << 30) if cuda else (64 << 20), device=device, dtype=torch.uint8)
-        target = torch.empty_like(source)
-        copy_s = seconds(lambda: target.copy_(source), device, at_least_s=MEASURE_S)
-        own["memory, GB/s"] = 2 * source.numel() / copy_s / 1e9
-        if writes:
-            own["disk, MB/s"] = DISK_BYTES / seconds(lambda: _write(folder), torch.device("cpu")) / 1e6
+        in_time(lambda: _measure(own, device, folder, writes=writes), HANG_S)
     except (OSError, RuntimeError) as error:
-        own[ERROR] = _in_words(error)
+        return {**own, ERROR: _in_words(error)}
     return own
 
 
-def _links(context: ParallelContext, nodes: Mapping[str, Sequence[int]]) -> dict[str, float | str]:
+def _measure(own: dict[str, Any], device: torch.device, folder: Path, *, writes: bool) -> None:
+    """Fills `own`, so that what was measured before something hangs is kept."""
+    cuda = device.type == "cuda"
+    own |= {name: _version(name) for name in PACKAGES}
+    own |= {"python": platform.python_version(), "device": _device_name(device), "megalite": code_fingerprint()}
+    size, dtype = (8192, torch.bfloat16) if cuda else (768, torch.float32)
+    left, right = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
+    own["matmul, TFLOP/s"] = 2 * size**3 / seconds(lambda: left @ right, device, at_least_s=MEASURE_S) / 1e12
+    source = torch.ones((1 << 30) if cuda else (64 << 20), device=device, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    copy_s = seconds(lambda: target.copy_(source), device, at_least_s=MEASURE_S)
+    own["memory, GB/s"] = 2 * source.numel() / copy_s / 1e9
+    if writes:
+        own["disk, MB/s"] = DISK_BYTES / seconds(lambda: _write(folder), torch.device("cpu")) / 1e6
+
+
+def _links(
+    context: ParallelContext, nodes: Mapping[str, Sequence[int]], among: Iterable[int]
+) -> dict[str, float | str]:
     """GB/s of an all-reduce among the ranks of this node, and with the nodes beside it; a dead link has 0."""
     names = [*nodes]
     pairs = [*zip(names, names[1:] + names[:1], strict=True)][: len(names) if len(names) > 2 else len(names) - 1]
@@ -245,7 +287,7 @@ def _links(context: ParallelContext, nodes: Mapping[str, Sequence[int]]) -> dict
                 speed, other = 0.0, next((end for end in ends if end != node_name()), node_name())
                 found[f"{LINK}{other}"] = _in_words(error)
             found[figure] = max(found.get(figure, 0.0), speed)
-        _exchange(context, f"links {number}")
+        _gather(context, f"links {number}", among=among)
     return found
 
 

@@ -50,7 +50,7 @@ class RankInfo:
     def of(cls, rank: int, device: torch.device, plan: Mapping[str, str], problems: Sequence[Problem]) -> "RankInfo":
         """Of this process."""
         fields = [*map(problem_fields, problems)]
-        return cls(rank, socket.gethostname(), os.getpid(), _gpu_id(device), _gloo_on_loopback(), plan, fields)
+        return cls(rank, socket.gethostname(), os.getpid(), gpu_id(device), _gloo_on_loopback(), plan, fields)
 
 
 def rendezvous(
@@ -240,7 +240,8 @@ def listed(ranks: Sequence[int | str]) -> str:
     return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"
 
 
-def _gpu_id(device: torch.device) -> str | None:
+def gpu_id(device: torch.device) -> str | None:
+    """Unique among all GPUs; None on the CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 

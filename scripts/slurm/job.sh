@@ -66,7 +66,8 @@ if [ -n "${TRAIN_NODES-}" ]; then
     folder=runs/of-this-job # of which the parent holds the checkpoints
     for word in "$@"; do [[ $word != run_dir=* ]] || folder=${word#run_dir=}; done
     folder=$(dirname "${folder//[\'\"]/}")
-    looks=(--overcommit --ntasks "$((SLURM_NNODES * ranks_per_node))" --ntasks-per-node "$ranks_per_node")
+    # A rank that hangs is named by the others, and killed 180 s after the first of them has ended.
+    looks=(--wait 180 --overcommit --ntasks "$((SLURM_NNODES * ranks_per_node))" --ntasks-per-node "$ranks_per_node")
     list=$(srun "${looks[@]}" ${srun_options[@]+"${srun_options[@]}"} ${run_in[@]+"${run_in[@]}"} \
         python scripts/preflight.py --folder "$folder" --keep "$TRAIN_NODES" | tail -n 1) && code=0 || code=$?
     stop_if_warned

@@ -212,7 +212,7 @@ def other_processors(patch: pytest.MonkeyPatch, last: bool) -> list[str]:
 
 
 def fewer_gpus_than_ranks(patch: pytest.MonkeyPatch, last: bool) -> list[str]:
-    patch.setattr("megalite.launch.rendezvous._gpu_id", lambda device: "GPU-0")
+    patch.setattr("megalite.launch.rendezvous.gpu_id", lambda device: "GPU-0")
     return []
 
 

@@ -66,6 +66,11 @@ def test_the_pods_of_a_trainjob_have_what_it_counts_on() -> None:
     assert volumes["shm"]["emptyDir"]["medium"] == "Memory"
 
 
+def test_a_task_of_skypilot_gives_its_ranks_the_time_to_save_that_slurm_gives() -> None:
+    name = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+    assert f"{name}:-{manifest(SKY)['envs'][name]}}}" in (SCRIPTS / "slurm" / "pretrain.sbatch").read_text()
+
+
 def test_skypilot_reads_its_file() -> None:
     sky = pytest.importorskip("sky", reason="needs skypilot, whose click is not ours")
     task = sky.Task.from_yaml(str(SKY))

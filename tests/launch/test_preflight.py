@@ -1,7 +1,8 @@
 """A node that is slow, wrong or late is named, and only such a one; the best of too many nodes are chosen."""
 
 import os
-import socket
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from importlib import metadata
@@ -12,12 +13,13 @@ import pytest
 import torch
 
 from megalite.errors.problems import UserError
-from megalite.launch import link_speed, startup
+from megalite.launch import link_speed, rendezvous, startup
 from megalite.launch import preflight as preflight_module
 from megalite.launch.context import CPU, ParallelContext
 from megalite.launch.environment import ProcessEnvironment
 from megalite.launch.preflight import best, differences, judge, meet, preflight, table
 from megalite.launch.startup import start
+from tests.bad_input.launching import free_port
 from tests.ranks import run_ranks
 
 WELL = {"torch": "2.13.0", "device": "H100", "matmul, TFLOP/s": 600.0, "memory, GB/s": 2000.0, "disk, MB/s": 900.0}
@@ -142,6 +144,81 @@ def test_a_dead_link_is_named_in_time(tmp_path: Path) -> None:
     assert [node for node, faults in judge(found).items() if any("link to" in fault for fault in faults)] == ["n2"]
 
 
+# One rank of the command. With MEGALITE_DEAD its links hang; gloo waits there until its store goes, while Python ends.
+COMMAND = """
+import os, sys, time
+from datetime import timedelta
+from megalite.commands.preflight import main
+from megalite.launch import link_speed, preflight
+link_speed.LINK_S, preflight.MEASURE_S, preflight.DISK_BYTES = 3.0, 0.1, 1 << 20
+Gloo = link_speed.ProcessGroupGloo
+link_speed.ProcessGroupGloo = lambda *place: Gloo(*place[:3], timedelta(seconds=60))
+if "MEGALITE_DEAD" in os.environ:
+    link_speed._all_reduce = lambda *_: time.sleep(3600)
+sys.exit(main(["--device", "cpu", *sys.argv[1:]]))
+"""
+
+
+def test_a_link_that_hangs_does_not_change_the_exit_status(tmp_path: Path) -> None:
+    ranks = []
+    place = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    words = [sys.executable, "-c", COMMAND, "--folder", str(tmp_path), "--keep", "1"]
+    for rank, dead in enumerate(({}, {"MEGALITE_DEAD": "yes"})):
+        own = {"RANK": str(rank), "LOCAL_RANK": "0", "SLURMD_NODENAME": f"n{rank}", "OMP_NUM_THREADS": "1"}
+        ranks.append(subprocess.Popen(words, env={**place, **own, **dead}, stdout=-1, stderr=-1, text=True))
+    (chosen, said), _ = [each.communicate(timeout=60) for each in ranks]
+    assert "n0: link to n1: TimeoutError: no answer within 3 s" in said
+    assert [each.returncode for each in ranks] == [1, 0], said
+    assert chosen in ("n0\n", "n1\n")
+
+
+def _one_has_a_disk_that_hangs(context: ParallelContext, folder: Path) -> dict[str, Any]:
+    _be_a_node(context)
+    preflight_module.HANG_S = 3.0
+    if context.rank == 0:
+        preflight_module._write = lambda _: time.sleep(3600)
+    return dict(preflight(context, folder))
+
+
+def test_a_node_whose_disk_hangs_is_named_though_it_is_the_first(tmp_path: Path) -> None:
+    found = run_ranks(_one_has_a_disk_that_hangs, 3, tmp_path)[0]
+    assert found["n0"]["error"] == "TimeoutError: no answer within 3 s"
+    assert found["n0"]["matmul, TFLOP/s"] > 0
+    assert [figures["across, GB/s"] > 0 for figures in found.values()] == [True] * 3
+    assert best(found, 2) == ["n1", "n2"]
+
+
+def _one_stops(context: ParallelContext, folder: Path) -> dict[str, Any]:
+    _be_a_node(context)
+    preflight_module.WAIT_S = 4.0
+    if context.rank == 1:
+        preflight_module._measured = lambda *_, **__: time.sleep(10) or {}  # type: ignore[func-returns-value]
+    return dict(preflight(context, folder))
+
+
+def test_the_node_of_a_rank_that_stops_is_named_and_the_others_go_on(tmp_path: Path) -> None:
+    found = run_ranks(_one_stops, 3, tmp_path)[0]
+    assert found["n1"] == {"error": "no answer within 4 s from rank 1 (measured)"}
+    assert [figures.get("across, GB/s", 0) > 0 for figures in found.values()] == [True, False, True]
+    assert best(found, 2) == ["n0", "n2"]
+    assert any(line.startswith("n1 ") and line.endswith("<--") for line in table(found))
+
+
+def _one_node_lacks_a_gpu(context: ParallelContext, folder: Path, port: int) -> dict[str, Any]:
+    context.close()
+    _be_a_node(context)
+    os.environ["SLURMD_NODENAME"] = f"n{context.rank // 2}"
+    rendezvous.gpu_id = preflight_module.gpu_id = lambda _: f"GPU-{context.rank % 2 if context.rank < 2 else 0}"
+    place = ProcessEnvironment(context.rank, 4, 0, 1, "127.0.0.1", port, "env")
+    return dict(preflight(meet(place, CPU, [], timeout_s=20), folder))
+
+
+def test_a_node_with_a_gpu_too_few_is_named_by_the_preflight(tmp_path: Path) -> None:
+    found = run_ranks(_one_node_lacks_a_gpu, 4, tmp_path, free_port())[0]
+    assert "error" not in found["n0"]
+    assert found["n1"]["error"] == "ranks 2, 3 share one GPU"
+
+
 def _one_dies(context: ParallelContext, folder: Path) -> str:
     _be_a_node(context)
     preflight_module.WAIT_S = 3
@@ -169,10 +246,7 @@ def _with_other_code(context: ParallelContext, folder: Path, port: int) -> tuple
 
 
 def test_nodes_with_different_code_are_compared_by_the_preflight_and_refused_by_a_training(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
-    [(told, rule), (nothing, _)] = run_ranks(_with_other_code, 2, tmp_path, port)
+    [(told, rule), (nothing, _)] = run_ranks(_with_other_code, 2, tmp_path, free_port())
     assert told == ["they differ in megalite: code 0 on n0, code 1 on n1"]
     assert rule == "so on rank 0, but 'code 1' on rank 1"
     assert nothing == []
