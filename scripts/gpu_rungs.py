@@ -19,7 +19,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from benchmark_sides import GPT2, SHAPES, Megalite, Shape, Side, Turn, seconds_of, turn_of
+from benchmark_sides import GPT2, SHAPES, SIDES, Megalite, Shape, Side, Turn, seconds_of, turn_of
 from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
@@ -39,7 +39,8 @@ from megalite.train.build import derive_device, start
 
 ROOT = Path(__file__).resolve().parents[1]
 Figures = dict[str, float]
-Work = Callable[[torch.device], Figures]
+Work = Callable[[torch.device], Figures | Iterator[Figures]]  # the latter: those so far, more than once
+TURN_S = 75.0  # of a side in part 2: start, compiling and steps
 TINY = ("model=tiny", "model.vocab_size=300", "model.num_layers=2", "model.hidden_size=32", "train.seq_length=16")
 LLAMA = ("model=tiny", "model.vocab_size=32000", "model.tie_embeddings=false")
 WIDE = ("model.hidden_size=4096", "model.num_attention_heads=32", "model.ffn_hidden_size=11008")
@@ -69,13 +70,10 @@ class Rung:
 
 def ceilings(device: torch.device) -> Figures:
     """What products and copies reach."""
-    n, size = (8192, 1 << 28) if device.type == "cuda" else (256, 1 << 20)
-    left, right = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
-    out, source = torch.empty_like(left), torch.zeros(size, device=device)
+    source = torch.zeros(1 << 28 if device.type == "cuda" else 1 << 20, device=device)
     target = torch.empty_like(source)
-    product = min(seconds_of(lambda: torch.mm(left, right, out=out), 5, device) for _ in range(5))
     copy = min(seconds_of(lambda: target.copy_(source), 5, device) for _ in range(5))
-    return {"product_tflops": 2 * n**3 / product / 1e12, "copy_tb_per_s": 2 * source.nbytes / copy / 1e12}
+    return {"product_tflops": _product_flops(device) / 1e12, "copy_tb_per_s": 2 * source.nbytes / copy / 1e12}
 
 
 def products(device: torch.device) -> Figures:
@@ -274,28 +272,32 @@ def profile(device: torch.device) -> Figures:
 # --- 2: is it fast? ---------------------------------------------------------------------------------------------------
 
 
-def beside(name: str, device: torch.device) -> Figures:
-    """A shape: megalite, the compiled transformers model and the compiled plain loop, three rounds in turns, each side
-    in a process that is warm."""
-    config, rounds = _config(CAMPAIGN[name], device), 3
-    tokens = config.train.global_batch_size * config.train.seq_length
-    sides = {}
+def beside(name: str, device: torch.device) -> Iterator[Figures]:
+    """A shape: megalite, the compiled transformers model and the compiled plain loop in turns, three rounds; the
+    figures so far after each turn. A side that fails or takes too long has no more turns, and is an error at the end.
+
+    Each turn is a process of its own, so that one model at a time is in memory: three of 1.3B fill more than an H100.
+    What the first turn compiles, later ones find in inductor's cache.
+    """
+    config, product_flops, failed = _config(CAMPAIGN[name], device), _product_flops(device), dict[str, str]()
     found: Figures = {}
-    try:
-        for side in ("megalite", "peer", "plain loop"):
-            sides[side] = Side(side, config)
-        turns: dict[str, list[Turn]] = {side: [] for side in sides}
-        for _ in range(rounds):
-            for side, process in sides.items():
+    turns: dict[str, list[Turn]] = {side: [] for side in SIDES}
+    for side in [*SIDES] * 3:
+        if side in failed:
+            continue
+        try:
+            with Side(side, config, TURN_S) as process:
                 turns[side].append(process.turn(10 if device.type == "cuda" else 1))
-    finally:
-        for each in sides.values():
-            each.close()
-    for side, taken in turns.items():
-        best = sorted(taken)[rounds // 2]
-        rates = _rates(config, device, tokens / best.seconds) | {"host_ms": best.host_s * 1e3, "gib": best.gib}
-        found |= {f"{side} {figure}": value for figure, value in rates.items()}
-    return found
+        except RuntimeError as error:
+            failed[side] = str(error)
+            continue
+        middle = sorted(turns[side])[len(turns[side]) // 2]
+        per_s = config.train.global_batch_size * config.train.seq_length / middle.seconds
+        share = per_s * flops_per_token(config.model, config.train.seq_length, causal=False) / product_flops
+        figures = _rates(config, device, per_s) | {"of_products": share, "host_ms": middle.host_s * 1e3}
+        found |= {f"{side} {figure}": value for figure, value in (figures | {"gib": middle.gib}).items()}
+        yield found
+    assert not failed, failed
 
 
 # --- 3: which choices? ------------------------------------------------------------------------------------------------
@@ -351,6 +353,14 @@ def _rates(config: Config, device: torch.device, tokens_per_s: float) -> Figures
     return found
 
 
+def _product_flops(device: torch.device) -> float:
+    """FLOP/s of a large product in bf16."""
+    n = 8192 if device.type == "cuda" else 256
+    left, right = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
+    out = torch.empty_like(left)
+    return 2 * n**3 / min(seconds_of(lambda: torch.mm(left, right, out=out), 5, device) for _ in range(5))
+
+
 def _normal(device: torch.device, *shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator(device=device).manual_seed(sum(shape)), device=device)
 
@@ -389,6 +399,12 @@ def _rungs() -> Iterator[Rung]:
     yield Rung(3, "tiny_moe", partial(choice, "tiny_moe", None, ()), 90)
 
 
+def write(found: Figures | Iterator[Figures], file: Path) -> None:
+    """All figures that there are, however the work ends."""
+    for figures in [found] if isinstance(found, dict) else found:
+        file.write_text(json.dumps(figures))
+
+
 RUNGS = tuple(_rungs())
 
 if __name__ == "__main__":
@@ -397,5 +413,4 @@ if __name__ == "__main__":
         sys.exit(0)
     name, device_name, file = sys.argv[1:]
     rung = next(rung for rung in RUNGS if rung.name == name)
-    found = rung.work(torch.device("cuda", 0) if device_name == "cuda" else torch.device("cpu"))
-    Path(file).write_text(json.dumps(found))
+    write(rung.work(torch.device("cuda", 0) if device_name == "cuda" else torch.device("cpu")), Path(file))

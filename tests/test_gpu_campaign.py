@@ -6,8 +6,11 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
+
+from megalite.config.schema import Config
 
 ROOT = Path(__file__).parents[1]
 RUNGS = """
@@ -80,6 +83,43 @@ def test_a_rung_finds_the_cpu_right(campaign: ModuleType, name: str) -> None:
     found = work(torch.device("cpu"))
     assert found
     assert all(0 <= figure < 0.05 for figure in found.values())
+
+
+def test_one_side_at_a_time_is_in_memory_and_one_that_fails_loses_only_its_own_figures(
+    campaign: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    rungs = importlib.import_module("gpu_rungs")
+    alive, taken = set[str](), list[str]()
+
+    class Side:
+        def __init__(self, name: str, config: Config, limit_s: float) -> None:
+            self.name = name
+
+        def __enter__(self) -> "Side":
+            assert not alive
+            alive.add(self.name)
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            alive.clear()
+
+        def turn(self, repeat: int) -> Any:
+            taken.append(self.name)
+            if self.name == "peer" and taken.count("peer") == 2:
+                raise RuntimeError("out of memory")
+            return rungs.Turn(float(len(taken)), 0.5, 2.0)
+
+    monkeypatch.setattr(rungs, "Side", Side)
+    file = tmp_path / "figures.json"
+    with pytest.raises(AssertionError, match=r"peer.*out of memory"):
+        rungs.write(rungs.beside("124M", torch.device("cpu")), file)
+    assert taken == ["megalite", "peer", "plain loop"] * 2 + ["megalite", "plain loop"]
+    found = json.loads(file.read_text())
+    speeds = {name.split()[0]: value for name, value in found.items() if name.endswith("tokens_per_s")}
+    assert speeds == {"megalite": 32 / 4, "peer": 32 / 2, "plain": 32 / 6}, "medians"
+    assert 0 < found["peer of_products"] < 1
 
 
 @pytest.mark.long
