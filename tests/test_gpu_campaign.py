@@ -3,6 +3,7 @@
 import importlib
 import json
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -120,6 +121,33 @@ def test_one_side_at_a_time_is_in_memory_and_one_that_fails_loses_only_its_own_f
     speeds = {name.split()[0]: value for name, value in found.items() if name.endswith("tokens_per_s")}
     assert speeds == {"megalite": 32 / 4, "peer": 32 / 2, "plain": 32 / 6}, "medians"
     assert 0 < found["peer of_products"] < 1
+
+
+def test_a_run_that_was_not_resumed_is_no_proof_of_resuming(
+    campaign: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither is one that ended before it was killed. Each run here is one line of shell."""
+    import torch
+
+    rungs = importlib.import_module("gpu_rungs")
+    line = (
+        """mkdir -p $0; echo '{"loss": 1.0}' > $0/metrics.jsonl; echo '{"kind": "%s", "step": %d}' > $0/events.jsonl"""
+    )
+    started, events, last = subprocess.Popen, [("resume", 10)], ""
+
+    def popen(command: list[str]) -> "subprocess.Popen[bytes]":
+        folder = next(word for word in command if word.startswith("run_dir=")).removeprefix("run_dir=")
+        return started(["sh", "-c", line % events[-1] + last, folder])
+
+    monkeypatch.setattr(rungs.subprocess, "Popen", popen)
+    with pytest.raises(AssertionError, match="exit status 0"):
+        rungs.resuming(torch.device("cpu"))
+    last = "; [ ${0%broken} = $0 ] || [ -e $0/killed ] || { touch $0/killed; kill -9 $$; }"
+    assert rungs.resuming(torch.device("cpu")) == {"steps": 1, "resumed_at": 10}
+    for event in (("resume", 0), ("start", 0)):
+        events.append(event)
+        with pytest.raises((AssertionError, ValueError)):
+            rungs.resuming(torch.device("cpu"))
 
 
 @pytest.mark.long
