@@ -5,7 +5,6 @@ something is wrong. On a CPU the same code runs small shapes.
 """
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -320,7 +319,8 @@ def choice(shape: str, batch: int | None, overrides: tuple[str, ...], device: to
 
 
 def with_cublas_lt(device: torch.device) -> Figures:
-    os.environ["TORCH_BLAS_PREFER_CUBLASLT"] = "1"  # read when torch first multiplies
+    if device.type == "cuda":  # TORCH_BLAS_PREFER_CUBLASLT is read when torch is imported
+        torch.backends.cuda.preferred_blas_library("cublaslt")
     return choice("gpt2", None, (), device)
 
 

@@ -150,6 +150,16 @@ def test_a_run_that_was_not_resumed_is_no_proof_of_resuming(
             rungs.resuming(torch.device("cpu"))
 
 
+def test_cublas_lt_is_asked_for_before_it_is_measured(campaign: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    rungs, calls = importlib.import_module("gpu_rungs"), list[str]()
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", calls.append)
+    monkeypatch.setattr(rungs, "choice", lambda *_: calls.append("measured"))
+    rungs.with_cublas_lt(torch.device("cuda", 0))
+    assert calls == ["cublaslt", "measured"]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("part", [1, 2, 3])
 def test_a_part_is_rehearsed_on_a_cpu(campaign: ModuleType, part: int, tmp_path: Path) -> None:
