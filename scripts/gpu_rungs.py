@@ -29,7 +29,7 @@ from megalite.kernels.embed import add_sums_of_equal_rows
 from megalite.kernels.fp8 import E4M3, OF_GRADIENTS, fp8_input_gradient, fp8_linear, rounded
 from megalite.kernels.products import add_transposed_product
 from megalite.launch.context import ParallelContext
-from megalite.launch.device import DTYPES, use_flash_attention_4
+from megalite.launch.device import DTYPES, use_attention
 from megalite.launch.environment import read_environment
 from megalite.model.attention import KERNELS
 from megalite.model.flops import flops_per_token, peak_flops
@@ -106,7 +106,7 @@ def attention(device: torch.device, *, fa4: bool = False) -> Figures:
 
     With `fa4` the kernels of flash-attn-4 are in place of flash's."""
     if fa4:
-        use_flash_attention_4(device, 64)
+        use_attention("fa4", device, torch.bfloat16, (12, 12, 64))
     on_cuda = device.type == "cuda"
     found = {}
     for s, groups, d in ((1024, 12, 64), (4096, 8, 128), (2112, 12, 64)) if on_cuda else ((64, 4, 8), (96, 2, 8)):

@@ -114,7 +114,7 @@ def test_attention_fa4_calls_the_kernels_of_flash_attn_4(tmp_path: Path) -> None
     script = STEADY.replace('torch.device("cuda"))', 'torch.device("cuda"), "train.attention=fa4")')
     logged(["python", "-c", f"import sys; sys.path.append({str(tmp_path)!r})\n{script}"], tmp_path / "logs")
     calls = Counter((package / "calls").read_text().splitlines())
-    tried, shape = "True 1 128 1 64 1 128 1 64", "True 4 1024 12 64 4 1024 12 64"
+    tried, shape = "True 1 128 12 64 1 128 12 64", "True 4 1024 12 64 4 1024 12 64"
     trained = {f"forward {shape}": 96, f"backward {shape}": 96}  # 4 steps of 2 microbatches, 12 layers
     assert calls == {f"forward {tried}": 1, f"backward {tried}": 1, **trained}
 
