@@ -389,20 +389,22 @@ def _rungs() -> Iterator[Rung]:
             yield Rung(1, name, partial(gpu_tests, name), 90)
     for shape in CAMPAIGN:
         yield Rung(2, shape, partial(beside, shape), 200)
+    for recipe in ("null", *OF_GRADIENTS):
+        yield Rung(3, f"1.3B fp8 {recipe}", partial(choice, "1.3B", None, (f"train.fp8={recipe}",)), 120)
+    for graph in ("false", "true"):
+        setting = f"train.cuda_graph={graph}"
+        yield Rung(3, f"gpt2 batch 4 {setting}", partial(choice, "gpt2", 4, (setting,)), 90)
+    yield Rung(3, "tiny_moe", partial(choice, "tiny_moe", None, ()), 90)
     for kernels in KERNELS:
         for shape, more in (("gpt2", ()), ("7B shape, 8 layers", ("model.num_layers=2",))):
             chosen = (f"train.attention={kernels}", *more)
             yield Rung(3, f"{shape.split(',')[0]} {kernels}", partial(choice, shape, None, chosen), 90)
     yield Rung(3, "is fa4 right?", partial(attention, fa4=True), 180)
+    yield Rung(3, "gpt2 cublasLt", with_cublas_lt, 90)
     for chunk in (2048, 4096, 16384):
         yield Rung(3, f"gpt2 chunk {chunk}", partial(choice, "gpt2", None, (f"model.loss_chunk_tokens={chunk}",)), 90)
-    for batch, graph in ((8, "false"), (16, "false"), (64, "false"), (4, "false"), (4, "true")):
-        setting = f"train.cuda_graph={graph}"
-        yield Rung(3, f"gpt2 batch {batch} {setting}", partial(choice, "gpt2", batch, (setting,)), 90)
-    yield Rung(3, "gpt2 cublasLt", with_cublas_lt, 90)
-    for recipe in ("null", *OF_GRADIENTS):
-        yield Rung(3, f"1.3B fp8 {recipe}", partial(choice, "1.3B", None, (f"train.fp8={recipe}",)), 120)
-    yield Rung(3, "tiny_moe", partial(choice, "tiny_moe", None, ()), 90)
+    for batch in (8, 16, 64):
+        yield Rung(3, f"gpt2 batch {batch}", partial(choice, "gpt2", batch, ()), 90)
 
 
 def write(found: Figures | Iterator[Figures], file: Path) -> None:

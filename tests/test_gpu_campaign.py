@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -58,6 +59,39 @@ def test_a_rung_that_fails_or_hangs_stops_no_other(
     fields = {"commit", "torch", "device", "driver", "rung", "status", "seconds", "figures", "last_words"}
     assert all(record.keys() == fields | {"clocks_before", "clocks_after"} for record in records)
     assert "| good | ok | 0 | speed 2.5 |" in campaign.table(records)
+
+
+def test_a_second_start_runs_what_is_not_ok_yet_for_this_commit_and_device(
+    campaign: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    statuses = {"good": "ok", "bad": "failed"}
+    runs: list[str] = []
+
+    def run(rung: Any, *_: object) -> dict[str, Any]:
+        runs.append(rung.name)
+        return {"status": statuses[rung.name], "seconds": 1.0, "figures": {}}
+
+    monkeypatch.setattr(campaign, "_run", run)
+    rungs = [campaign.Rung(1, name, print, 1.0) for name in statuses]
+    all_of_them = [*statuses]
+    for commit, wanted in (
+        ("a", all_of_them),
+        ("a", ["bad"]),
+        ("b", all_of_them),
+        ("", all_of_them),
+        ("", all_of_them),
+    ):
+        runs.clear()
+        monkeypatch.setattr(campaign, "_output", Mock(return_value=commit))
+        records = campaign.run_part(rungs, tmp_path / "part-1.jsonl", "cpu")
+        assert runs == wanted
+        assert [record["status"] for record in records] == ["ok", "failed"], "also those of before"
+
+
+def test_what_no_other_part_measures_comes_before_ladders(campaign: ModuleType) -> None:
+    names = [rung.name for rung in campaign.RUNGS if rung.part == 3]
+    chosen = [at for at, name in enumerate(names) if any(word in name for word in ("fp8", "cuda_graph=", "moe"))]
+    assert chosen == list(range(6))
 
 
 def test_when_the_time_of_a_part_is_over_the_rest_is_noted_and_not_run(campaign: ModuleType, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from megalite.config.optimizer_rules import precision_problems
 from megalite.config.parallel_rules import layout_of
 from megalite.config.remedies import Case
 from megalite.config.schedule_rules import ScheduleRequest
-from megalite.config.schema import Config, ModelConfig
+from megalite.config.schema import Config, ModelConfig, ParallelConfig
 from megalite.config.settings import SETTINGS, value_of, yaml_value
 from megalite.context_parallel.exchange import ContextRanks, Waiting
 from megalite.errors.problems import Problem, collect
@@ -144,15 +144,26 @@ def start(config: Config, environment: ProcessEnvironment, store: Store | None =
 
 def cuda_problems(config: Config, device: torch.device, environment: ProcessEnvironment) -> list[Problem]:
     """What is for CUDA where the device is none, and why the ranks of tp cannot share memory here."""
-    axes, names = config.parallel, ("parallel.async_tp", "train.attention", "train.cuda_graph")
+    names = ("parallel.async_tp", "train.attention", "train.cuda_graph")
     asked = [name for name in names if value_of(config, name) != SETTINGS[name].default]
     rule = "needs CUDA, and this run is on a CPU"
     if device.type == "cuda":
-        fits = environment.local_world_size % axes.tp == 0 and axes.order.startswith("tp")
-        rule = f"needs all ranks of tp on one host, and {environment.local_world_size} processes of this one do not fit"
-        asked = ["parallel.async_tp"] if axes.async_tp and not fits else []
+        rule = _no_shared_memory(config.parallel, device, environment) if config.parallel.async_tp else ""
+        asked = ["parallel.async_tp"] if rule else []
     remedies = {name: f"{name}={yaml_value(SETTINGS[name].default)}" for name in asked}
     return [Problem(name, value_of(config, name), rule, remedy) for name, remedy in remedies.items()]
+
+
+def _no_shared_memory(axes: ParallelConfig, device: torch.device, environment: ProcessEnvironment) -> str:
+    """Why the GPUs of the ranks of tp cannot share memory; empty: as far as a rank can see, they can."""
+    local, own = environment.local_world_size, device.index or 0
+    if local % axes.tp or not axes.order.startswith("tp"):
+        return f"needs all ranks of tp on one host, and {local} processes of this one do not fit"
+    if torch.cuda.device_count() < local:  # a rank sees its own GPU alone
+        return ""
+    neighbours = [n for n in range(own - own % axes.tp, own - own % axes.tp + axes.tp) if n != own]
+    far = [n for n in neighbours if not torch.cuda.can_device_access_peer(own, n)]
+    return f"needs GPUs that reach each other's memory, and GPU {own} does not reach {far}" if far else ""
 
 
 def needs_of(config: Config) -> GroupNeeds:
