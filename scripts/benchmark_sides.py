@@ -195,10 +195,10 @@ class Peer:
 class Side:
     """A side's process, which trains when it is asked to."""
 
-    def __init__(self, name: str, config: Config) -> None:
-        """`name` is one of SIDES. Returns when the side is warm."""
+    def __init__(self, name: str, config: Config, limit_s: float | None = None) -> None:
+        """`name` is one of SIDES. Returns when the side is warm. `limit_s` is for that, and for each turn after it."""
         spawning = multiprocessing.get_context("spawn")
-        self._name = name
+        self._name, self._limit_s = name, limit_s
         self._connection, other_end = spawning.Pipe()
         self._process = spawning.Process(target=_take_turns, args=(other_end, name, config, torch.get_num_threads()))
         with environment_kept():  # the process inherits it
@@ -234,10 +234,12 @@ class Side:
         return self._answer(repeat)
 
     def _answer(self, request: int | None = None) -> "Turn":
-        """RuntimeError where the process is gone."""
+        """RuntimeError where the process is gone or too slow."""
         try:
             if request is not None:
                 self._connection.send(request)
+            if not self._connection.poll(self._limit_s):
+                raise RuntimeError(f"the side {self._name} takes more than {self._limit_s} s")
             turn: Turn = self._connection.recv()
         except (EOFError, OSError):
             self._process.join()

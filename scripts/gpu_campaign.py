@@ -6,7 +6,8 @@
     python scripts/gpu_campaign.py --page                     writes docs/performance.md's table of docs/measurements
 
 Each rung (gpu_rungs.py) runs in a process of its own with a time limit and adds one line to FOLDER/part-N.jsonl; one
-that fails or takes too long stops no other. `--device cpu` rehearses it on small shapes.
+that fails or takes too long stops no other. A second start does what is not "ok" there yet, for the same commit, torch
+and device. `--device cpu` rehearses it on small shapes.
 """
 
 import argparse
@@ -34,11 +35,17 @@ BEGIN, END = "<!-- measured: begin -->\n", "<!-- measured: end -->\n"
 
 
 def run_part(rungs: Sequence[Rung], out: Path, device: str, limit_s: float = PART_S) -> list[dict[str, Any]]:
-    """All rungs in order, until the time is over; the records that were added to `out`."""
+    """All rungs in order, until the time is over; their records, which are added to `out`. What is "ok" there already,
+    for this commit and device, is not run again."""
     records, end = [], time.monotonic() + limit_s
     about = {"commit": _output(["git", "-C", str(ROOT), "rev-parse", "HEAD"]), "torch": torch.__version__}
     about["device"] = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+    known = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+    done = {one["rung"]: one for one in known if about["commit"] and one.items() >= (about | {"status": "ok"}).items()}
     for rung in rungs:
+        if rung.name in done:
+            records.append(done[rung.name])
+            continue
         left = min(rung.limit_s, end - time.monotonic())
         before = clocks() if device == "cuda" else {}
         record = about | {"driver": before.get("driver_version"), "rung": rung.name} | _run(rung, device, left)

@@ -5,8 +5,8 @@ something is wrong. On a CPU the same code runs small shapes.
 """
 
 import json
-import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -19,7 +19,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from benchmark_sides import GPT2, SHAPES, Megalite, Shape, Side, Turn, seconds_of, turn_of
+from benchmark_sides import GPT2, SHAPES, SIDES, Megalite, Shape, Side, Turn, seconds_of, turn_of
 from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
@@ -29,7 +29,7 @@ from megalite.kernels.embed import add_sums_of_equal_rows
 from megalite.kernels.fp8 import E4M3, OF_GRADIENTS, fp8_input_gradient, fp8_linear, rounded
 from megalite.kernels.products import add_transposed_product
 from megalite.launch.context import ParallelContext
-from megalite.launch.device import DTYPES, use_flash_attention_4
+from megalite.launch.device import DTYPES, use_attention
 from megalite.launch.environment import read_environment
 from megalite.model.attention import KERNELS
 from megalite.model.flops import flops_per_token, peak_flops
@@ -39,7 +39,8 @@ from megalite.train.build import derive_device, start
 
 ROOT = Path(__file__).resolve().parents[1]
 Figures = dict[str, float]
-Work = Callable[[torch.device], Figures]
+Work = Callable[[torch.device], Figures | Iterator[Figures]]  # the latter: those so far, more than once
+TURN_S = 75.0  # of a side in part 2: start, compiling and steps
 TINY = ("model=tiny", "model.vocab_size=300", "model.num_layers=2", "model.hidden_size=32", "train.seq_length=16")
 LLAMA = ("model=tiny", "model.vocab_size=32000", "model.tie_embeddings=false")
 WIDE = ("model.hidden_size=4096", "model.num_attention_heads=32", "model.ffn_hidden_size=11008")
@@ -69,13 +70,10 @@ class Rung:
 
 def ceilings(device: torch.device) -> Figures:
     """What products and copies reach."""
-    n, size = (8192, 1 << 28) if device.type == "cuda" else (256, 1 << 20)
-    left, right = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
-    out, source = torch.empty_like(left), torch.zeros(size, device=device)
+    source = torch.zeros(1 << 28 if device.type == "cuda" else 1 << 20, device=device)
     target = torch.empty_like(source)
-    product = min(seconds_of(lambda: torch.mm(left, right, out=out), 5, device) for _ in range(5))
     copy = min(seconds_of(lambda: target.copy_(source), 5, device) for _ in range(5))
-    return {"product_tflops": 2 * n**3 / product / 1e12, "copy_tb_per_s": 2 * source.nbytes / copy / 1e12}
+    return {"product_tflops": _product_flops(device) / 1e12, "copy_tb_per_s": 2 * source.nbytes / copy / 1e12}
 
 
 def products(device: torch.device) -> Figures:
@@ -108,7 +106,7 @@ def attention(device: torch.device, *, fa4: bool = False) -> Figures:
 
     With `fa4` the kernels of flash-attn-4 are in place of flash's."""
     if fa4:
-        use_flash_attention_4(device, 64)
+        use_attention("fa4", device, torch.bfloat16, (12, 12, 64))
     on_cuda = device.type == "cuda"
     found = {}
     for s, groups, d in ((1024, 12, 64), (4096, 8, 128), (2112, 12, 64)) if on_cuda else ((64, 4, 8), (96, 2, 8)):
@@ -217,18 +215,23 @@ def training(device: torch.device) -> Figures:
 
 def resuming(device: torch.device) -> Figures:
     """A run that is killed and started again has the losses of one that was not, bit for bit."""
+    # The backward of cuDNN's and flash's attention adds in another order every time, flex attention's does not.
+    steps, repeatable = 100, ["train.attention=flex"] if device.type == "cuda" else []
     with tempfile.TemporaryDirectory() as folder:
-        whole = _run(device, Path(folder, "whole"), 20)
+        whole = _run(device, Path(folder, "whole"), steps, *repeatable)
         broken = Path(folder, "broken")
-        _run(device, broken, 20, kill_after=12)
-        resumed = _run(device, broken, 20)
+        _run(device, broken, steps, *repeatable, kill_after=12)
+        resumed = _run(device, broken, steps, *repeatable)
+        events = [json.loads(line) for line in (broken / "events.jsonl").read_text().splitlines()]
+    [resumed_at] = [event["step"] for event in events if event["kind"] == "resume"]
+    assert 0 < resumed_at < steps, resumed_at
     assert resumed == whole, (resumed, whole)
-    return {"steps": float(len(whole))}
+    return {"steps": float(len(whole)), "resumed_at": float(resumed_at)}
 
 
-def _run(device: torch.device, folder: Path, count: int, kill_after: int = 0) -> list[float]:
+def _run(device: torch.device, folder: Path, count: int, *more: str, kill_after: int = 0) -> list[float]:
     """The losses of a run of the launcher. It is killed once it has recorded so many steps."""
-    settings = [f"run_dir={folder}", f"device={device.type}", f"train.steps={count}", "checkpoint.interval=10"]
+    settings = [f"run_dir={folder}", f"device={device.type}", f"train.steps={count}", "checkpoint.interval=10", *more]
     small = [] if device.type == "cuda" else ["model.num_layers=1", "model.hidden_size=64", "train.seq_length=64"]
     quiet = ["train.eval_interval=0", "train.sample_tokens=0", "log.wandb=disabled"]
     quiet += ["tokenizer=byte", "lr.warmup_steps=0"]
@@ -238,7 +241,7 @@ def _run(device: torch.device, folder: Path, count: int, kill_after: int = 0) ->
         if metrics.exists() and len(metrics.read_text().splitlines()) >= kill_after:
             process.kill()
     status = process.wait()
-    assert kill_after or status == 0, f"exit status {status}"
+    assert status == (-signal.SIGKILL if kill_after else 0), f"exit status {status}"
     return [json.loads(line)["loss"] for line in metrics.read_text().splitlines() if not kill_after]
 
 
@@ -274,28 +277,32 @@ def profile(device: torch.device) -> Figures:
 # --- 2: is it fast? ---------------------------------------------------------------------------------------------------
 
 
-def beside(name: str, device: torch.device) -> Figures:
-    """A shape: megalite, the compiled transformers model and the compiled plain loop, three rounds in turns, each side
-    in a process that is warm."""
-    config, rounds = _config(CAMPAIGN[name], device), 3
-    tokens = config.train.global_batch_size * config.train.seq_length
-    sides = {}
+def beside(name: str, device: torch.device) -> Iterator[Figures]:
+    """A shape: megalite, the compiled transformers model and the compiled plain loop in turns, three rounds; the
+    figures so far after each turn. A side that fails or takes too long has no more turns, and is an error at the end.
+
+    Each turn is a process of its own, so that one model at a time is in memory: three of 1.3B fill more than an H100.
+    What the first turn compiles, later ones find in inductor's cache.
+    """
+    config, product_flops, failed = _config(CAMPAIGN[name], device), _product_flops(device), dict[str, str]()
     found: Figures = {}
-    try:
-        for side in ("megalite", "peer", "plain loop"):
-            sides[side] = Side(side, config)
-        turns: dict[str, list[Turn]] = {side: [] for side in sides}
-        for _ in range(rounds):
-            for side, process in sides.items():
+    turns: dict[str, list[Turn]] = {side: [] for side in SIDES}
+    for side in [*SIDES] * 3:
+        if side in failed:
+            continue
+        try:
+            with Side(side, config, TURN_S) as process:
                 turns[side].append(process.turn(10 if device.type == "cuda" else 1))
-    finally:
-        for each in sides.values():
-            each.close()
-    for side, taken in turns.items():
-        best = sorted(taken)[rounds // 2]
-        rates = _rates(config, device, tokens / best.seconds) | {"host_ms": best.host_s * 1e3, "gib": best.gib}
-        found |= {f"{side} {figure}": value for figure, value in rates.items()}
-    return found
+        except RuntimeError as error:
+            failed[side] = str(error)
+            continue
+        middle = sorted(turns[side])[len(turns[side]) // 2]
+        per_s = config.train.global_batch_size * config.train.seq_length / middle.seconds
+        share = per_s * flops_per_token(config.model, config.train.seq_length, causal=False) / product_flops
+        figures = _rates(config, device, per_s) | {"of_products": share, "host_ms": middle.host_s * 1e3}
+        found |= {f"{side} {figure}": value for figure, value in (figures | {"gib": middle.gib}).items()}
+        yield found
+    assert not failed, failed
 
 
 # --- 3: which choices? ------------------------------------------------------------------------------------------------
@@ -312,7 +319,8 @@ def choice(shape: str, batch: int | None, overrides: tuple[str, ...], device: to
 
 
 def with_cublas_lt(device: torch.device) -> Figures:
-    os.environ["TORCH_BLAS_PREFER_CUBLASLT"] = "1"  # read when torch first multiplies
+    if device.type == "cuda":  # TORCH_BLAS_PREFER_CUBLASLT is read when torch is imported
+        torch.backends.cuda.preferred_blas_library("cublaslt")
     return choice("gpt2", None, (), device)
 
 
@@ -351,6 +359,14 @@ def _rates(config: Config, device: torch.device, tokens_per_s: float) -> Figures
     return found
 
 
+def _product_flops(device: torch.device) -> float:
+    """FLOP/s of a large product in bf16."""
+    n = 8192 if device.type == "cuda" else 256
+    left, right = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
+    out = torch.empty_like(left)
+    return 2 * n**3 / min(seconds_of(lambda: torch.mm(left, right, out=out), 5, device) for _ in range(5))
+
+
 def _normal(device: torch.device, *shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator(device=device).manual_seed(sum(shape)), device=device)
 
@@ -373,20 +389,28 @@ def _rungs() -> Iterator[Rung]:
             yield Rung(1, name, partial(gpu_tests, name), 90)
     for shape in CAMPAIGN:
         yield Rung(2, shape, partial(beside, shape), 200)
+    for recipe in ("null", *OF_GRADIENTS):
+        yield Rung(3, f"1.3B fp8 {recipe}", partial(choice, "1.3B", None, (f"train.fp8={recipe}",)), 120)
+    for graph in ("false", "true"):
+        setting = f"train.cuda_graph={graph}"
+        yield Rung(3, f"gpt2 batch 4 {setting}", partial(choice, "gpt2", 4, (setting,)), 90)
+    yield Rung(3, "tiny_moe", partial(choice, "tiny_moe", None, ()), 90)
     for kernels in KERNELS:
         for shape, more in (("gpt2", ()), ("7B shape, 8 layers", ("model.num_layers=2",))):
             chosen = (f"train.attention={kernels}", *more)
             yield Rung(3, f"{shape.split(',')[0]} {kernels}", partial(choice, shape, None, chosen), 90)
     yield Rung(3, "is fa4 right?", partial(attention, fa4=True), 180)
+    yield Rung(3, "gpt2 cublasLt", with_cublas_lt, 90)
     for chunk in (2048, 4096, 16384):
         yield Rung(3, f"gpt2 chunk {chunk}", partial(choice, "gpt2", None, (f"model.loss_chunk_tokens={chunk}",)), 90)
-    for batch, graph in ((8, "false"), (16, "false"), (64, "false"), (4, "false"), (4, "true")):
-        setting = f"train.cuda_graph={graph}"
-        yield Rung(3, f"gpt2 batch {batch} {setting}", partial(choice, "gpt2", batch, (setting,)), 90)
-    yield Rung(3, "gpt2 cublasLt", with_cublas_lt, 90)
-    for recipe in ("null", *OF_GRADIENTS):
-        yield Rung(3, f"1.3B fp8 {recipe}", partial(choice, "1.3B", None, (f"train.fp8={recipe}",)), 120)
-    yield Rung(3, "tiny_moe", partial(choice, "tiny_moe", None, ()), 90)
+    for batch in (8, 16, 64):
+        yield Rung(3, f"gpt2 batch {batch}", partial(choice, "gpt2", batch, ()), 90)
+
+
+def write(found: Figures | Iterator[Figures], file: Path) -> None:
+    """All figures that there are, however the work ends."""
+    for figures in [found] if isinstance(found, dict) else found:
+        file.write_text(json.dumps(figures))
 
 
 RUNGS = tuple(_rungs())
@@ -397,5 +421,4 @@ if __name__ == "__main__":
         sys.exit(0)
     name, device_name, file = sys.argv[1:]
     rung = next(rung for rung in RUNGS if rung.name == name)
-    found = rung.work(torch.device("cuda", 0) if device_name == "cuda" else torch.device("cpu"))
-    Path(file).write_text(json.dumps(found))
+    write(rung.work(torch.device("cuda", 0) if device_name == "cuda" else torch.device("cpu")), Path(file))

@@ -144,6 +144,12 @@ def test_a_side_that_is_killed_between_turns_ends_the_comparison(sides: ModuleTy
             peer.seconds(1)
 
 
+def test_a_side_that_takes_too_long_is_ended(sides: ModuleType) -> None:
+    config = sides.Shape(("model=gpt2", *SMALL, "train.seq_length=16"), 2, 2).config(2, "fp32", CPU)
+    with pytest.raises(RuntimeError, match=r"the side peer takes more than 0\.01 s"):
+        sides.Side("peer", config, 0.01)
+
+
 def test_shapes_are_the_ones_they_are_named_for(sides: ModuleType) -> None:
     def parameters(name: str) -> int:
         return parameter_count(sides.SHAPES[name].config(1, "fp32", CPU).model)

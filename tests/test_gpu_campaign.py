@@ -3,11 +3,16 @@
 import importlib
 import json
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
+
+from megalite.config.schema import Config
 
 ROOT = Path(__file__).parents[1]
 RUNGS = """
@@ -56,6 +61,39 @@ def test_a_rung_that_fails_or_hangs_stops_no_other(
     assert "| good | ok | 0 | speed 2.5 |" in campaign.table(records)
 
 
+def test_a_second_start_runs_what_is_not_ok_yet_for_this_commit_and_device(
+    campaign: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    statuses = {"good": "ok", "bad": "failed"}
+    runs: list[str] = []
+
+    def run(rung: Any, *_: object) -> dict[str, Any]:
+        runs.append(rung.name)
+        return {"status": statuses[rung.name], "seconds": 1.0, "figures": {}}
+
+    monkeypatch.setattr(campaign, "_run", run)
+    rungs = [campaign.Rung(1, name, print, 1.0) for name in statuses]
+    all_of_them = [*statuses]
+    for commit, wanted in (
+        ("a", all_of_them),
+        ("a", ["bad"]),
+        ("b", all_of_them),
+        ("", all_of_them),
+        ("", all_of_them),
+    ):
+        runs.clear()
+        monkeypatch.setattr(campaign, "_output", Mock(return_value=commit))
+        records = campaign.run_part(rungs, tmp_path / "part-1.jsonl", "cpu")
+        assert runs == wanted
+        assert [record["status"] for record in records] == ["ok", "failed"], "also those of before"
+
+
+def test_what_no_other_part_measures_comes_before_ladders(campaign: ModuleType) -> None:
+    names = [rung.name for rung in campaign.RUNGS if rung.part == 3]
+    chosen = [at for at, name in enumerate(names) if any(word in name for word in ("fp8", "cuda_graph=", "moe"))]
+    assert chosen == list(range(6))
+
+
 def test_when_the_time_of_a_part_is_over_the_rest_is_noted_and_not_run(campaign: ModuleType, tmp_path: Path) -> None:
     rungs = [campaign.Rung(1, "ceilings", print, 20)]
     [record] = campaign.run_part(rungs, tmp_path / "part-1.jsonl", "cpu", limit_s=0.0)
@@ -80,6 +118,80 @@ def test_a_rung_finds_the_cpu_right(campaign: ModuleType, name: str) -> None:
     found = work(torch.device("cpu"))
     assert found
     assert all(0 <= figure < 0.05 for figure in found.values())
+
+
+def test_one_side_at_a_time_is_in_memory_and_one_that_fails_loses_only_its_own_figures(
+    campaign: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    rungs = importlib.import_module("gpu_rungs")
+    alive, taken = set[str](), list[str]()
+
+    class Side:
+        def __init__(self, name: str, config: Config, limit_s: float) -> None:
+            self.name = name
+
+        def __enter__(self) -> "Side":
+            assert not alive
+            alive.add(self.name)
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            alive.clear()
+
+        def turn(self, repeat: int) -> Any:
+            taken.append(self.name)
+            if self.name == "peer" and taken.count("peer") == 2:
+                raise RuntimeError("out of memory")
+            return rungs.Turn(float(len(taken)), 0.5, 2.0)
+
+    monkeypatch.setattr(rungs, "Side", Side)
+    file = tmp_path / "figures.json"
+    with pytest.raises(AssertionError, match=r"peer.*out of memory"):
+        rungs.write(rungs.beside("124M", torch.device("cpu")), file)
+    assert taken == ["megalite", "peer", "plain loop"] * 2 + ["megalite", "plain loop"]
+    found = json.loads(file.read_text())
+    speeds = {name.split()[0]: value for name, value in found.items() if name.endswith("tokens_per_s")}
+    assert speeds == {"megalite": 32 / 4, "peer": 32 / 2, "plain": 32 / 6}, "medians"
+    assert 0 < found["peer of_products"] < 1
+
+
+def test_a_run_that_was_not_resumed_is_no_proof_of_resuming(
+    campaign: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither is one that ended before it was killed. Each run here is one line of shell."""
+    import torch
+
+    rungs = importlib.import_module("gpu_rungs")
+    line = (
+        """mkdir -p $0; echo '{"loss": 1.0}' > $0/metrics.jsonl; echo '{"kind": "%s", "step": %d}' > $0/events.jsonl"""
+    )
+    started, events, last = subprocess.Popen, [("resume", 10)], ""
+
+    def popen(command: list[str]) -> "subprocess.Popen[bytes]":
+        folder = next(word for word in command if word.startswith("run_dir=")).removeprefix("run_dir=")
+        return started(["sh", "-c", line % events[-1] + last, folder])
+
+    monkeypatch.setattr(rungs.subprocess, "Popen", popen)
+    with pytest.raises(AssertionError, match="exit status 0"):
+        rungs.resuming(torch.device("cpu"))
+    last = "; [ ${0%broken} = $0 ] || [ -e $0/killed ] || { touch $0/killed; kill -9 $$; }"
+    assert rungs.resuming(torch.device("cpu")) == {"steps": 1, "resumed_at": 10}
+    for event in (("resume", 0), ("start", 0)):
+        events.append(event)
+        with pytest.raises((AssertionError, ValueError)):
+            rungs.resuming(torch.device("cpu"))
+
+
+def test_cublas_lt_is_asked_for_before_it_is_measured(campaign: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    rungs, calls = importlib.import_module("gpu_rungs"), list[str]()
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", calls.append)
+    monkeypatch.setattr(rungs, "choice", lambda *_: calls.append("measured"))
+    rungs.with_cublas_lt(torch.device("cuda", 0))
+    assert calls == ["cublaslt", "measured"]
 
 
 @pytest.mark.long

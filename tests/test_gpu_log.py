@@ -63,6 +63,24 @@ batch = whole_batch(tokens, tokens, tokens == 0, torch.arange(256, device=cuda).
 x = torch.zeros(model.activation_shape(batch), dtype=torch.bfloat16, device=cuda, requires_grad=True)
 model._run_blocks(x, batch, {}, None)  # compiled, it ends: there is no memory to share
 """
+BLOCK = """
+import sys
+sys.path[:0] = ["scripts", "."]
+import torch
+from benchmark_sides import SHAPES
+from megalite.data.batch import whole_batch
+from megalite.model.gpt import GPT
+cuda = torch.device("cuda", 0)
+config = SHAPES["gpt2"].config(32, "bf16", cuda, "model.num_layers=1", "train.compile=true")
+model = GPT(config, dtype=torch.bfloat16, device=cuda)
+grads = {name: torch.zeros(model.get_parameter(name).shape, device=cuda) for name in model.main_grad_parameters}
+model.set_main_grads(grads)
+tokens = torch.zeros(32, 1024, dtype=torch.int64, device=cuda)
+batch = whole_batch(tokens, tokens, tokens == 0, torch.arange(1024, device=cuda).expand(32, 1024), None, 0)
+x = torch.zeros(model.activation_shape(batch), dtype=torch.bfloat16, device=cuda, requires_grad=True)
+out = model._run_blocks(x, batch, {}, None)
+out.backward(torch.zeros_like(out))
+"""
 SETTINGS = "device=cuda precision=bf16 model=tiny model.num_layers=2 tokenizer=byte train.steps=3 parallel.tp=2"
 QUIET = "train.eval_interval=0 checkpoint.interval=0 train.sample_tokens=0 train.max_bad_steps=100 log.wandb=disabled"
 
@@ -105,6 +123,21 @@ def test_a_steady_step_waits_for_nothing_and_adds_weight_gradients_in_fp32(tmp_p
     assert len(launches) <= 970, "what it was when this was written"
 
 
+def test_elementwise_passes_of_a_block_move_what_they_must() -> None:
+    """GPT-2 of 124M, 32 x 1,024 tokens: GB that inductor counts for each kernel that it writes, by their launches."""
+    variables = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1", "TORCH_LOGS": "output_code"}
+    written = run(["python", "-c", BLOCK], variables | {"TORCHINDUCTOR_BENCHMARK_KERNEL": "1"})
+    size, moved, name = dict[str, float](), list[float](), ""
+    for line in written.splitlines():
+        if match := re.search(r"(triton_\w+) = async_compile", line):  # of backward they may have names of forward's
+            name = match[1]
+        elif match := re.search(r"'kernel_num_gb': ([\d.e-]+)", line):
+            size[name] = float(match[1])
+        elif match := re.search(r"(triton_\w+)\.run\([^*].*stream0\)", line):
+            moved.append(size[match[1]])
+    assert 2.5 < sum(moved) < 2.555, "what it was when this was written"
+
+
 def test_attention_fa4_calls_the_kernels_of_flash_attn_4(tmp_path: Path) -> None:
     """In each layer and microbatch; before it once, to see whether they run. The package here only takes notes."""
     package = tmp_path / "flash_attn" / "cute"
@@ -114,7 +147,7 @@ def test_attention_fa4_calls_the_kernels_of_flash_attn_4(tmp_path: Path) -> None
     script = STEADY.replace('torch.device("cuda"))', 'torch.device("cuda"), "train.attention=fa4")')
     logged(["python", "-c", f"import sys; sys.path.append({str(tmp_path)!r})\n{script}"], tmp_path / "logs")
     calls = Counter((package / "calls").read_text().splitlines())
-    tried, shape = "True 1 128 1 64 1 128 1 64", "True 4 1024 12 64 4 1024 12 64"
+    tried, shape = "True 1 128 12 64 1 128 12 64", "True 4 1024 12 64 4 1024 12 64"
     trained = {f"forward {shape}": 96, f"backward {shape}": 96}  # 4 steps of 2 microbatches, 12 layers
     assert calls == {f"forward {tried}": 1, f"backward {tried}": 1, **trained}
 

@@ -56,7 +56,7 @@ def derive(config: Config, world_size: int = 1) -> Config:
         "parallel.schedule": schedule,
         "parallel.microbatch_group_size": _group_size(config, world_size),
         "train.micro_batch_size": derive_micro_batch_size(config, world_size),
-        "train.compile": False if SCHEDULE_TRAITS[schedule].splitting else None,  # compiled blocks cannot put work off
+        "train.compile": derive_compile(config),
         "optimizer.communication_dtype": config.optimizer.gradient_dtype,
         "lr.warmup_steps": min(100, steps // 10),
         "lr.min_lr": config.optimizer.lr / 10,
@@ -93,6 +93,12 @@ def derive_model(model: ModelConfig, seq_length: int) -> ModelConfig:
 def derive_schedule(parallel: ParallelConfig) -> str:
     """The pipeline's schedule: as set, else the one that works on as many chunks of layers as a rank has."""
     return parallel.schedule or ("interleaved" if parallel.vpp > 1 else "1f1b")
+
+
+def derive_compile(config: Config) -> bool | None:
+    """As set, else off where a schedule puts work off, which compiled blocks cannot; else open (the device decides)."""
+    putting_off = SCHEDULE_TRAITS[derive_schedule(config.parallel)].splitting
+    return False if config.train.compile is None and putting_off else config.train.compile
 
 
 def derive_micro_batch_size(config: Config, world_size: int) -> int:

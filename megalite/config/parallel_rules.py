@@ -7,7 +7,7 @@ from math import gcd, lcm, prod
 from typing import Any
 
 from megalite.config.bounds import LARGEST
-from megalite.config.derive import derive_micro_batch_size, derive_model, derive_schedule
+from megalite.config.derive import derive_compile, derive_micro_batch_size, derive_model, derive_schedule
 from megalite.config.remedies import Case, Flaw, problems_of, splits
 from megalite.config.schedule_rules import SCHEDULE_TRAITS, ScheduleRequest, schedule_flaws
 from megalite.config.schema import Config
@@ -286,12 +286,16 @@ def products_can_send(case: Case) -> Iterator[Flaw]:
     elif config.parallel.sequence_parallel is False:
         rule = "has no effect with parallel.sequence_parallel=false"
         yield Flaw(name, rule, off | {"parallel.sequence_parallel": [None]})
-    elif config.train.compile is False:
-        yield Flaw(
-            name, "is the compiler's, and has no effect with train.compile=false", off | {"train.compile": [True]}
-        )
+    elif derive_compile(config) is False:
+        by = "parallel.schedule" if config.train.compile is None else "train.compile"
+        rule = f"is the compiler's, and has no effect with {case.show(by)}"
+        choices = SETTINGS["parallel.schedule"].choices
+        yield Flaw(name, rule, off | {"train.compile": [True], "parallel.schedule": choices})
     elif config.device == "cpu":
         yield Flaw(name, "has no effect with device=cpu", off)
+    elif config.train.fp8 is not None:
+        rule = f"joins a gather and the product behind it, and {case.show('train.fp8')} rounds what lies between"
+        yield Flaw(name, rule, off | {"train.fp8": [None]})
 
 
 def instances_split_the_replicas(case: Case) -> Iterator[Flaw]:

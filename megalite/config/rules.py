@@ -12,8 +12,8 @@ from math import pi
 from typing import Any
 
 from megalite.config.bounds import bounds
-from megalite.config.context_rules import CONTEXT_RULES
-from megalite.config.derive import derive_model
+from megalite.config.context_rules import COMM, CONTEXT_RULES, CP, exchange_of
+from megalite.config.derive import derive_compile, derive_model
 from megalite.config.machine_rules import MACHINE_RULES
 from megalite.config.moe_rules import MOE_RULES
 from megalite.config.optimizer_rules import OPTIMIZER_RULES
@@ -166,9 +166,19 @@ def attention_kernels_can_run(case: Case) -> Iterator[Flaw]:
     elif dropped:
         rule = "has no effect with dropout on attention's probabilities, which takes plain products"
         yield Flaw(name, rule, {**auto, "model.attention_dropout": [0.0]})
+    elif case.value(CP) > 1 and (exchange := exchange_of(case.config)).ring > 1:
+        rule = f"has no effect with {case.show(CP)}, whose ranks compute tiles of their own ({COMM}: {exchange.name})"
+        yield Flaw(name, rule, {**auto, COMM: ["alltoall"]})
     elif train.attention == "flex":
-        if train.compile is False:
-            yield Flaw(name, "flex attention must be compiled", {**auto, "train.compile": [True]})
+        if derive_compile(case.config) is False:
+            by = "parallel.schedule" if train.compile is None else "train.compile"
+            fixes: Fixes = {"train.compile": [True], "parallel.schedule": ["1f1b", "interleaved"]}
+            yield Flaw(name, f"flex attention must be compiled, and is not with {case.show(by)}", {**auto, **fixes})
+        if case.config.precision == "fp64":
+            yield Flaw(name, "flex attention has no fp64", {**auto, "precision": ["fp32", "bf16"]})
+        elif (size := derive_model(model, train.seq_length).head_size or 0) < 16:
+            rule = f"flex attention takes heads of size 16 and more, and these have {size}"
+            yield Flaw(name, rule, {**auto, "model.head_size": [16]})
     elif not data.cross_document_attention:
         rule = "these kernels do not keep attention inside documents (data.cross_document_attention=false)"
         yield Flaw(name, rule, {name: ["auto", "flex"]})

@@ -4,7 +4,8 @@ A token attends to the tokens of its document up to itself. Documents are runs o
 sequence, so what a block of query rows needs are the keys from the first of its first row's document up to its last
 row. On CUDA, compiled, flex attention gets that as a table of blocks, of one shape whatever the documents are: nothing
 waits for the device, nothing is compiled again. On CPUs batched products over a block of rows take these keys alone.
-All else (dropout on the probabilities, long sequences on a CPU) adds a dense mask to torch's own attention.
+All else (dropout on the probabilities, long sequences on a CPU, fp64 on CUDA) adds a dense mask to torch's own
+attention.
 """
 
 from dataclasses import dataclass

@@ -51,30 +51,37 @@ def check_fp8(recipe: str | None, device: torch.device) -> None:
         raise UserError(Problem("train.fp8", recipe, rule, "train.fp8=null"))
 
 
-def use_flash_attention_4(device: torch.device, head_size: int) -> None:
-    """Makes torch's flash attention on CUDA that of flash-attn-4, for the process; refuses where it cannot run.
+def use_attention(kernels: str, device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int]) -> None:
+    """Refuses kernels of train.attention that cannot run here; `heads`: of queries, of keys and values, and their size.
+    fa4 makes torch's flash attention on CUDA that of flash-attn-4, for the process.
 
-    It is tried at once, as a package may be there that does not fit torch: torch 2.11 to 2.13 take what versions up to
-    4.0.0b18 return.
+    They are tried at once: what they take differs by GPU and version. And a package may be there that does not fit
+    torch: torch 2.11 to 2.13 take what versions up to 4.0.0b18 return.
     """
-    if device.type != "cuda":
+    if device.type != "cuda" or kernels not in ("cudnn", "flash", "fa4"):
         return
-    rule, remedy = "", "train.attention=auto"
-    if torch.cuda.get_device_capability(device)[0] not in (9, 10):
-        rule = (
-            f"{torch.cuda.get_device_name(device)} cannot run it (compute capability 9 or 10, Hopper or Blackwell, can)"
-        )
+    queries, groups, size = heads
+    name, rule, remedy = torch.cuda.get_device_name(device), "", "train.attention=auto"
+    if kernels == "fa4" and torch.cuda.get_device_capability(device)[0] not in (9, 10):
+        rule = f"{name} cannot run it (compute capability 9 or 10, Hopper or Blackwell, can)"
     else:
+        backend = SDPBackend.CUDNN_ATTENTION if kernels == "cudnn" else SDPBackend.FLASH_ATTENTION
         try:
-            activate_flash_attention_impl("FA4")
-            x = torch.zeros(1, 1, 128, head_size, dtype=torch.bfloat16, device=device, requires_grad=True)
-            with torch.cuda.device(device), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-                F.scaled_dot_product_attention(x, x, x, is_causal=True).sum().backward()
+            if kernels == "fa4":
+                activate_flash_attention_impl("FA4")
+            x, y = (
+                torch.zeros(1, count, 128, size, dtype=dtype, device=device, requires_grad=True)
+                for count in (queries, groups)
+            )
+            with torch.cuda.device(device), sdpa_kernel(backend):
+                out = F.scaled_dot_product_attention(x, y, y, is_causal=True, enable_gqa=queries != groups)
+                out.sum().backward()
         except Exception as error:  # whatever another package raises
-            rule = f"its kernels do not run here: {type(error).__name__}: {shortened(str(error))}"
-            remedy = f"{remedy}, or pip install {FLASH_ATTENTION_4}"
+            given = f"{queries} query and {groups} key-value heads of size {size} in {name_of(dtype)}"
+            rule = f"its kernels do not run here with {given}: {type(error).__name__}: {shortened(str(error))}"
+            remedy += f", or pip install {FLASH_ATTENTION_4}" if kernels == "fa4" else ""
     if rule:
-        raise UserError(Problem("train.attention", "fa4", rule, remedy))
+        raise UserError(Problem("train.attention", kernels, rule, remedy))
 
 
 def slow_precision(dtype: torch.dtype, device: torch.device) -> str | None:

@@ -32,6 +32,7 @@ from megalite.tensor_parallel.layers import ColumnParallelLinear, Placement, Row
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
+LEAST_HEAD = 16  # numbers of a head: flex attention takes no smaller ones, and not fp64 (config/rules.py)
 # With a mask, cuDNN's backward gives NaN for some shapes on Hopper (https://github.com/pytorch/pytorch/issues/196678).
 FOR_MASKS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 # By train.attention, torch's kernels in the order in which they are tried. On Hopper cuDNN runs at 1.7 to 2.3 times
@@ -67,15 +68,23 @@ def attention_backends(device: torch.device, inputs: BlockInputs) -> AbstractCon
 
 
 def attention_mask(
-    documents: Tensor | None, shape: tuple[int, int], like: Tensor, kernels: str, *, compiled: bool, dropout: float
+    documents: Tensor | None,
+    shape: tuple[int, int, int],
+    like: Tensor,
+    kernels: str,
+    *,
+    compiled: bool,
+    dropout: float,
 ) -> "Tensor | BlockMask | DocumentRows | None":
     """What keeps attention inside `documents` [b, s], in the form that is fastest where and how the model runs.
 
-    None: without documents, causal attention needs no mask; flex attention does. A tensor [b, 1, s, s] is added to the
-    scores. `shape` is (b, s); `like` has dtype and device of the activations; `dropout` is that of the probabilities.
+    None: without documents, causal attention needs no mask; flex attention does. A tensor [b, 1, s, s] is added to
+    the scores. `shape` is (b, s, d); `like` has dtype and device of activations; `dropout` is that of probabilities.
     """
-    if like.is_cuda and compiled and not dropout and (documents is not None or kernels == "flex"):
-        return block_mask(like.new_zeros(shape, dtype=torch.int32) if documents is None else documents)
+    *batch, d = shape
+    flex = like.is_cuda and compiled and not dropout and d >= LEAST_HEAD and like.dtype != torch.float64
+    if flex and (documents is not None or kernels == "flex"):
+        return block_mask(like.new_zeros(batch, dtype=torch.int32) if documents is None else documents)
     if documents is None:
         return None
     if like.is_cpu and not compiled and not dropout and documents.shape[1] <= MAX_LENGTH:

@@ -281,7 +281,8 @@ class GPT(nn.Module):
         return TokenMasks.of(batch, scale, self.sharing, self.place.sequence, ordered=ordered)
 
     def _attention_mask(self, batch: Batch, x: Tensor) -> Any:
-        shape, dropout = (len(batch.tokens), batch.length), self.config.attention_dropout or 0.0
+        shape = len(batch.tokens), batch.length, self.config.head_size or 0
+        dropout = self.config.attention_dropout or 0.0
         return attention_mask(batch.documents, shape, x, self.kernels, compiled=self.compiled, dropout=dropout)
 
     def _run_block(self, block: nn.Module, x: Tensor, inputs: BlockInputs) -> Any:

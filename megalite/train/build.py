@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from megalite.config.context_rules import exchange_of
+from megalite.config.context_rules import exchange_of, local_heads
 from megalite.config.derive import derive_model, derive_schedule
 from megalite.config.nccl_options import read_nccl_options
 from megalite.config.optimizer_rules import precision_problems
 from megalite.config.parallel_rules import layout_of
 from megalite.config.remedies import Case
 from megalite.config.schedule_rules import ScheduleRequest
-from megalite.config.schema import Config, ModelConfig
+from megalite.config.schema import Config, ModelConfig, ParallelConfig
 from megalite.config.settings import SETTINGS, value_of, yaml_value
 from megalite.context_parallel.exchange import ContextRanks, Waiting
 from megalite.errors.problems import Problem, collect
@@ -34,7 +34,7 @@ from megalite.launch.device import (
     choose_device,
     choose_precision,
     name_of,
-    use_flash_attention_4,
+    use_attention,
 )
 from megalite.launch.environment import ProcessEnvironment
 from megalite.layout.buffer_layout import Kind, slice_ranges
@@ -118,10 +118,9 @@ def start(config: Config, environment: ProcessEnvironment, store: Store | None =
     if config.precision == "auto":  # else rules.py has judged it
         problems += precision_problems(config, name_of(dtype))
     collect(lambda: check_fp8(config.train.fp8, device), problems)
-    if config.train.attention == "fa4":
-        head_size = derive_model(config.model, config.train.seq_length).head_size or 0
-        collect(lambda: use_flash_attention_4(device, head_size), problems)
-    problems += async_tp_problems(config, device, environment)
+    heads = *local_heads(config), derive_model(config.model, config.train.seq_length).head_size or 0
+    collect(lambda: use_attention(config.train.attention, device, dtype, heads), problems)
+    problems += cuda_problems(config, device, environment)
     nccl = collect(lambda: read_nccl_options(Path(axes.nccl_options)) if axes.nccl_options else {}, problems)
     plan = {
         name: yaml_value(value_of(config, name))
@@ -143,14 +142,28 @@ def start(config: Config, environment: ProcessEnvironment, store: Store | None =
     )
 
 
-def async_tp_problems(config: Config, device: torch.device, environment: ProcessEnvironment) -> list[Problem]:
-    """Why the ranks of tp cannot share memory here."""
-    axes, rule = config.parallel, ""
-    if device.type != "cuda":
-        rule = "needs CUDA: the ranks of tp share memory of their GPUs"
-    elif environment.local_world_size % axes.tp or not axes.order.startswith("tp"):
-        rule = f"needs all ranks of tp on one host, and {environment.local_world_size} processes of this one do not fit"
-    return [Problem("parallel.async_tp", True, rule, "parallel.async_tp=false")] if axes.async_tp and rule else []
+def cuda_problems(config: Config, device: torch.device, environment: ProcessEnvironment) -> list[Problem]:
+    """What is for CUDA where the device is none, and why the ranks of tp cannot share memory here."""
+    names = ("parallel.async_tp", "train.attention", "train.cuda_graph")
+    asked = [name for name in names if value_of(config, name) != SETTINGS[name].default]
+    rule = "needs CUDA, and this run is on a CPU"
+    if device.type == "cuda":
+        rule = _no_shared_memory(config.parallel, device, environment) if config.parallel.async_tp else ""
+        asked = ["parallel.async_tp"] if rule else []
+    remedies = {name: f"{name}={yaml_value(SETTINGS[name].default)}" for name in asked}
+    return [Problem(name, value_of(config, name), rule, remedy) for name, remedy in remedies.items()]
+
+
+def _no_shared_memory(axes: ParallelConfig, device: torch.device, environment: ProcessEnvironment) -> str:
+    """Why the GPUs of the ranks of tp cannot share memory; empty: as far as a rank can see, they can."""
+    local, own = environment.local_world_size, device.index or 0
+    if local % axes.tp or not axes.order.startswith("tp"):
+        return f"needs all ranks of tp on one host, and {local} processes of this one do not fit"
+    if torch.cuda.device_count() < local:  # a rank sees its own GPU alone
+        return ""
+    neighbours = [n for n in range(own - own % axes.tp, own - own % axes.tp + axes.tp) if n != own]
+    far = [n for n in neighbours if not torch.cuda.can_device_access_peer(own, n)]
+    return f"needs GPUs that reach each other's memory, and GPU {own} does not reach {far}" if far else ""
 
 
 def needs_of(config: Config) -> GroupNeeds:
@@ -278,7 +291,7 @@ def _executor(
     def evaluation(microbatches: int) -> Schedule:
         return forward_only(pipeline.pp, pipeline.vpp, microbatches)
 
-    graph = MicrobatchGraph(chunks[0]) if config.train.cuda_graph and context.device.type == "cuda" else None
+    graph = MicrobatchGraph(chunks[0]) if config.train.cuda_graph else None
     return Executor(chunks, links, training, evaluation, sync.expect_last, clock.switch, graph)
 
 

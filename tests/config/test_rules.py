@@ -45,6 +45,27 @@ BROKEN = [
     ("train.attention=cudnn model.dropout=0.1", 1, "train.attention", ["no effect", "model.attention_dropout=0.0"]),
     ("train.attention=fa4 precision=fp32", 1, "train.attention", ["16 bits", "=auto", "precision=bf16"]),
     ("train.attention=flex train.compile=false", 1, "train.attention", ["compiled", "train.compile=true"]),
+    (
+        "train.attention=flex parallel.pp=2 parallel.schedule=zb-h1",
+        2,
+        "train.attention",
+        ["compiled", "parallel.schedule=zb-h1", "=auto", "parallel.schedule=1f1b"],
+    ),
+    (
+        "train.attention=fa4 parallel.cp=2 parallel.cp_comm=ring",
+        2,
+        "train.attention",
+        ["tiles", "=auto", "parallel.cp_comm=alltoall"],
+    ),
+    ("train.attention=flash parallel.cp=2 parallel.cp_comm=allgather", 2, "train.attention", ["tiles", "=auto"]),
+    (
+        "train.attention=flex parallel.cp=4 parallel.cp_comm=alltoall+ring data.cross_document_attention=false",
+        4,
+        "train.attention",
+        ["tiles", "alltoall of 2 + ring of 2", "=auto"],
+    ),
+    ("train.attention=flex precision=fp64", 1, "train.attention", ["no fp64", "=auto", "precision=fp32"]),
+    ("train.attention=flex model.head_size=8", 1, "train.attention", ["16", "have 8", "=auto", "model.head_size=16"]),
     ("train.attention=flash data.cross_document_attention=false", 1, "train.attention", ["documents", "auto or flex"]),
     (
         "train.cuda_graph=true device=cpu",
@@ -157,6 +178,18 @@ BROKEN = [
     ("parallel.tp=4 train.seq_length=102", 4, "train.seq_length", ["100 or 104", "sequence_parallel=false"]),
     ("parallel.async_tp=true", 4, "parallel.async_tp", ["no effect with parallel.tp=1", "parallel.tp=2 or 4"]),
     ("parallel.async_tp=true parallel.tp=2 train.compile=false", 2, "parallel.async_tp", ["train.compile=true"]),
+    (
+        "parallel.async_tp=true parallel.tp=2 parallel.pp=2 parallel.schedule=zb-h1",
+        4,
+        "parallel.async_tp",
+        ["parallel.schedule=zb-h1", "=false", "parallel.schedule=1f1b"],
+    ),
+    (
+        "parallel.async_tp=true parallel.tp=2 train.fp8=rowwise",
+        2,
+        "parallel.async_tp",
+        ["train.fp8=rowwise", "=false", "leave train.fp8 unset"],
+    ),
     ("parallel.async_tp=true parallel.tp=2 device=cpu", 2, "parallel.async_tp", ["no effect with device=cpu"]),
     (
         "parallel.async_tp=true parallel.tp=2 parallel.sequence_parallel=false",

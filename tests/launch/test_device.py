@@ -4,12 +4,16 @@ import os
 import subprocess
 import sys
 import time
-from contextlib import nullcontext
-from functools import partial
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from megalite.config.schema import Config, ModelConfig, TrainConfig
 from megalite.config.settings import SETTINGS
@@ -24,11 +28,11 @@ from megalite.launch.device import (
     set_threads,
     slow_precision,
     threads_per_rank,
-    use_flash_attention_4,
+    use_attention,
 )
 from megalite.launch.environment import Launcher, ProcessEnvironment
 from megalite.launch.host import usable_cores
-from megalite.train.build import start
+from megalite.train.build import cuda_problems, start
 
 SINGLE = ProcessEnvironment()
 EIGHT_LOCAL_RANKS = ProcessEnvironment(5, 16, None, 8, "host", 1, "env")
@@ -39,6 +43,11 @@ def _pretend_cuda(monkeypatch: pytest.MonkeyPatch, devices: int, *, bf16: bool =
     monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: bf16)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla V100-SXM2-16GB")
+
+
+def _zeros_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *shape, **options: zeros(*shape, **options | {"device": CPU}))
 
 
 def test_auto_takes_cuda_where_present(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,8 +111,7 @@ def test_flash_attention_4_is_taken_where_it_runs(
     _pretend_cuda(monkeypatch, 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
-    on_cpu = partial(torch.zeros, device=CPU)
-    monkeypatch.setattr(torch, "zeros", lambda *shape, **options: on_cpu(*shape, **options | {"device": CPU}))
+    _zeros_on_cpu(monkeypatch)
     asked: list[str] = []
 
     def activate(name: str) -> None:
@@ -112,20 +120,73 @@ def test_flash_attention_4_is_taken_where_it_runs(
             raise raised
 
     monkeypatch.setattr("megalite.launch.device.activate_flash_attention_impl", activate)
-    use_flash_attention_4(CPU, 64)
+    use_attention("fa4", CPU, torch.bfloat16, (4, 2, 64))
     assert asked == []
     with pytest.raises(UserError, match=words) if words else nullcontext():
-        use_flash_attention_4(torch.device("cuda", 0), 64)
+        use_attention("fa4", torch.device("cuda", 0), torch.bfloat16, (4, 2, 64))
     assert asked == (["FA4"] if capability in ((9, 0), (10, 0)) else [])
 
 
-def test_a_run_asks_for_flash_attention_4_with_the_size_of_its_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-    monkeypatch.setattr("megalite.train.build.use_flash_attention_4", lambda device, size: asked.append(size))
-    for attention in ("flash", "fa4"):
-        model = ModelConfig(hidden_size=96, num_attention_heads=4)
-        start(Config(model=model, train=TrainConfig(attention=attention), device="cpu", precision="fp32"), SINGLE)
-    assert asked == [24]
+@pytest.mark.parametrize(
+    ("kernels", "dtype", "heads", "words"),
+    [
+        ("flash", torch.bfloat16, (12, 4, 64), ""),
+        ("flash", torch.float32, (12, 12, 64), r"12 query and 12 key-value heads of size 64 in fp32: ValueError: "),
+        ("flash", torch.bfloat16, (2, 1, 512), r"2 query and 1 key-value heads of size 512 in bf16: ValueError: "),
+        (
+            "cudnn",
+            torch.float16,
+            (12, 12, 20),
+            r"size 20 in fp16: ValueError: .*\n.*fix: train.attention=auto$",
+        ),
+        ("auto", torch.float32, (12, 12, 20), ""),
+        ("flex", torch.float32, (12, 12, 20), ""),
+    ],
+)
+def test_kernels_of_attention_that_cannot_run_are_refused(
+    monkeypatch: pytest.MonkeyPatch, kernels: str, dtype: torch.dtype, heads: tuple[int, int, int], words: str
+) -> None:
+    _pretend_cuda(monkeypatch, 1)
+    _zeros_on_cpu(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    tried: list[tuple[Any, ...]] = []
+    run, chosen = F.scaled_dot_product_attention, list[SDPBackend]()
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, enable_gqa: bool) -> Tensor:
+        tried.append((chosen[-1], q.dtype, (q.shape[1], k.shape[1], q.shape[3])))
+        if q.dtype == torch.float32 or q.shape[3] > 256 or q.shape[3] % 8:
+            raise ValueError("no kernel takes these")
+        return run(q, k, v, is_causal=is_causal, enable_gqa=enable_gqa)
+
+    def choose(backend: SDPBackend) -> AbstractContextManager[None]:
+        chosen.append(backend)
+        return nullcontext()
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", kernel)
+    monkeypatch.setattr("megalite.launch.device.sdpa_kernel", choose)
+    with pytest.raises(UserError, match=words) if words else nullcontext():
+        use_attention(kernels, torch.device("cuda", 0), dtype, heads)
+    backend = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+    assert tried == ([(backend[kernels], dtype, heads)] if kernels in backend else [])
+
+
+def test_a_run_tries_the_kernels_of_attention_with_its_dtype_and_the_heads_of_a_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr("megalite.train.build.use_attention", lambda *given: asked.append(given))
+    config = Config(model=ModelConfig(hidden_size=96, num_attention_heads=4, num_key_value_heads=2), device="cpu")
+    start(replace(config, precision="fp32"), SINGLE)
+    assert asked == [("auto", CPU, torch.float32, (4, 2, 24))]
+
+
+def test_what_is_for_cuda_is_refused_where_auto_finds_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """rules.py refuses it with device=cpu."""
+    _pretend_cuda(monkeypatch, 0)
+    config = Config(train=TrainConfig(attention="flash", cuda_graph=True), precision="fp32")
+    with pytest.raises(UserError, match=r"(?s)train.attention='flash': needs CUDA.*train.cuda_graph=.*=false"):
+        start(config, SINGLE)
+    assert cuda_problems(config, torch.device("cuda", 0), SINGLE) == []
 
 
 PRECISIONS = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -1,11 +1,15 @@
 """Attention by blocks of rows is torch's attention."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.attention.flex_attention
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
+from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.flop_counter import FlopCounterMode
 
 from megalite.kernels.causal_attention import BLOCK, MAX_LENGTH, causal_attention
@@ -161,12 +165,29 @@ def test_dropout_long_sequences_and_compiled_code_on_a_cpu_take_the_dense_mask()
     x = torch.zeros(16, 2, 8, dtype=torch.bfloat16)
 
     def form(documents: Tensor | None, *, compiled: bool = False, dropout: float = 0.0, kernels: str = "auto") -> type:
-        return type(attention_mask(documents, (2, 16), x, kernels, compiled=compiled, dropout=dropout))
+        return type(attention_mask(documents, (2, 16, 4), x, kernels, compiled=compiled, dropout=dropout))
 
     assert form(None) is type(None)
     assert form(documents) is DocumentRows
     assert form(documents, compiled=True) is form(documents, dropout=0.1) is Tensor
     assert form(torch.zeros(2, MAX_LENGTH + 1, dtype=torch.int32)) is Tensor
+
+
+@pytest.mark.parametrize(
+    ("dtype", "d", "flex"),
+    [
+        *((dtype, d, d >= 16) for dtype in (torch.float32, torch.bfloat16, torch.float16) for d in (8, 16, 80)),
+        (torch.float64, 64, False),
+    ],
+)
+def test_on_cuda_flex_attention_takes_the_dtypes_and_heads_that_its_kernels_take(
+    dtype: torch.dtype, d: int, flex: bool
+) -> None:
+    documents = torch.zeros(2, 16, dtype=torch.int32)
+    on_cuda: Any = SimpleNamespace(is_cuda=True, is_cpu=False, dtype=dtype, new_zeros=torch.zeros)
+    for kernels, given, other in (("auto", documents, Tensor), ("flex", documents, Tensor), ("flex", None, type(None))):
+        mask = attention_mask(given, (2, 16, d), on_cuda, kernels, compiled=True, dropout=0.0)
+        assert isinstance(mask, BlockMask if flex else other)
 
 
 def test_no_kernel_of_cudnn_meets_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,9 @@
 """A microbatch that is repeated by a graph gives what it gives launch by launch."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from threading import Thread
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,7 +13,7 @@ from megalite.config.schema import Config, TrainConfig
 from megalite.data.batch import Batch
 from megalite.launch.context import CPU, ParallelContext
 from megalite.pipeline import microbatch_graph
-from megalite.pipeline.microbatch_graph import FIRST, MicrobatchGraph
+from megalite.pipeline.microbatch_graph import FIRST, MicrobatchGraph, captured
 from megalite.train.build import Training, build_training, fill_with_start_values
 from tests.model.small import random_batch, small
 
@@ -48,7 +51,7 @@ def test_a_capture_that_is_repeated_gives_losses_and_gradients_of_each_microbatc
     """In the place of a graph: what was captured is computed anew from the same tensors, wherever it is repeated."""
     bodies: list[Callable[[], Tensor]] = []
 
-    def captured(body: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+    def noted(body: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
         bodies.append(body)
         loss = torch.zeros(())
 
@@ -58,7 +61,7 @@ def test_a_capture_that_is_repeated_gives_losses_and_gradients_of_each_microbatc
         return loss, repeat
 
     wanted = trained(training_of(False, CPU), differing_batches(CPU), CPU)
-    monkeypatch.setattr(microbatch_graph, "captured", captured)
+    monkeypatch.setattr(microbatch_graph, "captured", noted)
     training = training_of(False, CPU)
     training.executor._graph = MicrobatchGraph(training.chunks[0])
     found = trained(training, differing_batches(CPU), CPU)
@@ -66,6 +69,35 @@ def test_a_capture_that_is_repeated_gives_losses_and_gradients_of_each_microbatc
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, wanted, strict=True))
     first, second, *_ = [training.executor._graph(batch, torch.ones(())) for batch in differing_batches(CPU)]
     assert not torch.equal(first, second), "a loss outlives the next microbatch"
+
+
+@pytest.mark.gpu
+def test_a_capture_stands_another_thread_that_pins_memory() -> None:
+    """As the reader of batches does, whenever it wants."""
+    x = torch.ones(8, device="cuda")
+
+    def body() -> Tensor:
+        thread = Thread(target=lambda: torch.empty(1 << 22).pin_memory())
+        thread.start()
+        thread.join()
+        return x * 2
+
+    found, repeat = captured(body)
+    repeat()
+    assert found.tolist() == [2.0] * 8
+
+
+def test_only_calls_of_the_capturing_thread_can_break_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def graph(_: object, *, capture_error_mode: str = "global") -> AbstractContextManager[None]:
+        asked.append(capture_error_mode)
+        return nullcontext()
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Mock)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    captured(lambda: torch.zeros(()))
+    assert asked == ["thread_local"]
 
 
 @pytest.mark.gpu

@@ -18,7 +18,7 @@ from megalite.model.block import AttentionBlock
 from megalite.model.gpt import GPT
 from megalite.tensor_parallel import collectives
 from megalite.tensor_parallel.collectives import TensorGroup
-from megalite.train.build import async_tp_problems
+from megalite.train.build import cuda_problems
 from tests.model.small import FAMILIES, gpt, small
 from tests.ranks import run_ranks
 
@@ -114,6 +114,27 @@ def test_only_what_is_asked_for_compiles_products_that_send() -> None:
 )
 def test_ranks_that_cannot_share_memory_are_refused(device: str, local: int, order: str, words: str) -> None:
     config = Config(parallel=ParallelConfig(tp=2, async_tp=True, order=order))
-    problems = async_tp_problems(config, torch.device(device), ProcessEnvironment(local_world_size=local))
+    problems = cuda_problems(config, torch.device(device), ProcessEnvironment(local_world_size=local))
     assert words in "".join(map(str, problems))
     assert bool(problems) == bool(words)
+
+
+@pytest.mark.parametrize(
+    ("seen", "own", "reached", "refused"), [(4, 3, False, True), (4, 3, True, False), (1, 0, False, False)]
+)
+def test_gpus_that_cannot_reach_each_other_are_refused(
+    monkeypatch: pytest.MonkeyPatch, seen: int, own: int, reached: bool, refused: bool
+) -> None:
+    """Where a rank sees its own GPU alone it cannot ask."""
+    asked: list[tuple[int, int]] = []
+
+    def reaches(one: int, other: int) -> bool:
+        asked.append((one, other))
+        return reached
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", reaches)
+    config = Config(parallel=ParallelConfig(tp=2, async_tp=True))
+    problems = cuda_problems(config, torch.device("cuda", own), ProcessEnvironment(local_world_size=4))
+    assert ["reach each other" in problem.rule for problem in problems] == [True] * refused
+    assert asked == [(3, 2)] * (seen == 4)
