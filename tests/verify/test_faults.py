@@ -15,6 +15,7 @@ import pytest
 from megalite.checkpoint import store
 from megalite.commands.train import main_to_the_end
 from megalite.launch.watchdog import Watchdog
+from megalite.train.history import METRICS, read_metrics
 from megalite.verify import faults, trial
 from megalite.verify.bit_flips import flip_bits
 from megalite.verify.faults import Outcome, TooLateError, campaign, table
@@ -59,6 +60,21 @@ def blames_another(words: list[str]) -> int:
     (logs := run_of(words) / "logs").mkdir(parents=True, exist_ok=True)
     (logs / f"hang-{os.environ['RANK']}.json").write_text(json.dumps({"finding": "no answer from rank 7 on a"}))
     return plays(words)
+
+
+def trains_on_any_tokens(words: list[str]) -> int:
+    """What a training shows to the outside that goes on with whatever its token file holds."""
+    run, tokens = run_of(words), run_of(words).parent / "cache" / "tokens" / "text.bin"
+    (run / "checkpoints").mkdir(parents=True, exist_ok=True)
+    if os.environ["RANK"] == "0":
+        tokens.parent.mkdir(parents=True, exist_ok=True)
+        if not tokens.exists():
+            tokens.write_bytes(b"some words")
+        for step in range(len(read_metrics(run / METRICS)) + 1, STEPS + 1):
+            with (run / METRICS).open("a") as file:
+                file.write(json.dumps({"step": step, "loss": float(sum(tokens.read_bytes()))}) + "\n")
+            time.sleep(0.1)
+    return 0
 
 
 @pytest.fixture
@@ -128,6 +144,14 @@ def test_a_trial_that_fails_ends_its_ranks_and_no_other_trial(tmp_path: Path, mo
     assert [outcome.flaws for outcome in outcomes] == [["OSError: no room"]] * 2
     assert len(ranks) == 4
     assert not any(rank.is_alive() for rank in ranks)
+
+
+def test_a_start_that_trains_on_damaged_tokens_to_the_end_is_noticed(played: Trial) -> None:
+    played.main, played.folder = trains_on_any_tokens, played.folder / "trial"
+    expected = [{"step": step, "loss": float(sum(b"some words"))} for step in range(1, STEPS + 1)]
+    outcome = faults._try("token file damaged", played, expected)
+    assert "its records differ from the undisturbed run's" in outcome.flaws
+    assert len(read_metrics(played.run / METRICS)) == STEPS
 
 
 @pytest.mark.long
