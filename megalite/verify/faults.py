@@ -68,8 +68,16 @@ def _kill_in_a_save(trial: Trial) -> None:
 
 
 def _terminate(trial: Trial) -> None:
+    """All ranks save the step that they are in, and end with status 0."""
     trial.train_for_a_while()
     trial.strike(signal.SIGTERM)
+    statuses, step = trial.end(), trial.step()
+    if step == STEPS:
+        raise TooLateError
+    if any(statuses):
+        raise ValueError(f"SIGTERM to a rank ended them with {statuses}")
+    if not (trial.run / "checkpoints" / f"step-{step:08d}").exists():
+        raise ValueError(f"after SIGTERM step {step} was recorded, but not saved")
 
 
 def _stand_still(trial: Trial) -> None:

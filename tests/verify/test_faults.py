@@ -14,6 +14,7 @@ import pytest
 
 from megalite.checkpoint import store
 from megalite.commands.train import main_to_the_end
+from megalite.launch.signals import StopRequest
 from megalite.launch.watchdog import Watchdog
 from megalite.train.history import METRICS, read_metrics
 from megalite.verify import faults, trial
@@ -36,6 +37,23 @@ def continues_otherwise(words: list[str]) -> int:
 def has_no_watchdog(words: list[str]) -> int:
     Watchdog.__enter__ = lambda self: self  # type: ignore[method-assign]
     return main_to_the_end(words)
+
+
+def ends_on_a_signal(words: list[str]) -> int:
+    StopRequest._handle = lambda self, number, frame: os._exit(1)  # type: ignore[method-assign]
+    return main_to_the_end(words)
+
+
+def stops_without_a_save(words: list[str]) -> int:
+    """The rank that gets the signal tells the other one by a file."""
+    (run := run_of(words)).mkdir(exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda number, frame: (run / "stop").touch())
+    (run / f"listens-{os.environ['RANK']}").touch()
+    while not (run / "stop").exists():
+        if len([*run.glob("listens-*")]) == 2:
+            (run / METRICS).write_text(json.dumps({"step": STEPS - 1, "loss": 1.0}) + "\n")
+        time.sleep(0.01)
+    return 0
 
 
 def plays(words: list[str]) -> int:
@@ -96,6 +114,13 @@ def test_a_process_that_a_rank_leaves_behind_is_noticed_and_ended(
     deadline = time.monotonic() + 10
     while played.children():
         assert time.monotonic() < deadline
+
+
+def test_a_step_that_is_not_saved_after_sigterm_is_a_flaw(played: Trial) -> None:
+    played.main = stops_without_a_save
+    played.start()
+    with pytest.raises(ValueError, match=f"step {STEPS - 1} was recorded, but not saved"):
+        faults.FAULTS["SIGTERM to a rank"](played)
 
 
 def test_a_stopped_rank_that_nobody_reports_is_a_flaw(played: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,6 +194,16 @@ def test_a_watchdog_that_sleeps_is_noticed(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(faults, "FAULTS", {stop: faults.FAULTS[stop]})
     [outcome] = campaign(has_no_watchdog, tmp_path / "trials", runs=1, seed=0)
     assert outcome.flaws[0].startswith("ValueError: nobody reported that rank ")
+
+
+@pytest.mark.long
+def test_a_signal_that_ends_a_rank_at_once_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminate = "SIGTERM to a rank"
+    monkeypatch.setattr(faults, "FAULTS", {terminate: faults.FAULTS[terminate]})
+    [outcome] = campaign(ends_on_a_signal, tmp_path / "trials", runs=1, seed=0)
+    assert outcome.flaws[0].startswith("ValueError: SIGTERM to a rank ended them with [")
+    [outcome] = campaign(main_to_the_end, tmp_path / "sound", runs=1, seed=0)
+    assert not outcome.flaws
 
 
 def test_flips_are_noticed_unless_nobody_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
