@@ -51,8 +51,16 @@ class TooLateError(Exception):
 
 
 def _kill(trial: Trial) -> None:
-    trial.train_for_a_while()
-    trial.strike(signal.SIGKILL)
+    """One rank while it trains, or all at any moment since the start of the processes, of a first or a later start."""
+    if trial.dice.random() < 0.5:
+        trial.train_for_a_while()
+        trial.strike(signal.SIGKILL)
+        return
+    if trial.dice.random() < 0.5:
+        _kill_all(trial)
+        trial.start()
+    time.sleep(trial.dice.random() * trial.lasts_s)
+    trial.strike(signal.SIGKILL, everybody=True)
 
 
 def _kill_in_a_save(trial: Trial) -> None:
@@ -187,6 +195,7 @@ def campaign(main: Main, folder: Path, *, runs: int, seed: int, world_size: int 
     words = [dice.choice(["tree", "river", "stone", "cloud", "light"]) for _ in range(4000)]
     (folder / "text.txt").write_text(" ".join(words))
     expected: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    lasts_s: dict[tuple[str, ...], float] = {}
     for number in range(runs):
         fault = [*FAULTS][number % len(FAULTS)]
         layout = dice.choice(LAYOUTS)
@@ -194,8 +203,11 @@ def campaign(main: Main, folder: Path, *, runs: int, seed: int, world_size: int 
         shared = (*layout, f"data.path={folder / 'text.txt'}")
         if layout not in expected:
             undisturbed = Trial(main, folder / f"undisturbed-{len(expected)}", shared, dice, world_size)
+            begun = time.monotonic()
             expected[layout] = _undisturbed(undisturbed)
-        trial = Trial(main, own, (*shared, f"data.cache_dir={own / 'cache'}"), random.Random(dice.random()), world_size)
+            lasts_s[layout] = time.monotonic() - begun
+        arguments = (*shared, f"data.cache_dir={own / 'cache'}")
+        trial = Trial(main, own, arguments, random.Random(dice.random()), world_size, lasts_s[layout])
         outcome = _try(fault, trial, expected[layout])
         if not outcome.flaws:
             shutil.rmtree(own)

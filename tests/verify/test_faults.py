@@ -138,6 +138,23 @@ def test_a_stopped_rank_in_whose_place_another_is_reported_is_a_flaw(played: Tri
         faults.FAULTS["SIGSTOP of a rank"](played)
 
 
+def test_a_kill_strikes_any_moment_since_the_start_of_the_processes(
+    played: Trial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    played.lasts_s, moments, steps = 40.0, list[float](), list[int]()
+    monkeypatch.setattr(Trial, "start", lambda self: steps.append(-1))
+    monkeypatch.setattr(Trial, "train_for_a_while", lambda self: None)
+    monkeypatch.setattr(Trial, "strike", lambda self, number, everybody=False: steps.append(everybody))
+    monkeypatch.setattr(Trial, "end", lambda self: [-9, -9])
+    monkeypatch.setattr(faults.time, "sleep", moments.append)
+    for _ in range(100):
+        faults.FAULTS["SIGKILL of a rank"](played)
+    assert 30 < len(moments) < 70
+    assert min(moments) < 4
+    assert max(moments) > 36
+    assert 10 < steps.count(-1) < 40, "a second start is struck, too"
+
+
 def test_a_kill_after_the_save_is_none_in_a_save(played: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
     played.start()
     faults.FAULTS["SIGKILL during a save"](played)
