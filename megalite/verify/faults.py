@@ -51,8 +51,16 @@ class TooLateError(Exception):
 
 
 def _kill(trial: Trial) -> None:
-    trial.train_for_a_while()
-    trial.strike(signal.SIGKILL)
+    """One rank while it trains, or all at any moment since the start of the processes, of a first or a later start."""
+    if trial.dice.random() < 0.5:
+        trial.train_for_a_while()
+        trial.strike(signal.SIGKILL)
+        return
+    if trial.dice.random() < 0.5:
+        _kill_all(trial)
+        trial.start()
+    time.sleep(trial.dice.random() * trial.lasts_s)
+    trial.strike(signal.SIGKILL, everybody=True)
 
 
 def _kill_in_a_save(trial: Trial) -> None:
@@ -68,8 +76,16 @@ def _kill_in_a_save(trial: Trial) -> None:
 
 
 def _terminate(trial: Trial) -> None:
+    """All ranks save the step that they are in, and end with status 0."""
     trial.train_for_a_while()
     trial.strike(signal.SIGTERM)
+    statuses, step = trial.end(), trial.step()
+    if step == STEPS:
+        raise TooLateError
+    if any(statuses):
+        raise ValueError(f"SIGTERM to a rank ended them with {statuses}")
+    if not (trial.run / "checkpoints" / f"step-{step:08d}").exists():
+        raise ValueError(f"after SIGTERM step {step} was recorded, but not saved")
 
 
 def _stand_still(trial: Trial) -> None:
@@ -119,7 +135,7 @@ def _full_disk(trial: Trial) -> None:
 
 
 def _damage_tokens(trial: Trial) -> None:
-    """The next start is refused, or prepares them again; then they are put back."""
+    """The next start is refused, or comes to the end as if nothing had happened; then they are put back."""
     _kill_all(trial)
     files = (trial.folder / "cache" / "tokens").iterdir()
     path = trial.dice.choice(sorted(path for path in files if path.suffix in (".bin", ".idx", ".json")))
@@ -147,7 +163,8 @@ def _set_clock_back(trial: Trial) -> None:
 def _kill_all(trial: Trial) -> None:
     trial.train_for_a_while()
     trial.strike(signal.SIGKILL, everybody=True)
-    trial.end()
+    if not any(trial.end()):
+        raise TooLateError
 
 
 def _saved(trial: Trial) -> list[Path]:
@@ -178,6 +195,7 @@ def campaign(main: Main, folder: Path, *, runs: int, seed: int, world_size: int 
     words = [dice.choice(["tree", "river", "stone", "cloud", "light"]) for _ in range(4000)]
     (folder / "text.txt").write_text(" ".join(words))
     expected: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    lasts_s: dict[tuple[str, ...], float] = {}
     for number in range(runs):
         fault = [*FAULTS][number % len(FAULTS)]
         layout = dice.choice(LAYOUTS)
@@ -185,8 +203,11 @@ def campaign(main: Main, folder: Path, *, runs: int, seed: int, world_size: int 
         shared = (*layout, f"data.path={folder / 'text.txt'}")
         if layout not in expected:
             undisturbed = Trial(main, folder / f"undisturbed-{len(expected)}", shared, dice, world_size)
+            begun = time.monotonic()
             expected[layout] = _undisturbed(undisturbed)
-        trial = Trial(main, own, (*shared, f"data.cache_dir={own / 'cache'}"), random.Random(dice.random()), world_size)
+            lasts_s[layout] = time.monotonic() - begun
+        arguments = (*shared, f"data.cache_dir={own / 'cache'}")
+        trial = Trial(main, own, arguments, random.Random(dice.random()), world_size, lasts_s[layout])
         outcome = _try(fault, trial, expected[layout])
         if not outcome.flaws:
             shutil.rmtree(own)
@@ -217,7 +238,8 @@ def _try(fault: str, trial: Trial, expected: list[dict[str, Any]]) -> Outcome:
         flaws = [f"the restart ended with {statuses}"] if any(statuses) else []
         flaws += [] if _records(trial.run) == expected else ["its records differ from the undisturbed run's"]
         flaws += _leftovers(trial)
-        return Outcome(fault, flaws, max(0, reached - _starts(trial.run)[-1]), recovery_s)
+        resumed = _starts(trial.run)[starts:] or [reached]  # a run that had ended does not go on
+        return Outcome(fault, flaws, max(0, reached - resumed[-1]), recovery_s)
     except Exception as error:  # the other trials go on
         return Outcome(fault, [f"{type(error).__name__}: {error}"])
     finally:
@@ -232,7 +254,8 @@ def _hurt(fault: str, trial: Trial) -> None:
         trial.start()
         with suppress(TooLateError):
             FAULTS[fault](trial)
-            if any(trial.end()) or trial.step() < STEPS:
+            # After damaged tokens, a start that comes to the end is not too late: its records are compared.
+            if FAULTS[fault] is _damage_tokens or any(trial.end()) or trial.step() < STEPS:
                 return
         trial.kill()
     raise ValueError(f"it came too late {TRIES} times")

@@ -45,6 +45,7 @@ class Trial:
     arguments: Sequence[str]
     dice: random.Random
     world_size: int
+    lasts_s: float = 0.0  # an undisturbed run, from the start of its processes to their end
     ranks: list[ForkServerProcess] = field(default_factory=list)
     left: list[int] = field(default_factory=list)  # processes that outlived the rank that had started them
 

@@ -14,7 +14,9 @@ import pytest
 
 from megalite.checkpoint import store
 from megalite.commands.train import main_to_the_end
+from megalite.launch.signals import StopRequest
 from megalite.launch.watchdog import Watchdog
+from megalite.train.history import METRICS, read_metrics
 from megalite.verify import faults, trial
 from megalite.verify.bit_flips import flip_bits
 from megalite.verify.faults import Outcome, TooLateError, campaign, table
@@ -35,6 +37,23 @@ def continues_otherwise(words: list[str]) -> int:
 def has_no_watchdog(words: list[str]) -> int:
     Watchdog.__enter__ = lambda self: self  # type: ignore[method-assign]
     return main_to_the_end(words)
+
+
+def ends_on_a_signal(words: list[str]) -> int:
+    StopRequest._handle = lambda self, number, frame: os._exit(1)  # type: ignore[method-assign]
+    return main_to_the_end(words)
+
+
+def stops_without_a_save(words: list[str]) -> int:
+    """The rank that gets the signal tells the other one by a file."""
+    (run := run_of(words)).mkdir(exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda number, frame: (run / "stop").touch())
+    (run / f"listens-{os.environ['RANK']}").touch()
+    while not (run / "stop").exists():
+        if len([*run.glob("listens-*")]) == 2:
+            (run / METRICS).write_text(json.dumps({"step": STEPS - 1, "loss": 1.0}) + "\n")
+        time.sleep(0.01)
+    return 0
 
 
 def plays(words: list[str]) -> int:
@@ -61,6 +80,21 @@ def blames_another(words: list[str]) -> int:
     return plays(words)
 
 
+def trains_on_any_tokens(words: list[str]) -> int:
+    """What a training shows to the outside that goes on with whatever its token file holds."""
+    run, tokens = run_of(words), run_of(words).parent / "cache" / "tokens" / "text.bin"
+    (run / "checkpoints").mkdir(parents=True, exist_ok=True)
+    if os.environ["RANK"] == "0":
+        tokens.parent.mkdir(parents=True, exist_ok=True)
+        if not tokens.exists():
+            tokens.write_bytes(b"some words")
+        for step in range(len(read_metrics(run / METRICS)) + 1, STEPS + 1):
+            with (run / METRICS).open("a") as file:
+                file.write(json.dumps({"step": step, "loss": float(sum(tokens.read_bytes()))}) + "\n")
+            time.sleep(0.1)
+    return 0
+
+
 @pytest.fixture
 def played(tmp_path: Path) -> Iterator[Trial]:
     start_forkserver()
@@ -82,6 +116,13 @@ def test_a_process_that_a_rank_leaves_behind_is_noticed_and_ended(
         assert time.monotonic() < deadline
 
 
+def test_a_step_that_is_not_saved_after_sigterm_is_a_flaw(played: Trial) -> None:
+    played.main = stops_without_a_save
+    played.start()
+    with pytest.raises(ValueError, match=f"step {STEPS - 1} was recorded, but not saved"):
+        faults.FAULTS["SIGTERM to a rank"](played)
+
+
 def test_a_stopped_rank_that_nobody_reports_is_a_flaw(played: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(faults, "REPORT_S", -7.5)  # half a second in all
     monkeypatch.setattr(Trial, "step", lambda self: 5)
@@ -95,6 +136,23 @@ def test_a_stopped_rank_in_whose_place_another_is_reported_is_a_flaw(played: Tri
     played.start()
     with pytest.raises(ValueError, match="stood still, but it was reported: no answer from rank 7"):
         faults.FAULTS["SIGSTOP of a rank"](played)
+
+
+def test_a_kill_strikes_any_moment_since_the_start_of_the_processes(
+    played: Trial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    played.lasts_s, moments, steps = 40.0, list[float](), list[int]()
+    monkeypatch.setattr(Trial, "start", lambda self: steps.append(-1))
+    monkeypatch.setattr(Trial, "train_for_a_while", lambda self: None)
+    monkeypatch.setattr(Trial, "strike", lambda self, number, everybody=False: steps.append(everybody))
+    monkeypatch.setattr(Trial, "end", lambda self: [-9, -9])
+    monkeypatch.setattr(faults.time, "sleep", moments.append)
+    for _ in range(100):
+        faults.FAULTS["SIGKILL of a rank"](played)
+    assert 30 < len(moments) < 70
+    assert min(moments) < 4
+    assert max(moments) > 36
+    assert 10 < steps.count(-1) < 40, "a second start is struck, too"
 
 
 def test_a_kill_after_the_save_is_none_in_a_save(played: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,6 +188,14 @@ def test_a_trial_that_fails_ends_its_ranks_and_no_other_trial(tmp_path: Path, mo
     assert not any(rank.is_alive() for rank in ranks)
 
 
+def test_a_start_that_trains_on_damaged_tokens_to_the_end_is_noticed(played: Trial) -> None:
+    played.main, played.folder = trains_on_any_tokens, played.folder / "trial"
+    expected = [{"step": step, "loss": float(sum(b"some words"))} for step in range(1, STEPS + 1)]
+    outcome = faults._try("token file damaged", played, expected)
+    assert "its records differ from the undisturbed run's" in outcome.flaws
+    assert len(read_metrics(played.run / METRICS)) == STEPS
+
+
 @pytest.mark.long
 def test_a_run_that_goes_on_in_another_way_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(faults, "LAYOUTS", ((),))
@@ -145,6 +211,16 @@ def test_a_watchdog_that_sleeps_is_noticed(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(faults, "FAULTS", {stop: faults.FAULTS[stop]})
     [outcome] = campaign(has_no_watchdog, tmp_path / "trials", runs=1, seed=0)
     assert outcome.flaws[0].startswith("ValueError: nobody reported that rank ")
+
+
+@pytest.mark.long
+def test_a_signal_that_ends_a_rank_at_once_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminate = "SIGTERM to a rank"
+    monkeypatch.setattr(faults, "FAULTS", {terminate: faults.FAULTS[terminate]})
+    [outcome] = campaign(ends_on_a_signal, tmp_path / "trials", runs=1, seed=0)
+    assert outcome.flaws[0].startswith("ValueError: SIGTERM to a rank ended them with [")
+    [outcome] = campaign(main_to_the_end, tmp_path / "sound", runs=1, seed=0)
+    assert not outcome.flaws
 
 
 def test_flips_are_noticed_unless_nobody_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
