@@ -14,27 +14,21 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from benchmark_sides import GPT2, SHAPES, SIDES, Megalite, Shape, Side, Turn, seconds_of, turn_of
+from gpu_operations import attention, embedding, fp8_products, head_and_loss, products
 from torch import Tensor
-from torch.nn.attention import sdpa_kernel
 
 from megalite.config.schema import Config
-from megalite.kernels.document_attention import block_mask, dense_mask, document_attention
-from megalite.kernels.embed import add_sums_of_equal_rows
-from megalite.kernels.fp8 import E4M3, OF_GRADIENTS, fp8_input_gradient, fp8_linear, rounded
-from megalite.kernels.products import add_transposed_product
+from megalite.kernels.fp8 import OF_GRADIENTS
 from megalite.launch.context import ParallelContext
-from megalite.launch.device import DTYPES, use_attention
+from megalite.launch.device import DTYPES
 from megalite.launch.environment import read_environment
 from megalite.model.attention import KERNELS
 from megalite.model.flops import flops_per_token, peak_flops
-from megalite.model.loss import linear_cross_entropy
-from megalite.tensor_parallel.cross_entropy import TokenLoss
 from megalite.train.build import derive_device, start
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -74,117 +68,6 @@ def ceilings(device: torch.device) -> Figures:
     target = torch.empty_like(source)
     copy = min(seconds_of(lambda: target.copy_(source), 5, device) for _ in range(5))
     return {"product_tflops": _product_flops(device) / 1e12, "copy_tb_per_s": 2 * source.nbytes / copy / 1e12}
-
-
-def products(device: torch.device) -> Figures:
-    """bf16 products added into fp32 sums, beside fp64."""
-    n, out, inner = (8192, 3072, 768) if device.type == "cuda" else (64, 48, 32)
-    left, right = _normal(device, n, out).bfloat16(), _normal(device, n, inner).bfloat16()
-    total = _normal(device, out, inner)
-    wanted = total.double() + left.double().t() @ right.double()
-    add_transposed_product(total, left, right)
-    return {"error": _near(total, wanted, 1e-5 if device.type == "cuda" else 1e-2)}
-
-
-def fp8_products(device: torch.device) -> Figures:
-    """fp8 products beside fp64 products of the same rounded numbers."""
-    n, out, inner = (8192, 6144, 2048) if device.type == "cuda" else (64, 48, 32)
-    x, weight, grad = (_normal(device, *shape).bfloat16() for shape in ((n, inner), (out, inner), (n, out)))
-    found = {}
-    for recipe, of_gradients in OF_GRADIENTS.items():
-        output, x_grad = fp8_linear(x, weight, None, recipe), fp8_input_gradient(grad, weight, recipe)
-        cases = (("output", output, x, E4M3, weight), ("gradient", x_grad, grad, of_gradients, weight.t()))
-        for name, given, left, dtype, right in cases:
-            (rows, row_scale), (columns, column_scale) = rounded(left, dtype, recipe), rounded(right, E4M3, recipe)
-            wanted = (rows.double() * row_scale) @ (columns.double() * column_scale).t()
-            found[f"{recipe} {name}"] = _near(given, wanted, 1e-2)
-    return found
-
-
-def attention(device: torch.device, *, fa4: bool = False) -> Figures:
-    """Output and gradients by kernel and shape, grouped queries and masks among them, beside fp64 products.
-
-    With `fa4` the kernels of flash-attn-4 are in place of flash's."""
-    if fa4:
-        use_attention("fa4", device, torch.bfloat16, (12, 12, 64))
-    on_cuda = device.type == "cuda"
-    found = {}
-    for s, groups, d in ((1024, 12, 64), (4096, 8, 128), (2112, 12, 64)) if on_cuda else ((64, 4, 8), (96, 2, 8)):
-        heads = 12 if d == 64 else 32 if on_cuda else 4
-        qkv = [_normal(device, 2, count, s, d).bfloat16().requires_grad_() for count in (heads, groups, groups)]
-        documents = (torch.arange(s, device=device) // (s // 3)).int().expand(2, s).contiguous()
-        grad = _normal(device, 2, heads, s, d).bfloat16()
-        for name in ("cudnn", "flash", "auto", "masked", "flex") if on_cuda else ("auto", "masked"):
-            mask = dense_mask(documents, torch.bfloat16) if name in ("masked", "flex") else None
-            wanted = _gradients(partial(_plain_attention, mask=mask), [x.detach().double() for x in qkv], grad.double())
-            if name == "flex":
-                table = block_mask(documents)
-                run = partial(_flex, torch.compile(document_attention, fullgraph=True, dynamic=False), table)
-            else:
-                run = partial(_fused_attention, mask)
-            with sdpa_kernel(KERNELS["flex" if name in ("masked", "flex") else name], set_priority=True):
-                given = _gradients(run, qkv, grad)
-            errors = [_near(ours, theirs, 5e-2) for ours, theirs in zip(given, wanted, strict=True)]
-            found[f"{name} {s}x{heads}/{groups}x{d}"] = max(errors)
-    return found
-
-
-def _plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    s, repeat = q.shape[2], q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(repeat, 1) for x in (k, v))
-    hidden = torch.full((s, s), float("-inf"), dtype=q.dtype, device=q.device).triu(1) if mask is None else mask
-    return torch.softmax(q @ k.transpose(2, 3) * q.shape[-1] ** -0.5 + hidden.to(q.dtype), -1) @ v
-
-
-def _fused_attention(mask: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    grouped = q.shape[1] != k.shape[1]
-    run = torch.nn.functional.scaled_dot_product_attention
-    return run(q, k, v, mask, is_causal=mask is None, enable_gqa=grouped)
-
-
-def _flex(run: Callable[..., Tensor], mask: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    groups, (b, heads, s, d) = k.shape[1], q.shape
-    split = [x.permute(2, 0, 1, 3).unflatten(2, (groups, -1)) for x in (q, k, v)]  # [s, b, groups, q_per_kv, d]
-    return run(*split, mask).view(s, b, heads, d).permute(1, 2, 0, 3)
-
-
-def _gradients(run: Callable[..., Tensor], inputs: list[Tensor], grad: Tensor) -> list[Tensor]:
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    out = run(*leaves)
-    return [out.detach(), *torch.autograd.grad(out, leaves, grad.to(out.dtype))]
-
-
-def head_and_loss(device: torch.device) -> Figures:
-    """Compiled on CUDA; loss and both gradients beside fp64."""
-    n, v, h = (4096, 50304, 768) if device.type == "cuda" else (64, 300, 32)
-    hidden, weight = _normal(device, n, h).bfloat16(), (_normal(device, v, h) * 0.02).bfloat16()
-    labels, kept = torch.randint(0, v, (n,), device=device), torch.ones(n, dtype=torch.bool, device=device)
-    scale, main_grad = torch.full((), 1 / n, device=device), torch.zeros(v, h, device=device)
-    hidden.requires_grad_(), weight.requires_grad_()
-    token_loss, compiled = TokenLoss(v, v, None, v, 0.0, 0.0), device.type == "cuda"
-    loss = linear_cross_entropy(hidden, weight, labels, kept, scale, token_loss, main_grad=main_grad, compile=compiled)
-    loss.backward()
-    exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
-    wanted = torch.nn.functional.cross_entropy(exact[0] @ exact[1].t(), labels)
-    wanted.backward()
-    assert hidden.grad is not None
-    pairs = ((loss, wanted, 1e-4), (hidden.grad, exact[0].grad, 2e-2), (main_grad, exact[1].grad, 2e-2))
-    errors = [_near(ours, theirs, bound) for ours, theirs, bound in pairs if theirs is not None]
-    return dict(zip(("loss", "hidden", "weight"), errors, strict=True))
-
-
-def embedding(device: torch.device) -> Figures:
-    """Gradients of a long and a short table; twice, to the same bits."""
-    rows, values = torch.randint(0, 5000, (8192,), device=device), _normal(device, 8192, 64)
-    found = {}
-    for length in (6000, 100_000):
-        totals = [torch.zeros(length, 64, device=device) for _ in range(2)]
-        for total in totals:
-            add_sums_of_equal_rows(total, rows, values)
-        wanted = torch.zeros(length, 64, dtype=torch.float64, device=device).index_add_(0, rows, values.double())
-        assert torch.equal(*totals), "the order of additions changes"
-        found[str(length)] = _near(totals[0], wanted, 1e-5)
-    return found
 
 
 def steps(device: torch.device) -> Figures:
@@ -365,17 +248,6 @@ def _product_flops(device: torch.device) -> float:
     left, right = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
     out = torch.empty_like(left)
     return 2 * n**3 / min(seconds_of(lambda: torch.mm(left, right, out=out), 5, device) for _ in range(5))
-
-
-def _normal(device: torch.device, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator(device=device).manual_seed(sum(shape)), device=device)
-
-
-def _near(found: Tensor, wanted: Tensor, bound: float) -> float:
-    """The largest difference by the largest number; an error where it is above the bound, or no number."""
-    error = ((found.detach().double() - wanted.detach()).abs().max() / wanted.detach().abs().max()).item()
-    assert error <= bound, f"differs by {error:.3g} of the largest, more than {bound:g}"  # NaN is not <= either
-    return error
 
 
 def _rungs() -> Iterator[Rung]:
