@@ -97,15 +97,14 @@ def preflight(context: ParallelContext, folder: Path) -> dict[str, Figures]:
             own[ERROR] = f"ranks {listed(ranks)} share one GPU"
     there = _gather(context, "measured", among=names)
     if len(devices) == 1:  # else NCCL would wait for gloo
-        whole = {name: ranks for name, ranks in nodes.items() if there.keys() >= {*ranks}}
-        own |= _links(context, whole, there)
+        links, there = _links(context, nodes, there)
+        own |= links
     own[CLOCK] = time.time()
     everyone = _gather(context, "figures", own, among=there, to_first=True)
     if context.rank > 0:
         return {}
     for rank in range(context.world_size):
-        step = "figures" if rank in there else "measured"
-        everyone.setdefault(rank, {ERROR: f"no answer within {WAIT_S:.0f} s from rank {rank} ({step})"})
+        everyone.setdefault(rank, {ERROR: f"no answer within {WAIT_S:.0f} s from rank {rank}"})
     return {name: _of_node([everyone[rank] for rank in ranks]) for name, ranks in nodes.items()}
 
 
@@ -199,7 +198,7 @@ def _told(name: str, value: Any, usual: float | str | None) -> str:
 
 def _lost(figures: Figures) -> bool:
     """Whether none of a node's links works."""
-    return figures.get("across, GB/s") == 0
+    return not figures.get("across, GB/s")
 
 
 def _gather(
@@ -259,9 +258,10 @@ def _measure(own: dict[str, Any], device: torch.device, folder: Path, *, writes:
 
 
 def _links(
-    context: ParallelContext, nodes: Mapping[str, Sequence[int]], among: Iterable[int]
-) -> dict[str, float | str]:
-    """GB/s of an all-reduce among the ranks of this node, and with the nodes beside it; a dead link has 0."""
+    context: ParallelContext, nodes: Mapping[str, Sequence[int]], there: dict[int, Any]
+) -> tuple[dict[str, float | str], dict[int, Any]]:
+    """GB/s of an all-reduce among the ranks of this node, and with the nodes beside it, a dead link has 0; and which of
+    the ranks that were there still are."""
     names = [*nodes]
     pairs = [*zip(names, names[1:] + names[:1], strict=True)][: len(names) if len(names) > 2 else len(names) - 1]
     even = len(pairs) // 2 * 2  # nobody measures two links at a time
@@ -275,7 +275,7 @@ def _links(
     for number, sets in enumerate(rounds):
         for ends in sets:
             ranks = nodes[ends[0]] if len(ends) == 1 else [nodes[end][0] for end in ends]
-            if context.rank not in ranks or len(ranks) == 1:
+            if context.rank not in ranks or len(ranks) == 1 or not there.keys() >= {*ranks}:
                 continue
             assert context.store is not None, "several ranks have met"
             figure = "inside, GB/s" if len(ends) == 1 else "across, GB/s"
@@ -287,8 +287,8 @@ def _links(
                 speed, other = 0.0, next((end for end in ends if end != node_name()), node_name())
                 found[f"{LINK}{other}"] = _in_words(error)
             found[figure] = max(found.get(figure, 0.0), speed)
-        _gather(context, f"links {number}", among=among)
-    return found
+        there = _gather(context, f"links {number}", among=there)  # who is silent is waited for once
+    return found, there
 
 
 def _version(package: str) -> str:

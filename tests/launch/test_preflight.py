@@ -188,19 +188,23 @@ def test_a_node_whose_disk_hangs_is_named_though_it_is_the_first(tmp_path: Path)
     assert best(found, 2) == ["n1", "n2"]
 
 
-def _one_stops(context: ParallelContext, folder: Path) -> dict[str, Any]:
+def _one_stops(context: ParallelContext, folder: Path, before: str) -> dict[str, Any]:
     _be_a_node(context)
-    preflight_module.WAIT_S = 4.0
+    link_speed.LINK_S, preflight_module.WAIT_S = 2.0, 4.0
     if context.rank == 1:
-        preflight_module._measured = lambda *_, **__: time.sleep(10) or {}  # type: ignore[func-returns-value]
+        setattr(
+            preflight_module, before, lambda *_, **__: time.sleep(12) or ({} if before == "_measured" else ({}, {}))
+        )
     return dict(preflight(context, folder))
 
 
-def test_the_node_of_a_rank_that_stops_is_named_and_the_others_go_on(tmp_path: Path) -> None:
-    found = run_ranks(_one_stops, 3, tmp_path)[0]
-    assert found["n1"] == {"error": "no answer within 4 s from rank 1 (measured)"}
+@pytest.mark.parametrize("before", ["_measured", "_links"])
+def test_the_node_of_a_rank_that_stops_is_named_and_the_others_go_on(tmp_path: Path, before: str) -> None:
+    found = run_ranks(_one_stops, 3, tmp_path, before)[0]
+    assert found["n1"] == {"error": "no answer within 4 s from rank 1"}
     assert [figures.get("across, GB/s", 0) > 0 for figures in found.values()] == [True, False, True]
     assert best(found, 2) == ["n0", "n2"]
+    assert not [node for node, faults in judge(found).items() if any("link to" in fault for fault in faults)]
     assert any(line.startswith("n1 ") and line.endswith("<--") for line in table(found))
 
 
