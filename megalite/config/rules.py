@@ -20,7 +20,7 @@ from megalite.config.optimizer_rules import OPTIMIZER_RULES
 from megalite.config.parallel_rules import PARALLEL_RULES
 from megalite.config.remedies import Case, Flaw, Rule, problems_of, splits
 from megalite.config.run_names import NAME
-from megalite.config.schema import Config
+from megalite.config.schema import LEAST_FLEX_HEAD, Config
 from megalite.config.settings import SETTINGS, with_values
 from megalite.errors.problems import Problem
 from megalite.errors.remedies import divisors, multiples
@@ -176,9 +176,9 @@ def attention_kernels_can_run(case: Case) -> Iterator[Flaw]:
             yield Flaw(name, f"flex attention must be compiled, and is not with {case.show(by)}", {**auto, **fixes})
         if case.config.precision == "fp64":
             yield Flaw(name, "flex attention has no fp64", {**auto, "precision": ["fp32", "bf16"]})
-        elif (size := derive_model(model, train.seq_length).head_size or 0) < 16:
-            rule = f"flex attention takes heads of size 16 and more, and these have {size}"
-            yield Flaw(name, rule, {**auto, "model.head_size": [16]})
+        elif (size := derive_model(model, train.seq_length).head_size or 0) < LEAST_FLEX_HEAD:
+            rule = f"flex attention takes heads of size {LEAST_FLEX_HEAD} and more, and these have {size}"
+            yield Flaw(name, rule, {**auto, "model.head_size": [LEAST_FLEX_HEAD]})
     elif not data.cross_document_attention:
         rule = "these kernels do not keep attention inside documents (data.cross_document_attention=false)"
         yield Flaw(name, rule, {name: ["auto", "flex"]})

@@ -10,6 +10,7 @@ from typing import Any
 from megalite.config.schedule_rules import SCHEDULE_TRAITS
 
 A_YEAR_S = 365 * 24 * 3600  # as long as a wait may be asked for
+LEAST_FLEX_HEAD = 16  # numbers of a head: torch's flex attention takes no smaller ones
 
 
 def setting(

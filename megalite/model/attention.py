@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megalite.config.schema import ModelConfig
+from megalite.config.schema import LEAST_FLEX_HEAD, ModelConfig
 from megalite.context_parallel.attention import SequenceScores, context_attention
 from megalite.context_parallel.exchange import ContextRanks
 from megalite.kernels.causal_attention import MAX_LENGTH, causal_attention
@@ -32,7 +32,6 @@ from megalite.tensor_parallel.layers import ColumnParallelLinear, Placement, Row
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-LEAST_HEAD = 16  # numbers of a head: flex attention takes no smaller ones, and not fp64 (config/rules.py)
 # With a mask, cuDNN's backward gives NaN for some shapes on Hopper (https://github.com/pytorch/pytorch/issues/196678).
 FOR_MASKS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 # By train.attention, torch's kernels in the order in which they are tried. On Hopper cuDNN runs at 1.7 to 2.3 times
@@ -82,7 +81,7 @@ def attention_mask(
     the scores. `shape` is (b, s, d); `like` has dtype and device of activations; `dropout` is that of probabilities.
     """
     *batch, d = shape
-    flex = like.is_cuda and compiled and not dropout and d >= LEAST_HEAD and like.dtype != torch.float64
+    flex = like.is_cuda and compiled and not dropout and d >= LEAST_FLEX_HEAD and like.dtype != torch.float64
     if flex and (documents is not None or kernels == "flex"):
         return block_mask(like.new_zeros(batch, dtype=torch.int32) if documents is None else documents)
     if documents is None:

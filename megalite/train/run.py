@@ -45,7 +45,6 @@ def run(
     `preparation` makes token files of text. `read_weights` reads the folder of checkpoint.init_from. `recorder_of`
     makes the recorder of a rank.
     """
-    assert config.run_dir is not None, "derive() fills it in"
     began, limit = time.monotonic(), config.train.max_minutes
     problems: list[Problem] = []
     context = collect(lambda: start(config, environment), problems)
@@ -57,10 +56,8 @@ def run(
     saver: Saver | None = None
     status: StatusFile | None = None
     failed = False
-    patience = Patience("parallel.startup_timeout_s", config.parallel.startup_timeout_s)
-    hosts = [host for (host,) in context.gather_json([socket.gethostname()])]
     try:
-        with Watchdog(context, lambda: START_UP, lambda: patience, Path(config.run_dir) / "logs", hosts) as watchdog:
+        with _watchdog_of_start_up(config, context) as watchdog:
             if config.launch.preflight:
                 _look_at_nodes(config, context, recorder)
             data = open_training_data(config, context, environment, preparation, recorder.preparing)
@@ -96,6 +93,13 @@ def run(
         if job is not None:
             job.folder.close()
         context.close(failed=failed)
+
+
+def _watchdog_of_start_up(config: Config, context: ParallelContext) -> Watchdog:
+    assert config.run_dir is not None, "derive() fills it in"
+    patience = Patience("parallel.startup_timeout_s", config.parallel.startup_timeout_s)
+    hosts = [host for (host,) in context.gather_json([socket.gethostname()])]
+    return Watchdog(context, lambda: START_UP, lambda: patience, Path(config.run_dir) / "logs", hosts)
 
 
 def _look_at_nodes(config: Config, context: ParallelContext, recorder: Recorder) -> None:

@@ -54,13 +54,13 @@ def _kill(trial: Trial) -> None:
     """One rank while it trains, or all at any moment since the start of the processes, of a first or a later start."""
     if trial.dice.random() < 0.5:
         trial.train_for_a_while()
-        trial.strike(signal.SIGKILL)
+        _end_by_sigkill(trial, everybody=False)
         return
     if trial.dice.random() < 0.5:
         _kill_all(trial)
         trial.start()
     time.sleep(trial.dice.random() * trial.lasts_s)
-    trial.strike(signal.SIGKILL, everybody=True)
+    _end_by_sigkill(trial)
 
 
 def _kill_in_a_save(trial: Trial) -> None:
@@ -157,12 +157,16 @@ def _set_clock_back(trial: Trial) -> None:
     trial.clock.touch()
     step = trial.step() + trial.dice.randrange(6)
     trial.until(lambda: trial.step() >= step)
-    trial.strike(signal.SIGKILL, everybody=True)
+    _end_by_sigkill(trial)
 
 
 def _kill_all(trial: Trial) -> None:
     trial.train_for_a_while()
-    trial.strike(signal.SIGKILL, everybody=True)
+    _end_by_sigkill(trial)
+
+
+def _end_by_sigkill(trial: Trial, *, everybody: bool = True) -> None:
+    trial.strike(signal.SIGKILL, everybody)
     if not any(trial.end()):
         raise TooLateError
 
@@ -254,9 +258,8 @@ def _hurt(fault: str, trial: Trial) -> None:
         trial.start()
         with suppress(TooLateError):
             FAULTS[fault](trial)
-            # After damaged tokens, a start that comes to the end is not too late: its records are compared.
-            if FAULTS[fault] is _damage_tokens or any(trial.end()) or trial.step() < STEPS:
-                return
+            trial.end()
+            return
         trial.kill()
     raise ValueError(f"it came too late {TRIES} times")
 
