@@ -29,7 +29,8 @@ from megalite.launch.device import DTYPES
 from megalite.launch.environment import read_environment
 from megalite.model.attention import KERNELS
 from megalite.model.flops import flops_per_token, peak_flops
-from megalite.train.build import derive_device, start
+from megalite.train.build import start
+from megalite.train.device_settings import derive_device
 
 ROOT = Path(__file__).resolve().parents[1]
 Figures = dict[str, float]

@@ -18,7 +18,8 @@ sys.path[:0] = ["scripts", "."]
 import torch
 from benchmark_sides import SHAPES, Megalite
 from megalite.launch.environment import read_environment
-from megalite.train.build import derive_device, start
+from megalite.train.build import start
+from megalite.train.device_settings import derive_device
 config = SHAPES["gpt2"].config(4, "bf16", torch.device("cuda"))
 context = start(config, read_environment({}))
 config = derive_device(config, context)
@@ -48,7 +49,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megalite.config.compose import load_config
 from megalite.data.batch import whole_batch
 from megalite.model.gpt import GPT
-from megalite.tensor_parallel.collectives import TensorGroup, share_memory
+from megalite.tensor_parallel.collectives import TensorGroup
+from megalite.tensor_parallel.shared_memory import share_memory
 torch._functorch.config.force_non_lazy_backward_lowering = True
 dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
 group, cuda = TensorGroup(dist.group.WORLD.group_name, 2, 0), torch.device("cuda", 0)

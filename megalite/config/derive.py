@@ -4,7 +4,8 @@ Pure functions of the config, the launch folder and (for the cache) the environm
 Left open: `model.vocab_size` (`derive_vocabulary`, once the tokenizer is known), `model.max_positions` without learned
 positions, what the scaling of rotary positions does not need, `parallel.microbatch_group_size` where a schedule has no
 groups or batches grow, how layers divide over stages, and what depends on the machine (`train.compile`,
-`model.loss_chunk_tokens`, `data.workers`) or on the parameters (`optimizer.bucket_size`).
+`train.cuda_graph`, `parallel.async_tp`, `model.loss_chunk_tokens`, `data.workers`) or on the parameters
+(`optimizer.bucket_size`).
 """
 
 import hashlib

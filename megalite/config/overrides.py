@@ -76,7 +76,8 @@ def assign(tree: DictConfig, override: Override) -> Iterator[Problem]:
         try:
             if setting.kind is bool and isinstance(value, int) and value not in (0, 1):  # to OmegaConf, 2 is true
                 raise OverflowError
-            OmegaConf.update(tree, name, value, merge=True)
+            open_choice = setting.kind is bool and setting.nullable and value == "auto"  # as other settings call it
+            OmegaConf.update(tree, name, None if open_choice else value, merge=True)
         except (OmegaConfBaseException, OverflowError):  # the latter: 400 digits, and no point among them
             whole = setting.kind is int and isinstance(value, float) and value.is_integer()
             remedy = f"{name}={yaml_value(int(value) if whole else setting.default)}"

@@ -280,7 +280,7 @@ def products_can_send(case: Case) -> Iterator[Flaw]:
     config, name = case.config, "parallel.async_tp"
     if not config.parallel.async_tp:
         return
-    off: dict[str, Iterable[Any]] = {name: [False]}
+    off: dict[str, Iterable[Any]] = {name: [None]}
     if config.parallel.tp == 1:
         yield Flaw(name, "has no effect with parallel.tp=1", off | {"parallel.tp": divisors(case.world_size, 2)})
     elif config.parallel.sequence_parallel is False:

@@ -204,7 +204,7 @@ def microbatches_can_be_a_graph(case: Case) -> Iterator[Flaw]:
     ]
     for is_there, rule, fixes in in_the_way if config.train.cuda_graph else ():
         if is_there:
-            yield Flaw(name, rule, {**fixes, name: [False]})
+            yield Flaw(name, rule, {**fixes, name: [None]})
 
 
 def fp8_products_have_sizes_that_fit(case: Case) -> Iterator[Flaw]:

@@ -167,7 +167,9 @@ class ParallelConfig:
     )
     order: str = setting("tp-cp-ep-dp-pp", "how ranks are numbered, fastest-varying axis first")
     sequence_parallel: bool | None = setting(None, "norms hold 1/tp of each sequence; null: if tp > 1")
-    async_tp: bool = setting(False, "products of tp send while they multiply (docs/tensor_parallel.md); CUDA, compiled")
+    async_tp: bool | None = setting(
+        None, "products of tp send while they multiply (docs/tensor_parallel.md); null: on CUDA, where it can be"
+    )
     startup_timeout_s: float = setting(1200.0, "seconds until the first step is done", above=0, at_most=A_YEAR_S)
     timeout_s: float = setting(600.0, "afterwards: seconds that a rank waits for others", above=0, at_most=A_YEAR_S)
     nccl_options: str | None = setting(None, "YAML file of NCCL options by group (docs/parallelism.md)")
@@ -198,8 +200,9 @@ class TrainConfig:
         choices=("attention", "norm", "activation", "moe"),
     )
     compile: bool | None = setting(None, "torch.compile of each block and of the loss; null: on for CUDA, off for CPU")
-    cuda_graph: bool = setting(
-        False, "one process on CUDA: a microbatch's kernels are started by one call (docs/performance.md)"
+    cuda_graph: bool | None = setting(
+        None,
+        "one process on CUDA: one call starts a microbatch's kernels; null: of small ones (docs/performance.md)",
     )
     attention: str = setting(
         "auto",

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megalite.data.batch import Batch
+from megalite.errors.problems import shortened, to_stderr
 from megalite.model.gpt import GPT
 
 FIRST = 2  # microbatches before the capture: they compile, choose kernels and fill caches, which no capture can
@@ -27,24 +28,36 @@ def captured(body: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
 
 
 class MicrobatchGraph:
-    """Forward and backward of the microbatches of a whole model. All must have the shape of the first."""
+    """Forward and backward of the microbatches of a whole model. All must have the shape of the first.
 
-    def __init__(self, model: GPT) -> None:
-        self._model, self._seen = model, 0
+    `optional`: where the capture fails, microbatches go on launch by launch. Nothing is computed in a capture, so the
+    gradients are as they were.
+    """
+
+    def __init__(self, model: GPT, *, optional: bool = False) -> None:
+        self._model, self._seen, self._optional = model, 0, optional
         self._repeat: Callable[[], None] | None = None
 
     def __call__(self, batch: Batch, scale: Tensor) -> Tensor:
         """Adds the microbatch's gradients; its loss, as `GPT.loss` scales it."""
         self._seen += 1
-        if self._seen <= FIRST:
-            return self._compute(batch, scale)
+        if self._seen == FIRST + 1:
+            self._capture(batch, scale)
         if self._repeat is None:
-            self._batch, self._scale = batch.clone(), scale.clone()
-            self._loss, self._repeat = captured(lambda: self._compute(self._batch, self._scale))
+            return self._compute(batch, scale)
         self._batch.fill(batch)
         self._scale.copy_(scale)
         self._repeat()
         return self._loss.clone()
+
+    def _capture(self, batch: Batch, scale: Tensor) -> None:
+        self._batch, self._scale = batch.clone(), scale.clone()
+        try:
+            self._loss, self._repeat = captured(lambda: self._compute(self._batch, self._scale))
+        except RuntimeError as error:
+            if not self._optional:
+                raise
+            to_stderr(f"megalite: no CUDA graph (train.cuda_graph): {type(error).__name__}: {shortened(str(error))}")
 
     def _compute(self, batch: Batch, scale: Tensor) -> Tensor:
         loss = self._model.loss(batch, scale)

@@ -5,7 +5,6 @@ They are torch's functional collectives, by their ops: the wrappers in Python ch
 beside the communication. None of them is differentiable: mappings.py and linear.py say what their gradients are.
 """
 
-import warnings
 from dataclasses import dataclass
 
 import torch
@@ -28,15 +27,6 @@ class TensorGroup:
     def of(cls, group: dist.ProcessGroup | None) -> "TensorGroup | None":
         """None stays None: no communication."""
         return None if group is None else cls(group.group_name, group.size(), group.rank())
-
-
-def share_memory(group: TensorGroup) -> None:
-    """From now on inductor may join the group's collectives with products, by symmetric memory (parallel.async_tp)."""
-    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
-
-    with warnings.catch_warnings():  # torch calls this needless, and inductor (2.11 to 2.13) asks whether it was done
-        warnings.simplefilter("ignore", FutureWarning)
-        enable_symm_mem_for_group(group.name)  # type: ignore[arg-type,unused-ignore]
 
 
 def start_all_reduce(x: Tensor, group: TensorGroup, op: str = "sum") -> Tensor:

@@ -22,7 +22,7 @@ from megalite.config.optimizer_rules import precision_problems
 from megalite.config.parallel_rules import layout_of
 from megalite.config.remedies import Case
 from megalite.config.schedule_rules import ScheduleRequest
-from megalite.config.schema import Config, ModelConfig, ParallelConfig
+from megalite.config.schema import Config, ModelConfig
 from megalite.config.settings import SETTINGS, value_of, yaml_value
 from megalite.context_parallel.exchange import ContextRanks, Waiting
 from megalite.errors.problems import Problem, collect
@@ -54,8 +54,10 @@ from megalite.pipeline.actions import Schedule
 from megalite.pipeline.executor import Executor, Links
 from megalite.pipeline.microbatch_graph import MicrobatchGraph
 from megalite.pipeline.schedules import build_schedule, forward_only
-from megalite.tensor_parallel.collectives import TensorGroup, share_memory
+from megalite.tensor_parallel.collectives import TensorGroup
+from megalite.tensor_parallel.shared_memory import share_memory
 from megalite.train.clock import StepClock
+from megalite.train.device_settings import cuda_problems
 
 # Settings that may differ between machines: numbers of cores, and places whose content is compared when it is read.
 OF_A_MACHINE = (
@@ -142,30 +144,6 @@ def start(config: Config, environment: ProcessEnvironment, store: Store | None =
     )
 
 
-def cuda_problems(config: Config, device: torch.device, environment: ProcessEnvironment) -> list[Problem]:
-    """What is for CUDA where the device is none, and why the ranks of tp cannot share memory here."""
-    names = ("parallel.async_tp", "train.attention", "train.cuda_graph")
-    asked = [name for name in names if value_of(config, name) != SETTINGS[name].default]
-    rule = "needs CUDA, and this run is on a CPU"
-    if device.type == "cuda":
-        rule = _no_shared_memory(config.parallel, device, environment) if config.parallel.async_tp else ""
-        asked = ["parallel.async_tp"] if rule else []
-    remedies = {name: f"{name}={yaml_value(SETTINGS[name].default)}" for name in asked}
-    return [Problem(name, value_of(config, name), rule, remedy) for name, remedy in remedies.items()]
-
-
-def _no_shared_memory(axes: ParallelConfig, device: torch.device, environment: ProcessEnvironment) -> str:
-    """Why the GPUs of the ranks of tp cannot share memory; empty: as far as a rank can see, they can."""
-    local, own = environment.local_world_size, device.index or 0
-    if local % axes.tp or not axes.order.startswith("tp"):
-        return f"needs all ranks of tp on one host, and {local} processes of this one do not fit"
-    if torch.cuda.device_count() < local:  # a rank sees its own GPU alone
-        return ""
-    neighbours = [n for n in range(own - own % axes.tp, own - own % axes.tp + axes.tp) if n != own]
-    far = [n for n in neighbours if not torch.cuda.can_device_access_peer(own, n)]
-    return f"needs GPUs that reach each other's memory, and GPU {own} does not reach {far}" if far else ""
-
-
 def needs_of(config: Config) -> GroupNeeds:
     """What the config asks of the process groups."""
     return GroupNeeds(
@@ -175,12 +153,6 @@ def needs_of(config: Config) -> GroupNeeds:
         context_ring=exchange_of(config).ring,
         background_saving=config.checkpoint.asynchronous,
     )
-
-
-def derive_device(config: Config, context: ParallelContext) -> Config:
-    """Settings that follow from the device: compiling pays on CUDA, on a CPU it costs more than it brings."""
-    compiled = context.device.type == "cuda" if config.train.compile is None else config.train.compile
-    return replace(config, precision=name_of(context.dtype), train=replace(config.train, compile=compiled))
 
 
 def build_training(config: Config, context: ParallelContext) -> Training:
@@ -291,7 +263,8 @@ def _executor(
     def evaluation(microbatches: int) -> Schedule:
         return forward_only(pipeline.pp, pipeline.vpp, microbatches)
 
-    graph = MicrobatchGraph(chunks[0]) if config.train.cuda_graph else None
+    optional = "train.cuda_graph" in config.derived
+    graph = MicrobatchGraph(chunks[0], optional=optional) if config.train.cuda_graph else None
     return Executor(chunks, links, training, evaluation, sync.expect_last, clock.switch, graph)
 
 

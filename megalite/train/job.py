@@ -35,10 +35,10 @@ from megalite.train.build import (
     ReadWeights,
     Training,
     build_training,
-    derive_device,
     fill_with_imported_values,
     fill_with_start_values,
 )
+from megalite.train.device_settings import ASYNC_TP, CUDA_GRAPH, derive_device
 from megalite.train.history import ENDS, EVENTS, METRICS, read_events, read_metrics
 from megalite.train.sample import Prompt, prompts_of
 from megalite.train.state import Progress, SavedState, is_rounded, state_bytes, training_pieces
@@ -88,12 +88,13 @@ def open_training_data(
 def build_job(
     config: Config,
     context: ParallelContext,
+    environment: ProcessEnvironment,
     data: OpenedData,
     read_weights: ReadWeights,
     report: Callable[[str], None],
 ) -> Job:
     """The run folder, the model and its training state: new, imported, or of the newest checkpoint."""
-    config = derive_device(derive_vocabulary(config, data.vocab_size), context)
+    config = derive_device(derive_vocabulary(config, data.vocab_size), context, environment)
     assert config.run_dir is not None, "derive() fills it in"
     path, weights = Path(config.run_dir), config.checkpoint.init_from
     prompts = together(context, lambda: prompts_of(config, data))
@@ -110,6 +111,9 @@ def build_job(
             report(slow)
         if config.train.fp8 is not None and context.device.type == "cpu":
             report("a CPU imitates fp8: numbers are rounded as on a GPU, and steps take longer than without train.fp8")
+        for name in (ASYNC_TP, CUDA_GRAPH):
+            if value_of(config, name) and name in config.derived:
+                report(f"on, as this device allows it: {name} ({name}=false: off)")
         if config.parallel.cp > 1:
             exchange = exchange_of(config)
             report(f"the {config.parallel.cp} ranks of a sequence exchange keys by {exchange.name}: {exchange.why}")

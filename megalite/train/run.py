@@ -62,7 +62,7 @@ def run(
                 _look_at_nodes(config, context, recorder)
             data = open_training_data(config, context, environment, preparation, recorder.preparing)
             with private_files():
-                job = build_job(config, context, data, read_weights, recorder.note)
+                job = build_job(config, context, environment, data, read_weights, recorder.note)
                 status_file = config.launch.status_file if context.rank == 0 else None
                 status = StatusFile(status_file, job.folder.path, config.train.steps)
                 together(context, partial(status.begin, job.progress.step))

@@ -15,6 +15,7 @@ from megalite.launch.context import ParallelContext
 from megalite.launch.device import DTYPES
 from megalite.train import job
 from megalite.train.build import build_training
+from megalite.train.device_settings import derive_device
 from megalite.train.state import Progress, state_bytes, training_pieces
 
 SMALL = 1000
@@ -94,7 +95,7 @@ def test_the_size_of_a_checkpoint_is_known_beforehand(precision: str, moments: s
     model = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=96)
     config = Config(precision=precision, model=model, optimizer=OptimizerConfig(moment_dtype=moments))
     context = ParallelContext(dtype=DTYPES[precision])
-    config = job.derive_device(derive(config, 1), context)
+    config = derive_device(derive(config, 1), context)
     training = build_training(config, context)
     held = [piece for piece in training_pieces(training) if piece.name != "optimizer.step"]
     assert sum(piece.tensor.nbytes for piece in held) == state_bytes(config)

@@ -22,6 +22,8 @@ OPEN = {  # what the data or the machine decides, or what has no meaning in the 
     *(f"model.rope_{name}" for name in ("original_positions", "attention_factor", "mscale", "mscale_all_dim")),
     "model.loss_chunk_tokens",
     "train.compile",
+    "train.cuda_graph",
+    "parallel.async_tp",
     "train.recompute_layers",
     "train.sample_prompts",
     "train.batch_ramp",

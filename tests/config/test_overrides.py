@@ -7,7 +7,7 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 from megalite.config.compose import load_config
-from megalite.config.settings import SETTINGS, as_plain
+from megalite.config.settings import SETTINGS, as_plain, value_of
 from megalite.config.suggest import FOREIGN_WORDS, nearest_setting
 from megalite.errors.problems import NO_VALUE, Problem, UserError
 from tests.config.refusal import refusal, settings
@@ -304,3 +304,10 @@ def test_a_preset_that_may_not_be_read_is_refused(tmp_path: Path, monkeypatch: p
 def test_a_problem_shows_null_and_no_value_as_the_user_writes_them() -> None:
     assert str(UserError(Problem("a.b", None, "rule", "remedy"))).splitlines()[1] == "  1. a.b=null: rule"
     assert str(Problem("a.b", NO_VALUE, "rule", "remedy")).startswith("a.b: rule")
+
+
+@pytest.mark.parametrize("name", ["train.compile", "train.cuda_graph", "parallel.async_tp"])
+def test_auto_leaves_a_choice_open_and_is_no_number(name: str) -> None:
+    assert value_of(load_config([f"{name}=auto"], 1), name) is None
+    with pytest.raises(UserError, match="must be a whole number"):
+        load_config(["train.recompute_layers=auto"], 1)

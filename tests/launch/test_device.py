@@ -32,7 +32,8 @@ from megalite.launch.device import (
 )
 from megalite.launch.environment import Launcher, ProcessEnvironment
 from megalite.launch.host import usable_cores
-from megalite.train.build import cuda_problems, start
+from megalite.train.build import start
+from megalite.train.device_settings import cuda_problems
 
 SINGLE = ProcessEnvironment()
 EIGHT_LOCAL_RANKS = ProcessEnvironment(5, 16, None, 8, "host", 1, "env")
@@ -184,7 +185,7 @@ def test_what_is_for_cuda_is_refused_where_auto_finds_a_cpu(monkeypatch: pytest.
     """rules.py refuses it with device=cpu."""
     _pretend_cuda(monkeypatch, 0)
     config = Config(train=TrainConfig(attention="flash", cuda_graph=True), precision="fp32")
-    with pytest.raises(UserError, match=r"(?s)train.attention='flash': needs CUDA.*train.cuda_graph=.*=false"):
+    with pytest.raises(UserError, match=r"(?s)train.attention='flash': needs CUDA.*train.cuda_graph=.*=null"):
         start(config, SINGLE)
     assert cuda_problems(config, torch.device("cuda", 0), SINGLE) == []
 

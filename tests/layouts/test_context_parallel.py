@@ -24,7 +24,8 @@ from megalite.layout.sequence import SequenceShare, Tile
 from megalite.model.gpt import GPT
 from megalite.optim import gradient_sync as sync_module
 from megalite.prepare.prepare import prepare
-from megalite.train.build import build_training, data_share, derive_device, fill_with_start_values, needs_of
+from megalite.train.build import build_training, data_share, fill_with_start_values, needs_of
+from megalite.train.device_settings import derive_device
 from megalite.train.sample import sample
 from megalite.train.step import TrainStep
 from tests.layouts.matrix import DROPPED, FOUR, FULL, RAGGED, SELECTIVE, Row, Workplace, row, train_row

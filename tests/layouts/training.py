@@ -22,7 +22,8 @@ from megalite.model.routers import Routers
 from megalite.optim.buffers import TrainingBuffers
 from megalite.optim.schedule import learning_rate
 from megalite.prepare.prepare import prepare
-from megalite.train.build import build_training, data_share, derive_device, fill_with_start_values
+from megalite.train.build import build_training, data_share, fill_with_start_values
+from megalite.train.device_settings import derive_device
 from megalite.train.evaluate import Figures, evaluate
 from megalite.train.state import held_pieces, owned_pieces, training_pieces
 from megalite.train.step import TrainStep

@@ -71,6 +71,30 @@ def test_a_capture_that_is_repeated_gives_losses_and_gradients_of_each_microbatc
     assert not torch.equal(first, second), "a loss outlives the next microbatch"
 
 
+@pytest.mark.parametrize("optional", [False, True])
+def test_a_capture_that_fails_ends_the_run_only_where_it_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], optional: bool
+) -> None:
+    tries: list[object] = []
+
+    def fails(body: Callable[[], Tensor]) -> None:
+        tries.append(body)
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(microbatch_graph, "captured", fails)
+    training = training_of(False, CPU)
+    training.executor._graph = MicrobatchGraph(training.chunks[0], optional=optional)
+    if not optional:
+        with pytest.raises(RuntimeError, match="capturing"):
+            trained(training, differing_batches(CPU), CPU)
+        return
+    found = trained(training, differing_batches(CPU), CPU)
+    wanted = trained(training_of(False, CPU), differing_batches(CPU), CPU)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, wanted, strict=True))
+    assert len(tries) == 1
+    assert "no CUDA graph (train.cuda_graph): RuntimeError: operation not permitted" in capsys.readouterr().err
+
+
 @pytest.mark.gpu
 def test_a_capture_stands_another_thread_that_pins_memory() -> None:
     """As the reader of batches does, whenever it wants."""

@@ -18,7 +18,8 @@ from megalite.model.block import AttentionBlock
 from megalite.model.gpt import GPT
 from megalite.tensor_parallel import collectives
 from megalite.tensor_parallel.collectives import TensorGroup
-from megalite.train.build import cuda_problems
+from megalite.tensor_parallel.shared_memory import share_memory
+from megalite.train.device_settings import cuda_problems
 from tests.model.small import FAMILIES, gpt, small
 from tests.ranks import run_ranks
 
@@ -84,7 +85,7 @@ def enabled(context: ParallelContext) -> list[bool]:
     group = TensorGroup.of(context.group("tp"))
     assert group is not None
     found = [is_symm_mem_enabled_for_group(group.name)]
-    collectives.share_memory(group)
+    share_memory(group)
     return [*found, is_symm_mem_enabled_for_group(group.name)]
 
 

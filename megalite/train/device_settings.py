@@ -1,0 +1,88 @@
+"""What a run does differently from device to device: refused where it cannot be, chosen where nobody has."""
+
+from dataclasses import replace
+
+import torch
+
+from megalite.config.parallel_rules import products_can_send
+from megalite.config.remedies import Case
+from megalite.config.rules import microbatches_can_be_a_graph
+from megalite.config.schema import Config, ParallelConfig
+from megalite.config.settings import value_of, with_values, yaml_value
+from megalite.errors.problems import Problem
+from megalite.launch.agreement import agree
+from megalite.launch.context import ParallelContext
+from megalite.launch.device import name_of
+from megalite.launch.environment import ProcessEnvironment
+from megalite.model.flops import flops_per_token, peak_flops
+from megalite.tensor_parallel.collectives import TensorGroup
+from megalite.tensor_parallel.shared_memory import why_products_cannot_send
+
+ASYNC_TP, CUDA_GRAPH = "parallel.async_tp", "train.cuda_graph"
+OF_CUDA = {ASYNC_TP: None, "train.attention": "auto", CUDA_GRAPH: None}  # and what leaves the choice to the device
+HOST_S = 1e-3  # in which a host starts forward and backward of one block (GPT-2's, on a slow core: docs/performance.md)
+USUAL_MFU = 0.4
+
+
+def cuda_problems(config: Config, device: torch.device, environment: ProcessEnvironment) -> list[Problem]:
+    """What is for CUDA where the device is none, and why the ranks of tp cannot share memory here."""
+    asked = [name for name, auto in OF_CUDA.items() if value_of(config, name) not in (auto, False)]
+    rule = "needs CUDA, and this run is on a CPU"
+    if device.type == "cuda":
+        rule = no_shared_memory(config.parallel, device, environment) if config.parallel.async_tp else ""
+        asked = [ASYNC_TP] if rule else []
+    return [Problem(name, value_of(config, name), rule, f"{name}={yaml_value(OF_CUDA[name])}") for name in asked]
+
+
+def no_shared_memory(axes: ParallelConfig, device: torch.device, environment: ProcessEnvironment) -> str:
+    """Why the GPUs of the ranks of tp cannot share memory; empty: as far as a rank can see, they can."""
+    local, own = environment.local_world_size, device.index or 0
+    if local % axes.tp or not axes.order.startswith("tp"):
+        return f"needs all ranks of tp on one host, and {local} processes of this one do not fit"
+    if torch.cuda.device_count() < local:  # a rank sees its own GPU alone
+        return ""
+    neighbours = [n for n in range(own - own % axes.tp, own - own % axes.tp + axes.tp) if n != own]
+    far = [n for n in neighbours if not torch.cuda.can_device_access_peer(own, n)]
+    return f"needs GPUs that reach each other's memory, and GPU {own} does not reach {far}" if far else ""
+
+
+def derive_device(config: Config, context: ParallelContext, environment: ProcessEnvironment | None = None) -> Config:
+    """Settings that follow from the device; collective. Compiling pays on CUDA, on a CPU it costs more than it brings.
+
+    Raises UserError, alike on all ranks, where parallel.async_tp=true does not work here.
+    """
+    compiled = context.device.type == "cuda" if config.train.compile is None else config.train.compile
+    config = replace(config, precision=name_of(context.dtype), train=replace(config.train, compile=compiled))
+    sends = _products_send(config, context, environment or ProcessEnvironment())
+    return with_values(config, {ASYNC_TP: sends, CUDA_GRAPH: _is_graph(config, context)})
+
+
+def _products_send(config: Config, context: ParallelContext, environment: ProcessEnvironment) -> bool:
+    """parallel.async_tp as set, else whether it can be; where it may be it is tried, by all ranks."""
+    asked, group = config.parallel.async_tp, TensorGroup.of(context.group("tp"))
+    case = Case(with_values(config, {ASYNC_TP: True}), context.layout.world_size)
+    if asked is False or group is None or context.device.type == "cpu" or any(products_can_send(case)):
+        return False
+    why = no_shared_memory(config.parallel, context.device, environment)
+    if not any(context.gather_json([why] if why else [])):  # else ranks would wait for each other's memory in vain
+        why = why_products_cannot_send(group, context.dtype, context.device)
+    remedy = f"{ASYNC_TP}={yaml_value(None)}"
+    problems = [Problem(ASYNC_TP, asked, f"products that send do not work here: {why}", remedy)] if why else []
+    if asked:
+        agree(context, problems)
+    return not any(context.gather_json([why] if why else []))
+
+
+def _is_graph(config: Config, context: ParallelContext) -> bool:
+    """train.cuda_graph as set, else where it can be and the host would be slower than the device."""
+    model, train, device = config.model, config.train, context.device
+    if train.cuda_graph is not None:
+        return train.cuda_graph
+    case = Case(with_values(config, {CUDA_GRAPH: True}), context.layout.world_size)
+    if device.type == "cpu" or any(microbatches_can_be_a_graph(case)):
+        return False
+    peak = peak_flops(torch.cuda.get_device_name(device), str(context.dtype).removeprefix("torch."))
+    assert train.micro_batch_size is not None, "derive() fills it in"
+    tokens = train.micro_batch_size * train.seq_length
+    device_s = tokens * flops_per_token(model, train.seq_length, causal=True) / (USUAL_MFU * peak) if peak else 0.0
+    return bool(peak) and device_s < 2 * HOST_S * model.num_layers  # twice: on a faster host it loses nothing
