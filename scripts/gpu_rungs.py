@@ -27,6 +27,7 @@ from megalite.kernels.fp8 import OF_GRADIENTS
 from megalite.launch.context import ParallelContext
 from megalite.launch.device import DTYPES
 from megalite.launch.environment import read_environment
+from megalite.launch.host import end_compile_workers
 from megalite.model.attention import KERNELS
 from megalite.model.flops import flops_per_token, peak_flops
 from megalite.train.build import start
@@ -294,4 +295,7 @@ if __name__ == "__main__":
         sys.exit(0)
     name, device_name, file = sys.argv[1:]
     rung = next(rung for rung in RUNGS if rung.name == name)
-    write(rung.work(torch.device("cuda", 0) if device_name == "cuda" else torch.device("cpu")), Path(file))
+    try:
+        write(rung.work(torch.device("cuda", 0) if device_name == "cuda" else torch.device("cpu")), Path(file))
+    finally:
+        end_compile_workers()

@@ -22,6 +22,7 @@ from megalite.config.settings import SETTINGS, value_of, with_values
 from megalite.config.step_plan import ramp_sizes
 
 OPEN = (None, "auto")  # values of settings that are left to be derived
+FILLING = 8  # microbatches that a pipeline has by default, at least: of two stages the first and last idle for a ninth
 BUILT_IN_TOKENIZERS = ("bpe", "byte", "char")
 
 # What defines a training: of model, data, optimizer and lr all but where things lie and how they are computed.
@@ -104,9 +105,10 @@ def derive_compile(config: Config) -> bool | None:
 
 def derive_micro_batch_size(config: Config, world_size: int) -> int:
     """As set, else the largest divisor of one data-parallel rank's share of every global batch that is at most 8 and
-    leaves a pipeline at least pp microbatches, or a group of them; 1 where the share is too small for that."""
+    leaves a pipeline at least 8, pp or a group of microbatches; 1 where the share is too small for that."""
     shares = [_share(config, world_size, sequences) for sequences in ramp_sizes(config.train)]
-    microbatches = max(config.parallel.pp, config.parallel.microbatch_group_size or 1)
+    pp = config.parallel.pp
+    microbatches = max(pp, FILLING, config.parallel.microbatch_group_size or 1) if pp > 1 else 1
     largest, common = min(8, max(1, shares[0] // microbatches)), gcd(*shares)
     return config.train.micro_batch_size or max(size for size in range(1, largest + 1) if common % size == 0)
 

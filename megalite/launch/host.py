@@ -1,11 +1,14 @@
 """What a process takes of its host: cores, the memory that a step frees, open files. No torch import."""
 
+import atexit
 import ctypes
 import os
 import resource
+import signal
 import sys
 import time
 from collections.abc import Iterable, Mapping, MutableMapping
+from contextlib import suppress
 from pathlib import Path
 
 from megalite.errors.problems import Problem, UserError
@@ -75,6 +78,20 @@ def keep_freed_memory(environ: Mapping[str, str]) -> None:
     if mallopt is not None and not decided:
         mallopt(M_MMAP_MAX, 0)  # large pieces from the heap, too
         mallopt(M_TRIM_THRESHOLD, -1)  # and the heap is never cut
+
+
+def end_compile_workers() -> None:
+    """Kill inductor's compile workers, where there are any: when Python ends torch asks them to, and waits for up to five
+    minutes for some that do not hear it (pytorch#162199)."""
+    inductor = sys.modules.get("torch._inductor.async_compile")
+    for pool in inductor._pool_set if inductor else ():
+        if hasattr(pool, "process") and pool.process.poll() is None:  # a process that has the workers
+            pid, pool.running = pool.process.pid, False  # else a thread tells of an end that it did not expect
+            children = Path(f"/proc/{pid}/task/{pid}/children")
+            for one in (pid, *(children.read_text(encoding="ascii").split() if children.exists() else ())):
+                with suppress(ProcessLookupError):
+                    os.kill(int(one), signal.SIGKILL)
+            atexit.unregister(inductor.shutdown_compile_workers)
 
 
 def files_of(specs: Iterable[GroupSpec], world_size: int, *, on_gpu: bool) -> int:

@@ -19,6 +19,7 @@ from megalite.launch.agreement import together
 from megalite.launch.context import ParallelContext
 from megalite.launch.environment import ProcessEnvironment
 from megalite.launch.failure_report import find_cause
+from megalite.launch.host import end_compile_workers
 from megalite.launch.preflight import preflight, table
 from megalite.launch.signals import StopRequest
 from megalite.launch.watchdog import Doing, Patience, Watchdog
@@ -93,6 +94,7 @@ def run(
         if job is not None:
             job.folder.close()
         context.close(failed=failed)
+        end_compile_workers()
 
 
 def _watchdog_of_start_up(config: Config, context: ParallelContext) -> Watchdog:
