@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable, Mapping, MutableMapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from megalite.errors.problems import Problem, UserError
 from megalite.layout.groups import GroupSpec
@@ -81,9 +82,9 @@ def keep_freed_memory(environ: Mapping[str, str]) -> None:
 
 
 def end_compile_workers() -> None:
-    """Kill inductor's compile workers, where there are any: when Python ends torch asks them to, and waits for up to five
-    minutes for some that do not hear it (pytorch#162199)."""
-    inductor = sys.modules.get("torch._inductor.async_compile")
+    """Kill inductor's compile workers, where there are any: when Python ends torch asks them to, and waits for up to
+    five minutes for some that do not hear it (pytorch#162199)."""
+    inductor: Any = sys.modules.get("torch._inductor.async_compile")
     for pool in inductor._pool_set if inductor else ():
         if hasattr(pool, "process") and pool.process.poll() is None:  # a process that has the workers
             pid, pool.running = pool.process.pid, False  # else a thread tells of an end that it did not expect

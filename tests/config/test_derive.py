@@ -96,9 +96,12 @@ def test_values_that_are_set_stay() -> None:
         (60, 1, 4, 5),
         (7, 1, 7, 1),
         (64, 4, 4, 8),
-        (16, 4, 4, 4),
-        (16, 4, 8, 2),  # a share of 8 makes 4 microbatches
-        (18, 4, 4, 3),
+        (16, 4, 4, 2),
+        (16, 4, 8, 1),  # a share of 8
+        (18, 4, 4, 2),
+        (60, 2, 2, 6),  # 10 microbatches
+        (96, 12, 12, 8),
+        (84, 12, 12, 7),
         (3, 4, 4, 1),  # fewer than there are ranks, whatever the size
         (5, 4, 4, 1),
     ],

@@ -38,7 +38,7 @@ def test_a_schedule_is_told_and_drawn(tmp_path: Path) -> None:
         (("parallel.pp=4", *SMALL), "1f1b: pp 4, 8 microbatches"),
         (("parallel.pp=4", "parallel.vpp=2", *SMALL), "interleaved: pp 4, vpp 2, 8 microbatches"),
         (("parallel.pp=2", "parallel.schedule=zb-h1", "--dp", "2", *SMALL), "zb-h1: pp 2, 4 microbatches"),
-        (("parallel.pp=2", "train.global_batch_size=32", "model=gpt2", "parallel.tp=2"), "1f1b: pp 2, 4 microbatches"),
+        (("parallel.pp=2", "train.global_batch_size=32", "model=gpt2", "parallel.tp=2"), "1f1b: pp 2, 8 microbatches"),
     ],
 )
 def test_what_is_not_set_is_derived_as_for_training(words: tuple[str, ...], title: str) -> None:
