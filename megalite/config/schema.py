@@ -182,7 +182,9 @@ class TrainConfig:
     steps: int = setting(200, "optimizer steps of the whole run", at_least=0, at_most=10**8 - 1)
     global_batch_size: int = setting(8, "sequences per optimizer step, over all ranks", at_least=1)
     micro_batch_size: int | None = setting(
-        None, "sequences per forward pass of a rank; null: at most 8, that leave a pipeline 8 microbatches or pp", at_least=1
+        None,
+        "sequences per forward pass of a rank; null: at most 8, that leave a pipeline 8 microbatches or pp",
+        at_least=1,
     )
     seq_length: int = setting(256, "tokens per sequence", at_least=1)
     log_interval: int = setting(1, "steps between two lines of metrics.jsonl and of the terminal", at_least=1)
