@@ -28,6 +28,7 @@ from megalite.launch.environment import read_environment
 from megalite.launch.host import let_cuda_segments_grow, limit_openmp_spinning
 from megalite.model.flops import parameter_count
 from megalite.train.build import build_training, data_share, fill_with_start_values, start
+from megalite.train.device_settings import derive_device
 from megalite.train.step import PendingFigures, TrainStep
 
 LEARNING_RATE = 1e-4
@@ -268,6 +269,7 @@ def _take_turns(connection: Connection, name: str, config: Config, threads: int)
     """A side's process: an answer when it is warm, then one for each number of steps that it is asked for."""
     if name == "megalite":
         context = start(config, read_environment({}))
+        config = derive_device(config, context)
     else:
         context = ParallelContext(device=torch.device(config.device), dtype=DTYPES[config.precision])
     torch.set_num_threads(threads)

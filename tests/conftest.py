@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from megalite.launch.host import end_compile_workers
+
 # Set before anything imports torch or a Hugging Face library: they read these once.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -43,6 +45,11 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("anew")
     else:
         settings.load_profile("same")
+
+
+def pytest_unconfigure() -> None:
+    """A process that has compiled ends at once."""
+    end_compile_workers()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

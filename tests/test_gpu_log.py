@@ -20,7 +20,7 @@ from benchmark_sides import SHAPES, Megalite
 from megalite.launch.environment import read_environment
 from megalite.train.build import start
 from megalite.train.device_settings import derive_device
-config = SHAPES["gpt2"].config(4, "bf16", torch.device("cuda"))
+config = SHAPES["gpt2"].config(4, "bf16", torch.device("cuda"), "train.cuda_graph=false")
 context = start(config, read_environment({}))
 config = derive_device(config, context)
 side = Megalite(config, context, torch.zeros(4, 1024, dtype=torch.int64, device="cuda"))
@@ -146,7 +146,7 @@ def test_attention_fa4_calls_the_kernels_of_flash_attn_4(tmp_path: Path) -> None
     package.mkdir(parents=True)
     (package / "interface.py").write_text(FA4)
     (tmp_path / "logs").mkdir()
-    script = STEADY.replace('torch.device("cuda"))', 'torch.device("cuda"), "train.attention=fa4")')
+    script = STEADY.replace('"train.cuda_graph=false")', '"train.cuda_graph=false", "train.attention=fa4")')
     logged(["python", "-c", f"import sys; sys.path.append({str(tmp_path)!r})\n{script}"], tmp_path / "logs")
     calls = Counter((package / "calls").read_text().splitlines())
     tried, shape = "True 1 128 12 64 1 128 12 64", "True 4 1024 12 64 4 1024 12 64"

@@ -105,11 +105,12 @@ def derive_compile(config: Config) -> bool | None:
 
 def derive_micro_batch_size(config: Config, world_size: int) -> int:
     """As set, else the largest divisor of one data-parallel rank's share of every global batch that is at most 8 and
-    leaves a pipeline at least 8, pp or a group of microbatches; 1 where the share is too small for that."""
+    leaves a pipeline as many microbatches as it has ranks or a group has, 8 at full size; 1 where the share is too
+    small."""
     shares = [_share(config, world_size, sequences) for sequences in ramp_sizes(config.train)]
-    pp = config.parallel.pp
-    microbatches = max(pp, FILLING, config.parallel.microbatch_group_size or 1) if pp > 1 else 1
-    largest, common = min(8, max(1, shares[0] // microbatches)), gcd(*shares)
+    pp, group_size = config.parallel.pp, config.parallel.microbatch_group_size or 1
+    most = min(shares[0] // max(pp, group_size), shares[-1] // FILLING if pp > 1 else shares[-1])
+    largest, common = min(8, max(1, most)), gcd(*shares)
     return config.train.micro_batch_size or max(size for size in range(1, largest + 1) if common % size == 0)
 
 

@@ -276,7 +276,7 @@ def layers_split_over_tensor_parallel_ranks(case: Case) -> Iterator[Flaw]:
 
 
 def products_can_send(case: Case) -> Iterator[Flaw]:
-    """parallel.async_tp has an effect. What the machine must have for it is known later (train/build.py)."""
+    """parallel.async_tp has an effect. What the machine must have for it is known later (train/device_settings.py)."""
     config, name = case.config, "parallel.async_tp"
     if not config.parallel.async_tp:
         return

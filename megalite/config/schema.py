@@ -183,7 +183,7 @@ class TrainConfig:
     global_batch_size: int = setting(8, "sequences per optimizer step, over all ranks", at_least=1)
     micro_batch_size: int | None = setting(
         None,
-        "sequences per forward pass of a rank; null: at most 8, that leave a pipeline 8 microbatches or pp",
+        "sequences per forward pass of a rank; null: at most 8, and a pipeline has max(8, pp) microbatches",
         at_least=1,
     )
     seq_length: int = setting(256, "tokens per sequence", at_least=1)

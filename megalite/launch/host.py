@@ -1,6 +1,5 @@
 """What a process takes of its host: cores, the memory that a step frees, open files. No torch import."""
 
-import atexit
 import ctypes
 import os
 import resource
@@ -85,14 +84,18 @@ def end_compile_workers() -> None:
     """Kill inductor's compile workers, where there are any: when Python ends torch asks them to, and waits for up to
     five minutes for some that do not hear it (pytorch#162199)."""
     inductor: Any = sys.modules.get("torch._inductor.async_compile")
-    for pool in inductor._pool_set if inductor else ():
-        if hasattr(pool, "process") and pool.process.poll() is None:  # a process that has the workers
+    pools = [pool for pool in getattr(inductor, "_pool_set", ()) if hasattr(pool, "process")]  # which has the workers
+    for pool in pools:
+        if pool.process.poll() is None:
             pid, pool.running = pool.process.pid, False  # else a thread tells of an end that it did not expect
+            if pool.timer:
+                pool.timer.quit()
             children = Path(f"/proc/{pid}/task/{pid}/children")
             for one in (pid, *(children.read_text(encoding="ascii").split() if children.exists() else ())):
                 with suppress(ProcessLookupError):
                     os.kill(int(one), signal.SIGKILL)
-            atexit.unregister(inductor.shutdown_compile_workers)
+    if pools:
+        inductor.after_fork()  # forgets them: whoever compiles again has new ones
 
 
 def files_of(specs: Iterable[GroupSpec], world_size: int, *, on_gpu: bool) -> int:

@@ -52,12 +52,17 @@ class MicrobatchGraph:
 
     def _capture(self, batch: Batch, scale: Tensor) -> None:
         self._batch, self._scale = batch.clone(), scale.clone()
+        stream = torch.cuda.current_stream() if scale.is_cuda else None
         try:
             self._loss, self._repeat = captured(lambda: self._compute(self._batch, self._scale))
-        except RuntimeError as error:
+        except Exception as error:  # whatever a kernel's own compiler raises
             if not self._optional:
                 raise
-            to_stderr(f"megalite: no CUDA graph (train.cuda_graph): {type(error).__name__}: {shortened(str(error))}")
+            if stream is not None:  # torch stays on the capture's where its end fails
+                torch.cuda.set_stream(stream)
+                torch.cuda.synchronize()
+            why = f"{type(error).__name__}: {shortened(str(error))}"
+            to_stderr(f"megalite: no CUDA graph, kernels start one by one (train.cuda_graph=false: no try): {why}")
 
     def _compute(self, batch: Batch, scale: Tensor) -> Tensor:
         loss = self._model.loss(batch, scale)

@@ -22,10 +22,11 @@ def share_memory(group: TensorGroup) -> None:
 
 
 def why_products_cannot_send(group: TensorGroup, dtype: torch.dtype, device: torch.device) -> str:
-    """Tries both products that inductor writes, on whole numbers that every dtype holds; collective. Empty: they do."""
-    one = torch.ones(SIZE, SIZE, dtype=dtype, device=device)
-    own, ranks = one * (group.index + 1), [rank + 1.0 for rank in range(group.size)]
+    """Tries both products that inductor writes, on whole numbers that every dtype holds; collective. Empty: they do.
+    A rank whose device fails leaves the others in it, until parallel.startup_timeout_s is over."""
     try:
+        one = torch.ones(SIZE, SIZE, dtype=dtype, device=device)
+        own, ranks = one * (group.index + 1), [rank + 1.0 for rank in range(group.size)]
         share_memory(group)
         _, [gathered] = torch.ops.symm_mem.fused_all_gather_matmul(own, [one], 0, group.name)
         scattered = torch.ops.symm_mem.fused_matmul_reduce_scatter(own.repeat(group.size, 1), one, "sum", 0, group.name)

@@ -1,5 +1,6 @@
 """What a run does differently from device to device: refused where it cannot be, chosen where nobody has."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -46,18 +47,25 @@ def no_shared_memory(axes: ParallelConfig, device: torch.device, environment: Pr
     return f"needs GPUs that reach each other's memory, and GPU {own} does not reach {far}" if far else ""
 
 
-def derive_device(config: Config, context: ParallelContext, environment: ProcessEnvironment | None = None) -> Config:
+def derive_device(
+    config: Config,
+    context: ParallelContext,
+    environment: ProcessEnvironment | None = None,
+    report: Callable[[str], None] = lambda words: None,
+) -> Config:
     """Settings that follow from the device; collective. Compiling pays on CUDA, on a CPU it costs more than it brings.
 
-    Raises UserError, alike on all ranks, where parallel.async_tp=true does not work here.
+    Raises UserError, alike on all ranks, where the ranks find that parallel.async_tp=true does not work here.
     """
     compiled = context.device.type == "cuda" if config.train.compile is None else config.train.compile
     config = replace(config, precision=name_of(context.dtype), train=replace(config.train, compile=compiled))
-    sends = _products_send(config, context, environment or ProcessEnvironment())
+    sends = _products_send(config, context, environment or ProcessEnvironment(), report)
     return with_values(config, {ASYNC_TP: sends, CUDA_GRAPH: _is_graph(config, context)})
 
 
-def _products_send(config: Config, context: ParallelContext, environment: ProcessEnvironment) -> bool:
+def _products_send(
+    config: Config, context: ParallelContext, environment: ProcessEnvironment, report: Callable[[str], None]
+) -> bool:
     """parallel.async_tp as set, else whether it can be; where it may be it is tried, by all ranks."""
     asked, group = config.parallel.async_tp, TensorGroup.of(context.group("tp"))
     case = Case(with_values(config, {ASYNC_TP: True}), context.layout.world_size)
@@ -65,12 +73,15 @@ def _products_send(config: Config, context: ParallelContext, environment: Proces
         return False
     why = no_shared_memory(config.parallel, context.device, environment)
     if not any(context.gather_json([why] if why else [])):  # else ranks would wait for each other's memory in vain
+        report(f"trying products that send ({ASYNC_TP}=false: no try)")
         why = why_products_cannot_send(group, context.dtype, context.device)
-    remedy = f"{ASYNC_TP}={yaml_value(None)}"
-    problems = [Problem(ASYNC_TP, asked, f"products that send do not work here: {why}", remedy)] if why else []
     if asked:
-        agree(context, problems)
-    return not any(context.gather_json([why] if why else []))
+        rule = f"products that send do not work here: {why}"
+        agree(context, [Problem(ASYNC_TP, asked, rule, f"{ASYNC_TP}=false")] if why else [])
+    reasons = [reason for of_rank in context.gather_json([why] if why else []) for reason in of_rank]
+    if reasons:
+        report(f"{ASYNC_TP} is off: {reasons[0]}")
+    return not reasons
 
 
 def _is_graph(config: Config, context: ParallelContext) -> bool:

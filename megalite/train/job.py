@@ -94,7 +94,7 @@ def build_job(
     report: Callable[[str], None],
 ) -> Job:
     """The run folder, the model and its training state: new, imported, or of the newest checkpoint."""
-    config = derive_device(derive_vocabulary(config, data.vocab_size), context, environment)
+    config = derive_device(derive_vocabulary(config, data.vocab_size), context, environment, report)
     assert config.run_dir is not None, "derive() fills it in"
     path, weights = Path(config.run_dir), config.checkpoint.init_from
     prompts = together(context, lambda: prompts_of(config, data))

@@ -88,13 +88,13 @@ def run(
             saver.close()
         raise
     finally:
+        end_compile_workers()
         recorder.close()
         if status is not None:
             status.close()
         if job is not None:
             job.folder.close()
         context.close(failed=failed)
-        end_compile_workers()
 
 
 def _watchdog_of_start_up(config: Config, context: ParallelContext) -> Watchdog:

@@ -104,8 +104,8 @@ def test_following_the_advice_helps(line: str, world_size: int) -> None:
     [
         ({RAMP: [4, 4, 100], BATCH: 16}, 1, 4),
         ({RAMP: [4, 6, 100], BATCH: 16}, 2, 1),
-        ({RAMP: [16, 8, 100], BATCH: 32, "parallel.pp": 4}, 4, 2),
-        ({RAMP: [64, 32, 100], BATCH: 128, "parallel.pp": 2, "parallel.vpp": 2}, 4, 4),
+        ({RAMP: [8, 8, 100], BATCH: 32, "parallel.pp": 4}, 4, 2),
+        ({RAMP: [16, 16, 100], BATCH: 32, "parallel.pp": 2, "parallel.vpp": 2}, 4, 2),
     ],
 )
 def test_a_micro_batch_size_that_nobody_sets_suits_every_batch(
