@@ -16,9 +16,11 @@ from megalite.kernels.document_attention import block_mask, dense_mask, document
 from megalite.kernels.embed import add_sums_of_equal_rows
 from megalite.kernels.fp8 import E4M3, OF_GRADIENTS, fp8_input_gradient, fp8_linear, rounded
 from megalite.kernels.products import add_transposed_product
+from megalite.kernels.rotate import rotate
 from megalite.launch.device import use_attention
 from megalite.model.attention import KERNELS
 from megalite.model.loss import linear_cross_entropy
+from megalite.model.rotary import rotary_tables
 from megalite.tensor_parallel.cross_entropy import TokenLoss
 
 Errors = dict[str, float]
@@ -100,6 +102,23 @@ def _gradients(run: Callable[..., Tensor], inputs: list[Tensor], grad: Tensor) -
     leaves = [x.detach().requires_grad_() for x in inputs]
     out = run(*leaves)
     return [out.detach(), *torch.autograd.grad(out, leaves, grad.to(out.dtype))]
+
+
+def rotary(device: torch.device) -> Errors:
+    """Queries turned in bf16, compiled on CUDA, and their gradient, beside complex numbers in fp64."""
+    s, d = (4096, 128) if device.type == "cuda" else (64, 8)
+    frequencies = 1e4 ** -(torch.arange(0, d, 2, device=device) / d)
+    positions = torch.arange(s, device=device).expand(2, s)
+    tables = rotary_tables(frequencies, positions)
+    turn = torch.compile(rotate, fullgraph=True) if device.type == "cuda" else rotate
+    x, grad = (_normal(device, s, 2, 2, 4, d + more)[..., :d].bfloat16() for more in (0, 1))
+    found = _gradients(lambda queries: turn(queries, *tables), [x], grad)
+    angles = (positions.t().double()[..., None] * frequencies.double())[:, :, None, None]  # [s, b, 1, 1, d / 2]
+    errors = {}
+    for name, given, start, sign in (("output", found[0], x, 1), ("gradient", found[1], grad, -1)):
+        turned = torch.complex(*start.double().chunk(2, dim=-1)) * torch.polar(torch.ones_like(angles), sign * angles)
+        errors[name] = _near(given, torch.cat((turned.real, turned.imag), dim=-1), 1e-2)
+    return errors
 
 
 def head_and_loss(device: torch.device) -> Errors:

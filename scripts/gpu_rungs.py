@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from benchmark_sides import GPT2, SHAPES, SIDES, Megalite, Shape, Side, Turn, seconds_of, turn_of
-from gpu_operations import attention, embedding, fp8_products, head_and_loss, products
+from gpu_operations import attention, embedding, fp8_products, head_and_loss, products, rotary
 from torch import Tensor
 
 from megalite.config.schema import Config
@@ -253,7 +253,7 @@ def _product_flops(device: torch.device) -> float:
 
 
 def _rungs() -> Iterator[Rung]:
-    for work in (ceilings, products, fp8_products, attention, head_and_loss, embedding, steps):
+    for work in (ceilings, products, fp8_products, attention, rotary, head_and_loss, embedding, steps):
         yield Rung(1, work.__name__, work, 180 if work is attention else 90)  # it compiles three shapes
     for work in (training, resuming, profile):
         yield Rung(1, work.__name__, work, 150)

@@ -10,8 +10,7 @@ from megalite.config.remedies import Case
 from megalite.config.rules import microbatches_can_be_a_graph
 from megalite.config.schema import Config, ParallelConfig
 from megalite.config.settings import value_of, with_values, yaml_value
-from megalite.errors.problems import Problem
-from megalite.launch.agreement import agree
+from megalite.errors.problems import Problem, UserError
 from megalite.launch.context import ParallelContext
 from megalite.launch.device import name_of
 from megalite.launch.environment import ProcessEnvironment
@@ -75,10 +74,10 @@ def _products_send(
     if not any(context.gather_json([why] if why else [])):  # else ranks would wait for each other's memory in vain
         report(f"trying products that send ({ASYNC_TP}=false: no try)")
         why = why_products_cannot_send(group, context.dtype, context.device)
-    if asked:
-        rule = f"products that send do not work here: {why}"
-        agree(context, [Problem(ASYNC_TP, asked, rule, f"{ASYNC_TP}=false")] if why else [])
     reasons = [reason for of_rank in context.gather_json([why] if why else []) for reason in of_rank]
+    if reasons and asked:
+        rule = f"products that send do not work here: {reasons[0]}"
+        raise UserError(Problem(ASYNC_TP, asked, rule, f"{ASYNC_TP}=false"))
     if reasons:
         report(f"{ASYNC_TP} is off: {reasons[0]}")
     return not reasons
