@@ -11,7 +11,7 @@ from argparse import Namespace
 from collections.abc import Callable, Collection, Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,6 +52,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 CONF = folder if (folder := PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"  # of a wheel; of a checkout
 SCHEMA = "megalite_schema"  # the name under which conf/config.yaml finds the schema
 
+_VERSION_BASE = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}  # Hydra 1.4 warns of it
 _VARIABLE = re.compile(r"oc\.env\s*:\s*['\"]?([^,}\s'\"]+)")
 
 
@@ -130,7 +131,7 @@ def run_hydra(words: Sequence[str], function: Callable[[DictConfig], Any]) -> in
     """Lets Hydra itself read a command line, and call the function if that is for it; the exit status."""
     given, sys.argv[1:] = sys.argv[1:], words
     try:
-        hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(function)()
+        hydra.main(config_path=str(CONF), config_name="config", **_VERSION_BASE)(function)()
     except SystemExit as ended:
         return int(ended.code or 0)
     finally:
@@ -141,13 +142,20 @@ def run_hydra(words: Sequence[str], function: Callable[[DictConfig], Any]) -> in
 def hydra_loader(arguments: Namespace) -> ConfigLoader:
     """Hydra's config loader over conf/ (or --config-path) and --config-dir, wherever the command is given. It checks
     every key and type against the schema."""
-    version.setbase("1.3")
-    setup_globals()
-    ConfigStore.instance().store(name=SCHEMA, node=typed_settings())
+    _set_up_hydra()
     folders = create_config_search_path(f"file://{arguments.config_path or CONF}")
     if arguments.config_dir:
         folders.prepend("command-line", f"file://{arguments.config_dir}", anchor="schema")
     return ConfigLoaderImpl(folders)
+
+
+@cache
+def _set_up_hydra() -> None:
+    """The resolvers and the schema that conf/ refers to; a second registration is an error of Hydra 1.5."""
+    for base in _VERSION_BASE.values():
+        version.setbase(base)
+    setup_globals()
+    ConfigStore.instance().store(name=SCHEMA, node=typed_settings())
 
 
 def in_one_line(error: Exception) -> str:

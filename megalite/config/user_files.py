@@ -6,6 +6,7 @@ system, the decoder and the parser into one UserError. `as_record` checks JSON f
 
 import json
 import os
+import re
 import stat
 import types
 import typing
@@ -13,10 +14,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import yaml  # type: ignore[import-untyped]
-from omegaconf._utils import get_yaml_loader
 
 from megalite.errors.problems import NO_VALUE, Problem, UserError
 
@@ -67,11 +67,32 @@ def read_object(path: Path, remedy: str = RESTORE) -> dict[str, Any]:
     return found
 
 
+class _YamlLoader(yaml.SafeLoader):  # type: ignore[misc]
+    """Plain data as Hydra reads it: no key stands twice, `1e-4` is a number, a date is text."""
+
+    yaml_implicit_resolvers: ClassVar = {
+        first: [(tag, pattern) for tag, pattern in found if not tag.endswith(":timestamp")]
+        for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
+        """The mapping of a node; ConstructorError for a key that stands twice."""
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        if twice := [key for at, key in enumerate(keys) if key in keys[:at]]:
+            raise yaml.constructor.ConstructorError(problem=f"duplicate key {twice[0]}", problem_mark=node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+_YamlLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d[\d_]*(\.[\d_]*)?[eE][-+]?\d+$"), [*"-+0123456789"]
+)
+
+
 def read_yaml(path: Path, remedy: str = RESTORE) -> Any:
     """The value in a YAML file of plain data, read as Hydra does: no key twice."""
     content = read_bytes(path, remedy)
     with refusing(path, remedy):
-        return yaml.load(content, Loader=get_yaml_loader())
+        return yaml.load(content, Loader=_YamlLoader)
 
 
 def as_record(kind: type[Record], found: Any, place: Path | str, remedy: str = RESTORE) -> Record:

@@ -1,6 +1,7 @@
 """Every mistake in an override is found, all of them at once, each with what would work."""
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -274,7 +275,7 @@ def test_presets_of_the_users_own_are_found_by_config_dir(tmp_path: Path) -> Non
         (b"num_layers: 3\nnum_layers: 4", "duplicate key"),
         (b"name: \xff", "decode"),
         (b"just words", "Key 'just words'"),
-        (b"name: " + b"[" * 5000, "recursion"),
+        (b"name: " + b"[" * 5000, "recursion|nesting"),
         (None, "unknown choice"),
     ],
 )
@@ -283,7 +284,7 @@ def test_a_preset_that_cannot_be_read_is_refused(tmp_path: Path, content: bytes 
     path = tmp_path / "model" / "mine.yaml"
     os.mkfifo(path) if content is None else path.write_bytes(content)
     said = str(refusal("--config-dir", str(tmp_path), "model=mine"))
-    assert word in said
+    assert re.search(word, said)
     assert ("mend the file" in said) == (word != "unknown choice")
 
 
