@@ -1,5 +1,6 @@
-# Sourced by quickstart.sh and test.sh: makes .venv with the pinned requirements, or returns at once when it is there.
-# usage: . scripts/setup.sh REQUIREMENTS...   (must be sourced from the repository's root)
+# Sourced by quickstart.sh and test.sh from the repository's root.
+# . scripts/setup.sh REQUIREMENTS...   makes .venv with the pinned requirements, or returns at once when it is there
+# . scripts/setup.sh --latest          brings .venv-latest to the newest releases that pyproject.toml allows
 
 find_python() {
     for candidate in "${PYTHON:-}" python3.12 python3.13 python3.11 python3; do
@@ -12,18 +13,21 @@ find_python() {
     return 1
 }
 
+make_environment() {
+    local python
+    [ -x "$1/bin/python" ] && return
+    python=$(find_python) || return 1
+    if ! "$python" -m venv "$1"; then
+        rm -rf "$1"
+        echo "Python's venv module does not work; on Debian and Ubuntu: apt-get install python3-venv" >&2
+        return 1
+    fi
+}
+
 install_requirements() {
     local stamp=".venv/.installed-$(cat "$@" pyproject.toml | cksum | tr ' ' '-')"
     [ -e "$stamp" ] && return
-    if [ ! -x .venv/bin/python ]; then
-        local python
-        python=$(find_python) || return 1
-        if ! "$python" -m venv .venv; then
-            rm -rf .venv
-            echo "Python's venv module does not work; on Debian and Ubuntu: apt-get install python3-venv" >&2
-            return 1
-        fi
-    fi
+    make_environment .venv || return 1
     echo "Installing pinned requirements into .venv (once; torch is large) ..."
     local arguments=()
     for file in "$@"; do arguments+=(-r "$file"); done
@@ -34,4 +38,15 @@ install_requirements() {
     touch "$stamp"
 }
 
-install_requirements "$@" || exit 1
+install_latest() {
+    local install=".venv-latest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade"
+    make_environment .venv-latest || return 1
+    echo "Installing the newest releases into .venv-latest ..."
+    # --all-releases: Hydra, OmegaConf and torch change under us most, so their pre-releases are tried, too
+    $install "pip>=26" &&
+        $install --upgrade-strategy eager --all-releases hydra-core,omegaconf,torch \
+            --editable ".[wandb,tensorboard,pictures,test]" &&
+        .venv-latest/bin/python -m pip freeze --exclude-editable
+}
+
+if [ "$1" = --latest ]; then install_latest; else install_requirements "$@"; fi || exit 1

@@ -12,6 +12,7 @@ from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
+import yaml  # type: ignore[import-untyped]
 
 from megalite import __version__
 from megalite.commands.dispatch import COMMANDS
@@ -57,6 +58,12 @@ def test_what_tests_need_is_ranged_in_pyproject_as_it_is_pinned() -> None:
     along = {re.split(r"[^\w.-]", need)[0].lower() for name in pinned for need in requires(name) or ()}
     ranged = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["test"]
     assert pinned - {name.replace("-", "_") for name in along} - along <= {re.split("[=>]", each)[0] for each in ranged}
+
+
+def test_the_citation_names_this_version() -> None:
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert {"cff-version", "message", "title", "authors", "version"} <= cited.keys()
+    assert cited["version"] == __version__
 
 
 def test_it_is_the_wheel_that_runs_and_it_has_all_defaults(start: Start) -> None:
