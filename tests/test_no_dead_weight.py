@@ -117,6 +117,7 @@ CALLED_FROM_OUTSIDE = {
     *("emit", "handleError"),  # logging.Handler
     "on_broken_pipe",  # rich.console.Console
     "find_class",  # pickle.Unpickler
+    "construct_mapping",  # yaml.SafeLoader
 }
 USED_ELSEWHERE = {
     "get_num_layers",  # rank arithmetic for programs of others

@@ -15,14 +15,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import Store
-from torch.distributed.distributed_c10d import _set_pg_timeout as set_group_timeout  # torch has no public name for it
 
 from megalite.errors.problems import Problem
 from megalite.layout.groups import GroupNeeds, GroupSpec, groups_of
 from megalite.layout.ranks import ParallelLayout
 
 CPU = torch.device("cpu")
+# Public since torch 2.14, where the name before warns.
+set_group_timeout = dist.set_timeout if hasattr(dist, "set_timeout") else distributed_c10d._set_pg_timeout
 
 
 @dataclass(frozen=True)
