@@ -67,7 +67,7 @@ def read_object(path: Path, remedy: str = RESTORE) -> dict[str, Any]:
     return found
 
 
-class _YamlLoader(yaml.SafeLoader):  # type: ignore[misc]
+class _YamlLoader(yaml.SafeLoader):
     """Plain data as Hydra reads it: no key stands twice, `1e-4` is a number, a date is text."""
 
     yaml_implicit_resolvers: ClassVar = {
