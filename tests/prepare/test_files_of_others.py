@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -185,12 +187,26 @@ def test_a_kill_between_facts_and_data_is_continued(place: Path, monkeypatch: py
     assert TokenFile.open(Path("x")).documents == 50
 
 
+def test_the_copy_that_datasets_keeps_of_a_local_folder_is_its_user_s_alone(place: Path) -> None:
+    Path("rows").mkdir()
+    shutil.copy("books.json", "rows/a.jsonl")
+    command = 'umask 022; exec "$0" "$1" data=hf data.path=./rows tokenizer=byte data.workers=1 --output x'
+    script = Path(prepare.__file__).parents[2] / "scripts" / "prepare_data.py"
+    variables = {**os.environ, "HF_HOME": str(place / "hf"), "HF_DATASETS_CACHE": str(place / "hf")}
+    subprocess.run(["bash", "-c", command, sys.executable, script], env=variables, check=True, capture_output=True)
+    found = list((place / "hf").rglob("*.arrow"))
+    assert found
+    assert [path for path in found if path.stat().st_mode & 0o077] == []
+
+
 def test_folders_of_others_with_a_name_like_that_of_unfinished_work_stay(place: Path) -> None:
     for name in ("x.partial-draft", "x.partial-" + "0" * 20):
         Path(name).mkdir()
         (Path(name) / "notes").write_text("mine")
+    Path("x.lock").write_text("mine")
     assert make("x") == 0
     assert [path.name for path in place.glob("x.partial-*")] == ["x.partial-draft"]
+    assert Path("x.lock").read_text() == "mine", "a lock is held, not written"
 
 
 @pytest.mark.parametrize(("umask", "file", "folder"), [(0o022, 0o600, 0o700), (0o002, 0o664, 0o775)])
