@@ -31,9 +31,8 @@ def keep_tokenizer(run_dir: Path, files: Mapping[str, bytes], known: Mapping[str
                 write_atomically(folder / name, content)
         except OSError as error:
             rule = f"its folder {TOKENIZER} cannot be written: {error.strerror}"
-            raise UserError(
-                Problem("run_dir", str(run_dir), rule, "move away what is in its place, or set another run_dir")
-            ) from error
+            remedy = "move away what is in its place, or set another run_dir"
+            raise UserError(Problem("run_dir", str(run_dir), rule, remedy)) from error
     return expected
 
 

@@ -97,9 +97,8 @@ def what_is_written_is_not_read_as_data(config: Config) -> Iterator[Problem]:
                 rule = f"it is inside data.path={part}, a folder that is read whole: the run would change its own data"
                 yield Problem(name, shown, rule, f"a {name} elsewhere, or a glob like data.path='*.txt'", here=True)
             elif name != "run_dir" and _means(place, absolute(target)):
-                yield Problem(
-                    name, shown, f"it is read as text by data.path={part}", f"{name}={STATUS.usual}", here=True
-                )
+                rule = f"it is read as text by data.path={part}"
+                yield Problem(name, shown, rule, f"{name}={STATUS.usual}, or another name", here=True)
 
 
 def _means(place: str, file: str) -> bool:

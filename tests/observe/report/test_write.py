@@ -83,6 +83,16 @@ def test_a_disk_that_fails_is_told_once_and_the_page_before_stays(
     ]
 
 
+def test_a_page_of_somebody_else_costs_the_report_alone(tmp_path: Path) -> None:
+    run, told = write_run(tmp_path / "run"), list[str]()
+    (run / "report.html").write_text("mine")
+    LiveReport(read_run(run), 1.0, told.append).draw(live=True)
+    assert [line.partition(" by ")[0] for line in told] == [
+        "warning: report.html cannot be written for now: holds something else than the report of a run"
+    ]
+    assert (run / "report.html").read_text() == "mine"
+
+
 def test_a_mistake_in_the_drawing_costs_the_report_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     monkeypatch.setattr(write_module, "render", lambda run, live: 1 / 0)
