@@ -34,7 +34,7 @@ def picture_problems(path: Path, command: str) -> list[Problem]:
         ),
     }
     problems = [Problem(SETTING, str(path), rule, remedy) for rule, (kept, remedy) in rules.items() if not kept]
-    return problems + output_problems(SETTING, path, picture_of(command))
+    return problems or output_problems(SETTING, path, picture_of(command))
 
 
 def save_picture(draw: Callable[[], "Figure"], path: Path, command: str) -> None:
