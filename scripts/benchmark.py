@@ -42,6 +42,8 @@ import transformers
 from benchmark_sides import SHAPES, WARM_UP_STEPS, Shape, Side, seconds_of
 
 from megalite.commands.train import train_rank
+from megalite.config.durable_files import write_atomically
+from megalite.config.own_files import FIGURES, output_problems
 from megalite.config.schema import Config
 from megalite.launch.device import DTYPES
 from megalite.launch.environment import read_environment
@@ -240,6 +242,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--model: what is compared so is one of {', '.join(known)}")
     if options.zero and sys.platform != "linux":
         parser.error("--zero counts bytes by the statistics of Linux")
+    if options.json and (problems := output_problems("--json", options.json, FIGURES)):
+        parser.error("\n".join(map(str, problems)))
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: this torch sees no CUDA device")
     return options
@@ -269,7 +273,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"tiny {precision}: {seconds * 1e3:.1f} ms per step, {share:.2%} of it outside the step's own work")
         if options.json:
             report["figures"] = {name: {"step_s": step, "outside": share} for name, (step, share) in overheads.items()}
-            options.json.write_text(json.dumps(report, indent=2))
+            write_atomically(options.json, json.dumps(report, indent=2).encode(), FIGURES)
         return 0
 
     comparisons: list[Comparison] = []
@@ -285,7 +289,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("\n" + table(comparisons))
     if options.json:
         report |= {"product_flops": products, "figures": [asdict(line) for line in comparisons]}
-        options.json.write_text(json.dumps(report, indent=2))
+        write_atomically(options.json, json.dumps(report, indent=2).encode(), FIGURES)
     return 0
 
 

@@ -16,6 +16,9 @@ from pathlib import Path
 from benchmark_moe import REFERENCE, Contenders, compare, table
 from benchmark_sides import Shape
 
+from megalite.config.durable_files import write_atomically
+from megalite.config.own_files import FIGURES
+
 FIXED = ("train.compile=false",)
 LONG = ("model.vocab_size=4096", "model.num_layers=1", "train.seq_length=8192")
 SHAPES = {"tiny": Shape(("model=tiny", "model.hidden_size=128", "model.num_attention_heads=2", *LONG), 2, 2)}
@@ -40,5 +43,5 @@ def run(names: Sequence[str], precisions: Sequence[str], *, rounds: int, batch: 
         report.append({"model": name} | asdict(comparison))
         faults += comparison.faults
     if file is not None:
-        file.write_text(json.dumps(report, indent=2))
+        write_atomically(file, json.dumps(report, indent=2).encode(), FIGURES)
     return int(bool(faults))

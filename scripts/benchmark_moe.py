@@ -29,6 +29,8 @@ from benchmark_sides import Megalite, Shape, environment_kept, seconds_of
 from torch import Tensor, nn
 from torch._C._distributed_c10d import FileStore  # torch.distributed exports it, but not to type checkers
 
+from megalite.config.durable_files import write_atomically
+from megalite.config.own_files import FIGURES
 from megalite.config.schema import Config
 from megalite.context_parallel import exchange
 from megalite.kernels import grouped
@@ -298,5 +300,5 @@ def run(names: Sequence[str], precisions: Sequence[str], *, rounds: int, batch: 
         report.append({"model": name, "layer": asdict(layer)} | asdict(comparison))
         faults += comparison.faults
     if file is not None:
-        file.write_text(json.dumps(report, indent=2))
+        write_atomically(file, json.dumps(report, indent=2).encode(), FIGURES)
     return int(bool(faults))

@@ -25,6 +25,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.multiprocessing.spawn import spawn
 
 from megalite.config.compose import load_config
+from megalite.config.durable_files import write_atomically
+from megalite.config.own_files import FIGURES
 from megalite.config.schedule_rules import ScheduleRequest
 from megalite.config.schema import Config
 from megalite.data.batch import Batch, whole_batch
@@ -324,5 +326,6 @@ def run(names: Sequence[str], precisions: Sequence[str], *, rounds: int, batch: 
         print(*comparison.aims, sep="\n", flush=True)
         comparisons.append(comparison)
     if file is not None:
-        file.write_text(json.dumps([asdict(comparison) for comparison in comparisons], indent=2))
+        figures = json.dumps([asdict(comparison) for comparison in comparisons], indent=2)
+        write_atomically(file, figures.encode(), FIGURES)
     return int(any(comparison.faults for comparison in comparisons))

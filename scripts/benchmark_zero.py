@@ -32,6 +32,8 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 from megalite.config.compose import load_config
+from megalite.config.durable_files import write_atomically
+from megalite.config.own_files import FIGURES
 from megalite.config.schema import Config
 from megalite.data.batch import Batch, whole_batch
 from megalite.launch.context import ParallelContext
@@ -384,5 +386,6 @@ def run(names: Sequence[str], precisions: Sequence[str], *, rounds: int, batch: 
         print(verdict or "losses and gradient norms agree, bytes are the formula's", flush=True)
         comparisons.append(comparison)
     if file is not None:
-        file.write_text(json.dumps([asdict(comparison) for comparison in comparisons], indent=2))
+        figures = json.dumps([asdict(comparison) for comparison in comparisons], indent=2)
+        write_atomically(file, figures.encode(), FIGURES)
     return int(any(comparison.faults for comparison in comparisons))

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.multiprocessing.spawn import start_processes
 
+from megalite.config.own_files import FIGURES, in_the_way
 from megalite.hf.import_model import import_model
 from megalite.launch.context import ParallelContext
 from megalite.model.flops import parameter_count
@@ -167,6 +168,7 @@ def test_figures_are_written_as_json(
     file = tmp_path / "speed.json"
     arguments = ["--model", "tiny", "--precision", "fp32", "--steps", "2", "--device", "cpu", "--json", str(file)]
     assert benchmark.main(arguments) == 0
+    assert in_the_way(file, FIGURES) == "", "else a second run would refuse its own file"
     report = json.loads(file.read_text())
     assert report["figures"][0]["model"] == "tiny"
     assert report["figures"][0]["ratio"] > 0
@@ -193,6 +195,7 @@ def test_all_who_shard_do_the_same_work_and_megalite_sends_what_the_formula_says
     file = tmp_path / "zero.json"
     arguments = ["--zero", "--model", "tiny", "--precision", "fp32", "--steps", "2", "--json", str(file)]
     assert benchmark.main(arguments) == 0, capsys.readouterr().out
+    assert in_the_way(file, FIGURES) == ""
     [report] = json.loads(file.read_text())
     assert report["measured"].keys() == {"megalite zero=1", "megalite zero=0", "DDP + AdamW", *zero.PEERS}
     for name, ranks in report["measured"].items():
@@ -249,3 +252,11 @@ def test_bad_options_are_refused(benchmark: ModuleType, arguments: list[str]) ->
     with pytest.raises(SystemExit) as refused:
         benchmark.main(arguments)
     assert refused.value.code == 2
+
+
+def test_figures_replace_figures_alone(benchmark: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "notes.json").write_text("[]")
+    with pytest.raises(SystemExit) as refused:
+        benchmark.main(["--json", str(tmp_path / "notes.json")])
+    assert refused.value.code == 2
+    assert (tmp_path / "notes.json").read_text() == "[]"

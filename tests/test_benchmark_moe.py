@@ -10,6 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from megalite.config.own_files import FIGURES, in_the_way
 from tests.ranks import start_forkserver
 
 SMALL = ("model.num_layers=2", "model.hidden_size=32", "model.num_attention_heads=2", "model.vocab_size=300")
@@ -57,6 +58,7 @@ def test_all_layouts_train_the_same_model(moe: ModuleType, tmp_path: Path, capsy
     file = tmp_path / "experts.json"
     arguments = ["--experts", "--precision", "fp32", "--steps", "2", "--json", str(file)]
     assert benchmark.main(arguments) == 0, capsys.readouterr().out
+    assert in_the_way(file, FIGURES) == ""
     [report] = json.loads(file.read_text())
     assert report["turns"].keys() == moe.CONTENDERS.keys()
     assert all(turn["for_rows"] > 0 for ranks in report["turns"]["ep 2, alltoall"] for turn in ranks)

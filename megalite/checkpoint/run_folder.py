@@ -135,19 +135,6 @@ class RunFolder:
         self.close()
 
 
-@contextlib.contextmanager
-def private_files() -> Iterator[None]:
-    """Files that are made inside are for their user alone (0600, folders 0700). A umask other than the usual 022 was
-    chosen by somebody and stays in force."""
-    before = os.umask(0o077)
-    if before != 0o022:
-        os.umask(before)
-    try:
-        yield
-    finally:
-        os.umask(before)
-
-
 def examine(path: Path, resume: str, config: Mapping[str, Any], fingerprint: str) -> tuple[str, list[str]]:
     """The id of the run that `path` holds and which settings have changed since; nothing is touched.
 

@@ -24,14 +24,15 @@ def keep_tokenizer(run_dir: Path, files: Mapping[str, bytes], known: Mapping[str
         return dict(known)
     if _fault(run_dir, expected):
         try:
-            if folder.is_symlink() or not folder.is_dir():
-                folder.unlink(missing_ok=True)
-                folder.mkdir()
+            if folder.is_symlink():
+                folder.unlink()
+            folder.mkdir(exist_ok=True)
             for name, content in files.items():
                 write_atomically(folder / name, content)
         except OSError as error:
             rule = f"its folder {TOKENIZER} cannot be written: {error.strerror}"
-            raise UserError(Problem("run_dir", str(run_dir), rule, "a folder where you may write")) from error
+            remedy = "move away what is in its place, or set another run_dir"
+            raise UserError(Problem("run_dir", str(run_dir), rule, remedy)) from error
     return expected
 
 

@@ -45,13 +45,14 @@ class Command(NamedTuple):
         open_closed_streams()
         options, overrides = self.parse(arguments)
         picture: Path | None = getattr(options, "picture", None)
-        problems = picture_problems(picture, "--picture") if picture else []
+        name = self.function.__module__.rpartition(".")[2]
+        problems = picture_problems(picture, name) if picture else []
         try:
             shown = collect(lambda: self.function(options, overrides), problems)
             if shown is None or problems:
                 raise UserError(problems)
             if picture and shown.draw:
-                save_picture(shown.draw, picture, "--picture")
+                save_picture(shown.draw, picture, name)
         except UserError as error:
             to_stderr(str(error))
             return REFUSED

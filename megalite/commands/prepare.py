@@ -56,6 +56,8 @@ def read(output: Path | None, overrides: list[str], *, verify: bool) -> Config:
         raise UserError(Problem("--output", NO_VALUE, "either that or --verify is needed", remedy))
     unwritable = output and unusable("--output", output)
     problems = [unwritable] if unwritable else []
+    if output is not None and output.name in ("", ".."):
+        problems.append(Problem("--output", str(output), "is a folder: it names no file", "--output tokens/corpus"))
     doer, reads = ("--verify", READ_TO_VERIFY) if verify else ("preparing data", READ_TO_PREPARE)
     config = collect(lambda: load_part(overrides, doer, reads), problems)
     if config is not None and verify != (config.data.source == "tokens"):

@@ -19,7 +19,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -35,21 +35,21 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megalite.config.arguments import sources
 from megalite.config.compose import PACKAGE, hydra_loader, in_one_line, load_config, run_hydra
+from megalite.config.durable_files import open_to_append, private_files, write_atomically
 from megalite.config.inherited import as_override
+from megalite.config.own_files import COMPARISON, POINT, STOP, SWEEP, output_problems
 from megalite.config.schema import Config
 from megalite.config.user_files import as_record, read_json, refusing
 from megalite.errors.problems import NO_VALUE, Problem, UserError, collect, to_stderr
 from megalite.launch.environment import read_environment
-from megalite.observe.report.write import COMPARISON, write_report
+from megalite.observe.report.write import write_report
 from megalite.observe.screens import print_lines
 from megalite.train.history import read_metrics
 
 MOST_POINTS = 10_000
 BASIC = ".BasicSweeper"  # the one whose points are known beforehand
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-STOP = "stop"  # in the sweep's folder, a byte for each signal; from PATIENCE bytes on, nobody waits any more
-PATIENCE = 3
-RECORD = "point.json"
+PATIENCE = 3  # bytes of the stop file, a dot for each signal, from which on nobody waits any more
 
 
 @dataclass(frozen=True)
@@ -70,19 +70,31 @@ def sweep(arguments: Namespace) -> int:
         raise UserError(Problem("--multirun", NO_VALUE, rule, remedy))
     flags = sources(arguments)
     folder = _checked(arguments)
-    with refusing(folder, "another hydra.sweep.dir"):
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / STOP).touch()
-        for left in (folder / STOP, *folder.rglob(RECORD)):  # by an earlier sweep into this folder
-            left.unlink(missing_ok=True)
 
     def train(config: DictConfig) -> float:
         return train_point(config, flags)
 
     own = f"hydra.sweep.dir={as_override(str(folder))}"
-    with _stop_file(folder / STOP):
+    with private_files(), _stop_file(_cleared(folder)):
         status = run_hydra(["--multirun", *flags, *arguments.overrides, own], train)
-    return max(status, _report(folder))
+        return max(status, _report(folder))
+
+
+def _cleared(folder: Path) -> Path:
+    """The stop file of a sweep into this folder, without what an earlier one has left; UserError where others have
+    files of these names."""
+    with refusing(folder, "another hydra.sweep.dir"):
+        folder.mkdir(parents=True, exist_ok=True)
+        left = {folder / STOP.usual: STOP, **dict.fromkeys(folder.rglob(POINT.usual), POINT)}
+        places = left | {folder / kind.usual: kind for kind in (COMPARISON, SWEEP)}
+        problems = [each for path, kind in places.items() for each in output_problems("hydra.sweep.dir", path, kind)]
+        if problems:
+            remedy = "another hydra.sweep.dir, or move it away"
+            raise UserError([replace(each, remedy=remedy) for each in problems])
+        (folder / STOP.usual).touch()
+        for path in left:
+            path.unlink(missing_ok=True)
+    return folder / STOP.usual
 
 
 def points_of(words: Sequence[str], loader: ConfigLoader | None = None) -> list[list[str]]:
@@ -171,7 +183,7 @@ def _stop_file(path: Path) -> Iterator[None]:
 
 def _report(folder: Path) -> int:
     """Says what became of the points and draws a page that compares them; the exit status."""
-    paths = sorted(folder.rglob(RECORD), key=lambda path: (len(path.parent.name), path.parent.name))
+    paths = sorted(folder.rglob(POINT.usual), key=lambda path: (len(path.parent.name), path.parent.name))
     records = [as_record(PointRecord, read_json(path), path) for path in paths]
     everywhere = set[str].intersection(*(set(record.words) for record in records)) if records else set()
     for record in records:
@@ -180,7 +192,7 @@ def _report(folder: Path) -> int:
         print_lines([f"{own}: {record.status}{loss}{f'; {record.run_dir}' if record.run_dir else ''}"])
     trained = [Path(record.run_dir) for record in records if record.run_dir]
     if trained := [run for run in trained if (run / "metrics.jsonl").is_file()]:
-        print_lines([f"comparison: {write_report(trained, folder / COMPARISON)}"])
+        print_lines([f"comparison: {write_report(trained, folder / COMPARISON.usual, COMPARISON)}"])
     if any(record.status == "stopped" for record in records):
         print_lines(["stopped; the same command continues"])
     return int(any(record.status == "failed" for record in records))
@@ -190,13 +202,13 @@ def train_point(config: DictConfig, flags: Sequence[str]) -> float:
     """Train what Hydra composed by these flags; the final validation loss, NaN where there is none."""
     hydra = HydraConfig.get()
     words = [*hydra.overrides.task]
-    folder, stop = Path(hydra.runtime.output_dir), Path(hydra.runtime.cwd, hydra.sweep.dir, STOP)
+    folder, stop = Path(hydra.runtime.output_dir), Path(hydra.runtime.cwd, hydra.sweep.dir, STOP.usual)
     alone = hydra.runtime.choices["hydra/launcher"] == "basic"  # else several points write at once
     run_dir, status, loss = "", "stopped", None
     try:
         run_dir = str(load_config([*flags, *words], _ranks(config)).run_dir)
         if not stop.exists():
-            with open(os.devnull if alone else folder / "output.log", "wb") as log:
+            with private_files(), open(os.devnull, "a") if alone else open_to_append(folder / "output.log") as log:
                 failed = run_process(_command(_ranks(config), [*flags, *words]), None if alone else log, stop)
             status = "stopped" if stop.exists() else "failed" if failed else "trained"
         if status == "trained":
@@ -205,7 +217,9 @@ def train_point(config: DictConfig, flags: Sequence[str]) -> float:
     except UserError as error:
         to_stderr(str(error))
         status = "failed"
-    (folder / RECORD).write_text(json.dumps(asdict(PointRecord(words, run_dir, status, loss))))
+    record = json.dumps(asdict(PointRecord(words, run_dir, status, loss)))
+    with private_files():
+        write_atomically(folder / POINT.usual, record.encode(), POINT)
     return math.nan if loss is None else loss
 
 
@@ -217,7 +231,7 @@ def _command(ranks: int, words: Sequence[str]) -> list[str]:
     return [sys.executable, *program, *words]
 
 
-def run_process(command: list[str], output: IO[bytes] | None, stop: Path) -> int:
+def run_process(command: list[str], output: IO[str] | None, stop: Path) -> int:
     """The status of a child, which is in a session of its own: a terminal's Ctrl-C reaches it through the stop file."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a launcher's worker, not the driver
         with suppress(ValueError):  # not its main thread, where signals do not come

@@ -11,7 +11,10 @@ from megalite.config.settings import SETTINGS, Setting, value_of, yaml_value
 from megalite.errors.problems import Problem
 from megalite.errors.remedies import nearest
 
-PLACES = ("run_dir", "tokenizer", "data.path", "data.cache_dir", "checkpoint.init_from", "parallel.nccl_options")
+PLACES = (
+    *("run_dir", "tokenizer", "data.path", "data.cache_dir", "checkpoint.init_from", "parallel.nccl_options"),
+    "launch.status_file",
+)
 # Sizes far beyond what anyone trains, and small enough to compute with and to list. The others fit into 64 bits.
 LARGEST = {
     **dict.fromkeys(("num_layers", "first_stage_layers", "last_stage_layers", "recompute_layers"), 10_000),

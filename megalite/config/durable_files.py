@@ -1,11 +1,18 @@
-"""Writes files that appear whole or not at all, whatever happens: a kill, a full disk, a power cut."""
+"""Writes files that appear whole or not at all, whatever happens: a kill, a full disk, a power cut.
 
+Where a user names the file, its kind is given, and nothing but a file of that kind is replaced (own_files.py).
+"""
+
+import contextlib
 import errno
 import os
 import secrets
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
+
+from megalite.config.own_files import Kind, in_the_way
 
 _OF_THIS_PROCESS = secrets.token_hex(4)  # processes of other machines may have our number
 
@@ -15,12 +22,34 @@ def draft_of(path: Path) -> Path:
     return path.with_name(f".{path.name}.tmp-{os.getpid()}-{_OF_THIS_PROCESS}")
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """`path` holds either what it held or all of `content`, and its name is on disk when the call returns."""
+@contextlib.contextmanager
+def private_files() -> Iterator[None]:
+    """Files that are made inside are for their user alone (0600, folders 0700). A umask other than the usual 022 was
+    chosen by somebody and stays in force."""
+    before = os.umask(0o077)
+    if before != 0o022:
+        os.umask(before)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def put_in_place(draft: Path, path: Path, kind: Kind | None = None) -> None:
+    """A complete file gets its name. FileExistsError where that holds something else than a file of its kind; without
+    a kind the folder is ours, and so is what is there."""
+    if kind and (rule := in_the_way(path, kind)):
+        raise FileExistsError(errno.EEXIST, rule, str(path))
+    os.replace(draft, path)
+
+
+def write_atomically(path: Path, content: bytes, kind: Kind | None = None) -> None:
+    """`path` holds either what it held or all of `content`, and its name is on disk when the call returns. Raises
+    OSError, also where `put_in_place` does."""
     draft = draft_of(path)
     try:
         write_new(draft, content)
-        os.replace(draft, path)
+        put_in_place(draft, path, kind)
     except BaseException:
         draft.unlink(missing_ok=True)
         raise

@@ -4,16 +4,19 @@ Each rule is a small generator of `Problem`s. log.wandb says whether a run is sh
 WANDB_MODE. Without both, a run is shown where a key is set up.
 """
 
+import glob
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from megalite.config.derive import BUILT_IN_TOKENIZERS, absolute, looks_like_path, run_dir_of
 from megalite.config.nccl_options import read_nccl_options
+from megalite.config.own_files import STATUS, output_problems
 from megalite.config.packages import is_installed
-from megalite.config.run_dir import run_dir_problems
+from megalite.config.run_dir import OWN, run_dir_problems
 from megalite.config.schema import Config
 from megalite.errors.problems import Problem, UserError
 from megalite.errors.remedies import nearest
@@ -82,15 +85,38 @@ def run_dir_can_be_used(config: Config) -> Iterator[Problem]:
         yield from run_dir_problems(f"null, run_name={config.run_name}", Path(run_dir_of(config)))
 
 
-def run_dir_is_not_read_as_data(config: Config) -> Iterator[Problem]:
+def what_is_written_is_not_read_as_data(config: Config) -> Iterator[Problem]:
     """A folder of text is read with all that is below it: what the run writes there would be other data next time."""
-    path, folder = config.data.path, Path(absolute(config.run_dir or "runs"))
+    path, status = config.data.path, config.launch.status_file
+    written = {"run_dir": (config.run_dir or "runs", config.run_dir or "null (runs/ in the folder of the command)")}
+    written |= {"launch.status_file": (status, status)} if status else {}
     for part in path if isinstance(path, list) else [path]:
-        place = Path(absolute(str(part)))
-        if config.data.source in ("text", "hf") and place.is_dir() and folder.is_relative_to(place):
-            rule = f"it is inside data.path={part}, a folder that is read whole: the run would change its own data"
-            shown = config.run_dir or "null (runs/ in the folder of the command)"
-            yield Problem("run_dir", shown, rule, "a run_dir elsewhere, or a glob like data.path='*.txt'", here=True)
+        place = absolute(str(part))
+        for name, (target, shown) in written.items() if config.data.source in ("text", "hf") else ():
+            if os.path.isdir(place) and Path(absolute(target)).is_relative_to(place):
+                rule = f"it is inside data.path={part}, a folder that is read whole: the run would change its own data"
+                yield Problem(name, shown, rule, f"a {name} elsewhere, or a glob like data.path='*.txt'", here=True)
+            elif name != "run_dir" and _means(place, absolute(target)):
+                rule = f"it is read as text by data.path={part}"
+                yield Problem(name, shown, rule, f"{name}={STATUS.usual}, or another name", here=True)
+
+
+def _means(place: str, file: str) -> bool:
+    """Whether a path or a glob leads to the file, by whatever name."""
+    matches = [place, *glob.iglob(place, recursive=True)] if os.path.isfile(file) else []
+    return any(os.path.exists(match) and os.path.samefile(match, file) for match in matches)
+
+
+def status_file_is_not_another_s(config: Config) -> Iterator[Problem]:
+    if (name := config.launch.status_file) is None:
+        return
+    path, folder = Path(absolute(name)), Path(os.path.realpath(run_dir_of(config)))
+    for problem in output_problems("launch.status_file", path, STATUS):
+        yield replace(problem, here=True)
+    place = Path(os.path.realpath(path.parent), path.name)
+    if place.is_relative_to(folder) and {*place.relative_to(folder).parts[:1]} <= {*OWN}:
+        rule = f"the run keeps files of its own by that name in {folder}"
+        yield Problem("launch.status_file", name, rule, f"launch.status_file={STATUS.usual}, or a name elsewhere")
 
 
 def asked_mode(setting: str | None, variables: Mapping[str, str]) -> str | None:
@@ -124,5 +150,6 @@ def wandb_takes_the_names(config: Config) -> Iterator[Problem]:
 
 MACHINE_RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     *(torch_is_new_enough, nccl_options_can_be_read, tokenizer_exists, start_weights_exist),
-    *(run_dir_can_be_used, run_dir_is_not_read_as_data, trackers_are_installed, wandb_takes_the_names),
+    *(run_dir_can_be_used, what_is_written_is_not_read_as_data, status_file_is_not_another_s),
+    *(trackers_are_installed, wandb_takes_the_names),
 )

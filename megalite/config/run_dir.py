@@ -9,12 +9,17 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from megalite.config.own_files import RUN_LOCK, in_the_way
 from megalite.errors.problems import Problem
 
 RUN = "run.json"  # the first file that a run writes
-LOCK = "lock"  # left by a run that was killed before it wrote another
+LOCK = RUN_LOCK.usual  # left by a run that was killed before it wrote another
 _LOGS = (".log", ".out", ".err")
 _FOLDERS = ("checkpoints", "tokenizer")  # others are only added to
+OWN = (  # all that a run names itself
+    *(RUN, LOCK, *_FOLDERS, "config.yaml", "metrics.jsonl", "events.jsonl", "pipeline.jsonl", "report.html"),
+    *("token_files.json", "wandb.json", "logs", "profile", "tensorboard", "wandb"),
+)
 
 
 def run_dir_problems(value: str, folder: Path) -> Iterator[Problem]:
@@ -44,4 +49,4 @@ def _names_of_others(folder: Path) -> list[str]:
     folders = [name for name in _FOLDERS if (folder / name).is_dir() and os.listdir(folder / name)]
     files = [path.name for path in sorted(folder.iterdir()) if not path.is_dir()]
     others = [name for name in files if not name.startswith(".") and not name.endswith(_LOGS)]
-    return folders + [name for name in others if name != LOCK or (folder / name).is_symlink()]
+    return folders + [name for name in others if name != LOCK or in_the_way(folder / name, RUN_LOCK)]

@@ -95,11 +95,16 @@ class TextTokenizer:
         others = json.dumps(settings, indent=1, ensure_ascii=False, sort_keys=True) + "\n"
         return {"tokenizer.json": spec.encode(), "tokenizer_config.json": others.encode()}
 
+    def unwritten(self, folder: Path) -> dict[Path, bytes]:
+        """The files that the folder lacks, or holds with another content."""
+        files = {folder / name: content for name, content in self.files().items()}
+        return {path: it for path, it in files.items() if not path.is_file() or path.read_bytes() != it}
+
     def save(self, folder: Path) -> None:
         """Write these files."""
         folder.mkdir(parents=True, exist_ok=True)
-        for name, content in self.files().items():
-            write_atomically(folder / name, content)
+        for path, content in self.unwritten(folder).items():
+            write_atomically(path, content)
 
 
 def token_text(token: Any) -> Any:

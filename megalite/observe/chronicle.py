@@ -6,7 +6,9 @@ the run.
 """
 
 import contextlib
+import errno
 import json
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -69,6 +71,9 @@ class Chronicle:
             self._pipeline.close()
 
 
+_TORN = re.compile(rb'(\{"[^\n]*)?')  # what a run that was killed with its first record leaves
+
+
 class RecordFile:
     """A file of JSON lines that one rank of one run writes."""
 
@@ -78,7 +83,10 @@ class RecordFile:
         self.path, self._attempt = path, Attempts(path.name, note)
         with writing(path):
             if last_step is not None:
-                kept = [record for record in read_metrics(path, note) if record["step"] <= last_step]
+                records = read_metrics(path, note)
+                if not records and path.is_file() and not _TORN.fullmatch(path.read_bytes()):
+                    raise FileExistsError(errno.EEXIST, "it holds no record of a run", str(path))
+                kept = [record for record in records if record["step"] <= last_step]
                 write_atomically(path, "".join(f"{json.dumps(record)}\n" for record in kept).encode())
             self._file = open_to_append(path)
             content = path.read_bytes()

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megalite.config.durable_files import draft_of
+from megalite.config.durable_files import draft_of, put_in_place
+from megalite.config.own_files import output_problems, picture_of
 from megalite.config.packages import is_installed
 from megalite.errors.problems import Problem, UserError
 
@@ -19,34 +20,37 @@ if TYPE_CHECKING:
 COLOURS = ["#3573b9", "#e67e22", "#2e9e5b", "#d64545", "#8d5fc0", "#8a6248", "#df7fb8", "#9a9a1f", "#22a9b8", "#5b6676"]
 INK, GREY, FILL, EDGE = "#1d2733", "#6a7480", "#f3f4f6", "#c2c8d0"
 MARGIN, DPI = 0.35, 150
+SETTING = "--picture"
 
 
-def picture_problems(path: Path, setting: str) -> list[Problem]:
-    """Why no picture can be written to `path`, known before anything is drawn."""
+def picture_problems(path: Path, command: str) -> list[Problem]:
+    """Why no picture of a command can be written to `path` (--picture), known before anything is drawn."""
     rules = {
-        "must end in .png or .svg": (path.suffix.lower() in (".png", ".svg"), f"{setting}=picture.png"),
-        "is a folder": (not path.is_dir(), "the name of a file"),
+        "must end in .png or .svg": (path.suffix.lower() in (".png", ".svg"), f"{SETTING}=picture.png"),
         f"the folder {path.parent} does not exist": (path.parent.is_dir(), "make it, or another"),
         "the package matplotlib is not installed": (
             is_installed("matplotlib"),
             "pip install matplotlib, or leave the picture out",
         ),
     }
-    return [Problem(setting, str(path), rule, remedy) for rule, (kept, remedy) in rules.items() if not kept]
+    problems = [Problem(SETTING, str(path), rule, remedy) for rule, (kept, remedy) in rules.items() if not kept]
+    return problems or output_problems(SETTING, path, picture_of(command))
 
 
-def save_picture(draw: Callable[[], "Figure"], path: Path, setting: str) -> None:
-    """Draw to a .png or .svg file, which appears only when it is complete."""
+def save_picture(draw: Callable[[], "Figure"], path: Path, command: str) -> None:
+    """Draw to a .png or .svg file, which appears only when it is complete; `command` is named in it."""
     from matplotlib import style
 
     draft, kind = draft_of(path), path.suffix.lower().removeprefix(".")
     plain = {"svg.hashsalt": "megalite", "svg.fonttype": "none", "hatch.linewidth": 0.6}
     try:
         with style.context(["default", plain]):
-            draw().savefig(draft, format=kind, dpi=DPI, metadata={"Date": None} if kind == "svg" else {})
-        draft.replace(path)
+            by = f"megalite {command}"
+            written = {"Creator": by, "Date": None} if kind == "svg" else {"Software": by}
+            draw().savefig(draft, format=kind, dpi=DPI, metadata=written)
+        put_in_place(draft, path, picture_of(command))
     except OSError as error:
-        raise UserError(Problem(setting, str(path), f"cannot be written: {error}", "another file")) from error
+        raise UserError(Problem(SETTING, str(path), f"cannot be written: {error}", "another file")) from error
     finally:
         draft.unlink(missing_ok=True)
 

@@ -6,11 +6,12 @@ what is not reachable is looked for in the local cache only. Data set scripts an
 
 import os
 import threading
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from megalite.config.durable_files import private_files
 from megalite.data.offline import go_offline
 from megalite.errors.problems import Problem, UserError
 
@@ -59,7 +60,8 @@ def load_dataset(name: str, subset: str | None, split: str, streaming: bool) -> 
     datasets.disable_progress_bars()
     try:
         if not any(Path(name, state).exists() for state in SAVED_TO_DISK):
-            return datasets.load_dataset(name, subset, split=split, streaming=streaming)
+            with private_files() if Path(name).exists() else nullcontext():  # the library keeps a copy of the text
+                return datasets.load_dataset(name, subset, split=split, streaming=streaming)
         saved = datasets.load_from_disk(name)
         splits = saved if isinstance(saved, datasets.DatasetDict) else {str(saved.split or split): saved}
         if subset is not None or split not in splits:

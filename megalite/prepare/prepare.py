@@ -9,16 +9,20 @@ Training is given this module as its `Preparation`.
 
 import errno
 import fcntl
+import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from glob import escape
+from itertools import count
 from pathlib import Path
 
 import xxhash
 
 from megalite.config.derive import BUILT_IN_TOKENIZERS
+from megalite.config.durable_files import open_to_append, private_files
 from megalite.config.schema import Config
 from megalite.config.user_files import read_bytes
 from megalite.data.open import FORMAT, Progress, TokenFiles, check_vocabulary, digest, paths_of
@@ -29,7 +33,7 @@ from megalite.launch.host import allow_open_files, usable_cores
 from megalite.prepare.hub import TOKENIZER_FILES, tokenizer_folder
 from megalite.prepare.reading import Shard, pieces
 from megalite.prepare.sources import Source, not_read, sources_of
-from megalite.prepare.token_writer import join
+from megalite.prepare.token_writer import join, of_others
 from megalite.prepare.tokenizing import Job, tokenize_shards
 
 SAMPLE = 8 << 20  # characters of text that a BPE is trained on
@@ -59,6 +63,12 @@ class Target:
         """The folder of the tokenizer meanwhile."""
         return self.work / "tokenizer"
 
+    def refuse_another(self, tokenizer: TextTokenizer) -> None:
+        """FileExistsError where the folder beside the token file, which a user has named, holds another tokenizer."""
+        there = [path for path in tokenizer.unwritten(with_suffix(self.prefix, ".tokenizer")) if os.path.lexists(path)]
+        if there and self.key not in self.prefix.name:
+            raise FileExistsError(errno.EEXIST, f"{there[0]} is of another tokenizer")
+
 
 def is_prepared(prefix: Path) -> bool:
     """Whether the token file (of a target, or of a shard) is complete: its index comes last."""
@@ -73,17 +83,34 @@ def prepare(config: Config, progress: Progress | None = None) -> TokenFiles:
         return TokenFiles(prefixes, tokenizer=None if built_in else named_tokenizer(config.tokenizer))
     sources = sources_of(config.data)
     targets = targets_of(config, sources)
-    _make(config, targets, progress, "data.cache_dir")
+    with private_files():  # the text can be read from them
+        _make(config, targets, progress, "data.cache_dir")
     return TokenFiles([target.prefix for target in targets], not_read(sources))
 
 
 def prepare_file(source: Source, config: Config, prefix: Path, progress: Progress | None = None) -> None:
     """Make the token file `prefix` of one source, wherever the user wants it. One that is there must be the same."""
     [cached] = targets_of(config, [source])
+    _refuse_others(source, prefix.absolute())
     _make(config, [Target(source, prefix.absolute(), cached.key)], progress, "--output")
     if read_facts(prefix).fingerprint != cached.key:
         rule = "there is a token file already, of other text or another tokenizer"
         raise UserError(Problem("--output", str(prefix), rule, "choose another name, or delete it"))
+
+
+def _refuse_others(source: Source, prefix: Path) -> None:
+    """UserError where files of others, or of the text itself, lie in the place of the token file."""
+    places = {ending: with_suffix(prefix, ending) for ending in (".bin", ".idx", ".json", ".tokenizer")}
+    found, taken = of_others(prefix), [path for path in places.values() if path.is_file()]
+    if (folder := places[".tokenizer"]).is_symlink() or (not folder.is_dir() and folder.exists()):
+        found[folder] = "is no folder"
+    for file in source.files if taken and source.kind == "text" else ():
+        found |= {path: "is read as text by this command" for path in taken if path.samefile(file)}
+    if found:
+        names = (prefix.with_name(f"{prefix.name}-{number}") for number in count(2))
+        free = next(name for name in names if not any(os.path.lexists(with_suffix(name, each)) for each in places))
+        remedy = f"--output={free}, or move it away"
+        raise UserError([Problem("--output", str(prefix), f"{path} {rule}", remedy) for path, rule in found.items()])
 
 
 def examine(config: Config) -> None:
@@ -155,6 +182,7 @@ def _make(config: Config, targets: list[Target], progress: Progress | None, sett
             tokenizer = obtain_tokenizer(config, missing, shards)
             check_vocabulary(config, tokenizer.vocab_size)
             for target in missing:
+                target.refuse_another(tokenizer)
                 tokenizer.save(target.tokenizer)
             for target in missing:
                 left = [job for job in jobs[target] if not is_prepared(job[0])]
@@ -177,14 +205,15 @@ def _locked(prefixes: list[Path], setting: str) -> Iterator[None]:
         allow_open_files()
         with ExitStack() as files:
             for prefix in sorted(set(prefixes)):  # in one order: no two processes wait for each other
-                file = files.enter_context(with_suffix(prefix, ".lock").open("a"))
+                file = files.enter_context(open_to_append(with_suffix(prefix, ".lock")))
                 fcntl.flock(file, fcntl.LOCK_EX)
             yield
     except OSError as error:
         rule, remedy = f"preparing failed ({error.strerror or error})", "start again"
         if error.errno in UNWRITABLE:
             rule = f"cannot be written ({error.strerror})"
-            remedy = f"free some space, or choose a writable folder ({setting}=PATH)"
+            first = "move it away" if error.errno == errno.EEXIST else "free some space"
+            remedy = f"{first}, or choose a writable folder ({setting}=PATH)"
         remedy += "; what is already prepared is kept"
         raise UserError(Problem(setting, str(folder), rule, remedy)) from error
 
@@ -242,7 +271,9 @@ def _join(target: Target, shard_files: list[Path], tokenizer: TextTokenizer) -> 
     for ending in (".bin", ".idx", ".json"):
         for litter in prefix.parent.glob(f".{name}{ending}.tmp-*"):
             litter.unlink()  # of a process that was killed while joining: we hold its lock
+    target.refuse_another(tokenizer)
     tokenizer.save(with_suffix(prefix, ".tokenizer"))
     join(files, prefix, facts)
     for leftover in prefix.parent.glob(f"{name}.partial-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
+        if re.fullmatch(r"\.partial-[0-9a-f]{20}", leftover.name.removeprefix(prefix.name)):  # with a key: ours
+            shutil.rmtree(leftover, ignore_errors=True)

@@ -4,8 +4,10 @@ The index is renamed into place last, after everything else is on disk, and a re
 write that was torn at any instant is invisible. Memory holds some 30 bytes for each document of the file being written.
 """
 
+import errno
 import json
 import os
+import stat
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +18,8 @@ import numpy.typing as npt
 import xxhash
 
 from megalite.config.durable_files import draft_of, sync_folder, write_atomically
+from megalite.config.own_files import FACTS, in_the_way
+from megalite.config.user_files import read_object
 from megalite.data.token_file import CODES, HEADER, MAGIC, TokenFile, largest_id, with_suffix
 
 LONGEST = 2**31 - 1  # tokens in one sequence: its length is an i32
@@ -62,9 +66,10 @@ class TokenWriter:
         self._lengths.frombytes(file.lengths[:].tobytes())
 
     def finish(self, facts: dict[str, Any]) -> None:
-        """Make the file visible, with `facts` in PREFIX.json.
+        """Make the file visible, with `facts` in PREFIX.json; FileExistsError where others have files of these names.
 
-        The old index goes first and the new one comes last: at no instant does an index face foreign data.
+        The old index goes first and the new one comes last: at no instant does an index face foreign data. Data whose
+        facts are not beside it is somebody's, so the facts come before the data.
         """
         assert self._open == 0, "finish inside a document"
         lengths, pointers = np.array(self._lengths, dtype="<i4"), np.zeros(len(self._lengths), dtype="<i8")
@@ -78,9 +83,13 @@ class TokenWriter:
             _sync(file)
         _sync(self._data)
         self._data.close()
+        if facts.get("fingerprint", "") not in self.prefix.name and (found := of_others(self.prefix)):
+            index.unlink()  # a shard, and a file of the cache, is ours by its name
+            self.discard()
+            raise FileExistsError(errno.EEXIST, "; ".join(f"{path}: {rule}" for path, rule in found.items()))
         with_suffix(self.prefix, ".idx").unlink(missing_ok=True)
-        Path(self._data.name).replace(with_suffix(self.prefix, ".bin"))
         write_atomically(with_suffix(self.prefix, ".json"), json.dumps(facts, indent=1).encode())
+        Path(self._data.name).replace(with_suffix(self.prefix, ".bin"))
         index.replace(with_suffix(self.prefix, ".idx"))
         sync_folder(self.prefix.parent)
 
@@ -93,6 +102,21 @@ class TokenWriter:
         self.hash.update(tokens.data)
         self._data.write(tokens.data)
         self.tokens += len(tokens)
+
+
+def of_others(prefix: Path) -> dict[Path, str]:
+    """What lies in the place of PREFIX's files and is not ours, with the reason. PREFIX.json, which has a mark, tells
+    how many tokens are in PREFIX.bin; an index alone belongs to nobody's data."""
+    facts, data, index, lock = (with_suffix(prefix, ending) for ending in (".json", ".bin", ".idx", ".lock"))
+    found = {facts: in_the_way(facts, FACTS)}
+    known = facts.exists() and not found[facts] and read_object(facts).get("tokens")
+    for path in (data, index, lock):
+        state = path.lstat() if os.path.lexists(path) else None
+        if state and not stat.S_ISREG(state.st_mode):
+            found[path] = "is no regular file"
+        elif state and path != lock and not (known and (path == index or state.st_size in (2 * known, 4 * known))):
+            found[path] = f"is there already and no {facts.name} of megalite tells of it"
+    return {path: rule for path, rule in found.items() if rule}
 
 
 def join(files: Sequence[TokenFile], prefix: Path, facts: dict[str, Any]) -> None:

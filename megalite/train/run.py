@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from megalite.checkpoint.run_folder import private_files
+from megalite.config.durable_files import private_files
 from megalite.config.schema import Config
 from megalite.data.content import compare_changed, watched
 from megalite.data.open import Preparation
@@ -53,9 +53,11 @@ def run(
         collect(lambda: preparation.examine(config), problems)
         raise UserError(problems)
     recorder = recorder_of(context)
+    assert config.run_dir is not None, "derive() fills it in"
+    status_file = config.launch.status_file if context.rank == 0 else None
+    status = StatusFile(status_file, Path(config.run_dir), config.train.steps)
     job: Job | None = None
     saver: Saver | None = None
-    status: StatusFile | None = None
     failed = False
     try:
         with _watchdog_of_start_up(config, context) as watchdog:
@@ -63,9 +65,8 @@ def run(
                 _look_at_nodes(config, context, recorder)
             data = open_training_data(config, context, environment, preparation, recorder.preparing)
             with private_files():
+                together(context, status.examine)
                 job = build_job(config, context, environment, data, read_weights, recorder.note)
-                status_file = config.launch.status_file if context.rank == 0 else None
-                status = StatusFile(status_file, job.folder.path, config.train.steps)
                 together(context, partial(status.begin, job.progress.step))
                 if job.over:
                     status.end("finished", job.progress.step)
@@ -90,8 +91,7 @@ def run(
     finally:
         end_compile_workers()
         recorder.close()
-        if status is not None:
-            status.close()
+        status.close()
         if job is not None:
             job.folder.close()
         context.close(failed=failed)

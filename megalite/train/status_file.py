@@ -9,10 +9,13 @@
 
 import contextlib
 import json
+import os
 from pathlib import Path
 from typing import Literal
 
+from megalite.config.derive import absolute
 from megalite.config.durable_files import write_atomically
+from megalite.config.own_files import STATUS
 from megalite.errors.problems import Problem, UserError
 
 
@@ -20,9 +23,15 @@ class StatusFile:
     """The file of one start. Rank 0 writes it; on other ranks, and without a path, nothing happens."""
 
     def __init__(self, path: str | None, run_dir: Path, steps: int) -> None:
-        self._path, self._fixed = Path(path) if path else None, {"steps": steps, "run_dir": str(run_dir)}
+        self._path, self._fixed = Path(absolute(path)) if path else None, {"steps": steps, "run_dir": str(run_dir)}
         self._step = 0
         self._open = False
+
+    def examine(self) -> None:
+        """UserError where the file cannot be made, before anything else is."""
+        if self._path is not None and not os.access(self._path.parent, os.W_OK | os.X_OK):
+            rule = f"{self._path.parent} is no folder where you may write"
+            raise UserError(Problem("launch.status_file", str(self._path), rule, "make it, or name another"))
 
     def begin(self, step: int) -> None:
         """Training begins after `step`. UserError where the file cannot be written."""
@@ -47,4 +56,4 @@ class StatusFile:
     def _write(self, state: str, by: str | None = None) -> None:
         if self._path is not None:
             told = {"state": state, "step": self._step, **self._fixed, **({"by": by} if by else {})}
-            write_atomically(self._path, (json.dumps(told) + "\n").encode())
+            write_atomically(self._path, (json.dumps(told) + "\n").encode(), STATUS)

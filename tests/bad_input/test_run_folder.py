@@ -9,6 +9,7 @@ import pytest
 
 import pretrain_gpt
 from megalite.checkpoint.lock import RunLock
+from megalite.config.run_dir import OWN
 from tests.bad_input.launching import SMALL, TOKENS, copy_of_run, refused, tree, write_corpus
 
 RUN = [*SMALL, *TOKENS, "run_dir=run", "checkpoint.interval=2"]
@@ -160,4 +161,5 @@ def test_files_of_a_run_are_its_user_s_alone_unless_a_umask_is_chosen(
         os.umask(before)
     found = [launch_folder / "run", *(launch_folder / "run").rglob("*")]
     assert len(found) > 15
+    assert {path.name for path in found[0].iterdir()} <= {*OWN}
     assert {(path.is_dir(), path.stat().st_mode & 0o777) for path in found} == {(False, file), (True, folder)}

@@ -34,7 +34,7 @@ def test_every_flipped_bit_is_found_and_mended(tmp_path: Path, known: dict[str, 
             assert content(tmp_path) == BYTE.files()
 
 
-@pytest.mark.parametrize("harm", ["gone", "half", "another", "file", "link"])
+@pytest.mark.parametrize("harm", ["gone", "half", "another", "link"])
 def test_it_is_written_anew_whatever_is_in_its_place(tmp_path: Path, known: dict[str, str], harm: str) -> None:
     elsewhere = (tmp_path / TOKENIZER).rename(tmp_path / "elsewhere")
     if harm == "half":
@@ -42,8 +42,6 @@ def test_it_is_written_anew_whatever_is_in_its_place(tmp_path: Path, known: dict
         (tmp_path / TOKENIZER / "tokenizer.json").write_bytes(BYTE.files()["tokenizer.json"])
     elif harm == "another":
         char_tokenizer(["abc"]).save(tmp_path / TOKENIZER)
-    elif harm == "file":
-        (tmp_path / TOKENIZER).write_text("x")
     elif harm == "link":
         (tmp_path / TOKENIZER).symlink_to(elsewhere)
         (elsewhere / "tokenizer.json").write_text("{}")
@@ -52,6 +50,13 @@ def test_it_is_written_anew_whatever_is_in_its_place(tmp_path: Path, known: dict
     keep_tokenizer(tmp_path, BYTE.files(), known)
     assert content(tmp_path) == BYTE.files()
     assert sorted(os.listdir(tmp_path)) == ["elsewhere", TOKENIZER]
+
+
+def test_a_file_in_its_place_is_somebody_s(tmp_path: Path) -> None:
+    (tmp_path / TOKENIZER).write_text("mine")
+    with pytest.raises(UserError, match="cannot be written: File exists\n      fix: move away what is in its place"):
+        keep_tokenizer(tmp_path, BYTE.files(), {})
+    assert (tmp_path / TOKENIZER).read_text() == "mine"
 
 
 def test_what_is_as_the_checkpoint_tells_is_left_alone(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """A sweep trains every point in a folder of its own, compares them, continues, stops in order, and loses no point."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -83,6 +84,27 @@ def test_points_are_trained_and_compared_and_the_same_command_continues_them(pla
     again = sweep(*words)
     assert again.count("already finished: step 2 of 2") == 2
     assert records(place) == found
+
+
+@pytest.mark.parametrize("name", ["stop", "comparison.html", "multirun.yaml", "notes/point.json"])
+def test_files_of_others_in_the_folder_of_a_sweep_stay(place: Path, sweep: Sweep, name: str) -> None:
+    for content in ("mine", ""):
+        (place / "sweep" / "notes").mkdir(parents=True, exist_ok=True)
+        (place / "sweep" / name).write_text(content)
+        assert f"/sweep/{name}'" in sweep("seed=1,2", status=2)
+        assert (place / "sweep" / name).read_text() == content
+    assert not (place / "runs").exists()
+
+
+def test_what_a_sweep_keeps_is_its_user_s_alone(place: Path, sweep: Sweep) -> None:
+    before = os.umask(0o022)
+    try:
+        sweep("seed=1")
+    finally:
+        os.umask(before)
+    found = [place / "sweep", *(place / "sweep").rglob("*")]
+    assert {path.name for path in found} >= {"0", "point.json", "comparison.html", "multirun.yaml"}
+    assert [path for path in found if path.stat().st_mode & 0o077] == []
 
 
 def test_a_point_that_fails_does_not_lose_the_others(place: Path, sweep: Sweep) -> None:

@@ -33,6 +33,22 @@ def test_a_new_run_keeps_nothing_of_an_attempt_that_saved_no_checkpoint(tmp_path
     assert read_metrics(path) == []
 
 
+FOREIGN = [b"mine", b"mine\n", b'{"text": "mine"}\n', b"<!DOCTYPE html>\n<html>", b"\xff\0" * 9]
+
+
+@pytest.mark.parametrize("content", FOREIGN)
+def test_a_file_without_any_record_is_somebody_else_s(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"metrics\.jsonl.*holds no record of a run"):
+        RecordFile(path, lambda text: None, last_step=3)
+    assert path.read_bytes() == content
+    for torn in (b"", b'{"step": 1, "lo'):  # by a run that was killed then
+        path.write_bytes(torn)
+        RecordFile(path, pytest.fail, last_step=3).close()
+        assert path.read_bytes() == b""
+
+
 def test_a_line_is_readable_before_the_file_is_closed_and_full_precision_survives(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     metrics = RecordFile(path, pytest.fail, last_step=0)

@@ -282,7 +282,7 @@ def test_padding_is_in_the_legend_where_there_is_some(capsys: pytest.CaptureFixt
 
 def test_any_buffers_can_be_drawn(tmp_path: Path) -> None:
     path = tmp_path / "buffers.svg"
-    save_picture(lambda: figure_of(of_experts(), ["title", "line"]), path, "--picture")
+    save_picture(lambda: figure_of(of_experts(), ["title", "line"]), path, "buffers")
     assert {"0 expert", "1 master"} <= {text.removeprefix("bucket ").partition(":")[0] for text in texts_of(path)}
 
 

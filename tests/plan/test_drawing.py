@@ -46,20 +46,44 @@ def test_a_picture_that_cannot_be_finished_leaves_the_old_one(tmp_path: Path, mo
     old.write_bytes(b"old")
     monkeypatch.setattr(Figure, "savefig", run_out_of_space)
     with pytest.raises(UserError, match=r"--picture=.*No space left"):
-        save_picture(lambda: page(["title"], 1, 1)[0], old, "--picture")
+        save_picture(lambda: page(["title"], 1, 1)[0], old, "ranks")
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("ranks.png", b"old")]
 
 
 def test_files_that_cannot_become_pictures_are_refused(tmp_path: Path) -> None:
     (tmp_path / "folder.png").mkdir()
-    assert picture_problems(tmp_path / "new.png", "--picture") == []
+    assert picture_problems(tmp_path / "new.png", "ranks") == []
     for name, rule in (
         ("ranks.pdf", "must end in"),
         ("gone/ranks.png", "does not exist"),
         ("folder.png", "is a folder"),
     ):
-        (problem,) = picture_problems(tmp_path / name, "--picture")
+        (problem,) = picture_problems(tmp_path / name, "ranks")
         assert rule in problem.rule
+
+
+@pytest.mark.parametrize("name", ["a.svg", "a.png"])
+def test_a_command_draws_over_its_own_pictures_alone(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / name
+    words = ["--world-size", "4", "--picture", str(path)]
+    assert [ranks.main(words), ranks.main(words)] == [0, 0], capsys.readouterr().err
+    by_ranks = path.read_bytes()
+    Figure().savefig(path)
+    by_the_user = path.read_bytes()
+    for content, draw in (
+        (by_ranks, lambda: schedule.main(["parallel.pp=2", "train.global_batch_size=16", "--picture", str(path)])),
+        (by_the_user, lambda: ranks.main(words)),
+        (b"", lambda: ranks.main(words)),
+    ):
+        path.write_bytes(content)
+        assert draw() == 2
+        assert f"fix: --picture={tmp_path}/a-2{path.suffix}" in capsys.readouterr().err
+        assert path.read_bytes() == content
+    with pytest.raises(UserError, match="holds something else"):  # it came while the picture was drawn
+        save_picture(lambda: page(["title"], 1, 1)[0], path, "ranks")
+    assert [each.name for each in tmp_path.iterdir()] == [name]
 
 
 def test_a_picture_without_matplotlib_is_refused_before_anything_is_drawn(

@@ -98,7 +98,7 @@ def test_panels_are_the_axes_that_are_split_and_the_pipelines_once() -> None:
 
 def test_of_a_large_world_the_first_nodes_are_drawn_and_the_picture_says_so(tmp_path: Path) -> None:
     layout = laid_out(4096, tp=8, pp=4)
-    save_picture(lambda: figure_of(layout, 8), tmp_path / "large.svg", "--picture")
+    save_picture(lambda: figure_of(layout, 8), tmp_path / "large.svg", "ranks")
     texts = texts_of(tmp_path / "large.svg")
     assert "pipeline: stages of layers, first to last; drawn: ranks 0 to 143 of 4096" in texts
     assert "pp: 1024 groups of 4, 1024 across nodes" in texts
@@ -110,7 +110,7 @@ def test_of_a_large_world_the_first_nodes_are_drawn_and_the_picture_says_so(tmp_
 
 
 def test_a_drawing_names_its_nodes_ranks_axes_and_kinds_of_line(tmp_path: Path) -> None:
-    save_picture(lambda: figure_of(laid_out(16, tp=4, pp=2, ep=4, etp=1), 8), tmp_path / "ranks.svg", "--picture")
+    save_picture(lambda: figure_of(laid_out(16, tp=4, pp=2, ep=4, etp=1), 8), tmp_path / "ranks.svg", "ranks")
     texts = texts_of(tmp_path / "ranks.svg")
     assert {"16 ranks: tp 4 x dp 2 x pp 2, order tp-cp-ep-dp-pp", "experts: ep 4 x edp 2 x pp 2"} <= set(texts)
     assert "ep: 4 groups of 4, inside a node" in texts
@@ -121,14 +121,14 @@ def test_a_drawing_names_its_nodes_ranks_axes_and_kinds_of_line(tmp_path: Path) 
 
 def test_the_panel_of_ep_says_which_experts_a_rank_holds(tmp_path: Path) -> None:
     layout = laid_out(8, tp=2, ep=4, etp=1)
-    save_picture(lambda: figure_of(layout, 8, held_experts(layout, 12)), tmp_path / "ranks.svg", "--picture")
+    save_picture(lambda: figure_of(layout, 8, held_experts(layout, 12)), tmp_path / "ranks.svg", "ranks")
     texts = texts_of(tmp_path / "ranks.svg")
     assert [texts.count(part) for part in ("0-2", "3-5", "6-8", "9-11")] == [2, 2, 2, 2]
     assert texts[texts.index("6-8") - 1] == "2"
 
 
 def test_what_does_not_occur_is_not_in_the_legend(tmp_path: Path) -> None:
-    save_picture(lambda: figure_of(laid_out(8, tp=2), 8), tmp_path / "ranks.svg", "--picture")
+    save_picture(lambda: figure_of(laid_out(8, tp=2), 8), tmp_path / "ranks.svg", "ranks")
     texts = texts_of(tmp_path / "ranks.svg")
     assert "inside a node" in texts
     assert not {"between nodes", "to a rank that is not drawn"} & set(texts)
@@ -137,7 +137,7 @@ def test_what_does_not_occur_is_not_in_the_legend(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("world_size", "gpus_per_node"), [(1, 8), (3, 8), (30, 8), (5, 1), (20, 3), (300, 200)])
 @pytest.mark.parametrize("name", ["ranks.png", "ranks.SVG"])
 def test_any_world_can_be_drawn(world_size: int, gpus_per_node: int, name: str, tmp_path: Path) -> None:
-    save_picture(lambda: figure_of(laid_out(world_size), gpus_per_node), tmp_path / name, "--picture")
+    save_picture(lambda: figure_of(laid_out(world_size), gpus_per_node), tmp_path / name, "ranks")
     begin = (tmp_path / name).read_bytes()[:8]
     assert begin == (b"\x89PNG\r\n\x1a\n" if name.endswith("png") else b"<?xml ve")
     assert [path.name for path in tmp_path.iterdir()] == [name]

@@ -96,7 +96,7 @@ def test_schedules_of_one_batch_have_one_scale() -> None:
 
 
 def test_recorded_seconds_are_shown_in_milliseconds(tmp_path: Path) -> None:
-    save_picture(lambda: figure_of(in_seconds(LINE), MILLISECONDS, "measured"), tmp_path / "measured.svg", "--picture")
+    save_picture(lambda: figure_of(in_seconds(LINE), MILLISECONDS, "measured"), tmp_path / "measured.svg", "schedule")
     texts = re.findall(r">([^<]+)</text>", (tmp_path / "measured.svg").read_text())
     assert "time, in ms" in texts
     assert [text for text in texts if text.startswith("step 187.5 ms; idle 25.0%")]
@@ -106,7 +106,7 @@ def test_recorded_seconds_are_shown_in_milliseconds(tmp_path: Path) -> None:
 def test_thin_boxes_are_an_image_without_edges(tmp_path: Path) -> None:
     drawn = figure(timeline("1f1b", 2, 3000))
     assert [boxes.get_rasterized() for boxes in drawn.axes[0].collections] == [False, True] * 2
-    save_picture(lambda: drawn, tmp_path / "long.svg", "--picture")
+    save_picture(lambda: drawn, tmp_path / "long.svg", "schedule")
     assert (tmp_path / "long.svg").stat().st_size < 1_000_000
 
 
@@ -123,7 +123,7 @@ def test_thin_boxes_are_an_image_without_edges(tmp_path: Path) -> None:
     ids=lambda line: line.title,
 )
 def test_any_timeline_can_be_drawn_on_a_page_of_bounded_size(line: Timeline, tmp_path: Path) -> None:
-    save_picture(lambda: figure(line), tmp_path / "line.png", "--picture")
+    save_picture(lambda: figure(line), tmp_path / "line.png", "schedule")
     content = (tmp_path / "line.png").read_bytes()
     assert content[:8] == b"\x89PNG\r\n\x1a\n"
     width, height = struct.unpack(">II", content[16:24])

@@ -202,6 +202,7 @@ LONG = "a" * 300  # a name that no file can have
         ([*of_text("a.txt"), "--output", "x", "data.weights=[1]"], ["preparing data does not read it", "data.path"]),
         ([*of_text("a.txt"), "--output", "x", "data.pth=a"], ["data.pth", "did you mean data.path"]),
         (["a.txt", "--output", "x"], ["a.txt", "refused, 1 problem"]),
+        *(([*of_text("a.txt"), "--output", name], ["--output=", "names no file"]) for name in ("", ".", "/", "..")),
         (["data=hf", "data.path=[a/b,c/d]", "--output", "x"], ["made of one data set"]),
         (["data=tokens", "data.path=x", "--output", "y"], ["prepared already", "--verify"]),
         (["data=tokens", "data.path=gone", "--verify"], ["gone.bin", "is missing"]),

@@ -73,6 +73,21 @@ def test_a_file_that_cannot_be_written_is_refused_before_training(text: Path, tm
     with pytest.raises(UserError, match=r"launch\.status_file"):
         start(config_with_status(text, tmp_path))
     assert not checkpoints(tmp_path / "run")
+    elsewhere = replace(config_for(text, tmp_path / "new").launch, status_file=str(tmp_path / "gone" / "status"))
+    with pytest.raises(UserError, match=r"launch\.status_file=.*gone is no folder where you may write"):
+        start(replace(config_for(text, tmp_path / "new"), launch=elsewhere))
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_file_of_somebody_else_that_comes_meanwhile_stays(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def put(self: Loop) -> None:
+        (tmp_path / "status").write_text("mine")
+
+    monkeypatch.setattr(Loop, "run", put)
+    start(config_with_status(text, tmp_path))
+    assert (tmp_path / "status").read_text() == "mine"
 
 
 def test_a_start_ends_saved_when_its_minutes_are_over(text: Path, tmp_path: Path) -> None:

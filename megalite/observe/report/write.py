@@ -5,17 +5,17 @@ A file is replaced as a whole, so a reader sees the one before or the one after.
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
-from megalite.config.durable_files import write_atomically
-from megalite.errors.problems import Problem, UserError, collect_all
+from megalite.config.durable_files import private_files, write_atomically
+from megalite.config.own_files import COMPARISON, REPORT, Kind, output_problems
+from megalite.errors.problems import Problem, UserError, collect, collect_all
 from megalite.observe.report.comparison import compare
 from megalite.observe.report.page import render
 from megalite.observe.run_data import RunData, read_run
 from megalite.train.history import Note
 
-REPORT = "report.html"
-COMPARISON = "comparison.html"
 SHARE = 300  # a run goes on for so many times as long as the last drawing took
 
 
@@ -45,7 +45,7 @@ class LiveReport:
         """`interval_s`: between two drawings at least; 0: only at the end."""
         self._run, self._interval_s = run, interval_s
         self._due = 0.0 if interval_s > 0 else float("inf")
-        self._attempt = Attempts(REPORT, note)
+        self._attempt = Attempts(REPORT.usual, note)
 
     def refresh(self) -> None:
         """Draw it if that is due."""
@@ -55,25 +55,33 @@ class LiveReport:
     def draw(self, *, live: bool) -> None:
         """Draw it now; `live`: the run goes on."""
         begun = time.monotonic()
-        self._attempt(lambda: write_page(self._run.folder / REPORT, render(self._run, live=live)))
+        page = self._run.folder / REPORT.usual
+        self._attempt(lambda: write_page(page, render(self._run, live=live), REPORT))
         now = time.monotonic()
         if self._interval_s > 0:
             self._due = now + max(self._interval_s, SHARE * (now - begun))
 
 
-def write_page(path: Path, page: str) -> None:
-    write_atomically(path, page.encode(errors="replace"))
+def write_page(path: Path, page: str, kind: Kind) -> None:
+    write_atomically(path, page.encode(errors="replace"), kind)
 
 
-def write_report(folders: Sequence[Path], out: Path | None) -> Path:
-    """Draw one run, into its folder unless `out` says otherwise, or compare several (comparison.html here, or `out`).
+def write_report(folders: Sequence[Path], out: Path | None, kind: Kind | None = None) -> Path:
+    """Draw one run, into its folder unless `out` says otherwise, or compare several (comparison.html here, or `out`);
+    `kind` says which where there may be one or several.
 
-    Returns the file. Raises UserError with all folders that hold no run, or for a file that cannot be written.
+    Only `out` is as readable as the umask says. Returns the file. Raises UserError with all folders that hold no run,
+    or for a file that cannot be written.
     """
-    runs = collect_all(read_run, folders)
-    target = out or (folders[0] / REPORT if len(folders) == 1 else Path(COMPARISON))
+    kind = kind or (REPORT if len(folders) == 1 else COMPARISON)
+    target = out or (folders[0] / kind.usual if kind is REPORT else Path(kind.usual))
+    problems = output_problems("--out", target, kind)
+    runs = collect(lambda: collect_all(read_run, folders), problems)
+    if runs is None or problems:
+        raise UserError(problems)
     try:
-        write_page(target, render(runs[0]) if len(runs) == 1 else compare(runs))
+        with nullcontext() if out else private_files():
+            write_page(target, render(runs[0]) if kind is REPORT else compare(runs), kind)
     except OSError as error:
         rule = f"cannot be written: {error.strerror}"
         raise UserError(Problem("--out", str(target), rule, "another file: --out FILE")) from error

@@ -1,5 +1,6 @@
 """report.html appears whole or not at all, costs a run little, never ends it; the command refuses what is no run."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -7,12 +8,15 @@ from pathlib import Path
 import pytest
 
 import megalite.observe.report.write as write_module
+from megalite.config.own_files import REPORT
 from megalite.errors.problems import UserError
 from megalite.observe.report.write import SHARE, LiveReport, write_page, write_report
 from megalite.observe.run_data import read_run
 from tests.observe.report.runs import write_run
 
 ROOT = Path(__file__).parents[3]
+HEAD = '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>\n'
+PAGE = HEAD + '<meta name="generator" content="megalite report"/>\n'
 
 
 class Clock:
@@ -24,7 +28,7 @@ class Clock:
         def render(run: object, *, live: bool) -> str:
             self.drawn.append(self.now)
             self.now += drawing_s
-            return "page"
+            return PAGE
 
         patch.setattr(write_module.time, "monotonic", lambda: self.now)
         patch.setattr(write_module, "render", render)
@@ -62,7 +66,7 @@ def test_a_disk_that_fails_is_told_once_and_the_page_before_stays(
     report.draw(live=True)
     before = (run / "report.html").read_text()
 
-    def full(path: Path, content: bytes) -> None:
+    def full(path: Path, content: bytes, kind: object) -> None:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
@@ -77,6 +81,16 @@ def test_a_disk_that_fails_is_told_once_and_the_page_before_stays(
         "metrics.jsonl",
         "report.html",
     ]
+
+
+def test_a_page_of_somebody_else_costs_the_report_alone(tmp_path: Path) -> None:
+    run, told = write_run(tmp_path / "run"), list[str]()
+    (run / "report.html").write_text("mine")
+    LiveReport(read_run(run), 1.0, told.append).draw(live=True)
+    assert [line.partition(" by ")[0] for line in told] == [
+        "warning: report.html cannot be written for now: holds something else than the report of a run"
+    ]
+    assert (run / "report.html").read_text() == "mine"
 
 
 def test_a_mistake_in_the_drawing_costs_the_report_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +123,7 @@ def test_what_is_no_run_is_refused_all_at_once_and_nothing_is_written(tmp_path: 
     message = refused([run, tmp_path / "no-such", empty, file])
     assert "3 problems" in message
     assert message.count("there is no config.yaml") == 3
-    assert "Is a directory" in refused([run], tmp_path)
+    assert "is a folder, and is not replaced" in refused([run], tmp_path)
     assert "No such file or directory" in refused([run], tmp_path / "missing" / "out.html")
     (run / "config.yaml").write_text("a: [")
     assert f"{run / 'config.yaml'}: is not YAML" in refused([run])
@@ -140,6 +154,37 @@ def test_a_page_is_not_written_through_a_link(tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.write_text("mine")
     (tmp_path / "report.html").symlink_to(elsewhere)
-    write_page(tmp_path / "report.html", "page")
+    with pytest.raises(FileExistsError, match="is a link"):
+        write_page(tmp_path / "report.html", PAGE, REPORT)
     assert elsewhere.read_text() == "mine"
-    assert (tmp_path / "report.html").read_text() == "page"
+    assert (tmp_path / "report.html").is_symlink()
+
+
+def test_a_page_takes_the_place_of_its_own_kind_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of f4fa60b do not name their kind: they count as both."""
+    runs = [write_run(tmp_path / "first"), write_run(tmp_path / "second", lr=0.5)]
+    monkeypatch.chdir(tmp_path)
+    one, two, old = Path("one.html"), Path("two.html"), Path("old.html")
+    policy = "default-src &#39;none&#39;; script-src &#39;sha256-xMlYhw0=&#39;; style-src &#39;unsafe-inline&#39;"
+    of_old = f'{HEAD}<meta http-equiv="Content-Security-Policy" content="{policy}"/>\n<meta name="viewport"'
+    for folders, mine, others in ((runs[:1], one, two), (runs, two, one)):
+        for path in (mine, old, mine):
+            old.write_text(of_old)
+            assert write_report(folders, path).read_text().startswith(HEAD)
+        before = others.read_bytes() if others.exists() else b""
+        others.touch()
+        assert "holds something else than" in refused(folders, others)
+        assert others.read_bytes() == before
+        others.unlink() if not before else None
+    records = (runs[0] / "metrics.jsonl").read_bytes()
+    assert f"--out={runs[0]}/metrics-2.jsonl" in refused(runs[:1], runs[0] / "metrics.jsonl")
+    assert (runs[0] / "metrics.jsonl").read_bytes() == records
+
+
+def test_a_report_is_for_its_user_alone_unless_it_is_asked_for_elsewhere(tmp_path: Path) -> None:
+    run, before = write_run(tmp_path / "run"), os.umask(0o022)
+    try:
+        modes = [write_report([run], out).stat().st_mode & 0o777 for out in (None, tmp_path / "shown.html")]
+    finally:
+        os.umask(before)
+    assert modes == [0o600, 0o644]

@@ -1,0 +1,166 @@
+"""A file takes the place of its own kind alone: what others wrote, and what is no regular file, stays as it is."""
+
+import ast
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from megalite.config import own_files
+from megalite.config.compose import load_config
+from megalite.config.durable_files import write_atomically
+from megalite.config.own_files import RUN_LOCK, STATUS, Kind, in_the_way, output_problems, picture_of
+from megalite.errors.problems import UserError
+
+# As f4fa60b wrote them, but the pictures, which have a mark only since.
+WRITTEN = {
+    "STATUS": b'{"state": "stopped", "step": 6, "steps": 20, "run_dir": "/scratch/run", "by": "SIGUSR1"}\n',
+    "FACTS": b'{\n "source": "a.txt",\n "fingerprint": "4cb1",\n "tokens": 7,\n "documents": 1,\n "dtype": "uint16"\n}',
+    "FIGURES": b'[\n  {\n    "model": "tiny",\n    "precision": "fp32",\n    "parameters": 7',
+    "POINT": b'{"words": ["seed=1"], "run_dir": "/runs/x", "status": "trained", "val_loss": 4.5}',
+    "STOP": b"..",
+    "SWEEP": b"hydra:\n  run:\n    dir: .\n",
+    "RUN_LOCK": b'{"host": "n1", "pid": 1, "started": "now", "job": null, "token": "ab"}',
+    "REPORT": b'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>\n'
+    b'<meta name="generator" content="megalite report"/>\n',
+    "COMPARISON": b'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>\n'
+    b'<meta name="generator" content="megalite comparison"/>\n',
+}
+KINDS: dict[str, Kind] = {name: getattr(own_files, name) for name in WRITTEN}
+FOREIGN = {
+    "text": b"Call me Ishmael.\n",
+    "binary": b"\x00\xff" * 3000,
+    "empty": b"",
+    "json": b'{"state": "of the art", "step": "by step"}',
+    "identity": b'{\n "run_id": "3cf9",\n "data_fingerprint": "ab"\n}\n',
+    "config": b"model:\n  name: tiny\nrun_dir: /scratch/run\n",
+    "record": b'{"step": 1, "loss": 5.5}\n',
+    "page": b"<!DOCTYPE html>\n<html><body>megalite report</body></html>",
+    "drawing": b'<?xml version="1.0"?>\n<svg><dc:title>Matplotlib v3.11.2</dc:title></svg>',
+}
+
+
+def test_every_kind_has_its_row() -> None:
+    assert {name for name, kind in vars(own_files).items() if isinstance(kind, Kind)} == KINDS.keys()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_file_takes_the_place_of_its_own_kind_alone(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "file"
+    for other, content in (WRITTEN | FOREIGN).items():
+        path.write_bytes(content)
+        if other == name or (other, name) == ("empty", "RUN_LOCK"):
+            write_atomically(path, b"new", KINDS[name])
+            assert path.read_bytes() == b"new"
+        else:
+            with pytest.raises(FileExistsError, match="holds something else than"):
+                write_atomically(path, b"new", KINDS[name])
+            assert path.read_bytes() == content, other
+    path.unlink()
+    write_atomically(path, b"new", KINDS[name])
+    assert os.listdir(tmp_path) == ["file"], "no draft stays"
+
+
+def test_what_is_no_regular_file_is_never_replaced_even_where_it_leads_to_one_of_ours(tmp_path: Path) -> None:
+    ours = tmp_path / "ours"
+    ours.write_bytes(WRITTEN["STATUS"])
+    link, dangling, folder, pipe = (tmp_path / name for name in ("link", "dangling", "folder", "pipe"))
+    link.symlink_to(ours)
+    dangling.symlink_to("nowhere")
+    folder.mkdir()
+    os.mkfifo(pipe)
+    for path in (link, dangling, folder, pipe, Path("/dev/null")):
+        before = os.lstat(path).st_ino
+        with pytest.raises(OSError, match=r"and is not replaced|Permission denied"):
+            write_atomically(path, b"new", STATUS)
+        assert os.lstat(path).st_ino == before
+    assert ours.read_bytes() == WRITTEN["STATUS"]
+    os.link(ours, tmp_path / "hard")
+    write_atomically(tmp_path / "hard", b"new", STATUS)
+    assert ours.read_bytes() == WRITTEN["STATUS"], "the other name keeps what it had"
+
+
+def test_a_picture_is_of_one_command(tmp_path: Path) -> None:
+    svg, png = tmp_path / "a.svg", tmp_path / "a.png"
+    svg.write_text('<?xml version="1.0"?>\n<cc:Agent><dc:title>megalite ranks</dc:title></cc:Agent>')
+    png.write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + bytes(17) + b"\0\0\0\x17tEXtSoftware\0megalite ranks")
+    for path in (svg, png):
+        assert not in_the_way(path, picture_of("ranks"))
+        assert in_the_way(path, picture_of("schedule"))
+
+
+def test_the_name_that_a_refusal_gives_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.status", "a-2.status"):
+        Path(name).write_text("mine")
+    for path in ("a.status", "/dev/null"):
+        (problem,) = output_problems("launch.status_file", Path(path), STATUS)
+        free = problem.remedy.partition(",")[0]
+        assert free == f"launch.status_file={'a-3.status' if path == 'a.status' else 'run.status'}"
+        assert load_config([free], 1).launch.status_file == free.partition("=")[2]
+
+
+def refused(*words: str) -> str:
+    with pytest.raises(UserError) as error:
+        load_config(list(words), 1)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("content", FOREIGN.values(), ids=FOREIGN)
+def test_a_status_file_takes_no_file_of_others(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "status"
+    path.write_bytes(content)
+    for name in (path, f"{tmp_path}/../{tmp_path.name}/status"):
+        assert "launch.status_file=" in refused(f"launch.status_file={name}", f"run_dir={tmp_path}/run")
+    assert path.read_bytes() == content
+    assert os.listdir(tmp_path) == ["status"]
+
+
+@pytest.mark.parametrize("name", ["", "lock", "run.json", "config.yaml", "metrics.jsonl", "events.jsonl", "logs/x"])
+def test_a_status_file_is_not_where_the_run_will_write(tmp_path: Path, name: str) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    run = tmp_path / "run"
+    for place in (run, tmp_path / "link" / "run"):
+        assert "files of its own" in refused(f"run_dir={run}", f"launch.status_file={place / name}")
+    kept = load_config([f"run_dir={run}", f"launch.status_file={run}/my.status"], 1)
+    assert kept.launch.status_file == f"{run}/my.status"
+
+
+def test_a_status_file_is_not_what_is_read_as_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(WRITTEN["STATUS"] * 100)
+    os.link(tmp_path / "a.txt", tmp_path / "b.txt")
+    for path, words in (
+        (tmp_path / "a.txt", "is read as text"),
+        (f"'{tmp_path}/a*'", "is read as text"),
+        (tmp_path, "is read whole"),
+    ):
+        status = f"launch.status_file={tmp_path}/b.txt"
+        assert words in refused("data=text", f"data.path={path}", status, f"run_dir={tmp_path.parent}/elsewhere")
+    assert load_config([f"launch.status_file={tmp_path}/b.txt"], 1), "without that text it is one of ours"
+
+
+def test_a_lock_of_somebody_else_keeps_a_run_out_of_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "lock").write_text("the combination is 7, 11, 13")
+    assert "it holds lock" in refused(f"run_dir={tmp_path}")
+    assert in_the_way(tmp_path / "lock", RUN_LOCK)
+
+
+WRITERS = {  # who may write files in another way, and where
+    *("config/durable_files.py", "config/document.py"),  # the one; the pages of this repository
+    *("hf/export.py", "prepare/token_writer.py"),  # drafts, and folders of ours
+    *("checkpoint/writing.py", "checkpoint/commit.py"),  # in checkpoints
+    *("commands/sweep.py", "launch/watchdog.py"),  # a byte to its own stop file; a new file
+    *("verify/faults.py", "verify/bit_flips.py", "verify/trial.py", "verify/processes.py"),  # temporary folders
+}
+WRITING = re.compile(r"\.write_(text|bytes)\(|\bos\.(replace|rename)\(|\bopen\(([^()]*, )?'[rwax+b]*[wax+][rwax+b]*'")
+
+
+def test_one_function_writes_files() -> None:
+    package = Path(own_files.__file__).parents[1]
+    found = set()
+    for path in package.glob("**/*.py"):
+        calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
+        if any(WRITING.search(ast.unparse(call)) for call in calls):
+            found.add(str(path.relative_to(package)))
+    assert found == WRITERS

@@ -1,0 +1,234 @@
+"""Preparing replaces nothing that it did not make: no text, no token files of other makers, no other tokenizer."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, models
+
+from megalite.commands import prepare
+from megalite.config.compose import load_config
+from megalite.data.token_file import TokenFile
+from megalite.prepare import prepare as preparation
+from megalite.prepare import token_writer
+
+TEXT = "".join(json.dumps({"text": f"document {number} of a tree by the river"}) + "\n" for number in range(50))
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("books.json").write_text(TEXT)
+    return tmp_path
+
+
+def make(output: str, path: str = "books.json", tokenizer: str = "byte") -> int:
+    return prepare.main(["data=text", f"data.path={path}", f"tokenizer={tokenizer}", "--output", output])
+
+
+def content(folder: Path) -> dict[str, bytes | str]:
+    """Every file by its path, and where every link leads."""
+    found = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
+    read = {str(path): os.readlink(path) if path.is_symlink() else b"" for path in found}
+    return read | {str(path): path.read_bytes() for path in found if path.is_file() and not path.is_symlink()}
+
+
+def the_text(place: Path) -> str:
+    return "books"
+
+
+def the_text_by_another_spelling(place: Path) -> str:
+    return f"../{place.name}/./books"
+
+
+def a_hard_link_to_the_text(place: Path) -> str:
+    os.link("books.json", "x.json")
+    return "x"
+
+
+def data_of_another_maker(place: Path) -> str:
+    Path("x.bin").write_bytes(bytes(range(256)) * 9)  # nanoGPT's: no index
+    return "x"
+
+
+def a_pair_of_megatron(place: Path) -> str:
+    assert make("x") == 0
+    Path("x.json").unlink()
+    shutil.rmtree("x.tokenizer")
+    return "x"
+
+
+def data_beside_the_facts_of_other_data(place: Path) -> str:
+    assert make("x") == 0
+    Path("x.idx").unlink()
+    Path("x.bin").write_bytes(b"mine")
+    return "x"
+
+
+def an_empty(name: str) -> Callable[[Path], str]:
+    def put(place: Path) -> str:
+        Path(name).touch()
+        return "x"
+
+    return put
+
+
+def a_link(name: str) -> Callable[[Path], str]:
+    def put(place: Path) -> str:
+        assert make("made") == 0
+        Path(name).symlink_to(place / f"made{Path(name).suffix}")
+        return "x"
+
+    return put
+
+
+def a_pipe_for_a_lock(place: Path) -> str:
+    os.mkfifo("x.lock")
+    return "x"
+
+
+def another_tokenizer(place: Path) -> str:
+    Path("x.tokenizer").mkdir()
+    Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save("x.tokenizer/tokenizer.json")
+    return "x"
+
+
+def a_file_for_the_tokenizer(place: Path) -> str:
+    Path("x.tokenizer").write_text("mine")
+    return "x"
+
+
+@pytest.mark.parametrize(
+    "put",
+    [
+        *(the_text, the_text_by_another_spelling, a_hard_link_to_the_text),
+        *(data_of_another_maker, a_pair_of_megatron, data_beside_the_facts_of_other_data),
+        *(an_empty(f"x.{ending}") for ending in ("bin", "idx", "json")),
+        *(a_link(f"x.{ending}") for ending in ("bin", "json", "tokenizer", "lock")),
+        *(a_pipe_for_a_lock, another_tokenizer, a_file_for_the_tokenizer),
+    ],
+)
+def test_what_is_not_ours_stays_and_nothing_is_tokenized(
+    place: Path, put: Callable[[Path], str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    output = put(place)
+    before = content(place)
+    monkeypatch.setattr(preparation, "tokenize_shards", pytest.fail)
+    capfd.readouterr()
+    assert make(output) == 2
+    said = capfd.readouterr().err
+    assert "--output=" in said
+    found = content(place)
+    assert {path: it for path, it in found.items() if path in before} == before
+    assert all(path == str(place / "x.lock") or "x.partial-" in path for path in found.keys() - before.keys())
+    monkeypatch.undo()
+    free = [line.partition("--output=")[2].partition(",")[0] for line in said.splitlines() if "fix: --output=" in line]
+    for name in free[:1]:
+        assert make(name, str(place / "books.json")) == 0, "the remedy works"
+
+
+def test_facts_that_are_read_as_text_are_not_replaced_by_those_of_another_text(
+    place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """They have our mark: only that they are an input protects them."""
+    assert make("x") == 0
+    Path("x.idx").unlink()
+    Path("x.bin").unlink()
+    facts = Path("x.json").read_bytes()
+    assert make("x", "x.json") == 2
+    assert "is read as text by this command" in capfd.readouterr().err
+    assert Path("x.json").read_bytes() == facts
+    assert make("x", "books.json") == 0, "else they are replaced"
+
+
+def test_a_file_that_comes_while_it_works_stays_and_so_does_the_work(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tokenize = preparation.tokenize_shards
+
+    def meanwhile(*arguments: object) -> None:
+        tokenize(*arguments)  # type: ignore[arg-type]
+        Path("x.bin").write_bytes(b"mine")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(preparation, "tokenize_shards", meanwhile)
+        assert make("x") == 2
+    assert "x.bin" in capfd.readouterr().err
+    assert Path("x.bin").read_bytes() == b"mine"
+    assert not [name for name in os.listdir() if ".tmp-" in name]
+    assert list(place.glob("x.partial-*/part-00000.idx"))
+    Path("x.bin").unlink()
+    monkeypatch.setattr(preparation, "tokenize_shards", lambda jobs, *_: jobs and pytest.fail("done already"))
+    assert make("x") == 0
+
+
+def test_a_kill_between_facts_and_data_is_continued(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Killed(BaseException):
+        pass
+
+    def kill(*_: object) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        write = token_writer.write_atomically
+        patch.setattr(
+            token_writer, "write_atomically", lambda path, it: (write(path, it), path.name == "x.json" and kill())
+        )
+        with pytest.raises(Killed):
+            make("x")
+    assert Path("x.json").exists()
+    assert not Path("x.bin").exists()
+    assert make("x") == 0
+    assert TokenFile.open(Path("x")).documents == 50
+
+
+def test_the_copy_that_datasets_keeps_of_a_local_folder_is_its_user_s_alone(place: Path) -> None:
+    Path("rows").mkdir()
+    shutil.copy("books.json", "rows/a.jsonl")
+    command = 'umask 022; exec "$0" "$1" data=hf data.path=./rows tokenizer=byte data.workers=1 --output x'
+    script = Path(prepare.__file__).parents[2] / "scripts" / "prepare_data.py"
+    variables = {**os.environ, "HF_HOME": str(place / "hf"), "HF_DATASETS_CACHE": str(place / "hf")}
+    subprocess.run(["bash", "-c", command, sys.executable, script], env=variables, check=True, capture_output=True)
+    found = list((place / "hf").rglob("*.arrow"))
+    assert found
+    assert [path for path in found if path.stat().st_mode & 0o077] == []
+
+
+def test_folders_of_others_with_a_name_like_that_of_unfinished_work_stay(place: Path) -> None:
+    for name in ("x.partial-draft", "x.partial-" + "0" * 20):
+        Path(name).mkdir()
+        (Path(name) / "notes").write_text("mine")
+    Path("x.lock").write_text("mine")
+    assert make("x") == 0
+    assert [path.name for path in place.glob("x.partial-*")] == ["x.partial-draft"]
+    assert Path("x.lock").read_text() == "mine", "a lock is held, not written"
+
+
+@pytest.mark.parametrize(("umask", "file", "folder"), [(0o022, 0o600, 0o700), (0o002, 0o664, 0o775)])
+def test_the_cache_is_its_user_s_alone_and_what_is_asked_for_elsewhere_is_as_the_umask_says(
+    place: Path, monkeypatch: pytest.MonkeyPatch, umask: int, file: int, folder: int
+) -> None:
+    """Workers of their own write, too. A umask that somebody chose stays."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(place / "cache"))
+    before = os.umask(umask)
+    try:
+        for tokenizer, workers in (("bpe", 2), ("char", 1)):
+            words = ["data=text", "data.path=books.json", f"tokenizer={tokenizer}", f"data.workers={workers}"]
+            preparation.prepare(load_config([*words, "data.bpe_vocab_size=300"], 1))
+            preparation.prepare(load_config([*words, "data.bpe_vocab_size=301"], 1))
+        assert make("out/x") == 0
+        assert os.umask(umask) == umask
+    finally:
+        os.umask(before)
+
+    def modes(top: Path) -> set[tuple[bool, int]]:
+        return {(path.is_dir(), path.stat().st_mode & 0o777) for path in [top, *top.rglob("*")]}
+
+    assert len(list((place / "cache").rglob("*"))) > 15
+    assert modes(place / "cache") == {(False, file), (True, folder)}
+    assert modes(place / "out") == {(False, 0o666 & ~umask), (True, 0o777 & ~umask)}
