@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
 from megalite.kernels.document_attention import block_mask, dense_mask, document_attention
-from megalite.kernels.embed import add_sums_of_equal_rows
+from megalite.kernels.embed import add_rows
 from megalite.kernels.fp8 import E4M3, OF_GRADIENTS, fp8_input_gradient, fp8_linear, rounded
 from megalite.kernels.products import add_transposed_product
 from megalite.kernels.rotate import rotate
@@ -147,7 +147,7 @@ def embedding(device: torch.device) -> Errors:
     for length in (6000, 100_000):
         totals = [torch.zeros(length, 64, device=device) for _ in range(2)]
         for total in totals:
-            add_sums_of_equal_rows(total, rows, values)
+            add_rows(total, rows, values)
         wanted = torch.zeros(length, 64, dtype=torch.float64, device=device).index_add_(0, rows, values.double())
         assert torch.equal(*totals), "the order of additions changes"
         found[str(length)] = _near(totals[0], wanted, 1e-5)

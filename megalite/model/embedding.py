@@ -1,9 +1,9 @@
 """Word and learned position embeddings."""
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.config.schema import ModelConfig
+from megalite.kernels.embed import embed
 from megalite.model.parameters import padded_vocabulary
 from megalite.tensor_parallel.layers import Placement, VocabParallelEmbedding
 
@@ -35,5 +35,5 @@ class Embedding(nn.Module):
             mine = (positions[:1] if positions.stride(0) == 0 else positions).t()
             if self.sequence is not None:  # after the sum over ranks, so that positions are added once
                 mine = mine.tensor_split(self.sequence.size)[self.sequence.index]
-            embedded = embedded + F.embedding(mine, self.position.weight)
+            embedded = embedded + embed(mine, self.position.weight, None)
         return embedded
