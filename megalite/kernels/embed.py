@@ -15,9 +15,9 @@ def embed(tokens: Tensor, weight: Tensor, main_grad: Tensor | None) -> Tensor:
 
 
 class _Embedding(Function):
-    """Autograd's own gradient is a dense tensor of the table's size per microbatch, in its dtype, and on CUDA the order of
-    its additions changes from time to time. The main gradient receives the rows of the batch's tokens in its own dtype;
-    nothing else is touched."""
+    """Autograd's own gradient is a dense tensor of the table's size per microbatch, in its dtype, and CUDA's additions
+    come in any order. The main gradient receives the rows of the batch's tokens in its own dtype; nothing else is
+    touched."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, weight: Tensor, main_grad: Tensor | None) -> Tensor:

@@ -54,9 +54,7 @@ def assert_near(found: Tensor, wanted: Row, row: Tensor, scale: Decimal) -> None
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("offset", OFFSETS)
 @pytest.mark.parametrize("settings", [{}, {"normalize_weights": False}, {"top_k": 1}, {"num_groups": 4, "top_k": 4}])
-def test_weights_and_their_gradients_are_exact(
-    settings: dict[str, object], offset: float, dtype: torch.dtype
-) -> None:
+def test_weights_and_their_gradients_are_exact(settings: dict[str, object], offset: float, dtype: torch.dtype) -> None:
     router = router_of(dtype, **settings, **({"top_k_groups": 2} if "num_groups" in settings else {}))
     logits = logits_at(offset, dtype).requires_grad_()
     experts, weights = router.choose(logits)
