@@ -1,4 +1,4 @@
-"""CUDA's operations beside the same in fp64: rungs of part 1 of gpu_campaign.py.
+"""CUDA's operations beside the same in fp64: rungs of gpu_campaign.py.
 
 Each is a function of the device whose figures are errors by name; one above its bound raises. On a CPU the same code
 runs small shapes.
@@ -17,8 +17,7 @@ from megalite.kernels.embed import add_rows
 from megalite.kernels.fp8 import E4M3, OF_GRADIENTS, fp8_input_gradient, fp8_linear, rounded
 from megalite.kernels.products import add_transposed_product
 from megalite.kernels.rotate import rotate
-from megalite.launch.device import use_attention
-from megalite.model.attention import KERNELS
+from megalite.launch.device import KERNELS, use_attention
 from megalite.model.loss import linear_cross_entropy
 from megalite.model.rotary import rotary_tables
 from megalite.tensor_parallel.cross_entropy import TokenLoss
