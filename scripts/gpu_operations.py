@@ -1,4 +1,4 @@
-"""CUDA's operations beside the same in fp64: rungs of part 1 of gpu_campaign.py.
+"""CUDA's operations beside the same in fp64: rungs of gpu_campaign.py.
 
 Each is a function of the device whose figures are errors by name; one above its bound raises. On a CPU the same code
 runs small shapes.
@@ -13,12 +13,11 @@ from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
 from megalite.kernels.document_attention import block_mask, dense_mask, document_attention
-from megalite.kernels.embed import add_sums_of_equal_rows
+from megalite.kernels.embed import add_rows
 from megalite.kernels.fp8 import E4M3, OF_GRADIENTS, fp8_input_gradient, fp8_linear, rounded
 from megalite.kernels.products import add_transposed_product
 from megalite.kernels.rotate import rotate
-from megalite.launch.device import use_attention
-from megalite.model.attention import KERNELS
+from megalite.launch.device import KERNELS, use_attention
 from megalite.model.loss import linear_cross_entropy
 from megalite.model.rotary import rotary_tables
 from megalite.tensor_parallel.cross_entropy import TokenLoss
@@ -147,7 +146,7 @@ def embedding(device: torch.device) -> Errors:
     for length in (6000, 100_000):
         totals = [torch.zeros(length, 64, device=device) for _ in range(2)]
         for total in totals:
-            add_sums_of_equal_rows(total, rows, values)
+            add_rows(total, rows, values)
         wanted = torch.zeros(length, 64, dtype=torch.float64, device=device).index_add_(0, rows, values.double())
         assert torch.equal(*totals), "the order of additions changes"
         found[str(length)] = _near(totals[0], wanted, 1e-5)

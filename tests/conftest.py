@@ -54,9 +54,9 @@ def pytest_unconfigure() -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        if "long" in item.keywords and not config.getoption("--full"):
+        if item.get_closest_marker("long") and not config.getoption("--full"):
             item.add_marker(pytest.mark.skip(reason="long: run by scripts/test.sh --full"))
-        if "gpu" in item.keywords and not _has_gpu():
+        if item.get_closest_marker("gpu") and not _has_gpu():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 

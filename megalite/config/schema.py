@@ -168,7 +168,7 @@ class ParallelConfig:
     order: str = setting("tp-cp-ep-dp-pp", "how ranks are numbered, fastest-varying axis first")
     sequence_parallel: bool | None = setting(None, "norms hold 1/tp of each sequence; null: if tp > 1")
     async_tp: bool | None = setting(
-        None, "products of tp send while they multiply (docs/tensor_parallel.md); null: on CUDA, where it can be"
+        None, "products of tp send while they multiply (docs/tensor_parallel.md); null: false, until GPUs have run it"
     )
     startup_timeout_s: float = setting(1200.0, "seconds until the first step is done", above=0, at_most=A_YEAR_S)
     timeout_s: float = setting(600.0, "afterwards: seconds that a rank waits for others", above=0, at_most=A_YEAR_S)

@@ -31,11 +31,10 @@ from megalite.launch.environment import ProcessEnvironment
 from megalite.launch.host import allow_open_files, files_of, keep_freed_memory
 from megalite.launch.rendezvous import RankInfo, rendezvous
 from megalite.launch.watchdog import after_report_s
-from megalite.layout.groups import GroupNeeds, GroupSpec, Traffic, all_groups, groups_of
+from megalite.layout.groups import GroupNeeds, GroupSpec, all_groups, groups_of
 from megalite.layout.ranks import ParallelLayout
 
 CODE = Path(__file__).parents[1]  # all of megalite
-URGENT: tuple[Traffic, ...] = ("tensor", "forward", "backward")
 
 NcclOptions = Mapping[str, Any]  # attributes of torch's ProcessGroupNCCL.Options, or of its `config`
 
@@ -118,16 +117,13 @@ def make_groups(
 ) -> dict[str, dist.ProcessGroup]:
     """The communicators of the groups that `rank` belongs to, by name. Every rank of the world must call it.
 
-    `nccl` holds options by `GroupSpec.options`; groups with different options do not share a communicator. What layers
-    and stages wait for goes on streams of high priority, unless `nccl` says otherwise: else its kernels would queue
-    behind those of products, whose blocks fill the device.
+    `nccl` holds options by `GroupSpec.options`; groups with different options do not share a communicator.
     """
     made: dict[tuple[Any, ...], Any] = {}
     groups = {}
     for spec in specs:
         on_gpu = device.type == "cuda" and not spec.on_host
-        urgent = {"is_high_priority_stream": True} if spec.traffic in URGENT else {}
-        options = {**urgent, **nccl.get(spec.options, {})} if on_gpu else {}
+        options = nccl.get(spec.options, {}) if on_gpu else {}
         key = (spec.traffic, spec.ranks, tuple(sorted(options.items())))
         if key not in made:
             made[key] = dist.new_group(

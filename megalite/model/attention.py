@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import sdpa_kernel
 
 from megalite.config.schema import LEAST_FLEX_HEAD, ModelConfig
 from megalite.context_parallel.attention import SequenceScores, context_attention
@@ -24,6 +24,7 @@ from megalite.kernels.causal_attention import MAX_LENGTH, causal_attention
 from megalite.kernels.document_attention import DocumentRows, block_mask, dense_mask, document_attention
 from megalite.kernels.dropout import DropoutKey, hash_dropout
 from megalite.kernels.rotate import rotate
+from megalite.launch.device import FOR_MASKS, KERNELS
 from megalite.model.norm import RMSNorm
 from megalite.model.parameters import GROUPS
 from megalite.moe.balance import TokenMasks
@@ -31,18 +32,6 @@ from megalite.tensor_parallel.layers import ColumnParallelLinear, Placement, Row
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
-
-# With a mask, cuDNN's backward gives NaN for some shapes on Hopper (https://github.com/pytorch/pytorch/issues/196678).
-FOR_MASKS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-# By train.attention, torch's kernels in the order in which they are tried. On Hopper cuDNN runs at 1.7 to 2.3 times
-# flash, torch's own first choice.
-KERNELS = {
-    "auto": [SDPBackend.CUDNN_ATTENTION, *FOR_MASKS],
-    "cudnn": [SDPBackend.CUDNN_ATTENTION],
-    "flash": [SDPBackend.FLASH_ATTENTION],
-    "fa4": [SDPBackend.FLASH_ATTENTION],  # which launch/device.py has exchanged
-    "flex": FOR_MASKS,  # where flex attention cannot be: not compiled, or with dropout on the probabilities
-}
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.config.schema import ModelConfig
+from megalite.kernels.embed import embed
 from megalite.model.parameters import padded_vocabulary
 from megalite.tensor_parallel.layers import Placement, VocabParallelEmbedding
 
@@ -32,8 +33,10 @@ class Embedding(nn.Module):
         embedded: Tensor = self.word(tokens.t())
         if hasattr(self, "position"):
             # One row of positions for all samples is looked up once, and its gradient summed over them before.
-            mine = (positions[:1] if positions.stride(0) == 0 else positions).t()
+            shared = positions.stride(0) == 0
+            mine = (positions[:1] if shared else positions).t()
             if self.sequence is not None:  # after the sum over ranks, so that positions are added once
                 mine = mine.tensor_split(self.sequence.size)[self.sequence.index]
-            embedded = embedded + F.embedding(mine, self.position.weight)
+            weight = self.position.weight  # shared rows are added once: any order will do
+            embedded = embedded + (F.embedding(mine, weight) if shared else embed(mine, weight, None))
         return embedded

@@ -150,7 +150,7 @@ def router_losses(router: Router, logits: Tensor, experts: Tensor, masks: TokenM
     probabilities = router.probabilities(logits).masked_fill(~masks.scored.unsqueeze(1), 0.0)
     if moe.aux_loss_coeff:
         by_sequence = probabilities.unflatten(0, (-1, len(masks.lengths))).sum(0)  # [b, E]; tokens are [s, b]
-        counted = _counts(router, probabilities, experts, masks)
+        counted = _counts(router, logits, experts, masks)
         if moe.aux_loss == "global":
             shares, counts = router.share, counted.sum(0)
         else:
@@ -164,15 +164,15 @@ def router_losses(router: Router, logits: Tensor, experts: Tensor, masks: TokenM
 
 
 @torch.no_grad()
-def _counts(router: Router, probabilities: Tensor, experts: Tensor, masks: TokenMasks) -> Tensor:
+def _counts(router: Router, logits: Tensor, experts: Tensor, masks: TokenMasks) -> Tensor:
     """How many of this rank's unmasked tokens of each sequence have each expert among their k largest [b, E]."""
     moe, sequences = router.moe, len(masks.lengths)
-    own = torch.arange(len(probabilities), device=probabilities.device) % sequences  # the sequence of each token
+    own = torch.arange(len(logits), device=logits.device) % sequences  # the sequence of each token
     # Groups and biases change the choice of experts, not what this loss counts.
     largest = moe.score == "softmax" and moe.num_groups == 1
-    counted = experts if largest else top_experts(probabilities, moe.top_k)
+    counted = experts if largest else top_experts(logits, moe.top_k)
     chosen = own.unsqueeze(1) * moe.num_experts + counted  # [t, k]
-    counts = probabilities.new_zeros(sequences * moe.num_experts)
+    counts = logits.new_zeros(sequences * moe.num_experts)
     counts.scatter_add_(0, chosen.flatten(), masks.scored.to(counts.dtype).repeat_interleave(moe.top_k))
     return counts.view(sequences, -1)
 

@@ -2,7 +2,8 @@
 
 Scores, groups and biases are Megatron-core's (transformer/moe/router.py). A token's experts are the `top_k` largest of
 its scores; with groups, of the groups with the largest sums of `top_k / top_k_groups` scores; with expert biases, of
-the scores plus these, which no weight contains (loss-free balancing, arXiv 2408.15664).
+the scores plus these, which no weight contains (loss-free balancing, arXiv 2408.15664). Sigmoids are divided by their
+sum as the softmax of their logarithms: however far below zero the logits are, the sum is 1 and has its gradient.
 """
 
 from typing import Any, NamedTuple
@@ -13,7 +14,6 @@ from torch import Tensor, nn
 
 from megalite.config.schema import MoEConfig
 
-SMALLEST = 1e-20  # added to sums of scores that divide
 FEW = 16  # columns of which a CPU takes the softmax in a quarter of the time if they are rows
 
 
@@ -45,27 +45,34 @@ class Router(nn.Module):
     def choose(self, logits: Tensor) -> Choice:
         """The experts of each token and their weights, both the largest score first."""
         moe, k = self.moe, self.moe.top_k
-        scores = softmax(logits) if moe.pre_softmax else logits
+        divide = moe.normalize_weights and k > 1
         if moe.score == "sigmoid":
-            scores = logits.sigmoid()
-        with torch.no_grad():
-            ranked = (
-                scores + self.expert_bias if moe.score == "sigmoid" else scores
-            )  # a rate of 0 keeps what was learned
-            experts = top_experts(ranked, k, moe.num_groups, moe.top_k_groups)
+            experts = top_experts(self._ranked(logits), k, moe.num_groups, moe.top_k_groups)
+            logs = F.logsigmoid(logits.gather(1, experts))
+            weights = softmax(logs) if divide else logs.exp()
+            return Choice(experts, weights * moe.scaling_factor)
+        scores = softmax(logits) if moe.pre_softmax else logits
+        experts = top_experts(scores.detach(), k, moe.num_groups, moe.top_k_groups)
         weights = scores.gather(1, experts)
-        if moe.score == "softmax" and not moe.pre_softmax:
+        if not moe.pre_softmax:
             weights = softmax(weights)
-        elif moe.normalize_weights and k > 1:
-            weights = weights / (weights.sum(-1, keepdim=True) + SMALLEST)
+        elif divide:  # the sum is at least 1 / E: the best expert's group, or a better one, is among the chosen
+            weights = weights / weights.sum(-1, keepdim=True)
         return Choice(experts, weights * moe.scaling_factor)
+
+    @torch.no_grad()
+    def _ranked(self, logits: Tensor) -> Tensor:
+        """Numbers [t, E] in the order of the sigmoids plus the biases.
+
+        Sigmoids far from zero are all 0 or all 1. Where no bias was learned, numbers of the same order are taken: the
+        logits, or with groups, whose sums count, the probabilities.
+        """
+        plain = logits if self.moe.num_groups == 1 else self.probabilities(logits)
+        return torch.where(self.expert_bias.any(), logits.sigmoid() + self.expert_bias, plain)
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """What balancing losses take for the router's distribution: [t, E], the sum over the experts is 1."""
-        if self.moe.score == "softmax":
-            return softmax(logits)
-        scores = logits.sigmoid()
-        return scores / (scores.sum(-1, keepdim=True) + SMALLEST)
+        return softmax(logits if self.moe.score == "softmax" else F.logsigmoid(logits))
 
 
 class _WideProduct(torch.autograd.Function):

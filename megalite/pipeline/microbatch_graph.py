@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from megalite.data.batch import Batch
-from megalite.errors.problems import shortened, to_stderr
 from megalite.model.gpt import GPT
 
 FIRST = 2  # microbatches before the capture: they compile, choose kernels and fill caches, which no capture can
@@ -28,14 +27,10 @@ def captured(body: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
 
 
 class MicrobatchGraph:
-    """Forward and backward of the microbatches of a whole model. All must have the shape of the first.
+    """Forward and backward of the microbatches of a whole model. All must have the shape of the first."""
 
-    `optional`: where the capture fails, microbatches go on launch by launch. Nothing is computed in a capture, so the
-    gradients are as they were.
-    """
-
-    def __init__(self, model: GPT, *, optional: bool = False) -> None:
-        self._model, self._seen, self._optional = model, 0, optional
+    def __init__(self, model: GPT) -> None:
+        self._model, self._seen = model, 0
         self._repeat: Callable[[], None] | None = None
 
     def __call__(self, batch: Batch, scale: Tensor) -> Tensor:
@@ -52,17 +47,12 @@ class MicrobatchGraph:
 
     def _capture(self, batch: Batch, scale: Tensor) -> None:
         self._batch, self._scale = batch.clone(), scale.clone()
-        stream = torch.cuda.current_stream() if scale.is_cuda else None
         try:
             self._loss, self._repeat = captured(lambda: self._compute(self._batch, self._scale))
         except Exception as error:  # whatever a kernel's own compiler raises
-            if not self._optional:
-                raise
-            if stream is not None:  # torch stays on the capture's where its end fails
-                torch.cuda.set_stream(stream)
-                torch.cuda.synchronize()
-            why = f"{type(error).__name__}: {shortened(str(error))}"
-            to_stderr(f"megalite: no CUDA graph, kernels start one by one (train.cuda_graph=false: no try): {why}")
+            # torch is left on the capture's stream and, up to 2.11, with its memory (pytorch#180395): no way goes on.
+            advice = "train.cuda_graph=false starts kernels one by one"
+            raise RuntimeError(f"microbatches cannot be a CUDA graph here: {advice}") from error
 
     def _compute(self, batch: Batch, scale: Tensor) -> Tensor:
         loss = self._model.loss(batch, scale)

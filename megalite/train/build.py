@@ -34,6 +34,7 @@ from megalite.launch.device import (
     choose_device,
     choose_precision,
     name_of,
+    silence_foreign_warnings,
     use_attention,
 )
 from megalite.launch.environment import ProcessEnvironment
@@ -119,6 +120,7 @@ def start(config: Config, environment: ProcessEnvironment, store: Store | None =
     dtype = collect(lambda: choose_precision(config.precision, device), problems) or torch.float32
     if config.precision == "auto":  # else rules.py has judged it
         problems += precision_problems(config, name_of(dtype))
+    silence_foreign_warnings()
     collect(lambda: check_fp8(config.train.fp8, device), problems)
     heads = *local_heads(config), derive_model(config.model, config.train.seq_length).head_size or 0
     collect(lambda: use_attention(config.train.attention, device, dtype, heads), problems)
@@ -263,8 +265,7 @@ def _executor(
     def evaluation(microbatches: int) -> Schedule:
         return forward_only(pipeline.pp, pipeline.vpp, microbatches)
 
-    optional = "train.cuda_graph" in config.derived
-    graph = MicrobatchGraph(chunks[0], optional=optional) if config.train.cuda_graph else None
+    graph = MicrobatchGraph(chunks[0]) if config.train.cuda_graph else None
     return Executor(chunks, links, training, evaluation, sync.expect_last, clock.switch, graph)
 
 

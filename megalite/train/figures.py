@@ -1,6 +1,7 @@
 """What a rank measures while it trains: speed, utilisation, memory, and which ranks are slow.
 
-The speed is the tokens of training steps over the time of training steps. Evaluations, samples and checkpoints lie
+The speed is the tokens of training steps over the time of training steps by the step's clock, on CUDA the device's: the
+host reads figures late, several steps' at once. Evaluations, samples and checkpoints lie
 between steps and count nowhere. A step that is not applied counts, as it is computed. A record carries the speed of the
 steps since the record before it (`tokens_per_s`) and that of the whole run (`mean_tokens_per_s`).
 
@@ -12,7 +13,6 @@ group, which stands out among other groups.
 import resource
 import statistics
 import sys
-import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -66,7 +66,6 @@ class RunFigures:
     def __init__(self, job: Job) -> None:
         """Continues the figures of earlier starts, which rank 0 reads."""
         self._job = job
-        self._began = time.perf_counter()  # of the step
         known = _newest_record(job) if job.context.rank == 0 else {}
         seconds = known.get("training_s", 0.0)
         self._run = Steps(tokens=seconds * known.get("mean_tokens_per_s", 0.0), seconds=seconds)
@@ -79,19 +78,9 @@ class RunFigures:
         self._peak = peak_flops(name, str(job.context.dtype).removeprefix("torch."))
         self._flops = {causal: flops_per_token(model, seq_length, causal=causal) for causal in (False, True)}
 
-    def restart_clock(self) -> None:
-        """Leave out the time since the last step (an evaluation, a checkpoint)."""
-        self._began = time.perf_counter()
-        self._job.training.clock.restart()
-
-    def pass_over(self) -> None:
-        """Leave out the time of a step that computed nothing, or nothing that counts."""
-        self._began = time.perf_counter()
-
     def add(self, data: StepBatches, figures: StepFigures, lr: float, split: Mapping[StepPart, float]) -> None:
         """A step is done; `split` is where this rank's time went."""
-        now = time.perf_counter()
-        seconds, self._began = now - self._began, now
+        seconds = sum(split.values())
         progress, train = self._job.progress, self._job.config.train
         for steps in (self._run, self._since):
             steps.add(data.planned.sequences * train.seq_length, seconds, data.wait_s, split)

@@ -78,7 +78,7 @@ class Loop:
             with TrainBatches(job.data.train, self.config, plan, **share, device=context.device) as batches:
                 if job.resumed_from is not None and self._owes_evaluation():
                     self._evaluate(job.progress.step)
-                self.figures.restart_clock()
+                self.job.training.clock.restart()
                 coming = self._fetch(batches)
                 while (data := coming) is not None and not self.stopping:
                     coming = self._launch(data, batches)
@@ -104,12 +104,14 @@ class Loop:
         self.newest_step = step = data.planned.step
         if data.planned.skipped:
             self.pending.append(PendingStep(data))
-            return self._fetch(batches)
+            coming = self._fetch(batches)
+            self.job.training.clock.restart()  # a step that computes nothing takes no time
+            return coming
         if step not in self.config.train.profile_steps:
             return self._launch_step(data, batches)
         self._read(keep=0)
         with profiled(self.job.training.clock, self.context.device) as self.profile:
-            self.figures.restart_clock()
+            self.job.training.clock.restart()
             coming = self._launch_step(data, batches)
             self._read(keep=0)  # here: its time ends before the profiler's work begins
             self.job.training.gather.finish()  # torch notes a transfer's end where its record was, freed or not
@@ -198,7 +200,6 @@ class Loop:
         if step == self.config.train.steps:  # it gets no record: those before it do
             self._record()
         self.recorder.event(kind, step)
-        self.figures.pass_over()
 
     # --- between steps -----------------------------------------------------------------------------------------------
 
@@ -227,7 +228,7 @@ class Loop:
             self._gather_rank_figures(step)
         if pause:
             gc.collect()  # collection is off between these points: it would pause ranks at different times
-            self.figures.restart_clock()
+            self.job.training.clock.restart()
 
     def go_on(self) -> bool:
         """Whether no rank was asked to stop; collective, one small all-reduce on the host."""

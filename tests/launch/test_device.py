@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 import time
+import warnings
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +28,7 @@ from megalite.launch.device import (
     choose_precision,
     name_of,
     set_threads,
+    silence_foreign_warnings,
     slow_precision,
     threads_per_rank,
     use_attention,
@@ -140,10 +143,12 @@ def test_flash_attention_4_is_taken_where_it_runs(
             (12, 12, 20),
             r"size 20 in fp16: ValueError: .*\n.*fix: train.attention=auto$",
         ),
-        ("auto", torch.float32, (12, 12, 20), ""),
+        ("auto", torch.bfloat16, (12, 4, 64), ""),
+        ("auto", torch.float32, (12, 12, 64), r"in fp32: ValueError: .*\n.*fix: train.attention=flash, or flex$"),
         ("flex", torch.float32, (12, 12, 20), ""),
     ],
 )
+@pytest.mark.usefixtures("inductor_as_it_was")
 def test_kernels_of_attention_that_cannot_run_are_refused(
     monkeypatch: pytest.MonkeyPatch, kernels: str, dtype: torch.dtype, heads: tuple[int, int, int], words: str
 ) -> None:
@@ -159,8 +164,9 @@ def test_kernels_of_attention_that_cannot_run_are_refused(
             raise ValueError("no kernel takes these")
         return run(q, k, v, is_causal=is_causal, enable_gqa=enable_gqa)
 
-    def choose(backend: SDPBackend) -> AbstractContextManager[None]:
-        chosen.append(backend)
+    def choose(backends: list[SDPBackend], *, set_priority: bool) -> AbstractContextManager[None]:
+        assert set_priority
+        chosen.append(backends[0])
         return nullcontext()
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", kernel)
@@ -168,7 +174,54 @@ def test_kernels_of_attention_that_cannot_run_are_refused(
     with pytest.raises(UserError, match=words) if words else nullcontext():
         use_attention(kernels, torch.device("cuda", 0), dtype, heads)
     backend = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+    backend["auto"] = backend["cudnn"]
     assert tried == ([(backend[kernels], dtype, heads)] if kernels in backend else [])
+
+
+@pytest.fixture
+def inductor_as_it_was() -> Iterator[None]:
+    import torch._inductor.config as inductor
+
+    with inductor.patch(deterministic=False, dynamic_scale_rblock=True):
+        yield
+
+
+@pytest.mark.usefixtures("inductor_as_it_was")
+def test_runs_that_repeat_themselves_do_not_choose_kernels_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor takes no name that it does not know."""
+    import torch._inductor.config as inductor
+
+    _pretend_cuda(monkeypatch, 1)
+    found = []
+    for kernels in ("auto", "flex"):
+        with monkeypatch.context() as patch:
+            patch.setattr(F, "scaled_dot_product_attention", lambda q, *_, **__: q)
+            _zeros_on_cpu(patch)
+            patch.setattr(torch.cuda, "device", nullcontext)
+            use_attention(kernels, torch.device("cuda", 0), torch.bfloat16, (4, 2, 64))
+        found.append((inductor.deterministic, inductor.dynamic_scale_rblock))
+    assert found == [(False, True), (True, False)]
+
+
+def test_warnings_of_torch_that_are_not_the_users_are_not_printed() -> None:
+    """In torch's own words: inductor's advice as it is raised, and the one of the library of cuBLAS."""
+    from torch._inductor import compile_fx
+
+    with warnings.catch_warnings(record=True) as told, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+        warnings.simplefilter("always")
+        compile_fx._warn_tf32_disabled.cache_clear()
+        compile_fx._warn_tf32_disabled()
+        assert [str(one.message)[:14] for one in told] == ["TensorFloat32 "]
+        silence_foreign_warnings()
+        compile_fx._warn_tf32_disabled.cache_clear()
+        compile_fx._warn_tf32_disabled()
+        no_context = "Attempting to run cuBLAS, but there was no current CUDA context! Attempting to set the primary"
+        warnings.warn(no_context, UserWarning, stacklevel=1)
+        assert len(told) == 1
+        warnings.warn("of the user's own", UserWarning, stacklevel=1)
+        assert len(told) == 2
 
 
 def test_a_run_tries_the_kernels_of_attention_with_its_dtype_and_the_heads_of_a_rank(

@@ -170,14 +170,14 @@ def test_nccl_options_reach_their_groups_and_keep_them_apart(monkeypatch: pytest
 
     monkeypatch.setattr(dist, "new_group", record)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=OptionsWithoutNccl), raising=False)
-    options = {"dp-cp": {"max_ctas": 8, "is_high_priority_stream": True}, "pp": {"is_high_priority_stream": False}}
+    options = {"dp-cp": {"max_ctas": 8, "is_high_priority_stream": True}, "pp": {"is_high_priority_stream": True}}
     specs = all_groups(ParallelLayout(tp=2, dp=2, pp=2), GroupNeeds(background_saving=True))
     groups = make_groups(specs, 0, torch.device("cuda", 0), dist.default_pg_timeout, options)
     by_name = {arguments["group_desc"]: arguments for arguments in made}
     urgent = {
         name: given["pg_options"].is_high_priority_stream for name, given in by_name.items() if given["pg_options"]
     }
-    assert urgent == {"dp-cp": True, "tp": True, "pp-forward": False, "pp-backward": False}
+    assert urgent == {"dp-cp": True, "pp-forward": True, "pp-backward": True}, "what nobody asks for is NCCL's choice"
     given = by_name["dp-cp"]["pg_options"]
     assert vars(given.config) == {"max_ctas": 8}
     assert given.is_high_priority_stream

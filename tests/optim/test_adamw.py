@@ -150,7 +150,11 @@ def expected_step(optimizer: FlatAdamW, lr: float, scale: float) -> list[list[Te
 
 
 def check_steps_against_the_definition(kind: Kind, device: str) -> None:
-    """Each step from where the last one ended: a rounding that falls the other way does not add up."""
+    """Each step from where the last one ended: a rounding that falls the other way does not add up.
+
+    Units in the last place, of the number before the step and of the one after it, by which a number may be wrong:
+    2 for masters, 3 for moments, as CUDA's 1 - beta1 in fp32 is itself 2 units from 0.1. A narrow one is then rounded.
+    """
     optimizer = build(kind, device=device)
     assert (optimizer.exp_avg_sq[0].dtype, optimizer.exp_avg[0].dtype) == (kind[0], kind[2])
     take(optimizer, 99, lr=1e-2)
@@ -158,12 +162,14 @@ def check_steps_against_the_definition(kind: Kind, device: str) -> None:
         for kept, new in zip(optimizer.gradients, normal(step, torch.float64), strict=True):
             kept.copy_(new * 3)
         expected = expected_step(optimizer, 1e-2, 1.7)
-        step_with(optimizer, 1e-2, 1.7, False, device)
         found = (optimizer.masters, optimizer.exp_avg, optimizer.exp_avg_sq)
-        for tensors, wanted in zip(found, expected, strict=True):
-            half_a_digit = torch.finfo(tensors[0].dtype).eps * (0.501 if tensors[0].dtype == torch.bfloat16 else 4)
-            for tensor, want in zip(tensors, wanted, strict=True):
-                torch.testing.assert_close(tensor.double(), want, rtol=half_a_digit, atol=1e-7)
+        before = [[tensor.double() for tensor in tensors] for tensors in found]
+        step_with(optimizer, 1e-2, 1.7, False, device)
+        for units, tensors, wanted, starts in zip((2, 3, 3), found, expected, before, strict=True):
+            rounding = 0.501 * torch.finfo(torch.bfloat16).eps if tensors[0].dtype == torch.bfloat16 else 0.0
+            for tensor, want, start in zip(tensors, wanted, starts, strict=True):
+                allowed = units * torch.finfo(kind[0]).eps * (want.abs() + start.abs()) + rounding * want.abs()
+                assert ((tensor.double() - want).abs() <= allowed).all()
 
 
 @pytest.mark.parametrize("kind", NARROW)

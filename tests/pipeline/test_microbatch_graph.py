@@ -71,49 +71,19 @@ def test_a_capture_that_is_repeated_gives_losses_and_gradients_of_each_microbatc
     assert not torch.equal(first, second), "a loss outlives the next microbatch"
 
 
-@pytest.mark.parametrize("optional", [False, True])
-def test_a_capture_that_fails_ends_the_run_only_where_it_was_asked_for(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], optional: bool
-) -> None:
-    tries: list[object] = []
+def test_a_capture_that_fails_ends_the_run_with_the_setting_that_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.11 leaves its allocator in the capture (pytorch#180395): whoever went on would fail later."""
 
     def fails(body: Callable[[], Tensor]) -> None:
-        tries.append(body)
-        raise RuntimeError("operation not permitted when stream is capturing")  # before anything is computed
+        raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(microbatch_graph, "captured", fails)
     training = training_of(False, CPU)
-    training.executor._graph = MicrobatchGraph(training.chunks[0], optional=optional)
-    if not optional:
-        with pytest.raises(RuntimeError, match="capturing"):
-            trained(training, differing_batches(CPU), CPU)
-        return
-    found = trained(training, differing_batches(CPU), CPU)
-    wanted = trained(training_of(False, CPU), differing_batches(CPU), CPU)
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, wanted, strict=True))
-    assert len(tries) == 1
-    assert "kernels start one by one" in capsys.readouterr().err
-
-
-@pytest.mark.gpu
-def test_after_a_capture_that_fails_training_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    device = torch.device("cuda", 0)
-    original = MicrobatchGraph._compute
-
-    def waits(self: MicrobatchGraph, batch: Batch, scale: Tensor) -> Tensor:
-        loss = original(self, batch, scale)
-        if torch.cuda.is_current_stream_capturing():
-            torch.cuda.synchronize()  # which no capture allows
-        return loss
-
-    monkeypatch.setattr(MicrobatchGraph, "_compute", waits)
-    training, stream = training_of(False, device), torch.cuda.current_stream()
-    training.executor._graph = MicrobatchGraph(training.chunks[0], optional=True)
-    found = trained(training, differing_batches(device), device)
-    assert torch.cuda.current_stream() == stream
-    wanted = trained(training_of(False, device), differing_batches(device), device)
-    for ours, theirs in zip(found, wanted, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    training.executor._graph = MicrobatchGraph(training.chunks[0])
+    with pytest.raises(RuntimeError, match=r"train\.cuda_graph=false") as raised:
+        trained(training, differing_batches(CPU), CPU)
+    assert "capturing" in str(raised.value.__cause__)
+    assert not hasattr(training.executor._graph, "_loss")
 
 
 @pytest.mark.gpu
