@@ -7,7 +7,8 @@ write that was torn at any instant is invisible. Memory holds some 30 bytes for 
 import json
 import os
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -86,8 +87,10 @@ class TokenWriter:
 
     def discard(self) -> None:
         """Forget what was written."""
-        self._data.close()
-        Path(self._data.name).unlink(missing_ok=True)
+        with suppress(OSError):  # no room for what is still in memory
+            self._data.close()
+        for suffix in (".bin", ".idx"):
+            draft_of(with_suffix(self.prefix, suffix)).unlink(missing_ok=True)
 
     def _write(self, tokens: npt.NDArray[Any]) -> None:
         self.hash.update(tokens.data)
@@ -95,12 +98,19 @@ class TokenWriter:
         self.tokens += len(tokens)
 
 
-def join(files: Sequence[TokenFile], prefix: Path, facts: dict[str, Any]) -> None:
-    """PREFIX holds the documents of all `files` (of one dtype) in order; `facts` and a hash go to PREFIX.json."""
-    writer = TokenWriter(prefix, files[0].tokens.dtype)
-    for file in files:
-        writer.append(file)
-    writer.finish(facts | {"xxh3_128": writer.hash.hexdigest()})
+def join(files: Iterable[TokenFile], prefix: Path, facts: dict[str, Any]) -> None:
+    """PREFIX holds the documents of all `files` (of one dtype) in order; `facts` and a hash go to PREFIX.json. `files`
+    may open each file when it is asked for: none is kept."""
+    others = iter(files)
+    writer = TokenWriter(prefix, (first := next(others)).tokens.dtype)
+    try:
+        writer.append(first)
+        for file in others:
+            writer.append(file)
+        writer.finish(facts | {"xxh3_128": writer.hash.hexdigest()})
+    except BaseException:
+        writer.discard()
+        raise
 
 
 def _sync(file: IO[bytes]) -> None:
