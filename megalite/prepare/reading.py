@@ -40,7 +40,7 @@ REPAIR = "repair the file, copy it again, or give text in UTF-8; data.text_colum
 
 JSON = json.JSONDecoder(object_pairs_hook=tuple)  # objects are tuples of pairs, which hide no key behind another
 PATIENT = json.JSONDecoder(object_pairs_hook=tuple, parse_int=float)  # int() refuses more than 4,300 digits
-OF_JSON = re.compile(r'"(?:[^"\\]++|\\.)*+"|[\[\]{}]|[^"\[\]{}]++|"', re.DOTALL)  # strings, brackets, what is between
+OF_JSON = re.compile(r'"(?:[^"\\]++|\\.)*+"|[\[\]{}]|[^"\[\]{}]++|".*', re.DOTALL)  # strings, brackets, what is between
 TEXT_TYPES = ("string", "large_string", "dictionary<values=string", "null")  # of Arrow, as they begin
 
 Row = tuple[int, Any]  # its place (a line's first byte, or the row's number), and a line of JSON or an object

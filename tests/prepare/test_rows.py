@@ -54,8 +54,10 @@ def of_file(path: Path, content: bytes | str) -> Source:
         ("a.jsonl", '{"text": {"text": "a"}}\n', "line 1: column 'text' holds object, not text"),
         ("a.jsonl", '{"n": ' + "[" * DEEP + "]" * (DEEP - 1) + ', "text": "a"}\n', "line 1: "),
         ("a.jsonl", '{"n": ' + "[" * DEEP + "1 2" + "]" * DEEP + ', "text": "a"}\n', "line 1: Expecting ',' delimiter"),
+        ("a.jsonl", '{"n": ' + "[" * DEEP + '"' + '\\"' * 500_000, "line 1: "),  # read once, not once a quote
     ],
-)  # fmt: skip
+    ids=lambda value: value[:40],
+)
 def test_what_would_be_lost_is_refused_with_its_row(tmp_path: Path, name: str, content: str, words: str) -> None:
     source = of_file(tmp_path / name, content)
     with pytest.raises(UserError) as refusal:
