@@ -7,20 +7,18 @@ python scripts/prepare_data.py data=tokens data.path=tokens/books model.vocab_si
 OVERRIDES are those of pretrain_gpt.py that concern data and tokenizer. Exit status: 0, or 2 refused.
 """
 
-import re
-import shlex
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-
-from hydra.core.override_parser.types import Quote, QuotedString
 
 from megalite.commands.command import Shown, command, option
 from megalite.config.bounds import unusable
 from megalite.config.compose import load_part
+from megalite.config.inherited import typed
 from megalite.config.schema import Config
 from megalite.errors.problems import NO_VALUE, Problem, UserError, collect, to_stderr
 from megalite.observe.terminal import Terminal
@@ -31,7 +29,7 @@ READ_TO_PREPARE = (
     *(f"data.{name}" for name in ("path", "subset", "split", "streaming", "text_column")),
     *(f"data.{name}" for name in ("bpe_vocab_size", "cache_dir", "workers")),
 )
-PLAIN = re.compile(r"[\w.-]*/[\w./-]*", re.ASCII)  # means itself to Hydra and to a shell
+path_override = partial(typed, "data.path")
 
 
 @command(
@@ -95,13 +93,6 @@ def make(config: Config, output: Path, terminal: Terminal) -> Iterator[str]:
     if facts.skipped_documents:
         yield f"skipped {facts.skipped_documents:,} rows without text"
     yield f"train on it: python pretrain_gpt.py data=tokens {path_override(str(output))}"
-
-
-def path_override(path: str) -> str:
-    """`data.path=PATH` as it is typed in a shell; quoted where Hydra or the shell might read something else into it."""
-    if PLAIN.fullmatch(path):
-        return f"data.path={path}"
-    return shlex.quote(f"data.path={QuotedString(path, Quote.double).with_quotes()}")
 
 
 def scan(config: Config, terminal: Terminal) -> Iterator[str]:

@@ -6,11 +6,16 @@ began is derived again.
 """
 
 import os
+import re
+import shlex
 from collections.abc import Mapping, Set
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from megalite.config.derive import BUILT_IN_TOKENIZERS, absolute
@@ -18,6 +23,7 @@ from megalite.config.model_folder import imported_model_settings
 from megalite.config.settings import flat, yaml_value
 from megalite.config.user_files import read_yaml, refusing
 
+PLAIN = re.compile(r"[A-Za-z_./][\w./-]*", re.ASCII)  # what a shell takes as it is, and YAML for no number
 DERIVED = "derived"  # key of a run's config.yaml: the settings in it that nobody gave
 OF_ONE_START = ("run_dir", "resume", "launch.preflight", "launch.status_file", "train.max_minutes")
 
@@ -73,3 +79,13 @@ def as_override(value: Any) -> str:
     if value is None or isinstance(value, bool | int | float):
         return yaml_value(value)
     return QuotedString(str(value).replace("${", "\\${"), Quote.single).with_quotes()
+
+
+def typed(name: str, value: str) -> str:
+    """NAME=VALUE as it is typed in a shell; quoted where Hydra or the shell might read something else into it."""
+    word = f"{name}={value}"
+    with suppress(HydraException):
+        if PLAIN.fullmatch(value) and OverridesParser.create().parse_override(word).value() == value:
+            return word
+    escaped = QuotedString(value.replace("${", "\\${"), Quote.double).with_quotes()
+    return shlex.quote(f"{name}={escaped}")

@@ -18,7 +18,8 @@ from typing import Any, ClassVar, TypeVar
 
 import yaml  # type: ignore[import-untyped]
 
-from megalite.errors.problems import NO_VALUE, Problem, UserError
+from megalite.errors.problems import NO_VALUE, Problem, UnavailableError, UserError
+from megalite.errors.remedies import of_system
 
 RESTORE = "restore it from a copy"
 FAULTS: dict[type[Exception], str] = {  # what goes wrong with files, in words
@@ -142,4 +143,7 @@ def refusing(place: Path | str, remedy: str = RESTORE) -> Iterator[None]:
     except tuple(FAULTS) as error:
         rule = next(words for kind, words in FAULTS.items() if isinstance(error, kind))
         said = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise UserError(Problem(str(place), NO_VALUE, rule + said, remedy, here=True)) from error
+        kind = UserError
+        if isinstance(error, OSError) and error.errno:  # libraries raise an OSError without a number for a bad content
+            kind, remedy = UnavailableError, of_system(error, remedy)
+        raise kind(Problem(str(place), NO_VALUE, rule + said, remedy, here=True)) from error

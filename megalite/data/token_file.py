@@ -267,4 +267,4 @@ def read_facts(prefix: Path) -> Facts:
 
 
 def damaged(path: Path, rule: str) -> Problem:
-    return Problem("data.path", str(path), rule, "copy it again, or prepare the data again")
+    return Problem("data.path", str(path), rule, "copy it again, or delete it and prepare the data again")

@@ -59,7 +59,11 @@ class UserError(Exception):
         super().__init__("\n".join([head, *(f"  {number}. {one}" for number, one in enumerate(self.problems, 1))]))
 
     def __reduce__(self) -> tuple[type["UserError"], tuple[list[Problem]]]:
-        return UserError, (self.problems,)  # an exception pickles its args, here the rendered text, by default
+        return type(self), (self.problems,)  # an exception pickles its args, here the rendered text, by default
+
+
+class UnavailableError(UserError):
+    """A file that the system does not give or take now, whatever the file holds: no reason to delete anything."""
 
 
 def printable(text: str) -> str:

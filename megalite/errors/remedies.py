@@ -1,11 +1,33 @@
-"""Values that would work in place of one that does not, the nearest first, and the word that was most likely meant."""
+"""Values that would work in place of one that does not, the nearest first; the word that was most likely meant; and
+what mends a failure of the system."""
 
+import errno
 from collections.abc import Iterable, Iterator
 from difflib import SequenceMatcher, get_close_matches
 from math import isqrt
 
 LARGEST_FACTORED = 1 << 32  # of larger numbers, only the small divisors are looked for
 SMALL = 4096
+OF_THE_MACHINE = {  # failures of the system that have nothing to do with a place on disk, and what mends them
+    errno.EMFILE: "raise the limit of open files (ulimit -n 65536) and start again",
+    errno.ENFILE: "too many files are open on this machine: end other programs and start again",
+    errno.ENOMEM: "free some memory and start again",
+}
+CAUSES = OF_THE_MACHINE | {
+    errno.ENOSPC: "free some space or, where df -i shows none, some files of that disk",
+    errno.EDQUOT: "delete some files of this user's, whose quota there is used up, or have it raised",
+    errno.EIO: "the disk, or the network to it, fails (see dmesg): start again once it works",
+    errno.ESTALE: "the network's disk was mounted anew: start again",
+    errno.EROFS: "mount that disk for writing",
+    errno.EEXIST: "move that file away",
+    errno.EACCES: "allow this user to read and write there (ls -l shows who may)",
+    errno.EPERM: "allow this user to read and write there (ls -l and lsattr show who may)",
+}
+
+
+def of_system(error: OSError, otherwise: str) -> str:
+    """What mends a failure of the system, by its cause; `otherwise` where the cause says nothing."""
+    return CAUSES.get(error.errno or 0, otherwise)
 
 
 def divisors(number: int, near: int) -> Iterator[int]:

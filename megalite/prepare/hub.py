@@ -68,7 +68,9 @@ def load_dataset(name: str, subset: str | None, split: str, streaming: bool) -> 
             raise ValueError(f"it was saved with the splits {', '.join(map(str, splits))} and no subsets")
         return splits[split].to_iterable_dataset() if streaming else splits[split]
     except Exception as error:  # the library raises a dozen types, and all are about the user's choice
-        rule = f"cannot be loaded ({type(error).__name__}: {(str(error).splitlines() or [''])[0]})"
+        reason = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else None
+        reason = reason or error  # that one does not say what is wrong, its cause does
+        rule = f"cannot be loaded ({type(reason).__name__}: {(str(reason).splitlines() or [''])[0]})"
         remedy = (
             "check name, data.subset, data.split and network (loading scripts are never run; use one in parquet); to "
             "work offline, download it elsewhere and give its folder, or copy that machine's cache here (HF_HOME)"

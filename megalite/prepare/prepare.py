@@ -10,7 +10,6 @@ Training is given this module as its `Preparation`.
 import errno
 import fcntl
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -26,9 +25,10 @@ from megalite.config.durable_files import open_to_append, private_files
 from megalite.config.schema import Config
 from megalite.config.user_files import read_bytes
 from megalite.data.open import FORMAT, Progress, TokenFiles, check_vocabulary, digest, paths_of
-from megalite.data.token_file import TokenFile, read_facts, with_suffix
+from megalite.data.token_file import TokenFile, dtype_for, read_facts, with_suffix
 from megalite.data.tokenizers import TextTokenizer, bpe_tokenizer, byte_tokenizer, char_tokenizer, load_tokenizer
-from megalite.errors.problems import Problem, UserError, collect, collect_all
+from megalite.errors.problems import Problem, UnavailableError, UserError, collect, collect_all
+from megalite.errors.remedies import OF_THE_MACHINE, of_system
 from megalite.launch.host import allow_open_files, usable_cores
 from megalite.prepare.hub import TOKENIZER_FILES, tokenizer_folder
 from megalite.prepare.reading import Shard, pieces
@@ -38,10 +38,6 @@ from megalite.prepare.tokenizing import Job, tokenize_shards
 
 SAMPLE = 8 << 20  # characters of text that a BPE is trained on
 SAMPLED_SHARDS = 64
-UNWRITABLE = {  # errors that another folder or more room would mend
-    *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM),
-    *(errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG),
-}
 SUMMED = ("tokens", "documents", "skipped_documents", "bytes")  # of all shards, in PREFIX.json
 
 
@@ -71,8 +67,13 @@ class Target:
 
 
 def is_prepared(prefix: Path) -> bool:
-    """Whether the token file (of a target, or of a shard) is complete: its index comes last."""
+    """Whether the token file is complete: its index comes last."""
     return with_suffix(prefix, ".idx").exists()
+
+
+def is_whole(shard: Path) -> bool:
+    """Whether the token file of a shard is complete: a damaged part of it that somebody deletes is made again."""
+    return all(with_suffix(shard, suffix).exists() for suffix in (".idx", ".bin", ".json"))
 
 
 def prepare(config: Config, progress: Progress | None = None) -> TokenFiles:
@@ -168,7 +169,7 @@ def _make(config: Config, targets: list[Target], progress: Progress | None, sett
         missing = [target for target in jobs if not is_prepared(target.prefix)]
         asked = [job for target in missing for job in jobs[target]]
         total = sum(shard.size for _, shard in asked)
-        kept = [(file, shard.size, read_facts(file)) for file, shard in asked if is_prepared(file)]
+        kept = [(file, shard.size, read_facts(file)) for file, shard in asked if is_whole(file)]
         done = {file: (size, facts.documents, facts.tokens) for file, size, facts in kept}
 
         def count(file: Path, size: int, documents: int, tokens: int) -> None:
@@ -178,21 +179,35 @@ def _make(config: Config, targets: list[Target], progress: Progress | None, sett
                 progress(min(size, total) if total else size, total, documents, tokens)
 
         count(Path(), 0, 0, 0)
-        try:
-            tokenizer = obtain_tokenizer(config, missing, shards)
-            check_vocabulary(config, tokenizer.vocab_size)
-            for target in missing:
-                target.refuse_another(tokenizer)
-                tokenizer.save(target.tokenizer)
-            for target in missing:
-                left = [job for job in jobs[target] if not is_prepared(job[0])]
+        tokenizer = obtain_tokenizer(config, missing, shards)
+        check_vocabulary(config, tokenizer.vocab_size)
+        for target in missing:
+            target.refuse_another(tokenizer)
+            tokenizer.save(target.tokenizer)
+        for target in missing:
+            files = [file for file, _ in jobs[target]]
+            with _without_bad_text(config, target, missing):
+                left = [job for job in jobs[target] if not is_whole(job[0])]
                 tokenize_shards(left, tokenizer, target.tokenizer, config.data.workers or usable_cores(), count)
-                _join(target, [file for file, _ in jobs[target]], tokenizer)
-        except UserError:
-            if config.data.source != "hf":  # text must be changed, and changed text has another key
-                for target in missing:
-                    shutil.rmtree(target.work, ignore_errors=True)
-            raise
+                if not any(done[file][-1] for file in files):
+                    rule, found = "holds no text at all (only empty documents)", " ".join(target.source.paths)
+                    raise UserError(Problem("data.path", found, rule, "give text; check data.text_column"))
+            _join(target, files, tokenizer)
+
+
+@contextmanager
+def _without_bad_text(config: Config, target: Target, missing: list[Target]) -> Iterator[None]:
+    """Delete the target's finished shards if its text is refused: it must be changed, and changed text has another key
+    (a hub data set has not). Other failures delete nothing, nor do they touch the shards of other targets."""
+    try:
+        yield
+    except UnavailableError:
+        raise
+    except UserError:
+        for each in missing if config.data.source != "hf" else ():
+            if each == target or not any(each.work.glob("*.idx")):
+                shutil.rmtree(each.work, ignore_errors=True)
+        raise
 
 
 @contextmanager
@@ -209,12 +224,9 @@ def _locked(prefixes: list[Path], setting: str) -> Iterator[None]:
                 fcntl.flock(file, fcntl.LOCK_EX)
             yield
     except OSError as error:
-        rule, remedy = f"preparing failed ({error.strerror or error})", "start again"
-        if error.errno in UNWRITABLE:
-            rule = f"cannot be written ({error.strerror})"
-            first = "move it away" if error.errno == errno.EEXIST else "free some space"
-            remedy = f"{first}, or choose a writable folder ({setting}=PATH)"
-        remedy += "; what is already prepared is kept"
+        rule, remedy = f"cannot be written ({error.strerror or error})", of_system(error, "start again")
+        elsewhere = "" if error.errno in OF_THE_MACHINE else f", or choose a writable folder ({setting}=PATH)"
+        remedy += f"{elsewhere}; what is already prepared is kept"
         raise UserError(Problem(setting, str(folder), rule, remedy)) from error
 
 
@@ -254,26 +266,21 @@ def sample(shards: list[Shard], size: int = SAMPLE) -> Iterator[str]:
 def _join(target: Target, shard_files: list[Path], tokenizer: TextTokenizer) -> None:
     """All shards into one token file, its tokenizer beside it; then the work folder goes."""
     shards = [read_facts(file) for file in shard_files]
-    files = [TokenFile.open(file) for file, shard in zip(shard_files, shards, strict=True) if shard.tokens]
-    if not files:
-        rule, found = "holds no text at all (only empty documents)", " ".join(target.source.paths)
-        raise UserError(Problem("data.path", found, rule, "give text; check data.text_column"))
     facts = {
         "source": target.source.label,
         "fingerprint": target.key,
         **{name: sum(getattr(shard, name) for shard in shards) for name in SUMMED},
         "tokenizer": tokenizer.identity,
         "vocab_size": tokenizer.vocab_size,
-        "dtype": str(files[0].tokens.dtype),
+        "dtype": str(dtype_for(tokenizer.vocab_size)),
     }
     prefix = target.prefix
     name = escape(prefix.name)
-    for ending in (".bin", ".idx", ".json"):
-        for litter in prefix.parent.glob(f".{name}{ending}.tmp-*"):
+    for drafts in (f".{name}.bin", f".{name}.idx", f".{name}.json", f"{name}.tokenizer/.*"):
+        for litter in prefix.parent.glob(f"{drafts}.tmp-*"):
             litter.unlink()  # of a process that was killed while joining: we hold its lock
     target.refuse_another(tokenizer)
     tokenizer.save(with_suffix(prefix, ".tokenizer"))
-    join(files, prefix, facts)
-    for leftover in prefix.parent.glob(f"{name}.partial-*"):
-        if re.fullmatch(r"\.partial-[0-9a-f]{20}", leftover.name.removeprefix(prefix.name)):  # with a key: ours
-            shutil.rmtree(leftover, ignore_errors=True)
+    with_text = (file for file, shard in zip(shard_files, shards, strict=True) if shard.tokens)
+    join(map(TokenFile.open, with_text), prefix, facts)
+    shutil.rmtree(target.work, ignore_errors=True)

@@ -2,7 +2,8 @@
 
 A document comes in pieces, each followed by others of it or by None, its end, so that a text of any size passes through
 bounded memory. The pieces joined are the document, exactly: text is not stripped, and line ends are not translated. A
-row without text is its end alone. A mistake is told with file and row.
+row without text is its end alone. A mistake is told with file and row. Nothing is dropped: a row that holds more than
+one text in the column, or more fields than the header names, is refused. What other columns hold is nobody's matter.
 
 Local files are read here and data sets of the hub by `datasets`, because it is several times slower on files and takes
 1 to 2 s to be imported in each process. One large jsonl file is work for several processes here, for one there.
@@ -12,13 +13,16 @@ import codecs
 import csv
 import io
 import json
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from megalite.config.user_files import refusing
+from megalite.errors.problems import NO_VALUE, Problem, UserError
 from megalite.prepare.hub import load_dataset
 
 KINDS = {
@@ -33,6 +37,11 @@ PACKED = {".gz": "gzip", ".zst": "zstd"}  # may follow any of these; parquet pac
 PIECE = 1 << 20  # characters after which a document is cut at the next safe place
 READ = 1 << 20  # bytes read at once
 REPAIR = "repair the file, copy it again, or give text in UTF-8; data.text_column names the column that holds it"
+
+JSON = json.JSONDecoder(object_pairs_hook=tuple)  # objects are tuples of pairs, which hide no key behind another
+PATIENT = json.JSONDecoder(object_pairs_hook=tuple, parse_int=float)  # int() refuses more than 4,300 digits
+OF_JSON = re.compile(r'"(?:[^"\\]++|\\.)*+"|[\[\]{}]|[^"\[\]{}]++|".*', re.DOTALL)  # strings, brackets, what is between
+TEXT_TYPES = ("string", "large_string", "dictionary<values=string", "null")  # of Arrow, as they begin
 
 Row = tuple[int, Any]  # its place (a line's first byte, or the row's number), and a line of JSON or an object
 
@@ -69,11 +78,13 @@ def pieces(shard: Shard) -> Iterator[str | None]:
     with refusing(path, REPAIR):
         for place, row in readers.get(shard.kind, _hub_rows)(path, shard):
             try:
-                text = _text_of(row, shard.column)
+                found = _columns(row, shard.column)
+                text = _text_in(found, shard.column)
             except (ValueError, RecursionError) as error:
                 where = f"line {_line_number(path, place):,}" if shard.kind == "jsonl" else f"row {place:,}"
                 shown = f"; it begins {row[:80]!r}" if isinstance(row, bytes) else ""
-                raise ValueError(f"{where}: {error}{shown}") from error
+                remedy = _another_column(found) if isinstance(error, _NoTextError) and not place else REPAIR
+                raise UserError(Problem(str(path), NO_VALUE, f"{where}: {error}{shown}", remedy, here=True)) from error
             yield from in_pieces([text])
 
 
@@ -131,21 +142,69 @@ def _text_blocks(path: Path) -> Iterator[str]:
             offset += len(block)
 
 
-def _text_of(row: Any, column: str) -> str:
-    """The text in a row, empty without one; ValueError if the row is no object or its column no text."""
-    found = json.loads(row) if isinstance(row, bytes) else row
-    if not isinstance(found, dict):
+class _NoTextError(ValueError):
+    """The column is not there, or holds something else."""
+
+
+def _columns(row: Any, column: str) -> dict[str, Any]:
+    """What a row, or a line of JSON, holds by column; ValueError if it is no object or names the column twice."""
+    found = parse_json(row) if isinstance(row, bytes) else row
+    if not isinstance(found, dict | tuple):
         raise ValueError(f"holds {type(found).__name__}, not an object like {{{column!r}: '...'}}")
-    if column not in found:
-        raise ValueError(f"there is no column {column!r} (data.text_column); it has: {', '.join(map(str, found))}")
-    text = "" if found[column] is None else found[column]
+    columns = dict(found)
+    if len(columns) < len(found) and [name for name, _ in found].count(column) > 1:
+        raise ValueError(f"has the column {column!r} more than once")
+    return columns
+
+
+def _text_in(row: dict[str, Any], column: str) -> str:
+    """The text in a row, empty without one."""
+    if column not in row:
+        raise _NoTextError(f"there is no column {column!r} (data.text_column); it has: {', '.join(map(str, row))}")
+    text = "" if row[column] is None else row[column]
     if not isinstance(text, str):
-        raise ValueError(f"column {column!r} holds {type(text).__name__}, not text")
+        kind = "object" if isinstance(text, tuple) else type(text).__name__
+        raise _NoTextError(f"column {column!r} holds {kind}, not text")
     try:
         text.encode()
     except UnicodeEncodeError:  # JSON can spell half of a character (`\ud83d` alone): it becomes U+FFFD
         return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
     return text
+
+
+def _another_column(row: dict[str, Any]) -> str:
+    """What to do where the first row has no text in the column: take another one that has."""
+    from megalite.config.inherited import typed  # imports Hydra
+
+    names = [name for name, value in row.items() if isinstance(value, str)]
+    return ", or ".join(typed("data.text_column", name) for name in names[:3]) or REPAIR
+
+
+def parse_json(content: bytes) -> Any:
+    """The JSON value in `content`, objects as tuples of pairs, whatever the size of its numbers and the depth of what
+    lies in the columns of a row."""
+    text = content.decode(json.detect_encoding(content), "surrogatepass")
+    try:
+        return JSON.decode(text)
+    except json.JSONDecodeError:
+        raise
+    except (ValueError, RecursionError):
+        return PATIENT.decode(_shallow(text))
+
+
+def _shallow(text: str) -> str:
+    """The same JSON but for the contents of lists and objects inside two others, which are checked and left out."""
+    parts, opened = list[str](), list[int]()  # `opened`: which parts are brackets that are not closed yet
+    for token in OF_JSON.finditer(text):
+        parts.append(token[0])
+        if token[0] in ("[", "{"):
+            opened.append(len(parts) - 1)
+        elif token[0] in ("]", "}") and opened:
+            first = opened.pop()
+            if len(opened) > 1:
+                PATIENT.decode("".join(parts[first:]))
+                parts[first:] = [parts[first] + token[0]]
+    return "".join(parts)
 
 
 def _line_number(path: Path, at: int) -> int:
@@ -173,7 +232,7 @@ def is_json_lines(path: Path) -> bool:
     with opened(path) as file:
         first = next((line for line in file if line.strip()), b"")
     try:
-        return isinstance(json.loads(first), dict)
+        return isinstance(parse_json(first), tuple)
     except (ValueError, RecursionError):
         return False
 
@@ -181,19 +240,33 @@ def is_json_lines(path: Path) -> bool:
 def _json_rows(path: Path, _: Shard) -> Iterator[Row]:
     """Each object in a list, or the one object that the file is."""
     with opened(path) as file:
-        found = json.load(file)
+        found = parse_json(file.read())
     yield from enumerate(found if isinstance(found, list) else [found])
 
 
-def _csv_rows(path: Path, _: Shard) -> Iterator[Row]:
-    """Each row; a quoted text may go over several lines."""
+def _csv_rows(path: Path, shard: Shard) -> Iterator[Row]:
+    """Each row; a quoted text may go over several lines. ValueError where a row has fields that the header does not
+    name, or ends before the column: the text was split at a comma or a line end that no quotes guard."""
     csv.field_size_limit(sys.maxsize)  # the module's own is 128 KiB
     with io.TextIOWrapper(opened(path), encoding="utf-8-sig", newline="") as file:
-        rows = csv.DictReader(file, strict=True)
+        rows, ends = csv.reader(file, strict=True), 0  # `ends`: the line at which the row before does
         try:
-            yield from enumerate(rows)
+            header = next(filter(None, rows), list[str]())
+            if header.count(shard.column) > 1:
+                raise ValueError(f"line 1: has the column {shard.column!r} more than once")
+            needed = header.index(shard.column) + 1 if shard.column in header else 0
+            ends, number = rows.line_num, 0
+            for row in rows:
+                if len(row) > len(header) or (len(row) < needed and any(map(str.strip, row))):
+                    counts = f"number of fields: {len(row):,}, in the header: {len(header):,} ({', '.join(header):.80})"
+                    quotes = "a text that holds a comma or a line end needs quotes around it"
+                    raise ValueError(f"row {number:,} (line {ends + 1:,}): {counts}; {quotes}")
+                if row:
+                    yield number, dict(zip_longest(header, row))
+                    number += 1
+                ends = rows.line_num
         except (UnicodeDecodeError, csv.Error) as error:
-            raise ValueError(f"after line {rows.line_num:,}: is not csv in UTF-8: {error}") from error
+            raise ValueError(f"after line {ends:,}: is not csv in UTF-8: {error}") from error
 
 
 def _parquet_rows(path: Path, shard: Shard) -> Iterator[Row]:
@@ -203,27 +276,41 @@ def _parquet_rows(path: Path, shard: Shard) -> Iterator[Row]:
     with parquet.ParquetFile(path) as file:
         groups = range(shard.start, min(shard.stop, file.num_row_groups))
         first = sum(file.metadata.row_group(group).num_rows for group in range(shard.start))
-        columns = [shard.column] if shard.column in file.schema_arrow.names else None
+        columns = [shard.column] if _is_text(file.schema_arrow, shard.column) else None
         yield from _arrow_rows(file.iter_batches(256, list(groups), columns), shard.column, first)
 
 
 def _hub_rows(path: Path, shard: Shard) -> Iterator[Row]:
     """Rows of a data set that `datasets` reads."""
     rows, first = load_dataset(str(path), shard.subset, shard.split, streaming=shard.kind == "stream"), 0
+    from_csv = rows.info.builder_name == "csv"
     if shard.kind == "rows":
         rows, first = rows.select(range(shard.start, shard.stop)), shard.start
     elif shard.stop > 1:
         rows = rows.shard(num_shards=shard.stop, index=shard.start)
-    yield from _arrow_rows(rows.with_format("arrow").iter(256), shard.column, first)
+    for batch in rows.with_format("arrow").iter(256):
+        if from_csv and "__index_level_0__" in batch.schema.names:  # what pandas makes of the fields that have no name
+            raise ValueError("the rows of a csv file have more fields than its header")
+        yield from _arrow_rows([batch], shard.column, first)
+        first += len(batch)
 
 
 def _arrow_rows(batches: Iterable[Any], column: str, first: int) -> Iterator[Row]:
-    """The rows of Arrow tables, of which the first has the number `first`: of one without the column, all columns."""
+    """The rows of Arrow tables, of which the first has the number `first`; all columns where this one is no text."""
     number = first
     for batch in batches:
-        for value in batch.column(column) if column in batch.schema.names else batch.to_pylist():
+        is_text = _is_text(batch.schema, column)
+        for value in batch.column(column) if is_text else batch.to_pylist():
             try:
-                yield number, value if isinstance(value, dict) else {column: value.as_py()}
+                yield number, {column: value.as_py()} if is_text else value
             except UnicodeDecodeError as error:
                 raise ValueError(f"row {number:,}: {error}") from error
             number += 1
+
+
+def _is_text(schema: Any, column: str) -> bool:
+    """Whether a column of Arrow tables can be read by itself; ValueError where there are two of that name."""
+    places = schema.get_all_field_indices(column)
+    if len(places) > 1:
+        raise ValueError(f"has the column {column!r} more than once")
+    return bool(places) and str(schema.field(places[0]).type).startswith(TEXT_TYPES)

@@ -24,6 +24,7 @@ from megalite.config.schema import DataConfig
 from megalite.config.user_files import refusing
 from megalite.data.open import digest, paths_of
 from megalite.errors.problems import Problem, UserError, collect_all
+from megalite.errors.remedies import of_system
 from megalite.prepare.hub import load_dataset
 from megalite.prepare.reading import KINDS, PACKED, Shard, is_json_lines, pieces
 
@@ -164,7 +165,8 @@ def walk(top: Path, but: Container[str] = ()) -> Iterator[Path]:
 
     def fail(error: OSError) -> None:
         rule = f"cannot be looked into ({error.strerror})"
-        raise UserError(Problem("data.path", error.filename, rule, "allow reading it, or give the folders beside it"))
+        remedy = of_system(error, "give the folders beside it")
+        raise UserError(Problem("data.path", error.filename, rule, remedy))
 
     for folder, names, members in os.walk(top, onerror=fail, followlinks=True):
         state = os.stat(folder)

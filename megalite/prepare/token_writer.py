@@ -9,7 +9,8 @@ import json
 import os
 import stat
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -83,9 +84,8 @@ class TokenWriter:
             _sync(file)
         _sync(self._data)
         self._data.close()
+        # A shard, and a file of the cache, is ours by its name.
         if facts.get("fingerprint", "") not in self.prefix.name and (found := of_others(self.prefix)):
-            index.unlink()  # a shard, and a file of the cache, is ours by its name
-            self.discard()
             raise FileExistsError(errno.EEXIST, "; ".join(f"{path}: {rule}" for path, rule in found.items()))
         with_suffix(self.prefix, ".idx").unlink(missing_ok=True)
         write_atomically(with_suffix(self.prefix, ".json"), json.dumps(facts, indent=1).encode())
@@ -95,8 +95,10 @@ class TokenWriter:
 
     def discard(self) -> None:
         """Forget what was written."""
-        self._data.close()
-        Path(self._data.name).unlink(missing_ok=True)
+        with suppress(OSError):  # no room for what is still in memory
+            self._data.close()
+        for suffix in (".bin", ".idx"):
+            draft_of(with_suffix(self.prefix, suffix)).unlink(missing_ok=True)
 
     def _write(self, tokens: npt.NDArray[Any]) -> None:
         self.hash.update(tokens.data)
@@ -119,12 +121,19 @@ def of_others(prefix: Path) -> dict[Path, str]:
     return {path: rule for path, rule in found.items() if rule}
 
 
-def join(files: Sequence[TokenFile], prefix: Path, facts: dict[str, Any]) -> None:
-    """PREFIX holds the documents of all `files` (of one dtype) in order; `facts` and a hash go to PREFIX.json."""
-    writer = TokenWriter(prefix, files[0].tokens.dtype)
-    for file in files:
-        writer.append(file)
-    writer.finish(facts | {"xxh3_128": writer.hash.hexdigest()})
+def join(files: Iterable[TokenFile], prefix: Path, facts: dict[str, Any]) -> None:
+    """PREFIX holds the documents of all `files` (of one dtype) in order; `facts` and a hash go to PREFIX.json. `files`
+    may open each file when it is asked for: none is kept."""
+    others = iter(files)
+    writer = TokenWriter(prefix, (first := next(others)).tokens.dtype)
+    try:
+        writer.append(first)
+        for file in others:
+            writer.append(file)
+        writer.finish(facts | {"xxh3_128": writer.hash.hexdigest()})
+    except BaseException:
+        writer.discard()
+        raise
 
 
 def _sync(file: IO[bytes]) -> None:
