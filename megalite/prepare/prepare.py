@@ -10,11 +10,13 @@ Training is given this module as its `Preparation`.
 import errno
 import fcntl
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from glob import escape
 from pathlib import Path
+from threading import Event, Thread
 
 import xxhash
 
@@ -34,6 +36,7 @@ from megalite.prepare.tokenizing import Job, tokenize_shards
 
 SAMPLE = 8 << 20  # characters of text that a BPE is trained on
 SAMPLED_SHARDS = 64
+PAGES = 20_000  # characters of text on which a tokenizer is tried
 UNWRITABLE = {  # errors that another folder or more room would mend
     *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM),
     *(errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG),
@@ -152,14 +155,17 @@ def _make(config: Config, targets: list[Target], progress: Progress | None, sett
 
         count(Path(), 0, 0, 0)
         try:
-            tokenizer = obtain_tokenizer(config, missing, shards)
+            with _repeated(partial(count, Path(), 0, 0, 0)):
+                tokenizer = obtain_tokenizer(config, missing, shards)
             check_vocabulary(config, tokenizer.vocab_size)
+            built_in = config.tokenizer in BUILT_IN_TOKENIZERS
+            remarks = [] if built_in else tokenizer.remarks("".join(sample(shards[:1], PAGES)))
             for target in missing:
                 tokenizer.save(target.tokenizer)
             for target in missing:
                 left = [job for job in jobs[target] if not is_prepared(job[0])]
                 tokenize_shards(left, tokenizer, target.tokenizer, config.data.workers or usable_cores(), count)
-                _join(target, [file for file, _ in jobs[target]], tokenizer)
+                _join(target, [file for file, _ in jobs[target]], tokenizer, remarks)
         except UserError:
             if config.data.source != "hf":  # text must be changed, and changed text has another key
                 for target in missing:
@@ -187,6 +193,24 @@ def _locked(prefixes: list[Path], setting: str) -> Iterator[None]:
             remedy = f"free some space, or choose a writable folder ({setting}=PATH)"
         remedy += "; what is already prepared is kept"
         raise UserError(Problem(setting, str(folder), rule, remedy)) from error
+
+
+@contextmanager
+def _repeated(tell: Callable[[], None]) -> Iterator[None]:
+    """`tell` is called every second: a BPE may be trained for a minute, and nobody waits in silence."""
+    over = Event()
+
+    def repeat() -> None:
+        while not over.wait(1.0):
+            tell()
+
+    thread = Thread(target=repeat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def obtain_tokenizer(config: Config, missing: list[Target], shards: list[Shard]) -> TextTokenizer:
@@ -222,7 +246,7 @@ def sample(shards: list[Shard], size: int = SAMPLE) -> Iterator[str]:
                 break
 
 
-def _join(target: Target, shard_files: list[Path], tokenizer: TextTokenizer) -> None:
+def _join(target: Target, shard_files: list[Path], tokenizer: TextTokenizer, remarks: list[str]) -> None:
     """All shards into one token file, its tokenizer beside it; then the work folder goes."""
     shards = [read_facts(file) for file in shard_files]
     files = [TokenFile.open(file) for file, shard in zip(shard_files, shards, strict=True) if shard.tokens]
@@ -237,6 +261,8 @@ def _join(target: Target, shard_files: list[Path], tokenizer: TextTokenizer) -> 
         "vocab_size": tokenizer.vocab_size,
         "dtype": str(files[0].tokens.dtype),
     }
+    if remarks:
+        facts["remarks"] = remarks
     prefix = target.prefix
     name = escape(prefix.name)
     for ending in (".bin", ".idx", ".json"):
