@@ -77,7 +77,7 @@ def text_only(spec: Spec, hidden: set[str]) -> Spec:
 
 def same_effect(one: Tokenizer, other: Tokenizer) -> bool:
     """Whether both give the same ids for every text, special tokens being text."""
-    return _effect(one) == _effect(other)
+    return bool(_effect(one) == _effect(other))
 
 
 def _effect(backend: Tokenizer) -> Any:

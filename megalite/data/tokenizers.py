@@ -27,11 +27,11 @@ from megalite.config.durable_files import write_atomically
 from megalite.config.user_files import read_object, read_text, refusing
 from megalite.data.cuts import Cut, at_line_end, nowhere, where_encodings_agree
 from megalite.data.permutation import IntArray
+from megalite.data.tokenizer_folder import AGAIN, plain_backend, specified
 from megalite.data.tokenizer_spec import (
     byte_letters,
     check_ids,
     drops_symbols,
-    same_effect,
     says_bytes,
     text_only,
     unknown_of,
@@ -39,7 +39,6 @@ from megalite.data.tokenizer_spec import (
 from megalite.errors.problems import Problem, UserError
 
 END = "<|endoftext|>"
-AGAIN = "copy the tokenizer again, or give a folder with tokenizer.json that AutoTokenizer.from_pretrained loads"
 KEPT_SETTINGS = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template", "clean_up_tokenization_spaces")
 SETTINGS, CONFIGS = ("special_tokens_map.json", "tokenizer_config.json"), ("generation_config.json", "config.json")
 ADDED = "added_tokens.json"
@@ -73,8 +72,9 @@ class TextTokenizer:
         self._watched[[vocabulary[text] for text in self._hidden]] = True
         self._refused = self._watched.copy()  # ids that no text may give
         self._refused[self.vocab_size] = True  # of what would be dropped
-        if (unknown := vocabulary.get(unknown_of(self._spec["model"]))) != self.end_of_document:
-            self._refused[[] if unknown is None else unknown] = False
+        unknown = vocabulary.get(unknown_of(self._spec["model"]) or "")
+        if unknown is not None and unknown != self.end_of_document:
+            self._refused[unknown] = False
 
     @cached_property
     def identity(self) -> str:
@@ -295,11 +295,11 @@ def load_tokenizer(folder: Path) -> TextTokenizer:
         ids = settings.get("added_tokens_decoder") or {}
         check_ids(SETTINGS[1], {it: int(it) if re.fullmatch(r"-?\d{1,20}", it) else it for it in ids})
         check_ids(ADDED, files[ADDED])
-        plain = _plain_backend(folder / "tokenizer.json")
+        plain = plain_backend(folder / "tokenizer.json")
         if plain is not None and not plain.get_vocab(with_added_tokens=False):
             raise ValueError("its vocabulary is empty")
         kept = {key: settings[key] for key in KEPT_SETTINGS if settings.get(key) is not None}
-        backend = plain if plain is not None and _written_here(folder, settings) else _specified(folder, plain)
+        backend = plain if plain is not None and _written_here(folder, settings) else specified(folder, plain)
         vocabulary = (plain or backend).get_vocab(with_added_tokens=True)
         eos, end = token_text(settings.get("eos_token")), None
         if eos is None:
@@ -322,48 +322,12 @@ def _named(settings: dict[str, Any]) -> list[Any]:
     return [*map(token_text, (*settings.get("added_tokens_decoder", {}).values(), *chain(*lists)))]
 
 
-def _plain_backend(path: Path) -> Tokenizer | None:
-    """What tokenizer.json says by itself; None without the file."""
-    if not os.path.lexists(path):
-        return None
-    content = read_text(path, AGAIN)
-    try:
-        said = json.loads(content)
-        vocabulary = said["model"]["vocab"]
-        added = {token["content"]: token["id"] for token in said["added_tokens"]}
-    except (ValueError, KeyError, TypeError, RecursionError):
-        vocabulary, added = {}, {}  # the library says what is wrong
-    ids = vocabulary if isinstance(vocabulary, dict) else {}
-    check_ids(path.name, ids | added)
-    try:
-        return Tokenizer.from_str(content)
-    except Exception as error:
-        raise ValueError(f"tokenizer.json cannot be read ({(str(error).splitlines() or [''])[0]})") from error
-
-
 def _written_here(folder: Path, settings: dict[str, Any]) -> bool:
     """Whether the folder holds what `save` writes, in its form, and nothing else that concerns tokens."""
     if any(os.path.lexists(folder / name) for name in (*CONFIGS, ADDED, SETTINGS[0])):
         return False
     ours = {*KEPT_SETTINGS, "tokenizer_class", "model_max_length"} >= settings.keys() >= {*KEPT_SETTINGS[-1:]}
     return ours and read_text(folder / SETTINGS[1], AGAIN) == _written(settings)
-
-
-def _specified(folder: Path, plain: Tokenizer | None) -> Tokenizer:
-    """What AutoTokenizer makes of a folder: of tokenizer.json and all that stands beside it, or of older files
-    (vocab.json and merges.txt, SentencePiece). `plain`, if it has the same effect."""
-    try:
-        from transformers import AutoTokenizer, logging
-
-        logging.set_verbosity_error()
-        theirs = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-        backend: Tokenizer = theirs.backend_tokenizer
-    except Exception as error:  # the library raises whatever it likes
-        if plain is not None:
-            return plain
-        reason = (str(error).splitlines() or [""])[0]
-        raise ValueError(f"holds no tokenizer.json that transformers can load ({reason})") from error
-    return backend if plain is None or not same_effect(plain, backend) else plain
 
 
 def _settings(path: Path) -> dict[str, Any]:
