@@ -70,8 +70,9 @@ def text_only(spec: Spec, hidden: set[str]) -> Spec:
             made = ((left, right, left + right.removeprefix(prefix)) for left, right, _ in made)
         model["merges"] = [[left, right] for left, right, whole in made if not names.keys() & {left, right, whole}]
         if drops_symbols(spec):
+            model["vocab"] |= {token["content"]: token["id"] for token in added}  # else they are numbered anew
             model["unk_token"] = NEVER * 4
-            model["vocab"][NEVER * 4] = 1 + max([*model["vocab"].values(), *(token["id"] for token in added)])
+            model["vocab"][NEVER * 4] = 1 + max(model["vocab"].values())
     return spec | {"model": model, "added_tokens": added}
 
 

@@ -136,7 +136,11 @@ def test_a_byte_without_a_symbol_is_refused_with_its_place() -> None:
 
 
 def test_a_symbol_without_a_token_is_refused_where_there_is_no_unknown_one() -> None:
-    tokenizer = TextTokenizer(words("BPE"), {})
+    backend = words("BPE")
+    backend.add_special_tokens(["<pad>"])
+    backend.add_tokens(["tool"])
+    tokenizer = TextTokenizer(backend, {})
+    assert tokenizer.encode("atool</s>") == backend.encode("atool</s>").ids == [7, 11, 0]
     with pytest.raises(UserError, match=r"no token for 'b' \(character 2\)"):
         tokenizer.encode("aabs>")
 
