@@ -90,6 +90,7 @@ def make(config: Config, output: Path, terminal: Terminal) -> Iterator[str]:
         yield "the tokenizer has no end-of-document token: nothing marks where one document ends"
     else:
         yield f"every document ends with token {tokenizer.end_of_document:,}"
+    yield from facts.remarks
     if facts.skipped_documents:
         yield f"skipped {facts.skipped_documents:,} rows without text"
     yield f"train on it: python pretrain_gpt.py data=tokens {path_override(str(output))}"

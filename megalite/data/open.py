@@ -81,13 +81,14 @@ def open_data(config: Config, found: TokenFiles) -> OpenedData:
     seq_length = config.train.seq_length
     tokens, documents = sum(len(file.tokens) for file in files), sum(file.documents for file in files)
     described = [f"{config.data.source}: {in_words(documents, tokens)}{f' in {len(files)} parts' if files[1:] else ''}"]
+    remarks = dict.fromkeys(remark for file in files for remark in file.facts().remarks)
     return OpenedData(
         train=SampleSource(train, weights, seq_length, vocab_size, config.seed, end),
         validation=SampleSource(validation, weights, seq_length, vocab_size, None, end) if validation else None,
         tokenizer=tokenizer,
         vocab_size=vocab_size,
         fingerprint=digest(FORMAT, [file.identity() for file in files], fraction, weights),
-        description="; ".join([*described, *([tokenizer.name] if tokenizer else []), *found.unread]),
+        description="; ".join([*described, *([tokenizer.name] if tokenizer else []), *remarks, *found.unread]),
     )
 
 

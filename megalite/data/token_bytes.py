@@ -11,7 +11,8 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from megalite.data.permutation import IntArray
-from megalite.data.tokenizers import TextTokenizer, byte_letters
+from megalite.data.tokenizer_spec import byte_letters
+from megalite.data.tokenizers import TextTokenizer
 
 BYTE = re.compile("<0x[0-9A-F]{2}>")  # SentencePiece's token for a byte that no other token covers
 

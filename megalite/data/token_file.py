@@ -76,6 +76,7 @@ class Facts:
     tokenizer: str | None = None
     vocab_size: int | None = None
     xxh3_128: str | None = None  # of PREFIX.bin
+    remarks: list[str] = field(default_factory=list)  # on what the tokenizer made of the text
 
 
 def in_words(documents: int, tokens: int) -> str:

@@ -1,15 +1,20 @@
 """Turns text into token ids and back, always by a `tokenizers` model, so that transformers loads what we save.
 
 `byte` and `char` are such models too; because they are plain tables, a long text is encoded by an array look-up that
-gives the same ids. The end-of-document token ends every document and never arises from its text: `<|endoftext|>`
-spelled out in a text is encoded as ordinary text.
+gives the same ids. The end-of-document token ends every document and never arises from its text, and no other special
+token does: `<|endoftext|>` spelled out in a text is text. A text that the library encodes otherwise is encoded again
+with a tokenizer that cannot (`text_only`); what no encoding can say is refused.
+
+The tokenizer of a folder is what AutoTokenizer makes of the folder. A folder that `save` has written is read without
+transformers.
 """
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from itertools import count
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +25,26 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 
 from megalite.config.durable_files import write_atomically
 from megalite.config.user_files import read_object, read_text, refusing
+from megalite.data.cuts import Cut, at_line_end, nowhere, where_encodings_agree
 from megalite.data.permutation import IntArray
+from megalite.data.tokenizer_folder import AGAIN, plain_backend, specified
+from megalite.data.tokenizer_spec import (
+    byte_letters,
+    check_ids,
+    drops_symbols,
+    says_bytes,
+    text_only,
+    unknown_of,
+)
 from megalite.errors.problems import Problem, UserError
 
 END = "<|endoftext|>"
-AGAIN = "copy the tokenizer again, or give a folder with tokenizer.json that AutoTokenizer.from_pretrained loads"
 KEPT_SETTINGS = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template", "clean_up_tokenization_spaces")
+SETTINGS, CONFIGS = ("special_tokens_map.json", "tokenizer_config.json"), ("generation_config.json", "config.json")
+ADDED = "added_tokens.json"
+LONG_WORD, LONG_WORDS = 512, 1 << 17  # characters of a word, and of all long words together: the trainer's time
+# A part of a word as byte-level BPE sees it: letters, digits, signs or blanks alone.
+ALIKE = re.compile(r"[^\W\d_]+|\d+|\s+|[^\w\s]+|_+")
 
 
 class TextTokenizer:
@@ -39,9 +58,23 @@ class TextTokenizer:
         backend.encode_special_tokens = True  # special tokens in a text are text
         eos = token_text(settings.get("eos_token"))
         self.end_of_document: int | None = backend.token_to_id(eos) if eos else end_of_document
-        self.vocab_size: int = max(backend.get_vocab(with_added_tokens=True).values()) + 1
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size: int = max(vocabulary.values()) + 1
         self._spec: dict[str, Any] = json.loads(backend.to_str())
         self._table = _symbol_table(self._spec)
+        named = {token_text(settings.get(name)) for name in KEPT_SETTINGS[:4]}
+        named |= {token["content"] for token in self._spec["added_tokens"] if token["special"]}
+        self._hidden = {text for text in named if text in vocabulary and len(text) > 1}  # some pad with `!`
+        if self.end_of_document is not None:
+            self._hidden.add(backend.id_to_token(self.end_of_document))
+        self._drops = self._table is None and drops_symbols(self._spec)
+        self._watched = np.zeros(self.vocab_size + 1, dtype=bool)  # ids that no text should give
+        self._watched[[vocabulary[text] for text in self._hidden]] = True
+        self._refused = self._watched.copy()  # ids that no text may give
+        self._refused[self.vocab_size] = True  # of what would be dropped
+        unknown = vocabulary.get(unknown_of(self._spec["model"]) or "")
+        if unknown is not None and unknown != self.end_of_document:
+            self._refused[unknown] = False
 
     @cached_property
     def identity(self) -> str:
@@ -51,7 +84,7 @@ class TextTokenizer:
     @property
     def byte_level(self) -> bool:
         """Whether its tokens are written in `byte_letters`."""
-        return '"ByteLevel"' in json.dumps([self._spec[part] for part in ("normalizer", "pre_tokenizer", "decoder")])
+        return says_bytes(self._spec) or '"ByteLevel"' in json.dumps(self._spec["decoder"])
 
     @property
     def name(self) -> str:
@@ -63,16 +96,98 @@ class TextTokenizer:
         """The ids of `text`, nothing added."""
         return [int(token) for token in self.encode_many([text])[0]]
 
-    def encode_many(self, texts: Sequence[str]) -> list[IntArray]:
-        """The ids of each text, nothing added; several texts on several threads."""
+    def encode_many(self, texts: Sequence[str], before: Sequence[str] = ()) -> list[IntArray]:
+        """The ids of each text, nothing added; several texts on several threads.
+
+        `before`: for each text the end of what stands before it in its document. UserError for what the tokenizer
+        cannot say.
+        """
         if self._table is not None:
             return [_look_up(self._table, text) for text in texts]
+        if not any(before):
+            return self._encoded(texts)
+        whole = self._encoded([*map("".join, zip(before, texts, strict=True)), *before])
+        parts = []
+        for ids, head in zip(whole[: len(texts)], whole[len(texts) :], strict=True):
+            if not np.array_equal(ids[: len(head)], head):
+                rule, remedy = "encodes a part of a long document otherwise than the whole", "cut the document in two"
+                raise UserError(Problem("tokenizer", self.name, rule, remedy))
+            parts.append(ids[len(head) :])
+        return parts
+
+    def _encoded(self, texts: Sequence[str]) -> list[IntArray]:
+        found = self._ids(self._strict if self._drops else self.backend, texts)
+        wrong = [number for number, ids in enumerate(found) if self._drops or self._watched[ids].any()]
+        if not wrong:
+            return found
+        again = found if self._drops else self._ids(self._strict, [texts[number] for number in wrong])
+        for number, ids in zip(wrong, again, strict=True):
+            if self._refused[ids].any():
+                raise UserError(self._unsayable(texts[number]))
+            found[number] = ids
+        return found
+
+    def _ids(self, backend: Tokenizer, texts: Sequence[str]) -> list[IntArray]:
         try:
-            encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
+            encodings = backend.encode_batch_fast(list(texts), add_special_tokens=False)
         except Exception as error:  # the library raises plain Exception: a symbol that it has no token for
             rule, remedy = f"cannot encode the text ({error})", "tokenizer=byte, bpe, or one for this text"
             raise UserError(Problem("tokenizer", self.name, rule, remedy)) from error
         return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
+
+    @cached_property
+    def _strict(self) -> Tokenizer:
+        """The same tokenizer, of which special tokens are spelled by nothing that a text holds."""
+        backend = Tokenizer.from_str(json.dumps(text_only(self._spec, self._hidden)))
+        backend.encode_special_tokens = True
+        return backend
+
+    def _unsayable(self, text: str) -> Problem:
+        """The first place of `text` that this tokenizer has no token for, told."""
+        encoding = self._strict.encode(text, add_special_tokens=False)
+        at = int(np.flatnonzero(self._refused[encoding.ids])[0])
+        (start, stop), token = encoding.offsets[at], encoding.ids[at]
+        told = "no token" if token == self.vocab_size else f"only the special token {self.backend.id_to_token(token)!r}"
+        rule = f"has {told} for {text[start:stop]!r:.40} (character {start:,})"
+        return Problem("tokenizer", self.name, rule, "tokenizer=byte, bpe, or one for this text")
+
+    def remarks(self, page: str) -> list[str]:
+        """How the tokenizer differs from what one might expect: on a page of the text, and from AutoTokenizer on a page
+        of special tokens."""
+        odd = "".join(sorted(self._hidden))
+        try:
+            again, ours = self.decode(self.encode(page)), self.encode(odd)
+        except UserError:  # whoever encodes all of the text says where
+            return []
+        self.backend.encode_special_tokens = False
+        theirs, told = self.backend.encode(odd, add_special_tokens=False).ids, []
+        self.backend.encode_special_tokens = True
+        if again != page:
+            at = next(
+                (at for at, (one, other) in enumerate(zip(page, again, strict=False)) if one != other), len(again)
+            )
+            was, now = (repr(it[max(0, at - 10) : at + 20]) for it in (page, again))
+            told.append(f"decoding its tokens does not give back the text (character {at:,}): {was} becomes {now}")
+        if ours != theirs:
+            names = ", ".join(sorted(self._hidden)[:3])
+            told.append(f"special tokens spelled out in the text are text; to AutoTokenizer they are tokens: {names}")
+        return told
+
+    @property
+    def cut(self) -> Cut:
+        """Where a long document can be cut: in two texts that have the ids of the whole, the end of the first being
+        what stands `before` the second."""
+        words = self._spec["pre_tokenizer"] or {"type": None}
+        plain = words["type"] == "ByteLevel" and words["use_regex"] and not words["add_prefix_space"]
+        added = all(token["special"] for token in self._spec["added_tokens"])
+        if self._table is not None or (plain and added and self._spec["normalizer"] is None):
+            return at_line_end
+        # A Unigram model adds up scores over all of a word: ties in a long one are decided by rounding.
+        scored = self._spec["model"]["type"] == "Unigram"
+        if scored and (words["type"] is None or len(self.backend.pre_tokenizer.pre_tokenize_str("a b")) < 2):
+            return nowhere
+        found = any(f'"{kind}"' in json.dumps(words) for kind in ("Split", "FixedLength"))
+        return where_encodings_agree(self._encoded, self.backend.pre_tokenizer.pre_tokenize_str if found else None)
 
     def decode(self, tokens: Iterable[int], skip_special_tokens: bool = False) -> str:
         """The text of `tokens`; bytes that are no UTF-8 (a character cut in two) become U+FFFD."""
@@ -92,8 +207,7 @@ class TextTokenizer:
             settings["model_max_length"] = context_length
         if self.end_of_document is not None:
             settings["bos_token"] = settings["eos_token"] = self.backend.id_to_token(self.end_of_document)
-        others = json.dumps(settings, indent=1, ensure_ascii=False, sort_keys=True) + "\n"
-        return {"tokenizer.json": spec.encode(), "tokenizer_config.json": others.encode()}
+        return {"tokenizer.json": spec.encode(), "tokenizer_config.json": _written(settings).encode()}
 
     def unwritten(self, folder: Path) -> dict[Path, bytes]:
         """The files that the folder lacks, or holds with another content."""
@@ -105,6 +219,10 @@ class TextTokenizer:
         folder.mkdir(parents=True, exist_ok=True)
         for path, content in self.unwritten(folder).items():
             write_atomically(path, content)
+
+
+def _written(settings: dict[str, Any]) -> str:
+    return json.dumps(settings, indent=1, ensure_ascii=False, sort_keys=True) + "\n"
 
 
 def token_text(token: Any) -> Any:
@@ -139,8 +257,23 @@ def bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
     )
-    backend.train_from_iterator(texts, trainer)
+    backend.train_from_iterator(_short_words(texts), trainer)
     return TextTokenizer(backend, {"eos_token": END})
+
+
+def _short_words(texts: Iterable[str]) -> Iterator[str]:
+    """The texts, of which words of more than LONG_WORD characters come in parts, once there were LONG_WORDS characters
+    of them: the trainer's time grows with the square of a word's length."""
+    room = LONG_WORDS
+    for text in texts:
+        start = 0
+        for at in range(0, len(text), LONG_WORD):
+            if ALIKE.fullmatch(text, at, at + LONG_WORD):
+                room -= LONG_WORD
+                if room < 0:
+                    yield text[start:at]
+                    start = at
+        yield text[start:]
 
 
 def _byte_backend(symbols: Sequence[str]) -> Tokenizer:
@@ -161,52 +294,49 @@ def _char_backend(symbols: Sequence[str]) -> Tokenizer:
 def load_tokenizer(folder: Path) -> TextTokenizer:
     """The tokenizer in a folder of transformers' files; never runs code from it. UserError for one that is damaged, or
     that nothing can be trained with: no vocabulary, an end of document that is no token."""
-    settings = _settings(folder / "special_tokens_map.json") | _settings(folder / "tokenizer_config.json")
+    files = {name: _settings(folder / name) for name in (*SETTINGS, *CONFIGS, ADDED)}
+    settings = files[SETTINGS[0]] | files[SETTINGS[1]]
     with refusing(folder, AGAIN):
-        backend = _backend_in(folder)
-        vocabulary = backend.get_vocab(with_added_tokens=True)
-        if not backend.get_vocab(with_added_tokens=False):
+        ids = settings.get("added_tokens_decoder") or {}
+        check_ids(SETTINGS[1], {it: int(it) if re.fullmatch(r"-?\d{1,20}", it) else it for it in ids})
+        check_ids(ADDED, files[ADDED])
+        plain = plain_backend(folder / "tokenizer.json")
+        if plain is not None and not plain.get_vocab(with_added_tokens=False):
             raise ValueError("its vocabulary is empty")
+        kept = {key: settings[key] for key in KEPT_SETTINGS if settings.get(key) is not None}
+        backend = plain if plain is not None and _written_here(folder, settings) else specified(folder, plain)
+        vocabulary = (plain or backend).get_vocab(with_added_tokens=True)
         eos, end = token_text(settings.get("eos_token")), None
         if eos is None:
-            eos = end = _end_of_model(folder)
-        if eos is not None and eos not in [*(vocabulary if end is None else vocabulary.values())]:
+            eos = end = _end_of_model(files)
+        known = {*vocabulary, *_named(settings), *files[ADDED]} if end is None else {*vocabulary.values()}
+        if eos is not None and eos not in [*known]:
             raise ValueError(f"its end of document, {eos!r:.60}, is none of its tokens")
-    return TextTokenizer(backend, {key: settings[key] for key in KEPT_SETTINGS if settings.get(key) is not None}, end)
+    return TextTokenizer(backend, kept, end)
 
 
-def _end_of_model(folder: Path) -> Any:
+def _end_of_model(files: dict[str, dict[str, Any]]) -> Any:
     """eos_token_id of the model's files, for a tokenizer that names no end of document."""
-    files = (_settings(folder / name).get("eos_token_id") for name in ("generation_config.json", "config.json"))
-    found = next((eos for eos in files if eos is not None), None)
+    found = next((eos for name in CONFIGS if (eos := files[name].get("eos_token_id")) is not None), None)
     return next(iter(found), None) if isinstance(found, list) else found
 
 
-def _backend_in(folder: Path) -> Tokenizer:
-    """What tokenizer.json says, or the older files (vocab.json and merges.txt, SentencePiece)."""
-    path = folder / "tokenizer.json"
-    content = read_text(path, AGAIN) if os.path.lexists(path) else None
-    try:
-        if content is not None:
-            return Tokenizer.from_str(content)
-        from transformers import AutoTokenizer
+def _named(settings: dict[str, Any]) -> list[Any]:
+    """The tokens that tokenizer_config.json adds to those of tokenizer.json."""
+    lists = (settings.get(name) or () for name in ("additional_special_tokens", "extra_special_tokens"))
+    return [*map(token_text, (*settings.get("added_tokens_decoder", {}).values(), *chain(*lists)))]
 
-        theirs = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-        backend: Tokenizer = theirs.backend_tokenizer
-        return backend
-    except Exception as error:  # both libraries raise whatever they like
-        there = "tokenizer.json cannot be read" if content else "holds no tokenizer.json that transformers can load"
-        raise ValueError(f"{there} ({(str(error).splitlines() or [''])[0]})") from error
+
+def _written_here(folder: Path, settings: dict[str, Any]) -> bool:
+    """Whether the folder holds what `save` writes, in its form, and nothing else that concerns tokens."""
+    if any(os.path.lexists(folder / name) for name in (*CONFIGS, ADDED, SETTINGS[0])):
+        return False
+    ours = {*KEPT_SETTINGS, "tokenizer_class", "model_max_length"} >= settings.keys() >= {*KEPT_SETTINGS[-1:]}
+    return ours and read_text(folder / SETTINGS[1], AGAIN) == _written(settings)
 
 
 def _settings(path: Path) -> dict[str, Any]:
     return read_object(path, AGAIN) if os.path.lexists(path) else {}
-
-
-def byte_letters() -> list[str]:
-    """The visible letter that byte-level BPE writes for each byte (GPT-2's table): itself, or one from 256 on."""
-    alphabet, hidden = set(pre_tokenizers.ByteLevel.alphabet()), count(256)
-    return [chr(byte) if chr(byte) in alphabet else chr(next(hidden)) for byte in range(256)]
 
 
 def _symbol_table(spec: dict[str, Any]) -> npt.NDArray[np.uint32] | None:

@@ -11,12 +11,14 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from glob import escape
 from itertools import count
 from pathlib import Path
+from threading import Event, Thread
 
 import xxhash
 
@@ -38,6 +40,7 @@ from megalite.prepare.tokenizing import Job, tokenize_shards
 
 SAMPLE = 8 << 20  # characters of text that a BPE is trained on
 SAMPLED_SHARDS = 64
+PAGES = 20_000  # characters of text on which a tokenizer is tried
 SUMMED = ("tokens", "documents", "skipped_documents", "bytes")  # of all shards, in PREFIX.json
 
 
@@ -179,8 +182,11 @@ def _make(config: Config, targets: list[Target], progress: Progress | None, sett
                 progress(min(size, total) if total else size, total, documents, tokens)
 
         count(Path(), 0, 0, 0)
-        tokenizer = obtain_tokenizer(config, missing, shards)
+        with _repeated(partial(count, Path(), 0, 0, 0)):
+            tokenizer = obtain_tokenizer(config, missing, shards)
         check_vocabulary(config, tokenizer.vocab_size)
+        built_in = config.tokenizer in BUILT_IN_TOKENIZERS
+        remarks = [] if built_in else tokenizer.remarks("".join(sample(shards[:1], PAGES)))
         for target in missing:
             target.refuse_another(tokenizer)
             tokenizer.save(target.tokenizer)
@@ -192,7 +198,7 @@ def _make(config: Config, targets: list[Target], progress: Progress | None, sett
                 if not any(done[file][-1] for file in files):
                     rule, found = "holds no text at all (only empty documents)", " ".join(target.source.paths)
                     raise UserError(Problem("data.path", found, rule, "give text; check data.text_column"))
-            _join(target, files, tokenizer)
+            _join(target, files, tokenizer, remarks)
 
 
 @contextmanager
@@ -230,6 +236,24 @@ def _locked(prefixes: list[Path], setting: str) -> Iterator[None]:
         raise UserError(Problem(setting, str(folder), rule, remedy)) from error
 
 
+@contextmanager
+def _repeated(tell: Callable[[], None]) -> Iterator[None]:
+    """`tell` is called every second: a BPE may be trained for a minute, and nobody waits in silence."""
+    over = Event()
+
+    def repeat() -> None:
+        while not over.wait(1.0):
+            tell()
+
+    thread = Thread(target=repeat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
 def obtain_tokenizer(config: Config, missing: list[Target], shards: list[Shard]) -> TextTokenizer:
     """The tokenizer that the config names; bpe and char are trained on the shards, unless a killed process has."""
     if config.tokenizer not in BUILT_IN_TOKENIZERS:
@@ -263,7 +287,7 @@ def sample(shards: list[Shard], size: int = SAMPLE) -> Iterator[str]:
                 break
 
 
-def _join(target: Target, shard_files: list[Path], tokenizer: TextTokenizer) -> None:
+def _join(target: Target, shard_files: list[Path], tokenizer: TextTokenizer, remarks: list[str]) -> None:
     """All shards into one token file, its tokenizer beside it; then the work folder goes."""
     shards = [read_facts(file) for file in shard_files]
     facts = {
@@ -274,6 +298,8 @@ def _join(target: Target, shard_files: list[Path], tokenizer: TextTokenizer) -> 
         "vocab_size": tokenizer.vocab_size,
         "dtype": str(dtype_for(tokenizer.vocab_size)),
     }
+    if remarks:
+        facts["remarks"] = remarks
     prefix = target.prefix
     name = escape(prefix.name)
     for drafts in (f".{name}.bin", f".{name}.idx", f".{name}.json", f"{name}.tokenizer/.*"):

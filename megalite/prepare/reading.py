@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from megalite.config.user_files import refusing
+from megalite.data.cuts import PIECE, WIDE, Cut, at_line_end
 from megalite.errors.problems import NO_VALUE, Problem, UserError
 from megalite.prepare.hub import load_dataset
 
@@ -34,7 +35,6 @@ KINDS = {
     ".parquet": "parquet",
 }
 PACKED = {".gz": "gzip", ".zst": "zstd"}  # may follow any of these; parquet packs itself
-PIECE = 1 << 20  # characters after which a document is cut at the next safe place
 READ = 1 << 20  # bytes read at once
 REPAIR = "repair the file, copy it again, or give text in UTF-8; data.text_column names the column that holds it"
 
@@ -66,12 +66,13 @@ class Shard:
     split: str = "train"
 
 
-def pieces(shard: Shard) -> Iterator[str | None]:
-    """The documents of a shard in order, in pieces; UserError with file and row where one cannot be read."""
+def pieces(shard: Shard, cut: Cut = at_line_end) -> Iterator[str | None]:
+    """The documents of a shard in order, in pieces that `cut` allows; UserError with file and row where one cannot be
+    read."""
     if shard.kind == "text":
         for name in shard.paths:
             with refusing(name, REPAIR):
-                yield from in_pieces(_text_blocks(Path(name)))
+                yield from in_pieces(_text_blocks(Path(name)), cut)
         return
     readers = {"jsonl": _jsonl_rows, "json": _json_rows, "csv": _csv_rows, "parquet": _parquet_rows}
     path = Path(shard.paths[0])
@@ -85,35 +86,22 @@ def pieces(shard: Shard) -> Iterator[str | None]:
                 shown = f"; it begins {row[:80]!r}" if isinstance(row, bytes) else ""
                 remedy = _another_column(found) if isinstance(error, _NoTextError) and not place else REPAIR
                 raise UserError(Problem(str(path), NO_VALUE, f"{where}: {error}{shown}", remedy, here=True)) from error
-            yield from in_pieces([text])
+            yield from in_pieces([text], cut)
 
 
-def in_pieces(blocks: Iterable[str]) -> Iterator[str | None]:
+def in_pieces(blocks: Iterable[str], cut: Cut = at_line_end) -> Iterator[str | None]:
     """The document that the blocks are together, in pieces of about PIECE characters, and its end."""
-    buffer = ""
+    buffer, sought = "", PIECE  # where to seek the next place: those before are no places
     for block in blocks:
         buffer, start = buffer + block, 0
-        while len(buffer) - start > PIECE and (stop := _safe_cut(buffer, start + PIECE)):
+        while len(buffer) > sought and (stop := cut(buffer, sought)):
             yield buffer[start:stop]
-            start = stop
+            start, sought = stop, stop + PIECE
+        sought = max(sought, len(buffer) - 2 * WIDE) - start
         buffer = buffer[start:]
     if buffer:
         yield buffer
     yield None
-
-
-def _safe_cut(text: str, start: int) -> int:
-    """A place at or after `start` where the text can be cut without changing its tokens, or 0.
-
-    It is in front of a line end that follows a letter or digit: there the byte-level BPEs of GPT-2, Llama 3 and Qwen
-    begin a new word. Tokenizers that see the whole text at once (SentencePiece's) may differ around a cut.
-    """
-    while (at := text.find("\n", start)) != -1:
-        at -= text[at - 1 : at] == "\r"
-        if at and text[at - 1].isalnum():
-            return at
-        start = at + 2
-    return 0
 
 
 def opened(path: Path) -> BinaryIO:

@@ -11,6 +11,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import ModuleType
@@ -18,10 +19,11 @@ from typing import cast
 
 import numpy as np
 
+from megalite.data.cuts import CONTEXT, PIECE
 from megalite.data.token_file import dtype_for
 from megalite.data.tokenizers import TextTokenizer, load_tokenizer
 from megalite.errors.problems import UserError
-from megalite.prepare.reading import PIECE, Shard, pieces
+from megalite.prepare.reading import Shard, pieces
 from megalite.prepare.token_writer import TokenWriter
 
 OF_A_PIECE = 256  # characters that a piece counts for by itself: many short ones take memory, too
@@ -106,21 +108,26 @@ def tokenize_shard(job: Job, tokenizer: TextTokenizer, batch: int, count: Count)
     writer = TokenWriter(target, dtype_for(tokenizer.vocab_size))
     end = np.array([] if tokenizer.end_of_document is None else [tokenizer.end_of_document], dtype=np.int64)
     size = skipped = 0  # bytes of text, in UTF-8; rows without text
-    begun = False  # the document has text
+    before = ""  # the end of what the document has so far
     try:
-        for gathered in _batches(pieces(shard), batch):
-            texts = [piece for piece in gathered if piece is not None]
-            size += sum(len(text) if text.isascii() else len(text.encode()) for text in texts)
-            encoded = iter(tokenizer.encode_many(texts))
-            for piece in gathered:
+        for gathered in _batches(pieces(shard, tokenizer.cut), batch):
+            ends = ["" if piece is None else piece[-CONTEXT:] for piece in [before, *gathered]]
+            parts = [(piece, end) for piece, end in zip(gathered, ends, strict=False) if piece is not None]
+            size += sum(len(text) if text.isascii() else len(text.encode()) for text, _ in parts)
+            try:
+                encoded = iter(tokenizer.encode_many([text for text, _ in parts], [end for _, end in parts]))
+            except UserError:
+                _refuse(tokenizer, gathered, ends, shard, writer.documents + skipped)
+                raise
+            for piece, end_before in zip(gathered, ends, strict=False):
                 if piece is not None:
                     writer.add(next(encoded))
-                elif begun:
+                elif end_before:
                     writer.add(end)
                     writer.end_document()
                 else:
                     skipped += 1
-                begun = piece is not None
+            before = ends[-1]
             count(target, size, writer.documents, writer.tokens)
         found = {"bytes": size, "documents": writer.documents, "tokens": writer.tokens, "skipped_documents": skipped}
         writer.finish(found)
@@ -128,6 +135,20 @@ def tokenize_shard(job: Job, tokenizer: TextTokenizer, batch: int, count: Count)
         writer.discard()
         raise
     count(target, max(size, shard.size), writer.documents, writer.tokens)  # what is not text is done with, too
+
+
+def _refuse(
+    tokenizer: TextTokenizer, gathered: list[str | None], ends: list[str], shard: Shard, documents: int
+) -> None:
+    """UserError for the first of the pieces that the tokenizer refuses, with its place; `documents` stand before."""
+    for number, piece in enumerate(gathered):
+        try:
+            tokenizer.encode_many([piece or ""], [ends[number]])
+        except UserError as error:
+            document = documents + gathered[:number].count(None)
+            path = shard.paths[document if shard.kind == "text" else 0]
+            place = f"{path}: document {document + 1:,}" + (f" from {shard.start:,} on" if shard.start else "")
+            raise UserError([replace(it, rule=f"{it.rule}, in {place}") for it in error.problems]) from error
 
 
 def _batches(found: Iterable[str | None], characters: int) -> Iterator[list[str | None]]:

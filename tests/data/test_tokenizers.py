@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -10,11 +11,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
 from megalite.data.tokenizers import (
     END,
     TextTokenizer,
+    _short_words,
     bpe_tokenizer,
     byte_tokenizer,
     char_tokenizer,
@@ -270,3 +272,19 @@ def test_a_vocabulary_of_no_symbols_is_not_taken_for_the_bytes() -> None:
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     backend.add_special_tokens(["<|endoftext|>"])
     assert TextTokenizer(backend, {}).name.startswith("WordLevel")
+
+
+def test_a_text_of_one_word_trains_a_bpe_in_seconds_and_shorter_words_train_the_same_one() -> None:
+    draw = random.Random(1)
+    word = "".join(draw.choices("abcdefgh", k=60_000))
+    usual = Tokenizer(models.BPE())
+    usual.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=[END], initial_alphabet=alphabet, show_progress=False)
+    texts = [TEXT, f"{word} {TEXT}", " " * 5000, "=" * 5000]
+    usual.train_from_iterator(texts, trainer)
+    assert json.loads(bpe_tokenizer(texts, 400).backend.to_str())["model"] == json.loads(usual.to_str())["model"]
+    parts = [*_short_words([f"a {word * 20} b"])]
+    assert "".join(parts) == f"a {word * 20} b"
+    assert max(map(len, parts[1:])) < 1024
+    assert len(parts[0]) <= 1 << 18

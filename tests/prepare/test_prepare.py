@@ -10,11 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models, normalizers
 
 from megalite.config.schema import Config
 from megalite.data.open import open_data
 from megalite.data.token_file import TokenFile
-from megalite.data.tokenizers import byte_tokenizer, char_tokenizer
+from megalite.data.tokenizers import TextTokenizer, byte_tokenizer, char_tokenizer
+from megalite.errors.problems import UserError
 from megalite.prepare import prepare as preparing
 from megalite.prepare.prepare import prepare, prepare_file, sample, targets_of
 from megalite.prepare.sources import Source, sources_of
@@ -254,3 +256,61 @@ def test_workers_run_no_module_of_the_current_folder(
     config.data.path, config.data.workers = str(tmp_path / "*.jsonl"), 2
     prepare(config)
     assert not (tmp_path / "ran").exists()
+
+
+def folder_of(backend: Tokenizer, folder: Path) -> str:
+    TextTokenizer(backend, {}).save(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_a_tokenizer_cannot_say_is_refused_with_file_document_and_character(
+    tmp_path: Path, config: Config, workers: int
+) -> None:
+    backend = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
+    for name, texts in (("1", ["ab"]), ("2", ["ab", "", "aab", "abcab", "d"])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    config.data.path, config.data.workers = str(tmp_path / "*.jsonl"), workers
+    config.tokenizer = folder_of(backend, tmp_path / "tokenizer")
+    with pytest.raises(UserError, match=r"no token for 'c' \(character 2\), in .*2\.jsonl: document 4"):
+        prepare(config)
+
+
+def test_a_tokenizer_that_changes_the_text_is_told_in_the_header(tmp_path: Path, config: Config) -> None:
+    backend = byte_tokenizer().backend
+    backend.normalizer = normalizers.Lowercase()
+    (tmp_path / "a.txt").write_text("The end. " * 900)
+    config.data.path, config.tokenizer = str(tmp_path / "a.txt"), folder_of(backend, tmp_path / "tokenizer")
+    for _ in range(2):  # also where nothing is left to prepare
+        assert (
+            "(character 0): 'The end. The end. Th' becomes 'the end. the end. th'"
+            in open_data(config, prepare(config)).description
+        )
+
+
+def test_a_document_of_a_million_characters_has_the_ids_of_the_whole(tmp_path: Path, config: Config) -> None:
+    pieces = {"▁": 0, "a": 1, "▁a": 2, "\n": 3}
+    backend = Tokenizer(models.BPE(pieces, [("▁", "a")], unk_token="a"))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    (tmp_path / "a.txt").write_text("a\n" * 600_000)
+    config.data.path, config.tokenizer = str(tmp_path / "a.txt"), folder_of(backend, tmp_path / "tokenizer")
+    prepare(config)
+    assert expect(config, tmp_path / "a.txt").tokens[:].tolist() == [2, 3, *[1, 3] * 599_999]
+
+
+def test_a_progress_is_told_while_a_tokenizer_is_trained(
+    tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[int] = []
+
+    def patient(*_: object) -> TextTokenizer:
+        before = len(told)
+        while len(told) == before:
+            time.sleep(0.05)
+        return byte_tokenizer()
+
+    monkeypatch.setattr(preparing, "obtain_tokenizer", patient)
+    (tmp_path / "a.txt").write_text(LINE)
+    config.data.path, config.tokenizer = str(tmp_path / "a.txt"), "bpe"
+    prepare(config, lambda *counts: told.append(counts[2]))
+    assert told[:2] == [0, 0]
