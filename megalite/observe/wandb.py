@@ -89,8 +89,11 @@ class WandbTracker:
         return f"wandb sync {shlex.join(unsent) if len(unsent) <= MOST_NAMED else every}"
 
     def _log(self, values: dict[str, Any]) -> None:
-        self._run.log(values, step=self._first, commit=True)
-        self._first = None  # wandb counts on
+        if self._first is None:
+            self._run.log(values)
+        else:
+            self._run.log(values, step=self._first, commit=True)
+            self._first = None  # wandb counts on
 
 
 def flat_values(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
