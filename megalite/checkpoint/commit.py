@@ -5,6 +5,8 @@
     .trash-step-00000100-<attempt> being deleted
     step-00000300.bad-<time>       found damaged, kept for people
 
+A link to a folder counts as the folder: a checkpoint may lie on another disk.
+
 A folder gets a `step-` name only when all its files are on disk (synced before the rename), and loses it before the
 first of its files is deleted; so a kill or a power cut at any point leaves only whole checkpoints under that name.
 All functions are rank 0's; they touch nothing but these names.
@@ -20,7 +22,10 @@ from pathlib import Path
 
 from megalite.config.durable_files import sync_folder
 
+CHECKPOINTS = "checkpoints"  # of a run folder
+STATE = "state.json"  # of a checkpoint
 _STEP = re.compile(r"step-\d{8}")
+_ASIDE = re.compile(r"step-\d{8}\.bad-\d{8}-\d{6}-[0-9a-f]{4}")
 _UNFINISHED = re.compile(r"\.(tmp|trash)-step-\d{8}-[0-9a-f]{8}")
 
 
@@ -33,8 +38,28 @@ def committed(folder: Path) -> list[tuple[int, Path]]:
     """The steps under a final name, newest first. They are ordered by number: clocks of file systems may be wrong."""
     if not folder.is_dir():
         return []
-    names = [entry.name for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]
+    names = [entry.name for entry in os.scandir(folder) if entry.is_dir()]
     return sorted(((int(name[5:]), folder / name) for name in names if _STEP.fullmatch(name)), reverse=True)
+
+
+def dead_links(folder: Path) -> list[str]:
+    """Steps that are newer than all others in `folder`, as links to where nothing is."""
+    newest = next((path.name for _, path in committed(folder)), "")
+    names = sorted(entry.name for entry in os.scandir(folder)) if folder.is_dir() else []
+    return [name for name in names if _STEP.fullmatch(name) and name > newest and not (folder / name).exists()]
+
+
+def passed_over(folder: Path) -> list[str]:
+    """What else lies in `folder`, in words, so that nobody wonders why a run goes on from an earlier step. Names that
+    begin with a dot, and those that `set_aside` gave, are known."""
+    words = []
+    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name) if folder.is_dir() else ():
+        is_step = _STEP.fullmatch(entry.name) is not None
+        if entry.name.startswith(".") or _ASIDE.fullmatch(entry.name) or (is_step and entry.is_dir()):
+            continue
+        why = "it is not a folder" if is_step else "a checkpoint is called step- and eight digits, as step-00001000"
+        words.append(f"{folder.name}/{entry.name} is passed over: {why}")
+    return words
 
 
 def begin(folder: Path, step: int) -> Path:
@@ -67,7 +92,9 @@ def retire(folder: Path, step: int, keep: int, *, good_before: int = 0) -> None:
     older = [(at, path) for at, path in committed(folder) if at < step]
     good = next((path for at, path in older if at < good_before), None)
     for _, path in older[keep - 1 :]:
-        if path != good:  # first its name: a half deleted folder cannot pass for a checkpoint
+        if path.is_symlink() and path != good:  # where it leads, nothing is deleted
+            path.unlink()
+        elif path != good:  # first its name: a half deleted folder cannot pass for a checkpoint
             trash = path.with_name(f".trash-{path.name}-{secrets.token_hex(4)}")
             os.rename(path, trash)
             shutil.rmtree(trash)

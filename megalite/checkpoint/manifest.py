@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 
+from megalite.checkpoint.commit import STATE
 from megalite.checkpoint.pieces import tiling_fault
 
 MANIFEST = "manifest.json"
-STATE = "state.json"
 FORMAT = 2
 
 # The names that safetensors gives to the dtypes of a training state.

@@ -23,7 +23,7 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from megalite.checkpoint.commit import committed, recover, size_in_words
+from megalite.checkpoint.commit import CHECKPOINTS, committed, recover, size_in_words
 from megalite.checkpoint.lock import RunLock, holder_of
 from megalite.checkpoint.resume_rules import compare
 from megalite.checkpoint.store import saved_config
@@ -35,7 +35,7 @@ from megalite.launch.agreement import on_first, together
 from megalite.launch.context import ParallelContext
 
 _CONFIG = "config.yaml"
-CHECKPOINTS = "checkpoints"
+_RECORDS = ("metrics.jsonl", "events.jsonl", "pipeline.jsonl", "token_files.json", "logs", "tokenizer")
 SEEN_WITHIN_S = 65.0  # an NFS client may remember for 60 s (acdirmax) that a file was not there
 
 
@@ -72,10 +72,16 @@ class RunFolder:
         """Check the folder, lock it, and clear up after jobs that were killed; the run's id and its changes."""
         with _usable(self.path):
             run_id, changes = examine(self.path, resume, config, self.fingerprint)
-            inside = (self.path / LOCK, self.path / RUN, self.path / _CONFIG, self.checkpoints)
+            names = (LOCK, RUN, _CONFIG, CHECKPOINTS, *(() if os.path.lexists(self.path / RUN) else _RECORDS))
+            inside = [self.path / name for name in names]
             self._new = [each for each in (*inside, self.path, *self.path.parents) if not os.path.lexists(each)]
             self.path.mkdir(parents=True, exist_ok=True)
-            self.lock = RunLock(self.path / LOCK)
+            try:
+                self.lock = RunLock(self.path / LOCK)
+            except OSError:  # a full disk: nobody holds what was made for it
+                if self.path / LOCK in self._new:
+                    (self.path / LOCK).unlink(missing_ok=True)
+                raise
             recover(self.checkpoints)
         return run_id or secrets.token_hex(8), changes
 
@@ -128,7 +134,9 @@ class RunFolder:
         """Undo what was made for a run that does not begin, and close the folder."""
         for path in self._new:
             with contextlib.suppress(OSError):  # it is not there, or holds something else by now
-                if path.is_dir():
+                if path.parent == self.path and path.name in _RECORDS and path.is_dir():
+                    shutil.rmtree(path)
+                elif path.is_dir():
                     path.rmdir()
                 elif self.lock is not None:  # else it is another job's, which began at the same time
                     path.unlink()

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from megalite.checkpoint import commit
-from megalite.checkpoint.manifest import MANIFEST, STATE, FileRecord, ForeignFormatError, Manifest, digest, file_fault
+from megalite.checkpoint.commit import STATE
+from megalite.checkpoint.manifest import MANIFEST, FileRecord, ForeignFormatError, Manifest, digest, file_fault
 from megalite.checkpoint.pieces import Piece
 from megalite.checkpoint.reading import read_pieces
 from megalite.checkpoint.writing import HeldBox, data_file, plan_writes, stored_tensors, write_file
@@ -159,11 +160,14 @@ def newest(
 ) -> Found | None:
     """The newest undamaged checkpoint in `folder`; None if there is none at all.
 
-    `report` is called on rank 0 for every damaged one that was passed over. If all are damaged the run is refused, with
-    nothing renamed: starting again from nothing is for a person to decide. `look_only` renames nothing either: for
-    readers that do not hold the run's lock.
+    `report` is called on rank 0 for all that was passed over: other names, and damaged ones. If all are damaged the run
+    is refused, with nothing renamed: starting again from nothing is for a person to decide. `look_only` renames nothing
+    either: for readers that do not hold the run's lock.
     """
     damaged: list[tuple[Path, str]] = []
+    for line in on_first(context, lambda: commit.passed_over(folder)):
+        if context.rank == 0:
+            report(line)
     for name in on_first(context, lambda: [path.name for _, path in commit.committed(folder)]):
         found, fault = _inspect(folder / name, context)
         if found is None:

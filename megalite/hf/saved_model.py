@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalite.checkpoint.commit import CHECKPOINTS
 from megalite.checkpoint.pieces import Piece
 from megalite.checkpoint.resume_rules import flatten
-from megalite.checkpoint.run_folder import CHECKPOINTS
 from megalite.checkpoint.store import CheckpointError, Found, newest, of_step
 from megalite.checkpoint.tokenizer_folder import TOKENIZER, check_tokenizer
 from megalite.config.derive import derive_model

@@ -1,5 +1,6 @@
 """One log file per rank in the run folder, for what a terminal cannot keep: who ran where, and what went wrong."""
 
+import errno
 import faulthandler
 import logging
 import os
@@ -48,4 +49,6 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(Problem("run_dir", str(path), f"cannot be written: {error.strerror}", IN_THE_WAY)) from error
+        why = "it is a link" if path.is_symlink() else error.strerror
+        remedy = "make room on its disk" if error.errno in (errno.ENOSPC, errno.EDQUOT) else IN_THE_WAY
+        raise UserError(Problem("run_dir", str(path), f"cannot be written: {why}", remedy)) from error

@@ -4,6 +4,7 @@ A line is a record of metrics.jsonl or an event, which has a `kind` (train/histo
 of any length: figures are thinned, and only the newest events are kept.
 """
 
+import contextlib
 from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,11 +12,13 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megalite.checkpoint.commit import CHECKPOINTS, STATE, committed
 from megalite.checkpoint.resume_rules import flatten
 from megalite.config.inherited import DERIVED
-from megalite.config.user_files import read_yaml, refusing
+from megalite.config.user_files import read_object, read_yaml, refusing
 from megalite.errors.problems import Problem, UserError
-from megalite.train.history import ENDS, EVENTS, METRICS, read_events, read_metrics
+from megalite.observe.readable import several
+from megalite.train.history import ENDS, EVENTS, METRICS, Note, changes, read_events, read_metrics
 from megalite.train.recorder import STEP_PARTS
 
 SUMMED_UP = ("checkpoint", "ranks", "sample")  # all other kinds of events are listed one by one
@@ -159,9 +162,10 @@ class RunData:
             if isfinite(line["val_loss"]) and (self.best is None or line["val_loss"] < self.best[1]):
                 self.best = step, line["val_loss"]
             return
-        self.last, split = line, line.get("time_split") or {}
-        for part in STEP_PARTS if split.keys() >= {*STEP_PARTS} - {"exchange"} else ():
-            self.split[part].add(step, split.get(part, 0.0))  # older runs know no exchange
+        self.last, split = line, {"exchange": 0.0, **(line.get("time_split") or {})}  # older runs know no exchange
+        if split.keys() >= {*STEP_PARTS} and all(map(isfinite, split.values())):
+            for part in STEP_PARTS:
+                self.split[part].add(step, split[part])
 
     def _add_event(self, event: dict[str, Any]) -> None:
         kind, step = event["kind"], event["step"]
@@ -181,11 +185,23 @@ class RunData:
             self.end, self.slow = None, set()
         elif kind in ENDS:
             self.end = event
+        elif kind == "record_changed":
+            self.damage.append(str(event.get("message")))
         elif kind == "straggler":
             self.slow.add(event["rank"])
         if kind not in SUMMED_UP:
             self.left_out += len(self.listed) == MOST_LISTED
             self.listed.append(event)
+
+
+def _in_order(records: list[dict[str, Any]], note: Note) -> list[dict[str, Any]]:
+    """The records by step, each step and each evaluation once."""
+    once = {(record["step"], "val_loss" in record): record for record in records}
+    if repeated := len(records) - len(once):
+        note(f"{METRICS}: {several(repeated, 'line')} of steps that stand there again later; left out")
+    if list(once) != sorted(once):
+        note(f"{METRICS}: the lines are not in the order of their steps; shown in that order")
+    return [once[key] for key in sorted(once)]
 
 
 def read_run(folder: Path) -> RunData:
@@ -200,8 +216,14 @@ def read_run(folder: Path) -> RunData:
             raise ValueError("holds no settings")
     derived = settings.pop(DERIVED, None)
     run = RunData(folder, flatten(settings), derived={*map(str, derived)} if isinstance(derived, list) else set())
-    for line in [*read_metrics(metrics, run.damage.append), *read_events(folder / EVENTS, run.damage.append)]:
+    note = run.damage.append
+    for line in [*_in_order(read_metrics(metrics, note), note), *read_events(folder / EVENTS, note)]:
         run.add(line)
+    for step, checkpoint in committed(folder / CHECKPOINTS)[:1]:
+        with contextlib.suppress(UserError):  # a damaged checkpoint is the next start's concern
+            sealed = read_object(checkpoint / STATE).get("record")
+            told = changes(folder, sealed, step) if isinstance(sealed, dict) else []
+            run.damage += [words for words in told if words not in run.damage]
     if metrics.exists():
         run.updated = max(run.updated, metrics.stat().st_mtime)
     return run

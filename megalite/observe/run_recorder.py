@@ -69,6 +69,9 @@ class RunRecorder:
             self.note("no samples of text: the tokenizer of these tokens is not known")
         self.event("start" if job.resumed_from is None else "resume", first, **about)
 
+    def seals(self) -> dict[str, dict[str, Any]]:
+        return {} if self._chronicle is None else self._chronicle.seals()
+
     def failed(self, error: Exception, *, taken_over: bool = False) -> None:
         step = self._job.progress.step
         self._log.error("failed at step %d\n%s", step + 1, "".join(traceback.format_exception(error)))

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from megalite.config.schema import Config
+from megalite.observe import readable
 from megalite.observe.wandb import LOADS, flat_values, loads_of_experts, wandb_tracker
 from megalite.train.history import Note
 
@@ -23,12 +24,18 @@ BOARD = "tensorboard"  # folder of the run folder
 LONGEST_QUEUE = 10_000  # lines that may wait
 MOST_LOADS = 100  # records of a run whose experts are drawn: they are many numbers
 FINISH_S = 15.0  # that the end of a run waits for its trackers
-FAILED_S = 2.0  # the same for a run that fails: the other ranks wait 3 s for what this one has to say
+OPENING_S = 60.0  # that it waits longer for one that is not open yet: a busy machine may take so long to import it
+LINE_S = 0.01  # that it waits longer for each line that a tracker has not taken
+FAILED_S = 2.0  # in all for a run that fails: the other ranks wait 3 s for what this one has to say
 Line = Mapping[str, Any]
 
 
 class Tracker(Protocol):
     """One place where a run is shown."""
+
+    @property
+    def rescue(self) -> str:
+        """The command that shows what it was given, where it was not done at the end of the run; may be empty."""
 
     def add(self, line: Line) -> None:
         """Metrics.jsonl or events.jsonl holds one more line."""
@@ -47,7 +54,9 @@ class TrackerThread(Thread):
         super().__init__(name=name, daemon=True)
         self._opener, self._note = opener, note
         self._lines: SimpleQueue[Line | int] = SimpleQueue()  # an exit status at the end
-        self._failed = False
+        self._given = self._taken = 0  # lines
+        self._tracker: Tracker | None = None
+        self._opened = self._failed = False
 
     def add(self, line: Line) -> None:
         if self.ident is None and "kind" not in line:
@@ -55,6 +64,7 @@ class TrackerThread(Thread):
                 self.start()
             except RuntimeError as error:  # the system gives no more threads
                 self._warn(f"{type(error).__name__}: {error}")
+        self._given += 1
         if self._lines.qsize() < LONGEST_QUEUE:
             self._lines.put(line)
         else:
@@ -63,6 +73,11 @@ class TrackerThread(Thread):
     def end(self, status: int) -> None:
         self._lines.put(status)
 
+    @property
+    def patience_s(self) -> float:
+        """How long the end of a run waits for the tracker."""
+        return FINISH_S + LINE_S * (self._given - self._taken) + (0.0 if self._opened else OPENING_S)
+
     def wait(self, seconds: float) -> None:
         """Wait so long for the tracker to finish."""
         if self.ident is None:  # the run ended before its first record
@@ -70,13 +85,18 @@ class TrackerThread(Thread):
         self.join(max(0.0, seconds))
         if self.is_alive():
             self._failed = True  # it says nothing more
-            self._note(f"{self.name}: not done at the end of the run; metrics.jsonl and events.jsonl hold it all")
+            missing = readable.several(self._given - self._taken, "line")
+            rescue = f"; to send what it has: {self._tracker.rescue}" if self._tracker and self._tracker.rescue else ""
+            held = "metrics.jsonl and events.jsonl hold it all"
+            self._note(f"{self.name}: not done at the end of the run, {missing} did not get there; {held}{rescue}")
 
     def run(self) -> None:
-        tracker = self._attempt(self._opener)
+        self._tracker = tracker = self._attempt(self._opener)
+        self._opened = True
         while not isinstance(line := self._lines.get(), int):
             if tracker is not None:
                 self._attempt(partial(tracker.add, line))
+            self._taken += 1
         if tracker is not None:
             self._attempt(partial(tracker.finish, line))
 
@@ -115,18 +135,20 @@ class Trackers:
             thread.add(line)
 
     def finish(self, status: int) -> None:
-        """Let the trackers finish, and wait for them within one limit. The second call does nothing."""
+        """Let the trackers finish, and wait for them. The second call does nothing."""
         threads, self._threads = self._threads, []
-        until = time.monotonic() + (FAILED_S if status else FINISH_S)
+        until = [time.monotonic() + (FAILED_S if status else thread.patience_s) for thread in threads]
         for thread in threads:
             thread.end(status)
-        for thread in threads:
-            thread.wait(until - time.monotonic())
+        for thread, limit in zip(threads, until, strict=True):
+            thread.wait(limit - time.monotonic())
 
 
 class TensorBoardTracker:
     """Event files in the run folder's tensorboard/ (log.tensorboard): every number as a scalar, loads of experts as
     histograms, and samples as text."""
+
+    rescue = ""  # what is on disk is shown
 
     def __init__(self, folder: Path, step: int) -> None:
         """The run continues after `step`: what an earlier start wrote of later steps is not shown any more."""

@@ -1,11 +1,14 @@
 """Shows a run at Weights and Biases (log.wandb), as one run there for all starts of the run.
 
 A run that cannot be sent (no network, no key) is written to the run folder's wandb/, and the user is shown the
-`wandb sync` command that sends it later. wandb asks no questions here, and no file that it writes holds the key.
+`wandb sync` command that sends it later. wandb begins every such start at its own `_step` 0. Here a start counts on
+from those before, so that their order is in the files, too. wandb asks no questions here, and no file that it writes
+holds the key.
 """
 
 import json
 import os
+import re
 import secrets
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -26,11 +29,15 @@ if TYPE_CHECKING:
 
 ID_FILE = "wandb.json"  # of the run folder
 LOADS = "expert_load"  # of a line: by layer, what `loads_of_experts` makes of it
-NO_KEY = "disabled: that takes a key (wandb login) and the package (pip install wandb); or log.wandb=offline"
-SETTINGS = {  # of wandb, unless the user's own variables say otherwise
+MOST_NAMED = 3  # folders in a command
+STEP = re.compile(rb"_step\x82\x01([\x01-\x13])")  # of a .wandb file: name, tag and length of a value in digits
+TAIL = 2**22  # bytes at the end of a .wandb file that hold its last step, whatever wandb measures after it
+OF_NETWORK = {  # settings of wandb where it sends, unless the user's own variables say otherwise
     "WANDB_INIT_TIMEOUT": "10",  # seconds for the server to open the run; by default 90
     "WANDB_FINISH_TIMEOUT": "5",  # seconds at the end of a run for what is not sent yet; by default without end
     "WANDB_FINISH_TIMEOUT_RAISES": "true",
+}
+SETTINGS = {  # in any case
     "WANDB_SILENT": "true",  # the notes of this file say what matters
     "WANDB_CONSOLE": "off",  # the run folder has the logs
     "WANDB_DISABLE_GIT": "true",  # the address of a remote may hold a password
@@ -44,33 +51,49 @@ class WandbTracker:
     def __init__(self, run: "wandb.Run", note: Note) -> None:
         self._run, self._note = run, note
         self._samples: list[list[Any]] = []  # rows of the table of the newest step
+        self._first = next_step(Path(run.dir).parents[1], run.id) if run.offline else None  # `_step` of the next line
         run.define_metric("step", hidden=True)
         run.define_metric("*", step_metric="step")
-        note(f"offline; to send it later: {self._sync_command()}" if run.offline else str(run.url))
+        note(f"offline; to send it later: {self.rescue}" if run.offline else str(run.url))
 
     def add(self, line: Mapping[str, Any]) -> None:
         if "kind" not in line:
             from wandb import Histogram
 
             loads = {f"{LOADS}/{layer}": Histogram(row) for layer, row in line.get(LOADS, {}).items()}
-            self._run.log(flat_values(line) | loads)
+            self._log(flat_values(line) | loads)
         elif line["kind"] == "sample":
             from wandb import Table
 
             before = [row for row in self._samples if row[0] == line["step"]]
             self._samples = [*before, [line["step"], line["prompt"], line["text"]]]
             table = Table(columns=["step", "prompt", "text"], data=self._samples)
-            self._run.log({"step": line["step"], "samples": table})
+            self._log({"step": line["step"], "samples": table})
 
     def finish(self, status: int) -> None:
         try:
             self._run.finish(exit_code=status)
         except TimeoutError:
-            self._note(f"not everything is sent; to send the rest: {self._sync_command()}")
+            self._note(f"not everything is sent; to send the rest: {self.rescue}")
 
-    def _sync_command(self) -> str:
-        online = [] if self._run.offline else ["--include-online"]
-        return shlex.join(["wandb", "sync", *online, str(Path(self._run.dir).parent)])
+    @property
+    def rescue(self) -> str:
+        """The command that sends what is on disk: of an offline run, all starts that are not sent yet."""
+        here = Path(self._run.dir).parent
+        if not self._run.offline:
+            return shlex.join(["wandb", "sync", "--include-online", str(here)])
+        file = f"run-{self._run.id}.wandb"
+        starts = [path.parent for path in sorted(here.parent.glob(f"offline-run-*/{file}"))]
+        unsent = [str(start) for start in starts if not (start / f"{file}.synced").exists()] or [str(here)]
+        every = f"{shlex.quote(str(here.parent))}/offline-run-*-{self._run.id}"
+        return f"wandb sync {shlex.join(unsent) if len(unsent) <= MOST_NAMED else every}"
+
+    def _log(self, values: dict[str, Any]) -> None:
+        if self._first is None:
+            self._run.log(values)
+        else:
+            self._run.log(values, step=self._first, commit=True)
+            self._first = None  # wandb counts on
 
 
 def flat_values(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -97,8 +120,10 @@ def loads_of_experts(line: Mapping[str, Any], layers: Sequence[int]) -> dict[str
 def wandb_tracker(config: Config, folder: Path, note: Note) -> Callable[[], WandbTracker | None] | None:
     """What opens the run at wandb; None where it is not asked for."""
     mode = asked_mode(config.log.wandb, os.environ)
-    if mode is None and not (_may_have_key() and is_installed("wandb")):
-        note(NO_KEY)
+    needed = {"a key (wandb login)": _may_have_key(), "the package (pip install wandb)": is_installed("wandb")}
+    if mode is None and not all(needed.values()):
+        or_else = "; or log.wandb=offline" if is_installed("wandb") else ""
+        note(f"disabled: that takes {' and '.join(what for what, there in needed.items() if not there)}{or_else}")
         return None
     return None if mode == "disabled" else partial(_open, config, folder, mode, note)
 
@@ -106,12 +131,16 @@ def wandb_tracker(config: Config, folder: Path, note: Note) -> Callable[[], Wand
 def _open(config: Config, folder: Path, mode: str | None, note: Note) -> WandbTracker | None:
     """The run at wandb, or on disk where it cannot be sent now. `mode` None: only if a key is set up."""
     _prepare_environment(folder)
+    of_network = {name: value for name, value in OF_NETWORK.items() if name not in os.environ and mode != "offline"}
+    os.environ |= of_network
     import wandb
+
+    run_id = id_of_run(folder, note)
 
     def start(mode: Any) -> WandbTracker:
         run = wandb.init(
             dir=folder,
-            id=_run_id(folder),
+            id=run_id,
             resume="allow",
             mode=mode,
             project=config.log.wandb_project,
@@ -133,15 +162,40 @@ def _open(config: Config, folder: Path, mode: str | None, note: Note) -> WandbTr
     except Exception as error:
         note(f"cannot be sent now ({' '.join(str(error).split())[:200]})")
     wandb.teardown()
+    for name in of_network:  # a busy machine needs longer than a network may
+        del os.environ[name]
     return start("offline")
 
 
-def _run_id(folder: Path) -> str:
-    """The run's id at wandb, the same for all starts."""
-    path = folder / ID_FILE
-    if not path.exists():
-        write_atomically(path, (json.dumps({"id": secrets.token_hex(8)}) + "\n").encode())
-    return str(read_object(path, "delete it; the run is a new one at wandb then").get("id"))
+def id_of_run(folder: Path, note: Note) -> str:
+    """The run's id at wandb, the same for all starts. A copy of a run folder gets an id of its own: it is a copy where
+    the folder that the id was made for is still there with it, else it was moved."""
+    path, here, remedy = folder / ID_FILE, str(folder.resolve()), "delete it; the run is a new one at wandb then"
+    known = read_object(path, remedy) if path.exists() else {}
+    run_id, place = known.get("id"), str(known.get("run_dir", here))
+    original = Path(place) / ID_FILE
+    is_copy = place != here and original.exists() and not os.path.samefile(original, path)
+    if is_copy and read_object(original, remedy).get("id") == run_id:
+        note(f"this folder is a copy of {place}, which keeps its run {run_id}: here it is a new run")
+        run_id = None
+    elif place != here:
+        note(f"this folder was {place}, and its run goes on as {run_id} (if it is a copy, delete {path})")
+    if run_id is None or known.get("run_dir") != here:
+        run_id = run_id or secrets.token_hex(8)
+        write_atomically(path, (json.dumps({"id": run_id, "run_dir": here}) + "\n").encode())
+    return str(run_id)
+
+
+def next_step(folder: Path, run_id: str) -> int:
+    """wandb's `_step` behind those of all starts of a run that its files in `folder` hold."""
+    steps = [-1]
+    for path in folder.glob(f"*run-*/run-{run_id}.wandb"):
+        with open(path, "rb") as file:
+            file.seek(max(0, path.stat().st_size - TAIL))
+            content = file.read()
+        digits = (content[found.end() : found.end() + found[1][0]] for found in STEP.finditer(content))
+        steps += [int(value) for value in digits if value.isdigit()]
+    return max(steps) + 1
 
 
 def _may_have_key() -> bool:

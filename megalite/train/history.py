@@ -17,6 +17,7 @@ The kinds, and what else they tell:
     straggler                    rank, host, how many times as long as its equals it computes, share of a step lost
     sample                       prompt, text
     profile                      folder
+    record_changed               message: a file of the record is not as it was written
     stopped, finished, failed    how a start ended, by what, with which message
 
 A run may be killed while it appends to its files, and users edit them: a line that is no record of the right types is
@@ -25,11 +26,16 @@ named and left out. The last line without its end is what a killed run had begun
 
 import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import isinf
 from pathlib import Path
 from typing import Any
 
-from megalite.config.user_files import fits, read_bytes
+import xxhash
+
+from megalite.checkpoint.commit import STATE
+from megalite.config.user_files import as_record, fits, read_bytes
 
 METRICS, EVENTS, PIPELINE = "metrics.jsonl", "events.jsonl", "pipeline.jsonl"
 ENDS = ("stopped", "finished", "failed")
@@ -62,6 +68,7 @@ METRIC_TYPES: dict[str, Any] = {  # of a record's values; all others are numbers
 }
 
 Note = Callable[[str], object]  # prints a line for the user
+LATEST = 1e11  # seconds since 1970: later times have no date
 IN_THE_WAY = "move it away (the checkpoints are not touched by that), or set another run_dir"
 
 
@@ -75,6 +82,31 @@ def read_events(path: Path, note: Note = lambda text: None) -> list[dict[str, An
     return _read_lines(path, _is_event, note)
 
 
+@dataclass(frozen=True)
+class Seal:
+    """What a checkpoint knows of a file of the record: the xxh3_128 of its first `bytes`, all that it held then."""
+
+    bytes: int
+    hash: str
+
+
+def changes(folder: Path, record: Mapping[str, Any], step: int) -> list[str]:
+    """Which files of a run folder have not kept what the checkpoint of `step` has sealed, in words. `record`: the
+    fields of their seals by name."""
+    words = []
+    for name in filter(record.__contains__, (METRICS, EVENTS)):
+        seal, path = as_record(Seal, record[name], STATE), folder / name
+        content = read_bytes(path, IN_THE_WAY)[: seal.bytes] if path.exists() else b""
+        if xxhash.xxh3_128(content).hexdigest() == seal.hash:
+            continue
+        how = "was changed" if len(content) == seal.bytes else f"has lost {seal.bytes - len(content):,} bytes"
+        words.append(
+            f"{name} {how} after it was written, before the end of step {step:,} (an edit, a bad disk, a crash of the "
+            "machine): its figures may be wrong, training is not affected. If there is a copy, put it in its place"
+        )
+    return words
+
+
 def _is_record(found: dict[str, Any]) -> bool:
     is_record = "step" in found and ("loss" in found or "val_loss" in found)
     return is_record and all(fits(value, METRIC_TYPES.get(name, float)) for name, value in found.items())
@@ -82,7 +114,22 @@ def _is_record(found: dict[str, Any]) -> bool:
 
 def _is_event(found: dict[str, Any]) -> bool:
     needed = {"time", "step", "kind", *NEEDED.get(str(found.get("kind")), ())}
-    return needed <= found.keys() and all(fits(value, EVENT_TYPES.get(name, Any)) for name, value in found.items())
+    if not needed <= found.keys() or not all(fits(value, EVENT_TYPES.get(name, Any)) for name, value in found.items()):
+        return False
+    return 0 <= found["time"] < LATEST and all(len(row) == 2 for row in found.get("about", ()))
+
+
+def _number(text: str) -> float:
+    """A number with a fraction or a power. Infinity is written as such: 1e400 is none of ours."""
+    if isinf(value := float(text)):
+        raise ValueError
+    return value
+
+
+def _whole_number(text: str) -> int:
+    if abs(value := int(text)) >= 2**63:
+        raise ValueError
+    return value
 
 
 def _read_lines(path: Path, is_record: Callable[[dict[str, Any]], bool], note: Note) -> list[dict[str, Any]]:
@@ -90,9 +137,9 @@ def _read_lines(path: Path, is_record: Callable[[dict[str, Any]], bool], note: N
     if not path.exists() and not path.is_symlink():
         return []
     records, bad = list[dict[str, Any]](), list[int]()
-    for number, line in enumerate(read_bytes(path, IN_THE_WAY).decode(errors="replace").split("\n")[:-1], 1):
+    for number, line in enumerate(read_bytes(path, IN_THE_WAY).split(b"\n")[:-1], 1):
         with contextlib.suppress(ValueError, RecursionError):
-            found = json.loads(line)
+            found = json.loads(line.decode(), parse_float=_number, parse_int=_whole_number)
             if isinstance(found, dict) and is_record(found):
                 records.append(found)
                 continue

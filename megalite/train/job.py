@@ -5,6 +5,7 @@ Whatever one rank finds wrong, all ranks refuse together.
 """
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,9 +13,8 @@ from typing import Any
 
 import torch
 
-from megalite.checkpoint.commit import committed
-from megalite.checkpoint.manifest import STATE
-from megalite.checkpoint.run_folder import CHECKPOINTS, RunFolder, judge_room
+from megalite.checkpoint.commit import CHECKPOINTS, STATE, committed, dead_links, passed_over
+from megalite.checkpoint.run_folder import RunFolder, judge_room
 from megalite.checkpoint.store import Found, newest
 from megalite.checkpoint.tokenizer_folder import keep_tokenizer
 from megalite.config.context_rules import exchange_of
@@ -57,6 +57,7 @@ class Job:
     resumed_from: int | None  # step of the checkpoint that the run continues from
     prompts: list[Prompt]  # of the samples of text
     tokenizer_files: dict[str, str] = field(default_factory=dict)  # name -> hash, of its folder
+    record: dict[str, Any] = field(default_factory=dict)  # a Seal of each file of the record, of that checkpoint
     evaluated: bool = False  # the records hold the evaluation of the step that the run continues from
     over: bool = False  # an earlier start has done and recorded everything: this one leaves its folder as it is
 
@@ -144,7 +145,12 @@ def build_job(
 def has_checkpoints(run_dir: Path) -> bool:
     """Whether there is something to continue from. A run that has saved goes on or not at all: a new start would write
     over its records."""
-    if committed(run_dir / CHECKPOINTS):
+    folder = run_dir / CHECKPOINTS
+    if dead := dead_links(folder):
+        rule = f"it is a link to {os.readlink(folder / dead[-1])}, and nothing is there"
+        remedy = "mount its disk, or delete the link to go on from the checkpoint before"
+        raise UserError(Problem("run_dir", str(folder / dead[-1]), rule, remedy))
+    if committed(folder):
         return True
     events, gone = read_events(run_dir / EVENTS), ""
     if saved := [event["step"] for event in events if event["kind"] in ("checkpoint", "resume")]:
@@ -152,8 +158,8 @@ def has_checkpoints(run_dir: Path) -> bool:
     elif not events and read_metrics(run_dir / METRICS):
         gone = f"{METRICS} tells of steps, and {EVENTS} does not say that none was saved"
     if gone:
-        rule = f"its {gone}, but there is no checkpoint in {run_dir / CHECKPOINTS}"
-        remedy = "put the checkpoints back (is their disk mounted? A link in place of a step- folder is not followed)"
+        rule = "; ".join([f"its {gone}, but there is no checkpoint in {folder}", *passed_over(folder)])
+        remedy = "put the checkpoints back (is their disk mounted?)"
         start_anew = f"to start from step 1 on purpose, set another run_dir or delete {run_dir}"
         raise UserError(Problem("run_dir", str(run_dir), rule, f"{remedy}; {start_anew}"))
     return False
@@ -171,6 +177,7 @@ def _restore(job: Job, found: Found, report: Callable[[str], None]) -> None:
     if training.loss_scale is not None and state.loss_scale is not None:  # not if it was no fp16 run
         training.loss_scale.state.copy_(torch.tensor(state.loss_scale))
     job.progress, job.tokenizer_files, job.resumed_from = state.progress, state.tokenizer, found.step
+    job.record = state.record
     before, train, step = state.config, job.config.train, found.step
     if (length := before["train"]["seq_length"]) != train.seq_length:
         consumed = job.progress.samples

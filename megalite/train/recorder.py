@@ -87,6 +87,9 @@ class Recorder(Protocol):
     def pipeline(self, step: int, ranks: Sequence[Sequence[TimedAction]]) -> None:
         """When each rank of the run's first pipeline did what in the step, in seconds of the time of day."""
 
+    def seals(self) -> dict[str, dict[str, Any]]:
+        """Bytes and hash of each file of the record as it is now (train/history.py, Seal), on the rank that writes."""
+
     def failed(self, error: Exception, *, taken_over: bool = False) -> None:
         """The run ends with an error. `taken_over`: its folder is another job's by now."""
 

@@ -74,8 +74,12 @@ def run(
                     recorder.note(f"already finished: step {job.progress.step} of {config.train.steps}")
                     return 0
                 files, folder = [part.file for part in data.train.parts] if context.rank == 0 else [], job.folder.path
-                together(context, lambda: compare_changed(files, folder, recorder.note), patient=True)
-                together(context, lambda: recorder.open(job))
+                try:
+                    together(context, lambda: compare_changed(files, folder, recorder.note), patient=True)
+                    together(context, lambda: recorder.open(job))
+                except UserError:
+                    job.folder.withdraw()
+                    raise
                 saver = Saver(job, recorder)
                 left_s = None if limit is None else began + 60 * limit - time.monotonic()
                 with StopRequest(left_s, "train.max_minutes") as stop, watched(files, folder, recorder.note):

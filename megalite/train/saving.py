@@ -173,7 +173,8 @@ class Saver:
     def _writer(self) -> Callable[[Sequence[Piece], ParallelContext], Saved]:
         """What writes the checkpoint of this very step, whenever it is called."""
         job = self._job
-        folder, step, state, keep = job.folder, job.progress.step, checkpoint_state(job), job.config.checkpoint.keep
+        folder, step, keep = job.folder, job.progress.step, job.config.checkpoint.keep
+        state = checkpoint_state(job) | {"record": self._recorder.seals()}
         how: dict[str, Any] = {"labels": folder.labels, "lost": folder.lost, "good_before": job.progress.last_applied}
 
         def write(pieces: Sequence[Piece], context: ParallelContext) -> Saved:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.checkpoint.manifest import STATE
+from megalite.checkpoint.commit import STATE
 from megalite.checkpoint.pieces import Piece, boxes
 from megalite.checkpoint.store import Found
 from megalite.config.schema import Config
@@ -62,6 +62,7 @@ class SavedState:
     config: dict[str, Any]
     loss_scale: list[float] | None = None
     tokenizer: dict[str, str] = field(default_factory=dict)  # hash of each file of its folder
+    record: dict[str, Any] = field(default_factory=dict)  # a Seal of each file of the record, as it was then
 
     @classmethod
     def of(cls, found: Found) -> "SavedState":

@@ -1,15 +1,21 @@
 """A run whose checkpoints are gone does not silently begin again; one that never saved does."""
 
+import errno
+import json
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import xxhash
 
 import pretrain_gpt
 from megalite.checkpoint.lock import RunLock
 from megalite.config.run_dir import OWN
+from megalite.observe.report.write import write_report
+from megalite.train.history import read_events
 from tests.bad_input.launching import SMALL, TOKENS, copy_of_run, refused, tree, write_corpus
 
 RUN = [*SMALL, *TOKENS, "run_dir=run", "checkpoint.interval=2"]
@@ -40,10 +46,17 @@ def do_not_mount(run: Path) -> None:
     (run / "checkpoints").mkdir()
 
 
-def link_elsewhere(run: Path) -> None:
+def link_elsewhere(run: Path) -> Path:
+    """The newest checkpoint is on another disk; that place."""
+    newest = run / "checkpoints" / "step-00000004"
+    moved = newest.rename(run.parent / "moved")
+    newest.symlink_to(moved)
+    return moved
+
+
+def rename(run: Path) -> None:
     for step in (run / "checkpoints").iterdir():
-        moved = step.rename(run.parent / step.name)
-        step.symlink_to(moved)
+        step.rename(step.with_suffix(".bak"))
 
 
 def lose_events_too(run: Path) -> None:
@@ -51,7 +64,7 @@ def lose_events_too(run: Path) -> None:
     (run / "events.jsonl").unlink()
 
 
-@pytest.mark.parametrize("harm", [lose, do_not_mount, link_elsewhere, lose_events_too])
+@pytest.mark.parametrize("harm", [lose, do_not_mount, rename, lose_events_too])
 def test_it_is_refused_and_nothing_is_written_over(
     run: Path, harm: Callable[[Path], None], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -61,7 +74,40 @@ def test_it_is_refused_and_nothing_is_written_over(
     for words in ("there is no checkpoint in", "put the checkpoints back", "from step 1 on purpose", f"delete {run}"):
         assert words in message
     assert ("tells of a checkpoint of step 4" in message) == (harm is not lose_events_too)
+    assert ("checkpoints/step-00000004.bak is passed over" in message) == (harm is rename)
     assert tree(run) == before
+
+
+def test_a_run_goes_on_from_a_checkpoint_on_another_disk(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    moved = link_elsewhere(run)
+    before = tree(moved)
+    assert pretrain_gpt.main([*RUN, "train.steps=6"]) == 0
+    assert "from the checkpoint of step 4" in capfd.readouterr().out
+    assert tree(moved) == before
+    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_newest_checkpoint_whose_disk_is_not_there_is_waited_for(
+    run: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(link_elsewhere(run))
+    before = tree(run)
+    message = refused(capfd, [*RUN, "train.steps=6"])
+    assert f"it is a link to {run.parent / 'moved'}, and nothing is there" in message
+    assert tree(run) == before
+    (run / "checkpoints" / "step-00000004").unlink()  # as the message says
+    assert pretrain_gpt.main([*RUN, "train.steps=6"]) == 0
+    assert "from the checkpoint of step 2" in capfd.readouterr().out
+
+
+def test_a_renamed_newest_checkpoint_is_told(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    newest = run / "checkpoints" / "step-00000004"
+    newest.rename(newest.with_name("step-4"))
+    assert pretrain_gpt.main([*RUN, "train.steps=6"]) == 0
+    said = capfd.readouterr().out
+    assert "checkpoints/step-4 is passed over: a checkpoint is called step- and eight digits" in said
+    assert "from the checkpoint of step 2" in said
 
 
 def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again(run: Path) -> None:
@@ -70,6 +116,105 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again(run: Pat
     (run / "events.jsonl").write_text("".join(line for line in events if '"checkpoint"' not in line))
     assert pretrain_gpt.main(RUN) == 0
     assert sorted(os.listdir(run / "checkpoints")) == ["step-00000002", "step-00000004"]
+
+
+def flip_a_loss(path: Path) -> None:
+    """One bit: the first digit of the loss of step 2 (5.54 becomes 1.54)."""
+    lines = path.read_text().splitlines(keepends=True)
+    at = lines[1].index('"loss": ') + len('"loss": ')
+    lines[1] = lines[1][:at] + chr(ord(lines[1][at]) ^ 4) + lines[1][at + 1 :]
+    path.write_text("".join(lines))
+
+
+def flip_a_time(path: Path) -> None:
+    path.write_text(path.read_text().replace('"time": 1', '"time": 0', 1).replace('"time": 0', '"time": 1.', 1))
+
+
+def lose_the_end(path: Path) -> None:
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:2]))
+
+
+@pytest.mark.parametrize(
+    ("name", "harm", "words"),
+    [
+        ("metrics.jsonl", flip_a_loss, "was changed after it was written, before the end of step 4"),
+        ("events.jsonl", flip_a_time, "was changed after it was written"),
+        ("metrics.jsonl", lose_the_end, "bytes after it was written"),
+        ("metrics.jsonl", Path.unlink, "bytes after it was written"),
+    ],
+)
+def test_a_record_that_was_changed_is_told_by_the_report_and_the_resume_which_goes_on(
+    run: Path, name: str, harm: Callable[[Path], None], words: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    harm(run / name)
+    write_report([run], None)
+    assert f"{name} " in (page := (run / "report.html").read_text())
+    assert words in page
+    assert pretrain_gpt.main([*RUN, "train.steps=6"]) == 0
+    said = capfd.readouterr().out
+    assert f"warning: {name} " in said
+    assert words in said
+    assert words in (run / "report.html").read_text()
+    (told,) = [event for event in read_events(run / "events.jsonl") if event["kind"] == "record_changed"]
+    assert told["message"] in said.replace("\n", " ")
+
+
+def test_a_checkpoint_knows_the_record_up_to_its_step(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """By a hash of the standard library of xxHash. Nothing is told of a record that only grew."""
+    for step in (2, 4):
+        sealed = json.loads((run / "checkpoints" / f"step-0000000{step}" / "state.json").read_text())["record"]
+        for name in ("metrics.jsonl", "events.jsonl"):
+            content = (run / name).read_bytes()[: sealed[name]["bytes"]]
+            assert sealed[name]["hash"] == xxhash.xxh3_128(content).hexdigest()
+            assert json.loads(content.splitlines()[-1])["step"] == (step if name == "metrics.jsonl" else step - 2)
+    assert pretrain_gpt.main([*RUN, "train.steps=6"]) == 0
+    assert "was changed" not in capfd.readouterr().out + (run / "report.html").read_text()
+
+
+class FullDisk:
+    """A disk that has room for so many more files and folders below `top`."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, top: Path) -> None:
+        self.room, self._top, self._open, self._mkdir = 0, str(top), os.open, os.mkdir
+        patch.setattr(os, "open", self.open)
+        patch.setattr(os, "mkdir", self.mkdir)
+
+    def open(self, path: Any, flags: int, *mode: int, **more: Any) -> int:
+        if flags & os.O_CREAT and not os.path.lexists(path):
+            self._make(path)
+        return self._open(path, flags, *mode, **more)
+
+    def mkdir(self, path: Any, *mode: int, **more: Any) -> None:
+        if not os.path.lexists(path):
+            self._make(path)
+        self._mkdir(path, *mode, **more)
+
+    def _make(self, path: Any) -> None:
+        if str(path).startswith(self._top):
+            self.room -= 1
+            if self.room < 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+
+@pytest.mark.parametrize("before", [[], ["slurm-7.out"]], ids=["new", "with the scheduler's log"])
+def test_a_start_that_a_full_disk_refuses_leaves_nothing(
+    before: list[str], launch_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_corpus(launch_folder)
+    run = launch_folder / "run"
+    if before:
+        run.mkdir()
+        (run / "slurm-7.out").touch()
+    held, refusals = tree(launch_folder), list[str]()
+    disk = FullDisk(monkeypatch, run)
+    while (status := pretrain_gpt.main([*RUN, "train.record_pipeline=1"])) == 2:
+        refusals.append(capfd.readouterr().err)
+        assert "No space left on device" in refusals[-1]
+        assert tree(launch_folder) == held
+        disk.room = len(refusals)
+    assert status == 1, "it trains, and cannot save"
+    assert len(refusals) > 9
+    assert [name for name in ("lock", "run.json", "rank-00000.log", "events.jsonl") if name not in str(refusals)] == []
 
 
 def test_a_start_that_has_nothing_to_do_changes_nothing(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -109,7 +254,7 @@ APPENDED = ["events.jsonl", "lock", "logs/rank-00000.log"]
     ("name", "put"),
     [
         *((name, put) for name in ("run.json", "metrics.jsonl", *APPENDED) for put in (a_folder, a_pipe)),
-        *((name, a_link) for name in APPENDED),
+        *((name, a_link) for name in ("metrics.jsonl", *APPENDED)),
     ],
 )
 def test_what_lies_in_the_place_of_a_file_is_refused_by_its_name(

@@ -77,6 +77,17 @@ def test_the_newest_are_kept_and_the_rest_deleted(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["step-00000006"]
 
 
+def test_a_checkpoint_on_another_disk_is_forgotten_not_deleted(tmp_path: Path) -> None:
+    folder, elsewhere = tmp_path / "checkpoints", tmp_path / "elsewhere"
+    save_plain(folder, 1)
+    (folder / "step-00000001").rename(elsewhere)
+    (folder / "step-00000001").symlink_to(elsewhere)
+    before = files_below(elsewhere)
+    save_plain(folder, 2, keep=1)
+    assert os.listdir(folder) == ["step-00000002"]
+    assert files_below(elsewhere) == before
+
+
 def test_the_newest_good_one_is_kept_whatever_comes_after_it(tmp_path: Path) -> None:
     for step in range(1, 4):
         save_plain(tmp_path, step, keep=3)

@@ -284,13 +284,35 @@ def test_another_format_is_refused_with_what_reads_it(
 
 
 @pytest.mark.parametrize(
-    "name", ["old-step-00000009", "step-00000009-bak", "step-9", "step-00000009.bad-1", ".tmp-step-00000009-01234567"]
+    "name", ["old-step-00000009", "step-00000009-bak", "step-9", "Step-00000009", "step-00000009.bad-1", "notes.txt"]
 )
-def test_only_exact_names_are_checkpoints(two_steps: Path, name: str) -> None:
+def test_only_exact_names_are_checkpoints_and_others_are_told(two_steps: Path, name: str) -> None:
     shutil.copytree(two_steps / "step-00000001", two_steps / name)
     (two_steps / "step-00000007").touch()
-    (two_steps / "step-00000008").symlink_to("step-00000001")
+    before, told = files_below(two_steps), list[str]()
+    assert load(newest(two_steps, SINGLE, told.append)) == 2
+    assert [text.split(": ")[0] for text in told] == [
+        f"{two_steps.name}/{each} is passed over" for each in sorted(["step-00000007", name])
+    ]
+    assert files_below(two_steps) == before
+
+
+@pytest.mark.parametrize("name", [".tmp-step-00000009-01234567", "step-00000009.bad-20260102-030405-0a1b"])
+def test_names_that_megalite_gave_are_passed_over_in_silence(two_steps: Path, name: str) -> None:
+    shutil.copytree(two_steps / "step-00000001", two_steps / name)
     assert load(newest(two_steps, SINGLE, no_report)) == 2
+
+
+def test_a_link_to_a_checkpoint_is_followed_and_one_to_that_of_another_step_is_none(two_steps: Path) -> None:
+    link, elsewhere = two_steps / "step-00000002", two_steps.with_name("elsewhere")
+    link.rename(elsewhere)
+    link.symlink_to(elsewhere)
+    assert load(newest(two_steps, SINGLE, no_report)) == 2
+    link.unlink()
+    link.symlink_to("step-00000001")
+    told = list[str]()
+    assert load(newest(two_steps, SINGLE, told.append)) == 1
+    assert "it says that it is step 1" in told[0]
 
 
 def newest_of_ranks(context: ParallelContext, folder: Path) -> tuple[int, list[str]]:

@@ -251,6 +251,10 @@ def test_a_disk_that_is_full_at_the_start_is_refused_and_leaves_nothing(
     assert "No space left on device" in refusal(tmp_path / "a" / "b")
     assert os.listdir(tmp_path) == []
     monkeypatch.undo()
+    monkeypatch.setattr("megalite.checkpoint.lock.os.fsync", full)  # the lock is made, and cannot be filled
+    assert "No space left on device" in refusal(tmp_path / "a" / "b")
+    assert os.listdir(tmp_path) == []
+    monkeypatch.undo()
     start(tmp_path / "a" / "b").close()
 
 

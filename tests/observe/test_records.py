@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 
 from megalite.errors.problems import UserError
 from megalite.observe.chronicle import RecordFile
@@ -75,6 +76,10 @@ def test_a_line_is_readable_before_the_file_is_closed_and_full_precision_survive
         '{"step": 2}',
         '{"loss": 1.0}',
         '{"step": 2, "loss": 1',
+        '{"step": 2, "loss": 1e400}',
+        f'{{"step": {10**400}, "loss": 1.0}}',
+        f'{{"step": {2**63}, "loss": 1.0}}',
+        '{"step": 2, "loss": 1.0, "note": "\udcff"}',
         "[" * 100_000,
         '{"step": 2, "lo\udcffss": 1.0}',
     ],
@@ -88,6 +93,20 @@ def test_a_line_that_is_no_record_is_named_and_cut(damage: str, tmp_path: Path) 
     RecordFile(path, notes.append, last_step=3).close()
     assert notes == [f"{path}: no valid record in line 2; left out"]
     assert read_metrics(path, pytest.fail) == whole
+
+
+def test_a_file_that_a_write_has_failed_for_is_not_sealed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics, notes = RecordFile(tmp_path / "metrics.jsonl", pytest.fail, last_step=0), list[str]()
+    metrics.append({"step": 1, "loss": 1.0})
+    sealed = metrics.seal()
+    assert sealed is not None
+    content = (tmp_path / "metrics.jsonl").read_bytes()
+    assert (sealed.bytes, sealed.hash) == (len(content), xxhash.xxh3_128(content).hexdigest())
+    monkeypatch.setattr(metrics._attempt, "_note", notes.append)
+    monkeypatch.setattr(metrics, "_file", Path("/dev/full").open("a", buffering=1))  # noqa: SIM115
+    metrics.append({"step": 2, "loss": 1.0})
+    assert "No space left" in notes[0]
+    assert metrics.seal() is None
 
 
 def test_what_a_killed_run_had_begun_stays_a_line_of_its_own(tmp_path: Path) -> None:
@@ -124,6 +143,11 @@ def test_a_file_that_cannot_be_continued_is_refused(tmp_path: Path) -> None:
         {"kind": "profile", "parts": {"forward": "long"}},
         {"kind": "ranks", "memory_gib": ["much"], "compute_s": [1.0]},
         {"kind": 7},
+        {"kind": "start", "time": math.inf},
+        {"kind": "start", "time": math.nan},
+        {"kind": "start", "time": 1e17},
+        {"kind": "start", "about": [[]]},
+        {"kind": "skipped", "loss": 10**400},
     ],
     ids=str,
 )

@@ -17,15 +17,18 @@ SAMPLE = {"step": 3, "kind": "sample", "prompt": "# a\n* b", "text": " c"}
 
 
 class Collector:
-    """Collects what it is given; fails at steps in `bad`, and waits for `gate` if there is one."""
+    """Collects what it is given, a line in `line_s`; fails at steps in `bad`, and waits for `gate` if there is one."""
 
-    def __init__(self, bad: tuple[int, ...] = (), gate: Event | None = None) -> None:
-        self.bad, self.gate = bad, gate
+    rescue = "send --rest"
+
+    def __init__(self, bad: tuple[int, ...] = (), gate: Event | None = None, line_s: float = 0.0) -> None:
+        self.bad, self.gate, self.line_s = bad, gate, line_s
         self.seen: list[Any] = []
 
     def add(self, line: Mapping[str, Any]) -> None:
         if self.gate is not None:
             self.gate.wait(PATIENCE_S)
+        time.sleep(self.line_s)
         if line["step"] in self.bad:
             raise RuntimeError("the network\nis gone")
         self.seen.append(line)
@@ -75,6 +78,8 @@ def test_a_tracker_that_hangs_holds_nothing_up_and_still_learns_of_the_end(
 ) -> None:
     monkeypatch.setattr(module, "FINISH_S" if status == 0 else "FAILED_S", 0.2)
     monkeypatch.setattr(module, "LONGEST_QUEUE", 100)
+    monkeypatch.setattr(module, "LINE_S", 0.0)
+    monkeypatch.setattr(module, "OPENING_S", 0.0)
     gate, notes = Event(), list[str]()
     collector = Collector(gate=gate)
     trackers = Trackers({"x": lambda: collector}, notes.append)
@@ -90,17 +95,40 @@ def test_a_tracker_that_hangs_holds_nothing_up_and_still_learns_of_the_end(
     assert collector.seen[-1] == f"status {status}"
     assert notes == [
         "x: warning: it is too slow, and misses lines; the run itself is not affected",
-        "x: not done at the end of the run; metrics.jsonl and events.jsonl hold it all",
+        "x: not done at the end of the run, 1,000 lines did not get there; metrics.jsonl and events.jsonl hold it all"
+        "; to send what it has: send --rest",
     ]
 
 
 def test_a_tracker_that_hangs_keeps_no_line_from_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "FINISH_S", 0.2)
+    monkeypatch.setattr(module, "OPENING_S", 0.0)
     gate, collector, notes = Event(), Collector(), list[str]()
     run(notes, *RECORDS, x=lambda: Collector(gate=gate), y=lambda: collector)
     gate.set()
     assert collector.seen == [*RECORDS, "status 0"]
-    assert notes == ["x: not done at the end of the run; metrics.jsonl and events.jsonl hold it all"]
+    assert notes == [
+        "x: not done at the end of the run, 4 lines did not get there; metrics.jsonl and events.jsonl hold it all"
+        "; to send what it has: send --rest"
+    ]
+
+
+def test_the_end_of_a_run_waits_longer_for_more_lines_and_for_a_tracker_that_is_not_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "FINISH_S", 0.0)
+
+    def open_slowly() -> Collector:
+        time.sleep(0.5)
+        return slow
+
+    slow, collector, notes = Collector(), Collector(line_s=0.002), list[str]()
+    lines = [{"step": step} for step in range(300)]  # 0.6 s, and 3 s of patience
+    run(notes, *lines, x=lambda: collector)
+    run(notes, *RECORDS, x=open_slowly)
+    assert collector.seen == [*lines, "status 0"]
+    assert slow.seen == [*RECORDS, "status 0"]
+    assert notes == []
 
 
 def test_a_run_without_trackers_keeps_no_lines(monkeypatch: pytest.MonkeyPatch) -> None:

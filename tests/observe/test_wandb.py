@@ -8,7 +8,9 @@ import json
 import os
 import re
 import shlex
+import shutil
 import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,11 +20,12 @@ from subprocess import PIPE
 from typing import Any
 
 import pytest
+from wandb.proto.wandb_internal_pb2 import Record
 
 from megalite.config.schema import Config, LogConfig
 from megalite.config.settings import as_plain
 from megalite.observe import wandb as observed
-from megalite.observe.wandb import flat_values, wandb_tracker
+from megalite.observe.wandb import flat_values, id_of_run, next_step, wandb_tracker
 from tests.config.refusal import refusal
 from tests.observe.wandb_server import WandbServer
 from tests.train.runs import ROOT
@@ -99,6 +102,27 @@ def send(command: list[str], server: WandbServer, folder: Path, home: Path) -> N
     assert done.returncode == 0, done.stderr
 
 
+def records(content: bytes) -> Iterator[Record]:
+    """Of a .wandb file: the log format of LevelDB, blocks of 32 KiB with chunks of records, behind seven bytes."""
+    at, body = 7, b""
+    while at + 7 <= len(content):
+        if (left := 32768 - at % 32768) < 7:
+            at += left
+            continue
+        _, length, kind = struct.unpack("<IHB", content[at : at + 7])
+        body, at = body + content[at + 7 : at + 7 + length], at + 7 + length
+        if kind in (1, 4) and at <= len(content):  # a whole record, or the last chunk of one
+            yield Record.FromString(body)
+            body = b""
+
+
+def logged(content: bytes) -> list[dict[str, Any]]:
+    """The lines of a .wandb file, without what wandb adds, but for its step."""
+    histories = [record.history for record in records(content) if record.WhichOneof("record_type") == "history"]
+    items = [{(it.key or "/".join(it.nested_key)): json.loads(it.value_json) for it in each.item} for each in histories]
+    return [{name: it for name, it in line.items() if name == "_step" or name[0] != "_"} for line in items]
+
+
 def seconds(said: str, what: str) -> float:
     return next(float(line.split()[-1]) for line in said.splitlines() if line.startswith(what))
 
@@ -156,6 +180,58 @@ def test_all_starts_are_one_run_that_holds_every_record(shown: Shown) -> None:
     assert shown.server.exit_codes[shown.identity] == [0, 0, 0]
     sent = [{name: it for name, it in line.items() if name[0] != "_"} for line in shown.lines if "samples" not in line]
     assert sent == [*map(flat_values, RECORDS)] * 3
+
+
+def test_no_start_replaces_lines_of_another(shown: Shown) -> None:
+    steps = [line["_step"] for line in shown.lines]
+    assert steps == sorted(set(steps))
+
+
+def test_the_files_of_two_starts_without_a_network_are_one_run_that_goes_on(shown: Shown) -> None:
+    files = [path.read_bytes() for path in sorted(shown.folder.glob("wandb/offline-run-*/*.wandb"))]
+    runs = [record.run for content in files for record in records(content) if record.HasField("run")]
+    assert [(run.run_id, run.resume) for run in runs] == [(shown.identity, True)] * 2
+    lines = [line for content in files for line in logged(content)]
+    assert [line.pop("_step") for line in lines] == list(range(10))
+    assert [line for line in lines if "loss" in line] == [*map(flat_values, RECORDS)] * 2
+
+
+def test_a_start_counts_on_from_one_that_was_killed(shown: Shown, tmp_path: Path) -> None:
+    file = sorted(shown.folder.glob("wandb/offline-run-*/*.wandb"))[1]
+    content = file.read_bytes()
+    torn = tmp_path / file.parent.name / file.name
+    torn.parent.mkdir()
+    assert next_step(tmp_path, shown.identity) == 0
+    for length in range(len(content) // 2, len(content) + 1, 211):
+        torn.write_bytes(content[:length])
+        held = [line["_step"] for line in logged(content[:length])]
+        assert next_step(tmp_path, shown.identity) >= max(held, default=-1) + 1
+    assert next_step(tmp_path, shown.identity) == 10
+
+
+def test_the_command_names_all_starts_that_are_not_sent(shown: Shown) -> None:
+    starts = sorted(str(path) for path in (shown.folder / "wandb").glob("offline-run-*"))
+    assert sync_command(shown.said[1]) == ["sync", *starts]
+
+
+def test_a_copy_of_a_run_folder_is_a_run_of_its_own_and_a_moved_one_is_not(tmp_path: Path) -> None:
+    first, copy, moved, link = (tmp_path / name for name in ("first", "copy", "moved", "link"))
+    first.mkdir()
+    notes = list[str]()
+    identity = id_of_run(first, notes.append)
+    shutil.copytree(first, copy)
+    link.symlink_to(first)
+    assert [id_of_run(folder, notes.append) for folder in (first, link)] == [identity] * 2
+    assert notes == []
+    own = id_of_run(copy, notes.append)
+    assert own != identity
+    assert notes == [f"this folder is a copy of {first}, which keeps its run {identity}: here it is a new run"]
+    assert id_of_run(copy, notes.append) == own
+    first.rename(moved)
+    assert [id_of_run(moved, notes.append) for _ in range(2)] == [identity] * 2
+    assert notes[1:] == [
+        f"this folder was {first}, and its run goes on as {identity} (if it is a copy, delete {moved / 'wandb.json'})"
+    ]
 
 
 def test_samples_are_a_table(shown: Shown) -> None:
@@ -231,7 +307,12 @@ def test_a_key_without_the_package_is_reported(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(observed, "is_installed", lambda package: False)
     notes = list[str]()
     assert wandb_tracker(Config(), tmp_path, notes.append) is None
-    assert "pip install wandb" in notes[0]
+    assert notes == ["disabled: that takes the package (pip install wandb)"]
+    notes.clear()
+    monkeypatch.setattr(observed, "is_installed", lambda package: True)
+    monkeypatch.delenv("WANDB_API_KEY")
+    assert wandb_tracker(Config(), tmp_path, notes.append) is None
+    assert notes == ["disabled: that takes a key (wandb login); or log.wandb=offline"]
 
 
 def test_names_that_wandb_does_not_take_are_refused() -> None:

@@ -1,6 +1,7 @@
 """Draws the report of one run, report.html: templates/run.html says what stands where, the figures are from here."""
 
 import base64
+import contextlib
 import hashlib
 import time
 from collections import Counter
@@ -12,7 +13,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from megalite.config.user_files import as_record
-from megalite.errors.problems import collect, printable
+from megalite.errors.problems import UserError, printable
 from megalite.layout.panels import panels_of
 from megalite.layout.ranks import ParallelLayout
 from megalite.layout.summary import header_lines
@@ -24,6 +25,7 @@ from megalite.observe.run_data import RunData
 
 HERE = Path(__file__).parent
 MOST_SHOWN = 12  # steps of which samples are shown
+MOST_RANKS = 2**20  # of a layout that is drawn
 RECENT = 25  # buckets of the step time that tell how long the rest takes
 FIGURES = {
     "loss": Figure("Training loss", unit="nats per token", smooth=True),
@@ -120,8 +122,10 @@ def status_of(run: RunData, *, live: bool) -> tuple[str, str]:
 
 def layout_of(run: RunData) -> ParallelLayout | None:
     """The layout of the newest start, if it was recorded."""
-    recorded = run.start.get("layout")
-    return collect(lambda: as_record(ParallelLayout, recorded, "layout"), []) if recorded else None
+    with contextlib.suppress(UserError, AssertionError):  # the record was changed
+        layout = as_record(ParallelLayout, run.start.get("layout"), "layout")
+        return layout if layout.world_size <= MOST_RANKS else None
+    return None
 
 
 def chart_of(run: RunData, title: str, names: Mapping[str, str], width: float = 380.0) -> Chart | None:

@@ -1,9 +1,13 @@
 """report.html appears whole or not at all, costs a run little, never ends it; the command refuses what is no run."""
 
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from functools import reduce
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -148,6 +152,67 @@ def test_the_script_needs_no_torch_and_has_the_exit_statuses_of_all(tmp_path: Pa
     assert bad.returncode == 2
     assert "megalite: refused, 1 problem" in bad.stderr
     assert "Traceback" not in bad.stderr
+
+
+@pytest.mark.parametrize(
+    "value", ["1e400", "NaN", "-1", "0", "null", "[]", "1" + 400 * "0", None], ids=lambda it: str(it)[:5]
+)
+def test_no_value_of_a_line_ends_the_report(tmp_path: Path, value: str | None) -> None:
+    """Each value of the last line of its kind is replaced, or left out (None)."""
+    events = [
+        {"time": 2.0, "step": 3, "kind": "skipped", "loss": 1.0, "grad_norm": 1.0, "loss_scale": 2.0},
+        {"time": 2.0, "step": 3, "kind": "straggler", "rank": 0, "host": "n", "times": 1.5, "share": 0.2},
+        {"time": 2.0, "step": 3, "kind": "profile", "folder": "x", "wall_s": 1.0, "parts": {"forward": 0.5}},
+        {"time": 2.0, "step": 3, "kind": "ranks", "memory_gib": [1.0], "compute_s": [1.0]},
+        {"time": 2.0, "step": 4, "kind": "checkpoint", "bytes": 1, "seconds": 1.0, "stall_s": 1.0},
+        {"time": 3.0, "step": 4, "kind": "finished", "status": 0},
+    ]
+    run = write_run(tmp_path / "run", steps=4, events=events)
+    for name in ("metrics.jsonl", "events.jsonl"):
+        whole = (run / name).read_text()
+        lines = whole.splitlines()
+        newest = {(line.get("kind"), "val_loss" in line): at for at, line in enumerate(map(json.loads, lines))}
+        for at in newest.values():
+            for path in paths_of(json.loads(lines[at])):
+                changed = json.loads(lines[at])
+                inner = reduce(lambda found, key: found[key], path[:-1], changed)
+                if value is None:
+                    del inner[path[-1]]
+                else:
+                    inner[path[-1]] = "@"
+                line = json.dumps(changed).replace('"@"', str(value))
+                (run / name).write_text("\n".join([*lines[:at], line, *lines[at + 1 :], ""]))
+                assert write_report([run], None).exists(), line
+        (run / name).write_text(whole)
+
+
+def paths_of(value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The keys that lead to each value in a line; of a list to the first."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value[:1]) if isinstance(value, list) else ()
+    for key, each in inner:
+        yield (*above, key)
+        yield from paths_of(each, (*above, key))
+
+
+def test_a_report_says_what_it_leaves_out(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=4)
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    by_step = [line for line in lines if '"val_loss"' not in line]
+    repeated = [json.dumps({**json.loads(by_step[1]), "loss": 7.0}), by_step[0]]
+    content = "\n".join([*by_step[2:], *by_step[:2], '{"step": 9, "loss": 1e400}', *repeated]).encode()
+    (run / "metrics.jsonl").write_bytes(content + b'\n{"step": 10, "loss": 1.0, "\xff": 1}\n{"step": 11, "lo')
+    data = read_run(run)
+    assert data.damage == [
+        f"{run / 'metrics.jsonl'}: no valid record in line 5, 8; left out",
+        "metrics.jsonl: 2 lines of steps that stand there again later; left out",
+        "metrics.jsonl: the lines are not in the order of their steps; shown in that order",
+    ]
+    assert [(it.x, it.y) for it in data.figures["loss"].buckets][:2] == [(1, json.loads(by_step[0])["loss"]), (2, 7.0)]
+    page = write_report([run], None).read_text()
+    assert all(text in page for text in data.damage)
+    (run / "metrics.jsonl").write_bytes(b"")
+    assert read_run(run).damage == []
+    assert write_report([run], None).exists()
 
 
 def test_a_page_is_not_written_through_a_link(tmp_path: Path) -> None:
