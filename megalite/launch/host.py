@@ -4,6 +4,7 @@ import ctypes
 import os
 import resource
 import signal
+import socket
 import sys
 import time
 from collections.abc import Iterable, Mapping, MutableMapping
@@ -64,6 +65,13 @@ def let_cuda_segments_grow(environ: MutableMapping[str, str]) -> None:
     """
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & environ.keys():
         environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+
+
+def listen_on_loopback(environ: MutableMapping[str, str]) -> None:
+    """Have gloo, whose ranks are all on this host, listen where no other reaches it, unless the user has decided."""
+    name = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    if name is not None:
+        environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def keep_freed_memory(environ: Mapping[str, str]) -> None:
