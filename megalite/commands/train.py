@@ -11,7 +11,7 @@ import time
 from megalite.config.schema import Config
 from megalite.errors.problems import REFUSED, Problem, UserError, collect, open_closed_streams, to_stderr
 from megalite.launch.environment import ProcessEnvironment, claimed_rank, first_of_node, is_launched, read_environment
-from megalite.launch.host import let_cuda_segments_grow, limit_openmp_spinning
+from megalite.launch.host import let_cuda_segments_grow, limit_openmp_spinning, widen_cuda_queues
 from megalite.launch.signals import INTERRUPTED, StartUp, die_with_launcher, ignore_stop_signals
 
 WAIT_FOR_RANK_ZERO_S = 5.0  # torchrun ends all ranks when the first one exits: rank 0 must have printed by then
@@ -55,6 +55,8 @@ def start(argv: list[str]) -> int:
     die_with_launcher(environment.launcher)  # during the imports, too: ranks without it wait for nobody
     limit_openmp_spinning(os.environ)
     let_cuda_segments_grow(os.environ)
+    if (said := widen_cuda_queues(os.environ)) and environment.rank == 0:
+        to_stderr(said)
     from torch.distributed.elastic.multiprocessing.errors import record  # torch: from here on it takes seconds
 
     def train() -> int | None:  # refusals are caught inside record, which would report them as failures
