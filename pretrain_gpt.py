@@ -1,5 +1,6 @@
 """Trains a GPT: `python pretrain_gpt.py [name=value ...]`, or the same under torchrun or srun; see --help. Exit status:
-0 finished or stopped after saving, 2 refused (said by rank 0), 130 interrupted before the start, else a failure."""
+0 finished or stopped after saving, 2 refused (said by rank 0), 128 and its number for a signal before the first step
+(130: Ctrl-C), else a failure."""
 
 import sys
 from pathlib import Path

@@ -1,7 +1,7 @@
 """Trains a GPT: what pretrain_gpt.py and `megalite train` do, on each rank.
 
-Exit status: 0 finished or stopped after saving, 2 refused (said by rank 0), 130 interrupted before the start, else a
-failure.
+Exit status: 0 finished or stopped after saving, 2 refused (said by rank 0), 128 and its number for a signal before the
+first step (130: Ctrl-C), else a failure.
 """
 
 import gc
@@ -10,9 +10,9 @@ import time
 
 from megalite.config.schema import Config
 from megalite.errors.problems import REFUSED, Problem, UserError, collect, open_closed_streams, to_stderr
-from megalite.launch.environment import ProcessEnvironment, claimed_rank, first_of_node, read_environment
-from megalite.launch.host import let_cuda_segments_grow, limit_openmp_spinning
-from megalite.launch.signals import die_with_launcher, ignore_stop_signals
+from megalite.launch.environment import ProcessEnvironment, claimed_rank, first_of_node, is_launched, read_environment
+from megalite.launch.host import let_cuda_segments_grow, limit_openmp_spinning, widen_cuda_queues
+from megalite.launch.signals import INTERRUPTED, StartUp, die_with_launcher, ignore_stop_signals
 
 WAIT_FOR_RANK_ZERO_S = 5.0  # torchrun ends all ranks when the first one exits: rank 0 must have printed by then
 
@@ -55,6 +55,8 @@ def start(argv: list[str]) -> int:
     die_with_launcher(environment.launcher)  # during the imports, too: ranks without it wait for nobody
     limit_openmp_spinning(os.environ)
     let_cuda_segments_grow(os.environ)
+    if (said := widen_cuda_queues(os.environ)) and environment.rank == 0:
+        to_stderr(said)
     from torch.distributed.elastic.multiprocessing.errors import record  # torch: from here on it takes seconds
 
     def train() -> int | None:  # refusals are caught inside record, which would report them as failures
@@ -90,9 +92,10 @@ def main_to_the_end(argv: list[str]) -> int:
     """The same as a whole process, which no signal disturbs once it has saved."""
     open_closed_streams()
     try:
-        status = main(argv)
-    except KeyboardInterrupt:
-        status = 130
+        with StartUp(speaks=claimed_rank(os.environ) == 0, launched=is_launched(os.environ)):
+            status = main(argv)
+    except (KeyboardInterrupt, SystemExit) as end:
+        status = end.code if isinstance(end, SystemExit) and isinstance(end.code, int) else INTERRUPTED
     ignore_stop_signals()
     gc.freeze()  # a last search for garbage among torch's objects would take half a second
     return status

@@ -6,6 +6,7 @@ before the call.) Problems, flags and JSON go over `control_group`, a gloo group
 never queue behind the accelerator. Nothing is pickled.
 """
 
+import faulthandler
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -25,6 +26,7 @@ from megalite.layout.ranks import ParallelLayout
 CPU = torch.device("cpu")
 # Public since torch 2.14, where the name before warns.
 set_group_timeout = dist.set_timeout if hasattr(dist, "set_timeout") else distributed_c10d._set_pg_timeout
+ABORT_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -120,14 +122,23 @@ class ParallelContext:
     def close(self, *, failed: bool = False) -> None:
         """Leave all groups; calling it again does nothing.
 
-        A rank that `failed` waits for no partner: what NCCL still has under way is aborted, not finished.
+        A rank that `failed` waits for no partner: what NCCL still has under way is aborted, not finished. All
+        communicators in one group of NCCL: one after the other, an abort here can wait for that of another communicator
+        on another rank (pytorch#119797). Where even that hangs, with Python's lock held or not, a thread of C ends the
+        process after ABORT_S.
         """
         if self.control_group is None or not dist.is_initialized():
             return
-        if failed and self.device.type == "cuda":
-            for group in {group for name, group in self.groups.items() if not self.specs[name].on_host}:
+        by_nccl = {group for name, group in self.groups.items() if not self.specs[name].on_host}
+        if failed and self.device.type == "cuda" and by_nccl:
+            faulthandler.dump_traceback_later(ABORT_S, exit=True)
+            nccl: Any = next(iter(by_nccl))._get_backend(self.device)  # torch has no public name for NCCL's group
+            nccl._group_start()
+            for group in by_nccl:
                 group.abort()
+            nccl._group_end()
         dist.destroy_process_group()
+        faulthandler.cancel_dump_traceback_later()
 
 
 def _padded(payload: bytes, size: int) -> torch.Tensor:

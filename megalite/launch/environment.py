@@ -21,7 +21,7 @@ OF_SLURM = {  # by torchrun's name, the variable of a SLURM step that says the s
     "LOCAL_WORLD_SIZE": "SLURM_STEP_TASKS_PER_NODE",
     "MASTER_ADDR": "SLURM_STEP_NODELIST",
 }
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
+LOOPBACK = "127.0.0.1"
 Launcher = Literal["single", "torchrun", "env", "slurm"]
 
 
@@ -33,7 +33,7 @@ class ProcessEnvironment:
     world_size: int = 1
     local_rank: int | None = 0
     local_world_size: int = 1
-    master_addr: str = "127.0.0.1"
+    master_addr: str = LOOPBACK
     master_port: int = 0
     launcher: Launcher = "single"
 
@@ -78,7 +78,7 @@ def read_environment(environ: Mapping[str, str]) -> ProcessEnvironment:
     for name, example in (("MASTER_ADDR", "the host of rank 0"), ("MASTER_PORT", "a free port there, such as 29500")):
         if world_size != 1 and not variables.get(name):
             refuse(name, "not set, but several processes must find each other", f"{name}={example}")
-    address, port = variables.get("MASTER_ADDR") or LOOPBACK[0], number("MASTER_PORT", 1, 65535)
+    address, port = variables.get("MASTER_ADDR") or LOOPBACK, number("MASTER_PORT", 1, 65535)
     local_size = number("LOCAL_WORLD_SIZE", 1, 10**9)
     local_rank = number("LOCAL_RANK", 0, (local_size if local_size and not slurm else 10**9) - 1)
     if problems:
@@ -87,15 +87,25 @@ def read_environment(environ: Mapping[str, str]) -> ProcessEnvironment:
     if world_size == 1 and local_rank is None:
         local_rank = 0
     if local_size is None:  # all ranks share this host where rank 0 is reached by loopback
-        local_size = world_size if address in LOOPBACK else (local_rank or 0) + 1
+        local_size = world_size if is_loopback(address) else (local_rank or 0) + 1
     launcher: Launcher = "slurm" if slurm else "torchrun" if environ.get("TORCHELASTIC_RUN_ID") else "env"
     return ProcessEnvironment(rank, world_size, local_rank, local_size, address, port or 0, launcher)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether the address reaches no other machine."""
+    return host in ("localhost", "::1") or re.fullmatch(r"127(\.[0-9]{1,3}){3}", host) is not None
 
 
 def claimed_rank(environ: Mapping[str, str]) -> int:
     """The rank that even a broken environment claims (0 where it claims none): decides who prints a refusal."""
     text = _variables(environ).get("RANK") or "0"
     return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else 0
+
+
+def is_launched(environ: Mapping[str, str]) -> bool:
+    """Whether a launcher has started this process, and not a person."""
+    return bool(_variables(environ).get("RANK"))
 
 
 def first_of_node(environ: Mapping[str, str]) -> bool:

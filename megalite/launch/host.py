@@ -4,6 +4,7 @@ import ctypes
 import os
 import resource
 import signal
+import socket
 import sys
 import time
 from collections.abc import Iterable, Mapping, MutableMapping
@@ -20,6 +21,8 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 OF_THE_USER = ("trim_threshold", "mmap_threshold", "mmap_max", "top_pad")  # MALLOC_TRIM_THRESHOLD_, or a tunable
 BESIDES = 128  # open files: the interpreter's own, pipes, logs, token files, a checkpoint that is being written
 OF_A_GROUP = 4  # what gloo opens for a group besides its connections: 4, seen for groups of 2 to 6 ranks
+CUDA_QUEUES, ENOUGH_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS", 8  # CUDA's own default
+NVIDIA = Path("/dev/nvidiactl")  # where its driver runs
 ENOUGH = 65_536  # open files, for any number of token files
 
 
@@ -64,6 +67,33 @@ def let_cuda_segments_grow(environ: MutableMapping[str, str]) -> None:
     """
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & environ.keys():
         environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+
+
+def cuda_queues_in_words(environ: Mapping[str, str]) -> str:
+    """How many queues of a device CUDA is told to take for streams, and what that means."""
+    told = environ.get(CUDA_QUEUES, "")
+    too_few = told.isdigit() and int(told) < ENOUGH_QUEUES
+    return f"{told}, too few: kernels of different streams wait for each other" if too_few else told or "unset"
+
+
+def widen_cuda_queues(environ: MutableMapping[str, str], driver: Path = NVIDIA) -> str:
+    """Give streams queues of their own, in words, where an environment for Megatron-LM forbids it; empty: it does not.
+
+    Megatron-LM asks for 1, which orders its kernels by their launches. Transfers here are ordered by events and would
+    wait for products. CUDA reads the variable once, so this comes before torch.
+    """
+    words = cuda_queues_in_words(environ)
+    if "too few" not in words or not driver.exists():
+        return ""
+    environ[CUDA_QUEUES] = str(ENOUGH_QUEUES)
+    return f"megalite: {CUDA_QUEUES}={words}: it is {ENOUGH_QUEUES} in this process"
+
+
+def listen_on_loopback(environ: MutableMapping[str, str]) -> None:
+    """Have gloo, whose ranks are all on this host, listen where no other reaches it, unless the user has decided."""
+    name = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    if name is not None:
+        environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def keep_freed_memory(environ: Mapping[str, str]) -> None:

@@ -33,6 +33,7 @@ from megalite.errors.problems import Problem, UserError
 from megalite.launch.context import ParallelContext
 from megalite.launch.device import set_threads
 from megalite.launch.environment import ProcessEnvironment
+from megalite.launch.host import CUDA_QUEUES, cuda_queues_in_words
 from megalite.launch.link_speed import in_time, link_speed, seconds
 from megalite.launch.rendezvous import RankInfo, gpu_id, listed, rendezvous
 from megalite.launch.startup import code_fingerprint
@@ -51,6 +52,8 @@ DISK_BYTES = 32 << 20
 HANG_S = 60.0  # for a rank's own figures
 WAIT_S = 120.0  # for the slowest rank, at each step
 PACKAGES = ("torch", "numpy", "hydra-core", "transformers", "tokenizers", "datasets")
+NCCL = "communicators"
+SEEN = (CUDA_QUEUES, NCCL)  # said even where all nodes have the same
 CLOCK, ERROR, LINK = "clock, s", "error", "link to "
 
 Figures = Mapping[str, float | str]
@@ -164,6 +167,8 @@ def table(nodes: Mapping[str, Figures]) -> list[str]:
         speeds = "".join(f"{figures[name]:>17.3g}" if name in figures else f"{'-':>17}" for name in LEAST)
         ahead = f"{float(figures[CLOCK]) - clock:>+10.2f}" if CLOCK in figures else f"{'-':>10}"
         lines.append(f"{node:<16}{speeds}{ahead}{'  <--' if node in faults else ''}")
+    seen = {name: dict.fromkeys(found.values()) for name, found in _by_figure(nodes).items() if name in SEEN}
+    lines += [f"{name}: {'; '.join(values)}" for name, values in seen.items()]
     return lines + [f"{node}: {fault}" for node, found in faults.items() for fault in found] + differences(nodes)
 
 
@@ -246,6 +251,8 @@ def _measure(own: dict[str, Any], device: torch.device, folder: Path, *, writes:
     cuda = device.type == "cuda"
     own |= {name: _version(name) for name in PACKAGES}
     own |= {"python": platform.python_version(), "device": _device_name(device), "megalite": code_fingerprint()}
+    if cuda:
+        own |= {CUDA_QUEUES: cuda_queues_in_words(os.environ), NCCL: aborts_in_words()}
     size, dtype = (8192, torch.bfloat16) if cuda else (768, torch.float32)
     left, right = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
     own["matmul, TFLOP/s"] = 2 * size**3 / seconds(lambda: left @ right, device, at_least_s=MEASURE_S) / 1e12
@@ -289,6 +296,12 @@ def _links(
             found[figure] = max(found.get(figure, 0.0), speed)
         there = _gather(context, f"links {number}", among=there)  # who is silent is waited for once
     return found, there
+
+
+def aborts_in_words() -> str:
+    """How a rank that fails ends its communicators with this torch (context.py)."""
+    nccl = getattr(torch.distributed, "ProcessGroupNCCL", None)
+    return "aborted in one group" if hasattr(nccl, "_group_start") else "this torch cannot abort them in one group"
 
 
 def _version(package: str) -> str:

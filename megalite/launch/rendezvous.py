@@ -12,6 +12,7 @@ attempt before. Nobody is let in there any more, as only its rank 0 could, which
 rank 0 begins the next one.
 """
 
+import errno
 import json
 import os
 import socket
@@ -29,7 +30,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from megalite.errors.problems import Problem, UserError
 from megalite.launch.context import problem_fields
-from megalite.launch.environment import ProcessEnvironment
+from megalite.launch.environment import ProcessEnvironment, is_loopback
 
 CONNECT_S = 30.0  # for what listens already; torch's client retries for so long, each time with a trace of C++ frames
 
@@ -186,23 +187,28 @@ def _differences(infos: Sequence[RankInfo]) -> Iterator[Problem]:
 
 
 def _open_store(environment: ProcessEnvironment, deadline: float) -> Store:
-    """The store at MASTER_ADDR:MASTER_PORT. Rank 0 opens it, unless torchrun's agent already has."""
+    """The store at MASTER_ADDR:MASTER_PORT. Rank 0 opens it, unless torchrun's agent already has. At a loopback address
+    it listens there alone; torch's own listening socket is open to every network of the host."""
     host, port = environment.master_addr, environment.master_port
-    serves = environment.rank == 0 and not _agent_serves()
+    serves, listening = environment.rank == 0 and not _agent_serves(), None
     try:
-        if serves:
+        if serves and is_loopback(host):
+            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+            listening = socket.create_server((host, port), family=family, backlog=socket.SOMAXCONN).detach()
+        elif serves:
             socket.getaddrinfo(host, port)
         else:
             _await_server(host, port, deadline)
         left = max(1.0, deadline - time.monotonic())
         connecting = timedelta(seconds=min(left, CONNECT_S))
-        store = TCPStore(host, port, environment.world_size, serves, connecting, wait_for_workers=False)
+        size = environment.world_size
+        store = TCPStore(host, port, size, serves, connecting, wait_for_workers=False, master_listen_fd=listening)
         store.set_timeout(timedelta(seconds=left))
         return store
     except (OSError, UnicodeError, DistError) as error:
         remedy = "check that rank 0 runs, that MASTER_ADDR is its host, and that no firewall closes MASTER_PORT"
         rule = f"rank {environment.rank} found nobody there: {error}"
-        if "EADDRINUSE" in str(error):
+        if "EADDRINUSE" in str(error) or (isinstance(error, OSError) and error.errno == errno.EADDRINUSE):
             rule = "the port is in use on this host, perhaps by another job"
             remedy = "another MASTER_PORT; with torchrun --standalone, or --master-port"
         elif isinstance(error, DistError):

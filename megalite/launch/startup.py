@@ -28,7 +28,7 @@ from megalite.errors.problems import Problem, UserError, collect
 from megalite.launch.context import ParallelContext
 from megalite.launch.device import set_threads
 from megalite.launch.environment import ProcessEnvironment
-from megalite.launch.host import allow_open_files, files_of, keep_freed_memory
+from megalite.launch.host import allow_open_files, files_of, keep_freed_memory, listen_on_loopback
 from megalite.launch.rendezvous import RankInfo, rendezvous
 from megalite.launch.watchdog import after_report_s
 from megalite.layout.groups import GroupNeeds, GroupSpec, all_groups, groups_of
@@ -71,6 +71,8 @@ def start(
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "1000")  # collectives that the watchdog can tell of
         info = RankInfo.of(environment.rank, device, shared, found)
         store = rendezvous(environment, info, timeout_s=timeout_s, store=store)
+        if environment.local_world_size == environment.world_size:
+            listen_on_loopback(os.environ)
     elif found:
         raise UserError(found)
     assert layout is not None, "a rank with problems has been refused"

@@ -24,6 +24,7 @@ from megalite.observe.readable import several
 from megalite.train.job import Job
 
 PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "hydra-core", "numpy", "safetensors")
+SUBMITTED = "MEGALITE_COMMAND"  # set by a batch script: what submits it again
 MOST_NAMED = 4  # token files of a blend
 
 
@@ -33,7 +34,7 @@ def start_fields(job: Job, hosts: list[str]) -> dict[str, Any]:
     if job.context.device.type == "cuda":
         device = torch.cuda.get_device_name(job.context.device)
     return {
-        "command": launch_command(read_environment(os.environ), sys.argv),
+        "command": os.environ.get(SUBMITTED) or launch_command(read_environment(os.environ), sys.argv),
         "overrides": [word for word in sys.argv[1:] if "=" in word and not word.startswith("-")],
         "about": [[label, text] for label, text in resolved(job, device)],
         "versions": versions(),

@@ -14,14 +14,15 @@ from megalite.config.durable_files import private_files
 from megalite.config.schema import Config
 from megalite.data.content import compare_changed, watched
 from megalite.data.open import Preparation
+from megalite.data.token_file import TokenFile
 from megalite.errors.problems import Problem, UserError, collect, to_stderr
 from megalite.launch.agreement import together
 from megalite.launch.context import ParallelContext
 from megalite.launch.environment import ProcessEnvironment
-from megalite.launch.failure_report import find_cause
+from megalite.launch.failure_report import find_cause, is_broken_link
 from megalite.launch.host import end_compile_workers
 from megalite.launch.preflight import preflight, table
-from megalite.launch.signals import StopRequest
+from megalite.launch.signals import StartUp, StopRequest
 from megalite.launch.watchdog import Doing, Patience, Watchdog
 from megalite.train.build import ReadWeights, start
 from megalite.train.job import Job, build_job, open_training_data
@@ -31,6 +32,7 @@ from megalite.train.replicas import ReplicaMismatchError
 from megalite.train.saving import Saver, TakenOverError, TrainingStoppedError
 from megalite.train.status_file import StatusFile
 
+NEWS_S = 1.0  # the signal that has ended another rank's start comes to this one, too, which has nothing to say then
 START_UP = Doing("start-up", "start-up", math.inf)  # of a day of tokens to prepare, for example
 
 
@@ -74,13 +76,8 @@ def run(
                     recorder.note(f"already finished: step {job.progress.step} of {config.train.steps}")
                     return 0
                 files, folder = [part.file for part in data.train.parts] if context.rank == 0 else [], job.folder.path
-                try:
-                    together(context, lambda: compare_changed(files, folder, recorder.note), patient=True)
-                    together(context, lambda: recorder.open(job))
-                except UserError:
-                    job.folder.withdraw()
-                    raise
-                saver = Saver(job, recorder)
+                _open_record(job, recorder, files)
+                saver = Saver(job, recorder, status.saved)
                 left_s = None if limit is None else began + 60 * limit - time.monotonic()
                 with StopRequest(left_s, "train.max_minutes") as stop, watched(files, folder, recorder.note):
                     return _train_to_the_end(job, stop, recorder, saver, status, watchdog)
@@ -88,17 +85,30 @@ def run(
         raise
     except Exception as error:
         failed = True
+        if StartUp.now is not None and is_broken_link(error):
+            time.sleep(NEWS_S)
         _report_cause(error, context, job)
         if saver is not None:
             saver.close()
         raise
     finally:
+        ended = StartUp.now is not None and StartUp.now.ends
         end_compile_workers()
         recorder.close()
-        status.close()
+        status.close("a signal before the first step" if ended else None)
         if job is not None:
             job.folder.close()
-        context.close(failed=failed)
+        context.close(failed=failed or ended)
+
+
+def _open_record(job: Job, recorder: Recorder, files: list[TokenFile]) -> None:
+    """Tell what has changed in the token files, and open the run's record. A refusal leaves no new folder."""
+    try:
+        together(job.context, lambda: compare_changed(files, job.folder.path, recorder.note), patient=True)
+        together(job.context, lambda: recorder.open(job))
+    except UserError:
+        job.folder.withdraw()
+        raise
 
 
 def _watchdog_of_start_up(config: Config, context: ParallelContext) -> Watchdog:

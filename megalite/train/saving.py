@@ -45,11 +45,11 @@ class NotFiniteError(TrainingStoppedError):
 
 
 class Saver:
-    """Writes the checkpoints of one run."""
+    """Writes the checkpoints of one run. `saved` is told the step of each that is complete."""
 
-    def __init__(self, job: Job, recorder: Recorder) -> None:
+    def __init__(self, job: Job, recorder: Recorder, saved: Callable[[int], object]) -> None:
         self._job = job
-        self._recorder = recorder
+        self._recorder, self._saved = recorder, saved
         self.newest_step = job.resumed_from  # of the newest complete checkpoint, when no save is under way
         self._background = BackgroundSaves(job.context) if job.config.checkpoint.asynchronous else None
         if self._background is not None:
@@ -149,6 +149,7 @@ class Saver:
             self._not_saved(str(error))
             return
         self.newest_step = step
+        self._saved(step)
         times = {"seconds": round(saved.seconds, 3), "stall_s": round(saved.stall_s, 3)}
         self._recorder.event("checkpoint", step, bytes=saved.bytes, **times)
 

@@ -56,8 +56,11 @@ EXPLAINED = {
     ),
     45: Explained(
         "a signal during the start",
-        "the start ends, with status 130 or by the signal itself, and without a message nobody asked for",
-        ["config/test_launcher.py::test_ctrl_c_before_the_start_ends_with_130_and_no_traceback"],
+        "the start ends at once, with status 128 and the number of the signal, in one line (none after a typed Ctrl-C)",
+        [
+            "config/test_launcher.py::test_ctrl_c_before_the_start_ends_with_130_and_no_traceback",
+            "train/test_signal_in_start_up.py::test_a_start_says_by_what_it_was_ended",
+        ],
     ),
     46: Explained(
         "bit for bit, and no OMP_NUM_THREADS",

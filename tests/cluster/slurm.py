@@ -14,6 +14,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+ENDED = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT")
+PATIENCE_S = 120  # without any progress: how long all of it takes depends on who else needs the machine
 PROGRAMS = ("slurmctld", "slurmd", "munged", "unshare")
 CONF = """\
 ClusterName=test
@@ -82,10 +84,22 @@ class Cluster:
         words = self("scontrol", "show", "job", "--oneliner", number).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
-    def wait(self, number: str, *states: str, within_s: float = 120) -> dict[str, str]:
+    def wait(self, number: str, *states: str) -> dict[str, str]:
         """The job, once it is in one of these states."""
-        self.until(lambda: self.job(number)["JobState"] in states, within_s, lambda: str(self.job(number)))
+        self.follow(lambda: self.job(number)["JobState"] in states, lambda: str(self.job(number)))
         return self.job(number)
+
+    def follow(self, condition: Callable[[], bool], told: Callable[[], str] = lambda: "") -> None:
+        """Wait until it holds, as long as any job changes its state, writes to its logs or trains."""
+        seen, at = "", time.monotonic()
+        while not condition():
+            sizes = [
+                path.stat().st_size for kind in ("*.out", "logs/*", "*/*.jsonl") for path in self.folder.glob(kind)
+            ]
+            if (now := f"{self('squeue', '-haro', '%i %T %r')}{sum(sizes)}") != seen:
+                seen, at = now, time.monotonic()
+            assert time.monotonic() < at + PATIENCE_S, f"no progress in {PATIENCE_S} s: {seen} {told()}"
+            time.sleep(0.1)
 
     @staticmethod
     def until(condition: Callable[[], bool], within_s: float, told: Callable[[], str] = lambda: "") -> None:
@@ -138,7 +152,7 @@ def cluster(folder: Path) -> Iterator[Cluster]:
         with suppress(AssertionError):
             found("scancel", "--full", "--signal=KILL", "--user=root")
             found("scancel", "--user=root")
-            Cluster.until(lambda: not found("squeue", "-h"), 30)
+            found.follow(lambda: not found("squeue", "-h"))
     finally:
         for process in reversed(running):
             process.terminate()

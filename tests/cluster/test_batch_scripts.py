@@ -1,6 +1,7 @@
 """What the batch scripts decide; small scripts in place of SLURM's commands write down how they were called."""
 
 import os
+import shlex
 import signal
 import subprocess
 import time
@@ -15,17 +16,19 @@ COMMANDS = {
     "scontrol": """case $* in
         show\\ hostnames\\ broken) exit 1 ;;
         show\\ hostnames*) printf 'n0\\nn1\\n' ;;
-        show\\ job\\ --oneliner\\ 7 | show\\ job\\ --oneliner\\ 7_2) echo "JobId=7 JobState=$JOB_STATE Reason=None" ;;
+        show\\ job\\ --oneliner\\ 7 | show\\ job\\ --oneliner\\ 7_2)
+            echo "JobId=7 JobState=$JOB_STATE Reason=None TimeLimit=0-00:10:00 PreemptTime=${PREEMPTED-None}" \\
+                "Command=$PWD/my job.sh $ARGUMENTS WorkDir=$PWD" ;;
         *) echo "scontrol $*" >> calls ;;
     esac""",
     # As torchrun: writes what became of the run, when it is asked to stop or after a while, and fails.
     "ranks": """echo $$ > ranks.pid
         told() {
-            [ -z "$RUN_STATE" ] || printf '{"state": "%s", "step": 3}' "$RUN_STATE" > logs/7.status
+            [ -z "$RUN_STATE" ] || printf '{"state": "%s", "step": 3%s}' "$RUN_STATE" "$MORE" > logs/7.status
             exit "$CODE"
         }
         trap told USR1
-        echo "$*" > arguments
+        echo "$*" > arguments; echo "$MEGALITE_COMMAND" > command
         for i in $(seq 20); do sleep 0.05; [ "$ASKED" ] || told; done""",
     # The preflight: warns the job while it measures, if asked to.
     "srun": """echo "srun $*" >> calls
@@ -55,6 +58,8 @@ def run(folder: Path, *arguments: str, signals: tuple[signal.Signals, ...] = (),
         "ASKED": "yes" if signals else "",
         "CODE": "1",
         "RUN_STATE": "",
+        "MORE": "",
+        "ARGUMENTS": " ".join(arguments),
         "SLURM_NNODES": "2",
         "WARNS": "",
         "SRUN_CODE": "0",
@@ -94,6 +99,57 @@ def test_what_is_requeued(folder: Path, run_state: str, job_state: str, warned: 
     status, calls = run(folder, signals=signals, RUN_STATE=run_state, JOB_STATE=job_state)
     assert ("scontrol requeue 7" in calls) == requeued
     assert requeued or status == 1
+
+
+GAINED, VAIN = '"gained": 2, "start_up_s": 40.5, "step_s": 30.25', '"gained": 0, "start_up_s": 41.5, "step_s": null'
+
+
+@pytest.mark.parametrize(
+    ("state", "told", "comes_again"),
+    [
+        ("", ["", ""], [True, False]),  # warned before training began
+        ("running", [VAIN, VAIN], [True, False]),  # killed in the first step, or in its save
+        ("stopped", [GAINED, VAIN, GAINED, VAIN, VAIN], [True, True, True, True, False]),
+        ("running", [GAINED, GAINED, GAINED], [True, True, True]),
+    ],
+)
+def test_the_second_start_in_a_row_that_gains_no_step_is_the_last(
+    folder: Path, state: str, told: list[str], comes_again: list[bool], capfd: pytest.CaptureFixture[str]
+) -> None:
+    for more, again in zip(told, comes_again, strict=True):
+        (folder / "calls").unlink(missing_ok=True)
+        (folder / "arguments").unlink(missing_ok=True)
+        status, calls = run(folder, signals=(signal.SIGUSR1,), RUN_STATE=state, MORE=f", {more}" if more else "")
+        assert (status, "requeue" in calls) == ((0, True) if again else (1, False))
+    said = capfd.readouterr().err
+    assert ("gained no step: the job fails" in said) == (not comes_again[-1])
+    if told == [GAINED, VAIN, GAINED, VAIN, VAIN]:
+        # 41 + 2 * 30 + 2 s are needed; the warning came about 600 s before the end, and may come 60 s early: 763 s.
+        assert "    start-up took 41.5 s, a step 30.25 s\n" in said
+        assert "    --time=13 leaves room for both\n    so does --signal=B:USR1@437," in said
+
+
+def test_a_job_that_was_killed_twice_without_a_step_does_not_begin_a_third_time(folder: Path) -> None:
+    (folder / "logs").mkdir()
+    (folder / "logs" / "7.starts").write_text("\n\n")
+    assert run(folder, RUN_STATE="finished") == (1, "")
+    assert not (folder / "arguments").exists()
+
+
+@pytest.mark.parametrize(("code", "preempted"), [("143", "None"), ("138", "None"), ("1", "2026-11-26T02:34:51")])
+def test_ranks_that_alone_were_told_of_the_end_come_again(folder: Path, code: str, preempted: str) -> None:
+    assert run(folder, CODE=code, PREEMPTED=preempted) == (0, "scontrol requeue 7\n")
+
+
+def test_the_log_tells_the_line_that_submits_the_job_again(folder: Path) -> None:
+    (folder / "points").write_text("seed=1\nseed=2\n")
+    wanted = {"POINTS": "points", "SRUN_OPTIONS": "--mpi none", "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_PER_NODE": "8"}
+    words = ["model=gpt2", "run_dir='/it is/$HOME'"]
+    run(folder, *words, RUN_STATE="finished", **ARRAY, **wanted)
+    line = shlex.split((folder / "command").read_text())
+    assert line[:3] == ["env", "POINTS=points", "SRUN_OPTIONS=--mpi none"]
+    options = ["--nodes=2", "--gpus-per-node=8", "--time=0-00:10:00", "--array=2"]
+    assert line[3:] == ["sbatch", *options, "my job.sh", *words]
 
 
 def test_a_finished_run_is_a_success_whatever_torchrun_returns(folder: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megalite.train.history import read_events
-from tests.cluster.slurm import Cluster, cluster, missing
+from tests.cluster.slurm import ENDED, Cluster, cluster, missing
 from tests.train.runs import ROOT, metrics, overrides, state_bytes, write_text
 
 pytestmark = [pytest.mark.long, pytest.mark.skipif(bool(missing()), reason=missing())]
@@ -61,8 +61,8 @@ def submit(
     return done.stdout.strip(), slurm.folder / run
 
 
-def finish(slurm: Cluster, submitted: tuple[str, Path]) -> Path:
-    """The run of a job that comes to its end, however often it is requeued."""
+def finish(slurm: Cluster, submitted: tuple[str, Path], state: str = "COMPLETED") -> Path:
+    """The run of a job that comes to its end in this state, however often it is requeued."""
     number, run = submitted
 
     def over() -> bool:
@@ -70,10 +70,10 @@ def finish(slurm: Cluster, submitted: tuple[str, Path]) -> Path:
         if job["JobState"] == "PENDING" and job["Reason"] == "BeginTime":  # SLURM lets a requeued job wait two minutes
             time.sleep(2)  # what starts in the second of its requeue fails: "Job credential revoked"
             slurm("scontrol", "update", f"JobId={number}", "StartTime=now")
-        return job["JobState"] not in ("PENDING", "RUNNING", "COMPLETING")
+        return job["JobState"] in ENDED  # and neither SIGNALING nor REQUEUED
 
-    slurm.until(over, 480, lambda: said(slurm, number))
-    assert slurm.job(number)["JobState"] == "COMPLETED", said(slurm, number)
+    slurm.follow(over, lambda: said(slurm, number))
+    assert slurm.job(number)["JobState"] == state, said(slurm, number)
     return run
 
 
@@ -84,7 +84,7 @@ def said(slurm: Cluster, number: str) -> str:
 
 def wait_for_step(slurm: Cluster, submitted: tuple[str, Path], step: int) -> None:
     number, run = submitted
-    slurm.until(lambda: any(each["step"] >= step for each in metrics(run)), 90, lambda: said(slurm, number))
+    slurm.follow(lambda: any(each["step"] >= step for each in metrics(run)), lambda: said(slurm, number))
 
 
 def stops(run: Path) -> list[str]:
@@ -107,6 +107,35 @@ def test_a_preempted_job_saves_is_requeued_and_goes_on_bit_for_bit(slurm: Cluste
     assert same(run, undisturbed), said(slurm, submitted[0])
 
 
+SLOW = """
+import os, sys, time
+class Slow:  # an import of a rank that takes longer than its job has
+    def find_spec(self, name, *_):
+        if name == "megalite.train.run" and "SLURM_PROCID" in os.environ:
+            print("at the import", flush=True)
+            time.sleep(3600)
+sys.meta_path.insert(0, Slow())
+"""
+
+
+@pytest.mark.parametrize("by", ["torchrun", "srun"])
+def test_a_job_that_is_preempted_in_its_start_up_comes_again(
+    slurm: Cluster, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    """SLURM tells the ranks alone, who have written no status yet."""
+    (slurm.folder / "sitecustomize.py").write_text(SLOW)
+    monkeypatch.setitem(slurm.environment, "PYTHONPATH", str(slurm.folder))
+    number, _ = submit(slurm, f"early-{by}", by=by)
+    slurm.follow(lambda: said(slurm, number).count("at the import") == 4)
+    urgent = ["-p", "high", "--nodes=2", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 1"]
+    slurm.wait(slurm("sbatch", "--parsable", *urgent), "COMPLETED")
+    slurm.follow(lambda: slurm.job(number)["JobState"] == "PENDING", lambda: said(slurm, number))
+    assert slurm.job(number)["Restarts"] == "1"
+    assert "requeued: ended before training began" in said(slurm, number)
+    assert "Traceback" not in said(slurm, number)
+    slurm("scancel", number)
+
+
 def test_a_job_that_runs_out_of_time_saves_and_comes_again(slurm: Cluster, undisturbed: Path) -> None:
     """Samples of text after each step make it last longer than its minute."""
     options = ("--time=1", "--signal=B:USR1@30")
@@ -116,6 +145,24 @@ def test_a_job_that_runs_out_of_time_saves_and_comes_again(slurm: Cluster, undis
     assert int(slurm.job(submitted[0])["Restarts"]) == len(stops(run))
     assert "requeued:" in said(slurm, submitted[0])
     assert same(run, undisturbed), said(slurm, submitted[0])
+
+
+@pytest.mark.parametrize("by", ["torchrun", "srun"])
+def test_a_job_that_gains_no_step_twice_fails_and_says_what_would_do(
+    slurm: Cluster, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    """Without an end it would be requeued for ever."""
+    (slurm.folder / "sitecustomize.py").write_text(SLOW)
+    monkeypatch.setitem(slurm.environment, "PYTHONPATH", str(slurm.folder))
+    submitted = submit(slurm, f"vain-{by}", by=by, options=("--time=1", "--signal=B:USR1@10"))
+    run, log = finish(slurm, submitted, "FAILED"), said(slurm, submitted[0])
+    assert slurm.job(submitted[0])["Restarts"] == "1", log
+    assert not run.exists()
+    assert re.search(r"in a row gained no step: the job fails\n +start-up was not over after \d+ s, no step", log), log
+    assert re.search(r"--time=[2-9] leaves room", log), log
+    assert "--signal" in log
+    assert "Traceback" not in log
+    assert log.count("megalite: ended by SIGUSR1 after") == 2, log
 
 
 @pytest.mark.parametrize("by", ["torchrun", "srun"])
@@ -140,7 +187,7 @@ def test_an_array_trains_a_run_for_each_line_of_its_file(slurm: Cluster, monkeyp
     compare = f"{sys.executable} scripts/report.py {' '.join(repr(str(run)) for run in runs)} --out {page}"
     after = ["--dependency", f"afterok:{number}", f"--chdir={ROOT}", f"--output={slurm.folder}/%x-%j.out", "--wrap"]
     report = slurm("sbatch", "--parsable", *after, compare)
-    slurm.until(lambda: slurm.job(report)["JobState"] == "COMPLETED", 180, lambda: said(slurm, report))
+    slurm.follow(lambda: slurm.job(report)["JobState"] == "COMPLETED", lambda: said(slurm, report))
     assert [len({each["step"] for each in metrics(run)}) for run in runs] == [4, 4, 4]
     assert all(run.name in page.read_text() for run in runs)
 
@@ -156,13 +203,13 @@ def test_the_last_task_of_an_array_is_warned_alone(slurm: Cluster, monkeypatch: 
     for run in runs:
         wait_for_step(slurm, (number, run), 3)
     slurm("scancel", "--batch", "--signal=USR1", f"{number}_2")
-    slurm.until(lambda: slurm.job(f"{number}_2")["JobState"] == "PENDING", 60, lambda: said(slurm, number))
+    slurm.follow(lambda: slurm.job(f"{number}_2")["JobState"] == "PENDING", lambda: said(slurm, number))
     assert slurm.job(f"{number}_2")["JobId"] == number
     assert slurm.job(f"{number}_2")["Restarts"] == "1"
     first = slurm.job(f"{number}_1")
     assert (first["JobState"], first["Restarts"], stops(runs[0])) == ("RUNNING", "0", [])
     slurm("scancel", number)
-    slurm.until(lambda: not slurm("squeue", "-h"), 60)
+    slurm.follow(lambda: all(slurm.job(f"{number}_{task}")["JobState"] in ENDED for task in (1, 2)))
 
 
 CONTAINER = """#!/bin/sh

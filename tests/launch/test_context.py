@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -94,3 +96,40 @@ def _close_twice(context: ParallelContext) -> bool:
 
 def test_closing_leaves_the_world_and_may_be_repeated() -> None:
     assert run_ranks(_close_twice, 2) == [False, False]
+
+
+ABORT = """
+import ctypes, os, torch, torch.distributed as dist
+from megalite.launch import context
+class Group:
+    def _get_backend(self, device):
+        return self
+    def _group_start(self):
+        print("start")
+    def _group_end(self):
+        print("end")
+    def abort(self):
+        print("abort")
+        if {hangs}:  # with Python's lock held
+            mutex = ctypes.create_string_buffer(64)
+            for _ in range(2):
+                ctypes.PyDLL(None).pthread_mutex_lock(mutex)
+class Spec:
+    on_host = False
+dist.is_initialized, dist.destroy_process_group = (lambda: True), (lambda: print("destroyed"))
+context.ABORT_S = 2.0
+groups = dict(tp=Group(), dp=Group())
+device = torch.device("cuda", 0)
+one = context.ParallelContext(device=device, specs=dict(tp=Spec, dp=Spec), groups=groups, control_group=1)
+one.close(failed=True)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="knows the mutex of glibc")
+@pytest.mark.parametrize("hangs", [False, True])
+def test_communicators_are_aborted_in_one_group_and_in_time(hangs: bool) -> None:
+    """With fakes in place of NCCL's groups; nobody has run it on several GPUs."""
+    command = [sys.executable, "-uc", ABORT.format(hangs=hangs)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    whole = ["start", "abort", "abort", "end", "destroyed"]
+    assert (done.returncode, done.stdout.split()) == ((1, whole[:2]) if hangs else (0, whole)), done.stderr

@@ -17,6 +17,7 @@ from megalite.launch import link_speed, rendezvous, startup
 from megalite.launch import preflight as preflight_module
 from megalite.launch.context import CPU, ParallelContext
 from megalite.launch.environment import ProcessEnvironment
+from megalite.launch.host import CUDA_QUEUES, cuda_queues_in_words, widen_cuda_queues
 from megalite.launch.preflight import best, differences, judge, meet, preflight, table
 from megalite.launch.startup import start
 from tests.bad_input.launching import free_port
@@ -259,3 +260,35 @@ def test_nodes_with_different_code_are_compared_by_the_preflight_and_refused_by_
 def test_a_single_process_measures_itself(tmp_path: Path) -> None:
     [(_, figures)] = preflight(ParallelContext(), tmp_path).items()
     assert figures["matmul, TFLOP/s"] > 0
+
+
+@pytest.mark.parametrize(
+    ("told", "left", "words"),
+    [
+        (None, None, "unset"),
+        ("1", "8", "1, too few: kernels of different streams wait for each other"),
+        ("8", "8", "8"),
+        ("32", "32", "32"),
+    ],
+)
+def test_cuda_is_not_left_at_a_number_of_queues_that_serialises_streams(
+    tmp_path: Path, told: str | None, left: str | None, words: str
+) -> None:
+    """Who exports 1 for Megatron-LM is told so; where no driver is, nobody is."""
+    found = {} if told is None else {CUDA_QUEUES: told}
+    assert cuda_queues_in_words(found) == words
+    assert widen_cuda_queues(found, tmp_path / "absent") == ""
+    assert found.get(CUDA_QUEUES) == told
+    said = widen_cuda_queues(found, tmp_path)
+    assert found.get(CUDA_QUEUES) == left
+    assert said == ("" if told == left else f"megalite: {CUDA_QUEUES}={words}: it is 8 in this process")
+
+
+def test_a_preflight_on_cuda_says_what_it_saw_of_queues_and_communicators() -> None:
+    seen = {CUDA_QUEUES: "unset", "communicators": "aborted in one group"}
+    one = nodes(**dict.fromkeys(("n0", "n1", "n2"), seen), n3=seen | {CUDA_QUEUES: "1, too few"})
+    lines = table(one)
+    assert f"{CUDA_QUEUES}: unset; 1, too few" in lines
+    assert "communicators: aborted in one group" in lines
+    assert f"n3: {CUDA_QUEUES}: 1, too few" in lines
+    assert not [line for line in table(nodes()) if line.startswith((CUDA_QUEUES, "communicators"))]

@@ -2,7 +2,9 @@
 
 import itertools
 import os
+import re
 import socket
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -63,6 +65,38 @@ def _start_anew(context: ParallelContext, port: int, changes: dict[int, dict[str
 
 def test_ranks_meet_at_the_master_s_port() -> None:
     assert run_ranks(_start_anew, 3, free_port(), {}) == [3.0] * 3
+
+
+def listening(pid: int) -> set[str]:
+    """The addresses, in the kernel's hexadecimal words, at which a process waits for connections over TCP."""
+    held = {os.readlink(each) for each in Path(f"/proc/{pid}/fd").iterdir() if os.path.lexists(each)}
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
+    return {row[1] for row in rows[1:] if row[3] == "0A" and f"socket:[{row[9]}]" in held}
+
+
+def _where_a_rank_listens(context: ParallelContext, port: int, address: str) -> set[str]:
+    context.close()
+    before = listening(os.getpid())
+    os.environ.pop("GLOO_SOCKET_IFNAME", None)
+    started = start(cpu_config(), replace(environment(context.rank, 2, port), master_addr=address))
+    dist.all_reduce(torch.tensor(1.0), group=started.group("dp-cp"))
+    found = listening(os.getpid()) - before
+    started.barrier()
+    started.close()
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo", "else gloo takes the address of the host's name"
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/net")
+@pytest.mark.parametrize("address", ["127.0.0.1", "localhost", "127.0.0.2", "::1"])
+def test_ranks_that_meet_at_the_loopback_listen_nowhere_else(address: str) -> None:
+    """To no port of the machine may a stranger speak: neither to rank 0's store nor to gloo's listeners."""
+    port = free_port()
+    first, second = run_ranks(_where_a_rank_listens, 2, port, address)
+    loopback = re.compile(r"[0-9A-F]{6}7F:[0-9A-F]{4}|0{24}01000000:[0-9A-F]{4}")  # 127.x.x.x, ::1
+    assert any(place.endswith(f":{port:04X}") for place in first), "the store is seen"
+    assert len(first) > len(second) > 0, "so is gloo"
+    assert [place for place in first | second if not loopback.fullmatch(place)] == []
 
 
 def _one_is_late_for_a_collective(context: ParallelContext, port: int, late_s: float) -> str:

@@ -1,0 +1,105 @@
+"""A signal before the first step ends the start at once and in one line, whatever the start is at."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.train.runs import ROOT, overrides, write_text
+
+# Stands still at the named function of run.py, in Python or inside an operation of C that no signal interrupts.
+DRIVER = """
+import ctypes, sys, time
+sys.path.insert(0, {root!r})
+from megalite.commands.train import main_to_the_end
+def stand_still(*_, **__):
+    print("here", flush=True)
+    while not {in_c}:
+        time.sleep(1)
+    mutex = ctypes.create_string_buffer(64)  # zeros are an unlocked mutex of glibc
+    for _ in range(2):
+        ctypes.CDLL(None).pthread_mutex_lock(mutex)
+if {at!r}:
+    import megalite.train.run
+    setattr(megalite.train.run, {at!r}, stand_still)
+sys.exit(main_to_the_end(sys.argv[1:]))
+"""
+LINE = r"megalite: ended by {name} after \d+ s of start-up, before the first step\n"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("signal")
+    write_text(folder / "text.txt")
+    return folder
+
+
+def begin(arguments: list[str], at: str, *, in_c: bool = False, **variables: str) -> "subprocess.Popen[str]":
+    """A start that stands still there by now."""
+    code = DRIVER.format(root=str(ROOT), at=at, in_c=in_c)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-c", code, *arguments]
+    process = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment, cwd=ROOT)
+    assert process.stdout is not None
+    while at and (line := process.stdout.readline()) != "here\n":
+        assert line, process.communicate()
+    return process
+
+
+def end(process: "subprocess.Popen[str]", number: signal.Signals) -> tuple[int, str, float]:
+    """Its exit status, what it said on stderr, and how many seconds it took."""
+    began = time.monotonic()
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    return process.returncode, errors, time.monotonic() - began
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("at", ["start", "open_training_data", "build_job", "compare_changed"])
+def test_a_start_says_by_what_it_was_ended(folder: Path, tmp_path: Path, at: str, number: signal.Signals) -> None:
+    """128 and the signal's number, as shells have it. Whoever has typed Ctrl-C is told nothing."""
+    process = begin(
+        [*overrides(tmp_path, "run"), f"data.path={folder}/text.txt", f"launch.status_file={tmp_path}/told"], at
+    )
+    status, errors, _ = end(process, number)
+    assert status == 128 + number
+    assert re.fullmatch("" if number == signal.SIGINT else LINE.format(name=number.name), errors), errors
+    built = at == "compare_changed"
+    assert (tmp_path / "told").exists() == built
+    if built:
+        told = json.loads((tmp_path / "told").read_text())
+        assert (told["state"], told["step"]) == ("stopped", 0)
+        assert (tmp_path / "run" / "lock").read_text() == "", "the main thread was unwound"
+
+
+def test_a_start_that_is_inside_an_operation_which_does_not_come_back_ends_too(folder: Path, tmp_path: Path) -> None:
+    process = begin(overrides(folder, "in-c"), "build_job", in_c=True)
+    status, errors, seconds = end(process, signal.SIGUSR1)
+    assert status == 128 + signal.SIGUSR1
+    assert re.fullmatch(LINE.format(name="SIGUSR1"), errors), errors
+    assert seconds < 15
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_waits_for_others_ends_and_only_rank_0_says_so(folder: Path, rank: int) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    place = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    process = begin(overrides(folder, "alone"), "", **place)
+    deadline = time.monotonic() + 60
+    while "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    time.sleep(1.0)
+    status, errors, _ = end(process, signal.SIGINT)
+    assert status == 128 + signal.SIGINT
+    assert re.fullmatch(LINE.format(name="SIGINT") if rank == 0 else "", errors), errors
