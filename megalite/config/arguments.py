@@ -27,7 +27,7 @@ class Once(argparse._StoreAction):
 
     def __call__(self, parser: Any, namespace: Namespace, values: Any, option_string: str | None = None) -> None:
         if self.given and self.option_strings:
-            _refuse("is given twice", self.option_strings[-1], "give it once", values)
+            _refuse("is given twice", option_string or self.option_strings[0], "give it once", values)
         super().__call__(parser, namespace, values, option_string)
         self.given = True
 

@@ -180,7 +180,7 @@ def continued(
 ) -> Iterator[Tensor]:
     """texts [n, s] with one token more, with two, ... and with `count`, or until each of them has come to an end."""
     for attention in (module for module in model.modules() if isinstance(module, Attention)):
-        attention.core = KeptKeys(attention)  # type: ignore[method-assign, assignment]
+        attention.core = KeptKeys(attention)  # type: ignore[method-assign]
     over, newest = torch.zeros(len(texts), dtype=torch.bool), texts
     for _ in range(count):
         batch = unscored(newest)

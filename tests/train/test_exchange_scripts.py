@@ -239,6 +239,7 @@ def test_experts_are_chosen_with_the_biases_that_the_run_has_learned(
     run = str(trained.folder / "experts")
     said, found = evaluated_in_training(run, 6), evaluation(capsys, run)
     assert found["loss"] == pytest.approx(said["val_loss"], rel=1e-6)
+    assert text(capsys, run, "--prompt", "light", "--max-new-tokens", "3").startswith("light"), "no family has them"
 
 
 def losses_by_transformers(folder: str, tokens: list[int], length: int) -> torch.Tensor:
