@@ -53,7 +53,7 @@ def parser_of(**settings: Any) -> argparse.ArgumentParser:
     """A parser whose options are given once, and that refuses as everything here does."""
     parser = argparse.ArgumentParser(**settings)
     parser.register("action", None, Once)
-    parser.error = _refuse  # type: ignore[method-assign]  # it would print its usage and exit
+    parser.error = _refuse_argument  # type: ignore[method-assign]  # it would print its usage and exit
     return parser
 
 
@@ -101,6 +101,12 @@ def shown(arguments: Namespace) -> list[str]:
 
 def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
+
+
+def _refuse_argument(message: str) -> NoReturn:
+    """What argparse says of one argument, `argument --dp: ...`, or of all."""
+    flag, _, rule = message.removeprefix("argument ").partition(": ")
+    _refuse(*((rule, flag) if message.startswith("argument ") else (message,)))
 
 
 def _refuse(message: str, flag: str = "command line", remedy: str = "see --help", value: Any = NO_VALUE) -> NoReturn:

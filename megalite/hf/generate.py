@@ -99,18 +99,16 @@ def generate(
         raise UserError(Problem("model", str(saved.folder), rule, "put the tokenizer of its tokens there"))
     ids = collect_all(lambda prompt: read_prompt(saved, prompt), prompts)
     begin = token_text(saved.tokenizer.settings.get("bos_token"))
-    if begin and saved.tokenizer.backend.token_to_id(begin) not in (
-        saved.tokenizer.end_of_document,
-        *(one[0] for one in ids),
-    ):
+    usual = {saved.tokenizer.end_of_document, *(one[0] for one in ids)}
+    if begin and saved.tokenizer.backend.token_to_id(begin) not in usual:
         report(f"the tokenizer names {begin} for the begin of a text, which a prompt has where it is spelled out")
     counts = collect_all(lambda tokens: _new_tokens(saved, len(tokens), max_new_tokens), ids)
     if max(map(sum, zip(map(len, ids), counts, strict=True))) > saved.trained_length:
         report(f"from token {saved.trained_length:,} on the text is longer than any that the model was trained on")
+    ends = ends_of(saved)
     model = saved.load(config, _dtype_of(saved, config.precision, device), device)
-    return _samples(
-        saved, model, [*zip(prompts, ids, counts, strict=True)], num_samples, config.seed, drawing, progress
-    )
+    asked = [*zip(prompts, ids, counts, strict=True)]
+    return _samples(saved, model, asked, num_samples, config.seed, ends, drawing, progress)
 
 
 def _dtype_of(saved: SavedModel, asked: str, device: torch.device) -> torch.dtype:
@@ -125,8 +123,6 @@ def _dtype_of(saved: SavedModel, asked: str, device: torch.device) -> torch.dtyp
 def read_prompt(saved: SavedModel, prompt: str) -> list[int]:
     """The ids of a prompt, as evaluation reads a text; special tokens that are spelled out are those tokens."""
     assert saved.tokenizer is not None
-    if not prompt:
-        raise UserError(Problem("--prompt", prompt, "there is nothing to continue", "--prompt 'Once upon a time'"))
     backend, known = saved.tokenizer.backend, saved.config.vocab_size or 0
     saved.tokenizer.encode(prompt)  # says which symbol is unknown, and where
     backend.encode_special_tokens = False
@@ -157,11 +153,12 @@ def _samples(
     asked: list[tuple[str, list[int], int]],
     num_samples: int,
     seed: int,
+    ends: frozenset[int],
     drawing: Drawing,
     progress: Callable[[int, int], None],
 ) -> Iterator[tuple[str, str]]:
     assert saved.tokenizer is not None
-    ends, done, total = ends_of(saved), 0, num_samples * sum(count for _, _, count in asked)
+    done, total = 0, num_samples * sum(count for _, _, count in asked)
     for prompt, ids, count in asked:
         dice = torch.Generator().manual_seed(seed)
         for first in range(0, num_samples, ROWS):

@@ -55,7 +55,7 @@ def import_model(
         raise UserError(folder_problem(folder, rule))
     wanted = sources(family, config)
     problems = [*_misfits(folder, stored, wanted, ignored={HEAD} if config.tie_embeddings else set())]
-    if problems and ARCHITECTURE[family] not in (kinds := about.get("architectures") or [ARCHITECTURE[family]]):
+    if problems and ARCHITECTURE[family] not in str(kinds := about.get("architectures") or ARCHITECTURE[family]):
         rule = f"its tensors are not those of {ARCHITECTURE[family]}, the part that is read here"
         problems = [Problem(f"{folder / 'config.json'}: architectures", kinds, rule, OTHER_MODEL)]
     if problems:
@@ -83,11 +83,8 @@ def _cannot_be_experts(folder: Path, settings: Mapping[str, Any], config: ModelC
 def _stored_tensors(folder: Path, prefix: str) -> Stored:
     """Every tensor in the safetensors files of the folder. Old folders leave the prefix of the names out."""
     if (adapter := folder / "adapter_config.json").exists():
-        rule, remedy = (
-            "an adapter beside the weights is not applied",
-            "merge it (merge_and_unload), and save_pretrained",
-        )
-        raise UserError(Problem(SETTING, str(adapter), rule, remedy))
+        rule = "an adapter beside the weights is not applied"
+        raise UserError(Problem(SETTING, str(adapter), rule, "merge it (merge_and_unload), and save_pretrained"))
     index, names = folder / "model.safetensors.index.json", {"model.safetensors"}
     if index.exists() and not (folder / "model.safetensors").exists():
         parts = read_object(index).get("weight_map")

@@ -142,7 +142,7 @@ def test_a_kind_of_model_that_is_not_known_is_refused(tmp_path: Path) -> None:
         ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 0.5}}, "factor=0.5"),
         ("llama", {"partial_rotary_factor": 0.5, "rope_parameters": None}, "partial_rotary_factor=0.5"),
         ("llama", {"attention_bias": True, "mlp_bias": False}, "attention_bias=True"),
-        ("llama", {"attention_bias": True}, "attention_bias=True"),
+        ("llama", {"attention_bias": True, "mlp_bias": None}, "attention_bias=True"),
         ("llama", {"mlp_bias": True}, "attention_bias=False"),
         ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config="),
         ("llama", {"transformers_weights": "adapter_model.bin"}, "transformers_weights='adapter_model.bin'"),
