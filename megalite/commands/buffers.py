@@ -14,7 +14,8 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from megalite.commands.command import PICTURE, WORLD_SIZE, Shown, command, option
+from megalite.commands.command import PICTURE, RANKS, WORLD_SIZE, Shown, command, option
+from megalite.config.arguments import number_from
 from megalite.config.compose import load_config
 from megalite.config.derive import derive_vocabulary
 from megalite.config.parallel_rules import layout_of
@@ -32,14 +33,14 @@ from megalite.verify.verify import load
 
 @command(
     WORLD_SIZE,
-    option("--dp", type=int, metavar="N", help="data-parallel size (default: 2)"),
-    option("--rank", type=int, metavar="R", help="whose buffers; also lists all ranges that it owns"),
+    option("--dp", **RANKS, help="data-parallel size (default: 2)"),
+    option("--rank", type=number_from(0), metavar="R", help="whose buffers; also lists all ranges that it owns"),
     option("--all", action="store_true", help="every line of a long table"),
     PICTURE,
 )
 def main(options: Namespace, overrides: list[str]) -> Shown:
     config, world_size = load_world(overrides, options.world_size, options.dp)
-    if options.rank is not None and not 0 <= options.rank < world_size:
+    if options.rank is not None and options.rank >= world_size:
         rule = f"there are {world_size} ranks, counted from 0"
         raise UserError(Problem("--rank", options.rank, rule, f"--rank {world_size - 1}, or less"))
     notes = []

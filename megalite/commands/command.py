@@ -2,10 +2,13 @@
 
 import argparse
 import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from megalite.config.arguments import number_from, parser_of
 from megalite.errors.problems import REFUSED, UserError, collect, open_closed_streams, to_stderr
 from megalite.observe.screens import print_lines
 from megalite.plan.drawing import picture_problems, save_picture
@@ -17,7 +20,8 @@ Option = tuple[tuple[str, ...], dict[str, Any]]
 
 
 class Shown(NamedTuple):
-    """What a command answers: lines for stdout, its exit status, and the picture that --picture saves."""
+    """What a command answers: lines for stdout, which may be made while they are printed, its exit status, and the
+    picture that --picture saves."""
 
     lines: Iterable[str] = ()
     status: int = 0
@@ -34,7 +38,7 @@ class Command(NamedTuple):
         """The options, and the words that are none: overrides."""
         kind = argparse.RawDescriptionHelpFormatter
         about = sys.modules[self.function.__module__].__doc__
-        parser = argparse.ArgumentParser(description=about, formatter_class=kind, allow_abbrev=False)
+        parser = parser_of(description=about, formatter_class=kind, allow_abbrev=False)
         for names, settings in self.options:
             parser.add_argument(*names, **settings)
         parser.usage = f"{parser.format_usage().removeprefix('usage: ').rstrip()} [OVERRIDES ...]"
@@ -43,23 +47,23 @@ class Command(NamedTuple):
     def __call__(self, arguments: Sequence[str] | None = None) -> int:
         """The exit status. All that is wrong is printed as one refusal, and nothing else is."""
         open_closed_streams()
-        options, overrides = self.parse(arguments)
-        picture: Path | None = getattr(options, "picture", None)
         name = self.function.__module__.rpartition(".")[2]
-        problems = picture_problems(picture, name) if picture else []
         try:
+            options, overrides = self.parse(arguments)
+            picture: Path | None = getattr(options, "picture", None)
+            problems = picture_problems(picture, name) if picture else []
             shown = collect(lambda: self.function(options, overrides), problems)
             if shown is None or problems:
                 raise UserError(problems)
             if picture and shown.draw:
                 save_picture(shown.draw, picture, name)
+            saved = ["", f"picture: {picture}"] if picture and not getattr(options, "json", False) else []
+            print_lines(chain(shown.lines, saved))
         except UserError as error:
             to_stderr(str(error))
             return REFUSED
         except KeyboardInterrupt:
             return 130
-        saved = ["", f"picture: {picture}"] if picture and not getattr(options, "json", False) else []
-        print_lines([*shown.lines, *saved])
         return shown.status
 
 
@@ -73,11 +77,17 @@ def option(*names: str, **settings: Any) -> Option:
     return names, settings
 
 
-def whole(text: str) -> int:
-    """What an option counts, from 1."""
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not at least 1")
-    return number
+class Progress:
+    """A line on stderr every ten seconds. It is told how many tokens of how many are done."""
+
+    def __init__(self) -> None:
+        self.begin = self.last = time.monotonic()
+
+    def __call__(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if now - self.last >= 10:
+            self.last, left = now, (now - self.begin) * (total - done) / done
+            to_stderr(f"{done:,} of {total:,} tokens, about {max(0, left):.0f} s left")
 
 
 def warn(warning: str) -> None:
@@ -85,8 +95,9 @@ def warn(warning: str) -> None:
     to_stderr(f"megalite: {warning}")
 
 
-COUNT: dict[str, Any] = {"type": whole, "metavar": "N"}
+COUNT: dict[str, Any] = {"type": number_from(1), "metavar": "N"}
+RANKS: dict[str, Any] = {"type": number_from(1, 2**20), "metavar": "N"}
 MODEL = option("model", type=Path, metavar="MODEL", help="a run folder, or a folder of a transformers model")
-STEP = option("--step", type=int, metavar="N", help="of a run's checkpoint (default: the newest)")
-WORLD_SIZE = option("--world-size", type=int, metavar="N", help="ranks of your job; data parallelism is the rest")
+STEP = option("--step", type=number_from(0), metavar="N", help="of a run's checkpoint (default: the newest)")
+WORLD_SIZE = option("--world-size", **RANKS, help="ranks of your job; data parallelism is the rest")
 PICTURE = option("--picture", type=Path, metavar="FILE", help="also draw it, to a .png or .svg file")

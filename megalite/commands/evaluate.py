@@ -10,21 +10,19 @@ evaluated whole. Exit status: 0 evaluated, 2 refused.
 """
 
 import json
-import time
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from megalite.commands.command import MODEL, STEP, Shown, command, option, warn
-from megalite.errors.problems import to_stderr
+from megalite.commands.command import COUNT, MODEL, STEP, Progress, Shown, command, option, warn
 
 
 @command(
     MODEL,
     STEP,
-    option("--max-tokens", type=int, metavar="N", help="predict only the first N tokens of the data"),
-    option("--batch-size", type=int, default=8, help="sequences at a time (default: %(default)s)"),
+    option("--max-tokens", **COUNT, help="predict only the first N tokens of the data"),
+    option("--batch-size", **COUNT, default=8, help="sequences at a time (default: %(default)s)"),
     option("--json", action="store_true", help="print one JSON object, in full precision"),
 )
 def main(options: Namespace, overrides: list[str]) -> Shown:
@@ -34,19 +32,6 @@ def main(options: Namespace, overrides: list[str]) -> Shown:
     chosen = {name: getattr(options, name) for name in ("step", "batch_size", "max_tokens")}
     found = evaluate_saved(options.model, overrides, prepare, warn, Progress(), **chosen)
     return Shown([json.dumps(asdict(found))] if options.json else lines(found))
-
-
-class Progress:
-    """A line on stderr every ten seconds."""
-
-    def __init__(self) -> None:
-        self.begin = self.last = time.monotonic()
-
-    def __call__(self, done: int, total: int) -> None:
-        now = time.monotonic()
-        if now - self.last >= 10:
-            self.last, left = now, (now - self.begin) * (total - done) / done
-            to_stderr(f"{done:,} of {total:,} tokens, about {max(0, left):.0f} s left")
 
 
 def lines(found: Any) -> Iterator[str]:

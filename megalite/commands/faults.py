@@ -15,12 +15,19 @@ from pathlib import Path
 
 from megalite.commands.command import COUNT, Shown, command, option
 from megalite.commands.train import main_to_the_end
+from megalite.config.arguments import number_from
 from megalite.errors.problems import Problem, UserError, to_stderr
 
 
 @command(
     option("--runs", **COUNT, default=9, help="trials, each with the next of nine faults (default: %(default)s)"),
-    option("--seed", type=int, default=0, metavar="N", help="of layouts, moments and places (default: %(default)s)"),
+    option(
+        "--seed",
+        type=number_from(0),
+        default=0,
+        metavar="N",
+        help="of layouts, moments and places (default: %(default)s)",
+    ),
     option("--flips", **COUNT, default=100, help="single bits flipped in a checkpoint (default: %(default)s)"),
 )
 def main(options: Namespace, overrides: list[str]) -> Shown:

@@ -1,41 +1,86 @@
-"""Text from a model, sampled through transformers. See docs/huggingface.md.
+"""Text from a model. See docs/huggingface.md.
 
 python scripts/generate.py runs/mine --prompt "def "
 python scripts/generate.py exported --prompt "Once upon a time" --num-samples 3 --temperature 1 seed=7
+python scripts/generate.py exported --prompts prompts.txt --temperature 0 --json
 
 MODEL is a run folder (its newest checkpoint, or --step) or a folder of a transformers model. Nothing is downloaded and
 no code that comes with a model is run. The same seed gives the same text. Exit status: 0 sampled, 2 refused.
 """
 
-import sys
+import json
 from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
 
-from megalite.commands.command import MODEL, STEP, Shown, command, option, warn
+from megalite.commands.command import COUNT, MODEL, STEP, Progress, Shown, command, option, warn
+from megalite.config.arguments import number_from
 from megalite.config.compose import load_part
-from megalite.errors.problems import printable
+from megalite.config.user_files import read_text
+from megalite.errors.problems import NO_VALUE, Problem, UserError, collect_all
 
 
 @command(
     MODEL,
-    option("--prompt", required=True, help="how the text begins"),
-    option("--max-new-tokens", type=int, metavar="N", help="default: 100, or what there is room for"),
-    option("--temperature", type=float, default=0.8, help="0: always the likeliest (default: %(default)s)"),
-    option("--top-k", type=int, default=50, help="0: all tokens (default: %(default)s)"),
-    option("--top-p", type=float, default=1.0, help="1: all tokens (default: %(default)s)"),
-    option("--num-samples", type=int, default=1, help="default: %(default)s"),
+    option("--prompt", action="append", default=[], help="how the text begins; may be given several times"),
+    option("--prompts", type=Path, metavar="FILE", help="a prompt on each line of UTF-8 text; blank lines are none"),
+    option("--max-new-tokens", type=number_from(1, 2**20), metavar="N", help="default: 100, or what there is room for"),
+    option(
+        "--temperature", type=number_from(0, whole=False), default=0.8, help="0: the likeliest (default: %(default)s)"
+    ),
+    option("--top-k", type=number_from(0), default=50, help="0: all tokens (default: %(default)s)"),
+    option(
+        "--top-p",
+        type=number_from(0, 1, above=True, whole=False),
+        default=1.0,
+        help="1: all tokens (default: %(default)s)",
+    ),
+    option("--num-samples", **COUNT, default=1, help="of each prompt (default: %(default)s)"),
+    option("--json", action="store_true", help="print a JSON object a line: prompt and text"),
     STEP,
 )
 def main(options: Namespace, overrides: list[str]) -> Shown:
-    from megalite.hf.generate import generate
+    prompts = asked(options)
+    config = load_part(overrides, "generating text", ("seed", "device", "precision"))
+    from megalite.hf.generate import Drawing, generate
+    from megalite.hf.saved_model import open_model
     from megalite.launch.device import choose_device
     from megalite.launch.environment import ProcessEnvironment
 
-    config = load_part(overrides, "generating text", ("seed", "device"))
     device = choose_device(config.device, ProcessEnvironment())
-    chosen = {name: value for name, value in vars(options).items() if name not in ("model", "prompt")}
-    texts = generate(options.model, options.prompt, device, warn, seed=config.seed, **chosen)
-    for number, text in enumerate(texts, 1):
-        if len(texts) > 1:
-            print(f"--- {number} of {len(texts)} ---")
-        print(printable(text) if sys.stdout.isatty() else text)
-    return Shown()
+    drawing = Drawing(options.temperature, options.top_k, options.top_p)
+    counts = {"max_new_tokens": options.max_new_tokens, "num_samples": options.num_samples}
+    saved = open_model(options.model, warn, options.step)
+    texts = generate(saved, prompts, config, device, drawing, warn, Progress(), **counts)
+    return Shown(lines(texts, len(prompts) * options.num_samples, as_json=options.json))
+
+
+def asked(options: Namespace) -> list[str]:
+    """The prompts of the command and of its file."""
+    in_file = read_text(options.prompts, "name a file of UTF-8 text").split("\n") if options.prompts else []
+    prompts = [*options.prompt, *(line for line in (line.removesuffix("\r") for line in in_file) if line.strip())]
+    if not prompts:
+        rule = f"there is no prompt in {options.prompts}" if options.prompts else "there is nothing to continue"
+        raise UserError(Problem("--prompt", NO_VALUE, rule, "--prompt 'Once upon a time', or --prompts FILE"))
+    return collect_all(_prompt, prompts)
+
+
+def _prompt(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        rule = "is not UTF-8 text"
+        raise UserError(Problem("--prompt", text, rule, "the prompt in a file of UTF-8: --prompts FILE")) from error
+    if not text:
+        raise UserError(Problem("--prompt", text, "there is nothing to continue", "--prompt 'Once upon a time'"))
+    return text
+
+
+def lines(texts: Iterator[tuple[str, str]], count: int, *, as_json: bool) -> Iterator[str]:
+    """What is printed of each text."""
+    for at, (prompt, text) in enumerate(texts, 1):
+        if as_json:
+            yield json.dumps({"prompt": prompt, "text": text})
+        else:
+            yield from ([f"--- {at} of {count} ---"] if count > 1 else [])
+            yield text

@@ -43,7 +43,7 @@ STAGE_LABELS = {**STAGE_NAMES, "split_rank": LABELS["split_rank"]}
     option("--world-size", "--world_size", required=True, help="number of ranks", **COUNT),
     option("--dp", help="data-parallel size that must remain (default: whatever does)", **COUNT),
     option("--experts", action="store_true", help="a mixture of experts even without parallel.ep and etp"),
-    option("--pp-split-rank", help="pipeline rank where a decoder begins, after an encoder", type=int, metavar="N"),
+    option("--pp-split-rank", help="pipeline rank where a decoder begins, after an encoder", **COUNT),
     option("--json", action="store_true", help="one JSON object instead of tables"),
     PICTURE,
     option("--gpus-per-node", default=8, help="ranks of a node in the picture (default: 8)", **COUNT),

@@ -15,7 +15,8 @@ from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
-from megalite.commands.command import COUNT, PICTURE, Shown, command, option
+from megalite.commands.command import PICTURE, RANKS, Shown, command, option
+from megalite.config.arguments import number_from
 from megalite.config.compose import load_values
 from megalite.config.parallel_rules import LAYOUT_RULES, SCHEDULE_RULES, schedule_request
 from megalite.config.remedies import Case, problems_of
@@ -36,9 +37,9 @@ MOST_CELLS = 64  # actions of a rank that are listed
 
 @command(
     PICTURE,
-    option("--dp", **COUNT, help="data-parallel size (default: 1)"),
+    option("--dp", **RANKS, help="data-parallel size (default: 1)"),
     option("--measured", type=Path, metavar="RUN_DIR", help="a run that recorded its pipeline"),
-    option("--step", type=int, metavar="N", help="which recorded step (default: the last)"),
+    option("--step", type=number_from(0), metavar="N", help="which recorded step (default: the last)"),
 )
 def main(options: Namespace, overrides: list[str]) -> Shown:
     gc.disable()  # a large table is a million small records, none of them in a circle

@@ -12,7 +12,9 @@ Exit status: 0 the layout computes the same, 1 it does not (or a rank failed or 
 import time
 from argparse import Namespace
 
-from megalite.commands.command import WORLD_SIZE, Shown, command, option
+from megalite.commands.command import RANKS, WORLD_SIZE, Shown, command, option
+from megalite.config.arguments import number_from
+from megalite.config.schema import A_YEAR_S
 from megalite.errors.problems import to_stderr
 from megalite.verify.processes import RankFailure
 from megalite.verify.verify import TIMEOUT_S, load, table, verify
@@ -20,8 +22,14 @@ from megalite.verify.verify import TIMEOUT_S, load, table, verify
 
 @command(
     WORLD_SIZE,
-    option("--dp", type=int, metavar="N", help="data-parallel size (default: 2 where that makes at most 8 ranks)"),
-    option("--timeout", type=float, default=TIMEOUT_S, metavar="S", help="a hang is a failure (default: %(default)g)"),
+    option("--dp", **RANKS, help="data-parallel size (default: 2 where that makes at most 8 ranks)"),
+    option(
+        "--timeout",
+        type=number_from(0, A_YEAR_S, above=True, whole=False),
+        default=TIMEOUT_S,
+        metavar="S",
+        help="a hang is a failure (default: %(default)g)",
+    ),
 )
 def main(options: Namespace, overrides: list[str]) -> Shown:
     begin = time.monotonic()

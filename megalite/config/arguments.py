@@ -1,11 +1,13 @@
-"""The command line split into Hydra's flags and the overrides.
+"""The command line: numbers with bounds, options that are given once, and Hydra's flags apart from the overrides.
 
 Hydra's own parser decides what is a flag, so `--cfg job`, `--help`, `-cn` and the rest mean what Hydra's docs say.
 """
 
+import argparse
+import math
 import os
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from hydra._internal.utils import get_args_parser
@@ -15,12 +17,53 @@ from megalite.errors.problems import NO_VALUE, Problem, UserError
 
 SHOWING = ("cfg", "info", "shell_completion", "help", "hydra_help")  # flags that ask Hydra to show something
 FOLDERS = ("config_path", "config_dir")  # instead of conf/, beside it
+MOST = 2**63 - 1  # of what an option counts
+
+
+class Once(argparse._StoreAction):
+    """An option with one value. Where it is given twice, the last would take the place of the first without a word."""
+
+    given = False
+
+    def __call__(self, parser: Any, namespace: Namespace, values: Any, option_string: str | None = None) -> None:
+        if self.given and self.option_strings:
+            _refuse("is given twice", option_string or self.option_strings[0], "give it once", values)
+        super().__call__(parser, namespace, values, option_string)
+        self.given = True
+
+
+def number_from(least: float, most: float = MOST, *, above: bool = False, whole: bool = True) -> Callable[[str], Any]:
+    """What reads an option's number from `least`, or above it, to `most`."""
+    words = f"must be a {'whole number' if whole else 'number'} {'above' if above else 'from'} {least:,}"
+
+    def read(text: str) -> int | float:
+        try:
+            value: int | float = int(text) if whole else float(text)
+        except ValueError:  # or too many digits
+            value = math.nan
+        if not least <= value <= most or (above and value == least):
+            limit = f" to {most:,}" if most < MOST or value > most else ""
+            raise argparse.ArgumentTypeError(f"{text:.40} {words}{limit}")
+        return value
+
+    return read
+
+
+def parser_of(**settings: Any) -> argparse.ArgumentParser:
+    """A parser whose options are given once, and that refuses as everything here does."""
+    parser = argparse.ArgumentParser(**settings)
+    parser.register("action", None, Once)
+    parser.error = _refuse_argument  # type: ignore[method-assign]  # it would print its usage and exit
+    return parser
 
 
 def read_arguments(argv: Sequence[str]) -> Namespace:
     """The flags by name and `overrides`, all other words; UserError for flags that have no meaning here."""
     parser = get_args_parser()
-    parser.error = _refuse  # type: ignore[method-assign]  # it would print its usage and exit
+    parser.error = _refuse  # type: ignore[method-assign]
+    for action in parser._actions:
+        if type(action) is argparse._StoreAction:
+            action.__class__ = Once
     arguments, others = parser.parse_known_args(argv)
     words = [*arguments.overrides, *others]  # a + means something to Hydra's own settings alone
     arguments.overrides = [word if word.lstrip("+").startswith("hydra") else word.lstrip("+") for word in words]
@@ -58,6 +101,12 @@ def shown(arguments: Namespace) -> list[str]:
 
 def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
+
+
+def _refuse_argument(message: str) -> NoReturn:
+    """What argparse says of one argument, `argument --dp: ...`, or of all."""
+    flag, _, rule = message.removeprefix("argument ").partition(": ")
+    _refuse(*((rule, flag) if message.startswith("argument ") else (message,)))
 
 
 def _refuse(message: str, flag: str = "command line", remedy: str = "see --help", value: Any = NO_VALUE) -> NoReturn:

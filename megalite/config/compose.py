@@ -180,7 +180,8 @@ def _read(arguments: Namespace) -> _Reading:
     named = set[str]().union(*map(settings_named, overrides))
     inherited: list[str] = []
     own_config = arguments.config_name or arguments.config_path  # which takes nothing from elsewhere
-    for source in () if composed is None or own_config else (of_run, of_weights):
+    asked = any(override.get_key_element() == "tokenizer" for override in overrides)
+    for source in () if composed is None or own_config else (of_run, partial(of_weights, asked=asked)):
         for text in collect(partial(source, tree, named), problems) or ():
             inherited.append(text)
             problems += assign(tree, OverridesParser.create().parse_override(text))

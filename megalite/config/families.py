@@ -5,11 +5,12 @@ What concerns training alone (dropout, start values, the balancing loss) is writ
 So is a capacity, of which config.json says nothing.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from operator import attrgetter
 from typing import Any
 
 from megalite.config.schema import ModelConfig
+from megalite.config.settings import yaml_value
 
 ARCHITECTURE = {  # by model_type in config.json
     "gpt2": "GPT2LMHeadModel",
@@ -109,15 +110,93 @@ _EXPERTS_ALWAYS = {
     "moe.num_groups": 1,
     "moe.expert_bias_rate": 0.0,
 }
-# Keys of which the GPT here knows one value.
-_GPT2_ONLY = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
-_LLAMA_ONLY = {"hidden_act": "silu", "use_sliding_window": False}
-_MIXTRAL_ONLY = {"sliding_window": None}
+# Keys of which the GPT here knows one value; an absent key has it.
+_ONLY: Mapping[str, Mapping[str, Any]] = {
+    "gpt2": {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
+    "llama": {"hidden_act": "silu", "use_sliding_window": False},
+    "qwen3": {"hidden_act": "silu", "use_sliding_window": False, "attention_bias": False},
+    "mixtral": {"hidden_act": "silu", "sliding_window": None, "attention_bias": False},
+    "qwen3_moe": {"hidden_act": "silu", "use_sliding_window": False, "attention_bias": False},
+}
+_PLAIN = {"quantization_config": None, "transformers_weights": None}  # of every family
+
+
+def keys_of(found: Mapping[str, Any]) -> dict[str, str]:
+    """The setting whose type and bounds each key of such a config.json has, those of `rope_of` apart."""
+    family = found["model_type"]
+    if family == "gpt2":
+        return {key: name for name, key in _GPT2_KEYS.items()}
+    keys = {key: name for name, key in (_EXPERT_KEYS.get(family, {}) | _LLAMA_KEYS).items()}
+    if family == "qwen3_moe":
+        keys |= {"norm_topk_prob": "moe.normalize_weights", "decoder_sparse_step": "moe.layer_freq"}
+        if "num_experts" not in found and "num_local_experts" in found:  # as transformers 5 calls them for all
+            keys["num_local_experts"] = keys.pop("num_experts")
+    return keys | {"max_position_embeddings": "max_positions"}
+
+
+def absent_keys(family: str) -> dict[str, Any]:
+    """What transformers takes for keys that config.json lacks."""
+    positions = {"max_position_embeddings": None}  # asked for by YaRN alone
+    return {**_GPT2_ABSENT} if family == "gpt2" else {**_LLAMA_ABSENT, **positions, **_EXPERTS_ABSENT.get(family, {})}
+
+
+def rope_of(found: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Its rotary positions, and the setting that each key of them is. They are in `rope_parameters` of transformers 5;
+    before, in `rope_scaling` and beside it."""
+    told = found.get("rope_parameters") or found.get("rope_scaling") or {}
+    rope = {key: value for key, value in told.items() if value is not None}
+    beside = {**_EXPERTS_ABSENT.get(found["model_type"], {}), **found}
+    outer = {key: beside[key] for key in ("rope_theta", "partial_rotary_factor") if beside.get(key) is not None}
+    rope = {"rope_theta": 10000.0, "rope_type": rope.get("type", "default"), **outer, **rope}
+    if isinstance(original := found.get("original_max_position_embeddings"), int) and rope["rope_type"] == "yarn":
+        rope["original_max_position_embeddings"] = original
+    keys = {key: name for name, key in _ROPE_KEYS.get(str(rope["rope_type"]), {}).items()}
+    return rope, keys | {"rope_theta": "rope_theta"}
+
+
+def beyond_settings(found: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+    """Keys whose value no setting here says, with that value and what can be said instead."""
+    family = found["model_type"]
+    only = {**_PLAIN, **_ONLY[family]}
+    if family == "gpt2":
+        if (activation := found.get("activation_function", "gelu_new")) not in list(GELU):
+            yield "activation_function", activation, " or ".join(GELU)
+    elif family == "llama" and (bias := found.get("mlp_bias", False)) != found.get("attention_bias", False):
+        yield (
+            "attention_bias",
+            not bias,
+            f"{yaml_value(bias)}, as mlp_bias: biases are in both or in neither (model.bias)",
+        )
+    for key, value in only.items():
+        if found.get(key, value) != value:
+            yield key, found[key], yaml_value(value)
+    if family == "qwen3" and {*map(str, found.get("layer_types") or [])} - {"full_attention"}:
+        yield "layer_types", found["layer_types"], "full_attention in every layer"
+    if family == "qwen3_moe" and not _first_and_step(found):
+        dense, step = found.get("mlp_only_layers") or [], found.get("decoder_sparse_step", 1)
+        yield f"mlp_only_layers with decoder_sparse_step={step}", dense, "every n-th layer, from one on, has experts"
+    if family != "gpt2":
+        yield from _rope_beyond_settings(found)
+
+
+def _rope_beyond_settings(found: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+    rope, _ = rope_of(found)
+    kind = rope["rope_type"]
+    if kind not in ["default", *_ROPE_KEYS]:
+        yield "rope_type", kind, f"default, {', '.join(_ROPE_KEYS)}"
+    elif (part := rope.get("partial_rotary_factor", 1.0)) != 1.0:
+        yield "partial_rotary_factor", part, "1"
+    elif kind != "default":
+        factor = _yarn_in_full(rope, found)["factor"] if kind == "yarn" else rope["factor"]
+        if factor < 1.0:
+            yield "factor", factor, "at least 1"
+        elif kind == "yarn" and factor == 1.0 and (scale := rope.get("attention_factor", 1.0)) != 1.0:
+            yield "attention_factor", scale, "1 with factor=1"
 
 
 def model_settings(found: Mapping[str, Any]) -> dict[str, Any]:
     """The `model.*` settings that a config.json amounts to: {"num_layers": 12, "moe.top_k": 2, ...}; of the experts
-    only where there are some. KeyError where a size is missing, ValueError where no setting describes the model."""
+    only where there are some. Keys are of the type of their settings, and none is `beyond_settings`."""
     if found["model_type"] == "gpt2":
         return _gpt2_settings(found)
     return _llama_settings(found)
@@ -163,18 +242,14 @@ def _sum_to_one(settings: Mapping[str, Any]) -> bool:
 
 
 def _gpt2_settings(found: Mapping[str, Any]) -> dict[str, Any]:
-    _require(found, **_GPT2_ONLY)
     found = _GPT2_ABSENT | dict(found)
-    activation = found["activation_function"]
-    if activation not in GELU:
-        raise ValueError(f"activation_function={activation} is none of {', '.join(GELU)}")
     settings = {name: found[key] for name, key in _GPT2_KEYS.items()}
     hidden, heads = settings["hidden_size"], settings["num_attention_heads"]
     return settings | {
         "num_key_value_heads": heads,
         "head_size": hidden // heads,
         "ffn_hidden_size": settings["ffn_hidden_size"] or 4 * hidden,
-        "activation": GELU[activation],
+        "activation": GELU[found["activation_function"]],
         **_GPT2_ALWAYS,
     }
 
@@ -182,7 +257,7 @@ def _gpt2_settings(found: Mapping[str, Any]) -> dict[str, Any]:
 def _gpt2_keys(config: ModelConfig) -> dict[str, Any]:
     activations = {activation: name for name, activation in reversed(GELU.items())}  # the first name of each
     return {
-        **_GPT2_ONLY,
+        **_ONLY["gpt2"],
         **{key: getattr(config, name) for name, key in _GPT2_KEYS.items()},
         "activation_function": activations.get(config.activation, "gelu_new"),
         "resid_pdrop": config.dropout,
@@ -195,11 +270,7 @@ def _llama_settings(found: Mapping[str, Any]) -> dict[str, Any]:
     """Llama and what differs from it a little: Qwen3 adds norms over queries and keys, and two have experts."""
     family = found["model_type"]
     is_qwen = family in ("qwen3", "qwen3_moe")
-    found = {**_LLAMA_ABSENT, **_EXPERTS_ABSENT.get(family, {}), **found}
-    bias = found["attention_bias"]
-    _require(found, **_LLAMA_ONLY, mlp_bias=bias)
-    if bias and family != "llama":
-        raise ValueError("attention_bias=true: there are biases in attention but not in the MLP then")
+    found = {**absent_keys(family), **found}
     settings = {name: found[key] for name, key in _LLAMA_KEYS.items()}
     hidden, heads = settings["hidden_size"], settings["num_attention_heads"]
     return settings | {
@@ -215,7 +286,7 @@ def _llama_settings(found: Mapping[str, Any]) -> dict[str, Any]:
 def _llama_keys(family: str, config: ModelConfig) -> dict[str, Any]:
     bias = config.bias and family == "llama"
     return {
-        **_LLAMA_ONLY,
+        **_ONLY["llama"],
         **{key: getattr(config, name) for name, key in _LLAMA_KEYS.items()},
         "attention_bias": bias,
         "mlp_bias": bias,
@@ -228,15 +299,13 @@ def _llama_keys(family: str, config: ModelConfig) -> dict[str, Any]:
 def _expert_settings(found: Mapping[str, Any]) -> dict[str, Any]:
     """Of a model with experts. In Mixtral each layer has them, and their weights always add up to 1."""
     family, first, step = found["model_type"], 0, 1
-    if "num_local_experts" in found:  # what transformers 5 calls it for all
-        found = {"num_experts": found["num_local_experts"], **found}
+    found = {"num_experts": found.get("num_local_experts"), **found}  # what transformers 5 calls them for all
     settings = {name: found[key] for name, key in _EXPERT_KEYS[family].items()}
     normalize = True
-    if family == "mixtral":
-        _require(found, **_MIXTRAL_ONLY)
-    else:
-        first, step = _first_and_step(found)
-        normalize = found["norm_topk_prob"]
+    if family == "qwen3_moe":
+        pattern = _first_and_step(found)
+        assert pattern is not None, "beyond_settings tells it"
+        (first, step), normalize = pattern, found["norm_topk_prob"]
     pre_softmax = family == "qwen3_moe" and (not normalize or settings["moe.top_k"] > 1)
     return {
         **settings,
@@ -248,15 +317,15 @@ def _expert_settings(found: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _first_and_step(found: Mapping[str, Any]) -> tuple[int, int]:
-    """The first layer with experts, and of those from there on every how manieth has some."""
-    dense, step = found["mlp_only_layers"] or [], found["decoder_sparse_step"]
-    layers = range(found["num_hidden_layers"])
-    mixed = [layer for layer in layers if layer not in dense and (layer + 1) % step == 0]
-    for each in range(1, len(layers) + 1 - min(mixed, default=len(layers))):
-        if mixed == [*layers[mixed[0] :: each]]:
-            return mixed[0], each
-    raise ValueError(f"mlp_only_layers={dense}, decoder_sparse_step={step}: not every n-th layer from one on is mixed")
+def _first_and_step(found: Mapping[str, Any]) -> tuple[int, int] | None:
+    """The first layer with experts, and of those from there on every how manieth has some; None where they do not
+    follow each other so."""
+    layers, every = range(found["num_hidden_layers"]), found.get("decoder_sparse_step", 1)
+    dense = {*(found.get("mlp_only_layers") or ())}
+    mixed = [layer for layer in layers if layer not in dense and (layer + 1) % every == 0]
+    first = mixed[0] if mixed else len(layers)
+    step = mixed[1] - first if len(mixed) > 1 else max(1, len(layers) - first)
+    return (first, step) if mixed and mixed == [*layers[first::step]] else None
 
 
 def _expert_keys(family: str, config: ModelConfig) -> dict[str, Any]:
@@ -279,30 +348,20 @@ def _expert_keys(family: str, config: ModelConfig) -> dict[str, Any]:
 
 
 def _rope_settings(found: Mapping[str, Any]) -> dict[str, Any]:
-    """`rope_parameters` of transformers 5; before, `rope_theta` beside `rope_scaling`."""
-    rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", *_ROPE_KEYS):
-        raise ValueError(f"rope_type={kind} is none of default, {', '.join(_ROPE_KEYS)}")
-    _require(rope, partial_rotary_factor=1.0)
-    theta = rope.get("rope_theta", found.get("rope_theta", 10000.0))
+    rope, keys = rope_of(found)
+    kind = rope["rope_type"]
     if kind == "yarn":
         rope = _yarn_in_full(rope, found)
     if kind == "default" or rope["factor"] == 1.0:
-        return {"rope_theta": theta, "rope_scaling_factor": 1.0}
-    if rope["factor"] < 1.0:
-        raise ValueError(f"factor={rope['factor']} of {kind} is below 1")
-    return {"rope_theta": theta, "rope_scaling": kind, **{name: rope[key] for name, key in _ROPE_KEYS[kind].items()}}
+        return {"rope_theta": rope["rope_theta"], "rope_scaling_factor": 1.0}
+    return {"rope_scaling": kind, **{name: rope[key] for key, name in keys.items()}}
 
 
 def _yarn_in_full(rope: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
     """With what transformers takes for keys that are absent, and without those that it passes over."""
-    rope = {"factor": None, "truncate": True, "attention_factor": None, **rope}
-    original = found.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
-    original = original or found["max_position_embeddings"]
-    factor = found["max_position_embeddings"] / original if rope["factor"] is None else rope["factor"]
-    if factor == 1.0 and rope["attention_factor"] not in (None, 1.0):
-        raise ValueError(f"attention_factor={rope['attention_factor']} of yarn with factor=1")
+    rope = {"truncate": True, "attention_factor": None, **rope}
+    original = rope.get("original_max_position_embeddings") or found["max_position_embeddings"]
+    factor = rope["factor"] if "factor" in rope else found["max_position_embeddings"] / original
     scales = {key: rope.get(key) or None for key in ("mscale", "mscale_all_dim")}
     if rope["attention_factor"] is not None or None in scales.values():
         scales = dict.fromkeys(scales)
@@ -315,10 +374,3 @@ def _rope_keys(config: ModelConfig) -> dict[str, Any]:
     keys = {key: getattr(config, name) for name, key in _ROPE_KEYS[config.rope_scaling].items()}
     scaling = {"rope_type": config.rope_scaling, **{key: value for key, value in keys.items() if value is not None}}
     return {"rope_theta": config.rope_theta, "rope_scaling": None if config.rope_scaling_factor == 1.0 else scaling}
-
-
-def _require(found: Mapping[str, Any], **needed: Any) -> None:
-    """Refuse values of keys for which the GPT here knows only one; an absent key has that one."""
-    for key, value in needed.items():
-        if found.get(key, value) != value:
-            raise ValueError(f"{key}={found[key]} is not {value}")

@@ -18,10 +18,11 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
-from megalite.config.derive import BUILT_IN_TOKENIZERS, absolute
-from megalite.config.model_folder import imported_model_settings
-from megalite.config.settings import flat, yaml_value
+from megalite.config.derive import absolute
+from megalite.config.model_folder import holds_tokenizer, imported_model_settings
+from megalite.config.settings import SETTINGS, flat, yaml_value
 from megalite.config.user_files import read_yaml, refusing
+from megalite.errors.problems import Problem, UserError
 
 PLAIN = re.compile(r"[A-Za-z_./][\w./-]*", re.ASCII)  # what a shell takes as it is, and YAML for no number
 DERIVED = "derived"  # key of a run's config.yaml: the settings in it that nobody gave
@@ -30,11 +31,8 @@ OF_ONE_START = ("run_dir", "resume", "launch.preflight", "launch.status_file", "
 
 def of_run(tree: DictConfig, named: Set[str]) -> list[str]:
     """What the run was asked for whose folder the command names; empty where that folder holds no run."""
-    folder, name = _given(tree, "run_dir"), _given(tree, "run_name")
-    if named.isdisjoint(("run_dir", "run_name")) or (folder or name) is None:
-        return []
-    path = Path(absolute(folder or os.path.join("runs", name)), "config.yaml")
-    if not (os.path.lexists(path) and os.path.isfile(path.with_name("run.json"))):
+    path = _config_of_run(tree, named)
+    if path is None:
         return []
     remedy = "restore it from a copy, or give all settings and another run_dir"
     saved = read_yaml(path, remedy)
@@ -48,17 +46,34 @@ def of_run(tree: DictConfig, named: Set[str]) -> list[str]:
     return _overrides(values, tree, {*named, *OF_ONE_START, *derived})
 
 
-def of_weights(tree: DictConfig, named: Set[str]) -> list[str]:
-    """The shape of the model in the folder of checkpoint.init_from.
+def of_weights(tree: DictConfig, named: Set[str], *, asked: bool) -> list[str]:
+    """The shape of the model in the folder of checkpoint.init_from, and its tokenizer: ids of another mean other words.
 
-    Its vocabulary only where the tokenizer is not of this run's making: ids of another mean other words.
+    Another tokenizer is the command's to name. A run that goes on keeps its own.
     """
     folder = _given(tree, "checkpoint.init_from")
     if folder is None or not os.path.lexists(Path(absolute(folder), "config.json")):
         return []  # a rule says what is missing
-    shape = {f"model.{name}": value for name, value in imported_model_settings(absolute(folder)).items()}
-    own_words = {"model.vocab_size"} if _given(tree, "tokenizer") in BUILT_IN_TOKENIZERS else set()
-    return _overrides(shape, tree, named | own_words)
+    place = absolute(folder)
+    settings = {f"model.{name}": value for name, value in imported_model_settings(place).items()}
+    default = _given(tree, "tokenizer") == SETTINGS["tokenizer"].default  # also where a recipe says nothing of it
+    if default and not asked and _config_of_run(tree, named) is None:
+        if holds_tokenizer(Path(place)):
+            settings["tokenizer"], named = place, named - {"tokenizer"}
+        elif _given(tree, "data.source") != "tokens":
+            rule = f"{place} holds none, and its model knows the ids of the one that it was trained with"
+            remedy = "tokenizer=FOLDER of that one; tokenizer=byte, or another that is named, if its words may be lost"
+            raise UserError(Problem("tokenizer", None, rule, remedy))
+    return _overrides(settings, tree, named)
+
+
+def _config_of_run(tree: DictConfig, named: Set[str]) -> Path | None:
+    """The settings of the run whose folder the command names; None where that folder holds no run."""
+    folder, name = _given(tree, "run_dir"), _given(tree, "run_name")
+    if named.isdisjoint(("run_dir", "run_name")) or (folder or name) is None:
+        return None
+    path = Path(absolute(folder or os.path.join("runs", name)), "config.yaml")
+    return path if os.path.lexists(path) and os.path.isfile(path.with_name("run.json")) else None
 
 
 def _given(tree: DictConfig, name: str) -> Any:

@@ -1,31 +1,68 @@
-"""What the config.json of a transformers folder says: the `model.*` settings of its model. Reads no weights."""
+"""What the config.json of a transformers folder says: the `model.*` settings of its model. Reads no weights.
 
+A value that no model has (another type, out of bounds) is a fault of the file. One that no setting here says is none:
+the folder is sound, and its model is another one than the GPT here.
+"""
+
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megalite.config.families import FAMILIES, NAMES, model_settings
+from megalite.config.bounds import outside
+from megalite.config.families import (
+    FAMILIES,
+    NAMES,
+    absent_keys,
+    beyond_settings,
+    keys_of,
+    model_settings,
+    rope_of,
+)
+from megalite.config.remedies import Case, problems_of
+from megalite.config.rules import RULES
 from megalite.config.schema import Config, ModelConfig
-from megalite.config.settings import with_values
+from megalite.config.settings import SETTINGS, with_values
 from megalite.config.user_files import read_object
-from megalite.errors.problems import Problem, UserError
+from megalite.errors.problems import NO_VALUE, Problem, UserError
 
 SETTING = "checkpoint.init_from"
 REMEDY = "the folder is damaged or incomplete: copy or download it again, or save it again with save_pretrained"
+REPAIR = "write into config.json what its model has, or copy or download the folder again"
+OTHER_MODEL = f"the folder may be sound; give a {NAMES} model that the settings of docs/configuration.md can say"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one of them makes a folder a tokenizer's
 
 
 def imported_model_settings(folder: str | Path) -> dict[str, Any]:
-    """The `model.*` settings that match the folder's config.json: {"num_layers": 12, ...}."""
-    try:
-        return model_settings(read_model_file(Path(folder)))
-    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
-        rule = f"no settings here describe its model ({type(error).__name__}: {error})"
-        raise UserError(folder_problem(Path(folder) / "config.json", rule)) from error
+    """The `model.*` settings that match the folder's config.json: {"num_layers": 12, ...}. UserError with every key
+    whose value is wrong, or else with every key that they cannot say."""
+    path = Path(folder) / "config.json"
+    found = read_model_file(Path(folder))
+    wrong, settings = [*_misfits(found)], dict[str, Any]()
+    if not wrong:
+        unsaid = [*beyond_settings(found)]
+        if unsaid:
+            raise UserError(
+                [
+                    _problem(path, key, value, f"no setting here says it; what can be said: {known}", OTHER_MODEL)
+                    for key, value, known in unsaid
+                ]
+            )
+        settings = model_settings(found)
+        wrong = [*_contradictions(found, settings)]
+    if wrong:
+        raise UserError([_problem(path, *one, REPAIR) for one in wrong])
+    return settings
 
 
 def imported_model(folder: str | Path) -> ModelConfig:
     """The model of these settings; sizes that no config.json tells are not derived."""
     settings = imported_model_settings(folder)
     return with_values(Config(), {f"model.{name}": value for name, value in settings.items()}).model
+
+
+def holds_tokenizer(folder: Path) -> bool:
+    """Whether the folder says what its model's token ids mean."""
+    return any((folder / name).is_file() for name in TOKENIZER_FILES)
 
 
 def read_model_file(folder: Path) -> dict[str, Any]:
@@ -40,10 +77,71 @@ def read_model_file(folder: Path) -> dict[str, Any]:
         remedy = f"give a {NAMES} model"
         if "auto_map" in found:
             remedy += "; code that comes with a model is never run"
-        raise UserError(Problem(f"model_type in {path}", family, f"must be one of {', '.join(FAMILIES)}", remedy))
+        raise UserError(Problem(f"{path}: model_type", family, f"must be one of {', '.join(FAMILIES)}", remedy))
     return found
 
 
 def folder_problem(path: Path, rule: str) -> Problem:
     """What is wrong with a file of the folder, or with the folder."""
     return Problem(SETTING, str(path), rule, REMEDY)
+
+
+def _problem(path: Path, key: str, value: Any, rule: str, remedy: str) -> Problem:
+    return Problem(f"{path}: {key}", value, rule, remedy, here=True)
+
+
+def _misfits(found: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+    """Keys that are missing, or whose values are of another type than their settings or out of bounds."""
+    absent = absent_keys(found["model_type"])
+    for key, name in keys_of(found).items():
+        setting, value = SETTINGS[f"model.{name}"], found.get(key, absent.get(key, NO_VALUE))
+        if value is None and (absent.get(key, 0) is None or key == "num_key_value_heads"):
+            continue
+        if value == NO_VALUE:
+            yield key, NO_VALUE, f"is missing, and must be {setting.type_words.removesuffix(' or null')}"
+        elif not _is_of_type(value, setting.kind):
+            yield key, value, f"must be {setting.type_words.removesuffix(' or null')}"
+        elif problem := outside(setting, value):
+            yield key, value, problem.rule
+    for key, kind in (
+        ("rope_parameters", dict),
+        ("rope_scaling", dict),
+        ("mlp_only_layers", list),
+        ("layer_types", list),
+    ):
+        value = found.get(key)
+        if not isinstance(value, kind | None) or (
+            kind is list and any(isinstance(one, list | dict) for one in value or ())
+        ):
+            yield key, value, "must be an object" if kind is dict else "must be a list of plain values"
+            return
+    yield from _misfits_of_rope(found)
+
+
+def _misfits_of_rope(found: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+    rope, keys = rope_of(found)
+    for key, name in keys.items():
+        words = SETTINGS[f"model.{name}"].type_words.removesuffix(" or null")
+        if key not in rope and rope["rope_type"] != "yarn":  # which has an answer for every key
+            yield key, NO_VALUE, f"is missing, and must be {words}"
+        elif key in rope and not _is_of_type(rope[key], SETTINGS[f"model.{name}"].kind):
+            yield key, rope[key], f"must be {words}"
+    counted = rope.get("factor") and rope.get("original_max_position_embeddings")
+    if rope["rope_type"] == "yarn" and not counted and found.get("max_position_embeddings") is None:
+        yield "max_position_embeddings", NO_VALUE, "is missing, and YaRN counts from it"
+
+
+def _is_of_type(value: Any, kind: Any) -> bool:
+    """Whether a value from JSON is one; true is no number."""
+    return type(value) in ((int, float) if kind is float else (kind,))
+
+
+def _contradictions(found: Mapping[str, Any], settings: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+    """Settings of the file that are out of bounds or cannot be together, by the rules for everyone's."""
+    keys = {f"model.{name}": key for key, name in (keys_of(found) | rope_of(found)[1]).items()}
+    told = {f"model.{name}": value for name, value in settings.items() if value is not None}
+    problems = [problem for name, value in told.items() if (problem := outside(SETTINGS[name], value))]
+    config = with_values(Config(), {**told, SETTING: ".", "tokenizer": "."})  # weights and words of others
+    for problem in problems or problems_of(Case(config, 1), RULES):
+        if problem.setting.startswith("model."):
+            yield keys.get(problem.setting, problem.setting), problem.value, problem.rule

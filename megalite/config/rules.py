@@ -283,11 +283,17 @@ def data_suits_its_source(case: Case) -> Iterator[Flaw]:
 
 
 def vocabulary_holds_the_tokens(case: Case) -> Iterator[Flaw]:
-    size, trained = case.config.model.vocab_size, case.config.data.bpe_vocab_size
-    if case.config.tokenizer == "bpe" and case.config.data.source != "tokens" and size is not None and size < trained:
-        rule = f"smaller than the vocabulary that is trained on the data, data.bpe_vocab_size={trained}"
-        fixes: Fixes = {"model.vocab_size": [None], "data.bpe_vocab_size": [size], "tokenizer": ["char"]}
-        yield Flaw("model.vocab_size", rule, fixes)
+    size, tokenizer, trained = case.config.model.vocab_size, case.config.tokenizer, case.config.data.bpe_vocab_size
+    made, weights = {"bpe": trained, "byte": 257}.get(tokenizer, 0), case.config.checkpoint.init_from
+    if case.config.data.source == "tokens" or size is None or size >= made:
+        return
+    fixes: Fixes = {"data.bpe_vocab_size": [size]} if tokenizer == "bpe" else {}
+    if weights is not None:
+        yield Flaw("tokenizer", f"has {made} tokens, and the weights know {size}", fixes, f"tokenizer={weights}")
+        return
+    rule = "that is trained on the data, data.bpe_vocab_size=" if fixes else f"of tokenizer={tokenizer}, "
+    fixes |= {"model.vocab_size": [None], "tokenizer": ["char"]}
+    yield Flaw("model.vocab_size", f"smaller than the vocabulary {rule}{made}", fixes)
 
 
 RULES: tuple[Rule, ...] = (

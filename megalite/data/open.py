@@ -106,8 +106,9 @@ def check_vocabulary(config: Config, needed: int) -> None:
     """Refuse a model that lacks some of the tokenizer's tokens."""
     wanted = config.model.vocab_size
     if wanted is not None and wanted < needed:
-        rule = f"the tokenizer has {needed:,} tokens"
-        raise UserError(Problem("model.vocab_size", wanted, rule, f"at least {needed}, or leave it out"))
+        rule, weights = f"the tokenizer has {needed:,} tokens", config.checkpoint.init_from
+        remedy = f"tokenizer={weights}, of the weights" if weights else f"at least {needed}, or leave it out"
+        raise UserError(Problem("model.vocab_size", wanted, rule, remedy))
 
 
 def _tokenizer(config: Config, files: list[TokenFile], given: TextTokenizer | None) -> TextTokenizer | None:
@@ -125,7 +126,10 @@ def _tokenizer(config: Config, files: list[TokenFile], given: TextTokenizer | No
         raise UserError(Problem("data.path", config.data.path, rule, "prepare all parts with one tokenizer"))
     if given and made_by and given.identity not in made_by.values():
         rule = f"is another tokenizer than the one that made {next(iter(made_by))}"
-        raise UserError(Problem("tokenizer", config.tokenizer, rule, "leave it out, or prepare the data again with it"))
+        remedy = "leave it out, or prepare the data again with it"
+        if config.checkpoint.init_from == config.tokenizer:  # by default
+            remedy = f"prepare the data again with it, or name the other one: tokenizer={files[0].prefix}.tokenizer"
+        raise UserError(Problem("tokenizer", config.tokenizer, rule, remedy))
     return found
 
 

@@ -81,8 +81,6 @@ def evaluate_saved(
     if not own_data and "train.eval_batches" in named:
         rule = "is for the validation part of a run; other data is evaluated whole"
         raise UserError(Problem("train.eval_batches", NO_VALUE, rule, "--max-tokens N"))
-    if min(batch_size, 1 if max_tokens is None else max_tokens) < 1:
-        raise UserError(Problem("--batch-size, --max-tokens", NO_VALUE, "must be at least 1", "leave them out"))
     saved = open_model(folder, report, step)
     device = choose_device(config.device, read_environment(os.environ))
     precision = config.precision if saved.run is None or "precision" in named else saved.run.config.precision

@@ -143,10 +143,7 @@ def family_of(config: ModelConfig) -> str:
         settings = ", ".join(f"model.{name}={yaml_value(value)}" for name, value in sorted(differences.items()))
         needs.append(f"{family} has {settings}")
     rule = f"no family that can be exported computes this model: {'; '.join(needs)}"
-    usable = (
-        "as it is, scripts/evaluate.py can evaluate it, and continued training writes samples (train.sample_prompts)"
-    )
-    remedy = f"to export or generate, train with one family's settings; {usable}"
+    remedy = "train with one family's settings; as it is, scripts/evaluate.py and scripts/generate.py take the run"
     raise UserError(Problem("model", config.name, rule, remedy))
 
 

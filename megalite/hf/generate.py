@@ -1,145 +1,200 @@
-"""Text from a saved model, sampled by transformers: what its users will get, and so a check of the export, too.
+"""Text from a saved model, read and computed as an evaluation does: the same files, the same ids, the same mathematics.
 
-A folder of transformers is loaded from this machine alone and as data alone: nothing is downloaded, no code that comes
-with a model is run, nothing is unpickled, and no weight that the folder lacks is drawn at random in silence.
+A prompt is computed once. From then on every step computes the newest token of each text alone: attention keeps keys
+and values of the tokens before it.
 """
 
-import sys
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-from megalite.data.offline import go_offline
-from megalite.data.tokenizers import load_tokenizer
-from megalite.errors.problems import NO_VALUE, Problem, UserError
-from megalite.hf.export import export_checkpoint
-from megalite.hf.saved_model import is_run, open_model
+from megalite.config.model_folder import read_model_file
+from megalite.config.schema import Config
+from megalite.config.user_files import read_object
+from megalite.data.batch import unscored
+from megalite.data.tokenizers import token_text
+from megalite.errors.problems import NO_VALUE, Problem, UserError, collect_all
+from megalite.hf.saved_model import SavedModel
+from megalite.kernels.rotate import rotate
+from megalite.launch.device import DTYPES, choose_precision
+from megalite.model.attention import Attention, BlockInputs
+from megalite.model.gpt import GPT
 
 NEW_TOKENS = 100  # where nobody says how many
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+ROWS = 16  # texts of one prompt that grow together
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """How a token is drawn: at `temperature` 0 the likeliest one, else by its share among the `top_k` likeliest (0:
+    all) and, of these, among the fewest whose shares add up to `top_p`."""
+
+    temperature: float = 0.8
+    top_k: int = 50
+    top_p: float = 1.0
+
+    def __call__(self, logits: Tensor, dice: torch.Generator) -> Tensor:
+        """logits [n, vocab] -> tokens [n]"""
+        if not logits.isfinite().all():
+            rule = "its logits are not finite numbers: the weights are too large for the precision"
+            raise UserError(Problem("precision", NO_VALUE, rule, "precision=fp32, or other weights"))
+        if self.temperature == 0:
+            return logits.argmax(1).cpu()
+        shares, tokens = self.shares(logits)
+        return tokens.gather(1, torch.multinomial(shares, 1, generator=dice))[:, 0]
+
+    def shares(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """What each token is drawn with (not yet of the sum 1), and the tokens, the likeliest first: [n, <= vocab]"""
+        size = logits.shape[1]
+        best, tokens = logits.double().cpu().topk(min(self.top_k or size, size))
+        shares = torch.softmax((best - best[:, :1]) / self.temperature, dim=1)
+        return shares.masked_fill(shares.cumsum(1) - shares >= self.top_p, 0.0), tokens
+
+
+class KeptKeys:
+    """Attention's core over all tokens so far. The first call brings whole texts, every other one token of each."""
+
+    def __init__(self, attention: Attention) -> None:
+        self.attention = attention
+        self.kept: tuple[Tensor, Tensor] | None = None  # keys and values [b, groups, s, d]
+
+    def __call__(self, qkv: Tensor, inputs: BlockInputs) -> Tensor:
+        """[n, b, groups, q_per_kv + 2, d] -> [n, b, heads * d]"""
+        queries, keys, values = self.attention.normed(qkv)
+        if inputs.rotation is not None:
+            queries, keys = rotate(queries, *inputs.rotation), rotate(keys, *inputs.rotation)
+        queries, keys, values = (part.flatten(2, 3).permute(1, 2, 0, 3) for part in (queries, keys, values))
+        first = self.kept is None
+        if self.kept is not None:
+            keys, values = (torch.cat(parts, dim=2) for parts in zip(self.kept, (keys, values), strict=True))
+        self.kept = keys, values
+        grouped = queries.shape[1] != keys.shape[1]
+        out = F.scaled_dot_product_attention(queries, keys, values, is_causal=first, enable_gqa=grouped)
+        return out.permute(2, 0, 1, 3).flatten(2)
 
 
 def generate(
-    folder: Path,
-    prompt: str,
+    saved: SavedModel,
+    prompts: Sequence[str],
+    config: Config,
     device: torch.device,
+    drawing: Drawing,
     report: Callable[[str], None],
+    progress: Callable[[int, int], None],
     *,
-    step: int | None = None,
     max_new_tokens: int | None = None,
-    temperature: float = 0.8,
-    top_k: int = 50,
-    top_p: float = 1.0,
     num_samples: int = 1,
-    seed: int = 0,
-) -> list[str]:
-    """The prompt with what follows it, `num_samples` times.
+) -> Iterator[tuple[str, str]]:
+    """Each prompt `num_samples` times, with the prompt and what follows it, as they are done.
 
-    `folder` is a run's (of which `step` picks a checkpoint) or one of transformers. `report` is told what is worth
-    knowing but no mistake. `temperature` 0 takes the likeliest token; `top_k` 0 and `top_p` 1 leave none out. The same
-    seed gives the same text on the same machine.
+    `report` is told what is worth knowing but no mistake, `progress` how many tokens of how many are done. What a
+    prompt becomes depends on `config.seed` and on no other prompt. All that is wrong is refused before the first text.
     """
-    if not prompt:
-        raise UserError(Problem("--prompt", prompt, "there is nothing to continue", "--prompt 'Once upon a time'"))
-    with _as_transformers_folder(folder, step, report) as loadable:
-        if (loadable / "tokenizer.json").is_file():
-            load_tokenizer(loadable).encode(prompt)  # says which symbol is unknown, and where
-        tokenizer = load_text_tokenizer(loadable)
-        model = load_model(loadable, device)
-    tokens = torch.tensor([tokenizer(prompt)["input_ids"]], dtype=torch.int64, device=device)
-    embeddings = model.get_input_embeddings().num_embeddings
-    if not tokens.numel() or int(tokens.max()) >= embeddings:  # on a GPU this would end the process
-        rule = f"its tokens are {tokens.tolist()[0]!s:.60}, and the model knows those below {embeddings:,}"
+    if saved.tokenizer is None:
+        rule = "it holds no tokenizer, so there is nothing to read a prompt with"
+        raise UserError(Problem("model", str(saved.folder), rule, "put the tokenizer of its tokens there"))
+    ids = collect_all(lambda prompt: read_prompt(saved, prompt), prompts)
+    begin = token_text(saved.tokenizer.settings.get("bos_token"))
+    usual = {saved.tokenizer.end_of_document, *(one[0] for one in ids)}
+    if begin and saved.tokenizer.backend.token_to_id(begin) not in usual:
+        report(f"the tokenizer names {begin} for the begin of a text, which a prompt has where it is spelled out")
+    counts = collect_all(lambda tokens: _new_tokens(saved, len(tokens), max_new_tokens), ids)
+    if max(map(sum, zip(map(len, ids), counts, strict=True))) > saved.trained_length:
+        report(f"from token {saved.trained_length:,} on the text is longer than any that the model was trained on")
+    ends = ends_of(saved)
+    model = saved.load(config, _dtype_of(saved, config.precision, device), device)
+    asked = [*zip(prompts, ids, counts, strict=True)]
+    return _samples(saved, model, asked, num_samples, config.seed, ends, drawing, progress)
+
+
+def _dtype_of(saved: SavedModel, asked: str, device: torch.device) -> torch.dtype:
+    """As asked or, with auto, that of the run, or the one that the folder was saved in."""
+    if saved.run is not None:
+        return choose_precision(saved.run.config.precision if asked == "auto" else asked, device)
+    about = read_model_file(saved.folder) if asked == "auto" else {}
+    saved_in = f"torch.{about.get('dtype') or about.get('torch_dtype')}"
+    return next((dtype for dtype in DTYPES.values() if str(dtype) == saved_in), choose_precision(asked, device))
+
+
+def read_prompt(saved: SavedModel, prompt: str) -> list[int]:
+    """The ids of a prompt, as evaluation reads a text; special tokens that are spelled out are those tokens."""
+    assert saved.tokenizer is not None
+    backend, known = saved.tokenizer.backend, saved.config.vocab_size or 0
+    saved.tokenizer.encode(prompt)  # says which symbol is unknown, and where
+    backend.encode_special_tokens = False
+    ids = backend.encode(prompt, add_special_tokens=False).ids
+    backend.encode_special_tokens = True
+    if not ids or max(ids) >= known:  # on a GPU this would end the process
+        rule = f"its tokens are {ids!s:.60}, and the model knows those below {known:,}"
         raise UserError(Problem("--prompt", prompt, rule, "give the tokenizer that the model was trained with"))
-    count = _new_tokens(model, tokenizer, tokens.numel(), max_new_tokens, report)
-    drawing = {"do_sample": True, "temperature": temperature, "top_k": top_k, "top_p": top_p}
-    padding = next((it for it in (tokenizer.pad_token_id, tokenizer.eos_token_id) if it is not None), 0)
-    torch.manual_seed(seed)
-    try:
-        with torch.inference_mode():
-            rows = model.generate(
-                tokens,
-                attention_mask=torch.ones_like(tokens),
-                max_new_tokens=count,
-                num_return_sequences=num_samples,
-                pad_token_id=padding,
-                **({"do_sample": False} if temperature == 0 else drawing),
-            )
-    except ValueError as error:  # options that contradict each other
-        remedy = "leave options out"
-        raise UserError(Problem("generating", NO_VALUE, f"transformers cannot: {error}", remedy)) from error
-    return [str(tokenizer.decode(row, skip_special_tokens=True)) for row in rows]
+    return ids
 
 
-@contextmanager
-def _as_transformers_folder(folder: Path, step: int | None, report: Callable[[str], None]) -> Iterator[Path]:
-    """`folder` itself or, where it is a run's, an export of it that lasts as long as the body."""
-    if not is_run(folder, step):
-        yield folder
-        return
-    model = open_model(folder, report, step)
-    if model.tokenizer is None:
-        rule = "its tokens were prepared elsewhere, and their tokenizer is not known"
-        raise UserError(Problem("model", str(folder), rule, "train with tokenizer=FOLDER to have it kept with the run"))
-    with tempfile.TemporaryDirectory(prefix="megalite-generate-") as place:
-        export_checkpoint(model, Path(place) / "model")
-        yield Path(place) / "model"
-
-
-def load_model(folder: Path, device: torch.device) -> Any:
-    """The causal language model in `folder`, in the dtype that it was saved in, ready to generate."""
-    with _loading(folder) as transformers:
-        model, told = transformers.AutoModelForCausalLM.from_pretrained(
-            str(folder),
-            dtype="auto",
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
-        if lacking := sorted(told["missing_keys"]):
-            raise ValueError(f"weights are missing: {', '.join(lacking[:5])}")
-    return model.to(device).eval()
-
-
-def load_text_tokenizer(folder: Path) -> Any:
-    """The tokenizer in `folder` as transformers' own class, with whatever it adds to a text."""
-    with _loading(folder) as transformers:
-        if not any((folder / name).is_file() for name in TOKENIZER_FILES):  # transformers would make up an empty one
-            raise ValueError(f"it holds no tokenizer: none of {', '.join(TOKENIZER_FILES)}")
-        return transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-
-
-@contextmanager
-def _loading(folder: Path) -> Iterator[Any]:
-    """transformers, offline and quiet. Whatever is wrong with a foreign folder is a UserError."""
-    go_offline()  # before transformers is imported, which reads it once
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    try:
-        yield transformers
-    except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        remedy = "name a folder as save_pretrained writes it, with safetensors and tokenizer; code in it is never run"
-        raise UserError(Problem("model", str(folder), f"transformers cannot load it ({reason})", remedy)) from error
-
-
-def _new_tokens(model: Any, tokenizer: Any, prompt: int, wanted: int | None, report: Callable[[str], None]) -> int:
+def _new_tokens(saved: SavedModel, prompt: int, wanted: int | None) -> int:
     """How many tokens to add. Learned positions end where their table does; others go on, beyond what was trained."""
-    positions = getattr(model.config, "max_position_embeddings", None) or sys.maxsize
-    trained = min(positions, tokenizer.model_max_length)  # a table may be longer than the sequences of the training
-    room = trained - prompt if prompt < trained else NEW_TOKENS
-    count = min(NEW_TOKENS, room) if wanted is None else wanted
-    if model.config.model_type == "gpt2" and prompt + count > positions:
-        rule = f"the prompt takes {prompt:,} of the model's {positions:,} positions"
-        remedy = f"at most {max(1, positions - prompt)}, with a prompt of at most {positions - 1:,} tokens"
+    table = saved.config.max_positions if saved.config.position == "learned" else None
+    trained = min(saved.trained_length, table or saved.trained_length)
+    count = wanted or min(NEW_TOKENS, trained - prompt if prompt < trained else NEW_TOKENS)
+    if table is not None and prompt + count > table:
+        rule = f"the prompt takes {prompt:,} of the model's {table:,} positions"
+        remedy = f"at most {max(1, table - prompt)}, with a prompt of at most {table - 1:,} tokens"
         raise UserError(Problem("--max-new-tokens", NO_VALUE if wanted is None else wanted, rule, remedy))
-    if prompt + count > trained:
-        report(f"from token {trained:,} on the text is longer than any that the model was trained on")
     return count
+
+
+@torch.inference_mode()
+def _samples(
+    saved: SavedModel,
+    model: GPT,
+    asked: list[tuple[str, list[int], int]],
+    num_samples: int,
+    seed: int,
+    ends: frozenset[int],
+    drawing: Drawing,
+    progress: Callable[[int, int], None],
+) -> Iterator[tuple[str, str]]:
+    assert saved.tokenizer is not None
+    done, total = 0, num_samples * sum(count for _, _, count in asked)
+    for prompt, ids, count in asked:
+        dice = torch.Generator().manual_seed(seed)
+        for first in range(0, num_samples, ROWS):
+            rows = min(ROWS, num_samples - first)
+            texts = torch.tensor([ids] * rows)
+            for text in continued(model, texts, count, drawing, dice, ends):
+                progress(done + rows * (text.shape[1] - len(ids)), total)
+            done += rows * count
+            for row in text.tolist():
+                end = next((at for at in range(len(ids), len(row)) if row[at] in ends), None)
+                yield prompt, saved.tokenizer.decode(row[:end], skip_special_tokens=True)
+
+
+def continued(
+    model: GPT, texts: Tensor, count: int, drawing: Drawing, dice: torch.Generator, ends: frozenset[int] = frozenset()
+) -> Iterator[Tensor]:
+    """texts [n, s] with one token more, with two, ... and with `count`, or until each of them has come to an end."""
+    for attention in (module for module in model.modules() if isinstance(module, Attention)):
+        attention.core = KeptKeys(attention)  # type: ignore[method-assign]
+    over, newest = torch.zeros(len(texts), dtype=torch.bool), texts
+    for _ in range(count):
+        batch = unscored(newest)
+        place = texts.shape[1] - newest.shape[1]
+        batch = replace(batch, positions=(batch.positions[:1] + place).expand(newest.shape)).to(model.device)
+        newest = drawing(model.head_logits(model(batch)[-1]), dice)[:, None]
+        texts = torch.cat([texts, newest], dim=1)
+        over |= torch.tensor([token in ends for token in newest[:, 0].tolist()])
+        yield texts
+        if over.all():
+            return
+
+
+def ends_of(saved: SavedModel) -> frozenset[int]:
+    """The tokens that end a text: the tokenizer's and, of a transformers model, those that its own settings name."""
+    assert saved.tokenizer is not None
+    path = saved.folder / "generation_config.json"
+    named: Any = read_object(path).get("eos_token_id") if saved.run is None and path.is_file() else None
+    ends = {saved.tokenizer.end_of_document, *(named if isinstance(named, list) else [named])}
+    return frozenset(end for end in ends if isinstance(end, int))

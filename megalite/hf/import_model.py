@@ -15,8 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megalite.config.families import OF_EXPERTS, differences
-from megalite.config.model_folder import folder_problem, imported_model_settings, read_model_file
+from megalite.config.families import ARCHITECTURE, OF_EXPERTS, differences
+from megalite.config.model_folder import OTHER_MODEL, SETTING, folder_problem, imported_model_settings, read_model_file
 from megalite.config.schema import ModelConfig
 from megalite.config.settings import yaml_value
 from megalite.config.user_files import read_object
@@ -37,7 +37,8 @@ def import_model(
     All names and shapes are checked before the first is read; vocabulary rows that pad the table are zero.
     """
     folder = Path(folder)
-    family, settings = read_model_file(folder)["model_type"], imported_model_settings(folder)
+    about, settings = read_model_file(folder), imported_model_settings(folder)
+    family = about["model_type"]
     config = replace(config, vocab_size=config.vocab_size or settings["vocab_size"])
     problems = []
     for name, theirs in differences(settings, config).items():
@@ -47,9 +48,20 @@ def import_model(
         problems += _cannot_be_experts(folder, settings, config)
     if problems:
         raise UserError(problems)
-    wanted = sources(family, config)
     stored = _stored_tensors(folder, PREFIX[family])
-    _check(folder, stored, wanted, ignored={HEAD} if config.tie_embeddings else set())
+    experts = config.moe.num_experts if family in OF_EXPERTS else 1
+    if len(stored) < len(config.expert_layers) * experts or len(stored) < config.num_layers:  # before all are listed
+        rule = f"must have the tensors of {config.num_layers:,} layers, as config.json says, and holds {len(stored):,}"
+        raise UserError(folder_problem(folder, rule))
+    wanted = sources(family, config)
+    problems = [*_misfits(folder, stored, wanted, ignored={HEAD} if config.tie_embeddings else set())]
+    if problems and ARCHITECTURE[family] not in str(kinds := about.get("architectures") or ARCHITECTURE[family]):
+        rule = f"its tensors are not those of {ARCHITECTURE[family]}, the part that is read here"
+        problems = [Problem(f"{folder / 'config.json'}: architectures", kinds, rule, OTHER_MODEL)]
+    if problems:
+        raise UserError(problems)
+    if config.tie_embeddings and HEAD in stored:
+        _check_tied(folder, stored, [*wanted["embedding.word.weight"].tensors])
     return _read(folder, stored, {name: source for name, source in wanted.items() if names is None or name in names})
 
 
@@ -70,15 +82,22 @@ def _cannot_be_experts(folder: Path, settings: Mapping[str, Any], config: ModelC
 
 def _stored_tensors(folder: Path, prefix: str) -> Stored:
     """Every tensor in the safetensors files of the folder. Old folders leave the prefix of the names out."""
+    if (adapter := folder / "adapter_config.json").exists():
+        rule = "an adapter beside the weights is not applied"
+        raise UserError(Problem(SETTING, str(adapter), rule, "merge it (merge_and_unload), and save_pretrained"))
     index, names = folder / "model.safetensors.index.json", {"model.safetensors"}
     if index.exists() and not (folder / "model.safetensors").exists():
         parts = read_object(index).get("weight_map")
         if not isinstance(parts, dict):
             raise UserError(folder_problem(index, "must be an index of safetensors files"))
-        names = {Path(str(name)).name for name in parts.values()}
+        names = {*map(str, parts.values())}
+        if outside := sorted(name for name in names if Path(name).name != name or not name):
+            raise UserError(folder_problem(index, f"must name files in its folder alone, unlike {outside[0]!r}"))
     stored: Stored = {}
     for path in (folder / name for name in sorted(names)):
         try:
+            if path.exists() and not path.is_file():  # a pipe would be waited for
+                raise OSError("it is no file")
             file = safe_open(path, framework="pt")
         except (OSError, SafetensorError) as error:
             rule = f"must be a complete safetensors file ({error}); pickled weights (*.bin) are never loaded"
@@ -89,8 +108,8 @@ def _stored_tensors(folder: Path, prefix: str) -> Stored:
     return stored
 
 
-def _check(folder: Path, stored: Stored, wanted: dict[str, Source], ignored: set[str]) -> None:
-    """UserError for every tensor that is missing, unexpected, or of another shape or kind."""
+def _misfits(folder: Path, stored: Stored, wanted: dict[str, Source], ignored: set[str]) -> Iterator[Problem]:
+    """Every tensor that is missing, unexpected, or of another shape or kind."""
     shapes = {name: shape for source in wanted.values() for name, shape in source.tensors.items()}
     rules = [f"must have the tensor {name}" for name in shapes if name not in stored]
     for name, (file, full_name) in stored.items():
@@ -103,8 +122,15 @@ def _check(folder: Path, stored: Stored, wanted: dict[str, Source], ignored: set
                 rules.append(f"{full_name} must be one of {', '.join(FLOATING)}, not {header.get_dtype()}")
         elif not NOT_WEIGHTS.search(name) and name not in ignored:
             rules.append(f"must have no tensors but the model's own, and holds {full_name}")
-    if rules:
-        raise UserError([folder_problem(folder, rule) for rule in rules])
+    return (folder_problem(folder, rule) for rule in rules)
+
+
+def _check_tied(folder: Path, stored: Stored, embedding: list[str]) -> None:
+    """UserError for a head of other values: transformers then uses it, whatever config.json says."""
+    [own, head] = (file.get_tensor(full_name) for file, full_name in map(stored.__getitem__, [*embedding, HEAD]))
+    if not torch.equal(own, head):
+        rule = f"tie_word_embeddings=true, and {HEAD} is another matrix than the embedding"
+        raise UserError(Problem(SETTING, str(folder), rule, "tie_word_embeddings=false in its config.json"))
 
 
 def _read(folder: Path, stored: Stored, wanted: dict[str, Source]) -> Iterator[tuple[str, Tensor]]:

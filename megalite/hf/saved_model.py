@@ -3,6 +3,7 @@
 Reading takes no lock and renames nothing, so it may be done while the run goes on.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from megalite.checkpoint.resume_rules import flatten
 from megalite.checkpoint.store import CheckpointError, Found, newest, of_step
 from megalite.checkpoint.tokenizer_folder import TOKENIZER, check_tokenizer
 from megalite.config.derive import derive_model
-from megalite.config.model_folder import imported_model, read_model_file
+from megalite.config.model_folder import holds_tokenizer, imported_model, read_model_file
 from megalite.config.schema import Config, ModelConfig
 from megalite.config.settings import SETTINGS, with_values
 from megalite.config.user_files import read_object
@@ -66,20 +67,24 @@ class RunCheckpoint:
 
 @dataclass(frozen=True)
 class SavedModel:
-    """What is known of a model before its weights are read. `seq_length` is what to give it at a time."""
+    """What is known of a model before its weights are read. `seq_length` is what to give it at a time, `trained_length`
+    the longest text that it was made for."""
 
     folder: Path
     config: ModelConfig
     seq_length: int
+    trained_length: int
     tokenizer_folder: Path | None  # where the meaning of its token ids is kept, if it is known
     tokenizer: TextTokenizer | None
     run: RunCheckpoint | None  # None: a model of transformers
 
     def load(self, config: Config, dtype: torch.dtype, device: torch.device) -> GPT:
         """The model with its weights in `dtype`, in evaluation mode; `config` says how it is computed."""
+        # Here names and shapes are checked: before there is memory for a model of any size that a file may tell.
+        values = import_model(self.folder, self.config) if self.run is None else self.run.masters()
         config = replace(config, model=self.config, train=replace(config.train, compile=False, fp8=None))
         model = GPT(config, dtype=dtype, device=device)
-        fill(model, import_model(self.folder, self.config) if self.run is None else self.run.masters())
+        fill(model, values)
         if self.run is not None:
             for name, value in Routers([model]).state():
                 value.copy_(self.run.read(name, tuple(value.shape)))
@@ -94,14 +99,16 @@ def open_model(folder: Path, report: Callable[[str], None], step: int | None = N
     if is_run(folder, step):
         run = open_run(folder, report, step)
         check_tokenizer(folder, run.state.tokenizer)
-        model, seq_length, tokenizers = run.config.model, run.config.train.seq_length, folder / TOKENIZER
-        has_tokenizer = tokenizers.is_dir()
+        model, trained_length, tokenizers = run.config.model, run.config.train.seq_length, folder / TOKENIZER
+        seq_length, has_tokenizer = trained_length, tokenizers.is_dir()
     else:
-        run, seq_length, tokenizers = None, _longest_sequence(folder), folder
-        model = derive_model(imported_model(folder), seq_length)
-        has_tokenizer = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
+        run, model, tokenizers = None, imported_model(folder), folder
+        trained_length, has_tokenizer = _longest_sequence(folder), holds_tokenizer(folder)
+        seq_length = min(LONGEST, trained_length)
+        model = derive_model(model, seq_length)
     tokenizer = load_tokenizer(tokenizers) if has_tokenizer else None
-    return SavedModel(folder, model, seq_length, tokenizers if has_tokenizer else None, tokenizer, run)
+    place = tokenizers if has_tokenizer else None
+    return SavedModel(folder, model, seq_length, trained_length, place, tokenizer, run)
 
 
 def is_run(folder: Path, step: int | None = None) -> bool:
@@ -142,4 +149,4 @@ def _longest_sequence(folder: Path) -> int:
     said = [about.get("n_positions"), about.get("max_position_embeddings")]
     if (path := folder / "tokenizer_config.json").is_file():
         said.append(read_object(path).get("model_max_length"))
-    return min([LONGEST, *(length for length in said if isinstance(length, int) and length > 0)])
+    return min([sys.maxsize, *(length for length in said if isinstance(length, int) and length > 0)])

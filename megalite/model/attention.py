@@ -106,7 +106,7 @@ class Attention(nn.Module):
         qkv: Tensor = self.qkv(x).unflatten(-1, self.group_shape)
         if self.context is None:
             return qkv
-        queries, keys, values = self._normed(qkv)
+        queries, keys, values = self.normed(qkv)
         if inputs.rotation is not None:
             queries, keys = rotate(queries, *inputs.rotation), rotate(keys, *inputs.rotation)
         return torch.cat((queries, keys, values), dim=3)
@@ -119,11 +119,11 @@ class Attention(nn.Module):
         """
         if self.context is None:
             as_it_is = qkv if self.query_norm is None else None
-            return self._whole(self._normed(qkv), as_it_is, inputs.rotation, inputs)
+            return self._whole(self.normed(qkv), as_it_is, inputs.rotation, inputs)
         whole = partial(self.whole_projection, inputs=inputs)
         return context_attention(qkv, self.context, inputs.scores, whole)
 
-    def _normed(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def normed(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         queries, keys, values = self._split(qkv)
         if self.query_norm is not None and self.key_norm is not None:
             queries, keys = self.query_norm(queries), self.key_norm(keys)

@@ -24,10 +24,14 @@ REDRAW_S = 0.2  # a live terminal is drawn at most this often: drawing costs a f
 
 
 def print_lines(lines: Iterable[str]) -> None:
-    """Print what a command has to show; end quietly where the reader, like `head`, has seen enough."""
+    """Print what a command has to show, as it comes; end quietly where the reader, like `head`, has seen enough."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a stream without Unicode
+    flushed = time.monotonic()
     try:
         for line in lines:
-            print(printable(line))
+            print(printable(line), flush=(waited := time.monotonic() - flushed > 1))
+            flushed = time.monotonic() if waited else flushed
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered goes nowhere

@@ -48,6 +48,7 @@ def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "weights").mkdir()
     (tmp_path / "weights" / "config.json").write_text(json.dumps(WEIGHTS))
+    (tmp_path / "weights" / "tokenizer.json").write_text("{}")
     return tmp_path / "weights"
 
 
@@ -141,8 +142,49 @@ def test_start_weights_bring_their_shape(weights: Path) -> None:
     assert shape == (3, 48, 10, 40, 53, 1e-6)
 
 
-def test_the_vocabulary_of_start_weights_is_no_one_else_s(weights: Path) -> None:
-    assert load_config([f"checkpoint.init_from={weights}", "tokenizer=byte"], 1).model.vocab_size is None
+def test_start_weights_bring_their_tokenizer_unless_another_one_is_named(weights: Path, run: Path) -> None:
+    words, recipes = [f"checkpoint.init_from={weights}"], weights.parent / "mine" / "experiment"
+    recipes.mkdir(parents=True)
+    (recipes / "longer.yaml").write_text("# @package _global_\ntrain: {steps: 7}\n")
+    recipe = ["--config-dir", str(recipes.parent), "experiment=longer", "model={}"]
+    for others in ([], ["data=text", "data.path=x"], ["data=tokens", "data.path=x"], recipe):
+        assert load_config([*words, *others], 1).tokenizer == str(weights), others
+    (weights / "config.json").write_text(json.dumps(WEIGHTS | {"vocab_size": 5000}))
+    for named in ("byte", "bpe", "char", "gpt2"):
+        config = load_config([*words, f"tokenizer={named}"], 1)
+        assert (config.tokenizer, config.model.vocab_size) == (named, 5000)
+    assert load_config([*words, "run_dir=run"], 1).tokenizer == "bpe", "of a run that goes on"
+
+
+@pytest.mark.parametrize(
+    ("words", "told", "remedy"),
+    [
+        (["tokenizer=byte"], "tokenizer='byte': has 257 tokens, and the weights know 53", "tokenizer="),
+        (["tokenizer=bpe"], "tokenizer='bpe': has 4096 tokens, and the weights know 53", "tokenizer="),
+        (["tokenizer=bpe", "data.bpe_vocab_size=300"], "has 300 tokens, and the weights know 53", "tokenizer="),
+    ],
+)
+def test_another_vocabulary_than_that_of_start_weights_is_refused_at_once(
+    weights: Path, words: list[str], told: str, remedy: str
+) -> None:
+    error = refusal(f"checkpoint.init_from={weights}", *words)
+    assert told in str(error)
+    assert f"fix: {remedy}{weights}" in str(error)
+    load_config([f"checkpoint.init_from={weights}", f"tokenizer={weights}"], 1)
+    larger = WEIGHTS | {"vocab_size": 260}
+    (weights / "config.json").write_text(json.dumps(larger))
+    if "bpe" in told:
+        error = refusal(f"checkpoint.init_from={weights}", *words)
+        assert "data.bpe_vocab_size=260, or tokenizer=" in str(error)
+        load_config([f"checkpoint.init_from={weights}", *words, "data.bpe_vocab_size=260"], 1)
+
+
+def test_start_weights_without_a_tokenizer_ask_for_its_name(weights: Path) -> None:
+    (weights / "tokenizer.json").unlink()
+    assert settings(refusal(f"checkpoint.init_from={weights}")) == ["tokenizer"]
+    load_config([f"checkpoint.init_from={weights}", "tokenizer=char"], 1)
+    tokens = load_config([f"checkpoint.init_from={weights}", "data=tokens", "data.path=x"], 1)
+    assert tokens.model.vocab_size == 53
 
 
 def test_what_is_said_of_the_model_is_left_to_be_compared(weights: Path) -> None:
@@ -173,8 +215,8 @@ def test_an_empty_group_says_nothing_of_what_a_run_was_asked_for(run: Path) -> N
         (lambda path: path.write_text("[]"), "is not a JSON object"),
         (lambda path: path.write_text(json.dumps(WEIGHTS | {"model_type": "bert"})), "model_type"),
         (lambda path: path.write_text(json.dumps(WEIGHTS | {"rope_scaling": 3})), "config.json"),
-        (lambda path: path.write_text(json.dumps(WEIGHTS | {"num_hidden_layers": "many"})), "model.num_layers"),
-        (lambda path: path.write_text(json.dumps(WEIGHTS | {"num_hidden_layers": -3})), "model.num_layers=-3"),
+        (lambda path: path.write_text(json.dumps(WEIGHTS | {"num_hidden_layers": "many"})), "num_hidden_layers='many'"),
+        (lambda path: path.write_text(json.dumps(WEIGHTS | {"num_hidden_layers": -3})), "num_hidden_layers=-3"),
     ],
 )
 def test_start_weights_with_a_spoilt_config_are_refused(weights: Path, spoil: Callable[[Path], int], word: str) -> None:

@@ -1,6 +1,8 @@
 """What an import accepts, and how it refuses everything else: all problems at once, with what to do."""
 
 import json
+import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megalite.config.model_folder import imported_model_settings
+from megalite.config.derive import derive_model
+from megalite.config.model_folder import imported_model, imported_model_settings
 from megalite.config.schema import ModelConfig
-from megalite.errors.problems import UserError
+from megalite.errors.problems import Problem, UserError, collect
 from megalite.hf.import_model import import_model
-from tests.hf.peers import matching_config, save_peer
+from tests.hf.peers import PEERS, matching_config, save_peer
 
 
 def refusal(folder: Path, config: ModelConfig) -> UserError:
@@ -122,21 +125,91 @@ def test_non_finite_values_are_refused_by_name(tmp_path: Path) -> None:
     assert "transformer.ln_f.bias" in str(refusal(tmp_path, matching_config(tmp_path)))
 
 
+def test_a_kind_of_model_that_is_not_known_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba", "auto_map": {}}))
+    message = str(refusal(tmp_path, ModelConfig()))
+    assert "must be one of gpt2, llama, qwen3" in message
+    assert "never run" in message
+
+
 @pytest.mark.parametrize(
-    ("changes", "named"),
+    ("family", "changes", "told"),
     [
-        ({"model_type": "mamba"}, "must be one of gpt2, llama, qwen3"),
-        ({"hidden_act": "gelu"}, "hidden_act"),
-        ({"use_sliding_window": True}, "use_sliding_window"),
-        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type=dynamic is none of default, linear"),
-        ({"attention_bias": True}, "mlp_bias"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ("llama", {"use_sliding_window": True}, "use_sliding_window=True"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'"),
+        ("llama", {"rope_scaling": {"type": "longrope"}, "rope_parameters": None}, "rope_type='longrope'"),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 0.5}}, "factor=0.5"),
+        ("llama", {"partial_rotary_factor": 0.5, "rope_parameters": None}, "partial_rotary_factor=0.5"),
+        ("llama", {"attention_bias": True, "mlp_bias": False}, "attention_bias=True"),
+        ("llama", {"attention_bias": True, "mlp_bias": None}, "attention_bias=True"),
+        ("llama", {"mlp_bias": True}, "attention_bias=False"),
+        ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config="),
+        ("llama", {"transformers_weights": "adapter_model.bin"}, "transformers_weights='adapter_model.bin'"),
+        ("qwen3", {"attention_bias": True}, "attention_bias=True"),
+        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types="),
+        ("mixtral", {"sliding_window": 4096}, "sliding_window=4096"),
+        ("qwen3_moe", {"mlp_only_layers": [2], "decoder_sparse_step": 1}, "mlp_only_layers with"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
+        ("gpt2", {"activation_function": "relu"}, "activation_function='relu'"),
     ],
 )
-def test_models_that_no_setting_describes_are_refused(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
-    save_peer("llama", tmp_path)
-    config = matching_config(tmp_path)
-    change_config(tmp_path, **changes)
-    assert named in str(refusal(tmp_path, config))
+def test_a_sound_model_that_no_setting_says_is_not_called_damaged(
+    family: str, changes: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    config = PEERS[family].to_dict() | {key: value for key, value in changes.items() if value is not None}
+    (tmp_path / "config.json").write_text(
+        json.dumps({key: value for key, value in config.items() if key not in changes or changes[key] is not None})
+    )
+    message = str(refusal(tmp_path, ModelConfig()))
+    assert f"config.json: {told}" in message
+    assert message.count("no setting here says it") == 1
+    assert "1 problem:" in message
+    assert "damaged" not in message
+
+
+WRONG: list[Any] = [
+    "32",
+    "",
+    0,
+    -1,
+    0.5,
+    10**9,
+    10**400,
+    math.nan,
+    math.inf,
+    1e-400,
+    True,
+    None,
+    [],
+    [[1]],
+    {},
+    {"a": 1},
+]
+
+
+@pytest.mark.parametrize("name", [*PEERS])
+def test_no_value_of_a_config_json_ends_in_a_traceback_or_in_silence(name: str, tmp_path: Path) -> None:
+    """Every key with every kind of value, in the file and in its rotary scaling: settings that keep all bounds, or a
+    refusal that names the key and blames no setting of ours."""
+    sound: dict[str, Any] = json.loads(PEERS[name].to_json_string(use_diff=False))
+    nested = [(group, key) for group in ("rope_parameters",) for key in sound.get(group) or ()]
+    begin, refused = time.monotonic(), set()
+    for group, key in [*((None, key) for key in sound), *nested]:
+        for value in WRONG:
+            told = {key: value} if group is None else {group: sound[group] | {key: value}}
+            (tmp_path / "config.json").write_text(json.dumps(sound | told))
+            problems: list[Problem] = []
+            model = collect(lambda: imported_model(tmp_path), problems)
+            assert all(str(tmp_path) in one.setting for one in problems), (key, value)
+            assert "model." not in "".join(one.remedy for one in problems), (key, value)
+            if model is None:
+                refused.add(key)
+            else:
+                assert derive_model(model, 32).num_layers <= 10_000, (key, value)
+                assert math.isfinite(model.norm_eps), (key, value)
+    assert refused > {"vocab_size", "model_type"} | ({"n_head"} if name.startswith("gpt2") else {"rms_norm_eps"})
+    assert time.monotonic() - begin < 60
 
 
 def test_a_folder_that_is_not_there_or_not_a_model_is_refused(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from megalite.config.families import describe, model_settings
+from megalite.config.families import beyond_settings, describe, model_settings
 from megalite.config.schema import ModelConfig
 from megalite.model.rotary import rotary_frequencies, rotary_magnitude
 from tests.model.small import small
@@ -70,11 +70,11 @@ def test_settings_come_back_from_what_transformers_writes(case: str) -> None:
     assert found.items() >= {"rope_theta": 10000.0, **CASES[case]}.items()
 
 
-def yarn_settings(**keys: Any) -> dict[str, Any]:
-    """What is read of a Llama's `rope_parameters`; None: without that key."""
+def yarn_file(**keys: Any) -> dict[str, Any]:
+    """config.json of a Llama with these `rope_parameters`; None: without that key."""
     rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 1024, **keys}
     rope = {key: value for key, value in rope.items() if value is not None}
-    return model_settings(describe("llama", small()) | {"max_position_embeddings": 8192, "rope_parameters": rope})
+    return describe("llama", small()) | {"max_position_embeddings": 8192, "rope_parameters": rope}
 
 
 @pytest.mark.parametrize(
@@ -89,16 +89,17 @@ def yarn_settings(**keys: Any) -> dict[str, Any]:
     ],
 )
 def test_what_yarn_leaves_out_is_what_transformers_takes(keys: dict[str, Any], changes: dict[str, Any]) -> None:
-    plain = yarn_settings()
+    plain = model_settings(yarn_file())
     assert (plain["rope_scaling"], plain["rope_beta_slow"], plain["rope_beta_fast"]) == ("yarn", 1.0, 32.0)
-    assert yarn_settings(**keys) == plain | changes
+    assert model_settings(yarn_file(**keys)) == plain | changes
 
 
 def test_a_factor_of_one_is_no_scaling() -> None:
-    found = yarn_settings(factor=1.0)
+    found = model_settings(yarn_file(factor=1.0))
     assert found["rope_scaling_factor"] == 1.0
     assert "rope_scaling" not in found
-    with pytest.raises(ValueError, match="attention_factor"):
-        yarn_settings(factor=1.0, attention_factor=1.2)
-    with pytest.raises(ValueError, match="below 1"):
-        yarn_settings(factor=0.5)
+    for keys, told in (
+        ({"factor": 1.0, "attention_factor": 1.2}, ("attention_factor", 1.2, "1 with factor=1")),
+        ({"factor": 0.5}, ("factor", 0.5, "at least 1")),
+    ):
+        assert [*beyond_settings(yarn_file(**keys))] == [told]

@@ -188,8 +188,8 @@ def test_everything_that_is_wrong_is_told_at_once(capsys: pytest.CaptureFixture[
     ("arguments", "part"),
     [
         (("--rank", "2"), "--rank=2: there are 2 ranks, counted from 0"),
-        (("--rank=-1",), "--rank=-1"),
-        (("--dp", "0"), "--dp=0: must be at least 1"),
+        (("--rank=-1",), "--rank: -1 must be a whole number from 0"),
+        (("--dp", "0"), "--dp: 0 must be a whole number from 1"),
         (("--world-size", "4", "--dp", "2"), "--dp=2: follows from --world-size 4"),
         (("--world-size", "3", "parallel.tp=2"), "world size=3: not a multiple of parallel.tp=2"),
         (("--world-size", "1", "parallel.tp=2"), "world size=1: not a multiple of parallel.tp=2"),

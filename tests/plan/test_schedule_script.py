@@ -92,7 +92,7 @@ def test_a_run_that_recorded_its_pipeline_is_drawn(tmp_path: Path) -> None:
             ],
         ),
         (("parallel.pp=0", "--dp", "2"), ["parallel.pp=0: must be at least 1"]),
-        (("--dp", "0"), ["--dp: 0 is not at least 1"]),
+        (("--dp", "0"), ["--dp: 0 must be a whole number from 1"]),
         (("train.global_batch_size=9", "train.micro_batch_size=2"), ["not a multiple of train.micro_batch_size=2"]),
         (("--speed",), ["--speed='': unknown option"]),
         (("--measured", "nowhere"), ["--measured='nowhere': pipeline.jsonl cannot be read there"]),

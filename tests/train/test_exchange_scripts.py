@@ -128,6 +128,34 @@ def test_import_no_step_and_export_gives_the_same_tensors_bit_for_bit(trained: T
     assert "the weights of exported" in (trained.folder / "back" / "README.md").read_text()
 
 
+def first_loss(trained: Trained, run: str, *words: str) -> float:
+    """Of one step from the weights of the export, on one sequence that is the whole text."""
+    one = ["train.global_batch_size=1", "data.validation_fraction=0", "train.eval_interval=0", "train.steps=1"]
+    place = f"data.path={trained.folder / 'short.txt'}"
+    train(trained.folder, run, f"checkpoint.init_from={trained.exported}", place, *one, *words)
+    return float(json.loads((trained.folder / run / "metrics.jsonl").read_text().splitlines()[0])["loss"])
+
+
+def test_an_import_trains_with_the_tokenizer_of_its_folder(trained: Trained) -> None:
+    """The first loss is that of transformers on the ids of AutoTokenizer; a resume keeps the tokenizer of its run."""
+    import transformers
+
+    text = "A stone by the river, a shadow of light. "
+    (trained.folder / "short.txt").write_text(text)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(trained.exported)
+    ids = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+    expected = float(losses_by_transformers(trained.exported, ids, len(ids) - 1).mean())
+    found = first_loss(trained, "imported", f"train.seq_length={len(ids) - 1}")
+    assert found == pytest.approx(expected, rel=1e-5)
+    other = first_loss(trained, "other", "train.seq_length=40", "tokenizer=byte")
+    assert abs(other - expected) > 0.05
+    for run, length in (("imported", len(ids) - 1), ("other", 40)):
+        assert pretrain_gpt.main([f"run_dir={trained.folder / run}", "train.steps=2"]) == 0, length
+        lines = (trained.folder / run / "metrics.jsonl").read_text().splitlines()
+        assert [json.loads(line)["step"] for line in lines] == [1, 2]
+    assert f"tokenizer: {trained.exported}\n" in (trained.folder / "imported" / "config.yaml").read_text()
+
+
 def test_a_damaged_newest_checkpoint_is_passed_over_and_left_as_it_is(
     trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -211,6 +239,7 @@ def test_experts_are_chosen_with_the_biases_that_the_run_has_learned(
     run = str(trained.folder / "experts")
     said, found = evaluated_in_training(run, 6), evaluation(capsys, run)
     assert found["loss"] == pytest.approx(said["val_loss"], rel=1e-6)
+    assert text(capsys, run, "--prompt", "light", "--max-new-tokens", "3").startswith("light"), "no family has them"
 
 
 def losses_by_transformers(folder: str, tokens: list[int], length: int) -> torch.Tensor:
@@ -368,12 +397,16 @@ DATA = ["data=text", "data.path=other.txt", "data.cache_dir=cache"]
         (nothing, "export_hf", ["run", "out", "--max-shard-size", "big"], ["max shard size='big'", "5GB"]),
         (strange_run, "export_hf", ["strange", "out"], ["strange/tokenizer", "is not what the run has written"]),
         (nothing, "generate", ["run", "--prompt", ""], ["--prompt=''", "nothing to continue"]),
-        (nothing, "generate", ["run", *ASK, "--temperature", "-1"], ["`temperature` (=-1.0)", "positive"]),
-        (nothing, "generate", ["run", *ASK, "--max-new-tokens", "0"], ["`max_new_tokens`"]),
-        (nothing, "generate", ["run", *ASK, "--temperature", "0", "--num-samples", "2"], ["num_return_sequences"]),
+        (nothing, "generate", ["run", *ASK, "--temperature", "-1"], ["--temperature: -1 must be a number from 0"]),
+        (
+            nothing,
+            "generate",
+            ["run", *ASK, "--max-new-tokens", "0"],
+            ["--max-new-tokens: 0 must be a whole number from 1"],
+        ),
         (nothing, "generate", ["gpt2", *ASK], ["model='gpt2'", "models are not downloaded"]),
         (nothing, "generate", ["cache", *ASK], ["neither the folder of a run nor one of a transformers model"]),
-        (model_with_code, "generate", ["code", *ASK], ["holds no tokenizer", "never run"]),
+        (model_with_code, "generate", ["code", *ASK], ["must be one of gpt2, llama, qwen3", "never run"]),
         (model_of_symbols, "generate", ["symbols", "--prompt", "abcdef"], ["'d' (character 3)"]),
         (model_without_tokenizer, "generate", ["mute", *ASK], ["holds no tokenizer"]),
         (nothing, "generate", ["exported", *ASK, "--step", "3"], ["step=3", "has no steps"]),

@@ -1,0 +1,56 @@
+"""No option of any command is taken twice without a word, and every number has bounds."""
+
+from importlib import import_module
+
+import pytest
+
+from megalite.commands.command import Command
+from megalite.commands.dispatch import COMMANDS
+from megalite.config.arguments import read_arguments
+from megalite.errors.problems import UserError
+
+MODULES = {
+    name: import_module(f"megalite.commands.{module}") for name, (module, _) in COMMANDS.items() if name != "train"
+}
+FOUND: dict[str, Command] = {name: getattr(module, "measure", module.main) for name, module in MODULES.items()}
+OPTIONS = [
+    pytest.param(command, option[0], settings, id=f"{name} {option[0]}")
+    for name, command in FOUND.items()
+    for option, settings in command.options
+    if option[0].startswith("-") and settings.get("action") is None
+]
+NUMBERS = [each for each in OPTIONS if each.values[2].get("type").__class__.__name__ == "function"]
+
+
+def test_the_options_are_found() -> None:
+    assert len(OPTIONS) > 25
+    assert len(NUMBERS) > 18
+
+
+@pytest.mark.parametrize(("command", "name", "settings"), OPTIONS)
+def test_an_option_is_given_once(command: Command, name: str, settings: dict[str, object]) -> None:
+    value = str(next(iter(settings.get("choices") or ["1"])))  # type: ignore[call-overload]
+    with pytest.raises(UserError, match="is given twice"):
+        command.parse([name, value, f"{name}={value}"])
+
+
+@pytest.mark.parametrize(("command", "name", "settings"), NUMBERS)
+@pytest.mark.parametrize("value", ["nan", "inf", "-1", "1e400", "x", "", "9" * 5000, "1" + "0" * 30])
+def test_a_number_out_of_bounds_is_refused(
+    command: Command, name: str, settings: dict[str, object], value: str
+) -> None:
+    if name == "--temperature" and value.startswith("10"):
+        return  # nearly all tokens alike
+    with pytest.raises(UserError, match=f"{name}.* must be a (whole )?number (from|above) [01]"):
+        command.parse([f"{name}={value}"])
+
+
+def test_no_option_of_commands_reads_numbers_without_bounds() -> None:
+    assert [each.id for each in OPTIONS if each.values[2].get("type") in (int, float)] == []
+
+
+@pytest.mark.parametrize("flag", ["--config-name", "--cfg", "--package"])
+def test_a_flag_of_hydra_is_given_once(flag: str) -> None:
+    value = "job" if flag == "--cfg" else "a"
+    with pytest.raises(UserError, match=f"{flag}='{value}': is given twice"):
+        read_arguments([flag, value, flag, value])

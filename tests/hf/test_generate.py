@@ -1,0 +1,350 @@
+"""Text from a folder of transformers: numbers are transformers', and nothing is run or read from elsewhere."""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from tokenizers import Regex, pre_tokenizers
+
+from megalite.commands import evaluate, generate
+from megalite.config.compose import load_part
+from megalite.data.tokenizers import bpe_tokenizer, byte_tokenizer, load_tokenizer
+from megalite.hf.generate import Drawing, continued, read_prompt
+from megalite.hf.generate import generate as texts_of
+from megalite.hf.saved_model import SavedModel, open_model
+from tests.hf.peers import PEERS, save_peer
+
+CPU = torch.device("cpu")
+GREEDY = ("--temperature", "0", "--max-new-tokens", "3")
+TEXT = "Once upon a time there's a naïve 12345 tree, isn't there?\n" * 20
+
+
+def opened(folder: Path) -> SavedModel:
+    return open_model(folder, pytest.fail)
+
+
+def sound(folder: Path, name: str = "llama", **config: Any) -> Path:
+    """A folder with a model of 257 bytes and their tokenizer."""
+    peer = transformers.AutoConfig.for_model(**PEERS[name].to_dict() | {"vocab_size": 257, **config})
+    torch.manual_seed(1)
+    transformers.AutoModelForCausalLM.from_config(peer).save_pretrained(folder)
+    byte_tokenizer().save(folder)
+    return folder
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def texts(folder: Path, prompts: list[str], **options: Any) -> list[str]:
+    config, drawing = load_part([], "a test", ()), options.pop("drawing", Drawing(0))
+    arguments = (opened(folder), prompts, config, CPU, drawing, lambda _: None, lambda *_: None)
+    return [text for _, text in texts_of(*arguments, **options)]
+
+
+# --- numbers ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_every_step_has_the_logits_of_transformers_over_the_whole_text(name: str, tmp_path: Path) -> None:
+    """Theirs are computed anew from all tokens, without kept keys, in fp64."""
+    peer = save_peer(name, tmp_path)
+    model = opened(tmp_path).load(load_part([], "a test", ()), torch.float64, CPU)
+    steps: list[torch.Tensor] = []
+
+    def likeliest(logits: torch.Tensor, _: Any) -> torch.Tensor:
+        steps.append(logits)
+        return logits.argmax(1)
+
+    begun = torch.tensor([[3, 17, 40, 8, 2], [50, 1, 1, 30, 9]])
+    *_, text = continued(model, begun, 7, likeliest, torch.Generator())  # type: ignore[arg-type]
+    assert text.shape == (2, 12)
+    theirs = peer(input_ids=text).logits[:, 4:-1]
+    ours = torch.stack(steps, dim=1)
+    bound = 1e-9 if name.startswith("gpt2") else 1e-6  # transformers computes RMSNorm of fp64 models in fp32
+    assert ((ours - theirs).abs().max() / theirs.abs().max()).item() < bound
+    assert torch.equal(text[:, 5:], theirs.argmax(-1)), "the likeliest token of each place"
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 1000),
+    temperature=st.sampled_from([0.01, 0.7, 1.0, 30.0]),
+    top_k=st.sampled_from([0, 1, 5, 40, 99]),
+    top_p=st.sampled_from([1e-9, 0.3, 0.9, 1.0]),
+)
+def test_tokens_are_drawn_with_the_shares_of_transformers(
+    seed: int, temperature: float, top_k: int, top_p: float
+) -> None:
+    logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(seed)).double() * 4
+    shares, tokens = Drawing(temperature, top_k, top_p).shares(logits)
+    ours = torch.zeros_like(logits).scatter(1, tokens, shares / shares.sum(1, keepdim=True))
+    warpers: list[Any] = [transformers.TemperatureLogitsWarper(temperature)]
+    if top_k:
+        warpers.append(transformers.TopKLogitsWarper(top_k))
+    if top_p < 1:
+        warpers.append(transformers.TopPLogitsWarper(top_p))
+    for warp in warpers:
+        logits = warp(None, logits)
+    torch.testing.assert_close(ours, torch.softmax(logits, dim=1), rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e300])
+def test_a_temperature_may_be_any_number(temperature: float) -> None:
+    logits, dice = torch.tensor([[1.0, 3.0, 2.0]] * 50), torch.Generator().manual_seed(1)
+    drawn = set(Drawing(temperature, 0)(logits, dice).tolist())
+    assert drawn == ({1} if temperature < 1 else {0, 1, 2})
+
+
+def test_a_text_ends_where_the_folder_says_that_texts_end(tmp_path: Path) -> None:
+    saved = opened(sound(tmp_path))
+    assert saved.tokenizer is not None
+    model, greedy = saved.load(load_part([], "a test", ()), torch.float32, CPU), Drawing(0)
+    *_, [ids] = (text.tolist() for text in continued(model, torch.tensor([[*b"a tree"]]), 9, greedy, torch.Generator()))
+    assert texts(tmp_path, ["a tree"], max_new_tokens=9) == [saved.tokenizer.decode(ids)]
+    named = {"eos_token_id": [ids[9], 256], "num_beams": 10**9}
+    (tmp_path / "generation_config.json").write_text(json.dumps(named))
+    expected = saved.tokenizer.decode(ids[: ids.index(ids[9], 6)])
+    assert texts(tmp_path, ["a tree"], max_new_tokens=9) == [expected]
+
+
+def test_a_prompt_is_read_with_the_ids_of_an_evaluation(tmp_path: Path) -> None:
+    """AutoTokenizer makes a GPT2Tokenizer of this folder, which has a pre-tokenizer of its own."""
+    tokenizer = bpe_tokenizer([TEXT], 300)
+    digits = pre_tokenizers.Split(Regex(r"\d"), behavior="isolated")
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.backend.pre_tokenizer = pre_tokenizers.Sequence([digits, level])
+    sound(tmp_path, "gpt2", vocab_size=300)
+    (tmp_path / "tokenizer.json").write_text(tokenizer.backend.to_str())
+    settings = {"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|endoftext|>", "bos_token": "<|endoftext|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    saved, prompt = opened(tmp_path), "Once upon a 12345 tree"
+    assert read_prompt(saved, prompt) == tokenizer.backend.encode(prompt).ids == load_tokenizer(tmp_path).encode(prompt)
+    assert read_prompt(saved, f"{prompt}<|endoftext|>")[-1] == 0, "a special token that is spelled out"
+    assert load_tokenizer(tmp_path).encode("<|endoftext|>") != [0], "but not in a document"
+
+
+def test_samples_come_one_after_the_other_and_do_not_depend_on_other_prompts(tmp_path: Path) -> None:
+    drawing = Drawing(1.0, 0)
+    alone = texts(sound(tmp_path), ["a tree"], max_new_tokens=4, num_samples=20, drawing=drawing)
+    assert len(set(alone)) == 20
+    both = texts(tmp_path, ["the river", "a tree"], max_new_tokens=4, num_samples=20, drawing=drawing)
+    assert both[20:] == alone
+    assert all(text.startswith("the river") for text in both[:20])
+    config, begin = load_part([], "a test", ()), time.monotonic()
+    endless = texts_of(
+        opened(tmp_path),
+        ["a"],
+        config,
+        CPU,
+        drawing,
+        lambda _: None,
+        lambda *_: None,
+        num_samples=10**9,
+        max_new_tokens=1,
+    )
+    assert len([next(endless) for _ in range(40)]) == 40
+    assert time.monotonic() - begin < 30
+
+
+# --- folders ---------------------------------------------------------------------------------------------------------
+
+
+def refused_by_both(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """What generate and evaluate say; the same."""
+    (folder.parent / "text.txt").write_text("a tree")
+    data = ["data=text", f"data.path={folder.parent / 'text.txt'}", f"data.cache_dir={folder.parent / 'cache'}"]
+    said, _ = list[str](), capsys.readouterr()
+    for command, words in ((generate.main, ["--prompt", "a tree"]), (evaluate.main, data)):
+        assert command([str(folder), *words, "device=cpu"]) == 2
+        said.append(capsys.readouterr().err)
+        assert "Traceback" not in said[-1]
+    assert said[0] == said[1]
+    return said[0]
+
+
+class Unpickled:
+    """A pickle that writes a file when it is loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return open, (str(self.path), "w")
+
+
+@pytest.mark.parametrize(
+    ("changes", "files", "told"),
+    [
+        ({"transformers_weights": "adapter_model.bin"}, {}, "transformers_weights='adapter_model.bin'"),
+        ({}, {"adapter_config.json": '{"peft_type": "LORA"}'}, "an adapter beside the weights is not applied"),
+        ({"model_type": "theirs", "auto_map": {"AutoConfig": "theirs.C"}}, {"theirs.py": "RUN"}, "never run"),
+        ({"auto_map": {"AutoModelForCausalLM": "theirs.M"}}, {"theirs.py": "RUN", "weights": ""}, "never loaded"),
+        ({}, {"model.safetensors.index.json": '{"weight_map": {"a": "pytorch_model.bin"}}', "weights": ""}, "complete"),
+    ],
+)
+def test_nothing_is_unpickled_and_no_code_is_run(
+    changes: dict[str, Any], files: dict[str, str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, ran = sound(tmp_path / "theirs"), tmp_path / "ran"
+    change_config(folder, **changes)
+    for name in ("pytorch_model.bin", "adapter_model.bin"):
+        torch.save(Unpickled(ran), folder / name)
+    for name, content in files.items():
+        if name == "weights":
+            (folder / "model.safetensors").unlink()
+        else:
+            (folder / name).write_text(content.replace("RUN", f"open({str(ran)!r}, 'w')"))
+    assert told in refused_by_both(folder, capsys)
+    assert not ran.exists()
+
+
+@pytest.mark.parametrize("name", ["../outside.safetensors", "ABSOLUTE", "sub/../../outside.safetensors", "", "."])
+def test_an_index_leads_nowhere_but_into_its_folder(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, outside = sound(tmp_path / "theirs"), tmp_path / "outside.safetensors"
+    (folder / "model.safetensors").rename(outside)
+    (folder / "sub").mkdir()
+    name = str(outside) if name == "ABSOLUTE" else name
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": dict.fromkeys(load_file(outside), name)})
+    )
+    assert "model.safetensors" in refused_by_both(folder, capsys)
+
+
+def test_a_pipe_is_not_waited_for_and_a_link_to_a_file_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The cache of the hub holds links."""
+    folder = sound(tmp_path / "theirs")
+    before = texts(folder, ["a tree"], max_new_tokens=5)
+    weights = folder / "model.safetensors"
+    weights.rename(tmp_path / "blob")
+    weights.symlink_to(tmp_path / "blob")
+    assert texts(folder, ["a tree"], max_new_tokens=5) == before
+    weights.unlink()
+    os.mkfifo(weights)
+    assert "it is no file" in refused_by_both(folder, capsys)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"hidden_size": "32"}, "hidden_size='32': must be a whole number"),
+        ({"num_attention_heads": 0}, "num_attention_heads=0: must be at least 1"),
+        ({"num_hidden_layers": 1_000_000_000}, "num_hidden_layers=1000000000: is more than 10,000"),
+        ({"num_hidden_layers": 10_000}, "must have the tensors of 10,000 layers"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan: must be finite"),
+        ({"architectures": ["LlamaForSequenceClassification"], "tie_word_embeddings": True}, "architectures="),
+    ],
+)
+def test_a_config_that_no_model_has_is_told_by_its_key(
+    changes: dict[str, Any], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = sound(tmp_path / "theirs")
+    tensors = load_file(folder / "model.safetensors")
+    if "architectures" in changes:
+        tensors["score.weight"] = torch.zeros(2, 24)
+        save_file(tensors, folder / "model.safetensors")
+    change_config(folder, **changes)
+    said = refused_by_both(folder, capsys)
+    assert told in said
+    assert "model." not in said.partition("fix:")[2]
+
+
+def test_a_head_beside_tied_embeddings_is_not_passed_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """transformers does not tie them then: its logits are those of the head in the file."""
+    folder = sound(tmp_path / "theirs", tie_word_embeddings=False)
+    tokens, models = torch.tensor([[1, 2, 3]]), transformers.AutoModelForCausalLM
+    expected = models.from_pretrained(folder)(tokens).logits
+    change_config(folder, tie_word_embeddings=True)
+    assert torch.equal(models.from_pretrained(folder)(tokens).logits, expected)
+    assert "is another matrix than the embedding" in refused_by_both(folder, capsys)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert len(texts(folder, ["a"], max_new_tokens=1)) == 1
+
+
+def test_missing_weights_are_not_drawn_at_random(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = sound(tmp_path / "theirs")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert "model.norm.weight" in refused_by_both(folder, capsys)
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_all_prompts_are_sampled_and_a_line_of_a_file_is_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, file = sound(tmp_path / "theirs"), tmp_path / "prompts.txt"
+    file.write_bytes("  in a füll\r\n\n \nthe river".encode())
+    asked = ["--prompt", "one", "--prompts", str(file), "--prompt", "two"]
+    assert generate.main([str(folder), *asked, *GREEDY, "--json"]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [each["prompt"] for each in found] == ["one", "two", "  in a füll", "the river"]
+    assert all(each["text"].startswith(each["prompt"]) for each in found)
+    assert generate.main([str(folder), *asked, *GREEDY]) == 0
+    said = capsys.readouterr().out
+    assert [line for line in said.splitlines() if line.startswith("---")] == [f"--- {n} of 4 ---" for n in range(1, 5)]
+
+
+def test_no_control_character_reaches_the_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, prompt = sound(tmp_path / "theirs"), "\x1b]0;title\x07\x9b31m\u202etree\r\tA\n"
+    assert generate.main([str(folder), "--prompt", prompt, *GREEDY]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("\\x1b]0;title\\x07\\x9b31m\\u202etree\\r\tA\n")
+    assert generate.main([str(folder), "--prompt", prompt, *GREEDY, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["text"].startswith(prompt), "a program gets them all"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "there is nothing to continue"),
+        (["--prompt", "a", "--prompt", ""], "--prompt='': there is nothing to continue"),
+        (["--prompt", "\udcff", "--prompt", "\udcfe"], "2 problems"),
+        (["--prompts", "blank.txt"], "there is no prompt in blank.txt"),
+        (["--prompts", "latin.txt"], "latin.txt: is not UTF-8 text"),
+        (["--prompts", "gone.txt"], "gone.txt: cannot be read"),
+        (["--prompt", "a", "--num-samples", "0"], "--num-samples: 0 must be a whole number from 1"),
+        (["--prompt", "a", "--num-samples", "1e3"], "--num-samples: 1e3 must be a whole number from 1"),
+        (["--prompt", "a", "--num-samples", "1" * 5000], "must be a whole number from 1"),
+        (["--prompt", "a", "--top-p", "nan"], "--top-p: nan must be a number above 0 to 1"),
+        (["--prompt", "a", "--top-p", "0"], "--top-p: 0 must be a number above 0 to 1"),
+        (["--prompt", "a", "--top-p", "1.1"], "--top-p: 1.1 must be a number above 0 to 1"),
+        (["--prompt", "a", "--top-k", "-1"], "--top-k: -1 must be a whole number from 0"),
+        (["--prompt", "a", "--temperature", "inf"], "--temperature: inf must be a number from 0"),
+        (["--prompt", "a", "--temperature", "nan"], "--temperature: nan must be a number from 0"),
+        (
+            ["--prompt", "a", "--max-new-tokens", "9999999"],
+            "--max-new-tokens: 9999999 must be a whole number from 1 to",
+        ),
+        (["--prompt", "a", "--seed", "1"], "unknown option"),
+        (["--prompt", "a", "--top-k", "3", "--top-k", "4"], "--top-k='4': is given twice"),
+        (["--prompts", "a", "--prompts", "b"], "--prompts='b': is given twice"),
+    ],
+)
+def test_mistakes_are_refused_before_a_model_is_looked_for(
+    words: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("blank.txt").write_text(" \n\n")
+    Path("latin.txt").write_bytes(b"\xe9")
+    assert generate.main(["gone", *words]) == 2
+    said = capsys.readouterr()
+    assert (said.out, said.err.count("megalite: refused")) == ("", 1)
+    assert told in said.err.replace("=4:", "='4':").replace("PosixPath('b')", "'b'")
