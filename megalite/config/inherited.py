@@ -7,6 +7,7 @@ began is derived again.
 
 import os
 from collections.abc import Mapping, Set
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from megalite.config.derive import BUILT_IN_TOKENIZERS, absolute
 from megalite.config.model_folder import imported_model_settings
-from megalite.config.settings import flat, yaml_value
+from megalite.config.overrides import unknown
+from megalite.config.settings import SETTINGS, flat, leaves, yaml_value
 from megalite.config.user_files import read_yaml, refusing
+from megalite.errors.problems import UserError
 
 DERIVED = "derived"  # key of a run's config.yaml: the settings in it that nobody gave
 OF_ONE_START = ("run_dir", "resume", "launch.preflight", "launch.status_file", "train.max_minutes")
@@ -30,16 +33,36 @@ def of_run(tree: DictConfig, named: Set[str]) -> list[str]:
     path = Path(absolute(folder or os.path.join("runs", name)), "config.yaml")
     if not (os.path.lexists(path) and os.path.isfile(path.with_name("run.json"))):
         return []
-    remedy = "restore it from a copy, or give all settings and another run_dir"
+    values, derived = _saved(path, "restore it from a copy, or give all settings and another run_dir")
+    return _overrides(flat(values), tree, {*named, *OF_ONE_START, *derived})
+
+
+def is_of_run(path: Path) -> bool:
+    """Whether a file is the config.yaml of a run, under any name: it says what was derived."""
+    with suppress(UserError):  # said by whoever reads it
+        saved = read_yaml(path)
+        return isinstance(saved, dict) and DERIVED in saved
+    return False
+
+
+def of_recipe(path: Path, tree: DictConfig, named: Set[str]) -> list[str]:
+    """What a run's config.yaml says, for a new run with a folder of its own."""
+    saved, derived = _saved(path, "write it as the run did, or give all settings")
+    values = leaves(saved)
+    if slips := [unknown(name, value) for name, value in values.items() if name not in {*SETTINGS, DERIVED}]:
+        raise UserError(slips)
+    return _overrides(values, tree, {*named, *OF_ONE_START, "run_name", DERIVED, *derived})
+
+
+def _saved(path: Path, remedy: str) -> tuple[dict[str, Any], list[str]]:
+    """The settings in a run's config.yaml, and the names of those that nobody gave."""
     saved = read_yaml(path, remedy)
     with refusing(path, remedy):
-        values, derived = (flat(saved), saved.get(DERIVED, [])) if isinstance(saved, dict) else ({}, None)
-        lists = [value for value in (derived, *values.values()) if isinstance(value, list)]
+        derived = saved.get(DERIVED, []) if isinstance(saved, dict) else None
+        lists = [value for value in (derived, *flat(saved).values()) if isinstance(value, list)] if saved else []
         if not isinstance(derived, list) or any(isinstance(one, list | dict) for each in lists for one in each):
-            raise ValueError(
-                "holds no settings of a run"
-            )  # aliases of lists in lists could stand for billions of values
-    return _overrides(values, tree, {*named, *OF_ONE_START, *derived})
+            raise ValueError("holds no settings of a run")
+    return saved, derived
 
 
 def of_weights(tree: DictConfig, named: Set[str]) -> list[str]:

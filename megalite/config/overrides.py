@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megalite.config.secrecy import ADVICE, HIDDEN, secret_override, secret_value
-from megalite.config.settings import GROUPS, SETTINGS, yaml_value
+from megalite.config.settings import GROUPS, SETTINGS, leaves, yaml_value
 from megalite.config.suggest import INSTEAD, nearest_setting
 from megalite.errors.problems import LONGEST_SHOWN, NO_VALUE, Problem, UserError, shortened
 from megalite.errors.remedies import nearest
@@ -68,10 +68,10 @@ def choices_of(override: Override, loader: ConfigLoader) -> list[str]:
 
 def assign(tree: DictConfig, override: Override) -> Iterator[Problem]:
     """Sets in the tree what the override says; the problems of what is no setting or of another type."""
-    for name, value in leaves(override).items():
+    for name, value in named_leaves(override).items():
         setting = SETTINGS.get(name)
         if setting is None:
-            yield Problem(name, value, "unknown setting", _meant(name, value))
+            yield unknown(name, value)
             continue
         try:
             if setting.kind is bool and isinstance(value, int) and value not in (0, 1):  # to OmegaConf, 2 is true
@@ -84,20 +84,22 @@ def assign(tree: DictConfig, override: Override) -> Iterator[Problem]:
             yield Problem(name, value, f"must be {setting.type_words}", remedy)
 
 
-def leaves(override: Override) -> dict[str, Any]:
+def named_leaves(override: Override) -> dict[str, Any]:
     """Names and values: `model={norm: rmsnorm}` sets what `model.norm=rmsnorm` sets."""
-    pending: dict[str, Any] = {override.get_key_element(): override.value()}
-    while groups := [name for name, value in pending.items() if isinstance(value, dict) and name not in SETTINGS]:
-        pending.update({f"{groups[0]}.{leaf}": value for leaf, value in pending.pop(groups[0]).items()})
-    return pending
+    return leaves({override.get_key_element(): override.value()})
 
 
 def settings_named(override: Override) -> set[str]:
     """The settings that an override speaks of: all of a group whose file it chooses, every one for a recipe."""
     name = override.get_key_element()
     if name in SETTINGS or isinstance(override.value(), dict):  # of which {} names none
-        return leaves(override).keys() & SETTINGS.keys()
+        return named_leaves(override).keys() & SETTINGS.keys()
     return {setting.name for setting in SETTINGS.values() if setting.group == name or name not in GROUPS}
+
+
+def unknown(name: str, value: Any) -> Problem:
+    """The problem of what is no setting."""
+    return Problem(name, value, "unknown setting", _meant(name, value))
 
 
 def _unknown_choice(group: str, choice: Any, choices: list[str]) -> Problem:

@@ -355,8 +355,8 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
-    # No settings, but where they come from: what a folder gave, as overrides; what the command sets otherwise
-    # than its presets, and what nobody gave, by name.
+    # No settings, but where they come from: what a folder gave, in words; what the command sets otherwise than its
+    # presets, and what nobody gave, by name.
     inherited: tuple[str, ...] = ()
     departures: tuple[str, ...] = ()
     derived: tuple[str, ...] = ()

@@ -142,6 +142,14 @@ def flat(plain: Mapping[Any, Any]) -> dict[str, Any]:
     return found
 
 
+def leaves(nested: Mapping[Any, Any]) -> dict[str, Any]:
+    """Name and value of all that nested dictionaries hold, of what is no setting too."""
+    pending = {str(name): value for name, value in nested.items()}
+    while groups := [name for name, value in pending.items() if isinstance(value, dict) and name not in SETTINGS]:
+        pending.update({f"{groups[0]}.{leaf}": value for leaf, value in pending.pop(groups[0]).items()})
+    return pending
+
+
 def yaml_value(value: Any) -> str:
     """The value as YAML and Hydra's command line take it."""
     if value is None:

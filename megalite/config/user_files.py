@@ -5,6 +5,7 @@ system, the decoder and the parser into one UserError. `as_record` checks JSON f
 """
 
 import json
+import math
 import os
 import stat
 import types
@@ -12,6 +13,7 @@ import typing
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +23,7 @@ from omegaconf._utils import get_yaml_loader
 from megalite.errors.problems import NO_VALUE, Problem, UserError
 
 RESTORE = "restore it from a copy"
+MOST_VALUES = 100_000  # of a YAML file
 FAULTS: dict[type[Exception], str] = {  # what goes wrong with files, in words
     OSError: "cannot be read: ",
     UnicodeDecodeError: "is not UTF-8 text: ",
@@ -68,10 +71,23 @@ def read_object(path: Path, remedy: str = RESTORE) -> dict[str, Any]:
 
 
 def read_yaml(path: Path, remedy: str = RESTORE) -> Any:
-    """The value in a YAML file of plain data, read as Hydra does: no key twice."""
+    """The value in a YAML file of plain data, read as Hydra does: no key twice. UserError where its aliases stand for
+    more values than anyone writes: nested ones double with every line."""
     content = read_bytes(path, remedy)
     with refusing(path, remedy):
+        node = yaml.compose(content, Loader=get_yaml_loader())
+        if node is not None and _count(node, {}) > MOST_VALUES:
+            raise ValueError(f"stands for more than {MOST_VALUES:,} values (aliases of aliases)")
         return yaml.load(content, Loader=get_yaml_loader())
+
+
+def _count(node: yaml.Node, known: dict[yaml.Node, float]) -> float:
+    """The values that a node stands for; without end where it holds itself."""
+    if node not in known:
+        known[node] = math.inf  # until it is counted
+        parts = chain(*node.value) if isinstance(node, yaml.MappingNode) else node.value
+        known[node] = 1 + sum(_count(part, known) for part in (() if isinstance(node, yaml.ScalarNode) else parts))
+    return known[node]
 
 
 def as_record(kind: type[Record], found: Any, place: Path | str, remedy: str = RESTORE) -> Record:

@@ -103,10 +103,8 @@ def build_job(
         together(context, lambda: read_weights(weights, config.model, None))  # checked at once, read later
     folder = RunFolder(path, context, config.resume, as_plain(config), data.fingerprint)
     try:
-        if config.inherited:
-            report(f"as before: {', '.join(config.inherited)}")
-        for change in folder.changes:
-            report(change)
+        for line in (*config.inherited, *folder.changes):
+            report(line)
         if slow := slow_precision(context.dtype, context.device):
             report(slow)
         if config.train.fp8 is not None and context.device.type == "cpu":

@@ -1,6 +1,7 @@
 """Every mistake in an override is found, all of them at once, each with what would work."""
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -285,6 +286,46 @@ def test_a_preset_that_cannot_be_read_is_refused(tmp_path: Path, content: bytes 
     said = str(refusal("--config-dir", str(tmp_path), "model=mine"))
     assert word in said
     assert ("mend the file" in said) == (word != "unknown choice")
+
+
+@pytest.mark.parametrize(
+    ("argv", "blamed", "word"),
+    [
+        (["--config-name=nope", "data=text"], "--config-name=nope", "there is no nope.yaml"),
+        (["--config-name=confg", "model=gpt2"], "--config-name=confg", "fix: --config-name=config"),
+        (["--config-path", ".", "data=text"], "--config-name=config", "there is no config.yaml"),
+        (["--config-dir", ".", "data=text", "model=mine"], "model=mine", "while parsing"),
+    ],
+)
+def test_the_file_that_is_wrong_is_blamed_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argv: list[str], blamed: str, word: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("model").mkdir()
+    Path("model/mine.yaml").write_text("num_layers: [")
+    problems = refusal(*argv).problems
+    assert blamed in [problem.setting for problem in problems]
+    assert word in str(next(problem for problem in problems if problem.setting == blamed))
+
+
+LINES = ["a0: &a0 [x, x]", *(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 60))]  # 2^60 values
+BOMBS = ["\n".join(LINES), "\n".join(LINES).replace("[", "{p: ").replace(", ", ", q: ").replace("]", "}"), "a: &a [*a]"]
+
+
+@pytest.mark.parametrize("content", BOMBS)
+@pytest.mark.parametrize("argv", [["-cd", ".", "model=mine"], ["-cp", "."], ["-cp", ".", "-cn", "model/mine"]])
+def test_aliases_that_stand_for_more_than_memory_holds_are_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, argv: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("model").mkdir()
+    for path in ("model/mine.yaml", "config.yaml"):
+        Path(path).write_text(f"{content}\n")
+    if argv[:2] == ["-cd", "."]:
+        Path("config.yaml").unlink()
+    begin = time.process_time()
+    assert "stands for more than 100,000 values" in str(refusal(*argv))
+    assert time.process_time() - begin < 5
 
 
 def test_a_preset_that_may_not_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
