@@ -35,7 +35,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megalite.config.arguments import sources
 from megalite.config.compose import PACKAGE, files_of, hydra_loader, in_one_line, load_config, run_hydra
-from megalite.config.inherited import as_override
+from megalite.config.overrides import as_override
 from megalite.config.schema import Config
 from megalite.config.user_files import as_record, read_json, refusing
 from megalite.errors.problems import NO_VALUE, Problem, UserError, collect, to_stderr

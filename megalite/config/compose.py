@@ -34,8 +34,8 @@ from omegaconf.errors import OmegaConfBaseException
 from megalite.config.arguments import read_arguments, shown
 from megalite.config.bounds import bounds
 from megalite.config.derive import derive
-from megalite.config.inherited import as_override, is_of_run, of_recipe, of_run, of_weights
-from megalite.config.overrides import assign, choices_of, read_override, settings_named
+from megalite.config.inherited import is_of_run, of_recipe, of_run, of_weights
+from megalite.config.overrides import as_override, assign, choices_of, read_override, settings_named
 from megalite.config.rules import check
 from megalite.config.schema import Config
 from megalite.config.secrecy import ADVICE, HIDDEN, secret_name, secret_value
@@ -216,9 +216,9 @@ def _read(arguments: Namespace) -> _Reading:
     by_command = _written(tree)
     named = set[str]().union(*map(settings_named, overrides))
     inherited, told = list[str](), list[str]()
-    sources: dict[str, Callable[..., list[str]]] = {"as before": of_run, "of the weights": of_weights}
+    sources: dict[str, Callable[..., list[str]]] = {"as before": of_run, "from the weights": of_weights}
     if arguments.config_name or arguments.config_path or files.recipe:  # which take nothing from elsewhere
-        sources = {f"of {files.recipe}": partial(of_recipe, files.recipe)} if files.recipe else {}
+        sources = {f"from {files.recipe}": partial(of_recipe, files.recipe)} if files.recipe else {}
     for words_for_it, source in sources.items() if composed is not None else ():
         texts = collect(partial(source, tree, named), problems) or []
         for text in texts:

@@ -11,13 +11,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import DictConfig, OmegaConf
 
 from megalite.config.derive import BUILT_IN_TOKENIZERS, absolute
 from megalite.config.model_folder import imported_model_settings
-from megalite.config.overrides import unknown
-from megalite.config.settings import SETTINGS, flat, leaves, yaml_value
+from megalite.config.overrides import as_override, unknown
+from megalite.config.settings import SETTINGS, flat, leaves
 from megalite.config.user_files import read_yaml, refusing
 from megalite.errors.problems import UserError
 
@@ -87,12 +86,3 @@ def _overrides(values: Mapping[str, Any], tree: DictConfig, others: Set[str]) ->
     """Those but `others` that the command alone, with conf/ as it is today, would not give."""
     changed = {name: value for name, value in values.items() if name not in others and value != _given(tree, name)}
     return [f"{name}={as_override(value)}" for name, value in changed.items()]
-
-
-def as_override(value: Any) -> str:
-    """The value as Hydra's command line reads it, so that it comes back as it is."""
-    if isinstance(value, list):
-        return "[" + ",".join(as_override(item) for item in value) + "]"
-    if value is None or isinstance(value, bool | int | float):
-        return yaml_value(value)
-    return QuotedString(str(value).replace("${", "\\${"), Quote.single).with_quotes()

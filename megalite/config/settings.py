@@ -62,6 +62,13 @@ class Setting:
         """The bounds as a person says them: `at least 0, below 1`; empty where there are none."""
         return ", ".join(f"{name.replace('_', ' ')} {limit}" for name, limit in self.limits.items())
 
+    @property
+    def words(self) -> str:
+        """Type, choices and bounds in words."""
+        if self.choices:
+            return " | ".join((*self.choices, "null") if self.nullable else self.choices)
+        return ", ".join(words for words in (self.type_words.removeprefix("a "), self.limit_words) if words)
+
 
 def _settings(group: str, schema: type, inner: str = "") -> Iterator[Setting]:
     """All settings of a group, of the dataclasses inside of it too."""

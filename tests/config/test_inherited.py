@@ -15,7 +15,8 @@ from omegaconf import OmegaConf
 
 from megalite.config.arguments import read_arguments
 from megalite.config.compose import CONF, load_config, show_information
-from megalite.config.inherited import DERIVED, as_override
+from megalite.config.inherited import DERIVED
+from megalite.config.overrides import as_override
 from megalite.config.schema import Config
 from megalite.config.settings import as_plain
 from tests.config.refusal import refusal, settings
@@ -113,7 +114,7 @@ def test_the_config_of_a_run_is_a_recipe_under_any_name(run: Path, flags: str, w
     given = [word for word in GIVEN if not (words and words[0] == "model=tiny" and word.startswith(("model", "data")))]
     expected = load_config([*given, *words, "run_dir=new"], 1)
     assert same(found, expected)
-    assert found.inherited[0].startswith(f"of {Path.cwd()}/")
+    assert found.inherited[0].startswith(f"from {Path.cwd()}/")
     assert load_config([*flags.split(), *words], 1).run_dir != str(run), "a recipe does not say where"
 
 

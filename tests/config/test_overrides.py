@@ -123,12 +123,12 @@ ONE_MISTAKE = [
     # a name that no field can have; nobody is shown the field's
     ("checkpoint.async=1.5", ["checkpoint.async=1.5", "true or false", "checkpoint.async=false"]),
     ("checkpoint.async=null", ["checkpoint.async=null", "true or false"]),
-    ("checkpoint.asinc=true", ["unknown setting", "checkpoint.async=True"]),
-    ("train.async=true", ["unknown setting", "checkpoint.async=True"]),
+    ("checkpoint.asinc=true", ["unknown setting", "checkpoint.async=true"]),
+    ("train.async=true", ["unknown setting", "checkpoint.async=true"]),
     ("checkpoint.zzz=1", ["interval, keep, async, init_from"]),
-    ("checkpoint.asynchronous=true", ["unknown setting", "checkpoint.async=True"]),
-    ("++checkpoint.asynchronous=true", ["unknown setting", "checkpoint.async=True"]),
-    ("checkpoint={asynchronous: true}", ["unknown setting", "checkpoint.async=True"]),
+    ("checkpoint.asynchronous=true", ["unknown setting", "checkpoint.async=true"]),
+    ("++checkpoint.asynchronous=true", ["unknown setting", "checkpoint.async=true"]),
+    ("checkpoint={asynchronous: true}", ["unknown setting", "checkpoint.async=true"]),
     ("model.activation=relu", ["gelu", "swiglu"]),
 ]
 
