@@ -42,6 +42,16 @@ SWITCHED: list[tuple[str, Any, list[str], str]] = [
     ("parallel.cp", 2, ["parallel.cp_comm", "parallel.cp_alltoall"], ""),
     ("precision", "fp16", [f"optimizer.{name}" for name in LOSS_SCALE], ": the loss is scaled in fp16 alone"),
 ]
+# The same where the command itself gives the settings: what a preset or a recipe says besides may stay unused.
+ASKED: list[tuple[str, Any, list[str], str]] = [
+    ("data.source", "hf", ["data.subset", "data.split", "data.streaming"], ""),
+    ("tokenizer", "bpe", ["data.bpe_vocab_size"], ""),
+    ("lr.schedule", "wsd", ["lr.decay_steps"], ""),
+    ("model.position", "rope", ["model.rope_theta"], ""),
+    ("model.position", "learned", ["model.max_positions"], ""),
+    ("train.sample_tokens", 1, ["train.sample_interval", "train.sample_prompts"], ""),
+    ("train.eval_interval", 1, ["train.eval_batches"], ""),
+]
 
 
 def check(config: Config, world_size: int, doubtful: Collection[str] = ()) -> list[Problem]:
@@ -134,7 +144,8 @@ def names_are_file_names(case: Case) -> Iterator[Flaw]:
 
 def settings_have_an_effect(case: Case) -> Iterator[Flaw]:
     """What is asked for is done. The default asks for nothing, and so does an empty list."""
-    for switch, needed, names, why in SWITCHED:
+    given = [(switch, needed, {*names} & {*case.config.departures}, why) for switch, needed, names, why in ASKED]
+    for switch, needed, names, why in (*SWITCHED, *given):
         value = case.value(switch)
         for name in () if value == needed or (isinstance(needed, int) and value > needed) else names:
             default = SETTINGS[name].default

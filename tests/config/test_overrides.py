@@ -232,7 +232,7 @@ def test_overrides_mean_what_hydra_makes_of_them() -> None:
 def test_a_setting_whose_name_no_field_can_have_is_set_like_any_other() -> None:
     for override in ("checkpoint.async=true", "++checkpoint.async=yes", "checkpoint={async: true}"):
         assert load_config([override], 1).checkpoint.asynchronous, override
-    assert load_config(["data.streaming=true", "checkpoint.async=${data.streaming}"], 1).checkpoint.asynchronous
+    assert load_config(["model.bias=true", "checkpoint.async=${model.bias}"], 1).checkpoint.asynchronous
     assert not load_config([], 1).checkpoint.asynchronous
 
 
