@@ -11,6 +11,7 @@ from typing import Any
 
 from megalite.config.settings import yaml_value
 from megalite.errors.problems import Problem
+from megalite.errors.words import plain
 
 # Fields of the model that leave the meaning of its parameters alone.
 _FREE_IN_MODEL = (
@@ -44,13 +45,13 @@ def compare(saved: Mapping[str, Any], current: Mapping[str, Any]) -> tuple[list[
         if before[name] == now[name] or name in passed_over:
             continue
         if _is_refused(name, grows):
-            rule = f"the run in this folder was started with {name}={before[name]!r}"
+            rule = f"the run in this folder was started with {name}={plain(before[name])}"
             if name == _LENGTH or name.startswith("model.rope_"):
                 rule += "; it may only grow" if name == _LENGTH else f"; it may change where {_LENGTH} grows"
             remedy = f"set {name}={yaml_value(before[name])}, or another run_dir for a new run"
             problems.append(Problem(name, now[name], rule, remedy))
         else:
-            changes.append(f"{name} is now {now[name]!r}; the run was at {before[name]!r}")
+            changes.append(f"{name} is now {plain(now[name])}; the run was at {plain(before[name])}")
     return sorted(problems, key=lambda problem: problem.setting), sorted(changes)
 
 

@@ -1,10 +1,13 @@
 """What all commands but training have in common: options, overrides, what is shown, and how a refusal ends them."""
 
 import argparse
+import os
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,6 +18,8 @@ from megalite.plan.drawing import picture_problems, save_picture
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+SILENCE_S = 8.0  # the longest time without a word
 
 Option = tuple[tuple[str, ...], dict[str, Any]]
 
@@ -52,19 +57,39 @@ class Command(NamedTuple):
             options, overrides = self.parse(arguments)
             picture: Path | None = getattr(options, "picture", None)
             problems = picture_problems(picture, name) if picture else []
-            shown = collect(lambda: self.function(options, overrides), problems)
-            if shown is None or problems:
-                raise UserError(problems)
-            if picture and shown.draw:
-                save_picture(shown.draw, picture, name)
-            saved = ["", f"picture: {picture}"] if picture and not getattr(options, "json", False) else []
-            print_lines(chain(shown.lines, saved))
+            with _never_silent():
+                shown = collect(lambda: self.function(options, overrides), problems)
+                if shown is None or problems:
+                    raise UserError(problems)
+                if picture and shown.draw:
+                    save_picture(shown.draw, picture, name)
+                saved = ["", f"picture: {picture}"] if picture and not getattr(options, "json", False) else []
+                lines = chain(shown.lines, saved)
+                first = [*islice(lines, 1)]
+            print_lines(chain(first, lines))
         except UserError as error:
             to_stderr(str(error))
             return REFUSED
         except KeyboardInterrupt:
             return 130
         return shown.status
+
+
+@contextmanager
+def _never_silent() -> Iterator[None]:
+    """A line on stderr now and then, until the command has something to show."""
+    over, begin = threading.Event(), time.monotonic()
+
+    def tell() -> None:
+        while not over.wait(SILENCE_S):
+            with suppress(OSError):  # without Python's lock of stderr, which a process that is forked now would keep
+                os.write(2, f"megalite: at work for {time.monotonic() - begin:.0f} s\n".encode())
+
+    threading.Thread(target=tell, daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
 
 
 def command(*options: Option) -> Callable[[Callable[[argparse.Namespace, list[str]], Shown]], Command]:

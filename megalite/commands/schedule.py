@@ -32,6 +32,7 @@ READ = (  # the settings that concern the schedule; of the model and of other ax
     *(f"parallel.{name}" for name in ("pp", "vpp", "schedule", "microbatch_group_size")),
     *("train.global_batch_size", "train.micro_batch_size"),
 )
+MOST_MICROBATCHES = 200_000  # times chunks: a few seconds
 MOST_CELLS = 64  # actions of a rank that are listed
 
 
@@ -62,7 +63,17 @@ def simulate(overrides: list[str], dp: int) -> Timeline:
     config = load_values(overrides, READ)
     if problems := problems_of(Case(config, config.parallel.pp * dp), LAYOUT_RULES + SCHEDULE_RULES):
         raise UserError(problems)
-    schedule = build_schedule(schedule_request(config, config.parallel.pp * dp))
+    request = schedule_request(config, config.parallel.pp * dp)
+    sizes = {
+        "parallel.pp": request.pp,
+        "parallel.vpp": request.vpp,
+        "train.global_batch_size": config.train.global_batch_size,
+    }
+    if (cells := request.pp * request.vpp * request.microbatches) > MOST_MICROBATCHES:
+        name = max(sizes, key=sizes.__getitem__)
+        rule = f"{cells:,} passes of microbatches through chunks are too many to simulate"
+        raise UserError(Problem(name, sizes[name], rule, f"{name}={max(1, sizes[name] * MOST_MICROBATCHES // cells)}"))
+    schedule = build_schedule(request)
     flaws = check(schedule)
     assert not flaws, "\n".join(map(str, flaws))
     share = 1 / schedule.vpp  # of a rank's layers

@@ -25,6 +25,7 @@ READ = (  # the settings that decide how a sequence is shared
     *(f"model.{name}" for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_size")),
     *("model.dropout", "model.attention_dropout", "data.cross_document_attention", "train.seq_length"),
 )
+MOST_RANKS = 1024
 BYTES = 2  # of an element in bf16
 
 
@@ -35,6 +36,8 @@ def main(options: Namespace, overrides: list[str]) -> Shown:
     problems = problems_of(Case(config, axes.tp * axes.cp), CONTEXT_RULES)
     if axes.cp == 1:
         problems.append(Problem("parallel.cp", 1, "one rank has the whole sequence", "parallel.cp=2 or more"))
+    elif axes.cp > MOST_RANKS:
+        problems.append(Problem("parallel.cp", axes.cp, "too many ranks to list", f"parallel.cp={MOST_RANKS} at most"))
     elif options.picture and exchange.ring == 1:
         rule = f"ranks exchange heads ({exchange.why}), and each computes whole rows: there are no steps to draw"
         problems.append(Problem("--picture", str(options.picture), rule, "parallel.cp_comm=ring"))

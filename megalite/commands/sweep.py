@@ -34,9 +34,9 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from megalite.config.arguments import sources
-from megalite.config.compose import PACKAGE, hydra_loader, in_one_line, load_config, run_hydra
+from megalite.config.compose import PACKAGE, files_of, hydra_loader, in_one_line, load_config, run_hydra
 from megalite.config.durable_files import open_to_append, private_files, write_atomically
-from megalite.config.inherited import as_override
+from megalite.config.overrides import as_override
 from megalite.config.own_files import COMPARISON, POINT, STOP, SWEEP, output_problems
 from megalite.config.schema import Config
 from megalite.config.user_files import as_record, read_json, refusing
@@ -76,7 +76,7 @@ def sweep(arguments: Namespace) -> int:
 
     own = f"hydra.sweep.dir={as_override(str(folder))}"
     with private_files(), _stop_file(_cleared(folder)):
-        status = run_hydra(["--multirun", *flags, *arguments.overrides, own], train)
+        status = run_hydra([*arguments.overrides, own, "--multirun"], train, arguments)
         return max(status, _report(folder))
 
 
@@ -118,10 +118,11 @@ def points_of(words: Sequence[str], loader: ConfigLoader | None = None) -> list[
 
 def _checked(arguments: Namespace) -> Path:
     """Hydra's folder of this sweep; UserError for what some point would be refused, and two points in one folder."""
-    loader = hydra_loader(arguments)
+    files = files_of(arguments)
+    loader = hydra_loader(files)
     fixed = [word for word in arguments.overrides if not _is_swept(word)]
     try:
-        found = loader.load_configuration(arguments.config_name or "config", fixed, run_mode=RunMode.MULTIRUN)
+        found = loader.load_configuration(files.name, fixed, run_mode=RunMode.MULTIRUN)
         folder = Path(found.hydra.sweep.dir).absolute()
         chosen = not found.hydra.sweeper._target_.endswith(BASIC)
         points = [fixed] if chosen else points_of(arguments.overrides, loader)

@@ -43,8 +43,7 @@ def outside(setting: Setting, value: Any) -> Problem | None:
     """The problem of a value of the right type that its setting does not allow."""
     parts, limits = _parts(value), setting.limits.items()
     most = LARGEST.get(setting.leaf.rpartition(".")[2], 2**63 - 1)
-    usual = f"the default is {yaml_value(setting.default)}"
-    remedy = f"leave {setting.name} unset (null)" if setting.default is None else usual
+    remedy = f"{setting.name}={yaml_value(setting.default)}"
     if setting.kind is not Any and any(one is None or isinstance(one, list | dict) for one in parts):
         rule, remedy = f"must be {setting.type_words}", "plain values in one list"
     elif setting.choices and (unknown := [one for one in parts if one not in setting.choices]):
@@ -54,7 +53,7 @@ def outside(setting: Setting, value: Any) -> Problem | None:
         rule, remedy = "unknown choice", f"{first}choices: {', '.join(setting.choices)}"
     elif any(isinstance(one, float) and not math.isfinite(one) for one in parts):
         rule = "must be finite"
-    elif not all(WITHIN[name](value, limit) for name, limit in limits):
+    elif not all(WITHIN[name](one, limit) for name, limit in limits for one in parts):
         rule = f"must be {setting.limit_words}"
     elif any(isinstance(one, int) and abs(one) > most for one in parts):
         rule = f"is more than {most:,}"

@@ -18,20 +18,24 @@ from typing import Any, NamedTuple
 import hydra
 from hydra import version
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra._internal.sources_registry import SourcesRegistry
 from hydra._internal.utils import create_config_search_path
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import setup_globals
+from hydra.errors import MissingConfigException
+from hydra.plugins.config_source import ConfigResult
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from megalite.config.arguments import read_arguments, shown, sources
+from megalite.config.arguments import read_arguments, shown
 from megalite.config.bounds import bounds
 from megalite.config.derive import derive
-from megalite.config.inherited import of_run, of_weights
-from megalite.config.overrides import assign, choices_of, read_override, settings_named
+from megalite.config.inherited import is_of_run, of_recipe, of_run, of_weights
+from megalite.config.overrides import as_override, assign, choices_of, read_override, settings_named
 from megalite.config.rules import check
 from megalite.config.schema import Config
 from megalite.config.secrecy import ADVICE, HIDDEN, secret_name, secret_value
@@ -46,11 +50,14 @@ from megalite.config.settings import (
     yaml_value,
 )
 from megalite.config.suggest import nearest_setting
+from megalite.config.user_files import read_yaml
 from megalite.errors.problems import NO_VALUE, Problem, UserError, collect, shortened
+from megalite.errors.remedies import nearest
 
 PACKAGE = Path(__file__).resolve().parents[1]
 CONF = folder if (folder := PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"  # of a wheel; of a checkout
 SCHEMA = "megalite_schema"  # the name under which conf/config.yaml finds the schema
+MEND = "mend the file, or choose another; see docs/configuration.md"
 
 _VERSION_BASE = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}  # Hydra 1.4 warns of it
 _VARIABLE = re.compile(r"oc\.env\s*:\s*['\"]?([^,}\s'\"]+)")
@@ -62,7 +69,31 @@ class _Reading(NamedTuple):
     config: Config | None
     problems: list[Problem]
     doubtful: set[str]  # settings that were refused: what they were to be, nobody knows
-    inherited: tuple[str, ...]
+    inherited: list[str]  # overrides that a folder or a recipe gives
+
+
+class Files(NamedTuple):
+    """Where Hydra finds what it composes: folders, the first before the others, and the name of the config to begin
+    with. `recipe`: the config.yaml of a run, whose settings come on top."""
+
+    folders: list[str]
+    name: str
+    recipe: Path | None
+
+
+class _YamlFiles(FileConfigSource):
+    """Files of a folder as Hydra reads them, except those whose aliases stand for more than memory holds."""
+
+    @staticmethod
+    def scheme() -> str:
+        return "yaml"
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        with suppress(FileNotFoundError):
+            path = Path(self.path, self._normalize_file_name(config_path))
+            if b"*" in path.read_bytes():
+                read_yaml(path, MEND)
+        return super().load_config(config_path)
 
 
 def load_config(argv: Sequence[str], world_size: int, unread: Collection[str] = ()) -> Config:
@@ -112,26 +143,27 @@ def load_values(words: Sequence[str], reads: Sequence[str]) -> Config:
 
 def show_information(arguments: Namespace) -> int:
     """Answers --help, --cfg job and the like through Hydra, once every override is known to be right."""
-    inherited: tuple[str, ...] = ()
+    inherited: list[str] = []
     if not arguments.shell_completion:  # which has words of its own
         _, problems, _, inherited = _read(arguments)
         if problems:
             raise UserError(problems)
     output = io.StringIO()
     with redirect_stdout(output):
-        status = run_hydra(
-            [*sources(arguments), *inherited, *arguments.overrides, *shown(arguments)], lambda config: None
-        )
+        status = run_hydra([*inherited, *arguments.overrides, *shown(arguments)], lambda config: None, arguments)
     with suppress(OSError):  # `--help | head`, a full disk
         print(output.getvalue(), end="", flush=True)
     return status
 
 
-def run_hydra(words: Sequence[str], function: Callable[[DictConfig], Any]) -> int:
-    """Lets Hydra itself read a command line, and call the function if that is for it; the exit status."""
-    given, sys.argv[1:] = sys.argv[1:], words
+def run_hydra(words: Sequence[str], function: Callable[[DictConfig], Any], arguments: Namespace) -> int:
+    """Lets Hydra itself read a command line, and call the function if that is for it; the exit status. `arguments`
+    say where its files are."""
+    (first, *others), name, _ = files_of(arguments)
+    also = [f"hydra.searchpath={as_override([f'file://{folder}' for folder in others])}"] if others else []
+    given, sys.argv[1:] = sys.argv[1:], [*also, *words]
     try:
-        hydra.main(config_path=str(CONF), config_name="config", **_VERSION_BASE)(function)()
+        hydra.main(config_path=first, config_name=name, **_VERSION_BASE)(function)()
     except SystemExit as ended:
         return int(ended.code or 0)
     finally:
@@ -139,14 +171,26 @@ def run_hydra(words: Sequence[str], function: Callable[[DictConfig], Any]) -> in
     return 0
 
 
-def hydra_loader(arguments: Namespace) -> ConfigLoader:
-    """Hydra's config loader over conf/ (or --config-path) and --config-dir, wherever the command is given. It checks
-    every key and type against the schema."""
+def files_of(arguments: Namespace) -> Files:
+    """The user's own files come before those of the same name in conf/."""
+    name, main = (arguments.config_name or "config").removesuffix(".yaml"), arguments.config_path or str(CONF)
+    folders = [folder for folder in (arguments.config_dir, main) if folder]
+    paths = [Path(folder, f"{name}.yaml") for folder in folders]
+    chosen = next((path for path in paths if path.is_file()), None)
+    if chosen is None or not is_of_run(chosen):
+        return Files(folders, name, None)
+    return Files([str(CONF), *(folder for folder in folders if folder != str(CONF))], "config", chosen)
+
+
+def hydra_loader(files: Files) -> ConfigLoader:
+    """Hydra's config loader, wherever the command is given. It checks every key and type against the schema."""
     _set_up_hydra()
-    folders = create_config_search_path(f"file://{arguments.config_path or CONF}")
-    if arguments.config_dir:
-        folders.prepend("command-line", f"file://{arguments.config_dir}", anchor="schema")
-    return ConfigLoaderImpl(folders)
+    first, *others = (f"{_YamlFiles.scheme()}://{folder}" for folder in files.folders)
+    search = create_config_search_path(first)
+    for folder in others:
+        search.prepend("command-line", folder, anchor="schema")
+    SourcesRegistry.instance().register(_YamlFiles)
+    return ConfigLoaderImpl(search)
 
 
 @cache
@@ -166,49 +210,74 @@ def in_one_line(error: Exception) -> str:
 
 def _read(arguments: Namespace) -> _Reading:
     problems: list[Problem] = []
-    loader = hydra_loader(arguments)
+    files = files_of(arguments)
+    loader = hydra_loader(files)
     read = (collect(partial(read_override, text, loader), problems) for text in arguments.overrides)
     overrides = [override for override in read if override is not None]
     choices = [override for override in overrides if choices_of(override, loader)]
     words = [str(override.input_line) for override in choices]
-    composed = collect(partial(_compose, loader, arguments.config_name or "config", words), problems)
+    composed = collect(partial(_compose, loader, files, words), problems)
     tree = typed_settings() if composed is None else composed  # in which the other overrides can be checked, too
     by_files = _written(tree)
     for override in overrides:
         problems += assign(tree, override) if override not in choices else ()
     by_command = _written(tree)
     named = set[str]().union(*map(settings_named, overrides))
-    inherited: list[str] = []
-    own_config = arguments.config_name or arguments.config_path  # which takes nothing from elsewhere
-    asked = any(override.get_key_element() == "tokenizer" for override in overrides)
-    for source in () if composed is None or own_config else (of_run, partial(of_weights, asked=asked)):
-        for text in collect(partial(source, tree, named), problems) or ():
-            inherited.append(text)
+    of_folder = partial(of_weights, asked=any(override.get_key_element() == "tokenizer" for override in overrides))
+    inherited, told = list[str](), list[str]()
+    sources: dict[str, Callable[..., list[str]]] = {"as before": of_run, "from the weights": of_folder}
+    if arguments.config_name or arguments.config_path or files.recipe:  # which take nothing from elsewhere
+        sources = {f"from {files.recipe}": partial(of_recipe, files.recipe)} if files.recipe else {}
+    for words_for_it, source in sources.items() if composed is not None else ():
+        texts = collect(partial(source, tree, named), problems) or []
+        for text in texts:
             problems += assign(tree, OverridesParser.create().parse_override(text))
+        inherited += texts
+        told += [f"{words_for_it}: {', '.join(texts)}"] * bool(texts)
     meant = {nearest_setting(name) or name for name in (problem.setting.lstrip("+~") for problem in problems)}
     doubtful = {*SETTINGS} if EXPERIMENT in meant else meant  # no one knows what a recipe was to set
     if composed is None:
-        return _Reading(None, problems, doubtful, ())
+        return _Reading(None, problems, doubtful, [])
     values, unresolved = _resolved(tree)
     doubtful |= {problem.setting for problem in unresolved}
     departures = tuple(name for name in SETTINGS if by_command[name] != by_files[name])
-    config = replace(with_values(Config(), values), inherited=tuple(inherited), departures=departures)
-    return _Reading(config, problems + unresolved, doubtful, config.inherited)
+    config = replace(with_values(Config(), values), inherited=tuple(told), departures=departures)
+    return _Reading(config, problems + unresolved, doubtful, inherited)
 
 
-def _compose(loader: ConfigLoader, name: str, choices: list[str]) -> DictConfig:
+def _compose(loader: ConfigLoader, files: Files, choices: list[str]) -> DictConfig:
     """The settings as the files give them; UserError with what Hydra makes of a file that is wrong."""
-    try:
-        composed = loader.load_configuration(name, choices, run_mode=RunMode.RUN, from_shell=False)
+
+    def tree(*chosen: str) -> DictConfig:
+        composed = loader.load_configuration(files.name, list(chosen), run_mode=RunMode.RUN, from_shell=False)
         with open_dict(composed):
             del composed["hydra"]
-        tree = typed_settings()
-        tree.merge_with(composed)  # a config of the user's own may leave the schema out
-        return tree
+        settings = typed_settings()
+        settings.merge_with(composed)  # a config of the user's own may leave the schema out
+        return settings
+
+    try:
+        return tree(*choices)
     except Exception as error:  # no YAML, no UTF-8, no permission, too deep, no mapping, no such key
-        chosen = " ".join(choices) or f"--config-name={name}"
-        remedy = "mend the file, or choose another; see docs/configuration.md"
-        raise UserError(Problem(chosen, NO_VALUE, in_one_line(error), remedy)) from error
+        raise UserError(_of_wrong_file(error, tree, files, choices)) from error
+
+
+def _of_wrong_file(error: Exception, tree: Callable[..., Any], files: Files, choices: list[str]) -> list[Problem]:
+    """The first of the chosen files that cannot be composed alone."""
+    name = f"--config-name={files.name}"
+    for alone in ("", *choices):
+        try:
+            tree(*filter(None, [alone]))
+        except UserError as of_file:
+            return of_file.problems
+        except Exception as wrong:
+            if isinstance(wrong, MissingConfigException) and wrong.missing_cfg_file == files.name:
+                there = sorted({path.stem for folder in files.folders for path in Path(folder).glob("*.yaml")})
+                rule = f"there is no {files.name}.yaml in {' or '.join(files.folders)}"
+                remedy = f"--config-name={nearest(files.name, there, cutoff=0) or 'config'}, or --config-dir=FOLDER"
+                return [Problem(name, NO_VALUE, rule, remedy)]
+            return [Problem(alone or name, NO_VALUE, in_one_line(wrong), MEND)]
+    return [Problem(" ".join(choices), NO_VALUE, in_one_line(error), MEND)]
 
 
 def _written(tree: DictConfig) -> dict[str, Any]:

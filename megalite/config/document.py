@@ -5,19 +5,12 @@ docs/configuration.md. `stale_files` says which written file no longer agrees wi
 import textwrap
 from pathlib import Path
 
-from megalite.config.settings import EXPERIMENT, GROUPS, SETTINGS, Setting, yaml_value
+from megalite.config.settings import EXPERIMENT, GROUPS, SETTINGS, yaml_value
 
 GENERATED = "written by `scripts/configuration_docs.py --write` from megalite/config/schema.py"
 WHOLE = f"# This file is {GENERATED}."
 REST_OF_FILE = f"# The rest of this file is {GENERATED}.\n"
 REST_OF_PAGE = f"<!-- The rest of this page is {GENERATED}. -->\n"
-
-
-def allowed(setting: Setting) -> str:
-    """Type, choices and bounds in words."""
-    if setting.choices:
-        return " | ".join((*setting.choices, "null") if setting.nullable else setting.choices)
-    return ", ".join(words for words in (setting.type_words.removeprefix("a "), setting.limit_words) if words)
 
 
 def generated_files(root: Path) -> dict[Path, str]:
@@ -58,7 +51,7 @@ def _yaml(group: str) -> str:
     found, outer = [], ""
     for setting in (setting for setting in SETTINGS.values() if setting.group == group):
         within, _, key = setting.leaf.rpartition(".")
-        text = f"{_comment(f'{setting.meaning} ({allowed(setting)})')}\n{key}: {yaml_value(setting.default)}\n"
+        text = f"{_comment(f'{setting.meaning} ({setting.words})')}\n{key}: {yaml_value(setting.default)}\n"
         found += [f"{within}:"] if within != outer else []
         found.append(textwrap.indent(text, "  ") if within else text)
         outer = within
@@ -89,7 +82,7 @@ def _table(group: str) -> str:
     for setting in SETTINGS.values():
         if setting.group == group:
             # In a cell, neither a column nor a tag may begin.
-            words = f"{allowed(setting)}\n{setting.meaning}".replace("|", "\\|").replace("<", "\\<").split("\n")
+            words = f"{setting.words}\n{setting.meaning}".replace("|", "\\|").replace("<", "\\<").split("\n")
             cells = [f"`{setting.name}`", f"`{yaml_value(setting.default)}`", *words]
             rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)

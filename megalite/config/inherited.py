@@ -20,7 +20,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from megalite.config.derive import absolute
 from megalite.config.model_folder import holds_tokenizer, imported_model_settings
-from megalite.config.settings import SETTINGS, flat, yaml_value
+from megalite.config.overrides import as_override, unknown
+from megalite.config.settings import SETTINGS, flat, leaves
 from megalite.config.user_files import read_yaml, refusing
 from megalite.errors.problems import Problem, UserError
 
@@ -34,16 +35,36 @@ def of_run(tree: DictConfig, named: Set[str]) -> list[str]:
     path = _config_of_run(tree, named)
     if path is None:
         return []
-    remedy = "restore it from a copy, or give all settings and another run_dir"
+    values, derived = _saved(path, "restore it from a copy, or give all settings and another run_dir")
+    return _overrides(flat(values), tree, {*named, *OF_ONE_START, *derived})
+
+
+def is_of_run(path: Path) -> bool:
+    """Whether a file is the config.yaml of a run, under any name: it says what was derived."""
+    with suppress(UserError):  # said by whoever reads it
+        saved = read_yaml(path)
+        return isinstance(saved, dict) and DERIVED in saved
+    return False
+
+
+def of_recipe(path: Path, tree: DictConfig, named: Set[str]) -> list[str]:
+    """What a run's config.yaml says, for a new run with a folder of its own."""
+    saved, derived = _saved(path, "write it as the run did, or give all settings")
+    values = leaves(saved)
+    if slips := [unknown(name, value) for name, value in values.items() if name not in {*SETTINGS, DERIVED}]:
+        raise UserError(slips)
+    return _overrides(values, tree, {*named, *OF_ONE_START, "run_name", DERIVED, *derived})
+
+
+def _saved(path: Path, remedy: str) -> tuple[dict[str, Any], list[str]]:
+    """The settings in a run's config.yaml, and the names of those that nobody gave."""
     saved = read_yaml(path, remedy)
     with refusing(path, remedy):
-        values, derived = (flat(saved), saved.get(DERIVED, [])) if isinstance(saved, dict) else ({}, None)
-        lists = [value for value in (derived, *values.values()) if isinstance(value, list)]
+        derived = saved.get(DERIVED, []) if isinstance(saved, dict) else None
+        lists = [value for value in (derived, *flat(saved).values()) if isinstance(value, list)] if saved else []
         if not isinstance(derived, list) or any(isinstance(one, list | dict) for each in lists for one in each):
-            raise ValueError(
-                "holds no settings of a run"
-            )  # aliases of lists in lists could stand for billions of values
-    return _overrides(values, tree, {*named, *OF_ONE_START, *derived})
+            raise ValueError("holds no settings of a run")
+    return saved, derived
 
 
 def of_weights(tree: DictConfig, named: Set[str], *, asked: bool) -> list[str]:
@@ -85,15 +106,6 @@ def _overrides(values: Mapping[str, Any], tree: DictConfig, others: Set[str]) ->
     """Those but `others` that the command alone, with conf/ as it is today, would not give."""
     changed = {name: value for name, value in values.items() if name not in others and value != _given(tree, name)}
     return [f"{name}={as_override(value)}" for name, value in changed.items()]
-
-
-def as_override(value: Any) -> str:
-    """The value as Hydra's command line reads it, so that it comes back as it is."""
-    if isinstance(value, list):
-        return "[" + ",".join(as_override(item) for item in value) + "]"
-    if value is None or isinstance(value, bool | int | float):
-        return yaml_value(value)
-    return QuotedString(str(value).replace("${", "\\${"), Quote.single).with_quotes()
 
 
 def typed(name: str, value: str) -> str:

@@ -5,8 +5,10 @@ A precision of auto is judged twice: here for what no device could do, and at th
 """
 
 from collections.abc import Iterator
+from ctypes import c_float
 from typing import Any
 
+from megalite.config.bounds import outside
 from megalite.config.remedies import Case, Flaw, problems_of
 from megalite.config.schema import Config
 from megalite.config.settings import SETTINGS, value_of, yaml_value
@@ -15,9 +17,8 @@ from megalite.errors.problems import Problem
 
 def numbers_are_held_as_asked(case: Case) -> Iterator[Flaw]:
     optimizer, betas = case.config.optimizer, case.config.optimizer.betas
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        rule = "must be two numbers, each at least 0 and below 1"
-        yield Flaw("optimizer.betas", rule, {"optimizer.betas": [[0.9, 0.95]]})
+    if len(betas) != 2:
+        yield Flaw("optimizer.betas", "must be two numbers", {"optimizer.betas": [[0.9, 0.95]]})
     if (optimizer.gradient_dtype, optimizer.communication_dtype) == ("bf16", "fp32"):
         rule = "with optimizer.gradient_dtype=bf16 it sends twice the bytes of sums that are rounded already"
         fixes: dict[str, list[Any]] = {"optimizer.communication_dtype": [None], "optimizer.gradient_dtype": ["fp32"]}
@@ -57,4 +58,18 @@ def loss_scale_starts_above_its_least(case: Case) -> Iterator[Flaw]:
         yield Flaw("optimizer.min_loss_scale", rule, fixes)
 
 
-OPTIMIZER_RULES = (numbers_are_held_as_asked, loss_scale_starts_above_its_least)
+def fp32_holds_the_numbers(case: Case) -> Iterator[Flaw]:
+    """What is no number, nothing, or out of bounds once it is rounded. Shares of data are counted exactly."""
+    for setting in SETTINGS.values():
+        if setting.kind not in (float, list[float]) or setting.group == "data" or case.config.precision == "fp64":
+            continue
+        value = case.value(setting.name)
+        for one in value if isinstance(value, list) else [] if value is None else [value]:
+            held = c_float(one).value
+            if (one and not held) or outside(setting, held):
+                rule = f"fp32 holds it as {held:g}, and the precision is {case.config.precision}"
+                yield Flaw(setting.name, rule, {setting.name: [setting.default], "precision": ["fp64"]})
+                break
+
+
+OPTIMIZER_RULES = (numbers_are_held_as_asked, loss_scale_starts_above_its_least, fp32_holds_the_numbers)

@@ -16,6 +16,7 @@ from megalite.config.schema import Config
 from megalite.config.settings import SETTINGS, value_of, with_values, yaml_value
 from megalite.errors.problems import Problem
 from megalite.errors.remedies import divisors, multiples
+from megalite.errors.words import rounded
 
 TRIED, OFFERED = 60, 3  # values of one setting
 
@@ -105,6 +106,7 @@ def _remedy(case: Case, rules: Sequence[Rule], flaw: Flaw, refused: Set[str]) ->
     for name, values in flaw.fixes.items():
         working: dict[int, list[Any]] = {}  # by how many settings stay refused
         for value in islice(values, TRIED):
+            value = rounded(value) if isinstance(value, float) else value
             if value is not None and name in SETTINGS and outside(SETTINGS[name], value):
                 continue
             changed = case.changed(name, value)
@@ -123,12 +125,12 @@ def _remedy(case: Case, rules: Sequence[Rule], flaw: Flaw, refused: Set[str]) ->
 
 
 def _told(case: Case, name: str, values: list[Any]) -> str:
-    """The first few: `parallel.pp=2 or 4, or leave parallel.pp unset`."""
+    """The first few: `parallel.pp=2 or 4 or null`. To leave a setting out would not help where a folder gives it."""
     offered = [value for at, value in enumerate(values) if value not in values[:at]][:OFFERED]
     label, shown = case.label(name), [value for value in offered if value is not None]
     if all(isinstance(value, int) for value in shown):
         shown.sort()
+    shown += [None] * (None in offered and name in SETTINGS)
     # A layout of stages as it is pasted into a shell: its quotes are for the shell, and Hydra needs some, too.
-    words = [f"'\"{one}\"'" if name == "parallel.pipeline_layout" else yaml_value(one) for one in shown]
-    told = [f"{label}={' or '.join(words)}"] * bool(words) + [f"leave {label} unset"] * (None in offered)
-    return ", or ".join(told)
+    words = [f"'\"{one}\"'" if one and name == "parallel.pipeline_layout" else yaml_value(one) for one in shown]
+    return f"{label}={' or '.join(words)}" if words else f"leave {label} out"

@@ -24,10 +24,12 @@ from megalite.config.schema import LEAST_FLEX_HEAD, Config
 from megalite.config.settings import SETTINGS, with_values
 from megalite.errors.problems import Problem
 from megalite.errors.remedies import divisors, multiples
+from megalite.errors.words import several
 
 Fixes = dict[str, list[Any]]
 LLAMA3_SCALING = ("low_frequency_factor", "high_frequency_factor")
 YARN_SCALING = ("beta_slow", "beta_fast", "truncate", "attention_factor", "mscale", "mscale_all_dim")
+LARGEST_SHARE = 1e12
 LOSS_SCALE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 # (switch, value that it needs, settings, why): without that value (of a number: or more) the settings do nothing.
 SWITCHED: list[tuple[str, Any, list[str], str]] = [
@@ -39,6 +41,16 @@ SWITCHED: list[tuple[str, Any, list[str], str]] = [
     ("model.rope_scaling", "yarn", [f"model.rope_{name}" for name in YARN_SCALING], ""),
     ("parallel.cp", 2, ["parallel.cp_comm", "parallel.cp_alltoall"], ""),
     ("precision", "fp16", [f"optimizer.{name}" for name in LOSS_SCALE], ": the loss is scaled in fp16 alone"),
+]
+# The same where the command itself gives the settings: what a preset or a recipe says besides may stay unused.
+ASKED: list[tuple[str, Any, list[str], str]] = [
+    ("data.source", "hf", ["data.subset", "data.split", "data.streaming"], ""),
+    ("tokenizer", "bpe", ["data.bpe_vocab_size"], ""),
+    ("lr.schedule", "wsd", ["lr.decay_steps"], ""),
+    ("model.position", "rope", ["model.rope_theta"], ""),
+    ("model.position", "learned", ["model.max_positions"], ""),
+    ("train.sample_tokens", 1, ["train.sample_interval", "train.sample_prompts"], ""),
+    ("train.eval_interval", 1, ["train.eval_batches"], ""),
 ]
 
 
@@ -132,7 +144,8 @@ def names_are_file_names(case: Case) -> Iterator[Flaw]:
 
 def settings_have_an_effect(case: Case) -> Iterator[Flaw]:
     """What is asked for is done. The default asks for nothing, and so does an empty list."""
-    for switch, needed, names, why in SWITCHED:
+    given = [(switch, needed, {*names} & {*case.config.departures}, why) for switch, needed, names, why in ASKED]
+    for switch, needed, names, why in (*SWITCHED, *given):
         value = case.value(switch)
         for name in () if value == needed or (isinstance(needed, int) and value > needed) else names:
             default = SETTINGS[name].default
@@ -275,10 +288,11 @@ def data_suits_its_source(case: Case) -> Iterator[Flaw]:
         yield Flaw("data.path", rule, words=words)
     if data.weights is not None and len(parts) < 2:
         yield Flaw("data.weights", "only a data.path of several parts has shares", {"data.weights": [None]})
-    elif data.weights is not None and (len(data.weights) != len(parts) or min(data.weights) <= 0):
-        rule = (
-            f"{len(data.weights)} shares for the {len(parts)} parts of data.path, each of which must have one above 0"
-        )
+    elif data.weights is not None and len(data.weights) != len(parts):
+        rule = f"{several(len(data.weights), 'share')} for the {len(parts)} parts of data.path"
+        yield Flaw("data.weights", rule, {"data.weights": [[1.0] * len(parts), None]})
+    elif data.weights is not None and max(data.weights) / LARGEST_SHARE > min(data.weights):
+        rule = f"the largest share is more than {LARGEST_SHARE:,.0f} times the smallest"
         yield Flaw("data.weights", rule, {"data.weights": [[1.0] * len(parts), None]})
 
 

@@ -9,6 +9,7 @@ from pathlib import PurePath
 from typing import Any
 
 from megalite.config.settings import SETTINGS
+from megalite.errors.words import plain_number
 
 LONGEST = 100
 NAME = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9._=+-]{{0,{LONGEST - 1}}}")  # a folder of that name works everywhere
@@ -23,14 +24,6 @@ def run_name(model: str, data: str, departures: Iterable[tuple[str, Any]], diges
     while len(name := "-".join([model, data, *words, digest])) > LONGEST and words:
         words.pop()
     return name
-
-
-def plain_number(value: float) -> str:
-    """The number as one writes it: 3e-4, 0.1. Of the digits, those that computing has not blurred."""
-    if 0 < abs(value) < 0.001 or abs(value) >= 1e15:
-        digits, _, power = f"{value:.11e}".partition("e")
-        return f"{digits.rstrip('0').rstrip('.')}e{int(power)}" if power else digits
-    return f"{value:.12g}"
 
 
 def _in_one_word(name: str, value: Any) -> str:

@@ -241,7 +241,7 @@ class OptimizerConfig:
 
     lr: float = setting(1e-3, "peak learning rate", above=0)
     weight_decay: float = setting(0.1, "decoupled weight decay", at_least=0)
-    betas: list[float] = setting([0.9, 0.95], "decay rates of the first and second moment")
+    betas: list[float] = setting([0.9, 0.95], "decay rates of the first and second moment", at_least=0, below=1)
     eps: float = setting(1e-8, "added to the root of the second moment", above=0)
     clip_grad: float = setting(1.0, "largest global gradient norm; 0: no clipping", at_least=0)
     zero: int = setting(1, "1: masters and moments are sharded (ZeRO); 0: every rank holds all", at_least=0, at_most=1)
@@ -274,7 +274,9 @@ class DataConfig:
 
     source: str = setting("stdlib", "set by data=NAME", choices=("stdlib", "text", "hf", "tokens"))
     path: Any = setting(None, "text: file, folder, glob; hf: name; tokens: file without .bin; a list is a blend")
-    weights: list[float] | None = setting(None, "shares of a blend's parts; null: in proportion to their tokens")
+    weights: list[float] | None = setting(
+        None, "shares of a blend's parts; null: in proportion to their tokens", above=0
+    )
     subset: str | None = setting(None, "hf: configuration of the dataset")
     split: str = setting("train", "hf: split of the dataset")
     streaming: bool = setting(False, "hf: read over the network while tokenizing, without a local copy of the text")
@@ -355,8 +357,8 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
-    # No settings, but where they come from: what a folder gave, as overrides; what the command sets otherwise
-    # than its presets, and what nobody gave, by name.
+    # No settings, but where they come from: what a folder gave, in words; what the command sets otherwise than its
+    # presets, and what nobody gave, by name.
     inherited: tuple[str, ...] = ()
     departures: tuple[str, ...] = ()
     derived: tuple[str, ...] = ()

@@ -62,6 +62,13 @@ class Setting:
         """The bounds as a person says them: `at least 0, below 1`; empty where there are none."""
         return ", ".join(f"{name.replace('_', ' ')} {limit}" for name, limit in self.limits.items())
 
+    @property
+    def words(self) -> str:
+        """Type, choices and bounds in words."""
+        if self.choices:
+            return " | ".join((*self.choices, "null") if self.nullable else self.choices)
+        return ", ".join(words for words in (self.type_words.removeprefix("a "), self.limit_words) if words)
+
 
 def _settings(group: str, schema: type, inner: str = "") -> Iterator[Setting]:
     """All settings of a group, of the dataclasses inside of it too."""
@@ -140,6 +147,14 @@ def flat(plain: Mapping[Any, Any]) -> dict[str, Any]:
         if isinstance(part, Mapping) and last in part:
             found[name] = part[last]
     return found
+
+
+def leaves(nested: Mapping[Any, Any]) -> dict[str, Any]:
+    """Name and value of all that nested dictionaries hold, of what is no setting too."""
+    pending = {str(name): value for name, value in nested.items()}
+    while groups := [name for name, value in pending.items() if isinstance(value, dict) and name not in SETTINGS]:
+        pending.update({f"{groups[0]}.{leaf}": value for leaf, value in pending.pop(groups[0]).items()})
+    return pending
 
 
 def yaml_value(value: Any) -> str:

@@ -5,6 +5,7 @@ system, the decoder and the parser into one UserError. `as_record` checks JSON f
 """
 
 import json
+import math
 import os
 import re
 import stat
@@ -13,6 +14,7 @@ import typing
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -22,6 +24,7 @@ from megalite.errors.problems import NO_VALUE, Problem, UnavailableError, UserEr
 from megalite.errors.remedies import of_system
 
 RESTORE = "restore it from a copy"
+MOST_VALUES = 100_000  # of a YAML file
 FAULTS: dict[type[Exception], str] = {  # what goes wrong with files, in words
     OSError: "cannot be read: ",
     UnicodeDecodeError: "is not UTF-8 text: ",
@@ -90,10 +93,23 @@ _YamlLoader.add_implicit_resolver(
 
 
 def read_yaml(path: Path, remedy: str = RESTORE) -> Any:
-    """The value in a YAML file of plain data, read as Hydra does: no key twice."""
+    """The value in a YAML file of plain data, read as Hydra does: no key twice. UserError where its aliases stand for
+    more values than anyone writes: nested ones double with every line."""
     content = read_bytes(path, remedy)
     with refusing(path, remedy):
+        node = yaml.compose(content, Loader=_YamlLoader)
+        if node is not None and _count(node, {}) > MOST_VALUES:
+            raise ValueError(f"stands for more than {MOST_VALUES:,} values (aliases of aliases)")
         return yaml.load(content, Loader=_YamlLoader)
+
+
+def _count(node: yaml.Node, known: dict[yaml.Node, float]) -> float:
+    """The values that a node stands for; without end where it holds itself."""
+    if node not in known:
+        known[node] = math.inf  # until it is counted
+        parts = chain(*node.value) if isinstance(node, yaml.MappingNode) else node.value
+        known[node] = 1 + sum(_count(part, known) for part in (() if isinstance(node, yaml.ScalarNode) else parts))
+    return known[node]
 
 
 def as_record(kind: type[Record], found: Any, place: Path | str, remedy: str = RESTORE) -> Record:

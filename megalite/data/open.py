@@ -171,13 +171,24 @@ def _split(config: Config, files: list[TokenFile]) -> tuple[list[Part], list[Par
         train.append(Part(file, 0, border))
         validation.append(Part(file, border, total))
         short = f"tokens (of {total:,}) of {name} are less than one sample of {need:,} (train.seq_length + 1)"
+        kept = [share for share in (0.1, 0.5, 0.0) if _leaves(total, share, need, evaluated and share > 0)]
+        ways = [f"data.validation_fraction={share}" for share in kept[:1]]
+        if (longest := min(border, total - border if evaluated else border) - 1) > 0:
+            ways.append(f"train.seq_length={longest} or less")
+        remedy = ", or ".join([*ways, "more text"])
         if border < need:
-            remedy = f"use more text, or train.seq_length={max(1, border - 1)} or less"
-            problems.append(Problem("data.path", name, f"{border:,} training {short}", remedy))
+            setting, value = ("data.validation_fraction", fraction) if kept else ("data.path", name)
+            problems.append(Problem(setting, value, f"{border:,} training {short}", remedy))
         elif evaluated and total - border < need:
             rule = f"{total - border:,} validation {short}"
-            remedy = "more text, a larger share or train.eval_interval=0 (no evaluation)"
+            remedy = f"train.eval_interval=0 (no evaluation), or {remedy}"
             problems.append(Problem("data.validation_fraction", fraction, rule, remedy))
     if problems:
         raise UserError(problems)
     return train, validation if evaluated else []
+
+
+def _leaves(total: int, share: float, need: int, evaluated: bool) -> bool:
+    """Whether a validation share leaves a sample for training, and for evaluation where there is one."""
+    border = int(total * (1 - share))
+    return border >= need and (not evaluated or total - border >= need)

@@ -22,6 +22,7 @@ from megalite.config.user_files import as_record, read_object
 from megalite.data.disk_array import DiskArray, OpenedFile
 from megalite.data.permutation import IntArray
 from megalite.errors.problems import Problem, UserError
+from megalite.errors.words import several
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")  # 34 bytes: the arrays behind it are not aligned
@@ -81,7 +82,7 @@ class Facts:
 
 def in_words(documents: int, tokens: int) -> str:
     """For people."""
-    return f"{documents:,} document{'' if documents == 1 else 's'}, {tokens:,} tokens"
+    return f"{several(documents, 'document')}, {several(tokens, 'token')}"
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from megalite.errors.words import rounded, several
+
 LONGEST_SHOWN = 400
 REFUSED = 2  # exit status of a refused configuration or input
 # Control characters but newline and tab, what turns the direction of writing, and halves of characters (bytes of a file
@@ -39,7 +41,8 @@ class Problem:
     alone: bool = False
 
     def __str__(self) -> str:
-        shown = "" if self.value == NO_VALUE else "=null" if self.value is None else f"={shortened(repr(self.value))}"
+        value = rounded(self.value) if isinstance(self.value, float) else self.value
+        shown = "" if value == NO_VALUE else "=null" if value is None else f"={shortened(repr(value))}"
         return printable(f"{self.setting}{shown}: {self.rule}\n      fix: {self.remedy}")
 
 
@@ -54,8 +57,7 @@ class UserError(Exception):
     def __init__(self, problems: Sequence[Problem] | Problem) -> None:
         self.problems = [problems] if isinstance(problems, Problem) else list(problems)
         assert self.problems, "a UserError without a problem helps nobody"
-        count = len(self.problems)
-        head = f"megalite: refused, {count} problem{'s' if count > 1 else ''}:"
+        head = f"megalite: refused, {several(len(self.problems), 'problem')}:"
         super().__init__("\n".join([head, *(f"  {number}. {one}" for number, one in enumerate(self.problems, 1))]))
 
     def __reduce__(self) -> tuple[type["UserError"], tuple[list[Problem]]]:

@@ -16,11 +16,11 @@ from megalite import __version__
 from megalite.config.schema import ModelConfig
 from megalite.config.step_plan import batch_ramp
 from megalite.data.open import paths_of
+from megalite.errors.words import several
 from megalite.launch.device import name_of
 from megalite.launch.environment import launch_command, read_environment
 from megalite.layout.summary import header_lines
 from megalite.model.flops import active_parameters, flops_per_token, parameter_count
-from megalite.observe.readable import several
 from megalite.train.job import Job
 
 PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "hydra-core", "numpy", "safetensors")
@@ -69,7 +69,7 @@ def resolved(job: Job, device: str) -> list[tuple[str, str]]:
         ("batch", f"{batch}: {sequences}, {train.micro_batch_size} in a microbatch"),
         *growth,
         ("data", job.data.description),
-        ("", f"{samples * train.seq_length:,} tokens in {train.steps:,} steps: {epochs}"),
+        ("", f"{samples * train.seq_length:,} tokens in {several(train.steps, 'step')}: {epochs}"),
         *zip(("layout", "", ""), header_lines(job.context.layout), strict=False),
         ("device", f"{device}, {name_of(job.context.dtype)}"),
         ("run folder", str(job.folder.path)),
@@ -91,7 +91,7 @@ def experts_in_words(model: ModelConfig) -> str:
 def epochs_in_words(epochs: Sequence[float], paths: Sequence[str]) -> str:
     """Of each token file of a blend, the one that is repeated most first: a mean would hide it."""
     if len(epochs) == 1:
-        return f"{epochs[0]:.3g} epochs"
+        return several(epochs[0], "epoch")
     parts = sorted(zip(epochs, paths, strict=True), reverse=True)
     most = [f"{count:.3g} of {Path(path).name}" for count, path in parts]
     return "epochs: " + ", ".join([*most[:MOST_NAMED], *(["fewer of the rest"] if len(most) > MOST_NAMED else [])])

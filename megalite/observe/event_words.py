@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from megalite.errors.words import several
 from megalite.observe import readable
 
 WORDS = {
@@ -18,7 +19,7 @@ def words_of(event: Mapping[str, Any]) -> str:
             hosts = event.get("hosts") or []
             places = f" on {len({*hosts})} hosts" if len({*hosts}) > 1 else ""
             device, torch = event.get("device", "device unknown"), (event.get("versions") or {}).get("torch", "?")
-            where = f"{readable.several(len(hosts), 'rank')}{places}, {device}, torch {torch}"
+            where = f"{several(len(hosts), 'rank')}{places}, {device}, torch {torch}"
             return "; ".join([where, *(event.get("changes") or [])])
         case "skipped":
             scale = event.get("loss_scale")

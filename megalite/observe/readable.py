@@ -5,8 +5,6 @@ A limit between two forms lies where rounding to the smaller one would outgrow i
 
 import math
 
-from megalite.config.run_names import plain_number
-
 
 def loss(value: float) -> str:
     """A loss or gradient norm: four decimals where they fit, otherwise scientific. At most 8 characters."""
@@ -40,11 +38,6 @@ def count(value: float) -> str:
     return f"{value:,.0f}"
 
 
-def several(number: int, what: str) -> str:
-    """1 layer, 12 layers."""
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
-
-
 def size(value: float) -> str:
     """Bytes in the largest fitting power of 1000."""
     for divisor, letter in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
@@ -56,15 +49,6 @@ def size(value: float) -> str:
 def percent(share: float) -> str:
     """A share of 1, as three digits at most. At most 5 characters."""
     return f"{100 * share:.1f}%" if not share >= 0.9995 else f"{100 * share:.0f}%"
-
-
-def setting(value: object) -> str:
-    """A setting as one writes it: 3e-4, 0.1, [1,2], null."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, list):
-        return f"[{','.join(map(setting, value))}]"
-    return plain_number(value) if isinstance(value, float) else str(value)
 
 
 def perplexity(value: float) -> str:

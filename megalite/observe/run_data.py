@@ -17,7 +17,7 @@ from megalite.checkpoint.resume_rules import flatten
 from megalite.config.inherited import DERIVED
 from megalite.config.user_files import read_object, read_yaml, refusing
 from megalite.errors.problems import Problem, UserError
-from megalite.observe.readable import several
+from megalite.errors.words import several
 from megalite.train.history import ENDS, EVENTS, METRICS, Note, changes, read_events, read_metrics
 from megalite.train.recorder import STEP_PARTS
 

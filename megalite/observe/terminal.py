@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO
 
 from megalite.errors.problems import printable
+from megalite.errors.words import several
 from megalite.observe import readable
 from megalite.observe.curve import draw_curve
 from megalite.observe.run_data import RunData
@@ -118,7 +119,7 @@ class Terminal:
     def finish(self, run: RunData, *, tokens: int, seconds: float, stopped_by: str | None) -> None:
         """Show what was learned. `tokens`: that the run has seen; `seconds`: of this start."""
         self._screen.close()
-        head = f"finished: {run.step} of {run.steps} steps"
+        head = f"finished: {run.step:,} of {several(run.steps, 'step')}"
         if stopped_by is not None:
             head = f"stopped by {stopped_by} after step {run.step} of {run.steps}"
         self._screen.print([], [(head, "bold")], *_rows(what_was_learned(run, tokens, seconds)), [])
@@ -189,7 +190,7 @@ class DataWork:
         now = time.monotonic()
         if self._there is None:
             self._there, self._began, self._logged = bytes_done, now, now
-        counts = f"{readable.several(documents, 'document')}, {readable.count(tokens)} tokens"
+        counts = f"{several(documents, 'document')}, {readable.count(tokens)} tokens"
         if self._finished:
             return
         if bytes_done >= bytes_total > 0:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from megalite.config.schema import Config
-from megalite.observe import readable
+from megalite.errors.words import several
 from megalite.observe.wandb import LOADS, flat_values, loads_of_experts, wandb_tracker
 from megalite.train.history import Note
 
@@ -85,7 +85,7 @@ class TrackerThread(Thread):
         self.join(max(0.0, seconds))
         if self.is_alive():
             self._failed = True  # it says nothing more
-            missing = readable.several(self._given - self._taken, "line")
+            missing = several(self._given - self._taken, "line")
             rescue = f"; to send what it has: {self._tracker.rescue}" if self._tracker and self._tracker.rescue else ""
             held = "metrics.jsonl and events.jsonl hold it all"
             self._note(f"{self.name}: not done at the end of the run, {missing} did not get there; {held}{rescue}")

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
 
+from megalite.errors.words import several
 from megalite.layout.buffer_layout import Bucket, BufferLayout, Kind
 from megalite.optim.memory import StateBytes
 from megalite.optim.rank_buffers import RankBuffers
@@ -17,7 +18,7 @@ def header_lines(buffers: RankBuffers, kept: Kept) -> list[str]:
     buckets = buffers.layout.buckets
     padding, state = padding_of(*buckets), kept(buffers.layout)
     total = sum(buffers.layout.sizes.values())
-    count = f"{len(buckets)} bucket{'s' if len(buckets) > 1 else ''}"
+    count = several(len(buckets), "bucket")
     share = f"{padding / total:.1%} padding" if 1000 * padding > total else f"{padding:,} elements of padding"
     lines = [
         f"rank {buffers.rank} holds {total - padding:,} parameters in {count}, {share}",

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from megalite.errors.words import several
 from megalite.pipeline.actions import Action, ActionKind, Schedule
 from megalite.pipeline.simulator import Durations, Span, equal_durations, simulate
 
@@ -92,7 +93,7 @@ class Timeline:
     def title(self) -> str:
         """`1f1b: pp 4, 8 microbatches`"""
         chunks = f", vpp {self.vpp}" if self.vpp > 1 else ""
-        batch = "1 microbatch" if self.microbatches == 1 else f"{self.microbatches} microbatches"
+        batch = several(self.microbatches, "microbatch")
         return f"{self.name}: pp {self.pp}{chunks}, {batch}"
 
     def summary(self, unit: Unit) -> str:

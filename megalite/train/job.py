@@ -26,6 +26,7 @@ from megalite.config.step_plan import samples_when_longer
 from megalite.config.user_files import as_record
 from megalite.data.open import OpenedData, Preparation, open_data
 from megalite.errors.problems import Problem, UserError
+from megalite.errors.words import several
 from megalite.launch.agreement import on_first, together
 from megalite.launch.context import ParallelContext
 from megalite.launch.device import slow_precision
@@ -104,10 +105,8 @@ def build_job(
         together(context, lambda: read_weights(weights, config.model, None))  # checked at once, read later
     folder = RunFolder(path, context, config.resume, as_plain(config), data.fingerprint)
     try:
-        if config.inherited:
-            report(f"as before: {', '.join(config.inherited)}")
-        for change in folder.changes:
-            report(change)
+        for line in (*config.inherited, *folder.changes):
+            report(line)
         if slow := slow_precision(context.dtype, context.device):
             report(slow)
         if config.train.fp8 is not None and context.device.type == "cpu":
@@ -190,7 +189,7 @@ def _restore(job: Job, found: Found, report: Callable[[str], None]) -> None:
     new = learning_rate(step, job.config.lr, peak=job.config.optimizer.lr, steps=train.steps)
     if not math.isclose(old, new, rel_tol=1e-6):
         rises = "; it rises: optimizer.lr, lr.schedule and lr.warmup_steps say how it goes on" if new > old else ""
-        was = f"in a run of {before['train']['steps']} steps it was {old:.3g}"
+        was = f"in a run of {several(before['train']['steps'], 'step')} it was {old:.3g}"
         report(f"the learning rate of step {step + 1} of {train.steps} is {new:.3g}, {was}{rises}")
 
 

@@ -19,6 +19,7 @@ from torch.profiler import profile
 from megalite.config.step_plan import planned_steps
 from megalite.data.batches import StepBatches, TrainBatches, validation_batches
 from megalite.errors.problems import Problem, UserError
+from megalite.errors.words import several
 from megalite.launch.agreement import agree
 from megalite.launch.signals import StopRequest
 from megalite.launch.watchdog import SAVES, Doing, Patience, after_report_s
@@ -185,7 +186,7 @@ class Loop:
             self._record()
         if (count := progress.bad_steps_in_a_row) >= train.max_bad_steps:
             raise TrainingStoppedError(
-                f"loss or gradient was not finite in {count} steps in a row (now step {progress.step}: loss "
+                f"loss or gradient was not finite in {several(count, 'step')} in a row (now step {progress.step}: loss "
                 f"{figures.loss}, gradient norm {figures.grad_norm}); none of them was applied. {self.saver.advise()}; "
                 "train.max_bad_steps sets the patience."
             )

@@ -16,6 +16,7 @@ from megalite.data.content import compare_changed, watched
 from megalite.data.open import Preparation
 from megalite.data.token_file import TokenFile
 from megalite.errors.problems import Problem, UserError, collect, to_stderr
+from megalite.errors.words import several
 from megalite.launch.agreement import together
 from megalite.launch.context import ParallelContext
 from megalite.launch.environment import ProcessEnvironment
@@ -165,7 +166,7 @@ def _train_to_the_end(
     if count := job.progress.bad_steps_in_a_row:
         advice = saver.advise()
         if on_first:
-            bad = f"{count:,} bad step{'s' * (count > 1)}: loss or gradient was not finite, nothing was applied"
+            bad = f"{several(count, 'bad step')}: loss or gradient was not finite, nothing was applied"
             to_stderr(f"megalite: the run ends with {bad}. {advice}.")
     return status
 

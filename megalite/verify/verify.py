@@ -14,6 +14,7 @@ from megalite.config.context_rules import exchange_of
 from megalite.config.parallel_rules import dense_ranks, least_world, stage_settings
 from megalite.config.schema import Config
 from megalite.errors.problems import Problem, UserError
+from megalite.errors.words import several
 from megalite.layout.ranks import ParallelLayout
 from megalite.layout.stages import stage_layers
 from megalite.verify.compare import ABSOLUTE, RELATIVE, Row, compare
@@ -89,7 +90,7 @@ def table(verdict: Verdict) -> Iterator[str]:
     yield f"run     {_layout(shrunk.config, shrunk.layout)}: {_model(shrunk.config)}"
     if shrunk.layout.pp > 1:
         yield f"        {_pipeline(shrunk.config, shrunk.layout)}"
-    size = f"{train.steps} steps of {train.global_batch_size} x {train.seq_length} tokens"
+    size = f"{several(train.steps, 'step')} of {train.global_batch_size} x {train.seq_length} tokens"
     yield f"        {size}, fp64 on the CPU, synthetic tokens"
     yield from (f"note    {note}" for note in shrunk.notes)
     yield ""
@@ -135,4 +136,5 @@ def _pipeline(config: Config, layout: ParallelLayout) -> str:
     microbatches = train.global_batch_size // ((train.micro_batch_size or 1) * layout.dp)
     group = config.parallel.microbatch_group_size
     grouped = "" if group is None else f" in groups of {group}"
-    return f"{config.parallel.schedule}, {microbatches} microbatches{grouped}, stages of {', '.join(stages)} layers"
+    passes = f"{several(microbatches, 'microbatch')}{grouped}"
+    return f"{config.parallel.schedule}, {passes}, stages of {', '.join(stages)} layers"

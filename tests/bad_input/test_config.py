@@ -192,7 +192,7 @@ ROWS = [
         [
             "parallel.sequence_parallel=True",
             "nothing to split it over with parallel.tp=1",
-            "leave parallel.sequence_parallel unset",
+            "parallel.sequence_parallel=null",
         ],
     ),
     Row(

@@ -121,9 +121,9 @@ def test_what_may_change_is_said(tmp_path: Path) -> None:
         tmp_path, optimizer__lr=0.5, train__steps=9, model__dropout=0.1, parallel__timeout_s=5.0, run_dir="x"
     )
     assert folder.changes == [
-        "model.dropout is now 0.1; the run was at 0.0",
+        "model.dropout is now 0.1; the run was at 0",
         "optimizer.lr is now 0.5; the run was at 0.001",
-        "parallel.timeout_s is now 5.0; the run was at 600.0",
+        "parallel.timeout_s is now 5; the run was at 600",
         "train.steps is now 9; the run was at 200",
     ]
     folder.close()

@@ -13,8 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from megalite.config.compose import CONF, load_config
-from megalite.config.inherited import DERIVED, as_override
+from megalite.config.arguments import read_arguments
+from megalite.config.compose import CONF, load_config, show_information
+from megalite.config.inherited import DERIVED
+from megalite.config.overrides import as_override
 from megalite.config.schema import Config
 from megalite.config.settings import as_plain
 from tests.config.refusal import refusal, settings
@@ -99,6 +101,44 @@ def test_a_group_that_the_command_chooses_is_all_its_own(run: Path, words: list[
     anew, continued = load_config([*words, "run_dir=new"], 1), load_config([*words, "run_dir=run"], 1)
     chosen = ("model", "data") if "experiment" not in words[0] else ("model", "data", "train", "optimizer", "lr")
     assert {name: as_plain(anew)[name] for name in chosen} == {name: as_plain(continued)[name] for name in chosen}
+
+
+RECIPES = ["-cd run -cn config", "-cp run", "-cd run", "-cd . -cn run/config", "-cp copies -cn mine.yaml"]
+
+
+@pytest.mark.parametrize("flags", RECIPES)
+@pytest.mark.parametrize("words", [[], ["model.dropout=0.5", "train.steps=2000"], ["model=tiny", "data=stdlib"]])
+def test_the_config_of_a_run_is_a_recipe_under_any_name(run: Path, flags: str, words: list[str]) -> None:
+    shutil.copytree(run, "copies")
+    Path("copies/config.yaml").rename("copies/mine.yaml")
+    found = load_config([*flags.split(), *words, "run_dir=new"], 1)
+    given = [word for word in GIVEN if not (words and words[0] == "model=tiny" and word.startswith(("model", "data")))]
+    expected = load_config([*given, *words, "run_dir=new"], 1)
+    assert same(found, expected)
+    assert found.inherited[0].startswith(f"from {Path.cwd()}/")
+    assert load_config([*flags.split(), *words], 1).run_dir != str(run), "a recipe does not say where"
+
+
+def test_what_hydra_shows_of_a_recipe_is_what_is_trained(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    show_information(read_arguments(["-cd", "run", "train.steps=7", "--cfg", "job"]))
+    shown = yaml.safe_load(capfd.readouterr().out)
+    assert (shown["model"]["num_layers"], shown["model"]["dropout"], shown["train"]["steps"]) == (12, 0.25, 7)
+
+
+def test_a_slip_in_a_recipe_is_refused(run: Path) -> None:
+    (run / "config.yaml").write_text("derived: []\ntrain: {step: 3}\nmodle: {bias: true}\n")
+    error = refusal("-cd", "run")
+    assert settings(error) == ["train.step", "modle.bias"]
+    assert "did you mean train.steps=3" in str(error)
+
+
+def test_the_user_s_own_files_come_before_those_of_the_same_name(tmp_path: Path) -> None:
+    shutil.copytree(CONF, tmp_path / "own")
+    own = tmp_path / "own" / "config.yaml"
+    own.write_text(own.read_text().replace("seed: 1234", "seed: 5"))
+    (tmp_path / "own" / "model" / "tiny.yaml").write_text("defaults: [default, _self_]\nnum_layers: 3\n")
+    config = load_config(["--config-dir", str(tmp_path / "own")], 1)
+    assert (config.seed, config.model.num_layers) == (5, 3)
 
 
 def test_a_config_of_the_user_s_own_takes_nothing(run: Path) -> None:

@@ -36,7 +36,7 @@ BROKEN = [
         "optimizer.communication_dtype=bf16 precision=fp64",
         1,
         "communication_dtype",
-        ["everything is fp64", "leave optimizer.communication_dtype unset, or precision=fp32"],
+        ["everything is fp64", "optimizer.communication_dtype=null, or precision=fp32"],
     ),
     ("optimizer.moment_dtype=bf16 precision=fp64", 1, "moment_dtype", ["fp64", "optimizer.moment_dtype=fp32"]),
     (

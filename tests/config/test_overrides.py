@@ -2,6 +2,7 @@
 
 import os
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -123,12 +124,12 @@ ONE_MISTAKE = [
     # a name that no field can have; nobody is shown the field's
     ("checkpoint.async=1.5", ["checkpoint.async=1.5", "true or false", "checkpoint.async=false"]),
     ("checkpoint.async=null", ["checkpoint.async=null", "true or false"]),
-    ("checkpoint.asinc=true", ["unknown setting", "checkpoint.async=True"]),
-    ("train.async=true", ["unknown setting", "checkpoint.async=True"]),
+    ("checkpoint.asinc=true", ["unknown setting", "checkpoint.async=true"]),
+    ("train.async=true", ["unknown setting", "checkpoint.async=true"]),
     ("checkpoint.zzz=1", ["interval, keep, async, init_from"]),
-    ("checkpoint.asynchronous=true", ["unknown setting", "checkpoint.async=True"]),
-    ("++checkpoint.asynchronous=true", ["unknown setting", "checkpoint.async=True"]),
-    ("checkpoint={asynchronous: true}", ["unknown setting", "checkpoint.async=True"]),
+    ("checkpoint.asynchronous=true", ["unknown setting", "checkpoint.async=true"]),
+    ("++checkpoint.asynchronous=true", ["unknown setting", "checkpoint.async=true"]),
+    ("checkpoint={asynchronous: true}", ["unknown setting", "checkpoint.async=true"]),
     ("model.activation=relu", ["gelu", "swiglu"]),
 ]
 
@@ -232,7 +233,7 @@ def test_overrides_mean_what_hydra_makes_of_them() -> None:
 def test_a_setting_whose_name_no_field_can_have_is_set_like_any_other() -> None:
     for override in ("checkpoint.async=true", "++checkpoint.async=yes", "checkpoint={async: true}"):
         assert load_config([override], 1).checkpoint.asynchronous, override
-    assert load_config(["data.streaming=true", "checkpoint.async=${data.streaming}"], 1).checkpoint.asynchronous
+    assert load_config(["model.bias=true", "checkpoint.async=${model.bias}"], 1).checkpoint.asynchronous
     assert not load_config([], 1).checkpoint.asynchronous
 
 
@@ -286,6 +287,46 @@ def test_a_preset_that_cannot_be_read_is_refused(tmp_path: Path, content: bytes 
     said = str(refusal("--config-dir", str(tmp_path), "model=mine"))
     assert re.search(word, said)
     assert ("mend the file" in said) == (word != "unknown choice")
+
+
+@pytest.mark.parametrize(
+    ("argv", "blamed", "word"),
+    [
+        (["--config-name=nope", "data=text"], "--config-name=nope", "there is no nope.yaml"),
+        (["--config-name=confg", "model=gpt2"], "--config-name=confg", "fix: --config-name=config"),
+        (["--config-path", ".", "data=text"], "--config-name=config", "there is no config.yaml"),
+        (["--config-dir", ".", "data=text", "model=mine"], "model=mine", "while parsing"),
+    ],
+)
+def test_the_file_that_is_wrong_is_blamed_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argv: list[str], blamed: str, word: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("model").mkdir()
+    Path("model/mine.yaml").write_text("num_layers: [")
+    problems = refusal(*argv).problems
+    assert blamed in [problem.setting for problem in problems]
+    assert word in str(next(problem for problem in problems if problem.setting == blamed))
+
+
+LINES = ["a0: &a0 [x, x]", *(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 60))]  # 2^60 values
+BOMBS = ["\n".join(LINES), "\n".join(LINES).replace("[", "{p: ").replace(", ", ", q: ").replace("]", "}"), "a: &a [*a]"]
+
+
+@pytest.mark.parametrize("content", BOMBS)
+@pytest.mark.parametrize("argv", [["-cd", ".", "model=mine"], ["-cp", "."], ["-cp", ".", "-cn", "model/mine"]])
+def test_aliases_that_stand_for_more_than_memory_holds_are_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, argv: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("model").mkdir()
+    for path in ("model/mine.yaml", "config.yaml"):
+        Path(path).write_text(f"{content}\n")
+    if argv[:2] == ["-cd", "."]:
+        Path("config.yaml").unlink()
+    begin = time.process_time()
+    assert "stands for more than 100,000 values" in str(refusal(*argv))
+    assert time.process_time() - begin < 5
 
 
 def test_a_preset_that_may_not_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

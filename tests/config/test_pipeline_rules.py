@@ -33,9 +33,9 @@ BROKEN = [
         f"{EIGHT} {BATCH}=9 {GROUP}=4",
         4,
         GROUP,
-        ["leaves 1 of 9 microbatches", f"{GROUP}=5 or 9, or leave {GROUP}"],
+        ["leaves 1 of 9 microbatches", f"{GROUP}=5 or 9 or null"],
     ),
-    (f"parallel.pp=4 {GROUP}=4", 4, GROUP, ["no effect with parallel.schedule=1f1b", f"fix: leave {GROUP} unset"]),
+    (f"parallel.pp=4 {GROUP}=4", 4, GROUP, ["no effect with parallel.schedule=1f1b", f"fix: {GROUP}=null"]),
     (
         "parallel.pp=2 parallel.schedule=interleaved train.compile=true",
         *(2, SCHEDULE, ["is one chunk", "parallel.schedule=1f1b or gpipe, or"]),  # zb-h1 is not compiled
@@ -70,12 +70,12 @@ BROKEN = [
         f"parallel.pp=2 {LAYERS}=7 {LAYOUT}=Ett|tt|tt|tL",
         *(2, LAYOUT, ["places 7 layers on 4 stages, not 7 on 2 (parallel.pp=2)", "parallel.vpp=2"]),
     ),
-    (f"parallel.pp=2 {LAYOUT}=Ett|tt", 2, LAYOUT, ["E, the embedding, first", f"leave {LAYOUT} unset"]),
+    (f"parallel.pp=2 {LAYOUT}=Ett|tt", 2, LAYOUT, ["E, the embedding, first", f"{LAYOUT}='\"Ett|ttL\"' or null"]),
     (
         f"parallel.pp=2 {LAYERS}=4 {LAYOUT}=Ett|ttL parallel.count_loss=true",
         *(2, "parallel.count_loss", [f"cannot be combined with {LAYOUT}", "fix: parallel.count_loss=false"]),
     ),
-    ("parallel.first_stage_layers=1", 2, LAYERS, ["over 0 stages", "leave parallel.first_stage_layers unset, or"]),
+    ("parallel.first_stage_layers=1", 2, LAYERS, ["over 0 stages", "parallel.first_stage_layers=4 or null, or"]),
     (
         "parallel.vpp=2",
         2,

@@ -21,40 +21,40 @@ RAMP, SKIP, PROFILE, BATCH = (
     "train.global_batch_size",
 )
 INTERLEAVED = f"parallel.pp=4 parallel.vpp=2 model.num_layers=8 {BATCH}=32 train.micro_batch_size=1"
-UNSET = "leave train.batch_ramp unset"
+UNSET = "train.batch_ramp=null"
 
 # Command line, world size, the setting that is named, words of the rule, and the remedy.
 BROKEN = [
-    (f"{RAMP}=[4]", 1, RAMP, "must be three whole numbers", f"{RAMP}=[4,1,800], or {UNSET}"),
-    (f"{RAMP}=[2,0,9]", 1, RAMP, "each at least 1", f"{RAMP}=[4,1,800], or {UNSET}"),
-    (f"{RAMP}=[8,1,90]", 1, RAMP, "must start below train.global_batch_size=8", f"{RAMP}=[4,1,800], or {UNSET}"),
+    (f"{RAMP}=[4]", 1, RAMP, "must be three whole numbers", f"{RAMP}=[4,1,800] or null"),
+    (f"{RAMP}=[2,0,9]", 1, RAMP, "each at least 1", f"{RAMP}=[4,1,800] or null"),
+    (f"{RAMP}=[8,1,90]", 1, RAMP, "must start below train.global_batch_size=8", f"{RAMP}=[4,1,800] or null"),
     (
         f"{RAMP}=[4,3,100]",
         1,
         RAMP,
         "steps of 3 do not lead from 4 to train.global_batch_size=8",
-        f"{RAMP}=[4,1,800], or {UNSET}",
+        f"{RAMP}=[4,1,800] or null",
     ),
     (
         f"{RAMP}=[2,2,100]",
         4,
         RAMP,
         "its batches of 2 sequences are not a multiple of the 4 data-parallel ranks",
-        f"fix: {RAMP}=[4,4,800], or {UNSET}",
+        f"fix: {RAMP}=[4,4,800] or null",
     ),
     (
         f"{RAMP}=[4,2,100] {BATCH}=16 train.micro_batch_size=2",
         2,
         RAMP,
         "its batches of 6 sequences are not a multiple of train.micro_batch_size=2 x 2 data-parallel ranks = 4",
-        f"{RAMP}=[8,4,1600], or {UNSET}",
+        f"{RAMP}=[8,4,1600] or null",
     ),
     (
         f"{INTERLEAVED} {RAMP}=[2,2,100]",
         4,
         RAMP,
         "its batches of 2 sequences make 2 microbatches: interleaved needs a microbatch for each",
-        f"{RAMP}=[16,1,3200], or {UNSET}",
+        f"{RAMP}=[16,1,3200] or null",
     ),
     (
         f"{INTERLEAVED} parallel.microbatch_group_size=8 {RAMP}=[8,6,100]",

@@ -3,7 +3,7 @@
 import re
 from itertools import product
 
-Way = dict[str, str | None]  # by setting, the value as it is written; None: leave it unset
+Way = dict[str, str | None]  # by setting, the value as it is written; None: leave it out
 
 
 def ways_out(remedy: str) -> list[Way]:
@@ -12,8 +12,8 @@ def ways_out(remedy: str) -> list[Way]:
     for alternative in remedy.split(", or "):
         choices: list[list[tuple[str, str | None]]] = []
         for step in re.split(", and | with ", alternative):
-            if unset := re.fullmatch(r"leave (\S+(?: and \S+)*) unset", step):
-                choices += [[(name, None)] for name in unset[1].split(" and ")]
+            if unset := re.fullmatch(r"leave (\S+) out", step):
+                choices.append([(unset[1], None)])
             elif assigned := re.search(r"(?:^| )([\w.-]+)=(.+)$", step):
                 choices.append([(assigned[1], value) for value in assigned[2].split(" or ")])
         ways += [dict(way) for way in product(*choices) if way]

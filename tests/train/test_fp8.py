@@ -63,6 +63,6 @@ def test_a_run_goes_on_with_fp8_and_says_so(tmp_path: Path) -> None:
     arguments = ["train.steps=22", "precision=bf16", "train.fp8=rowwise", f"run_dir={tmp_path / 'run'}"]
     status, output = finish(launch(arguments))
     assert status == 0, output
-    assert "train.fp8 is now 'rowwise'; the run was at None" in output
+    assert "train.fp8 is now rowwise; the run was at null" in output
     assert [float(record["loss"]) for record in metrics(tmp_path / "run")][:20] == before
     assert len(metrics(tmp_path / "run")) == 22

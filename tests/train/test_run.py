@@ -437,7 +437,7 @@ def test_a_run_may_go_on_in_another_precision(text: Path, tmp_path: Path, capsys
         config = replace(config, precision=precision, train=replace(config.train, steps=steps))
         assert start(config) == 0
     assert max(losses(tmp_path / "run")) == STEPS
-    assert "precision is now 'bf16'; the run was at 'fp32'" in capsys.readouterr().out
+    assert "precision is now bf16; the run was at fp32" in capsys.readouterr().out
 
 
 def test_the_run_keeps_its_tokenizer(text: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from megalite.errors.words import plain
 from megalite.observe import readable
 from megalite.observe.report.charts import COLOURS, Chart, Line, line_chart
 from megalite.observe.report.page import FIGURES, environment, layout_of, status_of
@@ -94,7 +95,7 @@ def differences(runs: Sequence[RunData]) -> tuple[Differences, Differences]:
     """Settings that are not equal in all runs, chosen and derived ones; a dash where a run does not know one."""
     chosen, derived = Differences(), Differences()
     for name in dict.fromkeys(name for run in runs for name in run.config):
-        values = [readable.setting(run.config[name]) if name in run.config else "-" for run in runs]
+        values = [plain(run.config[name]) if name in run.config else "-" for run in runs]
         if len(set(values)) > 1 and name not in UNREMARKABLE:
             follows = all(name in run.derived for run in runs if name in run.config)
             (derived if follows else chosen).append((name, values))

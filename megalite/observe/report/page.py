@@ -14,6 +14,7 @@ from markupsafe import Markup
 
 from megalite.config.user_files import as_record
 from megalite.errors.problems import UserError, printable
+from megalite.errors.words import plain
 from megalite.layout.panels import panels_of
 from megalite.layout.ranks import ParallelLayout
 from megalite.layout.summary import header_lines
@@ -33,7 +34,7 @@ FIGURES = {
     "val_bits_per_byte": Figure("Bits per byte, validation", colour=1, dots=True),
     "lr": Figure("Learning rate", readable.short, from_zero=True),
     "grad_norm": Figure("Gradient norm", smooth=True),
-    "loss_scale": Figure("Loss scale", readable.setting),
+    "loss_scale": Figure("Loss scale", plain),
     "tokens_per_s": Figure("Tokens per second", readable.rate, colour=2, from_zero=True, smooth=True),
     "step_time_s": Figure("Time of a step", readable.step_time, "seconds", from_zero=True, smooth=True),
     "mfu": Figure("MFU", readable.percent, from_zero=True, share=True, smooth=True),

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from megalite.commands.report import main
+from megalite.errors.words import plain
 from megalite.layout.ranks import ParallelLayout
-from megalite.observe import readable
 from megalite.observe.report.charts import COLOURS
 from megalite.observe.report.comparison import compare, names_of
 from megalite.observe.report.page import HERE, environment, render
@@ -279,7 +279,7 @@ def test_settings_that_follow_from_others_are_no_differences(tmp_path: Path) -> 
     ],
 )  # fmt: skip
 def test_settings_are_shown_as_people_write_them(value: object, text: str) -> None:
-    assert readable.setting(value) == text
+    assert plain(value) == text
 
 
 def test_runs_of_different_batches_are_also_compared_over_tokens_each_at_its_own(tmp_path: Path) -> None:
