@@ -173,7 +173,7 @@ def _split(config: Config, files: list[TokenFile]) -> tuple[list[Part], list[Par
         short = f"tokens (of {total:,}) of {name} are less than one sample of {need:,} (train.seq_length + 1)"
         kept = [share for share in (0.1, 0.5, 0.0) if _leaves(total, share, need, evaluated and share > 0)]
         ways = [f"data.validation_fraction={share}" for share in kept[:1]]
-        if (longest := min(border, total - border if evaluated else border) - 1) > 0:
+        if not kept and (longest := min(border, total - border if evaluated else border) - 1) > 0:
             ways.append(f"train.seq_length={longest} or less")
         remedy = ", or ".join([*ways, "more text"])
         if border < need:

@@ -1,6 +1,7 @@
 """Opening: the split, the vocabulary, the tokenizer and the fingerprint come from the data, at any size."""
 
 import json
+import re
 import shutil
 import string
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megalite.config.schema import Config
+from megalite.config.settings import with_values
 from megalite.data.open import open_data
 from megalite.data.tokenizers import byte_tokenizer, char_tokenizer
 from megalite.errors.problems import UserError
@@ -145,3 +147,22 @@ def test_another_tokenizer_is_refused_where_only_the_identity_is_left_of_the_rig
     tokens.tokenizer = str(tmp_path / "other")
     with pytest.raises(UserError, match="is another tokenizer than the one that made a"):
         open_data(tokens, prepare(tokens))
+
+
+@pytest.mark.parametrize(("fraction", "evaluated"), [(0.9999999, True), (0.999, False), (1e-9, True)])
+def test_a_share_that_leaves_too_little_is_blamed_and_what_is_advised_works(
+    tokens: Config, fraction: float, evaluated: bool
+) -> None:
+    tokens.data.validation_fraction, tokens.train.eval_interval = fraction, 100 if evaluated else 0
+    with pytest.raises(UserError) as refusal:
+        open_data(tokens, prepare(tokens))
+    (problem,) = refusal.value.problems
+    assert problem.setting == "data.validation_fraction"
+    advised = dict(
+        re.findall(r"(data.validation_fraction|train.seq_length|train.eval_interval)=([\d.]+)", problem.remedy)
+    )
+    assert "data.validation_fraction" in advised
+    assert advised.get("train.seq_length") != "1"
+    for name, value in advised.items():
+        changed = with_values(tokens, {name: float(value) if "fraction" in name else int(value)})
+        open_data(changed, prepare(changed))

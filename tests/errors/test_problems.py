@@ -3,6 +3,7 @@
 import pytest
 
 from megalite.errors.problems import Problem, UserError, printable
+from megalite.errors.words import plain, several
 
 
 @pytest.mark.parametrize("place", ["setting", "value", "rule", "remedy"])
@@ -17,3 +18,28 @@ def test_text_stays_as_it_is() -> None:
     text = "a\tb\r\nc ä \u00a0 \u200d 文 \U0001f600 \\x1b"
     assert printable(text) == text
     assert printable("\x00\x7f\x85\u2028\u202e\udcff") == r"\x00\x7f\x85\u2028\u202e\udcff"
+
+
+def test_numbers_are_told_without_the_digits_that_computing_blurs() -> None:
+    assert 3e-4 / 10 != 3e-5
+    assert str(Problem("lr.min_lr", 3e-4 / 10, "rule", "remedy")).startswith("lr.min_lr=3e-05:")
+    assert [plain(one) for one in (3e-4 / 10, None, [0.1 + 0.2, True], 0.0, "a")] == [
+        "3e-5",
+        "null",
+        "[0.3,true]",
+        "0",
+        "a",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("number", "what", "text"),
+    [
+        (1, "step", "1 step"),
+        (0, "step", "0 steps"),
+        (2000, "microbatch", "2,000 microbatches"),
+        (1.0, "epoch", "1 epoch"),
+    ],
+)
+def test_one_thing_is_singular(number: float, what: str, text: str) -> None:
+    assert several(number, what) == text
