@@ -90,6 +90,7 @@ class StartUp:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.ends = True
         ignore_stop_signals()  # launchers repeat them
+        sys.unraisablehook = _nothing  # in a destructor Python only tells of the exception, and the thread has its turn
         self._say(number)
         raise SystemExit(128 + number)
 
@@ -140,6 +141,10 @@ class StopRequest:
 
     def _ask(self, name: str) -> None:
         self.requested = self.requested or name
+
+
+def _nothing(_: object) -> None:
+    """Tell of no exception that Python ignores."""
 
 
 def _end_when_impatient(descriptor: int) -> None:

@@ -137,9 +137,10 @@ def test_a_job_that_is_preempted_in_its_start_up_comes_again(
 
 
 def test_a_job_that_runs_out_of_time_saves_and_comes_again(slurm: Cluster, undisturbed: Path) -> None:
-    """Samples of text after each step make it last longer than its minute."""
-    options = ("--time=1", "--signal=B:USR1@30")
-    submitted = submit(slurm, "limited", "train.sample_interval=1", options=options)
+    """Samples of text after each step make it last longer than its minutes. SLURM warns it 30 s to 60 s before the end,
+    which leaves a busy machine a minute for start-up and a step."""
+    longer = ("train.sample_interval=1", "train.sample_tokens=200")
+    submitted = submit(slurm, "limited", *longer, options=("--time=2", "--signal=B:USR1@30"))
     run = finish(slurm, submitted)
     assert stops(run)
     assert int(slurm.job(submitted[0])["Restarts"]) == len(stops(run))

@@ -14,21 +14,28 @@ import pytest
 
 from tests.train.runs import ROOT, overrides, write_text
 
-# Stands still at the named function of run.py, in Python or inside an operation of C that no signal interrupts.
+# Stands still at the named function of run.py: in Python, in a destructor, whose exceptions Python ignores, or inside
+# an operation of C that no signal interrupts.
 DRIVER = """
 import ctypes, sys, time
 sys.path.insert(0, {root!r})
 from megalite.commands.train import main_to_the_end
 def stand_still(*_, **__):
     print("here", flush=True)
-    while not {in_c}:
+    while {inside!r} != "C":
         time.sleep(1)
     mutex = ctypes.create_string_buffer(64)  # zeros are an unlocked mutex of glibc
     for _ in range(2):
         ctypes.CDLL(None).pthread_mutex_lock(mutex)
+class Destroyed:
+    __del__ = stand_still
+def destroy(*_, **__):
+    Destroyed()
+    while True:
+        time.sleep(1)
 if {at!r}:
     import megalite.train.run
-    setattr(megalite.train.run, {at!r}, stand_still)
+    setattr(megalite.train.run, {at!r}, destroy if {inside!r} == "destructor" else stand_still)
 sys.exit(main_to_the_end(sys.argv[1:]))
 """
 LINE = r"megalite: ended by {name} after \d+ s of start-up, before the first step\n"
@@ -41,9 +48,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def begin(arguments: list[str], at: str, *, in_c: bool = False, **variables: str) -> "subprocess.Popen[str]":
+def begin(arguments: list[str], at: str, *, inside: str = "Python", **variables: str) -> "subprocess.Popen[str]":
     """A start that stands still there by now."""
-    code = DRIVER.format(root=str(ROOT), at=at, in_c=in_c)
+    code = DRIVER.format(root=str(ROOT), at=at, inside=inside)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
     pipe = subprocess.PIPE
     command = [sys.executable, "-c", code, *arguments]
@@ -80,8 +87,9 @@ def test_a_start_says_by_what_it_was_ended(folder: Path, tmp_path: Path, at: str
         assert (tmp_path / "run" / "lock").read_text() == "", "the main thread was unwound"
 
 
-def test_a_start_that_is_inside_an_operation_which_does_not_come_back_ends_too(folder: Path, tmp_path: Path) -> None:
-    process = begin(overrides(folder, "in-c"), "build_job", in_c=True)
+@pytest.mark.parametrize("inside", ["C", "destructor"])
+def test_a_start_that_cannot_be_unwound_ends_too(folder: Path, inside: str) -> None:
+    process = begin(overrides(folder, inside), "build_job", inside=inside)
     status, errors, seconds = end(process, signal.SIGUSR1)
     assert status == 128 + signal.SIGUSR1
     assert re.fullmatch(LINE.format(name="SIGUSR1"), errors), errors
