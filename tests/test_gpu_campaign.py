@@ -185,6 +185,23 @@ def test_the_tests_of_the_campaign_are_those_marked_gpu(rungs: ModuleType, monke
     assert files == marked - {Path(__file__)}, "this one only speaks of them"
 
 
+def test_tests_are_counted_and_none_that_passes_is_no_proof(
+    rungs: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    (tmp_path / "tests").mkdir()
+    skipped = "import pytest\n\n@pytest.mark.gpu\ndef test_skipped():\n    pytest.skip()\n"
+    (tmp_path / "tests" / "test_file.py").write_text(f"{skipped}\n@pytest.mark.gpu\ndef test_passes():\n    pass\n")
+    monkeypatch.setattr(rungs, "ROOT", tmp_path)
+    assert rungs.gpu_tests(torch.device("cpu")) == {"skipped": 1, "passed": 1}
+    done = subprocess.CompletedProcess([], 0, "112 skipped in 2.5s", "")
+    monkeypatch.setattr(rungs.subprocess, "run", lambda *_, **__: done)
+    with pytest.raises(AssertionError):
+        rungs.gpu_tests(torch.device("cuda"))
+
+
 @pytest.mark.parametrize("name", ["products", "fp8_products", "attention", "head_and_loss", "embedding", "steps"])
 def test_a_rung_finds_the_cpu_right(rungs: ModuleType, name: str) -> None:
     import torch
