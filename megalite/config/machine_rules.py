@@ -113,8 +113,9 @@ def status_file_is_not_another_s(config: Config) -> Iterator[Problem]:
     if (name := config.launch.status_file) is None:
         return
     path, folder = Path(absolute(name)), Path(os.path.realpath(run_dir_of(config)))
-    for problem in output_problems("launch.status_file", path, STATUS):
-        yield replace(problem, here=True)
+    if problems := output_problems("launch.status_file", path, STATUS):
+        yield replace(problems[0], here=True)
+        return
     place = Path(os.path.realpath(path.parent), path.name)
     inside = place.is_relative_to(folder) and place.relative_to(folder).parts
     if folder.is_relative_to(place) or (inside and inside[0] in OWN):
