@@ -61,6 +61,7 @@ TIMINGS = (
     *(Timing("megalite", "7B, 8 layers"), Timing("peer", "124M"), Timing("megalite", "350M")),
     Timing("megalite", "124M", ("train.attention=flash",)),
     # Beyond 280 s: a second command does these.
+    Timing("megalite", "124M", ("train.attention=flex",)),
     *(Timing("megalite", "124M", (f"train.cuda_graph={graph}",), batch=4) for graph in ("false", "true")),
     *(Timing("megalite", "1.3B", (f"train.fp8={recipe}",)) for recipe in ("tensorwise", "rowwise")),
     *(Timing("megalite", "experts, 4 layers"), Timing("megalite", "124M", ("train.cuda_graph=false",), batch=64)),
@@ -105,14 +106,18 @@ class Campaign:
     """Runs rungs and keeps their records, by name."""
 
     def __init__(self, out: Path, known: Sequence[Path], about: Mapping[str, str], device: str, seconds: float) -> None:
-        out.mkdir(parents=True, exist_ok=True)
         self._file, self._about, self._device = out / "results.jsonl", dict(about), device
         self._end = time.monotonic() + seconds
         self.records: dict[str, dict[str, Any]] = {}
         wanted = self._about | {"status": "ok"}
         for file in (*known, *([self._file] if self._file.exists() else [])):
-            lines = [json.loads(line) for line in file.read_text().splitlines()]
-            self.records |= {line["rung"]: line for line in lines if line.items() >= wanted.items()}
+            try:
+                lines = [json.loads(line) for line in file.read_text().splitlines()]
+                by_name = [(line["rung"], line) for line in lines]
+            except (ValueError, TypeError, KeyError) as error:
+                raise SystemExit(f"{file} holds something else than results of this command: {error!r}") from error
+            self.records |= {name: line for name, line in by_name if line.items() >= wanted.items()}
+        out.mkdir(parents=True, exist_ok=True)
 
     def run(self, rungs: Sequence[str], at_a_time: int, limit_s: float) -> None:
         """Those that have no record yet, until the time is over."""
@@ -130,6 +135,8 @@ class Campaign:
                 for one in list(running):
                     if (record := one[0].record()) is not None:
                         running.remove(one)
+                        if record["status"] == "too slow" and time.monotonic() >= self._end:
+                            record["status"] = "no time"
                         self._note(record | {"clocks_before": one[1], "clocks_after": clocks(self._device)})
                 time.sleep(0.1)
 
@@ -177,10 +184,10 @@ def how_to_bring(packages: Sequence[str]) -> str:
 
 
 def commit() -> str:
-    """Of git or, where it is not, of the file COMMIT; empty: of neither."""
-    with suppress(OSError):
-        return (ROOT / "COMMIT").read_text().strip()
-    return _output(["git", "rev-parse", "HEAD"]) if (ROOT / ".git").exists() else ""
+    """What git says or, where it says nothing, the file COMMIT, which may be of an older copy; empty: neither."""
+    if (ROOT / ".git").exists() and (said := _output(["git", "rev-parse", "HEAD"])):
+        return said
+    return (ROOT / "COMMIT").read_text().strip() if (ROOT / "COMMIT").exists() else ""
 
 
 def table(records: Sequence[Mapping[str, Any]]) -> str:

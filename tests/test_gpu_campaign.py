@@ -97,9 +97,21 @@ def test_a_second_start_does_what_is_not_ok_yet_for_this_commit_and_device(
 
 @pytest.mark.usefixtures("scripted")
 def test_when_the_time_is_over_the_rest_is_noted_and_not_run(campaign: ModuleType, tmp_path: Path) -> None:
-    at_work = campaign.Campaign(tmp_path, [], ABOUT, "cpu", 0.0)
-    at_work.run(["good"], 1, 20.0)
-    assert at_work.records["good"].items() >= {"status": "no time", "figures": {}}.items()
+    at_work = campaign.Campaign(tmp_path, [], ABOUT, "cpu", 2.0)
+    at_work.run(["slow", "good"], 1, 20.0)
+    assert [record["status"] for record in at_work.records.values()] == ["no time", "no time"]
+    assert at_work.records["good"]["figures"] == {}
+
+
+@pytest.mark.parametrize("content", ["mine\n", "[1]\n", '{"text": "mine"}\n', '{"rung": "good"'])
+def test_results_of_another_program_are_refused_and_stay(campaign: ModuleType, tmp_path: Path, content: str) -> None:
+    file = tmp_path / "results.jsonl"
+    file.write_text(content)
+    for out, known in ((tmp_path, []), (tmp_path / "out", [file])):
+        with pytest.raises(SystemExit, match=r"results\.jsonl holds something else"):
+            campaign.Campaign(out, known, ABOUT, "cpu", 60.0)
+    assert file.read_text() == content
+    assert not (tmp_path / "out").exists()
 
 
 def test_missing_packages_are_named_with_their_versions_before_anything_starts(
@@ -130,6 +142,13 @@ def test_a_copy_without_git_says_its_commit_in_a_file(
     if (ROOT / ".git").exists() and shutil.which("git"):
         head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
         assert campaign.commit() == head.stdout.strip()
+        (tmp_path / "COMMIT").write_text("of an older copy\n")
+        (tmp_path / ".git").symlink_to(ROOT / ".git")
+        with monkeypatch.context() as patch:
+            patch.setattr(campaign, "ROOT", tmp_path)
+            assert campaign.commit() == head.stdout.strip()
+        (tmp_path / ".git").unlink()
+        (tmp_path / "COMMIT").unlink()
     monkeypatch.setattr(campaign, "ROOT", tmp_path)
     monkeypatch.setattr(campaign, "missing_packages", list)
     with pytest.raises(SystemExit):
@@ -146,6 +165,7 @@ def test_every_rung_has_its_work_and_seven_timings_come_before_all_others(campai
     seven = [timing.name for timing in campaign.TIMINGS[:7]]
     assert campaign.FAST[:8] == ("ceilings", *seven)
     assert {name.split(" ", 1)[0] for name in seven} == {"megalite", "plain", "peer"}
+    assert "megalite 124M train.attention=flex" in campaign.FAST
     assert {timing.shape for timing in campaign.TIMINGS} <= {*rungs.CAMPAIGN, *rungs.SHAPES}
 
 
@@ -163,6 +183,23 @@ def test_the_tests_of_the_campaign_are_those_marked_gpu(rungs: ModuleType, monke
     files = {Path(word) for word in commands[0] if word.endswith(".py")}
     marked = {path for path in ROOT.glob("tests/**/test_*.py") if re.search(r"mark\.gpu[)\n]", path.read_text())}
     assert files == marked - {Path(__file__)}, "this one only speaks of them"
+
+
+def test_tests_are_counted_and_none_that_passes_is_no_proof(
+    rungs: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    (tmp_path / "tests").mkdir()
+    skipped = "import pytest\n\n@pytest.mark.gpu\ndef test_skipped():\n    pytest.skip()\n"
+    (tmp_path / "tests" / "test_file.py").write_text(f"{skipped}\n@pytest.mark.gpu\ndef test_passes():\n    pass\n")
+    monkeypatch.setattr(rungs, "ROOT", tmp_path)
+    assert rungs.gpu_tests(torch.device("cpu")) == {"skipped": 1, "passed": 1}
+    done = subprocess.CompletedProcess([], 0, "112 skipped in 2.5s", "")
+    monkeypatch.setattr(rungs.subprocess, "run", lambda *_, **__: done)
+    with pytest.raises(AssertionError):
+        rungs.gpu_tests(torch.device("cuda"))
 
 
 @pytest.mark.parametrize("name", ["products", "fp8_products", "attention", "head_and_loss", "embedding", "steps"])

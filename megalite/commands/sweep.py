@@ -132,7 +132,7 @@ def _checked(arguments: Namespace) -> Path:
         raise UserError(Problem("--multirun", NO_VALUE, in_one_line(error), remedy)) from error
     if not chosen:
         print_lines([f"sweep of {len(points):,} points in {folder}"])
-    problems, taken = list[Problem](), dict[str, int]()
+    problems, taken = [*_files_of_hydra(found)], dict[str, int]()
     for number, point in enumerate(points):
         refused = list[Problem]()
         config = collect(partial(_load, arguments, point, _ranks(found)), refused)
@@ -147,6 +147,16 @@ def _checked(arguments: Namespace) -> Path:
     if problems:
         raise UserError(problems)
     return folder
+
+
+def _files_of_hydra(found: DictConfig) -> Iterator[Problem]:
+    """Settings by which Hydra writes files itself, in the place of whatever is there."""
+    for name in ("output_subdir", "job_logging", "hydra_logging"):
+        value = found.hydra[name]
+        if value is not None and (name == "output_subdir" or "filename" in str(value)):
+            rule = "Hydra would replace files of others, or add to them"
+            remedy = "leave it out: point.json keeps the overrides, run_dir the log"
+            yield Problem(f"hydra.{name}", NO_VALUE, rule, remedy)
 
 
 def _is_swept(word: str) -> bool:

@@ -87,13 +87,15 @@ def run_dir_can_be_used(config: Config) -> Iterator[Problem]:
 
 def what_is_written_is_not_read_as_data(config: Config) -> Iterator[Problem]:
     """A folder of text is read with all that is below it: what the run writes there would be other data next time."""
-    path, status = config.data.path, config.launch.status_file
+    path = config.data.path
+    named = {"launch.status_file": config.launch.status_file, "data.cache_dir": config.data.cache_dir}
     written = {"run_dir": (config.run_dir or "runs", config.run_dir or "null (runs/ in the folder of the command)")}
-    written |= {"launch.status_file": (status, status)} if status else {}
+    written |= {name: (value, value) for name, value in named.items() if value}
     for part in path if isinstance(path, list) else [path]:
         place = absolute(str(part))
         for name, (target, shown) in written.items() if config.data.source in ("text", "hf") else ():
-            if os.path.isdir(place) and Path(absolute(target)).is_relative_to(place):
+            there = Path(os.path.realpath(absolute(target)))
+            if os.path.isdir(place) and there.is_relative_to(os.path.realpath(place)):
                 rule = f"it is inside data.path={part}, a folder that is read whole: the run would change its own data"
                 yield Problem(name, shown, rule, f"a {name} elsewhere, or a glob like data.path='*.txt'", here=True)
             elif name != "run_dir" and _means(place, absolute(target)):
@@ -111,10 +113,12 @@ def status_file_is_not_another_s(config: Config) -> Iterator[Problem]:
     if (name := config.launch.status_file) is None:
         return
     path, folder = Path(absolute(name)), Path(os.path.realpath(run_dir_of(config)))
-    for problem in output_problems("launch.status_file", path, STATUS):
-        yield replace(problem, here=True)
+    if problems := output_problems("launch.status_file", path, STATUS):
+        yield replace(problems[0], here=True)
+        return
     place = Path(os.path.realpath(path.parent), path.name)
-    if place.is_relative_to(folder) and {*place.relative_to(folder).parts[:1]} <= {*OWN}:
+    inside = place.is_relative_to(folder) and place.relative_to(folder).parts
+    if folder.is_relative_to(place) or (inside and inside[0] in OWN):
         rule = f"the run keeps files of its own by that name in {folder}"
         yield Problem("launch.status_file", name, rule, f"launch.status_file={STATUS.usual}, or a name elsewhere")
 

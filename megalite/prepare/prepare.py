@@ -87,8 +87,7 @@ def prepare(config: Config, progress: Progress | None = None) -> TokenFiles:
         return TokenFiles(prefixes, tokenizer=None if built_in else named_tokenizer(config.tokenizer))
     sources = sources_of(config.data)
     targets = targets_of(config, sources)
-    with private_files():  # the text can be read from them
-        _make(config, targets, progress, "data.cache_dir")
+    _make(config, targets, progress, "data.cache_dir")
     return TokenFiles([target.prefix for target in targets], not_read(sources))
 
 
@@ -103,7 +102,11 @@ def prepare_file(source: Source, config: Config, prefix: Path, progress: Progres
 
 
 def _refuse_others(source: Source, prefix: Path) -> None:
-    """UserError where files of others, or of the text itself, lie in the place of the token file."""
+    """UserError where files of others, or of the text itself, lie in the place of the token file, or will."""
+    for path in source.paths:
+        if os.path.isdir(path) and prefix.resolve().is_relative_to(Path(path).resolve()):
+            rule = f"it is inside data.path={path}, a folder that is read whole: the text would not be the same again"
+            raise UserError(Problem("--output", str(prefix), rule, "a name in another folder"))
     places = {ending: with_suffix(prefix, ending) for ending in (".bin", ".idx", ".json", ".tokenizer")}
     found, taken = of_others(prefix), [path for path in places.values() if path.is_file()]
     if (folder := places[".tokenizer"]).is_symlink() or (not folder.is_dir() and folder.exists()):
@@ -168,7 +171,8 @@ def _make(config: Config, targets: list[Target], progress: Progress | None, sett
     for target, plan in zip(targets, _plans(config, [target.source for target in targets]), strict=True):
         jobs[target] = [(target.work / f"part-{number:05d}", shard) for number, shard in enumerate(plan)]
     shards = [shard for each in jobs.values() for _, shard in each]
-    with _locked([target.prefix for target in targets], setting):
+    # The text can be read from what is made.
+    with private_files(), _locked([target.prefix for target in targets], setting):
         missing = [target for target in jobs if not is_prepared(target.prefix)]
         asked = [job for target in missing for job in jobs[target]]
         total = sum(shard.size for _, shard in asked)

@@ -123,6 +123,7 @@ def test_a_status_file_is_not_where_the_run_will_write(tmp_path: Path, name: str
     run = tmp_path / "run"
     for place in (run, tmp_path / "link" / "run"):
         assert "files of its own" in refused(f"run_dir={run}", f"launch.status_file={place / name}")
+    assert "files of its own" in refused(f"run_dir={run}/{name}/x", f"launch.status_file={run}")
     kept = load_config([f"run_dir={run}", f"launch.status_file={run}/my.status"], 1)
     assert kept.launch.status_file == f"{run}/my.status"
 

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, models
 from megalite.commands import prepare
 from megalite.config.compose import load_config
 from megalite.data.token_file import TokenFile
+from megalite.errors.problems import UserError
 from megalite.prepare import prepare as preparation
 from megalite.prepare import token_writer
 
@@ -132,6 +133,25 @@ def test_what_is_not_ours_stays_and_nothing_is_tokenized(
         assert make(name, str(place / "books.json")) == 0, "the remedy works"
 
 
+@pytest.mark.parametrize("source", ["text", "hf"])
+def test_an_output_is_not_inside_the_folder_that_is_read(
+    place: Path, source: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its facts and its tokenizer would be text next time."""
+    Path("rows/more").mkdir(parents=True)
+    shutil.copy("books.json", "rows/a.jsonl")
+    Path("link").symlink_to("rows/more")
+    before = content(place)
+    for output in ("rows/x", "link/x"):
+        words = [f"data={source}", "data.path=./rows", "tokenizer=byte"]
+        assert prepare.main([*words, "--output", output]) == 2
+        assert "a folder that is read whole" in capfd.readouterr().err
+    assert content(place) == before
+    for cache in ("rows/cache", "link/cache"):
+        with pytest.raises(UserError, match="a folder that is read whole"):
+            load_config([f"data={source}", "data.path=./rows", f"data.cache_dir={cache}"], 1)
+
+
 def test_facts_that_are_read_as_text_are_not_replaced_by_those_of_another_text(
     place: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -211,7 +231,7 @@ def test_folders_of_others_with_a_name_like_that_of_unfinished_work_stay(place: 
 
 
 @pytest.mark.parametrize(("umask", "file", "folder"), [(0o022, 0o600, 0o700), (0o002, 0o664, 0o775)])
-def test_the_cache_is_its_user_s_alone_and_what_is_asked_for_elsewhere_is_as_the_umask_says(
+def test_the_cache_and_what_is_asked_for_elsewhere_are_their_user_s_alone(
     place: Path, monkeypatch: pytest.MonkeyPatch, umask: int, file: int, folder: int
 ) -> None:
     """Workers of their own write, too. A umask that somebody chose stays."""
@@ -232,4 +252,4 @@ def test_the_cache_is_its_user_s_alone_and_what_is_asked_for_elsewhere_is_as_the
 
     assert len(list((place / "cache").rglob("*"))) > 15
     assert modes(place / "cache") == {(False, file), (True, folder)}
-    assert modes(place / "out") == {(False, 0o666 & ~umask), (True, 0o777 & ~umask)}
+    assert modes(place / "out") == {(False, file), (True, folder)}
