@@ -14,7 +14,7 @@ from markupsafe import Markup
 
 from megalite.config.user_files import as_record
 from megalite.errors.problems import UserError, printable
-from megalite.errors.words import plain
+from megalite.errors.words import plain, several
 from megalite.layout.panels import panels_of
 from megalite.layout.ranks import ParallelLayout
 from megalite.layout.summary import header_lines
@@ -66,6 +66,7 @@ def environment() -> Environment:
     found.globals.update(script=script, style=style, policy=policy, figures=FIGURES, column_chart=column_chart)
     found.globals["words_of"] = words_of
     found.filters |= {name: words for name, words in vars(readable).items() if callable(words)} | {"moment": moment}
+    found.filters |= {"plain": plain, "several": several}
     return found
 
 
