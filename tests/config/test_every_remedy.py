@@ -75,6 +75,8 @@ def follow(words: list[str], world: int) -> int:
         for way in ways_of(problem.remedy):
             after = problems_of(*changed(words, world, problem, way))
             assert kind(problem) not in map(kind, after), f"{problem}\nfollowed: {way}\n{words}\n{after}"
+            unfit = [one for one in after if one.rule.startswith("must be ") and one.setting in map(key, way)]
+            assert not unfit, f"{problem}\nfollowed: {way}\n{words}\n{unfit}"
             followed += 1
     return followed
 

@@ -28,6 +28,12 @@ ONE_MISTAKE = [
     ("tokeniser=byte", ["unknown setting", "tokenizer=byte"]),
     ("steps=10", ["unknown setting", "train.steps=10"]),
     ("data.pth=a", ["unknown setting", "data.path=a"]),
+    (
+        "data.validation_path=/dir",
+        ["unknown setting", "nearest setting is data.validation_fraction: number, at least 0"],
+    ),
+    ("optimizer.learning_rate=fast", ["unknown setting", "nearest setting is optimizer.lr: number, above 0"]),
+    ("rundir='a=b'", ["unknown setting", "did you mean run_dir='a=b'"]),
     ("zzz=1", ["zzz=1", "unknown setting", "model", "checkpoint", "docs/configuration.md"]),
     ("model.zzz=1", ["model.zzz", "unknown setting", "num_layers"]),
     ("model={zzz: 1}", ["model.zzz", "unknown setting"]),
