@@ -69,7 +69,7 @@ def text_only(spec: Spec, hidden: set[str]) -> Spec:
         if prefix := model["continuing_subword_prefix"]:
             made = ((left, right, left + right.removeprefix(prefix)) for left, right, _ in made)
         model["merges"] = [[left, right] for left, right, whole in made if not names.keys() & {left, right, whole}]
-        if drops_symbols(spec):
+        if drops_symbols(spec | {"model": model}):  # an end may be a symbol
             model["vocab"] |= {token["content"]: token["id"] for token in added}  # else they are numbered anew
             model["unk_token"] = NEVER * 4
             model["vocab"][NEVER * 4] = 1 + max(model["vocab"].values())

@@ -59,14 +59,17 @@ class TextTokenizer:
         eos = token_text(settings.get("eos_token"))
         self.end_of_document: int | None = backend.token_to_id(eos) if eos else end_of_document
         vocabulary = backend.get_vocab(with_added_tokens=True)
-        self.vocab_size: int = max(vocabulary.values()) + 1
+        self._names = {number: text for text, number in vocabulary.items()}  # the library tells normalized ones
+        self.vocab_size: int = max(self._names) + 1
         self._spec: dict[str, Any] = json.loads(backend.to_str())
-        self._table = _symbol_table(self._spec)
+        table, end = _symbol_table(self._spec), self.end_of_document
+        says_end = table is not None and end is not None and end < (len(table) or 256)  # a symbol is the end
+        self._table = None if says_end else table
         named = {token_text(settings.get(name)) for name in KEPT_SETTINGS[:4]}
         named |= {token["content"] for token in self._spec["added_tokens"] if token["special"]}
         self._hidden = {text for text in named if text in vocabulary and len(text) > 1}  # some pad with `!`
         if self.end_of_document is not None:
-            self._hidden.add(backend.id_to_token(self.end_of_document))
+            self._hidden.add(self._names[self.end_of_document])
         self._drops = self._table is None and drops_symbols(self._spec)
         self._watched = np.zeros(self.vocab_size + 1, dtype=bool)  # ids that no text should give
         self._watched[[vocabulary[text] for text in self._hidden]] = True
@@ -147,7 +150,7 @@ class TextTokenizer:
         encoding = self._strict.encode(text, add_special_tokens=False)
         at = int(np.flatnonzero(self._refused[encoding.ids])[0])
         (start, stop), token = encoding.offsets[at], encoding.ids[at]
-        told = "no token" if token == self.vocab_size else f"only the special token {self.backend.id_to_token(token)!r}"
+        told = "no token" if token == self.vocab_size else f"only the special token {self._names[token]!r}"
         rule = f"has {told} for {text[start:stop]!r:.40} (character {start:,})"
         return Problem("tokenizer", self.name, rule, "tokenizer=byte, bpe, or one for this text")
 
@@ -206,7 +209,7 @@ class TextTokenizer:
         if context_length is not None:
             settings["model_max_length"] = context_length
         if self.end_of_document is not None:
-            settings["bos_token"] = settings["eos_token"] = self.backend.id_to_token(self.end_of_document)
+            settings["bos_token"] = settings["eos_token"] = self._names[self.end_of_document]
         return {"tokenizer.json": spec.encode(), "tokenizer_config.json": _written(settings).encode()}
 
     def unwritten(self, folder: Path) -> dict[Path, bytes]:

@@ -10,7 +10,7 @@ import sentencepiece
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from megalite.data.tokenizer_spec import byte_letters
-from megalite.data.tokenizers import TextTokenizer, load_tokenizer
+from megalite.data.tokenizers import TextTokenizer, char_tokenizer, load_tokenizer
 from megalite.errors.problems import UserError
 
 SPELLED = ["the model</s>data train loss", "</s>", "<s>a</s></s> b <unk> <pad>", "a </s", "s></s>s> the </ss>"]
@@ -113,6 +113,39 @@ def test_an_unknown_symbol_that_is_the_end_of_a_document_is_refused() -> None:
     assert tokenizer.encode("the a") == [2, 5]
     with pytest.raises(UserError, match=r"only the special token '</s>' for 'word' \(character 4\)"):
         tokenizer.encode("the word a")
+
+
+@pytest.mark.parametrize("use_regex", [True, False])
+def test_a_sign_that_is_the_end_of_a_document_is_refused_in_a_text(use_regex: bool) -> None:
+    """Without a regular expression the tokenizer is `byte`, whose ids are looked up in a table."""
+    backend = Tokenizer(models.BPE({letter: number for number, letter in enumerate(byte_letters())}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
+    tokenizer = TextTokenizer(backend, {"eos_token": "!"})
+    assert tokenizer.encode("it is") == [*b"it is"]
+    with pytest.raises(UserError, match=r"no token for '!' \(character 6\)"):
+        tokenizer.encode("it is !")
+
+
+def test_a_symbol_that_is_the_end_of_a_document_is_refused_in_a_text(tmp_path: Path) -> None:
+    char_tokenizer(["ab\n"]).save(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "\n"}))
+    tokenizer = load_tokenizer(tmp_path)
+    assert (tokenizer.end_of_document, tokenizer.encode("ab")) == (0, [1, 2])
+    with pytest.raises(UserError, match="cannot encode the text"):
+        tokenizer.encode("a\nb")
+
+
+def test_an_end_that_the_normalizer_changes_keeps_the_name_in_the_file(tmp_path: Path) -> None:
+    """Llama's normalizer puts a space before every text; the library tells the name of a normalized token with it."""
+    backend = Tokenizer(models.BPE({**SPELLING, "\u2581": 10}, []))
+    backend.normalizer = normalizers.Prepend("\u2581")
+    backend.add_tokens([AddedToken("</s>", special=True, normalized=True)])
+    assert backend.id_to_token(0) == "\u2581</s>"
+    tokenizer = TextTokenizer(backend, {"eos_token": "</s>"})
+    assert tokenizer.encode("a</s>") == [10, 7, 1, 2, 3, 4]
+    tokenizer.save(tmp_path)
+    assert json.loads((tmp_path / "tokenizer_config.json").read_text())["eos_token"] == "</s>"
+    assert load_tokenizer(tmp_path).identity == tokenizer.identity
 
 
 def test_a_token_that_pads_is_still_a_sign_in_a_text() -> None:
