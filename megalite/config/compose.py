@@ -36,7 +36,7 @@ from megalite.config.bounds import bounds
 from megalite.config.derive import derive
 from megalite.config.inherited import is_of_run, of_recipe, of_run, of_weights
 from megalite.config.overrides import as_override, assign, choices_of, read_override, settings_named
-from megalite.config.rules import check
+from megalite.config.rules import check, unused
 from megalite.config.schema import Config
 from megalite.config.secrecy import ADVICE, HIDDEN, secret_name, secret_value
 from megalite.config.settings import (
@@ -104,7 +104,7 @@ def load_config(argv: Sequence[str], world_size: int, unread: Collection[str] = 
         problems += check(config, world_size, doubtful | set(unread))
     if problems or config is None:
         raise UserError(problems)
-    return derive(config, world_size)
+    return derive(replace(config, told=(*config.told, *unused(config))), world_size)
 
 
 def names_of(words: Sequence[str]) -> frozenset[str]:
@@ -159,8 +159,11 @@ def show_information(arguments: Namespace) -> int:
 def run_hydra(words: Sequence[str], function: Callable[[DictConfig], Any], arguments: Namespace) -> int:
     """Lets Hydra itself read a command line, and call the function if that is for it; the exit status. `arguments`
     say where its files are."""
-    (first, *others), name, _ = files_of(arguments)
-    also = [f"hydra.searchpath={as_override([f'file://{folder}' for folder in others])}"] if others else []
+    folders, name, _ = files_of(arguments)
+    # Hydra looks for the config itself before it knows of other folders.
+    first = next((folder for folder in folders if Path(folder, f"{name}.yaml").is_file()), folders[0])
+    others = [f"file://{folder}" for folder in folders if folder != first]
+    also = [f"hydra.searchpath={as_override(others)}"] if others else []
     given, sys.argv[1:] = sys.argv[1:], [*also, *words]
     try:
         hydra.main(config_path=first, config_name=name, **_VERSION_BASE)(function)()
@@ -241,7 +244,7 @@ def _read(arguments: Namespace) -> _Reading:
     values, unresolved = _resolved(tree)
     doubtful |= {problem.setting for problem in unresolved}
     departures = tuple(name for name in SETTINGS if by_command[name] != by_files[name])
-    config = replace(with_values(Config(), values), inherited=tuple(told), departures=departures)
+    config = replace(with_values(Config(), values), told=tuple(told), departures=departures)
     return _Reading(config, problems + unresolved, doubtful, inherited)
 
 

@@ -44,7 +44,10 @@ SWITCHED: list[tuple[str, Any, list[str], str]] = [
 ]
 # The same where the command itself gives the settings: what a preset or a recipe says besides may stay unused.
 ASKED: list[tuple[str, Any, list[str], str]] = [
-    ("data.source", "hf", ["data.subset", "data.split", "data.streaming"], ""),
+    ("data.source", "hf", ["data.subset", "data.split", "data.streaming"], "")
+]
+# The same where a run says that they do nothing, and goes on: their switch is turned for a try and back.
+UNUSED: list[tuple[str, Any, list[str], str]] = [
     ("tokenizer", "bpe", ["data.bpe_vocab_size"], ""),
     ("lr.schedule", "wsd", ["lr.decay_steps"], ""),
     ("model.position", "rope", ["model.rope_theta"], ""),
@@ -144,8 +147,18 @@ def names_are_file_names(case: Case) -> Iterator[Flaw]:
 
 def settings_have_an_effect(case: Case) -> Iterator[Flaw]:
     """What is asked for is done. The default asks for nothing, and so does an empty list."""
-    given = [(switch, needed, {*names} & {*case.config.departures}, why) for switch, needed, names, why in ASKED]
-    for switch, needed, names, why in (*SWITCHED, *given):
+    yield from _without_effect(case, SWITCHED)
+    yield from (flaw for flaw in _without_effect(case, ASKED) if flaw.setting in case.config.departures)
+
+
+def unused(config: Config) -> list[str]:
+    """The settings of the command that do nothing in this run, in words."""
+    flaws = _without_effect(Case(config, 1), UNUSED)
+    return [f"{flaw.setting} {flaw.rule}" for flaw in flaws if flaw.setting in config.departures]
+
+
+def _without_effect(case: Case, table: list[tuple[str, Any, list[str], str]]) -> Iterator[Flaw]:
+    for switch, needed, names, why in table:
         value = case.value(switch)
         for name in () if value == needed or (isinstance(needed, int) and value > needed) else names:
             default = SETTINGS[name].default

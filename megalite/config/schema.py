@@ -357,8 +357,8 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
-    # No settings, but where they come from: what a folder gave, in words; what the command sets otherwise than its
-    # presets, and what nobody gave, by name.
-    inherited: tuple[str, ...] = ()
+    # No settings, but where they come from. In words: what a folder gave, and what does nothing in this run. By name:
+    # what the command sets otherwise than its presets, and what nobody gave.
+    told: tuple[str, ...] = ()
     departures: tuple[str, ...] = ()
     derived: tuple[str, ...] = ()

@@ -19,7 +19,6 @@ CAUSES = OF_THE_MACHINE | {
     errno.EIO: "the disk, or the network to it, fails (see dmesg): start again once it works",
     errno.ESTALE: "the network's disk was mounted anew: start again",
     errno.EROFS: "mount that disk for writing",
-    errno.EEXIST: "move that file away",
     errno.EACCES: "allow this user to read and write there (ls -l shows who may)",
     errno.EPERM: "allow this user to read and write there (ls -l and lsattr show who may)",
 }

@@ -26,4 +26,4 @@ def plain(value: object) -> str:
 def several(number: float, what: str) -> str:
     """1 layer, 12 layers, 2 batches, 0.5 epochs."""
     text = f"{number:,}" if isinstance(number, int) else f"{number:.3g}"
-    return f"{text} {what}{'' if text == '1' else 'es' if what.endswith('ch') else 's'}"
+    return f"{text} {what}{'' if text == '1' else 'es' if what.endswith('tch') else 's'}"

@@ -234,7 +234,8 @@ def _locked(prefixes: list[Path], setting: str) -> Iterator[None]:
                 fcntl.flock(file, fcntl.LOCK_EX)
             yield
     except OSError as error:
-        rule, remedy = f"cannot be written ({error.strerror or error})", of_system(error, "start again")
+        otherwise = "move that file away" if error.errno == errno.EEXIST else "start again"
+        rule, remedy = f"cannot be written ({error.strerror or error})", of_system(error, otherwise)
         elsewhere = "" if error.errno in OF_THE_MACHINE else f", or choose a writable folder ({setting}=PATH)"
         remedy += f"{elsewhere}; what is already prepared is kept"
         raise UserError(Problem(setting, str(folder), rule, remedy)) from error

@@ -105,7 +105,7 @@ def build_job(
         together(context, lambda: read_weights(weights, config.model, None))  # checked at once, read later
     folder = RunFolder(path, context, config.resume, as_plain(config), data.fingerprint)
     try:
-        for line in (*config.inherited, *folder.changes):
+        for line in (*config.told, *folder.changes):
             report(line)
         if slow := slow_precision(context.dtype, context.device):
             report(slow)

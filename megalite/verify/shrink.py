@@ -33,7 +33,7 @@ ASSUMED = 50257
 ALWAYS: dict[str, Any] = {
     "device": "cpu",
     "precision": "fp64",
-    "tokenizer": "byte",
+    "tokenizer": "char",  # of any vocabulary: nothing is read
     "data.source": "stdlib",
     "train.steps": 5,  # the design's equivalence test
     "train.record_pipeline": 0,

@@ -264,7 +264,7 @@ ROWS = [
         86,
         "another kind of the optimizer's state",
         "optimizer.moment_dtype=bf16",
-        ["optimizer.moment_dtype='bf16'", "started with optimizer.moment_dtype='fp32'"],
+        ["optimizer.moment_dtype='bf16'", "started with optimizer.moment_dtype=fp32"],
     ),
     Row(
         89,

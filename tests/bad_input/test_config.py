@@ -271,7 +271,7 @@ ROWS = [
     Row(
         23,
         "references in a circle, and one to a whole group",
-        "train.steps=${lr.decay_steps} lr.decay_steps=${train.steps} train.sample_prompts=${data}",
+        "lr.schedule=wsd train.steps=${lr.decay_steps} lr.decay_steps=${train.steps} train.sample_prompts=${data}",
         [
             "2 problems",
             "train.steps='${lr.decay_steps}': Recursive",

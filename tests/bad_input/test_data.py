@@ -62,7 +62,7 @@ ROWS = [
         ["model.vocab_size=null", "set it"],
         corpus,
     ),
-    Row(60, "a small vocabulary", "model.vocab_size=100", ["=100", "257 tokens", "at least 257"]),
+    Row(60, "a small vocabulary", "model.vocab_size=100", ["=100", "tokenizer=byte, 257", "model.vocab_size=null"]),
     Row(62, "no tokenizer's folder", "tokenizer=./none", ["'./none'", "no folder", "transformers tokenizer"]),
     Row(
         0,

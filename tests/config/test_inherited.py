@@ -115,7 +115,7 @@ def test_the_config_of_a_run_is_a_recipe_under_any_name(run: Path, flags: str, w
     given = [word for word in GIVEN if not (words and words[0] == "model=tiny" and word.startswith(("model", "data")))]
     expected = load_config([*given, *words, "run_dir=new"], 1)
     assert same(found, expected)
-    assert found.inherited[0].startswith(f"from {Path.cwd()}/")
+    assert found.told[0].startswith(f"from {Path.cwd()}/")
     assert load_config([*flags.split(), *words], 1).run_dir != str(run), "a recipe does not say where"
 
 
@@ -143,7 +143,7 @@ def test_the_user_s_own_files_come_before_those_of_the_same_name(tmp_path: Path)
 
 def test_a_config_of_the_user_s_own_takes_nothing(run: Path) -> None:
     config = load_config(["--config-path", str(CONF), "run_dir=run"], 1)
-    assert (config.train.steps, config.model.dropout, config.inherited) == (200, 0.0, ())
+    assert (config.train.steps, config.model.dropout, config.told) == (200, 0.0, ())
 
 
 @pytest.mark.parametrize(

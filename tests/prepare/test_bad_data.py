@@ -29,7 +29,7 @@ CASES: dict[str, tuple[str, bytes | str, str]] = {
     "validation smaller than one sample": (
         "a.txt",
         "x" * 60,
-        r"data\.validation_fraction.*7 validation tokens \(of 61\)[\s\S]*more text, a larger share",
+        r"data\.validation_fraction.*7 validation tokens \(of 61\)[\s\S]*data\.validation_fraction=0\.5, or more text",
     ),
 }
 

@@ -336,13 +336,13 @@ ROWS = [
     Row(
         "66 weights of another number",
         "data=tokens data.path=[a,b] data.weights=[1.0]",
-        ["data.weights", "1 shares for the 2 parts"],
+        ["data.weights", "1 share for the 2 parts"],
         {},
     ),
     Row(
         "66 a negative weight",
         "data=tokens data.path=[a,b] data.weights=[1.0,-0.5]",
-        ["data.weights", "above 0", "[1.0,1.0]"],
+        ["data.weights", "above 0", "data.weights=null"],
         {},
     ),
     Row(
