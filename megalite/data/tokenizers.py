@@ -62,9 +62,8 @@ class TextTokenizer:
         self._names = {number: text for text, number in vocabulary.items()}  # the library tells normalized ones
         self.vocab_size: int = max(self._names) + 1
         self._spec: dict[str, Any] = json.loads(backend.to_str())
-        table, end = _symbol_table(self._spec), self.end_of_document
-        says_end = table is not None and end is not None and end < (len(table) or 256)  # a symbol is the end
-        self._table = None if says_end else table
+        self._table, end = _symbol_table(self._spec), self.end_of_document
+        self._says_end = self._table is not None and end is not None and end < (len(self._table) or 256)
         named = {token_text(settings.get(name)) for name in KEPT_SETTINGS[:4]}
         named |= {token["content"] for token in self._spec["added_tokens"] if token["special"]}
         self._hidden = {text for text in named if text in vocabulary and len(text) > 1}  # some pad with `!`
@@ -106,7 +105,12 @@ class TextTokenizer:
         cannot say.
         """
         if self._table is not None:
-            return [_look_up(self._table, text) for text in texts]
+            found = [_look_up(self._table, text) for text in texts]
+            for text, ids in zip(texts, found if self._says_end else (), strict=False):
+                if (at := np.flatnonzero(self._watched[ids])).size:
+                    start = int(at[0]) if len(self._table) else len(text.encode()[: at[0]].decode(errors="ignore"))
+                    raise UserError(self._unsaid(text[start], start, ids[at[0]]))
+            return found
         if not any(before):
             return self._encoded(texts)
         whole = self._encoded([*map("".join, zip(before, texts, strict=True)), *before])
@@ -149,9 +153,12 @@ class TextTokenizer:
         """The first place of `text` that this tokenizer has no token for, told."""
         encoding = self._strict.encode(text, add_special_tokens=False)
         at = int(np.flatnonzero(self._refused[encoding.ids])[0])
-        (start, stop), token = encoding.offsets[at], encoding.ids[at]
+        start, stop = encoding.offsets[at]
+        return self._unsaid(text[start:stop], start, encoding.ids[at])
+
+    def _unsaid(self, words: str, start: int, token: int) -> Problem:
         told = "no token" if token == self.vocab_size else f"only the special token {self._names[token]!r}"
-        rule = f"has {told} for {text[start:stop]!r:.40} (character {start:,})"
+        rule = f"has {told} for {words!r:.40} (character {start:,})"
         return Problem("tokenizer", self.name, rule, "tokenizer=byte, bpe, or one for this text")
 
     def remarks(self, page: str) -> list[str]:
