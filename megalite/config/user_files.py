@@ -11,6 +11,7 @@ import re
 import stat
 import types
 import typing
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
@@ -82,7 +83,7 @@ class _YamlLoader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
         """The mapping of a node; ConstructorError for a key that stands twice."""
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        if twice := [key for at, key in enumerate(keys) if key in keys[:at]]:
+        if twice := [key for key, times in Counter(keys).items() if times > 1]:
             raise yaml.constructor.ConstructorError(problem=f"duplicate key {twice[0]}", problem_mark=node.start_mark)
         return super().construct_mapping(node, deep)
 
