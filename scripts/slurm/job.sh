@@ -105,7 +105,7 @@ logs=$(realpath "${LOGS:-logs}")
 status=$logs/$SLURM_JOB_ID.status
 earlier=$logs/$SLURM_JOB_ID.starts # what each start of this job found: the status of the one before
 told >>"$earlier"
-rm -f "$status"
+if grep -qs '^{"state": ' "$status"; then rm "$status"; fi # another file of that name is refused by the run
 if tail -n +2 "$earlier" | vain; then give_up; fi
 
 arguments=("$@" "launch.status_file='${status//\'/\\\'}'") # quoted for Hydra
