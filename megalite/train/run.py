@@ -12,9 +12,7 @@ import torch
 
 from megalite.config.durable_files import private_files
 from megalite.config.schema import Config
-from megalite.data.content import compare_changed, watched
-from megalite.data.open import Preparation
-from megalite.data.token_file import TokenFile
+from megalite.data.open import Preparation, note_changed_files
 from megalite.errors.problems import Problem, UserError, collect, to_stderr
 from megalite.errors.words import several
 from megalite.launch.agreement import together
@@ -77,11 +75,10 @@ def run(
                     job.folder.withdraw()
                     recorder.note(f"already finished: step {job.progress.step} of {config.train.steps}")
                     return 0
-                files, folder = [part.file for part in data.train.parts] if context.rank == 0 else [], job.folder.path
-                _open_record(job, recorder, files)
+                _open_record(job, recorder)
                 saver = Saver(job, recorder, status.saved)
                 left_s = None if limit is None else began + 60 * limit - time.monotonic()
-                with StopRequest(left_s, "train.max_minutes") as stop, watched(files, folder, recorder.note):
+                with StopRequest(left_s, "train.max_minutes") as stop:
                     return _train_to_the_end(job, stop, recorder, saver, status, watchdog)
     except UserError:
         raise
@@ -103,14 +100,15 @@ def run(
         context.close(failed=failed or ended)
 
 
-def _open_record(job: Job, recorder: Recorder, files: list[TokenFile]) -> None:
-    """Tell what has changed in the token files, and open the run's record. A refusal leaves no new folder."""
+def _open_record(job: Job, recorder: Recorder) -> None:
+    """Open the run's record, and tell which token files have changed. A refusal leaves no new folder."""
     try:
-        together(job.context, lambda: compare_changed(files, job.folder.path, recorder.note), patient=True)
         together(job.context, lambda: recorder.open(job))
     except UserError:
         job.folder.withdraw()
         raise
+    if job.context.rank == 0:
+        note_changed_files([part.file for part in job.data.train.parts], job.folder.path, recorder.note)
 
 
 def _watchdog_of_start_up(config: Config, context: ParallelContext) -> Watchdog:
