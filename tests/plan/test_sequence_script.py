@@ -1,4 +1,4 @@
-"""scripts/sequence.py: how a sequence is shared, in words."""
+"""`megalite plan sequence`: how a sequence is shared, in words."""
 
 import pytest
 
