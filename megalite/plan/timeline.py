@@ -9,6 +9,7 @@ some torn or missing, and the step is passed over. The last complete lines of a 
 """
 
 import json
+import os
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ class Unit(NamedTuple):
     scale: float
 
 
+TAIL = 2**24  # bytes at the end of pipeline.jsonl that hold the last step
 FORWARD_PASSES = Unit("forward passes of a rank", 1)  # as equal_durations has it
 MILLISECONDS = Unit("ms", 1000)  # of recorded seconds
 
@@ -132,7 +134,10 @@ def simulated(schedule: Schedule, durations: Durations | None = None, transfer: 
 def read_recording(run_dir: Path, step: int | None = None, setting: str = "run_dir") -> tuple[int, Timeline]:
     """A recorded step (default: the last one) and its timeline, which begins at 0; UserError where there is none."""
     try:
-        recorded = _complete_steps((run_dir / PIPELINE).read_text(errors="replace").splitlines())
+        with (run_dir / PIPELINE).open("rb") as file:
+            if step is None:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
+            recorded = _complete_steps(file.read().decode(errors="replace").splitlines())
         rule = f"{PIPELINE} holds no step of which all ranks are recorded"
     except OSError as error:
         recorded, rule = {}, f"{PIPELINE} cannot be read there: {error.strerror}"
