@@ -14,9 +14,7 @@ import torch
 
 from megalite.config.durable_files import private_files
 from megalite.config.schema import Config
-from megalite.data.content import compare_changed, watched
-from megalite.data.open import Preparation, Progress
-from megalite.data.token_file import TokenFile
+from megalite.data.open import Preparation, Progress, note_changed_files
 from megalite.errors.problems import Problem, UserError, collect, to_stderr
 from megalite.errors.words import several
 from megalite.launch.agreement import together
@@ -80,11 +78,10 @@ def run(config: Config, environment: ProcessEnvironment, companions: Companions)
                     job.folder.withdraw()
                     log.note(f"already finished: step {job.progress.step} of {config.train.steps}")
                     return 0
-                files, folder = [part.file for part in data.train.parts] if context.rank == 0 else [], job.folder.path
-                _open_record(job, log, files, companions)
+                _open_record(job, log, companions)
                 saver = Saver(job, log, status.saved)
                 left_s = None if limit is None else began + 60 * limit - time.monotonic()
-                with StopRequest(left_s, "train.max_minutes") as stop, watched(files, folder, log.note):
+                with StopRequest(left_s, "train.max_minutes") as stop:
                     _announce(job, log, watchdog.hosts, companions)
                     return _train_to_the_end(job, stop, log, saver, status, watchdog)
     except UserError:
@@ -107,14 +104,15 @@ def run(config: Config, environment: ProcessEnvironment, companions: Companions)
         context.close(failed=failed or ended)
 
 
-def _open_record(job: Job, log: RunLog, files: list[TokenFile], companions: Companions) -> None:
-    """Tell what has changed in the token files, and open the run's record. A refusal leaves no new folder."""
+def _open_record(job: Job, log: RunLog, companions: Companions) -> None:
+    """Open the run's record, and tell which token files have changed. A refusal leaves no new folder."""
     try:
-        together(job.context, lambda: compare_changed(files, job.folder.path, log.note), patient=True)
         together(job.context, lambda: log.open(job, lambda job: companions.views(job, log.note)))
     except UserError:
         job.folder.withdraw()
         raise
+    if job.context.rank == 0:
+        note_changed_files([part.file for part in job.data.train.parts], job.folder.path, log.note)
 
 
 def _announce(job: Job, log: RunLog, hosts: Sequence[str], companions: Companions) -> None:
