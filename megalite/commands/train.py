@@ -72,6 +72,7 @@ def start(argv: list[str]) -> int:
 def train_rank(config: Config, environment: ProcessEnvironment) -> int:
     """Train as `config` says, on this rank; the exit status. The rooms that training does not know meet here."""
     from megalite.hf.import_model import import_model
+    from megalite.launch.preflight import look_at_nodes
     from megalite.observe.about import start_fields
     from megalite.observe.terminal import Terminal
     from megalite.observe.views import open_views
@@ -82,6 +83,7 @@ def train_rank(config: Config, environment: ProcessEnvironment) -> int:
     companions = Companions(
         preparation=prepare,
         read_weights=import_model,
+        look_at_nodes=look_at_nodes,
         say=terminal.note,
         preparing=terminal.preparing,
         views=lambda job, note: open_views(job, terminal, note),

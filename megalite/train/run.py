@@ -22,7 +22,6 @@ from megalite.launch.context import ParallelContext
 from megalite.launch.environment import ProcessEnvironment
 from megalite.launch.failure_report import find_cause, is_broken_link
 from megalite.launch.host import end_compile_workers
-from megalite.launch.preflight import preflight, table
 from megalite.launch.signals import StartUp, StopRequest
 from megalite.launch.watchdog import Doing, Patience, Watchdog
 from megalite.train.build import ReadWeights, start
@@ -44,6 +43,7 @@ class Companions(NamedTuple):
     preparation: Preparation  # makes token files of text
     read_weights: ReadWeights  # reads the folder of checkpoint.init_from
     say: Note  # prints a line for the user, on rank 0
+    look_at_nodes: Callable[[ParallelContext, Path], Sequence[str]]  # for launch.preflight; lines, on rank 0
     preparing: Progress  # shows how far the preparation of the data is
     views: Callable[[Job, Note], Sequence[View]]  # of the run, on rank 0
     about: Callable[[Job, list[str]], dict[str, Any]]  # fields of the event of a start; the hosts are by rank
@@ -67,7 +67,8 @@ def run(config: Config, environment: ProcessEnvironment, companions: Companions)
     try:
         with _watchdog_of_start_up(config, context) as watchdog:
             if config.launch.preflight:
-                _look_at_nodes(config, context, log)
+                for line in companions.look_at_nodes(context, Path(config.run_dir)):
+                    log.note(f"preflight: {line}")
             data = open_training_data(config, context, environment, preparation, companions.preparing)
             with private_files():
                 together(context, status.examine)
@@ -130,16 +131,6 @@ def _watchdog_of_start_up(config: Config, context: ParallelContext) -> Watchdog:
     patience = Patience("parallel.startup_timeout_s", config.parallel.startup_timeout_s)
     hosts = [host for (host,) in context.gather_json([socket.gethostname()])]
     return Watchdog(context, lambda: START_UP, lambda: patience, Path(config.run_dir) / "logs", hosts)
-
-
-def _look_at_nodes(config: Config, context: ParallelContext, log: RunLog) -> None:
-    """Measure the nodes; rank 0 tells."""
-    assert config.run_dir is not None, "derive() fills it in"
-    folder = Path(config.run_dir).absolute()
-    there = context.broadcast_object(str(next(each for each in folder.parents if each.is_dir())))  # rank 0's counts
-    found = preflight(context, Path(there) / folder.name)
-    for line in table(found) if found else ():
-        log.note(f"preflight: {line}")
 
 
 def _train_to_the_end(
