@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megalite.config.parallel_rules import stage_settings
+from megalite.config.layout import stage_settings
 from megalite.config.schema import Config
 from megalite.layout.buffer_layout import BufferLayout, Kind, OwnedRange, buffer_layout
 from megalite.layout.groups import GroupNeeds, groups_of

@@ -15,12 +15,10 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from megalite.config.context_rules import exchange_of, local_heads
 from megalite.config.derive import derive_model, derive_schedule
+from megalite.config.exchange import exchange_of, local_heads
+from megalite.config.layout import layout_of, stage_settings
 from megalite.config.nccl_options import read_nccl_options
-from megalite.config.optimizer_rules import precision_problems
-from megalite.config.parallel_rules import layout_of, stage_settings
-from megalite.config.remedies import Case
 from megalite.config.schedule_rules import ScheduleRequest
 from megalite.config.schema import Config, ModelConfig
 from megalite.config.settings import SETTINGS, value_of, yaml_value
@@ -56,7 +54,7 @@ from megalite.pipeline.schedules import build_schedule, forward_only
 from megalite.tensor_parallel.collectives import TensorGroup
 from megalite.tensor_parallel.shared_memory import share_memory
 from megalite.train.clock import StepClock
-from megalite.train.device_settings import cuda_problems
+from megalite.train.device_settings import cuda_problems, precision_problems
 
 # Settings that may differ between machines: numbers of cores, and places whose content is compared when it is read.
 OF_A_MACHINE = (
@@ -116,7 +114,7 @@ def start(config: Config, environment: ProcessEnvironment, store: Store | None =
     axes = config.parallel
     device = collect(lambda: choose_device(config.device, environment), problems) or CPU
     dtype = collect(lambda: choose_precision(config.precision, device), problems) or torch.float32
-    if config.precision == "auto":  # else rules.py has judged it
+    if config.precision == "auto":  # else the rules have judged it
         problems += precision_problems(config, name_of(dtype))
     silence_foreign_warnings()
     collect(lambda: check_fp8(config.train.fp8, device), problems)
@@ -132,7 +130,7 @@ def start(config: Config, environment: ProcessEnvironment, store: Store | None =
     plan |= {"parallel.nccl_options": str(nccl)} if nccl else {}
     return startup.start(
         environment,
-        collect(lambda: layout_of(Case(config, environment.world_size)), problems),
+        layout_of(config, environment.world_size),
         device,
         dtype,
         problems=problems,

@@ -4,7 +4,7 @@ import gc
 import math
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -12,9 +12,7 @@ import torch
 
 from megalite.config.durable_files import private_files
 from megalite.config.schema import Config
-from megalite.data.content import compare_changed, watched
-from megalite.data.open import Preparation
-from megalite.data.token_file import TokenFile
+from megalite.data.open import Preparation, note_changed_files
 from megalite.errors.problems import Problem, UserError, collect, to_stderr
 from megalite.errors.words import several
 from megalite.launch.agreement import together
@@ -22,7 +20,6 @@ from megalite.launch.context import ParallelContext
 from megalite.launch.environment import ProcessEnvironment
 from megalite.launch.failure_report import find_cause, is_broken_link
 from megalite.launch.host import end_compile_workers
-from megalite.launch.preflight import preflight, table
 from megalite.launch.signals import StartUp, StopRequest
 from megalite.launch.watchdog import Doing, Patience, Watchdog
 from megalite.train.build import ReadWeights, start
@@ -43,11 +40,12 @@ def run(
     preparation: Preparation,
     read_weights: ReadWeights,
     recorder_of: Callable[[ParallelContext], Recorder],
+    look_at_nodes: Callable[[ParallelContext, Path], Sequence[str]],
 ) -> int:
     """Train as `config` says, on this rank. Returns the exit status; raises UserError for input that is refused.
 
     `preparation` makes token files of text. `read_weights` reads the folder of checkpoint.init_from. `recorder_of`
-    makes the recorder of a rank.
+    makes the recorder of a rank. `look_at_nodes` measures them for launch.preflight, and says what it found on rank 0.
     """
     began, limit = time.monotonic(), config.train.max_minutes
     problems: list[Problem] = []
@@ -65,7 +63,8 @@ def run(
     try:
         with _watchdog_of_start_up(config, context) as watchdog:
             if config.launch.preflight:
-                _look_at_nodes(config, context, recorder)
+                for line in look_at_nodes(context, Path(config.run_dir)):
+                    recorder.note(f"preflight: {line}")
             data = open_training_data(config, context, environment, preparation, recorder.preparing)
             with private_files():
                 together(context, status.examine)
@@ -76,11 +75,10 @@ def run(
                     job.folder.withdraw()
                     recorder.note(f"already finished: step {job.progress.step} of {config.train.steps}")
                     return 0
-                files, folder = [part.file for part in data.train.parts] if context.rank == 0 else [], job.folder.path
-                _open_record(job, recorder, files)
+                _open_record(job, recorder)
                 saver = Saver(job, recorder, status.saved)
                 left_s = None if limit is None else began + 60 * limit - time.monotonic()
-                with StopRequest(left_s, "train.max_minutes") as stop, watched(files, folder, recorder.note):
+                with StopRequest(left_s, "train.max_minutes") as stop:
                     return _train_to_the_end(job, stop, recorder, saver, status, watchdog)
     except UserError:
         raise
@@ -102,14 +100,15 @@ def run(
         context.close(failed=failed or ended)
 
 
-def _open_record(job: Job, recorder: Recorder, files: list[TokenFile]) -> None:
-    """Tell what has changed in the token files, and open the run's record. A refusal leaves no new folder."""
+def _open_record(job: Job, recorder: Recorder) -> None:
+    """Open the run's record, and tell which token files have changed. A refusal leaves no new folder."""
     try:
-        together(job.context, lambda: compare_changed(files, job.folder.path, recorder.note), patient=True)
         together(job.context, lambda: recorder.open(job))
     except UserError:
         job.folder.withdraw()
         raise
+    if job.context.rank == 0:
+        note_changed_files([part.file for part in job.data.train.parts], job.folder.path, recorder.note)
 
 
 def _watchdog_of_start_up(config: Config, context: ParallelContext) -> Watchdog:
@@ -117,16 +116,6 @@ def _watchdog_of_start_up(config: Config, context: ParallelContext) -> Watchdog:
     patience = Patience("parallel.startup_timeout_s", config.parallel.startup_timeout_s)
     hosts = [host for (host,) in context.gather_json([socket.gethostname()])]
     return Watchdog(context, lambda: START_UP, lambda: patience, Path(config.run_dir) / "logs", hosts)
-
-
-def _look_at_nodes(config: Config, context: ParallelContext, recorder: Recorder) -> None:
-    """Measure the nodes; rank 0 tells."""
-    assert config.run_dir is not None, "derive() fills it in"
-    folder = Path(config.run_dir).absolute()
-    there = context.broadcast_object(str(next(each for each in folder.parents if each.is_dir())))  # rank 0's counts
-    found = preflight(context, Path(there) / folder.name)
-    for line in table(found) if found else ():
-        recorder.note(f"preflight: {line}")
 
 
 def _train_to_the_end(
