@@ -36,8 +36,7 @@ from megalite.train.run_log import RunLog
 from megalite.train.sample import sample
 from megalite.train.saving import Saver, TrainingStoppedError
 from megalite.train.step import PendingMetrics, TrainStep
-from megalite.train.trace import FOLDER as PROFILES
-from megalite.train.trace import write_profile
+from megalite.train.trace import PROFILES, write_profile
 
 RANKS_EVERY = 50  # records between two moments at which ranks gather what each of them takes, at most
 
