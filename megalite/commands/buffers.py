@@ -1,10 +1,10 @@
 """Which bucket holds which parameters, and who owns what of it: the gradient buffers of a run, as a table or a picture.
 
-python scripts/buffers.py model=gpt2 tokenizer=gpt2 --dp 4
-python scripts/buffers.py model=gpt2 tokenizer=gpt2 --dp 4 --picture buffers.svg
-python scripts/buffers.py model=llama3_8b parallel.tp=2 train.global_batch_size=64 --world-size 128 --rank 5
-python scripts/buffers.py model=gpt2 optimizer.bucket_size=5000000 optimizer.instances=2 --dp 8 --all
-python scripts/buffers.py model=tiny_moe tokenizer=byte parallel.tp=2 parallel.ep=4 parallel.etp=1 --world-size 8
+python -m megalite plan buffers model=gpt2 tokenizer=gpt2 --dp 4
+python -m megalite plan buffers model=gpt2 tokenizer=gpt2 --dp 4 --picture buffers.svg
+python -m megalite plan buffers model=llama3_8b parallel.tp=2 train.global_batch_size=64 --world-size 128 --rank 5
+python -m megalite plan buffers model=gpt2 optimizer.bucket_size=5000000 optimizer.instances=2 --dp 8 --all
+python -m megalite plan buffers model=tiny_moe tokenizer=byte parallel.tp=2 parallel.ep=4 parallel.etp=1 --world-size 8
 
 OVERRIDES are those of pretrain_gpt.py. No data is read, no GPU is used, nothing is written but the picture.
 """
@@ -18,7 +18,7 @@ from megalite.commands.command import PICTURE, RANKS, WORLD_SIZE, Shown, command
 from megalite.config.arguments import number_from
 from megalite.config.compose import load_config
 from megalite.config.derive import derive_vocabulary
-from megalite.config.parallel_rules import layout_of
+from megalite.config.parallel_rules import checked_layout
 from megalite.config.remedies import Case
 from megalite.config.schema import Config
 from megalite.errors.problems import Problem, UserError
@@ -51,7 +51,7 @@ def main(options: Namespace, overrides: list[str]) -> Shown:
         config = derive_vocabulary(config, vocabulary_of(config))
         size = f"{config.model.vocab_size:,}"
         notes.append(f"note: model.vocab_size is taken as {size}: the tokenizer is not asked (set it to be exact)")
-    world = layout_of(Case(config, world_size))
+    world = checked_layout(Case(config, world_size))
     buffers = rank_buffers(config, world, options.rank or 0)
     gradients, moments = config.optimizer.gradient_dtype, config.optimizer.moment_dtype
     kept = partial(bytes_of_rank, precision=config.precision, gradient_dtype=gradients, moment_dtype=moments)

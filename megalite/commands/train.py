@@ -71,11 +71,12 @@ def start(argv: list[str]) -> int:
 def train_rank(config: Config, environment: ProcessEnvironment) -> int:
     """Train as `config` says, on this rank; the exit status. The rooms that training does not know meet here."""
     from megalite.hf.import_model import import_model
+    from megalite.launch.preflight import look_at_nodes
     from megalite.observe.run_recorder import RunRecorder
     from megalite.prepare import prepare
     from megalite.train.run import run
 
-    return run(config, environment, prepare, import_model, RunRecorder)
+    return run(config, environment, prepare, import_model, RunRecorder, look_at_nodes)
 
 
 def refuse(error: UserError, rank: int) -> int:

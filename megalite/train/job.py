@@ -17,11 +17,10 @@ from megalite.checkpoint.commit import CHECKPOINTS, STATE, committed, dead_links
 from megalite.checkpoint.run_folder import RunFolder, judge_room
 from megalite.checkpoint.store import Found, newest
 from megalite.checkpoint.tokenizer_folder import keep_tokenizer
-from megalite.config.context_rules import exchange_of
 from megalite.config.derive import OPEN, derive_vocabulary
-from megalite.config.inherited import DERIVED
+from megalite.config.exchange import exchange_of
 from megalite.config.schema import Config, LearningRateConfig
-from megalite.config.settings import as_plain, value_of
+from megalite.config.settings import DERIVED, as_plain, value_of
 from megalite.config.step_plan import samples_when_longer
 from megalite.config.user_files import as_record
 from megalite.data.open import OpenedData, Preparation, open_data

@@ -4,7 +4,7 @@ import gc
 import math
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +20,6 @@ from megalite.launch.context import ParallelContext
 from megalite.launch.environment import ProcessEnvironment
 from megalite.launch.failure_report import find_cause, is_broken_link
 from megalite.launch.host import end_compile_workers
-from megalite.launch.preflight import preflight, table
 from megalite.launch.signals import StartUp, StopRequest
 from megalite.launch.watchdog import Doing, Patience, Watchdog
 from megalite.train.build import ReadWeights, start
@@ -41,11 +40,12 @@ def run(
     preparation: Preparation,
     read_weights: ReadWeights,
     recorder_of: Callable[[ParallelContext], Recorder],
+    look_at_nodes: Callable[[ParallelContext, Path], Sequence[str]],
 ) -> int:
     """Train as `config` says, on this rank. Returns the exit status; raises UserError for input that is refused.
 
     `preparation` makes token files of text. `read_weights` reads the folder of checkpoint.init_from. `recorder_of`
-    makes the recorder of a rank.
+    makes the recorder of a rank. `look_at_nodes` measures them for launch.preflight, and says what it found on rank 0.
     """
     began, limit = time.monotonic(), config.train.max_minutes
     problems: list[Problem] = []
@@ -63,7 +63,8 @@ def run(
     try:
         with _watchdog_of_start_up(config, context) as watchdog:
             if config.launch.preflight:
-                _look_at_nodes(config, context, recorder)
+                for line in look_at_nodes(context, Path(config.run_dir)):
+                    recorder.note(f"preflight: {line}")
             data = open_training_data(config, context, environment, preparation, recorder.preparing)
             with private_files():
                 together(context, status.examine)
@@ -115,16 +116,6 @@ def _watchdog_of_start_up(config: Config, context: ParallelContext) -> Watchdog:
     patience = Patience("parallel.startup_timeout_s", config.parallel.startup_timeout_s)
     hosts = [host for (host,) in context.gather_json([socket.gethostname()])]
     return Watchdog(context, lambda: START_UP, lambda: patience, Path(config.run_dir) / "logs", hosts)
-
-
-def _look_at_nodes(config: Config, context: ParallelContext, recorder: Recorder) -> None:
-    """Measure the nodes; rank 0 tells."""
-    assert config.run_dir is not None, "derive() fills it in"
-    folder = Path(config.run_dir).absolute()
-    there = context.broadcast_object(str(next(each for each in folder.parents if each.is_dir())))  # rank 0's counts
-    found = preflight(context, Path(there) / folder.name)
-    for line in table(found) if found else ():
-        recorder.note(f"preflight: {line}")
 
 
 def _train_to_the_end(

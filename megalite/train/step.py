@@ -18,7 +18,7 @@ from megalite.config.schema import OptimizerConfig
 from megalite.data.batch import Batch
 from megalite.launch.context import ParallelContext
 from megalite.model.routers import Routers
-from megalite.optim.gradients import counted, gradient_norm, partial_gradients
+from megalite.optim.gradients import gradient_norm, owned_for_norm, partial_gradients
 from megalite.train.build import Training
 from megalite.train.clock import Lap
 
@@ -88,7 +88,7 @@ class TrainStep:
         self._data_parallel = context.group("dp-cp")
         self._world = context.group("world")
         self._partial_gradients = partial_gradients(training.buffers, context)
-        self._counted_gradients = counted(training.buffers, training.sharing, embeds=training.embeds)
+        self._counted_gradients = owned_for_norm(training.buffers, training.replicas, embeds=training.embeds)
         self._counts_loss = training.has_loss and context.index("tp") == 0  # the ranks of tp compute the same one
         self._zero = torch.zeros((), dtype=torch.float64, device=training.buffers.device)
         self._lr = torch.zeros_like(self._zero)

@@ -107,10 +107,10 @@ def test_what_only_rank_1_reads_ends_the_job_with_one_message(launch_folder: Pat
 
 def test_the_scan_of_a_token_file_names_the_document(launch_folder: Path) -> None:
     write_corpus(launch_folder, stranger_at=1000)
-    script = [sys.executable, str(ROOT / "scripts" / "prepare_data.py")]
+    prepare = [sys.executable, "-m", "megalite", "prepare"]
     begin = time.monotonic()
     words = ["--verify", "data=tokens", "data.path=corpus", "model.vocab_size=256"]
-    done = subprocess.run([*script, *words], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([*prepare, *words], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert "corpus.bin': token id 9999 in document 0 (token 1,000)" in done.stderr
     assert time.monotonic() - begin < 10

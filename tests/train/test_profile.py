@@ -13,7 +13,7 @@ from megalite.config.derive import derive
 from megalite.config.schema import Config
 from megalite.launch.context import ParallelContext
 from megalite.layout.ranks import ParallelLayout
-from megalite.optim.parameter_gather import ParameterGather
+from megalite.optim.zero import ParameterGather
 from megalite.train.build import needs_of
 from megalite.train.history import read_events
 from tests.ranks import run_ranks

@@ -141,14 +141,15 @@ def test_a_page_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     assert "cannot be written" in refused([run], Path("/proc/report.html"))
 
 
-def test_the_script_needs_no_torch_and_has_the_exit_statuses_of_all(tmp_path: Path) -> None:
+def test_the_command_needs_no_torch_and_has_the_exit_statuses_of_all(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
-    script = str(ROOT / "scripts" / "report.py")
-    code = f"import sys, runpy; sys.modules['torch'] = None; sys.argv = {[script, str(run)]!r}; "
-    code += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    code = f"import sys, runpy; sys.modules['torch'] = None; sys.argv = {['megalite', 'report', str(run)]!r}; "
+    code += "runpy.run_module('megalite', run_name='__main__')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, str(run / "report.html")), done.stderr
-    bad = subprocess.run([sys.executable, script, str(tmp_path)], capture_output=True, text=True, check=False)
+    bad = subprocess.run(
+        [sys.executable, "-m", "megalite", "report", str(tmp_path)], capture_output=True, text=True, check=False
+    )
     assert bad.returncode == 2
     assert "megalite: refused, 1 problem" in bad.stderr
     assert "Traceback" not in bad.stderr
