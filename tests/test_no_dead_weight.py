@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from megalite.commands.dispatch import COMMANDS
-from megalite.config.parallel_rules import STAGE_NAMES
+from megalite.config.layout import STAGE_NAMES
 from megalite.config.schema import MoEConfig
 from megalite.config.settings import GROUPS, SETTINGS
 
@@ -39,8 +39,8 @@ def tree(path: Path) -> ast.Module:
 # File: the function, None: all of it.
 WORKED_OUT = {
     "step_plan.py": None,
-    "parallel_rules.py": "layout_of",
-    "context_rules.py": None,
+    "layout.py": None,
+    "exchange.py": None,
     "schema.py": "has_experts",
 }
 PASSED_ON = {*STAGE_NAMES.values()}  # read by their names, into requests

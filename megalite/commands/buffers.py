@@ -18,7 +18,7 @@ from megalite.commands.command import PICTURE, RANKS, WORLD_SIZE, Shown, command
 from megalite.config.arguments import number_from
 from megalite.config.compose import load_config
 from megalite.config.derive import derive_vocabulary
-from megalite.config.parallel_rules import layout_of
+from megalite.config.parallel_rules import checked_layout
 from megalite.config.remedies import Case
 from megalite.config.schema import Config
 from megalite.errors.problems import Problem, UserError
@@ -51,7 +51,7 @@ def main(options: Namespace, overrides: list[str]) -> Shown:
         config = derive_vocabulary(config, vocabulary_of(config))
         size = f"{config.model.vocab_size:,}"
         notes.append(f"note: model.vocab_size is taken as {size}: the tokenizer is not asked (set it to be exact)")
-    world = layout_of(Case(config, world_size))
+    world = checked_layout(Case(config, world_size))
     buffers = rank_buffers(config, world, options.rank or 0)
     gradients, moments = config.optimizer.gradient_dtype, config.optimizer.moment_dtype
     kept = partial(bytes_of_rank, precision=config.precision, gradient_dtype=gradients, moment_dtype=moments)

@@ -18,15 +18,9 @@ from collections.abc import Sequence
 
 from megalite.commands.command import COUNT, PICTURE, Shown, command, option
 from megalite.config.compose import load_values, names_of
+from megalite.config.layout import STAGE_NAMES, dense_ranks, stage_settings
 from megalite.config.moe_rules import NUM, each_rank_holds_as_many_experts
-from megalite.config.parallel_rules import (
-    LAYOUT_RULES,
-    STAGE_NAMES,
-    STAGE_RULES,
-    dense_ranks,
-    layout_of,
-    stage_settings,
-)
+from megalite.config.parallel_rules import LAYOUT_RULES, STAGE_RULES, checked_layout
 from megalite.config.remedies import Case, problems_of
 from megalite.errors.problems import NO_VALUE, Problem, UserError, collect
 from megalite.layout.ranks import ParallelLayout
@@ -99,4 +93,4 @@ def lay_out(options: Namespace, overrides: Sequence[str]) -> tuple[ParallelLayou
     if problems:
         raise UserError(problems)
     stages = stage_layers(settings) if places_layers else ()
-    return layout_of(case), stages, config.model.moe.num_experts
+    return checked_layout(case), stages, config.model.moe.num_experts

@@ -12,8 +12,9 @@ from collections.abc import Iterator
 
 from megalite.commands.command import PICTURE, Shown, command
 from megalite.config.compose import load_values
-from megalite.config.context_rules import CONTEXT_RULES, Exchange, exchange_of, sent_elements
+from megalite.config.context_rules import CONTEXT_RULES
 from megalite.config.derive import derive_model
+from megalite.config.exchange import Exchange, exchange_of, sent_elements
 from megalite.config.remedies import Case, problems_of
 from megalite.config.schema import Config
 from megalite.errors.problems import Problem, UserError

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megalite.config.parallel_rules import STAGE_NAMES
+from megalite.config.layout import STAGE_NAMES
 from megalite.config.settings import SETTINGS, yaml_value
 from megalite.errors.problems import REFUSED
 from megalite.pipeline import schedules

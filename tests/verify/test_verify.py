@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from megalite.commands import verify as verify_command
 from megalite.config.derive import derive
-from megalite.config.parallel_rules import stage_settings
+from megalite.config.layout import stage_settings
 from megalite.config.rules import check
 from megalite.config.schema import Config, ModelConfig, MoEConfig, ParallelConfig, TrainConfig
 from megalite.errors.problems import UserError
