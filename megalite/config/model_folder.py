@@ -5,25 +5,20 @@ the folder is sound, and its model is another one than the GPT here.
 """
 
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from megalite.config.bounds import outside
-from megalite.config.families import (
-    FAMILIES,
-    NAMES,
-    absent_keys,
-    beyond_settings,
-    keys_of,
-    model_settings,
-    rope_of,
-)
 from megalite.config.remedies import Case, problems_of
 from megalite.config.rules import RULES
 from megalite.config.schema import Config, ModelConfig
 from megalite.config.settings import SETTINGS, with_values
 from megalite.config.user_files import read_object
 from megalite.errors.problems import NO_VALUE, Problem, UserError
+from megalite.hf.families import FAMILIES, NAMES
+from megalite.hf.families.family import Family
+from megalite.hf.families.rotary import RotaryFamily
 
 SETTING = "checkpoint.init_from"
 REMEDY = "the folder is damaged or incomplete: copy or download it again, or save it again with save_pretrained"
@@ -37,9 +32,10 @@ def imported_model_settings(folder: str | Path) -> dict[str, Any]:
     whose value is wrong, or else with every key that they cannot say."""
     path = Path(folder) / "config.json"
     found = read_model_file(Path(folder))
-    wrong, settings = [*_misfits(found)], dict[str, Any]()
+    family = FAMILIES[found["model_type"]]
+    wrong, settings = [*_misfits(family, found)], dict[str, Any]()
     if not wrong:
-        unsaid = [*beyond_settings(found)]
+        unsaid = [*family.beyond(found)]
         if unsaid:
             raise UserError(
                 [
@@ -47,8 +43,8 @@ def imported_model_settings(folder: str | Path) -> dict[str, Any]:
                     for key, value, known in unsaid
                 ]
             )
-        settings = model_settings(found)
-        wrong = [*_contradictions(found, settings)]
+        settings = family.settings(found)
+        wrong = [*_contradictions(family, found, settings)]
     if wrong:
         raise UserError([_problem(path, *one, REPAIR) for one in wrong])
     return settings
@@ -58,6 +54,12 @@ def imported_model(folder: str | Path) -> ModelConfig:
     """The model of these settings; sizes that no config.json tells are not derived."""
     settings = imported_model_settings(folder)
     return with_values(Config(), {f"model.{name}": value for name, value in settings.items()}).model
+
+
+def settings_of(model: ModelConfig) -> dict[str, Any]:
+    """The model's settings as families take them: {"num_layers": 12, "moe.top_k": 2, ...}."""
+    fields = [setting.field for setting in SETTINGS.values() if setting.group == "model"]
+    return {field.removeprefix("model."): attrgetter(field.removeprefix("model."))(model) for field in fields}
 
 
 def holds_tokenizer(folder: Path) -> bool:
@@ -73,7 +75,7 @@ def read_model_file(folder: Path) -> dict[str, Any]:
         raise UserError(Problem(SETTING, str(folder), "must be the folder of a transformers model", remedy))
     found = read_object(path, REMEDY)
     family = found.get("model_type")
-    if family not in FAMILIES:
+    if family not in [*FAMILIES]:
         remedy = f"give a {NAMES} model"
         if "auto_map" in found:
             remedy += "; code that comes with a model is never run"
@@ -90,12 +92,11 @@ def _problem(path: Path, key: str, value: Any, rule: str, remedy: str) -> Proble
     return Problem(f"{path}: {key}", value, rule, remedy, here=True)
 
 
-def _misfits(found: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+def _misfits(family: Family, found: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
     """Keys that are missing, or whose values are of another type than their settings or out of bounds."""
-    absent = absent_keys(found["model_type"])
-    for key, name in keys_of(found).items():
-        setting, value = SETTINGS[f"model.{name}"], found.get(key, absent.get(key, NO_VALUE))
-        if value is None and (absent.get(key, 0) is None or key == "num_key_value_heads"):
+    for key, name in family.names(found).items():
+        setting, value = SETTINGS[f"model.{name}"], found.get(key, family.absent.get(key, NO_VALUE))
+        if value is None and (family.absent.get(key, 0) is None or key == "num_key_value_heads"):
             continue
         if value == NO_VALUE:
             yield key, NO_VALUE, f"is missing, and must be {setting.type_words.removesuffix(' or null')}"
@@ -115,11 +116,12 @@ def _misfits(found: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
         ):
             yield key, value, "must be an object" if kind is dict else "must be a list of plain values"
             return
-    yield from _misfits_of_rope(found)
+    if isinstance(family, RotaryFamily):
+        yield from _misfits_of_rope(family, found)
 
 
-def _misfits_of_rope(found: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
-    rope, keys = rope_of(found)
+def _misfits_of_rope(family: RotaryFamily, found: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+    rope, keys = family.rope(found)
     for key, name in keys.items():
         words = SETTINGS[f"model.{name}"].type_words.removesuffix(" or null")
         if key not in rope and rope["rope_type"] != "yarn":  # which has an answer for every key
@@ -136,9 +138,12 @@ def _is_of_type(value: Any, kind: Any) -> bool:
     return type(value) in ((int, float) if kind is float else (kind,))
 
 
-def _contradictions(found: Mapping[str, Any], settings: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+def _contradictions(
+    family: Family, found: Mapping[str, Any], settings: Mapping[str, Any]
+) -> Iterator[tuple[str, Any, str]]:
     """Settings of the file that are out of bounds or cannot be together, by the rules for everyone's."""
-    keys = {f"model.{name}": key for key, name in (keys_of(found) | rope_of(found)[1]).items()}
+    names = family.names(found) | (family.rope(found)[1] if isinstance(family, RotaryFamily) else {})
+    keys = {f"model.{name}": key for key, name in names.items()}
     told = {f"model.{name}": value for name, value in settings.items() if value is not None}
     problems = [problem for name, value in told.items() if (problem := outside(SETTINGS[name], value))]
     config = with_values(Config(), {**told, SETTING: ".", "tokenizer": "."})  # weights and words of others

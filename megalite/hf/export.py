@@ -22,11 +22,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megalite.config.durable_files import draft_of, sync_folder
-from megalite.config.families import ARCHITECTURE, FAMILIES, OF_EXPERTS, describe, other_settings
+from megalite.config.model_folder import settings_of
 from megalite.config.schema import ModelConfig
 from megalite.config.settings import yaml_value
 from megalite.config.user_files import refusing
 from megalite.errors.problems import NO_VALUE, Problem, UserError, collect
+from megalite.hf.families import FAMILIES
 from megalite.hf.model_card import model_card
 from megalite.hf.saved_model import SavedModel
 from megalite.hf.tensors import Source, sources
@@ -95,8 +96,8 @@ def export_model(
     """
     family = family_of(config)
     ends = dict.fromkeys(("bos_token_id", "eos_token_id"), end_of_document)  # absent: the family's first model's
-    described = describe(family, config) | ends
-    described |= {"architectures": [ARCHITECTURE[family]], "dtype": str(dtype).removeprefix("torch.")}
+    described = FAMILIES[family].describe(settings_of(config)) | ends
+    described |= {"architectures": [FAMILIES[family].architecture], "dtype": str(dtype).removeprefix("torch.")}
     if config.position == "rope":
         described["max_position_embeddings"] = _stretched_positions(config) or context_length
     by_parameter = sources(family, config)
@@ -134,8 +135,8 @@ def _stretched_positions(config: ModelConfig) -> int | None:
 
 def family_of(config: ModelConfig) -> str:
     """The family of transformers that computes exactly this model; a UserError if there is none."""
-    near = [family for family in FAMILIES if (family in OF_EXPERTS) == (config.moe.num_experts > 0)]
-    others = {family: other_settings(family, config) for family in near}
+    near = [each for each in FAMILIES.values() if each.has_experts == (config.moe.num_experts > 0)]
+    others = {each.model_type: each.other_settings(settings_of(config)) for each in near}
     needs = []
     for family, differences in others.items():
         if not differences:

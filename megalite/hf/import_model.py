@@ -1,4 +1,4 @@
-"""Weights of a transformers folder (config/families.py) as logical parameters. Reads config.json and safetensors only.
+"""Weights of a transformers folder (hf/families/) as logical parameters. Reads config.json and safetensors only.
 
 No model of transformers is built, nothing is downloaded and nothing is unpickled. Whatever does not fit (another shape,
 missing or unexpected tensors) is refused, all of it in one message.
@@ -15,13 +15,21 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megalite.config.families import ARCHITECTURE, OF_EXPERTS, differences
-from megalite.config.model_folder import OTHER_MODEL, SETTING, folder_problem, imported_model_settings, read_model_file
+from megalite.config.model_folder import (
+    OTHER_MODEL,
+    SETTING,
+    folder_problem,
+    imported_model_settings,
+    read_model_file,
+    settings_of,
+)
 from megalite.config.schema import ModelConfig
 from megalite.config.settings import yaml_value
 from megalite.config.user_files import read_object
 from megalite.errors.problems import Problem, UserError
-from megalite.hf.tensors import HEAD, PREFIX, Source, sources
+from megalite.hf.families import FAMILIES
+from megalite.hf.families.family import differences
+from megalite.hf.tensors import HEAD, Source, sources
 
 FLOATING = ("F64", "F32", "F16", "BF16")
 NOT_WEIGHTS = re.compile(r"attn\.(masked_)?bias$|rotary_emb\.inv_freq$")  # buffers that older versions saved
@@ -38,25 +46,25 @@ def import_model(
     """
     folder = Path(folder)
     about, settings = read_model_file(folder), imported_model_settings(folder)
-    family = about["model_type"]
+    family = FAMILIES[about["model_type"]]
     config = replace(config, vocab_size=config.vocab_size or settings["vocab_size"])
     problems = []
-    for name, theirs in differences(settings, config).items():
+    for name, theirs in differences(settings, settings_of(config)).items():
         override, ours = f"model.{name}={yaml_value(theirs)}", attrgetter(name)(config)
         problems.append(Problem(f"model.{name}", ours, f"is {theirs} in the model of {folder}", override))
-    if config.moe.num_experts and family not in OF_EXPERTS:
+    if config.moe.num_experts and not family.has_experts:
         problems += _cannot_be_experts(folder, settings, config)
     if problems:
         raise UserError(problems)
-    stored = _stored_tensors(folder, PREFIX[family])
-    experts = config.moe.num_experts if family in OF_EXPERTS else 1
+    stored = _stored_tensors(folder, family.prefix)
+    experts = config.moe.num_experts if family.has_experts else 1
     if len(stored) < len(config.expert_layers) * experts or len(stored) < config.num_layers:  # before all are listed
         rule = f"must have the tensors of {config.num_layers:,} layers, as config.json says, and holds {len(stored):,}"
         raise UserError(folder_problem(folder, rule))
-    wanted = sources(family, config)
+    wanted = sources(family.model_type, config)
     problems = [*_misfits(folder, stored, wanted, ignored={HEAD} if config.tie_embeddings else set())]
-    if problems and ARCHITECTURE[family] not in str(kinds := about.get("architectures") or ARCHITECTURE[family]):
-        rule = f"its tensors are not those of {ARCHITECTURE[family]}, the part that is read here"
+    if problems and family.architecture not in str(kinds := about.get("architectures") or family.architecture):
+        rule = f"its tensors are not those of {family.architecture}, the part that is read here"
         problems = [Problem(f"{folder / 'config.json'}: architectures", kinds, rule, OTHER_MODEL)]
     if problems:
         raise UserError(problems)

@@ -11,8 +11,8 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
-from megalite.config.families import ARCHITECTURE
 from megalite.config.schema import Config, DataConfig
+from megalite.hf.families import FAMILIES
 from megalite.model.flops import active_parameters, parameter_count
 
 TEXT = Path(__file__).with_suffix(".md")
@@ -42,7 +42,7 @@ def model_card(
         tokens=tokens,
         has_tokenizer=has_tokenizer,
         family=family,
-        architecture=ARCHITECTURE[family],
+        architecture=FAMILIES[family].architecture,
         parameters=parameter_count(config.model),
         active=active_parameters(config.model),
         data="; ".join(word for word in (_where_from(config.data), data) if word),

@@ -1,9 +1,8 @@
-"""Which tensors of transformers' models each logical parameter consists of: a table, read both ways.
+"""Which tensors of transformers' models each logical parameter consists of, read both ways.
 
-A row of the table is a module: its logical name, and the names of the modules in the file whose tensors it consists of
-(N: the layer, E: each of its experts). A form says how: it joins the tensors of the file into the parameter, and splits
-the parameter into them. A dense model of a file is one with experts, too: its MLP is each of them, and routers it has
-none (arXiv 2212.05055).
+A family's `modules` name the modules of the file whose tensors make up a logical module. A form says how: it joins the
+tensors of the file into the parameter, and splits the parameter into them. A dense file also makes a model with
+experts: the MLP is every expert, and there are no routers (arXiv 2212.05055).
 """
 
 import re
@@ -15,49 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.config.families import FAMILIES, OF_EXPERTS
 from megalite.config.schema import ModelConfig
+from megalite.hf.families import FAMILIES
+from megalite.hf.families.family import Family
 from megalite.model.parameters import gpt_parameters, padded_vocabulary
 
 HEAD = "lm_head.weight"
-PREFIX = dict.fromkeys(FAMILIES, "model.") | {"gpt2": "transformer."}  # of all tensors but the head
-
-_GPT2 = {
-    "embedding.word": ["wte"],
-    "embedding.position": ["wpe"],
-    "blocks.N.attention_norm": ["h.N.ln_1"],
-    "blocks.N.attention.qkv": ["h.N.attn.c_attn"],
-    "blocks.N.attention.out": ["h.N.attn.c_proj"],
-    "blocks.N.mlp_norm": ["h.N.ln_2"],
-    "blocks.N.mlp.up": ["h.N.mlp.c_fc"],
-    "blocks.N.mlp.down": ["h.N.mlp.c_proj"],
-    "final_norm": ["ln_f"],
-}
-_LLAMA = {
-    "embedding.word": ["embed_tokens"],
-    "blocks.N.attention_norm": ["layers.N.input_layernorm"],
-    "blocks.N.attention.qkv": [f"layers.N.self_attn.{name}_proj" for name in "qkv"],
-    "blocks.N.attention.query_norm": ["layers.N.self_attn.q_norm"],
-    "blocks.N.attention.key_norm": ["layers.N.self_attn.k_norm"],
-    "blocks.N.attention.out": ["layers.N.self_attn.o_proj"],
-    "blocks.N.mlp_norm": ["layers.N.post_attention_layernorm"],
-    "blocks.N.mlp.gate_up": ["layers.N.mlp.gate_proj", "layers.N.mlp.up_proj"],
-    "blocks.N.mlp.down": ["layers.N.mlp.down_proj"],
-    "final_norm": ["norm"],
-    "blocks.N.moe.experts.gate_up": ["layers.N.mlp.gate_proj", "layers.N.mlp.up_proj"],
-    "blocks.N.moe.experts.down": ["layers.N.mlp.down_proj"],
-}
-_MIXTRAL = _LLAMA | {
-    "blocks.N.moe.router": ["layers.N.block_sparse_moe.gate"],
-    "blocks.N.moe.experts.gate_up": [f"layers.N.block_sparse_moe.experts.E.{name}" for name in ("w1", "w3")],
-    "blocks.N.moe.experts.down": ["layers.N.block_sparse_moe.experts.E.w2"],
-}
-_QWEN3_MOE = _LLAMA | {
-    "blocks.N.moe.router": ["layers.N.mlp.gate"],
-    "blocks.N.moe.experts.gate_up": [f"layers.N.mlp.experts.E.{name}_proj" for name in ("gate", "up")],
-    "blocks.N.moe.experts.down": ["layers.N.mlp.experts.E.down_proj"],
-}
-_MODULES = {"gpt2": _GPT2, "llama": _LLAMA, "qwen3": _LLAMA, "mixtral": _MIXTRAL, "qwen3_moe": _QWEN3_MOE}
 
 
 class Form(NamedTuple):
@@ -88,7 +50,8 @@ class Source:
 
 def sources(family: str, config: ModelConfig) -> dict[str, Source]:
     """By logical name, in the order of `gpt_parameters`. `config` is resolved (no None left)."""
-    modules, forms = _MODULES[family], _forms(family, config)
+    about = FAMILIES[family]
+    modules, forms = about.modules, _forms(about, config)
     found = {}
     for record in gpt_parameters(config):
         layer = "".join(re.findall(r"\.(\d+)\.", record.name))
@@ -98,7 +61,7 @@ def sources(family: str, config: ModelConfig) -> dict[str, Source]:
         form = forms.get(f"{module}.{kind}", _SAME)
         experts = config.moe.num_experts if any("E" in name for name in modules.get(module, [])) else 1
         names = [
-            f"{PREFIX[family]}{name.replace('N', layer).replace('E', str(expert))}.{kind}"
+            f"{about.prefix}{name.replace('N', layer).replace('E', str(expert))}.{kind}"
             for expert in range(experts)
             for name in modules.get(module, [])
         ] or [HEAD]
@@ -107,7 +70,7 @@ def sources(family: str, config: ModelConfig) -> dict[str, Source]:
     return found
 
 
-def _forms(family: str, config: ModelConfig) -> dict[str, Form]:
+def _forms(family: Family, config: ModelConfig) -> dict[str, Form]:
     """The forms of all parameters that are not the same in the file."""
     heads, groups = config.num_attention_heads, config.num_key_value_heads
     d, rows = config.head_size, config.vocab_size
@@ -142,12 +105,12 @@ def _forms(family: str, config: ModelConfig) -> dict[str, Form]:
     vocabulary = Form(lambda table: F.pad(table, (0, 0, 0, padding)), lambda value: (value[:rows],))
     forms = {"embedding.word.weight": vocabulary, "head.weight": vocabulary}
     qkv, block = "blocks.N.attention.qkv", "blocks.N"
-    if family == "gpt2":
+    if family.conv1d:
         forms |= {f"{block}.{name}.weight": _TRANSPOSED for name in ("attention.out", "mlp.up", "mlp.down")}
         forms[f"{qkv}.weight"] = Form(lambda fused: per_head(fused.t()), lambda value: (per_part(value).t(),))
         forms[f"{qkv}.bias"] = Form(per_head, lambda value: (per_part(value),))
         return forms
     for kind in ("weight", "bias"):
         forms |= {f"{qkv}.{kind}": Form(grouped, ungrouped), f"{block}.mlp.gate_up.{kind}": _STACKED}
-    of_experts = _EXPERTS if family in OF_EXPERTS else copied
+    of_experts = _EXPERTS if family.has_experts else copied
     return forms | {f"{block}.moe.experts.{matrix}.weight": form for matrix, form in of_experts.items()}

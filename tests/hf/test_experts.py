@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.config.families import beyond_settings, differences, model_settings, other_settings
+from megalite.config.model_folder import settings_of
 from megalite.config.schema import Config, ModelConfig, MoEConfig
 from megalite.config.settings import with_values
 from megalite.errors.problems import UserError
 from megalite.hf.export import export_model, family_of
+from megalite.hf.families import FAMILIES
+from megalite.hf.families.family import differences
 from megalite.hf.import_model import import_model
 from megalite.model.gpt import GPT
 from megalite.model.init import fill, start_values
@@ -80,8 +82,9 @@ def of_preset(name: str, vocab_size: int) -> ModelConfig:
 )
 def test_a_published_config_is_the_preset_of_its_name(published: dict[str, Any], preset: str) -> None:
     config = of_preset(preset, published["vocab_size"])
-    assert differences(model_settings(published), config) == {}
-    assert other_settings(published["model_type"], config) == {}
+    family, ours = FAMILIES[published["model_type"]], settings_of(config)
+    assert differences(family.settings(published), ours) == {}
+    assert family.other_settings(ours) == {}
 
 
 @pytest.mark.parametrize(
@@ -97,10 +100,10 @@ def test_a_published_config_is_the_preset_of_its_name(published: dict[str, Any],
     ],
 )
 def test_layers_with_experts_are_found_and_said_again(said: dict[str, Any], first: int, step: int) -> None:
-    settings = model_settings(SMALL_QWEN | said)
+    settings = FAMILIES["qwen3_moe"].settings(SMALL_QWEN | said)
     assert (settings["moe.first_dense_layers"], settings["moe.layer_freq"]) == (first, step)
     moe = MoEConfig(8, 2, 28, first_dense_layers=first, layer_freq=step)
-    assert other_settings("qwen3_moe", small("qwen3", num_layers=6, moe=moe)) == {}
+    assert FAMILIES["qwen3_moe"].other_settings(settings_of(small("qwen3", num_layers=6, moe=moe))) == {}
 
 
 @pytest.mark.parametrize(
@@ -114,7 +117,8 @@ def test_layers_with_experts_are_found_and_said_again(said: dict[str, Any], firs
     ],
 )
 def test_what_no_setting_says_is_refused(said: dict[str, Any], named: str) -> None:
-    assert named in [key.partition(" ")[0] for key, _, _ in beyond_settings(SMALL_QWEN | said)]
+    found = SMALL_QWEN | said
+    assert named in [key.partition(" ")[0] for key, _, _ in FAMILIES[found["model_type"]].beyond(found)]
 
 
 @pytest.mark.parametrize(
@@ -147,7 +151,8 @@ def test_a_softmax_before_or_after_the_choice_is_one_model_where_weights_add_up_
         for pre_softmax in (True, False):
             moe = MoEConfig(4, 2, 20, pre_softmax=pre_softmax)
             assert family_of(small("mixtral", moe=moe, **changes)) == name
-    others = other_settings("mixtral", small("mixtral", moe=MoEConfig(4, 1, 20, pre_softmax=True)))
+    ours = small("mixtral", moe=MoEConfig(4, 1, 20, pre_softmax=True))
+    others = FAMILIES["mixtral"].other_settings(settings_of(ours))
     assert others == {"moe.pre_softmax": False}  # of one expert, whose weight is its probability
     width_of_no_layer = small("mixtral", ffn_hidden_size=99)
     assert family_of(width_of_no_layer) == "mixtral"

@@ -128,7 +128,7 @@ def test_non_finite_values_are_refused_by_name(tmp_path: Path) -> None:
 def test_a_kind_of_model_that_is_not_known_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba", "auto_map": {}}))
     message = str(refusal(tmp_path, ModelConfig()))
-    assert "must be one of gpt2, llama, qwen3" in message
+    assert "must be one of gpt2, llama, mixtral, qwen3" in message
     assert "never run" in message
 
 

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from megalite.config.families import OF_EXPERTS
 from megalite.data.batch import Batch, whole_batch
+from megalite.hf.families import FAMILIES
 from megalite.hf.import_model import import_model
 from megalite.hf.tensors import sources
 from megalite.model.init import fill
@@ -74,7 +74,7 @@ def test_logits_and_every_gradient_are_those_of_transformers(name: str, tmp_path
             assert not found[config.vocab_size :].any(), "rows that pad the vocabulary have gradient zero"
 
 
-@pytest.mark.parametrize("name", [name for name, peer in PEERS.items() if peer.model_type in OF_EXPERTS])
+@pytest.mark.parametrize("name", [name for name, peer in PEERS.items() if FAMILIES[peer.model_type].has_experts])
 def test_balancing_losses_are_what_transformers_makes_of_its_router_logits(name: str, tmp_path: Path) -> None:
     """Of one layer at a time: over several, theirs is of the means. Its shares add up to top_k, ours to 1."""
     peer = save_peer(name, tmp_path)

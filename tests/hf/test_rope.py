@@ -7,11 +7,13 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from megalite.config.families import beyond_settings, describe, model_settings
+from megalite.config.model_folder import settings_of
 from megalite.config.schema import ModelConfig
+from megalite.hf.families import FAMILIES
 from megalite.model.rotary import rotary_frequencies, rotary_magnitude
 from tests.model.small import small
 
+LLAMA = FAMILIES["llama"]
 YARN: dict[str, Any] = {"rope_scaling": "yarn", "rope_scaling_factor": 4.0, "rope_original_positions": 4096}
 CASES: dict[str, dict[str, Any]] = {
     "linear": {"rope_scaling": "linear", "rope_scaling_factor": 4.0},
@@ -38,7 +40,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 def theirs(config: ModelConfig) -> Any:
     """The configuration that transformers makes of ours."""
-    keys = describe("llama", config) | {"max_position_embeddings": 2**31}
+    keys = LLAMA.describe(settings_of(config)) | {"max_position_embeddings": 2**31}
     return transformers.LlamaConfig(**{key: value for key, value in keys.items() if key != "model_type"})
 
 
@@ -65,7 +67,7 @@ def test_settings_come_back_from_what_transformers_writes(case: str) -> None:
     config = small(**CASES[case])
     written = theirs(config).to_dict()
     assert "rope_scaling" not in written, "transformers 5 calls it rope_parameters"
-    found = {name: value for name, value in model_settings(written).items() if name.startswith("rope_")}
+    found = {name: value for name, value in LLAMA.settings(written).items() if name.startswith("rope_")}
     assert found == {name: getattr(config, name) for name in found}
     assert found.items() >= {"rope_theta": 10000.0, **CASES[case]}.items()
 
@@ -74,7 +76,7 @@ def yarn_file(**keys: Any) -> dict[str, Any]:
     """config.json of a Llama with these `rope_parameters`; None: without that key."""
     rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 1024, **keys}
     rope = {key: value for key, value in rope.items() if value is not None}
-    return describe("llama", small()) | {"max_position_embeddings": 8192, "rope_parameters": rope}
+    return LLAMA.describe(settings_of(small())) | {"max_position_embeddings": 8192, "rope_parameters": rope}
 
 
 @pytest.mark.parametrize(
@@ -89,17 +91,17 @@ def yarn_file(**keys: Any) -> dict[str, Any]:
     ],
 )
 def test_what_yarn_leaves_out_is_what_transformers_takes(keys: dict[str, Any], changes: dict[str, Any]) -> None:
-    plain = model_settings(yarn_file())
+    plain = LLAMA.settings(yarn_file())
     assert (plain["rope_scaling"], plain["rope_beta_slow"], plain["rope_beta_fast"]) == ("yarn", 1.0, 32.0)
-    assert model_settings(yarn_file(**keys)) == plain | changes
+    assert LLAMA.settings(yarn_file(**keys)) == plain | changes
 
 
 def test_a_factor_of_one_is_no_scaling() -> None:
-    found = model_settings(yarn_file(factor=1.0))
+    found = LLAMA.settings(yarn_file(factor=1.0))
     assert found["rope_scaling_factor"] == 1.0
     assert "rope_scaling" not in found
     for keys, told in (
         ({"factor": 1.0, "attention_factor": 1.2}, ("attention_factor", 1.2, "1 with factor=1")),
         ({"factor": 0.5}, ("factor", 0.5, "at least 1")),
     ):
-        assert [*beyond_settings(yarn_file(**keys))] == [told]
+        assert [*LLAMA.beyond(yarn_file(**keys))] == [told]

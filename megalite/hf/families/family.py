@@ -1,0 +1,85 @@
+"""The base of all families: how config.json and the `model.*` settings say the same, and which tensors a file has.
+
+A family is mostly data that serves both ways. Settings of training alone (dropout, start values, the balancing loss)
+are written into config.json and not read from it: they are the command's. So is a capacity, of which config.json says
+nothing. No torch import.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+from megalite.errors.words import plain
+
+Found = Mapping[str, Any]  # config.json
+Settings = Mapping[str, Any]  # `model.*` without the prefix: {"num_layers": 12, "moe.top_k": 2}
+Beyond = tuple[str, Any, str]  # a key of config.json, its value, and the values that settings can say
+
+WEIGHTING = ("moe.pre_softmax", "moe.normalize_weights")
+GPT_ONLY = {"quantization_config": None, "transformers_weights": None}  # keys with one value in every family
+
+
+class Family(ABC):
+    """A family of models. Subclasses give the data, and override methods where data is not enough."""
+
+    title: ClassVar[str]  # for people
+    model_type: ClassVar[str]  # in config.json
+    architecture: ClassVar[str]  # transformers' class
+    prefix: ClassVar[str] = "model."  # of all tensors but the head
+    has_experts: ClassVar[bool] = False
+    conv1d: ClassVar[bool] = False  # weights are [in, out]; queries, keys and values of all heads follow each other
+    keys: ClassVar[Mapping[str, str]]  # setting: key of config.json
+    absent: ClassVar[Mapping[str, Any]]  # transformers' values of keys that config.json lacks
+    only: ClassVar[Mapping[str, Any]]  # keys of which the GPT here knows one value; an absent key has it
+    fixed: ClassVar[Mapping[str, Any]]  # settings with one value in all models of the family
+    modules: ClassVar[Mapping[str, Sequence[str]]]  # logical module: modules in the file (N: layer, E: expert)
+
+    def names(self, found: Found) -> dict[str, str]:
+        """{key: setting} for the keys of a config.json whose type and bounds are those of a setting."""
+        return {key: name for name, key in self.keys.items()}
+
+    @abstractmethod
+    def settings(self, found: Found) -> dict[str, Any]:
+        """The settings that a config.json amounts to. Its keys have the types of their settings, none is `beyond`."""
+
+    def describe(self, settings: Settings) -> dict[str, Any]:
+        """The keys of config.json for a resolved model; the inverse of `settings` where the family can express it."""
+        return {
+            "model_type": self.model_type,
+            "initializer_range": settings["init_std"],
+            **self.only,
+            **{key: settings[name] for name, key in self.keys.items()},
+        }
+
+    def beyond(self, found: Found) -> Iterator[Beyond]:
+        """Keys whose value no setting says."""
+        for key, value in {**GPT_ONLY, **self.only}.items():
+            if found.get(key, value) != value:
+                yield key, found[key], plain(value)
+
+    def other_settings(self, settings: Settings) -> dict[str, Any]:
+        """The settings in which the family's nearest model differs from this one, with their values there. Empty: the
+        family expresses the model exactly."""
+        return differences(self.settings(self.describe(settings)), settings)
+
+
+def differences(theirs: Settings, ours: Settings) -> dict[str, Any]:
+    """The settings of `theirs` that make `ours` another model, with their values there."""
+    others = {name: value for name, value in theirs.items() if value != ours[name]}
+    if len(expert_layers(ours)) == ours["num_layers"]:  # no layer has an MLP
+        others.pop("ffn_hidden_size", None)
+    if "moe.num_experts" in theirs and weights_sum_to_one(theirs) == weights_sum_to_one(ours):
+        others = {name: value for name, value in others.items() if name not in WEIGHTING}
+    return others
+
+
+def weights_sum_to_one(settings: Settings) -> bool:
+    """Whether the weights of a token's experts do: then it does not matter when the softmax is taken."""
+    pre_softmax, normalize = (settings[name] for name in WEIGHTING)
+    return not pre_softmax or (normalize and settings["moe.top_k"] > 1)
+
+
+def expert_layers(settings: Settings) -> range:
+    """The layers that have experts."""
+    layers = range(settings["num_layers"])[settings["moe.first_dense_layers"] :: settings["moe.layer_freq"]]
+    return layers if settings["moe.num_experts"] else range(0)

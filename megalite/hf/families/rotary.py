@@ -1,0 +1,149 @@
+"""The base of families with rotary positions, RMSNorm and SwiGLU, and the forms of scaled positions in config.json."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megalite.hf.families.family import Beyond, Family, Found, Settings
+
+_STRETCHED = {
+    "rope_scaling_factor": "factor",
+    "rope_original_positions": "original_max_position_embeddings",
+}
+SCALINGS = {  # rope_type: {setting: key}
+    "linear": {"rope_scaling_factor": "factor"},
+    "llama3": {
+        **_STRETCHED,
+        "rope_low_frequency_factor": "low_freq_factor",
+        "rope_high_frequency_factor": "high_freq_factor",
+    },
+    "yarn": {
+        **_STRETCHED,
+        "rope_beta_slow": "beta_slow",
+        "rope_beta_fast": "beta_fast",
+        "rope_truncate": "truncate",
+        "rope_attention_factor": "attention_factor",
+        "rope_mscale": "mscale",
+        "rope_mscale_all_dim": "mscale_all_dim",
+    },
+}
+
+
+class RotaryFamily(Family):
+    """Llama, and families that differ from it a little."""
+
+    qk_norm = False
+    head_size: int | None = None  # where config.json does not say it; None: hidden size by heads
+    keys = {
+        "num_layers": "num_hidden_layers",
+        "hidden_size": "hidden_size",
+        "num_attention_heads": "num_attention_heads",
+        "num_key_value_heads": "num_key_value_heads",
+        "head_size": "head_dim",
+        "ffn_hidden_size": "intermediate_size",
+        "vocab_size": "vocab_size",
+        "norm_eps": "rms_norm_eps",
+        "bias": "attention_bias",
+        "tie_embeddings": "tie_word_embeddings",
+    }
+    absent = {
+        "num_key_value_heads": None,
+        "head_dim": None,
+        "rms_norm_eps": 1e-6,
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": None,  # asked for by YaRN alone
+    }
+    only = {"hidden_act": "silu", "use_sliding_window": False, "attention_bias": False}
+    fixed = {"position": "rope", "norm": "rmsnorm", "activation": "swiglu"}
+    modules = {
+        "embedding.word": ["embed_tokens"],
+        "blocks.N.attention_norm": ["layers.N.input_layernorm"],
+        "blocks.N.attention.qkv": [f"layers.N.self_attn.{name}_proj" for name in "qkv"],
+        "blocks.N.attention.query_norm": ["layers.N.self_attn.q_norm"],
+        "blocks.N.attention.key_norm": ["layers.N.self_attn.k_norm"],
+        "blocks.N.attention.out": ["layers.N.self_attn.o_proj"],
+        "blocks.N.mlp_norm": ["layers.N.post_attention_layernorm"],
+        "blocks.N.mlp.gate_up": ["layers.N.mlp.gate_proj", "layers.N.mlp.up_proj"],
+        "blocks.N.mlp.down": ["layers.N.mlp.down_proj"],
+        "final_norm": ["norm"],
+        "blocks.N.moe.experts.gate_up": ["layers.N.mlp.gate_proj", "layers.N.mlp.up_proj"],  # each expert: the MLP
+        "blocks.N.moe.experts.down": ["layers.N.mlp.down_proj"],
+    }
+
+    def names(self, found: Found) -> dict[str, str]:
+        return super().names(found) | {"max_position_embeddings": "max_positions"}
+
+    def settings(self, found: Found) -> dict[str, Any]:
+        found = {**self.absent, **found}
+        settings = {name: found[key] for name, key in RotaryFamily.keys.items()}
+        hidden, heads = settings["hidden_size"], settings["num_attention_heads"]
+        return settings | {
+            "num_key_value_heads": settings["num_key_value_heads"] or heads,
+            "head_size": settings["head_size"] or self.head_size or hidden // heads,
+            "qk_norm": self.qk_norm,
+            **self.fixed,
+            **self._rope_settings(found),
+        }
+
+    def describe(self, settings: Settings) -> dict[str, Any]:
+        """Scaled positions are in the older of two forms, which transformers 4 and 5 both read, without nulls."""
+        kind = settings["rope_scaling"]
+        keys = {key: settings[name] for name, key in SCALINGS[kind].items() if settings[name] is not None}
+        scaling = None if settings["rope_scaling_factor"] == 1.0 else {"rope_type": kind, **keys}
+        return super().describe(settings) | {
+            "attention_bias": False,
+            "mlp_bias": False,
+            "use_sliding_window": False,
+            "attention_dropout": settings["attention_dropout"],
+            "rope_theta": settings["rope_theta"],
+            "rope_scaling": scaling,
+        }
+
+    def beyond(self, found: Found) -> Iterator[Beyond]:
+        yield from super().beyond(found)
+        rope, _ = self.rope(found)
+        kind = rope["rope_type"]
+        if kind not in ["default", *SCALINGS]:
+            yield "rope_type", kind, f"default, {', '.join(SCALINGS)}"
+        elif (part := rope.get("partial_rotary_factor", 1.0)) != 1.0:
+            yield "partial_rotary_factor", part, "1"
+        elif kind != "default":
+            factor = _yarn_in_full(rope, found)["factor"] if kind == "yarn" else rope["factor"]
+            if factor < 1.0:
+                yield "factor", factor, "at least 1"
+            elif kind == "yarn" and factor == 1.0 and (scale := rope.get("attention_factor", 1.0)) != 1.0:
+                yield "attention_factor", scale, "1 with factor=1"
+
+    def rope(self, found: Found) -> tuple[dict[str, Any], dict[str, str]]:
+        """The rotary positions of a config.json, and {key: setting}. They are in `rope_parameters` of transformers 5;
+        before, in `rope_scaling` and beside it."""
+        inner = found.get("rope_parameters") or found.get("rope_scaling") or {}
+        rope = {key: value for key, value in inner.items() if value is not None}
+        beside = {**self.absent, **found}
+        outer = {key: beside[key] for key in ("rope_theta", "partial_rotary_factor") if beside.get(key) is not None}
+        rope = {"rope_theta": 10000.0, "rope_type": rope.get("type", "default"), **outer, **rope}
+        if isinstance(original := found.get("original_max_position_embeddings"), int) and rope["rope_type"] == "yarn":
+            rope["original_max_position_embeddings"] = original
+        keys = {key: name for name, key in SCALINGS.get(str(rope["rope_type"]), {}).items()}
+        return rope, keys | {"rope_theta": "rope_theta"}
+
+    def _rope_settings(self, found: Found) -> dict[str, Any]:
+        rope, keys = self.rope(found)
+        kind = rope["rope_type"]
+        if kind == "yarn":
+            rope = _yarn_in_full(rope, found)
+        if kind == "default" or rope["factor"] == 1.0:
+            return {"rope_theta": rope["rope_theta"], "rope_scaling_factor": 1.0}
+        return {"rope_scaling": kind, **{name: rope[key] for key, name in keys.items()}}
+
+
+def _yarn_in_full(rope: Mapping[str, Any], found: Found) -> dict[str, Any]:
+    """YaRN with transformers' values for absent keys, and without keys that it passes over."""
+    rope = {"truncate": True, "attention_factor": None, **rope}
+    original = rope.get("original_max_position_embeddings") or found["max_position_embeddings"]
+    factor = rope["factor"] if "factor" in rope else found["max_position_embeddings"] / original
+    scales = {key: rope.get(key) or None for key in ("mscale", "mscale_all_dim")}
+    if rope["attention_factor"] is not None or None in scales.values():
+        scales = dict.fromkeys(scales)
+    betas = {"beta_slow": rope.get("beta_slow") or 1.0, "beta_fast": rope.get("beta_fast") or 32.0}
+    return {**rope, **betas, **scales, "factor": factor, "original_max_position_embeddings": original}
