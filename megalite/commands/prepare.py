@@ -70,7 +70,7 @@ def read(output: Path | None, overrides: list[str], *, verify: bool) -> Config:
 def make(config: Config, output: Path, terminal: Terminal) -> Iterator[str]:
     """Makes the token files; what they hold, and how to train on them."""
     from megalite.data.token_file import TokenFile, with_suffix
-    from megalite.data.tokenizers import load_tokenizer
+    from megalite.data.tokenizer_folder import load_tokenizer
     from megalite.prepare.prepare import prepare_file
     from megalite.prepare.sources import not_read, sources_of
 

@@ -24,7 +24,8 @@ from megalite.data.permutation import IntArray
 from megalite.data.samples import Part, SampleSource, beyond_vocabulary
 from megalite.data.token_bytes import bytes_of_ids
 from megalite.data.token_file import HASH_WHOLE, TokenFile, largest_id, with_suffix
-from megalite.data.tokenizers import TextTokenizer, load_tokenizer
+from megalite.data.tokenizer_folder import load_tokenizer
+from megalite.data.tokenizers import TextTokenizer
 from megalite.errors.problems import Problem, UserError, collect_all
 from megalite.errors.words import several
 from megalite.launch.host import allow_open_files

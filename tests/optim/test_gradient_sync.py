@@ -176,7 +176,7 @@ def parameters_after_steps(context: ParallelContext, masked_rank: int | None) ->
     for number in range(2):
         masked = context.rank == masked_rank and number == 0
         figures = step([batch_of(context, number, masked=masked)], 0 if masked else 16, 1e-3).read()
-        losses.append((figures.loss, figures.tokens, figures.skipped))
+        losses.append((figures.loss, figures.batch_tokens, figures.skipped))
     training.gather.finish()
     return losses, before, dict(training.chunks[0].named_parameters())
 

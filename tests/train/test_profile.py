@@ -68,7 +68,7 @@ def test_a_trace_that_cannot_be_kept_does_not_end_the_run(
         raise OSError(28, "No space left on device", str(path))
 
     if full == "disk":
-        monkeypatch.setattr("megalite.observe.trace.write_atomically", no_space)
+        monkeypatch.setattr("megalite.train.trace.write_atomically", no_space)
     elif full == "temporary folder":  # kineto writes what it can, and says nothing
         monkeypatch.setattr(
             profile_module.profile, "export_chrome_trace", lambda self, path: Path(path).write_text('{"traceEvents": [')
