@@ -231,6 +231,11 @@ class TrainConfig:
     max_minutes: float | None = setting(None, "minutes after which a start saves and ends; null: no limit", above=0)
 
 
+# The dtypes of what each optimizer keeps of an element beside its master, for matrices and for all other parameters;
+# "moment_dtype" stands for the setting.
+OPTIMIZERS = {"adamw": (("moment_dtype", "fp32"), ("moment_dtype", "fp32"))}
+
+
 @dataclass
 class OptimizerConfig:
     """AdamW (Loshchilov and Hutter 2019); no weight decay on norms, biases and one-dimensional parameters.
@@ -239,6 +244,7 @@ class OptimizerConfig:
     here is fp64.
     """
 
+    name: str = setting("adamw", "the rule by which parameters are updated", choices=tuple(OPTIMIZERS))
     lr: float = setting(1e-3, "peak learning rate", above=0)
     weight_decay: float = setting(0.1, "decoupled weight decay", at_least=0)
     betas: list[float] = setting([0.9, 0.95], "decay rates of the first and second moment", at_least=0, below=1)
@@ -256,6 +262,11 @@ class OptimizerConfig:
     min_loss_scale: float = setting(1.0, "fp16: the scale never falls below this", above=0, at_most=2.0**32)
     loss_scale_window: int = setting(1000, "fp16: steps without an overflow after which the scale doubles", at_least=1)
     hysteresis: int = setting(2, "fp16: overflows since the scale last doubled that halve it", at_least=1)
+
+    def state_dtypes(self, *, matrix: bool) -> list[str]:
+        """The dtypes of what the optimizer keeps of each element of a matrix, or of another parameter."""
+        kept = OPTIMIZERS[self.name][0 if matrix else 1]
+        return [self.moment_dtype if dtype == "moment_dtype" else dtype for dtype in kept]
 
 
 @dataclass
