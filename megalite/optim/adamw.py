@@ -104,7 +104,7 @@ class FlatAdamW:
     def _update(self, views: Views, lr: Tensor, scale: Tensor, skip: Tensor, weight_decay: float) -> None:
         exact = self._dtype == torch.float64  # the kernel would round the scale to fp32
         if exact:
-            torch._foreach_div_(views.gradients, scale)
+            torch._foreach_div_(views[1], scale)
         torch._fused_adamw_(
             *views,
             [],
