@@ -251,11 +251,6 @@ class OptimizerConfig:
     loss_scale_window: int = setting(1000, "fp16: steps without an overflow after which the scale doubles", at_least=1)
     hysteresis: int = setting(2, "fp16: overflows since the scale last doubled that halve it", at_least=1)
 
-    def state_dtypes(self, *, matrix: bool) -> list[str]:
-        """The dtypes of what the optimizer keeps of each element of a matrix, or of another parameter."""
-        kept = OPTIMIZERS[self.name][0 if matrix else 1]
-        return [self.moment_dtype if dtype == "moment_dtype" else dtype for dtype in kept]
-
 
 @dataclass
 class LearningRateConfig:

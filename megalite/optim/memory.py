@@ -8,7 +8,7 @@ fp32. In fp16 Megatron-LM sums gradients in fp16 and widens a rank's part (4 + 1
 
 from typing import NamedTuple
 
-from megalite.config.schema import OptimizerConfig
+from megalite.config.schema import OPTIMIZERS, OptimizerConfig
 from megalite.layout.buffer_layout import BufferLayout
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
@@ -36,10 +36,9 @@ def bytes_of_element(
     """
     wide = "fp64" if precision == "fp64" else "fp32"
     stored = wide if master_precision else precision
-    gradients, *state = (
-        BYTES[wide if dtype == "fp32" else dtype]
-        for dtype in (optimizer.gradient_dtype, *optimizer.state_dtypes(matrix=matrix))
-    )
+    kept = OPTIMIZERS[optimizer.name][0 if matrix else 1]
+    named = [optimizer.moment_dtype if dtype == "moment_dtype" else dtype for dtype in kept]
+    gradients, *state = (BYTES[wide if dtype == "fp32" else dtype] for dtype in (optimizer.gradient_dtype, *named))
     return StateBytes(BYTES[stored], gradients, 0 if stored == wide else BYTES[wide], sum(state))
 
 
