@@ -108,8 +108,8 @@ class Training:
         self.gather.finish()
 
 
-def start(config: Config, environment: ProcessEnvironment, store: Store | None = None) -> ParallelContext:
-    """This rank's context, as `launch.startup.start` makes it. All ranks must call it; all refuse alike."""
+def open_context(config: Config, environment: ProcessEnvironment, store: Store | None = None) -> ParallelContext:
+    """This rank's place among the ranks (launch/startup.py). All ranks must call it; all refuse alike."""
     problems: list[Problem] = []
     axes = config.parallel
     device = collect(lambda: choose_device(config.device, environment), problems) or CPU

@@ -32,6 +32,7 @@ RECORDED = (  # fields of StepMetrics that metrics.jsonl holds, in this order
     *("memory_gib", "data_wait_share", "time_split", "mfu", "mfu_causal", "bad_steps", "loss_scale", "cuts", "moe"),
 )
 OF_SOME_RUNS = ("loss_scale", "cuts", "moe")  # left out of the line where they are None
+TimeSplit = dict[StepPart, float]  # seconds of this rank, by part of a step
 OWN: tuple[StepPart, ...] = ("forward", "backward", "optimizer")  # what a rank does without waiting for others
 SLOW = 1.3  # times as long as the median of its stage
 FEWEST, MOST = 5, 50  # steps to judge by: the newest
@@ -41,7 +42,7 @@ FEWEST, MOST = 5, 50  # steps to judge by: the newest
 class StepMetrics:
     """One optimizer step. Raw numbers: nats, seconds, tokens, shares of 1; None is "not known here"."""
 
-    # From the step, equal on every rank.
+    # From the step, equal on every rank but for the time split.
     loss: float
     grad_norm: float
     batch_tokens: int  # unmasked tokens of the global batch
@@ -50,6 +51,7 @@ class StepMetrics:
     refused: bool  # some rank's input was refused, it computed with nothing
     loss_scale: float | None = None  # of fp16: what the loss was multiplied by before backward
     routing: torch.Tensor | None = None  # [layers with experts, 2 E + 5] of moe/balance.py, in host memory
+    time_split: TimeSplit = field(default_factory=dict)  # of this rank: of the step, in a record a mean
 
     # From the loop.
     step: int = 0
@@ -64,7 +66,6 @@ class StepMetrics:
     training_s: float = 0.0  # of all steps of the run
     memory_gib: float = 0.0
     data_wait_share: float = 0.0  # of step_time_s
-    time_split: dict[StepPart, float] | None = None  # seconds of this rank, by part
     mfu: float | None = None  # PaLM's formula: full attention, no recompute
     mfu_causal: float | None = None
     cuts: dict[str, int] | None = None  # microbatches of packed documents by their cut for cp
@@ -105,8 +106,9 @@ class Meter:
         self._peak = peak_flops(name, str(context.dtype).removeprefix("torch."))
         self._flops = [flops_per_token(config.model, self._seq_length, causal=causal) for causal in (False, True)]
 
-    def add(self, metrics: StepMetrics, data: StepBatches, split: Mapping[StepPart, float]) -> None:
-        """A step is done; `split` is where this rank's time went."""
+    def add(self, metrics: StepMetrics, data: StepBatches) -> None:
+        """A step is done."""
+        split = metrics.time_split
         seconds, tokens, since = sum(split.values()), data.planned.sequences * self._seq_length, self._since
         self._run_s += seconds
         self._run_tokens += tokens

@@ -63,7 +63,7 @@ class RunLog:
         self._files: dict[str, RecordFile] = {}  # by name; empty on other ranks
         self._views: dict[str, tuple[View, Attempts]] = {}  # by name
 
-    def open(self, job: "Job", open_views: Callable[["Job"], Sequence[View]]) -> None:
+    def open(self, job: "Job", open_views: Callable[["Job", Note], Sequence[View]]) -> None:
         """Continue the record in the run's folder. UserError where that cannot be."""
         folder, step = job.folder.path, job.progress.step
         self._log = open_log(folder, job.context)
@@ -71,12 +71,12 @@ class RunLog:
             self._log.info("%s", text)
         if job.context.rank > 0:
             return
-        changed = changes(folder, job.record, step)
+        changed = changes(folder, job.seals, step)
         self._files[METRICS] = RecordFile(folder / METRICS, self.note, last_step=step)
         self._files[EVENTS] = RecordFile(folder / EVENTS, self.note)
         if job.config.train.record_pipeline:
             self._files[PIPELINE] = RecordFile(folder / PIPELINE, self.note)
-        self._views = {view.name: (view, Attempts(view.name, self.note)) for view in open_views(job)}
+        self._views = {view.name: (view, Attempts(view.name, self.note)) for view in open_views(job, self.note)}
         for message in changed:
             self.note(f"warning: {message}")
             self.event("record_changed", step, message=message)

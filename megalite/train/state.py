@@ -25,6 +25,7 @@ from megalite.optim.buffers import TrainingBuffers
 from megalite.optim.memory import bytes_of_element
 from megalite.optim.optimizer import slices_of
 from megalite.train.build import Training
+from megalite.train.metrics import StepMetrics
 
 _ROUNDED = "parameter"  # kind of the tensors that are masters in the model's dtype
 
@@ -44,6 +45,19 @@ class Progress:
     def consume(self, planned: PlannedStep) -> None:
         """The step has consumed its samples, whether or not it was applied."""
         self.step, self.samples = planned.step, planned.first + planned.sequences
+
+    def count(self, metrics: StepMetrics, least_scale: float) -> None:
+        """The step was applied, bad, or without a token, which is neither. While a loss scale is above `least_scale`,
+        fp16 looks for the right one: its bad steps are not in a row."""
+        if metrics.batch_tokens == 0:
+            self.empty_steps += 1
+        elif metrics.skipped:
+            self.bad_steps += 1
+            self.bad_steps_in_a_row += metrics.loss_scale is None or metrics.loss_scale <= least_scale
+        else:
+            self.bad_steps_in_a_row = 0
+            self.tokens += metrics.batch_tokens
+            self.last_applied = self.step
 
 
 @dataclass(frozen=True)

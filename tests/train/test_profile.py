@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-import megalite.train.clock as profile_module
+import megalite.train.profile as profile_module
 from megalite.config.derive import derive
 from megalite.config.schema import Config
 from megalite.launch.context import ParallelContext
@@ -68,7 +68,7 @@ def test_a_trace_that_cannot_be_kept_does_not_end_the_run(
         raise OSError(28, "No space left on device", str(path))
 
     if full == "disk":
-        monkeypatch.setattr("megalite.train.trace.write_atomically", no_space)
+        monkeypatch.setattr("megalite.train.profile.write_atomically", no_space)
     elif full == "temporary folder":  # kineto writes what it can, and says nothing
         monkeypatch.setattr(
             profile_module.profile, "export_chrome_trace", lambda self, path: Path(path).write_text('{"traceEvents": [')

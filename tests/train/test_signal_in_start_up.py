@@ -70,7 +70,7 @@ def end(process: "subprocess.Popen[str]", number: signal.Signals) -> tuple[int, 
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("at", ["start", "open_training_data", "build_job", "compare_changed"])
+@pytest.mark.parametrize("at", ["open_context", "open_training_data", "set_up", "note_changed_files"])
 def test_a_start_says_by_what_it_was_ended(folder: Path, tmp_path: Path, at: str, number: signal.Signals) -> None:
     """128 and the signal's number, as shells have it. Whoever has typed Ctrl-C is told nothing."""
     process = begin(
@@ -89,7 +89,7 @@ def test_a_start_says_by_what_it_was_ended(folder: Path, tmp_path: Path, at: str
 
 @pytest.mark.parametrize("inside", ["C", "destructor"])
 def test_a_start_that_cannot_be_unwound_ends_too(folder: Path, inside: str) -> None:
-    process = begin(overrides(folder, inside), "build_job", inside=inside)
+    process = begin(overrides(folder, inside), "set_up", inside=inside)
     status, errors, seconds = end(process, signal.SIGUSR1)
     assert status == 128 + signal.SIGUSR1
     assert re.fullmatch(LINE.format(name="SIGUSR1"), errors), errors
