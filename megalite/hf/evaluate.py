@@ -99,7 +99,7 @@ def evaluate_saved(
         sums.add(model.loss(batch, one), [batch])
         done = min(done + batch.labels.numel(), work.tokens)
         progress(done, work.tokens)
-    figures = sums.figures()
+    figures = sums.metrics()
     return Evaluation(
         model=str(folder),
         step=saved.run.found.step if saved.run else None,

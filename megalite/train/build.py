@@ -5,7 +5,7 @@ before a step.
 """
 
 from collections.abc import Callable, Container, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -101,7 +101,16 @@ class Training:
         """Whether the pipeline ends on this rank."""
         return any(chunk.has_loss for chunk in self.chunks)
 
-    def spread_masters(self) -> None:
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Meanwhile the model computes without dropout."""
+        for chunk in self.chunks:
+            chunk.eval()
+        yield
+        for chunk in self.chunks:
+            chunk.train()
+
+    def cast_and_gather_params(self) -> None:
         """Parameters become the masters of all ranks, rounded to the model's dtype; collective."""
         self.buffers.round_masters()
         self.gather.start()

@@ -125,27 +125,32 @@ def account(job: Job, log: RunLog, saver: Saver, meter: Meter, launched: Launche
     (data, lr, pending), progress, train = launched, job.progress, job.config.train
     metrics = None if pending is None else read_metrics(job, pending)
     progress.consume(data.planned)
-    step, counts = progress.step, False
-    if metrics is None:
-        log.event("skipped_on_request", step)
-    else:
-        progress.count(metrics, job.config.optimizer.min_loss_scale)
-        metrics.step, metrics.lr, metrics.tokens, metrics.bad_steps = step, lr, progress.tokens, progress.bad_steps
-        if counts := metrics.batch_tokens > 0:
-            meter.add(metrics, data)
-        else:
-            log.event("empty", step)
-        if counts and metrics.skipped:
-            log.event("skipped", step, loss=metrics.loss, grad_norm=metrics.grad_norm, loss_scale=metrics.loss_scale)
-    is_recorded = step == train.steps or (counts and step % train.log_interval == 0)
-    if is_recorded and (measured := meter.measured()) is not None:
-        log.add(measured.to_json())
-    if counts and (bad := progress.bad_steps_in_a_row) >= train.max_bad_steps:
+    step = progress.step
+    if metrics is None or metrics.batch_tokens == 0:  # neither applied nor bad
+        progress.empty_steps += metrics is not None
+        log.event("skipped_on_request" if metrics is None else "empty", step)
+        if step == train.steps:  # it has no line in metrics.jsonl, but the steps before it have
+            record(log, meter)
+        return
+    progress.count(metrics, job.config.optimizer.min_loss_scale)
+    metrics.step, metrics.lr, metrics.tokens, metrics.bad_steps = step, lr, progress.tokens, progress.bad_steps
+    meter.add(metrics, data)
+    if metrics.skipped:
+        log.event("skipped", step, loss=metrics.loss, grad_norm=metrics.grad_norm, loss_scale=metrics.loss_scale)
+    if step % train.log_interval == 0 or step == train.steps:
+        record(log, meter)
+    if (bad := progress.bad_steps_in_a_row) >= train.max_bad_steps:
         raise TrainingStoppedError(
             f"loss or gradient was not finite in {several(bad, 'step')} in a row (now step {step}: loss "
             f"{metrics.loss}, gradient norm {metrics.grad_norm}); none of them was applied. {saver.advise()}; "
             "train.max_bad_steps sets the patience."
         )
+
+
+def record(log: RunLog, meter: Meter) -> None:
+    """A line of metrics.jsonl for the newest step, unless it has one."""
+    if (metrics := meter.measured()) is not None:
+        log.add(metrics.to_json())
 
 
 def read_metrics(job: Job, pending: PendingMetrics) -> StepMetrics:

@@ -6,7 +6,7 @@ the newest checkpoint. What one rank finds wrong, all ranks refuse together.
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from megalite.launch.environment import ProcessEnvironment
 from megalite.optim.schedule import learning_rate
 from megalite.train.build import ReadWeights, build_training, fill_with_imported_values, fill_with_start_values
 from megalite.train.device_settings import ASYNC_TP, CUDA_GRAPH, derive_device
-from megalite.train.history import ENDS, EVENTS, METRICS, Note, read_events, read_metrics
+from megalite.train.history import ENDS, EVENTS, METRICS, read_events, read_metrics
 from megalite.train.job import Job
 from megalite.train.sample import prompts_of
 from megalite.train.state import SavedState, is_rounded, state_bytes, training_pieces
@@ -44,8 +44,8 @@ def set_up(
     environment: ProcessEnvironment,
     data: OpenedData,
     read_weights: ReadWeights,
-    note: Note,
-    hosts: list[str],
+    note: Callable[[str], None],
+    hosts: Sequence[str],
 ) -> Job:
     """The run on this rank: new, imported, or from the newest checkpoint in its folder."""
     config = derive_device(derive_vocabulary(config, data.vocab_size), context, environment, note)
@@ -59,7 +59,7 @@ def set_up(
     try:
         for line in (*config.told, *folder.changes, *remarks(config, context)):
             note(line)
-        job = Job(config, context, data, folder, build_training(config, context), prompts, hosts)
+        job = Job(config, context, data, folder, build_training(config, context), prompts, [*hosts])
         if (found := newest(folder.checkpoints, context, note)) is not None:
             restore(job, found, note)
         elif weights is not None:
@@ -142,7 +142,7 @@ def remarks(config: Config, context: ParallelContext) -> list[str]:
     return found
 
 
-def restore(job: Job, found: Found, note: Note) -> None:
+def restore(job: Job, found: Found, note: Callable[[str], None]) -> None:
     """The state of a checkpoint, whatever layout wrote it; collective."""
     if (origin := found.manifest.about.get("run_id", job.folder.run_id)) != job.folder.run_id:
         rule = f"it is of run {origin}, and the folder is that of run {job.folder.run_id}"
@@ -150,7 +150,7 @@ def restore(job: Job, found: Found, note: Note) -> None:
         raise UserError(Problem(str(found.path), "of another run", rule, remedy))
     state, training, train = SavedState.of(found), job.training, job.config.train
     found.read_into(training_pieces(training), unread=is_rounded)
-    training.spread_masters()
+    training.cast_and_gather_params()
     if training.loss_scale is not None and state.loss_scale is not None:  # not if it was no fp16 run
         training.loss_scale.state.copy_(torch.tensor(state.loss_scale))
     job.resumed_from, job.progress, job.tokenizer_files = found.step, state.progress, state.tokenizer
@@ -164,7 +164,7 @@ def restore(job: Job, found: Found, note: Note) -> None:
     note_learning_rate(job, state, found, note)
 
 
-def note_learning_rate(job: Job, state: SavedState, found: Found, note: Note) -> None:
+def note_learning_rate(job: Job, state: SavedState, found: Found, note: Callable[[str], None]) -> None:
     """A line where the learning rate after the checkpoint is not the one that the run was at."""
     step, steps, before = found.step, job.config.train.steps, state.config["train"]["steps"]
     schedule = as_record(LearningRateConfig, state.config["lr"], found.path / STATE)

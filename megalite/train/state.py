@@ -47,11 +47,9 @@ class Progress:
         self.step, self.samples = planned.step, planned.first + planned.sequences
 
     def count(self, metrics: StepMetrics, least_scale: float) -> None:
-        """The step was applied, bad, or without a token, which is neither. While a loss scale is above `least_scale`,
-        fp16 looks for the right one: its bad steps are not in a row."""
-        if metrics.batch_tokens == 0:
-            self.empty_steps += 1
-        elif metrics.skipped:
+        """The step was applied, or it was bad. Bad steps of fp16 are not in a row while the loss scale is above
+        `least_scale`: it is still looked for."""
+        if metrics.skipped:
             self.bad_steps += 1
             self.bad_steps_in_a_row += metrics.loss_scale is None or metrics.loss_scale <= least_scale
         else:
