@@ -44,7 +44,6 @@ class Job:
     newest_step: int = 0  # that was begun
     evaluated_step: int = -1  # the newest one
     sampled_step: int = -1
-    gathered_step: int = -1  # the newest after which ranks gathered their measurements
 
     @property
     def stop_is_requested(self) -> bool:

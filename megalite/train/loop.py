@@ -1,36 +1,53 @@
 """The training loop.
 
-For each step: the next batch, one optimizer step, and what is due after it (hooks.py). A step of train.skip_steps only
-consumes its samples. A stop signal ends the run after the step in which all ranks learn of it, saved.
+For each step: the next batch, one optimizer step, and what is due after it: a check of the replicas, an evaluation, a
+sample of text, a checkpoint. A step of train.skip_steps only consumes its samples. A stop signal ends the run after the
+step in which all ranks learn of it, saved. An evaluation or a sample of text ends at its next batch or token; the next
+start makes up for the evaluation.
 """
 
 import gc
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from itertools import takewhile
 from typing import NamedTuple
 
 from megalite.config.step_plan import planned_steps
-from megalite.data.batches import StepBatches, TrainBatches
+from megalite.data.batches import StepBatches, TrainBatches, validation_batches
 from megalite.errors.words import several
 from megalite.launch.agreement import agree
 from megalite.launch.watchdog import after_report_s
 from megalite.optim.schedule import learning_rate
 from megalite.pipeline.simulator import Span
 from megalite.train.build import data_share
-from megalite.train.hooks import evaluate_model, gather_ranks, hooks_of
+from megalite.train.evaluate import evaluate
 from megalite.train.job import Job
 from megalite.train.metrics import Meter, StepMetrics
 from megalite.train.profile import profiled_step
+from megalite.train.replicas import check_replicas
 from megalite.train.run_log import RunLog
+from megalite.train.sample import sample
 from megalite.train.saving import Saver, TrainingStoppedError
 from megalite.train.step import PendingMetrics, TrainStep
 
 # An accelerator runs ahead of the host: its metrics are read one step late. A CPU's are there at once.
 LATENESS = {"cpu": 0, "cuda": 1}
 RANKS_EVERY = 50  # records between two moments at which ranks gather their measurements, at most
+
+
+class Hook(NamedTuple):
+    """A function to call with the step after every `every`-th step (0: never), once the metrics are read."""
+
+    every: int
+    function: Callable[[int], None]
+    after_last: bool = False  # after the last step, too
+    pauses: bool = True  # it takes time that counts in no step
+
+    def is_due(self, step: int, last: int) -> bool:
+        return self.every > 0 and (step % self.every == 0 or (self.after_last and step == last))
 
 
 class Launched(NamedTuple):
@@ -72,7 +89,7 @@ def train(job: Job, log: RunLog, saver: Saver) -> None:
             saver.report()
             pauses = profiles or any(hook.pauses for hook in due)
             if pauses or step % (RANKS_EVERY * config.train.log_interval) == 0:
-                gather_ranks(job, log, meter, step)
+                meter.compare_ranks(log, job.hosts, step)
             if pauses:
                 gc.collect()  # collection is off between pauses: it would stop ranks at different times
                 clock.restart()
@@ -80,7 +97,7 @@ def train(job: Job, log: RunLog, saver: Saver) -> None:
         read(keep=0)
     job.training.gather.finish()
     saver.save_last()
-    gather_ranks(job, log, meter, job.progress.step)
+    meter.compare_ranks(log, job.hosts, job.progress.step)
 
 
 def batches_of(job: Job) -> TrainBatches:
@@ -173,3 +190,64 @@ def record_pipeline(job: Job, log: RunLog, step: int, spans: Sequence[Span]) -> 
     everyone = job.context.gather_json(mine)
     ranks = [everyone[rank] for rank in job.context.members("pp-forward")]
     log.pipeline(step, str(job.config.parallel.schedule), ranks)
+
+
+def hooks_of(job: Job, log: RunLog, saver: Saver) -> list[Hook]:
+    """The hooks of a run, in the order in which they are called."""
+    train, interval = job.config.train, job.config.checkpoint.interval
+    return [
+        Hook(train.check_replicas_every, partial(check_replicas, job.training, job.context), pauses=False),
+        Hook(job.evaluation_interval, partial(evaluate_model, job, log), after_last=True),
+        Hook(train.sample_interval, partial(sample_text, job, log)),
+        Hook(interval, saver.save),
+    ]
+
+
+def evaluate_model(job: Job, log: RunLog, step: int) -> None:
+    """The validation set after a step."""
+    assert job.data.validation is not None, "else no evaluation is due"
+    begin, share = time.perf_counter(), data_share(job.config, job.context)
+    batches = validation_batches(job.data.validation, job.config, **share, device=job.context.device)
+    metrics = evaluate(job.training, job.context, batches, job.data.bytes_of_ids, job.go_on)
+    if metrics is None:
+        broken_off(log, "evaluation", step)
+        return
+    job.evaluated_step = step
+    log.add(
+        {
+            "step": step,
+            "tokens": job.progress.tokens,
+            "val_loss": metrics.loss,
+            "val_perplexity": metrics.perplexity,
+            "val_bits_per_byte": metrics.bits_per_byte,
+            "eval_time_s": time.perf_counter() - begin,
+        }
+    )
+
+
+def sample_text(job: Job, log: RunLog, step: int) -> None:
+    """Text from the model after a step. All ranks call it; each model writes the same, so that ranks stay together when
+    a stop ends it."""
+    train, tokenizer = job.config.train, job.data.tokenizer
+    if tokenizer is None or not job.prompts or job.sampled_step == step:
+        return
+    job.sampled_step = step
+    following = sample(
+        job.training,
+        job.context,
+        [prompt.tokens for prompt in job.prompts],
+        train.sample_tokens,
+        seq_length=train.seq_length,
+        seed=job.config.seed,
+        rows=train.micro_batch_size if train.compile else None,
+        go_on=job.go_on,
+    )
+    if any(len(text) < train.sample_tokens for text in following):
+        broken_off(log, "sample of text", step)
+        return
+    for prompt, tokens in zip(job.prompts, following, strict=True):
+        log.event("sample", step, prompt=prompt.text, text=tokenizer.decode(tokens))
+
+
+def broken_off(log: RunLog, what: str, step: int) -> None:
+    log.note(f"asked to stop: the {what} after step {step} is broken off, nothing of it is recorded")

@@ -25,6 +25,7 @@ from megalite.launch.context import ParallelContext
 from megalite.model.flops import flops_per_token, peak_flops
 from megalite.moe.balance import in_numbers
 from megalite.train.history import STEP_PARTS, StepPart
+from megalite.train.run_log import RunLog
 
 GIB = 1 << 30
 RECORDED = (  # fields of StepMetrics that metrics.jsonl holds, in this order
@@ -90,6 +91,7 @@ class Meter:
         name = torch.cuda.get_device_name(context.device) if context.device.type == "cuda" else "cpu"
         self._peak = peak_flops(name, str(context.dtype).removeprefix("torch."))
         self._flops = [flops_per_token(config.model, self._seq_length, causal=causal) for causal in (False, True)]
+        self._compared = -1  # the newest step after which ranks were compared
         self._begin()
 
     def _begin(self) -> None:
@@ -136,21 +138,24 @@ class Meter:
         self._begin()
         return metrics
 
-    def gather(self) -> tuple[list[float], list[float], dict[int, tuple[float, float]]]:
-        """Peak memory in GiB and seconds of computing in a step, by rank; and the slow ranks: how many times as long as
-        the others of its stage each computes, and the share of a step by which that is longer.
+    def compare_ranks(self, log: RunLog, hosts: Sequence[str], step: int) -> None:
+        """Record peak memory in GiB and seconds of computing in a step by rank, and which ranks are slow.
 
         All ranks call it after the same step: one small all-gather on the host.
         """
-        context = self._context
+        if step == self._compared:
+            return
+        self._compared, context = step, self._context
         own = statistics.median(self._own) if self._own else 0.0
         gathered = context.gather_json([round(memory_gib(context.device), 3), round(own, 6)])
         memory, compute = [found[0] for found in gathered], [found[1] for found in gathered]
+        log.event("ranks", step, memory_gib=memory, compute_s=compute)
         if len(self._own) < FEWEST:
-            return memory, compute, {}
+            return
         stages = [context.layout.dense.coordinates(rank)["pp"] for rank in range(context.world_size)]
-        step, slow = statistics.median(self._whole), stragglers(compute, stages)
-        return memory, compute, {rank: (times, compute[rank] * (1 - 1 / times) / step) for rank, times in slow.items()}
+        for rank, times in stragglers(compute, stages).items():
+            share = compute[rank] * (1 - 1 / times) / statistics.median(self._whole)  # of a step, by which it is longer
+            log.event("straggler", step, rank=rank, times=round(times, 2), share=round(share, 3), host=hosts[rank])
 
 
 def stragglers(compute_s: Sequence[float], stages: Sequence[int]) -> dict[int, float]:

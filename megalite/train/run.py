@@ -26,9 +26,8 @@ from megalite.launch.signals import StartUp, StopRequest
 from megalite.launch.watchdog import Doing, Patience, Watchdog
 from megalite.train.build import ReadWeights, open_context
 from megalite.train.history import Note
-from megalite.train.hooks import sample_text
 from megalite.train.job import Job
-from megalite.train.loop import train
+from megalite.train.loop import sample_text, train
 from megalite.train.replicas import ReplicaMismatchError
 from megalite.train.run_log import RunLog, View
 from megalite.train.saving import Saver, TakenOverError, TrainingStoppedError

@@ -62,7 +62,7 @@ def test_an_error_of_any_kind_is_in_the_report(text: Path, tmp_path: Path, monke
     def broken(*args: Any) -> None:
         raise RuntimeError("the device fell <off> the bus")
 
-    monkeypatch.setattr("megalite.train.hooks.evaluate", broken)
+    monkeypatch.setattr("megalite.train.loop.evaluate", broken)
     with pytest.raises(RuntimeError, match="off"):
         start(config_for(text, tmp_path / "run"))
     assert kinds(tmp_path / "run")[-1] == ("failed", 4)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-import megalite.train.hooks as hooks_module
+import megalite.train.loop as loop_module
 import megalite.train.saving as saving_module
 from megalite.checkpoint import store
 from megalite.checkpoint.background import HostCopies
@@ -353,9 +353,9 @@ def _refusing_an_evaluation(context: ParallelContext, config: Config) -> int | s
             raise UserError(problem)
         yield from batches(*args, **kwargs)
 
-    batches = hooks_module.validation_batches
+    batches = loop_module.validation_batches
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hooks_module, "validation_batches", some)
+        patch.setattr(loop_module, "validation_batches", some)
         return _slow_on_rank_1(context, config)
 
 

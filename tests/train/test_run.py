@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import megalite.data.batches as batches_module
-import megalite.train.hooks as hooks_module
 import megalite.train.loop as loop_module
 import megalite.train.saving as saving_module
 import megalite.train.setup as setup_module
@@ -545,7 +544,7 @@ def _refusing_the_second_validation_batch(context: ParallelContext, config: Conf
         raise UserError(UNREADABLE)
 
     if context.rank == 1:
-        hooks_module.validation_batches = refuse
+        loop_module.validation_batches = refuse
     return _outcome(context, config)
 
 
