@@ -120,7 +120,7 @@ def test_a_rank_that_waits_for_another_one_says_so(layout: dict[str, int], where
         assert computing[where] > 0.05 > waiting[where]
 
 
-def test_a_step_makes_few_marks_whatever_its_size() -> None:
+def test_a_step_makes_few_marks_whatever_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two for each microbatch, some for the rest; a mark costs about a microsecond."""
     config = small_config(train={"micro_batch_size": 2}, model={"num_layers": 8})
     context = ParallelContext()
@@ -129,8 +129,10 @@ def test_a_step_makes_few_marks_whatever_its_size() -> None:
     step = TrainStep(training, config.optimizer, context)
     microbatches = masked_batches(config, 8, 1)
     step(microbatches, 5, 1e-3).read()
-    launched = step(microbatches, 5, 1e-3)
-    assert len(launched.lap._marks) <= 2 * len(microbatches) + 10
+    marks, lap = [], training.clock.lap
+    monkeypatch.setattr(training.clock, "lap", lambda: (marks.extend(training.clock._marks), lap())[1])
+    step(microbatches, 5, 1e-3)
+    assert 2 * len(microbatches) < len(marks) <= 2 * len(microbatches) + 10
 
 
 @pytest.mark.gpu
@@ -146,7 +148,7 @@ def test_on_cuda_times_are_the_device_s_and_events_are_used_again() -> None:
         clock.switch("optimizer")
         lap = clock.lap()
         torch.cuda.synchronize()
-        split = lap.read()
+        split = lap()
         assert split["forward"] > 10 * split["optimizer"] > 0
         made.append(len(clock._spare))
     assert made == [made[0]] * 4

@@ -70,7 +70,7 @@ def test_a_run_names_its_slow_rank(tmp_path: Path) -> None:
     assert first["times"] > SLOW
     assert 0.2 < first["share"] < 1, "it sleeps most of a step of a small model"
     log = (tmp_path / "run" / "logs" / "rank-00000.log").read_text()
-    assert re.search(r"step 8: rank 2 on \S+ computes \S+ times .*, which costs \d+", log)
+    assert re.search(r"step 8: straggler: rank 2, times \S+, share \S+, host \S+", log)
     ranks = [event for event in events if event["kind"] == "ranks"]
     assert [event["step"] for event in ranks] == [4, 8, 12]
     assert all(len(event["memory_gib"]) == 3 and min(event["memory_gib"]) > 0.05 for event in ranks)

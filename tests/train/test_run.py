@@ -20,7 +20,6 @@ from torch import Tensor
 import megalite.data.batches as batches_module
 import megalite.train.loop as loop_module
 import megalite.train.saving as saving_module
-import megalite.train.setup as setup_module
 from megalite.checkpoint.run_folder import RunFolder
 from megalite.commands.train import train_rank
 from megalite.config.derive import derive
@@ -35,6 +34,7 @@ from megalite.layout.ranks import ParallelLayout
 from megalite.model.gpt import GPT
 from megalite.optim.schedule import learning_rate
 from megalite.pipeline.executor import Executor
+from megalite.train import setup as setting_up
 from megalite.train.history import read_events, read_metrics
 from megalite.train.metrics import Meter, StepMetrics
 from megalite.train.step import PendingMetrics, TrainStep
@@ -164,7 +164,7 @@ def test_dropping_one_piece_of_state_is_noticed(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dropped: str
 ) -> None:
     """The negative control of every resume test: tensors of one kind are read into nowhere."""
-    pieces_of = setup_module.training_pieces
+    pieces_of = setting_up.training_pieces
 
     def incomplete(*args: Any) -> list[Any]:
         return [
@@ -172,7 +172,7 @@ def test_dropping_one_piece_of_state_is_noticed(
             for piece in pieces_of(*args)
         ]
 
-    monkeypatch.setattr(setup_module, "training_pieces", incomplete)
+    monkeypatch.setattr(setting_up, "training_pieces", incomplete)
     assert resume_differs(text, tmp_path, monkeypatch)
 
 
