@@ -84,6 +84,7 @@ def run(config: Config, environment: ProcessEnvironment, companions: Companions)
                 minutes = config.train.max_minutes
                 left_s = None if minutes is None else began + 60 * minutes - time.monotonic()
                 with StopRequest(left_s, "train.max_minutes") as job.stop:
+                    _record_start(job, log, companions)
                     return _train_to_the_end(job, log, saver, status, watchdog)
     except UserError:
         raise
@@ -113,15 +114,20 @@ def _watchdog_of_start_up(config: Config, context: ParallelContext) -> Watchdog:
 
 
 def _open_record(job: Job, log: RunLog, companions: Companions) -> None:
-    """Open the record of the run, with the event of this start. A refusal leaves no new folder."""
+    """Open the record of the run, and name token files that have changed. A refusal leaves no new folder."""
     try:
         together(job.context, lambda: log.open(job, companions.open_views))
     except UserError:
         job.folder.withdraw()
         raise
+    if job.context.rank == 0:
+        note_changed_files([part.file for part in job.data.train.parts], job.folder.path, log.note)
+
+
+def _record_start(job: Job, log: RunLog, companions: Companions) -> None:
+    """The event of this start, which rank 0 alone writes: only rank 0 asks git and the packages for their versions."""
     if job.context.rank > 0:
         return
-    note_changed_files([part.file for part in job.data.train.parts], job.folder.path, log.note)
     log.event("start" if job.resumed_from is None else "resume", job.progress.step, **companions.about(job))
     if job.config.train.sample_interval > 0 and job.config.train.sample_tokens > 0 and not job.prompts:
         log.note("no samples of text: the tokenizer of these tokens is not known")
