@@ -17,13 +17,8 @@ from megalite.optim.zero import ParameterGather
 from megalite.train.build import needs_of
 from megalite.train.history import read_events
 from tests.ranks import run_ranks
-from tests.train.runs import train_on_rank, write_text
+from tests.train.runs import train_on_rank
 from tests.train.test_run import config_for, losses, start
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_text(tmp_path_factory.mktemp("run") / "text.txt")
 
 
 def splits(run_dir: Path) -> dict[tuple[int, int], dict[str, Any]]:

@@ -39,14 +39,9 @@ from megalite.train.history import read_events, read_metrics
 from megalite.train.metrics import Meter, StepMetrics
 from megalite.train.step import PendingMetrics, TrainStep
 from tests.ranks import run_ranks
-from tests.train.runs import metrics, state_bytes, train_on_rank, write_text
+from tests.train.runs import metrics, state_bytes, train_on_rank
 
 STEPS = 12
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_text(tmp_path_factory.mktemp("run") / "text.txt")
 
 
 def config_for(text: Path, run_dir: Path, **train: Any) -> Config:

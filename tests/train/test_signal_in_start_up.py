@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.runs import ROOT, overrides, write_text
+from tests.train.runs import ROOT, overrides
 
 # Stands still at the named function of run.py: in Python, in a destructor, whose exceptions Python ignores, or inside
 # an operation of C that no signal interrupts.
@@ -39,13 +39,6 @@ if {at!r}:
 sys.exit(main_to_the_end(sys.argv[1:]))
 """
 LINE = r"megalite: ended by {name} after \d+ s of start-up, before the first step\n"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("signal")
-    write_text(folder / "text.txt")
-    return folder
 
 
 def begin(arguments: list[str], at: str, *, inside: str = "Python", **variables: str) -> "subprocess.Popen[str]":

@@ -11,13 +11,7 @@ from megalite.config.schema import Config
 from megalite.errors.problems import UserError
 from megalite.train import run as run_module
 from megalite.train.history import read_events
-from tests.train.runs import write_text
 from tests.train.test_run import STEPS, checkpoints, config_for, start, stop_after
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_text(tmp_path_factory.mktemp("text") / "text.txt")
 
 
 def config_with_status(text: Path, folder: Path, **train: Any) -> Config:
