@@ -24,6 +24,7 @@ from megalite.optim.schedule import learning_rate
 from megalite.pipeline.simulator import Span
 from megalite.train.build import data_share
 from megalite.train.evaluate import evaluate
+from megalite.train.history import PIPELINE
 from megalite.train.job import Job
 from megalite.train.metrics import Meter, StepMetrics
 from megalite.train.profile import profiled_step
@@ -187,9 +188,10 @@ def record_pipeline(job: Job, log: RunLog, step: int, spans: Sequence[Span]) -> 
     place, since = job.context.coordinates, time.time() - time.perf_counter()
     first = all(place[axis] == 0 for axis in place if axis != "pp")
     mine = [(str(action), start + since, end + since) for action, start, end in spans] if first else []
-    everyone = job.context.gather_json(mine)
-    ranks = [everyone[rank] for rank in job.context.members("pp-forward")]
-    log.pipeline(step, str(job.config.parallel.schedule), ranks)
+    everyone, members = job.context.gather_json(mine), job.context.members("pp-forward")
+    fields = {"step": step, "schedule": str(job.config.parallel.schedule), "pp": len(members)}
+    for number, rank in enumerate(members):
+        log.append(PIPELINE, {**fields, "rank": number, "actions": everyone[rank]})
 
 
 def hooks_of(job: Job, log: RunLog, saver: Saver) -> list[Hook]:

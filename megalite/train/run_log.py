@@ -104,15 +104,14 @@ class RunLog:
 
     def add(self, record: Record) -> None:
         """Keep a record and show it."""
-        self._append(EVENTS if "kind" in record else METRICS, record)
+        self.append(EVENTS if "kind" in record else METRICS, record)
         for view in self._views:
             self._attempt(view.name, partial(view.add, record))
 
-    def pipeline(self, step: int, schedule: str, ranks: Sequence[Sequence[tuple[str, float, float]]]) -> None:
-        """Keep when each rank of a pipeline did what: action, begin and end in seconds of the time of day."""
-        for rank, actions in enumerate(ranks):
-            record = {"step": step, "schedule": schedule, "pp": len(ranks), "rank": rank, "actions": actions}
-            self._append(PIPELINE, record)
+    def append(self, name: str, record: Record) -> None:
+        """Keep a record in the file `name`, on the rank that writes it."""
+        if name in self._files:
+            self._attempt(name, partial(self._files[name].append, record))
 
     def seals(self) -> dict[str, dict[str, Any]]:
         """Bytes and hash of each file of the record; none of a file that a write has failed for."""
@@ -125,10 +124,6 @@ class RunLog:
             self._attempt(view.name, view.close)
         for file in self._files.values():
             file.close()
-
-    def _append(self, name: str, record: Record) -> None:
-        if name in self._files:
-            self._attempt(name, partial(self._files[name].append, record))
 
     def _attempt(self, name: str, action: Callable[[], object]) -> None:
         try:
