@@ -65,7 +65,7 @@ OF_A_MACHINE = (
 
 
 class DataShare(TypedDict):
-    """Of the functions that read batches: which microbatches, and which part of their sequences."""
+    """The part of each global batch that a rank reads: arguments of the functions that read batches."""
 
     dp_rank: int
     dp_size: int
@@ -79,7 +79,7 @@ ReadWeights = Callable[[str, ModelConfig, Container[str] | None], Iterator[tuple
 
 @dataclass(frozen=True)
 class Training:
-    """What a training step works on."""
+    """All that a training step works on."""
 
     chunks: list[GPT]  # of the model: the stages that are this rank's
     executor: Executor
@@ -152,7 +152,7 @@ def open_context(config: Config, environment: ProcessEnvironment, store: Store |
 
 
 def needs_of(config: Config) -> GroupNeeds:
-    """What the config asks of the process groups."""
+    """The process groups that the config asks for."""
     return GroupNeeds(
         tied_embeddings=config.model.tie_embeddings,
         kv_heads=config.model.num_key_value_heads,
@@ -250,7 +250,7 @@ def context_ranks(config: Config, context: ParallelContext, waiting: Waiting = n
 
 
 def data_share(config: Config, context: ParallelContext) -> DataShare:
-    """What of each global batch this rank reads."""
+    """The part of each global batch that this rank reads."""
     sharers = context_ranks(config, context)
     sequence = SequenceShare() if sharers is None else sharers.share
     return {"dp_rank": context.index("dp"), "dp_size": context.size("dp"), "sequence": sequence}

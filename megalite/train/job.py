@@ -73,7 +73,7 @@ class Job:
         return self.progress.step >= self.config.train.steps and not self.owes_evaluation()
 
     def doing(self) -> Doing:
-        """What this rank is at, for the watchdog."""
+        """This rank's place in training, for the watchdog."""
         if self.saving:
             return Doing("save", "in a save", SAVES)
         part, executor = self.training.clock.part, self.training.executor

@@ -37,7 +37,7 @@ KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
 
 @contextmanager
 def profiled_step(job: Job, log: RunLog, step: int) -> Iterator[None]:
-    """What happens inside is the step, up to the reading of its metrics. It leaves its files, or a warning."""
+    """Profile the step that happens inside, up to the reading of its metrics; leaves its files, or a warning."""
     training, folder = job.training, job.folder.path / FOLDER
     with recorded(training.clock, job.context.device) as record:
         training.clock.restart()
@@ -118,7 +118,7 @@ def time_split(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     lengths, middles = np.diff(instants) / 1e6, (instants[1:] + instants[:-1]) / 2
 
     def during(chosen: Sequence[Mapping[str, Any]]) -> NDArray[np.bool_]:
-        """Of each stretch between two instants: whether at least one of these spans goes on."""
+        """For each stretch between two instants: whether at least one of these spans goes on."""
         begins = np.sort([event["ts"] for event in chosen])
         ends = np.sort([event["ts"] + event["dur"] for event in chosen])
         on: NDArray[np.bool_] = np.searchsorted(begins, middles) > np.searchsorted(ends, middles)

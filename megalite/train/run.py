@@ -39,7 +39,7 @@ START_UP = Doing("start-up", "start-up", math.inf)  # a day of tokens to prepare
 
 
 class Companions(NamedTuple):
-    """What training is handed, so that it imports none of it."""
+    """Functions of other packages that training is handed, so that it imports none of them."""
 
     examine: Callable[[Config], object]  # UserError for text or a tokenizer that is not there; quick, writes nothing
     prepare: Callable[[Config], TokenFiles]  # makes every token file that is not there yet
@@ -182,7 +182,7 @@ def _train(job: Job, log: RunLog, saver: Saver) -> None:
 
 
 def _last_words(job: Job, saver: Saver, status: int) -> Iterator[str]:
-    """What a run that ends in order leaves to be mended; collective."""
+    """Lines about a run that ends in order and leaves something to be mended; collective."""
     if status:
         kept = "there is no checkpoint" if saver.newest_step is None else f"the newest is of step {saver.newest_step}"
         yield f"the state of step {job.progress.step} is not saved; {kept}"

@@ -163,7 +163,7 @@ class RecordFile:
         self._write(json.dumps(record) + "\n")
 
     def seal(self) -> Seal | None:
-        """What the file holds; None where a write has failed: who knows what of it is there."""
+        """The state of the file; None where a write has failed, since nobody knows how much of it is there."""
         return Seal(self._bytes, self._hash.hexdigest()) if self._known else None
 
     def close(self) -> None:

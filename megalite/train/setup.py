@@ -127,7 +127,7 @@ def has_checkpoints(run_dir: Path) -> bool:
 
 
 def remarks(config: Config, context: ParallelContext) -> list[str]:
-    """What the user should know of the settings on this device."""
+    """Lines about settings on this device that the user should know."""
     found = [slow] if (slow := slow_precision(context.dtype, context.device)) else []
     if config.train.fp8 is not None and context.device.type == "cpu":
         found.append(

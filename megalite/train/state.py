@@ -1,4 +1,4 @@
-"""What a checkpoint holds: named logical tensors and a handful of numbers.
+"""The content of a checkpoint: named logical tensors and a handful of numbers.
 
 Masters, the optimizer's state and (where they differ from the masters) parameters, each under its logical name.
 Learning rate, data order and dropout masks are functions of the step, so the step is all there is besides.
@@ -68,7 +68,7 @@ class DataState:
 
 @dataclass(frozen=True)
 class SavedState:
-    """What is read again of a checkpoint's state.json."""
+    """The part of a checkpoint's state.json that is read again."""
 
     progress: Progress
     data: DataState
@@ -122,7 +122,7 @@ def state_bytes(config: Config) -> int:
 
 
 def owned_pieces(prefix: str, owned: Iterable[OwnedRange], slices: Sequence[Tensor]) -> Iterator[Piece]:
-    """What the slices (one flat tensor per bucket) hold of each parameter, as boxes of the logical tensors."""
+    """The elements of each parameter in the slices (one flat tensor per bucket), as boxes of logical tensors."""
     for each in (each for each in owned if len(slices[each.bucket])):
         record = each.slot.record
         for box, elements, start in each.boxes():
@@ -134,7 +134,7 @@ def owned_pieces(prefix: str, owned: Iterable[OwnedRange], slices: Sequence[Tens
 
 
 def held_pieces(buffers: TrainingBuffers) -> Iterator[Piece]:
-    """What the model on this rank computes with, as boxes of the logical tensors."""
+    """The parameters that the model on this rank computes with, as boxes of the logical tensors."""
     for slot in buffers.layout.slots:
         held = buffers.parameter(slot.record.name)
         for box in slot.shard.boxes:
