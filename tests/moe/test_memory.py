@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megalite.config.activations import ACTIVATIONS
 from megalite.config.derive import derive, derive_model
 from megalite.config.schema import Config, MoEConfig
 from megalite.data.batch import whole_batch
@@ -20,7 +21,6 @@ from megalite.launch.context import ParallelContext
 from megalite.launch.startup import join
 from megalite.layout.ranks import ParallelLayout
 from megalite.model import attention
-from megalite.model.mlp import ACTIVATIONS
 from megalite.moe.dispatch import ExpertRanks
 from megalite.moe.experts import ExpertMatrix
 from megalite.moe.layer import Experts, MoELayer

@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megalite.config.derive import derive_model
 from megalite.config.schema import Config, ModelConfig
 from megalite.data.batch import whole_batch
-from megalite.kernels.causal_attention import BLOCK
+from megalite.kernels.attention_mask import BLOCK
 from megalite.launch.context import ParallelContext
 from megalite.launch.startup import join
 from megalite.layout.ranks import ParallelLayout
