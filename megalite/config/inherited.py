@@ -21,12 +21,11 @@ from omegaconf import DictConfig, OmegaConf
 from megalite.config.derive import absolute
 from megalite.config.model_folder import holds_tokenizer, imported_model_settings
 from megalite.config.overrides import as_override, unknown
-from megalite.config.settings import SETTINGS, flat, leaves
+from megalite.config.settings import DERIVED, SETTINGS, flat, leaves
 from megalite.config.user_files import read_yaml, refusing
 from megalite.errors.problems import Problem, UserError
 
 PLAIN = re.compile(r"[A-Za-z_./][\w./-]*", re.ASCII)  # what a shell takes as it is, and YAML for no number
-DERIVED = "derived"  # key of a run's config.yaml: the settings in it that nobody gave
 OF_ONE_START = ("run_dir", "resume", "launch.preflight", "launch.status_file", "train.max_minutes")
 
 

@@ -9,10 +9,12 @@ from ctypes import c_float
 from typing import Any
 
 from megalite.config.bounds import outside
-from megalite.config.remedies import Case, Flaw, problems_of
+from megalite.config.device_rules import precision_clashes
+from megalite.config.remedies import Case, Flaw
 from megalite.config.schema import Config
-from megalite.config.settings import SETTINGS, value_of, yaml_value
-from megalite.errors.problems import Problem
+from megalite.config.settings import SETTINGS, yaml_value
+
+ONLY_BF16 = ("optimizer.gradient_dtype", "train.fp8")
 
 
 def numbers_are_held_as_asked(case: Case) -> Iterator[Flaw]:
@@ -24,30 +26,16 @@ def numbers_are_held_as_asked(case: Case) -> Iterator[Flaw]:
         fixes: dict[str, list[Any]] = {"optimizer.communication_dtype": [None], "optimizer.gradient_dtype": ["fp32"]}
         yield Flaw("optimizer.communication_dtype", rule, fixes)
     if case.config.precision != "auto":
-        yield from _precision_flaws(case.config, case.config.precision)
+        yield from _precision_flaws(case.config)
     if optimizer.moment_dtype == "bf16" and betas and 1 - 2**-8 <= betas[0] < 1:  # half an ulp of bf16: at most 2^-8
         rule = f"with optimizer.betas={yaml_value(betas)} a step takes less of the first moment than bf16 rounds away"
         yield Flaw("optimizer.moment_dtype", rule, {"optimizer.moment_dtype": ["fp32"]}, "a first beta of 0.99")
 
 
-def precision_problems(config: Config, precision: str) -> list[Problem]:
-    """What does not go with the precision that the run gets where precision=auto (fp64, fp32, bf16 or fp16)."""
-    return problems_of(Case(config, 1), (lambda case: _precision_flaws(case.config, precision),))
-
-
-def _precision_flaws(config: Config, precision: str) -> Iterator[Flaw]:
-    here = f"precision={precision}" if config.precision == precision else f"precision=auto, which is {precision} here"
-    if config.optimizer.gradient_dtype == "bf16" and precision != "bf16":
-        rule = f"only with precision=bf16 are gradients bf16, and this is {here}"
-        fixes = {"optimizer.gradient_dtype": ["fp32"], "precision": ["bf16"]}
-        yield Flaw("optimizer.gradient_dtype", rule, fixes)
-    if config.train.fp8 is not None and precision != "bf16":
-        rule = f"fp8 stands in for products of bf16 numbers, and this is {here}"
-        yield Flaw("train.fp8", rule, {"precision": ["bf16"], "train.fp8": [None]})
-    for name in ("optimizer.communication_dtype", "optimizer.moment_dtype"):
-        if precision == "fp64" and value_of(config, name) == "bf16":
-            fixes = {name: [SETTINGS[name].default], "precision": ["fp32"]}
-            yield Flaw(name, f"with {here} everything is fp64", fixes)
+def _precision_flaws(config: Config) -> Iterator[Flaw]:
+    for name, rule in precision_clashes(config, config.precision):
+        precision = "fp32" if config.precision == "fp64" and name not in ONLY_BF16 else "bf16"
+        yield Flaw(name, rule, {name: [SETTINGS[name].default], "precision": [precision]})
 
 
 def loss_scale_starts_above_its_least(case: Case) -> Iterator[Flaw]:

@@ -3,82 +3,48 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import islice
-from math import gcd, lcm, prod
+from math import gcd, prod
 from typing import Any
 
 from megalite.config.bounds import LARGEST
 from megalite.config.derive import derive_compile, derive_micro_batch_size, derive_model, derive_schedule
+from megalite.config.layout import (
+    AXES,
+    STAGE_NAMES,
+    axis_sizes,
+    dense_ranks,
+    has_experts,
+    layout_of,
+    least_world,
+    stage_settings,
+)
 from megalite.config.remedies import Case, Flaw, problems_of, splits
 from megalite.config.schedule_rules import SCHEDULE_TRAITS, ScheduleRequest, schedule_flaws
 from megalite.config.schema import Config
-from megalite.config.settings import SETTINGS, value_of
+from megalite.config.settings import SETTINGS
 from megalite.config.step_plan import ramp_flaw, ramp_sizes
 from megalite.errors.problems import UserError
 from megalite.errors.remedies import divisors, multiples, nearest_first
 from megalite.layout.ranks import DEFAULT_ORDER, EXPERT_NAME, ParallelLayout, complete_order, pipeline_strides
 from megalite.layout.stage_string import even_layout
-from megalite.layout.stages import StageSettings, stage_counts
-
-AXES = tuple(DEFAULT_ORDER.split("-"))
-STAGE_NAMES = {  # how a user knows the fields of `StageSettings`
-    "num_layers": "model.num_layers",
-    "pp": "parallel.pp",
-    "vpp": "parallel.vpp",
-    "standalone_embedding": "parallel.standalone_embedding",
-    "first_layers": "parallel.first_stage_layers",
-    "last_layers": "parallel.last_stage_layers",
-    "count_embedding": "parallel.count_embedding",
-    "count_loss": "parallel.count_loss",
-    "layout": "parallel.pipeline_layout",
-}
-
+from megalite.layout.stages import stage_counts
 
 # --- what is asked, as numbers -------------------------------------------------------------------------------------
 
 
-def layout_of(case: Case) -> ParallelLayout:
+def checked_layout(case: Case) -> ParallelLayout:
     """The layout that the config asks for, or a UserError with everything that is wrong with it."""
     if problems := problems_of(case, LAYOUT_RULES):
         raise UserError(problems)
-    axes = case.config.parallel
-    etp = (axes.etp or axes.tp) if has_experts(case) else None
-    return ParallelLayout(axes.tp, axes.cp, axis_sizes(case)["dp"], axes.pp, axes.vpp, axes.ep, etp, axes.order)
+    return layout_of(case.config, case.world_size, experts=case.experts)
 
 
-def has_experts(case: Case) -> bool:
-    """Whether it is the layout of a mixture of experts; a dense model with sizes of these is refused elsewhere."""
-    axes, sized = case.config.parallel, case.experts or case.config.model.moe.num_experts > 0
-    return sized or axes.ep > 1 or axes.etp not in (None, axes.tp)
+def _sizes(case: Case) -> dict[str, int]:
+    return axis_sizes(case.config, case.world_size, experts=case.experts)
 
 
-def axis_sizes(case: Case) -> dict[str, int]:
-    """Of every axis; dp and edp are rounded down where the layout does not fill the world."""
-    axes, world, experts = case.config.parallel, case.world_size, has_experts(case)
-    dp, edp = world // dense_ranks(case.config), world // expert_ranks(case.config) if experts else 1
-    etp = (axes.etp or axes.tp) if experts else 1
-    return {"tp": axes.tp, "cp": axes.cp, "dp": dp, "pp": axes.pp, "ep": axes.ep, "etp": etp, "edp": edp}
-
-
-def dense_ranks(config: Config) -> int:
-    """Ranks that hold one copy of the dense layers."""
-    return config.parallel.tp * config.parallel.cp * config.parallel.pp
-
-
-def expert_ranks(config: Config) -> int:
-    """Ranks that hold one copy of the experts."""
-    return (config.parallel.etp or config.parallel.tp) * config.parallel.ep * config.parallel.pp
-
-
-def least_world(config: Config) -> int:
-    """Ranks of the smallest world that the layout fills."""
-    return lcm(dense_ranks(config), expert_ranks(config))
-
-
-def stage_settings(config: Config, split_rank: int | None = None) -> StageSettings:
-    """Who holds which layers, as the config says it."""
-    return StageSettings(
-        **{field: value_of(config, name) for field, name in STAGE_NAMES.items()}, split_rank=split_rank
-    )
+def _has_experts(case: Case) -> bool:
+    return has_experts(case.config, experts=case.experts)
 
 
 def schedule_request(config: Config, world_size: int) -> ScheduleRequest:
@@ -103,7 +69,7 @@ def _unit(config: Config, world_size: int) -> int | None:
 
 def order_places_the_axes(case: Case) -> Iterator[Flaw]:
     """An axis that the order leaves out has no place unless its size is 1."""
-    named, sizes = case.config.parallel.order.split("-"), axis_sizes(case)
+    named, sizes = case.config.parallel.order.split("-"), _sizes(case)
     placed = [axis for axis in dict.fromkeys(map(str.lower, named)) if axis in AXES]
     order = "-".join(placed)
     fixes = {"parallel.order": [order, "-".join(complete_order(order)), DEFAULT_ORDER]}
@@ -126,7 +92,7 @@ def virtual_stages_need_a_pipeline(case: Case) -> Iterator[Flaw]:
 def sizes_fill_the_world(case: Case) -> Iterator[Flaw]:
     etp = "tp" if case.config.parallel.etp is None else "etp"
     products = [("tp", "cp", "pp", "")]
-    if has_experts(case):
+    if _has_experts(case):
         products.append((etp, "ep", "pp", ", the ranks of one set of experts"))
     for *axes, words in products:
         names = [f"parallel.{axis}" for axis in axes]
@@ -140,9 +106,9 @@ def sizes_fill_the_world(case: Case) -> Iterator[Flaw]:
 def pipelines_agree(case: Case) -> Iterator[Flaw]:
     """Activations flow along one pipeline, so dense layers and experts must agree who is next."""
     axes, faulty = case.config.parallel, (*order_places_the_axes(case), *sizes_fill_the_world(case))
-    if axes.pp == 1 or not has_experts(case) or faulty:
+    if axes.pp == 1 or not _has_experts(case) or faulty:
         return
-    dense, expert = pipeline_strides(axes.order, axis_sizes(case))
+    dense, expert = pipeline_strides(axes.order, _sizes(case))
     if dense != expert:
         rule = f"neighbouring stages are {dense} ranks apart for dense layers, {expert} for experts"
         outermost = "-".join([*(axis for axis in axes.order.split("-") if axis != "pp"), "pp"])
@@ -198,14 +164,14 @@ def batch_splits_over_ranks(case: Case) -> Iterator[Flaw]:
 
 
 def _unit_shown(case: Case) -> str:
-    micro, replicas = case.config.train.micro_batch_size, axis_sizes(case)["dp"]
+    micro, replicas = case.config.train.micro_batch_size, _sizes(case)["dp"]
     ranks = f"{replicas} data-parallel ranks"
     return f"the {ranks}" if micro is None else f"train.micro_batch_size={micro} x {ranks} = {micro * replicas}"
 
 
 def _batch_fixes(case: Case) -> dict[str, Iterable[Any]]:
     """A micro-batch that nobody sets is the largest that fits."""
-    train, replicas = case.config.train, max(1, axis_sizes(case)["dp"])
+    train, replicas = case.config.train, max(1, _sizes(case)["dp"])
     micro, batch = train.micro_batch_size, train.global_batch_size
     fixes: dict[str, Iterable[Any]] = {"train.global_batch_size": multiples((micro or 1) * replicas, batch)}
     if micro is not None:

@@ -12,8 +12,10 @@ from math import pi
 from typing import Any
 
 from megalite.config.bounds import bounds
-from megalite.config.context_rules import COMM, CONTEXT_RULES, CP, exchange_of
+from megalite.config.context_rules import COMM, CONTEXT_RULES, CP
 from megalite.config.derive import derive_compile, derive_model
+from megalite.config.device_rules import graph_obstacles
+from megalite.config.exchange import exchange_of
 from megalite.config.machine_rules import MACHINE_RULES
 from megalite.config.moe_rules import MOE_RULES
 from megalite.config.optimizer_rules import OPTIMIZER_RULES
@@ -213,24 +215,9 @@ def attention_kernels_can_run(case: Case) -> Iterator[Flaw]:
 
 
 def microbatches_can_be_a_graph(case: Case) -> Iterator[Flaw]:
-    """train.cuda_graph repeats nothing that the host decides anew in each microbatch."""
-    config, name = case.config, "train.cuda_graph"
-    dropouts = {f"model.{kind}dropout": [0.0] for kind in ("", "attention_", "embedding_")}
-    dropped: Fixes = {setting: zero for setting, zero in dropouts.items() if case.value(setting)}
-    in_the_way: list[tuple[Any, str, Fixes]] = [
-        (config.device == "cpu", "has no effect with device=cpu", {}),
-        (case.world_size > 1, f"is for one process, not {case.world_size}: hosts start what ranks exchange", {}),
-        (config.model.moe.num_experts, "cannot repeat experts, whose rows the host must count", {}),
-        (dropped, f"cannot repeat dropout ({' and '.join(map(case.show, dropped))})", dropped),
-        (
-            not config.data.cross_document_attention,
-            "cannot repeat masks of documents (data.cross_document_attention=false)",
-            {"data.cross_document_attention": [True]},
-        ),
-    ]
-    for is_there, rule, fixes in in_the_way if config.train.cuda_graph else ():
-        if is_there:
-            yield Flaw(name, rule, {**fixes, name: [None]})
+    name, works = "train.cuda_graph", {"data.cross_document_attention": True}
+    for rule, names in graph_obstacles(case.config, case.world_size) if case.config.train.cuda_graph else ():
+        yield Flaw(name, rule, {**{other: [works.get(other, 0.0)] for other in names}, name: [None]})
 
 
 def fp8_products_have_sizes_that_fit(case: Case) -> Iterator[Flaw]:

@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from megalite.config.schema import Config
 
+DERIVED = "derived"  # key of a run's config.yaml: the settings in it that nobody gave
 TYPE_WORDS = {
     int: "a whole number",
     float: "a number",

@@ -78,6 +78,14 @@ def meet(
     return ParallelContext(layout, environment.rank, device, store=store)
 
 
+def look_at_nodes(context: ParallelContext, run_dir: Path) -> list[str]:
+    """What rank 0 tells of all nodes before a run; collective."""
+    folder = run_dir.absolute()
+    there = context.broadcast_object(str(next(each for each in folder.parents if each.is_dir())))  # rank 0's counts
+    found = preflight(context, Path(there) / folder.name)
+    return table(found) if found else []
+
+
 def preflight(context: ParallelContext, folder: Path) -> dict[str, Figures]:
     """The figures of every node, by its name, on rank 0; nothing elsewhere. All ranks call it.
 

@@ -66,8 +66,8 @@ class RankGenerator:
 class ParallelLayout:
     """Sizes of all axes over one world. `etp` is None for a dense model, which has no expert axes.
 
-    Sizes that a user gave go through `config.parallel_rules.layout_of`, which refuses what cannot be laid out; here
-    that is a mistake of ours.
+    Sizes that a user gave go through `config.parallel_rules.checked_layout`, which refuses what cannot be laid out;
+    here that is a mistake of ours.
     """
 
     tp: int = 1

@@ -5,10 +5,9 @@ from dataclasses import replace
 
 import torch
 
-from megalite.config.remedies import Case
-from megalite.config.rules import microbatches_can_be_a_graph
+from megalite.config.device_rules import graph_obstacles, precision_clashes
 from megalite.config.schema import Config, ParallelConfig
-from megalite.config.settings import value_of, with_values, yaml_value
+from megalite.config.settings import SETTINGS, value_of, with_values, yaml_value
 from megalite.errors.problems import Problem, UserError
 from megalite.launch.context import ParallelContext
 from megalite.launch.device import name_of
@@ -21,6 +20,14 @@ ASYNC_TP, CUDA_GRAPH = "parallel.async_tp", "train.cuda_graph"
 OF_CUDA = {ASYNC_TP: None, "train.attention": "auto", CUDA_GRAPH: None}  # and what leaves the choice to the device
 HOST_S = 1.9e-3  # a step of one microbatch of GPT-2, by its blocks, beside an H200: docs/performance.md
 USUAL_MFU = 0.4
+
+
+def precision_problems(config: Config, precision: str) -> list[Problem]:
+    """What does not go with the precision that the device has chosen (fp64, fp32, bf16 or fp16)."""
+    return [
+        Problem(name, value_of(config, name), rule, f"{name}={yaml_value(SETTINGS[name].default)}")
+        for name, rule in precision_clashes(config, precision)
+    ]
 
 
 def cuda_problems(config: Config, device: torch.device, environment: ProcessEnvironment) -> list[Problem]:
@@ -84,8 +91,7 @@ def _is_graph(config: Config, context: ParallelContext) -> bool:
     model, train, device = config.model, config.train, context.device
     if train.cuda_graph is not None:
         return train.cuda_graph
-    case = Case(with_values(config, {CUDA_GRAPH: True}), context.layout.world_size)
-    if device.type == "cpu" or any(microbatches_can_be_a_graph(case)):
+    if device.type == "cpu" or any(graph_obstacles(config, context.layout.world_size)):
         return False
     peak = peak_flops(torch.cuda.get_device_name(device), str(context.dtype).removeprefix("torch."))
     assert train.micro_batch_size is not None, "derive() fills it in"

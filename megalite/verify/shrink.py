@@ -11,9 +11,11 @@ from dataclasses import dataclass, replace
 from math import gcd, lcm, sqrt
 from typing import Any
 
-from megalite.config.context_rules import BLOCK, Exchange, exchange_of
+from megalite.config.context_rules import BLOCK
 from megalite.config.derive import derive
-from megalite.config.parallel_rules import dense_ranks, layout_of, least_world, stage_settings
+from megalite.config.exchange import Exchange, exchange_of
+from megalite.config.layout import dense_ranks, layout_of, least_world, stage_settings
+from megalite.config.parallel_rules import checked_layout
 from megalite.config.remedies import Case
 from megalite.config.rules import check
 from megalite.config.schema import Config, ParallelConfig
@@ -66,7 +68,7 @@ class Shrunk:
 
 def shrink(config: Config, world_size: int) -> Shrunk:
     """`config` is checked and derived for `world_size` ranks; so is the small one."""
-    asked, optimizer = layout_of(Case(config, world_size)), config.optimizer
+    asked, optimizer = checked_layout(Case(config, world_size)), config.optimizer
     axes, run = _axes(config, asked)
     exchange, context = _context(config, asked, run)
     numbers = {
@@ -83,7 +85,7 @@ def shrink(config: Config, world_size: int) -> Shrunk:
         small = with_values(small, _experts(config, asked, run, small.model.num_layers))
     problems = check(small, run.world_size)
     assert not problems, problems
-    layout = layout_of(Case(small, run.world_size))
+    layout = layout_of(small, run.world_size)
     return Shrunk(derive(small, run.world_size), layout, config, asked, tuple(_notes(config, asked, layout)))
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from math import lcm
 
 from megalite.config.compose import load_config, load_values
-from megalite.config.context_rules import exchange_of
-from megalite.config.parallel_rules import dense_ranks, least_world, stage_settings
+from megalite.config.exchange import exchange_of
+from megalite.config.layout import dense_ranks, least_world, stage_settings
 from megalite.config.schema import Config
 from megalite.errors.problems import Problem, UserError
 from megalite.errors.words import several

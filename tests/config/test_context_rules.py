@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from megalite.config.context_rules import Exchange, exchange_of
+from megalite.config.exchange import Exchange, exchange_of
 from megalite.config.schema import Config
 from tests.config.refusal import refusal, settings
 

@@ -18,8 +18,7 @@ from hypothesis import settings as sampling
 from hypothesis import strategies as st
 
 from megalite.config.compose import load_config
-from megalite.config.inherited import DERIVED
-from megalite.config.settings import GROUPS, SETTINGS, Setting, as_plain
+from megalite.config.settings import DERIVED, GROUPS, SETTINGS, Setting, as_plain
 from megalite.errors.problems import Problem, UserError
 
 Way = list[str]  # words of a command line; `world size=N` among them

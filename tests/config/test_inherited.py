@@ -15,10 +15,9 @@ from omegaconf import OmegaConf
 
 from megalite.config.arguments import read_arguments
 from megalite.config.compose import CONF, load_config, show_information
-from megalite.config.inherited import DERIVED
 from megalite.config.overrides import as_override
 from megalite.config.schema import Config
-from megalite.config.settings import as_plain
+from megalite.config.settings import DERIVED, as_plain
 from tests.config.refusal import refusal, settings
 
 GIVEN = (

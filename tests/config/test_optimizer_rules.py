@@ -11,11 +11,11 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from megalite.config.derive import derive
-from megalite.config.optimizer_rules import precision_problems
 from megalite.config.rules import check
 from megalite.config.schema import Config
 from megalite.config.settings import SETTINGS, with_values
 from megalite.data.blend import Blend, integer_weights
+from megalite.train.device_settings import precision_problems
 from tests.config.refusal import refusal, settings
 from tests.config.test_rules import problems_of
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megalite.config.parallel_rules import layout_of
+from megalite.config.parallel_rules import checked_layout
 from megalite.config.remedies import Case
 from megalite.config.schema import Config
 from megalite.config.settings import with_values
@@ -11,4 +11,4 @@ from megalite.layout.ranks import ParallelLayout
 
 def laid_out(world_size: int, *, experts: bool = False, **axes: Any) -> ParallelLayout:
     config = with_values(Config(), {f"parallel.{axis}": size for axis, size in axes.items()})
-    return layout_of(Case(config, world_size, experts))
+    return checked_layout(Case(config, world_size, experts))

@@ -1,0 +1,90 @@
+"""What a rank sends in a step: counted at the primitives, worked out by the formula, counted by the sockets.
+
+The first two are equal to the byte where megalite sends what it says; the third knows nothing of either, and adds the
+headers of messages.
+"""
+
+import contextlib
+import os
+import socket
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megalite.optim.bucket_collectives import bytes_sent
+from megalite.train.build import Training
+
+LONGEST_FIGURE = 64  # bytes: a step also sums its tokens, norm and loss, where even small models have kilobytes
+TCPI_BYTES_SENT = 200  # offset in Linux's struct tcp_info; bytes sent again, which are among them, come next
+
+Transfer = Literal["reduce_scatter", "all_reduce", "all_gather"]
+
+
+class Primitives:
+    """Counts the bytes that this process sends by the primitives of process groups, a step's few figures left out."""
+
+    COLLECTIVES: Mapping[str, Transfer] = {
+        "allreduce": "all_reduce",
+        "_allgather_base": "all_gather",
+        "_reduce_scatter_base": "reduce_scatter",
+    }
+
+    def __init__(self) -> None:
+        self.sent = 0
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        """Within it, and in Python alone: torch's own reducers call the primitives of C++."""
+        with contextlib.ExitStack() as stack:
+            for name in ("send", *self.COLLECTIVES):
+                counting = self._counting(getattr(dist.ProcessGroup, name), self.COLLECTIVES.get(name))
+                stack.callback(setattr, dist.ProcessGroup, name, vars(dist.ProcessGroup)[name])
+                setattr(dist.ProcessGroup, name, counting)
+            yield
+
+    def _counting(self, original: Callable[..., Any], transfer: Transfer | None) -> Callable[..., Any]:
+        def counting(group: dist.ProcessGroup, *args: Any) -> Any:
+            tensors = args[0] if isinstance(args[0], list) else args[:2]
+            whole = max(tensors, key=Tensor.numel)
+            if whole.nbytes > LONGEST_FIGURE:
+                self.sent += (
+                    bytes_sent(transfer, whole.numel(), group.size(), whole.dtype) if transfer else whole.nbytes
+                )
+            return original(group, *args)
+
+        return counting
+
+
+def bytes_by_formula(training: Training, comm_dtype: torch.dtype) -> int:
+    """What a rank sends in one step: the gradients of all buckets as `comm_dtype`; sharded, their parameters too."""
+    sent = 0
+    for bucket, parameters in zip(training.buffers.layout.buckets, training.buffers.parameter_buckets, strict=True):
+        sharing, elements = training.replicas[bucket.buffer.kind], parameters.numel()
+        if sharing.shard_group is not None:
+            sent += bytes_sent("reduce_scatter", elements, sharing.shard_group.size(), comm_dtype)
+            sent += bytes_sent("all_gather", elements, sharing.shard_group.size(), parameters.dtype)
+        if sharing.replicate_group is not None:
+            sent += bytes_sent("all_reduce", elements // bucket.shards, sharing.replicate_group.size(), comm_dtype)
+    return sent
+
+
+def bytes_on_the_wire() -> int:
+    """What the TCP sockets of this process have sent by Linux's count, headers of messages included."""
+    sent = 0
+    sockets = [name for name in os.listdir("/proc/self/fd") if _is_socket(name)]
+    for name in sockets:
+        with socket.socket(fileno=os.dup(int(name))) as connection, contextlib.suppress(OSError):  # where it is not TCP
+            information = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+            all_sent, sent_again = struct.unpack_from("QQ", information, TCPI_BYTES_SENT)
+            sent += all_sent - sent_again  # on a busy machine even the loopback sends again
+    return sent
+
+
+def _is_socket(descriptor: str) -> bool:
+    with contextlib.suppress(FileNotFoundError):  # the one that listed them is closed
+        return os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:")
+    return False

@@ -1,0 +1,243 @@
+"""The fault campaign finds what it looks for. (That megalite holds: docs/reliability.md, whose command CI runs.)"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megalite.checkpoint import store
+from megalite.commands.train import main_to_the_end
+from megalite.launch.signals import StopRequest
+from megalite.launch.watchdog import Watchdog
+from megalite.train.history import METRICS, read_metrics
+from tests.checkpoint.samples import SINGLE, values, whole
+from tests.faults import campaign as faults
+from tests.faults import trial
+from tests.faults.bit_flips import flip_bits
+from tests.faults.campaign import Outcome, TooLateError, campaign, table
+from tests.faults.trial import STEPS, Trial
+from tests.ranks import start_forkserver
+
+
+def run_of(words: list[str]) -> Path:
+    return Path(next(word for word in words if word.startswith("run_dir=")).removeprefix("run_dir="))
+
+
+def continues_otherwise(words: list[str]) -> int:
+    """A training that computes something else after a restart."""
+    return main_to_the_end([*words, *(["optimizer.clip_grad=0.1"] if (run_of(words) / "run.json").exists() else [])])
+
+
+def has_no_watchdog(words: list[str]) -> int:
+    Watchdog._watch = Watchdog._talk = lambda self: None  # type: ignore[method-assign]
+    return main_to_the_end(words)
+
+
+def ends_on_a_signal(words: list[str]) -> int:
+    StopRequest._handle = lambda self, number, frame: os._exit(1)  # type: ignore[method-assign]
+    return main_to_the_end(words)
+
+
+def stops_without_a_save(words: list[str]) -> int:
+    """The rank that gets the signal tells the other one by a file."""
+    (run := run_of(words)).mkdir(exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda number, frame: (run / "stop").touch())
+    (run / f"listens-{os.environ['RANK']}").touch()
+    while not (run / "stop").exists():
+        if len([*run.glob("listens-*")]) == 2:
+            (run / METRICS).write_text(json.dumps({"step": STEPS - 1, "loss": 1.0}) + "\n")
+        time.sleep(0.01)
+    return 0
+
+
+def plays(words: list[str]) -> int:
+    """What a training shows to the outside, with nothing behind it; each other step is in a save."""
+    (run := run_of(words)).mkdir(exist_ok=True)
+    unfinished = run / "checkpoints" / ".tmp-step-1"
+    for step in range(1, STEPS + 1):
+        if os.environ["RANK"] == "0":
+            with (run / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps({"step": step, "loss": 1.0}) + "\n")
+            unfinished.mkdir(parents=True) if step % 2 else unfinished.rmdir()
+        time.sleep(0.1)
+    return 0
+
+
+def leaves_a_process(words: list[str]) -> int:
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+    return 0
+
+
+def blames_another(words: list[str]) -> int:
+    (logs := run_of(words) / "logs").mkdir(parents=True, exist_ok=True)
+    (logs / f"hang-{os.environ['RANK']}.json").write_text(json.dumps({"finding": "no answer from rank 7 on a"}))
+    return plays(words)
+
+
+def trains_on_any_tokens(words: list[str]) -> int:
+    """What a training shows to the outside that goes on with whatever its token file holds."""
+    run, tokens = run_of(words), run_of(words).parent / "cache" / "tokens" / "text.bin"
+    (run / "checkpoints").mkdir(parents=True, exist_ok=True)
+    if os.environ["RANK"] == "0":
+        tokens.parent.mkdir(parents=True, exist_ok=True)
+        if not tokens.exists():
+            tokens.write_bytes(b"some words")
+        for step in range(len(read_metrics(run / METRICS)) + 1, STEPS + 1):
+            with (run / METRICS).open("a") as file:
+                file.write(json.dumps({"step": step, "loss": float(sum(tokens.read_bytes()))}) + "\n")
+            time.sleep(0.1)
+    return 0
+
+
+@pytest.fixture
+def played(tmp_path: Path) -> Iterator[Trial]:
+    start_forkserver()
+    found = Trial(plays, tmp_path, [], random.Random(0), world_size=2)
+    yield found
+    found.kill()
+
+
+def test_a_process_that_a_rank_leaves_behind_is_noticed_and_ended(
+    played: Trial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trial, "PARTING_S", 0.3)
+    played.main = leaves_a_process
+    played.start()
+    assert played.end() == [0, 0]
+    assert len(played.left) == 2
+    deadline = time.monotonic() + 10
+    while played.children():
+        assert time.monotonic() < deadline
+
+
+def test_a_step_that_is_not_saved_after_sigterm_is_a_flaw(played: Trial) -> None:
+    played.main = stops_without_a_save
+    played.start()
+    with pytest.raises(ValueError, match=f"step {STEPS - 1} was recorded, but not saved"):
+        faults.FAULTS["SIGTERM to a rank"](played)
+
+
+def test_a_stopped_rank_that_nobody_reports_is_a_flaw(played: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(faults, "REPORT_S", -7.5)  # half a second in all
+    monkeypatch.setattr(Trial, "step", lambda self: 5)
+    played.start()
+    with pytest.raises(ValueError, match="nobody reported that rank"):
+        faults.FAULTS["SIGSTOP of a rank"](played)
+
+
+def test_a_stopped_rank_in_whose_place_another_is_reported_is_a_flaw(played: Trial) -> None:
+    played.main = blames_another
+    played.start()
+    with pytest.raises(ValueError, match="stood still, but it was reported: no answer from rank 7"):
+        faults.FAULTS["SIGSTOP of a rank"](played)
+
+
+def test_a_kill_strikes_any_moment_since_the_start_of_the_processes(
+    played: Trial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    played.lasts_s, moments, steps = 40.0, list[float](), list[int]()
+    monkeypatch.setattr(Trial, "start", lambda self: steps.append(-1))
+    monkeypatch.setattr(Trial, "train_for_a_while", lambda self: None)
+    monkeypatch.setattr(Trial, "strike", lambda self, number, everybody=False: steps.append(everybody))
+    monkeypatch.setattr(Trial, "end", lambda self: [-9, -9])
+    monkeypatch.setattr(time, "sleep", moments.append)
+    for _ in range(100):
+        faults.FAULTS["SIGKILL of a rank"](played)
+    assert 30 < len(moments) < 70
+    assert min(moments) < 4
+    assert max(moments) > 36
+    assert 10 < steps.count(-1) < 40, "a second start is struck, too"
+
+
+def test_a_kill_after_the_save_is_none_in_a_save(played: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
+    played.start()
+    faults.FAULTS["SIGKILL during a save"](played)
+    assert list(played.run.glob("checkpoints/.tmp-*"))
+    played.kill()
+
+    def too_late(self: Trial, number: signal.Signals, everybody: bool = False) -> int:
+        self.until(lambda: not any(self.run.glob("checkpoints/.tmp-*")))
+        return 0
+
+    [unfinished] = played.run.glob("checkpoints/.tmp-*")
+    unfinished.rmdir()
+    played.start()
+    monkeypatch.setattr(Trial, "strike", too_late)
+    with pytest.raises(TooLateError):
+        faults.FAULTS["SIGKILL during a save"](played)
+    monkeypatch.undo()
+
+
+def test_a_trial_that_fails_ends_its_ranks_and_no_other_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = []
+
+    def fail(hurt: Trial) -> None:
+        ranks.extend(hurt.ranks)
+        raise OSError("no room")
+
+    monkeypatch.setattr(faults, "FAULTS", {"failing": fail})
+    outcomes = [*campaign(plays, tmp_path / "trials", runs=2, seed=0)]
+    assert [outcome.flaws for outcome in outcomes] == [["OSError: no room"]] * 2
+    assert len(ranks) == 4
+    assert not any(rank.is_alive() for rank in ranks)
+
+
+def test_a_start_that_trains_on_damaged_tokens_to_the_end_is_noticed(played: Trial) -> None:
+    played.main, played.folder = trains_on_any_tokens, played.folder / "trial"
+    expected = [{"step": step, "loss": float(sum(b"some words"))} for step in range(1, STEPS + 1)]
+    outcome = faults._try("token file damaged", played, expected)
+    assert "its records differ from the undisturbed run's" in outcome.flaws
+    assert len(read_metrics(played.run / METRICS)) == STEPS
+
+
+@pytest.mark.long
+def test_a_run_that_goes_on_in_another_way_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(faults, "LAYOUTS", ((),))
+    [outcome] = campaign(continues_otherwise, tmp_path / "trials", runs=1, seed=0)
+    assert outcome.flaws == ["its records differ from the undisturbed run's"]
+    [outcome] = campaign(main_to_the_end, tmp_path / "sound", runs=1, seed=0)
+    assert not outcome.flaws
+
+
+@pytest.mark.long
+def test_a_watchdog_that_sleeps_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stop = "SIGSTOP of a rank"
+    monkeypatch.setattr(faults, "FAULTS", {stop: faults.FAULTS[stop]})
+    [outcome] = campaign(has_no_watchdog, tmp_path / "trials", runs=1, seed=0)
+    assert outcome.flaws[0].startswith("ValueError: nobody reported that rank ")
+
+
+@pytest.mark.long
+def test_a_signal_that_ends_a_rank_at_once_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminate = "SIGTERM to a rank"
+    monkeypatch.setattr(faults, "FAULTS", {terminate: faults.FAULTS[terminate]})
+    [outcome] = campaign(ends_on_a_signal, tmp_path / "trials", runs=1, seed=0)
+    assert outcome.flaws[0].startswith("ValueError: SIGTERM to a rank ended them with [")
+    [outcome] = campaign(main_to_the_end, tmp_path / "sound", runs=1, seed=0)
+    assert not outcome.flaws
+
+
+def test_flips_are_noticed_unless_nobody_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = store.save(tmp_path, 1, whole(values(1)), {}, SINGLE, keep=1)
+    assert flip_bits(saved.path, 60, seed=0) == []
+    monkeypatch.setattr(store, "file_fault", lambda *file: None)
+    unnoticed = flip_bits(saved.path, 60, seed=0)
+    assert len(unnoticed) >= 20
+    assert all("rank-00000.safetensors" in place or "state.json" in place for place in unnoticed)
+    assert [path.name for path in tmp_path.iterdir()] == [saved.path.name], "the copy is gone"
+
+
+def test_a_row_for_each_fault() -> None:
+    outcomes = [Outcome("a", [], 3, 1.0), Outcome("b", ["lost"], 0, 0.0), Outcome("a", [], 5, 4.0)]
+    assert table(outcomes)[2:] == [
+        "| a | 2 | 2 | 4 (5) | 2.5 s (4.0 s) |",
+        "| b | 1 | 0 | 0 (0) | 0.0 s (0.0 s) |",
+        "| all | 3 | 2 | | |",
+    ]
