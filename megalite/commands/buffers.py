@@ -44,7 +44,7 @@ def main(options: Namespace, overrides: list[str]) -> Shown:
     if config.precision == "auto":
         notes.append("note: precision=auto is taken as bf16 (set it to be exact)")
         config = replace(config, precision="bf16")
-    if config.model.vocab_size is None:
+    if not config.model.vocab_size:
         config = derive_vocabulary(config, vocabulary_of(config))
         size = f"{config.model.vocab_size:,}"
         notes.append(f"note: model.vocab_size is taken as {size}: the tokenizer is not asked (set it to be exact)")
