@@ -47,7 +47,7 @@ def bucket_lines(buffers: RankBuffers, kept: Kept, *, full: bool = False) -> Ite
 
 def owned_lines(buffers: RankBuffers, *, full: bool = False) -> Iterator[str]:
     """A line per range that the rank owns, `start:stop` as seen from each place; `full` as for `bucket_lines`."""
-    rows = []
+    rows: list[Cells] = []
     for each in buffers.owned:
         size = prod(each.slot.shard.shape)
         part = "all" if len(each.in_parameter) == size else f"{_slice(each.in_parameter)} of {size}"
