@@ -88,9 +88,6 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         heads, groups, d = config.num_attention_heads, config.num_key_value_heads, config.head_size
-        assert groups is not None
-        assert d is not None
-        assert config.attention_dropout is not None
         self.dropout = config.attention_dropout
         self.recompute = recompute  # backward computes all between the two projections again
         self.device, self.context = place.device, context

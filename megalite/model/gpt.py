@@ -75,8 +75,6 @@ class GPT(nn.Module):
     ) -> None:
         super().__init__()
         model, train = config.model, config.train
-        assert train.compile is not None, "train.compile is derived before the model is built"
-        assert model.vocab_size is not None, "the vocabulary is derived before the model is built"
         self.vocab_size = model.vocab_size
         layers = range(model.num_layers) if stage is None else stage.layers
         self.deferred = DeferredWork()  # weight gradients of linear layers, of a backward that it collects

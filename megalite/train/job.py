@@ -97,7 +97,6 @@ def build_job(
 ) -> Job:
     """The run folder, the model and its training state: new, imported, or of the newest checkpoint."""
     config = derive_device(derive_vocabulary(config, data.vocab_size), context, environment, report)
-    assert config.run_dir is not None, "derive() fills it in"
     path, weights = Path(config.run_dir), config.checkpoint.init_from
     prompts = together(context, lambda: prompts_of(config, data))
     begun = on_first(context, lambda: has_checkpoints(path))
