@@ -50,18 +50,38 @@ def copy(tmp_path: Path) -> Path:
     for name in ("megalite", "tests"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name, before, after in changes():
-        text = (tmp_path / name).read_text()
-        assert text.count(before) == 1, f"CONTRIBUTING.md speaks of a place that {name} does not have:\n{before}"
-        (tmp_path / name).write_text(text.replace(before, after))
+        text = (tmp_path / name).read_text() if before else ""  # a place without a line of before is a new file
+        there = text.count(before) if before else 1
+        assert there == 1, f"CONTRIBUTING.md speaks of a place that {name} does not have:\n{before}"
+        (tmp_path / name).write_text(text.replace(before, after) if before else after)
     return tmp_path
 
 
+@pytest.mark.parametrize(
+    ("heading", "new", "changed"), [("A schedule", 0, 2), ("A model option", 0, 1), ("An attention", 1, 4)]
+)
+def test_an_extension_costs_so_many_files_of_code(heading: str, new: int, changed: int) -> None:
+    section = PAGE.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    names = re.findall(r"(?m)^--- (megalite/.*)$", section)
+    assert [(ROOT / name).exists() for name in names].count(False) == new
+    assert len(names) - new == changed
+
+
 def test_the_examples_work(copy: Path) -> None:
-    assert len({name for name, _, _ in changes()}) == 7
+    assert len({name for name, _, _ in changes()}) == 13
     for name in {name for name, _, _ in changes()}:
         compile((copy / name).read_text(), name, "exec")
     done = subprocess.run([warm_python(), "-c", WORK], cwd=copy, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_latent_attention_trains_on_two_ranks_of_tp_as_on_one(copy: Path) -> None:
+    """Losses and gradients in fp64, with sequence parallelism and without."""
+    shutil.copy(ROOT / "pyproject.toml", copy)
+    rows = [warm_python(), "-m", "pytest", "-v", "tests/layouts/test_tensor_parallel.py", "-k", "latent_size"]
+    done = subprocess.run(rows, cwd=copy, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert "2 passed" in done.stdout
 
 
 @pytest.mark.long
@@ -73,7 +93,7 @@ def test_what_the_page_prints_works_on_the_examples(copy: Path) -> None:
     lines = "".join(re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL)).splitlines()
     lines = [line.partition("  #")[0].strip() for line in lines]
     tried = [line for line in lines if "pytest" not in line]
-    assert len(tried) == 6
+    assert len(tried) == 8
     for line in tried:
         done = subprocess.run([warm_python(), *line.split()[1:]], cwd=copy, capture_output=True, text=True, check=False)
         assert done.returncode == 0, (line, done.stdout, done.stderr)
