@@ -86,8 +86,6 @@ class Attention(nn.Module):
 
     def build(self, config: ModelConfig, place: Placement) -> None:
         heads, groups, d = config.num_attention_heads, config.num_key_value_heads, config.head_size
-        assert groups is not None
-        assert d is not None
         outputs = groups, heads // groups + 2, d
         self.qkv = ColumnParallelLinear(outputs, config.hidden_size, GROUPS, place, bias=config.bias)
         self.query_norm = RMSNorm(d, config.norm_eps, place) if config.qk_norm else None
