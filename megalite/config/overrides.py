@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megalite.config.bounds import outside
-from megalite.config.secrecy import ADVICE, HIDDEN, secret_override, secret_value
+from megalite.config.secrecy import ADVICE, HIDDEN, secret_name, secret_override, secret_value
 from megalite.config.settings import EXPERIMENT, GROUPS, SETTINGS, leaves, yaml_value
 from megalite.errors.problems import LONGEST_SHOWN, NO_VALUE, Problem, UserError, shortened
 from megalite.errors.remedies import nearest, similarity
@@ -146,6 +146,8 @@ def as_override(value: Any) -> str:
 def unknown(name: str, value: Any) -> Problem:
     """The problem with a name that is no setting, and what to write instead."""
     group = name.partition(".")[0]
+    if secret_name(name) or secret_value(str(value)):  # in a file
+        return Problem(name, HIDDEN, "looks like a secret", ADVICE)
     if name in GROUPS:
         return Problem(name, value, "is a group of settings", f"{name}=NAME of a file, or its settings: {name}.NAME")
     if instead := INSTEAD.get(name.rpartition(".")[2]):
