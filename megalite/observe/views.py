@@ -11,8 +11,8 @@ from megalite.observe.run_data import RunData, read_run
 from megalite.observe.terminal import Terminal
 from megalite.observe.trackers import open_trackers
 from megalite.train.history import ENDS, Note
-from megalite.train.job import Job
 from megalite.train.run_log import View
+from megalite.train.setup import Job
 
 NOTED = ("skipped", "skipped_on_request", "empty", "straggler", "profile")  # kinds of events
 

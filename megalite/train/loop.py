@@ -25,13 +25,13 @@ from megalite.pipeline.simulator import Span
 from megalite.train.build import data_share
 from megalite.train.evaluate import evaluate
 from megalite.train.history import PIPELINE
-from megalite.train.job import Job
 from megalite.train.metrics import Meter, StepMetrics
 from megalite.train.profile import profiled_step
 from megalite.train.replicas import check_replicas
 from megalite.train.run_log import RunLog
 from megalite.train.sample import sample
 from megalite.train.saving import Saver, TrainingStoppedError
+from megalite.train.setup import Job
 from megalite.train.step import PendingMetrics, TrainStep
 
 # An accelerator runs ahead of the host: its metrics are read one step late. A CPU's are there at once.

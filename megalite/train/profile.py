@@ -25,8 +25,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from megalite.config.durable_files import write_atomically
 from megalite.train.clock import StepClock
 from megalite.train.history import STEP_PARTS, StepPart
-from megalite.train.job import Job
 from megalite.train.run_log import RunLog
+from megalite.train.setup import Job
 
 FOLDER = "profile"  # in a run's folder
 STEP, PART = "train step", "part: "  # labels in a trace: of the whole step, and before the name of a part

@@ -26,12 +26,11 @@ from megalite.launch.signals import StartUp, StopRequest
 from megalite.launch.watchdog import Doing, Patience, Watchdog
 from megalite.train.build import ReadWeights, open_context
 from megalite.train.history import Note
-from megalite.train.job import Job
 from megalite.train.loop import sample_text, train
 from megalite.train.replicas import ReplicaMismatchError
 from megalite.train.run_log import RunLog, View
 from megalite.train.saving import Saver, TakenOverError, TrainingStoppedError
-from megalite.train.setup import open_training_data, set_up
+from megalite.train.setup import Job, open_training_data, set_up
 from megalite.train.status_file import StatusFile
 
 NEWS_S = 1.0  # the signal that has ended another rank's start comes to this one, too, which has nothing to say then

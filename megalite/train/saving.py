@@ -25,8 +25,8 @@ from megalite.checkpoint.store import CheckpointError, Saved, save
 from megalite.config.settings import as_plain
 from megalite.launch.agreement import on_first
 from megalite.launch.context import ParallelContext
-from megalite.train.job import Job
 from megalite.train.run_log import RunLog
+from megalite.train.setup import Job
 from megalite.train.state import not_finite, training_pieces
 
 ADVICE = (
