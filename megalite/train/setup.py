@@ -42,6 +42,7 @@ from megalite.train.build import (
 )
 from megalite.train.device_settings import ASYNC_TP, CUDA_GRAPH, derive_device
 from megalite.train.history import ENDS, EVENTS, METRICS, read_events, read_metrics
+from megalite.train.run_log import RunLog
 from megalite.train.sample import Prompt, prompts_of
 from megalite.train.state import Progress, SavedState, is_rounded, state_bytes, training_pieces
 
@@ -57,6 +58,7 @@ class Job:
     training: Training
     prompts: list[Prompt]  # of the samples of text
     hosts: list[str]  # where each rank runs
+    log: RunLog
     progress: Progress = field(default_factory=Progress)
 
     # From the checkpoint that the run continues from, and from the records beside it.
@@ -123,11 +125,11 @@ def set_up(
     environment: ProcessEnvironment,
     data: OpenedData,
     read_weights: ReadWeights,
-    note: Callable[[str], None],
+    log: RunLog,
     hosts: Sequence[str],
 ) -> Job:
     """The run on this rank: new, imported, or from the newest checkpoint in its folder."""
-    config = derive_device(derive_vocabulary(config, data.vocab_size), context, environment, note)
+    config = derive_device(derive_vocabulary(config, data.vocab_size), context, environment, log.note)
     assert config.run_dir is not None, "derive() fills it in"
     path, weights = Path(config.run_dir), config.checkpoint.init_from
     prompts = together(context, lambda: prompts_of(config, data))
@@ -137,10 +139,10 @@ def set_up(
     folder = RunFolder(path, context, config.resume, as_plain(config), data.fingerprint)
     try:
         for line in (*config.told, *folder.changes, *remarks(config, context)):
-            note(line)
-        job = Job(config, context, data, folder, build_training(config, context), prompts, [*hosts])
-        if (found := newest(folder.checkpoints, context, note)) is not None:
-            restore(job, found, note)
+            log.note(line)
+        job = Job(config, context, data, folder, build_training(config, context), prompts, [*hosts], log)
+        if (found := newest(folder.checkpoints, context, log.note)) is not None:
+            restore(job, found)
         elif weights is not None:
             buffers = job.training.buffers
             together(context, lambda: fill_with_imported_values(buffers, read_weights, config, context))
@@ -151,7 +153,7 @@ def set_up(
         job.evaluated_step = job.progress.step if evaluated else -1
         if not job.finished:
             if warning := on_first(context, lambda: room_for_checkpoints(job)):
-                note(warning)
+                log.note(warning)
             derived = [name for name in config.derived if value_of(config, name) not in OPEN]
             folder.begin(context, as_plain(config) | {DERIVED: derived})
         if (tokenizer := data.tokenizer) is not None:  # mended even if the run is over
@@ -221,7 +223,7 @@ def remarks(config: Config, context: ParallelContext) -> list[str]:
     return found
 
 
-def restore(job: Job, found: Found, note: Callable[[str], None]) -> None:
+def restore(job: Job, found: Found) -> None:
     """The state of a checkpoint, whatever layout wrote it; collective."""
     if (origin := found.manifest.about.get("run_id", job.folder.run_id)) != job.folder.run_id:
         rule = f"it is of run {origin}, and the folder is that of run {job.folder.run_id}"
@@ -239,11 +241,11 @@ def restore(job: Job, found: Found, note: Callable[[str], None]) -> None:
         job.progress.samples = samples_when_longer(consumed, length, train.seq_length)
         over = job.progress.samples * train.seq_length - consumed * length
         passed_over = f"; {over:,} are passed over, to begin with a whole sample" if over else ""
-        note(f"the data goes on behind the first {consumed * length:,} tokens of its order{passed_over}")
-    note_learning_rate(job, state, found, note)
+        job.log.note(f"the data goes on behind the first {consumed * length:,} tokens of its order{passed_over}")
+    note_learning_rate(job, state, found)
 
 
-def note_learning_rate(job: Job, state: SavedState, found: Found, note: Callable[[str], None]) -> None:
+def note_learning_rate(job: Job, state: SavedState, found: Found) -> None:
     """A line where the learning rate after the checkpoint is not the one that the run was at."""
     step, steps, before = found.step, job.config.train.steps, state.config["train"]["steps"]
     schedule = as_record(LearningRateConfig, state.config["lr"], found.path / STATE)
@@ -252,7 +254,7 @@ def note_learning_rate(job: Job, state: SavedState, found: Found, note: Callable
     if not math.isclose(old, new, rel_tol=1e-6):
         rises = "; it rises: optimizer.lr, lr.schedule and lr.warmup_steps say how it goes on" if new > old else ""
         was = f"in a run of {several(before, 'step')} it was {old:.3g}"
-        note(f"the learning rate of step {step + 1} of {steps} is {new:.3g}, {was}{rises}")
+        job.log.note(f"the learning rate of step {step + 1} of {steps} is {new:.3g}, {was}{rises}")
 
 
 def examine_records(job: Job) -> tuple[bool, bool, dict[str, Any]]:
