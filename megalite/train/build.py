@@ -48,7 +48,7 @@ from megalite.optim.optimizer import Optimizer, dtype_of, make_optimizer
 from megalite.optim.rank_buffers import rank_buffers, records_of
 from megalite.optim.zero import GradientSync, ParameterGather, ReplicaGroups
 from megalite.pipeline.actions import Schedule
-from megalite.pipeline.executor import Executor, Links
+from megalite.pipeline.executor import Executor, P2PGroups
 from megalite.pipeline.microbatch_graph import MicrobatchGraph
 from megalite.pipeline.schedules import build_schedule, forward_only
 from megalite.tensor_parallel.collectives import TensorGroup
@@ -261,7 +261,7 @@ def _executor(
 ) -> Executor:
     pipeline, schedule = config.parallel, derive_schedule(config.parallel)
     forward, backward = context.group("pp-forward"), context.group("pp-backward")
-    links = Links(context.coordinates["pp"])
+    links = P2PGroups(context.coordinates["pp"])
     if forward is not None and backward is not None:
         links = replace(links, groups={"forward": forward, "backward": backward})
 
