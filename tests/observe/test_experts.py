@@ -23,7 +23,7 @@ from megalite.observe.run_data import read_run
 from megalite.observe.trackers import TensorBoardTracker, Tracker, Trackers
 from megalite.observe.wandb import WandbTracker
 from megalite.train.history import read_metrics
-from tests.observe.test_terminal import STEP, Plain, ends_of_cells
+from tests.observe.test_terminal import Plain, ends_of_cells, line
 from tests.train.runs import write_text
 
 MOE = {"imbalance_max": 3.0, "imbalance_mean": 2.5, "dropped_share": 0.25, "tokens_per_expert": [[1, 0, 3], [0, 4, 0]]}
@@ -85,8 +85,9 @@ def test_a_record_holds_the_sums_of_its_steps_and_the_report_shows_them(tmp_path
 
 def test_the_terminal_shows_the_imbalance_of_experts_in_the_same_columns(plain: Plain) -> None:
     for steps in (1, 9_999_999):
-        plain.terminal.step(replace(STEP, steps=steps, mfu=0.4, mfu_causal=0.3, moe=MOE))
-    plain.terminal.step(replace(STEP, mfu=0.4, mfu_causal=0.3))  # no step of the interval was applied
+        plain.terminal._steps = steps
+        plain.terminal.step(line(mfu=0.4, mfu_causal=0.3, moe=MOE))
+    plain.terminal.step(line(mfu=0.4, mfu_causal=0.3))  # no step of the interval was applied
     names, first, *_, last = plain.lines()
     assert "imbalance" in names
     assert first.split()[-2] == "3.00"
@@ -96,8 +97,8 @@ def test_the_terminal_shows_the_imbalance_of_experts_in_the_same_columns(plain: 
 
 
 def test_the_terminal_has_the_column_after_a_first_step_that_was_skipped(plain: Plain) -> None:
-    plain.terminal.step(replace(STEP, mfu=0.4, mfu_causal=0.3))
-    plain.terminal.step(replace(STEP, mfu=0.4, mfu_causal=0.3, moe=MOE))
+    plain.terminal.step(line(mfu=0.4, mfu_causal=0.3))
+    plain.terminal.step(line(mfu=0.4, mfu_causal=0.3, moe=MOE))
     names, _, names_again, second = plain.lines()
     assert ("imbalance" in names, "imbalance" in names_again) == (False, True)
     assert second.split()[-2] == "3.00"
@@ -118,8 +119,8 @@ LINES = [  # the last step was skipped
 def show(tracker: Tracker) -> None:
     """LINES of a run whose layers 1 and 3 have experts."""
     trackers = Trackers({"x": lambda: tracker}, print, [1, 3], steps=3)
-    for line in LINES:
-        trackers.add(line)
+    for record in LINES:
+        trackers.add(record)
     trackers.finish(0)
 
 
