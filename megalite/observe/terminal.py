@@ -142,7 +142,7 @@ class Terminal:
         return [[("  | ", QUIET), (line, "")] for line in cut]
 
     def _curve(self, run: RunData) -> list[str]:
-        train, validation = ([(it.x, it.y) for it in run.figures[name].buckets] for name in ("loss", "val_loss"))
+        train, validation = ([(it.x, it.y) for it in run.series[name].buckets] for name in ("loss", "val_loss"))
         if len(train) < 2 or not self._screen.unicode:
             return []
         picture = draw_curve(train, validation, width=max(20, min(72, self._screen.width - 14)))
