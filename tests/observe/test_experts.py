@@ -88,10 +88,10 @@ def test_a_record_holds_the_sums_of_its_steps_and_the_report_shows_them(tmp_path
 
 def test_the_terminal_shows_the_imbalance_of_experts_in_the_same_columns(plain: Plain) -> None:
     for steps in (1, 9_999_999):
-        plain.terminal.header("", [], first_step=0, steps=steps)
-        plain.terminal.step(STEP | {"mfu": 0.4, "mfu_causal": 0.3, "moe": MOE})
-    plain.terminal.step(STEP | {"mfu": 0.4, "mfu_causal": 0.3})  # no step of the interval was applied
-    names, first, *_, last = (line for line in plain.lines() if line and "megalite" not in line)
+        plain.terminal.follow(RunData(Path("run"), {"train.steps": steps}), "")
+        plain.terminal.add(STEP | {"mfu": 0.4, "mfu_causal": 0.3, "moe": MOE})
+    plain.terminal.add(STEP | {"mfu": 0.4, "mfu_causal": 0.3})  # no step of the interval was applied
+    names, first, *_, last = plain.lines()
     assert "imbalance" in names
     assert first.split()[-2] == "3.00"
     assert last.split()[-2] == "-"
@@ -100,8 +100,8 @@ def test_the_terminal_shows_the_imbalance_of_experts_in_the_same_columns(plain: 
 
 
 def test_the_terminal_has_the_column_after_a_first_step_that_was_skipped(plain: Plain) -> None:
-    plain.terminal.step(STEP | {"mfu": 0.4, "mfu_causal": 0.3})
-    plain.terminal.step(STEP | {"mfu": 0.4, "mfu_causal": 0.3, "moe": MOE})
+    plain.terminal.add(STEP | {"mfu": 0.4, "mfu_causal": 0.3})
+    plain.terminal.add(STEP | {"mfu": 0.4, "mfu_causal": 0.3, "moe": MOE})
     names, _, names_again, second = plain.lines()
     assert ("imbalance" in names, "imbalance" in names_again) == (False, True)
     assert second.split()[-2] == "3.00"
