@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from megalite.checkpoint.commit import CHECKPOINTS, STATE, committed
 from megalite.checkpoint.resume_rules import flatten
-from megalite.config.inherited import DERIVED
+from megalite.config.settings import DERIVED
 from megalite.config.user_files import read_object, read_yaml, refusing
 from megalite.errors.problems import Problem, UserError
 from megalite.errors.words import several

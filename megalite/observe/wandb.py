@@ -70,7 +70,7 @@ class WandbTracker:
         else:
             return
         # Offline, the first line says where to count on from; wandb counts the others.
-        self._run.log(values, **({} if self._first is None else {"step": self._first, "commit": True}))
+        self._run.log(values, step=self._first, commit=None if self._first is None else True)
         self._first = None
 
     def finish(self, status: int) -> None:
