@@ -56,7 +56,7 @@ PATIENCE = 3  # bytes of the stop file, a dot for each signal, from which on nob
 
 @dataclass(frozen=True)
 class PointRecord:
-    """What became of a point; its file is in the folder that Hydra made for it."""
+    """A point and how it ended; the file is in the folder that Hydra made for the point."""
 
     words: list[str]
     run_dir: str
@@ -88,7 +88,8 @@ def _names_of_folders(words: Sequence[str]) -> list[str]:
     swept = [word for word in words if _is_swept(word)]
     if not 0 < len(swept) <= MOST_NAMED or any(word.lstrip("+").startswith("hydra.sweep.subdir=") for word in words):
         return []
-    fixed = ",".join(word.lstrip("+~").partition("=")[0] for word in words if word not in swept)
+    names = {word: word.lstrip("+~").partition("=")[0] for word in words}
+    fixed = ",".join({*names.values()} - {names[word] for word in swept})
     return [
         "hydra.sweep.subdir=${hydra.job.override_dirname}",
         f"hydra.job.config.override_dirname.exclude_keys=[{fixed}]",
@@ -187,7 +188,7 @@ def _load(arguments: Namespace, words: Sequence[str], ranks: int) -> Config:
 
 
 def _ranks(config: DictConfig) -> int:
-    """Of a point; a number below 1 is refused with the rest."""
+    """The ranks of a point; a number below 1 is refused with the other settings."""
     return max(1, int(config.sweep.nproc_per_node)) if "sweep" in config else 1
 
 

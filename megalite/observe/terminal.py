@@ -1,4 +1,4 @@
-"""What a user sees of a run: a header, the newest numbers under a progress bar or as aligned lines, what was learned.
+"""Shows a run to its user: a header, the newest numbers under a progress bar or as aligned lines, and a summary.
 
 On a terminal the numbers of the newest step stand below a progress bar and evaluations scroll past above it; anywhere
 else (a SLURM log, a pipe) every shown step is one line of at most 100 columns, under column names that are repeated.
@@ -96,7 +96,7 @@ class Terminal:
         self._screen.close()
 
     def _header(self, rows: Sequence[Sequence[str]], first_step: int) -> None:
-        """What is about to be trained: (label, text) pairs."""
+        """Show what is about to be trained: (label, text) pairs."""
         width = max([len(label) for label, _ in rows], default=0)
         lines: list[Line] = [[("megalite", LABEL), (f"  {self._title}", "bold")]]
         room = max(20, self._screen.width - width - 4)
@@ -143,7 +143,7 @@ class Terminal:
         self._screen.print([*spans, (f"  ({readable.step_time(record['eval_time_s'])})", QUIET)])
 
     def _finish(self, stopped_by: str | None) -> None:
-        """What was learned."""
+        """Show the summary."""
         self._screen.close()
         run, done = self._run, f"finished: {self._run.step:,} of {several(self._steps, 'step')}"
         head = done if stopped_by is None else f"stopped by {stopped_by} after step {run.step} of {self._steps}"
@@ -250,7 +250,7 @@ def what_was_learned(run: RunData, seconds: float) -> list[tuple[str, str]]:
 
 
 def other_measures(evaluation: Mapping[str, Any]) -> dict[str, str]:
-    """What is known of an evaluation besides the loss, in words by name."""
+    """The numbers of an evaluation besides the loss, in words by name."""
     words: dict[str, tuple[str, Words]] = {
         "val_perplexity": ("perplexity", readable.perplexity),
         "val_bits_per_byte": ("bits per byte", readable.loss),
@@ -259,7 +259,7 @@ def other_measures(evaluation: Mapping[str, Any]) -> dict[str, str]:
 
 
 def how_to_go_on(run: RunData, stopped_by: str | None) -> tuple[str, str]:
-    """What the user can do next, and the command that does it."""
+    """The next thing that a user can do, and the command that does it."""
     command = run.start.get("command", "python pretrain_gpt.py")
     if stopped_by is not None:
         return "continue", f"{command}   (the same command)"

@@ -105,14 +105,14 @@ def flat_values(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def loads_of_experts(record: Mapping[str, Any], layers: Sequence[int]) -> dict[str, list[float]]:
-    """By layer, the tokens of each expert over the mean: trackers draw them as a distribution, as a chart for each
-    expert would be too many. Empty for a record without experts."""
+    """Tokens of each expert over the mean, by layer: trackers draw them as a distribution, as a chart for each expert
+    would be too many. Empty for a record without experts."""
     rows = zip(layers, record.get("moe", {}).get("tokens_per_expert", ()), strict=False)
     return {f"layer_{layer}": [tokens * len(row) / sum(row) for tokens in row] for layer, row in rows if sum(row) > 0}
 
 
 def wandb_tracker(config: Config, folder: Path, note: Note) -> Callable[[], WandbTracker | None] | None:
-    """What opens the run at wandb; None where it is not asked for."""
+    """A function that opens the run at wandb; None where wandb is not asked for."""
     mode = asked_mode(config.log.wandb, os.environ)
     needed = {"a key (wandb login)": _may_have_key(), "the package (pip install wandb)": is_installed("wandb")}
     if mode is None and not all(needed.values()):

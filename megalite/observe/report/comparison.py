@@ -38,8 +38,8 @@ def names_of(runs: Sequence[RunData], chosen: Differences) -> list[str]:
 
 
 def result_of(runs: Sequence[RunData]) -> tuple[list[float | None], str]:
-    """By what runs are compared, and its name: the least validation loss where any run has one, else the last training
-    loss."""
+    """The loss by which runs are compared, and its name: the least validation loss where any run has one, else the last
+    training loss."""
     best = [None if run.best is None else run.best[1] for run in runs]
     if any(loss is not None for loss in best):
         return best, "least validation loss"
@@ -58,7 +58,7 @@ def status_of(run: RunData, *, live: bool = False) -> tuple[str, str]:
 
 
 def summary_of(run: RunData, layout: ParallelLayout | None) -> dict[str, str]:
-    """What became of a run, by label."""
+    """A run in numbers, by label."""
     last, best, versions = run.last, run.best, run.start.get("versions") or {}
     return {
         "folder": str(run.folder),

@@ -102,7 +102,7 @@ def inline_json(records: Any) -> Markup:
 def records_of(
     runs: Sequence[RunData], names: Sequence[str], chosen: Iterable[tuple[str, list[Any]]], compared: bool
 ) -> dict[str, Any]:
-    """What report.js reads. Numbers by rank and of experts are those of a single run."""
+    """The records that report.js reads. Numbers by rank and of experts are those of a single run."""
     paces = [it.high / it.last for run in runs for it in run.series["tokens"].buckets if it.last > 0]
     results, unit = result_of(runs)
     return {
@@ -143,8 +143,8 @@ def _simple(value: Any) -> Any:
 
 
 def experts_of(run: RunData) -> dict[str, Any] | None:
-    """The load of experts: of each layer over the steps, of each expert in all steps and in the newest. Of very many
-    experts, neighbours share a cell, of which the largest counts."""
+    """The load of experts: of each layer over the steps, of each expert in all steps and in the newest. Where experts
+    are very many, neighbours share a cell, of which the largest counts."""
     if not run.tokens:
         return None
     first, every = (int(run.config.get(f"model.moe.{name}") or 0) for name in ("first_dense_layers", "layer_freq"))

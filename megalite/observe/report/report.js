@@ -86,12 +86,12 @@ function rankChart(title, unit, values, marked = []) {
     const room = (width - LEFT - RIGHT) / columns.length, wide = Math.min(56, room * (room > 5 ? 0.76 : 1));
     const y = axis(0, Math.max(...values) * 1.08, floor, TOP, false), x = { at: (at) => LEFT + (at + 0.5) * room };
     const every = Math.ceil(columns.length / 12);
+    const fits = columns.every(({ value }) => LETTER * short(value).length < room);
     frame(chart, x, y, "rank", columns.flatMap((column, at) => (at % every ? [] : [[at, column.first]])));
     columns.forEach(({ name, value, marked }, at) => {
       const top = y.at(value), look = { width: wide, height: floor - top, class: `column c${marked ? 3 : 0}` };
       tip(add(svg, "rect", { x: x.at(at) - wide / 2, y: top, ...look }), `${name}: ${short(value)} ${unit}`);
-      if (LETTER * short(value).length < room)
-        add(svg, "text", { x: x.at(at), y: top - 4, class: "mid strong" }, short(value));
+      if (fits) add(svg, "text", { x: x.at(at), y: top - 4, class: "mid strong" }, short(value));
     });
   };
   charts.push({ unit, draw: drawColumns, ...picture(place, title, 240) });

@@ -37,7 +37,7 @@ class LiveReport:
             self.draw(live=not ended)
 
     def close(self) -> None:
-        """What a run leaves that has no end of its own is drawn by its next start."""
+        """The next start draws what a run without an end has left."""
 
     def draw(self, *, live: bool) -> None:
         """Draw it now; `live`: the run goes on."""
