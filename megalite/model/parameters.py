@@ -79,7 +79,8 @@ def _block(layer: int, config: ModelConfig, on_sequence: Groups) -> Iterator[Par
     residual_std = config.init_std / sqrt(2 * config.num_layers)
 
     def linear(of: str, outputs: tuple[int, ...], inputs: int, std: float, split: Split) -> Iterator[ParameterRecord]:
-        yield _weight(f"{name}.{of}.weight", (*outputs, inputs), std, split)
+        weight = _weight(f"{name}.{of}.weight", (*outputs, inputs), std, split)
+        yield replace(weight, stacked=0 if of == "attention.qkv" else len(outputs) - 1)
         if config.bias:
             of_outputs = split.dim < len(outputs)  # else the bias is whole, and added after the sum over ranks
             partial_over = () if of_outputs else on_sequence
@@ -103,7 +104,7 @@ def _block(layer: int, config: ModelConfig, on_sequence: Groups) -> Iterator[Par
         return
     # Each rank of tp routes its own part of the sequence.
     router = _weight(f"{name}.moe.router.weight", (config.moe.num_experts, config.hidden_size), config.init_std)
-    yield replace(router, precision="master", partial_over=("tp",))
+    yield replace(router, precision="master", partial_over=("tp",), stacked=0)
     yield from _experts(f"{name}.moe.experts", config, residual_std)
     if width := shared_width(config):
         yield from mlp("shared", width)
@@ -114,9 +115,9 @@ def _experts(name: str, config: ModelConfig, residual_std: float) -> Iterator[Pa
     experts, hidden = config.moe.num_experts, config.hidden_size
     inner, outputs = inner_projection(config, expert_width(config))
     first = _weight(f"{name}.{inner}.weight", (experts, *outputs, hidden), config.init_std, Split(len(outputs)))
-    yield replace(first, of_experts=True)
+    yield replace(first, of_experts=True, stacked=len(outputs))
     last = _weight(f"{name}.down.weight", (experts, hidden, outputs[-1]), residual_std, Split(2))
-    yield replace(last, of_experts=True)
+    yield replace(last, of_experts=True, stacked=1)
 
 
 def _norm(name: str, config: ModelConfig, on_sequence: Groups) -> Iterator[ParameterRecord]:
