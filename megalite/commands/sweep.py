@@ -188,8 +188,9 @@ def _load(arguments: Namespace, words: Sequence[str], ranks: int) -> Config:
 
 
 def _ranks(config: DictConfig) -> int:
-    """The ranks of a point; a number below 1 is refused with the other settings."""
-    return max(1, int(config.sweep.nproc_per_node)) if "sweep" in config else 1
+    """The ranks of a point; what is no number from 1 is refused with the rest."""
+    count = config.sweep.nproc_per_node if "sweep" in config else 1
+    return count if isinstance(count, int) and count > 1 else 1
 
 
 @contextmanager

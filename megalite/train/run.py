@@ -58,7 +58,6 @@ def run(config: Config, environment: ProcessEnvironment, companions: Companions)
     if context is None:  # the device; one message refuses the data, too
         collect(lambda: companions.examine(config), problems)
         raise UserError(problems)
-    assert config.run_dir is not None, "derive() fills it in"
     status_file = config.launch.status_file if context.rank == 0 else None
     status = StatusFile(status_file, Path(config.run_dir), config.train.steps)
     job: Job | None = None
@@ -107,7 +106,6 @@ def run(config: Config, environment: ProcessEnvironment, companions: Companions)
 
 
 def _watchdog_of_start_up(config: Config, context: ParallelContext) -> Watchdog:
-    assert config.run_dir is not None, "derive() fills it in"
     patience = Patience("parallel.startup_timeout_s", config.parallel.startup_timeout_s)
     hosts = [host for (host,) in context.gather_json([socket.gethostname()])]
     return Watchdog(context, lambda: START_UP, lambda: patience, Path(config.run_dir) / "logs", hosts)

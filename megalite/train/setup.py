@@ -49,7 +49,6 @@ def set_up(
 ) -> Job:
     """The run on this rank: new, imported, or from the newest checkpoint in its folder."""
     config = derive_device(derive_vocabulary(config, data.vocab_size), context, environment, note)
-    assert config.run_dir is not None, "derive() fills it in"
     path, weights = Path(config.run_dir), config.checkpoint.init_from
     prompts = together(context, lambda: prompts_of(config, data))
     continues = on_first(context, lambda: has_checkpoints(path))
