@@ -18,11 +18,10 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megalite.config.derive import absolute
 from megalite.config.model_folder import holds_tokenizer, imported_model_settings
 from megalite.config.overrides import unknown
 from megalite.config.settings import DERIVED, SETTINGS, leaves, nested
-from megalite.config.user_files import read_yaml, refusing
+from megalite.config.user_files import absolute, read_yaml, refusing
 from megalite.errors.problems import Problem, UserError
 
 PLAIN = re.compile(r"[A-Za-z_./][\w./-]*", re.ASCII)  # what a shell takes as it is, and YAML for no number

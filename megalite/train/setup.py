@@ -16,10 +16,9 @@ from megalite.checkpoint.commit import CHECKPOINTS, STATE, committed, dead_links
 from megalite.checkpoint.run_folder import RunFolder, judge_room
 from megalite.checkpoint.store import Found, newest
 from megalite.checkpoint.tokenizer_folder import keep_tokenizer
-from megalite.config.derive import OPEN, derive_vocabulary
 from megalite.config.exchange import exchange_of
 from megalite.config.schema import Config, LearningRateConfig
-from megalite.config.settings import DERIVED, as_plain, value_of
+from megalite.config.settings import DERIVED, OPEN, as_plain, value_of, with_values
 from megalite.config.step_plan import samples_when_longer
 from megalite.config.user_files import as_record
 from megalite.data.open import OpenedData, TokenFiles, open_data
@@ -48,7 +47,12 @@ def set_up(
     hosts: Sequence[str],
 ) -> Job:
     """The run on this rank: new, imported, or from the newest checkpoint in its folder."""
-    config = derive_device(derive_vocabulary(config, data.vocab_size), context, environment, note)
+    config = derive_device(
+        with_values(config, {"model.vocab_size": config.model.vocab_size or data.vocab_size}),
+        context,
+        environment,
+        note,
+    )
     path, weights = Path(config.run_dir), config.checkpoint.init_from
     prompts = together(context, lambda: prompts_of(config, data))
     continues = on_first(context, lambda: has_checkpoints(path))
