@@ -214,7 +214,7 @@ def fill_with_imported_values(
 
 def _chunks(config: Config, context: ParallelContext, waiting: Waiting) -> list[GPT]:
     """This rank's parts of the model, whose parameters have no storage of their own: the buffers will be it."""
-    tp, experts = TensorGroup.of(context.group("tp")), ExpertRanks.of(context)
+    tp, experts = TensorGroup.of(context.group("tp")), ExpertRanks.of(context, waiting)
     sharers = context_ranks(config, context, waiting)
     if config.parallel.async_tp and tp is not None:
         share_memory(tp)
