@@ -57,8 +57,19 @@ def copy(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.parametrize(
+    ("heading", "new", "changed"),
+    [("A schedule", 0, 2), ("A model option", 0, 1), ("An attention", 1, 4), ("An optimizer", 1, 2)],
+)
+def test_an_extension_costs_so_many_files_of_code(heading: str, new: int, changed: int) -> None:
+    section = PAGE.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    names = re.findall(r"(?m)^--- (megalite/.*)$", section)
+    assert [(ROOT / name).exists() for name in names].count(False) == new
+    assert len(names) - new == changed
+
+
 def test_the_examples_work(copy: Path) -> None:
-    assert len({name for name, _, _ in changes()}) == 10
+    assert len({name for name, _, _ in changes()}) == 15
     for name in {name for name, _, _ in changes()}:
         compile((copy / name).read_text(), name, "exec")
     done = subprocess.run([warm_python(), "-c", WORK], cwd=copy, capture_output=True, text=True, check=False)
@@ -130,6 +141,15 @@ def test_the_optimizer_of_the_page_is_torch_s_in_any_layout(copy: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_latent_attention_trains_on_two_ranks_of_tp_as_on_one(copy: Path) -> None:
+    """Losses and gradients in fp64, with sequence parallelism and without."""
+    shutil.copy(ROOT / "pyproject.toml", copy)
+    rows = [warm_python(), "-m", "pytest", "-v", "tests/layouts/test_tensor_parallel.py", "-k", "latent_size"]
+    done = subprocess.run(rows, cwd=copy, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert "2 passed" in done.stdout
+
+
 @pytest.mark.long
 def test_what_the_page_prints_works_on_the_examples(copy: Path) -> None:
     """But for the tests, which take minutes."""
@@ -139,7 +159,7 @@ def test_what_the_page_prints_works_on_the_examples(copy: Path) -> None:
     lines = "".join(re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL)).splitlines()
     lines = [line.partition("  #")[0].strip() for line in lines]
     tried = [line for line in lines if "pytest" not in line]
-    assert len(tried) == 8
+    assert len(tried) == 10
     for line in tried:
         done = subprocess.run([warm_python(), *line.split()[1:]], cwd=copy, capture_output=True, text=True, check=False)
         assert done.returncode == 0, (line, done.stdout, done.stderr)

@@ -14,7 +14,7 @@ Kept = Callable[[BufferLayout], StateBytes]  # what a rank keeps of these bucket
 
 
 def header_lines(buffers: RankBuffers, kept: Kept) -> list[str]:
-    """What all buckets are together, and who shares them: two or three lines."""
+    """All buckets together, and the ranks that share them: two or three lines."""
     buckets = buffers.layout.buckets
     padding, state = padding_of(*buckets), kept(buffers.layout)
     total = sum(bucket.size for bucket in buckets)
