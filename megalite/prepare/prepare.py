@@ -3,8 +3,6 @@
 Each part of the data becomes a token file in the cache, named by a fingerprint of its files and of the tokenizer.
 Under a file lock, the part's shards are tokenized into a work folder, one token file each, then joined. Whoever comes
 second finds the work done. Whoever comes after a kill does only the shards that are missing.
-
-Training is given this module as its `Preparation`.
 """
 
 import errno
@@ -105,7 +103,6 @@ def targets_of(config: Config, sources: list[Source]) -> list[Target]:
     except UserError:
         _plans(config, sources)  # names all that is wrong
         raise
-    assert config.data.cache_dir is not None, "derive() fills it in"
     folder, keys = Path(config.data.cache_dir, "tokens"), [digest(FORMAT, each, tokenizer) for each in identities]
     return [Target(it, folder / f"{it.label}-{key}", key) for it, key in zip(sources, keys, strict=True)]
 
