@@ -59,7 +59,13 @@ def copy(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("heading", "new", "changed"),
-    [("A schedule", 0, 2), ("A model option", 0, 1), ("An attention", 1, 4), ("An optimizer", 1, 2)],
+    [
+        ("A schedule", 0, 2),
+        ("A model option", 0, 1),
+        ("An attention", 1, 4),
+        ("An optimizer", 1, 2),
+        ("A family of transformers", 1, 0),
+    ],
 )
 def test_an_extension_costs_so_many_files_of_code(heading: str, new: int, changed: int) -> None:
     section = PAGE.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
@@ -69,7 +75,7 @@ def test_an_extension_costs_so_many_files_of_code(heading: str, new: int, change
 
 
 def test_the_examples_work(copy: Path) -> None:
-    assert len({name for name, _, _ in changes()}) == 15
+    assert len({name for name, _, _ in changes()}) == 17
     for name in {name for name, _, _ in changes()}:
         compile((copy / name).read_text(), name, "exec")
     done = subprocess.run([warm_python(), "-c", WORK], cwd=copy, capture_output=True, text=True, check=False)
@@ -141,13 +147,20 @@ def test_the_optimizer_of_the_page_is_torch_s_in_any_layout(copy: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_latent_attention_trains_on_two_ranks_of_tp_as_on_one(copy: Path) -> None:
-    """Losses and gradients in fp64, with sequence parallelism and without."""
+@pytest.mark.parametrize(
+    ("file", "name", "passed"),
+    [
+        # losses and gradients in fp64 over tp 1 and 2, with sequence parallelism and without
+        ("tests/layouts/test_tensor_parallel.py", "latent_size", 2),
+        ("tests/hf/test_oracles.py", "mistral", 1),  # logits and gradients of transformers' model
+    ],
+)
+def test_what_the_examples_add_computes_the_same(copy: Path, file: str, name: str, passed: int) -> None:
     shutil.copy(ROOT / "pyproject.toml", copy)
-    rows = [warm_python(), "-m", "pytest", "-v", "tests/layouts/test_tensor_parallel.py", "-k", "latent_size"]
+    rows = [warm_python(), "-m", "pytest", "-v", file, "-k", name]
     done = subprocess.run(rows, cwd=copy, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
-    assert "2 passed" in done.stdout
+    assert f"{passed} passed" in done.stdout
 
 
 @pytest.mark.long

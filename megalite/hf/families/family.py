@@ -30,7 +30,7 @@ class Family(ABC):
     conv1d: ClassVar[bool] = False  # weights are [in, out]; queries, keys and values of all heads follow each other
     keys: ClassVar[Mapping[str, str]]  # setting: key of config.json
     absent: ClassVar[Mapping[str, Any]]  # transformers' values of keys that config.json lacks
-    only: ClassVar[Mapping[str, Any]]  # keys of which the GPT here knows one value; an absent key has it
+    only: ClassVar[Mapping[str, Any]]  # keys of which the GPT here knows one value; absent ones have it unless `absent`
     fixed: ClassVar[Mapping[str, Any]]  # settings with one value in all models of the family
     modules: ClassVar[Mapping[str, Sequence[str]]]  # logical module: modules in the file (N: layer, E: expert)
 
@@ -54,8 +54,8 @@ class Family(ABC):
     def beyond(self, found: Found) -> Iterator[Beyond]:
         """Keys whose value no setting says."""
         for key, value in {**GPT_ONLY, **self.only}.items():
-            if found.get(key, value) != value:
-                yield key, found[key], plain(value)
+            if (said := found.get(key, self.absent.get(key, value))) != value:
+                yield key, said, plain(value)
 
     def other_settings(self, settings: Settings) -> dict[str, Any]:
         """The settings in which the family's nearest model differs from this one, with their values there. Empty: the
