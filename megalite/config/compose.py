@@ -55,11 +55,11 @@ _VARIABLE = re.compile(r"oc\.env\s*:\s*['\"]?([^,}\s'\"]+)")
 
 
 class _Reading(NamedTuple):
-    """What a command line amounts to. `config` is None where its files cannot be composed."""
+    """The outcome of a command line. `config` is None where the files cannot be composed."""
 
     config: Config | None
     problems: list[Problem]
-    doubtful: set[str]  # settings that were refused: what they were to be, nobody knows
+    doubtful: set[str]  # settings that were refused: nobody knows which values they were to have
     inherited: list[str]  # overrides that a folder or a recipe gives
 
 
@@ -159,8 +159,8 @@ def _read(arguments: Namespace) -> _Reading:
 def _sources(
     arguments: Namespace, recipe: Path | None, overrides: list[Override]
 ) -> dict[str, Callable[[Command], dict[str, Any]]]:
-    """Where settings come from that the command does not say, in words. The files that a command names itself take
-    nothing from elsewhere."""
+    """Where settings come from besides the command, in words. A command that names the config takes nothing from
+    elsewhere."""
     if recipe is not None:
         return {f"from {recipe}": partial(of_recipe, recipe)}
     if arguments.config_name or arguments.config_path:
@@ -170,14 +170,14 @@ def _sources(
 
 
 def _resolved(written: dict[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-    """The values with interpolations resolved, each of its setting's type; others become problems and defaults."""
+    """All values, with interpolations resolved and types checked; a wrong value becomes a problem and the default."""
     problems: list[Problem] = []
     tree, values = OmegaConf.create(nested(written)), dict[str, Any]()
     for name, setting in SETTINGS.items():
         found = _value(tree, name, written[name])
         if isinstance(found, Problem):
             problems.append(found)
-            OmegaConf.update(tree, name, setting.default)  # others may refer to it
+            OmegaConf.update(tree, name, setting.default, merge=False)  # others may refer to it
         values[name] = setting.default if isinstance(found, Problem) else found
     return values, problems
 
@@ -188,7 +188,7 @@ def _value(tree: DictConfig, name: str, written: Any) -> Any:
     if secret := [one for one in _VARIABLE.findall(str(written)) if "$" in one or secret_name(one)]:
         rule = f"the environment variable {secret[0]} may hold a secret, and run folders keep the config"
         return Problem(name, written, rule, ADVICE)
-    place = f" in place of {written}" if "${" in str(written) else ""
+    place = f" in place of {written}" if "${" in str(written) or written == "???" else ""
     try:
         value = OmegaConf.select(tree, name, throw_on_missing=True)
         if OmegaConf.is_config(value):

@@ -3,8 +3,6 @@
 Each part of the data becomes a token file in the cache, named by a fingerprint of its files and of the tokenizer.
 Under a file lock, the part's shards are tokenized into a work folder, one token file each, then joined. Whoever comes
 second finds the work done. Whoever comes after a kill does only the shards that are missing.
-
-Training is given this module as its `Preparation`.
 """
 
 import errno
