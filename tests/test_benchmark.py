@@ -27,7 +27,7 @@ SMALL = ("model.num_layers=2", "model.hidden_size=32", "model.num_attention_head
 def scripts() -> Iterator[None]:
     """Their folder is where Python looks for modules, in the processes that a test starts, too."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(Path(__file__).parents[1] / "scripts")
+        patch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
         start_forkserver()  # which has imported torch already
         warm = partial(start_processes, start_method="forkserver")
         patch.setattr(importlib.import_module("benchmark_zero"), "spawn", warm)

@@ -21,7 +21,7 @@ EXPERTS = ("model.moe.num_experts=4", "model.moe.top_k=2", "model.moe.ffn_hidden
 def moe() -> Iterator[ModuleType]:
     """Its folder is where Python looks for modules, in the processes that a test starts, too."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(Path(__file__).parents[1] / "scripts")
+        patch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
         start_forkserver()  # which has imported torch already
         module = importlib.import_module("benchmark_moe")
         patch.setattr(module, "PROCESSES", multiprocessing.get_context("forkserver"))

@@ -76,7 +76,7 @@ def test_what_the_page_prints_works_on_the_examples(copy: Path) -> None:
     for line in tried:
         done = subprocess.run([warm_python(), *line.split()[1:]], cwd=copy, capture_output=True, text=True, check=False)
         assert done.returncode == 0, (line, done.stdout, done.stderr)
-        if "prepare_data" in line:
+        if "megalite prepare" in line:
             assert "2 documents" in done.stdout
     check = [warm_python(), "scripts/configuration_docs.py", "--check"]
     assert subprocess.run(check, cwd=copy, check=False).returncode == 0
@@ -103,7 +103,7 @@ def test_the_mathematics_of_the_model_option(copy: Path) -> None:
 
 
 def test_the_files_that_the_page_names_are_there() -> None:
-    names = re.findall(r"`((?:megalite|tests|scripts|conf|docs)/[\w./]+\w)`", PAGE)
+    names = re.findall(r"`((?:megalite|tests|scripts|benchmarks|conf|docs)/[\w./]+\w)`", PAGE)
     names += re.findall(r"\]\((docs/[\w./]+)", PAGE)
     assert len(names) > 10
     assert [name for name in names if not (ROOT / name).exists()] == []

@@ -37,7 +37,7 @@ ABOUT = {"commit": "a", "torch": "2.11", "device": "H200"}
 @pytest.fixture(scope="module")
 def campaign() -> Iterator[ModuleType]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(ROOT / "scripts")
+        patch.syspath_prepend(ROOT / "benchmarks")
         yield importlib.import_module("gpu_campaign")
 
 

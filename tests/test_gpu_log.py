@@ -14,7 +14,7 @@ STEADY = """
 import ctypes, sys
 log = ctypes.CDLL(None).fakegpu_log
 log(0)
-sys.path[:0] = ["scripts", "."]
+sys.path[:0] = ["benchmarks", "."]
 import torch
 from benchmark_sides import SHAPES, Megalite
 from megalite.launch.environment import read_environment
@@ -67,7 +67,7 @@ model._run_blocks(x, batch, {}, None)  # compiled, it ends: there is no memory t
 """
 BLOCK = """
 import sys
-sys.path[:0] = ["scripts", "."]
+sys.path[:0] = ["benchmarks", "."]
 import torch
 from benchmark_sides import SHAPES
 from megalite.data.batch import whole_batch

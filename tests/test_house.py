@@ -23,7 +23,7 @@ FLOORS = [
 # Lines of .py files; docstrings, comments and blank lines count. A change that needs more raises a number and says why.
 BUDGET = {
     "the package": 28_100,
-    "what train.run imports": 16_500,  # imports inside of functions included
+    "what train.run imports": 16_650,  # imports inside of functions included
     "a file": 400,
     "a function": 60,
 }
@@ -125,7 +125,11 @@ CHANGING = {*dir(MutableMapping), *dir(MutableSequence), *dir(MutableSet)} - {*d
 
 def test_an_assert_does_nothing() -> None:
     """`python -O` leaves it out. Only what built-in types and torch call a change by its name is seen here."""
-    scripts = [PACKAGE.parent / "pretrain_gpt.py", *(PACKAGE.parent / "scripts").glob("*.py")]
+    scripts = [
+        PACKAGE.parent / "pretrain_gpt.py",
+        *PACKAGE.parent.glob("scripts/*.py"),
+        *PACKAGE.parent.glob("benchmarks/*.py"),
+    ]
     for path in [*scripts, *PACKAGE.glob("**/*.py")]:
         for each in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Assert)):
             acting = [ast.unparse(node) for node in ast.walk(each) if acts(node)]

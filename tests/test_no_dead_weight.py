@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
+from megalite.commands.dispatch import COMMANDS
 from megalite.config.layout import STAGE_NAMES
 from megalite.config.schema import MoEConfig
 from megalite.config.settings import GROUPS, SETTINGS
@@ -19,6 +20,7 @@ SOURCES = [
     ROOT / "pretrain_gpt.py",
     ROOT / "megalite" / "__main__.py",
     *sorted((ROOT / "scripts").glob("*.py")),
+    *sorted((ROOT / "benchmarks").glob("*.py")),
     *MODULES,
 ]
 TEMPLATES = sorted((ROOT / "megalite").glob("**/templates/*.html"))
@@ -140,6 +142,7 @@ def test_everything_that_is_defined_is_used() -> None:
 
 def test_every_module_is_imported() -> None:
     imported = set().union(*(modules_imported(tree(path)) for path in SOURCES))
+    imported |= {f"megalite.commands.{module}" for module, _ in COMMANDS.values()}
     modules = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in MODULES}
     alone = modules - imported
     assert {module for module in alone if not is_started(module)} == set(), "neither imported nor started"

@@ -92,7 +92,6 @@ def test_every_command_says_how_it_is_used(start: Start, name: str) -> None:
     told = start("python", "-m", "megalite", *name.split(), "--help")
     assert told.returncode == 0, told.stderr
     assert f"megalite {name}" in told.stdout or name == "train"
-    assert "python scripts/" not in told.stdout
 
 
 def test_the_list_of_commands_and_a_command_that_there_is_not(start: Start) -> None:

@@ -1,10 +1,10 @@
 """Which bucket holds which parameters, and who owns what of it: the gradient buffers of a run, as a table or a picture.
 
-python scripts/buffers.py model=gpt2 tokenizer=gpt2 --dp 4
-python scripts/buffers.py model=gpt2 tokenizer=gpt2 --dp 4 --picture buffers.svg
-python scripts/buffers.py model=llama3_8b parallel.tp=2 train.global_batch_size=64 --world-size 128 --rank 5
-python scripts/buffers.py model=gpt2 optimizer.bucket_size=5000000 optimizer.instances=2 --dp 8 --all
-python scripts/buffers.py model=tiny_moe tokenizer=byte parallel.tp=2 parallel.ep=4 parallel.etp=1 --world-size 8
+python -m megalite plan buffers model=gpt2 tokenizer=gpt2 --dp 4
+python -m megalite plan buffers model=gpt2 tokenizer=gpt2 --dp 4 --picture buffers.svg
+python -m megalite plan buffers model=llama3_8b parallel.tp=2 train.global_batch_size=64 --world-size 128 --rank 5
+python -m megalite plan buffers model=gpt2 optimizer.bucket_size=5000000 optimizer.instances=2 --dp 8 --all
+python -m megalite plan buffers model=tiny_moe tokenizer=byte parallel.tp=2 parallel.ep=4 parallel.etp=1 --world-size 8
 
 OVERRIDES are those of pretrain_gpt.py. No data is read, no GPU is used, nothing is written but the picture.
 """

@@ -1,7 +1,6 @@
 """`megalite COMMAND ...`: finds the command's module and gives it the other words. No other command is imported."""
 
 import importlib
-import re
 import sys
 
 from megalite import __version__
@@ -17,7 +16,6 @@ COMMANDS = {  # name: the module whose `main` it is, and what it does
     "report": ("report", "draw the report of a run, or compare several"),
     "verify": ("verify", "whether a layout trains like one process"),
     "preflight": ("preflight", "measure the nodes of a job, and name those that are slow or wrong"),
-    "faults": ("faults", "whether runs that are killed, stopped and damaged at random end as others do"),
     "plan ranks": ("ranks", "who talks to whom in a layout"),
     "plan schedule": ("schedule", "who computes which microbatch when in a pipeline"),
     "plan sequence": ("sequence", "who holds which part of a sequence, and computes which scores when"),
@@ -44,7 +42,5 @@ def main(arguments: list[str] | None = None) -> int:
     # What starts a training again is written to its run, in a form that torchrun takes as well.
     sys.argv = [*(["-m", "megalite", "train"] if name == "train" else [f"megalite {name}"]), *rest]
     module = importlib.import_module(f"megalite.commands.{COMMANDS[name][0]}")
-    # Its examples start the scripts of a checkout, which a wheel does not have.
-    module.__doc__ = re.sub(r"python scripts/\w+\.py", f"megalite {name}", module.__doc__ or "")
     status: int = (module.main_to_the_end if name == "train" else module.main)(rest)
     return status

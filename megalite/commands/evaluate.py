@@ -1,8 +1,8 @@
 """Loss, perplexity and bits per byte of a model on data. See docs/huggingface.md.
 
-python scripts/evaluate.py runs/mine                                  # on what the run held out: its val_loss
-python scripts/evaluate.py runs/mine data=text data.path=book.txt
-python scripts/evaluate.py exported data=stdlib --max-tokens 100000
+python -m megalite evaluate runs/mine                                  # on what the run held out: its val_loss
+python -m megalite evaluate runs/mine data=text data.path=book.txt
+python -m megalite evaluate exported data=stdlib --max-tokens 100000
 
 MODEL is a run folder (its newest checkpoint, or --step) or a folder of a transformers model.
 OVERRIDES are those of pretrain_gpt.py that concern data and device. Data that is named is

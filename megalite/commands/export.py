@@ -1,7 +1,7 @@
 """A run as a folder that transformers loads: weights, tokenizer, model card. See docs/huggingface.md.
 
-python scripts/export_hf.py runs/mine exported
-python scripts/export_hf.py runs/mine exported precision=bf16 --step 1000 --max-shard-size 2GB
+python -m megalite export runs/mine exported
+python -m megalite export runs/mine exported precision=bf16 --step 1000 --max-shard-size 2GB
 
 The newest checkpoint is exported unless --step says otherwise, in the precision that the run trained in unless
 precision=NAME does. OUT must be new or empty; it is there whole or not at all.

@@ -1,8 +1,8 @@
 """Text from a model. See docs/huggingface.md.
 
-python scripts/generate.py runs/mine --prompt "def "
-python scripts/generate.py exported --prompt "Once upon a time" --num-samples 3 --temperature 1 seed=7
-python scripts/generate.py exported --prompts prompts.txt --temperature 0 --json
+python -m megalite generate runs/mine --prompt "def "
+python -m megalite generate exported --prompt "Once upon a time" --num-samples 3 --temperature 1 seed=7
+python -m megalite generate exported --prompts prompts.txt --temperature 0 --json
 
 MODEL is a run folder (its newest checkpoint, or --step) or a folder of a transformers model. Nothing is downloaded and
 no code that comes with a model is run. The same seed gives the same text. Exit status: 0 sampled, 2 refused.

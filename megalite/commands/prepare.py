@@ -1,8 +1,8 @@
 """Text to token files, and a check of token files: a command over megalite.prepare.
 
-python scripts/prepare_data.py data=text data.path='books/*.txt' --output tokens/books
-python scripts/prepare_data.py data=hf data.path=org/name tokenizer=./my-tokenizer --output tokens/name
-python scripts/prepare_data.py data=tokens data.path=tokens/books model.vocab_size=4096 --verify
+python -m megalite prepare data=text data.path='books/*.txt' --output tokens/books
+python -m megalite prepare data=hf data.path=org/name tokenizer=./my-tokenizer --output tokens/name
+python -m megalite prepare data=tokens data.path=tokens/books model.vocab_size=4096 --verify
 
 OVERRIDES are those of pretrain_gpt.py that concern data and tokenizer. Exit status: 0, or 2 refused.
 """
@@ -70,7 +70,7 @@ def read(output: Path | None, overrides: list[str], *, verify: bool) -> Config:
 def make(config: Config, output: Path, terminal: Terminal) -> Iterator[str]:
     """Makes the token files; what they hold, and how to train on them."""
     from megalite.data.token_file import TokenFile, with_suffix
-    from megalite.data.tokenizers import load_tokenizer
+    from megalite.data.tokenizer_folder import load_tokenizer
     from megalite.prepare.prepare import prepare_file
     from megalite.prepare.sources import not_read, sources_of
 

@@ -1,12 +1,13 @@
 """Who talks to whom: every group of ranks of a layout, as tables, JSON or a picture, and the layers of each stage.
 
-python scripts/rank_generator.py --world-size 16 parallel.tp=4 parallel.pp=2
-python scripts/rank_generator.py --world-size 16 parallel.tp=4 parallel.pp=2 parallel.ep=4 parallel.etp=1 --json
-python scripts/rank_generator.py --world-size 64 parallel.tp=8 parallel.pp=4 --picture ranks.svg --gpus-per-node 8
-python scripts/rank_generator.py --world-size 8 parallel.pp=4 model.num_layers=12
-python scripts/rank_generator.py --world-size 8 parallel.tp=2 parallel.ep=4 parallel.etp=1 model.moe.num_experts=8
+python -m megalite plan ranks --world-size 16 --tp 4 --pp 2
+python -m megalite plan ranks --world-size 16 parallel.tp=4 parallel.pp=2 parallel.ep=4 parallel.etp=1 --json
+python -m megalite plan ranks --world-size 64 --tp 8 --pp 4 --picture ranks.svg --gpus-per-node 8
+python -m megalite plan ranks --world-size 8 --pp 4 model.num_layers=12
+python -m megalite plan ranks --world-size 8 --tp 2 --ep 4 --etp 1 model.moe.num_experts=8
 
-OVERRIDES are those of pretrain_gpt.py. Sizes that training does not offer yet can be looked at, too.
+scripts/rank_generator.py is the same. OVERRIDES are those of pretrain_gpt.py; `--tp 4` is `parallel.tp=4`. Sizes that
+training does not offer yet can be looked at, too.
 The stages are shown where an override names the model or its layers, and who holds which expert where it has some.
 """
 
@@ -30,12 +31,14 @@ from megalite.plan.ranks_table import expert_lines, held_experts, json_lines, st
 
 MOST_RANKS = 1 << 20  # lists of more would fill the memory before anybody reads them
 LABELS = {"world_size": "--world-size", "split_rank": "--pp-split-rank"}
-AXES = (*(f"parallel.{axis}" for axis in ("tp", "cp", "pp", "vpp", "ep", "etp", "order")), "model.moe.num_experts")
+SIZES = ("tp", "cp", "pp", "vpp", "ep", "etp")
+AXES = (*(f"parallel.{axis}" for axis in (*SIZES, "order")), "model.moe.num_experts")
 STAGE_LABELS = {**STAGE_NAMES, "split_rank": LABELS["split_rank"]}
 
 
 @command(
     option("--world-size", "--world_size", required=True, help="number of ranks", **COUNT),
+    *(option(f"--{axis}", help=f"parallel.{axis}", **COUNT) for axis in SIZES),
     option("--dp", help="data-parallel size that must remain (default: whatever does)", **COUNT),
     option("--experts", action="store_true", help="a mixture of experts even without parallel.ep and etp"),
     option("--pp-split-rank", help="pipeline rank where a decoder begins, after an encoder", **COUNT),
@@ -44,7 +47,7 @@ STAGE_LABELS = {**STAGE_NAMES, "split_rank": LABELS["split_rank"]}
     option("--gpus-per-node", default=8, help="ranks of a node in the picture (default: 8)", **COUNT),
 )
 def main(options: Namespace, overrides: list[str]) -> Shown:
-    layout, stages, experts = lay_out(options, overrides)
+    layout, stages, experts = lay_out(options, [*overrides, *sizes_as_overrides(options, overrides)])
     held = held_experts(layout, experts)
     if options.json:
         lines = [*json_lines(layout, stages, held)]
@@ -53,6 +56,14 @@ def main(options: Namespace, overrides: list[str]) -> Shown:
         lines += ["", *stage_lines(stages)] if stages else []
         lines += ["", *expert_lines(held)] if held else []
     return Shown(lines, draw=lambda: figure_of(layout, options.gpus_per_node, held))
+
+
+def sizes_as_overrides(options: Namespace, overrides: Sequence[str]) -> list[str]:
+    """`parallel.tp=4` for `--tp 4`; UserError where both are given."""
+    sizes = {f"parallel.{axis}": getattr(options, axis) for axis in SIZES if getattr(options, axis) is not None}
+    if twice := sizes.keys() & {word.partition("=")[0] for word in overrides}:
+        raise UserError([Problem(name, sizes[name], "is given twice", "give it once") for name in sorted(twice)])
+    return [f"{name}={size}" for name, size in sizes.items()]
 
 
 def lay_out(options: Namespace, overrides: Sequence[str]) -> tuple[ParallelLayout, tuple[StageLayers, ...], int]:

@@ -1,7 +1,7 @@
 """Draws the report of a run again, or compares several runs on common axes.
 
-python scripts/report.py runs/my-run
-python scripts/report.py runs/first runs/second --out comparison.html
+python -m megalite report runs/my-run
+python -m megalite report runs/first runs/second --out comparison.html
 
 One folder: its report.html. Several: comparison.html, here. The files are read as they are, also of a run that goes on.
 Exit status: 0, or 2 refused.

@@ -1,9 +1,9 @@
 """A pipeline's schedule, checked, timed and drawn: who computes which microbatch when, what is held, what is idle.
 
-python scripts/schedule.py parallel.pp=4 train.global_batch_size=8 train.micro_batch_size=1
-python scripts/schedule.py parallel.pp=4 parallel.vpp=2 parallel.schedule=interleaved train.global_batch_size=8 \\
+python -m megalite plan schedule parallel.pp=4 train.global_batch_size=8 train.micro_batch_size=1
+python -m megalite plan schedule parallel.pp=4 parallel.vpp=2 parallel.schedule=interleaved train.global_batch_size=8 \\
     train.micro_batch_size=1 --picture interleaved.png
-python scripts/schedule.py --measured runs/my-run --picture measured.png
+python -m megalite plan schedule --measured runs/my-run --picture measured.png
 
 OVERRIDES are those of pretrain_gpt.py. Times are simulated: all ranks take equally long, a backward pass twice as long
 as a forward pass, transfers no time. With --measured they are those that a run recorded.

@@ -1,7 +1,7 @@
 """How context parallelism shares a sequence: the exchange, who holds which tokens, what each rank computes and sends.
 
-python scripts/sequence.py parallel.cp=4 model=llama3_8b train.seq_length=32768
-python scripts/sequence.py parallel.cp=4 parallel.cp_comm=ring train.seq_length=8192 --picture ring.svg
+python -m megalite plan sequence parallel.cp=4 model=llama3_8b train.seq_length=32768
+python -m megalite plan sequence parallel.cp=4 parallel.cp_comm=ring train.seq_length=8192 --picture ring.svg
 
 OVERRIDES are those of pretrain_gpt.py. Scores are those of a sequence that is one document; bytes are in bf16.
 Exit status: 0, or 2 refused.

@@ -6,6 +6,7 @@ first step (130: Ctrl-C), else a failure.
 
 import gc
 import os
+import sys
 import time
 
 from megalite.config.schema import Config
@@ -72,11 +73,26 @@ def train_rank(config: Config, environment: ProcessEnvironment) -> int:
     """Train as `config` says, on this rank; the exit status. The rooms that training does not know meet here."""
     from megalite.hf.import_model import import_model
     from megalite.launch.preflight import look_at_nodes
-    from megalite.observe.run_recorder import RunRecorder
+    from megalite.observe.about import start_fields
+    from megalite.observe.terminal import Terminal
+    from megalite.observe.views import open_views
     from megalite.prepare import prepare
-    from megalite.train.run import run
+    from megalite.train.run import Companions, run
 
-    return run(config, environment, prepare, import_model, RunRecorder, look_at_nodes)
+    terminal = Terminal(sys.stdout, interactive=sys.stdout.isatty(), enabled=environment.rank == 0)
+    companions = Companions(
+        preparation=prepare,
+        read_weights=import_model,
+        look_at_nodes=look_at_nodes,
+        say=terminal.note,
+        preparing=terminal.preparing,
+        views=lambda job, note: open_views(job, terminal, note),
+        about=start_fields,
+    )
+    try:
+        return run(config, environment, companions)
+    finally:
+        terminal.close()
 
 
 def refuse(error: UserError, rank: int) -> int:

@@ -1,8 +1,8 @@
 """Whether a layout trains like one process: your config, made small, on CPU processes and on one, in fp64.
 
-python scripts/verify_layout.py model=gpt2 parallel.tp=4
-python scripts/verify_layout.py --dp 2 model=llama3_8b parallel.tp=2 parallel.sequence_parallel=false
-python scripts/verify_layout.py --world-size 64 model=gpt3_175b parallel.tp=8 train.global_batch_size=64
+python -m megalite verify model=gpt2 parallel.tp=4
+python -m megalite verify --dp 2 model=llama3_8b parallel.tp=2 parallel.sequence_parallel=false
+python -m megalite verify --world-size 64 model=gpt3_175b parallel.tp=8 train.global_batch_size=64
 
 OVERRIDES are those of pretrain_gpt.py. The model shrinks, its features and what divides what stay; above 8 ranks each
 axis shrinks to 2. No data is read, no GPU is used, nothing is written.

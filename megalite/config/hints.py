@@ -83,7 +83,7 @@ def _likely(case: Case, name: str, broken_rule: Broken) -> Iterator[Any]:
     if setting is None:  # a size that the command gives
         yield from _whole_numbers(value, numbers)
         return
-    if isinstance(value, list):
+    if isinstance(value, list) and setting.kind is not Any:
         yield list(dict.fromkeys(value))
         yield from (value[:at] + value[at + 1 :] for at in range(len(value)) if len(value) > 1)
     elif setting.choices:  # of auto nobody knows what it will be, unless it is what the refused setting can be

@@ -72,7 +72,7 @@ def start_weights_exist(config: Config) -> Iterator[Problem]:
         rule = f"the folder {place} does not exist"
     elif any((place / name).exists() for name in ("run.json", "checkpoints")):
         rule = f"{place} is the folder of a run, not of a transformers model"
-        remedy = f"scripts/export_hf.py {source} OUT and checkpoint.init_from=OUT; to continue it, run_dir={source}"
+        remedy = f"megalite export {source} OUT and checkpoint.init_from=OUT; to continue it, run_dir={source}"
     else:
         rule = f"the folder {place} holds no config.json"
     yield Problem("checkpoint.init_from", source, rule, remedy, here=True)

@@ -15,46 +15,27 @@ import numpy as np
 import numpy.typing as npt
 
 from megalite.config.user_files import refusing
-from megalite.errors.problems import UserError
 
 AGAIN = "restore it from a copy; a run continues from its newest checkpoint"
 
 
 class OpenedFile:
-    """A regular file, open for reading as long as this object lives; its size is that of now."""
+    """A regular file, open for reading as long as this object lives; its size is that of the opening."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         with refusing(path, "check its permissions"):
             self.descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             weakref.finalize(self, os.close, self.descriptor)
-            if not stat.S_ISREG(os.fstat(self.descriptor).st_mode):
+            state = os.fstat(self.descriptor)
+            if not stat.S_ISREG(state.st_mode):
                 raise ValueError("is not a regular file")
-        self.size, _ = self.state()
-        self.refusal: UserError | None = None  # what somebody else found wrong with it
-
-    def state(self) -> tuple[int, int]:
-        """Size and time of the last change in ns, now."""
-        state = os.fstat(self.descriptor)
-        return state.st_size, state.st_mtime_ns
-
-    def read(self, start: int, content: npt.NDArray[Any]) -> None:
-        """Fill `content` with the bytes from `start` on."""
-        if self.refusal:
-            raise self.refusal
-        view, done = content.view(np.uint8), 0
-        with refusing(self.path, AGAIN):
-            while done < len(view):
-                count = os.preadv(self.descriptor, [view[done:].data], start + done)
-                if count == 0:
-                    now = f"has {self.state()[0]:,} bytes now, {self.size:,} when it was opened"
-                    raise ValueError(f"{now}: it was cut short since")
-                done += count
+        self.size = state.st_size
 
 
 @dataclass(frozen=True)
 class DiskArray:
-    """`count` numbers from byte `offset` of a file on; what is indexed or sliced is read and given as numpy's."""
+    """`count` numbers from byte `offset` of a file on; a slice of them is read and given as a numpy array."""
 
     file: OpenedFile
     dtype: np.dtype[Any]
@@ -79,5 +60,16 @@ class DiskArray:
         start, stop, step = place.indices(self.count)
         assert step == 1, place
         content = np.empty(max(0, stop - start), self.dtype)
-        self.file.read(self.offset + start * self.itemsize, content)
+        self._read(self.offset + start * self.itemsize, content.view(np.uint8))
         return content
+
+    def _read(self, start: int, content: npt.NDArray[np.uint8]) -> None:
+        """Fill `content` with the bytes of the file from `start` on; the system may give them in several reads."""
+        with refusing(self.file.path, AGAIN):
+            while len(content):
+                count = os.preadv(self.file.descriptor, [content.data], start)
+                if count == 0:
+                    size = os.fstat(self.file.descriptor).st_size
+                    now = f"has {size:,} bytes now, {self.file.size:,} when it was opened"
+                    raise ValueError(f"{now}: it was cut short since")
+                start, content = start + count, content[count:]

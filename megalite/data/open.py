@@ -6,24 +6,31 @@ The split is by position: the last `validation_fraction` of each part's tokens i
 """
 
 import json
+import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import xxhash
 
+from megalite.config.durable_files import write_atomically
 from megalite.config.schema import Config, DataConfig
+from megalite.config.user_files import read_json
 from megalite.data.blend import integer_weights
 from megalite.data.permutation import IntArray
 from megalite.data.samples import Part, SampleSource, beyond_vocabulary
 from megalite.data.token_bytes import bytes_of_ids
-from megalite.data.token_file import TokenFile, in_words, largest_id, with_suffix
-from megalite.data.tokenizers import TextTokenizer, load_tokenizer
+from megalite.data.token_file import HASH_WHOLE, TokenFile, largest_id, with_suffix
+from megalite.data.tokenizer_folder import load_tokenizer
+from megalite.data.tokenizers import TextTokenizer
 from megalite.errors.problems import Problem, UserError, collect_all
+from megalite.errors.words import several
 from megalite.launch.host import allow_open_files
 
+RECORD = "token_files.json"  # in a run's folder: size and time of each large token file
 FORMAT = 1  # part of every fingerprint: a change of what preparation produces renews all caches
 # Bytes done, bytes in all (0: of a stream nobody knows), documents, tokens. The first call says what is there already.
 Progress = Callable[[int, int, int, int], None]
@@ -80,7 +87,10 @@ def open_data(config: Config, found: TokenFiles) -> OpenedData:
     train, validation = _split(config, files)
     seq_length = config.train.seq_length
     tokens, documents = sum(len(file.tokens) for file in files), sum(file.documents for file in files)
-    described = [f"{config.data.source}: {in_words(documents, tokens)}{f' in {len(files)} parts' if files[1:] else ''}"]
+    held = (
+        f"{several(documents, 'document')}, {several(tokens, 'token')}{f' in {len(files)} parts' if files[1:] else ''}"
+    )
+    described = [f"{config.data.source}: {held}"]
     remarks = dict.fromkeys(remark for file in files for remark in file.facts().remarks)
     return OpenedData(
         train=SampleSource(train, weights, seq_length, vocab_size, config.seed, end),
@@ -90,6 +100,27 @@ def open_data(config: Config, found: TokenFiles) -> OpenedData:
         fingerprint=digest(FORMAT, [file.identity() for file in files], fraction, weights),
         description="; ".join([*described, *([tokenizer.name] if tokenizer else []), *remarks, *found.unread]),
     )
+
+
+def note_changed_files(files: Sequence[TokenFile], run_dir: Path, report: Callable[[str], None]) -> None:
+    """Report the large token files with another size or time than at the run's last start, and remember this one.
+
+    The fingerprint holds 64 blocks of a large file. More of it is read by `prepare --verify` alone.
+    """
+    record, was = run_dir / RECORD, list[Any]()
+    large = [with_suffix(file.prefix, ".bin") for file in files if file.tokens.nbytes > HASH_WHOLE]
+    now = [{"size": state.st_size, "mtime_ns": state.st_mtime_ns} for state in map(os.stat, large)]
+    with suppress(UserError, TypeError):  # there is none, or it is damaged
+        was = [*read_json(record)]
+    for path, state, before in zip(large, now, was, strict=False):
+        if isinstance(before, dict) and before | state != before:
+            scan = f"python -m megalite prepare --verify data=tokens data.path={path.with_suffix('')}"
+            report(
+                f"{path.name} has another time than at the last start; samples of it are the same ({scan} reads all)"
+            )
+    if large:
+        with suppress(OSError):  # no room: the next start compares with an older one
+            write_atomically(record, json.dumps(now, indent=1).encode())
 
 
 def paths_of(data: DataConfig) -> list[str]:

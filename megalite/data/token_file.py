@@ -27,8 +27,8 @@ from megalite.errors.words import several
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")  # 34 bytes: the arrays behind it are not aligned
 DTYPES: dict[int, str] = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
-Array = npt.NDArray[Any] | DiskArray
 CODES = {np.dtype(name): code for code, name in DTYPES.items()}
+Array = npt.NDArray[Any] | DiskArray
 SAMPLED_CHECKS, SAMPLED_ROWS = 16, 64  # places of the index that are checked when a file is opened; entries of each
 BLOCK = 64  # documents whose starts are read at once in a search
 ROWS, SCANNED = 1 << 14, 1 << 24  # index entries and tokens at once
@@ -42,12 +42,12 @@ def dtype_for(vocab_size: int) -> np.dtype[Any]:
 
 
 def largest_id(dtype: np.dtype[Any]) -> int:
-    """Up to here every id can be stored; floats skip whole numbers beyond."""
+    """The largest id up to which all can be stored; floats skip whole numbers beyond."""
     return 2 ** (np.finfo(dtype).nmant + 1) if dtype.kind == "f" else int(np.iinfo(dtype).max)
 
 
 def ids_of(tokens: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Stored tokens [n] as whole numbers [n]; -1, which no vocabulary has, for a float that is none."""
+    """Stored tokens [n] as whole numbers [n]; -1, which no vocabulary has, for a float that is not whole."""
     if tokens.dtype.kind != "f":
         return tokens
     whole = (tokens == np.floor(tokens)) & (np.abs(tokens) < 2**63)
@@ -55,7 +55,7 @@ def ids_of(tokens: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def places_beyond(tokens: npt.NDArray[Any], vocab_size: int) -> npt.NDArray[Any]:
-    """Where stored tokens [n] are no id below `vocab_size`."""
+    """Places of the stored tokens [n] that are no id below `vocab_size`."""
     ids = ids_of(tokens)
     return np.flatnonzero((ids < 0) | (ids >= vocab_size))
 
@@ -67,7 +67,7 @@ def with_suffix(prefix: Path, suffix: str) -> Path:
 
 @dataclass(frozen=True)
 class Facts:
-    """What PREFIX.json may say of a token file that was made here, or of a shard of one."""
+    """The facts that PREFIX.json may tell of a token file that was made here, or of a shard of one."""
 
     fingerprint: str | None = None  # of the text and the tokenizer
     tokens: int = 0
@@ -78,11 +78,6 @@ class Facts:
     vocab_size: int | None = None
     xxh3_128: str | None = None  # of PREFIX.bin
     remarks: list[str] = field(default_factory=list)  # on what the tokenizer made of the text
-
-
-def in_words(documents: int, tokens: int) -> str:
-    """For people."""
-    return f"{several(documents, 'document')}, {several(tokens, 'token')}"
 
 
 @dataclass(frozen=True)
@@ -110,19 +105,18 @@ class TokenFile:
         if magic != MAGIC or version != 1 or code not in DTYPES:
             rule = f"has {entries.size:,} bytes and starts with {magic!r}, version {version}, dtype code {code}"
             known = f"an index starts with {MAGIC!r}, version 1 and a dtype code of {sorted(DTYPES)}"
-            raise UserError(damaged(index, f"{rule}; {known}"))
-        dtype, at = np.dtype(DTYPES[code]), HEADER.size
-        pointers_at, boundaries_at = at + 4 * sequences, at + 12 * sequences
-        end = boundaries_at + 8 * boundaries
+            raise UserError(_damaged(index, f"{rule}; {known}"))
+        dtype, long, at = np.dtype(DTYPES[code]), np.dtype("<i8"), HEADER.size
+        end = at + 12 * sequences + 8 * boundaries
         if entries.size not in (end, end + sequences):  # with the modes of a multimodal file
             rule = f"has {entries.size:,} bytes; {sequences:,} sequences and {boundaries:,} boundaries need {end:,}"
-            raise UserError(damaged(index, rule))
+            raise UserError(_damaged(index, rule))
         file = cls(
             prefix=prefix,
             tokens=DiskArray(content, dtype, 0, content.size // dtype.itemsize),
             lengths=DiskArray(entries, np.dtype("<i4"), at, sequences),
-            pointers=DiskArray(entries, np.dtype("<i8"), pointers_at, sequences),
-            boundaries=DiskArray(entries, np.dtype("<i8"), boundaries_at, boundaries),
+            pointers=DiskArray(entries, long, at + 4 * sequences, sequences),
+            boundaries=DiskArray(entries, long, at + 12 * sequences, boundaries),
         )
         if problem := next(file._problems(content.size), None):
             raise UserError(problem)
@@ -134,21 +128,22 @@ class TokenFile:
 
     @property
     def counts(self) -> str:
-        """For people."""
-        return in_words(self.documents, len(self.tokens))
+        """Documents and tokens, in words."""
+        return f"{several(self.documents, 'document')}, {several(len(self.tokens), 'token')}"
 
     def starts(self, first: int, stop: int) -> IntArray:
         """Positions of the first tokens of the documents [first, stop); number `documents` is the end of the file."""
         if first >= stop:
             return np.empty(0, np.int64)
         sequences = self.boundaries[first:stop]
-        low, high, last = int(sequences[0]), int(sequences[-1]), len(self.pointers)
+        low, high = int(sequences[0]), int(sequences[-1])
         pointers = self.pointers[low : high + 1].astype(np.int64)
-        pointers = np.append(pointers, self.tokens.nbytes) if high == last else pointers
+        pointers = np.append(pointers, self.tokens.nbytes) if high == len(self.pointers) else pointers
         return np.asarray(pointers[sequences - low] // self.tokens.itemsize)
 
     def document_at(self, position: int) -> int:
-        """Which document the token at `position` belongs to: halves whose starts are remembered, then one block."""
+        """The document to which the token at `position` belongs. Halves the file at remembered starts, then reads one
+        block."""
         low, high = 0, self.documents
         while high - low > BLOCK:
             middle = (low + high) // 2
@@ -163,70 +158,74 @@ class TokenFile:
         return [int(position) for position in np.unique(begun)]
 
     def facts(self) -> Facts:
-        """What PREFIX.json says; nothing for a file that was not made here."""
+        """The facts in PREFIX.json; none for a file that was not made here."""
         return read_facts(self.prefix)
 
     def identity(self) -> str:
-        """A hash of the content: of all bytes of a small file, of 64 blocks spread over a large one."""
+        """A hash of the content: all bytes of a small file, 64 blocks spread over a large one."""
         state = xxhash.xxh3_128(f"{self.tokens.dtype.str},{self.tokens.nbytes},{self.documents}".encode())
-        width = self.tokens.itemsize
         for start, stop in self._spans():
-            first = start // width
-            raw = self.tokens[first : -(-stop // width)].view(np.uint8)
-            state.update(raw[start - first * width : stop - first * width].data)
+            first, raw = self._tokens_around(start, stop)
+            begin = start - first * self.tokens.itemsize
+            state.update(raw.view(np.uint8)[begin : begin + stop - start].data)
         return state.hexdigest()
 
     def first_beyond(self, vocab_size: int) -> int | None:
-        """Position of the first token that is no id below `vocab_size`, among those that the identity covers: at hand,
-        and enough to find another tokenizer's."""
-        width = self.tokens.itemsize
+        """Position of the first token that is no id below `vocab_size`, among the tokens that the identity covers: at
+        hand, and enough to find another tokenizer's."""
         for start, stop in self._spans():
-            places = places_beyond(self.tokens[start // width : -(-stop // width)], vocab_size)
+            first, tokens = self._tokens_around(start, stop)
+            places = places_beyond(tokens, vocab_size)
             if len(places):
-                return start // width + int(places[0])
+                return first + int(places[0])
         return None
 
     def _spans(self) -> list[tuple[int, int]]:
-        """The bytes that stand for the content: all of a small file, 64 blocks spread over a large one."""
+        """The bytes that stand for the content."""
         size = self.tokens.nbytes
         if size <= HASH_WHOLE:
             return [(0, size)]
         starts = [(size - HASH_BLOCK) * block // (HASH_BLOCKS - 1) for block in range(HASH_BLOCKS)]
         return [(start, start + HASH_BLOCK) for start in starts]
 
+    def _tokens_around(self, start: int, stop: int) -> tuple[int, npt.NDArray[Any]]:
+        """The tokens that hold the bytes [start, stop), and the position of the first."""
+        first = start // self.tokens.itemsize
+        return first, self.tokens[first : -(-stop // self.tokens.itemsize)]
+
     def _problems(self, size: int) -> Iterator[Problem]:
-        """What the ends, entries spread over the index, and all document boundaries (8 bytes of each document) show."""
+        """Faults that the ends, entries spread over the index, and all document boundaries (8 bytes each) show."""
         index, data, width = with_suffix(self.prefix, ".idx"), with_suffix(self.prefix, ".bin"), self.tokens.itemsize
         count = len(self.pointers)
         if not count or not size:
-            yield damaged(data, f"holds no tokens ({size} bytes, {count} sequences)")
+            yield _damaged(data, f"holds no tokens ({size} bytes, {count} sequences)")
         end = int(self.pointers[-1]) + int(self.lengths[-1]) * width
         if end != size:
             described = f"{end:,} ({end // width:,} tokens of {width} bytes)"
-            yield damaged(data, f"has {size:,} bytes, {index.name} describes {described}")
+            yield _damaged(data, f"has {size:,} bytes, {index.name} describes {described}")
         for place in range(SAMPLED_CHECKS):
             first = (count - min(count, SAMPLED_ROWS)) * place // (SAMPLED_CHECKS - 1)
-            yield from broken_sequences(self, first, min(first + SAMPLED_ROWS, count))
+            yield from self._broken_sequences(first, min(first + SAMPLED_ROWS, count))
         last = 0  # the sequence at which the document before begins
         for first in range(0, self.documents + 1, ROWS):
             piece = self.boundaries[first : first + ROWS]
             for at in np.flatnonzero(np.diff(piece, prepend=last) < 0):
-                yield damaged(index, f"document {first + at - 1:,} ends before it starts, at sequence {piece[at]:,}")
+                yield _damaged(index, f"document {first + at - 1:,} ends before it starts, at sequence {piece[at]:,}")
             last = piece[-1]
         if len(self.boundaries) == 0 or self.boundaries[0] != 0 or last != count:
-            yield damaged(index, f"document boundaries do not run from 0 to {count:,}, the number of sequences")
+            yield _damaged(index, f"document boundaries do not run from 0 to {count:,}, the number of sequences")
 
-
-def broken_sequences(file: TokenFile, first: int, stop: int) -> Iterator[Problem]:
-    """Those of the sequences [first, stop) whose length and pointers contradict each other."""
-    lengths = file.lengths[first:stop].astype(np.int64)
-    ends = np.append(file.pointers[first + 1 : stop + 1], [file.tokens.nbytes] if stop == len(file.pointers) else [])
-    starts = file.pointers[first:stop].astype(np.int64)
-    right = (lengths >= 0) & (starts + lengths * file.tokens.itemsize == ends)
-    right[:1] &= first > 0 or starts[0] == 0
-    for at in np.flatnonzero(~right):
-        facts = f"starts at byte {starts[at]:,} with {lengths[at]:,} tokens, the next one at byte {int(ends[at]):,}"
-        yield damaged(with_suffix(file.prefix, ".idx"), f"sequence {first + at:,} {facts}")
+    def _broken_sequences(self, first: int, stop: int) -> Iterator[Problem]:
+        """The sequences of [first, stop) whose length and pointers contradict each other."""
+        lengths = self.lengths[first:stop].astype(np.int64)
+        behind = [self.tokens.nbytes] if stop == len(self.pointers) else []
+        ends = np.append(self.pointers[first + 1 : stop + 1], behind)
+        starts = self.pointers[first:stop].astype(np.int64)
+        right = (lengths >= 0) & (starts + lengths * self.tokens.itemsize == ends)
+        right[:1] &= first > 0 or starts[0] == 0
+        for at in np.flatnonzero(~right):
+            facts = f"starts at byte {starts[at]:,} with {lengths[at]:,} tokens, the next one at byte {int(ends[at]):,}"
+            yield _damaged(with_suffix(self.prefix, ".idx"), f"sequence {first + at:,} {facts}")
 
 
 def verify(prefix: Path, vocab_size: int | None, progress: Callable[..., None] | None = None) -> TokenFile:
@@ -239,7 +238,7 @@ def verify(prefix: Path, vocab_size: int | None, progress: Callable[..., None] |
         rule = "the vocabulary size is neither given nor in a file of ours"
         raise UserError(Problem("model.vocab_size", None, rule, "model.vocab_size=N"))
     for start in range(0, len(file.pointers), ROWS):
-        if problem := next(broken_sequences(file, start, min(start + ROWS, len(file.pointers))), None):
+        if problem := next(file._broken_sequences(start, min(start + ROWS, len(file.pointers))), None):
             raise UserError(problem)
     total, width, state = len(file.tokens), file.tokens.itemsize, xxhash.xxh3_128()
     first, beyond = -1, 0
@@ -258,15 +257,15 @@ def verify(prefix: Path, vocab_size: int | None, progress: Callable[..., None] |
         remedy = "give the vocabulary size of the tokenizer that made the file, or prepare the data again"
         raise UserError(Problem("data.path", str(data), rule, remedy))
     if facts.xxh3_128 not in (None, state.hexdigest()):
-        raise UserError(damaged(data, f"its content is not what was prepared (by its hash in {prefix.name}.json)"))
+        raise UserError(_damaged(data, f"its content is not what was prepared (by its hash in {prefix.name}.json)"))
     return file
 
 
 def read_facts(prefix: Path) -> Facts:
-    """What PREFIX.json says; nothing if there is none."""
+    """The facts in PREFIX.json; none without the file."""
     path, remedy = with_suffix(prefix, ".json"), "delete it, or prepare the data again"
     return as_record(Facts, read_object(path, remedy), path, remedy) if os.path.lexists(path) else Facts()
 
 
-def damaged(path: Path, rule: str) -> Problem:
+def _damaged(path: Path, rule: str) -> Problem:
     return Problem("data.path", str(path), rule, "copy it again, or delete it and prepare the data again")

@@ -1,20 +1,17 @@
 """Turns text into token ids and back, always by a `tokenizers` model, so that transformers loads what we save.
 
-`byte` and `char` are such models too; because they are plain tables, a long text is encoded by an array look-up that
-gives the same ids. The end-of-document token ends every document and never arises from its text, and no other special
-token does: `<|endoftext|>` spelled out in a text is text. A text that the library encodes otherwise is encoded again
-with a tokenizer that cannot (`text_only`); what no encoding can say is refused.
+The end-of-document token ends every document and never arises from its text, and no other special token does:
+`<|endoftext|>` spelled out in a text is text. A text that the library encodes otherwise is encoded again with a
+tokenizer that cannot (`text_only`); what no encoding can say is refused.
 
-The tokenizer of a folder is what AutoTokenizer makes of the folder. A folder that `save` has written is read without
-transformers.
+`byte` and `char` are such models, too; because they are plain tables, an array look-up gives the same ids, in a 14th
+and a 60th of the time.
 """
 
 import json
-import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,31 +21,21 @@ import xxhash
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from megalite.config.durable_files import write_atomically
-from megalite.config.user_files import read_object, read_text, refusing
 from megalite.data.cuts import Cut, at_line_end, nowhere, where_encodings_agree
 from megalite.data.permutation import IntArray
-from megalite.data.tokenizer_folder import AGAIN, plain_backend, specified
-from megalite.data.tokenizer_spec import (
-    byte_letters,
-    check_ids,
-    drops_symbols,
-    says_bytes,
-    text_only,
-    unknown_of,
-)
+from megalite.data.tokenizer_spec import byte_letters, drops_symbols, mentions, text_only, unknown_of
 from megalite.errors.problems import Problem, UserError
 
 END = "<|endoftext|>"
 KEPT_SETTINGS = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template", "clean_up_tokenization_spaces")
-SETTINGS, CONFIGS = ("special_tokens_map.json", "tokenizer_config.json"), ("generation_config.json", "config.json")
-ADDED = "added_tokens.json"
+ANOTHER = "tokenizer=byte, bpe, or one for this text"
 LONG_WORD, LONG_WORDS = 512, 1 << 17  # characters of a word, and of all long words together: the trainer's time
 # A part of a word as byte-level BPE sees it: letters, digits, signs or blanks alone.
 ALIKE = re.compile(r"[^\W\d_]+|\d+|\s+|[^\w\s]+|_+")
 
 
 class TextTokenizer:
-    """A tokenizer and what training must know about it."""
+    """A tokenizer, and all that training must know about it. `settings` are those of tokenizer_config.json."""
 
     def __init__(self, backend: Tokenizer, settings: dict[str, Any], end_of_document: int | None = None) -> None:
         self.backend, self.settings = backend, settings
@@ -62,35 +49,34 @@ class TextTokenizer:
         self._names = {number: text for text, number in vocabulary.items()}  # the library tells normalized ones
         self.vocab_size: int = max(self._names) + 1
         self._spec: dict[str, Any] = json.loads(backend.to_str())
-        self._table, end = _symbol_table(self._spec), self.end_of_document
-        self._says_end = self._table is not None and end is not None and end < (len(self._table) or 256)
+        self._table = _symbol_table(self._spec, self.end_of_document)
         named = {token_text(settings.get(name)) for name in KEPT_SETTINGS[:4]}
         named |= {token["content"] for token in self._spec["added_tokens"] if token["special"]}
         self._hidden = {text for text in named if text in vocabulary and len(text) > 1}  # some pad with `!`
         if self.end_of_document is not None:
             self._hidden.add(self._names[self.end_of_document])
-        self._drops = self._table is None and drops_symbols(self._spec)
+        self._drops = drops_symbols(self._spec)
         self._watched = np.zeros(self.vocab_size + 1, dtype=bool)  # ids that no text should give
         self._watched[[vocabulary[text] for text in self._hidden]] = True
         self._refused = self._watched.copy()  # ids that no text may give
-        self._refused[self.vocab_size] = True  # of what would be dropped
+        self._refused[self.vocab_size] = True  # of a symbol that would be dropped
         unknown = vocabulary.get(unknown_of(self._spec["model"]) or "")
         if unknown is not None and unknown != self.end_of_document:
             self._refused[unknown] = False
 
     @cached_property
     def identity(self) -> str:
-        """A hash of all of it, by which token files remember their tokenizer."""
+        """A hash of everything, by which token files remember their tokenizer."""
         return xxhash.xxh3_128_hexdigest(json.dumps([self._spec, self.end_of_document], sort_keys=True).encode())
 
     @property
     def byte_level(self) -> bool:
         """Whether its tokens are written in `byte_letters`."""
-        return says_bytes(self._spec) or '"ByteLevel"' in json.dumps(self._spec["decoder"])
+        return mentions(self._spec, "ByteLevel", "normalizer", "pre_tokenizer", "decoder")
 
     @property
     def name(self) -> str:
-        """For people: what `tokenizer` is set to for those made here, else the model that it is; and its size."""
+        """The setting of `tokenizer` for those made here, else the kind of the model; and the number of tokens."""
         kind = self._spec["model"]["type"] if self._table is None else "char" if len(self._table) else "byte"
         return f"{kind} tokenizer with {self.vocab_size:,} tokens"
 
@@ -105,12 +91,7 @@ class TextTokenizer:
         cannot say.
         """
         if self._table is not None:
-            found = [_look_up(self._table, text) for text in texts]
-            for text, ids in zip(texts, found if self._says_end else (), strict=False):
-                if (at := np.flatnonzero(self._watched[ids])).size:
-                    start = int(at[0]) if len(self._table) else len(text.encode()[: at[0]].decode(errors="ignore"))
-                    raise UserError(self._unsaid(text[start], start, ids[at[0]]))
-            return found
+            return [_look_up(self._table, text) for text in texts]
         if not any(before):
             return self._encoded(texts)
         whole = self._encoded([*map("".join, zip(before, texts, strict=True)), *before])
@@ -124,61 +105,50 @@ class TextTokenizer:
 
     def _encoded(self, texts: Sequence[str]) -> list[IntArray]:
         found = self._ids(self._strict if self._drops else self.backend, texts)
-        wrong = [number for number, ids in enumerate(found) if self._drops or self._watched[ids].any()]
-        if not wrong:
-            return found
-        again = found if self._drops else self._ids(self._strict, [texts[number] for number in wrong])
-        for number, ids in zip(wrong, again, strict=True):
-            if self._refused[ids].any():
+        for number, ids in enumerate(found):
+            if self._watched[ids].any() and not self._drops:
+                [found[number]] = self._ids(self._strict, [texts[number]])
+            elif not self._drops:
+                continue
+            if self._refused[found[number]].any():
                 raise UserError(self._unsayable(texts[number]))
-            found[number] = ids
         return found
 
     def _ids(self, backend: Tokenizer, texts: Sequence[str]) -> list[IntArray]:
         try:
             encodings = backend.encode_batch_fast(list(texts), add_special_tokens=False)
         except Exception as error:  # the library raises plain Exception: a symbol that it has no token for
-            rule, remedy = f"cannot encode the text ({error})", "tokenizer=byte, bpe, or one for this text"
-            raise UserError(Problem("tokenizer", self.name, rule, remedy)) from error
+            raise UserError(Problem("tokenizer", self.name, f"cannot encode the text ({error})", ANOTHER)) from error
         return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
 
     @cached_property
     def _strict(self) -> Tokenizer:
-        """The same tokenizer, of which special tokens are spelled by nothing that a text holds."""
+        """The same tokenizer, whose special tokens no text can spell."""
         backend = Tokenizer.from_str(json.dumps(text_only(self._spec, self._hidden)))
         backend.encode_special_tokens = True
         return backend
 
     def _unsayable(self, text: str) -> Problem:
-        """The first place of `text` that this tokenizer has no token for, told."""
+        """The first place of `text` for which this tokenizer has no token."""
         encoding = self._strict.encode(text, add_special_tokens=False)
         at = int(np.flatnonzero(self._refused[encoding.ids])[0])
-        start, stop = encoding.offsets[at]
-        return self._unsaid(text[start:stop], start, encoding.ids[at])
-
-    def _unsaid(self, words: str, start: int, token: int) -> Problem:
+        (start, stop), token = encoding.offsets[at], encoding.ids[at]
         told = "no token" if token == self.vocab_size else f"only the special token {self._names[token]!r}"
-        rule = f"has {told} for {words!r:.40} (character {start:,})"
-        return Problem("tokenizer", self.name, rule, "tokenizer=byte, bpe, or one for this text")
+        rule = f"has {told} for {text[start:stop]!r:.40} (character {start:,})"
+        return Problem("tokenizer", self.name, rule, ANOTHER)
 
     def remarks(self, page: str) -> list[str]:
-        """How the tokenizer differs from what one might expect: on a page of the text, and from AutoTokenizer on a page
-        of special tokens."""
-        odd = "".join(sorted(self._hidden))
+        """Sentences on how the tokenizer differs from what one might expect, as a page of the text shows."""
         try:
-            again, ours = self.decode(self.encode(page)), self.encode(odd)
+            again = self.decode(self.encode(page))
         except UserError:  # whoever encodes all of the text says where
             return []
-        self.backend.encode_special_tokens = False
-        theirs, told = self.backend.encode(odd, add_special_tokens=False).ids, []
-        self.backend.encode_special_tokens = True
+        told = []
         if again != page:
-            at = next(
-                (at for at, (one, other) in enumerate(zip(page, again, strict=False)) if one != other), len(again)
-            )
+            at = next((at for at in range(len(page)) if page[at : at + 1] != again[at : at + 1]), len(page))
             was, now = (repr(it[max(0, at - 10) : at + 20]) for it in (page, again))
             told.append(f"decoding its tokens does not give back the text (character {at:,}): {was} becomes {now}")
-        if ours != theirs:
+        if self._hidden:
             names = ", ".join(sorted(self._hidden)[:3])
             told.append(f"special tokens spelled out in the text are text; to AutoTokenizer they are tokens: {names}")
         return told
@@ -196,8 +166,8 @@ class TextTokenizer:
         scored = self._spec["model"]["type"] == "Unigram"
         if scored and (words["type"] is None or len(self.backend.pre_tokenizer.pre_tokenize_str("a b")) < 2):
             return nowhere
-        found = any(f'"{kind}"' in json.dumps(words) for kind in ("Split", "FixedLength"))
-        return where_encodings_agree(self._encoded, self.backend.pre_tokenizer.pre_tokenize_str if found else None)
+        far = any(mentions(self._spec, kind, "pre_tokenizer") for kind in ("Split", "FixedLength"))
+        return where_encodings_agree(self._encoded, self.backend.pre_tokenizer.pre_tokenize_str if far else None)
 
     def decode(self, tokens: Iterable[int], skip_special_tokens: bool = False) -> str:
         """The text of `tokens`; bytes that are no UTF-8 (a character cut in two) become U+FFFD."""
@@ -217,7 +187,7 @@ class TextTokenizer:
             settings["model_max_length"] = context_length
         if self.end_of_document is not None:
             settings["bos_token"] = settings["eos_token"] = self._names[self.end_of_document]
-        return {"tokenizer.json": spec.encode(), "tokenizer_config.json": _written(settings).encode()}
+        return {"tokenizer.json": spec.encode(), "tokenizer_config.json": written(settings).encode()}
 
     def unwritten(self, folder: Path) -> dict[Path, bytes]:
         """The files that the folder lacks, or holds with another content."""
@@ -231,7 +201,8 @@ class TextTokenizer:
             write_atomically(path, content)
 
 
-def _written(settings: dict[str, Any]) -> str:
+def written(settings: dict[str, Any]) -> str:
+    """The content of tokenizer_config.json."""
     return json.dumps(settings, indent=1, ensure_ascii=False, sort_keys=True) + "\n"
 
 
@@ -242,9 +213,7 @@ def token_text(token: Any) -> Any:
 
 def byte_tokenizer() -> TextTokenizer:
     """One id per byte of UTF-8, and the end of document: 257 tokens."""
-    backend = _byte_backend(byte_letters())
-    backend.add_special_tokens([END])
-    return TextTokenizer(backend, {"eos_token": END})
+    return TextTokenizer(_byte_backend(), {"eos_token": END})
 
 
 def char_tokenizer(texts: Iterable[str]) -> TextTokenizer:
@@ -272,8 +241,8 @@ def bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
 
 
 def _short_words(texts: Iterable[str]) -> Iterator[str]:
-    """The texts, of which words of more than LONG_WORD characters come in parts, once there were LONG_WORDS characters
-    of them: the trainer's time grows with the square of a word's length."""
+    """The texts, with words of more than LONG_WORD characters in parts once there were LONG_WORDS characters of such
+    words: the trainer's time grows with the square of a word's length."""
     room = LONG_WORDS
     for text in texts:
         start = 0
@@ -286,10 +255,11 @@ def _short_words(texts: Iterable[str]) -> Iterator[str]:
         yield text[start:]
 
 
-def _byte_backend(symbols: Sequence[str]) -> Tokenizer:
-    backend = Tokenizer(models.BPE(vocab={symbol: number for number, symbol in enumerate(symbols)}, merges=[]))
+def _byte_backend() -> Tokenizer:
+    backend = Tokenizer(models.BPE(vocab={letter: byte for byte, letter in enumerate(byte_letters())}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([END])
     return backend
 
 
@@ -301,75 +271,19 @@ def _char_backend(symbols: Sequence[str]) -> Tokenizer:
     return backend
 
 
-def load_tokenizer(folder: Path) -> TextTokenizer:
-    """The tokenizer in a folder of transformers' files; never runs code from it. UserError for one that is damaged, or
-    that nothing can be trained with: no vocabulary, an end of document that is no token."""
-    files = {name: _settings(folder / name) for name in (*SETTINGS, *CONFIGS, ADDED)}
-    settings = files[SETTINGS[0]] | files[SETTINGS[1]]
-    with refusing(folder, AGAIN):
-        ids = settings.get("added_tokens_decoder") or {}
-        check_ids(SETTINGS[1], {it: int(it) if re.fullmatch(r"-?\d{1,20}", it) else it for it in ids})
-        check_ids(ADDED, files[ADDED])
-        plain = plain_backend(folder / "tokenizer.json")
-        if plain is not None and not plain.get_vocab(with_added_tokens=False):
-            raise ValueError("its vocabulary is empty")
-        kept = {key: settings[key] for key in KEPT_SETTINGS if settings.get(key) is not None}
-        backend = plain if plain is not None and _written_here(folder, settings) else specified(folder, plain)
-        vocabulary = (plain or backend).get_vocab(with_added_tokens=True)
-        eos, end = token_text(settings.get("eos_token")), None
-        if eos is None:
-            eos = end = _end_of_model(files)
-        known = {*vocabulary, *_named(settings), *files[ADDED]} if end is None else {*vocabulary.values()}
-        if eos is not None and eos not in [*known]:
-            raise ValueError(f"its end of document, {eos!r:.60}, is none of its tokens")
-    return TextTokenizer(backend, kept, end)
-
-
-def _end_of_model(files: dict[str, dict[str, Any]]) -> Any:
-    """eos_token_id of the model's files, for a tokenizer that names no end of document."""
-    found = next((eos for name in CONFIGS if (eos := files[name].get("eos_token_id")) is not None), None)
-    return next(iter(found), None) if isinstance(found, list) else found
-
-
-def _named(settings: dict[str, Any]) -> list[Any]:
-    """The tokens that tokenizer_config.json adds to those of tokenizer.json."""
-    lists = (settings.get(name) or () for name in ("additional_special_tokens", "extra_special_tokens"))
-    return [*map(token_text, (*settings.get("added_tokens_decoder", {}).values(), *chain(*lists)))]
-
-
-def _written_here(folder: Path, settings: dict[str, Any]) -> bool:
-    """Whether the folder holds what `save` writes, in its form, and nothing else that concerns tokens."""
-    if any(os.path.lexists(folder / name) for name in (*CONFIGS, ADDED, SETTINGS[0])):
-        return False
-    ours = {*KEPT_SETTINGS, "tokenizer_class", "model_max_length"} >= settings.keys() >= {*KEPT_SETTINGS[-1:]}
-    return ours and read_text(folder / SETTINGS[1], AGAIN) == _written(settings)
-
-
-def _settings(path: Path) -> dict[str, Any]:
-    return read_object(path, AGAIN) if os.path.lexists(path) else {}
-
-
-def _symbol_table(spec: dict[str, Any]) -> npt.NDArray[np.uint32] | None:
-    """Code points [vocab] in the order of their ids, if the tokenizer is `char`; an empty table for `byte`; else None.
-
-    It is one of them if its vocabulary makes the same one here: no normalizer, no prefix, no other ids.
-    """
-    kind, vocabulary = spec["model"]["type"], spec["model"].get("vocab")
-    if kind not in ("BPE", "WordLevel") or not vocabulary or not all(it["special"] for it in spec["added_tokens"]):
+def _symbol_table(spec: dict[str, Any], end: int | None) -> npt.NDArray[np.uint32] | None:
+    """Code points [vocab] in the order of their ids, if the tokenizer is `char`; an empty table for `byte`; or None."""
+    vocabulary = spec["model"].get("vocab")
+    if not isinstance(vocabulary, dict) or (end is not None and end < len(vocabulary)):
         return None
-    symbols = sorted(vocabulary, key=vocabulary.__getitem__)
-    if kind == "BPE" and symbols[:256] == byte_letters():
-        table, ours = np.empty(0, dtype=np.uint32), _byte_backend(symbols)
-    elif kind == "WordLevel" and symbols == sorted(symbols) and all(len(symbol) == 1 for symbol in symbols):
-        table, ours = np.array([ord(symbol) for symbol in symbols], dtype=np.uint32), _char_backend(symbols)
-    else:
-        return None
-    same = json.loads(ours.to_str())
-    return table if all(spec[part] == same[part] for part in ("normalizer", "pre_tokenizer", "model")) else None
+    symbols = sorted(vocabulary) if spec["model"]["type"] == "WordLevel" else []
+    ours = json.loads((_char_backend(symbols) if symbols else _byte_backend()).to_str())
+    same = all(spec[part] == ours[part] for part in ("normalizer", "pre_tokenizer", "model", "added_tokens"))
+    return np.array([*map(ord, symbols)], dtype=np.uint32) if same and all(len(it) == 1 for it in symbols) else None
 
 
 def _look_up(table: npt.NDArray[np.uint32], text: str) -> IntArray:
-    """What the model that `table` stands for gives for `text`."""
+    """The ids that the model of `table` gives for `text`."""
     if not len(table):
         return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64)
     points = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)

@@ -143,7 +143,7 @@ def family_of(config: ModelConfig) -> str:
         settings = ", ".join(f"model.{name}={yaml_value(value)}" for name, value in sorted(differences.items()))
         needs.append(f"{family} has {settings}")
     rule = f"no family that can be exported computes this model: {'; '.join(needs)}"
-    remedy = "train with one family's settings; as it is, scripts/evaluate.py and scripts/generate.py take the run"
+    remedy = "train with one family's settings; as it is, megalite evaluate and megalite generate take the run"
     raise UserError(Problem("model", config.name, rule, remedy))
 
 

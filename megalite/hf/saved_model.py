@@ -22,7 +22,8 @@ from megalite.config.model_folder import holds_tokenizer, imported_model, read_m
 from megalite.config.schema import Config, ModelConfig
 from megalite.config.settings import SETTINGS, with_values
 from megalite.config.user_files import read_object
-from megalite.data.tokenizers import TextTokenizer, load_tokenizer
+from megalite.data.tokenizer_folder import load_tokenizer
+from megalite.data.tokenizers import TextTokenizer
 from megalite.errors.problems import Problem, UserError
 from megalite.hf.import_model import import_model
 from megalite.launch.context import ParallelContext

@@ -8,9 +8,12 @@ all ask here; nothing is stuck onto tensors. The data axes (dp and cp, edp for e
 every parameter is replicated and every gradient partial. No torch import.
 """
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
+
+from megalite.layout.stages import StageLayers
 
 End = Literal["embedding", "loss"]  # the stage that embeds tokens; the one with final norm, head and loss
 Group = Literal["tp", "word-embedding"]  # the last: the stages of one pipeline that hold a tied word embedding
@@ -154,6 +157,16 @@ def is_held(record: ParameterRecord, layers: range, *, embedding: bool, loss: bo
     if isinstance(record.place, int):
         return record.place in layers
     return (embedding and "embedding" in record.place) or (loss and "loss" in record.place)
+
+
+def held_parameters(records: Sequence[ParameterRecord], stages: Iterable[StageLayers]) -> list[ParameterRecord]:
+    """The records of what these stages hold, stage by stage."""
+    return [
+        record
+        for stage in stages
+        for record in records
+        if is_held(record, stage.layers, embedding=stage.embedding, loss=stage.loss)
+    ]
 
 
 def is_counted(record: ParameterRecord, *, embedding: bool) -> bool:

@@ -99,6 +99,11 @@ def stage_layers(settings: StageSettings) -> tuple[StageLayers, ...]:
     return tuple(stages)
 
 
+def stages_of(settings: StageSettings, pp_rank: int) -> list[StageLayers]:
+    """The stages that are the chunks of one pipeline rank, in order."""
+    return [stage for stage in stage_layers(settings) if stage.pp_rank == pp_rank]
+
+
 def get_num_layers(num_layers: int, pp: int, pp_rank: int, *, chunk: int | None = None, **settings: Any) -> int:
     """Layers on one pipeline rank: all of its chunks together, or one `chunk`.
 

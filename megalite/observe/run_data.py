@@ -18,8 +18,16 @@ from megalite.config.settings import DERIVED
 from megalite.config.user_files import read_object, read_yaml, refusing
 from megalite.errors.problems import Problem, UserError
 from megalite.errors.words import several
-from megalite.train.history import ENDS, EVENTS, METRICS, Note, changes, read_events, read_metrics
-from megalite.train.recorder import STEP_PARTS
+from megalite.train.history import (
+    ENDS,
+    EVENTS,
+    METRICS,
+    STEP_PARTS,
+    Note,
+    changes,
+    read_events,
+    read_metrics,
+)
 
 SUMMED_UP = ("checkpoint", "ranks", "sample")  # all other kinds of events are listed one by one
 MOST_LISTED = 160  # events that are kept: the newest

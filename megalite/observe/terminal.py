@@ -20,7 +20,6 @@ from megalite.observe import readable
 from megalite.observe.curve import draw_curve
 from megalite.observe.run_data import RunData
 from megalite.observe.screens import WIDTH, Line, Screen, Span
-from megalite.train.recorder import EvaluationRecord, StepRecord
 
 NAMES_EVERY = 20  # lines of a log between two lines of column names
 PREPARING_LOG_S = 10  # seconds between two lines of a log about the preparation of data
@@ -52,9 +51,9 @@ class Terminal:
         self._columns: list[tuple[str, str, int, Words]] = []  # that the first step has
         self._has_experts = False  # among them
         self._printed = 0  # steps
-        self._validation: EvaluationRecord | None = None
+        self._validation: Mapping[str, Any] | None = None
         self._began = time.monotonic()
-        self._digits = 1  # of the last step
+        self._steps = 1
         # How far the preparation of data, or the scan of a token file, is; may be called often.
         self.preparing = DataWork(self._screen, "preparing data", "prepared").show
         self.checking = DataWork(self._screen, "checking tokens", "checked").show
@@ -69,47 +68,47 @@ class Terminal:
             for name, words in zip([label] + [""] * len(cut), cut or [""], strict=False):
                 lines.append([(f"  {name:<{width}}", LABEL), (f"  {words}", "")])
         self._screen.print(*lines, [])
-        self._began, self._digits = time.monotonic(), len(str(steps))
+        self._began, self._steps = time.monotonic(), steps
         self._screen.status(self._bar(first_step, steps), [("waiting for the first step", QUIET)], now=True)
 
-    def step(self, record: StepRecord) -> None:
-        """Show one optimizer step."""
-        self._step_times.append(record.step_time_s)
-        values = {**vars(record), **(record.moe or {})}
-        if record.moe is not None:
+    def step(self, record: Mapping[str, Any]) -> None:
+        """Show one optimizer step: a line of metrics.jsonl."""
+        step, steps, moe = record["step"], self._steps, record.get("moe")
+        self._step_times.append(record["step_time_s"])
+        values = {**record, **(moe or {})}
+        if moe is not None:
             values["mfu_causal"] = None  # a line has room for one more
-        if not self._columns or (record.moe and not self._has_experts):  # not told of where a first step was skipped
+        if not self._columns or (moe and not self._has_experts):  # not told of where a first step was skipped
             self._columns = [column for column in COLUMNS if values.get(column[0]) is not None]
-            self._has_experts, self._printed = record.moe is not None, 0
+            self._has_experts, self._printed = moe is not None, 0
         found = [(values.get(figure), words) for figure, _, _, words in self._columns]
         cells = ["-" if value is None else words(value) for value, words in found]
         if self._screen.live:
-            last = record.step == record.steps
-            self._screen.status(self._bar(record.step, record.steps), *self._figures(record, cells), now=last)
+            self._screen.status(self._bar(step, steps), *self._figures(record, cells), now=step == steps)
             return
-        digits = len(str(record.steps))
+        digits = len(str(steps))
         names = ["step", *(name for _, name, _, _ in self._columns), "left"]
         widths = [max(9, 2 * digits + 1), *(width for _, _, width, _ in self._columns), 8]
-        left = self._left(record.steps - record.step).replace(" ", "")
+        left = self._left(steps - step).replace(" ", "")
         gap = "  " if sum(widths) + 2 * (len(widths) - 1) <= WIDTH else " "
         rows = [(names, "bold")] if self._printed % NAMES_EVERY == 0 else []
-        rows.append(([f"{record.step:>{digits}}/{record.steps}", *cells, left], ""))
+        rows.append(([f"{step:>{digits}}/{steps}", *cells, left], ""))
         for row, style in rows:
             self._screen.print([(gap.join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)), style)])
         self._printed += 1
 
-    def evaluation(self, record: EvaluationRecord) -> None:
-        """Show the validation set after a step."""
+    def evaluation(self, record: Mapping[str, Any]) -> None:
+        """Show the validation set after a step: a line of metrics.jsonl."""
         self._validation = record
-        spans = [(f"step {record.step:>{self._digits}}", "bold"), ("  validation loss ", QUIET)]
-        spans.append((readable.loss(record.val_loss), "bold green"))
-        for name, value in other_measures(vars(record)).items():
+        spans = [(f"step {record['step']:>{len(str(self._steps))}}", "bold"), ("  validation loss ", QUIET)]
+        spans.append((readable.loss(record["val_loss"]), "bold green"))
+        for name, value in other_measures(record).items():
             spans += [(f"  {name} ", QUIET), (value, "")]
-        self._screen.print([*spans, (f"  ({readable.step_time(record.eval_time_s)})", QUIET)])
+        self._screen.print([*spans, (f"  ({readable.step_time(record['eval_time_s'])})", QUIET)])
 
     def sample(self, step: int, prompt: str, text: str) -> None:
         """Show what the model makes of a prompt after a step."""
-        self._screen.print([(f"step {step:>{self._digits}}", "bold"), ("  the model writes", QUIET)])
+        self._screen.print([(f"step {step:>{len(str(self._steps))}}", "bold"), ("  the model writes", QUIET)])
         self._screen.print(*self._quoted(prompt + text))
 
     def note(self, text: str) -> None:
@@ -162,15 +161,15 @@ class Terminal:
         """How long `steps` more steps take: by a median, which one slow step (a compilation) does not move."""
         return readable.duration(statistics.median_low(self._step_times) * steps if self._step_times else math.nan)
 
-    def _figures(self, record: StepRecord, cells: Sequence[str]) -> list[Line]:
+    def _figures(self, record: Mapping[str, Any], cells: Sequence[str]) -> list[Line]:
         """The newest figures in two lines."""
         named = [(name, cell) for (_, name, _, _), cell in zip(self._columns, cells, strict=True)]
         learning, speed = named[:LEARNING], named[LEARNING:]
         if self._validation is not None:
             newest = self._validation
-            learning.append(("validation", f"{readable.loss(newest.val_loss)} (step {newest.step})"))
-        if record.bad_steps:
-            learning.append(("bad steps", readable.count(record.bad_steps)))
+            learning.append(("validation", f"{readable.loss(newest['val_loss'])} (step {newest['step']})"))
+        if bad := record["bad_steps"]:
+            learning.append(("bad steps", readable.count(bad)))
         return [
             [span for name, value in line for span in ((f"{name} ", QUIET), (f"{value}   ", STYLES.get(name, "")))]
             for line in (learning, speed)

@@ -18,7 +18,7 @@ import numpy as np
 from megalite.config.schema import Config
 from megalite.errors.words import several
 from megalite.observe.wandb import LOADS, flat_values, loads_of_experts, wandb_tracker
-from megalite.train.history import Note
+from megalite.train.history import ENDS, Note
 
 BOARD = "tensorboard"  # folder of the run folder
 LONGEST_QUEUE = 10_000  # lines that may wait
@@ -114,7 +114,10 @@ class TrackerThread(Thread):
 
 
 class Trackers:
-    """Passes every line on to all trackers of a run, by name. From time to time it holds the loads of experts, too."""
+    """Passes every line on to all trackers of a run, by name: a view (train/run_log.py). From time to time a line holds
+    the loads of experts, too."""
+
+    name = "trackers"
 
     def __init__(
         self,
@@ -133,6 +136,11 @@ class Trackers:
             self._due = line["step"] + self._every
         for thread in self._threads:
             thread.add(line)
+        if line.get("kind") in ENDS:
+            self.finish(line["status"])
+
+    def close(self) -> None:
+        self.finish(1)  # of a run that another job has taken over
 
     def finish(self, status: int) -> None:
         """Let the trackers finish, and wait for them. The second call does nothing."""

@@ -3,7 +3,7 @@
 Several ranks of one model hold some parameters alike, but each computes only a part of their gradient: norms and biases
 under sequence parallelism, norms over queries and keys, key-value heads that several ranks share (`Split.replicated`),
 and a tied embedding, of which the first and the last stage of a pipeline each see one use. Their records
-(layout/parameters.py) name the groups to sum over. gradient_sync.py has summed over data-parallel ranks before; then
+(layout/parameters.py) name the groups to sum over. zero.py has summed over data-parallel ranks before; then
 one all-reduce for each group sums all of its parts. Each rank adds what it owns of them, which is the same part on all
 ranks of the group: tables of the vocabulary, which may be cut unevenly and are tied, have buckets of their own.
 """
@@ -21,7 +21,7 @@ from megalite.launch.context import ParallelContext
 from megalite.layout.buffer_layout import Kind, slice_ranges
 from megalite.layout.parameters import Group, ParameterRecord, ShardBox, is_counted, is_replicated
 from megalite.optim.buffers import TrainingBuffers, ranges_of
-from megalite.optim.sharing import Sharing
+from megalite.optim.zero import ReplicaGroups
 
 NORM_ROW = 4096  # elements
 WIDENED = 64 * NORM_ROW  # elements of a narrow dtype that a CPU widens at once: it would copy all of a part
@@ -57,11 +57,13 @@ def _is_partial(group: Group, record: ParameterRecord, box: ShardBox) -> bool:
     return group in record.partial_over
 
 
-def counted(buffers: TrainingBuffers, sharing: Mapping[Kind, Sharing], *, embeds: bool = True) -> list[Tensor]:
-    """The parts of this rank's gradient slices that it counts, as few as possible.
+def owned_for_norm(
+    buffers: TrainingBuffers, replicas: Mapping[Kind, ReplicaGroups], *, embeds: bool = True
+) -> list[Tensor]:
+    """The parts of this rank's gradient slices that it adds to the norm, as few as possible.
 
-    Each element enters the norm once: one tp rank counts a replicated parameter, the first optimizer instance counts
-    slices that all instances own, the stage that `embeds` counts a tied embedding. Padding is zero and may be counted.
+    Each element enters the norm once: one tp rank counts a replicated parameter, the first optimizer replica counts
+    slices that all replicas own, the stage that `embeds` counts a tied embedding. Padding is zero and may be counted.
     """
 
     def elsewhere(record: ParameterRecord, box: ShardBox) -> bool:
@@ -70,7 +72,7 @@ def counted(buffers: TrainingBuffers, sharing: Mapping[Kind, Sharing], *, embeds
     others = slice_ranges(buffers.owned, elsewhere)
     parts = []
     for number, (bucket, gradients) in enumerate(zip(buffers.layout.buckets, buffers.gradients, strict=True)):
-        if sharing[bucket.buffer.kind].repeat > 0:
+        if replicas[bucket.buffer.kind].replica > 0:
             continue
         start = 0
         for hole in (each for each in others if each.bucket == number):

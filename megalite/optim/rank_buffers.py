@@ -6,9 +6,9 @@ from megalite.config.layout import stage_settings
 from megalite.config.schema import Config
 from megalite.layout.buffer_layout import BufferLayout, Kind, OwnedRange, buffer_layout
 from megalite.layout.groups import GroupNeeds, groups_of
-from megalite.layout.parameters import ParameterRecord, is_held
+from megalite.layout.parameters import ParameterRecord, held_parameters
 from megalite.layout.ranks import ParallelLayout
-from megalite.layout.stages import StageLayers, stage_layers
+from megalite.layout.stages import stages_of
 from megalite.model.parameters import gpt_parameters
 
 
@@ -22,7 +22,7 @@ class RankBuffers:
 
     @property
     def index(self) -> dict[Kind, int]:
-        """Which slice of every bucket is its own, by kind of parameters."""
+        """Which slice of every bucket is the rank's own, by kind of parameters."""
         return {kind: ranks.index(self.rank) for kind, ranks in self.owners.items()}
 
     @property
@@ -36,11 +36,11 @@ def rank_buffers(config: Config, world: ParallelLayout, rank: int) -> RankBuffer
     groups = groups_of(world, rank, GroupNeeds(optimizer_instances=instances if zero else 1))
     owners: dict[Kind, tuple[int, ...]] = {"dense": (rank,), "expert": (rank,)}
     for kind in kinds_of(world):
-        shard, _ = sharing_groups(kind, zero=zero, instances=instances)
+        shard, _ = replica_groups(kind, zero=zero, instances=instances)
         owners[kind] = groups[shard].ranks if shard else (rank,)
     at = world.coordinates(rank)
     layout = buffer_layout(
-        held_parameters(config, at["pp"]),
+        records_of(config, at["pp"]),
         tp=(world.tp, at["tp"]),
         etp=(world.etp or 1, at.get("etp", 0)),
         ep=(world.ep, at.get("ep", 0)),
@@ -52,23 +52,13 @@ def rank_buffers(config: Config, world: ParallelLayout, rank: int) -> RankBuffer
     return RankBuffers(rank, layout, owners)
 
 
-def held_parameters(config: Config, pp_rank: int) -> list[ParameterRecord]:
+def records_of(config: Config, pp_rank: int) -> list[ParameterRecord]:
     """The records of what one pipeline rank holds, chunk by chunk."""
     records = gpt_parameters(config.model, sequence_parallel=bool(config.parallel.sequence_parallel))
-    return [
-        record
-        for stage in stages_of(config, pp_rank)
-        for record in records
-        if is_held(record, stage.layers, embedding=stage.embedding, loss=stage.loss)
-    ]
+    return held_parameters(records, stages_of(stage_settings(config), pp_rank))
 
 
-def stages_of(config: Config, pp_rank: int) -> list[StageLayers]:
-    """The stages that are the chunks of one pipeline rank, in order."""
-    return [stage for stage in stage_layers(stage_settings(config)) if stage.pp_rank == pp_rank]
-
-
-def sharing_groups(kind: Kind, *, zero: bool, instances: int) -> tuple[str | None, str | None]:
+def replica_groups(kind: Kind, *, zero: bool, instances: int) -> tuple[str | None, str | None]:
     """The groups whose ranks each own a slice of the optimizer's state, and whose ranks own the same slices."""
     replicas = "dp-cp" if kind == "dense" else "edp"
     if not zero:

@@ -28,7 +28,8 @@ from megalite.config.schema import Config
 from megalite.config.user_files import read_bytes
 from megalite.data.open import FORMAT, Progress, TokenFiles, check_vocabulary, digest, paths_of
 from megalite.data.token_file import TokenFile, dtype_for, read_facts, with_suffix
-from megalite.data.tokenizers import TextTokenizer, bpe_tokenizer, byte_tokenizer, char_tokenizer, load_tokenizer
+from megalite.data.tokenizer_folder import load_tokenizer
+from megalite.data.tokenizers import TextTokenizer, bpe_tokenizer, byte_tokenizer, char_tokenizer
 from megalite.errors.problems import Problem, UnavailableError, UserError, collect, collect_all
 from megalite.errors.remedies import OF_THE_MACHINE, of_system
 from megalite.launch.host import allow_open_files, usable_cores

@@ -21,7 +21,8 @@ import numpy as np
 
 from megalite.data.cuts import CONTEXT, PIECE
 from megalite.data.token_file import dtype_for
-from megalite.data.tokenizers import TextTokenizer, load_tokenizer
+from megalite.data.tokenizer_folder import load_tokenizer
+from megalite.data.tokenizers import TextTokenizer
 from megalite.errors.problems import UserError
 from megalite.prepare.reading import Shard, pieces
 from megalite.prepare.token_writer import TokenWriter

@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import Store
 
 from megalite.config.derive import derive_model, derive_schedule
 from megalite.config.exchange import exchange_of, local_heads
-from megalite.config.layout import layout_of
+from megalite.config.layout import layout_of, stage_settings
 from megalite.config.nccl_options import read_nccl_options
 from megalite.config.schedule_rules import ScheduleRequest
 from megalite.config.schema import Config, ModelConfig
@@ -27,7 +27,6 @@ from megalite.errors.problems import Problem, collect
 from megalite.launch import startup
 from megalite.launch.context import CPU, ParallelContext
 from megalite.launch.device import (
-    DTYPES,
     check_fp8,
     choose_device,
     choose_precision,
@@ -36,19 +35,18 @@ from megalite.launch.device import (
     use_attention,
 )
 from megalite.launch.environment import ProcessEnvironment
-from megalite.layout.buffer_layout import Kind, slice_ranges
+from megalite.layout.buffer_layout import Kind
 from megalite.layout.groups import GroupNeeds
 from megalite.layout.sequence import SequenceShare
+from megalite.layout.stages import stages_of
 from megalite.model.gpt import GPT
 from megalite.model.init import start_values
 from megalite.moe.dispatch import ExpertRanks
-from megalite.optim.adamw import FlatAdamW
 from megalite.optim.buffers import TrainingBuffers
-from megalite.optim.gradient_sync import GradientSync
 from megalite.optim.loss_scale import LossScale
-from megalite.optim.parameter_gather import ParameterGather
-from megalite.optim.rank_buffers import held_parameters, rank_buffers, stages_of
-from megalite.optim.sharing import Sharing
+from megalite.optim.optimizer import Optimizer, dtype_of, make_optimizer
+from megalite.optim.rank_buffers import rank_buffers, records_of
+from megalite.optim.zero import GradientSync, ParameterGather, ReplicaGroups
 from megalite.pipeline.actions import Schedule
 from megalite.pipeline.executor import Executor, Links
 from megalite.pipeline.microbatch_graph import MicrobatchGraph
@@ -86,8 +84,8 @@ class Training:
     chunks: list[GPT]  # of the model: the stages that are this rank's
     executor: Executor
     buffers: TrainingBuffers
-    optimizer: FlatAdamW
-    sharing: dict[Kind, Sharing]
+    optimizer: Optimizer
+    replicas: dict[Kind, ReplicaGroups]
     sync: GradientSync
     gather: ParameterGather
     loss_scale: LossScale | None  # in fp16
@@ -160,7 +158,7 @@ def build_training(config: Config, context: ParallelContext) -> Training:
     settings = config.optimizer
     clock = StepClock(context.device)
     chunks = _chunks(config, context, partial(clock.within, "exchange"))
-    sharing = Sharing.of_rank(context, zero=settings.zero > 0, instances=settings.instances)
+    replicas = ReplicaGroups.of_rank(context, zero=settings.zero > 0, instances=settings.instances)
     own = rank_buffers(config, context.layout, context.rank)
     buffers = TrainingBuffers(
         own.layout,
@@ -168,27 +166,29 @@ def build_training(config: Config, context: ParallelContext) -> Training:
         device=context.device,
         dense=own.index["dense"],
         expert=own.index["expert"],
-        gradient_dtype=_dtype(settings.gradient_dtype, context),
+        gradient_dtype=dtype_of(settings.gradient_dtype, context.dtype),
     )
     main_grads = buffers.attach(
         *chunks, with_main_grad=[name for chunk in chunks for name in chunk.main_grad_parameters]
     )
-    comm_dtype = _dtype(settings.communication_dtype or settings.gradient_dtype, context)
-    sync = GradientSync(buffers, chunks, sharing, comm_dtype=comm_dtype, overlap=settings.overlap)
+    comm_dtype = dtype_of(settings.communication_dtype or settings.gradient_dtype, context.dtype)
+    sync = GradientSync(buffers, chunks, replicas, comm_dtype=comm_dtype, overlap=settings.overlap)
     waiting = partial(clock.within, "communication")
-    gather = ParameterGather(buffers, sharing, overlap=settings.overlap, waiting=waiting)
+    gather = ParameterGather(buffers, replicas, overlap=settings.overlap, waiting=waiting)
     for chunk in chunks:
         chunk.set_main_grads({name: main_grads[name] for name in chunk.main_grad_parameters})
         chunk.before_use = gather.wait_for
     scale = LossScale(settings, context.device) if context.dtype == torch.float16 else None
     executor = _executor(config, chunks, sync, clock, context)
-    optimizer = _optimizer(buffers, config, context)
-    return Training(chunks, executor, buffers, optimizer, sharing, sync, gather, scale, clock)
+    # On a CPU torch's own kernel is the faster one.
+    compiled = bool(config.train.compile) and context.device.type == "cuda"
+    optimizer = make_optimizer(buffers, settings, compiled=compiled)
+    return Training(chunks, executor, buffers, optimizer, replicas, sync, gather, scale, clock)
 
 
 def fill_with_start_values(buffers: TrainingBuffers, config: Config, context: ParallelContext) -> None:
     """Parameters as the seed draws them; each rank draws what it holds."""
-    records = held_parameters(config, context.coordinates["pp"])
+    records = records_of(config, context.coordinates["pp"])
     buffers.fill(start_values(records, config.seed, held=lambda record: buffers.places[record.name][0].shard))
 
 
@@ -198,7 +198,7 @@ def fill_with_imported_values(
     """Parameters as the folder of checkpoint.init_from holds them; each rank reads, one by one, those of its stages.
     Routers, which a dense model lacks, start as the seed draws them."""
     assert config.checkpoint.init_from is not None
-    records = held_parameters(config, context.coordinates["pp"])
+    records = records_of(config, context.coordinates["pp"])
     buffers.fill(start_values((one for one in records if one.precision == "master"), config.seed))
     names = {record.name for record in records}
     buffers.fill(read_weights(config.checkpoint.init_from, config.model, names))
@@ -220,7 +220,7 @@ def _chunks(config: Config, context: ParallelContext, waiting: Waiting) -> list[
             context=sharers,
             expert_ranks=experts,
         )
-        for stage in stages_of(config, context.coordinates["pp"])
+        for stage in stages_of(stage_settings(config), context.coordinates["pp"])
     ]
     for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
         parameter.untyped_storage().resize_(0)
@@ -265,26 +265,3 @@ def _executor(
 
     graph = MicrobatchGraph(chunks[0]) if config.train.cuda_graph else None
     return Executor(chunks, links, training, evaluation, sync.expect_last, clock.switch, graph)
-
-
-def _optimizer(buffers: TrainingBuffers, config: Config, context: ParallelContext) -> FlatAdamW:
-    """One group of what weight decay touches, one of all else. On a CPU torch's kernel is the faster one."""
-    settings, compiled = config.optimizer, config.train.compile and context.device.type == "cuda"
-    decayed = slice_ranges(buffers.owned, lambda record, _: record.decay)
-    others = slice_ranges(buffers.owned, lambda record, _: not record.decay)
-    first, second = settings.betas
-    return FlatAdamW(
-        buffers.masters,
-        buffers.gradients,
-        [(decayed, settings.weight_decay), (others, 0.0)],
-        (first, second),
-        settings.eps,
-        first_moment=_dtype(settings.moment_dtype, context),
-        device=context.device,
-        parameters=buffers.parameters if compiled else None,
-    )
-
-
-def _dtype(name: str, context: ParallelContext) -> torch.dtype:
-    """In fp64 everything that is fp32 elsewhere is fp64."""
-    return torch.float64 if context.dtype == torch.float64 else DTYPES[name]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from megalite.train.recorder import STEP_PARTS, StepPart
+from megalite.train.history import STEP_PARTS, StepPart
 
 STEP, PART = "train step", "part: "  # labels in a trace: of the whole step, and before the name of a part
 LARGEST_TRACE = 256 << 20  # bytes before compression; to read it takes ten times as much memory

@@ -30,13 +30,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import isinf
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import xxhash
 
 from megalite.checkpoint.commit import STATE
 from megalite.config.user_files import as_record, fits, read_bytes
 
+StepPart = Literal["data", "forward", "backward", "exchange", "communication", "optimizer", "other"]  # of a step's time
+STEP_PARTS: tuple[StepPart, ...] = ("data", "forward", "backward", "exchange", "communication", "optimizer", "other")
 METRICS, EVENTS, PIPELINE = "metrics.jsonl", "events.jsonl", "pipeline.jsonl"
 ENDS = ("stopped", "finished", "failed")
 NEEDED = {  # by kind: what its readers compute with

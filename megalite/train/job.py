@@ -59,6 +59,7 @@ class Job:
     tokenizer_files: dict[str, str] = field(default_factory=dict)  # name -> hash, of its folder
     record: dict[str, Any] = field(default_factory=dict)  # a Seal of each file of the record, of that checkpoint
     evaluated: bool = False  # the records hold the evaluation of the step that the run continues from
+    measured: dict[str, Any] = field(default_factory=dict)  # the newest line of a step that this start continues
     over: bool = False  # an earlier start has done and recorded everything: this one leaves its folder as it is
 
     def evaluates(self, step: int) -> bool:
@@ -125,7 +126,7 @@ def build_job(
             together(context, lambda: fill_with_imported_values(buffers, read_weights, config, context))
         else:
             fill_with_start_values(job.training.buffers, config, context)
-        job.evaluated, job.over = on_first(context, lambda: _recorded(job))
+        job.evaluated, job.over, job.measured = on_first(context, lambda: _recorded(job))
         if not job.over:
             if warning := on_first(context, lambda: _judge_room(job)):
                 report(warning)
@@ -192,16 +193,17 @@ def _restore(job: Job, found: Found, report: Callable[[str], None]) -> None:
         report(f"the learning rate of step {step + 1} of {train.steps} is {new:.3g}, {was}{rises}")
 
 
-def _recorded(job: Job) -> tuple[bool, bool]:
-    """Whether the records hold the evaluation of the step that the run continues from, and whether this start has
-    nothing to do and nothing to record."""
+def _recorded(job: Job) -> tuple[bool, bool, dict[str, Any]]:
+    """Whether the records hold the evaluation of the step that the run continues from, whether this start has nothing
+    to do and nothing to record, and the newest line of a step."""
     step, folder = job.progress.step, job.folder.path
     if job.resumed_from is None:
-        return False, False
+        return False, False, {}
     records, events = read_metrics(folder / METRICS), read_events(folder / EVENTS)
     evaluated = any(record["step"] == step and "val_loss" in record for record in records)
     done = step >= job.config.train.steps and (evaluated or not job.evaluates(step))
-    return evaluated, done and bool(events) and events[-1]["kind"] in ENDS
+    known = [record for record in records if "loss" in record and record["step"] <= step]
+    return evaluated, done and bool(events) and events[-1]["kind"] in ENDS, known[-1] if known else {}
 
 
 def _judge_room(job: Job) -> str:

@@ -28,13 +28,15 @@ from megalite.pipeline.simulator import Span
 from megalite.train.build import data_share
 from megalite.train.clock import chrome_trace, profiled
 from megalite.train.evaluate import evaluate
-from megalite.train.figures import RunFigures
+from megalite.train.history import StepPart
 from megalite.train.job import Job
-from megalite.train.recorder import EvaluationRecord, Recorder, StepPart
+from megalite.train.metrics import Meter, StepMetrics
 from megalite.train.replicas import check_replicas
+from megalite.train.run_log import RunLog
 from megalite.train.sample import sample
 from megalite.train.saving import Saver, TrainingStoppedError
-from megalite.train.step import PendingFigures, StepFigures, TrainStep
+from megalite.train.step import PendingMetrics, TrainStep
+from megalite.train.trace import PROFILES, write_profile
 
 RANKS_EVERY = 50  # records between two moments at which ranks gather what each of them takes, at most
 
@@ -44,19 +46,19 @@ class PendingStep(NamedTuple):
 
     data: StepBatches
     lr: float = 0.0
-    figures: PendingFigures | None = None  # None: it is passed over
+    metrics: PendingMetrics | None = None  # None: it is passed over
 
 
 class Loop:
     """Runs the steps of one job."""
 
-    def __init__(self, job: Job, recorder: Recorder, saver: Saver, stop: StopRequest) -> None:
+    def __init__(self, job: Job, log: RunLog, saver: Saver, stop: StopRequest, hosts: Sequence[str]) -> None:
         self.job, self.config, self.context = job, job.config, job.context
-        self.recorder = recorder
+        self.log, self.hosts = log, hosts  # hosts: where each rank runs
         self.saver = saver
         self.stop = stop
         self.train_step = TrainStep(job.training, job.config.optimizer, job.context)
-        self.figures = RunFigures(job)
+        self.meter = Meter(job.config, job.context, job.measured)
         # An accelerator runs ahead of the host: its figures are read one step late. A CPU's are there at once.
         self.lateness = 0 if job.context.device.type == "cpu" else 1
         self.pending: deque[PendingStep] = deque()
@@ -125,7 +127,7 @@ class Loop:
         self.problems = self.problems or data.problems
         is_recorded = train.record_pipeline > 0 and step % train.record_pipeline == 0
         with self.job.training.executor.recording() if is_recorded else nullcontext() as spans:
-            figures = self.train_step(
+            metrics = self.train_step(
                 data.microbatches,
                 data.local_tokens,
                 lr,
@@ -135,7 +137,7 @@ class Loop:
             )
         if spans is not None:
             self._record_pipeline(step, spans)
-        self.pending.append(PendingStep(data, lr, figures))
+        self.pending.append(PendingStep(data, lr, metrics))
         return coming
 
     def _record_pipeline(self, step: int, spans: Sequence[Span]) -> None:
@@ -144,7 +146,8 @@ class Loop:
         first = all(place[axis] == 0 for axis in place if axis != "pp")
         mine = [(str(action), start + since, end + since) for action, start, end in spans] if first else []
         everyone = self.context.gather_json(mine)
-        self.recorder.pipeline(step, [everyone[rank] for rank in self.context.members("pp-forward")])
+        of_pipeline = [everyone[rank] for rank in self.context.members("pp-forward")]
+        self.log.pipeline(step, str(self.config.parallel.schedule), of_pipeline)
 
     def _read(self, *, keep: int) -> None:
         """Read the figures of all launched steps but the newest `keep`."""
@@ -156,51 +159,52 @@ class Loop:
                 self.job.progress.consume(data.planned)
                 self._pass_over("skipped_on_request")
 
-    def _account(self, data: StepBatches, lr: float, figures: StepFigures, time_split: dict[StepPart, float]) -> None:
+    def _account(self, data: StepBatches, lr: float, metrics: StepMetrics, time_split: dict[StepPart, float]) -> None:
         """What a step means for the run."""
         progress, train = self.job.progress, self.config.train
         if not self.under_way:
             self.context.set_timeout(after_report_s(self.config.parallel.timeout_s))
             self.under_way = True
-        if figures.refused:
+        if metrics.refused:
             agree(self.context, self.problems)
-        self.stopping = self.stopping or figures.stop
+        self.stopping = self.stopping or metrics.stop
         progress.consume(data.planned)
-        if figures.tokens == 0:  # neither applied nor bad
+        if metrics.batch_tokens == 0:  # neither applied nor bad
             progress.empty_steps += 1
             self._pass_over("empty")
             return
-        scale = None if self.job.training.loss_scale is None else figures.loss_scale
-        progress.bad_steps += figures.skipped
-        if not figures.skipped:
+        progress.bad_steps += metrics.skipped
+        if not metrics.skipped:
             progress.bad_steps_in_a_row = 0
-            progress.tokens += figures.tokens
+            progress.tokens += metrics.batch_tokens
             progress.last_applied = progress.step
-        elif scale is None or scale <= self.config.optimizer.min_loss_scale:  # else fp16 looks for its loss scale
+        elif (metrics.loss_scale or 0.0) <= self.config.optimizer.min_loss_scale:  # else fp16 looks for its loss scale
             progress.bad_steps_in_a_row += 1
-        self.figures.add(data, figures, lr, time_split)
-        if figures.skipped:
-            found = {"loss": figures.loss, "grad_norm": figures.grad_norm, "loss_scale": scale}
-            self.recorder.event("skipped", progress.step, **found)
+        metrics.step, metrics.tokens, metrics.lr = progress.step, progress.tokens, lr
+        metrics.bad_steps = progress.bad_steps
+        self.meter.add(metrics, data, time_split)
+        if metrics.skipped:
+            found = {name: getattr(metrics, name) for name in ("loss", "grad_norm", "loss_scale")}
+            self.log.event("skipped", progress.step, **found)
         if progress.step % train.log_interval == 0 or progress.step == train.steps:
             self._record()
         if (count := progress.bad_steps_in_a_row) >= train.max_bad_steps:
             raise TrainingStoppedError(
                 f"loss or gradient was not finite in {several(count, 'step')} in a row (now step {progress.step}: loss "
-                f"{figures.loss}, gradient norm {figures.grad_norm}); none of them was applied. {self.saver.advise()}; "
+                f"{metrics.loss}, gradient norm {metrics.grad_norm}); none of them was applied. {self.saver.advise()}; "
                 "train.max_bad_steps sets the patience."
             )
 
     def _record(self) -> None:
-        if (record := self.figures.record()) is not None:
-            self.recorder.step(record)
+        if (metrics := self.meter.measured()) is not None:
+            self.log.add(metrics.to_json())
 
     def _pass_over(self, kind: str) -> None:
         """The newest step has no figures."""
         step = self.job.progress.step
         if step == self.config.train.steps:  # it gets no record: those before it do
             self._record()
-        self.recorder.event(kind, step)
+        self.log.event(kind, step)
 
     # --- between steps -----------------------------------------------------------------------------------------------
 
@@ -220,8 +224,8 @@ class Loop:
             self._evaluate(step)
         if sample:
             self._sample(step)
-        if (recorded := self.profile) is not None:
-            self.recorder.profiled(step, lambda: chrome_trace(recorded))
+        if self.profile is not None:
+            self._keep_profile(step, self.profile)
             self.profile = None
         if self.saver.due(step):
             self.saver.save()
@@ -230,6 +234,15 @@ class Loop:
         if pause:
             gc.collect()  # collection is off between these points: it would pause ranks at different times
             self.job.training.clock.restart()
+
+    def _keep_profile(self, step: int, profile: profile) -> None:
+        folder = self.job.folder.path / PROFILES
+        try:
+            split = write_profile(folder, step, self.context.rank, chrome_trace(profile))
+        except (OSError, ValueError) as error:  # an incomplete trace is no JSON
+            self.log.note(f"warning: the profile of step {step} could not be kept: {type(error).__name__}: {error}")
+        else:
+            self.log.event("profile", step, folder=str(folder), **split)
 
     def go_on(self) -> bool:
         """Whether no rank was asked to stop; collective, one small all-reduce on the host."""
@@ -263,7 +276,7 @@ class Loop:
         try:
             self._sample(step)
         except Exception as error:  # the run is trained and saved: it does not fail here
-            self.recorder.note(f"no sample of text: {type(error).__name__}: {error}")
+            self.log.note(f"no sample of text: {type(error).__name__}: {error}")
 
     def _owes_evaluation(self) -> bool:
         step = self.job.progress.step
@@ -281,8 +294,16 @@ class Loop:
             return
         self.evaluated_step = step
         seconds, tokens = time.perf_counter() - begin, job.progress.tokens
-        record = EvaluationRecord(step, tokens, figures.loss, figures.perplexity, figures.bits_per_byte, seconds)
-        self.recorder.evaluated(record)
+        self.log.add(
+            {
+                "step": step,
+                "tokens": tokens,
+                "val_loss": figures.loss,
+                "val_perplexity": figures.perplexity,
+                "val_bits_per_byte": figures.bits_per_byte,
+                "eval_time_s": seconds,
+            }
+        )
 
     def _sample(self, step: int) -> None:
         """Text from the model after a step. All ranks call it; each model writes the same, so that ranks stay together
@@ -306,16 +327,18 @@ class Loop:
             self._broken_off("sample of text", step)
             return
         for prompt, tokens in zip(job.prompts, following, strict=True):
-            self.recorder.event("sample", step, prompt=prompt.text, text=job.data.tokenizer.decode(tokens))
+            self.log.event("sample", step, prompt=prompt.text, text=job.data.tokenizer.decode(tokens))
 
     def _broken_off(self, what: str, step: int) -> None:
-        self.recorder.note(f"asked to stop: the {what} after step {step} is broken off, nothing of it is recorded")
+        self.log.note(f"asked to stop: the {what} after step {step} is broken off, nothing of it is recorded")
 
     def _gather_rank_figures(self, step: int) -> None:
         if step == self.gathered_step:
             return
         self.gathered_step = step
-        memory, compute, slow = self.figures.gather()
-        self.recorder.event("ranks", step, memory_gib=memory, compute_s=compute)
+        memory, compute, slow = self.meter.gather()
+        self.log.event("ranks", step, memory_gib=memory, compute_s=compute)
         for rank, (times, share) in slow.items():
-            self.recorder.event("straggler", step, rank=rank, times=round(times, 2), share=round(share, 3))
+            self.log.event(
+                "straggler", step, rank=rank, times=round(times, 2), share=round(share, 3), host=self.hosts[rank]
+            )

@@ -1,10 +1,10 @@
 """Checks that ranks which should hold the same parameters still do.
 
-Data-parallel ranks share all parameters, and those of different optimizer instances also their slices of masters and
-moments; tensor-parallel ranks share what is not split, and some of these the key-value heads that they have in common;
-the ends of a pipeline share a tied embedding; experts are shared over edp, what balances them by all ranks of their
-layer. Ranks that drift apart train on silently with a loss curve that looks
-normal (bad memory, a collective gone wrong), so their state is compared by hash now and then.
+Data-parallel ranks share all parameters, and those of different optimizer replicas also their slices of masters and
+optimizer state; tensor-parallel ranks share what is not split, and some of these the key-value heads that they have in
+common; the ends of a pipeline share a tied embedding; experts are shared over edp, what balances them by all ranks of
+their layer. Ranks that drift apart train on silently with a loss curve that looks normal (bad memory, a collective gone
+wrong), so their state is compared by hash now and then.
 """
 
 from collections import Counter
@@ -19,6 +19,7 @@ from megalite.layout.buffer_layout import Kind, slice_ranges
 from megalite.layout.parameters import is_replicated
 from megalite.model.routers import Routers
 from megalite.optim.buffers import ranges_of
+from megalite.optim.optimizer import slices_of
 from megalite.train.build import Training
 
 CHUNK = 1 << 22  # elements hashed at a time: bounds the int64 copy
@@ -46,15 +47,15 @@ def check_replicas(training: Training, context: ParallelContext, step: int) -> N
 
 def _replicas(training: Training, context: ParallelContext) -> Iterator[tuple[list[Tensor], dist.ProcessGroup | None]]:
     """What the ranks of which group hold alike."""
-    buffers, optimizer = training.buffers, training.optimizer
+    buffers = training.buffers
     training.gather.finish()
-    slices = [buffers.masters, optimizer.exp_avg, optimizer.exp_avg_sq]
+    slices = [buffers.masters, *slices_of(training.optimizer.state()).values()]
     replicas: tuple[tuple[Kind, str], ...] = (("dense", "dp-cp"), ("expert", "edp"))
     for kind, axes in replicas:
         numbers = [at for at, bucket in enumerate(buffers.layout.buckets) if bucket.buffer.kind == kind]
         if numbers:
             yield [buffers.parameter_buckets[at] for at in numbers], context.group(axes)
-            yield [kept[at] for kept in slices for at in numbers], training.sharing[kind].replicate_group
+            yield [kept[at] for kept in slices for at in numbers], training.replicas[kind].replicate_group
     whole = slice_ranges(buffers.owned, lambda record, _: record.split is None)
     shared = slice_ranges(buffers.owned, is_replicated)
     yield [part for kept in slices for part in ranges_of(kept, whole)], context.group("tp")

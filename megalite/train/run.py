@@ -4,17 +4,17 @@ import gc
 import math
 import socket
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
 from megalite.config.durable_files import private_files
 from megalite.config.schema import Config
-from megalite.data.content import compare_changed, watched
-from megalite.data.open import Preparation
-from megalite.data.token_file import TokenFile
+from megalite.data.open import Preparation, Progress, note_changed_files
 from megalite.errors.problems import Problem, UserError, collect, to_stderr
 from megalite.errors.words import several
 from megalite.launch.agreement import together
@@ -25,10 +25,11 @@ from megalite.launch.host import end_compile_workers
 from megalite.launch.signals import StartUp, StopRequest
 from megalite.launch.watchdog import Doing, Patience, Watchdog
 from megalite.train.build import ReadWeights, start
+from megalite.train.history import Note
 from megalite.train.job import Job, build_job, open_training_data
 from megalite.train.loop import Loop
-from megalite.train.recorder import Recorder
 from megalite.train.replicas import ReplicaMismatchError
+from megalite.train.run_log import RunLog, View
 from megalite.train.saving import Saver, TakenOverError, TrainingStoppedError
 from megalite.train.status_file import StatusFile
 
@@ -36,26 +37,27 @@ NEWS_S = 1.0  # the signal that has ended another rank's start comes to this one
 START_UP = Doing("start-up", "start-up", math.inf)  # of a day of tokens to prepare, for example
 
 
-def run(
-    config: Config,
-    environment: ProcessEnvironment,
-    preparation: Preparation,
-    read_weights: ReadWeights,
-    recorder_of: Callable[[ParallelContext], Recorder],
-    look_at_nodes: Callable[[ParallelContext, Path], Sequence[str]],
-) -> int:
-    """Train as `config` says, on this rank. Returns the exit status; raises UserError for input that is refused.
+class Companions(NamedTuple):
+    """What training is handed, so that it imports none of it."""
 
-    `preparation` makes token files of text. `read_weights` reads the folder of checkpoint.init_from. `recorder_of`
-    makes the recorder of a rank. `look_at_nodes` measures them for launch.preflight, and says what it found on rank 0.
-    """
+    preparation: Preparation  # makes token files of text
+    read_weights: ReadWeights  # reads the folder of checkpoint.init_from
+    say: Note  # prints a line for the user, on rank 0
+    look_at_nodes: Callable[[ParallelContext, Path], Sequence[str]]  # for launch.preflight; lines, on rank 0
+    preparing: Progress  # shows how far the preparation of the data is
+    views: Callable[[Job, Note], Sequence[View]]  # of the run, on rank 0
+    about: Callable[[Job, list[str]], dict[str, Any]]  # fields of the event of a start; the hosts are by rank
+
+
+def run(config: Config, environment: ProcessEnvironment, companions: Companions) -> int:
+    """Train as `config` says, on this rank. Returns the exit status; raises UserError for input that is refused."""
+    preparation, log = companions.preparation, RunLog(companions.say)
     began, limit = time.monotonic(), config.train.max_minutes
     problems: list[Problem] = []
     context = collect(lambda: start(config, environment), problems)
     if context is None:  # the device; one message refuses the data, too
         collect(lambda: preparation.examine(config), problems)
         raise UserError(problems)
-    recorder = recorder_of(context)
     assert config.run_dir is not None, "derive() fills it in"
     status_file = config.launch.status_file if context.rank == 0 else None
     status = StatusFile(status_file, Path(config.run_dir), config.train.steps)
@@ -65,24 +67,24 @@ def run(
     try:
         with _watchdog_of_start_up(config, context) as watchdog:
             if config.launch.preflight:
-                for line in look_at_nodes(context, Path(config.run_dir)):
-                    recorder.note(f"preflight: {line}")
-            data = open_training_data(config, context, environment, preparation, recorder.preparing)
+                for line in companions.look_at_nodes(context, Path(config.run_dir)):
+                    log.note(f"preflight: {line}")
+            data = open_training_data(config, context, environment, preparation, companions.preparing)
             with private_files():
                 together(context, status.examine)
-                job = build_job(config, context, environment, data, read_weights, recorder.note)
+                job = build_job(config, context, environment, data, companions.read_weights, log.note)
                 together(context, partial(status.begin, job.progress.step))
                 if job.over:
                     status.end("finished", job.progress.step)
                     job.folder.withdraw()
-                    recorder.note(f"already finished: step {job.progress.step} of {config.train.steps}")
+                    log.note(f"already finished: step {job.progress.step} of {config.train.steps}")
                     return 0
-                files, folder = [part.file for part in data.train.parts] if context.rank == 0 else [], job.folder.path
-                _open_record(job, recorder, files)
-                saver = Saver(job, recorder, status.saved)
+                _open_record(job, log, companions)
+                saver = Saver(job, log, status.saved)
                 left_s = None if limit is None else began + 60 * limit - time.monotonic()
-                with StopRequest(left_s, "train.max_minutes") as stop, watched(files, folder, recorder.note):
-                    return _train_to_the_end(job, stop, recorder, saver, status, watchdog)
+                with StopRequest(left_s, "train.max_minutes") as stop:
+                    _announce(job, log, watchdog.hosts, companions)
+                    return _train_to_the_end(job, stop, log, saver, status, watchdog)
     except UserError:
         raise
     except Exception as error:
@@ -96,21 +98,32 @@ def run(
     finally:
         ended = StartUp.now is not None and StartUp.now.ends
         end_compile_workers()
-        recorder.close()
+        log.close()
         status.close("a signal before the first step" if ended else None)
         if job is not None:
             job.folder.close()
         context.close(failed=failed or ended)
 
 
-def _open_record(job: Job, recorder: Recorder, files: list[TokenFile]) -> None:
-    """Tell what has changed in the token files, and open the run's record. A refusal leaves no new folder."""
+def _open_record(job: Job, log: RunLog, companions: Companions) -> None:
+    """Open the run's record, and tell which token files have changed. A refusal leaves no new folder."""
     try:
-        together(job.context, lambda: compare_changed(files, job.folder.path, recorder.note), patient=True)
-        together(job.context, lambda: recorder.open(job))
+        together(job.context, lambda: log.open(job, lambda job: companions.views(job, log.note)))
     except UserError:
         job.folder.withdraw()
         raise
+    if job.context.rank == 0:
+        note_changed_files([part.file for part in job.data.train.parts], job.folder.path, log.note)
+
+
+def _announce(job: Job, log: RunLog, hosts: Sequence[str], companions: Companions) -> None:
+    """The event of this start."""
+    train, step = job.config.train, job.progress.step
+    if job.context.rank == 0:  # only rank 0 asks git and the packages for their versions
+        about = companions.about(job, [*hosts])
+        log.event("start" if job.resumed_from is None else "resume", step, **about)
+        if train.sample_interval > 0 and train.sample_tokens > 0 and not job.prompts:
+            log.note("no samples of text: the tokenizer of these tokens is not known")
 
 
 def _watchdog_of_start_up(config: Config, context: ParallelContext) -> Watchdog:
@@ -121,10 +134,9 @@ def _watchdog_of_start_up(config: Config, context: ParallelContext) -> Watchdog:
 
 
 def _train_to_the_end(
-    job: Job, stop: StopRequest, recorder: Recorder, saver: Saver, told: StatusFile, watchdog: Watchdog
+    job: Job, stop: StopRequest, log: RunLog, saver: Saver, told: StatusFile, watchdog: Watchdog
 ) -> int:
-    recorder.run_started([*watchdog.hosts])
-    loop, on_first = Loop(job, recorder, saver, stop), job.context.rank == 0
+    loop, on_first = Loop(job, log, saver, stop, watchdog.hosts), job.context.rank == 0
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -138,19 +150,19 @@ def _train_to_the_end(
             watchdog.stop()
     except (TrainingStoppedError, ReplicaMismatchError) as error:  # known to all ranks, and said in full
         saver.close()
-        recorder.failed(error, taken_over=isinstance(error, TakenOverError))
+        _record_failure(job, log, error)
         if on_first:
             to_stderr(f"megalite: stopped: {error}")
         return 1
     except Exception as error:  # a UserError is known to all ranks, and said by the launcher
-        recorder.failed(error)
+        _record_failure(job, log, error)
         raise
     finally:
         gc.enable()
     status = 0 if saver.newest_step == step else 1
     by = (stop.requested or "a signal to another rank") if stopped else None
     told.end("failed" if status else "stopped" if stopped else "finished", step, by)
-    recorder.finished(status, by)
+    log.event("stopped" if stopped else "finished", step, status=status, **({"by": by} if by else {}))
     if status and on_first:
         kept = "there is no checkpoint" if saver.newest_step is None else f"the newest is of step {saver.newest_step}"
         to_stderr(f"megalite: the state of step {step} is not saved; {kept}")
@@ -160,6 +172,15 @@ def _train_to_the_end(
             bad = f"{several(count, 'bad step')}: loss or gradient was not finite, nothing was applied"
             to_stderr(f"megalite: the run ends with {bad}. {advice}.")
     return status
+
+
+def _record_failure(job: Job, log: RunLog, error: Exception) -> None:
+    """The event of the end, unless the run folder is another job's by now."""
+    step, refused = job.progress.step, isinstance(error, UserError)
+    log.error(step, "".join(traceback.format_exception(error)))
+    if not isinstance(error, TakenOverError):
+        message = str(error) if refused else f"{type(error).__name__}: {error}"
+        log.event("failed", step, status=2 if refused else 1, message=message)
 
 
 def _report_cause(error: Exception, context: ParallelContext, job: Job | None) -> None:

@@ -23,7 +23,7 @@ from megalite.checkpoint.store import CheckpointError, Saved, save
 from megalite.launch.agreement import on_first
 from megalite.launch.context import ParallelContext
 from megalite.train.job import Job, checkpoint_state
-from megalite.train.recorder import Recorder
+from megalite.train.run_log import RunLog
 from megalite.train.state import not_finite, training_pieces
 
 ADVICE = (
@@ -47,9 +47,9 @@ class NotFiniteError(TrainingStoppedError):
 class Saver:
     """Writes the checkpoints of one run. `saved` is told the step of each that is complete."""
 
-    def __init__(self, job: Job, recorder: Recorder, saved: Callable[[int], object]) -> None:
+    def __init__(self, job: Job, log: RunLog, saved: Callable[[int], object]) -> None:
         self._job = job
-        self._recorder, self._saved = recorder, saved
+        self._log, self._saved = log, saved
         self.newest_step = job.resumed_from  # of the newest complete checkpoint, when no save is under way
         self._background = BackgroundSaves(job.context) if job.config.checkpoint.asynchronous else None
         if self._background is not None:
@@ -151,10 +151,10 @@ class Saver:
         self.newest_step = step
         self._saved(step)
         times = {"seconds": round(saved.seconds, 3), "stall_s": round(saved.stall_s, 3)}
-        self._recorder.event("checkpoint", step, bytes=saved.bytes, **times)
+        self._log.event("checkpoint", step, bytes=saved.bytes, **times)
 
     def _not_saved(self, message: str) -> None:
-        self._recorder.event("checkpoint_failed", self._job.progress.step, message=message)
+        self._log.event("checkpoint_failed", self._job.progress.step, message=message)
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -175,7 +175,7 @@ class Saver:
         """What writes the checkpoint of this very step, whenever it is called."""
         job = self._job
         folder, step, keep = job.folder, job.progress.step, job.config.checkpoint.keep
-        state = checkpoint_state(job) | {"record": self._recorder.seals()}
+        state = checkpoint_state(job) | {"record": self._log.seals()}
         how: dict[str, Any] = {"labels": folder.labels, "lost": folder.lost, "good_before": job.progress.last_applied}
 
         def write(pieces: Sequence[Piece], context: ParallelContext) -> Saved:

@@ -1,7 +1,7 @@
 """What a checkpoint holds: named logical tensors and a handful of numbers.
 
-Masters, both moments and (where they differ from the masters) parameters, each under its logical name; learning rate,
-data order and dropout masks are functions of the step, so the step is all there is besides.
+Masters, the optimizer's state and (where they differ from the masters) parameters, each under its logical name.
+Learning rate, data order and dropout masks are functions of the step, so the step is all there is besides.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,6 +23,7 @@ from megalite.model.parameters import gpt_parameters
 from megalite.model.routers import Routers
 from megalite.optim.buffers import TrainingBuffers
 from megalite.optim.memory import bytes_of_element
+from megalite.optim.optimizer import slices_of
 from megalite.train.build import Training
 
 _ROUNDED = "parameter"  # kind of the tensors that are masters in the model's dtype
@@ -71,13 +72,14 @@ class SavedState:
 
 def training_pieces(training: Training) -> list[Piece]:
     """Every tensor that a resumed run needs, as pieces over this rank's slices of the live buffers."""
-    buffers, optimizer = training.buffers, training.optimizer
-    kinds = {"master": buffers.masters, "exp_avg": optimizer.exp_avg, "exp_avg_sq": optimizer.exp_avg_sq}
+    buffers, state = training.buffers, training.optimizer.state()
+    kinds = {"master": buffers.masters, **slices_of(state)}
     if any(part is not master for part, master in zip(buffers.parameters, buffers.masters, strict=True)):
         kinds[_ROUNDED] = buffers.parameters
     pieces = [piece for kind, slices in kinds.items() for piece in owned_pieces(f"{kind}.", buffers.owned, slices)]
     pieces += [Piece(name, (len(value),), (0,), value) for name, value in Routers(training.chunks).state()]
-    return [*pieces, Piece("optimizer.step", (1,), (0,), optimizer.step_count.view(1))]
+    numbers = [(name, number) for name, number in state.items() if isinstance(number, Tensor)]
+    return pieces + [Piece(f"optimizer.{name}", (1,), (0,), number) for name, number in numbers]
 
 
 def is_rounded(name: str) -> bool:
@@ -109,7 +111,7 @@ def state_bytes(config: Config) -> int:
 
 def owned_pieces(prefix: str, owned: Iterable[OwnedRange], slices: Sequence[Tensor]) -> Iterator[Piece]:
     """What the slices (one flat tensor per bucket) hold of each parameter, as boxes of the logical tensors."""
-    for each in owned:
+    for each in (each for each in owned if len(slices[each.bucket])):
         record = each.slot.record
         for box, elements, start in each.boxes():
             for at, sizes, first in boxes(elements.start, elements.stop, box.sizes):

@@ -7,8 +7,6 @@ its gradients are zero, but weight decay and moments would act all the same.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,65 +16,48 @@ from megalite.config.schema import OptimizerConfig
 from megalite.data.batch import Batch
 from megalite.launch.context import ParallelContext
 from megalite.model.routers import Routers
-from megalite.optim.gradients import counted, gradient_norm, partial_gradients
+from megalite.optim.gradients import gradient_norm, owned_for_norm, partial_gradients
 from megalite.train.build import Training
 from megalite.train.clock import Lap
+from megalite.train.metrics import StepMetrics
 
 CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_'s
 
 
-@dataclass(frozen=True)
-class StepFigures:
-    """What one step reports, equal on every rank."""
-
-    loss: float
-    grad_norm: float
-    tokens: int  # unmasked tokens of the global batch
-    skipped: bool  # nothing was updated: loss or gradient was not finite, there was no token, or input was refused
-    stop: bool  # some rank was asked to stop
-    refused: bool  # some rank's input was refused, it computed with nothing
-    loss_scale: float = 1.0  # what the loss was multiplied by before backward (fp16)
-    routing: Tensor | None = (
-        None  # [layers with experts, 2 E + 5] of moe/balance.py, in host memory; None: there are none
-    )
-
-
-class Totals(NamedTuple):
-    """What one all-reduce sums over all ranks: 0-d fp64 each. Each rank adds what is counted there alone."""
-
-    squares: Tensor  # of the gradient's elements
-    loss: Tensor
-    stop: Tensor  # how many ranks were asked to stop
-    refused: Tensor  # how many ranks' input was refused
-    next_tokens: Tensor  # unmasked tokens of the coming step
-
-
-class PendingFigures:
-    """The figures of a step that the device may still be working on. They are copied to the host behind it, so that
+class PendingMetrics:
+    """The metrics of a step that the device may still be working on. They are copied to the host behind it, so that
     reading them later waits for this step and for none that was launched after it."""
 
-    def __init__(self, figures: Sequence[Tensor], routing: Tensor, lap: Lap) -> None:
-        """`figures`: the first fields of StepFigures, 0-d fp64 each. `routing`: its last, on the device, maybe empty.
+    def __init__(self, numbers: Sequence[Tensor], routing: Tensor, lap: Lap, *, fp16: bool) -> None:
+        """`numbers`: the first fields of StepMetrics, 0-d fp64 each. `routing`: the last, on the device, maybe empty.
         `lap`: this rank's times, to be read after them."""
-        self.lap = lap
+        self.lap, self._fp16 = lap, fp16
         self._done: torch.cuda.Event | None = None
-        self._numbers, self._table = len(figures), routing.shape
-        self._figures = torch.cat([torch.stack(list(figures)), routing.flatten()])
-        if self._figures.is_cuda:
-            on_device = self._figures
+        self._count, self._table = len(numbers), routing.shape
+        self._numbers = torch.cat([torch.stack(list(numbers)), routing.flatten()])
+        if self._numbers.is_cuda:
+            on_device = self._numbers
             pinned = torch.empty(on_device.shape, dtype=torch.float64, pin_memory=True)
-            self._figures = pinned.copy_(on_device, non_blocking=True)
+            self._numbers = pinned.copy_(on_device, non_blocking=True)
             self._done = torch.cuda.Event()
             self._done.record()
 
-    def read(self) -> StepFigures:
+    def read(self) -> StepMetrics:
         """Waits until the step is done."""
         if self._done is not None:
             self._done.synchronize()
-        numbers, routing = self._figures[: self._numbers].tolist(), self._figures[self._numbers :].view(self._table)
-        loss, grad_norm, tokens, skipped, stop, refused, loss_scale = numbers
-        table = routing if len(routing) else None
-        return StepFigures(loss, grad_norm, int(tokens), skipped > 0, stop > 0, refused > 0, loss_scale, table)
+        numbers, routing = self._numbers[: self._count].tolist(), self._numbers[self._count :].view(self._table)
+        loss, grad_norm, tokens, skipped, stop, refused, scale = numbers
+        return StepMetrics(
+            loss=loss,
+            grad_norm=grad_norm,
+            batch_tokens=int(tokens),
+            skipped=skipped > 0,
+            stop=stop > 0,
+            refused=refused > 0,
+            loss_scale=scale if self._fp16 else None,
+            routing=routing if len(routing) else None,
+        )
 
 
 class TrainStep:
@@ -88,7 +69,7 @@ class TrainStep:
         self._data_parallel = context.group("dp-cp")
         self._world = context.group("world")
         self._partial_gradients = partial_gradients(training.buffers, context)
-        self._counted_gradients = counted(training.buffers, training.sharing, embeds=training.embeds)
+        self._counted_gradients = owned_for_norm(training.buffers, training.replicas, embeds=training.embeds)
         self._counts_loss = training.has_loss and context.index("tp") == 0  # the ranks of tp compute the same one
         self._zero = torch.zeros((), dtype=torch.float64, device=training.buffers.device)
         self._lr = torch.zeros_like(self._zero)
@@ -104,11 +85,11 @@ class TrainStep:
         stop: bool = False,
         refused: bool = False,
         next_local_tokens: int | None = None,
-    ) -> PendingFigures:
+    ) -> PendingMetrics:
         """Train on this rank's microbatches, which hold `local_tokens` unmasked labels.
 
         With `next_local_tokens`, those of the coming step, the sum that it needs before its first backward comes with
-        this step's figures: a sum of its own would queue behind the parameters that are still on their way.
+        this step's metrics: a sum of its own would queue behind the parameters that are still on their way.
         A rank whose input was `refused` brings `masked_batches`: ranks of the same model compute with it, and all learn
         of it at the end instead of waiting for it. Nothing here waits for the device itself.
         """
@@ -142,28 +123,28 @@ class TrainStep:
             partial.all_reduce()
 
         # The norm of the gradient, the loss, the flags and what routers counted, of all ranks: one all-reduce. One rank
-        # of each model adds its loss and tokens. Whatever is not finite on one rank makes the sum so on all.
+        # of each model adds its loss and tokens. Anything that is not finite on one rank makes the sum so on all.
         clock.switch("optimizer")
         counts = self._counts_loss
-        own = Totals(
-            squares=gradient_norm(self._counted_gradients).square() if self._counted_gradients else self._zero,
-            loss=loss.double() if counts else self._zero,
-            stop=self._number(stop, torch.float64),
-            refused=self._number(refused, torch.float64),
-            next_tokens=self._number((next_local_tokens or 0) if counts else 0, torch.float64),
-        )
+        own = [
+            gradient_norm(self._counted_gradients).square() if self._counted_gradients else self._zero,
+            loss.double() if counts else self._zero,
+            self._number(stop, torch.float64),
+            self._number(refused, torch.float64),
+            self._number((next_local_tokens or 0) if counts else 0, torch.float64),
+        ]
         clock.switch("communication")
         routing = self._routers.figures()
         summed = self._all_reduce(torch.cat([torch.stack(own), routing.flatten()]), self._world)
-        total, routing = Totals(*summed[: len(own)]), summed[len(own) :].view_as(routing)
+        (squares, loss, stopping, refusing, next_tokens), routing = summed[:5], summed[5:].view_as(routing)
         clock.switch("optimizer")
-        norm, loss = total.squares.sqrt() / loss_scale, total.loss / loss_scale
+        norm, loss = squares.sqrt() / loss_scale, loss / loss_scale
         if next_local_tokens is not None:
-            self._tokens = total.next_tokens.to(torch.int64)  # exact up to 2^53
+            self._tokens = next_tokens.to(torch.int64)  # exact up to 2^53
 
         # What keeps the step from being applied, and what clipping divides the gradient by.
         overflow = ~(torch.isfinite(norm) & torch.isfinite(loss))
-        skipped = overflow | (total.refused > 0) | (tokens == 0)
+        skipped = overflow | (refusing > 0) | (tokens == 0)
         divisor = loss_scale.double()
         if self._clip_grad > 0:
             divisor = divisor * ((norm + CLIP_EPSILON) / self._clip_grad).clamp(min=1)
@@ -180,8 +161,8 @@ class TrainStep:
         if not training.optimizer.rounds:
             training.buffers.round_masters()
         training.gather.start()
-        figures = [loss, norm, tokens.double(), skipped.double(), total.stop, total.refused, loss_scale.double()]
-        return PendingFigures(figures, routing, clock.lap())
+        numbers = [loss, norm, tokens.double(), skipped.double(), stopping, refusing, loss_scale.double()]
+        return PendingMetrics(numbers, routing, clock.lap(), fp16=training.loss_scale is not None)
 
     def _number(self, value: float, dtype: torch.dtype) -> Tensor:
         """0-d, made on the device by a kernel: a copy from the host would wait."""

@@ -68,7 +68,7 @@ def train(config: Config, context: ParallelContext) -> Trace:
     return Trace(
         losses=[figure.loss for figure in figures],
         grad_norms=[figure.grad_norm for figure in figures],
-        tokens=[figure.tokens for figure in figures],
+        tokens=[figure.batch_tokens for figure in figures],
         gradients=gradients,
         parameters=_parts(held_pieces(buffers)) + [_whole(*named) for named in Routers(training.chunks).state()],
         routing=[(its[:, :-LOSSES], its[:, -LOSSES:]) for its in tables],

@@ -156,7 +156,7 @@ if [ -n "${TRAIN_NODES-}" ]; then
     # A rank that hangs is named by the others, and killed 180 s after the first of them has ended.
     looks=(--wait 180 --overcommit --ntasks "$((SLURM_NNODES * ranks_per_node))" --ntasks-per-node "$ranks_per_node")
     list=$(srun "${looks[@]}" ${srun_options[@]+"${srun_options[@]}"} ${run_in[@]+"${run_in[@]}"} \
-        python scripts/preflight.py --folder "$folder" --keep "$TRAIN_NODES" | tail -n 1) && code=0 || code=$?
+        python -m megalite preflight --folder "$folder" --keep "$TRAIN_NODES" | tail -n 1) && code=0 || code=$?
     was_told "$code"
     stop_if_warned
     [ -n "$list" ] && [ "$code" -le 1 ] || refuse "preflight: it ended with status $code and chose no nodes"

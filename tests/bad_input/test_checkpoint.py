@@ -203,7 +203,7 @@ ROWS = [
         79,
         "a run as start weights",
         "run_dir=new checkpoint.init_from=run",
-        ["checkpoint.init_from='run'", "the folder of a run", "scripts/export_hf.py run OUT", "run_dir=run"],
+        ["checkpoint.init_from='run'", "the folder of a run", "megalite export run OUT", "run_dir=run"],
     ),
     Row(
         80,

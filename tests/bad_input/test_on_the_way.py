@@ -29,8 +29,9 @@ def test_a_full_disk_ends_neither_training_nor_the_last_checkpoint(
     launch_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert pretrain_gpt.main([*SMALL, "run_dir=run", "train.steps=1"]) == 0
-    recorder = Mock()
-    monkeypatch.setattr("megalite.observe.trackers.open_trackers", lambda *_: recorder)
+    view = Mock()
+    view.name = "trackers"
+    monkeypatch.setattr("megalite.observe.views.open_trackers", lambda *_: view)
     capfd.readouterr()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, hard))  # stands for a full disk: a checkpoint takes 120 KiB
@@ -43,7 +44,7 @@ def test_a_full_disk_ends_neither_training_nor_the_last_checkpoint(
     assert "step-00000001 stays the newest checkpoint" in said.out
     assert "4 of 4 steps" in said.out
     assert "the state of step 4 is not saved; the newest is of step 1" in said.err
-    assert recorder.finish.call_args_list[0].args == (1,)
+    assert view.add.call_args.args[0]["status"] == 1
     assert [path.name for path in (launch_folder / "run" / "checkpoints").iterdir()] == ["step-00000001"]
 
 
@@ -107,10 +108,10 @@ def test_what_only_rank_1_reads_ends_the_job_with_one_message(launch_folder: Pat
 
 def test_the_scan_of_a_token_file_names_the_document(launch_folder: Path) -> None:
     write_corpus(launch_folder, stranger_at=1000)
-    script = [sys.executable, str(ROOT / "scripts" / "prepare_data.py")]
+    prepare = [sys.executable, "-m", "megalite", "prepare"]
     begin = time.monotonic()
     words = ["--verify", "data=tokens", "data.path=corpus", "model.vocab_size=256"]
-    done = subprocess.run([*script, *words], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([*prepare, *words], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert "corpus.bin': token id 9999 in document 0 (token 1,000)" in done.stderr
     assert time.monotonic() - begin < 10

@@ -205,7 +205,7 @@ def look(folder: Path, *arguments: str, **variables: str) -> tuple[int, str]:
 def test_the_preflight_looks_where_training_will_run(folder: Path, code: str, tasks: dict[str, str]) -> None:
     status, calls = look(folder, "run_dir='/x y/runs/a'", CHOSEN="words\nn1\n", SRUN_CODE=code, **tasks)
     place = "--wait 180 --overcommit --ntasks 2 --ntasks-per-node 1 --mpi none apptainer exec it.sif"
-    assert (status, calls) == (0, f"srun {place} python scripts/preflight.py --folder /x y/runs --keep 1\n")
+    assert (status, calls) == (0, f"srun {place} python -m megalite preflight --folder /x y/runs --keep 1\n")
     assert (folder / "meeting").read_text().startswith("n1 ")
     each = 4 if tasks else 1
     assert (folder / "options").read_text() == f"--mpi none --nodes 1 --ntasks {each} --nodelist n1\n"

@@ -1,6 +1,7 @@
 """Opening: the split, the vocabulary, the tokenizer and the fingerprint come from the data, at any size."""
 
 import json
+import os
 import re
 import shutil
 import string
@@ -11,7 +12,8 @@ import pytest
 
 from megalite.config.schema import Config
 from megalite.config.settings import with_values
-from megalite.data.open import open_data
+from megalite.data import open as open_module
+from megalite.data.open import note_changed_files, open_data
 from megalite.data.tokenizers import byte_tokenizer, char_tokenizer
 from megalite.errors.problems import UserError
 from megalite.prepare.prepare import prepare, prepare_file
@@ -166,3 +168,21 @@ def test_a_share_that_leaves_too_little_is_blamed_and_what_is_advised_works(
     for name, value in advised.items():
         changed = with_values(tokens, {name: float(value) if "fraction" in name else int(value)})
         open_data(changed, prepare(changed))
+
+
+def test_a_large_token_file_of_another_time_is_told_once(
+    tokens: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A damaged record, and that of a run which also knew a hash, are read."""
+    files, told = [part.file for part in open_data(tokens, prepare(tokens)).train.parts], list[str]()
+    note_changed_files(files, tmp_path, told.append)
+    assert not (tmp_path / "token_files.json").exists(), "every byte of a small file is in the fingerprint"
+    monkeypatch.setattr(open_module, "HASH_WHOLE", 1000)
+    for record in ("[", "1", "[1]", '[{"size": 4000, "mtime_ns": 5, "xxh3_128": "x"}]'):
+        (tmp_path / "token_files.json").write_text(record)
+        note_changed_files(files, tmp_path, told.append)
+    assert len(told) == 1
+    note_changed_files(files, tmp_path, told.append)
+    os.utime(tmp_path / "a.bin", ns=(1, 1))
+    note_changed_files(files, tmp_path, told.append)
+    assert [f"--verify data=tokens data.path={tmp_path / 'a'} reads all" in each for each in told] == [True, True]

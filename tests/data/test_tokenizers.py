@@ -13,15 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
-from megalite.data.tokenizers import (
-    END,
-    TextTokenizer,
-    _short_words,
-    bpe_tokenizer,
-    byte_tokenizer,
-    char_tokenizer,
-    load_tokenizer,
-)
+from megalite.data.tokenizer_folder import load_tokenizer
+from megalite.data.tokenizers import END, TextTokenizer, _short_words, bpe_tokenizer, byte_tokenizer, char_tokenizer
 from megalite.errors.problems import UserError
 from megalite.prepare.prepare import named_tokenizer
 from megalite.prepare.reading import in_pieces
@@ -129,7 +122,7 @@ def test_cutting_a_long_text_does_not_change_its_bpe_tokens(
 def test_loading_a_saved_tokenizer_does_not_import_transformers(tmp_path: Path) -> None:
     make("bpe").save(tmp_path)
     code = (
-        "import sys; from pathlib import Path; from megalite.data.tokenizers import load_tokenizer; "
+        "import sys; from pathlib import Path; from megalite.data.tokenizer_folder import load_tokenizer; "
         "load_tokenizer(Path(sys.argv[1])); sys.exit('transformers' in sys.modules or 'torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)

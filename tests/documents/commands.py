@@ -61,7 +61,7 @@ esac
 case "{name} $* " in
     "torchrun --standalone --nproc-per-node "[4-9]" pretrain_gpt.py "*)
         [ -n "${{MEGALITE_TESTS_FULL:-}}" ] || exec {python} -c '{check}' "$3" "${{@:5}}" ;;
-    "python scripts/verify_layout.py "*) [ -n "${{MEGALITE_TESTS_FULL:-}}" ] || set -- "$@" --dp 1 ;;
+    "python -m megalite verify "*) [ -n "${{MEGALITE_TESTS_FULL:-}}" ] || set -- "$@" --dp 1 ;;
 esac
 exec {real} "$@"
 """
@@ -142,7 +142,7 @@ def _write_user_files(folder: Path, python: str) -> None:
     (folder / "corpus" / "one.jsonl").write_text(f'{{"body": "{sentence.strip()}"}}\n' * 400)
     (folder / "tokens").mkdir()
     for name in ("web", "code"):
-        prepare = [python, "scripts/prepare_data.py", "data=text", "data.path=my.txt", "tokenizer=byte"]
+        prepare = [python, "-m", "megalite", "prepare", "data=text", "data.path=my.txt", "tokenizer=byte"]
         subprocess.run([*prepare, "--output", f"tokens/{name}"], cwd=folder, check=True, capture_output=True)
 
 

@@ -132,7 +132,7 @@ def test_settings_of_experts_that_no_family_has_are_refused_by_name(
 ) -> None:
     message = refusal(small("mixtral", moe=MoEConfig(4, 2, 20, **changes)), tmp_path / "ours")
     assert message.count(named) == 2  # of each family
-    assert "scripts/evaluate.py" in message, "what works without a family"
+    assert "megalite evaluate" in message, "what works without a family"
     assert "llama" not in message
 
 

@@ -17,8 +17,8 @@ from megalite.moe.layer import Experts
 from megalite.moe.rows import Rows
 from megalite.optim import gradients as gradients_module
 from megalite.optim import rank_buffers as rank_buffers_module
-from megalite.optim import sharing as sharing_module
-from megalite.optim.gradient_sync import GradientSync
+from megalite.optim import zero as zero_module
+from megalite.optim.zero import GradientSync
 from megalite.tensor_parallel.mappings import gather_from_sequence_parallel
 from megalite.train import step as step_module
 from tests.layouts.training import Trace, train
@@ -54,9 +54,9 @@ def counts_of_another_layer(context: ParallelContext, config: Config) -> Trace:
 
 def experts_summed_over_dp(context: ParallelContext, config: Config) -> Trace:
     """Ranks of dp hold different experts."""
-    groups = rank_buffers_module.sharing_groups
+    groups = rank_buffers_module.replica_groups
     of_dense = lambda kind, **settings: groups("dense", **settings)  # noqa: E731
-    rank_buffers_module.sharing_groups = sharing_module.sharing_groups = of_dense
+    rank_buffers_module.replica_groups = zero_module.replica_groups = of_dense
     return train(context, config)
 
 
@@ -75,9 +75,9 @@ def expert_gradients_divided_by_ep(context: ParallelContext, config: Config) -> 
 
 def experts_counted_on_every_replica(context: ParallelContext, config: Config) -> Trace:
     """In the norm, where replicas keep the same optimizer state."""
-    count = step_module.counted
-    step_module.counted = lambda buffers, sharing, *, embeds: count(
-        buffers, {**sharing, "expert": replace(sharing["expert"], repeat=0)}, embeds=embeds
+    count = step_module.owned_for_norm
+    step_module.owned_for_norm = lambda buffers, replicas, *, embeds: count(
+        buffers, {**replicas, "expert": replace(replicas["expert"], replica=0)}, embeds=embeds
     )
     return train(context, config)
 

@@ -14,12 +14,10 @@ from megalite.launch.context import ParallelContext
 from megalite.model import attention as attention_module
 from megalite.model import block as block_module
 from megalite.model import gpt as gpt_module
-from megalite.optim import gradient_sync as sync_module
-from megalite.optim import parameter_gather as gather_module
 from megalite.optim import rank_buffers as rank_buffers_module
-from megalite.optim.gradient_sync import GradientSync
+from megalite.optim import zero as zero_module
 from megalite.optim.gradients import PartialGradients
-from megalite.optim.parameter_gather import ParameterGather
+from megalite.optim.zero import GradientSync, ParameterGather
 from megalite.pipeline import executor as executor_module
 from megalite.tensor_parallel import layers as layers_module
 from megalite.tensor_parallel import linear as linear_module
@@ -71,7 +69,7 @@ def no_sum_of_partial_gradients(context: ParallelContext, config: Config) -> Tra
 
 
 def replicas_counted_on_every_rank(context: ParallelContext, config: Config) -> Trace:
-    step_module.counted = lambda buffers, sharing, *, embeds: buffers.gradients
+    step_module.owned_for_norm = lambda buffers, replicas, *, embeds: buffers.gradients
     return train(context, config)
 
 
@@ -182,8 +180,8 @@ class _AtLast:
 
 def gather_at_the_last_moment(context: ParallelContext, config: Config) -> Trace:
     """No mistake, but the worst network."""
-    start = gather_module.start_all_gather
-    gather_module.start_all_gather = lambda bucket, group: _AtLast(lambda: start(bucket, group))
+    start = zero_module.bucket_all_gather
+    zero_module.bucket_all_gather = lambda bucket, group: _AtLast(lambda: start(bucket, group))
     return train(context, config)
 
 
@@ -207,19 +205,19 @@ class _Done:
 
 
 def no_sum_across_instances(context: ParallelContext, config: Config) -> Trace:
-    sync_module.start_all_reduce = lambda tensor, group, *, comm_dtype: _Done()
+    zero_module.bucket_all_reduce = lambda tensor, group, *, comm_dtype: _Done()
     return train(context, config)
 
 
 def no_sum_inside_instances(context: ParallelContext, config: Config) -> Trace:
-    sync_module.start_reduce_scatter = lambda bucket, group, *, comm_dtype: _Done()
+    zero_module.bucket_reduce_scatter = lambda bucket, group, *, comm_dtype: _Done()
     return train(context, config)
 
 
 def instances_counted_twice(context: ParallelContext, config: Config) -> Trace:
-    count = step_module.counted
-    step_module.counted = lambda buffers, sharing, *, embeds: count(
-        buffers, {kind: replace(place, repeat=0) for kind, place in sharing.items()}, embeds=embeds
+    count = step_module.owned_for_norm
+    step_module.owned_for_norm = lambda buffers, replicas, *, embeds: count(
+        buffers, {kind: replace(place, replica=0) for kind, place in replicas.items()}, embeds=embeds
     )
     return train(context, config)
 
@@ -247,13 +245,13 @@ def sent_before_the_last_gradient(context: ParallelContext, config: Config) -> T
 
 def read_at_once(context: ParallelContext, config: Config) -> Trace:
     """What is sent is read at once."""
-    start = sync_module.start_reduce_scatter
+    start = zero_module.bucket_reduce_scatter
 
     def at_once(bucket: Tensor, group: Any, *, comm_dtype: torch.dtype) -> Any:
         start(bucket, group, comm_dtype=comm_dtype).wait()
         return _Done()
 
-    sync_module.start_reduce_scatter = at_once
+    zero_module.bucket_reduce_scatter = at_once
     return train(context, config)
 
 
@@ -278,8 +276,8 @@ def sent_before_the_last_microbatch(context: ParallelContext, config: Config) ->
 
 
 def decay_of_everything(context: ParallelContext, config: Config) -> Trace:
-    held = rank_buffers_module.held_parameters
-    rank_buffers_module.held_parameters = lambda config, pp_rank: [
+    held = rank_buffers_module.records_of
+    rank_buffers_module.records_of = lambda config, pp_rank: [
         replace(record, decay=True) for record in held(config, pp_rank)
     ]
     return train(context, config)
@@ -311,8 +309,8 @@ def no_sum_over_tied_embeddings(context: ParallelContext, config: Config) -> Tra
 
 
 def tied_embeddings_counted_twice(context: ParallelContext, config: Config) -> Trace:
-    count = step_module.counted
-    step_module.counted = lambda buffers, sharing, *, embeds: count(buffers, sharing, embeds=True)
+    count = step_module.owned_for_norm
+    step_module.owned_for_norm = lambda buffers, replicas, *, embeds: count(buffers, replicas, embeds=True)
     return train(context, config)
 
 

@@ -22,7 +22,7 @@ from megalite.errors.problems import Problem, UserError
 from megalite.launch.context import ParallelContext
 from megalite.layout.sequence import SequenceShare, Tile
 from megalite.model.gpt import GPT
-from megalite.optim import gradient_sync as sync_module
+from megalite.optim import zero as zero_module
 from megalite.prepare.prepare import prepare
 from megalite.train.build import build_training, data_share, fill_with_start_values, needs_of
 from megalite.train.device_settings import derive_device
@@ -133,7 +133,7 @@ def documents_leak(context: ParallelContext, config: Config) -> Trace:
 
 
 def no_sum_of_gradients(context: ParallelContext, config: Config) -> Trace:
-    sync_module.start_reduce_scatter = lambda bucket, group, *, comm_dtype: _Done()
+    zero_module.bucket_reduce_scatter = lambda bucket, group, *, comm_dtype: _Done()
     return train(context, config)
 
 

@@ -138,7 +138,7 @@ def train(
     return Trace(
         losses=[f.loss for f in figures],
         grad_norms=[f.grad_norm for f in figures],
-        tokens=[f.tokens for f in figures],
+        tokens=[f.batch_tokens for f in figures],
         validation=validation,
         gradients=gradients,
         parameters=_copies(held_pieces(buffers)),

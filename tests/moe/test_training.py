@@ -15,7 +15,8 @@ from megalite.model.routers import Routers
 from megalite.moe.balance import counts_of, update_router
 from megalite.moe.router import Router
 from megalite.train.build import Training, build_training, fill_with_start_values, needs_of
-from megalite.train.step import StepFigures, TrainStep
+from megalite.train.metrics import StepMetrics
+from megalite.train.step import TrainStep
 from tests.model.small import gpt, perturbed, small
 from tests.ranks import run_ranks
 
@@ -72,7 +73,7 @@ class Run:
     def batches(self) -> list[Batch]:
         return [batch_of(2 * self.context.index("dp") + microbatch) for microbatch in range(2)]
 
-    def step(self) -> StepFigures:
+    def step(self) -> StepMetrics:
         return self.apply(self.batches(), 2 * SEQUENCES * LENGTH, LR).read()
 
     def state(self) -> list[torch.Tensor]:

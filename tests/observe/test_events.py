@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from megalite.observe.chronicle import RecordFile
 from megalite.observe.run_data import read_run
 from megalite.train.history import read_events, read_metrics
+from megalite.train.run_log import RecordFile
 from tests.train.runs import write_text
 from tests.train.test_run import config_for, poison, start, stop_after
 
@@ -105,6 +105,8 @@ def test_a_full_disk_costs_lines_and_is_told_once_until_it_has_room_again(
 class Trackers:
     """Keeps what it is given."""
 
+    name = "trackers"
+
     def __init__(self) -> None:
         self.lines: list[Any] = []
         self.ends: list[int] = []
@@ -112,8 +114,8 @@ class Trackers:
     def add(self, line: Any) -> None:
         self.lines.append(line)
 
-    def finish(self, status: int) -> None:
-        self.ends.append(status)
+    def close(self) -> None:
+        self.ends.append(0)
 
 
 def test_trackers_get_what_is_in_the_files_in_their_order(
@@ -121,10 +123,10 @@ def test_trackers_get_what_is_in_the_files_in_their_order(
 ) -> None:
     trackers = Trackers()
     config = config_for(text, tmp_path / "run", sample_interval=8)
-    monkeypatch.setattr("megalite.observe.trackers.open_trackers", lambda *_: trackers)
+    monkeypatch.setattr("megalite.observe.views.open_trackers", lambda *_: trackers)
     assert start(config) == 0
     records, events = ([it for it in trackers.lines if ("kind" in it) == wanted] for wanted in (False, True))
     assert json.dumps(records) == json.dumps(read_metrics(tmp_path / "run" / "metrics.jsonl"))
     assert json.dumps(events) == json.dumps(read_events(tmp_path / "run" / "events.jsonl"))
     assert [it["step"] for it in events if it["kind"] == "sample"] == [8, 12]
-    assert trackers.ends[0] == 0
+    assert trackers.ends == [0]

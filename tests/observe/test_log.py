@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from megalite.launch.context import ParallelContext
-from megalite.observe.log import open_log
+from megalite.train.run_log import open_log
 
 
 def test_control_characters_are_written_out_and_lines_stay_lines(tmp_path: Path) -> None:

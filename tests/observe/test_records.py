@@ -9,8 +9,8 @@ import pytest
 import xxhash
 
 from megalite.errors.problems import UserError
-from megalite.observe.chronicle import RecordFile
 from megalite.train.history import read_events, read_metrics
+from megalite.train.run_log import RecordFile
 
 
 def event(kind: str, step: int) -> dict[str, Any]:

@@ -12,20 +12,9 @@ from megalite.observe.report.page import render
 from megalite.observe.run_data import read_run
 from megalite.train import clock
 from megalite.train.clock import Lap
-from megalite.train.figures import Steps
-from megalite.train.history import read_metrics
-from megalite.train.recorder import STEP_PARTS
+from megalite.train.history import STEP_PARTS, read_metrics
 from tests.train.runs import write_text
 from tests.train.test_run import config_for, start
-
-
-def test_the_speed_is_that_of_all_steps_together() -> None:
-    steps = Steps()
-    assert steps.tokens_per_s == 0.0
-    steps.add(100, 1.0, 0.0, {"forward": 1.0})
-    steps.add(300, 3.0, 0.5, {"forward": 2.0})
-    assert steps.tokens_per_s == 100.0
-    assert (steps.count, steps.wait_s, steps.split["forward"]) == (2, 0.5, 3.0)
 
 
 class Clock:

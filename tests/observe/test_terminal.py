@@ -4,8 +4,8 @@ import io
 import math
 import os
 import re
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,12 +13,24 @@ from megalite.observe import readable
 from megalite.observe.run_data import RunData
 from megalite.observe.screens import WIDTH
 from megalite.observe.terminal import NAMES_EVERY, Terminal
-from megalite.train.recorder import EvaluationRecord, StepRecord
+from megalite.train.metrics import StepMetrics
 
-STEP = StepRecord(
-    step=1, steps=300, tokens=4096, loss=8.3213, lr=1e-5, grad_norm=2.5, tokens_per_s=13421.4,
-    mean_tokens_per_s=12000.0, step_time_s=0.3052, training_s=0.34, memory_gib=1.214, data_wait_share=0.0012,
-)  # fmt: skip
+STEP = StepMetrics(
+    step=1, tokens=4096, loss=8.3213, lr=1e-5, grad_norm=2.5, tokens_per_s=13421.4, mean_tokens_per_s=12000.0,
+    step_time_s=0.3052, training_s=0.34, memory_gib=1.214, data_wait_share=0.0012,
+    batch_tokens=4096, skipped=False, stop=False, refused=False,
+).to_json()  # fmt: skip
+
+
+def line(**changes: Any) -> dict[str, Any]:
+    return STEP | changes
+
+
+def evaluation(step: int, loss: float, bits_per_byte: float | None) -> dict[str, Any]:
+    measures = {"val_loss": loss, "val_perplexity": math.exp(loss), "val_bits_per_byte": bits_per_byte}
+    return {"step": step, "tokens": 1000, **measures, "eval_time_s": 1.23}
+
+
 COMMAND = "python pretrain_gpt.py 'data.path=my file.txt' train.steps=300"
 
 
@@ -49,6 +61,7 @@ class Plain:
     def __init__(self) -> None:
         self.stream = io.StringIO()
         self.terminal = Terminal(self.stream, interactive=False)
+        self.terminal._steps = 300
 
     def lines(self) -> list[str]:
         return self.stream.getvalue().splitlines()
@@ -66,9 +79,9 @@ def ends_of_cells(line: str) -> list[int]:
 
 AWKWARD = [
     STEP,
-    replace(STEP, step=299, loss=math.nan, grad_norm=math.inf, data_wait_share=0.5),
-    replace(STEP, step=20, loss=123456.0, lr=0.0, grad_norm=0.0000123, tokens_per_s=98_765_432, step_time_s=0.0001),
-    replace(STEP, step=300, loss=-0.5, tokens_per_s=3.2, step_time_s=4321, memory_gib=139.72, data_wait_share=1.0),
+    line(step=299, loss=math.nan, grad_norm=math.inf, data_wait_share=0.5),
+    line(step=20, loss=123456.0, lr=0.0, grad_norm=0.0000123, tokens_per_s=98_765_432, step_time_s=0.0001),
+    line(step=300, loss=-0.5, tokens_per_s=3.2, step_time_s=4321, memory_gib=139.72, data_wait_share=1.0),
 ]
 
 
@@ -77,7 +90,8 @@ AWKWARD = [
 def test_all_lines_of_a_log_have_the_same_columns_and_fit(plain: Plain, steps: int, mfu: float | None) -> None:
     for view in AWKWARD:
         causal = None if mfu is None else mfu - 0.03
-        plain.terminal.step(replace(view, step=min(view.step, steps), steps=steps, mfu=mfu, mfu_causal=causal))
+        plain.terminal._steps = steps
+        plain.terminal.step(view | {"step": min(view["step"], steps), "mfu": mfu, "mfu_causal": causal})
     names, *rows = plain.lines()
     assert len(rows) == len(AWKWARD)
     for row in rows:
@@ -86,7 +100,7 @@ def test_all_lines_of_a_log_have_the_same_columns_and_fit(plain: Plain, steps: i
 
 
 def test_a_step_line_holds_every_figure(plain: Plain) -> None:
-    plain.terminal.step(replace(STEP, mfu=0.423, mfu_causal=0.398))
+    plain.terminal.step(line(mfu=0.423, mfu_causal=0.398))
     names, row = plain.lines()
     assert " ".join(names.split()) == "step loss lr grad_norm tokens/s time GiB wait mfu causal left"
     assert " ".join(row.split()) == "1/300 8.3213 1.00e-05 2.5000 13,421 305.2ms 1.21 0.1% 42.3% 39.8% 1:31"
@@ -99,22 +113,22 @@ def test_mfu_is_shown_only_where_it_is_known(plain: Plain) -> None:
 
 def test_column_names_come_back_every_few_lines(plain: Plain) -> None:
     for step in range(1, 2 * NAMES_EVERY + 2):
-        plain.terminal.step(replace(STEP, step=step))
+        plain.terminal.step(line(step=step))
     names = [number for number, line in enumerate(plain.lines()) if "loss" in line]
     assert names == [0, NAMES_EVERY + 1, 2 * (NAMES_EVERY + 1)]
 
 
 def test_nan_is_shown_as_nan(plain: Plain) -> None:
-    plain.terminal.step(replace(STEP, loss=math.nan, grad_norm=math.inf))
+    plain.terminal.step(line(loss=math.nan, grad_norm=math.inf))
     assert plain.lines()[1].split()[1:4] == ["nan", "1.00e-05", "inf"]
-    plain.terminal.evaluation(EvaluationRecord(1, 1000, math.nan, math.nan, math.nan, 1.0))
+    plain.terminal.evaluation(evaluation(1, math.nan, math.nan))
     assert "validation loss nan  perplexity nan  bits per byte nan" in plain.lines()[2]
 
 
 def test_an_evaluation_line(plain: Plain) -> None:
     plain.terminal.header("tiny on stdlib", [], first_step=0, steps=300)
-    plain.terminal.evaluation(EvaluationRecord(20, 1000, 4.2, math.exp(4.2), 2.3123, 1.23))
-    plain.terminal.evaluation(EvaluationRecord(300, 1000, 4.2, math.exp(4.2), None, 1.23))
+    plain.terminal.evaluation(evaluation(20, 4.2, 2.3123))
+    plain.terminal.evaluation(evaluation(300, 4.2, None))
     assert plain.lines()[-2:] == [
         "step  20  validation loss 4.2000  perplexity 66.69  bits per byte 2.3123  (1.23 s)",
         "step 300  validation loss 4.2000  perplexity 66.69  (1.23 s)",
@@ -167,7 +181,7 @@ def test_every_line_is_flushed_and_a_closed_pipe_ends_no_run() -> None:
     assert os.read(reader, 100) == b"first\n"
     os.close(reader)
     for step in range(1, 50):
-        terminal.step(replace(STEP, step=step))
+        terminal.step(line(step=step))
     terminal.close()
     with pytest.raises(BrokenPipeError):
         stream.close()
@@ -194,9 +208,9 @@ def run_everything(terminal: Terminal) -> None:
     terminal.preparing(10, 10, 10, 50)
     terminal.header("tiny on stdlib", [("model", "4 layers")], first_step=0, steps=3)
     for step in range(1, 4):
-        terminal.step(replace(STEP, step=step, steps=3, loss=math.nan if step == 2 else 3.0, bad_steps=step // 2))
+        terminal.step(line(step=step, loss=math.nan if step == 2 else 3.0, bad_steps=step // 2))
     terminal.note("warning: something")
-    terminal.evaluation(EvaluationRecord(3, 1000, 4.2, 66.7, None, 1.23))
+    terminal.evaluation(evaluation(3, 4.2, None))
     finish(terminal, a_run())
     terminal.close()
 
@@ -239,7 +253,7 @@ def test_a_narrow_terminal_breaks_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_the_time_left_is_told_by_a_median_without_the_slow_first_step(plain: Plain) -> None:
     for step, seconds in enumerate((60.0, 1.0, 1.1, 30.0, 0.9, 1.0), 1):  # the first one compiles
-        plain.terminal.step(replace(STEP, step=step, step_time_s=seconds))
+        plain.terminal.step(line(step=step, step_time_s=seconds))
     assert plain.lines()[-1].split()[-1] == "4:54"
 
 

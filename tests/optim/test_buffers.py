@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from megalite.layout.buffer_layout import BufferLayout, buffer_layout
 from megalite.layout.parameters import ParameterRecord, Split
 from megalite.optim.buffers import TrainingBuffers
-from megalite.optim.gradients import counted
-from megalite.optim.sharing import Sharing
+from megalite.optim.gradients import owned_for_norm
+from megalite.optim.zero import ReplicaGroups
 
 CPU = torch.device("cpu")
 
@@ -151,18 +151,19 @@ def test_ranks_together_count_each_element_once(tp: int, shards: int, repeats: i
         layout = buffer_layout(SHARDED, tp=(tp, index), dense_shards=shards, bucket_size=64)
         for shard in range(shards):
             for repeat in range(repeats):
-                sharing = Sharing(repeat=repeat)
-                parts = counted(with_ones_in_gradients(layout, shard), {"dense": sharing, "expert": Sharing()})
+                replicas = ReplicaGroups(replica=repeat)
+                groups = {"dense": replicas, "expert": ReplicaGroups()}
+                parts = owned_for_norm(with_ones_in_gradients(layout, shard), groups)
                 total += sum(float(part.sum()) for part in parts)
     assert total == sum(record.numel for record in SHARDED)
 
 
 def test_what_one_rank_counts_is_few_ranges() -> None:
-    sharing = {"dense": Sharing(), "expert": Sharing()}
+    replicas = {"dense": ReplicaGroups(), "expert": ReplicaGroups()}
     whole = with_ones_in_gradients(buffer_layout(SHARDED), 0)
-    assert len(counted(whole, sharing)) == len(whole.layout.buckets) == 2  # the table has its own
+    assert len(owned_for_norm(whole, replicas)) == len(whole.layout.buckets) == 2  # the table has its own
     other = with_ones_in_gradients(buffer_layout(SHARDED[1:2] + SHARDED[3:], tp=(2, 1)), 0)
-    assert [float(part.sum()) for part in counted(other, sharing)] == [4.0, 0.0]  # padding after the norm
+    assert [float(part.sum()) for part in owned_for_norm(other, replicas)] == [4.0, 0.0]  # padding after the norm
 
 
 def test_a_logical_tensor_fills_this_rank_s_shard() -> None:

@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalite.launch.context import ParallelContext
-from megalite.optim import collectives
-from megalite.optim.collectives import (
+from megalite.optim import bucket_collectives as collectives
+from megalite.optim.bucket_collectives import (
     Pending,
+    bucket_all_gather,
+    bucket_all_reduce,
+    bucket_reduce_scatter,
     bytes_sent,
-    start_all_gather,
-    start_all_reduce,
-    start_reduce_scatter,
 )
 from tests.ranks import run_ranks
 from tests.tensor_parallel.live_bytes import LiveBytes
@@ -70,7 +70,7 @@ def sum_is_in_order(group: dist.ProcessGroup, length: int, dtype: torch.dtype, c
     n, me = group.size(), group.rank()
     everyone = [numbers(rank, n * length, dtype) for rank in range(n)]
     bucket = everyone[me].clone()
-    start_reduce_scatter(bucket, group, comm_dtype=comm_dtype).wait()
+    bucket_reduce_scatter(bucket, group, comm_dtype=comm_dtype).wait()
     own = slice(me * length, (me + 1) * length)
     return torch.equal(bucket[own], sum_for(me, [terms[own] for terms in everyone], comm_dtype))
 
@@ -85,7 +85,7 @@ def sum_is_everywhere(group: dist.ProcessGroup, length: int, dtype: torch.dtype,
     length = n * length - 1  # no multiple of n
     everyone = [numbers(rank, length, dtype) for rank in range(n)]
     tensor = everyone[me].clone()
-    start_all_reduce(tensor, group, comm_dtype=comm_dtype).wait()
+    bucket_all_reduce(tensor, group, comm_dtype=comm_dtype).wait()
     others = [torch.empty_like(tensor) for _ in range(n)]
     dist.all_gather(others, tensor, group=group)
     if not all(torch.equal(tensor, other) for other in others):
@@ -108,7 +108,7 @@ def gather_is_whole(group: dist.ProcessGroup, length: int, dtype: torch.dtype, _
     whole = numbers(0, n * length, dtype)
     bucket = torch.full_like(whole, torch.nan)
     bucket.chunk(n)[me].copy_(whole.chunk(n)[me])
-    start_all_gather(bucket, group).wait()
+    bucket_all_gather(bucket, group).wait()
     return torch.equal(bucket, whole)
 
 
@@ -123,8 +123,8 @@ def torch_agrees(group: dist.ProcessGroup, length: int, dtype: torch.dtype, comm
     total = (terms[0].to(comm_dtype) + terms[1].to(comm_dtype)).to(dtype)
     scattered, reduced = terms[me].clone(), terms[me].clone()
     for pending in (
-        start_reduce_scatter(scattered, group, comm_dtype=comm_dtype),
-        start_all_reduce(reduced, group, comm_dtype=comm_dtype),
+        bucket_reduce_scatter(scattered, group, comm_dtype=comm_dtype),
+        bucket_all_reduce(reduced, group, comm_dtype=comm_dtype),
     ):
         pending.wait()
     same = torch.equal(scattered.chunk(n)[me], total.chunk(n)[me]) and torch.equal(reduced, total)
@@ -146,7 +146,7 @@ def _round_to_bf16(context: ParallelContext) -> float:
     group, n, me = group_of(context), context.world_size, context.rank
     terms = [numbers(rank, n * 5000, F32) for rank in range(n)]
     bucket = terms[me].clone()
-    start_reduce_scatter(bucket, group, comm_dtype=BF16).wait()
+    bucket_reduce_scatter(bucket, group, comm_dtype=BF16).wait()
     own = slice(me * 5000, (me + 1) * 5000)
     error = (bucket[own].double() - sum(term[own].double() for term in terms)).abs()
     others = sum(term[own].double().abs() for rank, term in enumerate(terms) if rank != me)
@@ -176,14 +176,14 @@ def _transfer_much(context: ParallelContext, seed: int) -> tuple[bool, list[byte
 
     for number, length in enumerate((4000, 300, 20000, 4000, 1, 4000)):
         bucket = numbers(me, n * length, F64, seed=number)
-        sums.append((bucket, start_reduce_scatter(bucket, group, comm_dtype=(F64, BF16)[number % 2])))
+        sums.append((bucket, bucket_reduce_scatter(bucket, group, comm_dtype=(F64, BF16)[number % 2])))
         fine = small_sum() and fine
         spread = numbers(0, n * length, F32, seed=number)
-        gathers.append((spread, start_all_gather(spread, group)))
+        gathers.append((spread, bucket_all_gather(spread, group)))
         flag = torch.full((8,), me + 1.0)
         works.append((flag, dist.all_reduce(flag, group=group, async_op=True)))
         everywhere = numbers(me, length, F32, seed=-number)
-        sums.append((everywhere, start_all_reduce(everywhere, group, comm_dtype=(BF16, F32)[number % 2])))
+        sums.append((everywhere, bucket_all_reduce(everywhere, group, comm_dtype=(BF16, F32)[number % 2])))
     naps.shuffle(gathers)
     for (_, work), (_, pending) in zip(works, gathers, strict=True):
         work.wait()
@@ -263,9 +263,9 @@ def _written_by_this_process() -> int:
 
 def starters(group: dist.ProcessGroup, comm_dtype: torch.dtype) -> dict[Transfer, "partial[Pending]"]:
     return {
-        "reduce_scatter": partial(start_reduce_scatter, group=group, comm_dtype=comm_dtype),
-        "all_reduce": partial(start_all_reduce, group=group, comm_dtype=comm_dtype),
-        "all_gather": partial(start_all_gather, group=group),
+        "reduce_scatter": partial(bucket_reduce_scatter, group=group, comm_dtype=comm_dtype),
+        "all_reduce": partial(bucket_all_reduce, group=group, comm_dtype=comm_dtype),
+        "all_gather": partial(bucket_all_gather, group=group),
     }
 
 
@@ -319,9 +319,9 @@ def _drop(context: ParallelContext) -> bool:
     group = dist.new_group(list(range(context.world_size)))
     bucket = torch.full((1 << 18,), float(context.rank))
     if context.rank == 0:
-        start_all_gather(bucket, group)  # and nobody holds it
+        bucket_all_gather(bucket, group)  # and nobody holds it
     context.barrier()
-    pending = start_all_gather(bucket, group) if context.rank == 1 else None
+    pending = bucket_all_gather(bucket, group) if context.rank == 1 else None
     time.sleep(0.2)
     context.barrier()
     del pending
@@ -339,7 +339,7 @@ def _wait_for_nobody(context: ParallelContext) -> float:
         return 0
     begin = time.monotonic()
     with pytest.raises(RuntimeError, match="imed out"):
-        start_reduce_scatter(torch.ones(1 << 16), group_of(context), comm_dtype=F32).wait()
+        bucket_reduce_scatter(torch.ones(1 << 16), group_of(context), comm_dtype=F32).wait()
     return time.monotonic() - begin
 
 
@@ -398,7 +398,7 @@ def _ask_for_the_impossible(context: ParallelContext) -> None:
     row = torch.ones(4)
     for tensor, comm_dtype in ((row[:3], F32), (row[::2], F32), (row.view(2, 2), F32), (row, F64), (row, torch.int8)):
         with pytest.raises(AssertionError):
-            start_reduce_scatter(tensor, group, comm_dtype=comm_dtype)
+            bucket_reduce_scatter(tensor, group, comm_dtype=comm_dtype)
 
 
 def test_uneven_buckets_and_wider_comm_dtypes_are_our_own_bugs() -> None:

@@ -13,12 +13,10 @@ from megalite.layout.buffer_layout import buffer_layout, slice_ranges
 from megalite.layout.groups import GroupNeeds
 from megalite.layout.parameters import ParameterRecord
 from megalite.layout.ranks import ParallelLayout
-from megalite.optim import gradient_sync as sync_module
+from megalite.optim import zero as zero_module
 from megalite.optim.adamw import FlatAdamW
 from megalite.optim.buffers import TrainingBuffers
-from megalite.optim.gradient_sync import GradientSync
-from megalite.optim.parameter_gather import ParameterGather, part_of
-from megalite.optim.sharing import Sharing
+from megalite.optim.zero import GradientSync, ParameterGather, ReplicaGroups, part_of
 from megalite.train.build import build_training, fill_with_start_values
 from megalite.train.step import TrainStep
 from tests.optim.small_model import small_config
@@ -61,8 +59,8 @@ def events_of_a_step(context: ParallelContext, changes: dict[str, Any], microbat
 
         return started
 
-    for name in ("start_reduce_scatter", "start_all_reduce"):
-        setattr(sync_module, name, recorded(getattr(sync_module, name)))
+    for name in ("bucket_reduce_scatter", "bucket_all_reduce"):
+        setattr(zero_module, name, recorded(getattr(zero_module, name)))
     backward = torch.autograd.backward
 
     def observed(*args: Any, **kwargs: Any) -> None:
@@ -125,13 +123,13 @@ def branched_gradients(context: ParallelContext, zero: bool, uses_left: list[boo
         for at, (name, value) in enumerate(model.named_parameters())
     ]
     start = {name: value.detach().clone() for name, value in model.named_parameters()}
-    sharing = Sharing.of_rank(context, zero=zero)
-    dense = sharing["dense"].shard_group
+    replicas = ReplicaGroups.of_rank(context, zero=zero)
+    dense = replicas["dense"].shard_group
     layout = buffer_layout(records, dense_shards=size(dense), bucket_size=1)
     buffers = TrainingBuffers(layout, dtype=torch.float64, device=context.device, dense=index(dense))
     buffers.attach(model)
     buffers.fill(start.items())
-    sync = GradientSync(buffers, [model], sharing, comm_dtype=torch.float64)
+    sync = GradientSync(buffers, [model], replicas, comm_dtype=torch.float64)
     x = torch.randn(4, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(context.rank))
     for _ in range(2):  # the second step is like the first
         buffers.start_step()
@@ -178,7 +176,7 @@ def parameters_after_steps(context: ParallelContext, masked_rank: int | None) ->
     for number in range(2):
         masked = context.rank == masked_rank and number == 0
         figures = step([batch_of(context, number, masked=masked)], 0 if masked else 16, 1e-3).read()
-        losses.append((figures.loss, figures.tokens, figures.skipped))
+        losses.append((figures.loss, figures.batch_tokens, figures.skipped))
     training.gather.finish()
     return losses, before, dict(training.chunks[0].named_parameters())
 
@@ -224,8 +222,8 @@ def train_experts(context: ParallelContext, zero: bool) -> dict[str, Tensor]:
         ParameterRecord(name, (16, 16), "normal", 0.1, True, place=0, of_experts=name.startswith("experts"))
         for name, _ in model.named_parameters()
     ]
-    sharing = Sharing.of_rank(context, zero=zero)
-    dense, expert = sharing["dense"].shard_group, sharing["expert"].shard_group
+    replicas = ReplicaGroups.of_rank(context, zero=zero)
+    dense, expert = replicas["dense"].shard_group, replicas["expert"].shard_group
     layout = buffer_layout(records, dense_shards=size(dense), expert_shards=size(expert), bucket_size=64)
     buffers = TrainingBuffers(
         layout,
@@ -238,8 +236,8 @@ def train_experts(context: ParallelContext, zero: bool) -> dict[str, Tensor]:
     buffers.fill((name, start_of(name)) for name, _ in model.named_parameters())
     everything = slice_ranges(buffers.owned, lambda record, box: True)
     optimizer = FlatAdamW(buffers.masters, buffers.gradients, [(everything, 0.1)], (0.9, 0.95), 1e-8)
-    sync = GradientSync(buffers, [model], sharing, comm_dtype=torch.float64)
-    gather = ParameterGather(buffers, sharing)
+    sync = GradientSync(buffers, [model], replicas, comm_dtype=torch.float64)
+    gather = ParameterGather(buffers, replicas)
     buffers.start_step()
     sync.expect_last(0, lambda start: start())
     one_loss(model, context.rank, mine).backward()

@@ -26,7 +26,7 @@ from megalite.layout.buffer_layout import buffer_layout
 from megalite.layout.groups import GroupNeeds
 from megalite.layout.parameters import ParameterRecord
 from megalite.layout.ranks import ParallelLayout
-from megalite.optim import adamw, gradient_sync, parameter_gather
+from megalite.optim import adamw, zero
 from megalite.optim.buffers import TrainingBuffers
 from megalite.optim.memory import StateBytes, bytes_of_element, bytes_of_rank
 from megalite.train import step as step_module
@@ -124,7 +124,7 @@ def keep(context: ParallelContext, config: Config) -> Kept:
     config = derive_device(derive(config, context.world_size), context)
     training, allocations = allocations_of(lambda: build_training(config, context))
     number = sum(parameter.numel() for parameter in training.chunks[0].parameters())
-    group = training.sharing["dense"].shard_group
+    group = training.replicas["dense"].shard_group
     shards = 1 if group is None else group.size()
     return Kept(by_layout(training, config), in_tensors(training), allocations.left, shards, number)
 
@@ -303,21 +303,21 @@ def gradients_copied_for_the_norm(context: ParallelContext, config: Config) -> T
 
 
 def buckets_copied_for_the_sync(context: ParallelContext, config: Config) -> Taken:
-    start = gradient_sync.start_reduce_scatter
-    gradient_sync.start_reduce_scatter = lambda bucket, group, *, comm_dtype: start(
+    start = zero.bucket_reduce_scatter
+    zero.bucket_reduce_scatter = lambda bucket, group, *, comm_dtype: start(
         bucket.clone(), group, comm_dtype=comm_dtype
     )
     return take(context, config)
 
 
 def slices_copied_for_the_gather(context: ParallelContext, config: Config) -> Taken:
-    start, sent = parameter_gather.start_all_gather, []
+    start, sent = zero.bucket_all_gather, []
 
     def copy_and_start(bucket: Tensor, group: dist.ProcessGroup) -> Any:
         sent.append(bucket.chunk(group.size())[group.rank()].clone())
         return start(bucket, group)
 
-    parameter_gather.start_all_gather = copy_and_start
+    zero.bucket_all_gather = copy_and_start
     return take(context, config)
 
 

@@ -16,7 +16,7 @@ OF_ADAMW = {"lr", "weight_decay", "betas", "eps", "clip_grad"}  # docs/configura
 COMMANDS = {
     "memory": re.compile(r"python - <<'END'\n.*bytes_of_element"),
     "sent": re.compile(r"python - <<'END'\n.*bytes_sent", re.DOTALL),
-    "buffers": re.compile(r"python scripts/buffers.py .* --dp 2$"),
+    "buffers": re.compile(r"python -m megalite plan buffers .* --dp 2$"),
 }
 
 

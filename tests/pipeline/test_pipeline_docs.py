@@ -19,13 +19,13 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "pipeline.md").read_text(encoding="utf-8")
 COMMANDS = {
     "stages": r"python scripts/rank_generator.py ",
-    "table": r"python scripts/schedule.py [^\n]*train.global_batch_size=4 train.micro_batch_size=1$",
+    "table": r"python -m megalite plan schedule [^\n]*train.global_batch_size=4 train.micro_batch_size=1$",
     "bubbles": r"python - <<'END'\n.*step\.bubble",
     "program": r"python - <<'END'\n.*zip_longest",
     "flaws": r"python - <<'END'\n.*print\(\*check\(",
-    "refused": r"python scripts/verify_layout.py .*train.compile=true$",
+    "refused": r"python -m megalite verify .*train.compile=true$",
 }
-DRAWN = re.findall(r"^(python scripts/schedule\.py .*\\\n.*) --picture (docs/pictures/\S+)$", PAGE, re.MULTILINE)
+DRAWN = re.findall(r"^(python -m megalite plan schedule .*\\\n.*) --picture (docs/pictures/\S+)$", PAGE, re.MULTILINE)
 
 
 def ran(command: str) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,4 @@
-"""scripts/buffers.py shows what training lays out, as tables and as a picture, and tells mistakes all at once."""
+"""`megalite plan buffers` shows what training lays out, as tables and as a picture, and tells mistakes all at once."""
 
 import re
 import subprocess
@@ -28,7 +28,6 @@ from tests.optim.small_model import small_config
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = "scripts/buffers.py"
 GPT2 = ("model=gpt2", "model.vocab_size=50257", "precision=bf16")
 
 
@@ -206,8 +205,8 @@ def test_what_cannot_be_laid_out_is_refused(
 def test_it_starts_without_what_is_slow() -> None:
     code = (
         "import runpy, sys\n"
-        "sys.argv = ['buffers.py', '--dp', '2', '--rank', '1']\n"
-        f"try: runpy.run_path({SCRIPT!r}, run_name='__main__')\n"
+        "sys.argv = ['megalite', 'plan', 'buffers', '--dp', '2', '--rank', '1']\n"
+        "try: runpy.run_module('megalite', run_name='__main__')\n"
         "except SystemExit as end: sys.exit(end.code or bool({'torch', 'matplotlib'} & {*sys.modules}))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)

@@ -39,11 +39,21 @@ def test_sixteen_ranks_at_tp_2_pp_4() -> None:
 
 
 def test_sixteen_ranks_at_tp_4_pp_2_dp_2() -> None:
-    assert groups("--world-size", "16", "parallel.tp=4", "parallel.pp=2") == {"dense": DENSE_TP4_PP2, "expert": {}}
+    assert groups("--world-size", "16", "--tp", "4", "--pp", "2") == {"dense": DENSE_TP4_PP2, "expert": {}}
 
 
-def test_sixteen_ranks_at_etp_1_ep_4_pp_2_edp_2() -> None:
-    shown = groups("--world_size", "16", "parallel.tp=4", "parallel.pp=2", "parallel.etp=1", "parallel.ep=4")
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        "--tp 4 --pp 2 --etp 1 --ep 4",
+        "--tp=4 --pp=2 --ep=4 --etp=1",
+        "parallel.tp=4 parallel.pp=2 parallel.etp=1 parallel.ep=4",
+        "--tp 4 --pp 2 parallel.etp=1 parallel.ep=4",
+    ],
+)
+@pytest.mark.parametrize("world", ["--world-size 16", "--world_size 16"])
+def test_sixteen_ranks_at_etp_1_ep_4_pp_2_edp_2(world: str, sizes: str) -> None:
+    shown = groups(*world.split(), *sizes.split())
     assert shown["dense"] == DENSE_TP4_PP2
     assert list(shown["expert"]) == ["etp", "ep", "edp", "pp", "etp-ep", "etp-ep-pp"]
     assert shown["expert"] == {
@@ -184,7 +194,7 @@ def test_rules_of_the_layout_and_of_the_stages_are_told_together() -> None:
         (["--world-size", "99999999999"], "--world-size=99999999999: too many ranks to list"),
         (["--world-size", "9" * 5000], "world-size.*must be a whole number from 1"),
         (["--world-size", "4", "parallel.pp=" + "9" * 5000], "parallel.pp=.9+.*: .*5000 digits"),
-        (["--world-size", "4", "--tp", "2"], "settings are written name=value"),
+        (["--world-size", "4", "--order", "tp"], "settings are written name=value"),
         (["--world-size", "9999999", "parallel.tp=0"], r"2 problems:\n.*too many ranks to list\n.*\n.*parallel.tp=0"),
         (["--world-size", "16", "parallel.tp=" + "9" * 20], "parallel.tp=99999999999999999999: is more than 1,048,576"),
         (
@@ -217,6 +227,8 @@ def test_rules_of_the_layout_and_of_the_stages_are_told_together() -> None:
             ["--world-size", "4", "parallel.pp=4", "--pp-split-rank", "2"],
             "model.num_layers: is needed by --pp-split-rank",
         ),
+        (["--world-size", "4", "--tp", "2", "parallel.tp=4"], "parallel.tp=2: is given twice"),
+        (["--world-size", "4", "--tp", "0"], "--tp: 0 must be a whole number from 1"),
         (["--world-size", "4", "--picture", "ranks.pdf"], r"--picture='ranks.pdf': must end in .png or .svg"),
         (["--world-size", "4", "--picture", "no/such/ranks.png"], "the folder no/such does not exist"),
     ],
@@ -226,6 +238,16 @@ def test_bad_input_is_refused_with_status_two_and_no_traceback(arguments: list[s
     assert (done.returncode, done.stdout) == (2, "")
     assert re.search(message, done.stderr), done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_the_script_of_a_checkout_takes_the_same_words() -> None:
+    command = [
+        sys.executable,
+        SCRIPT,
+        *["--world-size", "16", "--tp", "4", "--pp", "2", "--etp", "1", "--ep", "4", "--json"],
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    assert json.loads(done.stdout)["dense"] == DENSE_TP4_PP2
 
 
 def test_a_reader_that_has_seen_enough_ends_it_quietly() -> None:

@@ -1,4 +1,4 @@
-"""scripts/schedule.py: the launcher's words in, a checked schedule and its picture out, mistakes told at once."""
+"""`megalite plan schedule`: the launcher's words in, a checked schedule and its picture out, mistakes told at once."""
 
 import subprocess
 import sys
@@ -12,7 +12,6 @@ from tests.plan import running
 from tests.plan.running import Done
 from tests.plan.test_recording import lines, timeline, write
 
-SCRIPT = str(Path(__file__).parents[2] / "scripts" / "schedule.py")
 SMALL = ("train.global_batch_size=8", "train.micro_batch_size=1")
 
 
@@ -123,7 +122,7 @@ def test_a_pipeline_of_ten_thousand_gpus_is_built_checked_and_drawn_in_a_minute(
 
 def test_a_reader_that_has_seen_enough_ends_it_quietly() -> None:
     sizes = ["parallel.pp=16", "train.global_batch_size=512", "train.micro_batch_size=1"]
-    command = [sys.executable, SCRIPT, *sizes]
+    command = [sys.executable, "-m", "megalite", "plan", "schedule", *sizes]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None

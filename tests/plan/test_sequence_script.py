@@ -1,4 +1,4 @@
-"""scripts/sequence.py: how a sequence is shared, in words and as a picture of the plans that ranks follow."""
+"""`megalite plan sequence`: how a sequence is shared, in words and as a picture of the plans that ranks follow."""
 
 from pathlib import Path
 

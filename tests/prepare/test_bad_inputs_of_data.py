@@ -36,7 +36,7 @@ GOOD = '{"text": "some good text"}\n'
 
 @dataclass(frozen=True)
 class Row:
-    """A command that is refused, and words of its message. `prepare`: of scripts/prepare_data.py, not of training."""
+    """A command that is refused, and words of its message. `prepare`: of `megalite prepare`, not of training."""
 
     name: str
     argv: str

@@ -210,10 +210,11 @@ def test_a_kill_between_facts_and_data_is_continued(place: Path, monkeypatch: py
 def test_the_copy_that_datasets_keeps_of_a_local_folder_is_its_user_s_alone(place: Path) -> None:
     Path("rows").mkdir()
     shutil.copy("books.json", "rows/a.jsonl")
-    command = 'umask 022; exec "$0" "$1" data=hf data.path=./rows tokenizer=byte data.workers=1 --output x'
-    script = Path(prepare.__file__).parents[2] / "scripts" / "prepare_data.py"
+    command = (
+        'umask 022; exec "$0" -m megalite prepare data=hf data.path=./rows tokenizer=byte data.workers=1 --output x'
+    )
     variables = {**os.environ, "HF_HOME": str(place / "hf"), "HF_DATASETS_CACHE": str(place / "hf")}
-    subprocess.run(["bash", "-c", command, sys.executable, script], env=variables, check=True, capture_output=True)
+    subprocess.run(["bash", "-c", command, sys.executable], env=variables, check=True, capture_output=True)
     found = list((place / "hf").rglob("*.arrow"))
     assert found
     assert [path for path in found if path.stat().st_mode & 0o077] == []

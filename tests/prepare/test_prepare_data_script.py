@@ -1,4 +1,4 @@
-"""scripts/prepare_data.py: what docs/data.md says about it is so."""
+"""`megalite prepare`: what docs/data.md says about it is so."""
 
 import json
 import os
@@ -23,7 +23,7 @@ from megalite.config.compose import load_config
 from megalite.prepare import prepare as preparation
 from tests.bad_input.launching import SMALL
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "prepare_data.py"
+PREPARE = (sys.executable, "-m", "megalite", "prepare")
 Main = Callable[..., int]
 
 
@@ -94,7 +94,7 @@ def test_killed_it_continues_and_ends_with_the_same_bytes(
     settings = ["data.text_column=body", "tokenizer=byte", "data.workers=2"]
     command = [*of_text(tmp_path / "a.jsonl"), *settings, "--output"]
     started = subprocess.Popen(
-        [sys.executable, SCRIPT, *command, tmp_path / "cut" / "out"],
+        [*PREPARE, *command, tmp_path / "cut" / "out"],
         start_new_session=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -143,7 +143,7 @@ def test_a_terminal_sees_a_bar_and_no_trace_of_it_stays(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("some text " * 90)
     ours, theirs = pty.openpty()
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "90"}
-    command = [sys.executable, SCRIPT, *of_text(tmp_path / "a.txt"), "tokenizer=byte", "--output", tmp_path / "out"]
+    command = [*PREPARE, *of_text(tmp_path / "a.txt"), "tokenizer=byte", "--output", tmp_path / "out"]
     done = subprocess.run(command, stderr=theirs, stdout=subprocess.PIPE, check=True, text=True, env=environment)
     os.close(theirs)
     shown = os.read(ours, 100_000).decode()

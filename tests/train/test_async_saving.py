@@ -26,9 +26,9 @@ from megalite.config.schema import Config
 from megalite.errors.problems import Problem, UserError
 from megalite.launch.context import ParallelContext
 from megalite.layout.ranks import ParallelLayout
-from megalite.observe.run_recorder import RunRecorder
-from megalite.train.figures import RunFigures
+from megalite.train.metrics import Meter, StepMetrics
 from megalite.train.replicas import ReplicaMismatchError
+from megalite.train.run_log import RunLog
 from tests.ranks import run_ranks
 from tests.train.runs import (
     finish,
@@ -86,14 +86,14 @@ class Disk:
 
     def at_step(self, step: int, action: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         """Call `action` when `step` has been reported."""
-        add = RunFigures.add
+        add = Meter.add
 
-        def and_act(self: Any, *args: Any) -> None:
-            add(self, *args)
-            if self._job.progress.step == step:
+        def and_act(self: Meter, metrics: StepMetrics, *args: Any) -> None:
+            add(self, metrics, *args)
+            if metrics.step == step:
                 action()
 
-        monkeypatch.setattr(RunFigures, "add", and_act)
+        monkeypatch.setattr(Meter, "add", and_act)
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ def test_a_run_that_saves_behind_equals_one_that_waits(text: Path, tmp_path: Pat
     assert losses(tmp_path / "behind") == losses(tmp_path / "waits")
     for step in (8, 12):
         assert state_bytes(tmp_path / "behind", step) == state_bytes(tmp_path / "waits", step)
-    assert log_of(tmp_path / "behind").count("training held up for") == 3
+    assert log_of(tmp_path / "behind").count("stall_s") == 3
 
 
 def test_what_is_saved_is_the_state_at_its_step_whenever_it_is_written(
@@ -144,19 +144,19 @@ def test_training_goes_on_and_the_next_save_waits(
 ) -> None:
     disk.held = {4}
     reached: list[Any] = []
-    add = RunFigures.add
+    add = Meter.add
 
-    def and_note(self: Any, *args: Any) -> None:
-        add(self, *args)
-        if self._job.progress.step == 8:  # its save is due now
+    def and_note(self: Meter, metrics: StepMetrics, *args: Any) -> None:
+        add(self, metrics, *args)
+        if metrics.step == 8:  # its save is due now
             reached.append((list(disk.begun), list(disk.ended)))
             threading.Timer(0.5, disk.let_go.set).start()
 
-    monkeypatch.setattr(RunFigures, "add", and_note)
+    monkeypatch.setattr(Meter, "add", and_note)
     assert start(behind(text, tmp_path / "run")) == 0
     assert reached == [([4], [])], "steps 5 to 8 were done while step 4 was being written"
     assert disk.begun == disk.ended == [4, 8, 12]
-    stalls = [float(stall) for stall in re.findall(r"held up for ([\d.]+) s", log_of(tmp_path / "run"))]
+    stalls = [float(stall) for stall in re.findall(r"stall_s ([\d.]+)", log_of(tmp_path / "run"))]
     assert stalls[0] < 0.4 < stalls[1], "the wait for the save before is part of the stall"
 
 
@@ -165,13 +165,13 @@ def test_a_failure_is_told_once_and_soon_and_training_goes_on(
 ) -> None:
     disk.broken = disk.held = {4}
     seen: list[str] = []
-    event = RunRecorder.event
+    event = RunLog.event
 
-    def heard(self: RunRecorder, kind: str, step: int, **fields: Any) -> None:
+    def heard(self: RunLog, kind: str, step: int, **fields: Any) -> None:
         seen.extend([f"{fields['message']} {step}"] if kind == "checkpoint_failed" else [])
         event(self, kind, step, **fields)
 
-    monkeypatch.setattr(RunRecorder, "event", heard)
+    monkeypatch.setattr(RunLog, "event", heard)
 
     def let_it_fail() -> None:
         disk.let_go.set()
@@ -241,7 +241,7 @@ def test_whatever_ends_the_run_the_save_under_way_comes_to_its_end(
     else:
         assert start(behind(text, tmp_path / "run")) == 1
     assert checkpoints(tmp_path / "run") == [4]
-    assert "saved step-00000004" in log_of(tmp_path / "run")
+    assert "step 4: checkpoint" in log_of(tmp_path / "run")
     assert (tmp_path / "run" / "lock").read_text() == ""
 
 
@@ -314,7 +314,7 @@ def test_ranks_save_behind_a_training_that_goes_on(text: Path, tmp_path: Path, l
     assert losses(tmp_path / "behind") == losses(tmp_path / "waits")
     assert state_bytes(tmp_path / "behind", STEPS) == state_bytes(tmp_path / "waits", STEPS)
     for rank in range(layout.world_size):
-        assert log_of(tmp_path / "behind", rank).count("saved step-") == 4
+        assert log_of(tmp_path / "behind", rank).count(": checkpoint") == 4
 
 
 def _full_on_rank_1(context: ParallelContext, config: Config) -> int | str:

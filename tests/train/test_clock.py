@@ -14,7 +14,7 @@ from megalite.optim.adamw import FlatAdamW
 from megalite.train import clock as clock_module
 from megalite.train.build import build_training, fill_with_start_values, needs_of
 from megalite.train.clock import StepClock
-from megalite.train.recorder import STEP_PARTS
+from megalite.train.history import STEP_PARTS
 from megalite.train.step import TrainStep
 from tests.optim.small_model import small_config
 from tests.ranks import run_ranks

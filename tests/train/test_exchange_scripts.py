@@ -1,4 +1,4 @@
-"""scripts/export_hf.py, generate.py and evaluate.py on a real run: what they give, and how they refuse."""
+"""`megalite export`, `generate` and `evaluate` on a real run: what they give, and how they refuse."""
 
 import json
 import math

@@ -13,7 +13,7 @@ from megalite.config.derive import derive
 from megalite.config.schema import Config
 from megalite.launch.context import ParallelContext
 from megalite.layout.ranks import ParallelLayout
-from megalite.optim.parameter_gather import ParameterGather
+from megalite.optim.zero import ParameterGather
 from megalite.train.build import needs_of
 from megalite.train.history import read_events
 from tests.ranks import run_ranks
@@ -68,7 +68,7 @@ def test_a_trace_that_cannot_be_kept_does_not_end_the_run(
         raise OSError(28, "No space left on device", str(path))
 
     if full == "disk":
-        monkeypatch.setattr("megalite.observe.trace.write_atomically", no_space)
+        monkeypatch.setattr("megalite.train.trace.write_atomically", no_space)
     elif full == "temporary folder":  # kineto writes what it can, and says nothing
         monkeypatch.setattr(
             profile_module.profile, "export_chrome_trace", lambda self, path: Path(path).write_text('{"traceEvents": [')

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from megalite.config.schema import Config
 from megalite.launch.context import ParallelContext
 from megalite.layout.ranks import ParallelLayout
-from megalite.train.figures import SLOW, stragglers
 from megalite.train.history import read_events
+from megalite.train.metrics import SLOW, stragglers
 from tests.train.runs import write_text
 from tests.train.test_run import _outcome, config_for, run_on
 

@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import megalite.data.batches as batches_module
-import megalite.train.figures as figures_module
 import megalite.train.job as job_module
 import megalite.train.loop as loop_module
 from megalite.checkpoint.run_folder import RunFolder
@@ -27,7 +26,7 @@ from megalite.config.derive import derive
 from megalite.config.schema import Config, OptimizerConfig
 from megalite.data.batch import Batch
 from megalite.data.batches import StepBatches, TrainBatches, validation_batches
-from megalite.data.tokenizers import load_tokenizer
+from megalite.data.tokenizer_folder import load_tokenizer
 from megalite.errors.problems import Problem, UserError
 from megalite.launch.context import ParallelContext
 from megalite.launch.environment import read_environment
@@ -36,7 +35,8 @@ from megalite.model.gpt import GPT
 from megalite.optim.schedule import learning_rate
 from megalite.pipeline.executor import Executor
 from megalite.train.history import read_events, read_metrics
-from megalite.train.step import PendingFigures, TrainStep
+from megalite.train.metrics import Meter, StepMetrics
+from megalite.train.step import PendingMetrics, TrainStep
 from tests.ranks import run_ranks
 from tests.train.runs import metrics, state_bytes, train_on_rank, write_text
 
@@ -65,14 +65,14 @@ def start(config: Config) -> int:
 
 def stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ask this process to stop once it has reported `step`."""
-    add = figures_module.RunFigures.add
+    add = Meter.add
 
-    def and_stop(self: Any, *args: Any) -> None:
-        add(self, *args)
-        if self._job.progress.step == step:
+    def and_stop(self: Meter, metrics: StepMetrics, *args: Any) -> None:
+        add(self, metrics, *args)
+        if metrics.step == step:
             os.kill(os.getpid(), signal.SIGUSR1)
 
-    monkeypatch.setattr(figures_module.RunFigures, "add", and_stop)
+    monkeypatch.setattr(Meter, "add", and_stop)
 
 
 def losses(run_dir: Path) -> dict[int, float]:
@@ -570,7 +570,7 @@ def test_a_validation_batch_that_one_rank_cannot_read_ends_all_with_its_message(
 def _drifting(context: ParallelContext, config: Config) -> int | str:
     take_step = TrainStep.__call__
 
-    def and_drift(self: TrainStep, *args: Any, **kwargs: Any) -> PendingFigures:
+    def and_drift(self: TrainStep, *args: Any, **kwargs: Any) -> PendingMetrics:
         launched = take_step(self, *args, **kwargs)
         self._training.buffers.masters[0] += 1
         return launched
@@ -583,7 +583,7 @@ def _drifting(context: ParallelContext, config: Config) -> int | str:
 def _ruined_by_the_last_step(context: ParallelContext, config: Config) -> int | str:
     take_step, taken = TrainStep.__call__, []
 
-    def and_ruin(self: TrainStep, *args: Any, **kwargs: Any) -> PendingFigures:
+    def and_ruin(self: TrainStep, *args: Any, **kwargs: Any) -> PendingMetrics:
         launched = take_step(self, *args, **kwargs)
         taken.append(None)
         if len(taken) == STEPS:

@@ -1,4 +1,4 @@
-"""verify_layout.py says pass where ranks train like one process, fail where they do not, and keeps every feature."""
+"""`megalite verify` says pass where ranks train like one process, fail where they do not, and keeps every feature."""
 
 import os
 import shlex
@@ -37,7 +37,6 @@ from tests.ranks import start_forkserver
 from tests.warm import warm_python
 
 REPOSITORY = Path(__file__).parents[2]
-SCRIPT = REPOSITORY / "scripts" / "verify_layout.py"
 GROUPED = ["model.num_attention_heads=8", "model.num_key_value_heads=2", "model.tie_embeddings=false"]
 TRICKY = ["data.mask_end_of_document=true", "data.cross_document_attention=false", "train.label_smoothing=0.1"]
 
@@ -219,7 +218,7 @@ def test_what_cannot_be_laid_out_is_refused(
 
 def test_the_examples_of_the_command_are_layouts_that_it_accepts() -> None:
     assert verify_command.__doc__
-    start = "python scripts/verify_layout.py "
+    start = "python -m megalite verify "
     examples = [line.removeprefix(start) for line in verify_command.__doc__.splitlines() if line.startswith(start)]
     assert len(examples) == 3
     for example in examples:
@@ -533,7 +532,7 @@ def test_the_command_imports_no_torch_before_it_has_refused() -> None:
 
 def test_the_command_leaves_nothing_behind(tmp_path: Path) -> None:
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "TMPDIR": str(tmp_path)}
-    command = [warm_python(), str(SCRIPT), "parallel.tp=2", "--dp=1", "run_dir=run"]
+    command = [warm_python(), "-m", "megalite", "verify", "parallel.tp=2", "--dp=1", "run_dir=run"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "PASS: 2 ranks" in done.stdout

@@ -4,9 +4,10 @@ A file is replaced as a whole, so a reader sees the one before or the one after.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 from megalite.config.durable_files import private_files, write_atomically
 from megalite.config.own_files import COMPARISON, REPORT, Kind, output_problems
@@ -14,52 +15,40 @@ from megalite.errors.problems import Problem, UserError, collect, collect_all
 from megalite.observe.report.comparison import compare
 from megalite.observe.report.page import render
 from megalite.observe.run_data import RunData, read_run
-from megalite.train.history import Note
+from megalite.train.history import ENDS
 
 SHARE = 300  # a run goes on for so many times as long as the last drawing took
 
 
-class Attempts:
-    """Does what may fail without harm, and says so once, until it works again."""
-
-    def __init__(self, name: str, note: Note) -> None:
-        self._name, self._note = name, note
-        self._failing = False
-
-    def __call__(self, action: Callable[[], object]) -> None:
-        try:
-            action()
-        except Exception as error:  # no record of the run is worth the run
-            if not self._failing:
-                reason = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-                self._note(f"warning: {self._name} cannot be written for now: {reason}")
-            self._failing = True
-        else:
-            self._failing = False
-
-
 class LiveReport:
-    """report.html of a run that goes on, drawn by one rank in at most one part in SHARE of the run's time."""
+    """report.html of a run that goes on, a view (train/run_log.py). It is drawn in at most one part in SHARE of the
+    run's time."""
 
-    def __init__(self, run: RunData, interval_s: float, note: Note) -> None:
+    name = REPORT.usual
+
+    def __init__(self, run: RunData, interval_s: float) -> None:
         """`interval_s`: between two drawings at least; 0: only at the end."""
         self._run, self._interval_s = run, interval_s
         self._due = 0.0 if interval_s > 0 else float("inf")
-        self._attempt = Attempts(REPORT.usual, note)
 
-    def refresh(self) -> None:
-        """Draw it if that is due."""
-        if time.monotonic() >= self._due:
-            self.draw(live=True)
+    def add(self, record: Mapping[str, Any]) -> None:
+        self._run.add(record)
+        ended = record.get("kind") in ENDS
+        if ended or ("kind" not in record and time.monotonic() >= self._due):
+            self.draw(live=not ended)
+
+    def close(self) -> None:
+        """What a run leaves that has no end of its own is drawn by its next start."""
 
     def draw(self, *, live: bool) -> None:
         """Draw it now; `live`: the run goes on."""
         begun = time.monotonic()
-        page = self._run.folder / REPORT.usual
-        self._attempt(lambda: write_page(page, render(self._run, live=live), REPORT))
-        now = time.monotonic()
-        if self._interval_s > 0:
-            self._due = now + max(self._interval_s, SHARE * (now - begun))
+        try:
+            write_page(self._run.folder / REPORT.usual, render(self._run, live=live), REPORT)
+        finally:
+            now = time.monotonic()
+            if self._interval_s > 0:
+                self._due = now + max(self._interval_s, SHARE * (now - begun))
 
 
 def write_page(path: Path, page: str, kind: Kind) -> None:

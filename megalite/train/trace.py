@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from megalite.config.durable_files import write_atomically
 from megalite.train.clock import PART, STEP
-from megalite.train.recorder import STEP_PARTS
+from megalite.train.history import STEP_PARTS
 
-FOLDER = "profile"  # of a run
+PROFILES = "profile"  # of a run
 COMMUNICATION = ("c10d::", "_c10d_functional::", "gloo:", "nccl:", "record_param_comms")  # its operations on a CPU
 KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
 

@@ -3,8 +3,8 @@
 The layer is measured on the inputs that it has in a training step. The ranks have one thread each; all contenders train
 the same model on the same global batch, in turns, and their losses must agree. Each has processes of its own.
 
-    python scripts/benchmark.py --experts                    tiny_moe, fp32 and bf16
-    python scripts/benchmark.py --experts --precision bf16 --steps 20
+    python benchmarks/benchmark.py --experts                    tiny_moe, fp32 and bf16
+    python benchmarks/benchmark.py --experts --precision bf16 --steps 20
 """
 
 import itertools

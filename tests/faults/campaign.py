@@ -24,8 +24,8 @@ from typing import Any
 from megalite.errors.problems import REFUSED
 from megalite.launch.watchdog import REPORT_S
 from megalite.train.history import EVENTS, METRICS, read_events, read_metrics
-from megalite.verify.bit_flips import fault_of, flip
-from megalite.verify.trial import STEPS, TIMEOUT_S, Main, Trial
+from tests.faults.bit_flips import fault_of, flip
+from tests.faults.trial import STEPS, TIMEOUT_S, Main, Trial
 
 LAYOUTS = ((), ("parallel.tp=2",), ("parallel.pp=2",), ("checkpoint.async=true",))  # one of them in each trial
 RECORDED = ("step", "tokens", "loss", "grad_norm", "lr", "val_loss")

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalite.optim.collectives import bytes_sent
+from megalite.optim.bucket_collectives import bytes_sent
 from megalite.train.build import Training
 
 LONGEST_FIGURE = 64  # bytes: a step also sums its tokens, norm and loss, where even small models have kilobytes
@@ -63,7 +63,7 @@ def bytes_by_formula(training: Training, comm_dtype: torch.dtype) -> int:
     """What a rank sends in one step: the gradients of all buckets as `comm_dtype`; sharded, their parameters too."""
     sent = 0
     for bucket, parameters in zip(training.buffers.layout.buckets, training.buffers.parameter_buckets, strict=True):
-        sharing, elements = training.sharing[bucket.buffer.kind], parameters.numel()
+        sharing, elements = training.replicas[bucket.buffer.kind], parameters.numel()
         if sharing.shard_group is not None:
             sent += bytes_sent("reduce_scatter", elements, sharing.shard_group.size(), comm_dtype)
             sent += bytes_sent("all_gather", elements, sharing.shard_group.size(), parameters.dtype)

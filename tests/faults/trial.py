@@ -1,4 +1,4 @@
-"""One run of the fault campaign (faults.py), which is its launcher.
+"""One run of the fault campaign (campaign.py), which is its launcher.
 
 Ranks are forks of one server that has imported torch: a start takes a second. Each leads a session, by which whatever
 it starts is found when it has ended.

@@ -1,7 +1,7 @@
 """The rungs of gpu_campaign.py. Each is a function of the device whose figures are numbers by name; it raises where
 something is wrong. On a CPU the same code runs small shapes.
 
-    python scripts/gpu_rungs.py NAME DEVICE FIGURES.json
+    python benchmarks/gpu_rungs.py NAME DEVICE FIGURES.json
 """
 
 import json

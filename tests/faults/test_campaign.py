@@ -17,11 +17,12 @@ from megalite.commands.train import main_to_the_end
 from megalite.launch.signals import StopRequest
 from megalite.launch.watchdog import Watchdog
 from megalite.train.history import METRICS, read_metrics
-from megalite.verify import faults, trial
-from megalite.verify.bit_flips import flip_bits
-from megalite.verify.faults import Outcome, TooLateError, campaign, table
-from megalite.verify.trial import STEPS, Trial
 from tests.checkpoint.samples import SINGLE, values, whole
+from tests.faults import campaign as faults
+from tests.faults import trial
+from tests.faults.bit_flips import flip_bits
+from tests.faults.campaign import Outcome, TooLateError, campaign, table
+from tests.faults.trial import STEPS, Trial
 from tests.ranks import start_forkserver
 
 

@@ -5,8 +5,8 @@ losses must agree: a comparison of different work is refused. They take turns in
 whatever else the machine does hits all. A turn ends when the parameters are whole again: what megalite leaves under way
 for the next forward counts as well.
 
-    python scripts/benchmark.py --zero                       both shapes, fp32
-    python scripts/benchmark.py --zero --model wide --precision bf16 --steps 20
+    python benchmarks/benchmark.py --zero                       both shapes, fp32
+    python benchmarks/benchmark.py --zero --model wide --precision bf16 --steps 20
 """
 
 import itertools

@@ -39,7 +39,7 @@ class Pending:
     wait: Callable[[], None]  # returns once the result may be used: on CUDA, by what is issued next on this stream
 
 
-def start_reduce_scatter(bucket: Tensor, group: dist.ProcessGroup, *, comm_dtype: torch.dtype) -> Pending:
+def bucket_reduce_scatter(bucket: Tensor, group: dist.ProcessGroup, *, comm_dtype: torch.dtype) -> Pending:
     """Rank i's slice [i*B/n, (i+1)*B/n) of `bucket` [B] becomes the sum of that slice over the n ranks.
 
     The rest of the bucket may hold anything afterwards. `comm_dtype` is the dtype that travels: the bucket's or a float
@@ -55,10 +55,10 @@ def start_reduce_scatter(bucket: Tensor, group: dist.ProcessGroup, *, comm_dtype
     return _collective(work, part, slices[group.rank()])
 
 
-def start_all_reduce(tensor: Tensor, group: dist.ProcessGroup, *, comm_dtype: torch.dtype) -> Pending:
+def bucket_all_reduce(tensor: Tensor, group: dist.ProcessGroup, *, comm_dtype: torch.dtype) -> Pending:
     """`tensor` [B] becomes its sum over the ranks. B need not be a multiple of n.
 
-    With a `comm_dtype` other than the tensor's dtype (see start_reduce_scatter) the sum, too, is rounded to it.
+    With a `comm_dtype` other than the tensor's dtype (see bucket_reduce_scatter) the sum, too, is rounded to it.
     """
     _check(tensor, group, comm_dtype, even=False)
     if not _is_gloo(group) or (comm_dtype == tensor.dtype and comm_dtype.itemsize >= 4):
@@ -76,7 +76,7 @@ def start_all_reduce(tensor: Tensor, group: dist.ProcessGroup, *, comm_dtype: to
     return Pending(wait)
 
 
-def start_all_gather(bucket: Tensor, group: dist.ProcessGroup) -> Pending:
+def bucket_all_gather(bucket: Tensor, group: dist.ProcessGroup) -> Pending:
     """Rank i's slice [i*B/n, (i+1)*B/n) of `bucket` [B] comes to the same place in every rank's, for all i."""
     _check(bucket, group, bucket.dtype)
     slices = bucket.chunk(group.size())

@@ -4,8 +4,8 @@ What is promised: the simulator's step for the times that the actions themselves
 Schedule1F1B runs the very same stages, to the same losses and gradients, in turns inside the same processes, so that
 whatever else the machine does hits all. A step is forward and backward of a batch of 8 microbatches; no optimizer.
 
-    python scripts/benchmark.py --pipeline                       both shapes, fp32 and bf16
-    python scripts/benchmark.py --pipeline --model tiny --precision fp32 --steps 20
+    python benchmarks/benchmark.py --pipeline                       both shapes, fp32 and bf16
+    python benchmarks/benchmark.py --pipeline --model tiny --precision fp32 --steps 20
 """
 
 import itertools

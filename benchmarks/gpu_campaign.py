@@ -1,7 +1,7 @@
 """The measurements of a machine with one GPU: is it right, and how fast. 280 seconds do the first and seven timings.
 
-    python scripts/gpu_campaign.py --out FOLDER                  what is right, all at once; then one timing at a time
-    python scripts/gpu_campaign.py --out FOLDER --known FILE     goes on: what is "ok" in FILE is not done again
+    python benchmarks/gpu_campaign.py --out FOLDER                 what is right, all at once; then one timing at a time
+    python benchmarks/gpu_campaign.py --out FOLDER --known FILE    goes on: what is "ok" in FILE is not done again
 
 Each rung (gpu_rungs.py) runs in a process of its own with a time limit and adds one line to FOLDER/results.jsonl; one
 that fails or takes too long stops no other. What is "ok" there already, or in a FILE of another folder, for the same

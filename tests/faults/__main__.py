@@ -1,7 +1,7 @@
 """A fault campaign: small runs are killed, stopped and damaged at random, started once more, and compared.
 
-python scripts/faults.py --runs 9
-python scripts/faults.py --runs 200 --seed 7 --flips 1000
+python -m tests.faults --runs 9
+python -m tests.faults --runs 200 --seed 7 --flips 1000
 
 Every trial must end as the undisturbed run does, bit for bit, whatever was done to it. The same seed strikes the same
 runs in the same order; when exactly, the machine decides. Two ranks, on the CPU, in a temporary folder that stays if
@@ -33,8 +33,8 @@ from megalite.errors.problems import Problem, UserError, to_stderr
 def main(options: Namespace, overrides: list[str]) -> Shown:
     if overrides:
         raise UserError(Problem(overrides[0], "", "no setting of its runs can be chosen", "--help says what can"))
-    from megalite.verify.bit_flips import flip_bits
-    from megalite.verify.faults import campaign, table
+    from tests.faults.bit_flips import flip_bits
+    from tests.faults.campaign import campaign, table
 
     folder = Path(tempfile.mkdtemp(prefix="megalite-faults-"))
     outcomes = []

@@ -6,14 +6,14 @@ buffers, fp32 masters, clipping, AdamW); the other is what one would write by ha
 `clip_grad_norm_` and fused AdamW on weights of that dtype, scaled_dot_product_attention, and torch.compile where
 megalite compiles too.
 
-    python scripts/benchmark.py                              tiny and gpt2, fp32 and bf16
-    python scripts/benchmark.py --model tiny --precision bf16 --steps 20 --json speed.json
-    python scripts/benchmark.py --model shakespeare_char_cpu nanoGPT's recipe for CPUs, beside a plain loop
-    python scripts/benchmark.py --overhead                   what the training loop costs beside the step
-    python scripts/benchmark.py --zero                       ZeRO-1 beside torch's, two ranks (benchmark_zero.py)
-    python scripts/benchmark.py --pipeline                   the pipeline, two ranks (benchmark_pipeline.py)
-    python scripts/benchmark.py --experts                    a layer of experts, and two ranks (benchmark_moe.py)
-    python scripts/benchmark.py --context                    sequences on two ranks (benchmark_context.py)
+    python benchmarks/benchmark.py                              tiny and gpt2, fp32 and bf16
+    python benchmarks/benchmark.py --model tiny --precision bf16 --steps 20 --json speed.json
+    python benchmarks/benchmark.py --model shakespeare_char_cpu nanoGPT's recipe for CPUs, beside a plain loop
+    python benchmarks/benchmark.py --overhead                   what the training loop costs beside the step
+    python benchmarks/benchmark.py --zero                       ZeRO-1 beside torch's, two ranks (benchmark_zero.py)
+    python benchmarks/benchmark.py --pipeline                   the pipeline, two ranks (benchmark_pipeline.py)
+    python benchmarks/benchmark.py --experts                    a layer of experts, and two ranks (benchmark_moe.py)
+    python benchmarks/benchmark.py --context                    sequences on two ranks (benchmark_context.py)
 """
 
 import argparse

@@ -3,8 +3,8 @@
 Both train the same model on the same tokens per step, in turns, and their losses must agree; of data-parallel ranks
 each has whole sequences, of context-parallel ranks half of each.
 
-    python scripts/benchmark.py --context                    8,192 tokens, fp32 and bf16
-    python scripts/benchmark.py --context --precision fp32 --steps 5
+    python benchmarks/benchmark.py --context                    8,192 tokens, fp32 and bf16
+    python benchmarks/benchmark.py --context --precision fp32 --steps 5
 """
 
 import itertools

@@ -29,7 +29,7 @@ from megalite.launch.host import let_cuda_segments_grow, limit_openmp_spinning
 from megalite.model.flops import parameter_count
 from megalite.train.build import build_training, data_share, fill_with_start_values, start
 from megalite.train.device_settings import derive_device
-from megalite.train.step import PendingFigures, TrainStep
+from megalite.train.step import PendingMetrics, TrainStep
 
 LEARNING_RATE = 1e-4
 WARM_UP_STEPS = 2  # compiling, first touch of memory, choice of kernels
@@ -160,7 +160,7 @@ class Megalite:
         self._batch = whole.part(data_share(config, context)["sequence"])
         self._labels = int(self._batch.loss_mask.sum())
 
-    def step(self) -> PendingFigures:
+    def step(self) -> PendingMetrics:
         """One step, which the device may still be working on."""
         return self._train([self._batch], self._labels, LEARNING_RATE)
 

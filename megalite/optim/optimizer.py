@@ -1,0 +1,70 @@
+"""What training asks of an optimizer, and where one is made.
+
+A new optimizer is a file with a class of this form, a row of `OPTIMIZERS` in config/schema.py, and a case of
+`make_optimizer`. Sharding, checkpoints (in any layout), the check of replicas and the formulas of memory follow.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megalite.config.schema import OptimizerConfig
+from megalite.launch.device import DTYPES
+from megalite.layout.buffer_layout import slice_ranges
+from megalite.optim.adamw import FlatAdamW
+from megalite.optim.buffers import TrainingBuffers
+
+State = Mapping[str, Sequence[Tensor] | Tensor]
+
+
+class Optimizer(Protocol):
+    """Updates the masters of `TrainingBuffers`, of which a rank owns one flat slice per bucket.
+
+    `before_change` is called before a step changes masters or state. `rounds`: a step leaves the parameters as the
+    masters, rounded.
+    """
+
+    before_change: Callable[[], None]
+    rounds: bool
+
+    def state(self) -> State:
+        """The live tensors to be saved, by the name that checkpoints have for them: lists of slices like the masters
+        (empty for a bucket without such state), or a tensor [1] that is equal on all ranks."""
+        ...
+
+    def step(self, lr: Tensor, *, gradient_scale: Tensor, skip: Tensor) -> None:
+        """One step with the gradients divided by `gradient_scale`, or none where `skip` is 1.0, bit for bit (all 0-d).
+
+        Nothing waits for the device. The gradients are used up: they may hold the divided ones afterwards.
+        """
+        ...
+
+
+def slices_of(state: State) -> dict[str, list[Tensor]]:
+    """The part of an optimizer's state that the ranks share: slices by name."""
+    return {name: list(kept) for name, kept in state.items() if not isinstance(kept, Tensor)}
+
+
+def make_optimizer(buffers: TrainingBuffers, settings: OptimizerConfig, *, compiled: bool) -> Optimizer:
+    """The optimizer of the settings, with weight decay on the parameters whose records say so. `compiled`: its update
+    may be compiled."""
+    decayed = slice_ranges(buffers.owned, lambda record, _: record.decay)
+    others = slice_ranges(buffers.owned, lambda record, _: not record.decay)
+    first, second = settings.betas
+    return FlatAdamW(
+        buffers.masters,
+        buffers.gradients,
+        [(decayed, settings.weight_decay), (others, 0.0)],
+        (first, second),
+        settings.eps,
+        first_moment=dtype_of(settings.moment_dtype, buffers.master_dtype),
+        device=buffers.device,
+        parameters=buffers.parameters if compiled else None,
+    )
+
+
+def dtype_of(name: str, masters: torch.dtype) -> torch.dtype:
+    """The dtype of a setting: in fp64 everything that is fp32 or narrower elsewhere is fp64."""
+    return torch.float64 if masters == torch.float64 else DTYPES[name]

@@ -1,0 +1,181 @@
+"""The metrics of a step, from the device to metrics.jsonl, and what a rank measures while it trains.
+
+The speed is the tokens of training steps over the time of training steps by the step's clock, on CUDA the device's: the
+host reads metrics late, several steps' at once. Evaluations, samples and checkpoints lie between steps and count
+nowhere. A step that is not applied counts, as it is computed.
+
+Ranks that hold the same stage of the pipeline compute alike, so a rank that takes much longer than half of them has a
+reason of its own: a hot or throttled device, a busy host. In a tensor-parallel group a slow rank slows all of its
+group, which stands out among other groups.
+"""
+
+import resource
+import statistics
+import sys
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megalite.config.schema import Config
+from megalite.data.batches import StepBatches
+from megalite.launch.context import ParallelContext
+from megalite.model.flops import flops_per_token, peak_flops
+from megalite.moe.balance import in_numbers
+from megalite.train.history import StepPart
+
+GIB = 1 << 30
+RECORDED = (  # fields of StepMetrics that metrics.jsonl holds, in this order
+    *("step", "tokens", "loss", "lr", "grad_norm", "tokens_per_s", "mean_tokens_per_s", "step_time_s", "training_s"),
+    *("memory_gib", "data_wait_share", "time_split", "mfu", "mfu_causal", "bad_steps", "loss_scale", "cuts", "moe"),
+)
+OF_SOME_RUNS = ("loss_scale", "cuts", "moe")  # left out of the line where they are None
+OWN: tuple[StepPart, ...] = ("forward", "backward", "optimizer")  # what a rank does without waiting for others
+SLOW = 1.3  # times as long as the median of its stage
+FEWEST, MOST = 5, 50  # steps to judge by: the newest
+
+
+@dataclass
+class StepMetrics:
+    """One optimizer step. Raw numbers: nats, seconds, tokens, shares of 1; None is "not known here"."""
+
+    # From the step, equal on every rank.
+    loss: float
+    grad_norm: float
+    batch_tokens: int  # unmasked tokens of the global batch
+    skipped: bool  # nothing was updated: loss or gradient was not finite, there was no token, or input was refused
+    stop: bool  # some rank was asked to stop
+    refused: bool  # some rank's input was refused, it computed with nothing
+    loss_scale: float | None = None  # of fp16: what the loss was multiplied by before backward
+    routing: torch.Tensor | None = None  # [layers with experts, 2 E + 5] of moe/balance.py, in host memory
+
+    # From the loop.
+    step: int = 0
+    tokens: int = 0  # trained on since step 0
+    lr: float = 0.0
+    bad_steps: int = 0  # of the whole run: not applied because loss or gradient was not finite
+
+    # From the meter, over the steps since the record before.
+    tokens_per_s: float = 0.0
+    mean_tokens_per_s: float = 0.0  # of the whole run
+    step_time_s: float = 0.0
+    training_s: float = 0.0  # of all steps of the run
+    memory_gib: float = 0.0
+    data_wait_share: float = 0.0  # of step_time_s
+    time_split: dict[StepPart, float] | None = None  # seconds of this rank, by part
+    mfu: float | None = None  # PaLM's formula: full attention, no recompute
+    mfu_causal: float | None = None
+    cuts: dict[str, int] | None = None  # microbatches of packed documents by their cut for cp
+    moe: dict[str, Any] | None = None  # of a model with experts (moe/balance.py, in_numbers)
+
+    def to_json(self) -> dict[str, Any]:
+        """The line of metrics.jsonl."""
+        line = {name: getattr(self, name) for name in RECORDED}
+        return {name: value for name, value in line.items() if value is not None or name not in OF_SOME_RUNS}
+
+
+@dataclass
+class Sums:
+    """What the steps since the last record add up to."""
+
+    steps: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    wait_s: float = 0.0  # for data
+    split: Counter[StepPart] = field(default_factory=Counter)
+    cuts: Counter[str] = field(default_factory=Counter)
+    routing: torch.Tensor | None = None  # of applied steps
+
+
+class Meter:
+    """Measures the steps of one run on this rank."""
+
+    def __init__(self, config: Config, context: ParallelContext, before: Mapping[str, Any]) -> None:
+        """`before`: the newest line of a step that earlier starts have left, where the run's mean goes on; or empty."""
+        self._context, self._seq_length = context, config.train.seq_length
+        self._run_s: float = before.get("training_s", 0.0)
+        self._run_tokens: float = self._run_s * before.get("mean_tokens_per_s", 0.0)
+        self._since = Sums()
+        self._newest: StepMetrics | None = None  # of the newest step, if it has no record yet
+        self._own: deque[float] = deque(maxlen=MOST)  # seconds that this rank computed, by step
+        self._whole: deque[float] = deque(maxlen=MOST)  # seconds of these steps
+        name = torch.cuda.get_device_name(context.device) if context.device.type == "cuda" else "cpu"
+        self._peak = peak_flops(name, str(context.dtype).removeprefix("torch."))
+        self._flops = [flops_per_token(config.model, self._seq_length, causal=causal) for causal in (False, True)]
+
+    def add(self, metrics: StepMetrics, data: StepBatches, split: Mapping[StepPart, float]) -> None:
+        """A step is done; `split` is where this rank's time went."""
+        seconds, tokens, since = sum(split.values()), data.planned.sequences * self._seq_length, self._since
+        self._run_s += seconds
+        self._run_tokens += tokens
+        since.steps += 1
+        since.tokens += tokens
+        since.seconds += seconds
+        since.wait_s += data.wait_s
+        since.split.update(split)
+        since.cuts.update(it.plan.cut for it in data.microbatches if it.plan and it.documents is not None)
+        if metrics.routing is not None and not metrics.skipped:
+            since.routing = metrics.routing if since.routing is None else since.routing + metrics.routing
+        self._own.append(sum(split[part] for part in OWN))
+        self._whole.append(seconds)
+        self._newest = metrics
+
+    def measured(self) -> StepMetrics | None:
+        """The newest step with what was measured since the last record; None where there is no step since then."""
+        metrics, since = self._newest, self._since
+        if metrics is None:
+            return None
+        self._newest, self._since = None, Sums()
+        metrics.tokens_per_s = since.tokens / since.seconds if since.seconds else 0.0
+        metrics.mean_tokens_per_s = self._run_tokens / self._run_s if self._run_s else 0.0
+        metrics.step_time_s = since.seconds / since.steps
+        metrics.training_s = self._run_s
+        metrics.memory_gib = memory_gib(self._context.device)
+        metrics.data_wait_share = min(1.0, since.wait_s / since.seconds)
+        metrics.time_split = {part: round(spent / since.steps, 6) for part, spent in since.split.items()}
+        if self._peak is not None:
+            of_peak = metrics.tokens_per_s / (self._peak * self._context.world_size)
+            metrics.mfu, metrics.mfu_causal = (of_peak * flops for flops in self._flops)
+        metrics.cuts = dict(since.cuts) or None
+        metrics.moe = None if since.routing is None else in_numbers(since.routing)
+        return metrics
+
+    def gather(self) -> tuple[list[float], list[float], dict[int, tuple[float, float]]]:
+        """Peak memory in GiB and seconds of computing in a step, by rank; and the slow ranks: how many times as long as
+        the others of its stage each computes, and the share of a step by which that is longer.
+
+        All ranks call it after the same step: one small all-gather on the host.
+        """
+        context = self._context
+        own = statistics.median(self._own) if self._own else 0.0
+        gathered = context.gather_json([round(memory_gib(context.device), 3), round(own, 6)])
+        memory, compute = [found[0] for found in gathered], [found[1] for found in gathered]
+        if len(self._own) < FEWEST:
+            return memory, compute, {}
+        stages = [context.layout.dense.coordinates(rank)["pp"] for rank in range(context.world_size)]
+        step, slow = statistics.median(self._whole), stragglers(compute, stages)
+        return memory, compute, {rank: (times, compute[rank] * (1 - 1 / times) / step) for rank, times in slow.items()}
+
+
+def stragglers(compute_s: Sequence[float], stages: Sequence[int]) -> dict[int, float]:
+    """Ranks that take more than SLOW times the (lower) median of the ranks of their stage, and how many times as long.
+
+    `stages`: the pipeline rank of each rank. A stage that one rank holds has nobody to compare with.
+    """
+    found: dict[int, float] = {}
+    for stage in sorted(set(stages)):
+        equals = [rank for rank, held in enumerate(stages) if held == stage]
+        usual = statistics.median_low(compute_s[rank] for rank in equals)
+        if usual > 0:
+            found |= {rank: compute_s[rank] / usual for rank in equals if compute_s[rank] > SLOW * usual}
+    return found
+
+
+def memory_gib(device: torch.device) -> float:
+    """Peak memory of this rank so far: of the accelerator's allocator, on a CPU of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / GIB
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak * (1 if sys.platform == "darwin" else 1024) / GIB  # macOS counts bytes, Linux KiB
