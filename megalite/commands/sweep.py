@@ -34,8 +34,9 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from megalite.config.arguments import sources
-from megalite.config.compose import PACKAGE, files_of, hydra_loader, in_one_line, load_config, run_hydra
+from megalite.config.compose import load_config
 from megalite.config.durable_files import open_to_append, private_files, write_atomically
+from megalite.config.hydra_files import PACKAGE, files_of, hydra_loader, in_one_line, run_hydra
 from megalite.config.overrides import as_override
 from megalite.config.own_files import COMPARISON, POINT, STOP, SWEEP, output_problems
 from megalite.config.schema import Config

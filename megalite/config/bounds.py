@@ -44,9 +44,7 @@ def outside(setting: Setting, value: Any) -> Problem | None:
     parts, limits = _parts(value), setting.limits.items()
     most = LARGEST.get(setting.leaf.rpartition(".")[2], 2**63 - 1)
     remedy = f"{setting.name}={yaml_value(setting.default)}"
-    if setting.kind is not Any and any(one is None or isinstance(one, list | dict) for one in parts):
-        rule, remedy = f"must be {setting.type_words}", "plain values in one list"
-    elif setting.choices and (unknown := [one for one in parts if one not in setting.choices]):
+    if setting.choices and (unknown := [one for one in parts if one not in setting.choices]):
         near = nearest(str(unknown[0]), setting.choices, cutoff=0.3)
         shown = near if isinstance(value, list) else f"{setting.name}={near}"
         first = f"{shown} is the nearest; " if near else ""

@@ -11,18 +11,22 @@ groups or batches grow, how layers divide over stages, and what depends on the m
 import hashlib
 import json
 import os
+import re
 from dataclasses import replace
 from math import gcd
+from pathlib import PurePath
 from typing import Any
 
-from megalite.config.run_names import run_name
 from megalite.config.schedule_rules import SCHEDULE_TRAITS, default_group_size
 from megalite.config.schema import Config, ModelConfig, MoEConfig, ParallelConfig
 from megalite.config.settings import SETTINGS, value_of, with_values
 from megalite.config.step_plan import ramp_sizes
+from megalite.errors.words import plain
 
 OPEN = (None, "auto")  # values of settings that are left to be derived
 FILLING = 8  # microbatches that a pipeline has by default, at least: of two stages the first and last idle for a ninth
+LONGEST_NAME, SETTINGS_SHOWN, LONGEST_SETTING = 100, 4, 24  # of a run's name, and what it shows
+NAME = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9._=+-]{{0,{LONGEST_NAME - 1}}}")  # a folder of that name works everywhere
 BUILT_IN_TOKENIZERS = ("bpe", "byte", "char")
 
 # What defines a training: of model, data, optimizer and lr all but where things lie and how they are computed.
@@ -100,7 +104,7 @@ def derive_schedule(parallel: ParallelConfig) -> str:
 def derive_compile(config: Config) -> bool | None:
     """As set, else off where a schedule puts work off, which compiled blocks cannot; else open (the device decides)."""
     putting_off = SCHEDULE_TRAITS[derive_schedule(config.parallel)].splitting
-    return False if config.train.compile is None and putting_off else config.train.compile
+    return False if value_of(config, "train.compile") is None and putting_off else config.train.compile
 
 
 def derive_micro_batch_size(config: Config, world_size: int) -> int:
@@ -134,9 +138,24 @@ def default_run_name(config: Config) -> str:
     resolved = _resolved(config)
     names = [name for name in TRAINING if config.model.moe.num_experts or not name.startswith("model.moe.")]
     definition = json.dumps({name: value_of(resolved, name) for name in names}, sort_keys=True, default=str)
-    departures = [(name, value_of(config, name)) for name in config.departures if name in TRAINING]
     digest = hashlib.sha256(definition.encode()).hexdigest()[:8]
-    return run_name(config.model.name, config.data.source, departures, digest)
+    departures = (_in_one_word(name, value_of(config, name)) for name in config.departures if name in TRAINING)
+    words = [word for word in departures if word][:SETTINGS_SHOWN]
+    while len(name := "-".join([config.model.name, config.data.source, *words, digest])) > LONGEST_NAME and words:
+        words.pop()
+    return name
+
+
+def _in_one_word(name: str, value: Any) -> str:
+    """`lr3e-4`, `num_layers12`, `rmsnorm`, `no_bias`; of a path, the name of what it leads to."""
+    leaf = SETTINGS[name].leaf
+    if isinstance(value, bool) or value is None:
+        word = leaf if value else f"no_{leaf}"
+    elif isinstance(value, str):
+        word = PurePath(value).stem
+    else:
+        word = leaf + "_".join(plain(one) for one in (value if isinstance(value, list) else [value]))
+    return re.sub(r"[^A-Za-z0-9._+-]+", "_", word).strip("_.-")[:LONGEST_SETTING]
 
 
 def _or(value: Any, otherwise: Any) -> Any:

@@ -79,9 +79,9 @@ def start_weights_exist(config: Config) -> Iterator[Problem]:
 
 
 def run_dir_can_be_used(config: Config) -> Iterator[Problem]:
-    if config.run_dir is not None:
+    if config.run_dir:
         yield from run_dir_problems(config.run_dir, Path(absolute(config.run_dir)))
-    elif config.run_name is not None:
+    elif config.run_name:
         yield from run_dir_problems(f"null, run_name={config.run_name}", Path(run_dir_of(config)))
 
 

@@ -7,23 +7,24 @@ from megalite.config.rule import Case, Row
 
 
 def heads_have_sizes(case: Case) -> Iterator[Row]:
-    model, given = case.derived.model, case.config.model.head_size
-    heads, width, size = model.num_attention_heads, model.hidden_size, model.head_size or 1
-    splits = given is not None or width % heads == 0
+    model = case.derived.model
+    heads, width, size = model.num_attention_heads, model.hidden_size, model.head_size
+    splits = bool(case.config.model.head_size) or width % heads == 0
     odd = splits and size % 2 and model.position == "rope"
     yield not splits, "hidden_size num_attention_heads head_size", "does not split over {1}"
-    yield heads % (model.num_key_value_heads or 1), "num_key_value_heads num_attention_heads", "does not divide {1}"
+    yield heads % model.num_key_value_heads, "num_key_value_heads num_attention_heads", "does not divide {1}"
     yield odd, "head_size position model.hidden_size", "must be even: {1} turns pairs of numbers"
 
 
 def positions_suit_the_sequence(case: Case) -> Iterator[Row]:
     model, length = case.derived.model, case.config.train.seq_length
-    beyond = model.position == "learned" and length > (model.max_positions or length)
+    beyond = model.position == "learned" and length > model.max_positions
     yield beyond, "seq_length max_positions position", "longer than the table of learned positions, {1}"
 
 
 def rotary_scaling_is_told_in_full(case: Case) -> Iterator[Row]:
-    model, before, kind = case.config.model, case.config.model.rope_original_positions, case.config.model.rope_scaling
+    model, kind = case.config.model, case.config.model.rope_scaling
+    before = case.given("model.rope_original_positions")
     idle = model.rope_scaling_factor == 1
     yield idle and kind != "llama3", "rope_scaling rope_scaling_factor", "has no effect with {1}"
     if idle or kind == "linear" or model.position != "rope":
@@ -80,7 +81,7 @@ def ranks_hold_as_many_experts(case: Case) -> Iterator[Row]:
 
 def experts_have_places(case: Case) -> Iterator[Row]:
     model, axes, moe = case.derived.model, case.derived.parallel, case.config.model.moe
-    modules, width = case.config.train.recompute_modules, model.moe.ffn_hidden_size or 1
+    modules, width = case.config.train.recompute_modules, model.moe.ffn_hidden_size
     none, left = not moe.num_experts, model.num_layers - moe.first_dense_layers
     yield none and axes.etp != axes.tp, "etp num_experts tp", "has no effect with {1}"
     yield none and "moe" in modules, "recompute_modules num_experts", "moe has no effect with {1}"
@@ -90,7 +91,7 @@ def experts_have_places(case: Case) -> Iterator[Row]:
     rare = 0 < left < moe.layer_freq
     yield left < 1, "first_dense_layers num_layers", "leaves no layer with experts ({1})"
     yield rare, "layer_freq num_layers first_dense_layers", "more than the layers that are left, {1} less {2}"
-    yield width % (axes.etp or 1), "moe.ffn_hidden_size etp", "does not split over {1}"
+    yield width % axes.etp, "moe.ffn_hidden_size etp", "does not split over {1}"
     rule = "times {1}, the width of all shared experts together, does not split over {2}"
     yield width * moe.num_shared_experts % axes.tp, "moe.ffn_hidden_size num_shared_experts tp", rule
     yield alone, "sequence_parallel tp", "experts need it with {1}: each rank routes its own part of the sequence"

@@ -118,14 +118,14 @@ def _uneven_ramp(case: Case) -> str | None:
 
 def layers_split_over_tensor_parallel_ranks(case: Case) -> Iterator[Row]:
     model, axes = case.derived.model, case.derived.parallel
-    tp, heads, groups, width = axes.tp, model.num_attention_heads, model.num_key_value_heads or 1, model.ffn_hidden_size
+    tp, heads, groups, width = axes.tp, model.num_attention_heads, model.num_key_value_heads, model.ffn_hidden_size
     shared = groups == heads or heads % groups or groups % tp == 0 or tp % groups == 0
     has_mlp = len(model.expert_layers) < model.num_layers
     small = "below {1}: a small vocabulary, padded to it, might leave a rank without rows"
     yield tp == 1 and axes.sequence_parallel, "sequence_parallel tp", "there is nothing to split it over with {1}"
     yield heads % tp, "num_attention_heads tp", "does not split over {1}"
     yield not shared, "num_key_value_heads tp num_attention_heads", "neither a multiple nor a divisor of {1}"
-    yield has_mlp and (width or 1) % tp, "model.ffn_hidden_size tp", "does not split over {1}"
+    yield has_mlp and width % tp, "model.ffn_hidden_size tp", "does not split over {1}"
     yield model.vocab_multiple < tp, "vocab_multiple tp", small
 
 

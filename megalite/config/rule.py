@@ -57,9 +57,8 @@ class Case:
     @cached_property
     def derived(self) -> Config:
         """The config with what model and layout derive filled in."""
-        axes, config = self.config.parallel, self.config
-        sequence_parallel = axes.tp > 1 if axes.sequence_parallel is None else axes.sequence_parallel
-        schedule = derive_schedule(axes)
+        axes, config, given = self.config.parallel, self.config, self.given("parallel.sequence_parallel")
+        sequence_parallel, schedule = axes.tp > 1 if given is None else given, derive_schedule(axes)
         return replace(
             config,
             model=derive_model(config.model, config.train.seq_length),

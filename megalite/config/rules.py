@@ -10,6 +10,7 @@ from ctypes import c_float
 from typing import Any
 
 from megalite.config.bounds import bounds, outside
+from megalite.config.derive import NAME
 from megalite.config.device_rules import graph_obstacles, precision_clashes
 from megalite.config.exchange import exchange_of
 from megalite.config.hints import problems_of
@@ -17,7 +18,6 @@ from megalite.config.machine_rules import MACHINE_RULES
 from megalite.config.model_rules import MODEL_RULES
 from megalite.config.parallel_rules import PARALLEL_RULES
 from megalite.config.rule import Broken, Case, Row, broken, full_name
-from megalite.config.run_names import NAME
 from megalite.config.schema import LEAST_FLEX_HEAD, Config
 from megalite.config.settings import SETTINGS, with_values
 from megalite.errors.problems import Problem
@@ -114,7 +114,7 @@ def attention_kernels_can_run(case: Case) -> Iterator[Row]:
     config, model, kernels = case.config, case.derived.model, case.config.train.attention
     if kernels == "auto":
         return
-    flex, exchange, head = kernels == "flex", exchange_of(config), model.head_size or 0
+    flex, exchange, head = kernels == "flex", exchange_of(config), model.head_size
     tiles = config.parallel.cp > 1 and exchange.ring > 1
     yield config.device == "cpu", "attention", "has no effect with device=cpu"
     rule = "has no effect with dropout on attention's probabilities, which takes plain products"
@@ -151,8 +151,8 @@ def microbatches_can_be_a_graph(case: Case) -> Iterator[Row]:
 def fp8_products_have_sizes_that_fit(case: Case) -> Iterator[Row]:
     """torch's fp8 product takes weights of which both sizes are multiples of 16, on each rank of tp."""
     model, tp, layers = case.derived.model, case.config.parallel.tp, case.config.model.num_layers
-    heads, groups, d = model.num_attention_heads, model.num_key_value_heads or 1, model.head_size or 1
-    inner = 0 if all(map(model.has_experts, range(1, layers - 1))) else model.ffn_hidden_size or 0
+    heads, groups, d = model.num_attention_heads, model.num_key_value_heads, model.head_size
+    inner = 0 if all(map(model.has_experts, range(1, layers - 1))) else model.ffn_hidden_size
     if case.config.train.fp8 is None:
         return
     yield layers < 3, "fp8 num_layers", "leaves the first and the last block in bf16, and there are no others ({1})"
@@ -230,7 +230,7 @@ def data_suits_its_source(case: Case) -> Iterator[Row]:
 
 
 def vocabulary_holds_the_tokens(case: Case) -> Iterator[Row]:
-    config, size, bpe = case.config, case.config.model.vocab_size, case.config.tokenizer == "bpe"
+    config, size, bpe = case.config, case.given("model.vocab_size"), case.config.tokenizer == "bpe"
     made = {"bpe": config.data.bpe_vocab_size, "byte": 257}.get(config.tokenizer, 0)
     if config.data.source == "tokens" or size is None or size >= made:
         return

@@ -89,8 +89,8 @@ def _products_send(
 def _is_graph(config: Config, context: ParallelContext) -> bool:
     """train.cuda_graph as set, else where it can be and the host would be slower than the device."""
     model, train, device = config.model, config.train, context.device
-    if train.cuda_graph is not None:
-        return train.cuda_graph
+    if (asked := value_of(config, CUDA_GRAPH)) is not None:
+        return bool(asked)
     if device.type == "cpu" or any(graph_obstacles(config, context.layout.world_size)):
         return False
     peak = peak_flops(torch.cuda.get_device_name(device), str(context.dtype).removeprefix("torch."))

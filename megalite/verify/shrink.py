@@ -90,9 +90,8 @@ def shrink(config: Config, world_size: int) -> Shrunk:
 
 def vocabulary_of(config: Config) -> int:
     """model.vocab_size, or what the tokenizer will say as far as its name tells."""
-    if config.model.vocab_size is not None:
-        return config.model.vocab_size
-    return VOCABULARIES.get(config.tokenizer, config.data.bpe_vocab_size if config.tokenizer == "bpe" else ASSUMED)
+    tokens = config.data.bpe_vocab_size if config.tokenizer == "bpe" else ASSUMED
+    return config.model.vocab_size or VOCABULARIES.get(config.tokenizer, tokens)
 
 
 def _few(count: int, ranks: int, ranks_run: int, most: int = FEW) -> int:
@@ -248,5 +247,5 @@ def _notes(config: Config, asked: ParallelLayout, run: ParallelLayout) -> Iterat
         yield "train.batch_ramp is off: all batches hold as many sequences"
     if config.optimizer.eps < EPS:
         yield f"optimizer.eps is {EPS:g}: a smaller one makes steps of rounding errors"
-    if config.model.vocab_size is None:
+    if not config.model.vocab_size:
         yield f"model.vocab_size is taken as {vocabulary_of(config):,}: the tokenizer is not asked (set it to be exact)"

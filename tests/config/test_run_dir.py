@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megalite.config.compose import CONF, load_config
+from megalite.config.compose import load_config
+from megalite.config.hydra_files import CONF
 from megalite.errors.problems import UserError
 from tests.config.refusal import refusal, settings
 
