@@ -143,7 +143,8 @@ def instances_split_the_replicas(case: Case) -> Iterator[Row]:
     replicas, expert_replicas = sizes["dp"] * sizes["cp"], sizes["edp"]
     if not optimizer.zero or not case.fills_the_world:
         return
-    yield replicas % optimizer.instances, f"instances {replicas}", f"does not divide dp x cp = {replicas}"
+    rule = f"does not divide dp x cp = {replicas} ({case.show('parallel.tp')}, {case.show('parallel.pp')})"
+    yield replicas % optimizer.instances, f"instances {replicas}", rule
     if case.config.model.moe.num_experts and case.world_size % expert_ranks(case.config) == 0:
         rule = f"does not divide edp = {expert_replicas}, the ranks that hold the same experts"
         yield expert_replicas % optimizer.instances, f"instances {expert_replicas}", rule

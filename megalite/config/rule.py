@@ -59,12 +59,9 @@ class Case:
         """The config with what model and layout derive filled in."""
         axes, config, given = self.config.parallel, self.config, self.given("parallel.sequence_parallel")
         sequence_parallel, schedule = axes.tp > 1 if given is None else given, derive_schedule(axes)
-        return replace(
-            config,
-            model=derive_model(config.model, config.train.seq_length),
-            parallel=replace(axes, etp=axes.etp or axes.tp, sequence_parallel=sequence_parallel, schedule=schedule),
-            train=replace(config.train, compile=derive_compile(config)),
-        )
+        layout = replace(axes, etp=axes.etp or axes.tp, sequence_parallel=sequence_parallel, schedule=schedule)
+        model = derive_model(config.model, config.train.seq_length)
+        return with_values(replace(config, model=model, parallel=layout), {"train.compile": derive_compile(config)})
 
     @cached_property
     def sizes(self) -> dict[str, int]:

@@ -261,10 +261,7 @@ def config_of(line: str) -> Config:
     """A config given as `name=value` words; without Hydra, which would take most of the time."""
     words = {full_name(word.partition("=")[0]): word.partition("=")[2] for word in shlex.split(line)}
     plain = {name: yaml.safe_load(value) if value else value for name, value in words.items()}
-    kinds = {name: SETTINGS[name].kind for name in plain}
-    numbers = {name: [*map(float, value)] for name, value in plain.items() if kinds[name] == list[float] and value}
-    numbers |= {name: float(value) for name, value in plain.items() if kinds[name] is float and value is not None}
-    return with_values(Config(), plain | numbers)
+    return with_values(Config(), {name: SETTINGS[name].typed(value) for name, value in plain.items()})
 
 
 def problems_of(line: str, world_size: int) -> list[Problem]:

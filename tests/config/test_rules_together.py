@@ -57,7 +57,7 @@ def refused(line: str, world_size: int) -> list[str]:
             4,
             "compile count_loss microbatch_group_size parallel.schedule",
         ),
-        ("tp=3 vpp=2 cp=2 ep=5 order=tp-tp", 4, "ep num_attention_heads order seq_length vpp world_size"),
+        ("tp=3 vpp=2 cp=2 ep=5 order=tp-tp", 4, "ep model.ffn_hidden_size num_attention_heads order seq_length vpp world_size"),
         (
             "tp=4 num_attention_heads=12 hidden_size=768 num_key_value_heads=5 model.ffn_hidden_size=1002",
             4,
@@ -108,7 +108,7 @@ def test_fp8_takes_the_shapes_of_which_each_ranks_weights_are_multiples_of_16() 
     taken = set()
     for hidden, d, heads, groups, ffn, tp in product((64, 72), (8, 16, 24), (4, 8), (2, 4), (64, 96), (1, 2, 4)):
         sizes = {"hidden_size": hidden, "head_size": d, "num_attention_heads": heads, "ffn_hidden_size": ffn}
-        model = ModelConfig(**sizes, num_key_value_heads=groups)
+        model = ModelConfig(**sizes, num_key_value_heads=groups)  # type: ignore[arg-type]
         config = derive(Config(model=model, precision="bf16", parallel=ParallelConfig(tp=tp)), tp)
         weights = [one for one in gpt_parameters(with_values(config, {"model.vocab_size": 300}).model) if one.split]
         shapes = [shard_of(one.shape, one.split, tp, 0).shape for one in weights if one.name.startswith("blocks.1.")]
