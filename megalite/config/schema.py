@@ -9,6 +9,7 @@ heavy.
 from dataclasses import dataclass, field
 from typing import Any
 
+from megalite.config.activations import ACTIVATIONS
 from megalite.config.schedule_rules import SCHEDULE_TRAITS
 
 A_YEAR_S = 365 * 24 * 3600  # as long as a wait may be asked for
@@ -98,7 +99,7 @@ class ModelConfig:
     norm: str = setting("rmsnorm", "normalisation before attention, MLP and head", choices=("layernorm", "rmsnorm"))
     norm_eps: float = setting(1e-5, "added to the variance in every norm", above=0)
     activation: str = setting(
-        "swiglu", "gelu, its tanh form (GPT-2), or swiglu (gated; Llama, Qwen)", choices=("gelu", "gelu_tanh", "swiglu")
+        "swiglu", ", ".join(each.meaning for each in ACTIVATIONS.values()), choices=tuple(ACTIVATIONS)
     )
     bias: bool = setting(False, "biases in linear layers and layer norms; experts and routers have none")
     qk_norm: bool = setting(False, "RMSNorm over each head of queries and keys (Qwen3)")
@@ -124,7 +125,7 @@ class ModelConfig:
     @property
     def gated(self) -> bool:
         """Whether the MLP has a gate, a third matrix."""
-        return self.activation == "swiglu"
+        return ACTIVATIONS[self.activation].gated
 
 
 @dataclass

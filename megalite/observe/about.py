@@ -28,8 +28,8 @@ SUBMITTED = "MEGALITE_COMMAND"  # set by a batch script: what submits it again
 MOST_NAMED = 4  # token files of a blend
 
 
-def start_fields(job: Job, hosts: list[str]) -> dict[str, Any]:
-    """What the event of a start says besides its time: how to start it again, and on what it runs. `hosts`: by rank."""
+def start_fields(job: Job) -> dict[str, Any]:
+    """What the event of a start says besides its time: how to start it again, and on what it runs."""
     device = f"CPU, {several(torch.get_num_threads(), 'thread')} per rank"
     if job.context.device.type == "cuda":
         device = torch.cuda.get_device_name(job.context.device)
@@ -40,8 +40,8 @@ def start_fields(job: Job, hosts: list[str]) -> dict[str, Any]:
         "versions": versions(),
         "device": device,
         "layout": asdict(job.context.layout),
-        "hosts": hosts,
-        "ranks_per_node": hosts.count(hosts[0]),
+        "hosts": job.hosts,
+        "ranks_per_node": job.hosts.count(job.hosts[0]),
         "changes": job.folder.changes,
     }
 

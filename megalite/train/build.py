@@ -5,7 +5,7 @@ before a step.
 """
 
 from collections.abc import Callable, Container, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -65,7 +65,7 @@ OF_A_MACHINE = (
 
 
 class DataShare(TypedDict):
-    """Of the functions that read batches: which microbatches, and which part of their sequences."""
+    """The part of each global batch that a rank reads: arguments of the functions that read batches."""
 
     dp_rank: int
     dp_size: int
@@ -79,7 +79,7 @@ ReadWeights = Callable[[str, ModelConfig, Container[str] | None], Iterator[tuple
 
 @dataclass(frozen=True)
 class Training:
-    """What a training step works on."""
+    """All that a training step works on."""
 
     chunks: list[GPT]  # of the model: the stages that are this rank's
     executor: Executor
@@ -101,15 +101,24 @@ class Training:
         """Whether the pipeline ends on this rank."""
         return any(chunk.has_loss for chunk in self.chunks)
 
-    def spread_masters(self) -> None:
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Meanwhile the model computes without dropout."""
+        for chunk in self.chunks:
+            chunk.eval()
+        yield
+        for chunk in self.chunks:
+            chunk.train()
+
+    def cast_and_gather_params(self) -> None:
         """Parameters become the masters of all ranks, rounded to the model's dtype; collective."""
         self.buffers.round_masters()
         self.gather.start()
         self.gather.finish()
 
 
-def start(config: Config, environment: ProcessEnvironment, store: Store | None = None) -> ParallelContext:
-    """This rank's context, as `launch.startup.start` makes it. All ranks must call it; all refuse alike."""
+def open_context(config: Config, environment: ProcessEnvironment, store: Store | None = None) -> ParallelContext:
+    """This rank's place among the ranks (launch/startup.py). All ranks must call it; all refuse alike."""
     problems: list[Problem] = []
     axes = config.parallel
     device = collect(lambda: choose_device(config.device, environment), problems) or CPU
@@ -143,7 +152,7 @@ def start(config: Config, environment: ProcessEnvironment, store: Store | None =
 
 
 def needs_of(config: Config) -> GroupNeeds:
-    """What the config asks of the process groups."""
+    """The process groups that the config asks for."""
     return GroupNeeds(
         tied_embeddings=config.model.tie_embeddings,
         kv_heads=config.model.num_key_value_heads,
@@ -241,7 +250,7 @@ def context_ranks(config: Config, context: ParallelContext, waiting: Waiting = n
 
 
 def data_share(config: Config, context: ParallelContext) -> DataShare:
-    """What of each global batch this rank reads."""
+    """The part of each global batch that this rank reads."""
     sharers = context_ranks(config, context)
     sequence = SequenceShare() if sharers is None else sharers.share
     return {"dp_rank": context.index("dp"), "dp_size": context.size("dp"), "sequence": sequence}

@@ -1,4 +1,4 @@
-"""What a run does differently from device to device: refused where it cannot be, chosen where nobody has."""
+"""Settings that depend on the device: refused where they cannot be, chosen where nobody has."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,7 +23,7 @@ USUAL_MFU = 0.4
 
 
 def precision_problems(config: Config, precision: str) -> list[Problem]:
-    """What does not go with the precision that the device has chosen (fp64, fp32, bf16 or fp16)."""
+    """Settings that do not go with the precision that the device has chosen (fp64, fp32, bf16 or fp16)."""
     return [
         Problem(name, value_of(config, name), rule, f"{name}={yaml_value(SETTINGS[name].default)}")
         for name, rule in precision_clashes(config, precision)
@@ -31,7 +31,7 @@ def precision_problems(config: Config, precision: str) -> list[Problem]:
 
 
 def cuda_problems(config: Config, device: torch.device, environment: ProcessEnvironment) -> list[Problem]:
-    """What is for CUDA where the device is none, and why the ranks of tp cannot share memory here."""
+    """Settings for CUDA on a CPU, and parallel.async_tp where the ranks of tp cannot share memory."""
     asked = [name for name, auto in OF_CUDA.items() if value_of(config, name) not in (auto, False)]
     rule = "needs CUDA, and this run is on a CPU"
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: named logical tensors and a handful of numbers.
+"""The content of a checkpoint: named logical tensors and a handful of numbers.
 
 Masters, the optimizer's state and (where they differ from the masters) parameters, each under its logical name.
 Learning rate, data order and dropout masks are functions of the step, so the step is all there is besides.
@@ -25,6 +25,7 @@ from megalite.optim.buffers import TrainingBuffers
 from megalite.optim.memory import bytes_of_element
 from megalite.optim.optimizer import slices_of
 from megalite.train.build import Training
+from megalite.train.metrics import StepMetrics
 
 _ROUNDED = "parameter"  # kind of the tensors that are masters in the model's dtype
 
@@ -45,6 +46,17 @@ class Progress:
         """The step has consumed its samples, whether or not it was applied."""
         self.step, self.samples = planned.step, planned.first + planned.sequences
 
+    def count(self, metrics: StepMetrics, least_scale: float) -> None:
+        """The step was applied, or it was bad. Bad steps of fp16 are not in a row while the loss scale is above
+        `least_scale`: it is still looked for."""
+        if metrics.skipped:
+            self.bad_steps += 1
+            self.bad_steps_in_a_row += metrics.loss_scale is None or metrics.loss_scale <= least_scale
+        else:
+            self.bad_steps_in_a_row = 0
+            self.tokens += metrics.batch_tokens
+            self.last_applied = self.step
+
 
 @dataclass(frozen=True)
 class DataState:
@@ -56,7 +68,7 @@ class DataState:
 
 @dataclass(frozen=True)
 class SavedState:
-    """What is read again of a checkpoint's state.json."""
+    """The part of a checkpoint's state.json that is read again."""
 
     progress: Progress
     data: DataState
@@ -110,7 +122,7 @@ def state_bytes(config: Config) -> int:
 
 
 def owned_pieces(prefix: str, owned: Iterable[OwnedRange], slices: Sequence[Tensor]) -> Iterator[Piece]:
-    """What the slices (one flat tensor per bucket) hold of each parameter, as boxes of the logical tensors."""
+    """The elements of each parameter in the slices (one flat tensor per bucket), as boxes of logical tensors."""
     for each in (each for each in owned if len(slices[each.bucket])):
         record = each.slot.record
         for box, elements, start in each.boxes():
@@ -122,7 +134,7 @@ def owned_pieces(prefix: str, owned: Iterable[OwnedRange], slices: Sequence[Tens
 
 
 def held_pieces(buffers: TrainingBuffers) -> Iterator[Piece]:
-    """What the model on this rank computes with, as boxes of the logical tensors."""
+    """The parameters that the model on this rank computes with, as boxes of the logical tensors."""
     for slot in buffers.layout.slots:
         held = buffers.parameter(slot.record.name)
         for box in slot.shard.boxes:

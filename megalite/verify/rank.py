@@ -21,7 +21,7 @@ from megalite.launch.context import ParallelContext
 from megalite.launch.environment import ProcessEnvironment
 from megalite.model.routers import Routers
 from megalite.optim.schedule import learning_rate
-from megalite.train.build import build_training, data_share, fill_with_start_values, start
+from megalite.train.build import build_training, data_share, fill_with_start_values, open_context
 from megalite.train.state import held_pieces, owned_pieces
 from megalite.train.step import TrainStep
 from megalite.verify.compare import TensorBox, Trace
@@ -36,7 +36,9 @@ def enter(config: Config, rank: int, world_size: int, rendezvous: Path) -> Paral
     store = None
     if world_size > 1:
         store = dist.FileStore(str(rendezvous), world_size)  # type: ignore[attr-defined] # torch's stub forgets it
-    context = start(config, ProcessEnvironment(rank, world_size, local_rank=rank, local_world_size=world_size), store)
+    context = open_context(
+        config, ProcessEnvironment(rank, world_size, local_rank=rank, local_world_size=world_size), store
+    )
     torch.set_num_threads(1)
     context.barrier()  # a rank that fails at once must not break connections that others still make
     return context

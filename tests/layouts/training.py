@@ -24,7 +24,7 @@ from megalite.optim.schedule import learning_rate
 from megalite.prepare.prepare import prepare
 from megalite.train.build import build_training, data_share, fill_with_start_values
 from megalite.train.device_settings import derive_device
-from megalite.train.evaluate import Figures, evaluate
+from megalite.train.evaluate import ValidationMetrics, evaluate
 from megalite.train.state import held_pieces, owned_pieces, training_pieces
 from megalite.train.step import TrainStep
 from tests.checkpoint.samples import index_of
@@ -47,7 +47,7 @@ class Trace:
     losses: list[float]
     grad_norms: list[float]
     tokens: list[int]
-    validation: Figures  # after the last step, as is all that follows but the gradients
+    validation: ValidationMetrics  # after the last step, as is all that follows but the gradients
     gradients: list[list[Piece]]  # of each step, after all sums over ranks and before clipping
     parameters: list[Piece]
     masters: list[Piece]
@@ -107,7 +107,7 @@ def train(
         found = newest(continued, context, print)
         assert found is not None
         found.read_into(training_pieces(training))
-        training.spread_masters()
+        training.cast_and_gather_params()
         done = found.step
     step = TrainStep(training, config.optimizer, context)
     samples = batch_ramp(config.train).samples_after(done)

@@ -96,16 +96,15 @@ def test_a_line_that_is_no_record_is_named_and_cut(damage: str, tmp_path: Path) 
 
 
 def test_a_file_that_a_write_has_failed_for_is_not_sealed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    metrics, notes = RecordFile(tmp_path / "metrics.jsonl", pytest.fail, last_step=0), list[str]()
+    metrics = RecordFile(tmp_path / "metrics.jsonl", pytest.fail, last_step=0)
     metrics.append({"step": 1, "loss": 1.0})
     sealed = metrics.seal()
     assert sealed is not None
     content = (tmp_path / "metrics.jsonl").read_bytes()
     assert (sealed.bytes, sealed.hash) == (len(content), xxhash.xxh3_128(content).hexdigest())
-    monkeypatch.setattr(metrics._attempt, "_note", notes.append)
     monkeypatch.setattr(metrics, "_file", Path("/dev/full").open("a", buffering=1))  # noqa: SIM115
-    metrics.append({"step": 2, "loss": 1.0})
-    assert "No space left" in notes[0]
+    with pytest.raises(OSError, match="No space left"):
+        metrics.append({"step": 2, "loss": 1.0})
     assert metrics.seal() is None
 
 

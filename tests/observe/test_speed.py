@@ -11,7 +11,7 @@ from megalite.observe.report.comparison import compare
 from megalite.observe.report.page import render
 from megalite.observe.run_data import read_run
 from megalite.train import clock
-from megalite.train.clock import Lap
+from megalite.train.clock import StepClock
 from megalite.train.history import STEP_PARTS, read_metrics
 from tests.train.runs import write_text
 from tests.train.test_run import config_for, start
@@ -30,7 +30,8 @@ class Clock:
 
 def test_steps_of_a_device_take_as_long_as_its_clock_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two milliseconds each, however late the host reads them."""
-    monkeypatch.setattr(Lap, "read", lambda self: dict.fromkeys(STEP_PARTS, 0.0) | {"forward": 1.5e-3, "other": 0.5e-3})
+    split = dict.fromkeys(STEP_PARTS, 0.0) | {"forward": 1.5e-3, "other": 0.5e-3}
+    monkeypatch.setattr(StepClock, "lap", lambda self: split.copy)
     config = config_for(write_text(tmp_path / "text.txt"), tmp_path / "run", log_interval=3)
     assert start(config) == 0
     lines = [line for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in line]

@@ -242,7 +242,7 @@ def take(context: ParallelContext, config: Config) -> Taken:
         training = build_training(config, context)
         for master in training.buffers.masters:
             master.fill_(0.01)
-        training.spread_masters()
+        training.cast_and_gather_params()
         step = TrainStep(training, config.optimizer, context)
         with record_function("step"):
             figures = step([batch, batch], 2 * tokens.numel(), 1e-3).read()

@@ -44,11 +44,6 @@ from tests.train.runs import (
 from tests.train.test_run import STEPS, checkpoints, config_for, losses, poison, start, stop_after
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_text(tmp_path_factory.mktemp("async") / "text.txt")
-
-
 def behind(text: Path, run_dir: Path, **train: Any) -> Config:
     """As `config_for`: 12 steps, a checkpoint after every fourth."""
     config = config_for(text, run_dir, **train)

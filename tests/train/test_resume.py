@@ -21,19 +21,11 @@ from tests.train.runs import (
     state_bytes,
     train_on_rank,
     wait_for_step,
-    write_text,
 )
 from tests.train.test_launch import launch_by_variables
 from tests.train.test_run import stop_after
 
 STEPS = 40
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("resume")
-    write_text(folder / "text.txt")
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -18,15 +18,10 @@ from megalite.train import sample as sample_module
 from megalite.train.history import read_events
 from megalite.train.sample import prompts_of, sample
 from tests.pipeline.stages import stages_config, started
-from tests.train.runs import state_bytes, write_text
+from tests.train.runs import state_bytes
 from tests.train.test_run import STEPS, _outcome, config_for, losses, run_on, start
 
 PROMPTS = [[3, 1, 4], [1], [5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2]]
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_text(tmp_path_factory.mktemp("run") / "text.txt")
 
 
 def texts(prompts: list[list[int]], **options: Any) -> list[list[int]]:
