@@ -96,8 +96,6 @@ BROKEN = [
     ("nccl_options=none.yaml", 1, "nccl_options", "cannot be read: No such"),
     ("source=text", 1, "path", "data=text"),
     ("source=hf", 1, "path", "data=hf"),
-    ("source=text path=[a,null]", 1, "path", "text or a list"),
-    ("data.source=text 'data.path={a: b}'", 1, "path", "text or a list"),
     ("path=a.txt", 1, "path", "stdlib"),
     ("source=text path=a weights=[1]", 1, "weights", "must be as many as"),
     ("source=text path=[a,b] weights=[1]", 1, "weights", "must be as many as"),

@@ -57,7 +57,11 @@ def refused(line: str, world_size: int) -> list[str]:
             4,
             "compile count_loss microbatch_group_size parallel.schedule",
         ),
-        ("tp=3 vpp=2 cp=2 ep=5 order=tp-tp", 4, "ep model.ffn_hidden_size num_attention_heads order seq_length vpp world_size"),
+        (
+            "tp=3 vpp=2 cp=2 ep=5 order=tp-tp",
+            4,
+            "ep model.ffn_hidden_size num_attention_heads order seq_length vpp world_size",
+        ),
         (
             "tp=4 num_attention_heads=12 hidden_size=768 num_key_value_heads=5 model.ffn_hidden_size=1002",
             4,
