@@ -50,8 +50,7 @@ def main(options: Namespace, overrides: list[str]) -> Shown:
         notes.append(f"note: model.vocab_size is taken as {size}: the tokenizer is not asked (set it to be exact)")
     world = checked_layout(Case(config, world_size))
     buffers = rank_buffers(config, world, options.rank or 0)
-    gradients, moments = config.optimizer.gradient_dtype, config.optimizer.moment_dtype
-    kept = partial(bytes_of_rank, precision=config.precision, gradient_dtype=gradients, moment_dtype=moments)
+    kept = partial(bytes_of_rank, precision=config.precision, optimizer=config.optimizer)
     axes, *of_experts = layout_lines(world)[: 1 + world.has_experts]
     header = [f"{config.model.name}, {axes}, {config.precision}", *of_experts, *header_lines(buffers, kept)]
     lines = [*header, *notes, "", *bucket_lines(buffers, kept, full=options.all)]

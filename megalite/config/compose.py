@@ -177,7 +177,7 @@ def _resolved(written: dict[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
         found = _value(tree, name, written[name])
         if isinstance(found, Problem):
             problems.append(found)
-            OmegaConf.update(tree, name, setting.default)  # others may refer to it
+            OmegaConf.update(tree, name, setting.default, merge=False)  # others may refer to it
         values[name] = setting.default if isinstance(found, Problem) else found
     return values, problems
 
@@ -188,7 +188,7 @@ def _value(tree: DictConfig, name: str, written: Any) -> Any:
     if secret := [one for one in _VARIABLE.findall(str(written)) if "$" in one or secret_name(one)]:
         rule = f"the environment variable {secret[0]} may hold a secret, and run folders keep the config"
         return Problem(name, written, rule, ADVICE)
-    place = f" in place of {written}" if "${" in str(written) else ""
+    place = f" in place of {written}" if "${" in str(written) or written == "???" else ""
     try:
         value = OmegaConf.select(tree, name, throw_on_missing=True)
         if OmegaConf.is_config(value):

@@ -1,11 +1,8 @@
-"""Fills in every setting that follows from others: no None is left but what the data or the device decides.
+"""Fills in every setting that follows from others, where the command leaves it open.
 
 Pure functions of the config, the launch folder and (for the cache) the environment, so every rank derives the same.
-Left open: `model.vocab_size` (`derive_vocabulary`, once the tokenizer is known), `model.max_positions` without learned
-positions, what the scaling of rotary positions does not need, `parallel.microbatch_group_size` where a schedule has no
-groups or batches grow, how layers divide over stages, and what depends on the machine (`train.compile`,
-`train.cuda_graph`, `parallel.async_tp`, `model.loss_chunk_tokens`, `data.workers`) or on the parameters
-(`optimizer.bucket_size`).
+The vocabulary waits for the tokenizer, what depends on the device for the start. A field whose type still has None
+stays open: it has no meaning in that run, or who works with it decides (`optimizer.bucket_size`).
 """
 
 import hashlib
@@ -19,11 +16,11 @@ from typing import Any
 
 from megalite.config.schedule_rules import SCHEDULE_TRAITS, default_group_size
 from megalite.config.schema import Config, ModelConfig, MoEConfig, ParallelConfig
-from megalite.config.settings import SETTINGS, value_of, with_values
+from megalite.config.settings import OPEN, SETTINGS, value_of, with_values
 from megalite.config.step_plan import ramp_sizes
+from megalite.config.user_files import absolute
 from megalite.errors.words import plain
 
-OPEN = (None, "auto")  # values of settings that are left to be derived
 FILLING = 8  # microbatches that a pipeline has by default, at least: of two stages the first and last idle for a ninth
 LONGEST_NAME, SETTINGS_SHOWN, LONGEST_SETTING = 100, 4, 24  # of a run's name, and what it shows
 NAME = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9._=+-]{{0,{LONGEST_NAME - 1}}}")  # a folder of that name works everywhere
@@ -41,11 +38,6 @@ TRAINING = {
     *("optimizer.communication_dtype", "optimizer.initial_loss_scale", "optimizer.min_loss_scale"),
     *("optimizer.loss_scale_window", "optimizer.hysteresis"),
 }
-
-
-def absolute(path: str) -> str:
-    """The path seen from the launch folder, with `~` expanded; symbolic links are kept as the user wrote them."""
-    return os.path.abspath(os.path.expanduser(path))
 
 
 def looks_like_path(name: str) -> bool:

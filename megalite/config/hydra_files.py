@@ -96,7 +96,8 @@ def run_hydra(words: Sequence[str], function: Callable[[Any], Any], arguments: N
 def _look_in(files: Files) -> None:
     _OwnFolder.folder = files.own
     Plugins.instance().register(_OwnFolder)
-    ConfigStore.instance().store(name=SCHEMA, node={})
+    if f"{SCHEMA}.yaml" not in ConfigStore.instance().list(""):  # Hydra 1.5 refuses it a second time
+        ConfigStore.instance().store(name=SCHEMA, node={})
 
 
 def composed(loader: ConfigLoader, files: Files, choices: list[str]) -> dict[Any, Any]:

@@ -16,12 +16,12 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-from megalite.config.derive import absolute
 from megalite.config.model_folder import holds_tokenizer, imported_model_settings
 from megalite.config.overrides import unknown
 from megalite.config.settings import DERIVED, SETTINGS, leaves, nested
-from megalite.config.user_files import read_yaml, refusing
+from megalite.config.user_files import absolute, read_yaml, refusing
 from megalite.errors.problems import Problem, UserError
 
 PLAIN = re.compile(r"[A-Za-z_./][\w./-]*", re.ASCII)  # what a shell takes as it is, and YAML for no number
@@ -36,8 +36,11 @@ class Command:
         self._tree = OmegaConf.create(nested(written))
 
     def value(self, name: str) -> Any:
-        """The setting's value; None where it refers to what there is not."""
-        return OmegaConf.select(self._tree, name, throw_on_resolution_failure=False)
+        """The setting's value; None where it is of another type, or refers to what there is not."""
+        with suppress(OmegaConfBaseException, ValueError, OverflowError):  # told later
+            found = OmegaConf.select(self._tree, name)
+            return SETTINGS[name].typed(OmegaConf.to_object(found) if OmegaConf.is_config(found) else found)
+        return None
 
     def run(self) -> Path | None:
         """The config.yaml of the run whose folder the command names; None where that folder holds no run."""

@@ -220,6 +220,11 @@ class TrainConfig:
     max_minutes: float | None = setting(None, "minutes after which a start saves and ends; null: no limit", above=0)
 
 
+# The dtypes of what each optimizer keeps of an element beside its master, for matrices and for all other parameters;
+# "moment_dtype" stands for the setting.
+OPTIMIZERS = {"adamw": (("moment_dtype", "fp32"), ("moment_dtype", "fp32"))}
+
+
 @dataclass
 class OptimizerConfig:
     """AdamW (Loshchilov and Hutter 2019); no weight decay on norms, biases and one-dimensional parameters.
@@ -228,6 +233,7 @@ class OptimizerConfig:
     here is fp64.
     """
 
+    name: str = setting("adamw", "the rule by which parameters are updated", choices=tuple(OPTIMIZERS))
     lr: float = setting(1e-3, "peak learning rate", above=0)
     weight_decay: float = setting(0.1, "decoupled weight decay", at_least=0)
     betas: list[float] = setting([0.9, 0.95], "decay rates of the first and second moment", at_least=0, below=1)

@@ -17,6 +17,7 @@ from typing import Any
 
 from megalite.config.schema import Config
 
+OPEN = (None, "auto")  # values of settings that are left to be derived
 DERIVED = "derived"  # key of a run's config.yaml: the settings in it that nobody gave
 TYPE_WORDS = {
     int: "a whole number",

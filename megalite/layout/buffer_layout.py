@@ -1,16 +1,16 @@
 """Which parameter lies where, in which bucket, and which of it each rank updates: plain records, no torch.
 
-A buffer holds all parameters of one precision and one kind (dense or expert), in reverse order of registration, so that
-backward completes it from its start to its end. It is cut into buckets, whose gradients travel together. Each of the
-ranks that share a bucket's optimizer state owns an equal, aligned slice of it; slices cross the borders of parameters.
-The layout is a function of sizes alone, the same on all ranks that exchange a bucket.
-Facts: Megatron-LM's distributed optimizer (param_layout.py); Rajbhandari et al. 2019 (arXiv 1910.02054).
+A buffer holds all parameters of one precision, one kind (dense or expert) and one ownership, in the order in which
+backward completes them. It is cut into buckets, whose gradients travel together. Each of the ranks that share a
+bucket's optimizer state owns an equal, aligned slice of it. With ownership "even" slices cross the borders of
+parameters; with "whole" no matrix has two owners. The layout is a function of sizes alone, the same on all ranks that
+exchange a bucket. Facts: Megatron-LM's distributed optimizer (param_layout.py); Rajbhandari et al. 2019
+(arXiv 1910.02054).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from heapq import heapreplace
-from itertools import groupby
+from itertools import count, groupby
 from math import prod
 from typing import Literal
 
@@ -23,10 +23,11 @@ Ownership = Literal["even", "whole"]
 
 @dataclass(frozen=True)
 class BufferName:
-    """What the parameters of one buffer have in common."""
+    """What the parameters of one buffer have in common. `whole`: they are matrices with one owner each."""
 
     precision: Literal["model", "master"]
     kind: Kind
+    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -143,29 +144,31 @@ def buffer_layout(
 
     A bucket ends before a block that would take it over `bucket_size` elements (default: `default_bucket_size`), so
     that a block's parameters arrive together, and inside a larger block after a parameter that reaches the size, unless
-    less than that is left.
-    Tables of the vocabulary have buckets of their own: a tied one is cut alike by both ends of a pipeline, an uneven
-    one leaves all else alike on the ranks of tp, which add up slices of what they replicate. With `ownership` "whole"
-    each parameter but these tables has one owner, for optimizers that need matrices: every slice has room for the
-    largest, and buckets grow until at most a fifth of them is padding.
+    less than that is left. Tables of the vocabulary have buckets of their own: a tied one is cut alike by both ends of
+    a pipeline, an uneven one leaves all else alike on the ranks of tp, which add up slices of what they replicate.
+
+    With `ownership` "whole", for optimizers that need matrices, a matrix lies in one slice: each of those that a
+    parameter stacks (gate, up, an expert's), while `attention.qkv`, whose q, k and v alternate in memory, counts as
+    one. Buckets of matrices are of like size, and as many as leave at most a fifth of each as padding.
     """
     shards: dict[Kind, int] = {"dense": dense_shards, "expert": expert_shards}
     places: dict[Kind, tuple[int, int]] = {"dense": tp, "expert": etp}
     by_buffer: dict[BufferName, list[Held]] = {}
     order: dict[str, int] = {}  # in which backward completes the parameters
     for record in reversed(records):
-        name = BufferName(record.precision, "expert" if record.of_experts else "dense")
+        whole = ownership == "whole" and record.stacked is not None
+        name = BufferName(record.precision, "expert" if record.of_experts else "dense", whole)
         by_buffer.setdefault(name, []).append((record, shard(record, *places[name.kind], ep)))
         order[record.name] = len(order)
     buckets: list[Bucket] = []
     for name, held in by_buffer.items():
         sharing, start = shards[name.kind], 0
         target = default_bucket_size(sharing) if bucket_size is None else bucket_size
-        owners = sharing if ownership == "whole" else 1
-        for content in _cut(held, target, owners):
-            shares = [content] if _is_table(content[0][0]) else _shares(content, owners)
-            buckets.append(_bucket(name, start, sharing, shares))
-            start = buckets[-1].stop
+        for content, starts, size in (_cut_wholes if name.whole else _cut)(held, target, sharing):
+            slots = [BufferSlot(*each, start + at) for each, at in zip(content, starts, strict=True)]
+            slots.sort(key=lambda slot: slot.start)
+            buckets.append(Bucket(name, start, start + size, sharing, tuple(slots)))
+            start += size
     buckets.sort(key=lambda bucket: max(order[slot.record.name] for slot in bucket.slots))
     return BufferLayout(tuple(buckets))
 
@@ -188,28 +191,33 @@ def slice_ranges(owned: Iterable[OwnedRange], wanted: Callable[[ParameterRecord,
 
 
 Held = tuple[ParameterRecord, Shard]
+Placed = tuple[Sequence[Held], Sequence[int], int]  # a bucket's content, where each of it starts, the bucket's size
 
 
-def _cut(held: Sequence[Held], target: int, owners: int) -> Iterator[list[Held]]:
-    """The contents of the buckets of one buffer, in order. With several `owners` of wholes a bucket goes on until they
-    can have like shares of it."""
+def _cut(held: Sequence[Held], target: int, shards: int) -> Iterator[Placed]:
+    """Buckets in which one parameter follows the other."""
     content: list[Held] = []
     size = 0
     for (table, _), members in groupby(held, key=lambda each: (_is_table(each[0]), each[0].place)):
         block = list(members)
         length = _size(block)
-        if content and (table or (size + length > target and _is_level(content, owners))):
-            yield content
+        if content and (table or size + length > target):
+            yield _in_a_row(content, shards)
             content, size = [], 0
         for each in block:
             content.append(each)
             size += _size([each])
             length -= _size([each])  # what is left of the block: less than a bucket joins the last one
-            if table or (size >= target <= length and _is_level(content, owners)):
-                yield content
+            if table or size >= target <= length:
+                yield _in_a_row(content, shards)
                 content, size = [], 0
     if content:
-        yield content
+        yield _in_a_row(content, shards)
+
+
+def _in_a_row(content: Sequence[Held], shards: int) -> Placed:
+    starts = [_size(content[:at]) for at in range(len(content))]
+    return content, starts, _padded(_size(content), ALIGNMENT * shards)
 
 
 def _is_table(record: ParameterRecord) -> bool:
@@ -218,32 +226,75 @@ def _is_table(record: ParameterRecord) -> bool:
     return tied or (record.split is not None and record.split.uneven)
 
 
-def _bucket(name: BufferName, start: int, shards: int, shares: Sequence[Sequence[Held]]) -> Bucket:
-    """The shares one after the other, in rooms of equal size; each parameter starts aligned."""
-    room, slots = max(map(_size, shares)), []
-    for number, share in enumerate(shares):
-        cursor = start + number * room
-        for record, held in share:
-            slots.append(BufferSlot(record, held, cursor))
-            cursor += _padded(prod(held.shape), ALIGNMENT)
-    return Bucket(name, start, start + _padded(len(shares) * room, ALIGNMENT * shards), shards, tuple(slots))
+def _cut_wholes(held: Sequence[Held], target: int, shards: int) -> list[Placed]:
+    """Buckets of matrices with one owner each: blocks are dealt to buckets of like size, and where that leaves too much
+    padding, to fewer."""
+    blocks = [list(members) for _, members in groupby(held, key=lambda each: each[0].place)]
+    total = _size(held)
+    for number in range(min(len(blocks), -(-total // target)), 0, -1):
+        contents: list[list[Held]] = [[] for _ in range(number)]
+        before = 0
+        for block in blocks:
+            contents[(2 * before + _size(block)) * number // (2 * total)] += block  # by the block's middle
+            before += _size(block)
+        placed = [_place_wholes(content, shards, tight=number > 1) for content in contents if content]
+        if None not in placed:
+            break
+    return [each for each in placed if each is not None]
 
 
-def _shares(content: Sequence[Held], owners: int) -> list[list[Held]]:
-    """Each parameter, the largest first, goes to the owner that has least; inside a share they keep their order."""
-    loads = [(0, owner) for owner in range(owners)]  # a heap
-    members: list[list[int]] = [[] for _ in loads]
-    for at in sorted(range(len(content)), key=lambda at: -_size([content[at]])):
-        load, owner = loads[0]
-        members[owner].append(at)
-        heapreplace(loads, (load + _size([content[at]]), owner))
-    return [[content[at] for at in sorted(share)] for share in members]
+def _place_wholes(content: Sequence[Held], shards: int, *, tight: bool) -> Placed | None:
+    """The smallest slices found that hold the matrices of `content` whole, the largest matrices first; None where that
+    is to be `tight` and takes more than a fifth of padding."""
+    stacks = sorted(((*_stack(each), at) for at, each in enumerate(content)), reverse=True)
+    size, units = _size(content), {unit for unit, number, _ in stacks if number > 1}
+    least = max(-(-size // shards), stacks[0][0])
+    for step in count():
+        smallest = _padded(least + least * step // 32, ALIGNMENT)
+        if tight and 4 * smallest * shards > 5 * size:
+            return None
+        for room in sorted({smallest, *(_padded(smallest, unit) for unit in units)}):
+            starts = _first_fit(stacks, room, room * shards)
+            if starts is not None and not (tight and 4 * room * shards > 5 * size):
+                return [content[at] for *_, at in stacks], starts, room * shards
+    raise AssertionError("unreachable: a slice that holds everything is tried in the end")
 
 
-def _is_level(content: Sequence[Held], owners: int) -> bool:
-    """Whether at most a fifth is padding where each parameter has one of so many owners."""
-    room = owners * max(map(_size, _shares(content, owners)))
-    return 5 * _size(content) >= 4 * room
+def _stack(held: Held) -> tuple[int, int]:
+    """The elements of one matrix of a parameter, and how many of them follow one another; what is not aligned is one
+    piece."""
+    of_rank, stacked = held[1], held[0].stacked
+    unit, number = prod(of_rank.shape[stacked:]), prod(of_rank.shape[:stacked])
+    return (unit, number) if unit % ALIGNMENT == 0 else (_size([held]), 1)
+
+
+def _first_fit(stacks: Sequence[tuple[int, int, int]], room: int, end: int) -> list[int] | None:
+    """Where stacks of (unit, number) start in [0, end) so that no multiple of `room` cuts a unit; None: too little."""
+    gaps, starts = [(0, end)], []
+    for unit, number, _ in stacks:
+        size = unit * number
+        found = next(
+            ((at, start) for at, gap in enumerate(gaps) if (start := _start(*gap, unit, size, room)) >= 0), None
+        )
+        if found is None:
+            return None
+        (at, start), (low, high) = found, gaps[found[0]]
+        gaps[at : at + 1] = [gap for gap in ((low, start), (start + size, high)) if gap[0] < gap[1]]
+        starts.append(start)
+    return starts
+
+
+def _start(low: int, high: int, unit: int, size: int, room: int) -> int:
+    """The first place of a stack in a gap at which multiples of `room` fall between units; -1: none."""
+    border = (low // room + 1) * room
+    tried = (low, low + (border - low) % unit, border, border + room % unit)
+    return next((start for start in tried if start + size <= high and _is_uncut(start, unit, size, room)), -1)
+
+
+def _is_uncut(start: int, unit: int, size: int, room: int) -> bool:
+    """Whether multiples of `room` fall between units alone in the stack of `size` at `start`."""
+    border = (start // room + 1) * room - start
+    return border >= size or (border % unit == 0 and (border + room >= size or room % unit == 0))
 
 
 def _size(content: Iterable[Held]) -> int:

@@ -72,21 +72,22 @@ def attention_mask(batch: Batch, like: Tensor, config: ModelConfig, kernels: str
 class Attention(nn.Module):
     """Queries of `num_attention_heads`, keys and values of `num_key_value_heads` heads.
 
-    Another attention gives other `project` and `heads`, the three tensors that `attend` takes.
+    Another attention has other parameters (`build`), another `project` and other `heads`, which gives `attend` the same
+    three tensors. Queries and keys have one size, values may have another.
     """
 
     def __init__(
         self, config: ModelConfig, place: Placement, recompute: Recompute, context: ContextRanks | None = None
     ) -> None:
         super().__init__()
-        heads, groups, d = config.num_attention_heads, config.num_key_value_heads, config.head_size
-        assert groups is not None
-        assert d is not None
         self.dropout, self.recompute = config.attention_dropout or 0.0, recompute
         self.device, self.context = place.device, context
-        self.qkv = ColumnParallelLinear(
-            (groups, heads // groups + 2, d), config.hidden_size, GROUPS, place, bias=config.bias
-        )
+        self.build(config, place)
+
+    def build(self, config: ModelConfig, place: Placement) -> None:
+        heads, groups, d = config.num_attention_heads, config.num_key_value_heads, config.head_size
+        outputs = groups, heads // groups + 2, d
+        self.qkv = ColumnParallelLinear(outputs, config.hidden_size, GROUPS, place, bias=config.bias)
         self.query_norm = RMSNorm(d, config.norm_eps, place) if config.qk_norm else None
         self.key_norm = RMSNorm(d, config.norm_eps, place) if config.qk_norm else None
         self.out = RowParallelLinear(config.hidden_size, heads * d, place, bias=config.bias)
@@ -94,21 +95,22 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, inputs: BlockInputs) -> Tensor:
         """[n, b, h] -> [n, b, h], with sequence parallelism [n/t, b, h] -> [n/t, b, h]"""
         core = self.recompute.wrap("attention", partial(self.core, inputs=inputs))
-        out: Tensor = self.out(core(self.project(x)))
+        out: Tensor = self.out(core(*self.project(x)))
         return out
 
-    def project(self, x: Tensor) -> Tensor:
-        """[n, b, h], with sequence parallelism [n/t, b, h] -> the projection [n, b, ...] that `heads` takes apart"""
-        projected: Tensor = self.qkv(x).unflatten(-1, self.qkv.local_outputs)
-        return projected
+    def core(self, *projected: Tensor, inputs: BlockInputs) -> Tensor:
+        """Everything between the projections -> [n, b, heads * e]."""
+        return self.attend(*self.heads(*projected, inputs=inputs), inputs=inputs)
 
-    def core(self, projected: Tensor, inputs: BlockInputs) -> Tensor:
-        """Everything between the two projections -> [n, b, heads * e]."""
-        return self.attend(*self.heads(projected, inputs), inputs=inputs)
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """What `heads` takes: here [n, b, groups, q_per_kv + 2, d] of x [n, b, h], with sequence parallelism
+        [n/t, b, h]."""
+        return (self.qkv(x).unflatten(-1, self.qkv.local_outputs),)
 
-    def heads(self, projected: Tensor, inputs: BlockInputs) -> Heads:
-        """Normed and rotated [n, b, groups, q_per_kv + 2, d]."""
-        queries, keys, values = projected.split((projected.shape[3] - 2, 1, 1), dim=3)
+    def heads(self, *projected: Tensor, inputs: BlockInputs) -> Heads:
+        """Queries, keys and values, normed and rotated."""
+        (qkv,) = projected
+        queries, keys, values = qkv.split((qkv.shape[3] - 2, 1, 1), dim=3)
         if self.query_norm is not None and self.key_norm is not None:
             queries, keys = self.query_norm(queries), self.key_norm(keys)
         if inputs.rotation is not None:

@@ -92,7 +92,7 @@ class Block(nn.Module):
 
         @compiled
         def before(x: Tensor, inputs: BlockInputs) -> Heads:
-            return attention.heads(attention.project(self.attention_norm(x)), inputs)
+            return attention.heads(*attention.project(self.attention_norm(x)), inputs=inputs)
 
         @compiled
         def behind(x: Tensor, attended: Tensor, inputs: BlockInputs) -> Tensor:

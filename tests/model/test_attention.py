@@ -143,7 +143,7 @@ def test_dropout_of_probabilities_is_the_hash_of_their_places(groups: int, maske
     mask = dense_mask(torch.arange(s).div(4, rounding_mode="floor").expand(b, s), torch.float64) if masked else None
     streams = DropoutStreams(3, [(0,)], CPU)
     key = streams.attention_keys(torch.arange(b) + 5, torch.arange(heads), torch.arange(s))[0,]
-    found = layer.core(qkv, BlockInputs(None, AttentionMask(mask), key)).view(s, b, heads, d)
+    found = layer.core(qkv, inputs=BlockInputs(None, AttentionMask(mask), key)).view(s, b, heads, d)
     seen = hash_dropout(torch.ones(b, heads, s, s, dtype=torch.float64), p, key)  # 0 or 1 / (1 - p)
     assert 0.2 < (seen == 0).double().mean() < 0.6
     allowed = torch.ones(s, s).tril().bool().expand(b, 1, s, s) if mask is None else mask == 0

@@ -23,7 +23,7 @@ from megalite.launch.context import ParallelContext
 from megalite.model.gpt import GPT
 from megalite.pipeline import executor as executor_module
 from megalite.pipeline.actions import Action, Schedule
-from megalite.pipeline.executor import Executor, Links
+from megalite.pipeline.executor import Executor, P2PGroups
 from megalite.pipeline.schedules import build_schedule, forward_only
 from megalite.pipeline.transfers import Direction, Instruction, Transfer, Wait, instructions
 from megalite.tensor_parallel.deferred import Later
@@ -147,7 +147,7 @@ def run_alone(
 
     executor = Executor(
         chunks,
-        Links(rank, network.groups(pp)),
+        P2PGroups(rank, network.groups(pp)),
         lambda count: table_of(pp, name, vpp, count),
         lambda count: forward_only(pp, vpp, count),
         coming,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megalite.commands import buffers
-from megalite.config.schema import MoEConfig
+from megalite.config.schema import MoEConfig, OptimizerConfig
 from megalite.launch.context import ParallelContext
 from megalite.layout.buffer_layout import BufferLayout, BufferName, OwnedRange, buffer_layout
 from megalite.layout.groups import GroupNeeds
@@ -144,9 +144,9 @@ def test_owners_are_named(arguments: tuple[str, ...], owners: str, capsys: pytes
 
 def test_buffers_of_experts_and_of_masters_are_told_apart() -> None:
     buffers = of_experts()
-    lines = list(bucket_lines(buffers, partial(bytes_of_rank, precision="bf16")))
+    lines = list(bucket_lines(buffers, partial(bytes_of_rank, precision="bf16", optimizer=OptimizerConfig())))
     assert [re.split(r"  +", line.strip())[0] for line in lines] == ["bucket", "0 expert", "1 master", "2", "all"]
-    assert header_lines(buffers, partial(bytes_of_rank, precision="bf16"))[-2:] == [
+    assert header_lines(buffers, partial(bytes_of_rank, precision="bf16", optimizer=OptimizerConfig()))[-2:] == [
         "experts: every bucket is cut into 2 slices, owned by the ranks 0, 1",
         "every bucket is cut into 4 slices, owned by the ranks 0, 1, 2, 3",
     ]
