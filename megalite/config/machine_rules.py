@@ -8,6 +8,7 @@ import glob
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,33 +19,29 @@ from megalite.config.own_files import OWN, STATUS, output_problems, run_dir_prob
 from megalite.config.packages import is_installed
 from megalite.config.schema import Config
 from megalite.config.user_files import absolute
-from megalite.errors.problems import Problem, UserError
+from megalite.errors.problems import Problem, collect
 from megalite.errors.remedies import nearest
 
 OLDEST_TORCH = (2, 11)  # as in pyproject.toml
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 WANDB_MODES = {"online": "online", "run": "online", "offline": "offline", "dryrun": "offline", "disabled": "disabled"}
-FORBIDDEN_BY_WANDB = "/\\#?%:"  # in the name of a project
+WANDB_PROJECT = re.compile(r"(?=.*\S)[^/\\#?%:]{1,128}")
 
 
 def torch_is_new_enough(config: Config) -> Iterator[Problem]:
     """pip sees to it, unless it was told not to. Asked without importing torch, which an old one would not survive."""
-    try:
-        found = version("torch")
-    except PackageNotFoundError:  # built in place: whoever does that knows what it is
-        return
-    if tuple(int(part) for part in re.findall(r"\d+", found)[:2]) < OLDEST_TORCH:
-        oldest = ".".join(map(str, OLDEST_TORCH))
+    with suppress(PackageNotFoundError):  # built in place: whoever does that knows what it is
+        found, oldest = version("torch"), ".".join(map(str, OLDEST_TORCH))
         rule = f"older than {oldest}; before 2.10 a file that torch loads can run code (CVE-2026-24747)"
-        yield Problem("torch", found, rule, f"pip install 'torch>={oldest}'", here=True)
+        if tuple(int(part) for part in re.findall(r"\d+", found)[:2]) < OLDEST_TORCH:
+            yield Problem("torch", found, rule, f"pip install 'torch>={oldest}'", here=True)
 
 
 def nccl_options_can_be_read(config: Config) -> Iterator[Problem]:
-    if config.parallel.nccl_options is not None:
-        try:
-            read_nccl_options(Path(absolute(config.parallel.nccl_options)))
-        except UserError as error:
-            yield from error.problems
+    problems: list[Problem] = []
+    if (path := config.parallel.nccl_options) is not None:
+        collect(lambda: read_nccl_options(Path(absolute(path))), problems)
+    yield from problems
 
 
 def tokenizer_exists(config: Config) -> Iterator[Problem]:
@@ -52,8 +49,9 @@ def tokenizer_exists(config: Config) -> Iterator[Problem]:
     if name in BUILT_IN_TOKENIZERS or (name and folder.is_dir()):
         return
     if looks_like_path(name):
-        rule, remedy = f"there is no folder {folder}", "the folder of a transformers tokenizer"
-        yield Problem("tokenizer", name, rule, remedy, here=True)
+        yield Problem(
+            "tokenizer", name, f"there is no folder {folder}", "the folder of a transformers tokenizer", here=True
+        )
     elif not HUB_NAME.fullmatch(name):
         hint = f"tokenizer={near}, or " if (near := nearest(name, BUILT_IN_TOKENIZERS)) else ""
         remedy = f"{hint}one of {', '.join(BUILT_IN_TOKENIZERS)}, a folder, or a name like gpt2 or owner/name"
@@ -79,31 +77,31 @@ def start_weights_exist(config: Config) -> Iterator[Problem]:
 
 
 def run_dir_can_be_used(config: Config) -> Iterator[Problem]:
-    if config.run_dir:
+    if config.run_dir is not None:
         yield from run_dir_problems(config.run_dir, Path(absolute(config.run_dir)))
-    elif config.run_name:
+    elif config.run_name is not None:
         yield from run_dir_problems(f"null, run_name={config.run_name}", Path(run_dir_of(config)))
 
 
 def what_is_written_is_not_read_as_data(config: Config) -> Iterator[Problem]:
     """A folder of text is read with all that is below it: what the run writes there would be other data next time."""
-    path = config.data.path
-    named = {"launch.status_file": config.launch.status_file, "data.cache_dir": config.data.cache_dir}
-    written = {"run_dir": (config.run_dir or "runs", config.run_dir or "null (runs/ in the folder of the command)")}
-    written |= {name: (value, value) for name, value in named.items() if value}
-    for part in path if isinstance(path, list) else [path]:
+    path, status = config.data.path, config.launch.status_file
+    written = [("run_dir", config.run_dir or "runs", config.run_dir or "null (runs/ in the folder of the command)")]
+    others = {"launch.status_file": status, "data.cache_dir": config.data.cache_dir}
+    written += [(name, target, target) for name, target in others.items() if target]
+    for part in (path if isinstance(path, list) else [path]) if config.data.source in ("text", "hf") else ():
         place = absolute(str(part))
-        for name, (target, shown) in written.items() if config.data.source in ("text", "hf") else ():
+        for name, target, shown in written:
             there = Path(os.path.realpath(absolute(target)))
             if os.path.isdir(place) and there.is_relative_to(os.path.realpath(place)):
                 rule = f"it is inside data.path={part}, a folder that is read whole: the run would change its own data"
                 yield Problem(name, shown, rule, f"a {name} elsewhere, or a glob like data.path='*.txt'", here=True)
-            elif name != "run_dir" and _means(place, absolute(target)):
+            elif name != "run_dir" and _leads_to(place, absolute(target)):
                 rule = f"it is read as text by data.path={part}"
                 yield Problem(name, shown, rule, f"{name}={STATUS.usual}, or another name", here=True)
 
 
-def _means(place: str, file: str) -> bool:
+def _leads_to(place: str, file: str) -> bool:
     """Whether a path or a glob leads to the file, by whatever name."""
     matches = [place, *glob.iglob(place, recursive=True)] if os.path.isfile(file) else []
     return any(os.path.exists(match) and os.path.samefile(match, file) for match in matches)
@@ -128,32 +126,28 @@ def asked_mode(setting: str | None, variables: Mapping[str, str]) -> str | None:
     return setting or WANDB_MODES.get(variables.get("WANDB_MODE", ""))
 
 
-def trackers_are_installed(config: Config) -> Iterator[Problem]:
-    variable, mode = os.environ.get("WANDB_MODE", ""), asked_mode(config.log.wandb, os.environ)
-    if config.log.wandb is None and variable and mode is None:
+def trackers_can_be_used(config: Config) -> Iterator[Problem]:
+    log, variable, mode = config.log, os.environ.get("WANDB_MODE", ""), asked_mode(config.log.wandb, os.environ)
+    if log.wandb is None and variable and mode is None:
         remedy = "WANDB_MODE=online, offline or disabled, or leave it out"
         yield Problem("WANDB_MODE", variable, "is not a mode in which one process can write a run", remedy)
-    if mode in ("offline", "online") and not is_installed("wandb"):
-        name = "log.wandb" if config.log.wandb else "WANDB_MODE"
-        remedy = "pip install wandb, or log.wandb=disabled"
-        yield Problem(name, mode, "the package wandb is not installed", remedy, here=True)
-    if config.log.tensorboard and not is_installed("tensorboard"):
-        remedy = "pip install tensorboard, or log.tensorboard=false"
-        yield Problem("log.tensorboard", True, "the package tensorboard is not installed", remedy, here=True)
-
-
-def wandb_takes_the_names(config: Config) -> Iterator[Problem]:
-    log = config.log
-    if not re.fullmatch(f"(?=.*\\S)[^{re.escape(FORBIDDEN_BY_WANDB)}]{{1,128}}", log.wandb_project):
-        rule = f"wandb takes 1 to 128 characters and none of {' '.join(FORBIDDEN_BY_WANDB)}"
+    wandb = "log.wandb" if log.wandb else "WANDB_MODE"
+    for package, asked, name, value in (
+        ("wandb", mode in ("offline", "online"), wandb, mode),
+        ("tensorboard", log.tensorboard, "log.tensorboard", True),
+    ):
+        if asked and not is_installed(package):
+            remedy = f"pip install {package}, or log.{package}={'disabled' if package == 'wandb' else 'false'}"
+            yield Problem(name, value, f"the package {package} is not installed", remedy, here=True)
+    if not WANDB_PROJECT.fullmatch(log.wandb_project):
+        rule = "wandb takes 1 to 128 characters and none of / \\ # ? % :"
         yield Problem("log.wandb_project", log.wandb_project, rule, "log.wandb_project=megalite")
-    for setting, name in (("log.wandb_entity", log.wandb_entity), ("log.wandb_name", log.wandb_name)):
-        if name is not None and not name.strip():
-            yield Problem(setting, name, "is empty", f"{setting}=null, or a name")
+    for setting, given in (("log.wandb_entity", log.wandb_entity), ("log.wandb_name", log.wandb_name)):
+        if given is not None and not given.strip():
+            yield Problem(setting, given, "is empty", f"{setting}=null, or a name")
 
 
 MACHINE_RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
-    *(torch_is_new_enough, nccl_options_can_be_read, tokenizer_exists, start_weights_exist),
-    *(run_dir_can_be_used, what_is_written_is_not_read_as_data, status_file_is_not_another_s),
-    *(trackers_are_installed, wandb_takes_the_names),
+    *(torch_is_new_enough, nccl_options_can_be_read, tokenizer_exists, start_weights_exist, run_dir_can_be_used),
+    *(what_is_written_is_not_read_as_data, status_file_is_not_another_s, trackers_can_be_used),
 )
