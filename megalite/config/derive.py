@@ -1,11 +1,8 @@
-"""Fills in every setting that follows from others: no None is left but what the data or the device decides.
+"""Fills in every setting that follows from others, where the command leaves it open.
 
 Pure functions of the config, the launch folder and (for the cache) the environment, so every rank derives the same.
-Left open: `model.vocab_size` (`derive_vocabulary`, once the tokenizer is known), `model.max_positions` without learned
-positions, what the scaling of rotary positions does not need, `parallel.microbatch_group_size` where a schedule has no
-groups or batches grow, how layers divide over stages, and what depends on the machine (`train.compile`,
-`train.cuda_graph`, `parallel.async_tp`, `model.loss_chunk_tokens`, `data.workers`) or on the parameters
-(`optimizer.bucket_size`).
+The vocabulary waits for the tokenizer, what depends on the device for the start. A field whose type still has None
+stays open: it has no meaning in that run, or who works with it decides (`optimizer.bucket_size`).
 """
 
 import hashlib
@@ -15,21 +12,22 @@ import re
 from dataclasses import replace
 from math import gcd
 from pathlib import PurePath
-from typing import Any
+from typing import Any, TypeVar
 
 from megalite.config.schedule_rules import SCHEDULE_TRAITS, default_group_size
 from megalite.config.schema import Config, ModelConfig, MoEConfig, ParallelConfig
-from megalite.config.settings import SETTINGS, value_of, with_values
+from megalite.config.settings import OPEN, SETTINGS, value_of, with_values
 from megalite.config.step_plan import ramp_sizes
+from megalite.config.user_files import absolute
 from megalite.errors.words import plain
 
-OPEN = (None, "auto")  # values of settings that are left to be derived
+Part = TypeVar("Part")
 FILLING = 8  # microbatches that a pipeline has by default, at least: of two stages the first and last idle for a ninth
 LONGEST_NAME, SETTINGS_SHOWN, LONGEST_SETTING = 100, 4, 24  # of a run's name, and what it shows
 NAME = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9._=+-]{{0,{LONGEST_NAME - 1}}}")  # a folder of that name works everywhere
 BUILT_IN_TOKENIZERS = ("bpe", "byte", "char")
 
-# What defines a training: of model, data, optimizer and lr all but where things lie and how they are computed.
+# The settings that define a training: those of model, data, optimizer and lr, without places and ways to compute.
 TRAINING = {
     *(name for name, setting in SETTINGS.items() if setting.group in ("model", "data", "optimizer", "lr")),
     *("train.global_batch_size", "train.batch_ramp", "train.seq_length", "train.label_smoothing", "train.z_loss"),
@@ -41,11 +39,7 @@ TRAINING = {
     *("optimizer.communication_dtype", "optimizer.initial_loss_scale", "optimizer.min_loss_scale"),
     *("optimizer.loss_scale_window", "optimizer.hysteresis"),
 }
-
-
-def absolute(path: str) -> str:
-    """The path seen from the launch folder, with `~` expanded; symbolic links are kept as the user wrote them."""
-    return os.path.abspath(os.path.expanduser(path))
+LATER = ("optimizer.name",)  # settings of later versions, whose defaults leave the names of older runs as they are
 
 
 def looks_like_path(name: str) -> bool:
@@ -71,7 +65,7 @@ def derive(config: Config, world_size: int = 1) -> Config:
     values = {name: value for name, value in values.items() if value_of(config, name) is None}
     resolved = _resolved(config)
     folder = run_dir_of(resolved)
-    places = {"run_dir": folder, "run_name": _or(config.run_name, os.path.basename(folder))}
+    places: dict[str, Any] = {"run_dir": folder, "run_name": config.run_name or os.path.basename(folder)}
     places["parallel.nccl_options"] = axes.nccl_options and absolute(axes.nccl_options)
     nobody_s = tuple(name for name in SETTINGS if value_of(config, name) in OPEN)
     return replace(with_values(resolved, values | places), derived=config.derived or nobody_s)
@@ -80,37 +74,39 @@ def derive(config: Config, world_size: int = 1) -> Config:
 def derive_model(model: ModelConfig, seq_length: int) -> ModelConfig:
     """The model's shape with every size written out, except the vocabulary. A dense model keeps nothing that a preset
     says of experts."""
-    ffn = _or(
-        model.ffn_hidden_size, -(-8 * model.hidden_size // (3 * 64)) * 64 if model.gated else 4 * model.hidden_size
-    )
-    moe = model.moe
-    return replace(
+    width, heads = model.hidden_size, model.num_attention_heads
+    model = _filled(
         model,
-        num_key_value_heads=_or(model.num_key_value_heads, model.num_attention_heads),
-        head_size=_or(model.head_size, model.hidden_size // model.num_attention_heads),
-        ffn_hidden_size=ffn,
-        moe=replace(moe, ffn_hidden_size=_or(moe.ffn_hidden_size, ffn)) if moe.num_experts else MoEConfig(),
-        max_positions=_or(model.max_positions, seq_length) if model.position == "learned" else model.max_positions,
-        attention_dropout=_or(model.attention_dropout, model.dropout),
-        embedding_dropout=_or(model.embedding_dropout, model.dropout),
+        num_key_value_heads=heads,
+        head_size=width // heads,
+        ffn_hidden_size=-(-8 * width // (3 * 64)) * 64 if model.gated else 4 * width,
+        max_positions=seq_length if model.position == "learned" else None,
+        attention_dropout=model.dropout,
+        embedding_dropout=model.dropout,
     )
+    moe = _filled(model.moe, ffn_hidden_size=model.ffn_hidden_size) if model.moe.num_experts else MoEConfig()
+    return replace(model, moe=moe)
+
+
+def _filled(part: Part, **values: Any) -> Part:
+    """A copy of a dataclass in which the fields that were None have these values."""
+    return replace(part, **{name: value for name, value in values.items() if getattr(part, name) is None})  # type: ignore[type-var]
 
 
 def derive_schedule(parallel: ParallelConfig) -> str:
-    """The pipeline's schedule: as set, else the one that works on as many chunks of layers as a rank has."""
+    """The pipeline's schedule: the setting, else interleaved where a rank has several chunks of layers, else 1f1b."""
     return parallel.schedule or ("interleaved" if parallel.vpp > 1 else "1f1b")
 
 
 def derive_compile(config: Config) -> bool | None:
-    """As set, else off where a schedule puts work off, which compiled blocks cannot; else open (the device decides)."""
+    """Whether blocks are compiled: the setting, else not where the schedule defers weight gradients; None: open."""
     putting_off = SCHEDULE_TRAITS[derive_schedule(config.parallel)].splitting
     return False if value_of(config, "train.compile") is None and putting_off else config.train.compile
 
 
 def derive_micro_batch_size(config: Config, world_size: int) -> int:
-    """As set, else the largest divisor of one data-parallel rank's share of every global batch that is at most 8 and
-    leaves a pipeline as many microbatches as it has ranks or a group has, 8 at full size; 1 where the share is too
-    small."""
+    """The micro-batch size: the setting, else the largest divisor, up to 8, of a data-parallel rank's share of every
+    global batch that leaves a pipeline a microbatch for each rank (or group), and 8 at full size."""
     shares = [_share(config, world_size, sequences) for sequences in ramp_sizes(config.train)]
     pp, group_size = config.parallel.pp, config.parallel.microbatch_group_size or 1
     most = min(shares[0] // max(pp, group_size), shares[-1] // FILLING if pp > 1 else shares[-1])
@@ -120,24 +116,28 @@ def derive_micro_batch_size(config: Config, world_size: int) -> int:
 
 def derive_vocabulary(config: Config, vocab_size: int) -> Config:
     """A new config whose model knows the tokenizer's vocabulary, unless the user set a (larger) one."""
-    return replace(config, model=replace(config.model, vocab_size=_or(config.model.vocab_size, vocab_size)))
+    return replace(config, model=_filled(config.model, vocab_size=vocab_size))
 
 
 def run_dir_of(config: Config) -> str:
-    """Where the run is kept: as set, else a folder of its name in `runs`, in the launch folder."""
+    """The run's folder: the setting, else runs/<run_name> in the launch folder."""
     return absolute(config.run_dir or os.path.join("runs", config.run_name or default_run_name(config)))
 
 
 def default_run_name(config: Config) -> str:
-    """`<model>-<data>-<what the command sets>-<hash>`, hashed over what defines the training and nothing else.
+    """`<model>-<data>-<settings of the command>-<hash>`; the hash covers what defines the training and nothing else.
 
     Layout, micro-batch size, device, precision, number of steps, logging and evaluation are left out, so the same
     training goes on in the same folder wherever it runs. The schedule enters as the user gave it: a derived warm-up
     follows the number of steps.
     """
     resolved = _resolved(config)
-    names = [name for name in TRAINING if config.model.moe.num_experts or not name.startswith("model.moe.")]
-    definition = json.dumps({name: value_of(resolved, name) for name in names}, sort_keys=True, default=str)
+    defining = {name: value_of(resolved, name) for name in TRAINING}
+    for name in [*defining]:
+        dense = name.startswith("model.moe.") and not config.model.moe.num_experts
+        if dense or (name in LATER and defining[name] == SETTINGS[name].default):
+            del defining[name]
+    definition = json.dumps(defining, sort_keys=True, default=str)
     digest = hashlib.sha256(definition.encode()).hexdigest()[:8]
     departures = (_in_one_word(name, value_of(config, name)) for name in config.departures if name in TRAINING)
     words = [word for word in departures if word][:SETTINGS_SHOWN]
@@ -147,7 +147,7 @@ def default_run_name(config: Config) -> str:
 
 
 def _in_one_word(name: str, value: Any) -> str:
-    """`lr3e-4`, `num_layers12`, `rmsnorm`, `no_bias`; of a path, the name of what it leads to."""
+    """A setting in a run's name: `lr3e-4`, `num_layers12`, `rmsnorm`, `no_bias`, the last part of a path."""
     leaf = SETTINGS[name].leaf
     if isinstance(value, bool) or value is None:
         word = leaf if value else f"no_{leaf}"
@@ -158,12 +158,8 @@ def _in_one_word(name: str, value: Any) -> str:
     return re.sub(r"[^A-Za-z0-9._+-]+", "_", word).strip("_.-")[:LONGEST_SETTING]
 
 
-def _or(value: Any, otherwise: Any) -> Any:
-    return otherwise if value is None else value
-
-
 def _resolved(config: Config) -> Config:
-    """What defines a training, written out: the model's sizes, absolute paths; names at the hub as they are."""
+    """A copy in which the sizes of the model and absolute paths are written out; names at the hub stay."""
     data, tokenizer, path = config.data, config.tokenizer, config.data.path
     if path is not None:
         parts = [str(part) for part in (path if isinstance(path, list) else [path])]
@@ -179,13 +175,13 @@ def _resolved(config: Config) -> Config:
 
 
 def _share(config: Config, world_size: int, sequences: int) -> int:
-    """Those of the `sequences` of a global batch that are one data-parallel rank's."""
+    """The share of one data-parallel rank in the `sequences` of a global batch."""
     axes = config.parallel
     return max(1, sequences * axes.tp * axes.cp * axes.pp // world_size)
 
 
 def _group_size(config: Config, world_size: int) -> int | None:
-    """None where a schedule has no groups, or where batches grow: each number of microbatches has one of its own."""
+    """Microbatches of a group; None where the schedule has no groups, or batches grow and so does the group."""
     if not SCHEDULE_TRAITS[derive_schedule(config.parallel)].chunked or config.train.batch_ramp is not None:
         return None
     share = _share(config, world_size, config.train.global_batch_size)

@@ -64,6 +64,11 @@ def read_bytes(path: Path, remedy: str = RESTORE, *, follow_links: bool = True) 
             return file.read()
 
 
+def absolute(path: str) -> str:
+    """The path seen from the launch folder, with `~` expanded; symbolic links are kept as the user wrote them."""
+    return os.path.abspath(os.path.expanduser(path))
+
+
 def _parsed(path: Path, remedy: str, parse: Callable[[bytes], Parsed]) -> Parsed:
     content = read_bytes(path, remedy)
     with refusing(path, remedy):

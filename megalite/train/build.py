@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from megalite.config.derive import derive_model, derive_schedule
 from megalite.config.exchange import exchange_of, local_heads
 from megalite.config.layout import layout_of, stage_settings
 from megalite.config.nccl_options import read_nccl_options
@@ -127,7 +126,7 @@ def open_context(config: Config, environment: ProcessEnvironment, store: Store |
         problems += precision_problems(config, name_of(dtype))
     silence_foreign_warnings()
     collect(lambda: check_fp8(config.train.fp8, device), problems)
-    heads = *local_heads(config), derive_model(config.model, config.train.seq_length).head_size or 0
+    heads = *local_heads(config), config.model.head_size
     collect(lambda: use_attention(config.train.attention, device, dtype, heads), problems)
     problems += cuda_problems(config, device, environment)
     nccl = collect(lambda: read_nccl_options(Path(axes.nccl_options)) if axes.nccl_options else {}, problems)
@@ -215,7 +214,7 @@ def fill_with_imported_values(
 
 def _chunks(config: Config, context: ParallelContext, waiting: Waiting) -> list[GPT]:
     """This rank's parts of the model, whose parameters have no storage of their own: the buffers will be it."""
-    tp, experts = TensorGroup.of(context.group("tp")), ExpertRanks.of(context)
+    tp, experts = TensorGroup.of(context.group("tp")), ExpertRanks.of(context, waiting)
     sharers = context_ranks(config, context, waiting)
     if config.parallel.async_tp and tp is not None:
         share_memory(tp)
@@ -259,7 +258,7 @@ def data_share(config: Config, context: ParallelContext) -> DataShare:
 def _executor(
     config: Config, chunks: list[GPT], sync: GradientSync, clock: StepClock, context: ParallelContext
 ) -> Executor:
-    pipeline, schedule = config.parallel, derive_schedule(config.parallel)
+    pipeline, schedule = config.parallel, config.parallel.schedule
     forward, backward = context.group("pp-forward"), context.group("pp-backward")
     links = P2PGroups(context.coordinates["pp"])
     if forward is not None and backward is not None:

@@ -16,9 +16,9 @@ import os
 import time
 from pathlib import Path
 
-from megalite.config.derive import absolute
 from megalite.config.durable_files import write_atomically
 from megalite.config.own_files import STATUS
+from megalite.config.user_files import absolute
 from megalite.errors.problems import Problem, UserError
 
 JOB_BEGAN = "MEGALITE_JOB_BEGAN"  # seconds since the epoch
