@@ -333,8 +333,8 @@ class Config:
     precision: str = setting(
         "auto",
         "type of parameters and activations; auto: bf16 on CUDA and on CPUs with AMX or AVX-512 bf16, else fp32. "
-        "Masters, statistics and, unless optimizer says otherwise, gradient sums and moments are fp32 (with fp64: fp64); fp16 "
-        "scales the loss",
+        "Masters, statistics and, unless optimizer says otherwise, gradient sums and moments are fp32 (fp64: fp64); "
+        "fp16 scales the loss",
         choices=("auto", "fp64", "fp32", "bf16", "fp16"),
     )
     tokenizer: str = setting("bpe", "bpe (trained on the data), byte, char, or a transformers name or folder")
