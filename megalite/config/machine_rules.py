@@ -8,7 +8,6 @@ import glob
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -19,7 +18,7 @@ from megalite.config.nccl_options import read_nccl_options
 from megalite.config.own_files import OWN, STATUS, output_problems, run_dir_problems
 from megalite.config.schema import Config
 from megalite.config.user_files import absolute
-from megalite.errors.problems import Problem, collect
+from megalite.errors.problems import Problem, UserError
 from megalite.errors.remedies import nearest
 
 OLDEST_TORCH = (2, 11)  # as in pyproject.toml
@@ -30,18 +29,22 @@ WANDB_PROJECT = re.compile(r"(?=.*\S)[^/\\#?%:]{1,128}")
 
 def torch_is_new_enough(config: Config) -> Iterator[Problem]:
     """pip sees to it, unless it was told not to. Asked without importing torch, which an old one would not survive."""
-    with suppress(PackageNotFoundError):  # built in place: whoever does that knows what it is
-        found, oldest = version("torch"), ".".join(map(str, OLDEST_TORCH))
+    try:
+        found = version("torch")
+    except PackageNotFoundError:  # built in place: whoever does that knows what it is
+        return
+    if tuple(int(part) for part in re.findall(r"\d+", found)[:2]) < OLDEST_TORCH:
+        oldest = ".".join(map(str, OLDEST_TORCH))
         rule = f"older than {oldest}; before 2.10 a file that torch loads can run code (CVE-2026-24747)"
-        if tuple(int(part) for part in re.findall(r"\d+", found)[:2]) < OLDEST_TORCH:
-            yield Problem("torch", found, rule, f"pip install 'torch>={oldest}'", here=True)
+        yield Problem("torch", found, rule, f"pip install 'torch>={oldest}'", here=True)
 
 
 def nccl_options_can_be_read(config: Config) -> Iterator[Problem]:
-    problems: list[Problem] = []
-    if (path := config.parallel.nccl_options) is not None:
-        collect(lambda: read_nccl_options(Path(absolute(path))), problems)
-    yield from problems
+    if config.parallel.nccl_options is not None:
+        try:
+            read_nccl_options(Path(absolute(config.parallel.nccl_options)))
+        except UserError as error:
+            yield from error.problems
 
 
 def tokenizer_exists(config: Config) -> Iterator[Problem]:
@@ -49,9 +52,8 @@ def tokenizer_exists(config: Config) -> Iterator[Problem]:
     if name in BUILT_IN_TOKENIZERS or (name and folder.is_dir()):
         return
     if looks_like_path(name):
-        yield Problem(
-            "tokenizer", name, f"there is no folder {folder}", "the folder of a transformers tokenizer", here=True
-        )
+        rule, remedy = f"there is no folder {folder}", "the folder of a transformers tokenizer"
+        yield Problem("tokenizer", name, rule, remedy, here=True)
     elif not HUB_NAME.fullmatch(name):
         hint = f"tokenizer={near}, or " if (near := nearest(name, BUILT_IN_TOKENIZERS)) else ""
         remedy = f"{hint}one of {', '.join(BUILT_IN_TOKENIZERS)}, a folder, or a name like gpt2 or owner/name"
@@ -77,31 +79,31 @@ def start_weights_exist(config: Config) -> Iterator[Problem]:
 
 
 def run_dir_can_be_used(config: Config) -> Iterator[Problem]:
-    if config.run_dir is not None:
+    if config.run_dir:
         yield from run_dir_problems(config.run_dir, Path(absolute(config.run_dir)))
-    elif config.run_name is not None:
+    elif config.run_name:
         yield from run_dir_problems(f"null, run_name={config.run_name}", Path(run_dir_of(config)))
 
 
 def what_is_written_is_not_read_as_data(config: Config) -> Iterator[Problem]:
     """A folder of text is read with all that is below it: what the run writes there would be other data next time."""
-    path, status = config.data.path, config.launch.status_file
-    written = [("run_dir", config.run_dir or "runs", config.run_dir or "null (runs/ in the folder of the command)")]
-    others = {"launch.status_file": status, "data.cache_dir": config.data.cache_dir}
-    written += [(name, target, target) for name, target in others.items() if target]
-    for part in (path if isinstance(path, list) else [path]) if config.data.source in ("text", "hf") else ():
+    path = config.data.path
+    named = {"launch.status_file": config.launch.status_file, "data.cache_dir": config.data.cache_dir}
+    written = {"run_dir": (config.run_dir or "runs", config.run_dir or "null (runs/ in the folder of the command)")}
+    written |= {name: (value, value) for name, value in named.items() if value}
+    for part in path if isinstance(path, list) else [path]:
         place = absolute(str(part))
-        for name, target, shown in written:
+        for name, (target, shown) in written.items() if config.data.source in ("text", "hf") else ():
             there = Path(os.path.realpath(absolute(target)))
             if os.path.isdir(place) and there.is_relative_to(os.path.realpath(place)):
                 rule = f"it is inside data.path={part}, a folder that is read whole: the run would change its own data"
                 yield Problem(name, shown, rule, f"a {name} elsewhere, or a glob like data.path='*.txt'", here=True)
-            elif name != "run_dir" and _leads_to(place, absolute(target)):
+            elif name != "run_dir" and _means(place, absolute(target)):
                 rule = f"it is read as text by data.path={part}"
                 yield Problem(name, shown, rule, f"{name}={STATUS.usual}, or another name", here=True)
 
 
-def _leads_to(place: str, file: str) -> bool:
+def _means(place: str, file: str) -> bool:
     """Whether a path or a glob leads to the file, by whatever name."""
     matches = [place, *glob.iglob(place, recursive=True)] if os.path.isfile(file) else []
     return any(os.path.exists(match) and os.path.samefile(match, file) for match in matches)
