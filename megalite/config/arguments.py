@@ -36,7 +36,7 @@ class Once(argparse._StoreAction):
 
 
 def number_from(least: float, most: float = MOST, *, above: bool = False, whole: bool = True) -> Callable[[str], Any]:
-    """What reads an option's number from `least`, or above it, to `most`."""
+    """A function that reads the number of an option, from `least` (or above it) to `most`."""
     words = f"must be a {'whole number' if whole else 'number'} {'above' if above else 'from'} {least:,}"
 
     def read(text: str) -> int | float:
@@ -111,7 +111,7 @@ def _flag(name: str) -> str:
 
 
 def _refuse_argument(message: str) -> NoReturn:
-    """What argparse says of one argument, `argument --dp: ...`, or of all."""
+    """Refuse with a message of argparse, which may begin with `argument --dp: `."""
     flag, _, rule = message.removeprefix("argument ").partition(": ")
     _refuse(*((rule, flag) if message.startswith("argument ") else (message,)))
 

@@ -1,4 +1,4 @@
-"""What every setting must keep on its own: its choices, its limits, finite numbers, and names that a file can have."""
+"""The bounds of every single setting: choices, limits, finite numbers, and names that a file can have."""
 
 import math
 import operator
@@ -40,7 +40,7 @@ def bounds(config: Config) -> Iterator[Problem]:
 
 
 def outside(setting: Setting, value: Any) -> Problem | None:
-    """The problem of a value of the right type that its setting does not allow."""
+    """The problem with a value of the right type that the setting does not allow."""
     parts, limits = _parts(value), setting.limits.items()
     most = LARGEST.get(setting.leaf.rpartition(".")[2], 2**63 - 1)
     remedy = f"{setting.name}={yaml_value(setting.default)}"
@@ -65,7 +65,7 @@ def _parts(value: Any) -> list[Any]:
 
 
 def unusable(name: str, value: Any) -> Problem | None:
-    """The problem of a path, or one among several, that no file system would take; `name` is the setting's."""
+    """The problem with a path, or with one of several, that no file system takes; `name` is the setting."""
     for path in map(str, _parts(value)):
         place = os.path.expanduser(path)
         for part in (place, *place.split("/")):  # a name is too long wherever it stands

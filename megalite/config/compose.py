@@ -55,11 +55,11 @@ _VARIABLE = re.compile(r"oc\.env\s*:\s*['\"]?([^,}\s'\"]+)")
 
 
 class _Reading(NamedTuple):
-    """What a command line amounts to. `config` is None where its files cannot be composed."""
+    """The outcome of a command line. `config` is None where the files cannot be composed."""
 
     config: Config | None
     problems: list[Problem]
-    doubtful: set[str]  # settings that were refused: what they were to be, nobody knows
+    doubtful: set[str]  # settings that were refused: nobody knows which values they were to have
     inherited: list[str]  # overrides that a folder or a recipe gives
 
 
@@ -159,8 +159,8 @@ def _read(arguments: Namespace) -> _Reading:
 def _sources(
     arguments: Namespace, recipe: Path | None, overrides: list[Override]
 ) -> dict[str, Callable[[Command], dict[str, Any]]]:
-    """Where settings come from that the command does not say, in words. The files that a command names itself take
-    nothing from elsewhere."""
+    """Where settings come from besides the command, in words. A command that names the config takes nothing from
+    elsewhere."""
     if recipe is not None:
         return {f"from {recipe}": partial(of_recipe, recipe)}
     if arguments.config_name or arguments.config_path:
@@ -170,7 +170,7 @@ def _sources(
 
 
 def _resolved(written: dict[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-    """The values with interpolations resolved, each of its setting's type; others become problems and defaults."""
+    """All values, with interpolations resolved and types checked; a wrong value becomes a problem and the default."""
     problems: list[Problem] = []
     tree, values = OmegaConf.create(nested(written)), dict[str, Any]()
     for name, setting in SETTINGS.items():

@@ -26,7 +26,7 @@ LONGEST_NAME, SETTINGS_SHOWN, LONGEST_SETTING = 100, 4, 24  # of a run's name, a
 NAME = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9._=+-]{{0,{LONGEST_NAME - 1}}}")  # a folder of that name works everywhere
 BUILT_IN_TOKENIZERS = ("bpe", "byte", "char")
 
-# What defines a training: of model, data, optimizer and lr all but where things lie and how they are computed.
+# The settings that define a training: those of model, data, optimizer and lr, without places and ways to compute.
 TRAINING = {
     *(name for name, setting in SETTINGS.items() if setting.group in ("model", "data", "optimizer", "lr")),
     *("train.global_batch_size", "train.batch_ramp", "train.seq_length", "train.label_smoothing", "train.z_loss"),
@@ -89,20 +89,19 @@ def derive_model(model: ModelConfig, seq_length: int) -> ModelConfig:
 
 
 def derive_schedule(parallel: ParallelConfig) -> str:
-    """The pipeline's schedule: as set, else the one that works on as many chunks of layers as a rank has."""
+    """The pipeline's schedule: the setting, else interleaved where a rank has several chunks of layers, else 1f1b."""
     return parallel.schedule or ("interleaved" if parallel.vpp > 1 else "1f1b")
 
 
 def derive_compile(config: Config) -> bool | None:
-    """As set, else off where a schedule puts work off, which compiled blocks cannot; else open (the device decides)."""
+    """Whether blocks are compiled: the setting, else not where the schedule defers weight gradients; None: open."""
     putting_off = SCHEDULE_TRAITS[derive_schedule(config.parallel)].splitting
     return False if value_of(config, "train.compile") is None and putting_off else config.train.compile
 
 
 def derive_micro_batch_size(config: Config, world_size: int) -> int:
-    """As set, else the largest divisor of one data-parallel rank's share of every global batch that is at most 8 and
-    leaves a pipeline as many microbatches as it has ranks or a group has, 8 at full size; 1 where the share is too
-    small."""
+    """The micro-batch size: the setting, else the largest divisor, up to 8, of a data-parallel rank's share of every
+    global batch that leaves a pipeline a microbatch for each rank (or group), and 8 at full size."""
     shares = [_share(config, world_size, sequences) for sequences in ramp_sizes(config.train)]
     pp, group_size = config.parallel.pp, config.parallel.microbatch_group_size or 1
     most = min(shares[0] // max(pp, group_size), shares[-1] // FILLING if pp > 1 else shares[-1])
@@ -116,12 +115,12 @@ def derive_vocabulary(config: Config, vocab_size: int) -> Config:
 
 
 def run_dir_of(config: Config) -> str:
-    """Where the run is kept: as set, else a folder of its name in `runs`, in the launch folder."""
+    """The run's folder: the setting, else runs/<run_name> in the launch folder."""
     return absolute(config.run_dir or os.path.join("runs", config.run_name or default_run_name(config)))
 
 
 def default_run_name(config: Config) -> str:
-    """`<model>-<data>-<what the command sets>-<hash>`, hashed over what defines the training and nothing else.
+    """`<model>-<data>-<settings of the command>-<hash>`; the hash covers what defines the training and nothing else.
 
     Layout, micro-batch size, device, precision, number of steps, logging and evaluation are left out, so the same
     training goes on in the same folder wherever it runs. The schedule enters as the user gave it: a derived warm-up
@@ -139,7 +138,7 @@ def default_run_name(config: Config) -> str:
 
 
 def _in_one_word(name: str, value: Any) -> str:
-    """`lr3e-4`, `num_layers12`, `rmsnorm`, `no_bias`; of a path, the name of what it leads to."""
+    """A setting in a run's name: `lr3e-4`, `num_layers12`, `rmsnorm`, `no_bias`, the last part of a path."""
     leaf = SETTINGS[name].leaf
     if isinstance(value, bool) or value is None:
         word = leaf if value else f"no_{leaf}"
@@ -155,7 +154,7 @@ def _or(value: Any, otherwise: Any) -> Any:
 
 
 def _resolved(config: Config) -> Config:
-    """What defines a training, written out: the model's sizes, absolute paths; names at the hub as they are."""
+    """A copy in which the sizes of the model and absolute paths are written out; names at the hub stay."""
     data, tokenizer, path = config.data, config.tokenizer, config.data.path
     if path is not None:
         parts = [str(part) for part in (path if isinstance(path, list) else [path])]
@@ -171,13 +170,13 @@ def _resolved(config: Config) -> Config:
 
 
 def _share(config: Config, world_size: int, sequences: int) -> int:
-    """Those of the `sequences` of a global batch that are one data-parallel rank's."""
+    """The share of one data-parallel rank in the `sequences` of a global batch."""
     axes = config.parallel
     return max(1, sequences * axes.tp * axes.cp * axes.pp // world_size)
 
 
 def _group_size(config: Config, world_size: int) -> int | None:
-    """None where a schedule has no groups, or where batches grow: each number of microbatches has one of its own."""
+    """Microbatches of a group; None where the schedule has no groups, or batches grow and so does the group."""
     if not SCHEDULE_TRAITS[derive_schedule(config.parallel)].chunked or config.train.batch_ramp is not None:
         return None
     share = _share(config, world_size, config.train.global_batch_size)

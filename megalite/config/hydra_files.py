@@ -1,4 +1,4 @@
-"""What Hydra does here: it finds files, composes the chosen ones, and shows what it has found. By its public API alone.
+"""Finds and composes config files, and shows what they hold, by the public API of Hydra.
 
 A folder of the user's own (--config-dir) comes before conf/, or before the folder of --config-path.
 """
@@ -101,11 +101,11 @@ def _look_in(files: Files) -> None:
 
 
 def composed(loader: ConfigLoader, files: Files, choices: list[str]) -> dict[Any, Any]:
-    """What the chosen files say, as nested dictionaries before interpolations are resolved; UserError with what Hydra
-    makes of a file that is wrong."""
+    """The settings in the chosen files, as nested dictionaries before interpolations are resolved; UserError for a file
+    that Hydra cannot read."""
     bombs = list[Problem]()
-    for path in _user_s(files):
-        with suppress(UserError):  # told by Hydra, where the file is chosen
+    for path in _own_files(files):
+        with suppress(UserError):  # Hydra refuses the file, where it is chosen
             if b"*" in (content := read_bytes(path)) and explodes(content):
                 rule = f"stands for more than {MOST_VALUES:,} values (aliases of aliases)"
                 bombs.append(Problem(str(path), NO_VALUE, rule, MEND, here=True))
@@ -123,7 +123,7 @@ def composed(loader: ConfigLoader, files: Files, choices: list[str]) -> dict[Any
         raise UserError(_of_wrong_file(error, compose, files, choices)) from error
 
 
-def _user_s(files: Files) -> Iterator[Path]:
+def _own_files(files: Files) -> Iterator[Path]:
     """The YAML files that Hydra may read from the user's folders."""
     for folder in (Path(each) for each in (files.own, files.main) if each and each != str(CONF)):
         yield from folder.glob("*.yaml")
@@ -150,6 +150,6 @@ def _of_wrong_file(error: Exception, compose: Callable[..., Any], files: Files, 
 
 
 def in_one_line(error: Exception) -> str:
-    """What Hydra or OmegaConf says, without its notes on where in the tree and on which folders it has searched."""
+    """The message of an error of Hydra or OmegaConf, without the notes on where it has searched."""
     said = str(error).partition("\n    full_key")[0].partition("Config search path")[0]
     return shortened(" ".join(said.split()) or type(error).__name__)

@@ -29,7 +29,7 @@ OF_ONE_START = ("run_dir", "resume", "launch.preflight", "launch.status_file", "
 
 
 class Command:
-    """The settings of a command, as its files and words give them, and the names of those that its words speak of."""
+    """The settings of a command as files and overrides give them, and the names of those that overrides set."""
 
     def __init__(self, written: Mapping[str, Any], named: Set[str]) -> None:
         self.named = named
@@ -37,7 +37,7 @@ class Command:
 
     def value(self, name: str) -> Any:
         """The setting's value; None where it is of another type, or refers to what there is not."""
-        with suppress(OmegaConfBaseException, ValueError, OverflowError):  # told later
+        with suppress(OmegaConfBaseException, ValueError, OverflowError):  # refused later
             found = OmegaConf.select(self._tree, name)
             return SETTINGS[name].typed(OmegaConf.to_object(found) if OmegaConf.is_config(found) else found)
         return None
@@ -51,13 +51,13 @@ class Command:
         return path if os.path.lexists(path) and os.path.isfile(path.with_name("run.json")) else None
 
     def new(self, values: Mapping[str, Any], others: Set[str] = frozenset()) -> dict[str, Any]:
-        """The `values` that the command does not speak of and would not have, without `others`."""
+        """The `values` that differ from the command's, without `others` and the settings that the command names."""
         left = {*self.named, *others}
         return {name: value for name, value in values.items() if name not in left and value != self.value(name)}
 
 
 def of_run(command: Command) -> dict[str, Any]:
-    """What the run was asked for whose folder the command names; empty where that folder holds no run."""
+    """The settings that were given to the run in the folder that the command names; empty where there is no run."""
     if (path := command.run()) is None:
         return {}
     values, derived = _saved(path, "restore it from a copy, or give all settings and another run_dir")
@@ -65,7 +65,7 @@ def of_run(command: Command) -> dict[str, Any]:
 
 
 def of_recipe(path: Path, command: Command) -> dict[str, Any]:
-    """What a run's config.yaml says, for a new run with a folder of its own."""
+    """The settings in the config.yaml of a run, for a new run in another folder."""
     values, derived = _saved(path, "write it as the run did, or give all settings")
     if slips := [unknown(name, value) for name, value in values.items() if name not in SETTINGS]:
         raise UserError(slips)
@@ -74,7 +74,7 @@ def of_recipe(path: Path, command: Command) -> dict[str, Any]:
 
 def is_of_run(path: Path) -> bool:
     """Whether a file is the config.yaml of a run, under any name: it says what was derived."""
-    with suppress(UserError):  # said by whoever reads it
+    with suppress(UserError):  # refused by the next reader
         saved = read_yaml(path)
         return isinstance(saved, dict) and DERIVED in saved
     return False

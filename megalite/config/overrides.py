@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megalite.config.bounds import outside
-from megalite.config.secrecy import ADVICE, HIDDEN, secret_override, secret_value
+from megalite.config.secrecy import ADVICE, HIDDEN, secret_name, secret_override, secret_value
 from megalite.config.settings import EXPERIMENT, GROUPS, SETTINGS, leaves, yaml_value
 from megalite.errors.problems import LONGEST_SHOWN, NO_VALUE, Problem, UserError, shortened
 from megalite.errors.remedies import nearest, similarity
@@ -101,13 +101,13 @@ def read_override(text: str, loader: ConfigLoader) -> Override:
 
 
 def choices_of(override: Override, loader: ConfigLoader) -> list[str]:
-    """The files of the group of which it chooses one, those of --config-dir included; empty where it sets a value."""
+    """The files of the group from which the override chooses one; empty where it sets a value."""
     name = override.get_key_element()
     return [] if "." in name or isinstance(override.value(), dict) else loader.get_group_options(name)
 
 
 def assign(written: dict[str, Any], override: Override) -> Iterator[Problem]:
-    """Sets what the override says; the problems of what is no setting."""
+    """Sets the values of the override; a problem for each name that is no setting."""
     for name, value in _named_leaves(override).items():
         if name not in SETTINGS:
             yield unknown(name, value)
@@ -144,8 +144,10 @@ def as_override(value: Any) -> str:
 
 
 def unknown(name: str, value: Any) -> Problem:
-    """The problem of what is no setting, with what to write instead."""
+    """The problem with a name that is no setting, and what to write instead."""
     group = name.partition(".")[0]
+    if secret_name(name) or secret_value(str(value)):  # in a file
+        return Problem(name, HIDDEN, "looks like a secret", ADVICE)
     if name in GROUPS:
         return Problem(name, value, "is a group of settings", f"{name}=NAME of a file, or its settings: {name}.NAME")
     if instead := INSTEAD.get(name.rpartition(".")[2]):
@@ -175,7 +177,7 @@ def _unknown_choice(group: str, choice: Any, choices: list[str]) -> Problem:
 
 
 def takes(name: str, value: Any) -> bool:
-    """Whether a setting can have the value, as far as it alone says."""
+    """Whether the value is of the setting's type and within its bounds."""
     try:
         return outside(SETTINGS[name], SETTINGS[name].typed(value)) is None
     except (ValueError, OverflowError):

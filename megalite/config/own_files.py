@@ -29,7 +29,7 @@ OWN = (  # all that a run names itself
 
 
 class Kind(NamedTuple):
-    """Files of one purpose: in words, a usual name, and what each of them begins with (a regular expression)."""
+    """Files of one purpose: in words, a usual name, and a regular expression for the beginning."""
 
     words: str
     usual: str
@@ -64,8 +64,7 @@ def picture_of(command: str) -> Kind:
 
 
 def in_the_way(path: Path, kind: Kind) -> str:
-    """Why a file of this kind may not take the place of `path`; empty where nothing is there, or another of its
-    kind."""
+    """Why a file of this kind may not replace `path`; empty where nothing, or a file of the kind, is there."""
     try:
         mode = os.lstat(path).st_mode
         if stat.S_ISREG(mode):
@@ -79,7 +78,7 @@ def in_the_way(path: Path, kind: Kind) -> str:
 
 
 def output_problems(setting: str, path: Path, kind: Kind) -> list[Problem]:
-    """What stands against writing a file of this kind to `path`, by a command that has done nothing yet."""
+    """The problem with writing a file of this kind to `path`, for a command that has done nothing yet."""
     rule = in_the_way(path, kind)
     taken = path if path.is_file() and not path.is_symlink() else Path(kind.usual)
     remedy = f"{setting}={free_name(taken)}, or move away what is there"
@@ -87,13 +86,13 @@ def output_problems(setting: str, path: Path, kind: Kind) -> list[Problem]:
 
 
 def free_name(path: Path) -> Path:
-    """A name near `path` that nothing has."""
+    """A name like that of `path`, which no file has."""
     names = chain([path], (path.with_stem(f"{path.stem}-{number}") for number in count(2)))
     return next(name for name in names if not os.path.lexists(name))
 
 
 def run_dir_problems(value: str, folder: Path) -> Iterator[Problem]:
-    """What stands against a run in `folder`, which was asked for as run_dir=`value`."""
+    """The problem with keeping a run in `folder`, for which the user asked by run_dir=`value`."""
     existing = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
     if not existing.is_dir():
         remedy = "a new folder, or that of a run to continue"
@@ -113,7 +112,7 @@ def run_dir_problems(value: str, folder: Path) -> Iterator[Problem]:
 
 
 def _names_of_others(folder: Path) -> list[str]:
-    """What somebody may miss in a folder without a run."""
+    """The files of others in a folder without a run."""
     if (folder / RUN).exists():
         return []
     folders = [name for name in _FOLDERS if (folder / name).is_dir() and os.listdir(folder / name)]

@@ -159,13 +159,13 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def flat(plain: Mapping[Any, Any]) -> dict[str, Any]:
-    """Name and value of the settings that nested dictionaries hold."""
+    """Names and values of the settings in nested dictionaries."""
     found = leaves(plain)
     return {name: found[name] for name in SETTINGS if name in found}
 
 
 def leaves(nested: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
-    """Name and value of all that nested dictionaries hold, of what is no setting too; a key with a dot is quoted."""
+    """Dotted names and values of nested dictionaries, whether they are settings or not; a key with a dot is quoted."""
     found: dict[str, Any] = {}
     for key, value in nested.items():
         name = f"{prefix}{repr(key) if '.' in str(key) else key}"

@@ -21,7 +21,7 @@ from megalite.launch.device import name_of
 from megalite.launch.environment import launch_command, read_environment
 from megalite.layout.summary import header_lines
 from megalite.model.flops import active_parameters, flops_per_token, parameter_count
-from megalite.train.job import Job
+from megalite.train.setup import Job
 
 PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "hydra-core", "numpy", "safetensors")
 SUBMITTED = "MEGALITE_COMMAND"  # set by a batch script: what submits it again

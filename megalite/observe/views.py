@@ -8,8 +8,8 @@ from megalite.observe.run_data import read_run
 from megalite.observe.terminal import Terminal
 from megalite.observe.trackers import open_trackers
 from megalite.train.history import Note
-from megalite.train.job import Job
 from megalite.train.run_log import View
+from megalite.train.setup import Job
 
 
 def open_views(job: Job, terminal: Terminal, note: Note) -> Sequence[View]:

@@ -48,6 +48,6 @@ def bytes_of_rank(layout: BufferLayout, precision: str, optimizer: OptimizerConf
     for bucket in layout.buckets:
         wide = bucket.buffer.precision == "master"
         element = bytes_of_element(precision, optimizer, matrix=bucket.buffer.whole, master_precision=wide)
-        counts = [bucket.stop - bucket.start] * 2 + [bucket.slice_size] * 2
+        counts = [bucket.size] * 2 + [bucket.slice_size] * 2
         kept = StateBytes(*(sum_ + count * size for sum_, count, size in zip(kept, counts, element, strict=True)))
     return kept

@@ -25,13 +25,12 @@ from megalite.pipeline.simulator import Span
 from megalite.train.build import data_share
 from megalite.train.evaluate import evaluate
 from megalite.train.history import PIPELINE
-from megalite.train.job import Job
 from megalite.train.metrics import Meter, StepMetrics
 from megalite.train.profile import profiled_step
 from megalite.train.replicas import check_replicas
-from megalite.train.run_log import RunLog
 from megalite.train.sample import sample
 from megalite.train.saving import Saver, TrainingStoppedError
+from megalite.train.setup import Job
 from megalite.train.step import PendingMetrics, TrainStep
 
 # An accelerator runs ahead of the host: its metrics are read one step late. A CPU's are there at once.
@@ -59,20 +58,20 @@ class Launched(NamedTuple):
     metrics: PendingMetrics | None = None  # None: a step of train.skip_steps
 
 
-def train(job: Job, log: RunLog, saver: Saver) -> None:
+def train(job: Job, saver: Saver) -> None:
     """All remaining steps, or as many as pass until a stop is asked for; leaves the last state saved."""
     config, clock, launched = job.config, job.training.clock, deque[Launched]()
     train_step, meter = TrainStep(job.training, config.optimizer, job.context), Meter(config, job.context, job.measured)
-    hooks = hooks_of(job, log, saver)
+    hooks = hooks_of(job, saver)
     late = LATENESS[job.context.device.type]
 
     def read(keep: int) -> None:
         while len(launched) > keep:
-            account(job, log, saver, meter, launched.popleft())
+            account(job, saver, meter, launched.popleft())
 
     with batches_of(job) as batches:
         if job.owes_evaluation():
-            evaluate_model(job, log, job.progress.step)
+            evaluate_model(job, job.progress.step)
         clock.restart()
         data = next_batch(job, batches)
         while data is not None and not job.stopping:
@@ -81,16 +80,16 @@ def train(job: Job, log: RunLog, saver: Saver) -> None:
             profiles = step in config.train.profile_steps and not data.planned.skipped
             if profiles:
                 read(keep=0)
-            with profiled_step(job, log, step) if profiles else nullcontext():
+            with profiled_step(job, step) if profiles else nullcontext():
                 coming = next_batch(job, batches)  # now: the number of its tokens travels with this step's sums
-                launched.append(launch(job, log, train_step, data, coming))
+                launched.append(launch(job, train_step, data, coming))
                 read(keep=0 if due or profiles else late)
             for hook in due:
                 hook.function(step)
             saver.report()
             pauses = profiles or any(hook.pauses for hook in due)
             if pauses or step % (RANKS_EVERY * config.train.log_interval) == 0:
-                meter.compare_ranks(log, job.hosts, step)
+                meter.compare_ranks(job.log, job.hosts, step)
             if pauses:
                 gc.collect()  # collection is off between pauses: it would stop ranks at different times
                 clock.restart()
@@ -98,7 +97,7 @@ def train(job: Job, log: RunLog, saver: Saver) -> None:
         read(keep=0)
     job.training.gather.finish()
     saver.save_last()
-    meter.compare_ranks(log, job.hosts, job.progress.step)
+    meter.compare_ranks(job.log, job.hosts, job.progress.step)
 
 
 def batches_of(job: Job) -> TrainBatches:
@@ -115,7 +114,7 @@ def next_batch(job: Job, batches: TrainBatches) -> StepBatches | None:
         return next(batches, None)
 
 
-def launch(job: Job, log: RunLog, train_step: TrainStep, data: StepBatches, coming: StepBatches | None) -> Launched:
+def launch(job: Job, train_step: TrainStep, data: StepBatches, coming: StepBatches | None) -> Launched:
     """Hand a step to the device; `coming` is the data of the step after it."""
     if data.planned.skipped:
         job.training.clock.restart()  # a step that computes nothing takes no time
@@ -134,29 +133,29 @@ def launch(job: Job, log: RunLog, train_step: TrainStep, data: StepBatches, comi
             next_local_tokens=None if coming is None or coming.planned.skipped else coming.local_tokens,
         )
     if spans is not None:
-        record_pipeline(job, log, step, spans)
+        record_pipeline(job, step, spans)
     return Launched(data, lr, metrics)
 
 
-def account(job: Job, log: RunLog, saver: Saver, meter: Meter, launched: Launched) -> None:
+def account(job: Job, saver: Saver, meter: Meter, launched: Launched) -> None:
     """Read the metrics of a step, which waits for the device, and let them count for the run."""
     (data, lr, pending), progress, train = launched, job.progress, job.config.train
     metrics = None if pending is None else read_metrics(job, pending)
     progress.consume(data.planned)
     step = progress.step
     if metrics is None or metrics.batch_tokens == 0:  # neither applied nor bad
-        progress.empty_steps += metrics is not None
-        log.event("skipped_on_request" if metrics is None else "empty", step)
+        progress.empty_steps += 0 if metrics is None else 1
+        job.log.event("skipped_on_request" if metrics is None else "empty", step)
         if step == train.steps:  # it has no line in metrics.jsonl, but the steps before it have
-            record(log, meter)
+            record(job, meter)
         return
     progress.count(metrics, job.config.optimizer.min_loss_scale)
     metrics.step, metrics.lr, metrics.tokens, metrics.bad_steps = step, lr, progress.tokens, progress.bad_steps
     meter.add(metrics, data)
     if metrics.skipped:
-        log.event("skipped", step, loss=metrics.loss, grad_norm=metrics.grad_norm, loss_scale=metrics.loss_scale)
+        job.log.event("skipped", step, loss=metrics.loss, grad_norm=metrics.grad_norm, loss_scale=metrics.loss_scale)
     if step % train.log_interval == 0 or step == train.steps:
-        record(log, meter)
+        record(job, meter)
     if (bad := progress.bad_steps_in_a_row) >= train.max_bad_steps:
         raise TrainingStoppedError(
             f"loss or gradient was not finite in {several(bad, 'step')} in a row (now step {step}: loss "
@@ -165,10 +164,10 @@ def account(job: Job, log: RunLog, saver: Saver, meter: Meter, launched: Launche
         )
 
 
-def record(log: RunLog, meter: Meter) -> None:
+def record(job: Job, meter: Meter) -> None:
     """A line of metrics.jsonl for the newest step, unless it has one."""
     if (metrics := meter.measured()) is not None:
-        log.add(metrics.to_json())
+        job.log.add(metrics.to_json())
 
 
 def read_metrics(job: Job, pending: PendingMetrics) -> StepMetrics:
@@ -183,7 +182,7 @@ def read_metrics(job: Job, pending: PendingMetrics) -> StepMetrics:
     return metrics
 
 
-def record_pipeline(job: Job, log: RunLog, step: int, spans: Sequence[Span]) -> None:
+def record_pipeline(job: Job, step: int, spans: Sequence[Span]) -> None:
     """Report when the ranks of the first pipeline did what, in the time of day: the one clock that hosts share."""
     place, since = job.context.coordinates, time.time() - time.perf_counter()
     first = all(place[axis] == 0 for axis in place if axis != "pp")
@@ -191,31 +190,31 @@ def record_pipeline(job: Job, log: RunLog, step: int, spans: Sequence[Span]) -> 
     everyone, members = job.context.gather_json(mine), job.context.members("pp-forward")
     fields = {"step": step, "schedule": str(job.config.parallel.schedule), "pp": len(members)}
     for number, rank in enumerate(members):
-        log.append(PIPELINE, {**fields, "rank": number, "actions": everyone[rank]})
+        job.log.append(PIPELINE, {**fields, "rank": number, "actions": everyone[rank]})
 
 
-def hooks_of(job: Job, log: RunLog, saver: Saver) -> list[Hook]:
+def hooks_of(job: Job, saver: Saver) -> list[Hook]:
     """The hooks of a run, in the order in which they are called."""
     train, interval = job.config.train, job.config.checkpoint.interval
     return [
         Hook(train.check_replicas_every, partial(check_replicas, job.training, job.context), pauses=False),
-        Hook(job.evaluation_interval, partial(evaluate_model, job, log), after_last=True),
-        Hook(train.sample_interval, partial(sample_text, job, log)),
+        Hook(job.evaluation_interval, partial(evaluate_model, job), after_last=True),
+        Hook(train.sample_interval, partial(sample_text, job)),
         Hook(interval, saver.save),
     ]
 
 
-def evaluate_model(job: Job, log: RunLog, step: int) -> None:
+def evaluate_model(job: Job, step: int) -> None:
     """The validation set after a step."""
     assert job.data.validation is not None, "else no evaluation is due"
     begin, share = time.perf_counter(), data_share(job.config, job.context)
     batches = validation_batches(job.data.validation, job.config, **share, device=job.context.device)
     metrics = evaluate(job.training, job.context, batches, job.data.bytes_of_ids, job.go_on)
     if metrics is None:
-        broken_off(log, "evaluation", step)
+        broken_off(job, "evaluation", step)
         return
     job.evaluated_step = step
-    log.add(
+    job.log.add(
         {
             "step": step,
             "tokens": job.progress.tokens,
@@ -227,7 +226,7 @@ def evaluate_model(job: Job, log: RunLog, step: int) -> None:
     )
 
 
-def sample_text(job: Job, log: RunLog, step: int) -> None:
+def sample_text(job: Job, step: int) -> None:
     """Text from the model after a step. All ranks call it; each model writes the same, so that ranks stay together when
     a stop ends it."""
     train, tokenizer = job.config.train, job.data.tokenizer
@@ -245,11 +244,11 @@ def sample_text(job: Job, log: RunLog, step: int) -> None:
         go_on=job.go_on,
     )
     if any(len(text) < train.sample_tokens for text in following):
-        broken_off(log, "sample of text", step)
+        broken_off(job, "sample of text", step)
         return
     for prompt, tokens in zip(job.prompts, following, strict=True):
-        log.event("sample", step, prompt=prompt.text, text=tokenizer.decode(tokens))
+        job.log.event("sample", step, prompt=prompt.text, text=tokenizer.decode(tokens))
 
 
-def broken_off(log: RunLog, what: str, step: int) -> None:
-    log.note(f"asked to stop: the {what} after step {step} is broken off, nothing of it is recorded")
+def broken_off(job: Job, what: str, step: int) -> None:
+    job.log.note(f"asked to stop: the {what} after step {step} is broken off, nothing of it is recorded")

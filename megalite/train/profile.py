@@ -25,8 +25,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from megalite.config.durable_files import write_atomically
 from megalite.train.clock import StepClock
 from megalite.train.history import STEP_PARTS, StepPart
-from megalite.train.job import Job
-from megalite.train.run_log import RunLog
+from megalite.train.setup import Job
 
 FOLDER = "profile"  # in a run's folder
 STEP, PART = "train step", "part: "  # labels in a trace: of the whole step, and before the name of a part
@@ -36,7 +35,7 @@ KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 @contextmanager
-def profiled_step(job: Job, log: RunLog, step: int) -> Iterator[None]:
+def profiled_step(job: Job, step: int) -> Iterator[None]:
     """Profile the step that happens inside, up to the reading of its metrics; leaves its files, or a warning."""
     training, folder = job.training, job.folder.path / FOLDER
     with recorded(training.clock, job.context.device) as record:
@@ -46,9 +45,9 @@ def profiled_step(job: Job, log: RunLog, step: int) -> Iterator[None]:
     try:
         split = write_profile(folder, step, job.context.rank, chrome_trace(record))
     except (OSError, ValueError) as error:  # an incomplete trace is no JSON
-        log.note(f"warning: the profile of step {step} could not be kept: {type(error).__name__}: {error}")
+        job.log.note(f"warning: the profile of step {step} could not be kept: {type(error).__name__}: {error}")
     else:
-        log.event("profile", step, folder=str(folder), **split)
+        job.log.event("profile", step, folder=str(folder), **split)
 
 
 @contextmanager

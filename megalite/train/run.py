@@ -26,12 +26,11 @@ from megalite.launch.signals import StartUp, StopRequest
 from megalite.launch.watchdog import Doing, Patience, Watchdog
 from megalite.train.build import ReadWeights, open_context
 from megalite.train.history import Note
-from megalite.train.job import Job
 from megalite.train.loop import sample_text, train
 from megalite.train.replicas import ReplicaMismatchError
 from megalite.train.run_log import RunLog, View
 from megalite.train.saving import Saver, TakenOverError, TrainingStoppedError
-from megalite.train.setup import open_training_data, set_up
+from megalite.train.setup import Job, open_training_data, set_up
 from megalite.train.status_file import StatusFile
 
 NEWS_S = 1.0  # the signal that has ended another rank's start comes to this one, too, which has nothing to say then
@@ -71,20 +70,20 @@ def run(config: Config, environment: ProcessEnvironment, companions: Companions)
             data = open_training_data(config, context, environment, companions.prepare)
             with private_files():
                 together(context, status.examine)
-                job = set_up(config, context, environment, data, companions.read_weights, log.note, watchdog.hosts)
+                job = set_up(config, context, environment, data, companions.read_weights, log, watchdog.hosts)
                 together(context, partial(status.begin, job.progress.step))
                 if job.finished:
                     status.end("finished", job.progress.step)
                     job.folder.withdraw()
                     log.note(f"already finished: step {job.progress.step} of {config.train.steps}")
                     return 0
-                _open_record(job, log, companions)
-                saver = Saver(job, log, status.saved)
+                _open_record(job, companions)
+                saver = Saver(job, status.saved)
                 minutes = config.train.max_minutes
                 left_s = None if minutes is None else began + 60 * minutes - time.monotonic()
                 with StopRequest(left_s, "train.max_minutes") as job.stop:
-                    _record_start(job, log, companions)
-                    return _train_to_the_end(job, log, saver, status, watchdog)
+                    _record_start(job, companions)
+                    return _train_to_the_end(job, saver, status, watchdog)
     except UserError:
         raise
     except Exception as error:
@@ -111,42 +110,42 @@ def _watchdog_of_start_up(config: Config, context: ParallelContext) -> Watchdog:
     return Watchdog(context, lambda: START_UP, lambda: patience, Path(config.run_dir) / "logs", hosts)
 
 
-def _open_record(job: Job, log: RunLog, companions: Companions) -> None:
+def _open_record(job: Job, companions: Companions) -> None:
     """Open the record of the run, and name token files that have changed. A refusal leaves no new folder."""
     try:
-        together(job.context, lambda: log.open(job, companions.open_views))
+        together(job.context, lambda: job.log.open(job, companions.open_views))
     except UserError:
         job.folder.withdraw()
         raise
     if job.context.rank == 0:
-        note_changed_files([part.file for part in job.data.train.parts], job.folder.path, log.note)
+        note_changed_files([part.file for part in job.data.train.parts], job.folder.path, job.log.note)
 
 
-def _record_start(job: Job, log: RunLog, companions: Companions) -> None:
+def _record_start(job: Job, companions: Companions) -> None:
     """The event of this start, which rank 0 alone writes: only rank 0 asks git and the packages for their versions."""
     if job.context.rank > 0:
         return
-    log.event("start" if job.resumed_from is None else "resume", job.progress.step, **companions.about(job))
+    job.log.event("start" if job.resumed_from is None else "resume", job.progress.step, **companions.about(job))
     if job.config.train.sample_interval > 0 and job.config.train.sample_tokens > 0 and not job.prompts:
-        log.note("no samples of text: the tokenizer of these tokens is not known")
+        job.log.note("no samples of text: the tokenizer of these tokens is not known")
 
 
-def _train_to_the_end(job: Job, log: RunLog, saver: Saver, status_file: StatusFile, watchdog: Watchdog) -> int:
+def _train_to_the_end(job: Job, saver: Saver, status_file: StatusFile, watchdog: Watchdog) -> int:
     """Train, and say how it ended: the exit status."""
     gc.collect()
     gc.freeze()
     gc.disable()
     try:
         watchdog.follow(job.doing, job.patience)
-        _train(job, log, saver)
+        _train(job, saver)
     except (TrainingStoppedError, ReplicaMismatchError) as error:  # known to all ranks, and said in full
         saver.close()
-        _record_failure(job, log, error)
+        _record_failure(job, error)
         if job.context.rank == 0:
             to_stderr(f"megalite: stopped: {error}")
         return 1
     except Exception as error:  # a UserError is known to all ranks, and said by the launcher
-        _record_failure(job, log, error)
+        _record_failure(job, error)
         raise
     finally:
         watchdog.stop()
@@ -156,17 +155,17 @@ def _train_to_the_end(job: Job, log: RunLog, saver: Saver, status_file: StatusFi
         by = (job.stop and job.stop.requested) or "a signal to another rank"
     status = 0 if saver.newest_step == step else 1
     status_file.end("failed" if status else "stopped" if by else "finished", step, by)
-    log.event("stopped" if by else "finished", step, status=status, **({"by": by} if by else {}))
+    job.log.event("stopped" if by else "finished", step, status=status, **({"by": by} if by else {}))
     for line in _last_words(job, saver, status):
         if job.context.rank == 0:
             to_stderr(f"megalite: {line}")
     return status
 
 
-def _train(job: Job, log: RunLog, saver: Saver) -> None:
+def _train(job: Job, saver: Saver) -> None:
     """All steps, and a sample of text of a run that was not stopped."""
     try:
-        train(job, log, saver)
+        train(job, saver)
     except UserError:  # all ranks refuse the input that one of them has read: what was learned is kept
         if job.progress.step > 0:
             saver.save_last()
@@ -174,9 +173,9 @@ def _train(job: Job, log: RunLog, saver: Saver) -> None:
     if job.stopping and not job.complete:
         return
     try:
-        sample_text(job, log, job.progress.step)
+        sample_text(job, job.progress.step)
     except Exception as error:  # the run is trained and saved: it does not fail here
-        log.note(f"no sample of text: {type(error).__name__}: {error}")
+        job.log.note(f"no sample of text: {type(error).__name__}: {error}")
 
 
 def _last_words(job: Job, saver: Saver, status: int) -> Iterator[str]:
@@ -189,13 +188,13 @@ def _last_words(job: Job, saver: Saver, status: int) -> Iterator[str]:
         yield f"the run ends with {bad}. {saver.advise()}."
 
 
-def _record_failure(job: Job, log: RunLog, error: Exception) -> None:
+def _record_failure(job: Job, error: Exception) -> None:
     """The event of the end, unless the run folder is another job's by now."""
     step, refused = job.progress.step, isinstance(error, UserError)
-    log.error(step, "".join(traceback.format_exception(error)))
+    job.log.error(step, "".join(traceback.format_exception(error)))
     if not isinstance(error, TakenOverError):
         message = str(error) if refused else f"{type(error).__name__}: {error}"
-        log.event("failed", step, status=2 if refused else 1, message=message)
+        job.log.event("failed", step, status=2 if refused else 1, message=message)
 
 
 def _report_cause(error: Exception, context: ParallelContext, job: Job | None) -> None:

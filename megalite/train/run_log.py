@@ -32,9 +32,9 @@ from megalite.launch.context import ParallelContext
 from megalite.train.history import EVENTS, IN_THE_WAY, METRICS, PIPELINE, Note, Seal, changes, read_metrics
 
 if TYPE_CHECKING:
-    from megalite.train.job import Job
+    from megalite.train.setup import Job
 
-NOT_LOGGED = ("start", "resume", "ranks")  # kinds of events that are long
+NOT_LOGGED = ("start", "resume", "ranks", "sample")  # kinds of events that are long
 _TORN = re.compile(rb'(\{"[^\n]*)?')  # what a run that was killed with its first record leaves
 Record = dict[str, Any]
 

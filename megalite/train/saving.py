@@ -25,8 +25,7 @@ from megalite.checkpoint.store import CheckpointError, Saved, save
 from megalite.config.settings import as_plain
 from megalite.launch.agreement import on_first
 from megalite.launch.context import ParallelContext
-from megalite.train.job import Job
-from megalite.train.run_log import RunLog
+from megalite.train.setup import Job
 from megalite.train.state import not_finite, training_pieces
 
 ADVICE = (
@@ -50,9 +49,9 @@ class NotFiniteError(TrainingStoppedError):
 class Saver:
     """Writes the checkpoints of one run."""
 
-    def __init__(self, job: Job, log: RunLog, saved: Callable[[int], object]) -> None:
+    def __init__(self, job: Job, saved: Callable[[int], object]) -> None:
         """`saved` is called with the step of each checkpoint that is complete."""
-        self._job, self._log, self._saved = job, log, saved
+        self._job, self._saved = job, saved
         self.newest_step = job.resumed_from  # of the newest complete checkpoint, when no save is under way
         self._background = BackgroundSaves(job.context) if job.config.checkpoint.asynchronous else None
         if self._background is not None:
@@ -148,10 +147,10 @@ class Saver:
         self.newest_step = step
         self._saved(step)
         times = {"seconds": round(saved.seconds, 3), "stall_s": round(saved.stall_s, 3)}
-        self._log.event("checkpoint", step, bytes=saved.bytes, **times)
+        self._job.log.event("checkpoint", step, bytes=saved.bytes, **times)
 
     def _not_saved(self, message: str) -> None:
-        self._log.event("checkpoint_failed", self._job.progress.step, message=message)
+        self._job.log.event("checkpoint_failed", self._job.progress.step, message=message)
 
     @contextmanager
     def _training_waits(self) -> Iterator[None]:
@@ -164,7 +163,7 @@ class Saver:
     def _writer(self, step: int) -> Callable[[Sequence[Piece], ParallelContext], Saved]:
         """The function that writes the checkpoint of this very step, whenever it is called."""
         folder, keep, good_before = self._job.folder, self._job.config.checkpoint.keep, self._job.progress.last_applied
-        state = checkpoint_state(self._job) | {"record": self._log.seals()}
+        state = checkpoint_state(self._job) | {"record": self._job.log.seals()}
 
         def write(pieces: Sequence[Piece], context: ParallelContext) -> Saved:
             ruined = [name for of_rank in context.gather_json(not_finite(pieces)[:1]) for name in of_rank]

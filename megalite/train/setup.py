@@ -1,4 +1,4 @@
-"""Sets up a run, in the order in which mistakes are cheapest to report.
+"""A run on this rank, and how it is set up: in the order in which mistakes are cheapest to report.
 
 process groups (run.py) -> data -> settings that follow from both -> run folder -> model, buffers, optimizer -> state of
 the newest checkpoint. What one rank finds wrong, all ranks refuse together.
@@ -7,6 +7,7 @@ the newest checkpoint. What one rank finds wrong, all ranks refuse together.
 import math
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,93 @@ from megalite.launch.agreement import on_first, together
 from megalite.launch.context import ParallelContext
 from megalite.launch.device import slow_precision
 from megalite.launch.environment import ProcessEnvironment
+from megalite.launch.signals import StopRequest
+from megalite.launch.watchdog import SAVES, Doing, Patience
 from megalite.optim.schedule import learning_rate
-from megalite.train.build import ReadWeights, build_training, fill_with_imported_values, fill_with_start_values
+from megalite.train.build import (
+    ReadWeights,
+    Training,
+    build_training,
+    fill_with_imported_values,
+    fill_with_start_values,
+)
 from megalite.train.device_settings import ASYNC_TP, CUDA_GRAPH, derive_device
 from megalite.train.history import ENDS, EVENTS, METRICS, read_events, read_metrics
-from megalite.train.job import Job
-from megalite.train.sample import prompts_of
-from megalite.train.state import SavedState, is_rounded, state_bytes, training_pieces
+from megalite.train.run_log import RunLog
+from megalite.train.sample import Prompt, prompts_of
+from megalite.train.state import Progress, SavedState, is_rounded, state_bytes, training_pieces
+
+
+@dataclass
+class Job:
+    """One run on this rank: all that it consists of, and where it stands. The loop (loop.py) moves it on."""
+
+    config: Config
+    context: ParallelContext
+    data: OpenedData
+    folder: RunFolder
+    training: Training
+    prompts: list[Prompt]  # of the samples of text
+    hosts: list[str]  # where each rank runs
+    log: RunLog
+    progress: Progress = field(default_factory=Progress)
+
+    # From the checkpoint that the run continues from, and from the records beside it.
+    resumed_from: int | None = None  # step of the checkpoint
+    tokenizer_files: dict[str, str] = field(default_factory=dict)  # name -> hash
+    seals: dict[str, Any] = field(default_factory=dict)  # a history.Seal of each file of the record
+    measured: dict[str, Any] = field(default_factory=dict)  # the newest line of a step
+    finished: bool = False  # an earlier start has done and recorded everything: this one leaves the folder as it is
+
+    # Where this start stands.
+    stop: StopRequest | None = None
+    stopping: bool = False  # all ranks know that one of them was asked to stop
+    problems: list[Problem] = field(default_factory=list)  # of the input that this rank has read: no step is applied
+    under_way: bool = False  # the first step is done: from now on no rank is late for a good reason
+    saving: bool = False  # training waits for a save
+    newest_step: int = 0  # that was begun
+    evaluated_step: int = -1  # the newest one
+    sampled_step: int = -1
+
+    @property
+    def stop_is_requested(self) -> bool:
+        """Whether this rank was asked to stop."""
+        return self.stop is not None and self.stop.requested is not None
+
+    def go_on(self) -> bool:
+        """Whether no rank was asked to stop; collective, one small all-reduce on the host."""
+        asked = [True] if self.stop_is_requested else []
+        self.stopping = self.stopping or any(self.context.gather_json(asked))
+        return not self.stopping
+
+    @property
+    def evaluation_interval(self) -> int:
+        """Steps between evaluations; 0: there are none."""
+        return 0 if self.data.validation is None else self.config.train.eval_interval
+
+    def owes_evaluation(self) -> bool:
+        """Whether the evaluation that is due after the newest step has not been done."""
+        step, interval = self.progress.step, self.evaluation_interval
+        due = interval > 0 and step > 0 and (step % interval == 0 or step == self.config.train.steps)
+        return due and self.evaluated_step != step
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing of the run remains to be done."""
+        return self.progress.step >= self.config.train.steps and not self.owes_evaluation()
+
+    def doing(self) -> Doing:
+        """This rank's place in training, for the watchdog."""
+        if self.saving:
+            return Doing("save", "in a save", SAVES)
+        part, executor = self.training.clock.part, self.training.executor
+        words = f"step {self.newest_step}, {part}, pass {executor.at or 'none yet'}"
+        return Doing((self.newest_step, self.evaluated_step, part, executor.performed), words)
+
+    def patience(self) -> Patience:
+        """How long nothing may go on."""
+        name = "timeout_s" if self.under_way else "startup_timeout_s"
+        return Patience(f"parallel.{name}", getattr(self.config.parallel, name))
 
 
 def set_up(
@@ -43,16 +124,12 @@ def set_up(
     environment: ProcessEnvironment,
     data: OpenedData,
     read_weights: ReadWeights,
-    note: Callable[[str], None],
+    log: RunLog,
     hosts: Sequence[str],
 ) -> Job:
     """The run on this rank: new, imported, or from the newest checkpoint in its folder."""
-    config = derive_device(
-        with_values(config, {"model.vocab_size": config.model.vocab_size or data.vocab_size}),
-        context,
-        environment,
-        note,
-    )
+    vocabulary = {"model.vocab_size": config.model.vocab_size or data.vocab_size}
+    config = derive_device(with_values(config, vocabulary), context, environment, log.note)
     path, weights = Path(config.run_dir), config.checkpoint.init_from
     prompts = together(context, lambda: prompts_of(config, data))
     continues = on_first(context, lambda: has_checkpoints(path))
@@ -61,10 +138,10 @@ def set_up(
     folder = RunFolder(path, context, config.resume, as_plain(config), data.fingerprint)
     try:
         for line in (*config.told, *folder.changes, *remarks(config, context)):
-            note(line)
-        job = Job(config, context, data, folder, build_training(config, context), prompts, [*hosts])
-        if (found := newest(folder.checkpoints, context, note)) is not None:
-            restore(job, found, note)
+            log.note(line)
+        job = Job(config, context, data, folder, build_training(config, context), prompts, [*hosts], log)
+        if (found := newest(folder.checkpoints, context, log.note)) is not None:
+            restore(job, found)
         elif weights is not None:
             buffers = job.training.buffers
             together(context, lambda: fill_with_imported_values(buffers, read_weights, config, context))
@@ -75,7 +152,7 @@ def set_up(
         job.evaluated_step = job.progress.step if evaluated else -1
         if not job.finished:
             if warning := on_first(context, lambda: room_for_checkpoints(job)):
-                note(warning)
+                log.note(warning)
             derived = [name for name in config.derived if value_of(config, name) not in OPEN]
             folder.begin(context, as_plain(config) | {DERIVED: derived})
         if (tokenizer := data.tokenizer) is not None:  # mended even if the run is over
@@ -145,7 +222,7 @@ def remarks(config: Config, context: ParallelContext) -> list[str]:
     return found
 
 
-def restore(job: Job, found: Found, note: Callable[[str], None]) -> None:
+def restore(job: Job, found: Found) -> None:
     """The state of a checkpoint, whatever layout wrote it; collective."""
     if (origin := found.manifest.about.get("run_id", job.folder.run_id)) != job.folder.run_id:
         rule = f"it is of run {origin}, and the folder is that of run {job.folder.run_id}"
@@ -163,11 +240,11 @@ def restore(job: Job, found: Found, note: Callable[[str], None]) -> None:
         job.progress.samples = samples_when_longer(consumed, length, train.seq_length)
         over = job.progress.samples * train.seq_length - consumed * length
         passed_over = f"; {over:,} are passed over, to begin with a whole sample" if over else ""
-        note(f"the data goes on behind the first {consumed * length:,} tokens of its order{passed_over}")
-    note_learning_rate(job, state, found, note)
+        job.log.note(f"the data goes on behind the first {consumed * length:,} tokens of its order{passed_over}")
+    note_learning_rate(job, state, found)
 
 
-def note_learning_rate(job: Job, state: SavedState, found: Found, note: Callable[[str], None]) -> None:
+def note_learning_rate(job: Job, state: SavedState, found: Found) -> None:
     """A line where the learning rate after the checkpoint is not the one that the run was at."""
     step, steps, before = found.step, job.config.train.steps, state.config["train"]["steps"]
     schedule = as_record(LearningRateConfig, state.config["lr"], found.path / STATE)
@@ -176,7 +253,7 @@ def note_learning_rate(job: Job, state: SavedState, found: Found, note: Callable
     if not math.isclose(old, new, rel_tol=1e-6):
         rises = "; it rises: optimizer.lr, lr.schedule and lr.warmup_steps say how it goes on" if new > old else ""
         was = f"in a run of {several(before, 'step')} it was {old:.3g}"
-        note(f"the learning rate of step {step + 1} of {steps} is {new:.3g}, {was}{rises}")
+        job.log.note(f"the learning rate of step {step + 1} of {steps} is {new:.3g}, {was}{rises}")
 
 
 def examine_records(job: Job) -> tuple[bool, bool, dict[str, Any]]:

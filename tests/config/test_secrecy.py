@@ -1,5 +1,7 @@
 """Secrets on the command line are refused and never repeated; names and paths that only resemble them are not."""
 
+from pathlib import Path
+
 import pytest
 
 from megalite.config.secrecy import secret_name, secret_override
@@ -47,6 +49,14 @@ def test_a_secret_is_refused_and_not_repeated(text: str, secret: str) -> None:
 
 def test_the_value_of_an_unknown_secret_flag_is_not_repeated() -> None:
     assert "CLISECRET" not in str(refusal("--api-key", "CLISECRET", "model=gtp2"))
+
+
+def test_a_secret_in_a_file_is_not_repeated(tmp_path: Path) -> None:
+    (tmp_path / "log").mkdir()
+    (tmp_path / "log" / "mine.yaml").write_text("api_key: CLISECRET\n")
+    said = str(refusal("--config-dir", str(tmp_path), "log=mine"))
+    assert "log.api_key" in said
+    assert "CLISECRET" not in said
 
 
 def test_a_secret_that_comes_in_by_the_environment_is_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,11 +74,6 @@ def sum_is_in_order(group: dist.ProcessGroup, length: int, dtype: torch.dtype, c
     return torch.equal(bucket[own], sum_for(me, [terms[own] for terms in everyone], comm_dtype))
 
 
-@pytest.mark.parametrize("n", [2, 3, 4])
-def test_reduce_scatter_adds_in_order_of_rank_to_the_bit(n: int) -> None:
-    assert run_ranks(each_case, n, sum_is_in_order) == [[]] * n
-
-
 def sum_is_everywhere(group: dist.ProcessGroup, length: int, dtype: torch.dtype, comm_dtype: torch.dtype) -> bool:
     n, me = group.size(), group.rank()
     length = n * length - 1  # no multiple of n
@@ -97,11 +92,6 @@ def sum_is_everywhere(group: dist.ProcessGroup, length: int, dtype: torch.dtype,
     return torch.equal(tensor, torch.cat(sums))
 
 
-@pytest.mark.parametrize("n", [2, 3, 4])
-def test_all_reduce_gives_all_ranks_the_same_bits(n: int) -> None:
-    assert run_ranks(each_case, n, sum_is_everywhere) == [[]] * n
-
-
 def gather_is_whole(group: dist.ProcessGroup, length: int, dtype: torch.dtype, _: torch.dtype) -> bool:
     n, me = group.size(), group.rank()
     whole = numbers(0, n * length, dtype)
@@ -112,8 +102,10 @@ def gather_is_whole(group: dist.ProcessGroup, length: int, dtype: torch.dtype, _
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_all_gather_puts_every_slice_in_place(n: int) -> None:
-    assert run_ranks(each_case, n, gather_is_whole) == [[]] * n
+@pytest.mark.parametrize("check", [sum_is_in_order, sum_is_everywhere, gather_is_whole])
+def test_transfers_are_right_to_the_bit(check: Check, n: int) -> None:
+    """A reduce-scatter adds in order of rank, an all-reduce gives all ranks the same bits."""
+    assert run_ranks(each_case, n, check) == [[]] * n
 
 
 def torch_agrees(group: dist.ProcessGroup, length: int, dtype: torch.dtype, comm_dtype: torch.dtype) -> bool:

@@ -265,39 +265,28 @@ def assert_no_copy(taken: Taken) -> None:
     assert taken.peak <= taken.kept.total + PART * taken.kept.gradients
 
 
-NO_COPY: list[tuple[int, torch.dtype, dict[str, Any]]] = [
-    (1, torch.bfloat16, NARROW),
-    (2, torch.float32, {}),
-    (2, torch.bfloat16, {"communication_dtype": "bf16", **MOMENTS}),
-    (2, torch.float32, {"zero": 0}),
-    (4, torch.float32, {"instances": 2}),
-]
-MORE_NO_COPY: list[tuple[int, torch.dtype, dict[str, Any]]] = [
-    (2, torch.bfloat16, NARROW),
-    (2, torch.float32, {"overlap": False}),
-    (2, torch.float64, {"bucket_size": 1 << 22}),
-    (4, torch.float16, {}),
-]
+MORE = pytest.mark.long
 
 
-def check_row(ranks: int, dtype: torch.dtype, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "dtype", "options"),
+    [
+        (1, torch.bfloat16, NARROW),
+        (2, torch.float32, {}),
+        (2, torch.bfloat16, {"communication_dtype": "bf16", **MOMENTS}),
+        (2, torch.float32, {"zero": 0}),
+        (4, torch.float32, {"instances": 2}),
+        pytest.param(2, torch.bfloat16, NARROW, marks=MORE),
+        pytest.param(2, torch.float32, {"overlap": False}, marks=MORE),
+        pytest.param(2, torch.float64, {"bucket_size": 1 << 22}, marks=MORE),
+        pytest.param(4, torch.float16, {}, marks=MORE),
+    ],
+)
+def test_a_step_copies_no_parameters_or_gradients(ranks: int, dtype: torch.dtype, options: dict[str, Any]) -> None:
     needs = GroupNeeds(optimizer_instances=options.get("instances", 1))
     for taken in run_ranks(take, ranks, large(**options), dtype=dtype, needs=needs):
         assert taken.slices > PART * taken.kept.gradients, "a copy of them would not be seen"
         assert_no_copy(taken)
-
-
-@pytest.mark.parametrize(("ranks", "dtype", "options"), NO_COPY)
-def test_a_step_copies_no_parameters_or_gradients(ranks: int, dtype: torch.dtype, options: dict[str, Any]) -> None:
-    check_row(ranks, dtype, options)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("ranks", "dtype", "options"), MORE_NO_COPY)
-def test_a_step_copies_no_parameters_or_gradients_anywhere(
-    ranks: int, dtype: torch.dtype, options: dict[str, Any]
-) -> None:
-    check_row(ranks, dtype, options)
 
 
 def gradients_copied_for_the_norm(context: ParallelContext, config: Config) -> Taken:

@@ -450,13 +450,23 @@ def test_a_start_that_is_refused_late_lets_go_of_the_run_folder(text: Path, tmp_
     assert (tmp_path / "run" / "lock").read_text() == ""
 
 
+@pytest.mark.parametrize(("asynchronous", "newest"), [(False, 4), (True, 8)])
 def test_a_run_that_another_job_has_taken_over_ends(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    asynchronous: bool,
+    newest: int,
 ) -> None:
+    """At the first save, not after the last step; behind the training at the second, when all ranks know."""
     monkeypatch.setattr(RunFolder, "lost", lambda self: "another job has taken over")
-    assert start(config_for(text, tmp_path / "run")) == 1
-    assert "this job has ended: another job has taken over" in capsys.readouterr().err
-    assert max(losses(tmp_path / "run")) == 4, "it ends at the first save, not after the last step"
+    config = config_for(text, tmp_path / "run")
+    config.checkpoint = replace(config.checkpoint, asynchronous=asynchronous)
+    assert start(config) == 1
+    assert capsys.readouterr().err.count("this job has ended: another job has taken over") == 1
+    assert max(losses(tmp_path / "run")) == newest
+    assert checkpoints(tmp_path / "run") == []
 
 
 def test_a_run_folder_that_is_moved_while_it_trains_is_told_as_that(

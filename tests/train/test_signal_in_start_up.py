@@ -72,7 +72,7 @@ def test_a_start_says_by_what_it_was_ended(folder: Path, tmp_path: Path, at: str
     status, errors, _ = end(process, number)
     assert status == 128 + number
     assert re.fullmatch("" if number == signal.SIGINT else LINE.format(name=number.name), errors), errors
-    built = at == "compare_changed"
+    built = at == "note_changed_files"
     assert (tmp_path / "told").exists() == built
     if built:
         told = json.loads((tmp_path / "told").read_text())
