@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megalite.config.durable_files import write_atomically
-from megalite.config.machine_rules import asked_mode
-from megalite.config.packages import is_installed
+from megalite.config.machine_rules import asked_mode, is_installed
 from megalite.config.schema import Config
 from megalite.config.settings import as_plain
 from megalite.config.user_files import read_object
