@@ -53,7 +53,7 @@ def check(argv: list[str]) -> tuple[Config, ProcessEnvironment]:
     """Check everything that can be known without torch, and get this process ready for it. UserError where something is
     refused."""
     from megalite.config.compose import load_config
-    from megalite.config.memory_rules import fits_this_machine
+    from megalite.plan.memory import fits_this_machine
 
     problems: list[Problem] = []
     environment = collect(lambda: read_environment(os.environ), problems)
