@@ -11,12 +11,11 @@ from dataclasses import dataclass, replace
 from math import gcd, lcm, sqrt
 from typing import Any
 
-from megalite.config.context_rules import BLOCK
 from megalite.config.derive import derive
 from megalite.config.exchange import Exchange, exchange_of
 from megalite.config.layout import dense_ranks, layout_of, least_world, stage_settings
-from megalite.config.parallel_rules import checked_layout
-from megalite.config.remedies import Case
+from megalite.config.parallel_rules import BLOCK, checked_layout
+from megalite.config.rule import Case
 from megalite.config.rules import check
 from megalite.config.schema import Config, ParallelConfig
 from megalite.config.settings import with_values
