@@ -279,7 +279,7 @@ def follow(line: str, world_size: int, problem: Problem) -> int:
     return followed
 
 
-@pytest.mark.parametrize(("line", "world", "model.name", "words"), BROKEN, ids=[f"{row[0]} on {row[1]}" for row in BROKEN])
+@pytest.mark.parametrize(("line", "world", "name", "words"), BROKEN, ids=[f"{row[0]} on {row[1]}" for row in BROKEN])
 def test_a_broken_rule_names_the_setting_and_values_that_work(line: str, world: int, name: str, words: str) -> None:
     (problem,) = problems_of(line, world)
     assert problem.setting == full_name(name)
