@@ -1,66 +1,39 @@
-"""Compares what ranks computed with what one process did: every number, and every element of every tensor.
+"""Compares two runs of the same training, step by step and tensor by tensor, by what they have written.
 
-Each rank's boxes are compared to the same boxes of the reference's logical tensors, relative to the largest element of
-that very tensor: a small one cannot hide behind its neighbours. The boxes of all ranks must cover them: a parameter
-that nobody holds is a difference, too. No torch import.
+metrics.jsonl has each step's loss, gradient norm and tokens. The first checkpoint has the gradients of step 1: AdamW's
+first moment is then (1 - beta1) times the clipped gradient. The last one has the parameters. A tensor's difference is
+relative to the largest element of that very tensor: a small tensor cannot hide behind its neighbours.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from math import isfinite
+from pathlib import Path
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from megalite.checkpoint.commit import CHECKPOINTS
+from megalite.checkpoint.manifest import DTYPES
+from megalite.checkpoint.pieces import Piece
+from megalite.checkpoint.store import of_step
+from megalite.config.schema import OptimizerConfig
+from megalite.launch.context import ParallelContext
+from megalite.train.history import METRICS, read_metrics
 
 RELATIVE, ABSOLUTE = 1e-10, 1e-12  # the design's bound on every layout against one process, in fp64
-NUMBERS = ("tokens in the loss", "loss", "gradient norm")
-ROUTING = ("tokens of experts", "losses of routers")  # with experts: what they count on all ranks
+NUMBERS = {"tokens in the loss": "tokens", "loss": "loss", "gradient norm": "grad_norm"}  # and their field
+ROUTING = {"tokens of experts": ("tokens_per_expert",), "losses of routers": ("balancing_loss", "z_loss", "entropy")}
 GROUPS = ("embedding", "attention", "mlp", "router", "experts", "shared", "norms", "head")
-ORDER = [
-    *NUMBERS,
-    *ROUTING,
-    *(f"{kind}: {group}" for kind in ("gradients", "parameters") for group in GROUPS),
-]  # others follow
-
-Array = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class TensorBox:
-    """A box of logical tensor `name`, of `shape`: what starts at `offsets`."""
-
-    name: str
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    values: Array
-
-    def of(self, logical: Array) -> Array:
-        """The same box of another tensor of the logical shape."""
-        box = tuple(slice(at, at + size) for at, size in zip(self.offsets, self.values.shape, strict=True))
-        return logical[box]
-
-
-@dataclass(frozen=True)
-class Trace:
-    """What one process computed, of each tensor the boxes that it holds."""
-
-    losses: list[float]
-    grad_norms: list[float]
-    tokens: list[int]
-    gradients: list[list[TensorBox]]  # of each step, after all sums over ranks and before clipping
-    parameters: list[TensorBox]  # after the last step
-    routing: list[tuple[Array, Array]] = field(default_factory=list)  # of each step, as ROUTING names it; dense: none
-
-    @property
-    def numbers(self) -> tuple[Sequence[float], ...]:
-        """Those of each step, as NUMBERS names them."""
-        return self.tokens, self.losses, self.grad_norms
+OF_THE_MODEL = ("master", "blocks")  # masters, and what balances routers, by the first part of a checkpoint's names
+ORDER = [*NUMBERS, *ROUTING, *(f"{kind}: {group}" for kind in ("gradients", "parameters") for group in GROUPS)]
 
 
 @dataclass(frozen=True)
 class Row:
-    """The worst difference of one kind. `scale` is what it is relative to: the reference's number, or the largest
-    element of the parameter at `where`."""
+    """The worst difference of one kind. `scale` is what it is relative to: the number of the one process, or the
+    largest element of its tensor at `where`."""
 
     what: str
     scale: float
@@ -82,19 +55,14 @@ class Row:
         return self.excess <= 1
 
 
-def compare(traces: Sequence[Trace], reference: Trace) -> list[Row]:
-    """The worst of each kind over all ranks and steps. `traces` are in order of rank."""
-    rows = []
-    for rank, trace in enumerate(traces):
-        for what, numbers, expected in zip(NUMBERS, trace.numbers, reference.numbers, strict=True):
-            for step, (mine, theirs) in enumerate(zip(numbers, expected, strict=True), 1):
-                rows.append(Row(what, abs(theirs), abs(mine - theirs), f"step {step}, rank {rank}"))
-        for step, (found, wanted) in enumerate(zip(trace.routing, reference.routing, strict=True), 1):
-            for what, own, its in zip(ROUTING, found, wanted, strict=True):
-                rows.append(Row(what, float(its.max()), float(np.abs(own - its).max()), f"step {step}, rank {rank}"))
-    for step, gradients in enumerate(reference.gradients, 1):
-        rows += _tensors("gradients", f", step {step}", [trace.gradients[step - 1] for trace in traces], gradients)
-    rows += _tensors("parameters", "", [trace.parameters for trace in traces], reference.parameters)
+def compare(layout: Path, single: Path, optimizer: OptimizerConfig) -> list[Row]:
+    """The worst difference of each kind between the run folder of a layout and that of one process."""
+    records, expected = (read_metrics(run / METRICS) for run in (layout, single))
+    rows = [row for pair in zip(records, expected, strict=True) for row in _numbers(*pair)]
+    clipped = max(1.0, expected[0]["grad_norm"] / optimizer.clip_grad) if optimizer.clip_grad else 1.0
+    first, last = expected[0]["step"], expected[-1]["step"]
+    for step, kind, factor in ((first, "gradients", clipped / (1 - optimizer.betas[0])), (last, "parameters", 1.0)):
+        rows += _tensors(kind, *(_read(run, step, kind, factor) for run in (layout, single)), f", step {step}")
     worst: dict[str, Row] = {}
     for row in rows:
         if row.what not in worst or row.excess > worst[row.what].excess:
@@ -112,21 +80,39 @@ def group_of(name: str) -> str:
     return parts[0]
 
 
-def _tensors(
-    kind: str, when: str, held: Sequence[Sequence[TensorBox]], expected_parts: Sequence[TensorBox]
-) -> Iterator[Row]:
-    """A row for each part that a rank holds, and one for each tensor of which some element is on no rank."""
-    expected: dict[str, Array] = {}
-    for part in expected_parts:
-        part.of(expected.setdefault(part.name, np.full(part.shape, np.nan)))[...] = part.values
-    scales = {name: float(np.abs(logical).max()) for name, logical in expected.items()}
-    covered = {name: np.zeros(logical.shape, dtype=bool) for name, logical in expected.items()}
-    for rank, parts in enumerate(held):
-        for part in parts:
-            difference = float(np.abs(part.values - part.of(expected[part.name])).max())
-            part.of(covered[part.name])[...] = True
-            where = f"{part.name}{when}, rank {rank}"
-            yield Row(f"{kind}: {group_of(part.name)}", scales[part.name], difference, where)
-    for name, cover in covered.items():
-        if not cover.all():
-            yield Row(f"{kind}: {group_of(name)}", scales[name], float("inf"), f"some of {name} on no rank")
+def _numbers(record: dict[str, Any], expected: dict[str, Any]) -> Iterator[Row]:
+    """A row for each number of a step."""
+    pairs = [(what, record[name], expected[name]) for what, name in NUMBERS.items()]
+    if "moe" in expected:
+        pairs += [
+            (what, [record["moe"][name] for name in names], [expected["moe"][name] for name in names])
+            for what, names in ROUTING.items()
+        ]
+    for what, *values in pairs:
+        found, wanted = (torch.tensor(value, dtype=torch.float64) for value in values)
+        yield _row(what, found, wanted, f"step {expected['step']}")
+
+
+def _read(run: Path, step: int, kind: str, factor: float) -> dict[str, Tensor]:
+    """The gradients or parameters (what balances routers without a gradient included) in a checkpoint, by name."""
+    found, read = of_step(run / CHECKPOINTS, step, ParallelContext()), dict[str, Tensor]()
+    for name, stored in found.manifest.tensors.items():
+        of, _, parameter = name.partition(".")
+        is_moment = of not in (*OF_THE_MODEL, "optimizer") and not of.endswith("_sq")
+        if is_moment if kind == "gradients" else of in OF_THE_MODEL:
+            value = read[name if of == "blocks" else parameter] = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
+            pieces = [Piece(name, stored.shape, (0,) * value.dim(), value)]
+            found.read_into(pieces, unread=name.__ne__)
+            value *= factor
+    return read
+
+
+def _tensors(kind: str, found: dict[str, Tensor], expected: dict[str, Tensor], when: str) -> Iterator[Row]:
+    """A row for each tensor; one that only one of the runs has is infinitely far off."""
+    for name in found.keys() | expected.keys():
+        nothing = torch.tensor(float("nan"))
+        yield _row(f"{kind}: {group_of(name)}", found.get(name, nothing), expected.get(name, nothing), f"{name}{when}")
+
+
+def _row(what: str, found: Tensor, expected: Tensor, where: str) -> Row:
+    return Row(what, float(expected.abs().max()), float((found - expected).abs().max()), where)

@@ -35,10 +35,17 @@ ASSUMED = 50257
 ALWAYS: dict[str, Any] = {
     "device": "cpu",
     "precision": "fp64",
-    "tokenizer": "char",  # of any vocabulary: nothing is read
+    "tokenizer": "char",  # of any vocabulary: a text is made for it
     "data.source": "stdlib",
     "train.steps": 5,  # the design's equivalence test
-    "train.record_pipeline": 0,
+    "checkpoint.interval": 1,
+    "checkpoint.keep": 5,
+    **dict.fromkeys(("train.log_interval", "train.max_bad_steps"), 1),
+    **dict.fromkeys(("train.eval_interval", "train.sample_tokens", "train.sample_interval"), 0),
+    **dict.fromkeys(("train.record_pipeline", "train.check_replicas_every", "log.report_interval_s"), 0),
+    **dict.fromkeys(("log.tensorboard", "launch.preflight", "checkpoint.async"), False),
+    "log.wandb": "disabled",
+    **dict.fromkeys(("launch.status_file", "train.max_minutes", "train.sample_prompts"), None),
     "train.skip_steps": [],
     "train.profile_steps": [],
     **dict.fromkeys(("train.compile", "parallel.standalone_embedding"), False),

@@ -1,13 +1,17 @@
-"""Tells whether a layout trains like one process: the user's config, made small, on real ranks and on one, in fp64.
+"""Tells whether a layout trains like one process: the user's config, made small, trained on real ranks and on one.
 
-The verdict is the design's: every loss, gradient norm, gradient and parameter within 1e-10 relative, 1e-12 absolute.
-Nothing of the user's is read or written but the config. No torch import: the processes have it (processes.py).
+Both runs are real ones, in fp64 (running.py), and what they have written is compared (compare.py): every loss and
+gradient norm, the gradients of the first step and the parameters after the last one, within 1e-10 relative. The user's
+data is not read, and nothing stays. No torch import before the config is accepted.
 """
 
+import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from math import lcm
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megalite.config.compose import load_config, load_values
 from megalite.config.exchange import exchange_of
@@ -17,9 +21,11 @@ from megalite.errors.problems import Problem, UserError
 from megalite.errors.words import several
 from megalite.layout.ranks import ParallelLayout
 from megalite.layout.stages import stage_layers
-from megalite.verify.compare import ABSOLUTE, RELATIVE, Row, compare
-from megalite.verify.processes import TrainRank, run_processes
+from megalite.verify.running import LAYOUT, SINGLE, TrainRank, train_both
 from megalite.verify.shrink import AXES, MOST_RANKS, Shrunk, shrink, vocabulary_of
+
+if TYPE_CHECKING:
+    from megalite.verify.compare import Row
 
 TIMEOUT_S = 300.0
 
@@ -29,23 +35,27 @@ class Verdict:
     """Every kind of number that was compared."""
 
     shrunk: Shrunk
-    rows: list[Row]
+    rows: "list[Row]"
 
     @property
     def passed(self) -> bool:
         return all(row.passed for row in self.rows)
 
 
-def verify(config: Config, world_size: int, *, timeout_s: float = TIMEOUT_S, train: TrainRank | None = None) -> Verdict:
-    """`config` is derived and checked for `world_size` ranks. A rank that fails or hangs raises RankFailure.
+def verify(
+    config: Config, world_size: int, train: TrainRank, timeout_s: float, train_layout: TrainRank | None = None
+) -> Verdict:
+    """`config` is derived and checked for `world_size` ranks. A process that fails or hangs raises RunFailure.
 
-    `train` is what a rank runs in place of the real steps.
+    `train` trains one rank as users do, `train_layout` (for tests) a rank of the layout.
     """
     shrunk = shrink(config, world_size)
-    traces, reference = run_processes(
-        shrunk.config, shrunk.layout.world_size, shrunk.reference, timeout_s=timeout_s, train=train
-    )
-    return Verdict(shrunk, compare(traces, reference))
+    with tempfile.TemporaryDirectory(prefix="megalite-verify-") as name:
+        folder, ranks = Path(name), shrunk.layout.world_size
+        train_both(shrunk.config, ranks, shrunk.reference, folder, timeout_s, (train_layout or train, train))
+        from megalite.verify.compare import compare  # torch: from here on it takes seconds
+
+        return Verdict(shrunk, compare(folder / LAYOUT, folder / SINGLE, shrunk.config.optimizer))
 
 
 def load(argv: list[str], world_size: int | None, dp: int | None) -> tuple[Config, int]:
@@ -85,6 +95,8 @@ def load(argv: list[str], world_size: int | None, dp: int | None) -> tuple[Confi
 
 def table(verdict: Verdict) -> Iterator[str]:
     """The lines that a user reads."""
+    from megalite.verify.compare import ABSOLUTE, RELATIVE
+
     shrunk, train = verdict.shrunk, verdict.shrunk.config.train
     yield f"asked   {_layout(shrunk.asked, shrunk.asked_layout)}: {_model(shrunk.asked)}"
     yield f"run     {_layout(shrunk.config, shrunk.layout)}: {_model(shrunk.config)}"

@@ -1,13 +1,12 @@
 """`megalite verify` says pass where ranks train like one process, fail where they do not, and keeps every feature."""
 
+import json
 import os
 import shlex
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from math import lcm
@@ -16,23 +15,29 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from megalite.checkpoint import store
+from megalite.checkpoint.commit import CHECKPOINTS
 from megalite.commands import verify as verify_command
+from megalite.commands.train import train_rank
 from megalite.config.derive import derive
 from megalite.config.layout import stage_settings
 from megalite.config.rules import check
-from megalite.config.schema import Config, ModelConfig, MoEConfig, ParallelConfig, TrainConfig
-from megalite.errors.problems import UserError
+from megalite.config.schema import Config, ModelConfig, MoEConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from megalite.errors.problems import Problem, UserError
+from megalite.launch.environment import ProcessEnvironment
 from megalite.layout.stage_string import layout_text
 from megalite.layout.stages import stage_layers
 from megalite.optim.gradients import PartialGradients
+from megalite.train.history import METRICS
 from megalite.verify import verify as verify_module
-from megalite.verify.compare import TensorBox, Trace, compare
-from megalite.verify.rank import train
+from megalite.verify.compare import compare
 from megalite.verify.shrink import MOST_RANKS, shrink, vocabulary_of
 from megalite.verify.verify import load, verify
+from tests.checkpoint.samples import SINGLE, whole
 from tests.ranks import start_forkserver
 from tests.warm import warm_python
 
@@ -102,93 +107,106 @@ def test_a_run_with_a_long_name_shrinks() -> None:
     assert shrink(*load(words, 2, None)).layout.ep == 2
 
 
-def _without_sum_of_counts(config: Config, context: Any) -> Trace:
-    """Of the tokens of each expert, in the balancing loss of a sequence on several ranks."""
+def without_sum_of_counts(config: Config, place: ProcessEnvironment) -> int:
+    """A balancing loss of a sequence on several ranks that counts each rank's own tokens."""
     from megalite.moe import balance
 
     balance.start_all_reduce = lambda x, group, op="sum": x.clone()
-    return train(config, context)
+    return train_rank(config, place)
 
 
-def test_a_balancing_loss_of_each_rank_alone_fails(capsys: pytest.CaptureFixture[str]) -> None:
-    verify_command.verify = partial(verify, train=_without_sum_of_counts)  # type: ignore[attr-defined]
-    assert verify_command.main([*ROUTED, "--dp=1", "parallel.tp=2", "parallel.etp=1"]) == 1
-    lines = capsys.readouterr().out.splitlines()
-    for what, verdict in {
-        "tokens in the loss": "pass",
-        "losses of routers": "FAIL",
-        "gradients: router": "FAIL",
-    }.items():
-        assert [verdict in line for line in lines if line.startswith(what)] == [True]
-
-
-def _without_input_gradient_sum(config: Config, context: Any) -> Trace:
+def without_input_gradient_sum(config: Config, place: ProcessEnvironment) -> int:
     from megalite.tensor_parallel import linear
 
     linear.start_all_reduce = lambda x, group, op="sum": x.clone()
-    return train(config, context)
+    return train_rank(config, place)
 
 
-def _without_sum_of_partial_gradients(config: Config, context: Any) -> Trace:
+def without_sum_of_partial_gradients(config: Config, place: ProcessEnvironment) -> int:
     PartialGradients.all_reduce = lambda self: None  # type: ignore[method-assign]
-    return train(config, context)
+    return train_rank(config, place)
+
+
+def broken(monkeypatch: pytest.MonkeyPatch, train_layout: Any) -> None:
+    """From here on the ranks of a layout run `train_layout`, and the one process what it should."""
+    monkeypatch.setattr(verify_command, "verify", partial(verify, train_layout=train_layout))
 
 
 @pytest.mark.parametrize(
-    ("broken", "overrides"),
+    ("mutant", "words", "verdicts"),
     [
-        (_without_input_gradient_sum, ["parallel.tp=2", "parallel.sequence_parallel=false"]),
-        (_without_sum_of_partial_gradients, ["parallel.tp=2"]),
+        (
+            without_sum_of_counts,
+            [*ROUTED, "parallel.tp=2", "parallel.etp=1"],
+            {"tokens in the loss": "pass", "losses of routers": "FAIL", "gradients: router": "FAIL"},
+        ),
+        (
+            without_input_gradient_sum,
+            ["parallel.tp=2", "parallel.sequence_parallel=false"],
+            {"tokens in the loss": "pass", "gradient norm": "FAIL", "gradients: attention": "FAIL"},
+        ),
+        (
+            without_sum_of_partial_gradients,
+            ["parallel.tp=2"],
+            {"tokens in the loss": "pass", "gradient norm": "FAIL", "gradients: norms": "FAIL"},
+        ),
     ],
 )
-def test_a_dropped_all_reduce_fails(capsys: pytest.CaptureFixture[str], broken: Any, overrides: list[str]) -> None:
-    verify_command.verify = partial(verify, train=broken)  # type: ignore[attr-defined]
-    assert verify_command.main([*overrides, "--dp=1"]) == 1
+def test_a_sum_that_is_left_out_fails(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    mutant: Any,
+    words: list[str],
+    verdicts: dict[str, str],
+) -> None:
+    broken(monkeypatch, mutant)
+    assert verify_command.main([*words, "--dp=1"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("FAIL:") for line in lines)
-    (norm,) = [line for line in lines if line.startswith("gradient norm")]
-    assert "FAIL" in norm
-    (tokens,) = [line for line in lines if line.startswith("tokens in the loss")]
-    assert "pass" in tokens
+    for what, verdict in verdicts.items():
+        assert [verdict in line for line in lines if line.startswith(what)] == [True], what
 
 
-def _failing(config: Config, context: Any) -> Trace:
-    if context.rank == 1:
+def failing(config: Config, place: ProcessEnvironment) -> int:
+    if place.rank == 1:
         raise ValueError("as told")
-    return train(config, context)
+    return train_rank(config, place)
 
 
-def _dying(config: Config, context: Any) -> Trace:
-    if context.rank == 1:
+def dying(config: Config, place: ProcessEnvironment) -> int:
+    if place.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    return train(config, context)
+    return train_rank(config, place)
 
 
-def _absent(config: Config, context: Any) -> Trace:
-    if context.rank == 1:
+def absent(config: Config, place: ProcessEnvironment) -> int:
+    if place.rank == 1:
         time.sleep(60)
-    return train(config, context)
+    return train_rank(config, place)
 
 
-def _refusing(config: Config, context: Any) -> Trace:
-    from megalite.errors.problems import Problem
-
+def refusing(config: Config, place: ProcessEnvironment) -> int:
     raise UserError(Problem("model", "this", "is refused late", "another"))
 
 
 @pytest.mark.parametrize(
-    ("broken", "timeout_s", "status", "said"),
+    ("mutant", "timeout_s", "status", "said"),
     [
-        (_failing, 60, 1, ["FAIL: rank 1 failed:", "ValueError: as told"]),
-        (_dying, 60, 1, ["FAIL: rank 1 died by SIGKILL"]),
-        (_absent, 4, 1, ["FAIL: rank 0 did not answer in time", "rank 1 did not answer", "stood at", "in _absent"]),
-        (_refusing, 60, 2, ["is refused late"]),
+        (failing, 60, 1, ["FAIL: rank 1 failed:", "ValueError: as told"]),
+        (dying, 60, 1, ["FAIL: rank 1 died by SIGKILL"]),
+        (absent, 6, 1, ["FAIL: rank 0 did not answer in time", "rank 1 did not answer", "stood at", "in absent"]),
+        (refusing, 60, 2, ["is refused late"]),
     ],
 )
 def test_a_rank_that_cannot_finish_is_named(
-    capsys: pytest.CaptureFixture[str], broken: Any, timeout_s: float, status: int, said: list[str]
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    mutant: Any,
+    timeout_s: float,
+    status: int,
+    said: list[str],
 ) -> None:
-    verify_command.verify = partial(verify, train=broken)  # type: ignore[attr-defined]
+    broken(monkeypatch, mutant)
     assert verify_command.main(["parallel.tp=2", "--dp=1", f"--timeout={timeout_s}"]) == status
     error = capsys.readouterr().err
     assert [text for text in said if text not in error] == [], error
@@ -446,80 +464,41 @@ def test_shrinking_keeps_every_feature(case: tuple[Config, int]) -> None:
 # --- comparing -----------------------------------------------------------------------------------------------------
 
 
-def _parts(weights: Mapping[str, Any], offsets: Mapping[str, int] | None = None) -> list[TensorBox]:
-    """Rows of logical tensors, from `offsets` on."""
-    start = offsets or {}
-    return [
-        TensorBox(name, SHAPES[name], (start.get(name, 0), *(0 for _ in array.shape[1:])), array)
-        for name, array in weights.items()
-    ]
-
-
-SHAPES = {"blocks.0.mlp.up.weight": (6, 2), "final_norm.weight": (2,), "final_norm.bias": (2,)}
-WEIGHTS = {"blocks.0.mlp.up.weight": np.arange(12.0).reshape(6, 2), "final_norm.weight": np.ones(2)}
-
-
-def _trace(**changes: Any) -> Trace:
-    parts = _parts(WEIGHTS)
-    return replace(Trace([2.0, 1.0], [0.5, 0.4], [8, 8], [parts, parts], parts), **changes)
-
-
-def _halves() -> list[Trace]:
-    """The same on two ranks."""
-    ranks = []
-    for index in range(2):
-        arrays = {**WEIGHTS, "blocks.0.mlp.up.weight": WEIGHTS["blocks.0.mlp.up.weight"][3 * index : 3 * index + 3]}
-        parts = _parts(arrays, {"blocks.0.mlp.up.weight": 3 * index})
-        ranks.append(_trace(gradients=[parts, parts], parameters=parts))
-    return ranks
-
-
-def failed(traces: list[Trace]) -> dict[str, str]:
-    return {row.what: row.where for row in compare(traces, _trace()) if not row.passed}
-
-
-def test_equal_shards_pass_and_each_kind_of_difference_is_found_where_it_is() -> None:
-    first, second = _halves()
-    assert failed([first, second]) == {}
-    off = [replace(part, values=part.values * (1 + 3e-10)) for part in second.parameters]
-    near = [replace(part, values=part.values * (1 + 3e-11)) for part in second.parameters]
-    assert failed([first, replace(second, parameters=near)]) == {}
-    assert failed([first, replace(second, parameters=off)]) == {
-        "parameters: mlp": "blocks.0.mlp.up.weight, rank 1",
-        "parameters: norms": "final_norm.weight, rank 1",
+def write_run(folder: Path, *, norm: float = 0.4, weight: float = 1.0, moment: float = 1e-3) -> Path:
+    """What two steps of a training of two parameters leave: the small one, a bias, has one element off `weight`."""
+    folder.mkdir()
+    lines = [{"step": step, "tokens": 8 * step, "loss": 2.0 / step, "grad_norm": norm} for step in (1, 2)]
+    (folder / METRICS).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    values = {
+        "master.blocks.0.mlp.up.weight": torch.arange(12.0, dtype=torch.float64).reshape(6, 2) * 1e3,
+        "master.final_norm.bias": torch.tensor([1.0, weight], dtype=torch.float64),
+        "exp_avg.blocks.0.mlp.up.weight": torch.ones(6, 2, dtype=torch.float64),
+        "exp_avg.final_norm.bias": torch.tensor([1e-3, moment], dtype=torch.float64),
     }
-    one = [second.parameters[0], replace(second.parameters[1], values=np.array([1.0, 1.001]))]
-    assert failed([first, replace(second, gradients=[one, second.parameters])]) == {
-        "gradients: norms": "final_norm.weight, step 1, rank 1"
-    }
-    assert failed([first, replace(second, tokens=[8, 9])]) == {"tokens in the loss": "step 2, rank 1"}
-    assert failed([replace(first, losses=[2.0 + 1e-9, 1.0]), second]) == {"loss": "step 1, rank 0"}
-    assert failed([first, replace(second, grad_norms=[0.5, 0.4 + 1e-9])]) == {"gradient norm": "step 2, rank 1"}
+    checkpoints = folder / CHECKPOINTS
+    checkpoints.mkdir()
+    for step in (1, 2):
+        store.save(checkpoints, step, whole(values), {}, SINGLE, keep=2)
+    return folder
 
 
-def test_a_small_tensor_cannot_hide_behind_a_large_one_of_its_group() -> None:
-    weights = {"final_norm.weight": np.full(2, 1e3), "final_norm.bias": np.array([1e-3, 0.0])}
-    reference = _trace(gradients=[_parts(weights)], parameters=_parts(weights))
-
-    def found(error: float) -> dict[str, str]:
-        off = _parts({**weights, "final_norm.bias": weights["final_norm.bias"] + error})
-        traces = [replace(reference, gradients=[off], parameters=off)]
-        return {row.what: f"{row.scale:g} {row.where}" for row in compare(traces, reference) if not row.passed}
-
-    assert found(1e-12) == {}  # within the absolute bound
-    assert found(1e-9) == {
-        "gradients: norms": "0.001 final_norm.bias, step 1, rank 0",
-        "parameters: norms": "0.001 final_norm.bias, rank 0",
-    }
-
-
-def test_what_is_not_a_number_and_what_no_rank_holds_fail() -> None:
-    first, second = _halves()
-    broken = [first.parameters[0], replace(first.parameters[1], values=np.array([1.0, np.nan]))]
-    assert failed([replace(first, parameters=broken), second]) == {"parameters: norms": "final_norm.weight, rank 0"}
-    assert failed([replace(first, losses=[2.0, float("nan")]), second]) == {"loss": "step 2, rank 0"}
-    nowhere = "some of blocks.0.mlp.up.weight on no rank"
-    assert failed([first, first]) == {"gradients: mlp": nowhere, "parameters: mlp": nowhere}
+@pytest.mark.parametrize(
+    ("off", "failed"),
+    [
+        ({"weight": 1 + 3e-11, "moment": 1e-3 * (1 + 3e-11), "norm": 0.4 * (1 + 3e-11)}, {}),
+        ({"norm": 0.4 + 1e-9}, {"gradient norm": "step 1"}),
+        ({"norm": float("nan")}, {"gradient norm": "step 1"}),
+        ({"weight": 1 + 3e-10}, {"parameters: norms": "final_norm.bias, step 2"}),
+        ({"weight": float("nan")}, {"parameters: norms": "final_norm.bias, step 2"}),
+        ({"moment": 1e-3 * (1 + 1e-8)}, {"gradients: norms": "final_norm.bias, step 1"}),
+    ],
+)
+def test_each_kind_of_difference_is_found_where_it_is_however_small_the_tensor(
+    tmp_path: Path, off: dict[str, float], failed: dict[str, str]
+) -> None:
+    runs = write_run(tmp_path / "layout", **off), write_run(tmp_path / "single")
+    rows = compare(*runs, OptimizerConfig())
+    assert {row.what: row.where for row in rows if not row.passed} == failed
 
 
 # --- as a user -----------------------------------------------------------------------------------------------------

@@ -1,0 +1,163 @@
+"""Trains twice, as users do: on the ranks of a layout, and on one process. Both run folders lie in one place.
+
+The processes are forks of one server that has imported torch and has run nothing (a process that ran threaded
+operations must not fork). Nobody waits for ever: a process that fails, dies or hangs is a `RunFailure` that says which.
+"""
+
+import faulthandler
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+
+import numpy as np
+
+from megalite.config.schema import Config, DataConfig
+from megalite.errors.problems import REFUSED, UserError
+from megalite.launch.environment import LOOPBACK, ProcessEnvironment
+
+END = "<|endoftext|>"
+ECHO_S = 2.0  # how long others may take to end after the first failure, or a stack to be written
+LAST_WORDS = 40  # lines of a process that failed
+DOCUMENT = 6  # tokens on average: several documents in each sample
+LETTERS = 0x4E00  # some twenty thousand in a row
+LAYOUT, SINGLE = "layout", "single"  # the run folders
+
+TrainRank = Callable[[Config, ProcessEnvironment], int]  # what a process runs; its exit status
+
+
+class RunFailure(Exception):  # noqa: N818 - it is what happened, told to the user
+    """A process failed, died or hung. `status` is the exit status: that of a refusal where it was one."""
+
+    def __init__(self, message: str, status: int = 1) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def train_both(
+    config: Config, ranks: int, reference: Config, folder: Path, timeout_s: float, trains: tuple[TrainRank, TrainRank]
+) -> None:
+    """Train in `folder` as `config` says on so many ranks, and as `reference` says on one process.
+
+    `trains`: what a rank of the layout runs, and what the one process runs; functions at the top of a module.
+    """
+    _write_text(folder / "text.jsonl", config)
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        port = probe.getsockname()[1]
+    modules = ["torch", trains[1].__module__, "megalite.train.run", "megalite.prepare.prepare"]
+    multiprocessing.set_forkserver_preload(modules)
+    context, processes = multiprocessing.get_context("forkserver"), list[ForkServerProcess]()
+    places = [ProcessEnvironment(rank, ranks, rank, ranks, LOOPBACK, port, "env") for rank in range(ranks)]
+    jobs = [(f"rank {place.rank}", trains[0], _placed(config, folder, LAYOUT), place) for place in places]
+    jobs.append(("the single process", trains[1], _placed(reference, folder, SINGLE), ProcessEnvironment()))
+    try:
+        for name, *job in jobs:
+            arguments = (*job, folder / name, timeout_s)
+            processes.append(context.Process(target=_run, args=arguments, name=name, daemon=True))
+            processes[-1].start()
+        _wait_for(processes, folder, time.monotonic() + timeout_s + ECHO_S)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _placed(config: Config, folder: Path, run: str) -> Config:
+    """The settings with a run folder and the text in `folder`."""
+    data = DataConfig(
+        source="text",
+        path=str(folder / "text.jsonl"),
+        cache_dir=str(folder / "cache"),
+        workers=1,
+        mask_end_of_document=config.data.mask_end_of_document,
+        cross_document_attention=config.data.cross_document_attention,
+    )
+    return replace(config, run_dir=str(folder / run), tokenizer=str(folder / "tokenizer"), data=data)
+
+
+def _write_text(path: Path, config: Config) -> None:
+    """Documents of random letters, never the same twice, and beside them the tokenizer: as many letters as the
+    vocabulary has room for, and an end of document."""
+    size, train, dice = config.model.vocab_size or 2, config.train, np.random.default_rng(config.seed)
+    letters = [chr(LETTERS + at) for at in range(min(size - 1, 20_000))]
+    needed = 2 * (train.steps + 1) * train.global_batch_size * train.seq_length  # a share is kept for validation
+    lengths = dice.geometric(1 / DOCUMENT, size=-(-needed // DOCUMENT))
+    documents = ("".join(letters[at] for at in dice.integers(len(letters), size=length)) for length in lengths)
+    path.write_text("".join(f'{{"text": "{document}"}}\n' for document in documents), encoding="utf-8")
+    ids = {letter: at for at, letter in enumerate([*letters, END])}
+    split = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
+    end = {"id": ids[END], "content": END, "special": True, **dict.fromkeys(("single_word", "lstrip", "rstrip"), False)}
+    spec = {
+        "version": "1.0",
+        "added_tokens": [end | {"normalized": False}],
+        "pre_tokenizer": split,
+        "model": {"type": "WordLevel", "vocab": ids, "unk_token": END},
+    }
+    folder = path.with_name("tokenizer")
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text(json.dumps(spec), encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": END}))
+
+
+def _wait_for(processes: Sequence[ForkServerProcess], folder: Path, deadline: float) -> None:
+    """Return when all have ended well; RunFailure once one has not.
+
+    A process that hangs stays alive until all are ended: its end would look like a failure to those that it talks to.
+    """
+    waiting, failed = {process.sentinel: process for process in processes}, list[ForkServerProcess]()
+    while waiting:
+        patience = ECHO_S if failed else max(0.0, deadline - time.monotonic())
+        if not (ready := wait(list(waiting), timeout=patience)):
+            break
+        ended = [waiting.pop(sentinel) for sentinel in list(waiting) if sentinel in ready]
+        for process in ended:
+            process.join()
+        failed += [process for process in ended if process.exitcode]
+    said = {process.name: _last_words(folder / process.name) for process in processes}
+    for process in failed:
+        if process.exitcode == REFUSED:
+            raise RunFailure(said[process.name], REFUSED)
+    if died := [process for process in failed if (process.exitcode or 0) < 0]:  # the others are echoes
+        raise RunFailure("\n".join(f"{process.name} died by {_signal(process)}" for process in died))
+    if failed:
+        raise RunFailure("\n".join(f"{process.name} failed:\n{said[process.name]}" for process in failed))
+    if waiting:
+        why = "did not answer in time: a collective that not all ranks join, or slow. It stood at"
+        raise RunFailure("\n".join(f"{process.name} {why}\n{said[process.name]}" for process in waiting.values()))
+
+
+def _signal(process: ForkServerProcess) -> str:
+    number = signal.Signals(-(process.exitcode or 0))
+    return number.name + (" (out of memory?)" if number == signal.SIGKILL else "")
+
+
+def _last_words(path: Path) -> str:
+    return "\n".join(path.read_text(errors="replace").splitlines()[-LAST_WORDS:]) if path.exists() else ""
+
+
+def _run(train: TrainRank, config: Config, place: ProcessEnvironment, output: Path, timeout_s: float) -> None:
+    """One process: train, and write what it says to `output`; or, when the time is up, where it stands."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with output.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+        faulthandler.dump_traceback_later(timeout_s, file=file)
+        status = 1
+        try:
+            status = train(config, place)
+        except UserError as error:
+            file.write(str(error))
+            status = REFUSED
+        except Exception:
+            traceback.print_exc(file=file)
+        faulthandler.cancel_dump_traceback_later()
+    os._exit(status)
