@@ -1,12 +1,11 @@
-"""Which bucket holds which parameters, and who owns what of it: the gradient buffers of a run, as a table or a picture.
+"""Which bucket holds which parameters, and who owns what of it: tables of the gradient buffers of a run.
 
 python -m megalite plan buffers model=gpt2 tokenizer=gpt2 --dp 4
-python -m megalite plan buffers model=gpt2 tokenizer=gpt2 --dp 4 --picture buffers.svg
 python -m megalite plan buffers model=llama3_8b parallel.tp=2 train.global_batch_size=64 --world-size 128 --rank 5
 python -m megalite plan buffers model=gpt2 optimizer.bucket_size=5000000 optimizer.instances=2 --dp 8 --all
 python -m megalite plan buffers model=tiny_moe tokenizer=byte parallel.tp=2 parallel.ep=4 parallel.etp=1 --world-size 8
 
-OVERRIDES are those of pretrain_gpt.py. No data is read, no GPU is used, nothing is written but the picture.
+OVERRIDES are those of pretrain_gpt.py. No data is read, no GPU is used, nothing is written.
 """
 
 from argparse import Namespace
@@ -14,7 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from megalite.commands.command import PICTURE, RANKS, WORLD_SIZE, Shown, command, option
+from megalite.commands.command import RANKS, WORLD_SIZE, Shown, command, option
 from megalite.config.arguments import number_from
 from megalite.config.compose import load_config
 from megalite.config.derive import derive_vocabulary
@@ -25,7 +24,6 @@ from megalite.errors.problems import Problem, UserError
 from megalite.layout.summary import header_lines as layout_lines
 from megalite.optim.memory import bytes_of_rank
 from megalite.optim.rank_buffers import rank_buffers
-from megalite.plan.buffers_picture import figure_of
 from megalite.plan.buffers_table import bucket_lines, header_lines, owned_lines
 from megalite.verify.shrink import vocabulary_of
 from megalite.verify.verify import load
@@ -36,7 +34,6 @@ from megalite.verify.verify import load
     option("--dp", **RANKS, help="data-parallel size (default: 2)"),
     option("--rank", type=number_from(0), metavar="R", help="whose buffers; also lists all ranges that it owns"),
     option("--all", action="store_true", help="every line of a long table"),
-    PICTURE,
 )
 def main(options: Namespace, overrides: list[str]) -> Shown:
     config, world_size = load_world(overrides, options.world_size, options.dp)
@@ -60,7 +57,7 @@ def main(options: Namespace, overrides: list[str]) -> Shown:
     lines = [*header, *notes, "", *bucket_lines(buffers, kept, full=options.all)]
     if options.rank is not None:
         lines += ["", *owned_lines(buffers, full=options.all)]
-    return Shown(lines, draw=lambda: figure_of(buffers, header))
+    return Shown(lines)
 
 
 def load_world(overrides: list[str], world_size: int | None, dp: int | None) -> tuple[Config, int]:

@@ -9,15 +9,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from megalite.config.arguments import number_from, parser_of
 from megalite.errors.problems import REFUSED, UserError, collect, open_closed_streams, to_stderr
 from megalite.observe.screens import print_lines
-from megalite.plan.drawing import picture_problems, save_picture
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from megalite.plan.picture import Picture, picture_problems, save_picture
 
 SILENCE_S = 8.0  # the longest time without a word
 
@@ -30,7 +27,7 @@ class Shown(NamedTuple):
 
     lines: Iterable[str] = ()
     status: int = 0
-    draw: "Callable[[], Figure] | None" = None
+    draw: Callable[[], Picture] | None = None
 
 
 class Command(NamedTuple):
@@ -125,4 +122,4 @@ RANKS: dict[str, Any] = {"type": number_from(1, 2**20), "metavar": "N"}
 MODEL = option("model", type=Path, metavar="MODEL", help="a run folder, or a folder of a transformers model")
 STEP = option("--step", type=number_from(0), metavar="N", help="of a run's checkpoint (default: the newest)")
 WORLD_SIZE = option("--world-size", **RANKS, help="ranks of your job; data parallelism is the rest")
-PICTURE = option("--picture", type=Path, metavar="FILE", help="also draw it, to a .png or .svg file")
+PICTURE = option("--picture", type=Path, metavar="FILE", help="also draw it, to an .svg file")

@@ -25,7 +25,7 @@ from megalite.config.remedies import Case, problems_of
 from megalite.errors.problems import NO_VALUE, Problem, UserError, collect
 from megalite.layout.ranks import ParallelLayout
 from megalite.layout.stages import StageLayers, stage_layers
-from megalite.plan.ranks_picture import figure_of
+from megalite.plan.ranks_picture import ranks_picture
 from megalite.plan.ranks_table import expert_lines, held_experts, json_lines, stage_lines, table_lines
 
 MOST_RANKS = 1 << 20  # lists of more would fill the memory before anybody reads them
@@ -54,7 +54,7 @@ def main(options: Namespace, overrides: list[str]) -> Shown:
         lines = [*table_lines(layout, shutil.get_terminal_size((120, 24)).columns if sys.stdout.isatty() else 120)]
         lines += ["", *stage_lines(stages)] if stages else []
         lines += ["", *expert_lines(held)] if held else []
-    return Shown(lines, draw=lambda: figure_of(layout, options.gpus_per_node, held))
+    return Shown(lines, draw=lambda: ranks_picture(layout, options.gpus_per_node, held))
 
 
 def sizes_as_overrides(options: Namespace, overrides: Sequence[str]) -> list[str]:

@@ -2,8 +2,8 @@
 
 python -m megalite plan schedule parallel.pp=4 train.global_batch_size=8 train.micro_batch_size=1
 python -m megalite plan schedule parallel.pp=4 parallel.vpp=2 parallel.schedule=interleaved train.global_batch_size=8 \\
-    train.micro_batch_size=1 --picture interleaved.png
-python -m megalite plan schedule --measured runs/my-run --picture measured.png
+    train.micro_batch_size=1 --picture interleaved.svg
+python -m megalite plan schedule --measured runs/my-run --picture measured.svg
 
 OVERRIDES are those of pretrain_gpt.py. Times are simulated: all ranks take equally long, a backward pass twice as long
 as a forward pass, transfers no time. With --measured they are those that a run recorded.
@@ -24,9 +24,8 @@ from megalite.errors.problems import NO_VALUE, Problem, UserError
 from megalite.pipeline.checker import check
 from megalite.pipeline.schedules import build_schedule
 from megalite.pipeline.simulator import equal_durations
-from megalite.plan.recording import read_recording
-from megalite.plan.schedule_picture import figure_of
-from megalite.plan.timeline import FORWARD_PASSES, MILLISECONDS, Timeline, Unit, simulated
+from megalite.plan.schedule_picture import schedule_picture
+from megalite.plan.timeline import FORWARD_PASSES, MILLISECONDS, Timeline, Unit, read_recording, simulated
 
 READ = (  # the settings that concern the schedule; of the model and of other axes nothing is asked
     *(f"parallel.{name}" for name in ("pp", "vpp", "schedule", "microbatch_group_size")),
@@ -55,7 +54,7 @@ def main(options: Namespace, overrides: list[str]) -> Shown:
             raise UserError([Problem(word, NO_VALUE, rule, "leave it out") for word in unread])
         step, timeline = read_recording(options.measured, options.step, "--measured")
         title, unit = f"{timeline.title}; measured in step {step}", MILLISECONDS
-    return Shown(lines(timeline, unit, title), draw=lambda: figure_of(timeline, unit, title))
+    return Shown(lines(timeline, unit, title), draw=lambda: schedule_picture(timeline, unit, title))
 
 
 def simulate(overrides: list[str], dp: int) -> Timeline:

@@ -1,7 +1,7 @@
 """How context parallelism shares a sequence: the exchange, who holds which tokens, what each rank computes and sends.
 
 python -m megalite plan sequence parallel.cp=4 model=llama3_8b train.seq_length=32768
-python -m megalite plan sequence parallel.cp=4 parallel.cp_comm=ring train.seq_length=8192 --picture ring.svg
+python -m megalite plan sequence parallel.cp=4 parallel.cp_comm=ring train.seq_length=8192
 
 OVERRIDES are those of pretrain_gpt.py. Scores are those of a sequence that is one document; bytes are in bf16.
 Exit status: 0, or 2 refused.
@@ -10,7 +10,7 @@ Exit status: 0, or 2 refused.
 from argparse import Namespace
 from collections.abc import Iterator
 
-from megalite.commands.command import PICTURE, Shown, command
+from megalite.commands.command import Shown, command
 from megalite.config.compose import load_values
 from megalite.config.context_rules import CONTEXT_RULES
 from megalite.config.derive import derive_model
@@ -19,7 +19,6 @@ from megalite.config.remedies import Case, problems_of
 from megalite.config.schema import Config
 from megalite.errors.problems import Problem, UserError
 from megalite.layout.sequence import SequenceShare, causal_plan
-from megalite.plan.sequence_picture import figure_of
 
 READ = (  # the settings that decide how a sequence is shared
     *(f"parallel.{name}" for name in ("tp", "cp", "cp_comm", "cp_alltoall", "sequence_parallel")),
@@ -30,7 +29,7 @@ MOST_RANKS = 1024
 BYTES = 2  # of an element in bf16
 
 
-@command(PICTURE)
+@command()
 def main(options: Namespace, overrides: list[str]) -> Shown:
     config = load_values(overrides, READ)
     axes, exchange = config.parallel, exchange_of(config)
@@ -39,13 +38,9 @@ def main(options: Namespace, overrides: list[str]) -> Shown:
         problems.append(Problem("parallel.cp", 1, "one rank has the whole sequence", "parallel.cp=2 or more"))
     elif axes.cp > MOST_RANKS:
         problems.append(Problem("parallel.cp", axes.cp, "too many ranks to list", f"parallel.cp={MOST_RANKS} at most"))
-    elif options.picture and exchange.ring == 1:
-        rule = f"ranks exchange heads ({exchange.why}), and each computes whole rows: there are no steps to draw"
-        problems.append(Problem("--picture", str(options.picture), rule, "parallel.cp_comm=ring"))
     if problems:
         raise UserError(problems)
-    title = f"{config.train.seq_length:,} tokens on a ring of {exchange.ring}"
-    return Shown(lines(config, exchange), draw=lambda: figure_of(exchange.ring, title))
+    return Shown(lines(config, exchange))
 
 
 def lines(config: Config, exchange: Exchange) -> Iterator[str]:

@@ -48,9 +48,9 @@ SWEEP = Kind("Hydra's record of a sweep", "multirun.yaml", rb"hydra:\n")
 
 
 def picture_of(command: str) -> Kind:
-    """Pictures that a command draws. The name of the program in an SVG or PNG file says so."""
-    marks = rb"<\?xml[\s\S]*<dc:title>megalite %s</dc:title>|\x89PNG[\s\S]*Software\0megalite %s"
-    return Kind(f"a picture of {command}", f"{command}.svg", marks % (command.encode(), command.encode()))
+    """Pictures that a command draws. The title of an SVG file says so."""
+    mark = rb"<\?xml[\s\S]*<dc:title>megalite %s</dc:title>"
+    return Kind(f"a picture of {command}", f"{command}.svg", mark % command.encode())
 
 
 def in_the_way(path: Path, kind: Kind) -> str:

@@ -1,1 +1,1 @@
-"""Pictures and tables of ranks, schedules and buffers."""
+"""Tables and pictures of ranks, schedules and buffers."""

@@ -1,88 +1,107 @@
-"""Draws the panels of a layout (layout/panels.py): one per axis, a colour per group, dashes where a node is left."""
+"""Draws a layout, a panel for each axis: ranks in their nodes, a colour per group, links from each member to the next.
 
+Ranks fill nodes in order, as launchers place them. Links that leave a node are dashed.
+"""
+
+import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from itertools import pairwise
 
-from megalite.layout.panels import CELL, Panel, Place, panels_of
-from megalite.layout.ranks import ParallelLayout
+from megalite.layout.ranks import DENSE_AXES, EXPERT_AXES, ParallelLayout
 from megalite.layout.summary import header_lines
-from megalite.plan.drawing import COLOURS, EDGE, FILL, GREY, INK, legend, mixed, page
+from megalite.plan.picture import Picture
 from megalite.plan.ranks_table import HeldExperts
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+ACROSS = 8  # ranks on a line
+MOST_RANKS = 144  # of a larger world the first are drawn: 18 nodes of 8, two racks of 72
+COLOURS = 10
+WIDE, HIGH, RIGHT, ABOVE = 38, 28, 12, 26  # a rank's box, and what is free right of it and above it
+LEFT, TOP, BETWEEN, NARROWEST = 56, 44, 12, 380  # for the name of a node; for titles; between nodes; a panel
+NEAR, BEND = 90, 46  # links of up to this length are straight; how far others bend
+MEANING = {
+    "tp": "tensor parallel: slices of every layer",
+    "cp": "context parallel: parts of every sequence",
+    "dp": "data parallel: copies of the model, other data",
+    "pp": "pipeline: stages of layers, first to last",
+    "etp": "tensor parallel inside an expert",
+    "ep": "expert parallel: different experts",
+    "edp": "copies of the same experts, other data",
+}
+Place = tuple[float, float]
+NOTE = "Joined ranks of one colour are one group. With many groups, colours repeat. Dashed links lead to another node."
 
-POINTS = 76  # of a panel to an inch
-NARROWEST, BESIDE, TITLE, BELOW = 350, 30, 38, 23  # a panel; what is free right of it; its title; below it
-DASHED = (0, (3.2, 1.6))
 
-
-def figure_of(layout: ParallelLayout, ranks_per_node: int, held: Sequence[HeldExperts] = ()) -> "Figure":
-    """The whole picture as a matplotlib figure. `held`: the experts of a layer, which the panel of ep shows."""
-    panels = panels_of(layout, ranks_per_node)
-    width, height = max(panels[0].size[0], NARROWEST) + BESIDE, TITLE + panels[0].size[1] + BELOW
-    across, down = min(2, len(panels)), -(-len(panels) // 2)
-    figure, axes = page(header_lines(layout), across * width / POINTS, down * height / POINTS)
-    axes.set(xlim=(0, across * width), ylim=(down * height, 0))
-    experts = {rank: str(each) for each in held for rank in each.ranks}
+def ranks_picture(layout: ParallelLayout, ranks_per_node: int, held: Sequence[HeldExperts] = ()) -> Picture:
+    """All panels under the sizes of the layout. `held`: the experts of a layer, which the panel of ep shows."""
+    picture, lines = Picture("ranks of a layout"), header_lines(layout)
+    for number, line in enumerate(lines):
+        picture.text(0, 14 + 18 * number, line, "" if number else "title")
+    top, panels = 16.0 + 18 * len(lines), panels_of(layout, ranks_per_node, held)
+    across, wide, high = min(2, len(panels)), panels[0].width + 24, panels[0].height + 24
     for number, panel in enumerate(panels):
-        below = experts if panel.axis == "ep" else {}
-        _draw(axes, panel, number % across * width, number // across * height, below)
-    _legend(figure, panels)
-    return figure
+        picture.place(panel, number % across * wide, top + number // across * high)
+    picture.height = top + -(-len(panels) // across) * high + 8
+    picture.text(0, picture.height - 4, NOTE)
+    picture.width = max(across * wide - 24, 6.4 * max(map(len, [NOTE, *lines])))
+    return picture
 
 
-def _draw(axes: "Axes", panel: Panel, left: float, top: float, below: Mapping[int, str]) -> None:
+def panels_of(layout: ParallelLayout, ranks_per_node: int, held: Sequence[HeldExperts] = ()) -> list[Picture]:
+    """A panel for each axis larger than 1, dense axes first; the pipelines, which experts share, once. One of all ranks
+    where no axis is split."""
+    axes = [*DENSE_AXES, *(axis for axis in EXPERT_AXES if axis != "pp" and layout.has_experts)]
+    experts = {rank: str(each) for each in held for rank in each.ranks}
+    split = [axis for axis in axes if layout.sizes[axis] > 1]
+    panels = [_panel(axis, layout.groups(axis), ranks_per_node, experts if axis == "ep" else {}) for axis in split]
+    return panels or [_panel("", [[0]], ranks_per_node, {})]
+
+
+def title_of(axis: str, groups: Sequence[Sequence[int]], ranks_per_node: int) -> str:
+    """How many groups there are and how many of them leave a node, in words."""
+    if not axis:
+        return "one rank: nothing is split"
+    crossing = sum(group[0] // ranks_per_node != group[-1] // ranks_per_node for group in groups)
+    where = f"{crossing} across nodes" if crossing else "inside a node"
+    return f"{axis}: {len(groups)} group{'s' if len(groups) > 1 else ''} of {len(groups[0])}, {where}"
+
+
+def _panel(axis: str, groups: list[list[int]], ranks_per_node: int, below: Mapping[int, str]) -> Picture:
     """`below`: what to write under the number of each rank, if anything."""
-    from matplotlib.patches import PathPatch
-    from matplotlib.path import Path
-
-    axes.text(left, top, panel.title, va="top", size=10.5, weight="bold", color=INK)
-    axes.text(left, top + 16, panel.meaning, va="top", size=8.5, color=GREY)
-    top += TITLE
-    for number, (x, y) in enumerate(panel.nodes):
-        _box(axes, (left + x, top + y), panel.node_size, FILL, EDGE, 0)
-        words: dict[str, Any] = {"ha": "right", "va": "center", "size": 7.5, "color": GREY, "linespacing": 1}
-        axes.text(left + x - 5, top + y + panel.node_size[1] / 2, f"node\n{number}", **words)
-    for link in panel.links:
-        colour, corners = COLOURS[panel.colours[link.start]], [(left + x, top + y) for x, y in link.corners]
-        curve = [Path.CURVE4] * 3 if len(corners) == 4 else [Path.LINETO]
-        look = _look(mixed(colour, "black", 0.35) if link.crosses else colour, crosses=link.crosses)
-        axes.add_patch(PathPatch(Path(corners, [Path.MOVETO, *curve]), fill=False, zorder=2, **look))
-        if link.end is None:
-            axes.plot(*corners[-1], "o", color=colour, markersize=4)
-    for rank, (x, y) in enumerate(panel.ranks):
-        colour = COLOURS[panel.colours[rank]]
-        _box(axes, (left + x, top + y), CELL, mixed(colour, "white", 0.72), colour, 3)
-        centre = left + x + CELL[0] / 2, top + y + CELL[1] / 2
-        place = (centre[0], centre[1] - 5) if below else centre
-        axes.text(*place, str(rank), ha="center", va="center_baseline", size=9, color=INK, zorder=4)
+    world = len(groups) * len(groups[0])
+    drawn, in_node = min(world, MOST_RANKS), min(ranks_per_node, world, MOST_RANKS)
+    wide = min(in_node, ACROSS) * (WIDE + RIGHT) - RIGHT + 16
+    high = -(-in_node // ACROSS) * (HIGH + ABOVE) + 8
+    picture = Picture(title_of(axis, groups, ranks_per_node))
+    picture.text(0, 14, picture.title, "strong")
+    part = f"; drawn: ranks 0 to {drawn - 1} of {world}" if drawn < world else ""
+    picture.text(0, 31, MEANING.get(axis, "") + part)
+    corners = list[Place]()
+    for node in range(-(-drawn // in_node)):
+        top = TOP + node * (high + BETWEEN)
+        picture.rect(LEFT, top, wide, high, "node")
+        picture.text(LEFT - 8, top + high / 2 + 4, f"node {node}", "end")
+        for at in range(min(in_node, drawn - node * in_node)):
+            line, column = divmod(at, ACROSS)
+            corners.append((LEFT + 8 + column * (WIDE + RIGHT), top + ABOVE - 4 + line * (HIGH + ABOVE)))
+        picture.width, picture.height = max(LEFT + wide + 2, NARROWEST), top + high + 2
+    colours = {rank: number % COLOURS for number, group in enumerate(groups) for rank in group}
+    for start, end in (step for group in groups for step in pairwise(group) if step[0] < drawn):
+        dashed = " dashed" if start // in_node != end // in_node else ""
+        picture.path(_link(corners[start], corners[end] if end < drawn else None), f"link c{colours[start]}{dashed}")
+    for rank, (x, y) in enumerate(corners):
+        picture.rect(x, y, WIDE, HIGH, f"rank c{colours[rank]}")
+        picture.text(x + WIDE / 2, y + (13 if below else 18), str(rank), "mid strong")
         if below:
-            under = (centre[0], centre[1] + 6)
-            axes.text(*under, below[rank], ha="center", va="center_baseline", size=6.5, color=INK, zorder=4)
+            picture.text(x + WIDE / 2, y + 24, below[rank], "mid small")
+    return picture
 
 
-def _look(colour: str, *, crosses: bool) -> dict[str, Any]:
-    """Of a link: thin and dashed where it leaves a node."""
-    return {"color": colour, "ls": DASHED, "lw": 1.5} if crosses else {"color": colour, "ls": "solid", "lw": 2.2}
-
-
-def _box(axes: "Axes", corner: Place, size: Place, fill: str, edge: str, zorder: int) -> None:
-    from matplotlib.patches import FancyBboxPatch
-
-    rounded = "round,pad=0,rounding_size=5"
-    axes.add_patch(FancyBboxPatch(corner, *size, boxstyle=rounded, facecolor=fill, edgecolor=edge, zorder=zorder))
-
-
-def _legend(figure: "Figure", panels: list[Panel]) -> None:
-    from matplotlib.lines import Line2D
-
-    links = [link for panel in panels for link in panel.links]
-    kinds = {link.crosses for link in links if link.end is not None}
-    names = {False: "inside a node", True: "between nodes"}
-    handles = [Line2D([], [], label=names[it], **_look(GREY, crosses=it)) for it in names if it in kinds]
-    if any(link.end is None for link in links):
-        handles.append(Line2D([], [], label="to a rank that is not drawn", marker="o", ls="", color=GREY))
-    note = "Joined ranks of one colour are one group. With many groups, colours repeat." if links else ""
-    legend(figure, handles, note, handlelength=3.5)
+def _link(start: Place, end: Place | None) -> str:
+    """A line between the middles of boxes, bent where others are in between; a stub where the end is not drawn."""
+    x, y = start[0] + WIDE / 2, start[1] + HIGH / 2
+    if end is None:
+        return f"M{x} {y}v{HIGH / 2 + 9}"
+    right, down = end[0] - start[0], end[1] - start[1]
+    distance = math.hypot(right, down)
+    bend = BEND / distance if distance > NEAR else 0.0
+    return f"M{x} {y}q{right / 2 + bend * down:.4g} {down / 2 - bend * right:.4g} {right} {down}"

@@ -14,35 +14,10 @@ from megalite.layout.ranks import ParallelLayout
 from megalite.layout.stages import StageLayers
 from megalite.layout.summary import header_lines
 
-DENSE_SETS = ("tp", "cp", "dp", "pp", "tp-pp", "dp-cp", "tp-cp", "tp-dp-cp")
-EXPERT_SETS = ("etp", "ep", "edp", "pp", "etp-ep", "etp-ep-pp")
-
-
-def table_lines(layout: ParallelLayout, width: int) -> Iterator[str]:
-    """All groups as tables, lines of at most `width` characters."""
-    yield from (line for text in header_lines(layout) for line in _wrapped(text, width))
-    for section, sets in _sections(layout).items():
-        if sets:
-            yield from ("", f"{section}:")
-        for axes in sets:
-            yield from _row(axes, layout.groups(axes), len(str(layout.world_size)), width)
-
-
-def stage_lines(stages: Sequence[StageLayers]) -> Iterator[str]:
-    """Which layers each pipeline rank holds in each of its chunks, a line per stage in the order of the layers."""
-    ranks = 1 + max(stage.pp_rank for stage in stages)
-    sides = {stage.side for stage in stages}
-    digits = len(str(len(stages)))
-    yield "stages:"
-    for stage in stages:
-        chunk = f", chunk {stage.chunk:<{digits}}" if len(stages) > ranks else ""
-        side = f"{stage.side}, " if len(sides) > 1 else ""
-        extras = ["embedding"] * stage.embedding + ["loss"] * stage.loss
-        held = f" ({', '.join(extras)})" if extras else ""
-        layers = f"{stage.count} layers, {stage.first}-{stage.first + stage.count - 1}"
-        if stage.count < 2:
-            layers = f"1 layer, {stage.first}" if stage.count else "no layers"
-        yield f"  pp rank {stage.pp_rank:<{digits}}{chunk}: {side}{layers}{held}"
+SETS = {  # of axes whose groups are shown
+    "dense": ("tp", "cp", "dp", "pp", "tp-pp", "dp-cp", "tp-cp", "tp-dp-cp"),
+    "expert": ("etp", "ep", "edp", "pp", "etp-ep", "etp-ep-pp"),
+}
 
 
 @dataclass(frozen=True)
@@ -68,6 +43,53 @@ def held_experts(layout: ParallelLayout, experts: int) -> list[HeldExperts]:
     return found
 
 
+def json_lines(
+    layout: ParallelLayout, stages: Sequence[StageLayers] = (), held: Sequence[HeldExperts] = ()
+) -> Iterator[str]:
+    """One JSON object, {"dense": {"tp": [[0, 1], ...], ...}, "expert": {...}}; if given, "stages" and "experts"."""
+    shown: dict[str, Any] = {name: {axes: layout.groups(axes) for axes in sets} for name, sets in _sets(layout).items()}
+    shown |= {"stages": [asdict(stage) for stage in stages]} if stages else {}
+    yield json.dumps(shown | ({"experts": [asdict(each) for each in held]} if held else {}))
+
+
+def table_lines(layout: ParallelLayout, width: int) -> Iterator[str]:
+    """All groups as tables, lines of at most `width` characters; no group of one line is broken."""
+    yield from (line for text in header_lines(layout) for line in _wrapped(text, " ", width))
+    digits = len(str(layout.world_size))
+    for section, sets in _sets(layout).items():
+        if sets:
+            yield from ("", f"{section}:")
+        for axes in sets:
+            groups = layout.groups(axes)
+            noun = "group " if len(groups) == 1 else "groups"
+            label = f"  {axes:<9} {len(groups):>{digits}} {noun} of {f'{len(groups[0])}:':<{digits + 1}} "
+            if len(groups[0]) == 1 and len(groups) > 1:
+                yield f"{label}each rank alone"
+                continue
+            texts = [f"[{' '.join(map(str, group))}]" for group in groups]
+            if max(map(len, texts)) <= width - len(label):
+                texts = [text.replace(" ", "\N{NO-BREAK SPACE}") for text in texts]
+            lines = _wrapped(label.replace(" ", "\N{NO-BREAK SPACE}") + " ".join(texts), " " * len(label), width)
+            yield from (line.replace("\N{NO-BREAK SPACE}", " ") for line in lines)
+
+
+def stage_lines(stages: Sequence[StageLayers]) -> Iterator[str]:
+    """Which layers each pipeline rank holds in each of its chunks, a line per stage in the order of the layers."""
+    chunked = len(stages) > 1 + max(stage.pp_rank for stage in stages)
+    sided = len({stage.side for stage in stages}) > 1
+    digits = len(str(len(stages)))
+    yield "stages:"
+    for stage in stages:
+        chunk = f", chunk {stage.chunk:<{digits}}" if chunked else ""
+        side = f"{stage.side}, " if sided else ""
+        extras = ["embedding"] * stage.embedding + ["loss"] * stage.loss
+        held = f" ({', '.join(extras)})" if extras else ""
+        layers = f"{stage.count} layers, {stage.first}-{stage.first + stage.count - 1}"
+        if stage.count < 2:
+            layers = f"1 layer, {stage.first}" if stage.count else "no layers"
+        yield f"  pp rank {stage.pp_rank:<{digits}}{chunk}: {side}{layers}{held}"
+
+
 def expert_lines(held: Sequence[HeldExperts]) -> Iterator[str]:
     """Which ranks hold the same experts, a line for each part of them."""
     yield "experts of a layer:"
@@ -76,40 +98,11 @@ def expert_lines(held: Sequence[HeldExperts]) -> Iterator[str]:
         yield f"  {each!s:<{width}}  ranks {' '.join(map(str, each.ranks))}"
 
 
-def json_lines(
-    layout: ParallelLayout, stages: Sequence[StageLayers] = (), held: Sequence[HeldExperts] = ()
-) -> Iterator[str]:
-    """One JSON object, {"dense": {"tp": [[0, 1], ...], ...}, "expert": {...}}; if given, "stages" and "experts"."""
-    shown: dict[str, Any] = {
-        section: {axes: layout.groups(axes) for axes in sets} for section, sets in _sections(layout).items()
-    }
-    shown |= {"stages": [asdict(stage) for stage in stages]} if stages else {}
-    yield json.dumps(shown | ({"experts": [asdict(each) for each in held]} if held else {}))
+def _sets(layout: ParallelLayout) -> dict[str, tuple[str, ...]]:
+    return SETS if layout.has_experts else {"dense": SETS["dense"], "expert": ()}
 
 
-def _sections(layout: ParallelLayout) -> dict[str, tuple[str, ...]]:
-    return {"dense": DENSE_SETS, "expert": EXPERT_SETS if layout.has_experts else ()}
-
-
-def _row(axes: str, groups: list[list[int]], digits: int, width: int) -> Iterator[str]:
-    """One axis: how many groups of what size, then the groups, in columns where they take several lines."""
-    noun = "group " if len(groups) == 1 else "groups"
-    label = f"  {axes:<9} {len(groups):>{digits}} {noun} of {f'{len(groups[0])}:':<{digits + 1}} "
-    if len(groups[0]) == 1 and len(groups) > 1:
-        yield f"{label}each rank alone"
-        return
-    texts = [f"[{' '.join(map(str, group))}]" for group in groups]
-    room, column = max(width - len(label), 20), max(map(len, texts))
-    if sum(map(len, texts)) + len(texts) - 1 <= room:
-        lines = [" ".join(texts)]
-    elif column > room:
-        lines = [line for text in texts for line in _wrapped(text, room)]
-    else:
-        across, padded = (room + 1) // (column + 1), [text.ljust(column) for text in texts]
-        lines = [" ".join(padded[start : start + across]).rstrip() for start in range(0, len(texts), across)]
-    yield label + lines[0]
-    yield from (" " * len(label) + line for line in lines[1:])
-
-
-def _wrapped(text: str, width: int) -> list[str]:
-    return TextWrapper(max(width, 20), subsequent_indent=" ", break_on_hyphens=False, break_long_words=False).wrap(text)
+def _wrapped(text: str, indent: str, width: int) -> list[str]:
+    return TextWrapper(max(width, 20), subsequent_indent=indent, break_on_hyphens=False, break_long_words=False).wrap(
+        text
+    )

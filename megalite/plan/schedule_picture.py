@@ -1,100 +1,84 @@
-"""Draws a timeline: a row for each pipeline rank, a box for each action, its microbatch inside where it fits.
+"""Draws a timeline, simulated or recorded: a row for each pipeline rank, a box for each action with its microbatch."""
 
-Simulated and recorded times look alike.
-"""
-
-from functools import cache
-from typing import TYPE_CHECKING, Any
+import math
+from collections import defaultdict
 
 from megalite.pipeline.actions import ActionKind
-from megalite.plan.drawing import GREY, INK, legend, mixed, page
+from megalite.plan.picture import Picture
 from megalite.plan.timeline import Timeline, Unit
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-LOOKS: dict[ActionKind, tuple[str, str]] = {
-    "forward": ("forward", "#2f6fb5"),
-    "backward": ("backward", "#2a9a58"),
-    "backward-input": ("backward: gradients of activations", "#2a9a58"),
-    "backward-weight": ("backward: gradients of weights", "#e38a2d"),
+WORDS: dict[ActionKind, str] = {
+    "forward": "forward",
+    "backward": "backward",
+    "backward-input": "backward: gradients of activations",
+    "backward-weight": "backward: gradients of weights",
 }
-IDLE = "#eef0f3"
-NARROWEST, WIDEST, MICROBATCH = 7.0, 15.0, 1.05  # of all rows; of a microbatch's boxes, where there is room
-ROW, HIGHEST, NAMED = 0.36, 9.0, 0.13  # a row; all rows; rows lower than this are named one in eight
-BOX = 0.83  # of a row's height
-THIN = 0.02  # narrower boxes have no edges
-LIGHTEST = 0.72  # share of white in the last of several chunks
+LEFT, RIGHT, TOP, LETTER = 66, 120, 62, 6.4  # room for names of ranks, for what they hold, for titles; a letter
+NARROWEST, WIDEST, MICROBATCH = 560.0, 1080.0, 84.0  # all boxes of a row; those of a microbatch, where there is room
+ROW, HIGHEST, NAMED = 28.0, 700.0, 12.0  # a row; all rows; rows lower than this are named one in eight
 
 
-def figure_of(timeline: Timeline, unit: Unit, title: str) -> "Figure":
-    """The whole picture as a matplotlib figure."""
-    pp, span = timeline.pp, timeline.makespan or 1
+def schedule_picture(timeline: Timeline, unit: Unit, title: str) -> Picture:
+    """The whole picture."""
+    picture, pp = Picture(title), timeline.pp
     row = min(ROW, HIGHEST / pp)
-    # Where there is room, all schedules of one model and batch have one scale.
-    work = timeline.computing / (pp * max(timeline.microbatches, 1))
+    work = timeline.computing / (pp * max(timeline.microbatches, 1))  # one scale for all schedules of a batch
     wide = min(max(MICROBATCH * timeline.makespan / work if work else 0, NARROWEST), WIDEST)
-    figure, axes = page([title, timeline.summary(unit)], wide, row * pp, beside=(0.4, 1.3), below=0.85)
-    axes.set(xlim=(0, span * unit.scale), ylim=(pp - 0.5, -0.5))
-    longest = max((len(spans) for spans in timeline.ranks), default=0)
-    _boxes(axes, timeline, unit, wide / span if row > NAMED else 0, thin=wide < THIN * longest)
-    axes.set_axis_on()
-    axes.spines[["top", "left", "right"]].set_visible(False)
-    axes.tick_params("x", labelsize=8, colors=GREY)
-    axes.set_xlabel(f"time, in {unit.words}", size=8.5, color=GREY)
-    named = range(0, pp, 1 if row >= NAMED else 8)
-    held = axes.secondary_yaxis("right")
-    held.spines["right"].set_visible(False)
-    axes.set_yticks(named, [f"rank {rank}" for rank in named])
-    held.set_yticks(named, [timeline.held(rank) for rank in named])
-    for side in (axes, held):
-        side.tick_params("y", length=0, labelcolor=INK, labelsize=9 if row > 0.2 else 7)
-    heading = "holds at most the\nactivations of"
-    axes.annotate(heading, (1, 1), (8, 4), "axes fraction", "offset points", va="bottom", size=8, color=GREY)
-    _legend(figure, timeline)
-    return figure
+    picture.text(0, 14, title, "title")
+    picture.text(0, 34, timeline.summary(unit))
+    picture.text(LEFT + wide + 8, TOP - 18, "holds at most the")
+    picture.text(LEFT + wide + 8, TOP - 4, "activations of")
+    for rank in range(pp):
+        top = TOP + rank * row
+        picture.rect(LEFT, top + 0.08 * row, wide, 0.84 * row, "idle")
+        _draw_actions(picture, timeline, rank, top, row, wide)
+        if row >= NAMED or rank % 8 == 0:
+            picture.text(LEFT - 8, top + row / 2 + 4, f"rank {rank}", "end strong")
+            picture.text(LEFT + wide + 8, top + row / 2 + 4, timeline.held(rank))
+    floor = TOP + pp * row + 4
+    _draw_axis(picture, timeline.makespan * unit.scale, unit.words, floor, wide)
+    at = float(LEFT)
+    kinds = {span.action.kind for spans in timeline.ranks for span in spans}
+    chunks = f", chunks 0-{timeline.vpp - 1}" if timeline.vpp > 1 else ""  # from dark to light
+    for style, words in [*((kind, f"{WORDS[kind]}{chunks}") for kind in WORDS if kind in kinds), ("idle", "idle")]:
+        picture.rect(at, floor + 42, 12, 12, style)
+        picture.text(at + 18, floor + 52, words)
+        at += 38 + LETTER * len(words)
+    picture.width = max(LEFT + wide + RIGHT, at, LETTER * len(timeline.summary(unit)))
+    picture.height = floor + 62
+    return picture
 
 
-def _boxes(axes: "Axes", timeline: Timeline, unit: Unit, inches: float, *, thin: bool) -> None:
-    """A box for each action, and its microbatch where `inches` to a unit of time leave room for it.
-
-    Thin boxes are points of an image, each of which shows the action that goes on there.
-    """
-    edges: dict[str, Any] = {"edgecolors": "white", "linewidths": 0.5}
-    if thin:
-        edges = {"edgecolors": "none", "antialiaseds": False, "rasterized": True}
-    for rank, spans in enumerate(timeline.ranks):
-        low = rank - BOX / 2
-        axes.broken_barh([(0, timeline.makespan * unit.scale)], (low, BOX), facecolors=IDLE)
-        times = [(start * unit.scale, (end - start) * unit.scale) for _, start, end in spans]
-        colours = [_shade(action.kind, action.chunk, timeline.vpp) for action, _, _ in spans]
-        axes.broken_barh(times, (low, BOX), facecolors=colours, **edges)
-        for (action, start, end), (left, width) in zip(spans, times, strict=True):
-            text = str(action.microbatch)
-            if (end - start) * inches >= 0.066 * len(text) + 0.05:
-                colour = INK if _white(action.chunk, timeline.vpp) > 0.3 else "white"
-                axes.text(left + width / 2, rank, text, ha="center", va="center_baseline", size=7.5, color=colour)
-
-
-def _legend(figure: "Figure", timeline: Timeline) -> None:
-    from matplotlib.patches import Patch
-
-    kinds, vpp = {span.action.kind for spans in timeline.ranks for span in spans}, timeline.vpp
-    chunks = f", chunks 0-{vpp - 1}" if vpp > 1 else ""  # from dark to light
-    handles = [
-        Patch(label=f"{words}{chunks}", facecolor=_shade(kind, 0, vpp))
-        for kind, (words, _) in LOOKS.items()
-        if kind in kinds
-    ]
-    legend(figure, [*handles, Patch(label="idle", facecolor=IDLE)])
+def _draw_actions(picture: Picture, timeline: Timeline, rank: int, top: float, row: float, wide: float) -> None:
+    """Boxes of a kind and chunk are one path. Where they are very thin, they begin and end at whole pixels."""
+    spans, scale = timeline.ranks[rank], wide / (timeline.makespan or 1)
+    thin = 3 * len(spans) > wide
+    boxes = defaultdict[tuple[ActionKind, int], list[str]](list)
+    numbers = []
+    for action, start, end in spans:
+        left, right = (round(at * scale, 0 if len(spans) > 2 * wide else 1) for at in (start, end))
+        if right > left:
+            width, high = right - left, 0.84 * row
+            line = f"M{LEFT + left:.5g} {top + 0.08 * row:.5g}h{width:.5g}v{high:.4g}h{-width:.5g}z"
+            boxes[action.kind, action.chunk].append(line)
+            if row > 14 and width > 7 * len(str(action.microbatch)) + 4:
+                style = "in-box" if 2 * action.chunk < timeline.vpp else "in-box strong"
+                numbers.append((LEFT + (left + right) / 2, str(action.microbatch), style))
+    for (kind, chunk), lines in boxes.items():
+        lightness = 0.55 * chunk / (timeline.vpp - 1) if chunk else 0.0
+        picture.path("".join(lines), f"box {kind}{' thin' if thin else ''}", 1 - lightness)
+    for x, number, style in numbers:
+        picture.text(x, top + row / 2 + 4, number, style)
 
 
-def _white(chunk: int, vpp: int) -> float:
-    """Share of white in a chunk's colour: the first is the darkest; a single one is in between."""
-    return 0.4 if vpp == 1 else LIGHTEST * chunk / (vpp - 1)
-
-
-@cache
-def _shade(kind: ActionKind, chunk: int, vpp: int) -> str:
-    return mixed(LOOKS[kind][1], "white", _white(chunk, vpp))
+def _draw_axis(picture: Picture, longest: float, words: str, floor: float, wide: float) -> None:
+    """Time from 0 to the end of the step, with a few round numbers."""
+    picture.path(f"M{LEFT} {floor}h{wide:.5g}", "axis")
+    if longest > 0:
+        power = 10.0 ** math.floor(math.log10(longest / 6))
+        step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= longest / 6)
+        for number in range(int(longest / step + 1e-9) + 1):
+            x = LEFT + number * step / longest * wide
+            picture.path(f"M{x:.5g} {floor}v4", "axis")
+            picture.text(x, floor + 16, f"{number * step:g}", "mid")
+    picture.text(LEFT + wide / 2, floor + 31, f"time, in {words}", "mid")

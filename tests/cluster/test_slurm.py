@@ -185,7 +185,7 @@ def test_an_array_trains_a_run_for_each_line_of_its_file(slurm: Cluster, monkeyp
     monkeypatch.setitem(slurm.environment, "POINTS", str(points))
     number, _ = submit(slurm, "unused", "train.steps=4", "parallel.pp=1", options=("--array=1-3", "--nodes=1"))
     page = slurm.folder / "comparison.html"
-    compare = f"{sys.executable} scripts/report.py {' '.join(repr(str(run)) for run in runs)} --out {page}"
+    compare = f"{sys.executable} -m megalite report {' '.join(repr(str(run)) for run in runs)} --out {page}"
     after = ["--dependency", f"afterok:{number}", f"--chdir={ROOT}", f"--output={slurm.folder}/%x-%j.out", "--wrap"]
     report = slurm("sbatch", "--parsable", *after, compare)
     slurm.follow(lambda: slurm.job(report)["JobState"] == "COMPLETED", lambda: said(slurm, report))

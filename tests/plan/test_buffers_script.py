@@ -1,16 +1,13 @@
-"""`megalite plan buffers` shows what training lays out, as tables and as a picture, and tells mistakes all at once."""
+"""`megalite plan buffers` shows what training lays out, as tables, and tells mistakes all at once."""
 
 import re
 import subprocess
 import sys
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from megalite.commands import buffers
 from megalite.config.schema import MoEConfig
@@ -21,9 +18,7 @@ from megalite.layout.parameters import ParameterRecord
 from megalite.layout.ranks import ParallelLayout
 from megalite.optim.memory import bytes_of_rank
 from megalite.optim.rank_buffers import RankBuffers, rank_buffers
-from megalite.plan.buffers_picture import GAP, KINDS, LINE, THIN, figure_of, kind_of, places_of
 from megalite.plan.buffers_table import bucket_lines, header_lines, owned_lines
-from megalite.plan.drawing import save_picture
 from tests.optim.small_model import small_config
 from tests.ranks import run_ranks
 
@@ -176,10 +171,9 @@ def of_experts() -> RankBuffers:
 # --- mistakes ----------------------------------------------------------------------------------------------------
 
 
-def test_everything_that_is_wrong_is_told_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    picture = str(tmp_path / "gone" / "buffers.pdf")
-    said = refused(capsys, "model.num_layers=0", "optimizer.zero=2", "--dp", "2", "--picture", picture)
-    for part in ("4 problems", "model.num_layers=0", "optimizer.zero=2", "must end in .png or .svg", "does not exist"):
+def test_everything_that_is_wrong_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(capsys, "model.num_layers=0", "optimizer.zero=2", "--dp", "2")
+    for part in ("2 problems", "model.num_layers=0", "optimizer.zero=2"):
         assert part in said
 
 
@@ -207,84 +201,7 @@ def test_it_starts_without_what_is_slow() -> None:
         "import runpy, sys\n"
         "sys.argv = ['megalite', 'plan', 'buffers', '--dp', '2', '--rank', '1']\n"
         "try: runpy.run_module('megalite', run_name='__main__')\n"
-        "except SystemExit as end: sys.exit(end.code or bool({'torch', 'matplotlib'} & {*sys.modules}))"
+        "except SystemExit as end: sys.exit(end.code or 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-# --- the picture -------------------------------------------------------------------------------------------------
-
-
-@given(st.lists(st.integers(0, 10**12), min_size=1, max_size=40))
-@settings(deadline=None)
-def test_buckets_stand_side_by_side_in_their_order_and_to_one_scale(sizes: list[int]) -> None:
-    places = places_of(sizes)
-    assert [place.number for place in places] == list(range(len(sizes)))
-    for one, other in pairwise(places):
-        if one.line == other.line:
-            assert other.left == pytest.approx(one.left + one.width + GAP)
-        else:
-            assert (other.line, other.left) == (one.line + 1, 0)
-            assert one.left + one.width + GAP + other.width > LINE
-    assert all(place.width >= THIN and place.left + place.width <= LINE + 1e-6 for place in places)
-    scales = {
-        round(size / place.width / max(sizes), 9)
-        for size, place in zip(sizes, places, strict=True)
-        if place.width > THIN
-    }
-    assert len(scales) <= 1
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("embedding.word.weight", "embedding"),
-        ("blocks.3.attention.qkv.bias", "attention"),
-        ("blocks.3.attention.query_norm.weight", "norm"),
-        ("blocks.3.mlp_norm.weight", "norm"),
-        ("blocks.3.mlp.gate_up.weight", "mlp"),
-        ("head.weight", "head"),
-        ("blocks.0.router.weight", "other"),
-    ],
-)
-def test_a_parameter_s_colour_follows_from_its_name(name: str, kind: str) -> None:
-    assert kind_of(name) == kind
-
-
-def test_the_picture_names_buckets_blocks_parameters_and_owners(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    lines = shown(capsys, *GPT2, "--dp", "4", "--rank", "2", "--picture", str(tmp_path / "buffers.svg"))
-    assert lines[-1] == f"picture: {tmp_path / 'buffers.svg'}"
-    texts = texts_of(tmp_path / "buffers.svg")
-    assert set(lines[: lines.index("")]) <= set(texts)
-    assert [text for text in texts if text.startswith("bucket")] == [
-        "bucket 0: 35.4 M",
-        "bucket 1: 35.4 M",
-        "bucket 2: 15.0 M",
-        "bucket 3: 38.6 M",
-    ]
-    assert [text for text in texts if text.startswith("block ")] == [f"block {layer}" for layer in range(11, -1, -1)]
-    assert [text for text in texts if text.startswith("rank ") and len(text) == 6] == [
-        f"rank {n}" for n in range(4)
-    ] * 4
-    assert [texts.count(text) for text in ("down", "up", "qkv", "embedding.word")] == [12, 12, 12, 1]
-    legend = [text for text in texts if text in (*KINDS, "other", "padding") or text.startswith("owned")]
-    assert legend == ["embedding", "attention", "mlp", "norm", "owned by rank 2"]
-
-
-def test_padding_is_in_the_legend_where_there_is_some(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    shown(capsys, *GPT2, "--dp", "8", "optimizer.ownership=whole", "--picture", str(tmp_path / "buffers.svg"))
-    assert "padding" in texts_of(tmp_path / "buffers.svg")
-
-
-def test_any_buffers_can_be_drawn(tmp_path: Path) -> None:
-    path = tmp_path / "buffers.svg"
-    save_picture(lambda: figure_of(of_experts(), ["title", "line"]), path, "buffers")
-    assert {"0 expert", "1 master"} <= {text.removeprefix("bucket ").partition(":")[0] for text in texts_of(path)}
-
-
-def texts_of(path: Path) -> list[str]:
-    """All texts of an SVG in their order, a line each."""
-    return [text.strip() for text in re.findall(r"<(?:text|tspan)[^>]*>([^<]+)<", path.read_text())]

@@ -10,7 +10,7 @@ import pytest
 from megalite.commands import schedule
 from tests.plan import running
 from tests.plan.running import Done
-from tests.plan.test_recording import lines, timeline, write
+from tests.plan.test_timeline import lines, timeline, write
 
 SMALL = ("train.global_batch_size=8", "train.micro_batch_size=1")
 
@@ -20,15 +20,15 @@ def run(*arguments: str, cwd: Path | None = None) -> Done:
 
 
 def test_a_schedule_is_told_and_drawn(tmp_path: Path) -> None:
-    words = ("parallel.pp=4", "parallel.vpp=2", "parallel.schedule=interleaved", *SMALL, "--picture", "drawn.png")
+    words = ("parallel.pp=4", "parallel.vpp=2", "parallel.schedule=interleaved", *SMALL, "--picture", "drawn.svg")
     done = run(*words, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     told = done.stdout.splitlines()
     assert told[0] == "interleaved: pp 4, vpp 2, 8 microbatches"
     assert told[1].startswith("step 28.5 forward passes of a rank; idle 15.8% of it (bubble: 0.1875 ")
     assert told[3].startswith("rank 0   holds at most 5.5 microbatches 0F0 0F1 0F2 0F3 1F0")
-    assert told[-1] == "picture: drawn.png"
-    assert [path.name for path in tmp_path.iterdir()] == ["drawn.png"]
+    assert told[-1] == "picture: drawn.svg"
+    assert [path.name for path in tmp_path.iterdir()] == ["drawn.svg"]
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_a_run_that_recorded_its_pipeline_is_drawn(tmp_path: Path) -> None:
             ("parallel.pipe=4", "model=gpt5", "parallel.pp=x", "--picture=a.pdf"),
             [
                 "4 problems",
-                "--picture='a.pdf': must end in .png or .svg",
+                "--picture='a.pdf': must end in .svg",
                 "parallel.pipe=4: unknown setting",
                 "model='gpt5': unknown choice",
                 "parallel.pp='x': must be a whole number",
@@ -115,7 +115,7 @@ def test_mistakes_are_refused_with_status_two_and_nothing_written(
 def test_a_pipeline_of_ten_thousand_gpus_is_built_checked_and_drawn_in_a_minute(tmp_path: Path) -> None:
     begin = time.process_time()
     words = ("parallel.pp=64", "parallel.vpp=4", "train.global_batch_size=512", "train.micro_batch_size=1")
-    done = run(*words, "--picture", str(tmp_path / "large.png"))
+    done = run(*words, "--picture", str(tmp_path / "large.svg"))
     assert done.stdout.startswith("interleaved: pp 64, vpp 4, 512 microbatches\nstep 1583 ")
     assert time.process_time() - begin < 60  # 9 s here, 20 in CI
 

@@ -15,7 +15,6 @@ from markupsafe import Markup
 from megalite.config.user_files import as_record
 from megalite.errors.problems import UserError, printable
 from megalite.errors.words import plain, several
-from megalite.layout.panels import panels_of
 from megalite.layout.ranks import ParallelLayout
 from megalite.layout.summary import header_lines
 from megalite.observe import readable
@@ -23,6 +22,8 @@ from megalite.observe.event_words import words_of
 from megalite.observe.report.charts import COLOURS, Chart, Figure, Line, column_chart, line_chart, share_chart
 from megalite.observe.report.heat_map import heat_map
 from megalite.observe.run_data import RunData
+from megalite.plan.picture import STYLE
+from megalite.plan.ranks_picture import panels_of
 
 HERE = Path(__file__).parent
 MOST_SHOWN = 12  # steps of which samples are shown
@@ -60,10 +61,14 @@ def environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    script, style = (Markup((HERE / name).read_text(encoding="utf-8")) for name in ("charts.js", "report.css"))
+    script, *styles = (
+        Markup(path.read_text(encoding="utf-8")) for path in (HERE / "charts.js", HERE / "report.css", STYLE)
+    )
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data:"
-    found.globals.update(script=script, style=style, policy=policy, figures=FIGURES, column_chart=column_chart)
+    found.globals.update(
+        script=script, style=Markup("").join(styles), policy=policy, figures=FIGURES, column_chart=column_chart
+    )
     found.globals["words_of"] = words_of
     found.filters |= {name: words for name, words in vars(readable).items() if callable(words)} | {"moment": moment}
     found.filters |= {"plain": plain, "several": several}
@@ -83,6 +88,7 @@ def render(run: RunData, *, live: bool = False) -> str:
         groups.setdefault(name.rpartition(".")[0], []).append(name)
     layout, recent = layout_of(run), sorted(bucket.y for bucket in run.figures["step_time_s"].buckets[-RECENT:])
     spent = {"training": run.training_s, "evaluation": run.evaluation_s, "checkpoints": run.stall_s}
+    per_node = int(run.start.get("ranks_per_node") or (layout.world_size if layout else 1))
     shown = sorted(run.samples, reverse=True)
     if len(shown) > MOST_SHOWN:
         shown = [shown[round(at * (len(shown) - 1) / (MOST_SHOWN - 1))] for at in range(MOST_SHOWN)]
@@ -102,7 +108,7 @@ def render(run: RunData, *, live: bool = False) -> str:
             run_parts=shares(spent, readable.duration, (1, 4, 5)),
             layout=layout,
             layout_lines=header_lines(layout) if layout else [],
-            pictures=panels_of(layout, int(run.start.get("ranks_per_node") or layout.world_size)) if layout else [],
+            pictures=[Markup(it.svg()) for it in panels_of(layout, per_node)] if layout else [],
             hosts=list(Counter(run.start.get("hosts") or []).items()),
             tokens_of_experts=heat_map(run),
             samples=[(step, run.samples[step]) for step in shown],

@@ -8,8 +8,6 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from megalite.layout.panels import Panel, panels_of
-from megalite.layout.ranks import ParallelLayout
 from megalite.observe.readable import short
 from megalite.observe.report.charts import (
     MOST_COLUMNS,
@@ -27,12 +25,11 @@ FINITE = st.floats(-1e30, 1e30, allow_subnormal=False)
 MACROS = environment().get_template("macros.html").module
 
 
-def drawn(picture: Chart | Panel | None) -> str:
-    macro = "layout_picture" if isinstance(picture, Panel) else "chart"
-    return str(getattr(MACROS, macro)(picture)).strip()
+def drawn(picture: Chart | None) -> str:
+    return str(MACROS.chart(picture)).strip()  # type: ignore[attr-defined]
 
 
-def parsed(picture: Chart | Panel | None) -> ElementTree.Element:
+def parsed(picture: Chart | None) -> ElementTree.Element:
     """The picture as a tree. Whatever is no XML, or no number, is an error."""
     svg = drawn(picture)
     assert not re.search(r"\b(nan|inf)\b", re.sub(r"<(title|text).*?</\1>", "", svg))
@@ -98,21 +95,3 @@ def test_no_rank_is_lost_among_columns(ranks: int) -> None:
     highest = max(columns, key=lambda column: float(column.attrib["height"]))
     assert highest.attrib["class"] == "column c3"
     assert (highest.findtext("title") or "").endswith(": 7")
-
-
-@pytest.mark.parametrize(
-    ("layout", "per_node", "panels"),
-    [
-        (ParallelLayout(), 1, 1),
-        (ParallelLayout(dp=3), 3, 1),
-        (ParallelLayout(tp=2, dp=4, pp=4), 8, 3),
-        (ParallelLayout(tp=4, pp=16, dp=64), 8, 3),
-    ],
-)
-def test_a_layout_is_drawn_with_each_rank_once_per_axis(layout: ParallelLayout, per_node: int, panels: int) -> None:
-    figures = [parsed(figure) for figure in panels_of(layout, per_node)]
-    assert len(figures) == panels
-    for figure in figures:
-        ranks = [text.text for text in figure.iter("text") if text.text and text.text.isdigit()]
-        assert ranks == [str(rank) for rank in range(len(ranks))]
-        assert len(ranks) == min(layout.world_size, 144)

@@ -18,6 +18,7 @@ from megalite.observe.report.charts import COLOURS
 from megalite.observe.report.comparison import compare, names_of
 from megalite.observe.report.page import HERE, environment, render
 from megalite.observe.run_data import MOST_LISTED, MOST_SAMPLED, read_run
+from megalite.plan.picture import STYLE as PICTURE_STYLE
 from tests.observe.report.runs import EVIL, event, start_of, write_run
 
 
@@ -135,9 +136,7 @@ def test_links_lead_somewhere_and_every_picture_has_a_title(tmp_path: Path) -> N
     assert led_to == {f"#{place}" for place in places}
     assert len(places) == 7
     text = render(read_run(tmp_path / "run"))
-    assert (
-        text.count("<svg viewBox") == len(re.findall(r"<svg[^>]* role=\"img\"[^>]*><title>[^<]{10,}</title>", text)) > 8
-    )
+    assert text.count("<svg ") == len(re.findall(r"<svg[^>]* role=\"img\"[^>]*><title>[^<]{10,}</title>", text)) > 8
 
 
 def contrast(one: str, other: str) -> float:
@@ -156,7 +155,7 @@ def luminance(colour: str) -> float:
 def test_text_and_lines_stand_out(shade: int) -> None:
     style = STYLE.partition("@media")[0] if shade == 0 else STYLE.partition("@media")[2].partition("\n}\n")[0]
     colours = dict(re.findall(r"--([a-z]{2,}): (#\w{6})", style))
-    series = re.findall(r"\.c\d \{ --c: (#\w{6}); \}", style)
+    series = re.findall(r"\.c\d \{ --c: (#\w{6}); \}", style if shade else PICTURE_STYLE.read_text())
     assert len(series) == COLOURS
     for ground in (colours["page"], colours["card"]):
         for name in ("ink", "quiet", "good", "bad", "warn"):
