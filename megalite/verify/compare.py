@@ -5,7 +5,7 @@ first moment is then (1 - beta1) times the clipped gradient. The last one has th
 relative to the largest element of that very tensor: a small tensor cannot hide behind its neighbours.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -23,11 +23,7 @@ from megalite.launch.context import ParallelContext
 from megalite.train.history import METRICS, read_metrics
 
 RELATIVE, ABSOLUTE = 1e-10, 1e-12  # the design's bound on every layout against one process, in fp64
-NUMBERS = {"tokens in the loss": "tokens", "loss": "loss", "gradient norm": "grad_norm"}  # and their field
-ROUTING = {"tokens of experts": ("tokens_per_expert",), "losses of routers": ("balancing_loss", "z_loss", "entropy")}
 GROUPS = ("embedding", "attention", "mlp", "router", "experts", "shared", "norms", "head")
-OF_THE_MODEL = ("master", "blocks")  # masters, and what balances routers, by the first part of a checkpoint's names
-ORDER = [*NUMBERS, *ROUTING, *(f"{kind}: {group}" for kind in ("gradients", "parameters") for group in GROUPS)]
 
 
 @dataclass(frozen=True)
@@ -39,10 +35,6 @@ class Row:
     scale: float
     difference: float
     where: str
-
-    @property
-    def relative(self) -> float:
-        return self.difference / self.scale if self.scale else self.difference
 
     @property
     def excess(self) -> float:
@@ -57,17 +49,41 @@ class Row:
 
 def compare(layout: Path, single: Path, optimizer: OptimizerConfig) -> list[Row]:
     """The worst difference of each kind between the run folder of a layout and that of one process."""
-    records, expected = (read_metrics(run / METRICS) for run in (layout, single))
-    rows = [row for pair in zip(records, expected, strict=True) for row in _numbers(*pair)]
+    rows, (records, expected) = list[Row](), [read_metrics(run / METRICS) for run in (layout, single)]
+    for record, other in zip(records, expected, strict=True):
+        numbers, wanted = _numbers(record), _numbers(other)
+        rows += [_row(name, numbers[name], wanted[name], f"step {other['step']}") for name in wanted]
     clipped = max(1.0, expected[0]["grad_norm"] / optimizer.clip_grad) if optimizer.clip_grad else 1.0
-    first, last = expected[0]["step"], expected[-1]["step"]
-    for step, kind, factor in ((first, "gradients", clipped / (1 - optimizer.betas[0])), (last, "parameters", 1.0)):
-        rows += _tensors(kind, *(_read(run, step, kind, factor) for run in (layout, single)), f", step {step}")
+    unclip = clipped / (1 - optimizer.betas[0])
+    for kind, step, factor in (("gradients", expected[0]["step"], unclip), ("parameters", expected[-1]["step"], 1.0)):
+        found, wanted = (_tensors(run, step, kind, factor) for run in (layout, single))
+        nothing = torch.tensor(float("nan"))
+        for name in sorted(found.keys() | wanted.keys(), key=lambda name: GROUPS.index(group_of(name))):
+            tensors = found.get(name, nothing), wanted.get(name, nothing)
+            rows.append(_row(f"{kind}: {group_of(name)}", *tensors, f"{name}, step {step}"))
     worst: dict[str, Row] = {}
     for row in rows:
         if row.what not in worst or row.excess > worst[row.what].excess:
             worst[row.what] = row
-    return sorted(worst.values(), key=lambda row: ORDER.index(row.what) if row.what in ORDER else len(ORDER))
+    return [*worst.values()]
+
+
+def table(rows: Sequence[Row], ranks: int) -> Iterator[str]:
+    """The rows, and the verdict on a layout of so many ranks."""
+    lines: list[tuple[str, ...]] = [("", "one process", "difference", "relative", "", "worst at")]
+    for row in rows:
+        numbers = f"{row.scale:.6g}", f"{row.difference:.1e}", f"{row.difference / (row.scale or 1):.1e}"
+        lines.append((row.what, *numbers, "pass" if row.passed else "FAIL", row.where))
+    first, *widths, _ = (max(map(len, column)) for column in zip(*lines, strict=True))
+    for what, *numbers, where in lines:
+        cells = (number.rjust(width) for number, width in zip(numbers, widths, strict=True))
+        yield "  ".join([what.ljust(first), *cells, where]).rstrip()
+    bound, failed = f"{RELATIVE:g} relative or {ABSOLUTE:g} absolute", sum(not row.passed for row in rows)
+    yield ""
+    if failed:
+        yield f"FAIL: {failed} of {len(rows)} rows differ from one process by more than {bound}"
+    else:
+        yield f"PASS: {ranks} ranks train like one process, within {bound}"
 
 
 def group_of(name: str) -> str:
@@ -75,43 +91,30 @@ def group_of(name: str) -> str:
     parts = name.split(".")
     if any(part.endswith("norm") for part in parts):
         return "norms"
-    if parts[0] == "blocks":
-        return parts[3] if parts[2] == "moe" else parts[2]
-    return parts[0]
+    return parts[0] if parts[0] != "blocks" else parts[3] if parts[2] == "moe" else parts[2]
 
 
-def _numbers(record: dict[str, Any], expected: dict[str, Any]) -> Iterator[Row]:
-    """A row for each number of a step."""
-    pairs = [(what, record[name], expected[name]) for what, name in NUMBERS.items()]
-    if "moe" in expected:
-        pairs += [
-            (what, [record["moe"][name] for name in names], [expected["moe"][name] for name in names])
-            for what, names in ROUTING.items()
-        ]
-    for what, *values in pairs:
-        found, wanted = (torch.tensor(value, dtype=torch.float64) for value in values)
-        yield _row(what, found, wanted, f"step {expected['step']}")
+def _numbers(record: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The numbers of a step that no layout changes, by what they are."""
+    numbers = {"tokens in the loss": record["tokens"], "loss": record["loss"], "gradient norm": record["grad_norm"]}
+    if moe := record.get("moe"):
+        numbers["tokens of experts"] = moe["tokens_per_expert"]
+        numbers["losses of routers"] = [moe[name] for name in ("balancing_loss", "z_loss", "entropy")]
+    return {what: torch.tensor(value, dtype=torch.float64) for what, value in numbers.items()}
 
 
-def _read(run: Path, step: int, kind: str, factor: float) -> dict[str, Tensor]:
-    """The gradients or parameters (what balances routers without a gradient included) in a checkpoint, by name."""
+def _tensors(run: Path, step: int, kind: str, factor: float) -> dict[str, Tensor]:
+    """The first moments in a checkpoint, or masters and what balances routers, times `factor`, by parameter."""
     found, read = of_step(run / CHECKPOINTS, step, ParallelContext()), dict[str, Tensor]()
     for name, stored in found.manifest.tensors.items():
         of, _, parameter = name.partition(".")
-        is_moment = of not in (*OF_THE_MODEL, "optimizer") and not of.endswith("_sq")
-        if is_moment if kind == "gradients" else of in OF_THE_MODEL:
+        of_model = of in ("master", "blocks")
+        is_moment = not of_model and of != "optimizer" and not of.endswith("_sq")
+        if is_moment if kind == "gradients" else of_model:
             value = read[name if of == "blocks" else parameter] = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
-            pieces = [Piece(name, stored.shape, (0,) * value.dim(), value)]
-            found.read_into(pieces, unread=name.__ne__)
+            found.read_into([Piece(name, stored.shape, (0,) * value.dim(), value)], unread=name.__ne__)
             value *= factor
     return read
-
-
-def _tensors(kind: str, found: dict[str, Tensor], expected: dict[str, Tensor], when: str) -> Iterator[Row]:
-    """A row for each tensor; one that only one of the runs has is infinitely far off."""
-    for name in found.keys() | expected.keys():
-        nothing = torch.tensor(float("nan"))
-        yield _row(f"{kind}: {group_of(name)}", found.get(name, nothing), expected.get(name, nothing), f"{name}{when}")
 
 
 def _row(what: str, found: Tensor, expected: Tensor, where: str) -> Row:

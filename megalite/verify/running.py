@@ -5,7 +5,6 @@ operations must not fork). Nobody waits for ever: a process that fails, dies or 
 """
 
 import faulthandler
-import json
 import multiprocessing
 import os
 import signal
@@ -24,7 +23,6 @@ from megalite.config.schema import Config, DataConfig
 from megalite.errors.problems import REFUSED, UserError
 from megalite.launch.environment import LOOPBACK, ProcessEnvironment
 
-END = "<|endoftext|>"
 ECHO_S = 2.0  # how long others may take to end after the first failure, or a stack to be written
 LAST_WORDS = 40  # lines of a process that failed
 DOCUMENT = 6  # tokens on average: several documents in each sample
@@ -73,39 +71,29 @@ def train_both(
 
 def _placed(config: Config, folder: Path, run: str) -> Config:
     """The settings with a run folder and the text in `folder`."""
-    data = DataConfig(
-        source="text",
-        path=str(folder / "text.jsonl"),
-        cache_dir=str(folder / "cache"),
-        workers=1,
-        mask_end_of_document=config.data.mask_end_of_document,
-        cross_document_attention=config.data.cross_document_attention,
-    )
+    places = {"path": str(folder / "text.jsonl"), "cache_dir": str(folder / "cache")}
+    kept = {name: getattr(config.data, name) for name in ("mask_end_of_document", "cross_document_attention")}
+    data = DataConfig(source="text", workers=1, **places, **kept)
     return replace(config, run_dir=str(folder / run), tokenizer=str(folder / "tokenizer"), data=data)
 
 
 def _write_text(path: Path, config: Config) -> None:
     """Documents of random letters, never the same twice, and beside them the tokenizer: as many letters as the
     vocabulary has room for, and an end of document."""
-    size, train, dice = config.model.vocab_size or 2, config.train, np.random.default_rng(config.seed)
-    letters = [chr(LETTERS + at) for at in range(min(size - 1, 20_000))]
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+    from megalite.data.tokenizers import END, TextTokenizer
+
+    train, dice = config.train, np.random.default_rng(config.seed)
+    letters = [chr(LETTERS + at) for at in range(min((config.model.vocab_size or 2) - 1, 20_000))]
     needed = 2 * (train.steps + 1) * train.global_batch_size * train.seq_length  # a share is kept for validation
-    lengths = dice.geometric(1 / DOCUMENT, size=-(-needed // DOCUMENT))
-    documents = ("".join(letters[at] for at in dice.integers(len(letters), size=length)) for length in lengths)
-    path.write_text("".join(f'{{"text": "{document}"}}\n' for document in documents), encoding="utf-8")
-    ids = {letter: at for at, letter in enumerate([*letters, END])}
-    split = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
-    end = {"id": ids[END], "content": END, "special": True, **dict.fromkeys(("single_word", "lstrip", "rstrip"), False)}
-    spec = {
-        "version": "1.0",
-        "added_tokens": [end | {"normalized": False}],
-        "pre_tokenizer": split,
-        "model": {"type": "WordLevel", "vocab": ids, "unk_token": END},
-    }
-    folder = path.with_name("tokenizer")
-    folder.mkdir()
-    (folder / "tokenizer.json").write_text(json.dumps(spec), encoding="utf-8")
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": END}))
+    with path.open("w", encoding="utf-8") as file:
+        for length in dice.geometric(1 / DOCUMENT, size=-(-needed // DOCUMENT)):
+            file.write(f'{{"text": "{"".join(letters[at] for at in dice.integers(len(letters), size=length))}"}}\n')
+    backend = Tokenizer(models.WordLevel({letter: at for at, letter in enumerate([*letters, END])}, unk_token=END))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    backend.add_special_tokens([END])
+    TextTokenizer(backend, {"eos_token": END}).save(path.with_name("tokenizer"))
 
 
 def _wait_for(processes: Sequence[ForkServerProcess], folder: Path, deadline: float) -> None:
@@ -118,30 +106,24 @@ def _wait_for(processes: Sequence[ForkServerProcess], folder: Path, deadline: fl
         patience = ECHO_S if failed else max(0.0, deadline - time.monotonic())
         if not (ready := wait(list(waiting), timeout=patience)):
             break
-        ended = [waiting.pop(sentinel) for sentinel in list(waiting) if sentinel in ready]
-        for process in ended:
+        for process in [waiting.pop(sentinel) for sentinel in list(waiting) if sentinel in ready]:
             process.join()
-        failed += [process for process in ended if process.exitcode]
-    said = {process.name: _last_words(folder / process.name) for process in processes}
-    for process in failed:
-        if process.exitcode == REFUSED:
-            raise RunFailure(said[process.name], REFUSED)
-    if died := [process for process in failed if (process.exitcode or 0) < 0]:  # the others are echoes
-        raise RunFailure("\n".join(f"{process.name} died by {_signal(process)}" for process in died))
-    if failed:
-        raise RunFailure("\n".join(f"{process.name} failed:\n{said[process.name]}" for process in failed))
-    if waiting:
-        why = "did not answer in time: a collective that not all ranks join, or slow. It stood at"
-        raise RunFailure("\n".join(f"{process.name} {why}\n{said[process.name]}" for process in waiting.values()))
+            failed += [process] if process.exitcode else []
+    if refused := [process for process in failed if process.exitcode == REFUSED]:
+        raise RunFailure(_last_words(refused[0], folder), REFUSED)
+    if died := [(process.name, -(process.exitcode or 0)) for process in failed if (process.exitcode or 0) < 0]:
+        hint = {signal.SIGKILL: " (out of memory?)"}
+        words = (f"{name} died by {signal.Signals(number).name}{hint.get(number, '')}" for name, number in died)
+        raise RunFailure("\n".join(words))  # the others are echoes
+    hangs = "did not answer in time: a collective that not all ranks join, or slow. It stood at"
+    how, found = ("failed:", failed) if failed else (hangs, [*waiting.values()])
+    if found:
+        raise RunFailure("\n".join(f"{process.name} {how}\n{_last_words(process, folder)}" for process in found))
 
 
-def _signal(process: ForkServerProcess) -> str:
-    number = signal.Signals(-(process.exitcode or 0))
-    return number.name + (" (out of memory?)" if number == signal.SIGKILL else "")
-
-
-def _last_words(path: Path) -> str:
-    return "\n".join(path.read_text(errors="replace").splitlines()[-LAST_WORDS:]) if path.exists() else ""
+def _last_words(process: ForkServerProcess, folder: Path) -> str:
+    said = folder / process.name
+    return "\n".join(said.read_text(errors="replace").splitlines()[-LAST_WORDS:]) if said.exists() else ""
 
 
 def _run(train: TrainRank, config: Config, place: ProcessEnvironment, output: Path, timeout_s: float) -> None:

@@ -24,7 +24,7 @@ from megalite.checkpoint.commit import CHECKPOINTS
 from megalite.commands import verify as verify_command
 from megalite.commands.train import train_rank
 from megalite.config.derive import derive
-from megalite.config.layout import stage_settings
+from megalite.config.layout import layout_of, stage_settings
 from megalite.config.rules import check
 from megalite.config.schema import Config, ModelConfig, MoEConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from megalite.errors.problems import Problem, UserError
@@ -97,7 +97,7 @@ def test_a_sound_layout_of_experts_passes(capsys: pytest.CaptureFixture[str], ov
 
 def test_a_capacity_of_fewer_choices_stays_one_that_is_accepted() -> None:
     experts = ["model.moe.num_experts=32", "model.moe.top_k=8", "model.moe.capacity_factor=0.25"]
-    moe = shrink(load([*experts, "parallel.ep=2"], 2, None)[0], 2).config.model.moe
+    moe = shrink(*load([*experts, "parallel.ep=2"], 2, None)).config.model.moe
     assert (moe.top_k, moe.capacity_factor) == (2, 0.5)
 
 
@@ -388,7 +388,7 @@ def features(config: Config, world_size: int) -> dict[str, Any]:
     axes = config.parallel
     dp = world_size // tp // axes.pp
     microbatches, groups = train.global_batch_size // (micro * dp), axes.microbatch_group_size
-    chunk, positions = model.loss_chunk_tokens, model.max_positions
+    chunk = model.loss_chunk_tokens
     recomputed = train.recompute_layers
     return {
         "tensor parallel": tp > 1,
@@ -406,7 +406,6 @@ def features(config: Config, world_size: int) -> dict[str, Any]:
         "short last group": groups is not None and microbatches % groups > 0,
         "several sequences": micro > 1,
         "odd sequence": train.seq_length % tp > 0,
-        "unused positions": model.position == "learned" and (positions or 0) > train.seq_length,
         "chunked loss": chunk is not None and chunk < micro * train.seq_length,
         "all layers recomputed": recomputed is None or recomputed >= model.num_layers or model.num_layers == 1,
         "kept": [model.qk_norm, model.bias, model.tie_embeddings, model.position, model.norm, model.activation],
@@ -423,7 +422,7 @@ def routing(config: Config) -> dict[str, Any]:
     return {
         "all experts": moe.top_k == moe.num_experts,
         "several experts": moe.top_k > 1,
-        "groups": [moe.num_groups > 1, moe.top_k_groups > 1, moe.top_k_groups == moe.num_groups],
+        "groups": [moe.num_groups > 1, moe.top_k_groups == moe.num_groups],
         "layers without experts": 0 < len(model.expert_layers) < model.num_layers,
     }
 
@@ -438,18 +437,17 @@ def slopes(config: Config) -> list[int]:
 @given(_asked())
 def test_shrinking_keeps_every_feature(case: tuple[Config, int]) -> None:
     config, world_size = case
-    shrunk = shrink(config, world_size)
-    small, ranks = shrunk.config, shrunk.layout.world_size
+    small, layout, _ = shrink(config, world_size)
+    ranks, asked = layout.world_size, features(config, world_size)
     assert not check(small, ranks)
     assert ranks <= MOST_RANKS
-    assert world_size > MOST_RANKS or shrunk.layout == shrunk.asked_layout
-    asked = features(config, world_size)
+    assert world_size > MOST_RANKS or layout == layout_of(config, world_size)
     if small.model.num_layers == 1:  # of a layout most of whose stages are gone
         asked["all layers recomputed"] = True
     if world_size > MOST_RANKS:  # over two tensor-parallel ranks in place of more
         asked["uneven rows"] = features(small, ranks)["uneven rows"]
-        run = shrunk.layout  # where etp and ep together need more ranks than one replica has
-        asked["data parallel"] |= run.ep * (run.etp or 1) > run.tp * run.cp
+        # where etp and ep together need more ranks than one replica has
+        asked["data parallel"] |= layout.ep * (layout.etp or 1) > layout.tp * layout.cp
     assert features(small, ranks) == asked
     if config.model.moe.num_experts and world_size <= MOST_RANKS and small.model.num_layers > 1:
         assert routing(small) == routing(config)
