@@ -70,14 +70,10 @@ def compare(layout: Path, single: Path, optimizer: OptimizerConfig) -> list[Row]
 
 def table(rows: Sequence[Row], ranks: int) -> Iterator[str]:
     """The rows, and the verdict on a layout of so many ranks."""
-    lines: list[tuple[str, ...]] = [("", "one process", "difference", "relative", "", "worst at")]
+    yield f"{'':24}{'one process':>12}{'difference':>12}{'relative':>10}        worst at"
     for row in rows:
-        numbers = f"{row.scale:.6g}", f"{row.difference:.1e}", f"{row.difference / (row.scale or 1):.1e}"
-        lines.append((row.what, *numbers, "pass" if row.passed else "FAIL", row.where))
-    first, *widths, _ = (max(map(len, column)) for column in zip(*lines, strict=True))
-    for what, *numbers, where in lines:
-        cells = (number.rjust(width) for number, width in zip(numbers, widths, strict=True))
-        yield "  ".join([what.ljust(first), *cells, where]).rstrip()
+        numbers = f"{row.scale:>12.6g}{row.difference:>12.1e}{row.difference / (row.scale or 1):>10.1e}"
+        yield f"{row.what:24}{numbers}  {'pass' if row.passed else 'FAIL'}  {row.where}"
     bound, failed = f"{RELATIVE:g} relative or {ABSOLUTE:g} absolute", sum(not row.passed for row in rows)
     yield ""
     if failed:

@@ -71,9 +71,9 @@ def train_both(
 
 def _placed(config: Config, folder: Path, run: str) -> Config:
     """The settings with a run folder and the text in `folder`."""
-    places = {"path": str(folder / "text.jsonl"), "cache_dir": str(folder / "cache")}
-    kept = {name: getattr(config.data, name) for name in ("mask_end_of_document", "cross_document_attention")}
-    data = DataConfig(source="text", workers=1, **places, **kept)
+    data = DataConfig(source="text", workers=1, path=str(folder / "text.jsonl"), cache_dir=str(folder / "cache"))
+    data.mask_end_of_document = config.data.mask_end_of_document
+    data.cross_document_attention = config.data.cross_document_attention
     return replace(config, run_dir=str(folder / run), tokenizer=str(folder / "tokenizer"), data=data)
 
 
@@ -112,7 +112,7 @@ def _wait_for(processes: Sequence[ForkServerProcess], folder: Path, deadline: fl
     if refused := [process for process in failed if process.exitcode == REFUSED]:
         raise RunFailure(_last_words(refused[0], folder), REFUSED)
     if died := [(process.name, -(process.exitcode or 0)) for process in failed if (process.exitcode or 0) < 0]:
-        hint = {signal.SIGKILL: " (out of memory?)"}
+        hint = {int(signal.SIGKILL): " (out of memory?)"}
         words = (f"{name} died by {signal.Signals(number).name}{hint.get(number, '')}" for name, number in died)
         raise RunFailure("\n".join(words))  # the others are echoes
     hangs = "did not answer in time: a collective that not all ranks join, or slow. It stood at"

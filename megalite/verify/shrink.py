@@ -84,7 +84,7 @@ def _smaller(config: Config, asked: ParallelLayout) -> ParallelLayout:
     """All axes as asked, or at most 2 each."""
     if asked.world_size <= MOST_RANKS:
         return asked
-    axes = {axis: min(2, getattr(asked, axis) or 1) for axis in AXES}
+    axes: dict[str, Any] = {axis: min(2, getattr(asked, axis) or 1) for axis in AXES}
     small = Config(parallel=ParallelConfig(**axes))
     ranks, unit = dense_ranks(small), least_world(small) if asked.has_experts else 1
     dp = -(-min(2, asked.dp) * ranks // unit) * unit // ranks

@@ -10,14 +10,15 @@ from math import lcm
 from pathlib import Path
 
 from megalite.config.compose import load_config, load_values
-from megalite.config.layout import dense_ranks, layout_of, least_world, stage_settings
+from megalite.config.layout import dense_ranks, layout_of, least_world
 from megalite.config.schema import Config
+from megalite.config.settings import SETTINGS, value_of
 from megalite.errors.problems import Problem, UserError
-from megalite.layout.ranks import ParallelLayout
-from megalite.layout.stages import stage_layers
 from megalite.layout.summary import header_lines
 from megalite.verify.running import LAYOUT, SINGLE, TrainRank, train_both
-from megalite.verify.shrink import AXES, MOST_RANKS, shrink, vocabulary_of
+from megalite.verify.shrink import AXES, MOST_RANKS, shrink
+
+SHOWN = ("model.", "train.compile", "train.global_batch_size", "train.seq_length", "parallel.pipeline_layout")
 
 
 def verify(
@@ -29,17 +30,10 @@ def verify(
     raises RunFailure.
     """
     small, layout, reference = shrink(config, world_size)
-    asked = _described(config, layout_of(config, world_size))
-    size = f"{small.train.steps} steps of {small.train.global_batch_size} x {small.train.seq_length} tokens"
-    lines = [
-        f"asked   {asked}",
-        f"run     {_described(small, layout)}",
-        f"        {size}, fp64 on the CPU, random text",
-    ]
-    if config.train.compile:
-        lines.append("note    train.compile is off: this checks the layout, not the compiler")
-    if config.model.vocab_size is None:
-        lines.append("note    the tokenizer is not asked for its vocabulary (model.vocab_size=N to be exact)")
+    changed = {name: value_of(small, name) for name in SETTINGS if value_of(small, name) != value_of(config, name)}
+    shown = " ".join(f"{name}={value}" for name, value in changed.items() if name.startswith(SHOWN))
+    lines = [f"asked   {header_lines(layout_of(config, world_size))[0]}; model={config.model.name}"]
+    lines += [f"run     {header_lines(layout)[0]}; fp64 on the CPU, random text, {shown}"]
     with tempfile.TemporaryDirectory(prefix="megalite-verify-") as name:
         folder, ranks = Path(name), layout.world_size
         train_both(small, ranks, reference, folder, timeout_s, (train_layout or train, train))
@@ -75,14 +69,3 @@ def load(argv: list[str], world_size: int | None, dp: int | None) -> tuple[Confi
         rule, remedy = "one process is what layouts are compared to", "--dp 2, or parallel.tp=2 with a batch to suit"
         raise UserError(Problem("world size", 1, rule, remedy))
     return config, world
-
-
-def _described(config: Config, layout: ParallelLayout) -> str:
-    """The layout and the model, in a line."""
-    model, moe = config.model, config.model.moe
-    heads = f"{model.num_attention_heads} heads over {model.num_key_value_heads} of {model.head_size}"
-    shape = f"{model.num_layers} layers x {model.hidden_size}, {heads}, ffn {model.ffn_hidden_size}"
-    experts = f", {moe.num_experts} experts (top {moe.top_k})" if moe.num_experts else ""
-    counts = ", ".join(str(stage.count) for stage in stage_layers(stage_settings(config)))
-    stages = f", stages of {counts} layers" if layout.pp > 1 else ""
-    return f"{header_lines(layout)[0]}; {shape}{experts}{stages}, vocabulary {vocabulary_of(config):,}"

@@ -28,16 +28,18 @@ from megalite.config.layout import layout_of, stage_settings
 from megalite.config.rules import check
 from megalite.config.schema import Config, ModelConfig, MoEConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from megalite.errors.problems import Problem, UserError
+from megalite.launch.context import ParallelContext
 from megalite.launch.environment import ProcessEnvironment
 from megalite.layout.stage_string import layout_text
 from megalite.layout.stages import stage_layers
-from megalite.optim.gradients import PartialGradients
+from megalite.train import run
 from megalite.train.history import METRICS
 from megalite.verify import verify as verify_module
 from megalite.verify.compare import compare
 from megalite.verify.shrink import MOST_RANKS, shrink, vocabulary_of
 from megalite.verify.verify import load, verify
 from tests.checkpoint.samples import SINGLE, whole
+from tests.layouts import moe_mutants, mutants
 from tests.ranks import start_forkserver
 from tests.warm import warm_python
 
@@ -75,6 +77,8 @@ def test_a_sound_layout_passes(
         assert found == groups
 
 
+MOE = "model.moe.num_experts=4 model.moe.z_loss_coeff=0.01"
+SIGMOID = f"{MOE} model.moe.score=sigmoid model.moe.expert_bias_rate=0.01"
 ROUTED = ["model.moe.num_experts=4", "model.moe.z_loss_coeff=0.01", "parallel.ep=2"]
 
 
@@ -107,64 +111,66 @@ def test_a_run_with_a_long_name_shrinks() -> None:
     assert shrink(*load(words, 2, None)).layout.ep == 2
 
 
-def without_sum_of_counts(config: Config, place: ProcessEnvironment) -> int:
-    """A balancing loss of a sequence on several ranks that counts each rank's own tokens."""
-    from megalite.moe import balance
-
-    balance.start_all_reduce = lambda x, group, op="sum": x.clone()
-    return train_rank(config, place)
-
-
-def without_input_gradient_sum(config: Config, place: ProcessEnvironment) -> int:
-    from megalite.tensor_parallel import linear
-
-    linear.start_all_reduce = lambda x, group, op="sum": x.clone()
-    return train_rank(config, place)
-
-
-def without_sum_of_partial_gradients(config: Config, place: ProcessEnvironment) -> int:
-    PartialGradients.all_reduce = lambda self: None  # type: ignore[method-assign]
-    return train_rank(config, place)
-
-
 def broken(monkeypatch: pytest.MonkeyPatch, train_layout: Any) -> None:
     """From here on the ranks of a layout run `train_layout`, and the one process what it should."""
     monkeypatch.setattr(verify_command, "verify", partial(verify, train_layout=train_layout))
 
 
+def with_mistake(mutant: Any, config: Config, place: ProcessEnvironment) -> int:
+    """Train as users do, with the mistake of a mutant of tests/layouts, which needs to know the rank."""
+    sys.modules[mutant.__module__].train = lambda context, config: None  # type: ignore[attr-defined]
+    start = run.start
+
+    def start_and_break(*settings: Any) -> ParallelContext:
+        mutant(context := start(*settings), config)
+        return context
+
+    run.start = start_and_break
+    return train_rank(config, place)
+
+
+ALONE = "parallel.sequence_parallel=false"
+MUTANTS: list[tuple[Any, str, tuple[str, ...]]] = [
+    (mutants.no_sum_of_partial_gradients, "parallel.tp=2", ("gradient norm", "gradients: norms")),
+    (mutants.no_gather_of_parameters, "", ("loss", "parameters: mlp")),
+    (moe_mutants.own_counts_move_the_bias, f"{SIGMOID} parallel.ep=2", ("parameters: router",)),
+]
+LONG_MUTANTS: list[tuple[Any, str, tuple[str, ...]]] = [
+    (mutants.no_sum_of_input_gradients, f"parallel.tp=2 {ALONE}", ("gradients: attention",)),
+    (mutants.own_slice_of_input_gradients, "parallel.tp=2", ()),
+    (mutants.replicas_counted_on_every_rank, f"model=gpt2 parallel.tp=2 {ALONE}", ("gradient norm",)),
+    (mutants.same_shard_drawn_everywhere, f"parallel.tp=2 {ALONE}", ()),
+    (mutants.padding_in_the_loss, "parallel.tp=2 model.vocab_multiple=7 model.vocab_size=4097", ("loss",)),
+    (mutants.rows_off_by_one_on_one_rank, "parallel.tp=2", ("loss",)),
+    (mutants.mask_ignored_on_one_rank, "parallel.tp=2 data.mask_end_of_document=true", ()),
+    (mutants.mean_of_local_means, "data.mask_end_of_document=true", ("loss",)),
+    (mutants.next_rank_s_slices, "", ()),
+    (mutants.sent_before_the_last_microbatch, "train.global_batch_size=16 train.micro_batch_size=2", ()),
+    (mutants.decay_of_everything, "", ("parameters: norms",)),
+    (mutants.no_sum_inside_instances, "--dp=4 optimizer.instances=2", ()),
+    (mutants.no_sum_over_tied_embeddings, "parallel.pp=2 model.tie_embeddings=true", ("gradients: embedding",)),
+    (mutants.weight_gradients_forgotten, "parallel.pp=2 parallel.schedule=zb-h1", ()),
+    (mutants.activations_of_another_microbatch, "parallel.pp=2", ("loss",)),
+    (moe_mutants.no_sum_of_router_gradients, f"{MOE} parallel.tp=2 parallel.etp=1", ("gradients: router",)),
+    (moe_mutants.rows_returned_in_the_experts_order, f"{MOE} parallel.ep=2", ("loss",)),
+    (moe_mutants.no_sum_of_sequence_counts, f"{MOE} parallel.tp=2 parallel.etp=1", ("losses of routers",)),
+    (moe_mutants.expert_gradients_divided_by_ep, f"{MOE} parallel.ep=2", ("gradients: experts",)),
+]
+
+
 @pytest.mark.parametrize(
-    ("mutant", "words", "verdicts"),
-    [
-        (
-            without_sum_of_counts,
-            [*ROUTED, "parallel.tp=2", "parallel.etp=1"],
-            {"tokens in the loss": "pass", "losses of routers": "FAIL", "gradients: router": "FAIL"},
-        ),
-        (
-            without_input_gradient_sum,
-            ["parallel.tp=2", "parallel.sequence_parallel=false"],
-            {"tokens in the loss": "pass", "gradient norm": "FAIL", "gradients: attention": "FAIL"},
-        ),
-        (
-            without_sum_of_partial_gradients,
-            ["parallel.tp=2"],
-            {"tokens in the loss": "pass", "gradient norm": "FAIL", "gradients: norms": "FAIL"},
-        ),
-    ],
+    ("mutant", "words", "rows"),
+    [*MUTANTS, *(pytest.param(*each, marks=pytest.mark.long) for each in LONG_MUTANTS)],
+    ids=lambda part: getattr(part, "__name__", None),
 )
-def test_a_sum_that_is_left_out_fails(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    mutant: Any,
-    words: list[str],
-    verdicts: dict[str, str],
+def test_a_mistake_of_some_layout_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], mutant: Any, words: str, rows: tuple[str, ...]
 ) -> None:
-    broken(monkeypatch, mutant)
-    assert verify_command.main([*words, "--dp=1"]) == 1
+    broken(monkeypatch, partial(with_mistake, mutant))
+    assert verify_command.main(words.split()) == 1
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("FAIL:") for line in lines)
-    for what, verdict in verdicts.items():
-        assert [verdict in line for line in lines if line.startswith(what)] == [True], what
+    assert [what for what in rows if not any(line.startswith(what) and " FAIL " in line for line in lines)] == []
 
 
 def failing(config: Config, place: ProcessEnvironment) -> int:
