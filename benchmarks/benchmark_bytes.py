@@ -15,13 +15,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalite.optim.bucket_collectives import bytes_sent
 from megalite.train.build import Training
 
 LONGEST_FIGURE = 64  # bytes: a step also sums its tokens, norm and loss, where even small models have kilobytes
 TCPI_BYTES_SENT = 200  # offset in Linux's struct tcp_info; bytes sent again, which are among them, come next
 
 Transfer = Literal["reduce_scatter", "all_reduce", "all_gather"]
+
+
+def bytes_sent(transfer: Transfer, elements: int, ranks: int, comm_dtype: torch.dtype) -> int:
+    """What each of `ranks` ranks sends for a tensor of so many elements, a multiple of `ranks`.
+
+    On gloo that is exact but for the headers, a hundred bytes or so per message; on NCCL it is what a ring takes.
+    """
+    rounds = 2 if transfer == "all_reduce" else 1
+    return rounds * (ranks - 1) * (elements // ranks) * comm_dtype.itemsize
 
 
 class Primitives:

@@ -38,7 +38,7 @@ from megalite.launch.environment import ProcessEnvironment
 from megalite.launch.host import limit_openmp_spinning
 from megalite.moe import balance, dispatch
 from megalite.moe.layer import MoELayer
-from megalite.train.build import start
+from megalite.train.build import open_context
 
 RANKS = 2
 TURN_STEPS = 3
@@ -83,7 +83,7 @@ class LayerTimes:
 
 def measure_layer(config: Config, rounds: int) -> LayerTimes:
     """The first layer of `config`, on the inputs that it has in a training step of one process."""
-    context = start(config, ProcessEnvironment())
+    context = open_context(config, ProcessEnvironment())
     side = Megalite(config, context, global_tokens(config).to(context.device))
     layer = next(module for module in side.training.chunks[0].modules() if isinstance(module, MoELayer))
     inputs: dict[nn.Module, tuple[Any, ...]] = {}
@@ -160,7 +160,7 @@ class Ranks:
 
 def _take_turns(connection: Connection, rank: int, store: str, config: Config) -> None:
     environment = ProcessEnvironment(rank, RANKS, rank, RANKS, launcher="env")
-    context = start(config, environment, FileStore(store, RANKS))
+    context = open_context(config, environment, FileStore(store, RANKS))
     torch.set_num_threads(1)
     data_ranks = context.size("dp")
     side = Megalite(config, context, global_tokens(config).chunk(data_ranks)[rank % data_ranks])

@@ -27,7 +27,7 @@ from megalite.launch.device import DTYPES
 from megalite.launch.environment import read_environment
 from megalite.launch.host import let_cuda_segments_grow, limit_openmp_spinning
 from megalite.model.flops import parameter_count
-from megalite.train.build import build_training, data_share, fill_with_start_values, start
+from megalite.train.build import build_training, data_share, fill_with_start_values, open_context
 from megalite.train.device_settings import derive_device
 from megalite.train.step import PendingMetrics, TrainStep
 
@@ -268,7 +268,7 @@ SIDES: Mapping[str, Callable[[Config, ParallelContext, Tensor], Megalite | Peer 
 def _take_turns(connection: Connection, name: str, config: Config, threads: int) -> None:
     """A side's process: an answer when it is warm, then one for each number of steps that it is asked for."""
     if name == "megalite":
-        context = start(config, read_environment({}))
+        context = open_context(config, read_environment({}))
         config = derive_device(config, context)
     else:
         context = ParallelContext(device=torch.device(config.device), dtype=DTYPES[config.precision])

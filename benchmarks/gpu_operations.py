@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
-from megalite.kernels.document_attention import block_mask, dense_mask, document_attention
+from megalite.kernels import attention as attention_kernels
+from megalite.kernels.attention_mask import AttentionMask, block_mask, dense_mask
 from megalite.kernels.embed import add_rows
 from megalite.kernels.fp8 import E4M3, OF_GRADIENTS, fp8_input_gradient, fp8_linear, rounded
 from megalite.kernels.products import add_transposed_product
@@ -67,8 +68,8 @@ def attention(device: torch.device, *, fa4: bool = False) -> Errors:
             mask = dense_mask(documents, torch.bfloat16) if name in ("masked", "flex") else None
             wanted = _gradients(partial(_plain_attention, mask=mask), [x.detach().double() for x in qkv], grad.double())
             if name == "flex":
-                table = block_mask(documents)
-                run = partial(_flex, torch.compile(document_attention, fullgraph=True, dynamic=False), table)
+                table = AttentionMask(block_mask(documents))
+                run = partial(_flex, torch.compile(attention_kernels.attention, fullgraph=True, dynamic=False), table)
             else:
                 run = partial(_fused_attention, mask)
             with sdpa_kernel(KERNELS["flex" if name in ("masked", "flex") else name], set_priority=True):

@@ -65,20 +65,20 @@ def _composed_once(pytestconfig: pytest.Config) -> Iterator[None]:
     """Hydra takes a tenth of a second to compose the files of conf/, and most tests choose alike: in a plain run each
     choice is composed once, and the tests get copies. Other files, and what is refused, are read each time."""
     from megalite.config import compose
+    from megalite.config.hydra_files import CONF, Files
 
-    compose_anew, made = compose._compose, dict[tuple[str, ...], Any]()
-    conf = ["pkg://hydra.conf", f"file://{compose.CONF}", "structured://"]
+    compose_anew, made = compose.composed, dict[tuple[str, ...], Any]()
 
-    def compose_once(loader: Any, name: str, choices: list[str]) -> Any:
-        if [element.path for element in loader.get_search_path().get_path()] != conf:
-            return compose_anew(loader, name, choices)
-        if (name, *choices) not in made:
-            made[name, *choices] = compose_anew(loader, name, choices)
-        return copy.deepcopy(made[name, *choices])
+    def compose_once(loader: Any, files: Files, choices: list[str]) -> Any:
+        if files != Files(str(CONF), files.name):
+            return compose_anew(loader, files, choices)
+        if (files.name, *choices) not in made:
+            made[files.name, *choices] = compose_anew(loader, files, choices)
+        return copy.deepcopy(made[files.name, *choices])
 
     with pytest.MonkeyPatch.context() as patch:
         if not pytestconfig.getoption("--full"):
-            patch.setattr(compose, "_compose", compose_once)
+            patch.setattr(compose, "composed", compose_once)
         yield
 
 

@@ -4,6 +4,7 @@ import importlib.util
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,18 +50,104 @@ def copy(tmp_path: Path) -> Path:
     for name in ("megalite", "tests"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name, before, after in changes():
-        text = (tmp_path / name).read_text()
-        assert text.count(before) == 1, f"CONTRIBUTING.md speaks of a place that {name} does not have:\n{before}"
-        (tmp_path / name).write_text(text.replace(before, after))
+        text = (tmp_path / name).read_text() if before else ""  # else the file is new
+        fits = text.count(before) == 1 if before else not (tmp_path / name).exists()
+        assert fits, f"CONTRIBUTING.md speaks of a place that {name} does not have:\n{before}"
+        (tmp_path / name).write_text(text.replace(before, after) if before else after)
     return tmp_path
 
 
+@pytest.mark.parametrize(
+    ("heading", "new", "changed"),
+    [("A schedule", 0, 2), ("A model option", 0, 1), ("An attention", 1, 4), ("An optimizer", 1, 2)],
+)
+def test_an_extension_costs_so_many_files_of_code(heading: str, new: int, changed: int) -> None:
+    section = PAGE.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    names = re.findall(r"(?m)^--- (megalite/.*)$", section)
+    assert [(ROOT / name).exists() for name in names].count(False) == new
+    assert len(names) - new == changed
+
+
 def test_the_examples_work(copy: Path) -> None:
-    assert len({name for name, _, _ in changes()}) == 8
+    assert len({name for name, _, _ in changes()}) == 15
     for name in {name for name, _, _ in changes()}:
         compile((copy / name).read_text(), name, "exec")
     done = subprocess.run([warm_python(), "-c", WORK], cwd=copy, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+OPTIMIZER = """
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from megalite.launch.context import ParallelContext
+from megalite.layout.ranks import ParallelLayout
+from megalite.train import build
+from tests.layouts.training import assert_same_training, small_config, train
+from tests.ranks import run_ranks
+
+
+class Reference:
+    rounds = False
+
+    def __init__(self, buffers, settings, **options):
+        self.before_change = lambda: None
+        held = [(slot.record.decay, name) for name, (slot, _) in buffers.places.items()]
+        self._pairs = [(torch.nn.Parameter(buffers.parameter(name)), buffers.gradient(name)) for _, name in held]
+        decays = [(settings.weight_decay if decay else 0.0) for decay, _ in held]
+        groups = [{"params": [one], "weight_decay": decay} for (one, _), decay in zip(self._pairs, decays)]
+        self._torch = torch.optim.SGD(groups, lr=1.0, momentum=settings.betas[0])
+
+    def state(self):
+        return {}
+
+    def step(self, lr, *, gradient_scale, skip):
+        for parameter, gradient in self._pairs:
+            parameter.grad = gradient / gradient_scale
+        for group in self._torch.param_groups:
+            group["lr"] = float(lr)
+        self._torch.step()
+
+
+def config(world_size, **axes):
+    settings = {"name": "sgd", "lr": 0.5}
+    return small_config(text, Path("cache"), "llama", world_size, optimizer=settings, parallel=axes)
+
+
+if __name__ == "__main__":
+    text = Path("text.txt")
+    text.write_text("".join(f"line {number} of the text\\n" for number in range(400)))
+    halves = [(ParallelLayout(dp=2), {}), (ParallelLayout(tp=2), {"tp": 2})]
+    before, after = ((config(2, **axes), layout) for layout, axes in halves)
+    f64 = torch.float64
+    run_ranks(partial(train, steps=2, saved=Path("run/checkpoints")), 2, before[0], dtype=f64, layout=before[1])
+    assert any("momentum." in path.read_bytes().decode(errors="ignore") for path in Path("run").rglob("*.*"))
+    rest = partial(train, steps=3, continued=Path("run/checkpoints"))
+    found = run_ranks(rest, 2, after[0], dtype=f64, layout=after[1])
+    build.make_optimizer = Reference
+    whole = train(ParallelContext(dtype=f64), config(1))
+    rest = {name: getattr(whole, name)[2:] for name in ("losses", "grad_norms", "tokens", "gradients")}
+    assert_same_training(found, replace(whole, **rest))
+"""
+
+
+def test_the_optimizer_of_the_page_is_torch_s_in_any_layout(copy: Path) -> None:
+    """Two steps by ranks that share the momentum (ZeRO-1), three by ranks of tp, beside torch.optim.SGD."""
+    (copy / "program.py").write_text(OPTIMIZER)
+    done = subprocess.run([warm_python(), "program.py"], cwd=copy, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_latent_attention_trains_on_two_ranks_of_tp_as_on_one(copy: Path) -> None:
+    """Losses and gradients in fp64, with sequence parallelism and without."""
+    shutil.copy(ROOT / "pyproject.toml", copy)
+    rows = [warm_python(), "-m", "pytest", "-v", "tests/layouts/test_tensor_parallel.py", "-k", "latent_size"]
+    done = subprocess.run(rows, cwd=copy, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    assert "2 passed" in done.stdout
 
 
 @pytest.mark.long
@@ -72,7 +159,7 @@ def test_what_the_page_prints_works_on_the_examples(copy: Path) -> None:
     lines = "".join(re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL)).splitlines()
     lines = [line.partition("  #")[0].strip() for line in lines]
     tried = [line for line in lines if "pytest" not in line]
-    assert len(tried) == 6
+    assert len(tried) == 10
     for line in tried:
         done = subprocess.run([warm_python(), *line.split()[1:]], cwd=copy, capture_output=True, text=True, check=False)
         assert done.returncode == 0, (line, done.stdout, done.stderr)
@@ -92,10 +179,11 @@ def test_the_steps_before_a_change_is_sent_are_those_of_ci() -> None:
 
 
 def test_the_mathematics_of_the_model_option(copy: Path) -> None:
-    spec = importlib.util.spec_from_file_location("changed_mlp", copy / "megalite" / "model" / "mlp.py")
+    spec = importlib.util.spec_from_file_location("changed", copy / "megalite" / "config" / "activations.py")
     assert spec is not None
     assert spec.loader is not None
     changed = importlib.util.module_from_spec(spec)
+    sys.modules["changed"] = changed  # dataclasses look for it
     spec.loader.exec_module(changed)
     x = torch.tensor([-1.0, 3.0])
     assert changed.ACTIVATIONS["relu2"](x).tolist() == [0.0, 9.0]

@@ -18,10 +18,10 @@ sys.path[:0] = ["benchmarks", "."]
 import torch
 from benchmark_sides import SHAPES, Megalite
 from megalite.launch.environment import read_environment
-from megalite.train.build import start
+from megalite.train.build import open_context
 from megalite.train.device_settings import derive_device
 config = SHAPES["gpt2"].config(4, "bf16", torch.device("cuda"), "train.cuda_graph=false")
-context = start(config, read_environment({}))
+context = open_context(config, read_environment({}))
 config = derive_device(config, context)
 side = Megalite(config, context, torch.zeros(4, 1024, dtype=torch.int64, device="cuda"))
 batches, labels = [side._batch] * 2, side._labels * 2

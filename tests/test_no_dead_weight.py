@@ -46,8 +46,7 @@ WORKED_OUT = {
 PASSED_ON = {*STAGE_NAMES.values()}  # read by their names, into requests
 SCHEMAS = GROUPS | {"moe": MoEConfig}
 FIELDS = {  # by setting: what it is a field of ("" is the config), and of which name
-    setting.name: ((f"{setting.group}.{setting.field}".split(".")[-2]), setting.field.split(".")[-1])
-    for setting in SETTINGS.values()
+    setting.name: (f".{setting.field}".split(".")[-2], setting.field.split(".")[-1]) for setting in SETTINGS.values()
 }
 
 
@@ -120,6 +119,7 @@ CALLED_FROM_OUTSIDE = {
     "on_broken_pipe",  # rich.console.Console
     "find_class",  # pickle.Unpickler
     "construct_mapping",  # yaml.SafeLoader
+    "manipulate_search_path",  # Hydra's SearchPathPlugin
 }
 USED_ELSEWHERE = {
     "get_num_layers",  # rank arithmetic for programs of others

@@ -1,9 +1,9 @@
 """What may change between a run and its continuation.
 
 A change is refused if it makes the saved tensors meaningless or reorders the data: the model's mathematics, the seed,
-the split and the mixture of the data, the dtype of the first moment. The sequence length may grow, and rotary positions
-may change with it. Everything else may change on purpose (learning rate, batch, steps, layout, logging). All of it is
-reported, so that no change goes unnoticed.
+the split and the mixture of the data, the optimizer, the dtype of the first moment. The sequence length may grow, and
+rotary positions may change with it. Everything else may change on purpose (learning rate, batch, steps, layout,
+logging). All of it is reported, so that no change goes unnoticed.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,8 @@ _FREE_IN_MODEL = (
 )
 _NUM_EXPERTS = "model.moe.num_experts"
 _LENGTH, _RAMP, _SCALING = "train.seq_length", "train.batch_ramp", "model.rope_scaling_factor"
-_FIXED = ("seed", "data.validation_fraction", "data.weights", "optimizer.moment_dtype")
+_OPTIMIZER = "optimizer.name"
+_FIXED = ("seed", "data.validation_fraction", "data.weights", _OPTIMIZER, "optimizer.moment_dtype")
 _UNREMARKABLE = (
     *("run_dir", "run_name", "resume", "checkpoint.init_from"),
     *("launch.preflight", "launch.status_file", "train.max_minutes"),
@@ -30,7 +31,8 @@ _UNREMARKABLE = (
 
 def compare(saved: Mapping[str, Any], current: Mapping[str, Any]) -> tuple[list[Problem], list[str]]:
     """All refused differences, and the allowed ones in words. Settings that only one side knows are passed over."""
-    before, now = {_NUM_EXPERTS: 0, **flatten(saved)}, flatten(current)  # runs from before there were experts are dense
+    # Runs from before there were experts are dense, those from before there was a choice of optimizers had AdamW.
+    before, now = {_NUM_EXPERTS: 0, _OPTIMIZER: "adamw", **flatten(saved)}, flatten(current)
     problems, changes = [], []
     passed_over = set(_UNREMARKABLE)
     if not (before.get(_NUM_EXPERTS) and now.get(_NUM_EXPERTS)):  # the rest says nothing about a dense model

@@ -28,7 +28,7 @@ from megalite.checkpoint.lock import RunLock, holder_of
 from megalite.checkpoint.resume_rules import compare
 from megalite.checkpoint.store import saved_config
 from megalite.config.durable_files import sync_folder, write_atomically
-from megalite.config.run_dir import LOCK, RUN, run_dir_problems
+from megalite.config.own_files import LOCK, RUN, run_dir_problems
 from megalite.config.user_files import as_record, read_json
 from megalite.errors.problems import Problem, UserError
 from megalite.launch.agreement import on_first, together

@@ -44,14 +44,13 @@ def main(options: Namespace, overrides: list[str]) -> Shown:
     if config.precision == "auto":
         notes.append("note: precision=auto is taken as bf16 (set it to be exact)")
         config = replace(config, precision="bf16")
-    if config.model.vocab_size is None:
+    if not config.model.vocab_size:
         config = derive_vocabulary(config, vocabulary_of(config))
         size = f"{config.model.vocab_size:,}"
         notes.append(f"note: model.vocab_size is taken as {size}: the tokenizer is not asked (set it to be exact)")
     world = checked_layout(Case(config, world_size))
     buffers = rank_buffers(config, world, options.rank or 0)
-    gradients, moments = config.optimizer.gradient_dtype, config.optimizer.moment_dtype
-    kept = partial(bytes_of_rank, precision=config.precision, gradient_dtype=gradients, moment_dtype=moments)
+    kept = partial(bytes_of_rank, precision=config.precision, optimizer=config.optimizer)
     axes, *of_experts = layout_lines(world)[: 1 + world.has_experts]
     header = [f"{config.model.name}, {axes}, {config.precision}", *of_experts, *header_lines(buffers, kept)]
     lines = [*header, *notes, "", *bucket_lines(buffers, kept, full=options.all)]

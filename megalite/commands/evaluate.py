@@ -27,7 +27,7 @@ from megalite.commands.command import COUNT, MODEL, STEP, Progress, Shown, comma
 )
 def main(options: Namespace, overrides: list[str]) -> Shown:
     from megalite.hf.evaluate import evaluate_saved
-    from megalite.prepare import prepare
+    from megalite.prepare.prepare import prepare
 
     chosen = {name: getattr(options, name) for name in ("step", "batch_size", "max_tokens")}
     found = evaluate_saved(options.model, overrides, prepare, warn, Progress(), **chosen)

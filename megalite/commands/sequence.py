@@ -44,7 +44,7 @@ def main(options: Namespace, overrides: list[str]) -> Shown:
 
 
 def lines(config: Config, exchange: Exchange) -> Iterator[str]:
-    """What a user reads."""
+    """The answer in words."""
     cp, length = config.parallel.cp, config.train.seq_length
     size = derive_model(config.model, length).head_size or 0
     of_token = sent_elements(config, exchange.alltoall, exchange.ring) * size * BYTES

@@ -34,8 +34,9 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from megalite.config.arguments import sources
-from megalite.config.compose import PACKAGE, files_of, hydra_loader, in_one_line, load_config, run_hydra
+from megalite.config.compose import load_config
 from megalite.config.durable_files import open_to_append, private_files, write_atomically
+from megalite.config.hydra_files import PACKAGE, files_of, hydra_loader, in_one_line, run_hydra
 from megalite.config.overrides import as_override
 from megalite.config.own_files import COMPARISON, POINT, STOP, SWEEP, output_problems
 from megalite.config.schema import Config
@@ -47,6 +48,7 @@ from megalite.observe.screens import print_lines
 from megalite.train.history import read_metrics
 
 MOST_POINTS = 10_000
+MOST_NAMED = 4  # settings in the name of a folder
 BASIC = ".BasicSweeper"  # the one whose points are known beforehand
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 PATIENCE = 3  # bytes of the stop file, a dot for each signal, from which on nobody waits any more
@@ -54,7 +56,7 @@ PATIENCE = 3  # bytes of the stop file, a dot for each signal, from which on nob
 
 @dataclass(frozen=True)
 class PointRecord:
-    """What became of a point; its file is in the folder that Hydra made for it."""
+    """A point and how it ended; the file is in the folder that Hydra made for the point."""
 
     words: list[str]
     run_dir: str
@@ -74,10 +76,24 @@ def sweep(arguments: Namespace) -> int:
     def train(config: DictConfig) -> float:
         return train_point(config, flags)
 
-    own = f"hydra.sweep.dir={as_override(str(folder))}"
+    own = [f"hydra.sweep.dir={as_override(str(folder))}", *_names_of_folders(arguments.overrides)]
     with private_files(), _stop_file(_cleared(folder)):
-        status = run_hydra([*arguments.overrides, own, "--multirun"], train, arguments)
+        status = run_hydra([*arguments.overrides, *own, "--multirun"], train, arguments)
         return max(status, _report(folder))
+
+
+def _names_of_folders(words: Sequence[str]) -> list[str]:
+    """Overrides by which Hydra names the folder of a point by the settings that are swept: `optimizer.lr=0.001,seed=2`.
+    A name that the user has given stays, and the number of the point where names would be long."""
+    swept = [word for word in words if _is_swept(word)]
+    if not 0 < len(swept) <= MOST_NAMED or any(word.lstrip("+").startswith("hydra.sweep.subdir=") for word in words):
+        return []
+    names = {word: word.lstrip("+~").partition("=")[0] for word in words}
+    fixed = ",".join({*names.values()} - {names[word] for word in swept})
+    return [
+        "hydra.sweep.subdir=${hydra.job.override_dirname}",
+        f"hydra.job.config.override_dirname.exclude_keys=[{fixed}]",
+    ]
 
 
 def _cleared(folder: Path) -> Path:
@@ -172,8 +188,9 @@ def _load(arguments: Namespace, words: Sequence[str], ranks: int) -> Config:
 
 
 def _ranks(config: DictConfig) -> int:
-    """Of a point; a number below 1 is refused with the rest."""
-    return max(1, int(config.sweep.nproc_per_node)) if "sweep" in config else 1
+    """The ranks of a point; what is no number from 1 is refused with the rest."""
+    count = config.sweep.nproc_per_node if "sweep" in config else 1
+    return count if isinstance(count, int) and count > 1 else 1
 
 
 @contextmanager
@@ -194,7 +211,7 @@ def _stop_file(path: Path) -> Iterator[None]:
 
 def _report(folder: Path) -> int:
     """Says what became of the points and draws a page that compares them; the exit status."""
-    paths = sorted(folder.rglob(POINT.usual), key=lambda path: (len(path.parent.name), path.parent.name))
+    paths = sorted(folder.rglob(POINT.usual), key=lambda path: (len(str(path)), path))
     records = [as_record(PointRecord, read_json(path), path) for path in paths]
     everywhere = set[str].intersection(*(set(record.words) for record in records)) if records else set()
     for record in records:

@@ -19,6 +19,7 @@ WAIT_FOR_RANK_ZERO_S = 5.0  # torchrun ends all ranks when the first one exits: 
 
 
 def main(argv: list[str]) -> int:
+    """Train, sweep, or show what was asked for: the exit status."""
     from megalite.config.arguments import read_arguments, shown
     from megalite.config.compose import show_information
     from megalite.config.user_files import refusing
@@ -34,15 +35,15 @@ def main(argv: list[str]) -> int:
             from megalite.commands.sweep import sweep
 
             return sweep(arguments)
-        return start(argv)
+        return check_and_train(argv)
     except SystemExit as ended:  # of --version, which Hydra's parser answers itself
         return int(ended.code or 0)
     except UserError as error:
         return refuse(error, rank)
 
 
-def start(argv: list[str]) -> int:
-    """Checks everything that can be known without torch, then trains; UserError where something is refused."""
+def check_and_train(argv: list[str]) -> int:
+    """Check everything that can be known without torch, then train. UserError where something is refused."""
     from megalite.config.compose import load_config
     from megalite.config.memory_rules import fits_this_machine
 
@@ -60,33 +61,31 @@ def start(argv: list[str]) -> int:
         to_stderr(said)
     from torch.distributed.elastic.multiprocessing.errors import record  # torch: from here on it takes seconds
 
-    def train() -> int | None:  # refusals are caught inside record, which would report them as failures
-        return collect(lambda: train_rank(config, environment), problems)
-
-    status = record(train)()
+    # A refusal does not pass through `record`, which would report it as a failure.
+    status = record(lambda: collect(lambda: train_rank(config, environment), problems))()
     if problems:
         raise UserError(problems)
     return status or 0
 
 
 def train_rank(config: Config, environment: ProcessEnvironment) -> int:
-    """Train as `config` says, on this rank; the exit status. The rooms that training does not know meet here."""
+    """Train as `config` says, on this rank: the exit status. Packages that training does not import meet it here."""
     from megalite.hf.import_model import import_model
     from megalite.launch.preflight import look_at_nodes
     from megalite.observe.about import start_fields
     from megalite.observe.terminal import Terminal
     from megalite.observe.views import open_views
-    from megalite.prepare import prepare
+    from megalite.prepare.prepare import examine, prepare
     from megalite.train.run import Companions, run
 
     terminal = Terminal(sys.stdout, interactive=sys.stdout.isatty(), enabled=environment.rank == 0)
     companions = Companions(
-        preparation=prepare,
+        examine=examine,
+        prepare=lambda config: prepare(config, terminal.preparing),
         read_weights=import_model,
         look_at_nodes=look_at_nodes,
         say=terminal.note,
-        preparing=terminal.preparing,
-        views=lambda job, note: open_views(job, terminal, note),
+        open_views=lambda job, note: open_views(job, terminal, note),
         about=start_fields,
     )
     try:
@@ -96,10 +95,10 @@ def train_rank(config: Config, environment: ProcessEnvironment) -> int:
 
 
 def refuse(error: UserError, rank: int) -> int:
-    """Says what is wrong, once for all ranks, and gives the exit status."""
+    """Say what is wrong, once for all ranks: the exit status."""
     if rank > 0:
         time.sleep(WAIT_FOR_RANK_ZERO_S)
-    # Still there: rank 0 may be well, or missing. Each machine then says once what it alone may lack.
+    # Torchrun has not ended this rank: rank 0 may be well, or missing. Then each machine says once what it lacks.
     if rank == 0 or any(it.alone or (it.here and first_of_node(os.environ)) for it in error.problems):
         to_stderr(str(error))
     return REFUSED

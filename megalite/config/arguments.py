@@ -1,6 +1,6 @@
 """The command line: numbers with bounds, options that are given once, and Hydra's flags apart from the overrides.
 
-Hydra's own parser decides what is a flag, so `--cfg job`, `--help`, `-cn` and the rest mean what Hydra's docs say.
+Hydra's flags mean here what Hydra's documentation says; they are listed because Hydra's own parser is not public.
 """
 
 import argparse
@@ -10,14 +10,17 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from hydra._internal.utils import get_args_parser
+import hydra
 
 from megalite.config.secrecy import secret_name
 from megalite.errors.problems import NO_VALUE, Problem, UserError
 
 SHOWING = ("cfg", "info", "shell_completion", "help", "hydra_help")  # flags that ask Hydra to show something
+SWITCHES = ("--help -h", "--hydra-help", "--resolve", "--run -r", "--multirun -m", "--shell-completion -sc")
+VALUES = ("--package -p", "--config-path -cp", "--config-name -cn", "--config-dir -cd", "--experimental-rerun")
+INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 FOLDERS = ("config_path", "config_dir")  # instead of conf/, beside it
-MOST = 2**63 - 1  # of what an option counts
+MOST = 2**63 - 1  # the largest number that an option takes
 
 
 class Once(argparse._StoreAction):
@@ -33,7 +36,7 @@ class Once(argparse._StoreAction):
 
 
 def number_from(least: float, most: float = MOST, *, above: bool = False, whole: bool = True) -> Callable[[str], Any]:
-    """What reads an option's number from `least`, or above it, to `most`."""
+    """A function that reads the number of an option, from `least` (or above it) to `most`."""
     words = f"must be a {'whole number' if whole else 'number'} {'above' if above else 'from'} {least:,}"
 
     def read(text: str) -> int | float:
@@ -59,11 +62,15 @@ def parser_of(**settings: Any) -> argparse.ArgumentParser:
 
 def read_arguments(argv: Sequence[str]) -> Namespace:
     """The flags by name and `overrides`, all other words; UserError for flags that have no meaning here."""
-    parser = get_args_parser()
-    parser.error = _refuse  # type: ignore[method-assign]
-    for action in parser._actions:
-        if type(action) is argparse._StoreAction:
-            action.__class__ = Once
+    parser = parser_of(add_help=False)
+    for flag in SWITCHES:
+        parser.add_argument(*flag.split(), action="store_true")
+    for flag in VALUES:
+        parser.add_argument(*flag.split())
+    parser.add_argument("--cfg", "-c", choices=("job", "hydra", "all"))
+    parser.add_argument("--info", "-i", nargs="?", const="all", choices=INFO)
+    parser.add_argument("--version", action="version", version=f"Hydra {hydra.__version__}")
+    parser.add_argument("overrides", nargs="*")
     arguments, others = parser.parse_known_args(argv)
     words = [*arguments.overrides, *others]  # a + means something to Hydra's own settings alone
     arguments.overrides = [word if word.lstrip("+").startswith("hydra") else word.lstrip("+") for word in words]
@@ -104,7 +111,7 @@ def _flag(name: str) -> str:
 
 
 def _refuse_argument(message: str) -> NoReturn:
-    """What argparse says of one argument, `argument --dp: ...`, or of all."""
+    """Refuse with a message of argparse, which may begin with `argument --dp: `."""
     flag, _, rule = message.removeprefix("argument ").partition(": ")
     _refuse(*((rule, flag) if message.startswith("argument ") else (message,)))
 

@@ -1,4 +1,4 @@
-"""What every setting must keep on its own: its choices, its limits, finite numbers, and names that a file can have."""
+"""The bounds of every single setting: choices, limits, finite numbers, and names that a file can have."""
 
 import math
 import operator
@@ -40,13 +40,11 @@ def bounds(config: Config) -> Iterator[Problem]:
 
 
 def outside(setting: Setting, value: Any) -> Problem | None:
-    """The problem of a value of the right type that its setting does not allow."""
+    """The problem with a value of the right type that the setting does not allow."""
     parts, limits = _parts(value), setting.limits.items()
     most = LARGEST.get(setting.leaf.rpartition(".")[2], 2**63 - 1)
     remedy = f"{setting.name}={yaml_value(setting.default)}"
-    if setting.kind is not Any and any(one is None or isinstance(one, list | dict) for one in parts):
-        rule, remedy = f"must be {setting.type_words}", "plain values in one list"
-    elif setting.choices and (unknown := [one for one in parts if one not in setting.choices]):
+    if setting.choices and (unknown := [one for one in parts if one not in setting.choices]):
         near = nearest(str(unknown[0]), setting.choices, cutoff=0.3)
         shown = near if isinstance(value, list) else f"{setting.name}={near}"
         first = f"{shown} is the nearest; " if near else ""
@@ -67,7 +65,7 @@ def _parts(value: Any) -> list[Any]:
 
 
 def unusable(name: str, value: Any) -> Problem | None:
-    """The problem of a path, or one among several, that no file system would take; `name` is the setting's."""
+    """The problem with a path, or with one of several, that no file system takes; `name` is the setting."""
     for path in map(str, _parts(value)):
         place = os.path.expanduser(path)
         for part in (place, *place.split("/")):  # a name is too long wherever it stands

@@ -1,31 +1,32 @@
-"""Fills in every setting that follows from others: no None is left but what the data or the device decides.
+"""Fills in every setting that follows from others, where the command leaves it open.
 
 Pure functions of the config, the launch folder and (for the cache) the environment, so every rank derives the same.
-Left open: `model.vocab_size` (`derive_vocabulary`, once the tokenizer is known), `model.max_positions` without learned
-positions, what the scaling of rotary positions does not need, `parallel.microbatch_group_size` where a schedule has no
-groups or batches grow, how layers divide over stages, and what depends on the machine (`train.compile`,
-`train.cuda_graph`, `parallel.async_tp`, `model.loss_chunk_tokens`, `data.workers`) or on the parameters
-(`optimizer.bucket_size`).
+The vocabulary waits for the tokenizer, what depends on the device for the start. A field whose type still has None
+stays open: it has no meaning in that run, or who works with it decides (`optimizer.bucket_size`).
 """
 
 import hashlib
 import json
 import os
+import re
 from dataclasses import replace
 from math import gcd
+from pathlib import PurePath
 from typing import Any
 
-from megalite.config.run_names import run_name
 from megalite.config.schedule_rules import SCHEDULE_TRAITS, default_group_size
 from megalite.config.schema import Config, ModelConfig, MoEConfig, ParallelConfig
-from megalite.config.settings import SETTINGS, value_of, with_values
+from megalite.config.settings import OPEN, SETTINGS, value_of, with_values
 from megalite.config.step_plan import ramp_sizes
+from megalite.config.user_files import absolute
+from megalite.errors.words import plain
 
-OPEN = (None, "auto")  # values of settings that are left to be derived
 FILLING = 8  # microbatches that a pipeline has by default, at least: of two stages the first and last idle for a ninth
+LONGEST_NAME, SETTINGS_SHOWN, LONGEST_SETTING = 100, 4, 24  # of a run's name, and what it shows
+NAME = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9._=+-]{{0,{LONGEST_NAME - 1}}}")  # a folder of that name works everywhere
 BUILT_IN_TOKENIZERS = ("bpe", "byte", "char")
 
-# What defines a training: of model, data, optimizer and lr all but where things lie and how they are computed.
+# The settings that define a training: those of model, data, optimizer and lr, without places and ways to compute.
 TRAINING = {
     *(name for name, setting in SETTINGS.items() if setting.group in ("model", "data", "optimizer", "lr")),
     *("train.global_batch_size", "train.batch_ramp", "train.seq_length", "train.label_smoothing", "train.z_loss"),
@@ -37,11 +38,6 @@ TRAINING = {
     *("optimizer.communication_dtype", "optimizer.initial_loss_scale", "optimizer.min_loss_scale"),
     *("optimizer.loss_scale_window", "optimizer.hysteresis"),
 }
-
-
-def absolute(path: str) -> str:
-    """The path seen from the launch folder, with `~` expanded; symbolic links are kept as the user wrote them."""
-    return os.path.abspath(os.path.expanduser(path))
 
 
 def looks_like_path(name: str) -> bool:
@@ -93,20 +89,19 @@ def derive_model(model: ModelConfig, seq_length: int) -> ModelConfig:
 
 
 def derive_schedule(parallel: ParallelConfig) -> str:
-    """The pipeline's schedule: as set, else the one that works on as many chunks of layers as a rank has."""
+    """The pipeline's schedule: the setting, else interleaved where a rank has several chunks of layers, else 1f1b."""
     return parallel.schedule or ("interleaved" if parallel.vpp > 1 else "1f1b")
 
 
 def derive_compile(config: Config) -> bool | None:
-    """As set, else off where a schedule puts work off, which compiled blocks cannot; else open (the device decides)."""
+    """Whether blocks are compiled: the setting, else not where the schedule defers weight gradients; None: open."""
     putting_off = SCHEDULE_TRAITS[derive_schedule(config.parallel)].splitting
-    return False if config.train.compile is None and putting_off else config.train.compile
+    return False if value_of(config, "train.compile") is None and putting_off else config.train.compile
 
 
 def derive_micro_batch_size(config: Config, world_size: int) -> int:
-    """As set, else the largest divisor of one data-parallel rank's share of every global batch that is at most 8 and
-    leaves a pipeline as many microbatches as it has ranks or a group has, 8 at full size; 1 where the share is too
-    small."""
+    """The micro-batch size: the setting, else the largest divisor, up to 8, of a data-parallel rank's share of every
+    global batch that leaves a pipeline a microbatch for each rank (or group), and 8 at full size."""
     shares = [_share(config, world_size, sequences) for sequences in ramp_sizes(config.train)]
     pp, group_size = config.parallel.pp, config.parallel.microbatch_group_size or 1
     most = min(shares[0] // max(pp, group_size), shares[-1] // FILLING if pp > 1 else shares[-1])
@@ -120,12 +115,12 @@ def derive_vocabulary(config: Config, vocab_size: int) -> Config:
 
 
 def run_dir_of(config: Config) -> str:
-    """Where the run is kept: as set, else a folder of its name in `runs`, in the launch folder."""
+    """The run's folder: the setting, else runs/<run_name> in the launch folder."""
     return absolute(config.run_dir or os.path.join("runs", config.run_name or default_run_name(config)))
 
 
 def default_run_name(config: Config) -> str:
-    """`<model>-<data>-<what the command sets>-<hash>`, hashed over what defines the training and nothing else.
+    """`<model>-<data>-<settings of the command>-<hash>`; the hash covers what defines the training and nothing else.
 
     Layout, micro-batch size, device, precision, number of steps, logging and evaluation are left out, so the same
     training goes on in the same folder wherever it runs. The schedule enters as the user gave it: a derived warm-up
@@ -134,9 +129,24 @@ def default_run_name(config: Config) -> str:
     resolved = _resolved(config)
     names = [name for name in TRAINING if config.model.moe.num_experts or not name.startswith("model.moe.")]
     definition = json.dumps({name: value_of(resolved, name) for name in names}, sort_keys=True, default=str)
-    departures = [(name, value_of(config, name)) for name in config.departures if name in TRAINING]
     digest = hashlib.sha256(definition.encode()).hexdigest()[:8]
-    return run_name(config.model.name, config.data.source, departures, digest)
+    departures = (_in_one_word(name, value_of(config, name)) for name in config.departures if name in TRAINING)
+    words = [word for word in departures if word][:SETTINGS_SHOWN]
+    while len(name := "-".join([config.model.name, config.data.source, *words, digest])) > LONGEST_NAME and words:
+        words.pop()
+    return name
+
+
+def _in_one_word(name: str, value: Any) -> str:
+    """A setting in a run's name: `lr3e-4`, `num_layers12`, `rmsnorm`, `no_bias`, the last part of a path."""
+    leaf = SETTINGS[name].leaf
+    if isinstance(value, bool) or value is None:
+        word = leaf if value else f"no_{leaf}"
+    elif isinstance(value, str):
+        word = PurePath(value).stem
+    else:
+        word = leaf + "_".join(plain(one) for one in (value if isinstance(value, list) else [value]))
+    return re.sub(r"[^A-Za-z0-9._+-]+", "_", word).strip("_.-")[:LONGEST_SETTING]
 
 
 def _or(value: Any, otherwise: Any) -> Any:
@@ -144,7 +154,7 @@ def _or(value: Any, otherwise: Any) -> Any:
 
 
 def _resolved(config: Config) -> Config:
-    """What defines a training, written out: the model's sizes, absolute paths; names at the hub as they are."""
+    """A copy in which the sizes of the model and absolute paths are written out; names at the hub stay."""
     data, tokenizer, path = config.data, config.tokenizer, config.data.path
     if path is not None:
         parts = [str(part) for part in (path if isinstance(path, list) else [path])]
@@ -160,13 +170,13 @@ def _resolved(config: Config) -> Config:
 
 
 def _share(config: Config, world_size: int, sequences: int) -> int:
-    """Those of the `sequences` of a global batch that are one data-parallel rank's."""
+    """The share of one data-parallel rank in the `sequences` of a global batch."""
     axes = config.parallel
     return max(1, sequences * axes.tp * axes.cp * axes.pp // world_size)
 
 
 def _group_size(config: Config, world_size: int) -> int | None:
-    """None where a schedule has no groups, or where batches grow: each number of microbatches has one of its own."""
+    """Microbatches of a group; None where the schedule has no groups, or batches grow and so does the group."""
     if not SCHEDULE_TRAITS[derive_schedule(config.parallel)].chunked or config.train.batch_ramp is not None:
         return None
     share = _share(config, world_size, config.train.global_batch_size)

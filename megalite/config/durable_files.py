@@ -18,7 +18,7 @@ _OF_THIS_PROCESS = secrets.token_hex(4)  # processes of other machines may have 
 
 
 def draft_of(path: Path) -> Path:
-    """The name under which this process writes what will become `path`."""
+    """The name under which this process writes a file before it becomes `path`."""
     return path.with_name(f".{path.name}.tmp-{os.getpid()}-{_OF_THIS_PROCESS}")
 
 
@@ -36,8 +36,8 @@ def private_files() -> Iterator[None]:
 
 
 def put_in_place(draft: Path, path: Path, kind: Kind | None = None) -> None:
-    """A complete file gets its name. FileExistsError where that holds something else than a file of its kind; without
-    a kind the folder is ours, and so is what is there."""
+    """Rename a complete file to `path`. FileExistsError where a file of another kind is there; without a kind, the
+    folder is ours and so is the file."""
     if kind and (rule := in_the_way(path, kind)):
         raise FileExistsError(errno.EEXIST, rule, str(path))
     os.replace(draft, path)

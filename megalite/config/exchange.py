@@ -63,7 +63,7 @@ def local_heads(config: Config) -> tuple[int, int]:
 
 
 def exchanges_heads(config: Config, ranks: int) -> bool:
-    """Whether so many ranks can divide the heads: whole groups, or groups that several ranks have a copy of."""
+    """Whether `ranks` ranks can divide the heads: by whole groups, or by groups that several ranks copy."""
     heads, groups = local_heads(config)
     return heads % ranks == 0 and (groups % ranks == 0 or ranks % groups == 0)
 
@@ -74,6 +74,6 @@ def drops_probabilities(config: Config) -> bool:
 
 
 def _most_heads(config: Config) -> int:
-    """Of cp = a x b the largest a below cp that divides the heads; 1 where there is none."""
+    """The largest a < cp in cp = a x b that divides the heads; 1 where there is none."""
     cp = config.parallel.cp
     return max((a for a in range(1, cp) if cp % a == 0 and exchanges_heads(config, a)), default=1)

@@ -1,8 +1,7 @@
 """Settings that a command leaves to a folder: to the run that it continues, or to the weights that it starts from.
 
-They come as overrides in front of the command's own, which have the last word. A group that the command chooses
-(`model=gpt2`) is all its own, and a recipe (`experiment=NAME`) chooses every group. Of a run, what was derived when it
-began is derived again.
+The command's own words count more. A group that the command chooses (`model=gpt2`) is all its own, and a recipe
+(`experiment=NAME`) chooses every group. What was derived when a run began is derived again.
 """
 
 import os
@@ -16,95 +15,103 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-from megalite.config.derive import absolute
 from megalite.config.model_folder import holds_tokenizer, imported_model_settings
-from megalite.config.overrides import as_override, unknown
-from megalite.config.settings import DERIVED, SETTINGS, flat, leaves
-from megalite.config.user_files import read_yaml, refusing
+from megalite.config.overrides import unknown
+from megalite.config.settings import DERIVED, SETTINGS, leaves, nested
+from megalite.config.user_files import absolute, read_yaml, refusing
 from megalite.errors.problems import Problem, UserError
 
 PLAIN = re.compile(r"[A-Za-z_./][\w./-]*", re.ASCII)  # what a shell takes as it is, and YAML for no number
 OF_ONE_START = ("run_dir", "resume", "launch.preflight", "launch.status_file", "train.max_minutes")
 
 
-def of_run(tree: DictConfig, named: Set[str]) -> list[str]:
-    """What the run was asked for whose folder the command names; empty where that folder holds no run."""
-    path = _config_of_run(tree, named)
-    if path is None:
-        return []
+class Command:
+    """The settings of a command as files and overrides give them, and the names of those that overrides set."""
+
+    def __init__(self, written: Mapping[str, Any], named: Set[str]) -> None:
+        self.named = named
+        self._tree = OmegaConf.create(nested(written))
+
+    def value(self, name: str) -> Any:
+        """The setting's value; None where it is of another type, or refers to what there is not."""
+        with suppress(OmegaConfBaseException, ValueError, OverflowError):  # refused later
+            found = OmegaConf.select(self._tree, name)
+            return SETTINGS[name].typed(OmegaConf.to_object(found) if OmegaConf.is_config(found) else found)
+        return None
+
+    def run(self) -> Path | None:
+        """The config.yaml of the run whose folder the command names; None where that folder holds no run."""
+        folder, name = self.value("run_dir"), self.value("run_name")
+        if self.named.isdisjoint(("run_dir", "run_name")) or (folder or name) is None:
+            return None
+        path = Path(absolute(folder or os.path.join("runs", name)), "config.yaml")
+        return path if os.path.lexists(path) and os.path.isfile(path.with_name("run.json")) else None
+
+    def new(self, values: Mapping[str, Any], others: Set[str] = frozenset()) -> dict[str, Any]:
+        """The `values` that differ from the command's, without `others` and the settings that the command names."""
+        left = {*self.named, *others}
+        return {name: value for name, value in values.items() if name not in left and value != self.value(name)}
+
+
+def of_run(command: Command) -> dict[str, Any]:
+    """The settings that were given to the run in the folder that the command names; empty where there is no run."""
+    if (path := command.run()) is None:
+        return {}
     values, derived = _saved(path, "restore it from a copy, or give all settings and another run_dir")
-    return _overrides(flat(values), tree, {*named, *OF_ONE_START, *derived})
+    return command.new({name: values[name] for name in SETTINGS if name in values}, {*OF_ONE_START, *derived})
+
+
+def of_recipe(path: Path, command: Command) -> dict[str, Any]:
+    """The settings in the config.yaml of a run, for a new run in another folder."""
+    values, derived = _saved(path, "write it as the run did, or give all settings")
+    if slips := [unknown(name, value) for name, value in values.items() if name not in SETTINGS]:
+        raise UserError(slips)
+    return command.new(values, {*OF_ONE_START, "run_name", *derived})
 
 
 def is_of_run(path: Path) -> bool:
     """Whether a file is the config.yaml of a run, under any name: it says what was derived."""
-    with suppress(UserError):  # said by whoever reads it
+    with suppress(UserError):  # refused by the next reader
         saved = read_yaml(path)
         return isinstance(saved, dict) and DERIVED in saved
     return False
 
 
-def of_recipe(path: Path, tree: DictConfig, named: Set[str]) -> list[str]:
-    """What a run's config.yaml says, for a new run with a folder of its own."""
-    saved, derived = _saved(path, "write it as the run did, or give all settings")
-    values = leaves(saved)
-    if slips := [unknown(name, value) for name, value in values.items() if name not in {*SETTINGS, DERIVED}]:
-        raise UserError(slips)
-    return _overrides(values, tree, {*named, *OF_ONE_START, "run_name", DERIVED, *derived})
-
-
 def _saved(path: Path, remedy: str) -> tuple[dict[str, Any], list[str]]:
-    """The settings in a run's config.yaml, and the names of those that nobody gave."""
+    """The values in a run's config.yaml by name, and the names of the settings that nobody gave."""
     saved = read_yaml(path, remedy)
     with refusing(path, remedy):
-        derived = saved.get(DERIVED, []) if isinstance(saved, dict) else None
-        lists = [value for value in (derived, *flat(saved).values()) if isinstance(value, list)] if saved else []
+        values = leaves(saved) if isinstance(saved, dict) else {DERIVED: None}
+        derived: Any = values.pop(DERIVED, [])
+        lists = [value for value in (derived, *values.values()) if isinstance(value, list)]
         if not isinstance(derived, list) or any(isinstance(one, list | dict) for each in lists for one in each):
             raise ValueError("holds no settings of a run")
-    return saved, derived
+    return values, derived
 
 
-def of_weights(tree: DictConfig, named: Set[str], *, asked: bool) -> list[str]:
+def of_weights(command: Command, *, asked: bool) -> dict[str, Any]:
     """The shape of the model in the folder of checkpoint.init_from, and its tokenizer: ids of another mean other words.
 
-    Another tokenizer is the command's to name. A run that goes on keeps its own.
+    The command may name another tokenizer (`asked`). A run that goes on keeps its own.
     """
-    folder = _given(tree, "checkpoint.init_from")
+    folder = command.value("checkpoint.init_from")
     if folder is None or not os.path.lexists(Path(absolute(folder), "config.json")):
-        return []  # a rule says what is missing
+        return {}  # a rule says what is missing
     place = absolute(folder)
-    settings = {f"model.{name}": value for name, value in imported_model_settings(place).items()}
-    default = _given(tree, "tokenizer") == SETTINGS["tokenizer"].default  # also where a recipe says nothing of it
-    if default and not asked and _config_of_run(tree, named) is None:
-        if holds_tokenizer(Path(place)):
-            settings["tokenizer"], named = place, named - {"tokenizer"}
-        elif _given(tree, "data.source") != "tokens":
-            rule = f"{place} holds none, and its model knows the ids of the one that it was trained with"
-            remedy = "tokenizer=FOLDER of that one; tokenizer=byte, or another that is named, if its words may be lost"
-            raise UserError(Problem("tokenizer", None, rule, remedy))
-    return _overrides(settings, tree, named)
-
-
-def _config_of_run(tree: DictConfig, named: Set[str]) -> Path | None:
-    """The settings of the run whose folder the command names; None where that folder holds no run."""
-    folder, name = _given(tree, "run_dir"), _given(tree, "run_name")
-    if named.isdisjoint(("run_dir", "run_name")) or (folder or name) is None:
-        return None
-    path = Path(absolute(folder or os.path.join("runs", name)), "config.yaml")
-    return path if os.path.lexists(path) and os.path.isfile(path.with_name("run.json")) else None
-
-
-def _given(tree: DictConfig, name: str) -> Any:
-    """The setting's value; None where it refers to what there is not."""
-    return OmegaConf.select(tree, name, throw_on_resolution_failure=False)
-
-
-def _overrides(values: Mapping[str, Any], tree: DictConfig, others: Set[str]) -> list[str]:
-    """Those but `others` that the command alone, with conf/ as it is today, would not give."""
-    changed = {name: value for name, value in values.items() if name not in others and value != _given(tree, name)}
-    return [f"{name}={as_override(value)}" for name, value in changed.items()]
+    found = command.new({f"model.{name}": value for name, value in imported_model_settings(place).items()})
+    default = command.value("tokenizer") == SETTINGS["tokenizer"].default  # also where a recipe does not speak of it
+    if not default or asked or command.run() is not None:
+        return found
+    if holds_tokenizer(Path(place)):
+        return found | {"tokenizer": place}
+    if command.value("data.source") != "tokens":
+        rule = f"{place} holds none, and its model knows the ids of the one that it was trained with"
+        remedy = "tokenizer=FOLDER of that one; tokenizer=byte, or another that is named, if its words may be lost"
+        raise UserError(Problem("tokenizer", None, rule, remedy))
+    return found
 
 
 def typed(name: str, value: str) -> str:

@@ -12,12 +12,12 @@ from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from megalite.config.derive import BUILT_IN_TOKENIZERS, absolute, looks_like_path, run_dir_of
+from megalite.config.derive import BUILT_IN_TOKENIZERS, looks_like_path, run_dir_of
 from megalite.config.nccl_options import read_nccl_options
-from megalite.config.own_files import STATUS, output_problems
+from megalite.config.own_files import OWN, STATUS, output_problems, run_dir_problems
 from megalite.config.packages import is_installed
-from megalite.config.run_dir import OWN, run_dir_problems
 from megalite.config.schema import Config
+from megalite.config.user_files import absolute
 from megalite.errors.problems import Problem, UserError
 from megalite.errors.remedies import nearest
 
@@ -79,9 +79,9 @@ def start_weights_exist(config: Config) -> Iterator[Problem]:
 
 
 def run_dir_can_be_used(config: Config) -> Iterator[Problem]:
-    if config.run_dir is not None:
+    if config.run_dir:
         yield from run_dir_problems(config.run_dir, Path(absolute(config.run_dir)))
-    elif config.run_name is not None:
+    elif config.run_name:
         yield from run_dir_problems(f"null, run_name={config.run_name}", Path(run_dir_of(config)))
 
 

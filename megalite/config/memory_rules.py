@@ -7,7 +7,7 @@ layer. It does not judge GPUs: their size is not known before torch is imported,
 import os
 from collections.abc import Iterator
 
-from megalite.config.schema import Config, ModelConfig
+from megalite.config.schema import OPTIMIZERS, Config, ModelConfig
 from megalite.errors.problems import Problem
 
 GIB = 2**30
@@ -24,10 +24,11 @@ def fits_this_machine(config: Config, world_size: int, local_world_size: int) ->
     model, axes, train = config.model, config.parallel, config.train
     micro, length, batch = train.micro_batch_size or 1, train.seq_length, train.global_batch_size
     width, (rest, experts) = model.hidden_size, _weights(model)
-    # In bytes at least: weights and gradients in bf16, 2 + 2; sharded at best over all ranks, masters in fp32, first
-    # moments in bf16 and second ones in fp32, 4 + 2 + 4. precision=fp32 never needs less: 4 + 4, and 0 + 2 + 4.
+    # In bytes at least: weights and gradients in bf16, 2 + 2; sharded at best over all ranks, masters in fp32 and the
+    # optimizer's state, of which moment_dtype may be bf16. precision=fp32 never needs less: 4 + 4, and the state.
+    state = sum(2 if dtype == "moment_dtype" else 4 for dtype in OPTIMIZERS[config.optimizer.name][0])
     held = (rest / axes.tp + experts / (axes.ep * (axes.etp or axes.tp))) * 4 / axes.pp
-    held += (rest + experts) * 10 / world_size
+    held += (rest + experts) * (4 + state) / world_size
     ranks = world_size // (axes.tp * axes.cp * axes.pp)  # that share a batch
     steps = min(3, train.steps)  # in memory: the one that trains and those read ahead
     shape = f"{model.num_layers} layers of {width}, vocabulary of {model.vocab_size or 'the tokenizer'}"

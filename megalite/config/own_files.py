@@ -1,14 +1,17 @@
-"""Tells the files that megalite has written from files of others, by a mark at their beginning.
+"""Tells files and folders that megalite has written from those of others.
 
 The name that a user gives for a file to write may be taken: by the text that is trained on, by a device, by a file of
-ours with another purpose. A file is replaced only where it is a regular one with the mark of its kind; an empty file
-and a link have none. Commands ask before they work, `durable_files` again when the new file takes the place.
+ours with another purpose. A file is replaced only where it is a regular one that begins with the mark of its kind; an
+empty file and a link have none. Commands ask before they work, `durable_files` again when the new file takes the place.
+A folder is a run's by its run.json, or holds no files but logs: those that a scheduler puts there before a run begins.
 """
 
 import errno
 import os
 import re
 import stat
+import tempfile
+from collections.abc import Iterator
 from itertools import chain, count
 from pathlib import Path
 from typing import NamedTuple
@@ -16,10 +19,17 @@ from typing import NamedTuple
 from megalite.errors.problems import Problem
 
 HEAD = 4096  # bytes of a file in which its mark lies
+RUN, LOCK = "run.json", "lock"  # the first file that a run writes, and what a killed start may have left before it
+_LOGS = (".log", ".out", ".err")
+_FOLDERS = ("checkpoints", "tokenizer")  # others are only added to
+OWN = (  # all that a run names itself
+    *(RUN, LOCK, *_FOLDERS, "config.yaml", "metrics.jsonl", "events.jsonl", "pipeline.jsonl", "report.html"),
+    *("token_files.json", "wandb.json", "logs", "profile", "tensorboard", "wandb"),
+)
 
 
 class Kind(NamedTuple):
-    """Files of one purpose: in words, a usual name, and what each of them begins with (a regular expression)."""
+    """Files of one purpose: in words, a usual name, and a regular expression for the beginning."""
 
     words: str
     usual: str
@@ -41,7 +51,7 @@ FACTS = Kind(
 )
 _FIGURES = rb'\{\n  "hardware": "|\[\n  \{\n    "model": "[\w.]+",\n    "(precision|layer)": '
 FIGURES = Kind("figures of a benchmark", "speed.json", _FIGURES)
-RUN_LOCK = Kind("the lock of a run", "lock", rb'\Z|\{"host": ')
+RUN_LOCK = Kind("the lock of a run", LOCK, rb'\Z|\{"host": ')
 POINT = Kind("the record of a sweep's point", "point.json", rb'\{"words": \[')
 STOP = Kind("the stop file of a sweep", "stop", rb"\.+\Z")
 SWEEP = Kind("Hydra's record of a sweep", "multirun.yaml", rb"hydra:\n")
@@ -54,8 +64,7 @@ def picture_of(command: str) -> Kind:
 
 
 def in_the_way(path: Path, kind: Kind) -> str:
-    """Why a file of this kind may not take the place of `path`; empty where nothing is there, or another of its
-    kind."""
+    """Why a file of this kind may not replace `path`; empty where nothing, or a file of the kind, is there."""
     try:
         mode = os.lstat(path).st_mode
         if stat.S_ISREG(mode):
@@ -69,7 +78,7 @@ def in_the_way(path: Path, kind: Kind) -> str:
 
 
 def output_problems(setting: str, path: Path, kind: Kind) -> list[Problem]:
-    """What stands against writing a file of this kind to `path`, by a command that has done nothing yet."""
+    """The problem with writing a file of this kind to `path`, for a command that has done nothing yet."""
     rule = in_the_way(path, kind)
     taken = path if path.is_file() and not path.is_symlink() else Path(kind.usual)
     remedy = f"{setting}={free_name(taken)}, or move away what is there"
@@ -77,6 +86,36 @@ def output_problems(setting: str, path: Path, kind: Kind) -> list[Problem]:
 
 
 def free_name(path: Path) -> Path:
-    """A name near `path` that nothing has."""
+    """A name like that of `path`, which no file has."""
     names = chain([path], (path.with_stem(f"{path.stem}-{number}") for number in count(2)))
     return next(name for name in names if not os.path.lexists(name))
+
+
+def run_dir_problems(value: str, folder: Path) -> Iterator[Problem]:
+    """The problem with keeping a run in `folder`, for which the user asked by run_dir=`value`."""
+    existing = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
+    if not existing.is_dir():
+        remedy = "a new folder, or that of a run to continue"
+        yield Problem("run_dir", value, f"{existing} is not a folder", remedy, here=True)
+        return
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".megalite-", dir=existing))  # root may write anywhere, but not to /proc
+        names = _names_of_others(folder) if existing == folder else []
+    except OSError as error:
+        rule = f"{existing} cannot be written: {error.strerror}"
+        yield Problem("run_dir", value, rule, "a folder where you may write, on a disk with room", here=True)
+        return
+    if names:
+        rule = f"it holds {', '.join(names[:5])}, and {folder} is not the folder of a run (there is no {RUN})"
+        remedy = f"a new folder; *{', *'.join(_LOGS)} may be in it. If it was a run's, put its {RUN} back"
+        yield Problem("run_dir", value, rule, remedy, here=True)
+
+
+def _names_of_others(folder: Path) -> list[str]:
+    """The files of others in a folder without a run."""
+    if (folder / RUN).exists():
+        return []
+    folders = [name for name in _FOLDERS if (folder / name).is_dir() and os.listdir(folder / name)]
+    files = [path.name for path in sorted(folder.iterdir()) if not path.is_dir()]
+    others = [name for name in files if not name.startswith(".") and not name.endswith(_LOGS)]
+    return folders + [name for name in others if name != LOCK or in_the_way(folder / name, RUN_LOCK)]

@@ -13,7 +13,7 @@ from typing import Any
 
 from megalite.config.bounds import bounds
 from megalite.config.context_rules import COMM, CONTEXT_RULES, CP
-from megalite.config.derive import derive_compile, derive_model
+from megalite.config.derive import NAME, derive_compile, derive_model
 from megalite.config.device_rules import graph_obstacles
 from megalite.config.exchange import exchange_of
 from megalite.config.machine_rules import MACHINE_RULES
@@ -21,7 +21,6 @@ from megalite.config.moe_rules import MOE_RULES
 from megalite.config.optimizer_rules import OPTIMIZER_RULES
 from megalite.config.parallel_rules import PARALLEL_RULES
 from megalite.config.remedies import Case, Flaw, Rule, problems_of, splits
-from megalite.config.run_names import NAME
 from megalite.config.schema import LEAST_FLEX_HEAD, Config
 from megalite.config.settings import SETTINGS, with_values
 from megalite.errors.problems import Problem
@@ -73,7 +72,7 @@ def check(config: Config, world_size: int, doubtful: Collection[str] = ()) -> li
 def heads_share_the_width(case: Case) -> Iterator[Flaw]:
     model = case.config.model
     heads, groups = model.num_attention_heads, model.num_key_value_heads
-    if model.head_size is None:
+    if not model.head_size:
         yield from splits(case, "model.hidden_size", "model.num_attention_heads", words="set model.head_size")
     if groups is not None and heads % groups:
         rule = f"model.num_attention_heads={heads} is not a multiple of it"
@@ -103,7 +102,7 @@ def rotary_scaling_is_told_in_full(case: Case) -> Iterator[Flaw]:
     if model.position != "rope" or model.rope_scaling == "linear":
         return
     original = model.rope_original_positions
-    if original is None:
+    if not original:
         before = max(1, int(case.config.train.seq_length / model.rope_scaling_factor))
         fixes = {"model.rope_original_positions": [before], kind: ["linear"]}
         rule = f"must be set, to the context length before scaling: {case.show(kind)} counts turns in it"

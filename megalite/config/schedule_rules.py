@@ -31,6 +31,11 @@ class ScheduleRequest:
     vpp: int = 1
     group_size: int | None = None
 
+    @property
+    def group(self) -> int:
+        """Microbatches that a rank takes through one chunk in a row before it goes on with the next chunk."""
+        return self.group_size or default_group_size(self.pp, self.microbatches)
+
 
 def default_group_size(pp: int, microbatches: int) -> int:
     """pp where it divides the number of microbatches, else the smallest size above that leaves no short rest."""

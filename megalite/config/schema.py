@@ -1,12 +1,15 @@
 """Every setting of megalite: name, type, default, meaning and the bounds that concern it alone.
 
 `conf/` and `docs/configuration.md` are written from these dataclasses; rules that join two settings are in `rules.py`.
-None means "derived": `derive.py` fills it in, and the meaning says from what. Imports nothing heavy.
+A default of None means "derived": the meaning says from what. A field's type is the one that it has once `derive.py`
+(for the vocabulary and what the device decides: the start) has filled it in, so that no reader asks. Imports nothing
+heavy.
 """
 
 from dataclasses import dataclass, field
 from typing import Any
 
+from megalite.config.activations import ACTIVATIONS
 from megalite.config.schedule_rules import SCHEDULE_TRAITS
 
 A_YEAR_S = 365 * 24 * 3600  # as long as a wait may be asked for
@@ -30,7 +33,7 @@ class MoEConfig:
 
     num_experts: int = setting(0, "experts of a layer; 0: a dense model", at_least=0)
     top_k: int = setting(2, "experts that each token goes through", at_least=1)
-    ffn_hidden_size: int | None = setting(None, "inner width of one expert; null: as model.ffn_hidden_size", at_least=1)
+    ffn_hidden_size: int = setting(None, "inner width of one expert; null: as model.ffn_hidden_size", at_least=1)
     num_shared_experts: int = setting(0, "experts that every token goes through besides, as one MLP", at_least=0)
     first_dense_layers: int = setting(0, "layers at the start that have an MLP and no experts", at_least=0)
     layer_freq: int = setting(1, "of the layers after these, the first and every n-th has experts", at_least=1)
@@ -47,17 +50,13 @@ class MoEConfig:
     )
     aux_loss_coeff: float = setting(0.01, "of the balancing loss; 0: none", at_least=0)
     z_loss_coeff: float = setting(0.0, "times the squared log-sum-exp of the router's logits; 0: none", at_least=0)
-    expert_bias_rate: float = setting(
-        0.0, "score=sigmoid: step of the biases that balance the choice without a loss; 0: none", at_least=0
-    )
+    expert_bias_rate: float = setting(0.0, "score=sigmoid: step of the balancing biases; 0: none", at_least=0)
     capacity_factor: float | None = setting(
         None,
         "in training an expert takes so many times its even share of a microbatch, and drops the rest; null: all",
         above=0,
     )
-    dispatcher: str = setting(
-        "alltoall", "each rank sends rows to the experts' ranks, or all rows to all", choices=("alltoall", "allgather")
-    )
+    dispatcher: str = setting("alltoall", "rows go to experts' ranks, or to all", choices=("alltoall", "allgather"))
 
 
 @dataclass
@@ -68,14 +67,14 @@ class ModelConfig:
     num_layers: int = setting(4, "transformer blocks", at_least=1)
     hidden_size: int = setting(256, "width of the residual stream", at_least=1)
     num_attention_heads: int = setting(4, "query heads", at_least=1)
-    num_key_value_heads: int | None = setting(None, "key and value heads; null: as many as query heads", at_least=1)
-    head_size: int | None = setting(None, "width of one head; null: hidden_size / num_attention_heads", at_least=1)
-    ffn_hidden_size: int | None = setting(
+    num_key_value_heads: int = setting(None, "key and value heads; null: as many as query heads", at_least=1)
+    head_size: int = setting(None, "width of one head; null: hidden_size / num_attention_heads", at_least=1)
+    ffn_hidden_size: int = setting(
         None, "inner width of the MLP; null: 4 * hidden_size, swiglu: 8/3 of it, up to a multiple of 64", at_least=1
     )
-    vocab_size: int | None = setting(None, "tokens that the model knows; null: the tokenizer's", at_least=2)
+    vocab_size: int = setting(None, "tokens that the model knows; null: the tokenizer's", at_least=2)
     vocab_multiple: int = setting(128, "the embedding is padded to a multiple of this, outside the loss", at_least=1)
-    max_positions: int | None = setting(None, "length of the learned table; null: train.seq_length", at_least=1)
+    max_positions: int = setting(None, "length of the learned table; null: train.seq_length", at_least=1)
     position: str = setting("rope", "how positions enter the model", choices=("learned", "rope"))
     rope_theta: float = setting(10000.0, "base of the rotary frequencies", above=0)
     rope_scaling: str = setting(
@@ -84,9 +83,7 @@ class ModelConfig:
         choices=("linear", "llama3", "yarn"),
     )
     rope_scaling_factor: float = setting(1.0, "times that the context becomes longer; 1: no scaling", at_least=1)
-    rope_original_positions: int | None = setting(
-        None, "llama3, yarn: context length before scaling, in which turns are counted", at_least=1
-    )
+    rope_original_positions: int = setting(None, "llama3, yarn: context length before scaling", at_least=1)
     rope_low_frequency_factor: float = setting(1.0, "llama3: below this many turns, fully scaled", above=0)
     rope_high_frequency_factor: float = setting(4.0, "llama3: above this many turns, unscaled", above=0)
     rope_beta_slow: float = setting(1.0, "yarn: below this many turns, fully scaled", above=0)
@@ -102,16 +99,14 @@ class ModelConfig:
     norm: str = setting("rmsnorm", "normalisation before attention, MLP and head", choices=("layernorm", "rmsnorm"))
     norm_eps: float = setting(1e-5, "added to the variance in every norm", above=0)
     activation: str = setting(
-        "swiglu", "gelu, its tanh form (GPT-2), or swiglu (gated; Llama, Qwen)", choices=("gelu", "gelu_tanh", "swiglu")
+        "swiglu", ", ".join(each.meaning for each in ACTIVATIONS.values()), choices=tuple(ACTIVATIONS)
     )
     bias: bool = setting(False, "biases in linear layers and layer norms; experts and routers have none")
     qk_norm: bool = setting(False, "RMSNorm over each head of queries and keys (Qwen3)")
     tie_embeddings: bool = setting(True, "the head uses the word embedding's weight")
     dropout: float = setting(0.0, "dropout on the output of attention and MLP", at_least=0, below=1)
-    attention_dropout: float | None = setting(
-        None, "dropout on attention probabilities, without a fused kernel; null: as dropout", at_least=0, below=1
-    )
-    embedding_dropout: float | None = setting(None, "dropout on the embeddings; null: as dropout", at_least=0, below=1)
+    attention_dropout: float = setting(None, "dropout of attention probabilities; null: dropout", at_least=0, below=1)
+    embedding_dropout: float = setting(None, "dropout on the embeddings; null: as dropout", at_least=0, below=1)
     init_std: float = setting(0.02, "of start values; residual projections divide it by sqrt(2 * num_layers)", above=0)
     loss_chunk_tokens: int | None = setting(None, "tokens per chunk of the head and loss; null: by device", at_least=1)
 
@@ -130,7 +125,7 @@ class ModelConfig:
     @property
     def gated(self) -> bool:
         """Whether the MLP has a gate, a third matrix."""
-        return self.activation == "swiglu"
+        return ACTIVATIONS[self.activation].gated
 
 
 @dataclass
@@ -141,7 +136,7 @@ class ParallelConfig:
     cp: int = setting(1, "context-parallel size: one sequence across ranks", at_least=1)
     pp: int = setting(1, "pipeline-parallel size: layers across ranks", at_least=1)
     vpp: int = setting(1, "chunks of layers (virtual stages) per pipeline rank", at_least=1)
-    schedule: str | None = setting(
+    schedule: str = setting(
         None,
         "order of passes (docs/pipeline.md); null: interleaved if vpp > 1, else 1f1b",
         choices=tuple(SCHEDULE_TRAITS),
@@ -156,7 +151,7 @@ class ParallelConfig:
     standalone_embedding: bool = setting(False, "the first pipeline rank holds the embedding and no layers")
     pipeline_layout: str | None = setting(None, "stages as Megatron-LM writes them, like 'Et*3|t*3L'; null: as above")
     ep: int = setting(1, "expert-parallel size: experts across ranks", at_least=1)
-    etp: int | None = setting(None, "tensor-parallel size of the experts; null: tp", at_least=1)
+    etp: int = setting(None, "tensor-parallel size of the experts; null: tp", at_least=1)
     cp_comm: str = setting(
         "auto",
         "how the ranks of cp exchange keys (docs/context_parallel.md); auto: by heads, documents and what is sent",
@@ -166,8 +161,8 @@ class ParallelConfig:
         None, "alltoall+ring: how many of cp swap heads; null: as many as heads allow", at_least=1
     )
     order: str = setting("tp-cp-ep-dp-pp", "how ranks are numbered, fastest-varying axis first")
-    sequence_parallel: bool | None = setting(None, "norms hold 1/tp of each sequence; null: if tp > 1")
-    async_tp: bool | None = setting(
+    sequence_parallel: bool = setting(None, "norms hold 1/tp of each sequence; null: if tp > 1")
+    async_tp: bool = setting(
         None, "products of tp send while they multiply (docs/tensor_parallel.md); null: false, until GPUs have run it"
     )
     startup_timeout_s: float = setting(1200.0, "seconds until the first step is done", above=0, at_most=A_YEAR_S)
@@ -181,28 +176,22 @@ class TrainConfig:
 
     steps: int = setting(200, "optimizer steps of the whole run", at_least=0, at_most=10**8 - 1)
     global_batch_size: int = setting(8, "sequences per optimizer step, over all ranks", at_least=1)
-    micro_batch_size: int | None = setting(
-        None,
-        "sequences per forward pass of a rank; null: at most 8, and a pipeline has max(8, pp) microbatches",
-        at_least=1,
-    )
+    micro_batch_size: int = setting(None, "sequences of one forward pass; null: at most 8, by the batch", at_least=1)
     seq_length: int = setting(256, "tokens per sequence", at_least=1)
     log_interval: int = setting(1, "steps between two lines of metrics.jsonl and of the terminal", at_least=1)
     eval_interval: int = setting(100, "steps between evaluations; 0: none", at_least=0)
     eval_batches: int = setting(8, "global batches of one evaluation at most, always the same", at_least=1)
     label_smoothing: float = setting(0.0, "share of each label spread over the vocabulary", at_least=0, below=1)
     z_loss: float = setting(0.0, "times the squared log of the softmax's denominator, added to the loss", at_least=0)
-    recompute: str = setting(
-        "none", "what backward computes again: nothing, modules, or blocks", choices=("none", "selective", "full")
-    )
+    recompute: str = setting("none", "what backward computes again", choices=("none", "selective", "full"))
     recompute_layers: int | None = setting(None, "full: only the first so many blocks; null: all", at_least=1)
     recompute_modules: list[str] = setting(
         ["attention"],
         "selective: which outputs (attention: its core; moe: of the experts' first product)",
         choices=("attention", "norm", "activation", "moe"),
     )
-    compile: bool | None = setting(None, "torch.compile of each block and of the loss; null: on for CUDA, off for CPU")
-    cuda_graph: bool | None = setting(
+    compile: bool = setting(None, "torch.compile of each block and of the loss; null: on for CUDA, off for CPU")
+    cuda_graph: bool = setting(
         None,
         "one process on CUDA: one call starts a microbatch's kernels; null: of small ones (docs/performance.md)",
     )
@@ -231,6 +220,11 @@ class TrainConfig:
     max_minutes: float | None = setting(None, "minutes after which a start saves and ends; null: no limit", above=0)
 
 
+# The dtypes of what each optimizer keeps of an element beside its master, for matrices and for all other parameters;
+# "moment_dtype" stands for the setting.
+OPTIMIZERS = {"adamw": (("moment_dtype", "fp32"), ("moment_dtype", "fp32"))}
+
+
 @dataclass
 class OptimizerConfig:
     """AdamW (Loshchilov and Hutter 2019); no weight decay on norms, biases and one-dimensional parameters.
@@ -239,6 +233,7 @@ class OptimizerConfig:
     here is fp64.
     """
 
+    name: str = setting("adamw", "the rule by which parameters are updated", choices=tuple(OPTIMIZERS))
     lr: float = setting(1e-3, "peak learning rate", above=0)
     weight_decay: float = setting(0.1, "decoupled weight decay", at_least=0)
     betas: list[float] = setting([0.9, 0.95], "decay rates of the first and second moment", at_least=0, below=1)
@@ -250,7 +245,7 @@ class OptimizerConfig:
     overlap: bool = setting(True, "gradients travel during the backward pass, parameters during the next forward")
     ownership: str = setting("even", "of a bucket's state: equal cuts, or whole matrices", choices=("even", "whole"))
     gradient_dtype: str = setting("fp32", "of gradient sums; bf16: only with precision=bf16", choices=("fp32", "bf16"))
-    communication_dtype: str | None = setting(None, "of gradients sent; null: gradient_dtype", choices=("fp32", "bf16"))
+    communication_dtype: str = setting(None, "of gradients sent; null: gradient_dtype", choices=("fp32", "bf16"))
     moment_dtype: str = setting("fp32", "of the first moment; the second is always fp32", choices=("fp32", "bf16"))
     initial_loss_scale: float = setting(65536.0, "fp16: multiplies the loss at first", above=0, at_most=2.0**32)
     min_loss_scale: float = setting(1.0, "fp16: the scale never falls below this", above=0, at_most=2.0**32)
@@ -263,9 +258,9 @@ class LearningRateConfig:
     """Learning rate over the steps: a linear warm-up to optimizer.lr, then the schedule."""
 
     schedule: str = setting("cosine", "shape after the warm-up", choices=("constant", "linear", "cosine", "wsd"))
-    warmup_steps: int | None = setting(None, "steps of linear warm-up; null: min(100, train.steps / 10)", at_least=0)
-    min_lr: float | None = setting(None, "learning rate at the last step; null: a tenth of optimizer.lr", at_least=0)
-    decay_steps: int | None = setting(None, "wsd: steps of the final decay; null: a fifth of train.steps", at_least=0)
+    warmup_steps: int = setting(None, "steps of linear warm-up; null: min(100, train.steps / 10)", at_least=0)
+    min_lr: float = setting(None, "learning rate at the last step; null: a tenth of optimizer.lr", at_least=0)
+    decay_steps: int = setting(None, "wsd: steps of the final decay; null: a fifth of train.steps", at_least=0)
 
 
 @dataclass
@@ -274,9 +269,7 @@ class DataConfig:
 
     source: str = setting("stdlib", "set by data=NAME", choices=("stdlib", "text", "hf", "tokens"))
     path: Any = setting(None, "text: file, folder, glob; hf: name; tokens: file without .bin; a list is a blend")
-    weights: list[float] | None = setting(
-        None, "shares of a blend's parts; null: in proportion to their tokens", above=0
-    )
+    weights: list[float] | None = setting(None, "shares of a blend's parts; null: by their tokens", above=0)
     subset: str | None = setting(None, "hf: configuration of the dataset")
     split: str = setting("train", "hf: split of the dataset")
     streaming: bool = setting(False, "hf: read over the network while tokenizing, without a local copy of the text")
@@ -285,7 +278,7 @@ class DataConfig:
     bpe_vocab_size: int = setting(4096, "tokenizer=bpe: size of the trained vocabulary", at_least=258)
     cross_document_attention: bool = setting(True, "false: attention and positions restart at each document")
     mask_end_of_document: bool = setting(False, "true: predicting the end of a document is not part of the loss")
-    cache_dir: str | None = setting(None, "prepared tokens; null: $XDG_CACHE_HOME/megalite or ~/.cache/megalite")
+    cache_dir: str = setting(None, "prepared tokens; null: $XDG_CACHE_HOME/megalite or ~/.cache/megalite")
     workers: int | None = setting(None, "processes that tokenize; null: one per core", at_least=1)
 
 
@@ -296,9 +289,7 @@ class CheckpointConfig:
     interval: int = setting(100, "steps between checkpoints; 0: only at the end or when stopped", at_least=0)
     keep: int = setting(2, "newest checkpoints that are kept, and the newest known to be good", at_least=1)
     asynchronous: bool = setting(False, "true: training waits only for the copy to host memory", name="async")
-    init_from: str | None = setting(
-        None, "folder of a transformers model whose weights a run starts from (docs/huggingface.md)"
-    )
+    init_from: str | None = setting(None, "folder of a transformers model to start from (docs/huggingface.md)")
 
 
 @dataclass
@@ -332,8 +323,8 @@ class SweepConfig:
 class Config:
     """One run. The same config and seed give the same training on every layout."""
 
-    run_dir: str | None = setting(None, "the run's folder; null: runs/<run_name>")
-    run_name: str | None = setting(None, "null: <model>-<data>-<what the command sets>-<hash>")
+    run_dir: str = setting(None, "the run's folder; null: runs/<run_name>")
+    run_name: str = setting(None, "null: <model>-<data>-<what the command sets>-<hash>")
     resume: str = setting(
         "auto", "auto: from the newest checkpoint, if any; never: refuse a folder with a run", choices=("auto", "never")
     )

@@ -14,8 +14,7 @@ ADVICE = (
     "pass secrets in the environment (HF_TOKEN, WANDB_API_KEY) or by the service's own login command; "
     "if this one was real, change it: shells and job logs keep command lines"
 )
-
-# Of a name in small letters. Short words count where a word of the name ends in them: APIKEY and PGPASS, not KEYBOARD.
+# In a name of small letters. Short words count where a word of the name ends in them: APIKEY and PGPASS, not KEYBOARD.
 _NAME = re.compile(
     r"token|secret|passw|passphrase|credential|authorization"
     r"|(?:key|pass|pwd|auth|bearer|private|cookie)s?(?![a-z])"
@@ -24,16 +23,13 @@ _HARMLESS = re.compile(
     r"tokeni[sz][a-z]*|tokens|key_value|^(?:old)?pwd$|(?<![a-z])(?:(?:mon|don|tur|hoc|joc|hot)key|(?:com|by|sur|over)pass)"
 )
 _VALUE = re.compile(
-    r"""(?<![A-Za-z0-9])(?:
-        hf_[A-Za-z0-9]{30,} | (?:gh[pousr]_|github_pat_|glpat-|wandb_v\d_)[\w-]{16,}  # Hugging Face, GitHub, W&B
-      | sk-(?:(?:proj|ant|or|svcacct)-[\w-]{20,}|[A-Za-z0-9]{20,})                    # OpenAI and others
-      | xox[a-z]-[\w-]{10,} | A[KS]IA[0-9A-Z]{12,}                                    # Slack, AWS
-      | AIza[\w-]{30,} | ya29\.[\w-]{20,} | eyJ[\w-]{8,}\.eyJ[\w-]{8,}                # Google, JSON web token
-    )
-    | ://[^/\s:@]+:[^/\s@]+@                                                          # user:password in an address
-    | (?:^|[=\[,:\s'"])[0-9a-fA-F]{40}(?:$|[\],\s'"}])  # W&B, old form
-    """,
-    re.VERBOSE,
+    r"(?<![A-Za-z0-9])(?:"
+    r"hf_[A-Za-z0-9]{30,}|(?:gh[pousr]_|github_pat_|glpat-|wandb_v\d_)[\w-]{16,}"  # Hugging Face, GitHub, W&B
+    r"|sk-(?:(?:proj|ant|or|svcacct)-[\w-]{20,}|[A-Za-z0-9]{20,})"  # OpenAI and others
+    r"|xox[a-z]-[\w-]{10,}|A[KS]IA[0-9A-Z]{12,}|AIza[\w-]{30,}|ya29\.[\w-]{20,}"  # Slack, AWS, Google
+    r"|eyJ[\w-]{8,}\.eyJ[\w-]{8,})"  # JSON web token
+    r"|://[^/\s:@]+:[^/\s@]+@"  # user:password in an address
+    r"|(?:^|[=\[,:\s'\"])[0-9a-fA-F]{40}(?:$|[\],\s'\"}])"  # W&B, old form
 )
 _QUOTED = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*\"""")
 
@@ -55,8 +51,6 @@ def secret_value(text: str) -> bool:
 
 def secret_override(text: str) -> bool:
     """Whether `name=value`, in any form, names or holds a secret; names inside `{name: value}` count too."""
-    if secret_value(text):
-        return True
     name, _, value = text.partition("=")
     keys = re.findall(r"(?<![\w.-])([\w.-]+)\s*:", _QUOTED.sub("", value).partition("{")[2])
-    return any(secret_name(name) for name in (name, *keys))
+    return secret_value(text) or any(secret_name(each) for each in (name, *keys))

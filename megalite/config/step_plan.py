@@ -36,7 +36,7 @@ class BatchRamp:
         return self.sizes[first * (len(self.sizes) - 1) // self.samples]
 
     def samples_after(self, batches: int, first: int = 0) -> int:
-        """The sample behind so many batches, of which the first begins with sample `first`."""
+        """The sample after `batches` batches that begin with sample `first`."""
         increments = len(self.sizes) - 1
         for number, size in enumerate(self.sizes[:-1], 1):
             end = -(-number * self.samples // increments)  # the first sample of a larger batch
@@ -75,13 +75,12 @@ def ramp_flaw(train: TrainConfig) -> str | None:
 
 
 def ramp_sizes(train: TrainConfig) -> Sequence[int]:
-    """Sequences of the global batches, ascending: of those of full size alone, where the numbers are no ramp."""
+    """All sizes of global batches, ascending; the full size alone where the numbers are no ramp."""
     return [train.global_batch_size] if ramp_flaw(train) else batch_ramp(train).sizes
 
 
 def samples_when_longer(samples: int, before: int, now: int) -> int:
-    """How many samples of `now` tokens have gone by where `samples` of `before` tokens have: rounded up, so that no
-    token comes a second time."""
+    """Samples of `now` tokens that cover `samples` of `before` tokens: rounded up, so that no token comes twice."""
     return -(-samples * before // now)
 
 

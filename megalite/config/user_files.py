@@ -12,8 +12,8 @@ import stat
 import types
 import typing
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import MISSING, fields, is_dataclass
 from itertools import chain
 from pathlib import Path
@@ -37,6 +37,21 @@ FAULTS: dict[type[Exception], str] = {  # what goes wrong with files, in words
 }
 
 Record = TypeVar("Record")
+Parsed = TypeVar("Parsed")
+
+
+@contextmanager
+def refusing(place: Path | str, remedy: str = RESTORE) -> Iterator[None]:
+    """Turns what goes wrong with a file inside into a UserError that names it."""
+    try:
+        yield
+    except tuple(FAULTS) as error:
+        rule = next(words for kind, words in FAULTS.items() if isinstance(error, kind))
+        said = getattr(error, "strerror", None) or " ".join(str(error).split())
+        kind = UserError
+        if isinstance(error, OSError) and error.errno:  # libraries raise an OSError without a number for a bad content
+            kind, remedy = UnavailableError, of_system(error, remedy)
+        raise kind(Problem(str(place), NO_VALUE, rule + said, remedy, here=True)) from error
 
 
 def read_bytes(path: Path, remedy: str = RESTORE, *, follow_links: bool = True) -> bytes:
@@ -49,26 +64,41 @@ def read_bytes(path: Path, remedy: str = RESTORE, *, follow_links: bool = True) 
             return file.read()
 
 
-def read_text(path: Path, remedy: str = RESTORE) -> str:
-    """The same as UTF-8 text."""
+def absolute(path: str) -> str:
+    """The path seen from the launch folder, with `~` expanded; symbolic links are kept as the user wrote them."""
+    return os.path.abspath(os.path.expanduser(path))
+
+
+def _parsed(path: Path, remedy: str, parse: Callable[[bytes], Parsed]) -> Parsed:
     content = read_bytes(path, remedy)
     with refusing(path, remedy):
-        return content.decode()
+        return parse(content)
+
+
+def read_text(path: Path, remedy: str = RESTORE) -> str:
+    """The content as UTF-8 text."""
+    return _parsed(path, remedy, bytes.decode)
 
 
 def read_json(path: Path, remedy: str = RESTORE) -> Any:
     """The value in a JSON file."""
-    content = read_bytes(path, remedy)
-    with refusing(path, remedy):
-        return json.loads(content)
+    return _parsed(path, remedy, json.loads)
 
 
 def read_object(path: Path, remedy: str = RESTORE) -> dict[str, Any]:
     """The JSON object in a file; UserError where it holds something else."""
-    found = read_json(path, remedy)
-    with refusing(path, remedy):
-        if not isinstance(found, dict):
-            raise ValueError("is not a JSON object")
+    return _parsed(path, remedy, lambda content: _object(json.loads(content)))
+
+
+def read_yaml(path: Path, remedy: str = RESTORE) -> Any:
+    """The value in a YAML file of plain data, read as Hydra does; UserError where its aliases stand for more values
+    than anyone writes: nested ones double with every line."""
+    return _parsed(path, remedy, _plain)
+
+
+def _object(found: Any) -> dict[str, Any]:
+    if not isinstance(found, dict):
+        raise ValueError("is not a JSON object")
     return found
 
 
@@ -93,24 +123,27 @@ _YamlLoader.add_implicit_resolver(
 )
 
 
-def read_yaml(path: Path, remedy: str = RESTORE) -> Any:
-    """The value in a YAML file of plain data, read as Hydra does: no key twice. UserError where its aliases stand for
-    more values than anyone writes: nested ones double with every line."""
-    content = read_bytes(path, remedy)
-    with refusing(path, remedy):
+def _plain(content: bytes) -> Any:
+    if explodes(content):
+        raise ValueError(f"stands for more than {MOST_VALUES:,} values (aliases of aliases)")
+    return yaml.load(content, Loader=_YamlLoader)
+
+
+def explodes(content: bytes) -> bool:
+    """Whether YAML text stands for more values than anyone writes, with those that its aliases repeat."""
+    known: dict[yaml.Node, float] = {}
+
+    def count(node: yaml.Node) -> float:
+        if node not in known:
+            known[node] = math.inf  # until it is counted: a node may hold itself
+            parts = chain(*node.value) if isinstance(node, yaml.MappingNode) else node.value
+            known[node] = 1 + sum(map(count, () if isinstance(node, yaml.ScalarNode) else parts))
+        return known[node]
+
+    with suppress(yaml.YAMLError, UnicodeDecodeError, RecursionError):  # told by whoever loads it
         node = yaml.compose(content, Loader=_YamlLoader)
-        if node is not None and _count(node, {}) > MOST_VALUES:
-            raise ValueError(f"stands for more than {MOST_VALUES:,} values (aliases of aliases)")
-        return yaml.load(content, Loader=_YamlLoader)
-
-
-def _count(node: yaml.Node, known: dict[yaml.Node, float]) -> float:
-    """The values that a node stands for; without end where it holds itself."""
-    if node not in known:
-        known[node] = math.inf  # until it is counted
-        parts = chain(*node.value) if isinstance(node, yaml.MappingNode) else node.value
-        known[node] = 1 + sum(_count(part, known) for part in (() if isinstance(node, yaml.ScalarNode) else parts))
-    return known[node]
+        return node is not None and count(node) > MOST_VALUES
+    return False
 
 
 def as_record(kind: type[Record], found: Any, place: Path | str, remedy: str = RESTORE) -> Record:
@@ -120,8 +153,7 @@ def as_record(kind: type[Record], found: Any, place: Path | str, remedy: str = R
     ignored.
     """
     with refusing(place, remedy):
-        if not isinstance(found, dict):
-            raise ValueError("is not a JSON object")
+        _object(found)
         values, kinds = {}, typing.get_type_hints(kind)
         for field in fields(kind):  # type: ignore[arg-type]
             name, wanted = field.name, kinds[field.name]
@@ -150,17 +182,3 @@ def fits(value: Any, kind: Any) -> bool:
     if origin in (int, float):
         return type(value) in (int, origin) and (origin is float or value >= 0)
     return origin is Any or isinstance(value, origin)
-
-
-@contextmanager
-def refusing(place: Path | str, remedy: str = RESTORE) -> Iterator[None]:
-    """Turns what goes wrong with a file inside into a UserError that names it."""
-    try:
-        yield
-    except tuple(FAULTS) as error:
-        rule = next(words for kind, words in FAULTS.items() if isinstance(error, kind))
-        said = getattr(error, "strerror", None) or " ".join(str(error).split())
-        kind = UserError
-        if isinstance(error, OSError) and error.errno:  # libraries raise an OSError without a number for a bad content
-            kind, remedy = UnavailableError, of_system(error, remedy)
-        raise kind(Problem(str(place), NO_VALUE, rule + said, remedy, here=True)) from error

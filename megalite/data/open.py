@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import xxhash
 
@@ -43,16 +43,6 @@ class TokenFiles:
     prefixes: Sequence[Path]
     unread: Sequence[str] = ()  # what lies beside the text and was not read, a line each
     tokenizer: TextTokenizer | None = None  # the one that `tokenizer=` names, for data=tokens
-
-
-class Preparation(Protocol):
-    """Makes token files of text: what training is given, so that it need not know where text comes from."""
-
-    def examine(self, config: Config) -> object:
-        """UserError for text or a tokenizer that is not there or not readable. Quick; writes nothing."""
-
-    def prepare(self, config: Config, progress: Progress | None = None) -> TokenFiles:
-        """Make every token file that `config` needs and that is not there yet."""
 
 
 @dataclass(frozen=True)

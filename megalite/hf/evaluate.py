@@ -17,7 +17,7 @@ from megalite.config.compose import load_part, names_of
 from megalite.config.schema import Config
 from megalite.data.batch import Batch
 from megalite.data.batches import read_batch, validation_batches, validation_samples
-from megalite.data.open import OpenedData, Preparation, open_data
+from megalite.data.open import OpenedData, TokenFiles, open_data
 from megalite.data.samples import SampleSource
 from megalite.errors.problems import NO_VALUE, Problem, UserError
 from megalite.hf.saved_model import SavedModel, open_model
@@ -27,6 +27,8 @@ from megalite.train.evaluate import Sums
 
 READ = ("data", "data.*", "device", "precision", "train.seq_length", "train.eval_batches")
 NAME_DATA = "name the data to evaluate on: data=stdlib, or data=text data.path=FILE"
+
+Prepare = Callable[[Config], TokenFiles]  # makes the token files that a config needs
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class Work(NamedTuple):
 def evaluate_saved(
     folder: Path,
     words: Sequence[str],
-    preparation: Preparation,
+    prepare: Prepare,
     report: Callable[[str], None],
     progress: Callable[[int, int], None],
     *,
@@ -86,9 +88,9 @@ def evaluate_saved(
     precision = config.precision if saved.run is None or "precision" in named else saved.run.config.precision
     dtype = choose_precision(precision, device)
     if own_data:
-        work = _own_data(saved, config.train.eval_batches if "train.eval_batches" in named else None, preparation)
+        work = _own_data(saved, config.train.eval_batches if "train.eval_batches" in named else None, prepare)
     else:
-        work = _other_data(saved, config, named, batch_size, max_tokens, preparation)
+        work = _other_data(saved, config, named, batch_size, max_tokens, prepare)
     model = saved.load(work.config, dtype, device)
     one = torch.ones((), dtype=torch.promote_types(dtype, torch.float32), device=device)
     sums, done = Sums(work.opened.bytes_of_ids, device), 0
@@ -97,7 +99,7 @@ def evaluate_saved(
         sums.add(model.loss(batch, one), [batch])
         done = min(done + batch.labels.numel(), work.tokens)
         progress(done, work.tokens)
-    figures = sums.figures()
+    figures = sums.metrics()
     return Evaluation(
         model=str(folder),
         step=saved.run.found.step if saved.run else None,
@@ -112,14 +114,14 @@ def evaluate_saved(
     )
 
 
-def _own_data(saved: SavedModel, eval_batches: int | None, preparation: Preparation) -> Work:
+def _own_data(saved: SavedModel, eval_batches: int | None, prepare: Prepare) -> Work:
     """The very batches of an evaluation during training, on the data that the run held out."""
     if saved.run is None:
         raise UserError(Problem("data", None, "a model of transformers has no data of its own", NAME_DATA))
     config = saved.run.config
     train = replace(config.train, eval_interval=config.train.eval_interval or 1)
     config = replace(config, train=replace(train, eval_batches=eval_batches or train.eval_batches))
-    opened, known = open_data(config, preparation.prepare(config)), saved.run.state.data
+    opened, known = open_data(config, prepare(config)), saved.run.state.data
     if opened.fingerprint != known.fingerprint:
         rule = f"it is not the data of the run any more: {opened.description} now, {known.description} then"
         raise UserError(Problem("data", config.data.path, rule, NAME_DATA))
@@ -134,7 +136,12 @@ def _own_data(saved: SavedModel, eval_batches: int | None, preparation: Preparat
 
 
 def _other_data(
-    saved: SavedModel, asked: Config, named: Set[str], rows: int, max_tokens: int | None, preparation: Preparation
+    saved: SavedModel,
+    asked: Config,
+    named: Set[str],
+    rows: int,
+    max_tokens: int | None,
+    prepare: Prepare,
 ) -> Work:
     """All of the data that the overrides name, or its first `max_tokens` tokens, in `rows` windows at a time.
 
@@ -157,7 +164,7 @@ def _other_data(
     train = replace(asked.train, seq_length=1, eval_interval=int(held_out > 0))  # opens any text
     tokenizer = "byte" if saved.tokenizer_folder is None else str(saved.tokenizer_folder.absolute())
     config = replace(asked, data=data, model=saved.config, tokenizer=tokenizer, train=train)
-    opened = open_data(config, preparation.prepare(config))
+    opened = open_data(config, prepare(config))
     config = replace(config, train=replace(train, seq_length=seq_length))
     source = replace(opened.validation or opened.train, weights=(1,), seq_length=seq_length, seed=None)
     there = sum(max(0, part.tokens - 1) for part in source.parts)

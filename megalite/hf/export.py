@@ -128,7 +128,6 @@ def _stretched_positions(config: ModelConfig) -> int | None:
     """The context length that YaRN has stretched the positions to; None without YaRN."""
     if config.rope_scaling != "yarn" or config.rope_scaling_factor == 1.0:
         return None
-    assert config.rope_original_positions is not None, "a rule asks for it"
     return round(config.rope_scaling_factor * config.rope_original_positions)
 
 

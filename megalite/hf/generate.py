@@ -19,7 +19,6 @@ from megalite.data.batch import unscored
 from megalite.data.tokenizers import token_text
 from megalite.errors.problems import NO_VALUE, Problem, UserError, collect_all
 from megalite.hf.saved_model import SavedModel
-from megalite.kernels.rotate import rotate
 from megalite.launch.device import DTYPES, choose_precision
 from megalite.model.attention import Attention, BlockInputs
 from megalite.model.gpt import GPT
@@ -56,17 +55,13 @@ class Drawing:
 
 
 class KeptKeys:
-    """Attention's core over all tokens so far. The first call brings whole texts, every other one token of each."""
+    """Attention to all tokens so far. The first call brings whole texts, every other one token of each."""
 
-    def __init__(self, attention: Attention) -> None:
-        self.attention = attention
+    def __init__(self) -> None:
         self.kept: tuple[Tensor, Tensor] | None = None  # keys and values [b, groups, s, d]
 
-    def __call__(self, qkv: Tensor, inputs: BlockInputs) -> Tensor:
-        """[n, b, groups, q_per_kv + 2, d] -> [n, b, heads * d]"""
-        queries, keys, values = self.attention.normed(qkv)
-        if inputs.rotation is not None:
-            queries, keys = rotate(queries, *inputs.rotation), rotate(keys, *inputs.rotation)
+    def __call__(self, queries: Tensor, keys: Tensor, values: Tensor, inputs: BlockInputs) -> Tensor:
+        """In place of `Attention.attend`."""
         queries, keys, values = (part.flatten(2, 3).permute(1, 2, 0, 3) for part in (queries, keys, values))
         first = self.kept is None
         if self.kept is not None:
@@ -177,7 +172,7 @@ def continued(
 ) -> Iterator[Tensor]:
     """texts [n, s] with one token more, with two, ... and with `count`, or until each of them has come to an end."""
     for attention in (module for module in model.modules() if isinstance(module, Attention)):
-        attention.core = KeptKeys(attention)  # type: ignore[method-assign]
+        attention.attend = KeptKeys()  # type: ignore[method-assign]
     over, newest = torch.zeros(len(texts), dtype=torch.bool), texts
     for _ in range(count):
         batch = unscored(newest)

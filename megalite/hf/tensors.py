@@ -111,7 +111,6 @@ def _forms(family: str, config: ModelConfig) -> dict[str, Form]:
     """The forms of all parameters that are not the same in the file."""
     heads, groups = config.num_attention_heads, config.num_key_value_heads
     d, rows = config.head_size, config.vocab_size
-    assert rows is not None
     padding = padded_vocabulary(config) - rows
 
     def per_head(fused: Tensor) -> Tensor:

@@ -19,17 +19,17 @@ _HALF = (torch.float16, torch.bfloat16)
 def attend(
     queries: Tensor, keys: Tensor, values: Tensor, *, causal: bool = False, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Output [b, heads, q, d] and log-sum-exp [b, heads, q] (fp32, fp64 in fp64) of queries [b, heads, q, d] to keys
-    and values [b, key-value heads, k, d].
+    """Output [b, heads, q, e] and log-sum-exp [b, heads, q] (fp32, fp64 in fp64) of queries [b, heads, q, d] to keys
+    [b, key-value heads, k, d] and values [b, key-value heads, k, e].
 
     `causal`: q = k, and query i sees keys 0..i. `mask` [b, 1, q, k] is True where a query sees a key; of one that sees
     none the output is 0, the log-sum-exp -inf.
     """
-    if queries.device.type == "cpu":
+    if _is_for_cpu(queries, values):
         bias = None if mask is None else _bias(mask, queries.dtype)
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(queries, keys, values, 0.0, causal, attn_mask=bias)
         return out, lse if mask is None else lse.masked_fill(_sees_nothing(mask), float("-inf"))  # the kernel's is 0
-    if _is_for_flash(queries, mask):
+    if _is_for_flash(queries, values, mask):
         found = _aten._scaled_dot_product_flash_attention(queries, keys, values, 0.0, causal)
         return found[0], found[1]
     return _plain(queries, keys, values, causal, mask)
@@ -47,12 +47,12 @@ def attend_backward(
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """This tile's part of the gradients of queries, keys and values; `grad`, `out` and `lse` are of all keys."""
-    if queries.device.type == "cpu":
+    if _is_for_cpu(queries, values):
         bias = None if mask is None else _bias(mask, queries.dtype)
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(  # type: ignore[no-any-return]
             grad, queries, keys, values, out, lse, 0.0, causal, attn_mask=bias
         )
-    if _is_for_flash(queries, mask):
+    if _is_for_flash(queries, values, mask):
         seed: Any = torch.empty((), dtype=torch.int64, device=queries.device)  # of a dropout that is not there
         none: Any = None
         lengths = (queries.shape[2], keys.shape[2])  # the kernel takes the statistics' memory as it lies
@@ -70,12 +70,17 @@ def merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     lse.copy_(both)
 
 
-def _is_for_flash(queries: Tensor, mask: Tensor | None) -> bool:
+def _is_for_cpu(queries: Tensor, values: Tensor) -> bool:
+    """Whether torch's flash kernel for CPUs takes the tile: values as wide as keys."""
+    return queries.device.type == "cpu" and queries.shape[-1] == values.shape[-1]
+
+
+def _is_for_flash(queries: Tensor, values: Tensor, mask: Tensor | None) -> bool:
     """Whether torch's flash kernel takes the tile: no mask, half precision, head sizes of a multiple of 8 up to 256, on
     Ampere or newer."""
     size = queries.shape[-1]
-    fits = mask is None and queries.dtype in _HALF and size % 8 == 0 and size <= 256
-    return fits and torch.cuda.get_device_capability(queries.device) >= (8, 0)
+    fits = mask is None and queries.dtype in _HALF and size % 8 == 0 and size <= 256 and size == values.shape[-1]
+    return queries.is_cuda and fits and torch.cuda.get_device_capability(queries.device) >= (8, 0)
 
 
 def _plain(queries: Tensor, keys: Tensor, values: Tensor, causal: bool, mask: Tensor | None) -> tuple[Tensor, Tensor]:

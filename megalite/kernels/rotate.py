@@ -5,27 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.kernels.pieces import piece_buffers, pieces
+from megalite.kernels.pieces import pieces
 
 
 def rotate(x: Tensor, straight: Tensor, swapped: Tensor) -> Tensor:
     """Rotate queries or keys [s, b, groups, heads, d]."""
     return _Rotate.apply(x, straight, swapped)  # type: ignore[no-any-return]
-
-
-def rotate_heads_(x: Tensor, straight: Tensor, swapped: Tensor, sign: int = 1) -> None:
-    """Rotate heads [b, heads, s, d] (contiguous) in place on a CPU, or, with the sign -1, turn them back."""
-    x = x.view(len(straight), -1, *x.shape[2:])  # one row of tables serves all samples
-    half = x.shape[-1] // 2
-    buffers = piece_buffers(2, x[0], straight.dtype)
-    for heads, factor, swapped_factor in zip(x, straight, swapped, strict=True):
-        low, high = swapped_factor.chunk(2, dim=-1)
-        for (part,) in pieces(heads):
-            wide, turned = buffers[:, : len(part)]
-            torch.mul(wide.copy_(part), factor, out=turned)
-            turned[..., :half].addcmul_(wide[..., half:], low, value=sign)
-            turned[..., half:].addcmul_(wide[..., :half], high, value=sign)
-            part.copy_(turned)
 
 
 class _Rotate(torch.autograd.Function):

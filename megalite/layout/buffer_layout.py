@@ -1,37 +1,39 @@
 """Which parameter lies where, in which bucket, and which of it each rank updates: plain records, no torch.
 
-A buffer holds all parameters of one precision and one kind (dense or expert), in reverse order of registration, so that
-backward completes it from its start to its end. It is cut into buckets, whose gradients travel together. Each of the
-ranks that share a bucket's optimizer state owns an equal, aligned slice of it; slices cross the borders of parameters.
-The layout is a function of sizes alone, the same on all ranks that exchange a bucket.
+A bucket holds parameters of one precision, one kind (dense or expert) and one ownership, in the order in which backward
+completes them; their gradients travel together. Each of the ranks that share a bucket's optimizer state owns an equal,
+aligned slice of it. With ownership "even" slices cross the borders of parameters; with "whole" no matrix has two
+owners. The layout is a function of sizes alone, the same on all ranks that exchange a bucket.
 Facts: Megatron-LM's distributed optimizer (param_layout.py); Rajbhandari et al. 2019 (arXiv 1910.02054).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from heapq import heapreplace
 from itertools import groupby
 from math import prod
 from typing import Literal
 
+from megalite.layout.matrix_packing import pack
 from megalite.layout.parameters import ParameterRecord, Shard, ShardBox, shard
 
 ALIGNMENT = 64  # elements: 256 bytes of fp32, so that parameters and slices start on full vectors and cache lines
 Kind = Literal["dense", "expert"]
 Ownership = Literal["even", "whole"]
+Held = tuple[ParameterRecord, Shard]
 
 
 @dataclass(frozen=True)
 class BufferName:
-    """What the parameters of one buffer have in common."""
+    """What the parameters of one bucket have in common. `whole`: they are matrices with one owner each."""
 
     precision: Literal["model", "master"]
     kind: Kind
+    whole: bool = False
 
 
 @dataclass(frozen=True)
 class BufferSlot:
-    """Elements [start, stop) of a buffer: what this rank holds of one parameter."""
+    """Elements [start, stop) of a bucket: what this rank holds of one parameter."""
 
     record: ParameterRecord
     shard: Shard
@@ -44,35 +46,27 @@ class BufferSlot:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Elements [start, stop) of a buffer, whose optimizer state `shards` ranks share."""
+    """`size` elements, whose optimizer state `shards` ranks share: rank i of them owns the i-th slice."""
 
     buffer: BufferName
-    start: int
-    stop: int
+    size: int
     shards: int
     slots: tuple[BufferSlot, ...]
 
     @property
     def slice_size(self) -> int:
-        return (self.stop - self.start) // self.shards
-
-    def slice_of(self, index: int) -> range:
-        """What rank `index` of the sharing ranks owns, in the buffer."""
-        start = self.start + index * self.slice_size
-        return range(start, start + self.slice_size)
+        return self.size // self.shards
 
 
 @dataclass(frozen=True)
 class OwnedRange:
-    """What a rank owns of one parameter in bucket `bucket`, counted over all buffers.
+    """What a rank owns of one parameter in bucket number `bucket`.
 
-    The same elements `in_buffer`, in the rank's slice of this bucket, and in the flat tensor that it holds of the
-    parameter.
+    The same elements in the rank's slice of this bucket, and in the flat tensor that it holds of the parameter.
     """
 
     slot: BufferSlot
     bucket: int
-    in_buffer: range
     in_slice: range
     in_parameter: range
 
@@ -97,7 +91,7 @@ class SliceRange:
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """All buckets of all buffers, in the order in which backward completes them."""
+    """All buckets, in the order in which backward completes them."""
 
     buckets: tuple[Bucket, ...]
 
@@ -105,27 +99,29 @@ class BufferLayout:
     def slots(self) -> list[BufferSlot]:
         return [slot for bucket in self.buckets for slot in bucket.slots]
 
-    @property
-    def sizes(self) -> dict[BufferName, int]:
-        """Elements of each buffer."""
-        sizes: dict[BufferName, int] = {}
-        for bucket in self.buckets:
-            sizes[bucket.buffer] = max(bucket.stop, sizes.get(bucket.buffer, 0))
-        return sizes
-
     def owned(self, dense: int = 0, expert: int = 0) -> tuple[OwnedRange, ...]:
         """What the rank at position `dense` of the ranks that share dense state, `expert` of those of experts, owns."""
-        index = {"dense": dense, "expert": expert}
         found = []
         for number, bucket in enumerate(self.buckets):
-            own = bucket.slice_of(index[bucket.buffer.kind])
+            first = bucket.slice_size * (dense if bucket.buffer.kind == "dense" else expert)
             for slot in bucket.slots:
-                start, stop = max(own.start, slot.start), min(own.stop, slot.stop)
+                start, stop = max(first, slot.start), min(first + bucket.slice_size, slot.stop)
                 if start < stop:
-                    in_slice = range(start - own.start, stop - own.start)
                     in_parameter = range(start - slot.start, stop - slot.start)
-                    found.append(OwnedRange(slot, number, range(start, stop), in_slice, in_parameter))
+                    found.append(OwnedRange(slot, number, range(start - first, stop - first), in_parameter))
         return tuple(found)
+
+
+def slice_ranges(owned: Iterable[OwnedRange], wanted: Callable[[ParameterRecord, ShardBox], bool]) -> list[SliceRange]:
+    """Where in a rank's slices the wanted boxes of parameters lie: those that touch are one range."""
+    found: list[SliceRange] = []
+    for each in owned:
+        for box, elements, start in each.boxes():
+            if wanted(each.slot.record, box):
+                touches = found and (found[-1].bucket, found[-1].stop) == (each.bucket, start)
+                first = found.pop().start if touches else start
+                found.append(SliceRange(each.bucket, first, start + len(elements)))
+    return found
 
 
 def buffer_layout(
@@ -141,71 +137,51 @@ def buffer_layout(
 ) -> BufferLayout:
     """The layout of one rank's parameters; `tp`, `etp` and `ep` are (size, index) of the rank on these axes.
 
-    A bucket ends before a block that would take it over `bucket_size` elements (default: `default_bucket_size`), so
-    that a block's parameters arrive together, and inside a larger block after a parameter that reaches the size, unless
-    less than that is left.
-    Tables of the vocabulary have buckets of their own: a tied one is cut alike by both ends of a pipeline, an uneven
-    one leaves all else alike on the ranks of tp, which add up slices of what they replicate. With `ownership` "whole"
-    each parameter but these tables has one owner, for optimizers that need matrices: every slice has room for the
-    largest, and buckets grow until at most a fifth of them is padding.
+    A bucket ends before a block that would take it over `bucket_size` elements (default: Megatron-LM's, large enough
+    that each rank's slice is worth a message), so that a block's parameters arrive together, and inside a larger block
+    after a parameter that reaches the size, unless less than that is left. Tables of the vocabulary have buckets of
+    their own: a tied one is cut alike by both ends of a pipeline, an uneven one leaves all else alike on the ranks of
+    tp, which add up slices of what they replicate.
+
+    With `ownership` "whole", for optimizers that need matrices, a matrix lies in one slice: each of those that a
+    parameter stacks (gate, up, an expert's), while `attention.qkv`, whose q, k and v alternate in memory, counts as
+    one. Buckets of matrices are of like size, and as many as leave at most a fifth of each as padding.
     """
-    shards: dict[Kind, int] = {"dense": dense_shards, "expert": expert_shards}
-    places: dict[Kind, tuple[int, int]] = {"dense": tp, "expert": etp}
     by_buffer: dict[BufferName, list[Held]] = {}
     order: dict[str, int] = {}  # in which backward completes the parameters
     for record in reversed(records):
-        name = BufferName(record.precision, "expert" if record.of_experts else "dense")
-        by_buffer.setdefault(name, []).append((record, shard(record, *places[name.kind], ep)))
+        whole = ownership == "whole" and record.stacked is not None
+        name = BufferName(record.precision, "expert" if record.of_experts else "dense", whole)
+        by_buffer.setdefault(name, []).append((record, shard(record, *(etp if record.of_experts else tp), ep)))
         order[record.name] = len(order)
     buckets: list[Bucket] = []
     for name, held in by_buffer.items():
-        sharing, start = shards[name.kind], 0
-        target = default_bucket_size(sharing) if bucket_size is None else bucket_size
-        owners = sharing if ownership == "whole" else 1
-        for content in _cut(held, target, owners):
-            shares = [content] if _is_table(content[0][0]) else _shares(content, owners)
-            buckets.append(_bucket(name, start, sharing, shares))
-            start = buckets[-1].stop
+        shards = dense_shards if name.kind == "dense" else expert_shards
+        target = max(40_000_000, 1_000_000 * shards) if bucket_size is None else bucket_size
+        cut = _cut_wholes(held, target, shards) if name.whole else (_even(part, shards) for part in _cut(held, target))
+        buckets += [Bucket(name, size, shards, slots) for slots, size in cut]
     buckets.sort(key=lambda bucket: max(order[slot.record.name] for slot in bucket.slots))
     return BufferLayout(tuple(buckets))
 
 
-def default_bucket_size(shards: int) -> int:
-    """Elements: large enough that each rank's slice is worth a message (Megatron-LM's rule)."""
-    return max(40_000_000, 1_000_000 * shards)
+Placed = tuple[tuple[BufferSlot, ...], int]  # the slots of a bucket and its size
 
 
-def slice_ranges(owned: Iterable[OwnedRange], wanted: Callable[[ParameterRecord, ShardBox], bool]) -> list[SliceRange]:
-    """Where in a rank's slices the wanted boxes of parameters lie: those that touch are one range."""
-    found: list[SliceRange] = []
-    for each in owned:
-        for box, elements, start in each.boxes():
-            if wanted(each.slot.record, box):
-                touches = found and (found[-1].bucket, found[-1].stop) == (each.bucket, start)
-                first = found.pop().start if touches else start
-                found.append(SliceRange(each.bucket, first, start + len(elements)))
-    return found
-
-
-Held = tuple[ParameterRecord, Shard]
-
-
-def _cut(held: Sequence[Held], target: int, owners: int) -> Iterator[list[Held]]:
-    """The contents of the buckets of one buffer, in order. With several `owners` of wholes a bucket goes on until they
-    can have like shares of it."""
+def _cut(held: Sequence[Held], target: int) -> Iterator[list[Held]]:
+    """The contents of the buckets with even ownership, in order."""
     content: list[Held] = []
     size = 0
     for (table, _), members in groupby(held, key=lambda each: (_is_table(each[0]), each[0].place)):
         block = list(members)
         length = _size(block)
-        if content and (table or (size + length > target and _is_level(content, owners))):
+        if content and (table or size + length > target):
             yield content
             content, size = [], 0
         for each in block:
             content.append(each)
             size += _size([each])
             length -= _size([each])  # what is left of the block: less than a bucket joins the last one
-            if table or (size >= target <= length and _is_level(content, owners)):
+            if table or size >= target <= length:
                 yield content
                 content, size = [], 0
     if content:
@@ -218,32 +194,41 @@ def _is_table(record: ParameterRecord) -> bool:
     return tied or (record.split is not None and record.split.uneven)
 
 
-def _bucket(name: BufferName, start: int, shards: int, shares: Sequence[Sequence[Held]]) -> Bucket:
-    """The shares one after the other, in rooms of equal size; each parameter starts aligned."""
-    room, slots = max(map(_size, shares)), []
-    for number, share in enumerate(shares):
-        cursor = start + number * room
-        for record, held in share:
-            slots.append(BufferSlot(record, held, cursor))
-            cursor += _padded(prod(held.shape), ALIGNMENT)
-    return Bucket(name, start, start + _padded(len(shares) * room, ALIGNMENT * shards), shards, tuple(slots))
+def _even(content: Sequence[Held], shards: int) -> Placed:
+    """One parameter after the other."""
+    slots = [BufferSlot(*each, _size(content[:at])) for at, each in enumerate(content)]
+    return tuple(slots), _padded(_size(content), ALIGNMENT * shards)
 
 
-def _shares(content: Sequence[Held], owners: int) -> list[list[Held]]:
-    """Each parameter, the largest first, goes to the owner that has least; inside a share they keep their order."""
-    loads = [(0, owner) for owner in range(owners)]  # a heap
-    members: list[list[int]] = [[] for _ in loads]
-    for at in sorted(range(len(content)), key=lambda at: -_size([content[at]])):
-        load, owner = loads[0]
-        members[owner].append(at)
-        heapreplace(loads, (load + _size([content[at]]), owner))
-    return [[content[at] for at in sorted(share)] for share in members]
+def _cut_wholes(held: Sequence[Held], target: int, shards: int) -> list[Placed]:
+    """Buckets of matrices with one owner each: blocks are dealt to buckets of like size, and where that leaves too much
+    padding, to fewer."""
+    blocks = [list(members) for _, members in groupby(held, key=lambda each: each[0].place)]
+    total = _size(held)
+    for number in range(min(len(blocks), -(-total // target)), 0, -1):
+        contents: list[list[Held]] = [[] for _ in range(number)]
+        before = 0
+        for block in blocks:
+            contents[(2 * before + _size(block)) * number // (2 * total)] += block  # by the block's middle
+            before += _size(block)
+        placed = [_whole(content, shards, tight=number > 1) for content in contents if content]
+        if None not in placed:
+            break
+    return [each for each in placed if each is not None]
 
 
-def _is_level(content: Sequence[Held], owners: int) -> bool:
-    """Whether at most a fifth is padding where each parameter has one of so many owners."""
-    room = owners * max(map(_size, _shares(content, owners)))
-    return 5 * _size(content) >= 4 * room
+def _whole(content: Sequence[Held], shards: int, *, tight: bool) -> Placed | None:
+    """Each matrix in one slice; None where more than a fifth is padding, if it is to be `tight`."""
+    stacks = []
+    for record, of_rank in content:
+        unit, number = prod(of_rank.shape[record.stacked :]), prod(of_rank.shape[: record.stacked])
+        # What is not aligned is one piece.
+        stacks.append((unit, number) if unit % ALIGNMENT == 0 else (_size([(record, of_rank)]), 1))
+    found = pack(stacks, shards, ALIGNMENT, most=_size(content) * 5 // 4 if tight else None)
+    if found is None:
+        return None
+    slots = [BufferSlot(*each, start) for each, start in zip(content, found.starts, strict=True)]
+    return tuple(sorted(slots, key=lambda slot: slot.start)), found.room * shards
 
 
 def _size(content: Iterable[Held]) -> int:

@@ -44,7 +44,9 @@ class ParameterRecord:
     one (at none: outside of any pipeline). `split` is over tp; without it each rank there holds the whole. A parameter
     `of_experts` holds one matrix of all experts of a layer, [experts, ...]: dim 0 is divided over ep, and `split` is
     over etp. `partial_over` are the groups whose ranks each have a share of the gradient, to be summed. With
-    `precision` "master" the model computes with it in the precision of the masters (a router).
+    `precision` "master" the model computes with it in the precision of the masters (a router). The first `stacked` dims
+    count matrices, each of which may have an optimizer rank of its own; with None the parameter is no matrix to an
+    optimizer (tables of the vocabulary and of positions, norms, biases).
     """
 
     name: str
@@ -57,6 +59,7 @@ class ParameterRecord:
     partial_over: tuple[Group, ...] = ()
     of_experts: bool = False
     precision: Literal["model", "master"] = "model"
+    stacked: int | None = None
 
     @property
     def numel(self) -> int:

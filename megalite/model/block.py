@@ -1,7 +1,7 @@
 """One transformer block, pre-norm: x + attention(norm(x)), then x + mlp(norm(x)) or, with experts, x + moe(norm(x)).
 
-A pure function of its inputs and parameters, so that it can be recomputed in backward and compiles (`fullgraph`): all
-of it, or with experts its attention, since how many rows they have is only known when they run.
+A function of its inputs and parameters, so that it can be recomputed in backward and compiles (`fullgraph`): all of it,
+or with experts its attention, since how many rows they have is only known when they run.
 """
 
 from collections.abc import Collection
@@ -12,24 +12,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megalite.config.activations import ACTIVATIONS
 from megalite.config.schema import ModelConfig
 from megalite.context_parallel.exchange import ContextRanks
 from megalite.kernels.dropout import DropoutKey, hash_dropout
 from megalite.kernels.pieces import statistics_dtype
-from megalite.model.attention import Attention, BlockInputs, attention_backends
-from megalite.model.mlp import ACTIVATIONS, MLP
+from megalite.model.attention import Attention, BlockInputs, Heads
+from megalite.model.mlp import MLP
 from megalite.model.norm import build_norm
 from megalite.model.parameters import expert_width, inner_projection, shared_width
-from megalite.model.recompute import checkpoint_without_output
+from megalite.model.recompute import Recompute
 from megalite.moe.dispatch import ExpertRanks
 from megalite.moe.layer import Experts, MoELayer
 from megalite.moe.router import Router
 from megalite.tensor_parallel.layers import Placement
 
 
-class AttentionBlock(nn.Module):
-    """The first half. The residual stream stays in the compute dtype. `recompute`: what backward computes again, of
-    "attention", "norm", "activation" and "moe"."""
+class Block(nn.Module):
+    """The residual stream stays in the compute dtype. `recompute`: what backward computes again, of "attention",
+    "norm", "activation" and "moe". With `experts`, the ranks that hold one set of them together, an MLP of experts."""
 
     def __init__(
         self,
@@ -37,106 +38,89 @@ class AttentionBlock(nn.Module):
         place: Placement,
         recompute: Collection[str] = (),
         context: ContextRanks | None = None,
+        experts: ExpertRanks | None = None,
     ) -> None:
         super().__init__()
-        self.attention_norm = build_norm(config, place)
-        self.attention = Attention(config, place, context, recompute="attention" in recompute)
-        self.mlp_norm = build_norm(config, place)
-        self.dropout = config.dropout
-        self.recompute_norms = "norm" in recompute
+        self.recompute, self.dropout = Recompute(recompute), config.dropout
+        self.attention_norm = self.recompute.norm(build_norm(config, place))
+        self.attention = Attention(config, place, self.recompute, context)
+        self.mlp_norm = self.recompute.norm(build_norm(config, place))
+        self.moe: MoELayer | None = None
+        self.shared: MLP | None = None
+        if experts is None:
+            self.mlp = MLP(config, place, recompute=self.recompute)
+            return
+        self.moe = _moe_layer(config, place, experts, recompute="moe" in recompute)
+        if width := shared_width(config):  # all shared experts are one MLP beside the others
+            place = replace(place, fp8=None)  # fp8 pays in compiled code alone
+            self.shared = MLP(config, place, ffn=width, recompute=self.recompute)
+
+    def forward(self, x: Tensor, inputs: BlockInputs) -> Tensor:
+        """[s, b, h] -> [s, b, h], with sequence parallelism [s/t, b, h] -> [s/t, b, h]"""
+        return self.feed_forward(self.attend(x, inputs), inputs)
 
     def attend(self, x: Tensor, inputs: BlockInputs) -> Tensor:
-        """x, and what attention adds to it."""
-        attention = self.attention
-        core, leave = partial(attention.core, inputs=inputs), partial(self.leave, x=x, inputs=inputs)
-        backends, recompute = partial(attention_backends, attention.device, inputs), attention.recompute
-        return checkpoint_without_output(core, leave, self.enter(x, inputs), recompute=recompute, around=backends)
+        """x + attention(norm(x))"""
+        with self.recompute.outputs_dropped():
+            return x + self._drop(self.attention(self.attention_norm(x), inputs), inputs.attention_dropout)
 
-    def enter(self, x: Tensor, inputs: BlockInputs) -> Tensor:
-        """What attention's core takes."""
-        project = partial(self.attention.project, inputs=inputs)
-        return checkpoint_without_output(self.attention_norm, project, x, recompute=self.recompute_norms)
+    def feed_forward(self, x: Tensor, inputs: BlockInputs) -> Tensor:
+        """x + mlp(norm(x))"""
+        with self.recompute.outputs_dropped():
+            return x + self._drop(self._mlp(self.mlp_norm(x), inputs), inputs.mlp_dropout)
 
-    def leave(self, attended: Tensor, x: Tensor, inputs: BlockInputs) -> Tensor:
-        """x, and what follows from the core's output."""
-        return x + self._drop(self.attention.out(attended), inputs.attention_dropout)
-
-    def compile_parts(self, options: dict[str, Any] | None) -> None:
-        """Compile what can be one graph: where ranks share sequences, what is before attention's core, what is behind
-        it and, where they exchange heads, attention."""
-        parts: list[tuple[Any, str]] = [(self, "attend")]
-        if self.attention.context is not None:
-            parts = [(self, "enter"), (self, "leave"), (self.attention, "whole_projection")]
-        for module, part in parts:
-            compiled = torch.compile(getattr(module, part), fullgraph=True, dynamic=False, options=options)
-            setattr(module, part, compiled)
+    def _mlp(self, x: Tensor, inputs: BlockInputs) -> Tensor:
+        if self.moe is None:
+            y: Tensor = self.mlp(x)
+            return y
+        y, metrics = self.moe(x, inputs.tokens, self.shared)
+        inputs.routing.append(metrics)
+        return y
 
     def _drop(self, x: Tensor, key: DropoutKey | None) -> Tensor:
         return x if key is None else hash_dropout(x, self.dropout, key)
 
+    def compile_parts(self, options: dict[str, Any] | None) -> None:
+        """Compile what can be one graph: the block or, with experts, its attention. Where ranks share sequences, that
+        is what is before attention, what is behind it and, where they exchange heads, attention of whole sequences."""
+        compiled = partial(torch.compile, fullgraph=True, dynamic=False, options=options)
+        attention = self.attention
+        if attention.context is None:
+            part = "forward" if self.moe is None else "attend"
+            setattr(self, part, compiled(getattr(self, part)))
+            return
 
-class Block(AttentionBlock):
-    """A block with an MLP."""
+        @compiled
+        def before(x: Tensor, inputs: BlockInputs) -> Heads:
+            return attention.heads(*attention.project(self.attention_norm(x)), inputs=inputs)
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        place: Placement,
-        recompute: Collection[str] = (),
-        context: ContextRanks | None = None,
-    ) -> None:
-        super().__init__(config, place, recompute, context)
-        self.mlp = MLP(config, place, recompute="activation" in recompute)
+        @compiled
+        def behind(x: Tensor, attended: Tensor, inputs: BlockInputs) -> Tensor:
+            x = x + self._drop(attention.out(attended), inputs.attention_dropout)
+            return x if self.moe is not None else self.feed_forward(x, inputs)
 
-    def forward(self, x: Tensor, inputs: BlockInputs) -> Tensor:
-        """[s, b, h] -> [s, b, h], with sequence parallelism [s/t, b, h] -> [s/t, b, h]"""
-        return self.attend(x, inputs)
+        def forward(x: Tensor, inputs: BlockInputs) -> Tensor:
+            core = self.recompute.wrap("attention", partial(attention.attend, inputs=inputs))
+            heads = before(x, inputs)
+            with self.recompute.outputs_dropped():
+                x = behind(x, core(*heads), inputs)
+            return x if self.moe is None else self.feed_forward(x, inputs)
 
-    def leave(self, attended: Tensor, x: Tensor, inputs: BlockInputs) -> Tensor:
-        """The whole rest of the block."""
-        x = super().leave(attended, x, inputs)
-        y = checkpoint_without_output(self.mlp_norm, self.mlp, x, recompute=self.recompute_norms)
-        return x + self._drop(y, inputs.mlp_dropout)
+        setattr(attention, "whole", compiled(attention.whole))  # noqa: B010
+        setattr(self, "forward", forward)  # noqa: B010
 
 
-class MoEBlock(AttentionBlock):
-    """A block with experts, of which `ranks` hold one set together; shared experts are an MLP beside them."""
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        place: Placement,
-        ranks: ExpertRanks,
-        recompute: Collection[str] = (),
-        context: ContextRanks | None = None,
-    ) -> None:
-        super().__init__(config, place, recompute, context)
-        experts = Experts(
-            config.moe,
-            config.hidden_size,
-            inner_projection(config, expert_width(config)),
-            ACTIVATIONS[config.activation],
-            ranks,
-            dtype=place.dtype,
-            device=place.device,
-            deferred=place.deferred,
-            recompute="moe" in recompute,
-        )
-        router = Router(config.moe, config.hidden_size, statistics_dtype(place.dtype), place.device)
-        self.moe = MoELayer(router, experts, ranks)
-        self.shared: MLP | None = None
-        if width := shared_width(config):
-            wide = replace(place, fp8=None)  # fp8 pays in compiled code alone
-            self.shared = MLP(config, wide, ffn=width, recompute="activation" in recompute)
-
-    def forward(self, x: Tensor, inputs: BlockInputs) -> tuple[Tensor, Tensor]:
-        """[s, b, h] -> [s, b, h], with sequence parallelism [s/t, b, h] -> [s/t, b, h]; and the router's figures."""
-        x = self.attend(x, inputs)
-        consumer = partial(self._experts, inputs=inputs)
-        y, figures = checkpoint_without_output(self.mlp_norm, consumer, x, recompute=self.recompute_norms)
-        return x + self._drop(y, inputs.mlp_dropout), figures
-
-    def _experts(self, x: Tensor, inputs: BlockInputs) -> tuple[Tensor, Tensor]:
-        assert inputs.masks is not None
-        y, figures = self.moe(x, inputs.masks, self.shared)
-        return y, figures
+def _moe_layer(config: ModelConfig, place: Placement, ranks: ExpertRanks, *, recompute: bool) -> MoELayer:
+    experts = Experts(
+        config.moe,
+        config.hidden_size,
+        inner_projection(config, expert_width(config)),
+        ACTIVATIONS[config.activation],
+        ranks,
+        dtype=place.dtype,
+        device=place.device,
+        deferred=place.deferred,
+        recompute=recompute,
+    )
+    router = Router(config.moe, config.hidden_size, statistics_dtype(place.dtype), place.device)
+    return MoELayer(router, experts, ranks)

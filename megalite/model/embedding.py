@@ -25,7 +25,6 @@ class Embedding(nn.Module):
         self.word = VocabParallelEmbedding(padded_vocabulary(config), config.hidden_size, place)
         self.sequence = place.sequence
         if positions:
-            assert config.max_positions is not None
             self.position = Table(config.max_positions, config.hidden_size, place)
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:

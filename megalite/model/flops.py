@@ -38,7 +38,6 @@ def _active(record: ParameterRecord, config: ModelConfig) -> int:
 
 def flops_per_token(config: ModelConfig, seq_length: int, *, causal: bool) -> float:
     """Model FLOPs per trained token. `causal` counts only the half of the attention matrix that a causal model uses."""
-    assert config.head_size is not None, "only a derived config has all sizes: see config/derive.py"
     attention = 12 * config.num_layers * config.num_attention_heads * config.head_size * seq_length
     return 6 * matmul_parameters(config) + attention * (0.5 if causal else 1.0)
 

@@ -17,15 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from megalite.config.schema import Config
-from megalite.context_parallel.attention import SequenceScores, whole_sequence
+from megalite.config.schema import Config, TrainConfig
+from megalite.context_parallel.attention import whole_sequence
 from megalite.context_parallel.exchange import ContextRanks
 from megalite.data.batch import Batch
 from megalite.kernels.dropout import DropoutKey, DropoutStreams, Stream, hash_dropout
 from megalite.kernels.pieces import statistics_dtype
 from megalite.layout.stages import StageLayers
-from megalite.model.attention import BlockInputs, attention_backends, attention_mask
-from megalite.model.block import AttentionBlock, Block, MoEBlock
+from megalite.model.attention import BlockInputs, attention_mask
+from megalite.model.block import Block
 from megalite.model.embedding import Embedding
 from megalite.model.loss import linear_cross_entropy
 from megalite.model.norm import build_norm
@@ -46,6 +46,14 @@ OVERLAPPED = {  # inductor's options that start collectives early and finish the
     "reorder_for_compute_comm_overlap": True,
     "reorder_for_compute_comm_overlap_passes": ["sink_waits"],
 }
+
+
+def compile_options(tp: TensorGroup | None, *, async_tp: bool) -> dict[str, Any] | None:
+    """What inductor reorders for memory, or leaves where autograd put it, finishes each collective of backward before
+    it starts the products that would hide it."""
+    if tp is None:
+        return None
+    return OVERLAPPED | ({"_micro_pipeline_tp": True} if async_tp else {})
 
 
 class GPT(nn.Module):
@@ -75,43 +83,30 @@ class GPT(nn.Module):
     ) -> None:
         super().__init__()
         model, train = config.model, config.train
-        assert train.compile is not None, "train.compile is derived before the model is built"
-        assert model.vocab_size is not None, "the vocabulary is derived before the model is built"
-        self.vocab_size = model.vocab_size
-        layers = range(model.num_layers) if stage is None else stage.layers
+        self.config, self.dtype, self.device, self.context = model, dtype, device, context
+        self.vocab_size, self.compiled, self.kernels = model.vocab_size, train.compile, train.attention
+        self.label_smoothing, self.z_loss = train.label_smoothing, train.z_loss
         self.deferred = DeferredWork()  # weight gradients of linear layers, of a backward that it collects
         sequence_parallel = bool(config.parallel.sequence_parallel) and tp is not None
-        deferred = None if train.compile else self.deferred  # a compiled backward cannot put work off
-        place = Placement(dtype, device, tp, sequence_parallel, deferred)
-        self.config, self.dtype, self.device, self.place = model, dtype, device, place
-        self.context = context
-        self.sharing = place.sequence if context is None else context.sharing  # ranks with parts of one sequence
+        # A compiled backward cannot defer work.
+        self.place = Placement(dtype, device, tp, sequence_parallel, None if train.compile else self.deferred)
+        self.sharing = self.place.sequence if context is None else context.sharing  # ranks with parts of one sequence
         self.recomputed = range(0)  # layers whose blocks backward computes again
         if train.recompute == "full":
             self.recomputed = range(model.num_layers if train.recompute_layers is None else train.recompute_layers)
-        modules = train.recompute_modules if train.recompute == "selective" else ()
-        self.label_smoothing, self.z_loss, self.compiled = train.label_smoothing, train.z_loss, train.compile
-        self.kernels = train.attention
+        layers = range(model.num_layers) if stage is None else stage.layers
         self.embeds = stage is None or stage.embedding
         self.has_loss = stage is None or stage.loss
         if self.embeds or (self.has_loss and model.tie_embeddings):
             positions = self.embeds and model.position == "learned"
-            self.embedding = Embedding(model, place, positions=positions)
-
-        def block(layer: int) -> AttentionBlock:
-            # The first and the last lose most by rounding, and so would the head.
-            place = replace(self.place, fp8=train.fp8 if 0 < layer < model.num_layers - 1 else None)
-            if model.has_experts(layer):
-                return MoEBlock(model, place, expert_ranks, modules, context)
-            return Block(model, place, modules, context)
-
-        self.blocks = nn.ModuleDict({str(layer): block(layer) for layer in layers})
+            self.embedding = Embedding(model, self.place, positions=positions)
+        self.blocks = nn.ModuleDict({str(layer): self._block(layer, train, expert_ranks) for layer in layers})
         width = 2 * model.moe.num_experts + AFTER_COUNTS
         self.router_figures = torch.zeros(len(self.routers), width, dtype=torch.float64, device=device)
         if self.has_loss:
-            self.final_norm = build_norm(model, place)
+            self.final_norm = build_norm(model, self.place)
             if not model.tie_embeddings:
-                self.head = VocabParallelEmbedding(padded_vocabulary(model), model.hidden_size, place)
+                self.head = VocabParallelEmbedding(padded_vocabulary(model), model.hidden_size, self.place)
         streams: list[Stream] = [("embedding",), *((layer, part) for layer in layers for part in ("attention", "mlp"))]
         self.dropout_streams = DropoutStreams(config.seed, streams, device)
         self.attention_streams = DropoutStreams(config.seed, [(layer, "probabilities") for layer in layers], device)
@@ -119,20 +114,25 @@ class GPT(nn.Module):
             frequencies = rotary_frequencies(model).to(device, statistics_dtype(dtype))
             self.register_buffer("frequencies", frequencies, persistent=False)
         self.before_use: Callable[[str], None] = lambda part: None  # called before parameters of a part are read
-        if self.compiled:
-            # What inductor reorders for memory, or leaves where autograd put it, finishes each collective of backward
-            # before it starts the products that would hide it.
-            options: dict[str, Any] | None = None if tp is None else OVERLAPPED
-            if options is not None and config.parallel.async_tp:
-                options = options | {"_micro_pipeline_tp": True}
-            for each in self.blocks.values():
-                assert isinstance(each, AttentionBlock)
-                each.compile_parts(options)
+        for block in self._blocks() if self.compiled else ():
+            block.compile_parts(compile_options(tp, async_tp=bool(config.parallel.async_tp)))
+
+    def _block(self, layer: int, train: TrainConfig, expert_ranks: ExpertRanks) -> Block:
+        # The first and the last lose most by rounding, and so would the head.
+        place = replace(self.place, fp8=train.fp8 if 0 < layer < self.config.num_layers - 1 else None)
+        modules = train.recompute_modules if train.recompute == "selective" else ()
+        return Block(
+            self.config, place, modules, self.context, expert_ranks if self.config.has_experts(layer) else None
+        )
+
+    def _blocks(self) -> list[Block]:
+        return [block for block in self.blocks.values() if isinstance(block, Block)]
 
     @property
     def routers(self) -> dict[int, Router]:
         """By layer, where it has experts."""
-        return {int(name): block.moe.router for name, block in self.blocks.items() if isinstance(block, MoEBlock)}
+        pairs = zip(self.blocks, self._blocks(), strict=True)
+        return {int(name): block.moe.router for name, block in pairs if block.moe is not None}
 
     @property
     def main_grad_parameters(self) -> list[str]:
@@ -247,12 +247,9 @@ class GPT(nn.Module):
         rope = self.config.position == "rope"  # rotary tables and document mask are built once for all layers
         shared = BlockInputs(
             rotation=rotary_tables(self.frequencies, batch.positions, rotary_magnitude(self.config)) if rope else None,
-            mask=self._attention_mask(batch, x) if batch.plan is None else None,
-            scores=None if batch.plan is None else SequenceScores(batch.plan, batch.documents),
-            kernels=self.kernels,
-            masks=self._token_masks(batch, scale) if self.routers else None,
+            mask=attention_mask(batch, x, self.config, self.kernels, compiled=self.compiled),
+            tokens=self._token_masks(batch, scale) if self.routers else None,
         )
-        figures: list[Tensor] = []
         for name, block in self.blocks.items():
             layer = int(name)
             self.before_use(f"blocks.{name}")
@@ -262,33 +259,17 @@ class GPT(nn.Module):
                 attention_dropout=keys.get((layer, "attention")),
                 mlp_dropout=keys.get((layer, "mlp")),
             )
-            run = partial(self._run_block, block)
             if layer in self.recomputed and torch.is_grad_enabled():
-                found = checkpoint(run, x, inputs, use_reentrant=False, preserve_rng_state=False)
+                x = checkpoint(block, x, inputs, use_reentrant=False, preserve_rng_state=False)
             else:
-                found = run(x, inputs)
-            if isinstance(block, MoEBlock):
-                x, its_figures = found
-                figures.append(its_figures)
-            else:
-                x = found
-        if figures and self.training and torch.is_grad_enabled():
-            self.router_figures += torch.stack(figures)
+                x = block(x, inputs)
+        if shared.routing and self.training and torch.is_grad_enabled():
+            self.router_figures += torch.stack(shared.routing)
         return x
 
     def _token_masks(self, batch: Batch, scale: Tensor | None) -> TokenMasks:
         ordered = self.config.moe.capacity_factor is not None and self.training
         return TokenMasks.of(batch, scale, self.sharing, self.place.sequence, ordered=ordered)
-
-    def _attention_mask(self, batch: Batch, x: Tensor) -> Any:
-        shape = len(batch.tokens), batch.length, self.config.head_size or 0
-        dropout = self.config.attention_dropout or 0.0
-        return attention_mask(batch.documents, shape, x, self.kernels, compiled=self.compiled, dropout=dropout)
-
-    def _run_block(self, block: nn.Module, x: Tensor, inputs: BlockInputs) -> Any:
-        """One block and all that must happen anew when backward recomputes it."""
-        with attention_backends(self.device, inputs):
-            return block(x, inputs)
 
     def _head(self) -> VocabParallelEmbedding:
         """What holds the head's weight [rows of the padded vocabulary, h]: tied, the word embedding."""

@@ -23,20 +23,17 @@ GROUPS = Split(0, replicated=2)  # of the fused attention projection: each has i
 
 def padded_vocabulary(config: ModelConfig) -> int:
     """Rows of the embedding and the head: vocab_size, up to the next vocab_multiple whatever the layout."""
-    assert config.vocab_size is not None, "the vocabulary is derived before the model is built"
     return -(-config.vocab_size // config.vocab_multiple) * config.vocab_multiple
 
 
 def inner_projection(config: ModelConfig, ffn: int | None = None) -> tuple[str, tuple[int, ...]]:
     """Name and outputs of the first projection of an MLP of inner width `ffn`, by default the model's."""
     ffn = ffn or config.ffn_hidden_size
-    assert ffn is not None
     return ("gate_up", (2, ffn)) if config.gated else ("up", (ffn,))
 
 
 def expert_width(config: ModelConfig) -> int:
     """Inner width of one expert."""
-    assert config.moe.ffn_hidden_size is not None
     return config.moe.ffn_hidden_size
 
 
@@ -58,7 +55,6 @@ def gpt_parameters(config: ModelConfig, *, sequence_parallel: bool = False) -> l
     else:
         records = [replace(word, place=("embedding",))]
     if config.position == "learned":
-        assert config.max_positions is not None
         position = _weight("embedding.position.weight", (config.max_positions, config.hidden_size), config.init_std)
         records.append(replace(position, place=("embedding",), partial_over=on_sequence))
     for layer in range(config.num_layers):
@@ -71,15 +67,14 @@ def gpt_parameters(config: ModelConfig, *, sequence_parallel: bool = False) -> l
 
 def _block(layer: int, config: ModelConfig, on_sequence: Groups) -> Iterator[ParameterRecord]:
     heads, kv_heads, head_size = config.num_attention_heads, config.num_key_value_heads, config.head_size
-    assert kv_heads is not None
-    assert head_size is not None
     group = (kv_heads, heads // kv_heads + 2, head_size)  # queries, key, value of each group
     name = f"blocks.{layer}"
     # 2 * num_layers projections add to the residual stream: this keeps its variance at start (GPT-2, section 2.3).
     residual_std = config.init_std / sqrt(2 * config.num_layers)
 
     def linear(of: str, outputs: tuple[int, ...], inputs: int, std: float, split: Split) -> Iterator[ParameterRecord]:
-        yield _weight(f"{name}.{of}.weight", (*outputs, inputs), std, split)
+        weight = _weight(f"{name}.{of}.weight", (*outputs, inputs), std, split)
+        yield replace(weight, stacked=0 if of == "attention.qkv" else len(outputs) - 1)
         if config.bias:
             of_outputs = split.dim < len(outputs)  # else the bias is whole, and added after the sum over ranks
             partial_over = () if of_outputs else on_sequence
@@ -103,7 +98,7 @@ def _block(layer: int, config: ModelConfig, on_sequence: Groups) -> Iterator[Par
         return
     # Each rank of tp routes its own part of the sequence.
     router = _weight(f"{name}.moe.router.weight", (config.moe.num_experts, config.hidden_size), config.init_std)
-    yield replace(router, precision="master", partial_over=("tp",))
+    yield replace(router, precision="master", partial_over=("tp",), stacked=0)
     yield from _experts(f"{name}.moe.experts", config, residual_std)
     if width := shared_width(config):
         yield from mlp("shared", width)
@@ -114,9 +109,9 @@ def _experts(name: str, config: ModelConfig, residual_std: float) -> Iterator[Pa
     experts, hidden = config.moe.num_experts, config.hidden_size
     inner, outputs = inner_projection(config, expert_width(config))
     first = _weight(f"{name}.{inner}.weight", (experts, *outputs, hidden), config.init_std, Split(len(outputs)))
-    yield replace(first, of_experts=True)
+    yield replace(first, of_experts=True, stacked=len(outputs))
     last = _weight(f"{name}.down.weight", (experts, hidden, outputs[-1]), residual_std, Split(2))
-    yield replace(last, of_experts=True)
+    yield replace(last, of_experts=True, stacked=1)
 
 
 def _norm(name: str, config: ModelConfig, on_sequence: Groups) -> Iterator[ParameterRecord]:

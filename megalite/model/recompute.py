@@ -1,92 +1,115 @@
-"""Computes `consumer(function(*inputs))` without keeping what the function computes: backward runs the function again.
+"""Selective recompute: what a wrapped function computes is not kept for backward, which runs the function again.
 
-The function is a norm, an activation or the core of attention; the consumer is what it feeds. Backward runs the
-function once more, when it first asks for anything of it, and hands each tensor out once: the consumer's weight
-gradient gets the output back, the function's own gradient its inner tensors, and each is free right after use
-(Megatron's output-discarding checkpoint, and its recomputed core attention in one). Gradients are the same bits as
-without. Whole blocks are recomputed by torch's own checkpoint, around the block.
+The function is a norm, an activation or attention between its projections. Backward runs it once more, when something
+of it is first asked for, and hands each tensor out once: to the function's own gradient its inner tensors, to whatever
+consumed the output (a product, for its weight gradient) the output. Each is free right after use (Megatron's
+output-discarding checkpoint, and its recomputed core attention in one). Gradients are the same bits as without.
+Whole blocks are recomputed by torch's own checkpoint, around the block.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import weakref
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-Result = TypeVar("Result", Tensor, tuple[Tensor, Tensor])
+Function = Callable[..., Tensor]
 
 
-def checkpoint_without_output(
-    function: Callable[..., Tensor],
-    consumer: Callable[[Tensor], Result],
-    *inputs: Tensor,
-    recompute: bool,
-    around: Callable[[], AbstractContextManager[object]] = nullcontext,
-) -> Result:
-    """consumer(function(*inputs)); with `recompute`, keeping nothing of what the function does but its inputs.
+class Recompute:
+    """What backward computes again in one block: `modules` of "attention", "norm", "activation" and "moe"."""
 
-    The function saves for backward what depends on its inputs alone, and the consumer does not change its argument in
-    place. `around` is entered when backward rebuilds, for what the caller of forward had set up (attention's kernel).
-    Compiled code takes torch's checkpoint around the function: the partitioner then rebuilds the consumer's argument
-    too. Left to itself it keeps the argument of every matrix product.
-    """
-    if not (recompute and torch.is_grad_enabled()):
-        return consumer(function(*inputs))
-    if torch.compiler.is_compiling():
-        return consumer(checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False))
-    return _Work(function, inputs, around).run(inputs, consumer)
+    def __init__(self, modules: Collection[str] = ()) -> None:
+        self.modules = frozenset(modules)
+        self._outputs: dict[int, tuple[weakref.ref[Tensor], _Work]] = {}  # by the pointer of the storage
+
+    def wrap(self, module: str, function: Function) -> Function:
+        """The function, run again by backward if `module` is to be.
+
+        What the function saves must depend on its arguments alone, which are tensors, and nobody may change its output
+        in place. Compiled code takes torch's checkpoint: the partitioner then rebuilds the output for its consumer too.
+        """
+        if module not in self.modules:
+            return function
+
+        def rebuilt(*inputs: Tensor) -> Tensor:
+            if not torch.is_grad_enabled():
+                return function(*inputs)
+            if torch.compiler.is_compiling():
+                again: Tensor = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+                return again
+            work = _Work(function, inputs)
+            output = work.run(inputs)
+            self._outputs[output.untyped_storage().data_ptr()] = weakref.ref(output), work
+            return output
+
+        return rebuilt
+
+    def norm(self, norm: nn.Module) -> nn.Module:
+        """The norm, which keeps its parameters' names; `wrap`ped."""
+        if "norm" in self.modules:
+            norm.forward = self.wrap("norm", norm.forward)
+        return norm
+
+    def outputs_dropped(self) -> AbstractContextManager[object]:
+        """While it is entered, nobody keeps the output of a wrapped function for backward."""
+        if not self.modules or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return nullcontext()
+        return self._dropping()
+
+    @contextmanager
+    def _dropping(self) -> Iterator[None]:
+        with saved_tensors_hooks(self._pack, _unpack):
+            yield
+        self._outputs.clear()
+
+    def _pack(self, saved: Tensor) -> "Tensor | _Slot":
+        found = self._outputs.get(saved.untyped_storage().data_ptr())
+        output = found and found[0]()
+        if found is None or output is None or output.dtype != saved.dtype:
+            return saved
+        offset = int(saved.storage_offset()) - int(output.storage_offset())
+        return found[1].slot((saved.size(), saved.stride(), offset))
 
 
 @dataclass(frozen=True)
 class _Slot:
-    """In place of a tensor that the graph saved. `view`: size, strides and offset in the output, if it is one of it."""
+    """In place of a tensor that the graph saved."""
 
+    work: "_Work"
     number: int
-    view: tuple[torch.Size, tuple[int, ...], int] | None = None
+
+
+View = tuple[torch.Size, tuple[int, ...], int]  # of a function's output: size, strides and offset
 
 
 class _Work:
-    """One call of a function, done again for backward. The graph holds this object, by its hooks; it holds no graph."""
+    """One call of a function, done again for backward. The graph holds this object by its slots; it holds no graph."""
 
-    def __init__(
-        self,
-        function: Callable[..., Tensor],
-        inputs: tuple[Tensor, ...],
-        around: Callable[[], AbstractContextManager[object]],
-    ) -> None:
-        self._function, self._around = function, around
+    def __init__(self, function: Function, inputs: tuple[Tensor, ...]) -> None:
+        self._function = function
         self._inputs = [(x.detach(), x.requires_grad, x._version) for x in inputs]
-        self._slots: list[_Slot] = []
+        self._slots: list[View | None] = []
         self._rebuilt: dict[int, Tensor] = {}
 
-    def run(self, inputs: tuple[Tensor, ...], consumer: Callable[[Tensor], Result]) -> Result:
-        with saved_tensors_hooks(lambda _: self._new_slot(), self._unpack):
-            output = self._function(*inputs)
-        storage, start, dtype = output.untyped_storage().data_ptr(), int(output.storage_offset()), output.dtype
+    def run(self, inputs: tuple[Tensor, ...]) -> Tensor:
+        with saved_tensors_hooks(lambda _: self.slot(), _unpack):
+            return self._function(*inputs)
 
-        def pack(saved: Tensor) -> Tensor | _Slot:
-            """What the consumer saves of `output` becomes a slot; whatever else it saves is kept as it is."""
-            if saved.dtype != dtype or saved.untyped_storage().data_ptr() != storage:
-                return saved
-            return self._new_slot((saved.size(), saved.stride(), int(saved.storage_offset()) - start))
+    def slot(self, view: View | None = None) -> _Slot:
+        """A new one, of a tensor that the function saves or of a view of its output."""
+        self._slots.append(view)
+        return _Slot(self, len(self._slots) - 1)
 
-        with saved_tensors_hooks(pack, self._unpack):
-            return consumer(output)
-
-    def _new_slot(self, view: tuple[torch.Size, tuple[int, ...], int] | None = None) -> _Slot:
-        self._slots.append(_Slot(len(self._slots), view))
-        return self._slots[-1]
-
-    def _unpack(self, packed: Tensor | _Slot) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
-        if packed.number not in self._rebuilt:
+    def take(self, number: int) -> Tensor:
+        """The tensor of a slot, once for each time that backward asks."""
+        if number not in self._rebuilt:
             self._run_again()
-        return self._rebuilt.pop(packed.number)
+        return self._rebuilt.pop(number)
 
     def _run_again(self) -> None:
         """Fill all slots: the function saves the same tensors in the same order."""
@@ -94,13 +117,17 @@ class _Work:
         assert all(x._version == version for x, _, version in self._inputs), "an input was changed in place"
         inputs = [x.detach().requires_grad_(requires_grad) for x, requires_grad, _ in self._inputs]
         keep = saved_tensors_hooks(lambda saved: inner.append(saved.detach()), lambda _: Tensor())  # never unpacked
-        with torch.enable_grad(), self._around(), keep:
+        with torch.enable_grad(), keep:
             output = self._function(*inputs).detach()
-        assert len(inner) == sum(slot.view is None for slot in self._slots), (len(inner), self._slots)
+        assert len(inner) == self._slots.count(None), (len(inner), self._slots)
         saved, start = iter(inner), int(output.storage_offset())
-        for slot in self._slots:
-            if slot.view is None:
-                self._rebuilt[slot.number] = next(saved)
+        for number, view in enumerate(self._slots):
+            if view is None:
+                self._rebuilt[number] = next(saved)
             else:
-                size, strides, offset = slot.view
-                self._rebuilt[slot.number] = output.as_strided(size, strides, start + offset)
+                size, strides, offset = view
+                self._rebuilt[number] = output.as_strided(size, strides, start + offset)
+
+
+def _unpack(packed: Tensor | _Slot) -> Tensor:
+    return packed if isinstance(packed, Tensor) else packed.work.take(packed.number)

@@ -18,7 +18,6 @@ def rotary_frequencies(config: ModelConfig) -> Tensor:
     Scaling divides frequencies by the factor: all of them (linear: Chen et al. 2023, arXiv 2306.15595), or those of
     few turns in the original context, and leaves a share of the others (llama3, yarn).
     """
-    assert config.head_size is not None
     exponents = torch.arange(0, config.head_size, 2, dtype=torch.float64) / config.head_size
     frequencies = config.rope_theta**-exponents
     if config.rope_scaling_factor == 1.0:
@@ -47,7 +46,6 @@ def rotary_magnitude(config: ModelConfig) -> float:
 
 def _kept_by_llama3(config: ModelConfig, frequencies: Tensor) -> Tensor:
     """0 below `low` turns in the original context, 1 above `high`, and between them linear in the number of turns."""
-    assert config.rope_original_positions is not None, "a rule asks for it"
     low, high = config.rope_low_frequency_factor, config.rope_high_frequency_factor
     turns = config.rope_original_positions * frequencies / (2 * pi)
     return ((turns - low) / (high - low)).clamp(0.0, 1.0)
@@ -58,8 +56,6 @@ def _kept_by_yarn(config: ModelConfig) -> Tensor:
 
     transformers bounds the borders by numbers of dimensions, not pairs, and parts equal ones by 0.001; so it is here.
     """
-    assert config.head_size is not None
-    assert config.rope_original_positions is not None, "a rule asks for it"
     pairs = config.head_size // 2
     fast, slow = (  # the pair, a fraction maybe, that turns so many times
         pairs * log(config.rope_original_positions / (2 * pi * turns)) / log(config.rope_theta)

@@ -7,6 +7,7 @@ many rows a rank will receive it must know before it can receive them: one wait 
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from megalite.tensor_parallel.collectives import TensorGroup, finish, start_all_
 from megalite.tensor_parallel.mappings import gather_for_terms, reduce_scatter_to_sequence_parallel
 
 Beside = Callable[[], Tensor] | None
+Waiting = Callable[[], AbstractContextManager[object]]
 Compute = Callable[[Tensor, Tensor, RowGroups], Tensor]  # rows [m, h], weights [m], rows of each local expert -> [m, h]
 
 
@@ -38,14 +40,16 @@ class ExpertRanks:
     etp: int = 1
     etp_index: int = 0
     ep_of: tuple[int, ...] = (0,)
+    waiting: Waiting = nullcontext  # entered to wait for rows of other members
 
     @classmethod
-    def of(cls, context: ParallelContext) -> "ExpertRanks":
+    def of(cls, context: ParallelContext, waiting: Waiting = nullcontext) -> "ExpertRanks":
         layout, group = context.layout, TensorGroup.of(context.group("etp-ep"))
         if group is None:
             return cls()
         own, ep_of = layout.coordinates(context.rank), [layout.coordinates(one) for one in context.members("etp-ep")]
-        return cls(group, layout.ep, own["ep"], layout.etp or 1, own["etp"], tuple(at["ep"] for at in ep_of))
+        ranks = tuple(at["ep"] for at in ep_of)
+        return cls(group, layout.ep, own["ep"], layout.etp or 1, own["etp"], ranks, waiting)
 
 
 def dispatch(
@@ -93,8 +97,9 @@ def _gathered(
     x: Tensor, choice: Choice, experts: int, compute: Compute, ranks: ExpertRanks, group: TensorGroup
 ) -> Tensor:
     local = experts // ranks.ep
-    all_x, weights = gather_for_terms(x, group), gather_for_terms(choice.weights, group)
-    chosen = finish(start_all_gather(choice.experts, group)) - ranks.ep_index * local
+    with ranks.waiting():
+        all_x, weights = gather_for_terms(x, group), gather_for_terms(choice.weights, group)
+        chosen = finish(start_all_gather(choice.experts, group)) - ranks.ep_index * local
     chosen = chosen.masked_fill((chosen < 0) | (chosen >= local), local)
     order, counts = _by_expert(Choice(chosen, weights), local)
     numbers = counts.tolist()  # waits for the device: else there would be ep times as many rows
@@ -103,7 +108,9 @@ def _gathered(
     rows, weights, groups = _filled_up(all_x, rows, weights.flatten()[order], RowGroups(counts, numbers))
     taken = rows.take(all_x)
     del all_x  # makes room for what experts compute
-    return reduce_scatter_to_sequence_parallel(rows.sum(compute(taken, weights, groups)), group)
+    terms = rows.sum(compute(taken, weights, groups))
+    with ranks.waiting():
+        return reduce_scatter_to_sequence_parallel(terms, group)
 
 
 def _exchanged(
@@ -117,9 +124,10 @@ def _exchanged(
 ) -> Tensor:
     local, members = experts // ranks.ep, len(ranks.ep_of)
     order, counts = _by_expert(choice, experts)
-    from_members = finish(start_all_gather(counts, group)).view(members, ranks.ep, local)[:, ranks.ep_index]
     of_part = counts.view(ranks.ep, local).sum(1)
-    numbers = torch.cat([from_members.flatten(), of_part]).tolist()  # the one wait for the device
+    with ranks.waiting():
+        from_members = finish(start_all_gather(counts, group)).view(members, ranks.ep, local)[:, ranks.ep_index]
+        numbers = torch.cat([from_members.flatten(), of_part]).tolist()  # the one wait for the device
     arriving, sizes = numbers[: members * local], numbers[members * local :]
     receives = [sum(arriving[member * local : (member + 1) * local]) for member in range(members)]
 
@@ -130,7 +138,7 @@ def _exchanged(
     rows = Rows.of_choices(sent, *choice.experts.shape, complete=ranks.etp == 1 and len(sent) == len(order))
 
     # What arrives is sorted by member, then by expert; experts want their rows together.
-    there = _Exchange(sends, receives, group)
+    there = _Exchange(sends, receives, group, ranks.waiting)
     on_their_way = there.start(rows.take(x), choice.weights.flatten()[sent])
     others = None if beside is None else beside()
     arrived, weights = there.finish(on_their_way)
@@ -141,7 +149,7 @@ def _exchanged(
     own, weights, groups = _filled_up(arrived, Rows.reordered(together), weights[together], groups)
     taken = own.take(arrived)
     del arrived, on_their_way  # makes room for what experts compute
-    back = _Exchange(receives, sends, group)
+    back = _Exchange(receives, sends, group, ranks.waiting)
     (returned,) = back.finish(back.start(own.sum(compute(taken, weights, groups))))
     y = rows.sum(returned)
     return y if others is None else y + others
@@ -154,6 +162,7 @@ class _Exchange:
     sends: list[int]
     receives: list[int]
     group: TensorGroup
+    waiting: Waiting
     gradients: tuple[Tensor, ...] = ()  # on their way back
 
     def start(self, *rows: Tensor) -> tuple[Tensor, ...]:
@@ -180,14 +189,16 @@ class _Start(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         started, ctx.exchange.gradients = ctx.exchange.gradients, ()
-        return None, *(finish(one) for one in started)
+        with ctx.exchange.waiting():
+            return None, *(finish(one) for one in started)
 
 
 class _Finish(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, exchange: _Exchange, *started: Tensor) -> tuple[Tensor, ...]:
         ctx.exchange = exchange
-        return tuple(finish(one) for one in started)
+        with exchange.waiting():
+            return tuple(finish(one) for one in started)
 
     @staticmethod
     @once_differentiable

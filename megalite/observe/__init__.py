@@ -1,1 +1,1 @@
-"""What a run records: to the terminal, report, wandb, TensorBoard."""
+"""Views of a run: terminal, report, wandb, TensorBoard."""

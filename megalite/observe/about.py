@@ -1,4 +1,4 @@
-"""What a run was resolved to: for the header on the terminal, and for the event with which each start begins."""
+"""Says what a run was resolved to: in the header on the terminal, and in the event with which each start begins."""
 
 import os
 import platform
@@ -21,15 +21,15 @@ from megalite.launch.device import name_of
 from megalite.launch.environment import launch_command, read_environment
 from megalite.layout.summary import header_lines
 from megalite.model.flops import active_parameters, flops_per_token, parameter_count
-from megalite.train.job import Job
+from megalite.train.setup import Job
 
 PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "hydra-core", "numpy", "safetensors")
 SUBMITTED = "MEGALITE_COMMAND"  # set by a batch script: what submits it again
 MOST_NAMED = 4  # token files of a blend
 
 
-def start_fields(job: Job, hosts: list[str]) -> dict[str, Any]:
-    """What the event of a start says besides its time: how to start it again, and on what it runs. `hosts`: by rank."""
+def start_fields(job: Job) -> dict[str, Any]:
+    """The fields of a start's event: how to start the run again, and on what it runs."""
     device = f"CPU, {several(torch.get_num_threads(), 'thread')} per rank"
     if job.context.device.type == "cuda":
         device = torch.cuda.get_device_name(job.context.device)
@@ -40,8 +40,8 @@ def start_fields(job: Job, hosts: list[str]) -> dict[str, Any]:
         "versions": versions(),
         "device": device,
         "layout": asdict(job.context.layout),
-        "hosts": hosts,
-        "ranks_per_node": hosts.count(hosts[0]),
+        "hosts": job.hosts,
+        "ranks_per_node": job.hosts.count(job.hosts[0]),
         "changes": job.folder.changes,
     }
 
@@ -80,7 +80,7 @@ def resolved(job: Job, device: str) -> list[tuple[str, str]]:
 
 
 def experts_in_words(model: ModelConfig) -> str:
-    """Of the layers that have some."""
+    """The experts of a layer, and which layers have some."""
     moe, layers = model.moe, len(model.expert_layers)
     where = "each layer" if layers == model.num_layers else f"{layers} of them"
     shared = f" and {moe.num_shared_experts} shared" if moe.num_shared_experts else ""
@@ -89,7 +89,7 @@ def experts_in_words(model: ModelConfig) -> str:
 
 
 def epochs_in_words(epochs: Sequence[float], paths: Sequence[str]) -> str:
-    """Of each token file of a blend, the one that is repeated most first: a mean would hide it."""
+    """The epochs of each token file of a blend, the most repeated file first: a mean would hide it."""
     if len(epochs) == 1:
         return several(epochs[0], "epoch")
     parts = sorted(zip(epochs, paths, strict=True), reverse=True)
@@ -98,7 +98,7 @@ def epochs_in_words(epochs: Sequence[float], paths: Sequence[str]) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of what computes, by name; what is not installed is left out."""
+    """Versions by name of what computes; a package that is not installed is left out."""
     found = {"megalite": __version__, **commit(), "python": platform.python_version()}
     for package in PACKAGES:
         try:

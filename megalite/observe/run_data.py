@@ -1,7 +1,7 @@
-"""Gathers what is shown of one run, line by line: while it trains, or later from the files of its folder.
+"""Gathers what is shown of one run, record by record: while it trains, or later from the files of its folder.
 
-A line is a record of metrics.jsonl or an event, which has a `kind` (train/history.py). Memory stays bounded for a run
-of any length: figures are thinned, and only the newest events are kept.
+A record is a line of metrics.jsonl or an event, which has a `kind` (train/history.py). Memory stays bounded for a run
+of any length: values are thinned, and only the newest events are kept.
 """
 
 import contextlib
@@ -18,20 +18,12 @@ from megalite.config.settings import DERIVED
 from megalite.config.user_files import read_object, read_yaml, refusing
 from megalite.errors.problems import Problem, UserError
 from megalite.errors.words import several
-from megalite.train.history import (
-    ENDS,
-    EVENTS,
-    METRICS,
-    STEP_PARTS,
-    Note,
-    changes,
-    read_events,
-    read_metrics,
-)
+from megalite.train.history import ENDS, EVENTS, METRICS, STEP_PARTS, Note, changes, read_events, read_metrics
 
 SUMMED_UP = ("checkpoint", "ranks", "sample")  # all other kinds of events are listed one by one
 MOST_LISTED = 160  # events that are kept: the newest
 MOST_SAMPLED = 400  # steps of which samples are kept
+MOST_MARKED = 2000  # steps that were not finite
 MOST_BUCKETS = 360
 
 
@@ -57,7 +49,7 @@ class Bucket(NamedTuple):
 
 
 class Series:
-    """One figure by step, in ascending order. Values that are not finite are left out.
+    """Values by step, in ascending order of steps. Values that are not finite are left out.
 
     Neighbouring steps share a bucket that keeps their least and greatest value, so no peak is lost. All buckets have
     the same width, a power of two of steps, which doubles when there are too many.
@@ -66,9 +58,6 @@ class Series:
     def __init__(self) -> None:
         self.buckets: list[Bucket] = []
         self._width = 1
-
-    def __bool__(self) -> bool:
-        return bool(self.buckets)
 
     @property
     def mean(self) -> float:
@@ -93,23 +82,24 @@ class Series:
 
 @dataclass
 class RunData:
-    """One run. `config`: its settings by dotted name; `derived`: those of them that nobody set."""
+    """One run. `config`: the settings by dotted name; `derived`: names of settings that nobody set."""
 
     folder: Path
     config: dict[str, Any]
     derived: set[str] = field(default_factory=set)
-    figures: defaultdict[str, Series] = field(default_factory=lambda: defaultdict(Series))  # all of metrics.jsonl
-    split: defaultdict[str, Series] = field(default_factory=lambda: defaultdict(Series))  # seconds of a step by part
-    first: dict[str, Any] = field(default_factory=dict)  # the first value of each figure
+    series: defaultdict[str, Series] = field(default_factory=lambda: defaultdict(Series))  # `moe/entropy`, ...
+    first: dict[str, Any] = field(default_factory=dict)  # the first value of each number
     last: dict[str, Any] = field(default_factory=dict)  # the newest line of a step
-    routed: dict[str, Any] = field(default_factory=dict)  # the newest with experts: a line of skipped steps has none
     evaluation: dict[str, Any] = field(default_factory=dict)  # the newest
     best: tuple[int, float] | None = None  # step and least validation loss
     evaluation_s: float = 0.0
+    not_finite: set[int] = field(default_factory=set)  # steps whose loss or gradient was not
+    tokens: list[list[list[int]]] = field(default_factory=list)  # by layer and expert: in all steps, in the newest
+    tokens_until: int = 0  # the step of the newest
     checkpoints: int = 0
     checkpoint: dict[str, Any] = field(default_factory=dict)  # the newest
     stall_s: float = 0.0  # of all checkpoints
-    ranks: dict[str, Any] = field(default_factory=dict)  # the newest figures by rank
+    ranks: dict[str, Any] = field(default_factory=dict)  # the newest numbers by rank
     samples: dict[int, dict[str, str]] = field(default_factory=dict)  # texts by step and prompt
     starts: list[dict[str, Any]] = field(default_factory=list)  # the first and the newest
     end: dict[str, Any] | None = None  # of the newest start; None: it has not ended, as far as the files say
@@ -117,7 +107,7 @@ class RunData:
     left_out: int = 0  # older events
     slow: set[int] = field(default_factory=set)  # ranks that the newest start found slow
     updated: float = 0.0  # time of the newest event or line
-    damage: list[str] = field(default_factory=list)  # what could not be read of its files, in words
+    damage: list[str] = field(default_factory=list)  # what could not be read of the files, in words
 
     @property
     def start(self) -> dict[str, Any]:
@@ -132,11 +122,6 @@ class RunData:
     def steps(self) -> int:
         """How many steps the run is to do."""
         return int(self.config.get("train.steps") or 0)
-
-    @property
-    def training_s(self) -> float:
-        """The time of all steps, without evaluations and checkpoints."""
-        return float(self.last.get("training_s") or 0.0)
 
     @property
     def mfu(self) -> float | None:
@@ -157,23 +142,41 @@ class RunData:
             self._add_record(dict(line))
 
     def _add_record(self, line: dict[str, Any]) -> None:
-        step = line["step"]
-        moe = line.get("moe") or {}
-        self.routed = line if moe else self.routed
-        for name, value in (line | {f"moe/{name}": value for name, value in moe.items()}).items():
+        step, nested = line["step"], dict[str, Any]()
+        for group in ("time_split", "moe"):
+            nested |= {f"{group}/{name}": value for name, value in (line.get(group) or {}).items()}
+        if "time_split" in line:
+            nested = {f"time_split/{part}": 0.0 for part in STEP_PARTS} | nested  # older runs know no exchange
+        for name, value in (line | nested).items():
             if isinstance(value, int | float):
                 self.first.setdefault(name, value)
-                self.figures[name].add(step, value)
+                self.series[name].add(step, value)
+        self._add_tokens(step, nested.get("moe/tokens_per_expert"))
         if "val_loss" in line:
             self.evaluation = line
             self.evaluation_s += line.get("eval_time_s") or 0.0
             if isfinite(line["val_loss"]) and (self.best is None or line["val_loss"] < self.best[1]):
                 self.best = step, line["val_loss"]
             return
-        self.last, split = line, {"exchange": 0.0, **(line.get("time_split") or {})}  # older runs know no exchange
-        if split.keys() >= {*STEP_PARTS} and all(map(isfinite, split.values())):
-            for part in STEP_PARTS:
-                self.split[part].add(step, split[part])
+        self.last = line
+        if not isfinite(line["loss"]) or not isfinite(line.get("grad_norm", 0.0)):
+            self._mark(step)
+
+    def _add_tokens(self, step: int, counts: Any) -> None:
+        """Count the tokens of experts, and keep how uneven each layer was. Steps that were skipped have no tokens."""
+        if not isinstance(counts, list) or not counts or not all(isinstance(row, list) and sum(row) for row in counts):
+            return
+        before = self.tokens[0] if self.tokens else []
+        if [*map(len, before)] != [*map(len, counts)]:
+            before = [[0] * len(row) for row in counts]
+        sums = [[one + more for one, more in zip(*rows, strict=True)] for rows in zip(before, counts, strict=True)]
+        self.tokens, self.tokens_until = [sums, counts], step
+        for layer, row in enumerate(counts):
+            self.series[f"layer/{layer}"].add(step, max(row) * len(row) / sum(row))
+
+    def _mark(self, step: int) -> None:
+        if len(self.not_finite) < MOST_MARKED:
+            self.not_finite.add(step)
 
     def _add_event(self, event: dict[str, Any]) -> None:
         kind, step = event["kind"], event["step"]
@@ -193,6 +196,8 @@ class RunData:
             self.end, self.slow = None, set()
         elif kind in ENDS:
             self.end = event
+        elif kind == "skipped":
+            self._mark(step)
         elif kind == "record_changed":
             self.damage.append(str(event.get("message")))
         elif kind == "straggler":
@@ -230,8 +235,8 @@ def read_run(folder: Path) -> RunData:
     for step, checkpoint in committed(folder / CHECKPOINTS)[:1]:
         with contextlib.suppress(UserError):  # a damaged checkpoint is the next start's concern
             sealed = read_object(checkpoint / STATE).get("record")
-            told = changes(folder, sealed, step) if isinstance(sealed, dict) else []
-            run.damage += [words for words in told if words not in run.damage]
+            found = changes(folder, sealed, step) if isinstance(sealed, dict) else []
+            run.damage += [words for words in found if words not in run.damage]
     if metrics.exists():
         run.updated = max(run.updated, metrics.stat().st_mtime)
     return run

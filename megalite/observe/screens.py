@@ -1,7 +1,8 @@
 """Where lines of text go: a live terminal, a log, or nowhere.
 
-A line is a list of (text, style) spans; a log drops the styles. Whatever a line holds, no control character gets to the
-stream.
+A line is a list of (text, style) spans; a log drops the styles. No control character of a line gets to the stream. A
+stream that can no longer be written to (a closed pipe, a full disk) falls silent: a run does not end because nobody
+looks at it.
 """
 
 import io
@@ -37,29 +38,28 @@ def print_lines(lines: Iterable[str]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered goes nowhere
 
 
-class Screen:
-    """A live terminal, whose `status` stands below its other lines, or a log, which has none.
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Instead of rich's own, which ends the process."""
+        self.quiet = True
 
-    A stream that can no longer be written to (a closed pipe, a full disk) falls silent: a run does not end because
-    nobody looks at it.
-    """
+
+class Screen:
+    """A live terminal, whose `status` stands below its other lines, or a log, which has none."""
 
     def __init__(self, stream: TextIO, *, live: bool, silent: bool = False) -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a stream without Unicode
         self.live = live
         self._console = _Console(file=stream, force_terminal=live, highlight=False, soft_wrap=True, quiet=silent)
-        self._live: Live | None = None
+        self.unicode = self._console.encoding.startswith("utf")
+        self._status: Live | None = None
         self._drawn = 0.0
 
     @property
     def width(self) -> int:
         """Columns to fill."""
         return min(self._console.width, WIDTH) if self.live else WIDTH
-
-    @property
-    def unicode(self) -> bool:
-        return self._console.encoding.startswith("utf")
 
     def print(self, *lines: Line) -> None:
         """Print lines that stay."""
@@ -74,28 +74,22 @@ class Screen:
 
     def close(self) -> None:
         """Leave the stream as any program expects it. May be repeated."""
-        live, self._live = self._live, None
-        if live is not None:
-            self._attempt(live.stop)
+        status, self._status = self._status, None
+        if status is not None:
+            self._attempt(status.stop)
 
     def _draw(self, picture: Group) -> None:
-        if self._live is None:
+        if self._status is None:
             # No refresh thread: it would take the interpreter from the training loop at any moment.
-            self._live = Live(console=self._console, auto_refresh=False, vertical_overflow="crop")
-            self._live.start()
-        self._live.update(picture, refresh=True)
+            self._status = Live(console=self._console, auto_refresh=False, vertical_overflow="crop")
+            self._status.start()
+        self._status.update(picture, refresh=True)
 
     def _attempt(self, action: Callable[[], None]) -> None:
         try:
             action()
         except OSError:
             self._console.quiet = True
-
-
-class _Console(Console):
-    def on_broken_pipe(self) -> None:
-        """Instead of rich's own, which ends the process."""
-        self.quiet = True
 
 
 def _text(line: Line, *, cut: bool = False) -> Text:

@@ -1,6 +1,6 @@
-"""What a user sees of a run: a header, the newest figures under a progress bar or as aligned lines, what was learned.
+"""Shows a run to its user: a header, the newest numbers under a progress bar or as aligned lines, and a summary.
 
-On a terminal the figures of the newest step stand below a progress bar and evaluations scroll past above it; anywhere
+On a terminal the numbers of the newest step stand below a progress bar and evaluations scroll past above it; anywhere
 else (a SLURM log, a pipe) every shown step is one line of at most 100 columns, under column names that are repeated.
 """
 
@@ -18,14 +18,17 @@ from megalite.errors.problems import printable
 from megalite.errors.words import several
 from megalite.observe import readable
 from megalite.observe.curve import draw_curve
+from megalite.observe.event_words import words_of
 from megalite.observe.run_data import RunData
 from megalite.observe.screens import WIDTH, Line, Screen, Span
+from megalite.train.history import ENDS
 
 NAMES_EVERY = 20  # lines of a log between two lines of column names
 PREPARING_LOG_S = 10  # seconds between two lines of a log about the preparation of data
 LABEL, QUIET = "bold cyan", "dim"
+NOTED = ("skipped", "skipped_on_request", "empty", "straggler", "profile")  # kinds of events
 Words = Callable[[float], str]
-COLUMNS: tuple[tuple[str, str, int, Words], ...] = (  # of a step: its figure, the column's name and width, as text
+COLUMNS: tuple[tuple[str, str, int, Words], ...] = (  # of a step: the name in its record, the column's, width, as text
     ("loss", "loss", 8, readable.loss),
     ("lr", "lr", 8, "{:.2e}".format),
     ("grad_norm", "grad_norm", 9, readable.loss),
@@ -37,92 +40,120 @@ COLUMNS: tuple[tuple[str, str, int, Words], ...] = (  # of a step: its figure, t
     ("mfu_causal", "causal", 6, readable.percent),
     ("imbalance_max", "imbalance", 9, "{:.2f}".format),
 )
-LEARNING = 3  # of the columns: how well the model does; the others say how fast
+LEARNING = 3  # columns that say how well the model does; the others say how fast
 STYLES = {"loss": "bold", "validation": "green", "bad steps": "bold red"}
 
 
 class Terminal:
-    """The view of one run. Ranks that do not print pass enabled=False."""
+    """The view of a run for who started it (train/run_log.py). Ranks that do not print pass enabled=False."""
+
+    name = "terminal"
+    _run: RunData  # from `follow` on
 
     def __init__(self, stream: TextIO, *, interactive: bool, enabled: bool = True) -> None:
         live = interactive and enabled and os.environ.get("TERM") != "dumb"
         self._screen = Screen(stream, live=live, silent=not enabled)
+        self._began, self._title, self._steps = time.monotonic(), "", 1
         self._step_times = deque[float](maxlen=50)
         self._columns: list[tuple[str, str, int, Words]] = []  # that the first step has
         self._has_experts = False  # among them
         self._printed = 0  # steps
-        self._validation: Mapping[str, Any] | None = None
-        self._began = time.monotonic()
-        self._steps = 1
+        self._validation = ""
+        self._known_slow: set[int] = set()  # ranks that were named
         # How far the preparation of data, or the scan of a token file, is; may be called often.
         self.preparing = DataWork(self._screen, "preparing data", "prepared").show
         self.checking = DataWork(self._screen, "checking tokens", "checked").show
 
-    def header(self, title: str, rows: Sequence[Sequence[str]], *, first_step: int, steps: int) -> None:
-        """Show what is about to be trained. `rows` are (label, text) pairs."""
+    def follow(self, run: RunData, title: str) -> None:
+        """Show the records of a run from now on. `run` holds a record before it is shown."""
+        self._run, self._title, self._steps = run, title, run.steps
+        self._began = time.monotonic()
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Show a record, if the user wants to know."""
+        kind, step = record.get("kind"), record["step"]
+        if kind is None:
+            (self._evaluation if "val_loss" in record else self._step)(record)
+        elif kind in ("start", "resume"):
+            self._header(record["about"], step)
+        elif kind == "checkpoint_failed":
+            self.note(f"warning: {words_of(record)}")
+        elif kind == "sample" and step < self._steps:  # else the summary shows it
+            self._screen.print([(self._at(step), "bold"), ("  the model writes", QUIET)])
+            self._screen.print(*self._quoted(record["prompt"] + record["text"]))
+        elif kind in NOTED and record.get("rank") not in self._known_slow:
+            self.note(f"step {step}: {words_of(record)}")
+        elif kind in ENDS and kind != "failed":
+            self._finish(record.get("by"))
+        self._known_slow |= {record["rank"]} if kind == "straggler" else set()
+
+    def note(self, text: str) -> None:
+        """Show a line: a warning, a checkpoint that was passed over."""
+        self._screen.print(*[[(line, "yellow")] for line in text.splitlines()])
+
+    def close(self) -> None:
+        """Leave the terminal as it was; also after an error. May be repeated."""
+        self._screen.close()
+
+    def _header(self, rows: Sequence[Sequence[str]], first_step: int) -> None:
+        """Show what is about to be trained: (label, text) pairs."""
         width = max([len(label) for label, _ in rows], default=0)
-        lines: list[Line] = [[("megalite", LABEL), (f"  {title}", "bold")]]
+        lines: list[Line] = [[("megalite", LABEL), (f"  {self._title}", "bold")]]
         room = max(20, self._screen.width - width - 4)
         for label, text in rows:
             cut = textwrap.wrap(printable(text), room, break_long_words=False, break_on_hyphens=False)
             for name, words in zip([label] + [""] * len(cut), cut or [""], strict=False):
                 lines.append([(f"  {name:<{width}}", LABEL), (f"  {words}", "")])
         self._screen.print(*lines, [])
-        self._began, self._steps = time.monotonic(), steps
-        self._screen.status(self._bar(first_step, steps), [("waiting for the first step", QUIET)], now=True)
+        self._screen.status(self._bar(first_step), [("waiting for the first step", QUIET)], now=True)
 
-    def step(self, record: Mapping[str, Any]) -> None:
-        """Show one optimizer step: a line of metrics.jsonl."""
-        step, steps, moe = record["step"], self._steps, record.get("moe")
+    def _step(self, record: Mapping[str, Any]) -> None:
+        step, moe = record["step"], record.get("moe")
         self._step_times.append(record["step_time_s"])
         values = {**record, **(moe or {})}
         if moe is not None:
             values["mfu_causal"] = None  # a line has room for one more
-        if not self._columns or (moe and not self._has_experts):  # not told of where a first step was skipped
+        if not self._columns or (moe and not self._has_experts):  # none where a first step was skipped
             self._columns = [column for column in COLUMNS if values.get(column[0]) is not None]
             self._has_experts, self._printed = moe is not None, 0
-        found = [(values.get(figure), words) for figure, _, _, words in self._columns]
+        found = [(values.get(key), words) for key, _, _, words in self._columns]
         cells = ["-" if value is None else words(value) for value, words in found]
         if self._screen.live:
-            self._screen.status(self._bar(step, steps), *self._figures(record, cells), now=step == steps)
+            named = [(name, cell) for (_, name, _, _), cell in zip(self._columns, cells, strict=True)]
+            learning = [*named[:LEARNING], ("validation", self._validation), ("bad steps", f"{record['bad_steps']:,}")]
+            lines = [[it for it in line if it[1] not in ("", "0")] for line in (learning, named[LEARNING:])]
+            self._screen.status(self._bar(step), *map(_in_spans, lines), now=step == self._steps)
             return
-        digits = len(str(steps))
+        digits = len(str(self._steps))
         names = ["step", *(name for _, name, _, _ in self._columns), "left"]
         widths = [max(9, 2 * digits + 1), *(width for _, _, width, _ in self._columns), 8]
-        left = self._left(steps - step).replace(" ", "")
         gap = "  " if sum(widths) + 2 * (len(widths) - 1) <= WIDTH else " "
         rows = [(names, "bold")] if self._printed % NAMES_EVERY == 0 else []
-        rows.append(([f"{step:>{digits}}/{steps}", *cells, left], ""))
+        rows.append(([f"{step:>{digits}}/{self._steps}", *cells, self._left(step).replace(" ", "")], ""))
         for row, style in rows:
             self._screen.print([(gap.join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)), style)])
         self._printed += 1
 
-    def evaluation(self, record: Mapping[str, Any]) -> None:
-        """Show the validation set after a step: a line of metrics.jsonl."""
-        self._validation = record
-        spans = [(f"step {record['step']:>{len(str(self._steps))}}", "bold"), ("  validation loss ", QUIET)]
-        spans.append((readable.loss(record["val_loss"]), "bold green"))
+    def _evaluation(self, record: Mapping[str, Any]) -> None:
+        loss = readable.loss(record["val_loss"])
+        self._validation = f"{loss} (step {record['step']})"
+        spans = [(self._at(record["step"]), "bold"), ("  validation loss ", QUIET), (loss, "bold green")]
         for name, value in other_measures(record).items():
             spans += [(f"  {name} ", QUIET), (value, "")]
         self._screen.print([*spans, (f"  ({readable.step_time(record['eval_time_s'])})", QUIET)])
 
-    def sample(self, step: int, prompt: str, text: str) -> None:
-        """Show what the model makes of a prompt after a step."""
-        self._screen.print([(f"step {step:>{len(str(self._steps))}}", "bold"), ("  the model writes", QUIET)])
-        self._screen.print(*self._quoted(prompt + text))
-
-    def note(self, text: str) -> None:
-        """Show a line: a warning, a checkpoint that was passed over."""
-        self._screen.print(*[[(line, "yellow")] for line in text.splitlines()])
-
-    def finish(self, run: RunData, *, tokens: int, seconds: float, stopped_by: str | None) -> None:
-        """Show what was learned. `tokens`: that the run has seen; `seconds`: of this start."""
+    def _finish(self, stopped_by: str | None) -> None:
+        """Show the summary."""
         self._screen.close()
-        head = f"finished: {run.step:,} of {several(run.steps, 'step')}"
-        if stopped_by is not None:
-            head = f"stopped by {stopped_by} after step {run.step} of {run.steps}"
-        self._screen.print([], [(head, "bold")], *_rows(what_was_learned(run, tokens, seconds)), [])
-        self._screen.print(*[[(line, "")] for line in self._curve(run)])
+        run, done = self._run, f"finished: {self._run.step:,} of {several(self._steps, 'step')}"
+        head = done if stopped_by is None else f"stopped by {stopped_by} after step {run.step} of {self._steps}"
+        learned = what_was_learned(run, time.monotonic() - self._began)
+        self._screen.print([], [(head, "bold")], *_rows(learned), [])
+        train, validation = ([(it.x, it.y) for it in run.series[name].buckets] for name in ("loss", "val_loss"))
+        if len(train) > 1 and self._screen.unicode:
+            picture = draw_curve(train, validation, width=max(20, min(72, self._screen.width - 14)))
+            legend = "⠒ training, smoothed" + ("   ● validation" if validation else "")
+            self._screen.print(*[[(line, "")] for line in (f"{'loss':>8}   {legend}", *picture, "")])
         samples = run.samples.get(run.step, {}) if stopped_by is None else {}
         if samples:
             self._screen.print([("the model writes", LABEL)])
@@ -130,9 +161,8 @@ class Terminal:
             self._screen.print(*self._quoted(prompt + text), [])
         self._screen.print(*_rows([("run folder", str(run.folder)), how_to_go_on(run, stopped_by)]))
 
-    def close(self) -> None:
-        """Leave the terminal as it was; also after an error. May be repeated."""
-        self._screen.close()
+    def _at(self, step: int) -> str:
+        return f"step {step:>{len(str(self._steps))}}"
 
     def _quoted(self, text: str) -> list[Line]:
         """Lines of a sample, cut to the screen's width, otherwise untouched."""
@@ -141,39 +171,18 @@ class Terminal:
         cut = [line[at : at + width] for line in lines for at in range(0, max(len(line), 1), width)]
         return [[("  | ", QUIET), (line, "")] for line in cut]
 
-    def _curve(self, run: RunData) -> list[str]:
-        train, validation = ([(it.x, it.y) for it in run.figures[name].buckets] for name in ("loss", "val_loss"))
-        if len(train) < 2 or not self._screen.unicode:
-            return []
-        picture = draw_curve(train, validation, width=max(20, min(72, self._screen.width - 14)))
-        legend = "⠒ training, smoothed" + ("   ● validation" if validation else "")
-        return [f"{'loss':>8}   {legend}", *picture, ""]
-
-    def _bar(self, step: int, steps: int) -> Line:
+    def _bar(self, step: int) -> Line:
         """The progress bar; its length follows the terminal's width."""
-        done = step / steps if steps else 1.0
-        name = f"step {step}/{steps} "
+        done = step / self._steps if self._steps else 1.0
+        name = f"step {step}/{self._steps} "
         passed = readable.duration(time.monotonic() - self._began)
-        clock = f" {100 * done:3.0f}%  {passed} passed, {self._left(steps - step)} left"
+        clock = f" {100 * done:3.0f}%  {passed} passed, {self._left(step)} left"
         return [(name, "bold"), *bar(done, self._screen.width - len(name) - len(clock) - 1), (clock, "")]
 
-    def _left(self, steps: int) -> str:
-        """How long `steps` more steps take: by a median, which one slow step (a compilation) does not move."""
-        return readable.duration(statistics.median_low(self._step_times) * steps if self._step_times else math.nan)
-
-    def _figures(self, record: Mapping[str, Any], cells: Sequence[str]) -> list[Line]:
-        """The newest figures in two lines."""
-        named = [(name, cell) for (_, name, _, _), cell in zip(self._columns, cells, strict=True)]
-        learning, speed = named[:LEARNING], named[LEARNING:]
-        if self._validation is not None:
-            newest = self._validation
-            learning.append(("validation", f"{readable.loss(newest['val_loss'])} (step {newest['step']})"))
-        if bad := record["bad_steps"]:
-            learning.append(("bad steps", readable.count(bad)))
-        return [
-            [span for name, value in line for span in ((f"{name} ", QUIET), (f"{value}   ", STYLES.get(name, "")))]
-            for line in (learning, speed)
-        ]
+    def _left(self, step: int) -> str:
+        """How long the rest takes: by a median, which one slow step (a compilation) does not move."""
+        pace = statistics.median_low(self._step_times) if self._step_times else math.nan
+        return readable.duration(pace * (self._steps - step))
 
 
 class DataWork:
@@ -203,9 +212,8 @@ class DataWork:
         if (made := bytes_done - self._there) > 0.02 * (bytes_total - self._there) > 0:
             left = f"  {readable.duration((now - self._began) / made * (bytes_total - bytes_done))} left"
         text = f"{readable.size(bytes_done)}{of}, {counts}{left}"
-        self._screen.status(
-            [(f"{self._doing} ", "bold"), *bar(share, 30), (f" {100 * share:3.0f}%", "")], [(text, QUIET)]
-        )
+        line = [(f"{self._doing} ", "bold"), *bar(share, 30), (f" {100 * share:3.0f}%", "")]
+        self._screen.status(line, [(text, QUIET)])
         if not self._screen.live and now - self._logged >= PREPARING_LOG_S:
             self._logged = now
             self._screen.print([(f"{self._doing}: {text}", "")])
@@ -218,14 +226,14 @@ def bar(done: float, width: int) -> list[Span]:
     return [("━" * filled, "green"), ("─" * (width - filled), "bright_black")]
 
 
-def what_was_learned(run: RunData, tokens: int, seconds: float) -> list[tuple[str, str]]:
-    """Rows of the summary."""
+def what_was_learned(run: RunData, seconds: float) -> list[tuple[str, str]]:
+    """Rows of the summary. `seconds`: of this start."""
     first, last, newest = run.first, run.last, run.evaluation
     mean, rate = (readable.rate(last.get(name, 0.0)) for name in ("mean_tokens_per_s", "tokens_per_s"))
     rows = [
         ("time", readable.duration(seconds)),
         ("speed", f"{mean} tokens/s, in the newest steps {rate}"),
-        ("tokens seen", readable.count(tokens)),
+        ("tokens seen", readable.count(last.get("tokens", 0))),
     ]
     if last:
         rows.append(("training loss", f"{readable.loss(first['loss'])} -> {readable.loss(last['loss'])}"))
@@ -242,7 +250,7 @@ def what_was_learned(run: RunData, tokens: int, seconds: float) -> list[tuple[st
 
 
 def other_measures(evaluation: Mapping[str, Any]) -> dict[str, str]:
-    """Of an evaluation what is known besides the loss, in words by name."""
+    """The numbers of an evaluation besides the loss, in words by name."""
     words: dict[str, tuple[str, Words]] = {
         "val_perplexity": ("perplexity", readable.perplexity),
         "val_bits_per_byte": ("bits per byte", readable.loss),
@@ -251,7 +259,7 @@ def other_measures(evaluation: Mapping[str, Any]) -> dict[str, str]:
 
 
 def how_to_go_on(run: RunData, stopped_by: str | None) -> tuple[str, str]:
-    """What the user can do next, and the command that does it."""
+    """The next thing that a user can do, and the command that does it."""
     command = run.start.get("command", "python pretrain_gpt.py")
     if stopped_by is not None:
         return "continue", f"{command}   (the same command)"
@@ -261,3 +269,8 @@ def how_to_go_on(run: RunData, stopped_by: str | None) -> tuple[str, str]:
 
 def _rows(rows: Sequence[tuple[str, str]]) -> list[Line]:
     return [[(f"  {name:<15}", LABEL), (f"  {text}", "")] for name, text in rows]
+
+
+def _in_spans(named: Sequence[tuple[str, str]]) -> Line:
+    """Names and values in one line."""
+    return [span for name, value in named for span in ((f"{name} ", QUIET), (f"{value}   ", STYLES.get(name, "")))]

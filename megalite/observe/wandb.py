@@ -28,8 +28,9 @@ if TYPE_CHECKING:
     import wandb
 
 ID_FILE = "wandb.json"  # of the run folder
-LOADS = "expert_load"  # of a line: by layer, what `loads_of_experts` makes of it
+LOADS = "expert_load"  # of a record: by layer, what `loads_of_experts` makes of it
 MOST_NAMED = 3  # folders in a command
+SAMPLE = ("step", "prompt", "text")
 STEP = re.compile(rb"_step\x82\x01([\x01-\x13])")  # of a .wandb file: name, tag and length of a value in digits
 TAIL = 2**22  # bytes at the end of a .wandb file that hold its last step, whatever wandb measures after it
 OF_NETWORK = {  # settings of wandb where it sends, unless the user's own variables say otherwise
@@ -56,19 +57,21 @@ class WandbTracker:
         run.define_metric("*", step_metric="step")
         note(f"offline; to send it later: {self.rescue}" if run.offline else str(run.url))
 
-    def add(self, line: Mapping[str, Any]) -> None:
-        if "kind" not in line:
-            from wandb import Histogram
+    def add(self, record: Mapping[str, Any]) -> None:
+        from wandb import Histogram, Table
 
-            loads = {f"{LOADS}/{layer}": Histogram(row) for layer, row in line.get(LOADS, {}).items()}
-            self._log(flat_values(line) | loads)
-        elif line["kind"] == "sample":
-            from wandb import Table
-
-            before = [row for row in self._samples if row[0] == line["step"]]
-            self._samples = [*before, [line["step"], line["prompt"], line["text"]]]
-            table = Table(columns=["step", "prompt", "text"], data=self._samples)
-            self._log({"step": line["step"], "samples": table})
+        if "kind" not in record:
+            values = flat_values(record)
+            values |= {f"{LOADS}/{layer}": Histogram(row) for layer, row in record.get(LOADS, {}).items()}
+        elif record["kind"] == "sample":
+            row = [record[name] for name in SAMPLE]
+            self._samples = [*(it for it in self._samples if it[0] == record["step"]), row]
+            values = {"step": record["step"], "samples": Table(columns=[*SAMPLE], data=self._samples)}
+        else:
+            return
+        # Offline, the first line says where to count on from; wandb counts the others.
+        self._run.log(values, step=self._first, commit=None if self._first is None else True)
+        self._first = None
 
     def finish(self, status: int) -> None:
         try:
@@ -88,13 +91,6 @@ class WandbTracker:
         every = f"{shlex.quote(str(here.parent))}/offline-run-*-{self._run.id}"
         return f"wandb sync {shlex.join(unsent) if len(unsent) <= MOST_NAMED else every}"
 
-    def _log(self, values: dict[str, Any]) -> None:
-        if self._first is None:
-            self._run.log(values)
-        else:
-            self._run.log(values, step=self._first, commit=True)
-            self._first = None  # wandb counts on
-
 
 def flat_values(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """The known values of a record by name, without lists. Nested ones get names like `time_split/forward`, which wandb
@@ -108,17 +104,15 @@ def flat_values(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def loads_of_experts(line: Mapping[str, Any], layers: Sequence[int]) -> dict[str, list[float]]:
-    """By layer, the tokens of each expert over the mean: trackers draw them as a distribution, as a chart for each
-    expert would be too many. Empty of a line without experts."""
-    rows = zip(layers, line.get("moe", {}).get("tokens_per_expert", ()), strict=False)
-    return {
-        f"layer_{layer}": [tokens / mean for tokens in row] for layer, row in rows if (mean := sum(row) / len(row)) > 0
-    }
+def loads_of_experts(record: Mapping[str, Any], layers: Sequence[int]) -> dict[str, list[float]]:
+    """Tokens of each expert over the mean, by layer: trackers draw them as a distribution, as a chart for each expert
+    would be too many. Empty for a record without experts."""
+    rows = zip(layers, record.get("moe", {}).get("tokens_per_expert", ()), strict=False)
+    return {f"layer_{layer}": [tokens * len(row) / sum(row) for tokens in row] for layer, row in rows if sum(row) > 0}
 
 
 def wandb_tracker(config: Config, folder: Path, note: Note) -> Callable[[], WandbTracker | None] | None:
-    """What opens the run at wandb; None where it is not asked for."""
+    """A function that opens the run at wandb; None where wandb is not asked for."""
     mode = asked_mode(config.log.wandb, os.environ)
     needed = {"a key (wandb login)": _may_have_key(), "the package (pip install wandb)": is_installed("wandb")}
     if mode is None and not all(needed.values()):

@@ -15,25 +15,19 @@ bf16 number is up to eight thousandths away: it would hardly ever fall.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megalite.layout.buffer_layout import ALIGNMENT, SliceRange
+from megalite.optim.buffers import ranges_of
 
 PIECE = 2**18  # elements that a CPU widens at once: their fp32 copies stay in a core's cache
 CUDA_PIECE = 2**26  # on CUDA: few enough launches, and 256 MiB for a copy
 Groups = Sequence[tuple[Sequence[SliceRange], float]]  # runs that do not overlap, and their weight decay
 
 
-class _Views(NamedTuple):
-    """What one call of torch's kernel updates: views that lie at the same places of the four lists."""
-
-    masters: list[Tensor]
-    gradients: list[Tensor]
-    exp_avg: list[Tensor]
-    exp_avg_sq: list[Tensor]
+Views = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]  # masters, gradients and moments of some places
 
 
 class FlatAdamW:
@@ -73,7 +67,7 @@ class FlatAdamW:
         if parameters is not None:
             self._rows = list(self._rows_of(parameters, groups))
         else:
-            self._calls = [(views, decay) for runs, decay in groups for views in self._views(runs)]
+            self._calls = [(views, decay) for runs, decay in groups for views in self._views_of(runs)]
 
     def state(self) -> Mapping[str, list[Tensor] | Tensor]:
         return {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq, "step": self.step_count.view(1)}
@@ -89,36 +83,32 @@ class FlatAdamW:
         # CUDA's kernel reads the rate as fp32, in fp64 too; the CPU's takes it as it is.
         lr = lr.to(torch.float32) if lr.is_cuda else lr
         scale = scale.to(self._dtype)
-        for views, weight_decay in self._calls:
-            if not self._widened:
-                self._update(views, lr, scale, skip, weight_decay)
-                continue
-            # The same kernel on copies in the masters' dtype; a skipped one rounds back to the bits that it came from.
-            gradients, exp_avg = (
-                [tensor.to(self._dtype) for tensor in each] for each in (views.gradients, views.exp_avg)
-            )
-            wide = views._replace(gradients=gradients, exp_avg=exp_avg)
-            self._update(wide, lr, scale, skip, weight_decay)
-            if exp_avg[0] is not views.exp_avg[0]:  # else they are the moments themselves
-                torch._foreach_copy_(views.exp_avg, exp_avg)
+        for (masters, gradients, kept, exp_avg_sq), weight_decay in self._calls:
+            exp_avg = kept
+            if self._widened:  # into copies in the masters' dtype; a skipped step rounds them back to the same bits
+                gradients, exp_avg = ([tensor.to(self._dtype) for tensor in each] for each in (gradients, kept))
+            self._update((masters, gradients, exp_avg, exp_avg_sq), lr, scale, skip, weight_decay)
+            if exp_avg[0] is not kept[0]:
+                torch._foreach_copy_(kept, exp_avg)
 
-    def _views(self, runs: Sequence[SliceRange]) -> Iterator[_Views]:
+    def _views_of(self, runs: Sequence[SliceRange]) -> Iterator[Views]:
         """The views of one group, for one kernel call; or, to be widened, of one piece at a time."""
         tensors = (self.masters, self.gradients, self.exp_avg, self.exp_avg_sq)
         size = CUDA_PIECE if self.step_count.is_cuda else PIECE
         runs = [run for run in runs if run.start < run.stop]
         for part in [[piece] for run in runs for piece in _pieces(run, size)] if self._widened else [runs]:
             if part:
-                yield _Views(*([slices[run.bucket][run.start : run.stop] for run in part] for slices in tensors))
+                masters, gradients, exp_avg, exp_avg_sq = (ranges_of(slices, part) for slices in tensors)
+                yield masters, gradients, exp_avg, exp_avg_sq
 
-    def _update(self, views: _Views, lr: Tensor, scale: Tensor, skip: Tensor, weight_decay: float) -> None:
+    def _update(self, views: Views, lr: Tensor, scale: Tensor, skip: Tensor, weight_decay: float) -> None:
         exact = self._dtype == torch.float64  # the kernel would round the scale to fp32
         if exact:
-            torch._foreach_div_(views.gradients, scale)
+            torch._foreach_div_(views[1], scale)
         torch._fused_adamw_(
             *views,
             [],
-            [self.step_count] * len(views.masters),  # only read: one count serves all
+            [self.step_count] * len(views[0]),  # only read: one count serves all
             lr=lr,
             beta1=self._betas[0],
             beta2=self._betas[1],

@@ -1,9 +1,8 @@
-"""Gradient sync and parameter gather, by the primitives that are fastest on each backend.
+"""The sums and gathers of ZeRO-1 (zero.py), by the primitives that are fastest on each backend.
 
 Each function starts a transfer and returns at once; `wait` ends it. On all backends the result depends on the ranks'
-numbers alone, never on timing; ranks that receive the same part receive the same bits; what travels is what
-`bytes_sent` says. Beside the tensor a transfer takes one copy in `comm_dtype`, if that is another dtype; on gloo at
-most STAGING_BYTES, but for an all-reduce.
+numbers alone, never on timing; ranks that receive the same part receive the same bits. Beside the tensor a transfer
+takes one copy in `comm_dtype`, if that is another dtype; on gloo at most STAGING_BYTES, but for an all-reduce.
 
 What callers owe: the ranks of a group start the same transfers in the same order, and wait for sums in the same order
 (for gathers in any). Nobody touches the tensor until `wait` has returned, and each Pending is waited for once. One that
@@ -20,7 +19,6 @@ Pairs of gloo ranks deliver in order what is sent under one tag, so one tag is e
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -83,17 +81,6 @@ def bucket_all_gather(bucket: Tensor, group: dist.ProcessGroup) -> Pending:
     if _is_gloo(group):
         return _start_gather(slices, group)
     return _collective(group._allgather_base(bucket, slices[group.rank()]), bucket, bucket)
-
-
-def bytes_sent(
-    transfer: Literal["reduce_scatter", "all_reduce", "all_gather"], elements: int, ranks: int, comm_dtype: torch.dtype
-) -> int:
-    """What each of `ranks` ranks sends for a tensor of so many elements, a multiple of `ranks`.
-
-    On gloo that is exact but for the headers, a hundred bytes or so per message; on NCCL it is what a ring takes.
-    """
-    rounds = 2 if transfer == "all_reduce" else 1
-    return rounds * (ranks - 1) * (elements // ranks) * comm_dtype.itemsize
 
 
 def _check(tensor: Tensor, group: dist.ProcessGroup, comm_dtype: torch.dtype, *, even: bool = True) -> None:

@@ -6,7 +6,6 @@ gradient buckets, by the model's own backward or by one hook per parameter. Ever
 """
 
 from collections.abc import Iterable, Sequence
-from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +41,7 @@ class TrainingBuffers:
         self.gradients: list[Tensor] = []
         for bucket in layout.buckets:
             stored_in = dtype if bucket.buffer.precision == "model" else self.master_dtype
-            whole = torch.zeros(bucket.stop - bucket.start, dtype=stored_in, device=device)
+            whole = torch.zeros(bucket.size, dtype=stored_in, device=device)
             summed = torch.zeros_like(whole, dtype=gradient_dtype or self.master_dtype)
             index = dense if bucket.buffer.kind == "dense" else expert
             self.parameter_buckets.append(whole)
@@ -66,8 +65,7 @@ class TrainingBuffers:
 
     def _view(self, buckets: Sequence[Tensor], name: str) -> Tensor:
         slot, number = self.places[name]
-        start = slot.start - self.layout.buckets[number].start
-        return buckets[number][start : start + prod(slot.shard.shape)].view(slot.shard.shape)
+        return buckets[number][slot.start : slot.stop].view(slot.shard.shape)
 
     def attach(self, *chunks: nn.Module, with_main_grad: Iterable[str] = ()) -> dict[str, Tensor]:
         """Make the parameters of all chunks of the model views of their bucket and add up their gradients in the other.

@@ -1,13 +1,14 @@
 """What training keeps in memory from step to step, per parameter and exactly for a layout: plain arithmetic, no torch.
 
-Parameters and gradients are whole on every rank of a model; of masters and of the two moments each of the ranks that
-share the optimizer's state has its part. Where parameters have the masters' dtype they are the masters. Activations and
-what travels come on top. The sums are those of Megatron-LM's distributed optimizer: 6 + 12/d bytes in bf16, 8 + 8/d in
+Parameters and gradients are whole on every rank of a model; of masters and of the optimizer's state each of the ranks
+that share it has its part. Where parameters have the masters' dtype they are the masters. Activations and what travels
+come on top. With AdamW the sums are those of Megatron-LM's distributed optimizer: 6 + 12/d bytes in bf16, 8 + 8/d in
 fp32. In fp16 Megatron-LM sums gradients in fp16 and widens a rank's part (4 + 16/d); we sum them in fp32 (6 + 12/d).
 """
 
 from typing import NamedTuple
 
+from megalite.config.schema import OPTIMIZERS, OptimizerConfig
 from megalite.layout.buffer_layout import BufferLayout
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
@@ -19,7 +20,7 @@ class StateBytes(NamedTuple):
     parameters: int
     gradients: int
     masters: int  # 0 where the parameters are the masters
-    moments: int  # both together
+    optimizer: int  # its state beside the masters
 
     @property
     def total(self) -> int:
@@ -27,27 +28,26 @@ class StateBytes(NamedTuple):
 
 
 def bytes_of_element(
-    precision: str, *, gradient_dtype: str = "fp32", moment_dtype: str = "fp32", master_precision: bool = False
+    precision: str, optimizer: OptimizerConfig, *, matrix: bool = True, master_precision: bool = False
 ) -> StateBytes:
-    """Of one element each, by the settings of these names; fp64 turns fp32 into fp64. `moment_dtype` is the first's.
+    """Bytes of one element of a matrix, or of another parameter. In fp64 everything that is fp32 elsewhere is fp64.
 
     `master_precision` is for parameters that have the masters' dtype in every precision (`ParameterRecord.precision`).
     """
     wide = "fp64" if precision == "fp64" else "fp32"
     stored = wide if master_precision else precision
-    gradients, first = (BYTES[wide if dtype == "fp32" else dtype] for dtype in (gradient_dtype, moment_dtype))
-    return StateBytes(BYTES[stored], gradients, 0 if stored == wide else BYTES[wide], first + BYTES[wide])
+    kept = OPTIMIZERS[optimizer.name][0 if matrix else 1]
+    named = [optimizer.moment_dtype if dtype == "moment_dtype" else dtype for dtype in kept]
+    gradients, *state = (BYTES[wide if dtype == "fp32" else dtype] for dtype in (optimizer.gradient_dtype, *named))
+    return StateBytes(BYTES[stored], gradients, 0 if stored == wide else BYTES[wide], sum(state))
 
 
-def bytes_of_rank(
-    layout: BufferLayout, precision: str, *, gradient_dtype: str = "fp32", moment_dtype: str = "fp32"
-) -> StateBytes:
+def bytes_of_rank(layout: BufferLayout, precision: str, optimizer: OptimizerConfig) -> StateBytes:
     """What one rank keeps, padding included; the same for all ranks that exchange the layout's buckets."""
     kept = StateBytes(0, 0, 0, 0)
     for bucket in layout.buckets:
         wide = bucket.buffer.precision == "master"
-        dtypes = {"gradient_dtype": gradient_dtype, "moment_dtype": moment_dtype}
-        element = bytes_of_element(precision, **dtypes, master_precision=wide)
-        counts = [bucket.stop - bucket.start] * 2 + [bucket.slice_size] * 2
+        element = bytes_of_element(precision, optimizer, matrix=bucket.buffer.whole, master_precision=wide)
+        counts = [bucket.size] * 2 + [bucket.slice_size] * 2
         kept = StateBytes(*(sum_ + count * size for sum_, count, size in zip(kept, counts, element, strict=True)))
     return kept

@@ -52,11 +52,12 @@ def make_optimizer(buffers: TrainingBuffers, settings: OptimizerConfig, *, compi
     may be compiled."""
     decayed = slice_ranges(buffers.owned, lambda record, _: record.decay)
     others = slice_ranges(buffers.owned, lambda record, _: not record.decay)
+    groups = [(decayed, settings.weight_decay), (others, 0.0)]
     first, second = settings.betas
     return FlatAdamW(
         buffers.masters,
         buffers.gradients,
-        [(decayed, settings.weight_decay), (others, 0.0)],
+        groups,
         (first, second),
         settings.eps,
         first_moment=dtype_of(settings.moment_dtype, buffers.master_dtype),

@@ -13,9 +13,6 @@ from megalite.config.schema import LearningRateConfig
 def learning_rate(step: int, config: LearningRateConfig, *, peak: float, steps: int) -> float:
     """Learning rate of `step` (from 0) in a run of `steps` steps; no field of `config` is None any more."""
     warmup, lowest, decay = config.warmup_steps, config.min_lr, config.decay_steps
-    assert warmup is not None
-    assert lowest is not None
-    assert decay is not None
     last = steps - 1
     step = min(step, last)
     if step < warmup:

@@ -27,13 +27,13 @@ from megalite.pipeline.simulator import Span
 from megalite.pipeline.transfers import Direction, Instruction, Transfer, Wait, instructions
 from megalite.tensor_parallel.deferred import Later
 
-ScheduleOf = Callable[[int], Schedule]  # the schedule of so many microbatches
+ScheduleOf = Callable[[int], Schedule]  # the schedule of a number of microbatches
 Phase = Literal["forward", "backward", "communication"]  # of a step
 Forward = Callable[[GPT, Batch, Tensor | None], Tensor]  # what a chunk makes of a microbatch and what it received
 
 
 @dataclass(frozen=True)
-class Links:
+class P2PGroups:
     """A rank's place in its pipeline and the communicators of all its ranks, in their order, for each direction."""
 
     rank: int = 0
@@ -63,55 +63,51 @@ class Links:
 class Executor:
     """Runs whole batches through the chunks of one rank, together with the other ranks of the pipeline.
 
-    `expect_last_gradients` is called before the backward that brings a chunk's last gradients, with what does a piece
-    of work after the weight gradients that this backward has put off so far. `switch` is called when another phase of
-    a training step begins. Microbatches of a rank alone may have a `graph`, in place of actions one by one.
+    `expect_last_gradients` is called before the backward that brings a chunk's last gradients, with a function that
+    runs work after the weight gradients that this backward has deferred so far. `switch` is called when another phase
+    of a training step begins. Microbatches of a rank alone may have a `graph`, in place of actions one by one.
     """
 
     def __init__(
         self,
         chunks: Sequence[GPT],
-        links: Links,
+        p2p: P2PGroups,
         training: ScheduleOf,
         evaluation: ScheduleOf,
         expect_last_gradients: Callable[[int, Later], None],
         switch: Callable[[Phase], object] = lambda phase: None,
         graph: MicrobatchGraph | None = None,
     ) -> None:
-        self.chunks, self.links, self._switch, self._graph = chunks, links, switch, graph
+        self.chunks, self.p2p, self._switch, self._graph = chunks, p2p, switch, graph
         self.expect_last_gradients = expect_last_gradients
         self._recorded: list[Span] | None = None
+        self._cuda = chunks[0].device.type == "cuda"
         # Waits for what was sent: nothing that is computed needs to.
-        self.aside = torch.cuda.Stream(chunks[0].device) if chunks[0].device.type == "cuda" and links.groups else None
+        self.aside = torch.cuda.Stream(chunks[0].device) if self._cuda and p2p.groups else None
         self.at: Instruction | None = None  # the newest that was begun
         self.performed = 0  # instructions so far
-
-        @cache
-        def plan(for_training: bool, microbatches: int) -> tuple[Schedule, tuple[Instruction, ...]]:
-            schedule = (training if for_training else evaluation)(microbatches)
-            return schedule, instructions(schedule)[links.rank]
-
-        self._plan = plan
-        links.open(chunks[0].device)
+        self._training, self._evaluation, self._plan = training, evaluation, cache(self._planned)
+        p2p.open(chunks[0].device)
 
     def forward_backward(self, batches: Sequence[Batch], scale: Tensor) -> Tensor:
         """Forward and backward of all microbatches. The sum of their losses (`GPT.loss`), 0 where the loss is not."""
         if self._graph is not None and self._recorded is None:
             self._switch("forward")
-            return sum((self._repeat(self._graph, batch, scale) for batch in batches), start=torch.zeros_like(scale))
-        losses = self._run(batches, lambda chunk, batch, received: chunk.loss(batch, scale, received), training=True)
+            self.performed += len(batches)
+            return sum((self._graph(batch, scale) for batch in batches), start=torch.zeros_like(scale))
+        losses = self._run(self._training, batches, lambda chunk, batch, received: chunk.loss(batch, scale, received))
         return sum(losses, start=torch.zeros_like(scale))
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch], scale: Tensor) -> Tensor:
         """Forward alone; the sum of the losses as in `forward_backward`."""
-        losses = self._run(batches, lambda chunk, batch, received: chunk.loss(batch, scale, received))
+        losses = self._run(self._evaluation, batches, lambda chunk, batch, received: chunk.loss(batch, scale, received))
         return sum(losses, start=torch.zeros_like(scale))
 
     @torch.no_grad()
     def hidden(self, batch: Batch) -> Tensor | None:
         """The final hidden states of a microbatch (`GPT.forward`), where the pipeline ends; None elsewhere."""
-        found = self._run([batch], lambda chunk, batch, received: chunk(batch, received))
+        found = self._run(self._evaluation, [batch], lambda chunk, batch, received: chunk(batch, received))
         return found[0] if found else None
 
     @contextmanager
@@ -123,12 +119,16 @@ class Executor:
         finally:
             self._recorded = None
 
-    def _run(self, batches: Sequence[Batch], forward: Forward, *, training: bool = False) -> list[Tensor]:
-        schedule, todo = self._plan(training, len(batches))
+    def _planned(self, schedule_of: ScheduleOf, microbatches: int) -> tuple[Schedule, tuple[Instruction, ...]]:
+        schedule = schedule_of(microbatches)
+        return schedule, instructions(schedule)[self.p2p.rank]
+
+    def _run(self, schedule_of: ScheduleOf, batches: Sequence[Batch], forward: Forward) -> list[Tensor]:
+        schedule, todo = self._plan(schedule_of, len(batches))
         run = _Run(self, schedule, batches, forward)
         for instruction in todo:
             self.at, self.performed = instruction, self.performed + 1
-            if training:
+            if torch.is_grad_enabled():  # in training
                 self._switch(_phase(instruction))
             if isinstance(instruction, Transfer):
                 run.post(instruction)
@@ -141,12 +141,8 @@ class Executor:
                     self._recorded.append(Span(instruction, begin, self._now()))
         return run.results
 
-    def _repeat(self, graph: MicrobatchGraph, batch: Batch, scale: Tensor) -> Tensor:
-        self.performed += 1
-        return graph(batch, scale)
-
     def _now(self) -> float:
-        if self._recorded is not None and self.chunks[0].device.type == "cuda":
+        if self._recorded is not None and self._cuda:
             torch.cuda.synchronize(self.chunks[0].device)
         return perf_counter()
 
@@ -162,7 +158,7 @@ class _Run:
 
     def __init__(self, executor: Executor, schedule: Schedule, batches: Sequence[Batch], forward: Forward) -> None:
         self._executor, self._schedule, self._batches, self._apply = executor, schedule, batches, forward
-        self._chunks, self._links = executor.chunks, executor.links
+        self._chunks, self._p2p = executor.chunks, executor.p2p
         self.results: list[Tensor] = []  # of each microbatch, where the pipeline ends
         self._here: dict[int, Tensor] = {}  # by tensor_id: received and not used yet, or computed and not sent yet
         self._travelling: dict[int, tuple[dist.Work, Tensor]] = {}  # a transfer uses its tensor until it is waited for
@@ -171,7 +167,7 @@ class _Run:
         self._in_flight: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = {}
 
     def post(self, transfer: Transfer) -> None:
-        group = self._links.groups[transfer.direction]
+        group = self._p2p.groups[transfer.direction]
         if transfer.role == "send":
             tensor = self._here.pop(transfer.tensor_id)
             work = dist.isend(tensor, group=group, group_dst=transfer.peer)
@@ -184,13 +180,13 @@ class _Run:
 
     def wait(self, transfer: Transfer) -> None:
         work, tensor = self._travelling.pop(transfer.tensor_id)
-        timeout = self._links.timeout(transfer.direction, tensor.device)
+        timeout = self._p2p.timeout(transfer.direction, tensor.device)
         aside = self._executor.aside if transfer.role == "send" else None
         try:
             with torch.cuda.stream(aside):  # None: where it is
                 work.wait() if timeout is None else work.wait(timeout)
         except RuntimeError as error:
-            raise type(error)(f"pipeline rank {self._links.rank} could not {transfer}: {error}") from error
+            raise type(error)(f"pipeline rank {self._p2p.rank} could not {transfer}: {error}") from error
         if transfer.role == "receive":
             self._here[transfer.tensor_id] = tensor
         elif aside is not None:
@@ -220,21 +216,20 @@ class _Run:
         """The whole backward pass, or all but the weight gradients of the linears."""
         received, output = self._in_flight.pop((action.chunk, action.microbatch))
         gradient = self._input(action)  # None: the output is the loss
-        split = action.kind == "backward-input"
         deferred = self._chunks[action.chunk].deferred
         if action.microbatch == self._schedule.microbatches - 1:
             self._executor.expect_last_gradients(action.chunk, deferred.put)
-        with deferred.collecting() if split else nullcontext():
+        with deferred.collecting() if action.kind == "backward-input" else nullcontext():
             torch.autograd.backward((output,), (gradient,))
         if received is not None:
             assert received.grad is not None
             self._output(action, received.grad)
 
     def _input(self, action: Action) -> Tensor | None:
-        tensor_id = self._schedule.received_tensor_id(self._links.rank, action)
+        tensor_id = self._schedule.received_tensor_id(self._p2p.rank, action)
         return None if tensor_id is None else self._here.pop(tensor_id)
 
     def _output(self, action: Action, tensor: Tensor) -> None:
-        tensor_id = self._schedule.sent_tensor_id(self._links.rank, action)
+        tensor_id = self._schedule.sent_tensor_id(self._p2p.rank, action)
         if tensor_id is not None:
             self._here[tensor_id] = tensor.contiguous()

@@ -10,80 +10,67 @@ and orders as in Megatron-LM. zb-h1: Qi et al. 2023 (arXiv 2401.10241). No torch
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from megalite.config.schedule_rules import ScheduleRequest, default_group_size, schedule_flaws
+from megalite.config.schedule_rules import ScheduleRequest, schedule_flaws
 from megalite.pipeline.actions import Action, ActionKind, Schedule
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of a pipeline and its batch. `group_size`: microbatches that a rank takes through one chunk in a row before
-    it goes on with the next chunk (interleaved alone)."""
-
-    pp: int
-    vpp: int
-    microbatches: int
-    group_size: int
-
-
-def gpipe(shape: Shape, rank: int) -> tuple[Action, ...]:
+def gpipe(shape: ScheduleRequest, rank: int) -> tuple[Action, ...]:
     """All forward passes, then all backward passes: every activation is held at the turn."""
-    return in_turn(shape, warm_up=shape.microbatches)
+    return warmup_steady_cooldown(shape, warmup=shape.microbatches)
 
 
-def one_forward_one_backward(shape: Shape, rank: int) -> tuple[Action, ...]:
+def one_forward_one_backward(shape: ScheduleRequest, rank: int) -> tuple[Action, ...]:
     """As many forward passes as there are ranks behind this one, then forward and backward in turn."""
-    return in_turn(shape, warm_up=shape.pp - rank - 1)
+    return warmup_steady_cooldown(shape, warmup=shape.pp - rank - 1)
 
 
-def interleaved(shape: Shape, rank: int) -> tuple[Action, ...]:
+def interleaved(shape: ScheduleRequest, rank: int) -> tuple[Action, ...]:
     """1f1b over the chunks of the rank: a group of microbatches through one chunk, then through the next.
 
     The first microbatch comes back to the last chunk of rank r after (vpp-1) groups and 2 (pp-r-1) passes.
     """
-    return in_turn(shape, warm_up=2 * (shape.pp - rank - 1) + (shape.vpp - 1) * shape.group_size)
+    return warmup_steady_cooldown(shape, warmup=2 * (shape.pp - rank - 1) + (shape.vpp - 1) * shape.group)
 
 
-def zb_h1(shape: Shape, rank: int) -> tuple[Action, ...]:
+def zb_h1(shape: ScheduleRequest, rank: int) -> tuple[Action, ...]:
     """1f1b whose backward pass is split: weight gradients, for which nobody waits, fill the bubble.
 
-    Rank r puts them off by r microbatches, and holds pp - r activations and what r weight gradients need: no more than
+    Rank r defers them by r microbatches, and holds pp - r activations and what r weight gradients need: no more than
     rank 0 of 1f1b.
     """
-    return in_turn(shape, warm_up=shape.pp - rank - 1, put_off=rank)
+    return warmup_steady_cooldown(shape, warmup=shape.pp - rank - 1, deferral=rank)
 
 
-def in_turn(shape: Shape, *, warm_up: int, put_off: int | None = None) -> tuple[Action, ...]:
-    """So many forward passes, then forward and backward passes in turn, then the backward passes that are left.
+def warmup_steady_cooldown(shape: ScheduleRequest, *, warmup: int, deferral: int | None = None) -> tuple[Action, ...]:
+    """`warmup` forward passes, then forward and backward passes in turn, then the backward passes that are left.
 
-    With `put_off` backward passes are split, and weight gradients come so many microbatches later.
+    With `deferral` backward passes are split, and weight gradients come that many microbatches later.
     """
     passes = chunk_order(shape)
-    count = len(passes)
-    warm_up = min(warm_up, count)
+    count, warmup = len(passes), min(warmup, len(passes))
     actions = []
-    for step in range(-warm_up, count + (put_off or 0)):
-        if step + warm_up < count:
-            actions.append(Action("forward", *passes[step + warm_up]))
+    for step in range(-warmup, count + (deferral or 0)):
+        if step + warmup < count:
+            actions.append(Action("forward", *passes[step + warmup]))
         if 0 <= step < count:
             chunk, microbatch = passes[step]
-            kind: ActionKind = "backward" if put_off is None else "backward-input"
+            kind: ActionKind = "backward" if deferral is None else "backward-input"
             actions.append(Action(kind, shape.vpp - 1 - chunk, microbatch))
-        if put_off is not None and 0 <= step - put_off < count:
-            chunk, microbatch = passes[step - put_off]
+        if deferral is not None and 0 <= step - deferral < count:
+            chunk, microbatch = passes[step - deferral]
             actions.append(Action("backward-weight", shape.vpp - 1 - chunk, microbatch))
     return tuple(actions)
 
 
-def chunk_order(shape: Shape) -> list[tuple[int, int]]:
+def chunk_order(shape: ScheduleRequest) -> list[tuple[int, int]]:
     """(chunk, microbatch) of a rank's forward passes, group by group; the last group holds what is left."""
-    starts = range(0, shape.microbatches, shape.group_size)
-    groups = [range(start, min(start + shape.group_size, shape.microbatches)) for start in starts]
+    starts = range(0, shape.microbatches, shape.group)
+    groups = [range(start, min(start + shape.group, shape.microbatches)) for start in starts]
     return [(chunk, microbatch) for group in groups for chunk in range(shape.vpp) for microbatch in group]
 
 
-SCHEDULES: dict[str, Callable[[Shape, int], tuple[Action, ...]]] = {
+SCHEDULES: dict[str, Callable[[ScheduleRequest, int], tuple[Action, ...]]] = {
     "1f1b": one_forward_one_backward,
     "interleaved": interleaved,
     "zb-h1": zb_h1,
@@ -95,14 +82,12 @@ def build_schedule(request: ScheduleRequest) -> Schedule:
     """The schedule of a request. Raises ValueError with all of `schedule_flaws`."""
     if flaws := [f"{setting}: {rule}" for setting, rule in schedule_flaws(request)]:
         raise ValueError("; ".join(flaws))
-    pp, microbatches = request.pp, request.microbatches
-    shape = Shape(pp, request.vpp, microbatches, request.group_size or default_group_size(pp, microbatches))
-    ranks = tuple(SCHEDULES[request.schedule](shape, rank) for rank in range(pp))
-    return Schedule(request.schedule, request.vpp, microbatches, ranks)
+    ranks = tuple(SCHEDULES[request.schedule](request, rank) for rank in range(request.pp))
+    return Schedule(request.schedule, request.vpp, request.microbatches, ranks)
 
 
 def forward_only(pp: int, vpp: int, microbatches: int) -> Schedule:
     """What evaluation runs: forward passes alone, of any number of microbatches, pp at a time through each chunk."""
-    order = chunk_order(Shape(pp, vpp, microbatches, group_size=pp))
+    order = chunk_order(ScheduleRequest("forward-only", pp, microbatches, vpp, group_size=pp))
     actions = tuple(Action("forward", chunk, microbatch) for chunk, microbatch in order)
     return Schedule("forward-only", vpp, microbatches, (actions,) * pp)

@@ -10,20 +10,20 @@ from megalite.optim.rank_buffers import RankBuffers
 
 FIRST, LAST = 24, 12  # rows of a long table that are shown
 Cells = tuple[str, ...]
-Kept = Callable[[BufferLayout], StateBytes]  # what a rank keeps of these buckets: `bytes_of_rank` for some dtypes
+Kept = Callable[[BufferLayout], StateBytes]  # what a rank keeps of these buckets: `bytes_of_rank` for some settings
 
 
 def header_lines(buffers: RankBuffers, kept: Kept) -> list[str]:
-    """What all buckets are together, and who shares them: two or three lines."""
+    """All buckets together, and the ranks that share them: two or three lines."""
     buckets = buffers.layout.buckets
     padding, state = padding_of(*buckets), kept(buffers.layout)
-    total = sum(buffers.layout.sizes.values())
+    total = sum(bucket.size for bucket in buckets)
     count = several(len(buckets), "bucket")
     share = f"{padding / total:.1%} padding" if 1000 * padding > total else f"{padding:,} elements of padding"
     lines = [
         f"rank {buffers.rank} holds {total - padding:,} parameters in {count}, {share}",
         f"and keeps {_mib(state.total)} MiB: parameters {_mib(state.parameters)}, gradients {_mib(state.gradients)}, "
-        f"its share of masters {_mib(state.masters)} and moments {_mib(state.moments)}",
+        f"its share of masters {_mib(state.masters)} and optimizer state {_mib(state.optimizer)}",
     ]
     kinds: list[Kind] = list(dict.fromkeys(bucket.buffer.kind for bucket in buckets))
     return lines + [f"{'experts: ' if kind == 'expert' else ''}{_owners(buffers.owners[kind])}" for kind in kinds]
@@ -34,7 +34,7 @@ def bucket_lines(buffers: RankBuffers, kept: Kept, *, full: bool = False) -> Ite
     rows, sums = [], [0, 0, 0]
     for number, bucket in enumerate(buffers.layout.buckets):
         names, padding = [slot.record.name for slot in bucket.slots], padding_of(bucket)
-        numbers = (bucket.stop - bucket.start, padding, bucket.slice_size)
+        numbers = (bucket.size, padding, bucket.slice_size)
         sums = [before + more for before, more in zip(sums, numbers, strict=True)]
         held = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
         cost = _mib(kept(BufferLayout((bucket,))).total)
@@ -47,16 +47,15 @@ def bucket_lines(buffers: RankBuffers, kept: Kept, *, full: bool = False) -> Ite
 
 def owned_lines(buffers: RankBuffers, *, full: bool = False) -> Iterator[str]:
     """A line per range that the rank owns, `start:stop` as seen from each place; `full` as for `bucket_lines`."""
-    rows = []
+    rows: list[Cells] = []
     for each in buffers.owned:
         size = prod(each.slot.shard.shape)
         part = "all" if len(each.in_parameter) == size else f"{_slice(each.in_parameter)} of {size}"
-        start = buffers.layout.buckets[each.bucket].start
-        in_bucket = range(each.in_buffer.start - start, each.in_buffer.stop - start)
-        places = map(_slice, (each.in_buffer, in_bucket, each.in_slice))
-        rows.append((str(each.bucket), *places, part, each.slot.record.name))
+        first = each.slot.start + each.in_parameter.start
+        in_bucket = range(first, first + len(each.in_parameter))
+        rows.append((str(each.bucket), _slice(in_bucket), _slice(each.in_slice), part, each.slot.record.name))
     yield f"rank {buffers.rank} owns {sum(len(each.in_parameter) for each in buffers.owned):,} elements:"
-    heads = ("bucket", "in buffer", "in bucket", "in slice", "in parameter", "parameter")
+    heads = ("bucket", "in bucket", "in slice", "in parameter", "parameter")
     yield from _table(heads, rows, "ranges", full=full)
 
 
@@ -69,7 +68,7 @@ def bucket_name(number: int, bucket: Bucket) -> str:
 def padding_of(*buckets: Bucket) -> int:
     """Elements of these buckets that belong to no parameter."""
     filled = sum(prod(slot.shard.shape) for bucket in buckets for slot in bucket.slots)
-    return sum(bucket.stop - bucket.start for bucket in buckets) - filled
+    return sum(bucket.size for bucket in buckets) - filled
 
 
 def _table(heads: Cells, rows: list[Cells], noun: str, *, full: bool, last: Sequence[Cells] = ()) -> Iterator[str]:

@@ -2,10 +2,18 @@
 
 import math
 from collections import defaultdict
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
+from megalite.config.schedule_rules import ScheduleRequest
+from megalite.errors.problems import UserError
 from megalite.pipeline.actions import ActionKind
+from megalite.pipeline.schedules import build_schedule
+from megalite.pipeline.simulator import equal_durations
 from megalite.plan.picture import Picture
-from megalite.plan.timeline import Timeline, Unit
+from megalite.plan.timeline import FORWARD_PASSES, MILLISECONDS, Timeline, Unit, read_recording, simulated
 
 WORDS: dict[ActionKind, str] = {
     "forward": "forward",
@@ -16,6 +24,27 @@ WORDS: dict[ActionKind, str] = {
 LEFT, RIGHT, TOP, LETTER = 66, 120, 62, 6.4  # room for names of ranks, for what they hold, for titles; a letter
 NARROWEST, WIDEST, MICROBATCH = 560.0, 1080.0, 84.0  # all boxes of a row; those of a microbatch, where there is room
 ROW, HIGHEST, NAMED = 28.0, 700.0, 12.0  # a row; all rows; rows lower than this are named one in eight
+MOST_PASSES = 20_000  # of microbatches through chunks, of a schedule that a report shows
+
+
+def pictures_of_run(run_dir: Path, config: Mapping[str, Any], dp: int) -> list[Picture]:
+    """The last step that a run with a pipeline recorded, and the schedule where all chunks take equally long. `config`:
+    the settings by dotted name."""
+    pictures = []
+    pp, vpp = (int(config.get(f"parallel.{name}") or 1) for name in ("pp", "vpp"))
+    batch, unit = int(config.get("train.global_batch_size") or 1), int(config.get("train.micro_batch_size") or 1) * dp
+    if pp < 2:
+        return []
+    with suppress(UserError):  # nothing is recorded
+        step, timeline = read_recording(run_dir)
+        pictures.append(schedule_picture(timeline, MILLISECONDS, f"{timeline.title}; recorded in step {step}"))
+    if pp * vpp * (batch // unit) <= MOST_PASSES:
+        name, group_size = str(config.get("parallel.schedule")), config.get("parallel.microbatch_group_size")
+        with suppress(ValueError, KeyError):  # the settings were changed
+            schedule = build_schedule(ScheduleRequest(name, pp, batch // unit, vpp, group_size))
+            line = simulated(schedule, equal_durations(schedule, 1 / vpp, 1 / vpp, 1 / vpp))
+            pictures.append(schedule_picture(line, FORWARD_PASSES, f"{line.title}; if all chunks took equally long"))
+    return pictures
 
 
 def schedule_picture(timeline: Timeline, unit: Unit, title: str) -> Picture:

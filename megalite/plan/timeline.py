@@ -25,7 +25,7 @@ from megalite.train.history import PIPELINE
 
 
 class Unit(NamedTuple):
-    """What times are shown in: each time the scale, then the words."""
+    """The unit of shown times: a time is multiplied by `scale`."""
 
     words: str
     scale: float
@@ -57,7 +57,7 @@ CHANGES: dict[ActionKind, tuple[int, int]] = {  # of activations and weights tha
 
 
 def in_flight(actions: Iterable[Action]) -> InFlight:
-    """What a rank that performs these actions holds."""
+    """The most that a rank with these actions holds."""
     activations = weights = 0
     peaks = InFlight(0, 0, 0)
     for action in actions:
@@ -112,7 +112,7 @@ class Timeline:
         return f"step {self.makespan * unit.scale:.4g} {unit.words}; idle {self.idle:.1%} of it ({bubble})"
 
     def held(self, rank: int) -> str:
-        """What a rank holds at most, in activations of all its layers: a chunk counts for its share."""
+        """The most that a rank holds, in activations of all its layers: a chunk counts for its share."""
         share = in_flight(span.action for span in self.ranks[rank]).together / self.vpp
         return f"{share:.4g} {'microbatch' if share == 1 else 'microbatches'}"
 

@@ -5,6 +5,7 @@ what is not reachable is looked for in the local cache only. Data set scripts an
 """
 
 import os
+import sys
 import threading
 from contextlib import nullcontext, suppress
 from functools import lru_cache
@@ -12,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from megalite.config.durable_files import private_files
-from megalite.data.offline import go_offline
 from megalite.errors.problems import Problem, UserError
 
 PATIENCE = 3.0  # seconds for the hub to answer
@@ -50,11 +50,20 @@ def _answers(endpoint: str) -> bool:
     return False
 
 
+def _go_offline() -> None:
+    """Make the libraries use their caches alone. They read the variable when they are imported; those that are imported
+    already are told as well."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    for module in ("huggingface_hub.constants", "datasets.config"):
+        if module in sys.modules:
+            sys.modules[module].HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
+
+
 @lru_cache(maxsize=4)  # the shards of one data set come one after the other
 def load_dataset(name: str, subset: str | None, split: str, streaming: bool) -> Any:
     """A `datasets` data set, from the hub, its cache, or a local folder."""
     if offline := not Path(name).exists() and not reachable():
-        go_offline()
+        _go_offline()
     import datasets
 
     datasets.disable_progress_bars()

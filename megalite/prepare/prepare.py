@@ -1,20 +1,17 @@
 """Makes the token files of a run from its text: once, by one process, and continued after a kill.
 
-Each part of the data becomes a token file in the cache. Its name is a fingerprint of the part's files and of the
-tokenizer. Under a file lock, the part's shards are tokenized into a work folder, one token file each, then joined.
-Whoever comes second finds the work done. Whoever comes after a kill does only the shards that are missing.
-
-Training is given this module as its `Preparation`.
+Each part of the data becomes a token file in the cache, named by a fingerprint of its files and of the tokenizer.
+Under a file lock, the part's shards are tokenized into a work folder, one token file each, then joined. Whoever comes
+second finds the work done. Whoever comes after a kill does only the shards that are missing.
 """
 
 import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from glob import escape
 from itertools import count
 from pathlib import Path
@@ -59,25 +56,15 @@ class Target:
         return with_suffix(self.prefix, f".partial-{self.key}")
 
     @property
-    def tokenizer(self) -> Path:
-        """The folder of the tokenizer meanwhile."""
-        return self.work / "tokenizer"
+    def is_prepared(self) -> bool:
+        """Whether the token file is complete: its index comes last."""
+        return with_suffix(self.prefix, ".idx").exists()
 
     def refuse_another(self, tokenizer: TextTokenizer) -> None:
         """FileExistsError where the folder beside the token file, which a user has named, holds another tokenizer."""
         there = [path for path in tokenizer.unwritten(with_suffix(self.prefix, ".tokenizer")) if os.path.lexists(path)]
         if there and self.key not in self.prefix.name:
             raise FileExistsError(errno.EEXIST, f"{there[0]} is of another tokenizer")
-
-
-def is_prepared(prefix: Path) -> bool:
-    """Whether the token file is complete: its index comes last."""
-    return with_suffix(prefix, ".idx").exists()
-
-
-def is_whole(shard: Path) -> bool:
-    """Whether the token file of a shard is complete: a damaged part of it that somebody deletes is made again."""
-    return all(with_suffix(shard, suffix).exists() for suffix in (".idx", ".bin", ".json"))
 
 
 def prepare(config: Config, progress: Progress | None = None) -> TokenFiles:
@@ -102,25 +89,6 @@ def prepare_file(source: Source, config: Config, prefix: Path, progress: Progres
         raise UserError(Problem("--output", str(prefix), rule, "choose another name, or delete it"))
 
 
-def _refuse_others(source: Source, prefix: Path) -> None:
-    """UserError where files of others, or of the text itself, lie in the place of the token file, or will."""
-    for path in source.paths:
-        if os.path.isdir(path) and prefix.resolve().is_relative_to(Path(path).resolve()):
-            rule = f"it is inside data.path={path}, a folder that is read whole: the text would not be the same again"
-            raise UserError(Problem("--output", str(prefix), rule, "a name in another folder"))
-    places = {ending: with_suffix(prefix, ending) for ending in (".bin", ".idx", ".json", ".tokenizer")}
-    found, taken = of_others(prefix), [path for path in places.values() if path.is_file()]
-    if (folder := places[".tokenizer"]).is_symlink() or (not folder.is_dir() and folder.exists()):
-        found[folder] = "is no folder"
-    for file in source.files if taken and source.kind == "text" else ():
-        found |= {path: "is read as text by this command" for path in taken if path.samefile(file)}
-    if found:
-        names = (prefix.with_name(f"{prefix.name}-{number}") for number in count(2))
-        free = next(name for name in names if not any(os.path.lexists(with_suffix(name, each)) for each in places))
-        remedy = f"--output={free}, or move it away"
-        raise UserError([Problem("--output", str(prefix), f"{path} {rule}", remedy) for path, rule in found.items()])
-
-
 def examine(config: Config) -> None:
     """Refuse text or a tokenizer that is not there or not readable; quick, and nothing is written."""
     if config.data.source != "tokens":
@@ -128,16 +96,20 @@ def examine(config: Config) -> None:
 
 
 def targets_of(config: Config, sources: list[Source]) -> list[Target]:
-    """What is made of the sources. Looks at names, sizes and times of text alone."""
+    """The token files that are made of the sources. Looks at names, sizes and times of text alone."""
     try:
         identities = collect_all(Source.identity, sources)
         tokenizer = _tokenizer_key(config, identities)
     except UserError:
         _plans(config, sources)  # names all that is wrong
         raise
-    assert config.data.cache_dir is not None, "derive() fills it in"
     folder, keys = Path(config.data.cache_dir, "tokens"), [digest(FORMAT, each, tokenizer) for each in identities]
     return [Target(it, folder / f"{it.label}-{key}", key) for it, key in zip(sources, keys, strict=True)]
+
+
+def named_tokenizer(name: str) -> TextTokenizer:
+    """The tokenizer in a folder, or of that name on the hub."""
+    return load_tokenizer(tokenizer_folder(name))
 
 
 def _tokenizer_key(config: Config, identities: list[str]) -> str:
@@ -164,61 +136,103 @@ def _plans(config: Config, sources: list[Source]) -> list[list[Shard]]:
     return plans
 
 
+def _refuse_others(source: Source, prefix: Path) -> None:
+    """UserError where files of others, or of the text itself, lie in the place of the token file, or will."""
+    for path in source.paths:
+        if os.path.isdir(path) and prefix.resolve().is_relative_to(Path(path).resolve()):
+            rule = f"it is inside data.path={path}, a folder that is read whole: the text would not be the same again"
+            raise UserError(Problem("--output", str(prefix), rule, "a name in another folder"))
+    places = {ending: with_suffix(prefix, ending) for ending in (".bin", ".idx", ".json", ".tokenizer")}
+    found, taken = of_others(prefix), [path for path in places.values() if path.is_file()]
+    if (folder := places[".tokenizer"]).is_symlink() or (not folder.is_dir() and folder.exists()):
+        found[folder] = "is no folder"
+    for file in source.files if taken and source.kind == "text" else ():
+        found |= {path: "is read as text by this command" for path in taken if path.samefile(file)}
+    if found:
+        names = (prefix.with_name(f"{prefix.name}-{number}") for number in count(2))
+        free = next(name for name in names if not any(os.path.lexists(with_suffix(name, each)) for each in places))
+        remedy = f"--output={free}, or move it away"
+        raise UserError([Problem("--output", str(prefix), f"{path} {rule}", remedy) for path, rule in found.items()])
+
+
 def _make(config: Config, targets: list[Target], progress: Progress | None, setting: str) -> None:
     """Make the targets that are missing; `setting` says where they are to lie."""
-    if all(is_prepared(target.prefix) for target in targets):
+    if all(target.is_prepared for target in targets):
         return
-    jobs: dict[Target, list[Job]] = {}  # the planned shards, and the token file that each becomes
-    for target, plan in zip(targets, _plans(config, [target.source for target in targets]), strict=True):
-        jobs[target] = [(target.work / f"part-{number:05d}", shard) for number, shard in enumerate(plan)]
-    shards = [shard for each in jobs.values() for _, shard in each]
+    plans = _plans(config, [target.source for target in targets])
     # The text can be read from what is made.
     with private_files(), _locked([target.prefix for target in targets], setting):
-        missing = [target for target in jobs if not is_prepared(target.prefix)]
-        asked = [job for target in missing for job in jobs[target]]
-        total = sum(shard.size for _, shard in asked)
-        kept = [(file, shard.size, read_facts(file)) for file, shard in asked if is_whole(file)]
-        done = {file: (size, facts.documents, facts.tokens) for file, size, facts in kept}
-
-        def count(file: Path, size: int, documents: int, tokens: int) -> None:
-            done[file] = size, documents, tokens
-            size, documents, tokens = map(sum, zip(*done.values(), strict=True))
-            if progress:
-                progress(min(size, total) if total else size, total, documents, tokens)
-
-        count(Path(), 0, 0, 0)
-        with _repeated(partial(count, Path(), 0, 0, 0)):
-            tokenizer = obtain_tokenizer(config, missing, shards)
+        jobs: dict[Target, list[Job]] = {}  # the shards of a missing target, and the token file that each becomes
+        for target, plan in zip(targets, plans, strict=True):
+            if not target.is_prepared:
+                jobs[target] = [(target.work / f"part-{number:05d}", shard) for number, shard in enumerate(plan)]
+        tally = _Tally([job for each in jobs.values() for job in each], progress)
+        with tally.repeated():
+            tokenizer = obtain_tokenizer(config, [*jobs], [shard for plan in plans for shard in plan])
         check_vocabulary(config, tokenizer.vocab_size)
         built_in = config.tokenizer in BUILT_IN_TOKENIZERS
-        remarks = [] if built_in else tokenizer.remarks("".join(sample(shards[:1], PAGES)))
-        for target in missing:
+        remarks = [] if built_in else tokenizer.remarks("".join(sample(plans[0][:1], PAGES)))
+        for target in jobs:
             target.refuse_another(tokenizer)
-            tokenizer.save(target.tokenizer)
-        for target in missing:
-            files = [file for file, _ in jobs[target]]
-            with _without_bad_text(config, target, missing):
+            tokenizer.save(target.work / "tokenizer")
+            try:
                 left = [job for job in jobs[target] if not is_whole(job[0])]
-                tokenize_shards(left, tokenizer, target.tokenizer, config.data.workers or usable_cores(), count)
-                if not any(done[file][-1] for file in files):
+                workers = config.data.workers or usable_cores()
+                tokenize_shards(left, tokenizer, target.work / "tokenizer", workers, tally)
+                if not any(tally.done[file][-1] for file, _ in jobs[target]):
                     rule, found = "holds no text at all (only empty documents)", " ".join(target.source.paths)
                     raise UserError(Problem("data.path", found, rule, "give text; check data.text_column"))
-            _join(target, files, tokenizer, remarks)
+            except UnavailableError:
+                raise
+            except UserError:  # the text must be changed, and changed text has another key (a hub data set has not)
+                if config.data.source != "hf":
+                    shutil.rmtree(target.work, ignore_errors=True)
+                raise
+            _join(target, [file for file, _ in jobs[target]], tokenizer, remarks)
 
 
-@contextmanager
-def _without_bad_text(config: Config, target: Target, missing: list[Target]) -> Iterator[None]:
-    """Delete the target's finished shards if its text is refused: it must be changed, and changed text has another key
-    (a hub data set has not). Other failures delete nothing, nor do they touch the shards of other targets."""
-    try:
-        yield
-    except UnavailableError:
-        raise
-    except UserError:
-        for each in missing if config.data.source != "hf" else ():
-            if each == target or not any(each.work.glob("*.idx")):
-                shutil.rmtree(each.work, ignore_errors=True)
-        raise
+def is_whole(shard: Path) -> bool:
+    """Whether the token file of a shard is complete: a damaged part of it that somebody deletes is made again."""
+    return all(with_suffix(shard, suffix).exists() for suffix in (".idx", ".bin", ".json"))
+
+
+class _Tally:
+    """The bytes of text, documents and tokens that are done, by token file of a shard; told to `progress`."""
+
+    def __init__(self, jobs: list[Job], progress: Progress | None) -> None:
+        self.total, self.progress = sum(shard.size for _, shard in jobs), progress
+        self.done: dict[Path, tuple[int, int, int]] = {Path(): (0, 0, 0)}
+        for file, shard in jobs:
+            if is_whole(file):
+                facts = read_facts(file)
+                self.done[file] = shard.size, facts.documents, facts.tokens
+        self.tell()
+
+    def __call__(self, file: Path, size: int, documents: int, tokens: int) -> None:
+        self.done[file] = size, documents, tokens
+        self.tell()
+
+    def tell(self) -> None:
+        size, documents, tokens = map(sum, zip(*self.done.values(), strict=True))
+        if self.progress:
+            self.progress(min(size, self.total) if self.total else size, self.total, documents, tokens)
+
+    @contextmanager
+    def repeated(self) -> Iterator[None]:
+        """Meanwhile, the same is told every second: a BPE may be trained for a minute, and nobody waits in silence."""
+        over = Event()
+
+        def repeat() -> None:
+            while not over.wait(1.0):
+                self.tell()
+
+        thread = Thread(target=repeat, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
 
 
 @contextmanager
@@ -242,41 +256,18 @@ def _locked(prefixes: list[Path], setting: str) -> Iterator[None]:
         raise UserError(Problem(setting, str(folder), rule, remedy)) from error
 
 
-@contextmanager
-def _repeated(tell: Callable[[], None]) -> Iterator[None]:
-    """`tell` is called every second: a BPE may be trained for a minute, and nobody waits in silence."""
-    over = Event()
-
-    def repeat() -> None:
-        while not over.wait(1.0):
-            tell()
-
-    thread = Thread(target=repeat, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-
-
 def obtain_tokenizer(config: Config, missing: list[Target], shards: list[Shard]) -> TextTokenizer:
     """The tokenizer that the config names; bpe and char are trained on the shards, unless a killed process has."""
     if config.tokenizer not in BUILT_IN_TOKENIZERS:
         return named_tokenizer(config.tokenizer)
     for target in missing:
-        if (target.tokenizer / "tokenizer_config.json").exists():  # written last
-            return load_tokenizer(target.tokenizer)
+        if (target.work / "tokenizer" / "tokenizer_config.json").exists():  # written last
+            return load_tokenizer(target.work / "tokenizer")
     if config.tokenizer == "byte":
         return byte_tokenizer()
     if config.tokenizer == "char":
         return char_tokenizer(piece for shard in shards for piece in pieces(shard) if piece)
     return bpe_tokenizer(sample(shards), config.data.bpe_vocab_size)
-
-
-def named_tokenizer(name: str) -> TextTokenizer:
-    """The tokenizer in a folder, or of that name on the hub."""
-    return load_tokenizer(tokenizer_folder(name))
 
 
 def sample(shards: list[Shard], size: int = SAMPLE) -> Iterator[str]:
@@ -303,11 +294,9 @@ def _join(target: Target, shard_files: list[Path], tokenizer: TextTokenizer, rem
         "tokenizer": tokenizer.identity,
         "vocab_size": tokenizer.vocab_size,
         "dtype": str(dtype_for(tokenizer.vocab_size)),
+        **({"remarks": remarks} if remarks else {}),
     }
-    if remarks:
-        facts["remarks"] = remarks
-    prefix = target.prefix
-    name = escape(prefix.name)
+    prefix, name = target.prefix, escape(target.prefix.name)
     for drafts in (f".{name}.bin", f".{name}.idx", f".{name}.json", f"{name}.tokenizer/.*"):
         for litter in prefix.parent.glob(f"{drafts}.tmp-*"):
             litter.unlink()  # of a process that was killed while joining: we hold its lock

@@ -79,12 +79,11 @@ def pieces(shard: Shard, cut: Cut = at_line_end) -> Iterator[str | None]:
     with refusing(path, REPAIR):
         for place, row in readers.get(shard.kind, _hub_rows)(path, shard):
             try:
-                found = _columns(row, shard.column)
-                text = _text_in(found, shard.column)
+                text = _text_in(row, shard.column)
             except (ValueError, RecursionError) as error:
                 where = f"line {_line_number(path, place):,}" if shard.kind == "jsonl" else f"row {place:,}"
                 shown = f"; it begins {row[:80]!r}" if isinstance(row, bytes) else ""
-                remedy = _another_column(found) if isinstance(error, _NoTextError) and not place else REPAIR
+                remedy = _another_column(error.columns) if isinstance(error, _NoTextError) and not place else REPAIR
                 raise UserError(Problem(str(path), NO_VALUE, f"{where}: {error}{shown}", remedy, here=True)) from error
             yield from in_pieces([text], cut)
 
@@ -131,28 +130,29 @@ def _text_blocks(path: Path) -> Iterator[str]:
 
 
 class _NoTextError(ValueError):
-    """The column is not there, or holds something else."""
+    """The column is not there, or holds something else; `columns` is what the row holds."""
+
+    def __init__(self, rule: str, columns: dict[str, Any]) -> None:
+        super().__init__(rule)
+        self.columns = columns
 
 
-def _columns(row: Any, column: str) -> dict[str, Any]:
-    """What a row, or a line of JSON, holds by column; ValueError if it is no object or names the column twice."""
+def _text_in(row: Any, column: str) -> str:
+    """The text in a row or a line of JSON, empty without one; ValueError where it is no object or names the column
+    twice."""
     found = parse_json(row) if isinstance(row, bytes) else row
     if not isinstance(found, dict | tuple):
         raise ValueError(f"holds {type(found).__name__}, not an object like {{{column!r}: '...'}}")
     columns = dict(found)
     if len(columns) < len(found) and [name for name, _ in found].count(column) > 1:
         raise ValueError(f"has the column {column!r} more than once")
-    return columns
-
-
-def _text_in(row: dict[str, Any], column: str) -> str:
-    """The text in a row, empty without one."""
-    if column not in row:
-        raise _NoTextError(f"there is no column {column!r} (data.text_column); it has: {', '.join(map(str, row))}")
-    text = "" if row[column] is None else row[column]
+    if column not in columns:
+        names = ", ".join(map(str, columns))
+        raise _NoTextError(f"there is no column {column!r} (data.text_column); it has: {names}", columns)
+    text = "" if columns[column] is None else columns[column]
     if not isinstance(text, str):
         kind = "object" if isinstance(text, tuple) else type(text).__name__
-        raise _NoTextError(f"column {column!r} holds {kind}, not text")
+        raise _NoTextError(f"column {column!r} holds {kind}, not text", columns)
     try:
         text.encode()
     except UnicodeEncodeError:  # JSON can spell half of a character (`\ud83d` alone): it becomes U+FFFD
@@ -196,7 +196,7 @@ def _shallow(text: str) -> str:
 
 
 def _line_number(path: Path, at: int) -> int:
-    """Which line starts at byte `at`; counted only to report a mistake."""
+    """The number of the line that starts at byte `at`; counted only to report a mistake."""
     whole, rest = divmod(at, READ)
     with opened(path) as file:
         return 1 + sum(file.read(size).count(b"\n") for size in (*[READ] * whole, rest))
@@ -269,7 +269,7 @@ def _parquet_rows(path: Path, shard: Shard) -> Iterator[Row]:
 
 
 def _hub_rows(path: Path, shard: Shard) -> Iterator[Row]:
-    """Rows of a data set that `datasets` reads."""
+    """The rows of a data set that `datasets` reads."""
     rows, first = load_dataset(str(path), shard.subset, shard.split, streaming=shard.kind == "stream"), 0
     from_csv = rows.info.builder_name == "csv"
     if shard.kind == "rows":
@@ -284,7 +284,7 @@ def _hub_rows(path: Path, shard: Shard) -> Iterator[Row]:
 
 
 def _arrow_rows(batches: Iterable[Any], column: str, first: int) -> Iterator[Row]:
-    """The rows of Arrow tables, of which the first has the number `first`; all columns where this one is no text."""
+    """The rows of Arrow tables, numbered from `first` on; all columns where this one is no text."""
     number = first
     for batch in batches:
         is_text = _is_text(batch.schema, column)

@@ -49,7 +49,7 @@ class Source:
 
     @property
     def label(self) -> str:
-        """What to call it in a file name."""
+        """The part of a file name that people know the source by."""
         if self.kind == "stdlib":
             return f"stdlib-{sys.version_info.major}.{sys.version_info.minor}"
         name = Path(self.paths[0].rstrip("/")).name.replace("*", "") or "text"
@@ -59,11 +59,11 @@ class Source:
     def found(self) -> list[tuple[list[Path], list[Path]]]:
         """The local files of each of `paths`: those to read, in the order of their documents, and those beside them."""
         if self.kind == "stdlib":  # without tests, and without what pip installed
-            library = walk(Path(sysconfig.get_path("stdlib")), but=NOT_LIBRARY)
+            library = _walk(Path(sysconfig.get_path("stdlib")), but=NOT_LIBRARY)
             return [(sorted(file for file in library if file.suffix == ".py"), [])]
         if self.kind == "hf":
-            return [(sorted(walk(Path(self.paths[0]))), [])]
-        return collect_all(files_at, self.paths)
+            return [(sorted(_walk(Path(self.paths[0]))), [])]
+        return collect_all(_files_at, self.paths)
 
     @property
     def files(self) -> list[Path]:
@@ -94,7 +94,7 @@ class Source:
 
     def _examined(self, path: Path) -> Shard:
         """A file as one shard: it can be opened, holds something, and begins as its kind does."""
-        kind = "text" if self.kind == "stdlib" else kind_of(path) or "text"
+        kind = "text" if self.kind == "stdlib" else _kind_of(path) or "text"
         with refusing(path, CHECK):
             size = path.stat().st_size * (UNPACKED if path.suffix.lower() in PACKED else 1)
             if size == 0 and self.kind != "stdlib":
@@ -116,27 +116,27 @@ def sources_of(data: DataConfig) -> list[Source]:
 
 
 def not_read(sources: list[Source]) -> list[str]:
-    """What lies beside the files that are read, in words: a line for each entry of data.path that has any."""
+    """A line for each entry of data.path beside whose files others lie unread."""
     entries = [entry for source in sources for entry in zip(source.paths, source.found, strict=False)]
-    return [f"not read in {path}: {counted(beside)}" for path, (_, beside) in entries if beside]
+    return [f"not read in {path}: {_counted(beside)}" for path, (_, beside) in entries if beside]
 
 
-def kind_of(path: Path) -> str | None:
-    """What a file's name says that it holds; None if it does not say."""
+def _kind_of(path: Path) -> str | None:
+    """The kind of content that a file's name says; None if it does not say."""
     name = path.with_suffix("") if path.suffix.lower() in PACKED else path
     return KINDS.get(name.suffix.lower())
 
 
-def files_at(path: str) -> tuple[list[Path], list[Path]]:
-    """The files that one entry of data.path means, in order, and what lies beside them unread."""
+def _files_at(path: str) -> tuple[list[Path], list[Path]]:
+    """The files that one entry of data.path means, in order, and the files that lie beside them unread."""
     place, beside = Path(path).expanduser().absolute(), list[Path]()
     with refusing(place, CHECK):
         files, rule = [place], ""
         if place.is_dir():
-            found = sorted(walk(place))
-            files = [file for file in found if kind_of(file)]
-            beside = [file for file in found if not kind_of(file)]
-            rule = f"the folder holds no {', '.join(KINDS)} file; it holds: {counted(beside) or 'nothing'}"
+            found = sorted(_walk(place))
+            files = [file for file in found if _kind_of(file)]
+            beside = [file for file in found if not _kind_of(file)]
+            rule = f"the folder holds no {', '.join(KINDS)} file; it holds: {_counted(beside) or 'nothing'}"
         elif glob.has_magic(path) and not place.exists():
             pattern = str(Path(path).expanduser())  # the working directory's own name is no pattern
             matches = sorted({Path(match).absolute() for match in glob.glob(pattern, recursive=True)})
@@ -152,21 +152,20 @@ def files_at(path: str) -> tuple[list[Path], list[Path]]:
     return files, beside
 
 
-def counted(files: list[Path]) -> str:
-    """For people: how many there are of each suffix."""
+def _counted(files: list[Path]) -> str:
+    """The number of files of each suffix, in words."""
     names = Counter(file.suffix or "without a suffix" for file in files)
     return ", ".join(f"{count:,} {name}" for name, count in names.most_common(8))
 
 
-def walk(top: Path, but: Container[str] = ()) -> Iterator[Path]:
+def _walk(top: Path, but: Container[str] = ()) -> Iterator[Path]:
     """All that lies in a folder and below and is no folder, but in folders of some names; links are followed, but to
     each folder once."""
     seen = set()
 
     def fail(error: OSError) -> None:
         rule = f"cannot be looked into ({error.strerror})"
-        remedy = of_system(error, "give the folders beside it")
-        raise UserError(Problem("data.path", error.filename, rule, remedy))
+        raise UserError(Problem("data.path", error.filename, rule, of_system(error, "give the folders beside it")))
 
     for folder, names, members in os.walk(top, onerror=fail, followlinks=True):
         state = os.stat(folder)
@@ -206,6 +205,7 @@ def _divided(whole: Shard, size: int) -> list[Shard]:
 
 
 def _hub_shards(source: Source) -> list[Shard]:
+    """The shards of a data set that `datasets` reads: rows on disk, or the shards of a streamed one."""
     rows = load_dataset(source.paths[0], source.subset, source.split, source.streaming)
     whole = Shard("stream", source.paths, column=source.column, subset=source.subset, split=source.split)
     if source.streaming:

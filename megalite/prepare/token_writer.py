@@ -10,7 +10,7 @@ import os
 import stat
 from array import array
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -27,8 +27,9 @@ LONGEST = 2**31 - 1  # tokens in one sequence: its length is an i32
 COPY = 8 << 20  # tokens per copy
 
 
-class TokenWriter:
-    """Writes PREFIX.bin and PREFIX.idx: `add` tokens, `end_document`, and at the end `finish`."""
+class TokenWriter(AbstractContextManager["TokenWriter"]):
+    """Writes PREFIX.bin and PREFIX.idx: `add` tokens, `end_document`, and at the end `finish`. As a context, it leaves
+    nothing of a file that an error has ended."""
 
     def __init__(self, prefix: Path, dtype: np.dtype[Any], longest: int = LONGEST) -> None:
         self.prefix, self.dtype, self.longest = prefix, dtype, longest
@@ -37,6 +38,13 @@ class TokenWriter:
         self._lengths, self._boundaries = array("i"), array("q", [0])
         self._data = draft_of(with_suffix(prefix, ".bin")).open("wb")
         self.hash = xxhash.xxh3_128()
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        if kind is not None:
+            with suppress(OSError):  # no room for what is still in memory
+                self._data.close()
+            for suffix in (".bin", ".idx"):
+                draft_of(with_suffix(self.prefix, suffix)).unlink(missing_ok=True)
 
     @property
     def documents(self) -> int:
@@ -78,9 +86,8 @@ class TokenWriter:
         index = draft_of(with_suffix(self.prefix, ".idx"))
         with index.open("wb") as file:
             file.write(HEADER.pack(MAGIC, 1, CODES[self.dtype], len(lengths), len(self._boundaries)))
-            file.write(lengths.data)
-            file.write(pointers.data)
-            file.write(np.array(self._boundaries, dtype="<i8").data)
+            for part in (lengths, pointers, np.array(self._boundaries, dtype="<i8")):
+                file.write(part.data)
             _sync(file)
         _sync(self._data)
         self._data.close()
@@ -93,22 +100,27 @@ class TokenWriter:
         index.replace(with_suffix(self.prefix, ".idx"))
         sync_folder(self.prefix.parent)
 
-    def discard(self) -> None:
-        """Forget what was written."""
-        with suppress(OSError):  # no room for what is still in memory
-            self._data.close()
-        for suffix in (".bin", ".idx"):
-            draft_of(with_suffix(self.prefix, suffix)).unlink(missing_ok=True)
-
     def _write(self, tokens: npt.NDArray[Any]) -> None:
         self.hash.update(tokens.data)
         self._data.write(tokens.data)
         self.tokens += len(tokens)
 
 
+def join(files: Iterable[TokenFile], prefix: Path, facts: dict[str, Any]) -> None:
+    """PREFIX holds the documents of all `files` (of one dtype) in order; `facts` and a hash go to PREFIX.json. `files`
+    may open each file when it is asked for: none is kept."""
+    others = iter(files)
+    first = next(others)
+    with TokenWriter(prefix, first.tokens.dtype) as writer:
+        writer.append(first)
+        for file in others:
+            writer.append(file)
+        writer.finish(facts | {"xxh3_128": writer.hash.hexdigest()})
+
+
 def of_others(prefix: Path) -> dict[Path, str]:
-    """What lies in the place of PREFIX's files and is not ours, with the reason. PREFIX.json, which has a mark, tells
-    how many tokens are in PREFIX.bin; an index alone belongs to nobody's data."""
+    """The files in the place of PREFIX's that are not ours, with the reason. PREFIX.json, which has a mark, tells how
+    many tokens are in PREFIX.bin; an index alone belongs to nobody's data."""
     facts, data, index, lock = (with_suffix(prefix, ending) for ending in (".json", ".bin", ".idx", ".lock"))
     found = {facts: in_the_way(facts, FACTS)}
     known = facts.exists() and not found[facts] and read_object(facts).get("tokens")
@@ -119,21 +131,6 @@ def of_others(prefix: Path) -> dict[Path, str]:
         elif state and path != lock and not (known and (path == index or state.st_size in (2 * known, 4 * known))):
             found[path] = f"is there already and no {facts.name} of megalite tells of it"
     return {path: rule for path, rule in found.items() if rule}
-
-
-def join(files: Iterable[TokenFile], prefix: Path, facts: dict[str, Any]) -> None:
-    """PREFIX holds the documents of all `files` (of one dtype) in order; `facts` and a hash go to PREFIX.json. `files`
-    may open each file when it is asked for: none is kept."""
-    others = iter(files)
-    writer = TokenWriter(prefix, (first := next(others)).tokens.dtype)
-    try:
-        writer.append(first)
-        for file in others:
-            writer.append(file)
-        writer.finish(facts | {"xxh3_128": writer.hash.hexdigest()})
-    except BaseException:
-        writer.discard()
-        raise
 
 
 def _sync(file: IO[bytes]) -> None:

@@ -11,7 +11,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import ModuleType
@@ -20,6 +20,7 @@ from typing import cast
 import numpy as np
 
 from megalite.data.cuts import CONTEXT, PIECE
+from megalite.data.permutation import IntArray
 from megalite.data.token_file import dtype_for
 from megalite.data.tokenizer_folder import load_tokenizer
 from megalite.data.tokenizers import TextTokenizer
@@ -34,7 +35,7 @@ OF_A_WORKER = {  # one thread each; and a module of the current folder is not im
     "PYTHONSAFEPATH": "1",
 }
 
-Job = tuple[Path, Shard]  # the token file to write, and what it is made of
+Job = tuple[Path, Shard]  # the token file to write, and the text that it is made of
 Count = Callable[[Path, int, int, int], None]  # a token file, and its bytes of text, documents and tokens so far
 
 
@@ -67,7 +68,7 @@ def tokenize_shards(jobs: list[Job], tokenizer: TextTokenizer, folder: Path, wor
 
 
 def _start(folder: Path, size: int) -> dict[Connection, multiprocessing.context.SpawnProcess]:
-    """That many workers, and a pipe to each."""
+    """`size` workers, and a pipe to each."""
     context, main, before = multiprocessing.get_context("spawn"), sys.modules["__main__"], dict(os.environ)
     team = {}
     try:
@@ -88,7 +89,7 @@ def _start(folder: Path, size: int) -> dict[Connection, multiprocessing.context.
 
 
 def _work(pipe: Connection, folder: Path) -> None:
-    """What a worker does: says with None that it is idle, and does a job, again and again until it is ended."""
+    """A worker: says with None that it is idle, and does a job, again and again until it is ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     try:
         tokenizer = load_tokenizer(folder)
@@ -103,63 +104,64 @@ def _work(pipe: Connection, folder: Path) -> None:
         pipe.send(RuntimeError(traceback.format_exc()))
 
 
+@dataclass(frozen=True)
+class _Piece:
+    """A piece of a document, or its end (None). `before`: the end of what the document has so far."""
+
+    document: int
+    before: str
+    text: str | None
+
+
 def tokenize_shard(job: Job, tokenizer: TextTokenizer, batch: int, count: Count) -> None:
     """Write the token file of one shard, `batch` characters at a time."""
     target, shard = job
-    writer = TokenWriter(target, dtype_for(tokenizer.vocab_size))
     end = np.array([] if tokenizer.end_of_document is None else [tokenizer.end_of_document], dtype=np.int64)
     size = skipped = 0  # bytes of text, in UTF-8; rows without text
-    before = ""  # the end of what the document has so far
-    try:
+    with TokenWriter(target, dtype_for(tokenizer.vocab_size)) as writer:
         for gathered in _batches(pieces(shard, tokenizer.cut), batch):
-            ends = ["" if piece is None else piece[-CONTEXT:] for piece in [before, *gathered]]
-            parts = [(piece, end) for piece, end in zip(gathered, ends, strict=False) if piece is not None]
-            size += sum(len(text) if text.isascii() else len(text.encode()) for text, _ in parts)
-            try:
-                encoded = iter(tokenizer.encode_many([text for text, _ in parts], [end for _, end in parts]))
-            except UserError:
-                _refuse(tokenizer, gathered, ends, shard, writer.documents + skipped)
-                raise
-            for piece, end_before in zip(gathered, ends, strict=False):
-                if piece is not None:
+            encoded = iter(_encoded(gathered, tokenizer, shard))
+            for piece in gathered:
+                if piece.text is not None:
+                    size += len(piece.text) if piece.text.isascii() else len(piece.text.encode())
                     writer.add(next(encoded))
-                elif end_before:
+                elif piece.before:
                     writer.add(end)
                     writer.end_document()
                 else:
                     skipped += 1
-            before = ends[-1]
             count(target, size, writer.documents, writer.tokens)
         found = {"bytes": size, "documents": writer.documents, "tokens": writer.tokens, "skipped_documents": skipped}
         writer.finish(found)
-    except BaseException:
-        writer.discard()
-        raise
     count(target, max(size, shard.size), writer.documents, writer.tokens)  # what is not text is done with, too
 
 
-def _refuse(
-    tokenizer: TextTokenizer, gathered: list[str | None], ends: list[str], shard: Shard, documents: int
-) -> None:
-    """UserError for the first of the pieces that the tokenizer refuses, with its place; `documents` stand before."""
-    for number, piece in enumerate(gathered):
-        try:
-            tokenizer.encode_many([piece or ""], [ends[number]])
-        except UserError as error:
-            document = documents + gathered[:number].count(None)
-            path = shard.paths[document if shard.kind == "text" else 0]
-            place = f"{path}: document {document + 1:,}" + (f" from {shard.start:,} on" if shard.start else "")
-            raise UserError([replace(it, rule=f"{it.rule}, in {place}") for it in error.problems]) from error
-
-
-def _batches(found: Iterable[str | None], characters: int) -> Iterator[list[str | None]]:
+def _batches(found: Iterable[str | None], characters: int) -> Iterator[list[_Piece]]:
     """The pieces, gathered until they have so many characters."""
-    gathered: list[str | None] = []
-    held = 0
-    for piece in found:
-        gathered.append(piece)
-        held += OF_A_PIECE + len(piece or "")
+    gathered: list[_Piece] = []
+    document, before, held = 0, "", 0
+    for text in found:
+        gathered.append(_Piece(document, before, text))
+        document, before = (document + 1, "") if text is None else (document, text[-CONTEXT:])
+        held += OF_A_PIECE + len(text or "")
         if held >= characters:
             yield gathered
             gathered, held = [], 0
     yield gathered
+
+
+def _encoded(gathered: list[_Piece], tokenizer: TextTokenizer, shard: Shard) -> list[IntArray]:
+    """The ids of all pieces of text; UserError with the place of the first that the tokenizer refuses."""
+    found = [piece for piece in gathered if piece.text is not None]
+    try:
+        return tokenizer.encode_many([piece.text or "" for piece in found], [piece.before for piece in found])
+    except UserError:
+        for piece in found:
+            try:
+                tokenizer.encode_many([piece.text or ""], [piece.before])
+            except UserError as error:
+                path = shard.paths[piece.document if shard.kind == "text" else 0]
+                part = f" from {shard.start:,} on" if shard.start else ""
+                place = f"{path}: document {piece.document + 1:,}{part}"
+                raise UserError([replace(it, rule=f"{it.rule}, in {place}") for it in error.problems]) from error
+        raise

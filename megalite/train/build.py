@@ -5,7 +5,7 @@ before a step.
 """
 
 from collections.abc import Callable, Container, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from megalite.config.derive import derive_model, derive_schedule
 from megalite.config.exchange import exchange_of, local_heads
 from megalite.config.layout import layout_of, stage_settings
 from megalite.config.nccl_options import read_nccl_options
@@ -48,7 +47,7 @@ from megalite.optim.optimizer import Optimizer, dtype_of, make_optimizer
 from megalite.optim.rank_buffers import rank_buffers, records_of
 from megalite.optim.zero import GradientSync, ParameterGather, ReplicaGroups
 from megalite.pipeline.actions import Schedule
-from megalite.pipeline.executor import Executor, Links
+from megalite.pipeline.executor import Executor, P2PGroups
 from megalite.pipeline.microbatch_graph import MicrobatchGraph
 from megalite.pipeline.schedules import build_schedule, forward_only
 from megalite.tensor_parallel.collectives import TensorGroup
@@ -65,7 +64,7 @@ OF_A_MACHINE = (
 
 
 class DataShare(TypedDict):
-    """Of the functions that read batches: which microbatches, and which part of their sequences."""
+    """The part of each global batch that a rank reads: arguments of the functions that read batches."""
 
     dp_rank: int
     dp_size: int
@@ -79,7 +78,7 @@ ReadWeights = Callable[[str, ModelConfig, Container[str] | None], Iterator[tuple
 
 @dataclass(frozen=True)
 class Training:
-    """What a training step works on."""
+    """All that a training step works on."""
 
     chunks: list[GPT]  # of the model: the stages that are this rank's
     executor: Executor
@@ -101,15 +100,24 @@ class Training:
         """Whether the pipeline ends on this rank."""
         return any(chunk.has_loss for chunk in self.chunks)
 
-    def spread_masters(self) -> None:
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Meanwhile the model computes without dropout."""
+        for chunk in self.chunks:
+            chunk.eval()
+        yield
+        for chunk in self.chunks:
+            chunk.train()
+
+    def cast_and_gather_params(self) -> None:
         """Parameters become the masters of all ranks, rounded to the model's dtype; collective."""
         self.buffers.round_masters()
         self.gather.start()
         self.gather.finish()
 
 
-def start(config: Config, environment: ProcessEnvironment, store: Store | None = None) -> ParallelContext:
-    """This rank's context, as `launch.startup.start` makes it. All ranks must call it; all refuse alike."""
+def open_context(config: Config, environment: ProcessEnvironment, store: Store | None = None) -> ParallelContext:
+    """This rank's place among the ranks (launch/startup.py). All ranks must call it; all refuse alike."""
     problems: list[Problem] = []
     axes = config.parallel
     device = collect(lambda: choose_device(config.device, environment), problems) or CPU
@@ -118,7 +126,7 @@ def start(config: Config, environment: ProcessEnvironment, store: Store | None =
         problems += precision_problems(config, name_of(dtype))
     silence_foreign_warnings()
     collect(lambda: check_fp8(config.train.fp8, device), problems)
-    heads = *local_heads(config), derive_model(config.model, config.train.seq_length).head_size or 0
+    heads = *local_heads(config), config.model.head_size
     collect(lambda: use_attention(config.train.attention, device, dtype, heads), problems)
     problems += cuda_problems(config, device, environment)
     nccl = collect(lambda: read_nccl_options(Path(axes.nccl_options)) if axes.nccl_options else {}, problems)
@@ -143,7 +151,7 @@ def start(config: Config, environment: ProcessEnvironment, store: Store | None =
 
 
 def needs_of(config: Config) -> GroupNeeds:
-    """What the config asks of the process groups."""
+    """The process groups that the config asks for."""
     return GroupNeeds(
         tied_embeddings=config.model.tie_embeddings,
         kv_heads=config.model.num_key_value_heads,
@@ -206,7 +214,7 @@ def fill_with_imported_values(
 
 def _chunks(config: Config, context: ParallelContext, waiting: Waiting) -> list[GPT]:
     """This rank's parts of the model, whose parameters have no storage of their own: the buffers will be it."""
-    tp, experts = TensorGroup.of(context.group("tp")), ExpertRanks.of(context)
+    tp, experts = TensorGroup.of(context.group("tp")), ExpertRanks.of(context, waiting)
     sharers = context_ranks(config, context, waiting)
     if config.parallel.async_tp and tp is not None:
         share_memory(tp)
@@ -241,7 +249,7 @@ def context_ranks(config: Config, context: ParallelContext, waiting: Waiting = n
 
 
 def data_share(config: Config, context: ParallelContext) -> DataShare:
-    """What of each global batch this rank reads."""
+    """The part of each global batch that this rank reads."""
     sharers = context_ranks(config, context)
     sequence = SequenceShare() if sharers is None else sharers.share
     return {"dp_rank": context.index("dp"), "dp_size": context.size("dp"), "sequence": sequence}
@@ -250,9 +258,9 @@ def data_share(config: Config, context: ParallelContext) -> DataShare:
 def _executor(
     config: Config, chunks: list[GPT], sync: GradientSync, clock: StepClock, context: ParallelContext
 ) -> Executor:
-    pipeline, schedule = config.parallel, derive_schedule(config.parallel)
+    pipeline, schedule = config.parallel, config.parallel.schedule
     forward, backward = context.group("pp-forward"), context.group("pp-backward")
-    links = Links(context.coordinates["pp"])
+    links = P2PGroups(context.coordinates["pp"])
     if forward is not None and backward is not None:
         links = replace(links, groups={"forward": forward, "backward": backward})
 

@@ -1,4 +1,4 @@
-"""What a run does differently from device to device: refused where it cannot be, chosen where nobody has."""
+"""Settings that depend on the device: refused where they cannot be, chosen where nobody has."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,7 +23,7 @@ USUAL_MFU = 0.4
 
 
 def precision_problems(config: Config, precision: str) -> list[Problem]:
-    """What does not go with the precision that the device has chosen (fp64, fp32, bf16 or fp16)."""
+    """Settings that do not go with the precision that the device has chosen (fp64, fp32, bf16 or fp16)."""
     return [
         Problem(name, value_of(config, name), rule, f"{name}={yaml_value(SETTINGS[name].default)}")
         for name, rule in precision_clashes(config, precision)
@@ -31,7 +31,7 @@ def precision_problems(config: Config, precision: str) -> list[Problem]:
 
 
 def cuda_problems(config: Config, device: torch.device, environment: ProcessEnvironment) -> list[Problem]:
-    """What is for CUDA where the device is none, and why the ranks of tp cannot share memory here."""
+    """Settings for CUDA on a CPU, and parallel.async_tp where the ranks of tp cannot share memory."""
     asked = [name for name, auto in OF_CUDA.items() if value_of(config, name) not in (auto, False)]
     rule = "needs CUDA, and this run is on a CPU"
     if device.type == "cuda":
@@ -89,12 +89,11 @@ def _products_send(
 def _is_graph(config: Config, context: ParallelContext) -> bool:
     """train.cuda_graph as set, else where it can be and the host would be slower than the device."""
     model, train, device = config.model, config.train, context.device
-    if train.cuda_graph is not None:
-        return train.cuda_graph
+    if (asked := value_of(config, CUDA_GRAPH)) is not None:
+        return bool(asked)
     if device.type == "cpu" or any(graph_obstacles(config, context.layout.world_size)):
         return False
     peak = peak_flops(torch.cuda.get_device_name(device), str(context.dtype).removeprefix("torch."))
-    assert train.micro_batch_size is not None, "derive() fills it in"
     tokens = train.micro_batch_size * train.seq_length
     device_s = tokens * flops_per_token(model, train.seq_length, causal=True) / (USUAL_MFU * peak) if peak else 0.0
     return bool(peak) and device_s < 2 * HOST_S * model.num_layers  # twice: a device that is just ahead waits at times

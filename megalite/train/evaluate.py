@@ -1,7 +1,7 @@
-"""Validation figures on a fixed set of batches: each rank sums over its own, then all ranks add up.
+"""Validation metrics on a fixed set of batches: each rank sums over its own, then all ranks add up.
 
-Loss, tokens and bytes of text are sums over the same labels, those that count in the loss. Ranks of one model compute
-each batch together, so a batch that one of them cannot read is refused by all before any of them computes it.
+Loss, tokens and bytes of text are sums over the same labels, which count in the loss. Ranks of one model compute each
+batch together, so a batch that one of them cannot read is refused by all before any of them computes it.
 """
 
 import math
@@ -21,8 +21,8 @@ from megalite.train.build import Training
 
 
 @dataclass(frozen=True)
-class Figures:
-    """`loss` is the mean over `tokens` labels, in nats; `bytes` of text are what they stand for, 0 where not known."""
+class ValidationMetrics:
+    """`loss`: the mean over `tokens` labels, in nats. `bytes`: of the text of these labels, 0 where not known."""
 
     loss: float
     tokens: int
@@ -38,9 +38,10 @@ class Figures:
 
 
 class Sums:
-    """Adds up what the figures are made of. `bytes_of_ids` [vocab] are those of token_bytes.py, None if not known."""
+    """Adds up what the metrics are made of."""
 
     def __init__(self, bytes_of_ids: IntArray | None, device: torch.device) -> None:
+        """`bytes_of_ids`: by token [vocab] (data/token_bytes.py); None where not known."""
         self._bytes = None if bytes_of_ids is None else torch.from_numpy(bytes_of_ids).to(device)
         self.totals = torch.zeros(3, dtype=torch.float64, device=device)  # what ranks sum
         self._loss, self._tokens, self._size = self.totals.unbind()  # views
@@ -53,13 +54,13 @@ class Sums:
             if self._bytes is not None:
                 self._size += (self._bytes[batch.labels] * batch.loss_mask).sum()
 
-    def figures(self) -> Figures:
+    def metrics(self) -> ValidationMetrics:
         """UserError if no label counted."""
         loss, tokens, size = self.totals.tolist()
         if not tokens:
             rule = "no token of the data to evaluate on is to be predicted"
             raise UserError(Problem("data.mask_end_of_document", True, rule, "set it to false, or give more text"))
-        return Figures(loss / tokens, int(tokens), int(size))
+        return ValidationMetrics(loss / tokens, int(tokens), int(size))
 
 
 def evaluate(
@@ -68,26 +69,21 @@ def evaluate(
     batches: Iterator[list[Batch]],
     bytes_of_ids: IntArray | None,
     go_on: Callable[[], bool] = lambda: True,
-) -> Figures | None:
-    """Of this rank's `batches`, of which each rank has as many, and those of all others; the same on all ranks.
+) -> ValidationMetrics | None:
+    """The metrics over the `batches` of all ranks; each rank has as many, and gets the same metrics.
 
     A UserError of reading a batch on any rank is raised on all: one small all-reduce on the host for each. `go_on`,
-    equal on all ranks, is asked before each batch; once it is false there are no figures.
+    equal on all ranks, is asked before each batch; once it is false there are no metrics.
     """
     one = torch.ones((), dtype=training.buffers.master_dtype, device=context.device)
     sums = Sums(bytes_of_ids, context.device)
-    for chunk in training.chunks:
-        chunk.eval()
-    going = True
-    while (microbatches := together(context, lambda: next(batches, None))) is not None and (going := go_on()):
-        sums.add(training.executor.evaluate(microbatches, one), microbatches)
-    for chunk in training.chunks:
-        chunk.train()
-    if not going:
-        return None
+    with training.evaluating():
+        while (microbatches := together(context, lambda: next(batches, None))) is not None:
+            if not go_on():
+                return None
+            sums.add(training.executor.evaluate(microbatches, one), microbatches)
     if not training.has_loss or context.index("tp") > 0:
         sums.totals.zero_()  # other ranks of the same model add theirs
-    world = context.group("world")
-    if world is not None:
+    if (world := context.group("world")) is not None:
         dist.all_reduce(sums.totals, group=world)
-    return sums.figures()
+    return sums.metrics()

@@ -86,7 +86,7 @@ def read_events(path: Path, note: Note = lambda text: None) -> list[dict[str, An
 
 @dataclass(frozen=True)
 class Seal:
-    """What a checkpoint knows of a file of the record: the xxh3_128 of its first `bytes`, all that it held then."""
+    """The state of a file of the record when a checkpoint was saved: the xxh3_128 of all `bytes` that it had."""
 
     bytes: int
     hash: str
@@ -104,7 +104,7 @@ def changes(folder: Path, record: Mapping[str, Any], step: int) -> list[str]:
         how = "was changed" if len(content) == seal.bytes else f"has lost {seal.bytes - len(content):,} bytes"
         words.append(
             f"{name} {how} after it was written, before the end of step {step:,} (an edit, a bad disk, a crash of the "
-            "machine): its figures may be wrong, training is not affected. If there is a copy, put it in its place"
+            "machine): its metrics may be wrong, training is not affected. If there is a copy, put it in its place"
         )
     return words
 

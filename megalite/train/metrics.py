@@ -24,7 +24,8 @@ from megalite.data.batches import StepBatches
 from megalite.launch.context import ParallelContext
 from megalite.model.flops import flops_per_token, peak_flops
 from megalite.moe.balance import in_numbers
-from megalite.train.history import StepPart
+from megalite.train.history import STEP_PARTS, StepPart
+from megalite.train.run_log import RunLog
 
 GIB = 1 << 30
 RECORDED = (  # fields of StepMetrics that metrics.jsonl holds, in this order
@@ -32,6 +33,7 @@ RECORDED = (  # fields of StepMetrics that metrics.jsonl holds, in this order
     *("memory_gib", "data_wait_share", "time_split", "mfu", "mfu_causal", "bad_steps", "loss_scale", "cuts", "moe"),
 )
 OF_SOME_RUNS = ("loss_scale", "cuts", "moe")  # left out of the line where they are None
+TimeSplit = dict[StepPart, float]  # seconds of this rank, by part of a step
 OWN: tuple[StepPart, ...] = ("forward", "backward", "optimizer")  # what a rank does without waiting for others
 SLOW = 1.3  # times as long as the median of its stage
 FEWEST, MOST = 5, 50  # steps to judge by: the newest
@@ -41,7 +43,7 @@ FEWEST, MOST = 5, 50  # steps to judge by: the newest
 class StepMetrics:
     """One optimizer step. Raw numbers: nats, seconds, tokens, shares of 1; None is "not known here"."""
 
-    # From the step, equal on every rank.
+    # From the step, equal on every rank but for the time split.
     loss: float
     grad_norm: float
     batch_tokens: int  # unmasked tokens of the global batch
@@ -50,6 +52,7 @@ class StepMetrics:
     refused: bool  # some rank's input was refused, it computed with nothing
     loss_scale: float | None = None  # of fp16: what the loss was multiplied by before backward
     routing: torch.Tensor | None = None  # [layers with experts, 2 E + 5] of moe/balance.py, in host memory
+    time_split: TimeSplit = field(default_factory=dict)
 
     # From the loop.
     step: int = 0
@@ -57,14 +60,13 @@ class StepMetrics:
     lr: float = 0.0
     bad_steps: int = 0  # of the whole run: not applied because loss or gradient was not finite
 
-    # From the meter, over the steps since the record before.
+    # From the meter, means over the steps since the record before, as is then the time split.
     tokens_per_s: float = 0.0
     mean_tokens_per_s: float = 0.0  # of the whole run
     step_time_s: float = 0.0
     training_s: float = 0.0  # of all steps of the run
     memory_gib: float = 0.0
     data_wait_share: float = 0.0  # of step_time_s
-    time_split: dict[StepPart, float] | None = None  # seconds of this rank, by part
     mfu: float | None = None  # PaLM's formula: full attention, no recompute
     mfu_causal: float | None = None
     cuts: dict[str, int] | None = None  # microbatches of packed documents by their cut for cp
@@ -76,19 +78,6 @@ class StepMetrics:
         return {name: value for name, value in line.items() if value is not None or name not in OF_SOME_RUNS}
 
 
-@dataclass
-class Sums:
-    """What the steps since the last record add up to."""
-
-    steps: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    wait_s: float = 0.0  # for data
-    split: Counter[StepPart] = field(default_factory=Counter)
-    cuts: Counter[str] = field(default_factory=Counter)
-    routing: torch.Tensor | None = None  # of applied steps
-
-
 class Meter:
     """Measures the steps of one run on this rank."""
 
@@ -97,66 +86,76 @@ class Meter:
         self._context, self._seq_length = context, config.train.seq_length
         self._run_s: float = before.get("training_s", 0.0)
         self._run_tokens: float = self._run_s * before.get("mean_tokens_per_s", 0.0)
-        self._since = Sums()
-        self._newest: StepMetrics | None = None  # of the newest step, if it has no record yet
         self._own: deque[float] = deque(maxlen=MOST)  # seconds that this rank computed, by step
         self._whole: deque[float] = deque(maxlen=MOST)  # seconds of these steps
         name = torch.cuda.get_device_name(context.device) if context.device.type == "cuda" else "cpu"
         self._peak = peak_flops(name, str(context.dtype).removeprefix("torch."))
         self._flops = [flops_per_token(config.model, self._seq_length, causal=causal) for causal in (False, True)]
+        self._compared = -1  # the newest step after which ranks were compared
+        self._begin()
 
-    def add(self, metrics: StepMetrics, data: StepBatches, split: Mapping[StepPart, float]) -> None:
-        """A step is done; `split` is where this rank's time went."""
-        seconds, tokens, since = sum(split.values()), data.planned.sequences * self._seq_length, self._since
-        self._run_s += seconds
-        self._run_tokens += tokens
-        since.steps += 1
-        since.tokens += tokens
-        since.seconds += seconds
-        since.wait_s += data.wait_s
-        since.split.update(split)
-        since.cuts.update(it.plan.cut for it in data.microbatches if it.plan and it.documents is not None)
-        if metrics.routing is not None and not metrics.skipped:
-            since.routing = metrics.routing if since.routing is None else since.routing + metrics.routing
-        self._own.append(sum(split[part] for part in OWN))
-        self._whole.append(seconds)
+    def _begin(self) -> None:
+        """Sums over the steps since the last record begin anew."""
+        self._newest: StepMetrics | None = None
+        self._steps, self._tokens, self._wait_s = 0, 0, 0.0
+        self._split: TimeSplit = dict.fromkeys(STEP_PARTS, 0.0)
+        self._cuts = Counter[str]()
+        self._routing: torch.Tensor | None = None
+
+    def add(self, metrics: StepMetrics, data: StepBatches) -> None:
+        """A step is done."""
+        split, tokens = metrics.time_split, data.planned.sequences * self._seq_length
         self._newest = metrics
+        self._steps += 1
+        self._tokens += tokens
+        self._wait_s += data.wait_s
+        self._split = {part: self._split[part] + spent for part, spent in split.items()}
+        self._cuts.update(it.plan.cut for it in data.microbatches if it.plan and it.documents is not None)
+        if metrics.routing is not None and not metrics.skipped:
+            self._routing = metrics.routing if self._routing is None else self._routing + metrics.routing
+        self._run_tokens += tokens
+        self._run_s += sum(split.values())
+        self._own.append(sum(split[part] for part in OWN))
+        self._whole.append(sum(split.values()))
 
     def measured(self) -> StepMetrics | None:
         """The newest step with what was measured since the last record; None where there is no step since then."""
-        metrics, since = self._newest, self._since
+        metrics, seconds = self._newest, sum(self._split.values())
         if metrics is None:
             return None
-        self._newest, self._since = None, Sums()
-        metrics.tokens_per_s = since.tokens / since.seconds if since.seconds else 0.0
+        metrics.tokens_per_s = self._tokens / seconds if seconds else 0.0
         metrics.mean_tokens_per_s = self._run_tokens / self._run_s if self._run_s else 0.0
-        metrics.step_time_s = since.seconds / since.steps
+        metrics.step_time_s = seconds / self._steps
         metrics.training_s = self._run_s
         metrics.memory_gib = memory_gib(self._context.device)
-        metrics.data_wait_share = min(1.0, since.wait_s / since.seconds)
-        metrics.time_split = {part: round(spent / since.steps, 6) for part, spent in since.split.items()}
+        metrics.data_wait_share = min(1.0, self._wait_s / seconds)
+        metrics.time_split = {part: round(spent / self._steps, 6) for part, spent in self._split.items()}
         if self._peak is not None:
             of_peak = metrics.tokens_per_s / (self._peak * self._context.world_size)
             metrics.mfu, metrics.mfu_causal = (of_peak * flops for flops in self._flops)
-        metrics.cuts = dict(since.cuts) or None
-        metrics.moe = None if since.routing is None else in_numbers(since.routing)
+        metrics.cuts = dict(self._cuts) or None
+        metrics.moe = None if self._routing is None else in_numbers(self._routing)
+        self._begin()
         return metrics
 
-    def gather(self) -> tuple[list[float], list[float], dict[int, tuple[float, float]]]:
-        """Peak memory in GiB and seconds of computing in a step, by rank; and the slow ranks: how many times as long as
-        the others of its stage each computes, and the share of a step by which that is longer.
+    def compare_ranks(self, log: RunLog, hosts: Sequence[str], step: int) -> None:
+        """Record peak memory in GiB and seconds of computing in a step by rank, and which ranks are slow.
 
         All ranks call it after the same step: one small all-gather on the host.
         """
-        context = self._context
+        if step == self._compared:
+            return
+        self._compared, context = step, self._context
         own = statistics.median(self._own) if self._own else 0.0
         gathered = context.gather_json([round(memory_gib(context.device), 3), round(own, 6)])
         memory, compute = [found[0] for found in gathered], [found[1] for found in gathered]
+        log.event("ranks", step, memory_gib=memory, compute_s=compute)
         if len(self._own) < FEWEST:
-            return memory, compute, {}
+            return
         stages = [context.layout.dense.coordinates(rank)["pp"] for rank in range(context.world_size)]
-        step, slow = statistics.median(self._whole), stragglers(compute, stages)
-        return memory, compute, {rank: (times, compute[rank] * (1 - 1 / times) / step) for rank, times in slow.items()}
+        for rank, times in stragglers(compute, stages).items():
+            share = compute[rank] * (1 - 1 / times) / statistics.median(self._whole)  # of a step, by which it is longer
+            log.event("straggler", step, rank=rank, times=round(times, 2), share=round(share, 3), host=hosts[rank])
 
 
 def stragglers(compute_s: Sequence[float], stages: Sequence[int]) -> dict[int, float]:

@@ -46,7 +46,7 @@ def check_replicas(training: Training, context: ParallelContext, step: int) -> N
 
 
 def _replicas(training: Training, context: ParallelContext) -> Iterator[tuple[list[Tensor], dist.ProcessGroup | None]]:
-    """What the ranks of which group hold alike."""
+    """Tensors that all ranks of a group hold alike, by group."""
     buffers = training.buffers
     training.gather.finish()
     slices = [buffers.masters, *slices_of(training.optimizer.state()).values()]

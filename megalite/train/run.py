@@ -5,7 +5,7 @@ import math
 import socket
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ import torch
 
 from megalite.config.durable_files import private_files
 from megalite.config.schema import Config
-from megalite.data.open import Preparation, Progress, note_changed_files
+from megalite.data.open import TokenFiles, note_changed_files
 from megalite.errors.problems import Problem, UserError, collect, to_stderr
 from megalite.errors.words import several
 from megalite.launch.agreement import together
@@ -24,41 +24,39 @@ from megalite.launch.failure_report import find_cause, is_broken_link
 from megalite.launch.host import end_compile_workers
 from megalite.launch.signals import StartUp, StopRequest
 from megalite.launch.watchdog import Doing, Patience, Watchdog
-from megalite.train.build import ReadWeights, start
+from megalite.train.build import ReadWeights, open_context
 from megalite.train.history import Note
-from megalite.train.job import Job, build_job, open_training_data
-from megalite.train.loop import Loop
+from megalite.train.loop import sample_text, train
 from megalite.train.replicas import ReplicaMismatchError
 from megalite.train.run_log import RunLog, View
 from megalite.train.saving import Saver, TakenOverError, TrainingStoppedError
+from megalite.train.setup import Job, open_training_data, set_up
 from megalite.train.status_file import StatusFile
 
 NEWS_S = 1.0  # the signal that has ended another rank's start comes to this one, too, which has nothing to say then
-START_UP = Doing("start-up", "start-up", math.inf)  # of a day of tokens to prepare, for example
+START_UP = Doing("start-up", "start-up", math.inf)  # a day of tokens to prepare, for example
 
 
 class Companions(NamedTuple):
-    """What training is handed, so that it imports none of it."""
+    """Functions of other packages that training is handed, so that it imports none of them."""
 
-    preparation: Preparation  # makes token files of text
+    examine: Callable[[Config], object]  # UserError for text or a tokenizer that is not there; quick, writes nothing
+    prepare: Callable[[Config], TokenFiles]  # makes every token file that is not there yet
     read_weights: ReadWeights  # reads the folder of checkpoint.init_from
-    say: Note  # prints a line for the user, on rank 0
     look_at_nodes: Callable[[ParallelContext, Path], Sequence[str]]  # for launch.preflight; lines, on rank 0
-    preparing: Progress  # shows how far the preparation of the data is
-    views: Callable[[Job, Note], Sequence[View]]  # of the run, on rank 0
-    about: Callable[[Job, list[str]], dict[str, Any]]  # fields of the event of a start; the hosts are by rank
+    say: Note  # prints a line for the user, on rank 0
+    open_views: Callable[[Job, Note], Sequence[View]]  # on rank 0
+    about: Callable[[Job], dict[str, Any]]  # fields of the event of a start, on rank 0
 
 
 def run(config: Config, environment: ProcessEnvironment, companions: Companions) -> int:
     """Train as `config` says, on this rank. Returns the exit status; raises UserError for input that is refused."""
-    preparation, log = companions.preparation, RunLog(companions.say)
-    began, limit = time.monotonic(), config.train.max_minutes
+    began, log = time.monotonic(), RunLog(companions.say)
     problems: list[Problem] = []
-    context = collect(lambda: start(config, environment), problems)
+    context = collect(lambda: open_context(config, environment), problems)
     if context is None:  # the device; one message refuses the data, too
-        collect(lambda: preparation.examine(config), problems)
+        collect(lambda: companions.examine(config), problems)
         raise UserError(problems)
-    assert config.run_dir is not None, "derive() fills it in"
     status_file = config.launch.status_file if context.rank == 0 else None
     status = StatusFile(status_file, Path(config.run_dir), config.train.steps)
     job: Job | None = None
@@ -69,22 +67,23 @@ def run(config: Config, environment: ProcessEnvironment, companions: Companions)
             if config.launch.preflight:
                 for line in companions.look_at_nodes(context, Path(config.run_dir)):
                     log.note(f"preflight: {line}")
-            data = open_training_data(config, context, environment, preparation, companions.preparing)
+            data = open_training_data(config, context, environment, companions.prepare)
             with private_files():
                 together(context, status.examine)
-                job = build_job(config, context, environment, data, companions.read_weights, log.note)
+                job = set_up(config, context, environment, data, companions.read_weights, log, watchdog.hosts)
                 together(context, partial(status.begin, job.progress.step))
-                if job.over:
+                if job.finished:
                     status.end("finished", job.progress.step)
                     job.folder.withdraw()
                     log.note(f"already finished: step {job.progress.step} of {config.train.steps}")
                     return 0
-                _open_record(job, log, companions)
-                saver = Saver(job, log, status.saved)
-                left_s = None if limit is None else began + 60 * limit - time.monotonic()
-                with StopRequest(left_s, "train.max_minutes") as stop:
-                    _announce(job, log, watchdog.hosts, companions)
-                    return _train_to_the_end(job, stop, log, saver, status, watchdog)
+                _open_record(job, companions)
+                saver = Saver(job, status.saved)
+                minutes = config.train.max_minutes
+                left_s = None if minutes is None else began + 60 * minutes - time.monotonic()
+                with StopRequest(left_s, "train.max_minutes") as job.stop:
+                    _record_start(job, companions)
+                    return _train_to_the_end(job, saver, status, watchdog)
     except UserError:
         raise
     except Exception as error:
@@ -105,82 +104,97 @@ def run(config: Config, environment: ProcessEnvironment, companions: Companions)
         context.close(failed=failed or ended)
 
 
-def _open_record(job: Job, log: RunLog, companions: Companions) -> None:
-    """Open the run's record, and tell which token files have changed. A refusal leaves no new folder."""
-    try:
-        together(job.context, lambda: log.open(job, lambda job: companions.views(job, log.note)))
-    except UserError:
-        job.folder.withdraw()
-        raise
-    if job.context.rank == 0:
-        note_changed_files([part.file for part in job.data.train.parts], job.folder.path, log.note)
-
-
-def _announce(job: Job, log: RunLog, hosts: Sequence[str], companions: Companions) -> None:
-    """The event of this start."""
-    train, step = job.config.train, job.progress.step
-    if job.context.rank == 0:  # only rank 0 asks git and the packages for their versions
-        about = companions.about(job, [*hosts])
-        log.event("start" if job.resumed_from is None else "resume", step, **about)
-        if train.sample_interval > 0 and train.sample_tokens > 0 and not job.prompts:
-            log.note("no samples of text: the tokenizer of these tokens is not known")
-
-
 def _watchdog_of_start_up(config: Config, context: ParallelContext) -> Watchdog:
-    assert config.run_dir is not None, "derive() fills it in"
     patience = Patience("parallel.startup_timeout_s", config.parallel.startup_timeout_s)
     hosts = [host for (host,) in context.gather_json([socket.gethostname()])]
     return Watchdog(context, lambda: START_UP, lambda: patience, Path(config.run_dir) / "logs", hosts)
 
 
-def _train_to_the_end(
-    job: Job, stop: StopRequest, log: RunLog, saver: Saver, told: StatusFile, watchdog: Watchdog
-) -> int:
-    loop, on_first = Loop(job, log, saver, stop, watchdog.hosts), job.context.rank == 0
+def _open_record(job: Job, companions: Companions) -> None:
+    """Open the record of the run, and name token files that have changed. A refusal leaves no new folder."""
+    try:
+        together(job.context, lambda: job.log.open(job, companions.open_views))
+    except UserError:
+        job.folder.withdraw()
+        raise
+    if job.context.rank == 0:
+        note_changed_files([part.file for part in job.data.train.parts], job.folder.path, job.log.note)
+
+
+def _record_start(job: Job, companions: Companions) -> None:
+    """The event of this start, which rank 0 alone writes: only rank 0 asks git and the packages for their versions."""
+    if job.context.rank > 0:
+        return
+    job.log.event("start" if job.resumed_from is None else "resume", job.progress.step, **companions.about(job))
+    if job.config.train.sample_interval > 0 and job.config.train.sample_tokens > 0 and not job.prompts:
+        job.log.note("no samples of text: the tokenizer of these tokens is not known")
+
+
+def _train_to_the_end(job: Job, saver: Saver, status_file: StatusFile, watchdog: Watchdog) -> int:
+    """Train, and say how it ended: the exit status."""
     gc.collect()
     gc.freeze()
     gc.disable()
     try:
-        try:
-            watchdog.follow(loop.doing, loop.patience)
-            loop.run()
-            stopped, step = loop.stopping and not loop.complete(), job.progress.step
-            loop.finish(stopped=stopped)
-        finally:
-            watchdog.stop()
+        watchdog.follow(job.doing, job.patience)
+        _train(job, saver)
     except (TrainingStoppedError, ReplicaMismatchError) as error:  # known to all ranks, and said in full
         saver.close()
-        _record_failure(job, log, error)
-        if on_first:
+        _record_failure(job, error)
+        if job.context.rank == 0:
             to_stderr(f"megalite: stopped: {error}")
         return 1
     except Exception as error:  # a UserError is known to all ranks, and said by the launcher
-        _record_failure(job, log, error)
+        _record_failure(job, error)
         raise
     finally:
+        watchdog.stop()
         gc.enable()
+    step, by = job.progress.step, None
+    if job.stopping and not job.complete:
+        by = (job.stop and job.stop.requested) or "a signal to another rank"
     status = 0 if saver.newest_step == step else 1
-    by = (stop.requested or "a signal to another rank") if stopped else None
-    told.end("failed" if status else "stopped" if stopped else "finished", step, by)
-    log.event("stopped" if stopped else "finished", step, status=status, **({"by": by} if by else {}))
-    if status and on_first:
-        kept = "there is no checkpoint" if saver.newest_step is None else f"the newest is of step {saver.newest_step}"
-        to_stderr(f"megalite: the state of step {step} is not saved; {kept}")
-    if count := job.progress.bad_steps_in_a_row:
-        advice = saver.advise()
-        if on_first:
-            bad = f"{several(count, 'bad step')}: loss or gradient was not finite, nothing was applied"
-            to_stderr(f"megalite: the run ends with {bad}. {advice}.")
+    status_file.end("failed" if status else "stopped" if by else "finished", step, by)
+    job.log.event("stopped" if by else "finished", step, status=status, **({"by": by} if by else {}))
+    for line in _last_words(job, saver, status):
+        if job.context.rank == 0:
+            to_stderr(f"megalite: {line}")
     return status
 
 
-def _record_failure(job: Job, log: RunLog, error: Exception) -> None:
+def _train(job: Job, saver: Saver) -> None:
+    """All steps, and a sample of text of a run that was not stopped."""
+    try:
+        train(job, saver)
+    except UserError:  # all ranks refuse the input that one of them has read: what was learned is kept
+        if job.progress.step > 0:
+            saver.save_last()
+        raise
+    if job.stopping and not job.complete:
+        return
+    try:
+        sample_text(job, job.progress.step)
+    except Exception as error:  # the run is trained and saved: it does not fail here
+        job.log.note(f"no sample of text: {type(error).__name__}: {error}")
+
+
+def _last_words(job: Job, saver: Saver, status: int) -> Iterator[str]:
+    """Lines about a run that ends in order and leaves something to be mended; collective."""
+    if status:
+        kept = "there is no checkpoint" if saver.newest_step is None else f"the newest is of step {saver.newest_step}"
+        yield f"the state of step {job.progress.step} is not saved; {kept}"
+    if count := job.progress.bad_steps_in_a_row:
+        bad = f"{several(count, 'bad step')}: loss or gradient was not finite, nothing was applied"
+        yield f"the run ends with {bad}. {saver.advise()}."
+
+
+def _record_failure(job: Job, error: Exception) -> None:
     """The event of the end, unless the run folder is another job's by now."""
     step, refused = job.progress.step, isinstance(error, UserError)
-    log.error(step, "".join(traceback.format_exception(error)))
+    job.log.error(step, "".join(traceback.format_exception(error)))
     if not isinstance(error, TakenOverError):
         message = str(error) if refused else f"{type(error).__name__}: {error}"
-        log.event("failed", step, status=2 if refused else 1, message=message)
+        job.log.event("failed", step, status=2 if refused else 1, message=message)
 
 
 def _report_cause(error: Exception, context: ParallelContext, job: Job | None) -> None:

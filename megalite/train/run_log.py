@@ -32,9 +32,10 @@ from megalite.launch.context import ParallelContext
 from megalite.train.history import EVENTS, IN_THE_WAY, METRICS, PIPELINE, Note, Seal, changes, read_metrics
 
 if TYPE_CHECKING:
-    from megalite.train.job import Job
+    from megalite.train.setup import Job
 
-NOT_LOGGED = ("start", "resume", "ranks")  # kinds of events that are long
+NOT_LOGGED = ("start", "resume", "ranks", "sample")  # kinds of events that are long
+_TORN = re.compile(rb'(\{"[^\n]*)?')  # what a run that was killed with its first record leaves
 Record = dict[str, Any]
 
 
@@ -61,9 +62,10 @@ class RunLog:
         self._early: list[str] = []  # notes until the run folder is known
         self._log: logging.Logger | None = None
         self._files: dict[str, RecordFile] = {}  # by name; empty on other ranks
-        self._views: dict[str, tuple[View, Attempts]] = {}  # by name
+        self._views: Sequence[View] = ()
+        self._failing: set[str] = set()  # names of files and views that do not work now
 
-    def open(self, job: "Job", open_views: Callable[["Job"], Sequence[View]]) -> None:
+    def open(self, job: "Job", open_views: Callable[["Job", Note], Sequence[View]]) -> None:
         """Continue the record in the run's folder. UserError where that cannot be."""
         folder, step = job.folder.path, job.progress.step
         self._log = open_log(folder, job.context)
@@ -71,18 +73,17 @@ class RunLog:
             self._log.info("%s", text)
         if job.context.rank > 0:
             return
-        changed = changes(folder, job.record, step)
-        self._files[METRICS] = RecordFile(folder / METRICS, self.note, last_step=step)
-        self._files[EVENTS] = RecordFile(folder / EVENTS, self.note)
+        changed = changes(folder, job.seals, step)
+        self._files = {METRICS: RecordFile(folder / METRICS, self.note, step), EVENTS: RecordFile(folder / EVENTS)}
         if job.config.train.record_pipeline:
-            self._files[PIPELINE] = RecordFile(folder / PIPELINE, self.note)
-        self._views = {view.name: (view, Attempts(view.name, self.note)) for view in open_views(job)}
+            self._files[PIPELINE] = RecordFile(folder / PIPELINE)
+        self._views = open_views(job, self.note)
         for message in changed:
             self.note(f"warning: {message}")
             self.event("record_changed", step, message=message)
 
     def note(self, text: str) -> None:
-        """Something that the user should know: a warning, a checkpoint that was passed over."""
+        """Say something that the user should know: a warning, a checkpoint that was passed over."""
         if self._log is None:
             self._early.append(text)
         else:
@@ -90,30 +91,27 @@ class RunLog:
         self._say(text)
 
     def event(self, kind: str, step: int, **fields: Any) -> None:
-        """Something happened now, after `step`."""
+        """Record what happened now, after `step`."""
         if self._log is not None and kind not in NOT_LOGGED:
             told = ", ".join(f"{name} {value}" for name, value in fields.items())
             self._log.info("step %d: %s%s", step, kind, f": {told}" if told else "")
         self.add({"time": round(time.time(), 3), "step": step, "kind": kind, **fields})
 
     def error(self, step: int, text: str) -> None:
-        """The run fails in the step after `step`, for this rank's log."""
+        """Keep in this rank's log how the run failed in the step after `step`."""
         if self._log is not None:
             self._log.error("failed at step %d\n%s", step + 1, text)
 
     def add(self, record: Record) -> None:
         """Keep a record and show it."""
-        if self._files:
-            self._files[EVENTS if "kind" in record else METRICS].append(record)
-        for view, attempt in self._views.values():
-            attempt(partial(view.add, record))
+        self.append(EVENTS if "kind" in record else METRICS, record)
+        for view in self._views:
+            self._attempt(view.name, partial(view.add, record))
 
-    def pipeline(self, step: int, schedule: str, ranks: Sequence[Sequence[tuple[str, float, float]]]) -> None:
-        """When each rank of a pipeline did what: action, begin and end in seconds of the time of day."""
-        for rank, actions in enumerate(ranks):
-            if PIPELINE in self._files:
-                line = {"step": step, "schedule": schedule, "pp": len(ranks), "rank": rank, "actions": actions}
-                self._files[PIPELINE].append(line)
+    def append(self, name: str, record: Record) -> None:
+        """Keep a record in the file `name`, on the rank that writes it."""
+        if name in self._files:
+            self._attempt(name, partial(self._files[name].append, record))
 
     def seals(self) -> dict[str, dict[str, Any]]:
         """Bytes and hash of each file of the record; none of a file that a write has failed for."""
@@ -122,41 +120,29 @@ class RunLog:
 
     def close(self) -> None:
         """No more records will come. May be called without `open`."""
-        for view, attempt in self._views.values():
-            attempt(view.close)
+        for view in self._views:
+            self._attempt(view.name, view.close)
         for file in self._files.values():
             file.close()
 
-
-class Attempts:
-    """Does what may fail without harm, and says so once, until it works again."""
-
-    def __init__(self, name: str, note: Note) -> None:
-        self._name, self._note = name, note
-        self._failing = False
-
-    def __call__(self, action: Callable[[], object]) -> None:
+    def _attempt(self, name: str, action: Callable[[], object]) -> None:
         try:
             action()
+            self._failing.discard(name)
         except Exception as error:  # no record of the run is worth the run
-            if not self._failing:
+            if name not in self._failing:
+                self._failing.add(name)
                 reason = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-                self._note(f"warning: {self._name} cannot be written for now: {reason}")
-            self._failing = True
-        else:
-            self._failing = False
-
-
-_TORN = re.compile(rb'(\{"[^\n]*)?')  # what a run that was killed with its first record leaves
+                self.note(f"warning: {name} cannot be written for now: {reason}")
 
 
 class RecordFile:
     """A file of JSON lines that one rank of one run writes."""
 
-    def __init__(self, path: Path, note: Note, *, last_step: int | None = None) -> None:
+    def __init__(self, path: Path, note: Note = print, last_step: int | None = None) -> None:
         """Open `path` for appending. With `last_step` only records of steps up to it stay, and `note` names lines that
         are none. Raises UserError where that cannot be."""
-        self.path, self._attempt = path, Attempts(path.name, note)
+        self.path = path
         with writing(path):
             if last_step is not None:
                 records = read_metrics(path, note)
@@ -167,28 +153,28 @@ class RecordFile:
                 write_atomically(path, "".join(f"{json.dumps(record)}\n" for record in kept).encode())
             self._file = open_to_append(path)
             content = path.read_bytes()
-        self._bytes, self._hash = len(content), xxhash.xxh3_128(content)  # of what the file holds
-        self._known = True  # whether it still is
-        if content and not content.endswith(b"\n"):
-            self._attempt(lambda: self._write("\n"))  # what a killed run had begun stays a line of its own
+            self._bytes, self._hash = len(content), xxhash.xxh3_128(content)  # of what the file holds
+            self._known = True  # whether it still is
+            if content and not content.endswith(b"\n"):
+                self._write("\n")  # what a killed run had begun stays a line of its own
 
     def append(self, record: Record) -> None:
         """Hand a line to the operating system at once: killing the process does not lose it."""
-        self._attempt(lambda: self._write(json.dumps(record) + "\n"))
+        self._write(json.dumps(record) + "\n")
 
     def seal(self) -> Seal | None:
-        """What the file holds; None where a write has failed: who knows what of it is there."""
+        """The state of the file; None where a write has failed, since nobody knows how much of it is there."""
         return Seal(self._bytes, self._hash.hexdigest()) if self._known else None
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # what a full disk did not take was reported when it was written
+            self._file.close()
 
     def _write(self, text: str) -> None:
         known, self._known = self._known, False
         self._file.write(text)
         self._bytes, self._known = self._bytes + len(text), known  # JSON is ASCII
         self._hash.update(text.encode())
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):  # what a full disk did not take was reported when it was written
-            self._file.close()
 
 
 class LogFile(logging.StreamHandler):
@@ -204,14 +190,14 @@ class LogFile(logging.StreamHandler):
 def open_log(run_dir: Path, context: ParallelContext) -> logging.Logger:
     """This rank's logger, appending to `logs/rank-NNNNN.log`; a crashing interpreter leaves its stacks there too."""
     path = run_dir / "logs" / f"rank-{context.rank:05d}.log"
-    log = logging.Logger(f"megalite.rank{context.rank}")
     with writing(path):
         path.parent.mkdir(exist_ok=True)
         file = open_to_append(path)
+    faulthandler.enable(file)
     handler = LogFile(file)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    log = logging.Logger(f"megalite.rank{context.rank}")
     log.addHandler(handler)
-    faulthandler.enable(file)
     place = f"rank {context.rank} of {context.world_size} on {socket.gethostname()}, process {os.getpid()}"
     log.info("%s, %s, %s, torch's threads: %d", place, context.device, context.dtype, torch.get_num_threads())
     return log

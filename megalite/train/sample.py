@@ -38,8 +38,8 @@ class Prompt:
 
 
 def prompts_of(config: Config, data: OpenedData) -> list[Prompt]:
-    """What is to be continued, nothing where the data's tokens are no text. Raises UserError for a prompt that the
-    tokenizer does not know."""
+    """The texts to continue; none where the data's tokens are no text. UserError for a prompt that the tokenizer does
+    not know."""
     asked, tokenizer = config.train.sample_prompts, data.tokenizer
     if tokenizer is None and asked:
         remedy = "leave it out, or name the tokenizer that made the token files: tokenizer=NAME_OR_FOLDER"
@@ -58,7 +58,7 @@ def _prompt(text: str, tokenizer: TextTokenizer, data: OpenedData) -> Prompt:
         raise UserError(Problem("train.sample_prompts", text, error.problems[0].rule, remedy)) from error
     if not tokens and tokenizer.end_of_document is not None:
         tokens = [tokenizer.end_of_document]
-    part = data.train.parts[0]  # whatever else we thought of, a char tokenizer might not know
+    part = data.train.parts[0]  # a char tokenizer might not know any other token that we thought of
     return Prompt(text, tokens or [int(part.file.tokens[part.first])])
 
 
@@ -74,12 +74,12 @@ def sample(
     rows: int | None = None,
     go_on: Callable[[], bool] = lambda: True,
 ) -> list[list[int]]:
-    """For each of the `prompts` (of at least one token) the `count` tokens that follow it.
+    """The `count` tokens that follow each of the `prompts` (of at least one token).
 
     All ranks of a model must call it; each returns the tokens, which the end of the pipeline draws. A compiled model
-    sees one shape only: `rows` windows of `seq_length` at a time. Without `rows` there are as many as prompts and
-    no longer than needed. What stands behind the newest token cannot reach it. `go_on`, equal on all ranks, is asked
-    before each token; once it is false no text grows any more.
+    sees one shape only: `rows` windows of `seq_length` at a time. Without `rows` there are as many windows as prompts,
+    no longer than needed. Whatever stands behind the newest token cannot reach it. `go_on`, equal on all ranks, is
+    asked before each token; once it is false no text grows any more.
     """
     length, at_once = seq_length, rows or max(len(prompts), 1)
     if rows is None:
@@ -87,23 +87,20 @@ def sample(
         longest = max((len(prompt) for prompt in prompts), default=0) + count
         length = min(seq_length, -(-longest // unit) * unit)
     texts = [list(prompt) for prompt in prompts]
-    sharers = training.chunks[0].context
-    share = SequenceShare() if sharers is None else sharers.share
-    for chunk in training.chunks:
-        chunk.eval()
-    for group in (texts[first : first + at_once] for first in range(0, len(texts), at_once)):
-        generators = [torch.Generator().manual_seed(seed) for _ in group]
-        for _ in takewhile(lambda _: go_on(), range(count)):
-            window = torch.zeros((at_once, length), dtype=torch.int64)  # [b, s]
-            newest = [min(len(text), length) - 1 for text in group]  # place of the newest token
-            for row, (text, place) in enumerate(zip(group, newest, strict=True)):
-                window[row, : place + 1] = torch.tensor(text[-length:])
-            hidden = training.executor.hidden(unscored(window).part(share).to(context.device))
-            drawn = None if hidden is None else _draw(training.chunks[-1], hidden, newest, generators)
-            for text, token in zip(group, _broadcast(drawn, len(group), context), strict=True):
-                text.append(token)
-    for chunk in training.chunks:
-        chunk.train()
+    groups = training.chunks[0].context
+    share = SequenceShare() if groups is None else groups.share
+    with training.evaluating():
+        for group in (texts[first : first + at_once] for first in range(0, len(texts), at_once)):
+            generators = [torch.Generator().manual_seed(seed) for _ in group]
+            for _ in takewhile(lambda _: go_on(), range(count)):
+                window = torch.zeros((at_once, length), dtype=torch.int64)  # [b, s]
+                newest = [min(len(text), length) - 1 for text in group]  # place of the newest token
+                for row, (text, place) in enumerate(zip(group, newest, strict=True)):
+                    window[row, : place + 1] = torch.tensor(text[-length:])
+                hidden = training.executor.hidden(unscored(window).part(share).to(context.device))
+                drawn = None if hidden is None else _draw(training.chunks[-1], hidden, newest, generators)
+                for text, token in zip(group, _broadcast(drawn, len(group), context), strict=True):
+                    text.append(token)
     return [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
 
 

@@ -16,14 +16,16 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from megalite.checkpoint.background import BackgroundSaves
 from megalite.checkpoint.commit import committed
 from megalite.checkpoint.pieces import Piece
 from megalite.checkpoint.store import CheckpointError, Saved, save
+from megalite.config.settings import as_plain
 from megalite.launch.agreement import on_first
 from megalite.launch.context import ParallelContext
-from megalite.train.job import Job, checkpoint_state
-from megalite.train.run_log import RunLog
+from megalite.train.setup import Job
 from megalite.train.state import not_finite, training_pieces
 
 ADVICE = (
@@ -45,43 +47,34 @@ class NotFiniteError(TrainingStoppedError):
 
 
 class Saver:
-    """Writes the checkpoints of one run. `saved` is told the step of each that is complete."""
+    """Writes the checkpoints of one run."""
 
-    def __init__(self, job: Job, log: RunLog, saved: Callable[[int], object]) -> None:
-        self._job = job
-        self._log, self._saved = log, saved
+    def __init__(self, job: Job, saved: Callable[[int], object]) -> None:
+        """`saved` is called with the step of each checkpoint that is complete."""
+        self._job, self._saved = job, saved
         self.newest_step = job.resumed_from  # of the newest complete checkpoint, when no save is under way
         self._background = BackgroundSaves(job.context) if job.config.checkpoint.asynchronous else None
         if self._background is not None:
             job.training.optimizer.before_change = self._background.before_change
-        self._under_way: tuple[int, Future[Saved]] | None = None  # a save behind the training, and of which step
-        self.busy = False  # training waits for a save
+        self._under_way: tuple[int, Future[Saved]] | None = None  # the newest save, and of which step
 
-    def due(self, step: int) -> bool:
-        """Whether a checkpoint is to be written after `step` (the one at the end comes by itself)."""
-        interval = self._job.config.checkpoint.interval
-        return interval > 0 and step % interval == 0
-
-    def save(self) -> None:
-        """Write the state after the last read step, or begin to; a failure is reported, not raised."""
+    def save(self, step: int) -> None:
+        """Write the state after `step`, or begin to; a failure is reported, not raised."""
         begun = time.perf_counter()
-        with self._waiting():
-            self._save(begun)
-
-    def _save(self, begun: float) -> None:
-        self.wait()
-        if self._background is None:
-            self._save_now()
-            return
-        saving = self._background.begin(training_pieces(self._job.training), self._writer(), begun=begun)
-        self._under_way = self._job.progress.step, saving
+        with self._training_waits():
+            self.wait()
+            if self._background is None:
+                self._save_now(step)
+                return
+            pieces = training_pieces(self._job.training)
+            self._under_way = step, self._background.begin(pieces, self._writer(step), begun=begun)
 
     def save_last(self) -> None:
         """Make sure that the state in which the run ends is on disk."""
-        with self._waiting():
+        with self._training_waits():
             self.wait()
             if self.newest_step != self._job.progress.step:
-                self._save_now()
+                self._save_now(self._job.progress.step)
 
     def report(self) -> None:
         """Report the save under way if it has ended: this rank alone, which may know before others."""
@@ -92,8 +85,10 @@ class Saver:
 
     def wait(self) -> None:
         """Wait for the save under way: then `newest_step` is what is on disk. All ranks call it at the same point."""
-        with self._with_advice():
+        try:
             self._finish()
+        except NotFiniteError as error:
+            raise TrainingStoppedError(f"{error} {self.advise()}.") from None
 
     def close(self) -> None:
         """The run ends for another reason, which is the one that is reported. A save under way comes to its end, unless
@@ -129,21 +124,22 @@ class Saver:
 
         return f"{on_first(self._job.context, kept)}. {ADVICE}"
 
-    def _save_now(self) -> None:
+    def _save_now(self, step: int) -> None:
         saving: Future[Saved] = Future()
         try:
-            saving.set_result(self._writer()(training_pieces(self._job.training), self._job.context))
+            saving.set_result(self._writer(step)(training_pieces(self._job.training), self._job.context))
         except Exception as error:
             saving.set_exception(error)
-        self._under_way = self._job.progress.step, saving
+        self._under_way = step, saving
         self.wait()
 
     def _finish(self) -> None:
+        """Wait for the save under way, and report what became of it."""
         if self._under_way is None:
             return
         (step, saving), self._under_way = self._under_way, None
         try:
-            with self._waiting():
+            with self._training_waits():
                 saved = saving.result()
         except CheckpointError as error:
             self._not_saved(str(error))
@@ -151,37 +147,29 @@ class Saver:
         self.newest_step = step
         self._saved(step)
         times = {"seconds": round(saved.seconds, 3), "stall_s": round(saved.stall_s, 3)}
-        self._log.event("checkpoint", step, bytes=saved.bytes, **times)
+        self._job.log.event("checkpoint", step, bytes=saved.bytes, **times)
 
     def _not_saved(self, message: str) -> None:
-        self._log.event("checkpoint_failed", self._job.progress.step, message=message)
+        self._job.log.event("checkpoint_failed", self._job.progress.step, message=message)
 
     @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        before, self.busy = self.busy, True
+    def _training_waits(self) -> Iterator[None]:
+        before, self._job.saving = self._job.saving, True
         try:
             yield
         finally:
-            self.busy = before
+            self._job.saving = before
 
-    @contextmanager
-    def _with_advice(self) -> Iterator[None]:
-        try:
-            yield
-        except NotFiniteError as error:
-            raise TrainingStoppedError(f"{error} {self.advise()}.") from None
-
-    def _writer(self) -> Callable[[Sequence[Piece], ParallelContext], Saved]:
-        """What writes the checkpoint of this very step, whenever it is called."""
-        job = self._job
-        folder, step, keep = job.folder, job.progress.step, job.config.checkpoint.keep
-        state = checkpoint_state(job) | {"record": self._log.seals()}
-        how: dict[str, Any] = {"labels": folder.labels, "lost": folder.lost, "good_before": job.progress.last_applied}
+    def _writer(self, step: int) -> Callable[[Sequence[Piece], ParallelContext], Saved]:
+        """The function that writes the checkpoint of this very step, whenever it is called."""
+        folder, keep, good_before = self._job.folder, self._job.config.checkpoint.keep, self._job.progress.last_applied
+        state = checkpoint_state(self._job) | {"record": self._job.log.seals()}
 
         def write(pieces: Sequence[Piece], context: ParallelContext) -> Saved:
             ruined = [name for of_rank in context.gather_json(not_finite(pieces)[:1]) for name in of_rank]
             if ruined:
                 raise NotFiniteError(f"the state after step {step} is not finite ({ruined[0]}), so it is not saved.")
+            how: dict[str, Any] = {"labels": folder.labels, "lost": folder.lost, "good_before": good_before}
             try:
                 return save(folder.checkpoints, step, pieces, state, context, keep, **how)
             except CheckpointError:
@@ -191,3 +179,16 @@ class Saver:
                 raise
 
         return write
+
+
+def checkpoint_state(job: Job) -> dict[str, Any]:
+    """The JSON part of a checkpoint."""
+    return {
+        "progress": dict(vars(job.progress)),
+        "loss_scale": None if job.training.loss_scale is None else job.training.loss_scale.state.tolist(),
+        "data": {"fingerprint": job.data.fingerprint, "description": job.data.description},
+        "layout": {axis: getattr(job.context.layout, axis) for axis in ("tp", "cp", "pp", "vpp", "dp", "world_size")},
+        "tokenizer": job.tokenizer_files,
+        "config": as_plain(job.config),
+        "torch": torch.__version__,
+    }

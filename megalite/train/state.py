@@ -1,4 +1,4 @@
-"""What a checkpoint holds: named logical tensors and a handful of numbers.
+"""The content of a checkpoint: named logical tensors and a handful of numbers.
 
 Masters, the optimizer's state and (where they differ from the masters) parameters, each under its logical name.
 Learning rate, data order and dropout masks are functions of the step, so the step is all there is besides.
@@ -24,6 +24,7 @@ from megalite.model.routers import Routers
 from megalite.optim.memory import bytes_of_element
 from megalite.optim.optimizer import slices_of
 from megalite.train.build import Training
+from megalite.train.metrics import StepMetrics
 
 _ROUNDED = "parameter"  # kind of the tensors that are masters in the model's dtype
 
@@ -44,6 +45,17 @@ class Progress:
         """The step has consumed its samples, whether or not it was applied."""
         self.step, self.samples = planned.step, planned.first + planned.sequences
 
+    def count(self, metrics: StepMetrics, least_scale: float) -> None:
+        """The step was applied, or it was bad. Bad steps of fp16 are not in a row while the loss scale is above
+        `least_scale`: it is still looked for."""
+        if metrics.skipped:
+            self.bad_steps += 1
+            self.bad_steps_in_a_row += metrics.loss_scale is None or metrics.loss_scale <= least_scale
+        else:
+            self.bad_steps_in_a_row = 0
+            self.tokens += metrics.batch_tokens
+            self.last_applied = self.step
+
 
 @dataclass(frozen=True)
 class DataState:
@@ -55,7 +67,7 @@ class DataState:
 
 @dataclass(frozen=True)
 class SavedState:
-    """What is read again of a checkpoint's state.json."""
+    """The part of a checkpoint's state.json that is read again."""
 
     progress: Progress
     data: DataState
@@ -96,20 +108,16 @@ def not_finite(pieces: Sequence[Piece]) -> list[str]:
 
 def state_bytes(config: Config) -> int:
     """Bytes of those tensors, of all ranks together: what a checkpoint needs on disk, but for a few KiB."""
-    optimizer, total = config.optimizer, 0
+    total = 0
     for record in gpt_parameters(config.model):
-        element = bytes_of_element(
-            config.precision,
-            gradient_dtype=optimizer.gradient_dtype,
-            moment_dtype=optimizer.moment_dtype,
-            master_precision=record.precision == "master",
-        )
-        total += record.numel * (element.parameters + element.masters + element.moments)
+        kind = {"matrix": record.stacked is not None, "master_precision": record.precision == "master"}
+        element = bytes_of_element(config.precision, config.optimizer, **kind)
+        total += record.numel * (element.parameters + element.masters + element.optimizer)
     return total
 
 
 def owned_pieces(prefix: str, owned: Iterable[OwnedRange], slices: Sequence[Tensor]) -> Iterator[Piece]:
-    """What the slices (one flat tensor per bucket) hold of each parameter, as boxes of the logical tensors."""
+    """The elements of each parameter in the slices (one flat tensor per bucket), as boxes of logical tensors."""
     for each in (each for each in owned if len(slices[each.bucket])):
         record = each.slot.record
         for box, elements, start in each.boxes():

@@ -4,10 +4,10 @@
 
 `running`: training, or killed; `stopped`: ended on request, saved, to be started again; `finished`: nothing remains;
 `failed`: look at the log. `step` is the newest that is saved. A start that is refused, or is ended before it has built
-its model, writes nothing. To a batch script that exports JOB_BEGAN it tells three things more, by which that judges its
-time limit: steps that this start has `gained`, `start_up_s` from JOB_BEGAN on, and `step_s`, the mean of those steps
-with their saves and evaluations, null before the first save. An exit status cannot tell these apart: torchrun's is
-1 after a stop in which all ranks ended in order.
+its model, writes nothing. A batch script that exports JOB_BEGAN judges its time limit by three more fields: steps that
+this start has `gained`, `start_up_s` from JOB_BEGAN on, and `step_s`, the mean of these steps with their saves and
+evaluations, null before the first save. An exit status cannot tell these apart: torchrun's is 1 after a stop in which
+all ranks ended in order.
 """
 
 import contextlib
@@ -15,11 +15,10 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import Literal
 
-from megalite.config.derive import absolute
 from megalite.config.durable_files import write_atomically
 from megalite.config.own_files import STATUS
+from megalite.config.user_files import absolute
 from megalite.errors.problems import Problem, UserError
 
 JOB_BEGAN = "MEGALITE_JOB_BEGAN"  # seconds since the epoch
@@ -42,35 +41,36 @@ class StatusFile:
 
     def begin(self, step: int) -> None:
         """Training begins after `step`. UserError where the file cannot be written."""
-        self._first, self._step, self._trains_s, self._open = step, step, time.time(), True
+        self._first, self._trains_s, self._open = step, time.time(), True
         try:
-            self._write("running")
+            self._write("running", step)
         except OSError as error:
             remedy = "a file in a folder where you may write, on a disk with room"
             raise UserError(Problem("launch.status_file", str(self._path), f"{error.strerror}", remedy)) from error
 
     def saved(self, step: int) -> None:
         """The checkpoint of `step` is complete."""
-        self._step = step
         with contextlib.suppress(OSError):
-            self._write("running")
+            self._write("running", step)
 
-    def end(self, state: Literal["stopped", "finished", "failed"], step: int, by: str | None = None) -> None:
-        """The start ends after `step`."""
-        self._step, self._open = step, False
+    def end(self, state: str, step: int, by: str | None = None) -> None:
+        """The start ends after `step`: stopped, finished or failed."""
+        self._open = False
         with contextlib.suppress(OSError):  # the scheduler's script sees the old state, and the run is saved
-            self._write(state, by)
+            self._write(state, step, by)
 
     def close(self, by: str | None = None) -> None:
-        """What has no other end by now was stopped before its first step, or has failed."""
+        """A start without another end by now was stopped before its first step, or has failed."""
         if self._open:
             self.end("stopped" if by else "failed", self._step, by)
 
-    def _write(self, state: str, by: str | None = None) -> None:
-        if self._path is not None:
-            told = {"state": state, "step": self._step, **self._fixed, **({"by": by} if by else {})}
-            if job_began := os.environ.get(JOB_BEGAN):
-                gained = self._step - self._first
-                told |= {"gained": gained, "start_up_s": round(self._trains_s - float(job_began), 1)}
-                told["step_s"] = round((time.time() - self._trains_s) / gained, 3) if gained else None
-            write_atomically(self._path, (json.dumps(told) + "\n").encode(), STATUS)
+    def _write(self, state: str, step: int, by: str | None = None) -> None:
+        self._step = step
+        if self._path is None:
+            return
+        status = {"state": state, "step": step, **self._fixed, **({"by": by} if by else {})}
+        if job_began := os.environ.get(JOB_BEGAN):
+            gained = step - self._first
+            status |= {"gained": gained, "start_up_s": round(self._trains_s - float(job_began), 1)}
+            status["step_s"] = round((time.time() - self._trains_s) / gained, 3) if gained else None
+        write_atomically(self._path, (json.dumps(status) + "\n").encode(), STATUS)

@@ -6,7 +6,7 @@ reported beside it. A step whose loss or gradient is not finite changes nothing.
 its gradients are zero, but weight decay and moments would act all the same.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,8 +18,7 @@ from megalite.launch.context import ParallelContext
 from megalite.model.routers import Routers
 from megalite.optim.gradients import gradient_norm, owned_for_norm, partial_gradients
 from megalite.train.build import Training
-from megalite.train.clock import Lap
-from megalite.train.metrics import StepMetrics
+from megalite.train.metrics import StepMetrics, TimeSplit
 
 CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_'s
 
@@ -28,10 +27,10 @@ class PendingMetrics:
     """The metrics of a step that the device may still be working on. They are copied to the host behind it, so that
     reading them later waits for this step and for none that was launched after it."""
 
-    def __init__(self, numbers: Sequence[Tensor], routing: Tensor, lap: Lap, *, fp16: bool) -> None:
+    def __init__(self, numbers: Sequence[Tensor], routing: Tensor, lap: Callable[[], TimeSplit], *, fp16: bool) -> None:
         """`numbers`: the first fields of StepMetrics, 0-d fp64 each. `routing`: the last, on the device, maybe empty.
-        `lap`: this rank's times, to be read after them."""
-        self.lap, self._fp16 = lap, fp16
+        `lap`: this rank's times, to be read once, after them."""
+        self._lap, self._fp16 = lap, fp16
         self._done: torch.cuda.Event | None = None
         self._count, self._table = len(numbers), routing.shape
         self._numbers = torch.cat([torch.stack(list(numbers)), routing.flatten()])
@@ -57,6 +56,7 @@ class PendingMetrics:
             refused=refused > 0,
             loss_scale=scale if self._fp16 else None,
             routing=routing if len(routing) else None,
+            time_split=self._lap(),
         )
 
 

@@ -13,7 +13,7 @@ import xxhash
 
 import pretrain_gpt
 from megalite.checkpoint.lock import RunLock
-from megalite.config.run_dir import OWN
+from megalite.config.own_files import OWN
 from megalite.observe.report.write import write_report
 from megalite.train.history import read_events
 from tests.bad_input.launching import SMALL, TOKENS, copy_of_run, refused, tree, write_corpus

@@ -13,7 +13,7 @@ from megalite.config.schema import Config, ModelConfig, OptimizerConfig
 from megalite.errors.problems import UserError
 from megalite.launch.context import ParallelContext
 from megalite.launch.device import DTYPES
-from megalite.train import job
+from megalite.train import setup
 from megalite.train.build import build_training
 from megalite.train.device_settings import derive_device
 from megalite.train.state import Progress, state_bytes, training_pieces
@@ -77,14 +77,14 @@ def test_the_saves_that_are_still_to_come(
     step: int, steps: int, interval: int, saves: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[int] = []
-    monkeypatch.setattr(job, "judge_room", lambda *_, saves, keep: seen.append(saves) or "")
+    monkeypatch.setattr(setup, "judge_room", lambda *_, saves, keep: seen.append(saves) or "")
     config = Config(model=ModelConfig(vocab_size=96))
     config.train.steps, config.checkpoint.interval = steps, interval
     its: Any = SimpleNamespace(
         config=config, context=ParallelContext(), progress=Progress(step), folder=SimpleNamespace(checkpoints=Path("x"))
     )
-    monkeypatch.setattr(job, "state_bytes", lambda _: SMALL)
-    assert job._judge_room(its) == ""
+    monkeypatch.setattr(setup, "state_bytes", lambda _: SMALL)
+    assert setup.room_for_checkpoints(its) == ""
     assert seen == [saves]
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from megalite.config import memory_rules
 from megalite.config.compose import load_config
 from megalite.config.memory_rules import fits_this_machine
+from megalite.config.schema import OptimizerConfig
 from megalite.config.settings import SETTINGS
 from megalite.errors.problems import UserError
 from megalite.model.parameters import gpt_parameters
@@ -74,7 +75,7 @@ def test_what_is_held_at_least_is_what_the_leanest_optimizer_keeps(text: str, mo
     words = ["device=cpu", "model.vocab_size=500000", "model.hidden_size=128", "model.num_attention_heads=2"]
     config = load_config([*words, *text.split()], 1)
     least = sum(record.numel for record in gpt_parameters(config.model))
-    least *= bytes_of_element("bf16", gradient_dtype="bf16", moment_dtype="bf16").total
+    least *= bytes_of_element("bf16", OptimizerConfig(gradient_dtype="bf16", moment_dtype="bf16")).total
     monkeypatch.setattr(memory_rules, "_memory", lambda: int(least * 0.99))
     assert [problem.setting for problem in fits_this_machine(config, 1, 1)] == ["model"]
     monkeypatch.setattr(memory_rules, "_memory", lambda: least)

@@ -9,9 +9,9 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 from megalite.config.compose import load_config
+from megalite.config.overrides import FOREIGN_WORDS, nearest_setting
 from megalite.config.settings import SETTINGS, as_plain, value_of
-from megalite.config.suggest import FOREIGN_WORDS, nearest_setting
-from megalite.errors.problems import NO_VALUE, Problem, UserError
+from megalite.errors.problems import UserError
 from tests.config.refusal import refusal, settings
 
 # What is typed, and the words that its message must hold.
@@ -23,11 +23,8 @@ ONE_MISTAKE = [
     ("learning_rate=0.1", ["unknown setting", "optimizer.lr=0.1"]),
     ("n_layer=6", ["unknown setting", "model.num_layers=6"]),
     ("model.layers=6", ["unknown setting", "model.num_layers=6"]),
-    ("model.numlayers=6", ["unknown setting", "model.num_layers=6"]),
     ("modle=gpt2", ["unknown setting", "model=gpt2"]),
-    ("tokeniser=byte", ["unknown setting", "tokenizer=byte"]),
     ("steps=10", ["unknown setting", "train.steps=10"]),
-    ("data.pth=a", ["unknown setting", "data.path=a"]),
     (
         "data.validation_path=/dir",
         ["unknown setting", "nearest setting is data.validation_fraction: number, at least 0"],
@@ -37,35 +34,24 @@ ONE_MISTAKE = [
     ("zzz=1", ["zzz=1", "unknown setting", "model", "checkpoint", "docs/configuration.md"]),
     ("model.zzz=1", ["model.zzz", "unknown setting", "num_layers"]),
     ("model={zzz: 1}", ["model.zzz", "unknown setting"]),
-    ("+new.thing=1", ["new.thing", "unknown setting"]),
-    ("+model.foo=1", ["model.foo", "unknown setting"]),
     ("++x=1", ["x", "unknown setting"]),
     ("+train.step=1", ["unknown setting", "train.steps=1"]),
     ("model@here=gpt2", ["model@here", "unknown setting"]),
-    ("~x", ["~x", "cannot be removed"]),
     ("~train.steps", ["~train.steps", "cannot be removed"]),
-    ("~model", ["~model", "cannot be removed"]),
     # choices of groups
     ("model=gtp2", ["unknown choice", "model=gpt2 is the nearest", "llama3_8b"]),
-    ("model=llama3", ["unknown choice", "llama3_8b"]),
     ("model=", ["unknown choice", "tiny"]),
-    ("model=null", ["unknown choice", "tiny"]),
     ("data=txt", ["unknown choice", "data=text is the nearest"]),
     ("data=books/one.txt", ["unknown choice", "data=text data.path=books/one.txt"]),
     ("train=100", ["unknown choice", "default"]),
     # types
     ("train.steps=abc", ["train.steps='abc'", "a whole number", "train.steps=200"]),
     ("train.steps=1e3", ["train.steps=1000.0", "a whole number", "train.steps=1000"]),
-    ("train.steps=2.5", ["a whole number"]),
     ("train.steps=true", ["a whole number"]),
-    ("train.steps=null", ["train.steps=null", "a whole number"]),
     ("train.steps=", ["a whole number"]),
-    ("train.steps=[1]", ["a whole number"]),
     ("train.steps=???", ["train.steps", "Missing mandatory value", "train.steps=200"]),
     ("optimizer.lr=fast", ["'fast'", "a number", "optimizer.lr=0.001"]),
-    ("optimizer.lr=true", ["a number"]),
     ("optimizer.betas=0.9", ["a list of numbers", "optimizer.betas=[0.9,0.95]"]),
-    ("optimizer.betas=[a,b]", ["a list of numbers"]),
     ("model.bias=perhaps", ["true or false"]),
     ("model.num_key_value_heads=two", ["a whole number or null"]),
     ("tokenizer=[a,b]", ["text"]),
@@ -74,30 +60,18 @@ ONE_MISTAKE = [
     ("data.path=${oc.env:MEGALITE_NOT_SET}", ["MEGALITE_NOT_SET"]),
     # what cannot be read at all
     ("train.steps", ["no '='", "train.steps=VALUE"]),
-    ("gpt2", ["no '='"]),
     ("train.steps=3(", ["cannot be read", "quotes"]),
-    ("data.path=[a,~/b]", ["cannot be read", "in a list around each"]),
     ("data.path=a=b", ["cannot be read", "quotes"]),
     ("seed=1,2", ["several values", "[1,2]", "--multirun"]),
     ("train.steps=" + "9" * 5000, ["cannot be read", "4300 digits"]),
-    ("seed=range(1,3)", ["several values"]),
     # code and Hydra's own ways
     ("model._target_=os.system", ["unknown setting", "model.activation=swiglu"]),
-    ("model={_target_: os.system}", ["model._target_", "unknown setting"]),
     ("data.path=[{_target_: os.system}]", ["data.path"]),
     ("+hydra.callbacks.x._target_=os.system", ["has no effect"]),
-    ("hydra.run.dir=out", ["hydra.run.dir", "has no effect"]),
-    ("hydra.output_subdir=.hydra", ["hydra.output_subdir", "has no effect"]),
-    ("hydra.job.chdir=true", ["hydra.job.chdir"]),
     ("hydra.mode=MULTIRUN", ["hydra.mode", "--multirun"]),
-    ("hydra.nothing=1", ["hydra.nothing"]),
     ("hydra.verbose=true", ["hydra.verbose='true'", "has no effect"]),
-    ("hydra.job.name=x", ["hydra.job.name='x'", "has no effect"]),
     ("hydra.sweep.dir=x", ["hydra.sweep.dir='x'", "has no effect", "--multirun"]),
-    ("hydra.sweeper.max_batch_size=2", ["has no effect", "--multirun"]),
     ("hydra/sweeper=basic", ["has no effect", "--multirun"]),
-    ("hydra/launcher=basic", ["has no effect", "--multirun"]),
-    ("hydra/job_logging=disabled", ["hydra/job_logging", "has no effect"]),
     # flags
     ("--train.steps=3", ["unknown option", "train.steps=3"]),
     ("--cfg=nothing", ["nothing"]),
@@ -107,36 +81,21 @@ ONE_MISTAKE = [
     ("--experimental-rerun=x.pickle", ["pickle"]),
     # a setting on its own
     ("train.steps=-1", ["at least 0", "200"]),
-    ("train.global_batch_size=0", ["at least 1"]),
-    ("model.hidden_size=-256", ["at least 1"]),
-    ("model.vocab_size=1", ["at least 2"]),
     ("optimizer.lr=0", ["above 0"]),
     ("optimizer.lr=nan", ["finite"]),
-    ("optimizer.lr=inf", ["finite"]),
     ("optimizer.betas=[0.9,nan]", ["finite"]),
     ("model.dropout=1", ["below 1"]),
-    ("seed=-1", ["at least 0"]),
     ("seed=9223372036854775808", ["at most 9223372036854775807"]),
     ("resume=alwyas", ["unknown choice", "auto, never"]),
-    ("lr.schedule=cosin", ["lr.schedule=cosine is the nearest"]),
-    ("precision=fp8", ["choices: auto, fp64, fp32, bf16, fp16"]),
     ("optimizer.zero=2", ["at least 0, at most 1"]),
-    ("optimizer.bucket_size=0", ["at least 1", "null"]),
-    ("optimizer.instances=0", ["at least 1"]),
-    ("optimizer.ownership=matrix", ["choices: even, whole"]),
-    ("optimizer.communication_dtype=fp16", ["fp32, bf16"]),
     ("optimizer.initial_loss_scale=1e300", ["at most 4294967296"]),
     ("optimizer.loss_scale=128", ["optimizer.initial_loss_scale=128"]),
     # a name that no field can have; nobody is shown the field's
     ("checkpoint.async=1.5", ["checkpoint.async=1.5", "true or false", "checkpoint.async=false"]),
-    ("checkpoint.async=null", ["checkpoint.async=null", "true or false"]),
     ("checkpoint.asinc=true", ["unknown setting", "checkpoint.async=true"]),
-    ("train.async=true", ["unknown setting", "checkpoint.async=true"]),
     ("checkpoint.zzz=1", ["interval, keep, async, init_from"]),
     ("checkpoint.asynchronous=true", ["unknown setting", "checkpoint.async=true"]),
-    ("++checkpoint.asynchronous=true", ["unknown setting", "checkpoint.async=true"]),
     ("checkpoint={asynchronous: true}", ["unknown setting", "checkpoint.async=true"]),
-    ("model.activation=relu", ["gelu", "swiglu"]),
 ]
 
 
@@ -170,52 +129,36 @@ ACCEPTED = [
     ("data.path=[a.txt,b.txt]", "data=text"),
     ("data.path='a, b.txt'", "data=text"),
     ('data.path="a=b.txt"', "data=text"),
-    ("data.path=my book.txt", "data=text"),
     ("data.path=2024", "data=text"),
     ("data.path='~/books'", "data=text"),
     ("model=gpt2", "model.num_layers=2"),
-    ("model.num_layers=2", "model=gpt2"),
     ("model={num_layers: 2, norm: layernorm}",),
     ("++train.steps=5", "+train.steps=6", "+model=gpt2"),
-    ("train.steps=1_000",),
-    ("train.steps=5", "train.steps=6"),
     ("train.eval_interval=${train.steps}",),
     ("optimizer.lr=1e-4",),
     ("optimizer.betas=[0.9,0.99]",),
     ("model.bias=yes",),
-    ("train.compile=null",),
     ("+experiment=shakespeare_char", "data.path=a"),
     ("--run", "seed=3"),
     ("tokenizer=owner/name-1.5",),
-    ("train.steps=0",),
     ("precision=fp16", "optimizer.initial_loss_scale=4294967296", "optimizer.hysteresis=1"),
     ("optimizer.communication_dtype=null", "optimizer.bucket_size=1", "optimizer.zero=0"),
-    ("checkpoint.async=true",),
-    ("++checkpoint.async=yes",),
     ("checkpoint={async: true, keep: 3}",),
 ]
 
 
-@pytest.mark.parametrize(
-    ("typed", "meant"),
-    [
-        ("num_experts", "model.moe.num_experts"),
-        ("model.num_experts", "model.moe.num_experts"),
-        ("moe.num_experts", "model.moe.num_experts"),
-        ("num_moe_experts", "model.moe.num_experts"),
-        ("num_experts_per_tok", "model.moe.top_k"),
-        ("model.moe_router_topk", "model.moe.top_k"),
-        ("model.top_k", "model.moe.top_k"),
-        ("moe_ffn_hidden_size", "model.moe.ffn_hidden_size"),
-        ("model.moe.moe_intermediate_size", "model.moe.ffn_hidden_size"),
-        ("ffn_hidden_size", "model.ffn_hidden_size"),
-        ("train.moe_aux_loss_coeff", "model.moe.aux_loss_coeff"),
-        ("expert_model_parallel_size", "parallel.ep"),
-        ("parallel.expert_tensor_parallel_size", "parallel.etp"),
-    ],
-)
-def test_experts_by_the_words_of_other_projects_are_ours(typed: str, meant: str) -> None:
-    assert nearest_setting(typed) == meant
+def test_the_words_of_other_projects_are_ours() -> None:
+    meant = {
+        "model.moe.num_experts": "num_experts model.num_experts moe.num_experts num_moe_experts",
+        "model.moe.top_k": "num_experts_per_tok model.moe_router_topk model.top_k",
+        "model.moe.ffn_hidden_size": "moe_ffn_hidden_size model.moe.moe_intermediate_size",
+        "model.moe.aux_loss_coeff": "train.moe_aux_loss_coeff",
+        "model.ffn_hidden_size": "ffn_hidden_size",
+        "parallel.ep": "expert_model_parallel_size",
+        "parallel.etp": "parallel.expert_tensor_parallel_size",
+    }
+    for name, words in meant.items():
+        assert {nearest_setting(word) for word in words.split()} == {name}
 
 
 def test_all_that_is_suggested_exists() -> None:
@@ -228,11 +171,9 @@ def test_what_hydra_understands_is_accepted(argv: tuple[str, ...]) -> None:
 
 
 def test_overrides_mean_what_hydra_makes_of_them() -> None:
-    config = load_config(
-        ["model.num_layers=7", "model=gpt2", "train.steps=5", "train.steps=6", "lr.min_lr=${optimizer.eps}"], 1
-    )
-    assert (config.model.num_layers, config.model.hidden_size) == (7, 768)
-    assert config.train.steps == 6
+    words = ["model.num_layers=7", "model=gpt2", "train.steps=5", "train.steps=6", "lr.min_lr=${optimizer.eps}"]
+    config = load_config(words, 1)
+    assert (config.model.num_layers, config.model.hidden_size, config.train.steps) == (7, 768, 6)
     assert config.lr.min_lr == 1e-8
 
 
@@ -249,30 +190,30 @@ def test_a_config_of_the_users_own_that_leaves_the_schema_out_may_hold_settings_
     assert load_config([*arguments, "mine"], 1).checkpoint.asynchronous
     (tmp_path / "slip.yaml").write_text((tmp_path / "mine.yaml").read_text().replace("async:", "asynchronous:"))
     error = refusal(*arguments, "slip")
-    assert settings(error) == ["--config-name=slip"]
-    assert "asynchronous" in str(error)
+    assert settings(error) == ["checkpoint.asynchronous"]
 
 
 def test_presets_of_the_users_own_are_found_by_config_dir(tmp_path: Path) -> None:
-    folder = tmp_path
-    (folder / "model").mkdir()
-    (folder / "model" / "mine.yaml").write_text("defaults:\n  - default\n  - _self_\nname: mine\nnum_layers: 3\n")
-    (folder / "model" / "slip.yaml").write_text("num_layer: 3\n")
-    assert load_config(["--config-dir", str(folder), "model=mine"], 1).model.num_layers == 3
-    (folder / "checkpoint").mkdir()
-    (folder / "checkpoint" / "behind.yaml").write_text("defaults:\n  - default\n  - _self_\nasync: true\n")
-    (folder / "checkpoint" / "field.yaml").write_text("defaults:\n  - default\n  - _self_\nasynchronous: true\n")
-    assert load_config(["--config-dir", str(folder), "checkpoint=behind"], 1).checkpoint.asynchronous
-    assert settings(refusal("--config-dir", str(folder), "checkpoint=field")) == ["checkpoint=field"]
-    (folder / "experiment").mkdir()
-    (folder / "experiment" / "long.yaml").write_text("# @package _global_\ntrain:\n  steps: 7\n")
-    assert load_config(["--config-dir", str(folder), "experiment=long"], 1).train.steps == 7
-    assert settings(refusal("--config-dir", str(folder), "experiment=logn")) == ["experiment"]
-    (folder / "experiment" / "flat.yaml").write_text("# @package _global_\nmodel: 5\n")
-    assert settings(refusal("--config-dir", str(folder), "experiment=flat")) == ["experiment=flat"]
-    error = refusal("--config-dir", str(folder), "model=slip", "zzz=1")
-    assert {"model=slip", "zzz"} == set(settings(error))
-    assert "num_layer" in str(error)
+    group, recipe = "defaults:\n  - default\n  - _self_\n", "# @package _global_\n"
+    files = {
+        "model/mine": f"{group}name: mine\nnum_layers: 3\n",
+        "model/slip": "num_layer: 3\n",
+        "checkpoint/behind": f"{group}async: true\n",
+        "checkpoint/field": f"{group}asynchronous: true\n",
+        "experiment/long": f"{recipe}train:\n  steps: 7\n",
+        "experiment/flat": f"{recipe}model: 5\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / f"{name}.yaml").write_text(text)
+    own = ["--config-dir", str(tmp_path)]
+    assert load_config([*own, "model=mine"], 1).model.num_layers == 3
+    assert load_config([*own, "checkpoint=behind"], 1).checkpoint.asynchronous
+    assert load_config([*own, "experiment=long"], 1).train.steps == 7
+    assert settings(refusal(*own, "checkpoint=field")) == ["checkpoint.asynchronous"]
+    assert settings(refusal(*own, "experiment=logn")) == ["experiment"]
+    assert settings(refusal(*own, "experiment=flat")) == ["model"]
+    assert set(settings(refusal(*own, "model=slip", "zzz=1"))) == {"model.num_layer", "zzz"}
 
 
 @pytest.mark.parametrize(
@@ -281,7 +222,7 @@ def test_presets_of_the_users_own_are_found_by_config_dir(tmp_path: Path) -> Non
         (b"num_layers: [", "while parsing"),
         (b"num_layers: 3\nnum_layers: 4", "duplicate key"),
         (b"name: \xff", "decode"),
-        (b"just words", "Key 'just words'"),
+        (b"just words", "model.just words"),
         (b"name: " + b"[" * 5000, "recursion|nesting"),
         (None, "unknown choice"),
     ],
@@ -292,7 +233,7 @@ def test_a_preset_that_cannot_be_read_is_refused(tmp_path: Path, content: bytes 
     os.mkfifo(path) if content is None else path.write_bytes(content)
     said = str(refusal("--config-dir", str(tmp_path), "model=mine"))
     assert re.search(word, said)
-    assert ("mend the file" in said) == (word != "unknown choice")
+    assert ("mend the file" in said) == (word not in ("unknown choice", "model.just words"))
 
 
 @pytest.mark.parametrize(
@@ -347,11 +288,6 @@ def test_a_preset_that_may_not_be_read_is_refused(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr("builtins.open", closed)
     assert "Permission denied" in str(refusal("--config-dir", str(tmp_path), "model=mine"))
-
-
-def test_a_problem_shows_null_and_no_value_as_the_user_writes_them() -> None:
-    assert str(UserError(Problem("a.b", None, "rule", "remedy"))).splitlines()[1] == "  1. a.b=null: rule"
-    assert str(Problem("a.b", NO_VALUE, "rule", "remedy")).startswith("a.b: rule")
 
 
 @pytest.mark.parametrize("name", ["train.compile", "train.cuda_graph", "parallel.async_tp"])

@@ -146,7 +146,7 @@ def test_a_lock_of_somebody_else_keeps_a_run_out_of_its_folder(tmp_path: Path) -
 
 
 WRITERS = {  # who may write files in another way, and where
-    *("config/durable_files.py", "config/document.py"),  # the one; the pages of this repository
+    "config/durable_files.py",  # the one
     *("hf/export.py", "prepare/token_writer.py"),  # drafts, and folders of ours
     *("checkpoint/writing.py", "checkpoint/commit.py"),  # in checkpoints
     *("commands/sweep.py", "launch/watchdog.py"),  # a byte to its own stop file; a new file

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megalite.config.compose import CONF, load_config
+from megalite.config.compose import load_config
+from megalite.config.hydra_files import CONF
 from megalite.errors.problems import UserError
 from tests.config.refusal import refusal, settings
 
@@ -38,10 +39,13 @@ def test_what_a_run_would_write_over_is_named(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("name", ["main.py", "tokenizer/tokenizer.json", "checkpoints/step-00000001/x"])
-def test_files_of_others_are_left_alone(tmp_path: Path, name: str) -> None:
+def test_files_of_others_are_left_alone_but_the_folder_of_a_run_is_taken(tmp_path: Path, name: str) -> None:
     (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / name).write_text("mine")
     assert not taken(tmp_path)
+    for ours in ("run.json", "config.yaml"):
+        (tmp_path / ours).write_text("{}")
+    assert taken(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -52,10 +56,4 @@ def test_logs_and_what_a_killed_start_has_left_are_no_files_of_others(tmp_path: 
     (tmp_path / name).mkdir() if name.endswith("/") else (tmp_path / name).write_text("")
     assert taken(tmp_path)
     (tmp_path / "lock").write_text('{"host": "n1", "pid": 1, "started": "now", "job": null, "token": "ab"}')
-    assert taken(tmp_path)
-
-
-def test_the_folder_of_a_run_is_taken_whatever_is_in_it(tmp_path: Path) -> None:
-    for name in ("run.json", "config.yaml", "notes.txt"):
-        (tmp_path / name).write_text("{}")
     assert taken(tmp_path)

@@ -1,22 +1,25 @@
-"""A config goes out by the names that users know, and comes back by them."""
+"""A config goes out by the names that users know, comes back by them, and is documented by them."""
 
+import ast
 import inspect
 import keyword
+import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from functools import reduce
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml  # type: ignore[import-untyped]
 from omegaconf import OmegaConf
 
-from megalite.checkpoint.resume_rules import flatten
 from megalite.config.compose import load_config
-from megalite.config.document import generated_files
 from megalite.config.schema import CheckpointConfig, Config
-from megalite.config.settings import SETTINGS, as_plain, flat, typed_settings, value_of, with_values
-from tests.config.test_document import ROOT
+from megalite.config.settings import GROUPS, SETTINGS, as_plain, flat, leaves, value_of, with_values, yaml_value
 
+ROOT = Path(__file__).parents[2]
 OTHER_VALUES = {
     int: 12,
     float: 0.25,
@@ -33,35 +36,33 @@ def other(name: str) -> Any:
     return False if SETTINGS[name].default is True else OTHER_VALUES[SETTINGS[name].kind]
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_a_setting_is_written_read_and_changed_by_its_name(name: str) -> None:
-    changed = with_values(Config(), {name: other(name)})
-    assert changed != Config()
-    assert value_of(changed, name) == other(name)
-    plain = as_plain(changed)
-    assert reduce(dict.__getitem__, name.split("."), plain) == other(name)
-    assert with_values(Config(), flat(yaml.safe_load(yaml.safe_dump(plain)))) == changed
+def test_every_setting_is_written_read_and_changed_by_its_name() -> None:
+    for name in SETTINGS:
+        changed = with_values(Config(), {name: other(name)})
+        assert changed != Config()
+        assert value_of(changed, name) == other(name)
+        plain = as_plain(changed)
+        assert reduce(dict.__getitem__, name.split("."), plain) == other(name)
+        assert with_values(Config(), flat(yaml.safe_load(yaml.safe_dump(plain)))) == changed
 
 
-def test_what_is_written_holds_every_setting_and_nothing_else() -> None:
-    plain = as_plain(Config())
-    assert sorted(flatten(plain)) == sorted(SETTINGS)
-
-
-def test_what_is_written_shares_nothing_with_the_config() -> None:
+def test_what_is_written_holds_every_setting_nothing_else_and_shares_nothing_with_the_config() -> None:
     config = Config()
-    as_plain(config)["optimizer"]["betas"].append(1.0)
+    plain = as_plain(config)
+    assert leaves(plain).keys() == SETTINGS.keys()
+    plain["optimizer"]["betas"].append(1.0)
     assert config == Config()
 
 
-def test_a_keyword_names_a_setting_whose_field_is_called_otherwise() -> None:
-    renamed = {name: setting.field for name, setting in SETTINGS.items() if setting.leaf != setting.field}
-    assert renamed == {"checkpoint.async": "asynchronous"}
+def test_only_a_keyword_names_a_setting_whose_field_is_called_otherwise() -> None:
+    renamed = {name: setting.field for name, setting in SETTINGS.items() if name != setting.field}
+    assert renamed == {"checkpoint.async": "checkpoint.asynchronous"}
     assert all(keyword.iskeyword(SETTINGS[name].leaf) for name in renamed), "any other name a field can have itself"
 
 
 def test_users_never_see_the_name_of_the_field() -> None:
-    written = [*generated_files(ROOT).values(), yaml.safe_dump(as_plain(load_config(["checkpoint.async=true"], 1)))]
+    written = [path.read_text() for path in (ROOT / "docs" / "configuration.md", *(ROOT / "conf").rglob("*.yaml"))]
+    written.append(yaml.safe_dump(as_plain(load_config(["checkpoint.async=true"], 1))))
     assert not [text for text in written if "asynchronous" in text]
     assert "asynchronous" in inspect.signature(CheckpointConfig).parameters
 
@@ -74,5 +75,48 @@ def test_a_copy_with_other_values_leaves_the_config_and_its_other_groups() -> No
     assert changed.model is config.model
 
 
-def test_the_typed_tree_has_the_defaults() -> None:
-    assert with_values(Config(), flat(OmegaConf.to_container(typed_settings()))) == Config()
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(None, "null"), (True, "true"), (1e-8, "1.0e-8"), (2.5e-07, "2.5e-7"), (0.1, "0.1"), ([0.9, 0.95], "[0.9,0.95]")],
+)
+def test_values_are_written_as_yaml_reads_them(value: object, text: str) -> None:
+    assert yaml_value(value) == text
+    assert OmegaConf.create(f"x: {text}").x == value
+
+
+def test_conf_and_the_docs_say_what_the_schema_says(tmp_path: Path) -> None:
+    def run(action: str, folder: Path = tmp_path) -> "subprocess.CompletedProcess[str]":
+        command = [sys.executable, str(folder / "scripts" / "configuration_docs.py"), action]
+        return subprocess.run(command, check=False, capture_output=True, text=True)
+
+    assert run("--check", ROOT).returncode == 0, "run scripts/configuration_docs.py --write"
+    for folder in ("conf", "docs", "scripts", "megalite"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    path = tmp_path / "conf" / "train" / "default.yaml"
+    path.write_text(path.read_text().replace("seq_length: 256", "seq_length: 257"))
+    stale = run("--check")
+    assert (stale.returncode, "conf/train/default.yaml" in stale.stdout) == (1, True)
+    assert run("--write").returncode == run("--check").returncode == 0
+
+
+def test_every_setting_is_documented_and_conf_holds_its_default() -> None:
+    text = (ROOT / "docs" / "configuration.md").read_text()
+    for setting in SETTINGS.values():
+        (row,) = [line for line in text.splitlines() if line.startswith(f"| `{setting.name}` |")]
+        assert f"`{yaml_value(setting.default)}`" in row
+        assert setting.meaning in row.replace("\\|", "|").replace("\\<", "<")
+    for preset in (path.stem for path in (ROOT / "conf" / "model").glob("*.yaml") if path.stem != "default"):
+        assert f"`model={preset}`" in text
+    for group in GROUPS:
+        written = OmegaConf.load(ROOT / "conf" / group / "default.yaml")
+        assert OmegaConf.to_container(written) == as_plain(Config())[group]
+
+
+def test_hydra_and_omegaconf_are_used_by_their_public_names() -> None:
+    for path in (ROOT / "megalite").glob("**/*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            module = getattr(node, "module", None) or ""
+            for name in (f"{module}.{each}" if module else each for each in names):
+                if name.split(".")[0] in ("hydra", "omegaconf"):
+                    assert "._" not in name, f"{path.name}: {name}"

@@ -1,6 +1,7 @@
 """Ranks that share a sequence compute the attention of one rank that has all of it, and its gradient."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,10 @@ from torch import Tensor
 
 from megalite.context_parallel import attention as attention_module
 from megalite.context_parallel import exchange as exchange_module
-from megalite.context_parallel.attention import SequenceScores, context_attention
+from megalite.context_parallel.attention import context_attention
 from megalite.context_parallel.exchange import ContextRanks
 from megalite.kernels import attention_tile
+from megalite.kernels.attention_mask import AttentionMask
 from megalite.launch.context import ParallelContext
 from megalite.layout import document_tiles
 from megalite.layout.document_tiles import document_plan, starts_of
@@ -36,7 +38,7 @@ DOCUMENTS = {
 
 @dataclass(frozen=True)
 class Case:
-    """`alltoall` of the ranks swap heads; `heads` query heads on each of `groups` key-value heads."""
+    """`alltoall` of the ranks swap heads. `heads` query heads on each of `groups` key-value heads."""
 
     ring: int = 1
     alltoall: int = 1
@@ -44,6 +46,7 @@ class Case:
     documents: str = "none"
     groups: int = 4
     heads: int = 1
+    width: int = SIZE
 
     @property
     def size(self) -> int:
@@ -54,17 +57,17 @@ class Case:
         lengths = DOCUMENTS[self.documents]
         return lengths and np.stack([np.repeat(np.arange(len(each)), each) for each in lengths]).astype(np.int32)
 
-    def qkv(self) -> Tensor:
-        shape = (LENGTH, BATCH, self.groups, self.heads + 2, SIZE)
-        return torch.randn(shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    def parts(self) -> list[Tensor]:
+        """Queries, keys and values."""
+        generator, shape = torch.Generator().manual_seed(3), (LENGTH, BATCH, self.groups)
+        sizes = (self.heads, SIZE), (1, SIZE), (1, self.width)
+        return [torch.randn(*shape, *size, generator=generator, dtype=torch.float64) for size in sizes]
 
 
-def whole_attention(qkv: Tensor, documents: Tensor | None) -> Tensor:
-    """[s, b, groups, q_per_kv + 2, d] -> [s, b, heads * d] by torch's own function, with the mask written out."""
-    queries, keys, values = (
-        part.flatten(2, 3).permute(1, 2, 0, 3) for part in qkv.split((qkv.shape[3] - 2, 1, 1), dim=3)
-    )
-    mask = torch.ones(len(qkv), len(qkv), dtype=torch.bool).tril()
+def whole_attention(*parts: Tensor, documents: Tensor | None) -> Tensor:
+    """[s, b, groups, ...] -> [s, b, heads * width] by torch's own function, with the mask written out."""
+    queries, keys, values = (part.flatten(2, 3).permute(1, 2, 0, 3) for part in parts)
+    mask = torch.ones(len(parts[0]), len(parts[0]), dtype=torch.bool).tril()
     if documents is not None:
         mask = mask & (documents[:, None, :, None] == documents[:, None, None, :])
     return F.scaled_dot_product_attention(queries, keys, values, mask, enable_gqa=True).permute(2, 0, 1, 3).flatten(2)
@@ -74,8 +77,8 @@ def output_gradient(width: int) -> Tensor:
     return torch.randn(LENGTH, BATCH, width, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
 
 
-def compute(context: ParallelContext, case: Case) -> tuple[list[int], Tensor, Tensor]:
-    """This rank's places, and its part of the output and of the gradient."""
+def compute(context: ParallelContext, case: Case) -> tuple[list[int], Tensor, list[Tensor]]:
+    """This rank's places, and its part of the output and of the gradients."""
     share = SequenceShare(context.index("cp"), case.ring, case.alltoall)
     numbers, plan = case.numbers(), None
     if case.ring > 1:
@@ -85,27 +88,27 @@ def compute(context: ParallelContext, case: Case) -> tuple[list[int], Tensor, Te
     documents = None if numbers is None else torch.from_numpy(numbers)
     places = [place for each in share.places(LENGTH, plan.cut if plan else "zigzag") for place in each]
     groups = (TensorGroup.of(context.group(name)) for name in ("cp-alltoall", "cp-ring"))
-    qkv = case.qkv()[places].requires_grad_()
+    parts = [part[places].requires_grad_() for part in case.parts()]
     out = context_attention(
-        qkv,
-        ContextRanks(*groups, gathers=case.gathers),
-        plan and SequenceScores(plan, documents),
-        lambda whole: whole_attention(whole, documents),
+        *parts,  # type: ignore[call-arg]
+        ranks=ContextRanks(*groups, gathers=case.gathers),
+        mask=AttentionMask(documents=documents, plan=plan),
+        whole=partial(whole_attention, documents=documents),
     )
-    out.backward(output_gradient(case.groups * case.heads * SIZE)[places])
-    assert qkv.grad is not None
-    return places, out.detach(), qkv.grad
+    out.backward(output_gradient(case.groups * case.heads * case.width)[places])
+    return places, out.detach(), [part.grad for part in parts]
 
 
 def run(case: Case, function: Any = compute) -> None:
     layout, needs = ParallelLayout(cp=case.size), GroupNeeds(context_ring=case.ring)
-    numbers, qkv = case.numbers(), case.qkv().requires_grad_()
-    expected = whole_attention(qkv, None if numbers is None else torch.from_numpy(numbers))
-    expected.backward(output_gradient(case.groups * case.heads * SIZE))
+    numbers, parts = case.numbers(), [part.requires_grad_() for part in case.parts()]
+    expected = whole_attention(*parts, documents=None if numbers is None else torch.from_numpy(numbers))
+    expected.backward(output_gradient(case.groups * case.heads * case.width))
     seen = []
-    for places, out, grad in run_ranks(function, case.size, case, layout=layout, needs=needs):
+    for places, out, grads in run_ranks(function, case.size, case, layout=layout, needs=needs):
         torch.testing.assert_close(out, expected.detach()[places], **CLOSE)
-        torch.testing.assert_close(grad, qkv.grad[places], **CLOSE)
+        for grad, part in zip(grads, parts, strict=True):
+            torch.testing.assert_close(grad, part.grad[places], **CLOSE)
         seen += places
     assert sorted(seen) == list(range(LENGTH)), "every place is on one rank"
 
@@ -118,6 +121,8 @@ CASES = [
     Case(alltoall=4, groups=2, heads=4),
     Case(ring=2, alltoall=2, heads=2),
     Case(ring=2, documents="short"),
+    Case(ring=3, gathers=True, documents="short", width=4),
+    Case(alltoall=2, width=12, heads=2),
     *(Case(ring=3, gathers=True, documents=name, heads=2) for name in DOCUMENTS if name != "none"),
 ]
 LONG_CASES = [
@@ -171,9 +176,9 @@ def no_sum_of_key_gradients(context: ParallelContext, case: Case) -> Any:
 
 
 def documents_forgotten(context: ParallelContext, case: Case) -> Any:
-    of = attention_module._Masks.of
-    attention_module._Masks.of = lambda self, tile, source: (
-        torch.ones_like(mask) if (mask := of(self, tile, source)) is not None else None
+    masked = attention_module._Tiles.mask
+    attention_module._Tiles.mask = lambda self, tile, source: (
+        torch.ones_like(mask) if (mask := masked(self, tile, source)) is not None else None
     )  # type: ignore[method-assign]
     return compute_in_small_tiles(context, case)
 

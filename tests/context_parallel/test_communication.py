@@ -17,8 +17,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megalite.config.exchange import sent_elements
 from megalite.config.schema import Config
 from megalite.context_parallel import exchange as exchange_module
-from megalite.context_parallel.attention import SequenceScores, context_attention
+from megalite.context_parallel.attention import context_attention
 from megalite.context_parallel.exchange import ContextRanks
+from megalite.kernels.attention_mask import AttentionMask
 from megalite.launch.context import ParallelContext
 from megalite.launch.rendezvous import wait_until
 from megalite.layout.document_tiles import document_plan, starts_of
@@ -66,10 +67,14 @@ def count(sent: Counter[str]) -> None:
     )
 
 
-def whole_attention(qkv: Tensor) -> Tensor:
-    queries, keys, values = (
-        part.flatten(2, 3).permute(1, 2, 0, 3) for part in qkv.split((qkv.shape[3] - 2, 1, 1), dim=3)
-    )
+def parts_of(rows: int) -> list[Tensor]:
+    """Queries, keys and values."""
+    shapes = ((rows, BATCH, GROUPS, heads, SIZE) for heads in (HEADS, 1, 1))
+    return [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+
+
+def whole_attention(*parts: Tensor) -> Tensor:
+    queries, keys, values = (part.flatten(2, 3).permute(1, 2, 0, 3) for part in parts)
     out = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
     return out.permute(2, 0, 1, 3).flatten(2)
 
@@ -87,15 +92,14 @@ def compute(context: ParallelContext, case: Case) -> tuple[Counter[str], int]:
     ranks = ContextRanks(
         TensorGroup.of(context.group("cp-alltoall")), TensorGroup.of(context.group("cp-ring")), case.gathers
     )
-    shape = (LENGTH // case.size, BATCH, GROUPS, HEADS + 2, SIZE)
-    qkv, kept = torch.randn(shape, dtype=torch.float64, requires_grad=True), dict[int, int]()
+    parts, kept = parts_of(LENGTH // case.size), dict[int, int]()
 
     def keep(x: Tensor) -> Tensor:
         kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes() // BYTES
         return x
 
     with saved_tensors_hooks(keep, lambda x: x):
-        out = context_attention(qkv, ranks, plan and SequenceScores(plan, documents), whole_attention)
+        out = context_attention(*parts, ranks, AttentionMask(documents=documents, plan=plan), whole_attention)  # type: ignore[call-arg, arg-type]
     out.sum().backward()
     return sent, sum(kept.values())
 
@@ -163,9 +167,9 @@ def blocks_at_once(context: ParallelContext, case: Case, blocks: int) -> int:
     exchange_module.start_all_gather = watched(exchange_module.start_all_gather)
     exchange_module.start_all_to_all = watched(exchange_module.start_all_to_all)
     ranks = ContextRanks(ring=TensorGroup.of(context.group("cp-ring")), gathers=case.gathers)
-    scores = SequenceScores(causal_plan(SequenceShare(context.index("cp"), case.ring), LENGTH))
-    shape = (LENGTH // case.size, BATCH, GROUPS, HEADS + 2, SIZE)
-    context_attention(torch.randn(shape, dtype=torch.float64), ranks, scores, whole_attention)
+    mask = AttentionMask(plan=causal_plan(SequenceShare(context.index("cp"), case.ring), LENGTH))
+    with torch.no_grad():
+        context_attention(*parts_of(LENGTH // case.size), ranks, mask, whole_attention)  # type: ignore[call-arg, arg-type]
     return max(most)
 
 

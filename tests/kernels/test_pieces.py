@@ -2,14 +2,11 @@
 
 import pytest
 import torch
-from torch import Tensor
 
 from megalite.kernels import pieces as module
-from megalite.kernels.causal_attention import BLOCK, causal_attention
 from megalite.kernels.pieces import piece_buffers, pieces
 from megalite.kernels.products import add_transposed_product
-from megalite.kernels.rotate import rotate, rotate_heads_
-from megalite.kernels.swiglu import swiglu
+from megalite.kernels.rotate import rotate
 from megalite.model.norm import RMSNorm
 from megalite.model.rotary import rotary_tables
 from megalite.tensor_parallel.layers import Placement
@@ -86,67 +83,18 @@ def test_norms_of_nothing_are_nothing(elements: int) -> None:
     assert torch.equal(grad_weight, torch.zeros_like(norm.weight))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_swiglu_has_the_bits_of_its_two_steps(dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(7, 2, 24, generator=generator).to(dtype).requires_grad_()
-    grad = torch.randn(7, 2, 12, generator=generator).to(dtype)
-    gate, up = x.chunk(2, dim=-1)
-    found, expected = swiglu(x), torch.nn.functional.silu(gate) * up
-    assert torch.equal(found, expected)
-    assert torch.equal(*(torch.autograd.grad(out, x, grad)[0] for out in (found, expected)))
-
-
 @pytest.mark.parametrize("expanded", [True, False])
-def test_heads_are_rotated_in_place_as_in_the_projection_and_turned_back(elements: int, expanded: bool) -> None:
+def test_heads_are_rotated_by_pieces_and_turned_back(elements: int, expanded: bool) -> None:
     """One row of positions for all samples, or each with its own."""
-    generator = torch.Generator().manual_seed(0)
-    qkv = torch.randn(5, 2, 3, 4, 6, dtype=torch.float64, generator=generator)  # 3 groups of 2 queries
+    x = torch.randn(5, 2, 3, 4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
     positions = torch.arange(5).expand(2, -1) if expanded else torch.tensor([[0, 1, 2, 3, 4], [7, 0, 1, 0, 9]])
     tables = rotary_tables(FREQUENCIES, positions)
     assert len(tables[0]) == (1 if expanded else 2)
-    rotated = rotate(qkv, *tables)
-    for_one_sample_each = [rotate(qkv[:, b : b + 1], *rotary_tables(FREQUENCIES, positions[b : b + 1])) for b in (0, 1)]
-    torch.testing.assert_close(rotated, torch.cat(for_one_sample_each, 1), rtol=0, atol=0)
-    heads = qkv[..., :3, :].flatten(2, 3).permute(1, 2, 0, 3).contiguous()  # [b, heads, s, d]
-    before = heads.clone()
-    rotate_heads_(heads, *tables)
-    expected = rotated[..., :3, :].flatten(2, 3).permute(1, 2, 0, 3)
-    torch.testing.assert_close(heads, expected, rtol=0, atol=1e-15)
-    rotate_heads_(heads, *tables, sign=-1)
-    torch.testing.assert_close(heads, before, rtol=0, atol=1e-14)
-
-
-def _rotated(qkv: Tensor, *tables: Tensor) -> Tensor:
-    """The fused projection with its queries and its keys turned."""
-    return torch.cat((rotate(qkv[..., :-1, :], *tables), qkv[..., -1:, :]), dim=-2)
-
-
-@pytest.mark.parametrize("expanded", [True, False])
-def test_attention_that_rotates_is_attention_of_what_was_rotated(elements: int, expanded: bool) -> None:
-    generator = torch.Generator().manual_seed(0)
-    qkv = torch.randn(5, 2, 2, 4, 6, dtype=torch.float64, generator=generator).requires_grad_()
-    positions = torch.arange(5).expand(2, -1) if expanded else torch.tensor([[0, 1, 2, 3, 4], [7, 0, 1, 0, 9]])
-    tables = rotary_tables(FREQUENCIES, positions)
-    before = qkv.detach().clone()
-    found, expected = causal_attention(qkv, tables), causal_attention(_rotated(qkv, *tables))
-    torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-14)
-    weights = torch.randn(found.shape, dtype=torch.float64, generator=generator)
-    of_both = (torch.autograd.grad(out, qkv, weights)[0] for out in (found, expected))
-    torch.testing.assert_close(*of_both, rtol=1e-12, atol=1e-13)
-    assert torch.equal(qkv, before), "what is rotated in place is a copy"
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_attention_that_rotates_rounds_as_the_rotation_does(elements: int, dtype: torch.dtype) -> None:
-    """Over two blocks of rows."""
-    s, generator = BLOCK + 5, torch.Generator().manual_seed(0)
-    qkv = torch.randn(s, 2, 1, 3, 6, generator=generator).to(dtype).requires_grad_()
-    tables = rotary_tables(FREQUENCIES.float(), torch.arange(s).expand(2, -1))
-    found, expected = causal_attention(qkv, tables), causal_attention(_rotated(qkv, *tables))
-    assert torch.equal(found, expected)
-    weights = torch.randn(found.shape, generator=generator).to(dtype)
-    assert torch.equal(*(torch.autograd.grad(out, qkv, weights)[0] for out in (found, expected)))
+    found = rotate(x, *tables)
+    angles = (positions[:, :, None] * FREQUENCIES).transpose(0, 1)[:, :, None, None]  # [s, b, 1, 1, d / 2]
+    turned = torch.complex(*x.detach().chunk(2, dim=-1)) * torch.polar(torch.ones_like(angles), angles)
+    torch.testing.assert_close(found, torch.cat((turned.real, turned.imag), dim=-1), rtol=0, atol=1e-14)
+    torch.testing.assert_close(torch.autograd.grad(found, x, found)[0], x, rtol=0, atol=1e-14)
 
 
 def test_products_are_added_by_pieces_in_fp32(elements: int) -> None:

@@ -35,7 +35,7 @@ from megalite.launch.device import (
 )
 from megalite.launch.environment import Launcher, ProcessEnvironment
 from megalite.launch.host import usable_cores
-from megalite.train.build import start
+from megalite.train.build import open_context
 from megalite.train.device_settings import cuda_problems
 
 SINGLE = ProcessEnvironment()
@@ -230,7 +230,7 @@ def test_a_run_tries_the_kernels_of_attention_with_its_dtype_and_the_heads_of_a_
     asked: list[tuple[Any, ...]] = []
     monkeypatch.setattr("megalite.train.build.use_attention", lambda *given: asked.append(given))
     config = Config(model=ModelConfig(hidden_size=96, num_attention_heads=4, num_key_value_heads=2), device="cpu")
-    start(replace(config, precision="fp32"), SINGLE)
+    open_context(replace(config, precision="fp32"), SINGLE)
     assert asked == [("auto", CPU, torch.float32, (4, 2, 24))]
 
 
@@ -239,7 +239,7 @@ def test_what_is_for_cuda_is_refused_where_auto_finds_a_cpu(monkeypatch: pytest.
     _pretend_cuda(monkeypatch, 0)
     config = Config(train=TrainConfig(attention="flash", cuda_graph=True), precision="fp32")
     with pytest.raises(UserError, match=r"(?s)train.attention='flash': needs CUDA.*train.cuda_graph=.*=null"):
-        start(config, SINGLE)
+        open_context(config, SINGLE)
     assert cuda_problems(config, torch.device("cuda", 0), SINGLE) == []
 
 

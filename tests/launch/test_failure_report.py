@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megalite.launch import failure_report
 from megalite.launch.context import ParallelContext
 from megalite.launch.failure_report import find_cause
-from megalite.train.build import start
+from megalite.train.build import open_context
 from tests.launch.test_startup import cpu_config, environment, free_port
 from tests.ranks import run_ranks
 
@@ -18,7 +18,7 @@ from tests.ranks import run_ranks
 def _lose(context: ParallelContext, port: int, lost: int, dies: bool) -> str:
     """The cause as this rank tells it, where rank `lost` dies or fails by itself."""
     context.close()
-    started = start(cpu_config(), environment(context.rank, context.world_size, port))
+    started = open_context(cpu_config(), environment(context.rank, context.world_size, port))
     started.barrier()
     if dies:
         failure_report.WAIT_S = 0.5  # for a word that never comes

@@ -15,8 +15,8 @@ GLIBC = sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt")
 STARTED = """
 from megalite.config.compose import load_config
 from megalite.launch.environment import read_environment
-from megalite.train.build import start
-start(load_config(["device=cpu"], 1), read_environment({}))
+from megalite.train.build import open_context
+open_context(load_config(["device=cpu"], 1), read_environment({}))
 """
 FAULTS_OF_A_STEP = """
 import ctypes, resource, torch

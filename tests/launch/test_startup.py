@@ -27,7 +27,7 @@ from megalite.launch.context import CPU, ParallelContext
 from megalite.launch.environment import ProcessEnvironment
 from megalite.launch.rendezvous import RankInfo, find_problems, rendezvous, wait_until
 from megalite.layout.groups import GroupNeeds
-from megalite.train.build import needs_of, start
+from megalite.train.build import needs_of, open_context
 from tests.ranks import run_ranks
 
 
@@ -54,7 +54,7 @@ def _start_anew(context: ParallelContext, port: int, changes: dict[int, dict[str
     context.close()
     place = replace(environment(context.rank, context.world_size, port), **changes.get(context.rank, {}))
     try:
-        started = start(cpu_config(), place)
+        started = open_context(cpu_config(), place)
     except UserError as error:
         return error.problems
     number = torch.tensor(1.0)
@@ -78,7 +78,7 @@ def _where_a_rank_listens(context: ParallelContext, port: int, address: str) -> 
     context.close()
     before = listening(os.getpid())
     os.environ.pop("GLOO_SOCKET_IFNAME", None)
-    started = start(cpu_config(), replace(environment(context.rank, 2, port), master_addr=address))
+    started = open_context(cpu_config(), replace(environment(context.rank, 2, port), master_addr=address))
     dist.all_reduce(torch.tensor(1.0), group=started.group("dp-cp"))
     found = listening(os.getpid()) - before
     started.barrier()
@@ -103,7 +103,7 @@ def _one_is_late_for_a_collective(context: ParallelContext, port: int, late_s: f
     """What an all-reduce says whose time is up after 1 s of start-up and 2 s of the watchdog's report."""
     context.close()
     watchdog.REPORT_S = 1.0
-    started = start(cpu_config(timeout_s=1), environment(context.rank, 2, port))
+    started = open_context(cpu_config(timeout_s=1), environment(context.rank, 2, port))
     started.barrier()
     time.sleep(late_s if context.rank else 0.0)
     error = ""
@@ -126,11 +126,11 @@ def test_the_groups_follow_the_settings() -> None:
 def test_types_are_judged_by_the_precision_that_the_device_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = with_values(Config(device="cpu"), {"optimizer.gradient_dtype": "bf16"})
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    assert start(asked, ProcessEnvironment()).dtype == torch.bfloat16
+    assert open_context(asked, ProcessEnvironment()).dtype == torch.bfloat16
     for instructions in ("amx_tile", "avx512_bf16"):
         monkeypatch.setattr(torch.cpu, f"_is_{instructions}_supported", lambda: False)
     with pytest.raises(UserError, match=r"optimizer\.gradient_dtype='bf16'.*precision=auto, which is fp32 here"):
-        start(asked, ProcessEnvironment())
+        open_context(asked, ProcessEnvironment())
 
 
 def test_the_start_up_time_bounds_collectives_until_another_time_is_set() -> None:
@@ -141,7 +141,7 @@ def test_the_start_up_time_bounds_collectives_until_another_time_is_set() -> Non
 
 def _one_works_longer(context: ParallelContext, port: int) -> None:
     context.close()
-    started = start(cpu_config(timeout_s=1), environment(context.rank, 2, port))
+    started = open_context(cpu_config(timeout_s=1), environment(context.rank, 2, port))
     if context.rank == 0:
         time.sleep(2.5)
     started.barrier(patient=True)
@@ -261,14 +261,14 @@ def _plan_differently(context: ParallelContext, port: int, settings: dict[str, l
     config = replace(cpu_config(), parallel=ParallelConfig(startup_timeout_s=20, **mine))
     context.close()
     with pytest.raises(UserError) as caught:
-        start(config, environment(context.rank, context.world_size, port))
+        open_context(config, environment(context.rank, context.world_size, port))
     return caught.value.problems
 
 
 def _meet_at_a_store(context: ParallelContext, path: Path) -> float:
     context.close()
     store = dist.FileStore(str(path), 2)  # type: ignore[attr-defined] # torch's stub forgets it
-    started = start(cpu_config(), environment(context.rank, 2, 1), store)
+    started = open_context(cpu_config(), environment(context.rank, 2, 1), store)
     number = torch.tensor(1.0)
     dist.all_reduce(number, group=started.group("dp-cp"))
     started.close()
@@ -295,7 +295,7 @@ def test_ranks_with_different_layouts_are_refused_before_they_make_groups() -> N
 
 
 def test_a_single_process_creates_no_process_group() -> None:
-    context = start(cpu_config(), ProcessEnvironment())
+    context = open_context(cpu_config(), ProcessEnvironment())
     assert (context.rank, context.world_size, context.size("dp")) == (0, 1, 1)
     assert context.group("dp-cp") is None
     assert context.control_group is None
@@ -306,7 +306,7 @@ def test_a_missing_gpu_is_refused_without_a_group() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     with pytest.raises(UserError, match="no usable CUDA device"):
-        start(replace(cpu_config(), device="cuda"), ProcessEnvironment())
+        open_context(replace(cpu_config(), device="cuda"), ProcessEnvironment())
 
 
 def info(

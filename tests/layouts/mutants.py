@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalite.config.schema import Config
+from megalite.kernels import attention as kernel_module
 from megalite.kernels.dropout import DropoutStreams
 from megalite.launch.context import ParallelContext
-from megalite.model import attention as attention_module
 from megalite.model import block as block_module
 from megalite.model import gpt as gpt_module
 from megalite.optim import rank_buffers as rank_buffers_module
@@ -150,8 +150,8 @@ def other_mask_when_recomputed(context: ParallelContext, config: Config) -> Trac
 
 
 def other_attention_mask_when_rebuilt(context: ParallelContext, config: Config) -> Trace:
-    drop = attention_module.hash_dropout
-    attention_module.hash_dropout = lambda x, p, key: drop(x, p, replace(key, rows=key.rows + _in_backward()))
+    drop = kernel_module.hash_dropout
+    kernel_module.hash_dropout = lambda x, p, key: drop(x, p, replace(key, rows=key.rows + _in_backward()))
     return train(context, config)
 
 

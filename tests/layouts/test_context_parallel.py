@@ -13,7 +13,7 @@ from torch import Tensor
 from megalite.config.derive import derive_vocabulary
 from megalite.config.schema import Config
 from megalite.config.step_plan import planned_steps
-from megalite.context_parallel.attention import _Masks
+from megalite.context_parallel.attention import _Tiles
 from megalite.data import batches as batches_module
 from megalite.data.batch import Batch, unscored
 from megalite.data.batches import TrainBatches
@@ -120,15 +120,15 @@ def dropout_at_local_places(context: ParallelContext, config: Config) -> Trace:
 
 
 def documents_leak(context: ParallelContext, config: Config) -> Trace:
-    of = _Masks.of
+    masked = _Tiles.mask
 
-    def causal_alone(self: _Masks, tile: Tile, source: int) -> Tensor | None:
+    def causal_alone(self: _Tiles, tile: Tile, source: int) -> Tensor | None:
         documents, self._documents = self._documents, torch.zeros_like(self._documents)  # type: ignore[arg-type]
-        mask = of(self, tile, source)
+        mask = masked(self, tile, source)
         self._documents = documents
         return mask
 
-    _Masks.of = causal_alone  # type: ignore[method-assign]
+    _Tiles.mask = causal_alone  # type: ignore[method-assign]
     return train(context, config)
 
 

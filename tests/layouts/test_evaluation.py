@@ -17,7 +17,7 @@ from megalite.layout.ranks import ParallelLayout
 from megalite.prepare.prepare import prepare
 from megalite.train.build import build_training, data_share, fill_with_start_values, needs_of
 from megalite.train.device_settings import derive_device
-from megalite.train.evaluate import Figures, Sums, evaluate
+from megalite.train.evaluate import Sums, ValidationMetrics, evaluate
 from tests.layouts.training import small_config
 from tests.ranks import run_ranks
 
@@ -27,7 +27,7 @@ LAYOUTS = [(1, 1, {}), (7, 7, {}), (64, 1, {}), (12, 3, {"dp": 2}), (44, 4, {"tp
 LAYOUTS += [(44, 4, {"cp": 2})]
 
 
-def figures_of(context: ParallelContext, config: Config) -> Figures:
+def figures_of(context: ParallelContext, config: Config) -> ValidationMetrics:
     """Of the start values on all that is held out."""
     data = open_data(config, prepare(config))
     config = derive_device(derive_vocabulary(config, data.vocab_size), context)
@@ -84,6 +84,6 @@ def test_bytes_are_those_of_the_labels_that_count(texts: list[str], tmp_path: Pa
     for [*batches] in validation_batches(data.validation, config, dp_rank=0, dp_size=1, device=CPU):
         sums.add(torch.zeros(()), batches)
         text += "".join(data.tokenizer.decode(batch.labels[batch.loss_mask].tolist()) for batch in batches)
-    figures = sums.figures()
+    figures = sums.metrics()
     assert (figures.tokens, figures.bytes) == (len(text), len(text.encode()))
     assert 1.1 < figures.bytes / figures.tokens < 2.9

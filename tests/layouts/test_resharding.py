@@ -165,7 +165,7 @@ def train_without(lost: str, context: ParallelContext, config: Config, **options
 
     def spread(self: Training) -> None:
         if lost != "others":
-            spread_masters(self)
+            cast_and_gather_params(self)
         if lost == "moments":
             for part in self.optimizer.exp_avg:
                 part.zero_()
@@ -173,6 +173,6 @@ def train_without(lost: str, context: ParallelContext, config: Config, **options
             if name.endswith(lost):
                 value.zero_()
 
-    spread_masters = Training.spread_masters
-    Training.spread_masters = spread  # type: ignore[method-assign]
+    cast_and_gather_params = Training.cast_and_gather_params
+    Training.cast_and_gather_params = spread  # type: ignore[method-assign]
     return train(context, config, **options)

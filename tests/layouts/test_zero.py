@@ -58,7 +58,7 @@ def test_overlap_changes_no_bit(workplace: Workplace, dp: int, changes: Override
     late = train_row(workplace, row("gpt2", changes, FEW, LATE, dp=dp))
     for one, other in zip(overlapped, late, strict=True):
         assert (one.losses, one.grad_norms) == (other.losses, other.grad_norms)
-        kinds = [(one.parameters, other.parameters), (one.first_moments, other.first_moments)]
+        kinds = [(one.parameters, other.parameters), (one.state["exp_avg"], other.state["exp_avg"])]
         for mine, theirs in [*kinds, *zip(one.gradients, other.gradients, strict=True)]:
             assert all(torch.equal(a.tensor, b.tensor) for a, b in zip(mine, theirs, strict=True))
 

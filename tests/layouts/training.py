@@ -20,11 +20,12 @@ from megalite.data.open import open_data
 from megalite.launch.context import ParallelContext
 from megalite.model.routers import Routers
 from megalite.optim.buffers import TrainingBuffers
+from megalite.optim.optimizer import slices_of
 from megalite.optim.schedule import learning_rate
 from megalite.prepare.prepare import prepare
 from megalite.train.build import build_training, data_share, fill_with_start_values
 from megalite.train.device_settings import derive_device
-from megalite.train.evaluate import Figures, evaluate
+from megalite.train.evaluate import ValidationMetrics, evaluate
 from megalite.train.state import owned_pieces, training_pieces
 from megalite.train.step import TrainStep
 from tests.checkpoint.samples import index_of
@@ -47,12 +48,11 @@ class Trace:
     losses: list[float]
     grad_norms: list[float]
     tokens: list[int]
-    validation: Figures  # after the last step, as is all that follows but the gradients
+    validation: ValidationMetrics  # after the last step, as is all that follows but the gradients
     gradients: list[list[Piece]]  # of each step, after all sums over ranks and before clipping
     parameters: list[Piece]
     masters: list[Piece]
-    first_moments: list[Piece]
-    second_moments: list[Piece]
+    state: dict[str, list[Piece]]  # of the optimizer
     routers: dict[str, Tensor]  # of each layer here with experts what balances them without a gradient
     routing: list[Tensor]  # of each step, what all routers counted; empty without experts
 
@@ -99,7 +99,7 @@ def train(
     data = open_data(config, prepare(config))
     config = derive_device(derive_vocabulary(config, data.vocab_size), context)
     training = build_training(config, context)
-    buffers, optimizer = training.buffers, training.optimizer
+    buffers = training.buffers
     done = 0
     if continued is None:
         fill_with_start_values(buffers, config, context)
@@ -107,7 +107,7 @@ def train(
         found = newest(continued, context, print)
         assert found is not None
         found.read_into(training_pieces(training))
-        training.spread_masters()
+        training.cast_and_gather_params()
         done = found.step
     step = TrainStep(training, config.optimizer, context)
     samples = batch_ramp(config.train).samples_after(done)
@@ -143,8 +143,7 @@ def train(
         gradients=gradients,
         parameters=_copies(held_pieces(buffers)),
         masters=_owned(buffers, buffers.masters),
-        first_moments=_owned(buffers, optimizer.exp_avg),
-        second_moments=_owned(buffers, optimizer.exp_avg_sq),
+        state={name: _owned(buffers, slices) for name, slices in slices_of(training.optimizer.state()).items()},
         routing=[f.routing for f in figures if f.routing is not None],
         routers={name: value.clone() for name, value in Routers(training.chunks).state()},
     )
@@ -177,8 +176,10 @@ def assert_same_training(found: Sequence[Trace], reference: Trace) -> None:
         torch.testing.assert_close(trace.routing, reference.routing, **close)
     for step, expected in enumerate(reference.gradients):
         _assert_same_tensors("gradients", [trace.gradients[step] for trace in found], expected)
-    for kind in ("parameters", "masters", "first_moments", "second_moments"):
+    for kind in ("parameters", "masters"):
         _assert_same_tensors(kind, [getattr(trace, kind) for trace in found], getattr(reference, kind))
+    for kind, kept in reference.state.items():
+        _assert_same_tensors(kind, [trace.state[kind] for trace in found], kept)
     assert {name for trace in found for name in trace.routers} == reference.routers.keys()
     for name, value in (each for trace in found for each in trace.routers.items()):
         torch.testing.assert_close(

@@ -1,5 +1,6 @@
 """Attention by blocks of rows is torch's attention."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,38 +13,51 @@ from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.flop_counter import FlopCounterMode
 
-from megalite.kernels.causal_attention import BLOCK, MAX_LENGTH, causal_attention
-from megalite.kernels.document_attention import DocumentRows, block_mask, dense_mask, document_attention
+from megalite.kernels.attention import attention
+from megalite.kernels.attention_by_rows import attention_by_rows
+from megalite.kernels.attention_mask import BLOCK, MAX_ROWS, AttentionMask, DocumentRows, block_mask, dense_mask
 from megalite.kernels.dropout import DropoutStreams, hash_dropout
 from megalite.model.attention import Attention, BlockInputs, attention_backends, attention_mask
+from megalite.model.recompute import Recompute
 from megalite.tensor_parallel.layers import Placement
-from tests.model.small import CPU, small
+from tests.model.small import CPU, random_batch, small
 
 
-def reference(qkv: Tensor, mask: Tensor | None = None) -> Tensor:
-    """[s, b, groups, q_per_kv + 2, d] -> [s, b, heads * d], keys and values repeated for every query head."""
-    s, b, _, q_and_kv, _ = qkv.shape
-    queries = qkv[:, :, :, :-2].flatten(2, 3)
-    keys, values = (qkv[:, :, :, index].repeat_interleave(q_and_kv - 2, dim=2) for index in (-2, -1))
-    heads = (x.permute(1, 2, 0, 3) for x in (queries, keys, values))
-    return F.scaled_dot_product_attention(*heads, mask, is_causal=mask is None).permute(2, 0, 1, 3).reshape(s, b, -1)
+def reference(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None) -> Tensor:
+    """By torch, keys and values repeated for every query head -> [s, b, heads * e]."""
+    repeated = (part.expand(-1, -1, -1, queries.shape[3], -1) for part in (keys, values))
+    heads = (part.flatten(2, 3).permute(1, 2, 0, 3) for part in (queries, *repeated))
+    out = F.scaled_dot_product_attention(*heads, mask, is_causal=mask is None)
+    return out.permute(2, 0, 1, 3).flatten(2)
 
 
-@pytest.mark.parametrize("q_per_kv", [1, 3])
-@pytest.mark.parametrize("s", [1, 5, BLOCK, BLOCK + 1, 2 * BLOCK + 30])
-def test_output_and_gradient_by_blocks_are_those_of_torch(s: int, q_per_kv: int) -> None:
+def parts_of(s: int, q_per_kv: int, width: int = 8) -> list[Tensor]:
+    """Queries, keys, values."""
     generator = torch.Generator().manual_seed(s)
-    qkv = torch.randn(s, 2, 3, q_per_kv + 2, 8, dtype=torch.float64, generator=generator).requires_grad_()
-    weights = torch.randn(s, 2, 3 * q_per_kv * 8, dtype=torch.float64, generator=generator)
-    ours, theirs = causal_attention(qkv), reference(qkv)
+    sizes = (q_per_kv, 8), (1, 8), (1, width)
+    return [torch.randn(s, 2, 3, *size, dtype=torch.float64, generator=generator).requires_grad_() for size in sizes]
+
+
+def assert_same(ours: Tensor, theirs: Tensor, parts: list[Tensor]) -> None:
+    """Outputs and gradients."""
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
-    gradients = (torch.autograd.grad(out, qkv, weights)[0] for out in (ours, theirs))
-    torch.testing.assert_close(*gradients, rtol=1e-11, atol=1e-12)
+    weights = torch.randn(ours.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    gradients = (torch.autograd.grad(out, parts, weights) for out in (ours, theirs))
+    for our, their in zip(*gradients, strict=True):
+        torch.testing.assert_close(our, their, rtol=1e-11, atol=1e-12)
 
 
-def test_gradients_are_those_of_finite_differences() -> None:
-    qkv = torch.randn(7, 2, 2, 4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    assert torch.autograd.gradcheck(causal_attention, qkv)
+@pytest.mark.parametrize("width", [8, 5])
+@pytest.mark.parametrize("q_per_kv", [1, 3])
+@pytest.mark.parametrize("s", [1, 5, BLOCK, 2 * BLOCK + 30])
+def test_every_kernel_of_a_cpu_gives_what_torch_gives(s: int, q_per_kv: int, width: int) -> None:
+    """By rows and by plain products, with values of another size than keys too."""
+    parts = parts_of(s, q_per_kv, width)
+    expected = reference(*parts)
+    assert_same(attention(*parts, AttentionMask()), expected, parts)
+    dense = AttentionMask(dense_mask(torch.zeros(2, s), torch.float64))
+    assert_same(attention(*parts, dense), reference(*parts), parts)
+    assert_same(attention(*parts, dense, plain=True), reference(*parts), parts)
 
 
 def test_the_dense_mask_is_causal_and_block_diagonal() -> None:
@@ -79,16 +93,12 @@ def test_attention_inside_documents_by_rows_and_by_blocks_is_that_of_the_dense_m
 ) -> None:
     monkeypatch.setattr(torch.nn.attention.flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     documents = packed(DOCUMENTS[name])
-    s, generator = documents.shape[1], torch.Generator().manual_seed(0)
-    qkv = torch.randn(s, 2, 2, q_per_kv + 2, 8, dtype=torch.float64, generator=generator).requires_grad_()
-    weights = torch.randn(s, 2, 2 * q_per_kv * 8, dtype=torch.float64, generator=generator)
-    expected = reference(qkv, dense_mask(documents, torch.float64))
-    found = document_attention(*qkv.split((q_per_kv, 1, 1), dim=3), DocumentRows.of(documents))
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
-    by_blocks = document_attention(*qkv.detach().split((q_per_kv, 1, 1), dim=3), block_mask(documents))
+    parts = parts_of(documents.shape[1], q_per_kv)
+    expected = reference(*parts, dense_mask(documents, torch.float64))
+    assert_same(attention(*parts, AttentionMask(DocumentRows.of(documents))), expected, parts)
+    given = [part.detach() for part in parts]  # flex has no gradients on CPUs
+    by_blocks = attention(*given, AttentionMask(block_mask(documents)))
     torch.testing.assert_close(by_blocks, expected.detach(), rtol=1e-12, atol=1e-13)
-    gradients = (torch.autograd.grad(out, qkv, weights)[0] for out in (found, expected))  # flex has none on CPUs
-    torch.testing.assert_close(*gradients, rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
@@ -110,12 +120,12 @@ def test_blocks_without_a_pair_inside_a_document_are_left_out(name: str) -> None
 def test_work_falls_with_the_documents() -> None:
     """Products of forward and backward, of four documents by those of one. Of eight blocks of rows, one document has
     1 + 2 + .. + 8 = 36 blocks of keys, four have 4 x (1 + 2) = 12."""
-    qkv = torch.randn(1024, 2, 2, 3, 8).requires_grad_()
+    parts = parts_of(1024, 1)
 
     def flops(lengths: list[int]) -> int:
         mask = DocumentRows.of(packed((lengths, lengths)))
         with FlopCounterMode(display=False) as counter:
-            document_attention(*qkv.split((1, 1, 1), dim=3), mask).sum().backward()
+            attention_by_rows(*parts, mask).sum().backward()
         return counter.get_total_flops()
 
     assert flops([256] * 4) / flops([1024]) == 12 / 36
@@ -127,13 +137,13 @@ def test_dropout_of_probabilities_is_the_hash_of_their_places(groups: int, maske
     """Against the definition, written out per head."""
     s, b, heads, d, p = 9, 2, 4, 6, 0.4
     config = small(num_attention_heads=heads, num_key_value_heads=groups, attention_dropout=p, hidden_size=24)
-    attention = Attention(config, Placement(torch.float64, CPU))
+    layer = Attention(config, Placement(torch.float64, CPU), Recompute())
     generator = torch.Generator().manual_seed(0)
     qkv = torch.randn(s, b, groups, heads // groups + 2, d, dtype=torch.float64, generator=generator)
     mask = dense_mask(torch.arange(s).div(4, rounding_mode="floor").expand(b, s), torch.float64) if masked else None
     streams = DropoutStreams(3, [(0,)], CPU)
     key = streams.attention_keys(torch.arange(b) + 5, torch.arange(heads), torch.arange(s))[0,]
-    found = attention.core(qkv, BlockInputs(None, mask, key)).view(s, b, heads, d)
+    found = layer.core(qkv, inputs=BlockInputs(None, AttentionMask(mask), key)).view(s, b, heads, d)
     seen = hash_dropout(torch.ones(b, heads, s, s, dtype=torch.float64), p, key)  # 0 or 1 / (1 - p)
     assert 0.2 < (seen == 0).double().mean() < 0.6
     allowed = torch.ones(s, s).tril().bool().expand(b, 1, s, s) if mask is None else mask == 0
@@ -164,13 +174,14 @@ def test_dropout_long_sequences_and_compiled_code_on_a_cpu_take_the_dense_mask()
     documents = torch.zeros(2, 16, dtype=torch.int32)
     x = torch.zeros(16, 2, 8, dtype=torch.bfloat16)
 
-    def form(documents: Tensor | None, *, compiled: bool = False, dropout: float = 0.0, kernels: str = "auto") -> type:
-        return type(attention_mask(documents, (2, 16, 4), x, kernels, compiled=compiled, dropout=dropout))
+    def form(documents: Tensor | None, *, compiled: bool = False, dropout: float = 0.0) -> type:
+        batch = replace(random_batch(small(), b=2, s=16), documents=documents)
+        return type(attention_mask(batch, x, small(attention_dropout=dropout), "auto", compiled=compiled).form)
 
     assert form(None) is type(None)
     assert form(documents) is DocumentRows
     assert form(documents, compiled=True) is form(documents, dropout=0.1) is Tensor
-    assert form(torch.zeros(2, MAX_LENGTH + 1, dtype=torch.int32)) is Tensor
+    assert form(torch.zeros(2, MAX_ROWS + 1, dtype=torch.int32)) is Tensor
 
 
 @pytest.mark.parametrize(
@@ -186,8 +197,9 @@ def test_on_cuda_flex_attention_takes_the_dtypes_and_heads_that_its_kernels_take
     documents = torch.zeros(2, 16, dtype=torch.int32)
     on_cuda: Any = SimpleNamespace(is_cuda=True, is_cpu=False, dtype=dtype, new_zeros=torch.zeros)
     for kernels, given, other in (("auto", documents, Tensor), ("flex", documents, Tensor), ("flex", None, type(None))):
-        mask = attention_mask(given, (2, 16, d), on_cuda, kernels, compiled=True, dropout=0.0)
-        assert isinstance(mask, BlockMask if flex else other)
+        batch = replace(random_batch(small(), b=2, s=16), documents=given)
+        mask = attention_mask(batch, on_cuda, small(head_size=d), kernels, compiled=True)
+        assert isinstance(mask.form, BlockMask if flex else other)
 
 
 def test_no_kernel_of_cudnn_meets_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,9 +207,9 @@ def test_no_kernel_of_cudnn_meets_a_mask(monkeypatch: pytest.MonkeyPatch) -> Non
     asked: list[list[SDPBackend]] = []
     monkeypatch.setattr("megalite.model.attention.sdpa_kernel", lambda kernels, set_priority: asked.append(kernels))
     for kernels in ("auto", "cudnn", "flash", "fa4", "flex"):
-        attention_backends(torch.device("cuda"), BlockInputs(mask=torch.zeros(1, 1, 4, 4), kernels=kernels))
+        attention_backends(torch.device("cuda"), AttentionMask(torch.zeros(1, 1, 4, 4), kernels))
         assert SDPBackend.CUDNN_ATTENTION not in asked[-1]
-        attention_backends(torch.device("cuda"), BlockInputs(kernels=kernels))
+        attention_backends(torch.device("cuda"), AttentionMask(None, kernels))
     assert [first for first, *_ in asked[1::2]] == [
         SDPBackend.CUDNN_ATTENTION,
         SDPBackend.CUDNN_ATTENTION,

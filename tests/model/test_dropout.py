@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import torch
 
+from megalite.kernels.attention_mask import AttentionMask
 from megalite.model.attention import BlockInputs
 from tests.model.small import ALL_DROPOUTS, perturbed, random_batch, small
 
@@ -42,7 +43,7 @@ def test_residual_dropout_drops_shares_of_attention_and_of_mlp() -> None:
             projection.weight.zero_()
             projection.bias.fill_(1.0)
     keys = model._dropout_keys(random_batch(model.config, b=8, s=64))
-    inputs = BlockInputs(None, None, None, keys[0, "attention"], keys[0, "mlp"])
+    inputs = BlockInputs(None, AttentionMask(), None, keys[0, "attention"], keys[0, "mlp"])
     out = block(torch.zeros(64, 8, 24, dtype=torch.float64), inputs) * 0.75
     for kept, share in ((0, 0.0625), (1, 0.375), (2, 0.5625)):
         found = torch.isclose(out, torch.tensor(float(kept), dtype=torch.float64)).double().mean()

@@ -2,10 +2,7 @@
 
 import gc
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -17,13 +14,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megalite.config.schema import ModelConfig
-from megalite.kernels.document_attention import dense_mask
+from megalite.kernels.attention_mask import AttentionMask, dense_mask
 from megalite.kernels.dropout import DropoutStreams
 from megalite.launch.context import ParallelContext
 from megalite.layout.ranks import ParallelLayout
 from megalite.model.attention import BlockInputs
 from megalite.model.block import Block
-from megalite.model.recompute import checkpoint_without_output
+from megalite.model.recompute import Recompute
 from megalite.model.rotary import rotary_frequencies, rotary_tables
 from megalite.tensor_parallel.collectives import TensorGroup
 from megalite.tensor_parallel.layers import ColumnParallelLinear, Placement, RowParallelLinear
@@ -103,7 +100,7 @@ def inputs_of(config: ModelConfig, positions: Tensor) -> BlockInputs:
         count = HEADS * len(positions) // S  # of this rank; which ones does not matter here
         found = DropoutStreams(1, [(0, "probabilities")], CPU)
         dropped = found.attention_keys(torch.arange(B), torch.arange(count), torch.arange(S))[0, "probabilities"]
-    return BlockInputs(rotation, None, dropped, keys[0, "attention"], keys[0, "mlp"])
+    return BlockInputs(rotation, AttentionMask(), dropped, keys[0, "attention"], keys[0, "mlp"])
 
 
 def assert_same_bits(found: list[Tensor], expected: list[Tensor]) -> None:
@@ -168,11 +165,11 @@ def test_each_rebuilt_tensor_is_free_right_after_its_use() -> None:
     weights = [torch.randn(shape, dtype=torch.float64).mul_(0.1).requires_grad_() for shape in shapes]
     for rebuild in (False, True):
         with LiveBytes(weights) as live:
-            x = torch.randn(rows, H, dtype=torch.float64)
+            x, recompute = torch.randn(rows, H, dtype=torch.float64), Recompute(["activation"] if rebuild else [])
+            gelu = recompute.wrap("activation", F.gelu)
             for up, down in zip(weights[::2], weights[1::2], strict=True):
-                x = x + checkpoint_without_output(
-                    F.gelu, partial(F.linear, weight=down), F.linear(x, up), recompute=rebuild
-                )
+                with recompute.outputs_dropped():
+                    x = x + F.linear(gelu(F.linear(x, up)), down)
             torch.autograd.grad(x.sum(), weights)
         peaks[rebuild] = live.peak / unit
     assert peaks[False] > 2 * layers
@@ -191,14 +188,17 @@ def test_work_is_done_again_once_however_much_of_it_is_asked_for() -> None:
 
     weight = nn.Parameter(torch.randn(H, H, dtype=torch.float64))
     x = activation_of()
-    out = checkpoint_without_output(activation, two_products, x, recompute=True)
+    recompute = Recompute(["activation"])
+    rebuilt = recompute.wrap("activation", activation)
+    with recompute.outputs_dropped():
+        out = two_products(rebuilt(x))
     assert len(calls) == 1
     first = torch.autograd.grad(out.sum(), [x, weight], retain_graph=True)
     assert len(calls) == 2
     assert_same_bits(list(torch.autograd.grad(out.sum(), [x, weight])), list(first))
     assert len(calls) == 3
-    with torch.no_grad():
-        checkpoint_without_output(activation, two_products, x, recompute=True)
+    with torch.no_grad(), recompute.outputs_dropped():
+        two_products(rebuilt(x))
     assert len(calls) == 4
 
 
@@ -227,24 +227,11 @@ def test_nothing_outlives_its_graph() -> None:
 def test_an_argument_changed_in_place_is_noticed() -> None:
     x = activation_of()
     up = x * 2
-    out = checkpoint_without_output(F.gelu, lambda y: y * y, up, recompute=True)
+    out = Recompute(["activation"]).wrap("activation", F.gelu)(up)
     with torch.no_grad():
         up.add_(1)
     with pytest.raises(AssertionError, match="in place"):
         out.sum().backward()
-
-
-def test_what_surrounded_forward_is_entered_again() -> None:
-    entered = []
-
-    @contextmanager
-    def around() -> Iterator[None]:
-        entered.append(True)
-        yield
-
-    x = activation_of()
-    checkpoint_without_output(F.gelu, lambda y: y * y, x, recompute=True, around=around).sum().backward()
-    assert entered == [True]
 
 
 def compiled_results(rebuild: tuple[str, ...]) -> tuple[list[Tensor], int]:
@@ -276,7 +263,7 @@ def test_a_compiled_block_rebuilds_attention_inside_documents(attention_dropout:
     def results(*, compiled: bool) -> list[Tensor]:
         case = Case(config_of("gpt2", attention_dropout), MODULES if compiled else ())
         mask = dense_mask((torch.arange(S) >= 20).expand(B, S), torch.float64)
-        case.inputs = replace(case.inputs, mask=mask)
+        case.inputs = replace(case.inputs, mask=AttentionMask(mask))
         if compiled:
             case.block.compile(fullgraph=True, dynamic=False, backend="aot_eager_decomp_partition")
         return case.results()

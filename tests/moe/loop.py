@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalite.config.activations import ACTIVATIONS
 from megalite.config.schema import MoEConfig
 from megalite.data.batch import whole_batch
-from megalite.model.mlp import ACTIVATIONS
 from megalite.moe.balance import TokenMasks
 from megalite.moe.dispatch import ExpertRanks
 from megalite.moe.layer import Experts, MoELayer

@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megalite.config.activations import ACTIVATIONS
 from megalite.config.derive import derive, derive_model
 from megalite.config.schema import Config, MoEConfig
 from megalite.data.batch import whole_batch
+from megalite.kernels import attention
 from megalite.launch.context import ParallelContext
 from megalite.launch.startup import join
 from megalite.layout.ranks import ParallelLayout
-from megalite.model import attention
-from megalite.model.mlp import ACTIVATIONS
 from megalite.moe.dispatch import ExpertRanks
 from megalite.moe.experts import ExpertMatrix
 from megalite.moe.layer import Experts, MoELayer
@@ -101,7 +101,7 @@ def kept_by_a_layer(context: ParallelContext, moe: dict[str, Any], train: dict[s
         positions, mask = torch.arange(S).expand(B, S), torch.ones(B, S, dtype=torch.bool)
         batch = whole_batch(tokens, tokens, mask, positions, None, 0)
         live = LiveBytes(training.chunks[0].parameters())
-        with live, patch.object(attention, "MAX_LENGTH", 0):  # torch's kernel of attention, which keeps no scores
+        with live, patch.object(attention, "MAX_ROWS", 0):  # torch's kernel of attention, which keeps no scores
             _hidden = training.chunks[0](batch, None, torch.ones(()))
         kept.append(settled(live))
     return kept[1] - kept[0]

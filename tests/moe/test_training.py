@@ -67,7 +67,7 @@ class Run:
     def __post_init__(self) -> None:
         self.training: Training = build_training(self.config, self.context)
         fill_with_start_values(self.training.buffers, self.config, self.context)
-        self.training.spread_masters()
+        self.training.cast_and_gather_params()
         self.apply = TrainStep(self.training, self.config.optimizer, self.context)
 
     def batches(self) -> list[Batch]:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
+from megalite.config.activations import ACTIVATIONS
 from megalite.config.schema import MoEConfig
 from megalite.kernels import grouped
-from megalite.model.mlp import ACTIVATIONS
 from megalite.moe.dispatch import ExpertRanks
 from megalite.moe.layer import Experts, MoELayer
 from megalite.moe.router import Router

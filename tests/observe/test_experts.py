@@ -17,9 +17,8 @@ from megalite.config.schema import Config, ModelConfig, MoEConfig
 from megalite.launch.environment import read_environment
 from megalite.moe.balance import in_numbers
 from megalite.observe.about import experts_in_words
-from megalite.observe.report.heat_map import heat_map
-from megalite.observe.report.page import render
-from megalite.observe.run_data import read_run
+from megalite.observe.report.page import experts_of, render
+from megalite.observe.run_data import RunData, read_run
 from megalite.observe.trackers import TensorBoardTracker, Tracker, Trackers
 from megalite.observe.wandb import WandbTracker
 from megalite.train.history import read_metrics
@@ -77,16 +76,21 @@ def test_a_record_holds_the_sums_of_its_steps_and_the_report_shows_them(tmp_path
         for name in ("dropped_share", "balancing_loss", "z_loss", "entropy"):
             assert pair["moe"][name] == pytest.approx((of[0][name] + of[1][name]) / 2)
             assert pair["moe"][name] > 0
-    page = render(read_run(tmp_path / "every-2"))
-    assert "Dropped choices" in page
-    assert [f"layer 1, expert {expert}: " in page for expert in range(5)] == [True] * 4 + [False]
-    assert "layer 0, " not in page
+    run = read_run(tmp_path / "every-2")
+    assert "Experts" in render([run])
+    counts = [sum(its) for its in zip(*(pair["moe"]["tokens_per_expert"][0] for pair in pairs), strict=True)]
+    experts = experts_of(run)
+    assert experts is not None
+    assert experts["layers"] == [1]
+    assert experts["all"] == [[pytest.approx(count / sum(counts), abs=1e-5) for count in counts]]
+    assert experts["imbalance"] == [[pytest.approx(pair["moe"]["imbalance_max"], abs=1e-3) for pair in pairs]]
 
 
 def test_the_terminal_shows_the_imbalance_of_experts_in_the_same_columns(plain: Plain) -> None:
     for steps in (1, 9_999_999):
-        plain.terminal.step(replace(STEP, steps=steps, mfu=0.4, mfu_causal=0.3, moe=MOE))
-    plain.terminal.step(replace(STEP, mfu=0.4, mfu_causal=0.3))  # no step of the interval was applied
+        plain.terminal.follow(RunData(Path("run"), {"train.steps": steps}), "")
+        plain.terminal.add(STEP | {"mfu": 0.4, "mfu_causal": 0.3, "moe": MOE})
+    plain.terminal.add(STEP | {"mfu": 0.4, "mfu_causal": 0.3})  # no step of the interval was applied
     names, first, *_, last = plain.lines()
     assert "imbalance" in names
     assert first.split()[-2] == "3.00"
@@ -96,8 +100,8 @@ def test_the_terminal_shows_the_imbalance_of_experts_in_the_same_columns(plain: 
 
 
 def test_the_terminal_has_the_column_after_a_first_step_that_was_skipped(plain: Plain) -> None:
-    plain.terminal.step(replace(STEP, mfu=0.4, mfu_causal=0.3))
-    plain.terminal.step(replace(STEP, mfu=0.4, mfu_causal=0.3, moe=MOE))
+    plain.terminal.add(STEP | {"mfu": 0.4, "mfu_causal": 0.3})
+    plain.terminal.add(STEP | {"mfu": 0.4, "mfu_causal": 0.3, "moe": MOE})
     names, _, names_again, second = plain.lines()
     assert ("imbalance" in names, "imbalance" in names_again) == (False, True)
     assert second.split()[-2] == "3.00"
@@ -184,51 +188,51 @@ def test_of_a_long_run_a_hundred_records_have_the_loads_of_experts() -> None:
     assert 90 <= len(seen) <= 100
 
 
-def test_a_skipped_step_leaves_the_heat_map_as_it_was(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text("model: {moe: {first_dense_layers: 1, layer_freq: 2}}")
-    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in LINES))
-    found = heat_map(read_run(tmp_path))
+def written(folder: Path, *lines: dict[str, Any], first: int = 0, every: int = 1) -> RunData:
+    """A run with these metrics, whose layers with experts are `first`, and so on."""
+    (folder / "config.yaml").write_text(f"model: {{moe: {{first_dense_layers: {first}, layer_freq: {every}}}}}")
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return read_run(folder)
+
+
+def test_the_report_has_the_load_of_all_steps_and_of_the_newest_that_was_applied(tmp_path: Path) -> None:
+    before = {**MOE, "tokens_per_expert": [[4, 4, 4], [2, 2, 2]]}
+    found = experts_of(written(tmp_path, {"step": 1, "loss": 2.0, "moe": before}, *LINES[1:], first=1, every=2))
     assert found is not None
-    assert found.step == 2
-    assert [*map(tuple, found.rows)] == [(1, [0.25, 0.0, 0.75]), (3, [0.0, 1.0, 0.0])]
+    assert (found["layers"], found["until"], found["steps"]) == ([1, 3], 2, [1, 2])
+    assert found["all"] == [[0.3125, 0.25, 0.4375], [0.2, 0.6, 0.2]]
+    assert found["newest"] == [[0.25, 0.0, 0.75], [0.0, 1.0, 0.0]]
+    assert found["imbalance"] == [[1.0, 2.25], [1.0, 3.0]]
 
 
 @pytest.mark.parametrize(
     "damage", [{"tokens_per_expert": 3}, {"tokens_per_expert": []}, {"tokens_per_expert": [[]]}, {}]
 )
 def test_a_report_does_without_what_a_record_does_not_hold(damage: dict[str, Any], tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text("train: {steps: 1}")
     moe = {name: value for name, value in MOE.items() if name != "tokens_per_expert"} | damage
-    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 1.0, "moe": moe}) + "\n")
-    run = read_run(tmp_path)
+    run = written(tmp_path, {"step": 1, "loss": 1.0, "moe": moe})
     assert run.damage == []
-    page = render(run)
-    assert "Load imbalance" in page
-    assert "Tokens of each expert" not in page
+    assert experts_of(run) is None
+    assert "Experts" in render([run])
 
 
-def test_many_experts_share_cells(tmp_path: Path) -> None:
-    counts = [[5000 if (layer, expert) == (40, 77) else 10 for expert in range(256)] for layer in range(61)]
-    (tmp_path / "config.yaml").write_text("model: {moe: {first_dense_layers: 3, layer_freq: 1}}")
-    moe = {**MOE, "tokens_per_expert": counts}
-    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 1.0, "moe": moe}) + "\n")
-    page = render(read_run(tmp_path))
-    assert "layer 43, experts 72 to 79: 66.2%" in page
-    assert "from 0.1% to 66.2%, even: 0.4%" in page
-    assert len(page) < 600_000
-
-
-@pytest.mark.parametrize(
-    ("layers", "experts", "last"), [(48, 128, "experts 126 to 127"), (1, 2048, "experts 2040 to 2047")]
-)
-def test_the_last_cell_ends_with_the_experts(layers: int, experts: int, last: str, tmp_path: Path) -> None:
-    moe = {**MOE, "tokens_per_expert": [[1] * experts] * layers}
-    (tmp_path / "config.yaml").write_text("model: {moe: {first_dense_layers: 0, layer_freq: 1}}")
-    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 1.0, "moe": moe}) + "\n")
-    found = heat_map(read_run(tmp_path))
+@pytest.mark.parametrize(("layers", "experts", "cells"), [(61, 256, 32), (48, 128, 43), (1, 2048, 256)])
+def test_many_experts_share_cells(layers: int, experts: int, cells: int, tmp_path: Path) -> None:
+    counts = [[10] * experts for _ in range(layers)]
+    counts[-1][77] = 5000
+    run = written(tmp_path, {"step": 1, "loss": 1.0, "moe": {**MOE, "tokens_per_expert": counts}}, first=3)
+    found = experts_of(run)
     assert found is not None
-    assert found.name(found.columns - 1) == last
-    assert found.cell[0] > 2
+    assert {len(row) for row in found["all"]} == {cells}
+    assert found["all"][-1][77 // found["together"]] == pytest.approx(5000 / sum(counts[-1]), abs=1e-5)
+    assert found["layers"][-1] == layers + 2
+    assert len(render([run])) < 600_000
+
+
+def test_a_change_of_the_experts_begins_their_sums_again(tmp_path: Path) -> None:
+    """Lines of another model may be in a folder that a user has put together."""
+    run = written(tmp_path, *LINES)
+    assert run.tokens == [MOE["tokens_per_expert"]] * 2
 
 
 def test_experts_in_words() -> None:

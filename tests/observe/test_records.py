@@ -1,4 +1,4 @@
-"""metrics.jsonl keeps each step once, events.jsonl everything, whatever a killed run left behind."""
+"""metrics.jsonl keeps each step once, events.jsonl everything, whatever a killed run left behind; logs are tame."""
 
 import json
 import math
@@ -9,8 +9,9 @@ import pytest
 import xxhash
 
 from megalite.errors.problems import UserError
+from megalite.launch.context import ParallelContext
 from megalite.train.history import read_events, read_metrics
-from megalite.train.run_log import RecordFile
+from megalite.train.run_log import RecordFile, open_log
 
 
 def event(kind: str, step: int) -> dict[str, Any]:
@@ -96,16 +97,15 @@ def test_a_line_that_is_no_record_is_named_and_cut(damage: str, tmp_path: Path) 
 
 
 def test_a_file_that_a_write_has_failed_for_is_not_sealed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    metrics, notes = RecordFile(tmp_path / "metrics.jsonl", pytest.fail, last_step=0), list[str]()
+    metrics = RecordFile(tmp_path / "metrics.jsonl", pytest.fail, last_step=0)
     metrics.append({"step": 1, "loss": 1.0})
     sealed = metrics.seal()
     assert sealed is not None
     content = (tmp_path / "metrics.jsonl").read_bytes()
     assert (sealed.bytes, sealed.hash) == (len(content), xxhash.xxh3_128(content).hexdigest())
-    monkeypatch.setattr(metrics._attempt, "_note", notes.append)
     monkeypatch.setattr(metrics, "_file", Path("/dev/full").open("a", buffering=1))  # noqa: SIM115
-    metrics.append({"step": 2, "loss": 1.0})
-    assert "No space left" in notes[0]
+    with pytest.raises(OSError, match="No space left"):
+        metrics.append({"step": 2, "loss": 1.0})
     assert metrics.seal() is None
 
 
@@ -157,3 +157,13 @@ def test_a_damaged_event_is_passed_over_and_named(tmp_path: Path, damage: dict[s
     path, told = tmp_path / "events.jsonl", list[str]()
     assert [it["kind"] for it in read_events(path, told.append)] == ["stopped"]
     assert told == [f"{path}: no valid record in line 2; left out"]
+
+
+def test_control_characters_are_written_out_and_lines_stay_lines(tmp_path: Path) -> None:
+    log = open_log(tmp_path, ParallelContext())
+    log.info("saved %s\n\tand more", "a\x1b[2Jb\x07")
+    log.error("failed\rwell")
+    lines = (tmp_path / "logs" / "rank-00000.log").read_text().splitlines()
+    assert lines[1].endswith("INFO saved a\\x1b[2Jb\\x07")
+    assert lines[2] == "\tand more"
+    assert lines[3].endswith("ERROR failed\\rwell")

@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 
 from megalite.observe import readable
-from megalite.observe.report.comparison import compare
 from megalite.observe.report.page import render
 from megalite.observe.run_data import read_run
 from megalite.train import clock
-from megalite.train.clock import Lap
+from megalite.train.clock import StepClock
 from megalite.train.history import STEP_PARTS, read_metrics
 from tests.train.runs import write_text
 from tests.train.test_run import config_for, start
@@ -30,7 +29,8 @@ class Clock:
 
 def test_steps_of_a_device_take_as_long_as_its_clock_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two milliseconds each, however late the host reads them."""
-    monkeypatch.setattr(Lap, "read", lambda self: dict.fromkeys(STEP_PARTS, 0.0) | {"forward": 1.5e-3, "other": 0.5e-3})
+    split = dict.fromkeys(STEP_PARTS, 0.0) | {"forward": 1.5e-3, "other": 0.5e-3}
+    monkeypatch.setattr(StepClock, "lap", lambda self: split.copy)
     config = config_for(write_text(tmp_path / "text.txt"), tmp_path / "run", log_interval=3)
     assert start(config) == 0
     lines = [line for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in line]
@@ -59,7 +59,7 @@ def test_terminal_report_comparison_and_metrics_have_the_same_speed(
     assert f"{readable.rate(mean)} tokens/s, in the newest steps {readable.rate(newest)}\n" in capsys.readouterr().out
     run = read_run(tmp_path / "run")
     tile = f"<dt>tokens/s</dt><dd>{readable.rate(mean)}<small>newest {readable.rate(newest)}"
-    assert tile in render(run)
+    assert tile in render([run])
     other = replace(run, folder=tmp_path / "other")
-    row = r"tokens/s</th>" + 2 * f'<td class="figure">{re.escape(readable.rate(mean))}</td>'
-    assert re.search(row, compare([run, other]))
+    row = r"tokens/s</th>" + 2 * f"<td>{re.escape(readable.rate(mean))}</td>"
+    assert re.search(row, render([run, other]))

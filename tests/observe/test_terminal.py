@@ -42,7 +42,7 @@ def a_run(
 ) -> RunData:
     run = RunData(Path(folder), {"train.steps": 300})
     run.add({"time": 1.0, "step": 0, "kind": "start", "command": command})
-    speed = {"mean_tokens_per_s": 13421.4, "tokens_per_s": 14000.0}
+    speed = {"mean_tokens_per_s": 13421.4, "tokens_per_s": 14000.0, "tokens": 1_228_800}
     for at, loss in ((1, 8.3213), (2, 7.5), (step, 4.1234)):
         run.add({"step": at, "loss": loss, **speed})
     for at, loss in ((100, 4.9), (200, 4.2), (300, 4.3)):
@@ -52,7 +52,13 @@ def a_run(
 
 
 def finish(terminal: Terminal, run: RunData, stopped_by: str | None = None) -> None:
-    terminal.finish(run, tokens=1_228_800, seconds=92.4, stopped_by=stopped_by)
+    terminal.follow(run, "tiny on stdlib")
+    end = {"kind": "finished"} if stopped_by is None else {"kind": "stopped", "by": stopped_by}
+    terminal.add({"step": run.step, "status": 0, **end})
+
+
+def started(about: list[tuple[str, str]]) -> dict[str, Any]:
+    return {"kind": "start", "step": 0, "about": about}
 
 
 class Plain:
@@ -61,7 +67,7 @@ class Plain:
     def __init__(self) -> None:
         self.stream = io.StringIO()
         self.terminal = Terminal(self.stream, interactive=False)
-        self.terminal._steps = 300
+        self.terminal.follow(a_run(), "tiny on stdlib")
 
     def lines(self) -> list[str]:
         return self.stream.getvalue().splitlines()
@@ -90,8 +96,8 @@ AWKWARD = [
 def test_all_lines_of_a_log_have_the_same_columns_and_fit(plain: Plain, steps: int, mfu: float | None) -> None:
     for view in AWKWARD:
         causal = None if mfu is None else mfu - 0.03
-        plain.terminal._steps = steps
-        plain.terminal.step(view | {"step": min(view["step"], steps), "mfu": mfu, "mfu_causal": causal})
+        plain.terminal.follow(RunData(Path("run"), {"train.steps": steps}), "")
+        plain.terminal.add(view | {"step": min(view["step"], steps), "mfu": mfu, "mfu_causal": causal})
     names, *rows = plain.lines()
     assert len(rows) == len(AWKWARD)
     for row in rows:
@@ -100,35 +106,35 @@ def test_all_lines_of_a_log_have_the_same_columns_and_fit(plain: Plain, steps: i
 
 
 def test_a_step_line_holds_every_figure(plain: Plain) -> None:
-    plain.terminal.step(line(mfu=0.423, mfu_causal=0.398))
+    plain.terminal.add(line(mfu=0.423, mfu_causal=0.398))
     names, row = plain.lines()
     assert " ".join(names.split()) == "step loss lr grad_norm tokens/s time GiB wait mfu causal left"
     assert " ".join(row.split()) == "1/300 8.3213 1.00e-05 2.5000 13,421 305.2ms 1.21 0.1% 42.3% 39.8% 1:31"
 
 
 def test_mfu_is_shown_only_where_it_is_known(plain: Plain) -> None:
-    plain.terminal.step(STEP)
+    plain.terminal.add(STEP)
     assert "mfu" not in plain.lines()[0]
 
 
 def test_column_names_come_back_every_few_lines(plain: Plain) -> None:
     for step in range(1, 2 * NAMES_EVERY + 2):
-        plain.terminal.step(line(step=step))
+        plain.terminal.add(line(step=step))
     names = [number for number, line in enumerate(plain.lines()) if "loss" in line]
     assert names == [0, NAMES_EVERY + 1, 2 * (NAMES_EVERY + 1)]
 
 
 def test_nan_is_shown_as_nan(plain: Plain) -> None:
-    plain.terminal.step(line(loss=math.nan, grad_norm=math.inf))
+    plain.terminal.add(line(loss=math.nan, grad_norm=math.inf))
     assert plain.lines()[1].split()[1:4] == ["nan", "1.00e-05", "inf"]
-    plain.terminal.evaluation(evaluation(1, math.nan, math.nan))
+    plain.terminal.add(evaluation(1, math.nan, math.nan))
     assert "validation loss nan  perplexity nan  bits per byte nan" in plain.lines()[2]
 
 
 def test_an_evaluation_line(plain: Plain) -> None:
-    plain.terminal.header("tiny on stdlib", [], first_step=0, steps=300)
-    plain.terminal.evaluation(evaluation(20, 4.2, 2.3123))
-    plain.terminal.evaluation(evaluation(300, 4.2, None))
+    plain.terminal.add(started([]))
+    plain.terminal.add(evaluation(20, 4.2, 2.3123))
+    plain.terminal.add(evaluation(300, 4.2, None))
     assert plain.lines()[-2:] == [
         "step  20  validation loss 4.2000  perplexity 66.69  bits per byte 2.3123  (1.23 s)",
         "step 300  validation loss 4.2000  perplexity 66.69  (1.23 s)",
@@ -137,7 +143,7 @@ def test_an_evaluation_line(plain: Plain) -> None:
 
 def test_a_long_header_row_wraps_under_itself_within_the_width(plain: Plain) -> None:
     rows = [("data", "many words " * 30), ("run folder", "runs/" + "x" * 120)]
-    plain.terminal.header("tiny on stdlib", rows, first_step=0, steps=300)
+    plain.terminal.add(started(rows))
     title, *lines, path, blank = plain.lines()
     assert title == "megalite  tiny on stdlib"
     assert lines[0].startswith("  data        many words")
@@ -152,7 +158,7 @@ def test_the_summary_says_what_was_learned_and_how_to_go_on(plain: Plain) -> Non
     text = plain.stream.getvalue()
     for said in (
         "finished: 300 of 300 steps",
-        "  time             1:32\n  speed            13,421 tokens/s, in the newest steps 14,000",
+        "  time             0:00\n  speed            13,421 tokens/s, in the newest steps 14,000",
         "1,228,800",
         "8.3213 -> 4.1234",
         "4.9000 -> 4.3000, best 4.2000 at step 200, perplexity 73.70, bits per byte 2.3100",
@@ -181,7 +187,7 @@ def test_every_line_is_flushed_and_a_closed_pipe_ends_no_run() -> None:
     assert os.read(reader, 100) == b"first\n"
     os.close(reader)
     for step in range(1, 50):
-        terminal.step(line(step=step))
+        terminal.add(line(step=step))
     terminal.close()
     with pytest.raises(BrokenPipeError):
         stream.close()
@@ -206,11 +212,12 @@ def run_everything(terminal: Terminal) -> None:
     terminal.preparing(1, 10, 1, 5)
     terminal.preparing(10, 10, 10, 50)
     terminal.preparing(10, 10, 10, 50)
-    terminal.header("tiny on stdlib", [("model", "4 layers")], first_step=0, steps=3)
+    terminal.follow(RunData(Path("run"), {"train.steps": 3}), "tiny on stdlib")
+    terminal.add(started([("model", "4 layers")]))
     for step in range(1, 4):
-        terminal.step(line(step=step, loss=math.nan if step == 2 else 3.0, bad_steps=step // 2))
+        terminal.add(line(step=step, loss=math.nan if step == 2 else 3.0, bad_steps=step // 2))
     terminal.note("warning: something")
-    terminal.evaluation(evaluation(3, 4.2, None))
+    terminal.add(evaluation(3, 4.2, None))
     finish(terminal, a_run())
     terminal.close()
 
@@ -253,7 +260,7 @@ def test_a_narrow_terminal_breaks_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_the_time_left_is_told_by_a_median_without_the_slow_first_step(plain: Plain) -> None:
     for step, seconds in enumerate((60.0, 1.0, 1.1, 30.0, 0.9, 1.0), 1):  # the first one compiles
-        plain.terminal.step(line(step=step, step_time_s=seconds))
+        plain.terminal.add(line(step=step, step_time_s=seconds))
     assert plain.lines()[-1].split()[-1] == "4:54"
 
 
@@ -296,9 +303,10 @@ def test_control_characters_reach_the_terminal_by_no_way(interactive: bool, monk
     monkeypatch.setenv("TERM", "xterm-256color")
     stream = io.StringIO()
     terminal = Terminal(stream, interactive=interactive)
-    terminal.header(EVIL, [(EVIL, EVIL)], first_step=0, steps=3)
+    terminal.follow(a_run(), EVIL)
+    terminal.add(started([(EVIL, EVIL)]))
     terminal.note(f"warning: {EVIL}")
-    terminal.sample(1, "def ", EVIL)
+    terminal.add({"step": 1, "kind": "sample", "prompt": "def ", "text": EVIL})
     finish(terminal, a_run((EVIL, EVIL), folder=EVIL))
     finish(terminal, a_run(folder=EVIL, command=EVIL), EVIL)
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue()) if interactive else stream.getvalue()

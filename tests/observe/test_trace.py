@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from megalite.train.trace import time_split
+from megalite.train.profile import time_split
 
 MS = 1000.0  # microseconds
 

@@ -57,10 +57,10 @@ def build(kind: Kind, *, device: str = "cpu", weight_decay: float = DECAY) -> Fl
 
 
 def take(optimizer: FlatAdamW, seed: int, *, lr: float, scale: float = 1.0, skip: bool = False) -> None:
-    """A step with gradients drawn from `seed`."""
+    """A step with gradients drawn from `seed`; those of a skipped one are no numbers."""
     device = optimizer.masters[0].device
     for kept, new in zip(optimizer.gradients, normal(seed, torch.float64), strict=True):
-        kept.copy_(new * 3)
+        kept.copy_(new * (torch.nan if skip else 3))
     step_with(optimizer, lr, scale, skip, str(device))
 
 
@@ -110,15 +110,13 @@ def compare_with_torch(kind: Kind, device: str) -> float:
     return max(differences) / max(parameter.abs().max().item() for parameter in moving)
 
 
-@pytest.mark.parametrize(("kind", "bound"), [(KINDS[0], 1e-14), (KINDS[1], 1e-6)])
-def test_twenty_clipped_steps_equal_torch(kind: Kind, bound: float) -> None:
-    assert compare_with_torch(kind, "cpu") < bound
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
-@pytest.mark.gpu
+@DEVICES
 @pytest.mark.parametrize(("kind", "bound"), [(KINDS[0], 1e-14), (KINDS[1], 1e-6)])
-def test_twenty_clipped_steps_equal_torch_on_cuda(kind: Kind, bound: float) -> None:
-    assert compare_with_torch(kind, "cuda") < bound
+def test_twenty_clipped_steps_equal_torch(kind: Kind, bound: float, device: str) -> None:
+    assert compare_with_torch(kind, device) < bound
 
 
 @pytest.mark.gpu
@@ -172,15 +170,10 @@ def check_steps_against_the_definition(kind: Kind, device: str) -> None:
                 assert ((tensor.double() - want).abs() <= allowed).all()
 
 
+@DEVICES
 @pytest.mark.parametrize("kind", NARROW)
-def test_narrow_gradients_and_first_moments_are_updated_in_fp32_and_rounded_once(kind: Kind) -> None:
-    check_steps_against_the_definition(kind, "cpu")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", NARROW)
-def test_narrow_gradients_and_first_moments_are_updated_in_fp32_and_rounded_once_on_cuda(kind: Kind) -> None:
-    check_steps_against_the_definition(kind, "cuda")
+def test_narrow_gradients_and_first_moments_are_updated_in_fp32_and_rounded_once(kind: Kind, device: str) -> None:
+    check_steps_against_the_definition(kind, device)
 
 
 class Calls(TorchDispatchMode):
@@ -219,25 +212,11 @@ def test_the_work_of_the_host_does_not_grow_with_the_number_of_runs(kind: Kind) 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("steps_before", [0, 3])
-def test_a_skipped_step_leaves_everything_byte_equal(kind: Kind, steps_before: int) -> None:
-    optimizer = build(kind)
-    for step in range(steps_before):
-        take(optimizer, step, lr=1e-2)
-    before = [tensor.clone() for tensor in state_of(optimizer)]
-    for gradient in optimizer.gradients:
-        gradient[::7] = torch.nan
-        gradient[1::7] = torch.inf
-    step_with(optimizer, 1e-2, float("nan"), True, "cpu")
-    assert all(torch.equal(after, kept) for after, kept in zip(state_of(optimizer), before, strict=True))
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_the_step_after_a_skipped_one_is_as_if_it_had_not_been(kind: Kind) -> None:
     with_skip, without = build(kind), build(kind)
     for step in range(4):
         take(with_skip, step, lr=1e-2)
-        take(with_skip, 50, lr=1e-2, skip=True)
+        take(with_skip, 50, lr=1e-2, scale=float("nan"), skip=True)
         take(without, step, lr=1e-2)
     assert all(torch.equal(a, b) for a, b in zip(state_of(with_skip), state_of(without), strict=True))
     assert with_skip.step_count.item() == 4
@@ -267,45 +246,6 @@ def test_a_group_without_elements_is_no_call(dtype: torch.dtype) -> None:
     optimizer = FlatAdamW(masters, normal(2, dtype), [([], DECAY), ([SliceRange(0, 5, 5)], 0.0)], BETAS, EPS)
     step_with(optimizer, 1e-2, 1.0, False, "cpu")
     assert all(torch.equal(after, before) for after, before in zip(masters, normal(1, dtype), strict=True))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_each_moment_is_one_block_of_memory_in_its_own_dtype(kind: Kind) -> None:
-    optimizer = build(kind)
-    for moment, dtype in ((optimizer.exp_avg, kind[2]), (optimizer.exp_avg_sq, kind[0])):
-        assert {part.untyped_storage().data_ptr() for part in moment} == {moment[0].untyped_storage().data_ptr()}
-        assert moment[0].untyped_storage().nbytes() == sum(SLICES) * dtype.itemsize
-        assert [part.numel() for part in moment] == list(SLICES)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_training_continues_from_copied_state(kind: Kind) -> None:
-    """The masters and the three things named in the class are the whole state."""
-    original, resumed = build(kind), build(kind)
-    take(original, 0, lr=1e-2)
-    for kept, saved in zip(state_of(resumed), state_of(original), strict=True):
-        kept.copy_(saved)
-    for optimizer in (original, resumed):
-        take(optimizer, 1, lr=1e-2)
-    assert all(torch.equal(a, b) for a, b in zip(state_of(original), state_of(resumed), strict=True))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_second_moment_follows_gradients_that_become_smaller(kind: Kind) -> None:
-    """Noise that falls to a tenth: 2,000 steps later v is that of exact arithmetic, 12.6 times its new level at a beta2
-    of 0.999. Rounded to bf16 it would hardly have fallen: 104 times."""
-    betas, size, generator = (0.9, 0.999), 256, torch.Generator().manual_seed(3)
-    masters, gradients = torch.zeros(size, dtype=kind[0]), torch.zeros(size, dtype=kind[1])
-    optimizer = FlatAdamW([masters], [gradients], [([SliceRange(0, 0, size)], 0.0)], betas, EPS, first_moment=kind[2])
-    exact = torch.zeros(size, dtype=torch.float64)
-    for step in range(4000):
-        noise = torch.randn(size, generator=generator) * (1.0 if step < 2000 else 0.1)
-        gradients.copy_(noise)
-        exact.lerp_(gradients.double().square(), 1 - betas[1])
-        step_with(optimizer, 1e-4, 1.0, False, "cpu")
-    level = optimizer.exp_avg_sq[0].mean().item() / 0.01
-    assert level == pytest.approx(exact.mean().item() / 0.01, rel=1e-3)
-    assert 11 < level < 14
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -9,14 +9,11 @@ from torch import Tensor, nn
 
 from megalite.data.batch import Batch, whole_batch
 from megalite.launch.context import ParallelContext
-from megalite.layout.buffer_layout import buffer_layout, slice_ranges
-from megalite.layout.groups import GroupNeeds
+from megalite.layout.buffer_layout import buffer_layout
 from megalite.layout.parameters import ParameterRecord
-from megalite.layout.ranks import ParallelLayout
 from megalite.optim import zero as zero_module
-from megalite.optim.adamw import FlatAdamW
 from megalite.optim.buffers import TrainingBuffers
-from megalite.optim.zero import GradientSync, ParameterGather, ReplicaGroups, part_of
+from megalite.optim.zero import GradientSync, ReplicaGroups, part_of
 from megalite.train.build import build_training, fill_with_start_values
 from megalite.train.step import TrainStep
 from tests.optim.small_model import small_config
@@ -165,116 +162,7 @@ def test_unused_parameters_hang_nothing_and_leave_the_others_right(zero: bool, u
     assert all(count == 256 * (1 if zero else 2) for count in covered.values())
 
 
-def parameters_after_steps(context: ParallelContext, masked_rank: int | None) -> Any:
-    """Losses, and parameters before and after two real steps; in the first, `masked_rank` sees only masked labels."""
-    config = small_config()
-    training = build_training(config, context)
-    fill_with_start_values(training.buffers, config, context)
-    step = TrainStep(training, config.optimizer, context)
-    losses = []
-    before = {name: value.clone() for name, value in training.chunks[0].named_parameters()}
-    for number in range(2):
-        masked = context.rank == masked_rank and number == 0
-        figures = step([batch_of(context, number, masked=masked)], 0 if masked else 16, 1e-3).read()
-        losses.append((figures.loss, figures.batch_tokens, figures.skipped))
-    training.gather.finish()
-    return losses, before, dict(training.chunks[0].named_parameters())
-
-
-def test_a_rank_whose_microbatch_is_all_masked_adds_nothing() -> None:
-    """Two ranks, one of them masked, train like the other one alone on its data."""
-    (losses, _, found), _ = run_ranks(parameters_after_steps, 2, 1, dtype=torch.float64)
-    assert [tokens for _, tokens, _ in losses] == [16, 32]
-    assert not any(skipped for *_, skipped in losses)
-    [(alone, _, _)] = run_ranks(parameters_after_steps, 1, None, dtype=torch.float64)
-    assert losses[0][0] == pytest.approx(alone[0][0], rel=1e-12)
-    assert all(torch.isfinite(value).all() for value in found.values())
-
-
 # --- experts ------------------------------------------------------------------------------------------------------
-
-
-class TwoExperts(nn.Module):
-    """A dense layer and the experts of one rank."""
-
-    def __init__(self, experts: list[int]) -> None:
-        super().__init__()
-        self.dense = nn.Linear(16, 16, bias=False, dtype=torch.float64)
-        self.experts = nn.ModuleDict({str(at): nn.Linear(16, 16, bias=False, dtype=torch.float64) for at in experts})
-
-    def forward(self, x: Tensor, expert: int) -> Tensor:
-        y: Tensor = self.dense(x)
-        return self.experts[str(expert)](y) if str(expert) in self.experts else y
-
-
-EXPERTS = ParallelLayout(dp=4, ep=2, etp=1)  # two ranks have expert 0, two expert 1
-
-
-def start_of(name: str) -> Tensor:
-    return torch.randn(16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(len(name) + ord(name[8])))
-
-
-def train_experts(context: ParallelContext, zero: bool) -> dict[str, Tensor]:
-    """One step: each rank puts its inputs through the expert that it has. Its parameters afterwards."""
-    mine = context.index("ep")
-    model = TwoExperts([mine])
-    records = [
-        ParameterRecord(name, (16, 16), "normal", 0.1, True, place=0, of_experts=name.startswith("experts"))
-        for name, _ in model.named_parameters()
-    ]
-    replicas = ReplicaGroups.of_rank(context, zero=zero)
-    dense, expert = replicas["dense"].shard_group, replicas["expert"].shard_group
-    layout = buffer_layout(records, dense_shards=size(dense), expert_shards=size(expert), bucket_size=64)
-    buffers = TrainingBuffers(
-        layout,
-        dtype=torch.float64,
-        device=context.device,
-        dense=index(dense),
-        expert=index(expert),
-    )
-    buffers.attach(model)
-    buffers.fill((name, start_of(name)) for name, _ in model.named_parameters())
-    everything = slice_ranges(buffers.owned, lambda record, box: True)
-    optimizer = FlatAdamW(buffers.masters, buffers.gradients, [(everything, 0.1)], (0.9, 0.95), 1e-8)
-    sync = GradientSync(buffers, [model], replicas, comm_dtype=torch.float64)
-    gather = ParameterGather(buffers, replicas)
-    buffers.start_step()
-    sync.expect_last(0, lambda start: start())
-    one_loss(model, context.rank, mine).backward()
-    sync.finish()
-    one, no = torch.ones((), dtype=torch.float64), torch.zeros(())
-    optimizer.step(torch.tensor(1e-2, dtype=torch.float64), gradient_scale=one, skip=no)
-    buffers.round_masters()
-    gather.start()
-    gather.finish()
-    return {name: value.detach().clone() for name, value in model.named_parameters()}
-
-
-def one_loss(model: TwoExperts, rank: int, expert: int) -> Tensor:
-    """This rank's part of the one loss: the mean over all ranks' tokens."""
-    x = torch.randn(8, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
-    return model(x, expert).square().sum() / 32
-
-
-@pytest.mark.parametrize("zero", [False, True])
-def test_dense_and_expert_parameters_are_averaged_by_the_one_loss(zero: bool) -> None:
-    """As in one process with both experts: experts are summed over the ranks that hold them, all else over all."""
-    model = TwoExperts([0, 1])
-    with torch.no_grad():
-        for name, value in model.named_parameters():
-            value.copy_(start_of(name))
-    found = run_ranks(train_experts, 4, zero, dtype=torch.float64, layout=EXPERTS, needs=GroupNeeds())
-    expert_of = {
-        rank: int(next(name for name in held if "experts" in name).split(".")[1]) for rank, held in enumerate(found)
-    }
-    assert sorted(expert_of.values()) == [0, 0, 1, 1]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
-    sum(one_loss(model, rank, expert) for rank, expert in expert_of.items()).backward()  # type: ignore[union-attr]
-    optimizer.step()
-    expected = dict(model.named_parameters())
-    for held in found:
-        for name, value in held.items():
-            torch.testing.assert_close(value, expected[name].detach(), rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("tied", [True, False])

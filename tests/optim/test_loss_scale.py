@@ -100,12 +100,6 @@ def test_the_rule_by_example(steps: str, factor: float) -> None:
     assert after(build(), steps) == 2.0**16 * factor
 
 
-def test_the_scale_never_falls_below_its_minimum() -> None:
-    scale = build(initial=4.0, minimum=1.0, hysteresis=1)
-    assert after(scale, "x" * 10) == 1.0
-    assert after(scale, "...") == 2.0
-
-
 def test_a_shorter_window_after_a_resume_is_full_at_the_next_good_step() -> None:
     longer, shorter = build(window=10), build(window=3)
     after(longer, "." * 7)

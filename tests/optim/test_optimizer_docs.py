@@ -14,8 +14,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "optimizer.md").read_text(encoding="utf-8")
 OF_ADAMW = {"lr", "weight_decay", "betas", "eps", "clip_grad"}  # docs/configuration.md has these
 COMMANDS = {
-    "memory": re.compile(r"python - <<'END'\n.*bytes_of_element"),
-    "sent": re.compile(r"python - <<'END'\n.*bytes_sent", re.DOTALL),
+    "memory": re.compile(r"python - <<'END'\n.*bytes_of_element", re.DOTALL),
     "buffers": re.compile(r"python -m megalite plan buffers .* --dp 2$"),
 }
 

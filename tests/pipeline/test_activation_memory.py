@@ -146,22 +146,3 @@ def test_a_rank_holds_what_its_schedule_says(layout: Layout, row: Row) -> None:
         if row[0] in ("1f1b", "gpipe"):  # all activations are alike
             assert expected == in_flight(schedule.ranks[rank]).activations * held.kept[0].activation
         assert expected <= held.peak <= (1 + NEAR) * expected, f"rank {rank}"
-
-
-@pytest.mark.parametrize("layout", [pytest.param(SELDOM, marks=pytest.mark.long), (4, 1)], ids=str)
-def test_in_1f1b_more_microbatches_need_no_more_memory(layout: Layout) -> None:
-    """8 of them instead of pp, but for a tensor that has been received early and one that is still being sent."""
-    for held in measured(layout):
-        assert held["1f1b", 8].peak <= held["1f1b", layout[0]].peak + 2 * held["1f1b", 8].travelling
-
-
-@pytest.mark.long
-def test_in_gpipe_they_do() -> None:
-    for held in measured(SELDOM):
-        assert held["gpipe", 8].peak == pytest.approx(4 * held["gpipe", 2].peak, rel=NEAR)
-
-
-def test_zb_h1_needs_on_no_rank_more_than_the_first_rank_of_1f1b() -> None:
-    """But for what passes through a layer while it keeps both its input and the gradient of its output."""
-    first = measured((4, 1))[0]["1f1b", 8]
-    assert max(held["zb-h1", 6].peak for held in measured((4, 1))) <= 1.02 * first.peak

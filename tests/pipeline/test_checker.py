@@ -151,10 +151,6 @@ def one_for_each_pair(rank: int, transfer: Transfer) -> Hashable:
     return frozenset({rank, transfer.peer})
 
 
-def one_for_each_link_and_direction(rank: int, transfer: Transfer) -> Hashable:
-    return transfer.direction, rank if transfer.role == "send" else transfer.peer
-
-
 def test_a_table_that_only_hangs_where_the_directions_share_a_communicator() -> None:
     table = parse("0F0 0F1 0B0 0B1\n0F0 0B0 0F1 0B1")
     assert check(table) == rehearsed(table) == []
@@ -170,12 +166,6 @@ def test_directions_that_share_a_communicator_hang_every_pipeline(table: Schedul
     assume(table.pp > 1 and table.microbatches > 1 and table.name != "gpipe")
     for shared in (one_for_all, one_for_each_pair):
         assert any("deadlock" in flaw.reason for flaw in rehearsed(table, shared))
-
-
-@settings(deadline=None)
-@given(schedules)
-def test_communicators_of_their_own_for_every_link_are_as_good(table: Schedule) -> None:
-    assert rehearsed(table, one_for_each_link_and_direction) == []
 
 
 @settings(deadline=None)

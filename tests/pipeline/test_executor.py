@@ -23,7 +23,7 @@ from megalite.launch.context import ParallelContext
 from megalite.model.gpt import GPT
 from megalite.pipeline import executor as executor_module
 from megalite.pipeline.actions import Action, Schedule
-from megalite.pipeline.executor import Executor, Links
+from megalite.pipeline.executor import Executor, P2PGroups
 from megalite.pipeline.schedules import build_schedule, forward_only
 from megalite.pipeline.transfers import Direction, Instruction, Transfer, Wait, instructions
 from megalite.tensor_parallel.deferred import Later
@@ -147,7 +147,7 @@ def run_alone(
 
     executor = Executor(
         chunks,
-        Links(rank, network.groups(pp)),
+        P2PGroups(rank, network.groups(pp)),
         lambda count: table_of(pp, name, vpp, count),
         lambda count: forward_only(pp, vpp, count),
         coming,
@@ -187,42 +187,25 @@ def chunk_of(config: Config, rank: int, chunk: int) -> GPT:
 
 
 @pytest.mark.parametrize(("pp", "name", "vpp"), SCHEDULES)
-def test_the_executor_does_exactly_the_records_in_their_order(
+def test_the_executor_does_exactly_the_records_in_their_order_and_keeps_nothing_longer(
     pp: int, name: str, vpp: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Receives are posted when the records say, sends waited for when they say, nothing comes in between."""
+    """Receives are posted and sends waited for when the records say. What was sent is freed when it has arrived. Last
+    gradients are announced before the last microbatch's backward pass, and there in it or in its weight pass."""
+    begin, end = ("backward-input", "backward-weight") if name == "zb-h1" else ("backward", "backward")
     for rank in range(pp):
-        network, _ = run_alone(monkeypatch, pp, name, vpp, rank, count=6)
+        network, told = run_alone(monkeypatch, pp, name, vpp, rank, count=6)
         assert network.events == list(as_events(instructions(table_of(pp, name, vpp, 6))[rank]))
-        network, told = run_alone(monkeypatch, pp, name, vpp, rank, count=3, training=False)
-        assert network.events == list(as_events(instructions(forward_only(pp, vpp, 3))[rank]))
-        assert told == []
-
-
-@pytest.mark.parametrize(("pp", "name", "vpp"), SCHEDULES)
-def test_what_was_sent_is_freed_when_it_has_arrived(
-    pp: int, name: str, vpp: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Activations whose graph waits for backward, and gradients; at the end nothing that travelled is left."""
-    for rank in range(pp):
-        network, _ = run_alone(monkeypatch, pp, name, vpp, rank, count=6)
         assert network.sent
         assert {*network.left} == {0}, f"rank {rank} keeps outputs after their send was waited for"
         assert all(each.expired() for each in network.sent + network.received)
-
-
-@pytest.mark.parametrize(("pp", "name", "vpp"), SCHEDULES)
-def test_last_gradients_are_told_once_for_each_chunk(
-    pp: int, name: str, vpp: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Announced before the last microbatch's backward pass, and there in it or among its weight gradients."""
-    begin, end = ("backward-input", "backward-weight") if name == "zb-h1" else ("backward", "backward")
-    for rank in range(pp):
-        _, told = run_alone(monkeypatch, pp, name, vpp, rank, count=6)
         for chunk in range(vpp):
             of_chunk = [(what, action) for what, other, action in told if other == chunk]
             assert of_chunk[0] == ("coming", Action(begin, chunk, 5))  # type: ignore[arg-type]
             assert {*of_chunk[1:]} == {("there", Action(end, chunk, 5))}  # type: ignore[arg-type]
+        network, told = run_alone(monkeypatch, pp, name, vpp, rank, count=3, training=False)
+        assert network.events == list(as_events(instructions(forward_only(pp, vpp, 3))[rank]))
+        assert told == []
 
 
 def test_a_put_off_gradient_is_told_when_it_is_there_and_not_when_all_are() -> None:

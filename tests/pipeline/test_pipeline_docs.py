@@ -6,24 +6,22 @@ import os
 import re
 import subprocess
 import sys
+from itertools import zip_longest
 from pathlib import Path
 
 import pytest
 
 from megalite.config.layout import STAGE_NAMES
 from megalite.config.settings import SETTINGS, yaml_value
-from megalite.errors.problems import REFUSED
 from megalite.pipeline import schedules
+from megalite.pipeline.actions import Action
+from megalite.pipeline.transfers import Instruction, Wait, instructions
+from tests.pipeline.shapes import schedule
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "pipeline.md").read_text(encoding="utf-8")
 COMMANDS = {
-    "stages": r"python scripts/rank_generator.py ",
     "table": r"python -m megalite plan schedule [^\n]*train.global_batch_size=4 train.micro_batch_size=1$",
-    "bubbles": r"python - <<'END'\n.*step\.bubble",
-    "program": r"python - <<'END'\n.*zip_longest",
-    "flaws": r"python - <<'END'\n.*print\(\*check\(",
-    "refused": r"python -m megalite verify .*train.compile=true$",
 }
 DRAWN = re.findall(r"^(python -m megalite plan schedule .*\\\n.*) --picture (docs/pictures/\S+)$", PAGE, re.MULTILINE)
 
@@ -47,9 +45,22 @@ def shown(pattern: str) -> tuple[str, str]:
 def test_what_follows_a_command_is_its_output(name: str) -> None:
     command, output = shown(COMMANDS[name])
     done = ran(command)
-    told = done.stderr if name == "refused" else done.stdout
-    assert done.returncode == (REFUSED if name == "refused" else 0), done.stderr
-    assert output.splitlines() == told.splitlines(), f"docs/pipeline.md must show:\n{told}"
+    assert done.returncode == 0, done.stderr
+    assert output.splitlines() == done.stdout.splitlines(), f"docs/pipeline.md must show:\n{done.stdout}"
+
+
+def words_of(one: Instruction) -> str:
+    if isinstance(one, Action):
+        return str(one)
+    transfer = one.transfer if isinstance(one, Wait) else one
+    what = f"{transfer.role} {'activation' if transfer.direction == 'forward' else 'gradient'} {transfer.microbatch}"
+    return f"    wait: {what}" if isinstance(one, Wait) else f"    {what}"
+
+
+def test_the_instructions_that_are_shown_are_those_of_1f1b() -> None:
+    programs = [map(words_of, of_rank) for of_rank in instructions(schedule("1f1b", 2, 3))]
+    lines = [f"{one:<36}{other}".rstrip() for one, other in zip_longest(*programs, fillvalue="")]
+    assert "\n".join([f"{'rank 0':<36}rank 1", "", *lines]) in PAGE
 
 
 def test_there_is_a_picture_of_every_schedule() -> None:

@@ -36,16 +36,6 @@ def test_warm_up_counts_of_interleaved_are_megatrons(vpp: int, pp: int) -> None:
         assert leading_forwards(table) == [min(one + 1, passes) for one in warm_up]
 
 
-@pytest.mark.parametrize(
-    ("pp", "vpp", "microbatches", "warm_up"), [(2, 2, 4, [4, 2]), (4, 2, 8, [10, 8, 6, 4]), (4, 3, 4, [12, 12, 10, 8])]
-)
-def test_warm_up_counts_that_megatron_was_seen_to_have(
-    pp: int, vpp: int, microbatches: int, warm_up: list[int]
-) -> None:
-    table = schedule("interleaved", pp, microbatches, vpp)
-    assert leading_forwards(table) == [min(one + 1, vpp * microbatches) for one in warm_up]
-
-
 def test_the_last_group_of_microbatches_may_be_shorter() -> None:
     forward = [one for one in schedule("interleaved", 2, 5, vpp=2, group_size=3).ranks[0] if one.kind == "forward"]
     backward = [one for one in schedule("interleaved", 2, 5, vpp=2, group_size=3).ranks[0] if one.kind == "backward"]
@@ -65,13 +55,6 @@ KNOWN = {
 @pytest.mark.parametrize("name", KNOWN)
 def test_three_microbatches_on_two_ranks(name: str) -> None:
     assert text_of(schedule(name, 2, 3)) == KNOWN[name]
-
-
-def test_interleaved_on_two_ranks() -> None:
-    assert text_of(schedule("interleaved", 2, 2, vpp=2)) == [
-        "0F0 0F1 1F0 1F1 1B0 1B1 0B0 0B1",
-        "0F0 0F1 1F0 1B0 1F1 1B1 0B0 0B1",
-    ]
 
 
 @given(pp=st.integers(1, 8), microbatches=st.integers(1, 20))

@@ -155,10 +155,3 @@ def test_stages_are_listed_by_layer_with_what_else_they_hold() -> None:
         "  pp rank 2: decoder, 6 layers, 0-5 (embedding)",
         "  pp rank 3: decoder, 6 layers, 6-11 (loss)",
     ]
-
-
-def test_json_holds_the_stages_where_layers_are_placed() -> None:
-    layout, stages = ParallelLayout(pp=2), stage_layers(StageSettings(4, 2))
-    shown = json.loads("\n".join(json_lines(layout, stages)))
-    assert list(shown) == ["dense", "expert", "stages"]
-    assert [(stage["pp_rank"], stage["first"], stage["count"]) for stage in shown["stages"]] == [(0, 0, 2), (1, 2, 2)]

@@ -25,7 +25,7 @@ from megalite.launch.context import ParallelContext
 from megalite.launch.environment import ProcessEnvironment
 from megalite.prepare import prepare as preparation
 from megalite.prepare.token_writer import TokenWriter
-from megalite.train.job import open_training_data
+from megalite.train.setup import open_training_data
 from tests.bad_input.launching import SMALL, launch_folder, tree
 from tests.ranks import run_ranks
 
@@ -390,5 +390,5 @@ def open_as_another_node(context: ParallelContext, folder: str) -> str:
     config.data.source, config.data.path = "tokens", "corpus"
     config.train.seq_length = 16
     with pytest.raises(UserError) as refusal:
-        open_training_data(config, context, ProcessEnvironment(local_rank=0), preparation, lambda *counts: None)
+        open_training_data(config, context, ProcessEnvironment(local_rank=0), preparation.prepare)
     return str(refusal.value)

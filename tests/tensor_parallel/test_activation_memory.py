@@ -19,11 +19,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megalite.config.derive import derive_model
 from megalite.config.schema import Config, ModelConfig
 from megalite.data.batch import whole_batch
-from megalite.kernels.causal_attention import BLOCK
+from megalite.kernels import attention
+from megalite.kernels.attention_mask import BLOCK
 from megalite.launch.context import ParallelContext
 from megalite.launch.startup import join
 from megalite.layout.ranks import ParallelLayout
-from megalite.model import attention
 from megalite.train.build import build_training, fill_with_start_values
 from tests.tensor_parallel.live_bytes import LiveBytes
 
@@ -116,7 +116,7 @@ def assert_near(counted: float, formula: float) -> None:
 @pytest.mark.parametrize("t", [*(pytest.param(t, marks=pytest.mark.long) for t in (1, 2)), 4])
 def test_a_block_keeps_what_the_formula_says(t: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With torch's attention kernel. At tp 4 two ranks share each key-value head of the Llama-like block."""
-    monkeypatch.setattr(attention, "MAX_LENGTH", 0)
+    monkeypatch.setattr(attention, "MAX_ROWS", 0)
     splits = (False, True) if t > 1 else (False,)
     rows = product(SHAPES, splits, RECOMPUTE, (0.0, 0.1))
     configs = [config_of(family, t, split, dropout=p, **train) for family, split, train, p in rows]

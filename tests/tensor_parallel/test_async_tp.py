@@ -14,7 +14,7 @@ from megalite.launch.context import ParallelContext
 from megalite.launch.environment import ProcessEnvironment
 from megalite.layout.ranks import ParallelLayout
 from megalite.model.attention import BlockInputs
-from megalite.model.block import AttentionBlock
+from megalite.model.block import Block
 from megalite.model.gpt import GPT
 from megalite.tensor_parallel import collectives
 from megalite.tensor_parallel.collectives import TensorGroup
@@ -97,7 +97,7 @@ def test_only_what_is_asked_for_compiles_products_that_send() -> None:
     asked: list[Any] = []
     for async_tp in (False, True):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(AttentionBlock, "compile_parts", lambda self, options: asked.append(options))
+            patch.setattr(Block, "compile_parts", lambda self, options: asked.append(options))
             config = Config(model=small(num_layers=1), train=TrainConfig(compile=True))
             config.parallel = ParallelConfig(tp=2, async_tp=async_tp, sequence_parallel=True)
             GPT(config, dtype=torch.float32, device=torch.device("cpu"), tp=TensorGroup("tp", 2, 0))

@@ -19,7 +19,6 @@ import megalite.train.loop as loop_module
 import megalite.train.saving as saving_module
 from megalite.checkpoint import store
 from megalite.checkpoint.background import HostCopies
-from megalite.checkpoint.run_folder import RunFolder
 from megalite.checkpoint.store import CheckpointError
 from megalite.config.compose import load_config
 from megalite.config.schema import Config
@@ -42,11 +41,6 @@ from tests.train.runs import (
     write_text,
 )
 from tests.train.test_run import STEPS, checkpoints, config_for, losses, poison, start, stop_after
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_text(tmp_path_factory.mktemp("async") / "text.txt")
 
 
 def behind(text: Path, run_dir: Path, **train: Any) -> Config:
@@ -210,18 +204,6 @@ def test_giving_up_names_the_checkpoint_that_was_under_way(
     assert start(behind(text, tmp_path / "run", max_bad_steps=3)) == 1
     assert "The checkpoint of step 4 is intact" in capsys.readouterr().err
     assert checkpoints(tmp_path / "run") == [4]
-
-
-def test_a_run_that_was_taken_over_ends_at_the_next_save(
-    text: Path, tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """And not before, when one rank knows and another may not."""
-    monkeypatch.setattr(RunFolder, "lost", lambda self: "another job has taken over")
-    disk.at_step(6, wait_for_the_thread, monkeypatch)
-    assert start(behind(text, tmp_path / "run")) == 1
-    assert capsys.readouterr().err.count("this job has ended: another job has taken over") == 1
-    assert max(losses(tmp_path / "run")) == 8
-    assert checkpoints(tmp_path / "run") == []
 
 
 @pytest.mark.parametrize("error", [ReplicaMismatchError("ranks 0 and 1 differ"), ValueError("a bug")])

@@ -39,7 +39,7 @@ def train(context: ParallelContext, steps: int, broken_rank: int | None, optimiz
     config = small_config(optimizer=optimizer, parallel={"pp": context.layout.pp})
     training = build_training(config, context)
     fill_with_start_values(training.buffers, config, context)
-    training.spread_masters()
+    training.cast_and_gather_params()
     step = TrainStep(training, config.optimizer, context)
     seen = []
     for number in range(steps):

@@ -23,17 +23,10 @@ from megalite.train import run as run_module
 from megalite.train.build import needs_of
 from tests.ranks import run_ranks
 from tests.train import runs
-from tests.train.runs import ROOT, finish, kill, metrics, overrides, train_on_rank, wait_for_step, write_text
+from tests.train.runs import ROOT, finish, kill, metrics, overrides, train_on_rank, wait_for_step
 
 launch = partial(runs.launch, python=sys.executable)  # as a user does
 LONG = ("train.steps=100000", "train.eval_interval=0", "checkpoint.interval=0")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("launch")
-    write_text(folder / "text.txt")
-    return folder
 
 
 def launch_by_variables(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-import megalite.train.clock as profile_module
+import megalite.train.profile as profile_module
 from megalite.config.derive import derive
 from megalite.config.schema import Config
 from megalite.launch.context import ParallelContext
@@ -17,13 +17,8 @@ from megalite.optim.zero import ParameterGather
 from megalite.train.build import needs_of
 from megalite.train.history import read_events
 from tests.ranks import run_ranks
-from tests.train.runs import train_on_rank, write_text
+from tests.train.runs import train_on_rank
 from tests.train.test_run import config_for, losses, start
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_text(tmp_path_factory.mktemp("run") / "text.txt")
 
 
 def splits(run_dir: Path) -> dict[tuple[int, int], dict[str, Any]]:
@@ -68,7 +63,7 @@ def test_a_trace_that_cannot_be_kept_does_not_end_the_run(
         raise OSError(28, "No space left on device", str(path))
 
     if full == "disk":
-        monkeypatch.setattr("megalite.train.trace.write_atomically", no_space)
+        monkeypatch.setattr("megalite.train.profile.write_atomically", no_space)
     elif full == "temporary folder":  # kineto writes what it can, and says nothing
         monkeypatch.setattr(
             profile_module.profile, "export_chrome_trace", lambda self, path: Path(path).write_text('{"traceEvents": [')

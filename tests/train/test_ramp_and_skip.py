@@ -16,17 +16,12 @@ from megalite.layout.ranks import ParallelLayout
 from megalite.train.build import needs_of
 from megalite.train.history import read_metrics
 from tests.ranks import run_ranks
-from tests.train.runs import state_bytes, train_on_rank, write_text
+from tests.train.runs import state_bytes, train_on_rank
 from tests.train.test_run import UNREADABLE, _refusing_step_3, config_for, losses, resume_differs, run_on, start
 
 RAMP = {"global_batch_size": 8, "batch_ramp": [2, 2, 24], "micro_batch_size": 1}  # larger from samples 8, 16 and 24 on
 SIZES = [2, 2, 2, 2, 4, 4, 6, 6, 8, 8, 8, 8]  # of twelve steps
 SKIPPED = [3, 6, 7, 12]
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_text(tmp_path_factory.mktemp("run") / "text.txt")
 
 
 def growing(text: Path, run_dir: Path, **train: Any) -> Config:

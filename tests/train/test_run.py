@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import megalite.data.batches as batches_module
-import megalite.train.job as job_module
 import megalite.train.loop as loop_module
+import megalite.train.saving as saving_module
 from megalite.checkpoint.run_folder import RunFolder
 from megalite.commands.train import train_rank
 from megalite.config.derive import derive
@@ -34,18 +34,14 @@ from megalite.layout.ranks import ParallelLayout
 from megalite.model.gpt import GPT
 from megalite.optim.schedule import learning_rate
 from megalite.pipeline.executor import Executor
+from megalite.train import setup as setting_up
 from megalite.train.history import read_events, read_metrics
 from megalite.train.metrics import Meter, StepMetrics
 from megalite.train.step import PendingMetrics, TrainStep
 from tests.ranks import run_ranks
-from tests.train.runs import metrics, state_bytes, train_on_rank, write_text
+from tests.train.runs import metrics, state_bytes, train_on_rank
 
 STEPS = 12
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_text(tmp_path_factory.mktemp("run") / "text.txt")
 
 
 def config_for(text: Path, run_dir: Path, **train: Any) -> Config:
@@ -150,7 +146,7 @@ def test_a_continued_fp16_run_has_the_loss_scale_of_the_uninterrupted_one(
 def test_a_loss_scale_that_does_not_come_back_is_noticed(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    state = job_module.checkpoint_state
+    state = saving_module.checkpoint_state
     monkeypatch.setattr("megalite.train.saving.checkpoint_state", lambda job: {**state(job), "loss_scale": None})
     start(replace(config_for(text, tmp_path / "parts", steps=6), **FP16))
     assert start(replace(config_for(text, tmp_path / "parts"), **FP16)) == 0
@@ -163,7 +159,7 @@ def test_dropping_one_piece_of_state_is_noticed(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dropped: str
 ) -> None:
     """The negative control of every resume test: tensors of one kind are read into nowhere."""
-    pieces_of = job_module.training_pieces
+    pieces_of = setting_up.training_pieces
 
     def incomplete(*args: Any) -> list[Any]:
         return [
@@ -171,7 +167,7 @@ def test_dropping_one_piece_of_state_is_noticed(
             for piece in pieces_of(*args)
         ]
 
-    monkeypatch.setattr(job_module, "training_pieces", incomplete)
+    monkeypatch.setattr(setting_up, "training_pieces", incomplete)
     assert resume_differs(text, tmp_path, monkeypatch)
 
 
@@ -404,8 +400,6 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another(text: Path, t
 def test_a_save_that_fails_does_not_end_training(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import megalite.train.saving as saving_module
-
     save = saving_module.save
 
     def full_at_step_4(folder: Path, step: int, *args: Any, **kwargs: Any) -> Any:
@@ -456,20 +450,28 @@ def test_a_start_that_is_refused_late_lets_go_of_the_run_folder(text: Path, tmp_
     assert (tmp_path / "run" / "lock").read_text() == ""
 
 
+@pytest.mark.parametrize(("asynchronous", "newest"), [(False, 4), (True, 8)])
 def test_a_run_that_another_job_has_taken_over_ends(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    asynchronous: bool,
+    newest: int,
 ) -> None:
+    """At the first save, not after the last step; behind the training at the second, when all ranks know."""
     monkeypatch.setattr(RunFolder, "lost", lambda self: "another job has taken over")
-    assert start(config_for(text, tmp_path / "run")) == 1
-    assert "this job has ended: another job has taken over" in capsys.readouterr().err
-    assert max(losses(tmp_path / "run")) == 4, "it ends at the first save, not after the last step"
+    config = config_for(text, tmp_path / "run")
+    config.checkpoint = replace(config.checkpoint, asynchronous=asynchronous)
+    assert start(config) == 1
+    assert capsys.readouterr().err.count("this job has ended: another job has taken over") == 1
+    assert max(losses(tmp_path / "run")) == newest
+    assert checkpoints(tmp_path / "run") == []
 
 
 def test_a_run_folder_that_is_moved_while_it_trains_is_told_as_that(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import megalite.train.saving as saving_module
-
     save = saving_module.save
 
     def moved(folder: Path, *args: Any, **kwargs: Any) -> Any:
@@ -523,13 +525,7 @@ def _refusing_step_3(context: ParallelContext, config: Config) -> int | str:
     if context.rank == 1:
         batches_module.local_batches = refuse
     if config.seed == LATE:
-        init = loop_module.Loop.__init__
-
-        def late(self: loop_module.Loop, *args: Any, **kwargs: Any) -> None:
-            init(self, *args, **kwargs)
-            self.lateness = 1  # as on an accelerator: step 4 is launched before step 3 is read
-
-        loop_module.Loop.__init__ = late  # type: ignore[method-assign]
+        loop_module.LATENESS["cpu"] = 1  # as on an accelerator: step 4 is launched before step 3 is read
     return _outcome(context, config)
 
 

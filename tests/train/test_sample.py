@@ -18,15 +18,10 @@ from megalite.train import sample as sample_module
 from megalite.train.history import read_events
 from megalite.train.sample import prompts_of, sample
 from tests.pipeline.stages import stages_config, started
-from tests.train.runs import state_bytes, write_text
+from tests.train.runs import state_bytes
 from tests.train.test_run import STEPS, _outcome, config_for, losses, run_on, start
 
 PROMPTS = [[3, 1, 4], [1], [5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2]]
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_text(tmp_path_factory.mktemp("run") / "text.txt")
 
 
 def texts(prompts: list[list[int]], **options: Any) -> list[list[int]]:
@@ -84,8 +79,6 @@ def test_samples_are_written_on_the_way_and_at_the_end_and_change_nothing(
     assert {*sampled(tmp_path / "sampling")} == {(step, prompt) for step in (5, 10, 12) for prompt in ("tree ", "")}
     assert losses(tmp_path / "sampling") == losses(tmp_path / "plain")
     assert state_bytes(tmp_path / "sampling", STEPS) == state_bytes(tmp_path / "plain", STEPS)
-    log = (tmp_path / "sampling" / "logs" / "rank-00000.log").read_text()
-    assert log.count("sample after step 10: tree ") == 1
 
 
 def test_a_sample_after_the_last_step_is_not_made_twice(text: Path, tmp_path: Path) -> None:

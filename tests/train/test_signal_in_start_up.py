@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.runs import ROOT, overrides, write_text
+from tests.train.runs import ROOT, overrides
 
 # Stands still at the named function of run.py: in Python, in a destructor, whose exceptions Python ignores, or inside
 # an operation of C that no signal interrupts.
@@ -41,13 +41,6 @@ sys.exit(main_to_the_end(sys.argv[1:]))
 LINE = r"megalite: ended by {name} after \d+ s of start-up, before the first step\n"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("signal")
-    write_text(folder / "text.txt")
-    return folder
-
-
 def begin(arguments: list[str], at: str, *, inside: str = "Python", **variables: str) -> "subprocess.Popen[str]":
     """A start that stands still there by now."""
     code = DRIVER.format(root=str(ROOT), at=at, inside=inside)
@@ -70,7 +63,7 @@ def end(process: "subprocess.Popen[str]", number: signal.Signals) -> tuple[int, 
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("at", ["start", "open_training_data", "build_job", "compare_changed"])
+@pytest.mark.parametrize("at", ["open_context", "open_training_data", "set_up", "note_changed_files"])
 def test_a_start_says_by_what_it_was_ended(folder: Path, tmp_path: Path, at: str, number: signal.Signals) -> None:
     """128 and the signal's number, as shells have it. Whoever has typed Ctrl-C is told nothing."""
     process = begin(
@@ -79,7 +72,7 @@ def test_a_start_says_by_what_it_was_ended(folder: Path, tmp_path: Path, at: str
     status, errors, _ = end(process, number)
     assert status == 128 + number
     assert re.fullmatch("" if number == signal.SIGINT else LINE.format(name=number.name), errors), errors
-    built = at == "compare_changed"
+    built = at == "note_changed_files"
     assert (tmp_path / "told").exists() == built
     if built:
         told = json.loads((tmp_path / "told").read_text())
@@ -89,7 +82,7 @@ def test_a_start_says_by_what_it_was_ended(folder: Path, tmp_path: Path, at: str
 
 @pytest.mark.parametrize("inside", ["C", "destructor"])
 def test_a_start_that_cannot_be_unwound_ends_too(folder: Path, inside: str) -> None:
-    process = begin(overrides(folder, inside), "build_job", inside=inside)
+    process = begin(overrides(folder, inside), "set_up", inside=inside)
     status, errors, seconds = end(process, signal.SIGUSR1)
     assert status == 128 + signal.SIGUSR1
     assert re.fullmatch(LINE.format(name="SIGUSR1"), errors), errors

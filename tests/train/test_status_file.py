@@ -9,15 +9,9 @@ import pytest
 
 from megalite.config.schema import Config
 from megalite.errors.problems import UserError
+from megalite.train import run as run_module
 from megalite.train.history import read_events
-from megalite.train.loop import Loop
-from tests.train.runs import write_text
 from tests.train.test_run import STEPS, checkpoints, config_for, start, stop_after
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_text(tmp_path_factory.mktemp("text") / "text.txt")
 
 
 def config_with_status(text: Path, folder: Path, **train: Any) -> Config:
@@ -34,13 +28,13 @@ def told(folder: Path) -> dict[str, Any]:
 def test_a_run_is_running_then_stopped_then_finished(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config, run, seen = config_with_status(text, tmp_path), Loop.run, []
+    config, train, seen = config_with_status(text, tmp_path), run_module.train, []
 
-    def look(self: Loop) -> None:
+    def look(*args: Any) -> None:
         seen.append(told(tmp_path))
-        run(self)
+        train(*args)
 
-    monkeypatch.setattr(Loop, "run", look)
+    monkeypatch.setattr(run_module, "train", look)
     with monkeypatch.context() as patch:
         stop_after(6, patch)
         assert start(config) == 0
@@ -59,10 +53,10 @@ def test_a_run_is_running_then_stopped_then_finished(
 
 
 def test_a_run_that_breaks_off_has_failed(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: Loop) -> None:
+    def fail(*args: Any) -> None:
         raise ValueError("broken")
 
-    monkeypatch.setattr(Loop, "run", fail)
+    monkeypatch.setattr(run_module, "train", fail)
     with pytest.raises(ValueError, match="broken"):
         start(config_with_status(text, tmp_path))
     assert told(tmp_path)["state"] == "failed"
@@ -82,10 +76,10 @@ def test_a_file_that_cannot_be_written_is_refused_before_training(text: Path, tm
 def test_a_file_of_somebody_else_that_comes_meanwhile_stays(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def put(self: Loop) -> None:
+    def put(*args: Any) -> None:
         (tmp_path / "status").write_text("mine")
 
-    monkeypatch.setattr(Loop, "run", put)
+    monkeypatch.setattr(run_module, "train", put)
     start(config_with_status(text, tmp_path))
     assert (tmp_path / "status").read_text() == "mine"
 

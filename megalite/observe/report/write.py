@@ -1,4 +1,4 @@
-"""Reports as files: the one that a run draws of itself while it goes on, and those that are asked for later.
+"""Reports as files: the report that a run draws of itself while it goes on, and reports that are asked for later.
 
 A file is replaced as a whole, so a reader sees the one before or the one after.
 """
@@ -12,7 +12,6 @@ from typing import Any
 from megalite.config.durable_files import private_files, write_atomically
 from megalite.config.own_files import COMPARISON, REPORT, Kind, output_problems
 from megalite.errors.problems import Problem, UserError, collect, collect_all
-from megalite.observe.report.comparison import compare
 from megalite.observe.report.page import render
 from megalite.observe.run_data import RunData, read_run
 from megalite.train.history import ENDS
@@ -38,13 +37,13 @@ class LiveReport:
             self.draw(live=not ended)
 
     def close(self) -> None:
-        """What a run leaves that has no end of its own is drawn by its next start."""
+        """The next start draws what a run without an end has left."""
 
     def draw(self, *, live: bool) -> None:
         """Draw it now; `live`: the run goes on."""
         begun = time.monotonic()
         try:
-            write_page(self._run.folder / REPORT.usual, render(self._run, live=live), REPORT)
+            write_page(self._run.folder / REPORT.usual, render([self._run], live=live), REPORT)
         finally:
             now = time.monotonic()
             if self._interval_s > 0:
@@ -70,7 +69,7 @@ def write_report(folders: Sequence[Path], out: Path | None, kind: Kind | None = 
         raise UserError(problems)
     try:
         with nullcontext() if out else private_files():
-            write_page(target, render(runs[0]) if kind is REPORT else compare(runs), kind)
+            write_page(target, render(runs, compared=kind is COMPARISON), kind)
     except OSError as error:
         rule = f"cannot be written: {error.strerror}"
         raise UserError(Problem("--out", str(target), rule, "another file: --out FILE")) from error

@@ -29,7 +29,7 @@ class Clock:
     def __init__(self, patch: pytest.MonkeyPatch, *, drawing_s: float) -> None:
         self.now, self.drawn = 100.0, list[float]()
 
-        def render(run: object, *, live: bool) -> str:
+        def render(runs: object, *, live: bool) -> str:
             self.drawn.append(self.now)
             self.now += drawing_s
             return PAGE
@@ -196,7 +196,7 @@ def test_a_report_says_what_it_leaves_out(tmp_path: Path) -> None:
         "metrics.jsonl: 2 lines of steps that stand there again later; left out",
         "metrics.jsonl: the lines are not in the order of their steps; shown in that order",
     ]
-    assert [(it.x, it.y) for it in data.figures["loss"].buckets][:2] == [(1, json.loads(by_step[0])["loss"]), (2, 7.0)]
+    assert [(it.x, it.y) for it in data.series["loss"].buckets][:2] == [(1, json.loads(by_step[0])["loss"]), (2, 7.0)]
     page = write_report([run], None).read_text()
     assert all(text in page for text in data.damage)
     (run / "metrics.jsonl").write_bytes(b"")

@@ -1,4 +1,4 @@
-"""Where the time of one step went, read from the trace of it that torch's profiler has made.
+"""Where the time of single steps goes (train.profile_steps), by torch's profiler.
 
 Each rank writes two files into the run's profile folder: `step-00000012-rank-00003.json`, the time split, and
 `step-00000012-rank-00003.trace.json.gz`, which ui.perfetto.dev opens.
@@ -10,20 +10,85 @@ goes on beside computing costs nothing and counts nowhere.
 
 import gzip
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import tempfile
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from megalite.config.durable_files import write_atomically
-from megalite.train.clock import PART, STEP
-from megalite.train.history import STEP_PARTS
+from megalite.train.clock import StepClock
+from megalite.train.history import STEP_PARTS, StepPart
+from megalite.train.setup import Job
 
-PROFILES = "profile"  # of a run
-COMMUNICATION = ("c10d::", "_c10d_functional::", "gloo:", "nccl:", "record_param_comms")  # its operations on a CPU
+FOLDER = "profile"  # in a run's folder
+STEP, PART = "train step", "part: "  # labels in a trace: of the whole step, and before the name of a part
+LARGEST_TRACE = 256 << 20  # bytes before compression; to read it takes ten times as much memory
+COMMUNICATION = ("c10d::", "_c10d_functional::", "gloo:", "nccl:", "record_param_comms")  # operations on a CPU
 KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
+
+
+@contextmanager
+def profiled_step(job: Job, step: int) -> Iterator[None]:
+    """Profile the step that happens inside, up to the reading of its metrics; leaves its files, or a warning."""
+    training, folder = job.training, job.folder.path / FOLDER
+    with recorded(training.clock, job.context.device) as record:
+        training.clock.restart()
+        yield
+        training.gather.finish()  # torch notes a transfer's end where its record was, freed or not
+    try:
+        split = write_profile(folder, step, job.context.rank, chrome_trace(record))
+    except (OSError, ValueError) as error:  # an incomplete trace is no JSON
+        job.log.note(f"warning: the profile of step {step} could not be kept: {type(error).__name__}: {error}")
+    else:
+        job.log.event("profile", step, folder=str(folder), **split)
+
+
+@contextmanager
+def recorded(clock: StepClock, device: torch.device) -> Iterator[profile]:
+    """torch's record of what happens inside, with the parts of the step as labelled ranges one behind the other.
+
+    Such a step waits for its device and takes longer than others.
+    """
+    cuda, thread, label = device.type == "cuda", threading.get_ident(), ExitStack()
+
+    def begin(part: StepPart) -> None:
+        """The part that was open ends. Another thread's view of it (autograd's) is not the step's."""
+        if threading.get_ident() == thread:
+            label.close()
+            label.enter_context(record_function(PART + part))
+
+    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]) as record:
+        if cuda:
+            torch.cuda.synchronize(device)
+        with record_function("begin"):  # the first range of a trace costs what the others do not
+            pass
+        clock.listener = begin
+        try:
+            with record_function(STEP), label:
+                begin("other")
+                yield record
+                label.close()
+                if cuda:
+                    torch.cuda.synchronize(device)
+        finally:
+            clock.listener = None
+
+
+def chrome_trace(record: profile) -> bytes:
+    """The record as Chrome's JSON. Raises OSError, or ValueError where it is too large to keep."""
+    with tempfile.TemporaryDirectory(prefix="megalite-") as folder:
+        path = Path(folder) / "trace.json"
+        record.export_chrome_trace(str(path))
+        if (size := path.stat().st_size) > LARGEST_TRACE:
+            raise ValueError(f"a trace of {size >> 20} MiB is too large to keep; fewer microbatches make it smaller")
+        return path.read_bytes()
 
 
 def write_profile(folder: Path, step: int, rank: int, trace: bytes) -> dict[str, Any]:
@@ -52,7 +117,7 @@ def time_split(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     lengths, middles = np.diff(instants) / 1e6, (instants[1:] + instants[:-1]) / 2
 
     def during(chosen: Sequence[Mapping[str, Any]]) -> NDArray[np.bool_]:
-        """Of each stretch between two instants: whether at least one of these spans goes on."""
+        """For each stretch between two instants: whether at least one of these spans goes on."""
         begins = np.sort([event["ts"] for event in chosen])
         ends = np.sort([event["ts"] + event["dur"] for event in chosen])
         on: NDArray[np.bool_] = np.searchsorted(begins, middles) > np.searchsorted(ends, middles)

@@ -1,7 +1,8 @@
-"""A rank that computes much longer than its equals is found, and only such a one."""
+"""The line of a step in metrics.jsonl; and a rank that computes much longer than its equals is found."""
 
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,19 @@ from megalite.config.schema import Config
 from megalite.launch.context import ParallelContext
 from megalite.layout.ranks import ParallelLayout
 from megalite.train.history import read_events
-from megalite.train.metrics import SLOW, stragglers
+from megalite.train.metrics import SLOW, StepMetrics, stragglers
 from tests.train.runs import write_text
 from tests.train.test_run import _outcome, config_for, run_on
+
+
+def test_a_line_of_metrics_has_its_names_in_order_and_leaves_out_what_is_not_of_the_run() -> None:
+    dense = StepMetrics(loss=2.0, grad_norm=1.0, batch_tokens=64, skipped=False, stop=False, refused=False, step=3)
+    names = "step tokens loss lr grad_norm tokens_per_s mean_tokens_per_s step_time_s training_s memory_gib"
+    names += " data_wait_share time_split mfu mfu_causal bad_steps"
+    assert " ".join(dense.to_json()) == names
+    others = replace(dense, loss_scale=1024.0, cuts={"whole": 2}, moe={"z_loss": 0.1}).to_json()
+    assert " ".join(others) == f"{names} loss_scale cuts moe"
+    assert dense.to_json()["mfu"] is None, "known to be unknown"
 
 
 def slow(compute_s: list[float], stages: list[int] | None = None) -> list[int]:
@@ -70,7 +81,7 @@ def test_a_run_names_its_slow_rank(tmp_path: Path) -> None:
     assert first["times"] > SLOW
     assert 0.2 < first["share"] < 1, "it sleeps most of a step of a small model"
     log = (tmp_path / "run" / "logs" / "rank-00000.log").read_text()
-    assert re.search(r"step 8: rank 2 on \S+ computes \S+ times .*, which costs \d+", log)
+    assert re.search(r"step 8: straggler: rank 2, times \S+, share \S+, host \S+", log)
     ranks = [event for event in events if event["kind"] == "ranks"]
     assert [event["step"] for event in ranks] == [4, 8, 12]
     assert all(len(event["memory_gib"]) == 3 and min(event["memory_gib"]) > 0.05 for event in ranks)

@@ -1,0 +1,277 @@
+"""A run on this rank, and how it is set up: in the order in which mistakes are cheapest to report.
+
+process groups (run.py) -> data -> settings that follow from both -> run folder -> model, buffers, optimizer -> state of
+the newest checkpoint. What one rank finds wrong, all ranks refuse together.
+"""
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megalite.checkpoint.commit import CHECKPOINTS, STATE, committed, dead_links, passed_over
+from megalite.checkpoint.run_folder import RunFolder, judge_room
+from megalite.checkpoint.store import Found, newest
+from megalite.checkpoint.tokenizer_folder import keep_tokenizer
+from megalite.config.exchange import exchange_of
+from megalite.config.schema import Config, LearningRateConfig
+from megalite.config.settings import DERIVED, OPEN, as_plain, value_of, with_values
+from megalite.config.step_plan import samples_when_longer
+from megalite.config.user_files import as_record
+from megalite.data.open import OpenedData, TokenFiles, open_data
+from megalite.errors.problems import Problem, UserError
+from megalite.errors.words import several
+from megalite.launch.agreement import on_first, together
+from megalite.launch.context import ParallelContext
+from megalite.launch.device import slow_precision
+from megalite.launch.environment import ProcessEnvironment
+from megalite.launch.signals import StopRequest
+from megalite.launch.watchdog import SAVES, Doing, Patience
+from megalite.optim.schedule import learning_rate
+from megalite.train.build import (
+    ReadWeights,
+    Training,
+    build_training,
+    fill_with_imported_values,
+    fill_with_start_values,
+)
+from megalite.train.device_settings import ASYNC_TP, CUDA_GRAPH, derive_device
+from megalite.train.history import ENDS, EVENTS, METRICS, read_events, read_metrics
+from megalite.train.run_log import RunLog
+from megalite.train.sample import Prompt, prompts_of
+from megalite.train.state import Progress, SavedState, is_rounded, state_bytes, training_pieces
+
+
+@dataclass
+class Job:
+    """One run on this rank: all that it consists of, and where it stands. The loop (loop.py) moves it on."""
+
+    config: Config
+    context: ParallelContext
+    data: OpenedData
+    folder: RunFolder
+    training: Training
+    prompts: list[Prompt]  # of the samples of text
+    hosts: list[str]  # where each rank runs
+    log: RunLog
+    progress: Progress = field(default_factory=Progress)
+
+    # From the checkpoint that the run continues from, and from the records beside it.
+    resumed_from: int | None = None  # step of the checkpoint
+    tokenizer_files: dict[str, str] = field(default_factory=dict)  # name -> hash
+    seals: dict[str, Any] = field(default_factory=dict)  # a history.Seal of each file of the record
+    measured: dict[str, Any] = field(default_factory=dict)  # the newest line of a step
+    finished: bool = False  # an earlier start has done and recorded everything: this one leaves the folder as it is
+
+    # Where this start stands.
+    stop: StopRequest | None = None
+    stopping: bool = False  # all ranks know that one of them was asked to stop
+    problems: list[Problem] = field(default_factory=list)  # of the input that this rank has read: no step is applied
+    under_way: bool = False  # the first step is done: from now on no rank is late for a good reason
+    saving: bool = False  # training waits for a save
+    newest_step: int = 0  # that was begun
+    evaluated_step: int = -1  # the newest one
+    sampled_step: int = -1
+
+    @property
+    def stop_is_requested(self) -> bool:
+        """Whether this rank was asked to stop."""
+        return self.stop is not None and self.stop.requested is not None
+
+    def go_on(self) -> bool:
+        """Whether no rank was asked to stop; collective, one small all-reduce on the host."""
+        asked = [True] if self.stop_is_requested else []
+        self.stopping = self.stopping or any(self.context.gather_json(asked))
+        return not self.stopping
+
+    @property
+    def evaluation_interval(self) -> int:
+        """Steps between evaluations; 0: there are none."""
+        return 0 if self.data.validation is None else self.config.train.eval_interval
+
+    def owes_evaluation(self) -> bool:
+        """Whether the evaluation that is due after the newest step has not been done."""
+        step, interval = self.progress.step, self.evaluation_interval
+        due = interval > 0 and step > 0 and (step % interval == 0 or step == self.config.train.steps)
+        return due and self.evaluated_step != step
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing of the run remains to be done."""
+        return self.progress.step >= self.config.train.steps and not self.owes_evaluation()
+
+    def doing(self) -> Doing:
+        """This rank's place in training, for the watchdog."""
+        if self.saving:
+            return Doing("save", "in a save", SAVES)
+        part, executor = self.training.clock.part, self.training.executor
+        words = f"step {self.newest_step}, {part}, pass {executor.at or 'none yet'}"
+        return Doing((self.newest_step, self.evaluated_step, part, executor.performed), words)
+
+    def patience(self) -> Patience:
+        """How long nothing may go on."""
+        name = "timeout_s" if self.under_way else "startup_timeout_s"
+        return Patience(f"parallel.{name}", getattr(self.config.parallel, name))
+
+
+def set_up(
+    config: Config,
+    context: ParallelContext,
+    environment: ProcessEnvironment,
+    data: OpenedData,
+    read_weights: ReadWeights,
+    log: RunLog,
+    hosts: Sequence[str],
+) -> Job:
+    """The run on this rank: new, imported, or from the newest checkpoint in its folder."""
+    vocabulary = {"model.vocab_size": config.model.vocab_size or data.vocab_size}
+    config = derive_device(with_values(config, vocabulary), context, environment, log.note)
+    path, weights = Path(config.run_dir), config.checkpoint.init_from
+    prompts = together(context, lambda: prompts_of(config, data))
+    continues = on_first(context, lambda: has_checkpoints(path))
+    if weights is not None and not continues:  # else nobody reads them
+        together(context, lambda: read_weights(weights, config.model, None))  # checked at once, read later
+    folder = RunFolder(path, context, config.resume, as_plain(config), data.fingerprint)
+    try:
+        for line in (*config.told, *folder.changes, *remarks(config, context)):
+            log.note(line)
+        job = Job(config, context, data, folder, build_training(config, context), prompts, [*hosts], log)
+        if (found := newest(folder.checkpoints, context, log.note)) is not None:
+            restore(job, found)
+        elif weights is not None:
+            buffers = job.training.buffers
+            together(context, lambda: fill_with_imported_values(buffers, read_weights, config, context))
+        else:
+            fill_with_start_values(job.training.buffers, config, context)
+        job.newest_step = job.progress.step
+        evaluated, job.finished, job.measured = on_first(context, lambda: examine_records(job))
+        job.evaluated_step = job.progress.step if evaluated else -1
+        if not job.finished:
+            if warning := on_first(context, lambda: room_for_checkpoints(job)):
+                log.note(warning)
+            derived = [name for name in config.derived if value_of(config, name) not in OPEN]
+            folder.begin(context, as_plain(config) | {DERIVED: derived})
+        if (tokenizer := data.tokenizer) is not None:  # mended even if the run is over
+            known = job.tokenizer_files
+            job.tokenizer_files = on_first(context, lambda: keep_tokenizer(path, tokenizer.files(), known))
+    except BaseException:
+        folder.withdraw()  # nobody else will: the job does not exist
+        raise
+    return job
+
+
+def open_training_data(
+    config: Config,
+    context: ParallelContext,
+    environment: ProcessEnvironment,
+    prepare: Callable[[Config], TokenFiles],
+) -> OpenedData:
+    """The data of the run: prepared by the first rank of every node, under a lock, then opened by all."""
+    first_of_node = not environment.local_rank  # unknown: all ask, the lock lets one of them work
+    made = together(context, lambda: prepare(config) if first_of_node else None, patient=True)
+    # Other ranks find the files made; where the text has changed meanwhile they make their own, and are refused below.
+    data = together(context, lambda: open_data(config, made or prepare(config)), patient=True)
+    others = {fingerprint: rank for rank, [fingerprint] in enumerate(context.gather_json([data.fingerprint]))}
+    if len(others) > 1:  # the same on every rank, so that all refuse
+        rule = f"ranks {' and '.join(map(str, sorted(others.values())))} find different data at this place"
+        raise UserError(Problem("data.path", config.data.path, rule, "give every node the same files"))
+    return data
+
+
+def has_checkpoints(run_dir: Path) -> bool:
+    """Whether there is something to continue from. A run that has saved goes on or not at all: a new start would write
+    over its records."""
+    folder = run_dir / CHECKPOINTS
+    if dead := dead_links(folder):
+        rule = f"it is a link to {os.readlink(folder / dead[-1])}, and nothing is there"
+        remedy = "mount its disk, or delete the link to go on from the checkpoint before"
+        raise UserError(Problem("run_dir", str(folder / dead[-1]), rule, remedy))
+    if committed(folder):
+        return True
+    events, gone = read_events(run_dir / EVENTS), ""
+    if saved := [event["step"] for event in events if event["kind"] in ("checkpoint", "resume")]:
+        gone = f"{EVENTS} tells of a checkpoint of step {saved[-1]:,}"
+    elif not events and read_metrics(run_dir / METRICS):
+        gone = f"{METRICS} tells of steps, and {EVENTS} does not say that none was saved"
+    if gone:
+        rule = "; ".join([f"its {gone}, but there is no checkpoint in {folder}", *passed_over(folder)])
+        remedy = (
+            f"put the checkpoints back (is their disk mounted?); to start anew, another run_dir, or delete {run_dir}"
+        )
+        raise UserError(Problem("run_dir", str(run_dir), rule, remedy))
+    return False
+
+
+def remarks(config: Config, context: ParallelContext) -> list[str]:
+    """Lines about settings on this device that the user should know."""
+    found = [slow] if (slow := slow_precision(context.dtype, context.device)) else []
+    if config.train.fp8 is not None and context.device.type == "cpu":
+        found.append(
+            "a CPU imitates fp8: numbers are rounded as on a GPU, and steps take longer than without train.fp8"
+        )
+    for name in (ASYNC_TP, CUDA_GRAPH):
+        if value_of(config, name) and name in config.derived:
+            found.append(f"on, as this device allows it: {name} ({name}=false: off)")
+    if config.parallel.cp > 1:
+        exchange = exchange_of(config)
+        found.append(f"the {config.parallel.cp} ranks of a sequence exchange keys by {exchange.name}: {exchange.why}")
+    return found
+
+
+def restore(job: Job, found: Found) -> None:
+    """The state of a checkpoint, whatever layout wrote it; collective."""
+    if (origin := found.manifest.about.get("run_id", job.folder.run_id)) != job.folder.run_id:
+        rule = f"it is of run {origin}, and the folder is that of run {job.folder.run_id}"
+        remedy = "take it out of this folder; to continue its run, copy the whole run folder and set run_dir to it"
+        raise UserError(Problem(str(found.path), "of another run", rule, remedy))
+    state, training, train = SavedState.of(found), job.training, job.config.train
+    found.read_into(training_pieces(training), unread=is_rounded)
+    training.cast_and_gather_params()
+    if training.loss_scale is not None and state.loss_scale is not None:  # not if it was no fp16 run
+        training.loss_scale.state.copy_(torch.tensor(state.loss_scale))
+    job.resumed_from, job.progress, job.tokenizer_files = found.step, state.progress, state.tokenizer
+    job.seals = state.record
+    length, consumed = state.config["train"]["seq_length"], job.progress.samples
+    if length != train.seq_length:
+        job.progress.samples = samples_when_longer(consumed, length, train.seq_length)
+        over = job.progress.samples * train.seq_length - consumed * length
+        passed_over = f"; {over:,} are passed over, to begin with a whole sample" if over else ""
+        job.log.note(f"the data goes on behind the first {consumed * length:,} tokens of its order{passed_over}")
+    note_learning_rate(job, state, found)
+
+
+def note_learning_rate(job: Job, state: SavedState, found: Found) -> None:
+    """A line where the learning rate after the checkpoint is not the one that the run was at."""
+    step, steps, before = found.step, job.config.train.steps, state.config["train"]["steps"]
+    schedule = as_record(LearningRateConfig, state.config["lr"], found.path / STATE)
+    old = learning_rate(step, schedule, peak=state.config["optimizer"]["lr"], steps=before)
+    new = learning_rate(step, job.config.lr, peak=job.config.optimizer.lr, steps=steps)
+    if not math.isclose(old, new, rel_tol=1e-6):
+        rises = "; it rises: optimizer.lr, lr.schedule and lr.warmup_steps say how it goes on" if new > old else ""
+        was = f"in a run of {several(before, 'step')} it was {old:.3g}"
+        job.log.note(f"the learning rate of step {step + 1} of {steps} is {new:.3g}, {was}{rises}")
+
+
+def examine_records(job: Job) -> tuple[bool, bool, dict[str, Any]]:
+    """Whether the records hold the evaluation of the step that the run continues from, whether this start has nothing
+    to do and nothing to record, and the newest line of a step."""
+    step, folder = job.progress.step, job.folder.path
+    if job.resumed_from is None:
+        return False, False, {}
+    lines, events = read_metrics(folder / METRICS), read_events(folder / EVENTS)
+    evaluated = any(line["step"] == step and "val_loss" in line for line in lines)
+    done = step >= job.config.train.steps and (evaluated or not job.owes_evaluation())
+    measured = [line for line in lines if "loss" in line and line["step"] <= step]
+    return evaluated, done and bool(events) and events[-1]["kind"] in ENDS, measured[-1] if measured else {}
+
+
+def room_for_checkpoints(job: Job) -> str:
+    """A warning where the disk will not hold the checkpoints of the run, else empty."""
+    checkpoint, step, steps = job.config.checkpoint, job.progress.step, job.config.train.steps
+    interval = checkpoint.interval or steps  # and one of the last step
+    saves = max(0, -(-steps // interval) - step // interval) if step < steps else 0
+    return judge_room(job.folder.checkpoints, state_bytes(job.config), keep=checkpoint.keep, saves=saves)
