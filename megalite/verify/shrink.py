@@ -75,9 +75,8 @@ def shrink(config: Config, world_size: int) -> Shrunk:
 
 def vocabulary_of(config: Config) -> int:
     """model.vocab_size, or what the tokenizer will say as far as its name tells."""
-    if config.model.vocab_size is not None:
-        return config.model.vocab_size
-    return VOCABULARIES.get(config.tokenizer, config.data.bpe_vocab_size if config.tokenizer == "bpe" else 50257)
+    tokens = config.data.bpe_vocab_size if config.tokenizer == "bpe" else 50257
+    return config.model.vocab_size or VOCABULARIES.get(config.tokenizer, tokens)
 
 
 def _smaller(config: Config, asked: ParallelLayout) -> ParallelLayout:
@@ -110,7 +109,7 @@ def _model(config: Config, asked: ParallelLayout, run: ParallelLayout) -> dict[s
     stay groups; the width stays that of all heads, or narrower or wider; the vocabulary has as much padding as before,
     and rows as uneven over tp."""
     model, exchange = config.model, exchange_of(config)
-    heads, kv_heads, head_size = model.num_attention_heads, model.num_key_value_heads or 1, model.head_size or 1
+    heads, kv_heads, head_size = model.num_attention_heads, model.num_key_value_heads, model.head_size
     groups, queries = max(1, min(kv_heads // asked.tp, FEW)), min(heads // max(kv_heads, asked.tp), FEW)
     swaps = min(exchange.alltoall, run.cp)
     if max(1, kv_heads // asked.tp) % exchange.alltoall == 0:
@@ -133,7 +132,7 @@ def _model(config: Config, asked: ParallelLayout, run: ParallelLayout) -> dict[s
         "model.num_attention_heads": heads_run,
         "model.num_key_value_heads": kv_heads_run,
         "model.head_size": head_size_run,
-        "model.ffn_hidden_size": min((model.ffn_hidden_size or 1) // asked.tp, WIDE) * run.tp,
+        "model.ffn_hidden_size": min(model.ffn_hidden_size // asked.tp, WIDE) * run.tp,
         "model.vocab_size": size - (rows - min(rows, 2 * run.tp + rows % run.tp)) * multiple,
         "model.init_std": model.init_std * sqrt(model.hidden_size / hidden),  # activations keep their size
         "parallel.cp_comm": comm if run.cp > 1 else "auto",
@@ -159,7 +158,7 @@ def _experts(config: Config, asked: ParallelLayout, run: ParallelLayout, layers:
         "num_groups": groups,
         "top_k_groups": top_groups,
         "top_k": top,
-        "ffn_hidden_size": min(max(1, (moe.ffn_hidden_size or 1) // unit), WIDE) * unit_run,
+        "ffn_hidden_size": min(max(1, moe.ffn_hidden_size // unit), WIDE) * unit_run,
         "num_shared_experts": min(moe.num_shared_experts, FEW),
         "capacity_factor": moe.capacity_factor and max(moe.capacity_factor, 1 / top),  # less is refused
         "first_dense_layers": first,
@@ -172,8 +171,8 @@ def _batches(config: Config, asked: ParallelLayout, run: ParallelLayout) -> dict
     """Fewer microbatches than pipeline ranks, as many or more if there were, and a multiple of the group if they were;
     a sequence that divides if it did, and as many chunks of the loss as one, or a few."""
     train, group = config.train, config.parallel.microbatch_group_size
-    micro, ring = min(train.micro_batch_size or 1, FEW), exchange_of(config).ring
-    number = train.global_batch_size // ((train.micro_batch_size or 1) * asked.dp)
+    micro, ring = min(train.micro_batch_size, FEW), exchange_of(config).ring
+    number = train.global_batch_size // (train.micro_batch_size * asked.dp)
     microbatches = min(number // asked.pp, FEW) * run.pp + min(number % asked.pp, run.pp - 1)
     if group is not None:
         whole = -(-microbatches // run.pp) * run.pp
@@ -181,7 +180,7 @@ def _batches(config: Config, asked: ParallelLayout, run: ParallelLayout) -> dict
     unit = 2 * run.tp * run.cp  # context parallelism cuts twice as many pieces as it has ranks
     length = -(-(LENGTH if ring == 1 else 2 * run.cp * BLOCK) // unit) * unit
     length += (train.seq_length % (asked.tp * asked.cp) > 0) * (1 if run.cp == 1 else 2 * run.cp)
-    whole_loss = (config.model.loss_chunk_tokens or 0) >= (train.micro_batch_size or 1) * train.seq_length
+    whole_loss = (config.model.loss_chunk_tokens or 0) >= train.micro_batch_size * train.seq_length
     return {
         "train.seq_length": length,
         "train.micro_batch_size": micro,
