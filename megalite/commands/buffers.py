@@ -18,7 +18,7 @@ from megalite.config.arguments import number_from
 from megalite.config.compose import load_config
 from megalite.config.derive import derive_vocabulary
 from megalite.config.parallel_rules import checked_layout
-from megalite.config.remedies import Case
+from megalite.config.rule import Case
 from megalite.config.schema import Config
 from megalite.errors.problems import Problem, UserError
 from megalite.layout.summary import header_lines as layout_lines

@@ -52,15 +52,14 @@ def read(output: Path | None, overrides: list[str], *, verify: bool) -> Config:
     if verify == (output is not None):
         remedy = "--output PREFIX, or --verify"
         raise UserError(Problem("--output", NO_VALUE, "either that or --verify is needed", remedy))
-    unwritable = output and unusable("--output", output)
-    problems = [unwritable] if unwritable else []
-    if output is not None and output.name in ("", ".."):
+    problems = [problem] if output and (problem := unusable("--output", output)) else []
+    if output and output.name in ("", ".."):
         problems.append(Problem("--output", str(output), "is a folder: it names no file", "--output tokens/corpus"))
     doer, reads = ("--verify", READ_TO_VERIFY) if verify else ("preparing data", READ_TO_PREPARE)
     config = collect(lambda: load_part(overrides, doer, reads), problems)
     if config is not None and verify != (config.data.source == "tokens"):
-        rule, remedy = "token files are prepared already, and --verify is for them", "data=text, data=hf or data=stdlib"
-        remedy = "data=tokens data.path=PREFIX" if verify else remedy
+        remedy = "data=tokens data.path=PREFIX" if verify else "data=text, data=hf or data=stdlib"
+        rule = "token files are prepared already, and --verify is for them"
         problems.append(Problem("data", config.data.source, rule, remedy))
     if problems or config is None:
         raise UserError(problems)
@@ -68,7 +67,7 @@ def read(output: Path | None, overrides: list[str], *, verify: bool) -> Config:
 
 
 def make(config: Config, output: Path, terminal: Terminal) -> Iterator[str]:
-    """Makes the token files; what they hold, and how to train on them."""
+    """Make the token files; say what they hold, and how to train on them."""
     from megalite.data.token_file import TokenFile, with_suffix
     from megalite.data.tokenizer_folder import load_tokenizer
     from megalite.prepare.prepare import prepare_file
@@ -80,16 +79,13 @@ def make(config: Config, output: Path, terminal: Terminal) -> Iterator[str]:
         raise UserError(Problem("data.path", config.data.path, "one token file is made of one data set", remedy))
     source = replace(source, paths=tuple(path for part in (source, *others) for path in part.paths))
     prepare_file(source, config, output, terminal.preparing)
-    yield from not_read([source])
     file = TokenFile.open(output)
-    facts, tokenizer = file.facts(), load_tokenizer(with_suffix(output, ".tokenizer"))
-    ratio = f"{facts.bytes / len(file.tokens):.3f} bytes per token"
-    counts = f"{file.counts}, {facts.bytes:,} bytes, {ratio}"
-    yield f"{output}: {counts}, vocabulary {tokenizer.vocab_size:,} ({file.tokens.dtype})"
-    if tokenizer.end_of_document is None:
-        yield "the tokenizer has no end-of-document token: nothing marks where one document ends"
-    else:
-        yield f"every document ends with token {tokenizer.end_of_document:,}"
+    facts, end = file.facts(), load_tokenizer(with_suffix(output, ".tokenizer")).end_of_document
+    counts = f"{file.counts}, {facts.bytes:,} bytes, {facts.bytes / len(file.tokens):.3f} bytes per token"
+    yield from not_read([source])
+    yield f"{output}: {counts}, vocabulary {facts.vocab_size:,} ({file.tokens.dtype})"
+    no_end = "the tokenizer has no end-of-document token: nothing marks where one document ends"
+    yield no_end if end is None else f"every document ends with token {end:,}"
     yield from facts.remarks
     if facts.skipped_documents:
         yield f"skipped {facts.skipped_documents:,} rows without text"
@@ -97,7 +93,7 @@ def make(config: Config, output: Path, terminal: Terminal) -> Iterator[str]:
 
 
 def scan(config: Config, terminal: Terminal) -> Iterator[str]:
-    """Scans token files; what they hold."""
+    """Scan token files; say what they hold."""
     from megalite.data.open import paths_of
     from megalite.data.token_file import verify
 

@@ -18,7 +18,8 @@ from megalite.config.families import (
     model_settings,
     rope_of,
 )
-from megalite.config.remedies import Case, problems_of
+from megalite.config.hints import problems_of
+from megalite.config.rule import Case
 from megalite.config.rules import RULES
 from megalite.config.schema import Config, ModelConfig
 from megalite.config.settings import SETTINGS, with_values

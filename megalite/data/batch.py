@@ -47,12 +47,12 @@ class Batch:
         return self._with(torch.clone)
 
     def fill(self, other: "Batch") -> None:
-        """This batch's tensors take the numbers of another of the same shape."""
+        """Copy the numbers of another batch of the same shape into this batch's tensors."""
         for own, given in zip(self._stored(), other._stored(), strict=True):
             own.copy_(given, non_blocking=True)
 
     def with_mask(self, loss_mask: Tensor) -> "Batch":
-        """Whole sequences of which other labels count: `loss_mask` [b, s]."""
+        """The same whole sequences with another `loss_mask` [b, s]."""
         return replace(self, loss_mask=loss_mask, counted=loss_mask.sum(1))
 
     def part(self, share: SequenceShare) -> "Batch":
@@ -72,12 +72,13 @@ class Batch:
         return replace(self, **sliced, plan=plan)
 
     def _stored(self) -> list[Tensor]:
-        """All tensors; of a row that was expanded the row."""
+        """All tensors; the row of a tensor that is an expanded row."""
         values = [getattr(self, field.name) for field in fields(self)]
         return [value if value.stride(0) else value[:1] for value in values if isinstance(value, Tensor)]
 
     def _with(self, moved: Callable[[Tensor], Tensor]) -> "Batch":
-        """A row that was expanded is moved once, and stays one: what follows from positions is then computed once."""
+        """Apply `moved` to all tensors. An expanded row is moved once and expanded again: rotary tables of one row of
+        positions are then computed once."""
         found: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         for name, value in found.items():
             if isinstance(value, Tensor):
@@ -88,21 +89,21 @@ class Batch:
 def whole_batch(
     tokens: Tensor, labels: Tensor, loss_mask: Tensor, positions: Tensor, documents: Tensor | None, first_sample: int
 ) -> Batch:
-    """Of tensors [b, s]."""
+    """A microbatch of whole sequences, from tensors [b, s]."""
     length = tokens.shape[1]
     places = torch.arange(length, device=tokens.device)
     return Batch(tokens, labels, loss_mask, positions, places, loss_mask.sum(1), documents, first_sample, length)
 
 
 def unscored(tokens: Tensor) -> Batch:
-    """`tokens` [b, s] as a microbatch of which nothing enters the loss."""
+    """`tokens` [b, s] as a microbatch without a label that enters the loss."""
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
     nothing = torch.zeros_like(tokens)
     return whole_batch(tokens, nothing, nothing.bool(), positions, None, 0)
 
 
 def _columns(x: Tensor, ranges: Sequence[range]) -> Tensor:
-    """Elements of the last dim. A row that was expanded stays one."""
+    """Elements of the last dim. An expanded row stays an expanded row."""
     if not x.stride(0):
         return _columns(x[0], ranges).expand(len(x), -1)
     return torch.cat([x[..., each.start : each.stop : each.step] for each in ranges], dim=-1)

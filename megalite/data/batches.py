@@ -16,7 +16,6 @@ from itertools import islice
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from megalite.config.schema import Config
 from megalite.config.step_plan import PlannedStep
@@ -62,23 +61,22 @@ def local_batches(
 ) -> list[Batch]:
     """The microbatches that one data-parallel rank computes of the global batch of the `sequences` samples from `first`
     on."""
-    size = _micro_batch_size(config)
     starts = _first_samples(config, first, sequences, dp_rank, dp_size)
-    return [read_batch(source, start, size, config) for start in starts]
+    return [read_batch(source, start, config.train.micro_batch_size, config) for start in starts]
 
 
 def _first_samples(config: Config, first: int, sequences: int, dp_rank: int, dp_size: int) -> list[int]:
     """The first sample of each microbatch of one data-parallel rank."""
-    size = _micro_batch_size(config)
+    size = config.train.micro_batch_size
     count = sequences // size
     assert count % dp_size == 0, (count, dp_size)
     return [first + microbatch * size for microbatch in range(dp_rank, count, dp_size)]
 
 
 def masked_batches(config: Config, sequences: int, dp_size: int) -> list[Batch]:
-    """What stands in for a rank's microbatches of a global batch that cannot be read: as many, of the same shapes, none
-    of it in the loss. On the CPU."""
-    size = _micro_batch_size(config)
+    """Microbatches in the place of those that cannot be read: as many, of the same shapes, no label in the loss. On the
+    CPU."""
+    size = config.train.micro_batch_size
     batch = unscored(torch.zeros(size, config.train.seq_length, dtype=torch.int64))
     if not config.data.cross_document_attention:
         documents = torch.zeros(batch.tokens.shape, dtype=torch.int32)
@@ -86,12 +84,8 @@ def masked_batches(config: Config, sequences: int, dp_size: int) -> list[Batch]:
     return [batch] * (sequences // size // dp_size)
 
 
-def _micro_batch_size(config: Config) -> int:
-    return config.train.micro_batch_size
-
-
 class TrainBatches(Iterator[StepBatches], AbstractContextManager["TrainBatches"]):
-    """Iterates over the `steps`; a thread reads ahead what they train on. Close it, or use it as a context."""
+    """Iterates over the `steps`; a thread reads their microbatches ahead. Close it, or use it as a context."""
 
     def __init__(
         self,
@@ -123,7 +117,7 @@ class TrainBatches(Iterator[StepBatches], AbstractContextManager["TrainBatches"]
         return replace(batches, microbatches=[it.to(self._device) for it in batches.microbatches], wait_s=wait_s)
 
     def close(self) -> None:
-        """End the thread; what it has not begun to read stays unread."""
+        """End the thread; steps that it has not begun to read stay unread."""
         self._reader.shutdown(cancel_futures=True)
 
     def __exit__(self, *error: object) -> None:
@@ -132,34 +126,34 @@ class TrainBatches(Iterator[StepBatches], AbstractContextManager["TrainBatches"]
     def _read(self, step: PlannedStep) -> StepBatches:
         if step.skipped:
             return StepBatches(step, [], 0)  # not even read: its samples may be what is wrong
+        problems: list[Problem] = []
         try:
             batches = local_batches(
                 self._source, self._config, step.first, step.sequences, dp_rank=self._rank, dp_size=self._size
             )
         except UserError as error:
-            return StepBatches(step, self._masked(step), 0, problems=error.problems)
+            batches, problems = self._masked(step), error.problems
         batches = [batch.part(self._sequence) for batch in batches]
         tokens = sum(int(batch.loss_mask.sum()) for batch in batches)
-        return StepBatches(step, [it.pinned() if self._device.type == "cuda" else it for it in batches], tokens)
+        batches = [it.pinned() if self._device.type == "cuda" else it for it in batches]
+        return StepBatches(step, batches, tokens, problems=problems)
 
     def _masked(self, step: PlannedStep) -> list[Batch]:
-        """What stands in for a step that is refused, with its documents where these can be read: by them, ranks that
-        share sequences know what they get from each other."""
-        batches, ranks = masked_batches(self._config, step.sequences, self._size), (self._rank, self._size)
+        """Microbatches in the place of a step that is refused, with the documents where these can be read: ranks that
+        share sequences know by documents what they get from each other."""
+        batches = masked_batches(self._config, step.sequences, self._size)
         if not self._config.data.cross_document_attention:
-            firsts = _first_samples(self._config, step.first, step.sequences, *ranks)
+            firsts = _first_samples(self._config, step.first, step.sequences, self._rank, self._size)
             with suppress(UserError):
-                found = [_documents(self._source, first, _micro_batch_size(self._config)) for first in firsts]
-                batches = [
-                    replace(batch, documents=documents, positions=positions)
-                    for batch, (documents, positions) in zip(batches, found, strict=True)
-                ]
-        return [batch.part(self._sequence) for batch in batches]
+                return [_with_documents(it, self._source, first) for it, first in zip(batches, firsts, strict=True)]
+        return batches
 
 
-def _documents(source: SampleSource, first: int, size: int) -> tuple[Tensor, Tensor]:
-    documents, positions = source.documents(*source.places(np.arange(first, first + size)))
-    return torch.from_numpy(documents), torch.from_numpy(positions)
+def _with_documents(batch: Batch, source: SampleSource, first: int) -> Batch:
+    """The batch with documents and positions of the samples from `first` on."""
+    places = source.places(np.arange(first, first + len(batch.tokens)))
+    documents, positions = map(torch.from_numpy, source.documents(*places))
+    return replace(batch, documents=documents, positions=positions)
 
 
 def validation_batches(

@@ -41,7 +41,7 @@ class TokenFiles:
     """The token files of a run, before they are opened."""
 
     prefixes: Sequence[Path]
-    unread: Sequence[str] = ()  # what lies beside the text and was not read, a line each
+    unread: Sequence[str] = ()  # a line for each place where files lie beside the text that were not read
     tokenizer: TextTokenizer | None = None  # the one that `tokenizer=` names, for data=tokens
 
 
@@ -191,25 +191,15 @@ def _split(config: Config, files: list[TokenFile]) -> tuple[list[Part], list[Par
         border = int(total * (1 - fraction))  # nanoGPT's rounding
         train.append(Part(file, 0, border))
         validation.append(Part(file, border, total))
-        short = f"tokens (of {total:,}) of {name} are less than one sample of {need:,} (train.seq_length + 1)"
-        kept = [share for share in (0.1, 0.5, 0.0) if _leaves(total, share, need, evaluated and share > 0)]
-        ways = [f"data.validation_fraction={share}" for share in kept[:1]]
-        if not kept and (longest := min(border, total - border if evaluated else border) - 1) > 0:
-            ways.append(f"train.seq_length={longest} or less")
-        remedy = ", or ".join([*ways, "more text"])
-        if border < need:
-            setting, value = ("data.validation_fraction", fraction) if kept else ("data.path", name)
-            problems.append(Problem(setting, value, f"{border:,} training {short}", remedy))
-        elif evaluated and total - border < need:
-            rule = f"{total - border:,} validation {short}"
-            remedy = f"train.eval_interval=0 (no evaluation), or {remedy}"
-            problems.append(Problem("data.validation_fraction", fraction, rule, remedy))
+        held, kind = (border, "training") if border < need or not evaluated else (total - border, "validation")
+        if held < need:
+            rule = f"{held:,} {kind} tokens (of {total:,}) of {name} are less than one sample of {need:,}"
+            enough = total >= (2 * need if evaluated else need)  # for a share of a half, or of nothing
+            longest = min(border, total - border if evaluated else border) - 1
+            way = f"train.seq_length={longest} or less, or more text" if longest > 0 else "more text"
+            setting, value = ("data.validation_fraction", fraction) if enough else ("data.path", name)
+            remedy = f"{setting}={0.5 if evaluated else 0.0}, or more text" if enough else way
+            problems.append(Problem(setting, value, f"{rule} (train.seq_length + 1)", remedy))
     if problems:
         raise UserError(problems)
     return train, validation if evaluated else []
-
-
-def _leaves(total: int, share: float, need: int, evaluated: bool) -> bool:
-    """Whether a validation share leaves a sample for training, and for evaluation where there is one."""
-    border = int(total * (1 - share))
-    return border >= need and (not evaluated or total - border >= need)

@@ -101,7 +101,9 @@ def beyond_vocabulary(file: TokenFile, position: int, vocab_size: int, sample: s
         f"token id {file.tokens[position]} at token {position:,} (document {file.document_at(position):,}{sample}) is "
         f"outside the vocabulary of {vocab_size:,}"
     )
-    remedy = "set model.vocab_size to that of its tokenizer, or prepare it again; prepare_data.py --verify scans it all"
+    remedy = (
+        "set model.vocab_size to that of its tokenizer, or prepare it again; megalite prepare --verify scans it all"
+    )
     return Problem("data.path", str(with_suffix(file.prefix, ".bin")), rule, remedy)
 
 

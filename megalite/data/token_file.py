@@ -164,34 +164,25 @@ class TokenFile:
     def identity(self) -> str:
         """A hash of the content: all bytes of a small file, 64 blocks spread over a large one."""
         state = xxhash.xxh3_128(f"{self.tokens.dtype.str},{self.tokens.nbytes},{self.documents}".encode())
-        for start, stop in self._spans():
-            first, raw = self._tokens_around(start, stop)
-            begin = start - first * self.tokens.itemsize
-            state.update(raw.view(np.uint8)[begin : begin + stop - start].data)
+        for _, tokens, span in self._samples():
+            state.update(tokens.view(np.uint8)[span].data)
         return state.hexdigest()
 
     def first_beyond(self, vocab_size: int) -> int | None:
         """Position of the first token that is no id below `vocab_size`, among the tokens that the identity covers: at
         hand, and enough to find another tokenizer's."""
-        for start, stop in self._spans():
-            first, tokens = self._tokens_around(start, stop)
-            places = places_beyond(tokens, vocab_size)
-            if len(places):
+        for first, tokens, _ in self._samples():
+            if len(places := places_beyond(tokens, vocab_size)):
                 return first + int(places[0])
         return None
 
-    def _spans(self) -> list[tuple[int, int]]:
-        """The bytes that stand for the content."""
-        size = self.tokens.nbytes
-        if size <= HASH_WHOLE:
-            return [(0, size)]
+    def _samples(self) -> Iterator[tuple[int, npt.NDArray[Any], slice]]:
+        """The tokens that stand for the content: position of the first, tokens, and their bytes that count."""
+        size, width = self.tokens.nbytes, self.tokens.itemsize
         starts = [(size - HASH_BLOCK) * block // (HASH_BLOCKS - 1) for block in range(HASH_BLOCKS)]
-        return [(start, start + HASH_BLOCK) for start in starts]
-
-    def _tokens_around(self, start: int, stop: int) -> tuple[int, npt.NDArray[Any]]:
-        """The tokens that hold the bytes [start, stop), and the position of the first."""
-        first = start // self.tokens.itemsize
-        return first, self.tokens[first : -(-stop // self.tokens.itemsize)]
+        for start, length in [(0, size)] if size <= HASH_WHOLE else [(start, HASH_BLOCK) for start in starts]:
+            first, begin = divmod(start, width)
+            yield first, self.tokens[first : -(-(start + length) // width)], slice(begin, begin + length)
 
     def _problems(self, size: int) -> Iterator[Problem]:
         """Faults that the ends, entries spread over the index, and all document boundaries (8 bytes each) show."""

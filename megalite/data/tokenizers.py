@@ -1,8 +1,8 @@
 """Turns text into token ids and back, always by a `tokenizers` model, so that transformers loads what we save.
 
 The end-of-document token ends every document and never arises from its text, and no other special token does:
-`<|endoftext|>` spelled out in a text is text. A text that the library encodes otherwise is encoded again with a
-tokenizer that cannot (`text_only`); what no encoding can say is refused.
+`<|endoftext|>` spelled out in a text is text. So texts are encoded by a tokenizer whose special tokens no text can
+spell (`text_only`); what it cannot say is refused.
 
 `byte` and `char` are such models, too; because they are plain tables, an array look-up gives the same ids, in a 14th
 and a 60th of the time.
@@ -50,15 +50,13 @@ class TextTokenizer:
         self.vocab_size: int = max(self._names) + 1
         self._spec: dict[str, Any] = json.loads(backend.to_str())
         self._table = _symbol_table(self._spec, self.end_of_document)
-        named = {token_text(settings.get(name)) for name in KEPT_SETTINGS[:4]}
-        named |= {token["content"] for token in self._spec["added_tokens"] if token["special"]}
+        special = {token["content"] for token in self._spec["added_tokens"] if token["special"]}
+        named = special | {token_text(settings.get(name)) for name in KEPT_SETTINGS[:4]}
         self._hidden = {text for text in named if text in vocabulary and len(text) > 1}  # some pad with `!`
         if self.end_of_document is not None:
             self._hidden.add(self._names[self.end_of_document])
-        self._drops = drops_symbols(self._spec)
-        self._watched = np.zeros(self.vocab_size + 1, dtype=bool)  # ids that no text should give
-        self._watched[[vocabulary[text] for text in self._hidden]] = True
-        self._refused = self._watched.copy()  # ids that no text may give
+        self._refused = np.zeros(self.vocab_size + 1, dtype=bool)  # ids that no text may give
+        self._refused[[vocabulary[text] for text in self._hidden]] = True
         self._refused[self.vocab_size] = True  # of a symbol that would be dropped
         unknown = vocabulary.get(unknown_of(self._spec["model"]) or "")
         if unknown is not None and unknown != self.end_of_document:
@@ -104,33 +102,31 @@ class TextTokenizer:
         return parts
 
     def _encoded(self, texts: Sequence[str]) -> list[IntArray]:
-        found = self._ids(self._strict if self._drops else self.backend, texts)
-        for number, ids in enumerate(found):
-            if self._watched[ids].any() and not self._drops:
-                [found[number]] = self._ids(self._strict, [texts[number]])
-            elif not self._drops:
-                continue
-            if self._refused[found[number]].any():
-                raise UserError(self._unsayable(texts[number]))
-        return found
-
-    def _ids(self, backend: Tokenizer, texts: Sequence[str]) -> list[IntArray]:
         try:
-            encodings = backend.encode_batch_fast(list(texts), add_special_tokens=False)
+            encodings = self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
         except Exception as error:  # the library raises plain Exception: a symbol that it has no token for
             raise UserError(Problem("tokenizer", self.name, f"cannot encode the text ({error})", ANOTHER)) from error
-        return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
+        found = [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
+        for text, ids in zip(texts, found, strict=True):
+            if self._refused[ids].any():
+                raise UserError(self._unsayable(text))
+        return found
 
     @cached_property
-    def _strict(self) -> Tokenizer:
-        """The same tokenizer, whose special tokens no text can spell."""
+    def _encoder(self) -> Tokenizer:
+        """The same tokenizer, whose special tokens no text can spell: by its own flag, if they are added to the model's
+        own tokens and special, and it drops no symbol."""
+        added = {token["content"] for token in self._spec["added_tokens"] if token["special"]}
+        added -= self.backend.get_vocab(with_added_tokens=False).keys()
+        if added >= self._hidden and not drops_symbols(self._spec):
+            return self.backend
         backend = Tokenizer.from_str(json.dumps(text_only(self._spec, self._hidden)))
         backend.encode_special_tokens = True
         return backend
 
     def _unsayable(self, text: str) -> Problem:
         """The first place of `text` for which this tokenizer has no token."""
-        encoding = self._strict.encode(text, add_special_tokens=False)
+        encoding = self._encoder.encode(text, add_special_tokens=False)
         at = int(np.flatnonzero(self._refused[encoding.ids])[0])
         (start, stop), token = encoding.offsets[at], encoding.ids[at]
         told = "no token" if token == self.vocab_size else f"only the special token {self._names[token]!r}"

@@ -39,9 +39,3 @@ def layout_text(counts: Sequence[int]) -> str:
         return f"{layers(count)}|" if times == 1 else f"({layers(count)}|)*{times}"
 
     return f"E{''.join(run(*each) for each in groupby(counts[:-1]))}{layers(counts[-1])}L"
-
-
-def even_layout(num_layers: int, stages: int) -> str:
-    """The text form of the layers spread over the stages, the first of which take one more where it is uneven."""
-    each, longer = divmod(num_layers, stages)
-    return layout_text([each + 1] * longer + [each] * (stages - longer))

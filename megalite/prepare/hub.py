@@ -80,10 +80,7 @@ def load_dataset(name: str, subset: str | None, split: str, streaming: bool) -> 
         reason = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else None
         reason = reason or error  # that one does not say what is wrong, its cause does
         rule = f"cannot be loaded ({type(reason).__name__}: {(str(reason).splitlines() or [''])[0]})"
-        remedy = (
-            "check name, data.subset, data.split and network (loading scripts are never run; use one in parquet); to "
-            "work offline, download it elsewhere and give its folder, or copy that machine's cache here (HF_HOME)"
-        )
+        remedy = "check data.subset, data.split, network (scripts are never run); to work offline, a folder of parquet"
         raise UserError(Problem("data.path", name, f"{NO_ANSWER}: {rule}" if offline else rule, remedy)) from error
 
 
@@ -104,8 +101,5 @@ def tokenizer_folder(name: str) -> Path:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=TOKENIZER_FILES, etag_timeout=PATIENCE))
     except Exception as error:  # unknown, gated, private, no space: the library's own words say which
         rule = f"is no folder here, and as a name on the hub: {(str(error).splitlines() or [''])[0]}"
-        remedy = (
-            "use bpe, byte, char or a folder that exists; to work offline, save the tokenizer elsewhere "
-            "(AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)) and give tokenizer=FOLDER"
-        )
+        remedy = "use bpe, byte, char or a folder that exists; to work offline, one by AutoTokenizer.save_pretrained"
         raise UserError(Problem("tokenizer", name, rule, remedy)) from error

@@ -10,10 +10,10 @@ from dataclasses import replace
 from math import gcd, lcm, sqrt
 from typing import Any, NamedTuple
 
-from megalite.config.context_rules import BLOCK
 from megalite.config.derive import derive
 from megalite.config.exchange import exchange_of
 from megalite.config.layout import dense_ranks, layout_of, least_world, stage_settings
+from megalite.config.parallel_rules import BLOCK
 from megalite.config.rules import check
 from megalite.config.schema import Config, ParallelConfig
 from megalite.config.settings import with_values

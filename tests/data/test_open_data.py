@@ -126,22 +126,15 @@ def test_a_saved_tokenizer_decides_over_the_default(tokens: Config, tmp_path: Pa
     assert open_data(tokens, prepare(tokens)).vocab_size == 100
 
 
-def test_another_tokenizer_than_the_one_that_made_the_tokens_is_refused(tokens: Config, tmp_path: Path) -> None:
-    char_tokenizer([string.printable]).save(tmp_path / "a.tokenizer")
-    shutil.copytree(tmp_path / "a.tokenizer", tmp_path / "same")
-    byte_tokenizer().save(tmp_path / "other")
-    tokens.tokenizer = str(tmp_path / "same")
-    assert open_data(tokens, prepare(tokens)).vocab_size == 100
-    tokens.tokenizer = str(tmp_path / "other")
-    with pytest.raises(UserError, match="is another tokenizer than the one that made a"):
-        open_data(tokens, prepare(tokens))
-
-
-def test_another_tokenizer_is_refused_where_only_the_identity_is_left_of_the_right_one(
-    tokens: Config, tmp_path: Path
+@pytest.mark.parametrize("left", ["the folder", "the identity"])
+def test_another_tokenizer_than_the_one_that_made_the_tokens_is_refused(
+    tokens: Config, tmp_path: Path, left: str
 ) -> None:
     right = char_tokenizer([string.printable])
-    (tmp_path / "a.json").write_text(json.dumps({"tokenizer": right.identity}))
+    if left == "the folder":
+        right.save(tmp_path / "a.tokenizer")
+    else:
+        (tmp_path / "a.json").write_text(json.dumps({"tokenizer": right.identity}))
     for name, tokenizer in (("right", right), ("other", byte_tokenizer())):
         tokenizer.save(tmp_path / name)
     tokens.tokenizer = str(tmp_path / "right")

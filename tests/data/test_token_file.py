@@ -34,11 +34,6 @@ def test_the_bytes_are_megatrons(write_tokens: WriteTokens) -> None:
     )
 
 
-def test_one_document_is_one(write_tokens: WriteTokens) -> None:
-    prefixes = write_tokens("two", [[5, 6, 7], [8, 9]]), write_tokens("one", [[5, 6]])
-    assert [TokenFile.open(prefix).counts for prefix in prefixes] == ["2 documents, 5 tokens", "1 document, 2 tokens"]
-
-
 def test_sixteen_bits_below_65500_tokens_else_thirty_two() -> None:
     assert dtype_for(65499) == np.dtype("<u2")
     assert dtype_for(65500) == np.dtype("<i4")
@@ -58,14 +53,6 @@ def test_a_multimodal_index_is_readable(write_tokens: WriteTokens) -> None:
     with prefix.with_suffix(".idx").open("ab") as file:
         file.write(b"\x00\x01")  # one mode per sequence
     assert TokenFile.open(prefix).documents == 2
-
-
-def test_documents_are_found_by_position(write_tokens: WriteTokens) -> None:
-    file = TokenFile.open(write_tokens("three", [[1] * 5, [2] * 3, [3] * 10]))
-    assert [file.document_at(position) for position in (0, 4, 5, 7, 8, 17)] == [0, 0, 1, 1, 2, 2]
-    assert file.document_starts(0, 18) == [5, 8]
-    assert file.document_starts(5, 8) == []
-    assert file.document_starts(4, 6) == [5]
 
 
 def test_a_document_longer_than_a_sequence_stays_one_document(tmp_path: Path) -> None:
@@ -90,34 +77,6 @@ def test_joined_files_hold_all_documents_in_order(write_tokens: WriteTokens, tmp
     assert both.tokens[:].tolist() == [1, 2, 3, 4, 4, 4, 4, 4]
     assert both.starts(0, 4).tolist() == [0, 2, 3, 8]
     verify(tmp_path / "both", 10)
-
-
-def test_a_torn_write_is_never_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stop the writer before every rename: a reader finds nothing, or the whole."""
-    replace = os.replace
-    for allowed in range(4):
-        prefix, done = tmp_path / f"torn{allowed}", []
-
-        def counted(draft: Path, target: Path, done: list[Path] = done, allowed: int = allowed) -> None:
-            if len(done) == allowed:
-                raise KeyboardInterrupt
-            done.append(target)
-            replace(draft, target)
-
-        monkeypatch.setattr(os, "replace", counted)
-        writer = TokenWriter(prefix, dtype_for(100))
-        writer.add(np.arange(50))
-        writer.end_document()
-        if allowed < 3:
-            with pytest.raises(KeyboardInterrupt):
-                writer.finish({})
-            with pytest.raises(UserError, match="is missing"):
-                TokenFile.open(prefix)
-            assert not prefix.with_suffix(".idx").exists(), "what preparation takes for the sign of a whole file"
-        else:
-            writer.finish({})
-            assert len(TokenFile.open(prefix).tokens) == 50
-    assert len(done) == 3
 
 
 def sparse_file(prefix: Path, lengths: np.ndarray) -> None:
@@ -156,7 +115,7 @@ def test_a_file_that_is_cut_short_while_it_is_read_is_named(write_tokens: WriteT
     prefix = write_tokens("x", [[5, 6, 7]] * 20_000)
     file = TokenFile.open(prefix)
     size = prefix.with_suffix(suffix).stat().st_size
-    shorten(prefix, suffix, 8_192)
+    shorten(8_192)(prefix.with_suffix(suffix))
     with pytest.raises(UserError, match=rf"x\{suffix}.* has 8,192 bytes now, {size:,} when it was opened"):
         file.document_at(59_999) if suffix == ".idx" else file.tokens[59_000:]
     assert suffix == ".idx" or file.tokens[:2].tolist() == [5, 6]
@@ -173,15 +132,21 @@ def test_documents_are_found_by_position_in_a_file_of_many(write_tokens: WriteTo
         assert file.document_starts(first, stop) == [change for change in changes if first < change < stop]
 
 
-def patch(prefix: Path, suffix: str, at: int, content: bytes) -> None:
-    with prefix.with_suffix(suffix).open("r+b") as file:
-        file.seek(at)
-        file.write(content)
+def patch(at: int, content: bytes) -> Callable[[Path], object]:
+    def act(path: Path) -> None:
+        with path.open("r+b") as file:
+            file.seek(at)
+            file.write(content)
+
+    return act
 
 
-def shorten(prefix: Path, suffix: str, size: int) -> None:
-    with prefix.with_suffix(suffix).open("r+b") as file:
-        file.truncate(size)
+def shorten(size: int) -> Callable[[Path], object]:
+    return lambda path: os.truncate(path, size)
+
+
+def text(content: str) -> Callable[[Path], object]:
+    return lambda path: path.write_text(content)
 
 
 def pipe(path: Path) -> None:
@@ -194,45 +159,36 @@ def folder(path: Path) -> None:
     path.mkdir()
 
 
-DAMAGES = {
-    "no index": (lambda prefix: prefix.with_suffix(".idx").unlink(), "is missing"),
-    "no data": (lambda prefix: prefix.with_suffix(".bin").unlink(), "is missing"),
-    "magic": (lambda prefix: patch(prefix, ".idx", 0, b"X"), "starts with b'XMIDIDX"),
-    "version": (lambda prefix: patch(prefix, ".idx", 9, b"\x02"), "version 2"),
-    "dtype code": (lambda prefix: patch(prefix, ".idx", 17, b"\x63"), "dtype code 99"),
-    "index cut in its header": (lambda prefix: shorten(prefix, ".idx", 20), "has 20 bytes"),
-    "index cut in its arrays": (
-        lambda prefix: shorten(prefix, ".idx", 50),
-        "50 bytes; 2 sequences and 3 boundaries need 82",
-    ),
-    "empty index": (lambda prefix: shorten(prefix, ".idx", 0), "has 0 bytes"),
-    "data cut": (lambda prefix: shorten(prefix, ".bin", 8), "has 8 bytes, x.idx describes 10 .5 tokens of 2 bytes"),
-    "empty data": (lambda prefix: shorten(prefix, ".bin", 0), "holds no tokens"),
-    "first pointer": (lambda prefix: patch(prefix, ".idx", 42, b"\x02"), "sequence 0 starts at byte 2 with"),
-    "length": (lambda prefix: patch(prefix, ".idx", 34, b"\x02"), "sequence 0 starts at byte 0 with 2 tokens"),
-    "boundaries": (lambda prefix: patch(prefix, ".idx", 74, b"\x07"), "boundaries do not run from 0 to 2"),
-    "inner boundary": (
-        lambda prefix: patch(prefix, ".idx", 66, b"\x63"),
-        "document 1 ends before it starts, at sequence 2",
-    ),
-    "negative boundary": (lambda prefix: patch(prefix, ".idx", 66, b"\xff" * 8), "document 0 ends before it starts"),
-    "sidecar of another type": (
-        lambda prefix: prefix.with_suffix(".json").write_text('{"vocab_size": "many"}'),
-        "x.json.*vocab_size='many', which is not of type int",
-    ),
-    "negative sidecar": (lambda prefix: prefix.with_suffix(".json").write_text('{"bytes": -5}'), "bytes=-5, .*from 0"),
-    "pipe for data": (lambda prefix: pipe(prefix.with_suffix(".bin")), "x.bin.*is not a regular file"),
-    "folder for an index": (lambda prefix: folder(prefix.with_suffix(".idx")), "x.idx.*is not a regular file"),
-    "pipe for a sidecar": (lambda prefix: pipe(prefix.with_suffix(".json")), "x.json.*is not a regular file"),
-    "sidecar": (lambda prefix: prefix.with_suffix(".json").write_text("{"), "x.json.*is not JSON"),
+DAMAGES = {  # what is done to a file, and words of the refusal
+    "no index": (".idx", Path.unlink, "is missing"),
+    "no data": (".bin", Path.unlink, "is missing"),
+    "magic": (".idx", patch(0, b"X"), "starts with b'XMIDIDX"),
+    "version": (".idx", patch(9, b"\x02"), "version 2"),
+    "dtype code": (".idx", patch(17, b"\x63"), "dtype code 99"),
+    "index cut in its header": (".idx", shorten(20), "has 20 bytes"),
+    "index cut in its arrays": (".idx", shorten(50), "50 bytes; 2 sequences and 3 boundaries need 82"),
+    "empty index": (".idx", shorten(0), "has 0 bytes"),
+    "data cut": (".bin", shorten(8), "has 8 bytes, x.idx describes 10 .5 tokens of 2 bytes"),
+    "empty data": (".bin", shorten(0), "holds no tokens"),
+    "first pointer": (".idx", patch(42, b"\x02"), "sequence 0 starts at byte 2 with"),
+    "length": (".idx", patch(34, b"\x02"), "sequence 0 starts at byte 0 with 2 tokens"),
+    "boundaries": (".idx", patch(74, b"\x07"), "boundaries do not run from 0 to 2"),
+    "inner boundary": (".idx", patch(66, b"\x63"), "document 1 ends before it starts, at sequence 2"),
+    "negative boundary": (".idx", patch(66, b"\xff" * 8), "document 0 ends before it starts"),
+    "facts of another type": (".json", text('{"vocab_size": "many"}'), "x.json.*'many', which is not of type int"),
+    "negative facts": (".json", text('{"bytes": -5}'), "bytes=-5, .*from 0"),
+    "facts that are no JSON": (".json", text("{"), "x.json.*is not JSON"),
+    "pipe for data": (".bin", pipe, "x.bin.*is not a regular file"),
+    "folder for an index": (".idx", folder, "x.idx.*is not a regular file"),
+    "pipe for facts": (".json", pipe, "x.json.*is not a regular file"),
 }
 
 
 @pytest.mark.parametrize("damage", list(DAMAGES))
 def test_damage_is_refused_with_file_and_numbers(write_tokens: WriteTokens, damage: str) -> None:
     prefix = write_tokens("x", [[5, 6, 7], [8, 9]])
-    act, message = DAMAGES[damage]
-    act(prefix)
+    suffix, act, message = DAMAGES[damage]
+    act(prefix.with_suffix(suffix))
     with pytest.raises(UserError, match=message) as refusal:
         TokenFile.open(prefix).facts()
     assert str(prefix) in str(refusal.value)
@@ -253,7 +209,7 @@ def test_verify_names_the_document_of_an_id_beyond_the_vocabulary(write_tokens: 
 
 def test_verify_finds_a_broken_index_that_opening_does_not_see(write_tokens: WriteTokens) -> None:
     prefix = write_tokens("many", [[1]] * 100_000)
-    patch(prefix, ".idx", HEADER.size + 4 * 4321, b"\x02")
+    patch(HEADER.size + 4 * 4321, b"\x02")(prefix.with_suffix(".idx"))
     TokenFile.open(prefix)
     with pytest.raises(UserError, match="sequence 4,321 starts at byte 8,642 with 2 tokens"):
         verify(prefix, 10)
@@ -263,7 +219,7 @@ def test_verify_finds_content_that_is_not_what_was_prepared(write_tokens: WriteT
     join([TokenFile.open(write_tokens("a", [[1, 2, 3]]))], tmp_path / "j", {})
     assert "xxh3_128" in json.loads((tmp_path / "j.json").read_text())
     verify(tmp_path / "j", 10)
-    patch(tmp_path / "j", ".bin", 2, b"\x05")
+    patch(2, b"\x05")(tmp_path / "j.bin")
     with pytest.raises(UserError, match="not what was prepared"):
         verify(tmp_path / "j", 10)
 

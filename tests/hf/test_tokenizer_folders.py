@@ -82,7 +82,8 @@ def test_what_was_saved_here_is_read_without_transformers_also_where_its_pad_is_
     tokenizer.save(tmp_path)
     code = (
         "import sys; from pathlib import Path; from megalite.data.tokenizer_folder import load_tokenizer; "
-        "print(load_tokenizer(Path(sys.argv[1])).vocab_size); sys.exit('transformers' in sys.modules)"
+        "print(load_tokenizer(Path(sys.argv[1])).vocab_size); "
+        "sys.exit('transformers' in sys.modules or 'torch' in sys.modules)"
     )
     told = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, capture_output=True).stdout
     assert int(told) == tokenizer.vocab_size

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.layout.stage_string import even_layout, layout_counts, layout_text
+from megalite.layout.stage_string import layout_counts, layout_text
 
 
 @pytest.mark.parametrize(
@@ -53,13 +53,6 @@ def _written(draw: st.DrawFn) -> tuple[str, list[int]]:
 def test_every_spelling_of_a_layout_means_the_same(written: tuple[str, list[int]]) -> None:
     text, counts = written
     assert list(layout_counts(text)) == counts
-
-
-@given(st.integers(1, 300), st.integers(1, 100))
-def test_an_even_layout_holds_every_layer_as_evenly_as_possible(num_layers: int, stages: int) -> None:
-    counts = layout_counts(even_layout(num_layers, stages))
-    assert (len(counts), sum(counts)) == (stages, num_layers)
-    assert max(counts) - min(counts) <= 1
 
 
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=40))

@@ -3,7 +3,7 @@
 from typing import Any
 
 from megalite.config.parallel_rules import checked_layout
-from megalite.config.remedies import Case
+from megalite.config.rule import Case
 from megalite.config.schema import Config
 from megalite.config.settings import with_values
 from megalite.layout.ranks import ParallelLayout

@@ -170,7 +170,7 @@ def test_rules_of_the_layout_and_of_the_stages_are_told_together() -> None:
     ("arguments", "message"),
     [
         ("16 parallel.tp=3", r"--world-size=16: not a multiple of parallel.tp=3.*\n.*--world-size=12 or 15 or 18"),
-        ("16 parallel.ep=3", "not a multiple of parallel.tp=1 x parallel.ep=3 x parallel.pp=1 = 3"),
+        ("16 parallel.ep=3", "not a multiple of parallel.etp=1 x parallel.ep=3 x parallel.pp=1"),
         ("16 --dp 4", "the layout leaves 16 of the world"),
         ("8 parallel.vpp=2", "parallel.vpp=2: virtual stages"),
         ("99999999999", "--world-size=99999999999: too many ranks to list"),

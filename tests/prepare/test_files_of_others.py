@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,19 +14,18 @@ from tokenizers import Tokenizer, models
 
 from megalite.commands import prepare
 from megalite.config.compose import load_config
-from megalite.data.token_file import TokenFile
 from megalite.errors.problems import UserError
 from megalite.prepare import prepare as preparation
-from megalite.prepare import token_writer
 
 TEXT = "".join(json.dumps({"text": f"document {number} of a tree by the river"}) + "\n" for number in range(50))
 
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
+    (tmp_path / "place").mkdir()
+    monkeypatch.chdir(tmp_path / "place")
     Path("books.json").write_text(TEXT)
-    return tmp_path
+    return tmp_path / "place"
 
 
 def make(output: str, path: str = "books.json", tokenizer: str = "byte") -> int:
@@ -39,85 +39,52 @@ def content(folder: Path) -> dict[str, bytes | str]:
     return read | {str(path): path.read_bytes() for path in found if path.is_file() and not path.is_symlink()}
 
 
-def the_text(place: Path) -> str:
-    return "books"
-
-
-def the_text_by_another_spelling(place: Path) -> str:
-    return f"../{place.name}/./books"
-
-
-def a_hard_link_to_the_text(place: Path) -> str:
-    os.link("books.json", "x.json")
-    return "x"
-
-
-def data_of_another_maker(place: Path) -> str:
-    Path("x.bin").write_bytes(bytes(range(256)) * 9)  # nanoGPT's: no index
-    return "x"
-
-
-def a_pair_of_megatron(place: Path) -> str:
-    assert make("x") == 0
+def a_pair_of_megatron() -> None:
+    make("x")
     Path("x.json").unlink()
     shutil.rmtree("x.tokenizer")
-    return "x"
 
 
-def data_beside_the_facts_of_other_data(place: Path) -> str:
-    assert make("x") == 0
+def data_beside_the_facts_of_other_data() -> None:
+    make("x")
     Path("x.idx").unlink()
     Path("x.bin").write_bytes(b"mine")
-    return "x"
 
 
-def an_empty(name: str) -> Callable[[Path], str]:
-    def put(place: Path) -> str:
-        Path(name).touch()
-        return "x"
-
-    return put
-
-
-def a_link(name: str) -> Callable[[Path], str]:
-    def put(place: Path) -> str:
-        assert make("made") == 0
-        Path(name).symlink_to(place / f"made{Path(name).suffix}")
-        return "x"
-
-    return put
-
-
-def a_pipe_for_a_lock(place: Path) -> str:
-    os.mkfifo("x.lock")
-    return "x"
-
-
-def another_tokenizer(place: Path) -> str:
+def another_tokenizer() -> None:
     Path("x.tokenizer").mkdir()
     Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save("x.tokenizer/tokenizer.json")
-    return "x"
 
 
-def a_file_for_the_tokenizer(place: Path) -> str:
-    Path("x.tokenizer").write_text("mine")
-    return "x"
+def a_link(ending: str) -> None:
+    make("made")
+    Path(f"x.{ending}").symlink_to(Path(f"made.{ending}").absolute())
 
 
-@pytest.mark.parametrize(
-    "put",
-    [
-        *(the_text, the_text_by_another_spelling, a_hard_link_to_the_text),
-        *(data_of_another_maker, a_pair_of_megatron, data_beside_the_facts_of_other_data),
-        *(an_empty(f"x.{ending}") for ending in ("bin", "idx", "json")),
-        *(a_link(f"x.{ending}") for ending in ("bin", "json", "tokenizer", "lock")),
-        *(a_pipe_for_a_lock, another_tokenizer, a_file_for_the_tokenizer),
-    ],
-)
+IN_THE_PLACE: dict[str, tuple[str, Callable[[], object]]] = {  # an output, and what is put in its place
+    "the text": ("books", lambda: None),
+    "the text by another spelling": ("../place/./books", lambda: None),
+    "a hard link to the text": ("x", lambda: os.link("books.json", "x.json")),
+    "data of another maker": ("x", lambda: Path("x.bin").write_bytes(bytes(range(256)) * 9)),  # nanoGPT's: no index
+    "a pair of Megatron": ("x", a_pair_of_megatron),
+    "data beside the facts of other data": ("x", data_beside_the_facts_of_other_data),
+    **{f"an empty {name}": ("x", partial(Path(f"x.{name}").touch)) for name in ("bin", "idx", "json")},
+    **{f"a link for {name}": ("x", partial(a_link, name)) for name in ("bin", "json", "tokenizer", "lock")},
+    "a pipe for a lock": ("x", lambda: os.mkfifo("x.lock")),
+    "another tokenizer": ("x", another_tokenizer),
+    "a file for the tokenizer": ("x", lambda: Path("x.tokenizer").write_text("mine")),
+}
+
+
+@pytest.mark.parametrize(("output", "put"), IN_THE_PLACE.values(), ids=IN_THE_PLACE)
 def test_what_is_not_ours_stays_and_nothing_is_tokenized(
-    place: Path, put: Callable[[Path], str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    place: Path,
+    output: str,
+    put: Callable[[], object],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    output = put(place)
+    put()
     before = content(place)
     monkeypatch.setattr(preparation, "tokenize_shards", pytest.fail)
     capfd.readouterr()
@@ -185,26 +152,6 @@ def test_a_file_that_comes_while_it_works_stays_and_so_does_the_work(
     Path("x.bin").unlink()
     monkeypatch.setattr(preparation, "tokenize_shards", lambda jobs, *_: jobs and pytest.fail("done already"))
     assert make("x") == 0
-
-
-def test_a_kill_between_facts_and_data_is_continued(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Killed(BaseException):
-        pass
-
-    def kill(*_: object) -> None:
-        raise Killed
-
-    with monkeypatch.context() as patch:
-        write = token_writer.write_atomically
-        patch.setattr(
-            token_writer, "write_atomically", lambda path, it: (write(path, it), path.name == "x.json" and kill())
-        )
-        with pytest.raises(Killed):
-            make("x")
-    assert Path("x.json").exists()
-    assert not Path("x.bin").exists()
-    assert make("x") == 0
-    assert TokenFile.open(Path("x")).documents == 50
 
 
 def test_the_copy_that_datasets_keeps_of_a_local_folder_is_its_user_s_alone(place: Path) -> None:
