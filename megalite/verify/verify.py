@@ -5,6 +5,7 @@ not read, and nothing stays. No torch import before the config is accepted.
 """
 
 import tempfile
+import textwrap
 from contextlib import suppress
 from math import lcm
 from pathlib import Path
@@ -12,13 +13,17 @@ from pathlib import Path
 from megalite.config.compose import load_config, load_values
 from megalite.config.layout import dense_ranks, layout_of, least_world
 from megalite.config.schema import Config
-from megalite.config.settings import SETTINGS, value_of
+from megalite.config.settings import value_of
 from megalite.errors.problems import Problem, UserError
 from megalite.layout.summary import header_lines
 from megalite.verify.running import LAYOUT, SINGLE, TrainRank, train_both
 from megalite.verify.shrink import AXES, MOST_RANKS, shrink
 
-SHOWN = ("model.", "train.compile", "train.global_batch_size", "train.seq_length", "parallel.pipeline_layout")
+SHOWN = (
+    *(f"model.{name}" for name in ("num_layers", "hidden_size", "num_attention_heads", "num_key_value_heads")),
+    *("model.vocab_size", "model.moe.num_experts", "train.seq_length", "train.global_batch_size", "train.compile"),
+    "parallel.pipeline_layout",
+)
 
 
 def verify(
@@ -30,10 +35,10 @@ def verify(
     raises RunFailure.
     """
     small, layout, reference = shrink(config, world_size)
-    changed = {name: value_of(small, name) for name in SETTINGS if value_of(small, name) != value_of(config, name)}
-    shown = " ".join(f"{name}={value}" for name, value in changed.items() if name.startswith(SHOWN))
+    changed = [f"{name}={value_of(small, name)}" for name in SHOWN if value_of(small, name) != value_of(config, name)]
     lines = [f"asked   {header_lines(layout_of(config, world_size))[0]}; model={config.model.name}"]
-    lines += [f"run     {header_lines(layout)[0]}; fp64 on the CPU, random text, {shown}"]
+    lines += [f"run     {header_lines(layout)[0]}; in fp64 on the CPU, on random text, with"]
+    lines += textwrap.wrap(" ".join(changed), 110, initial_indent=" " * 8, subsequent_indent=" " * 8)
     with tempfile.TemporaryDirectory(prefix="megalite-verify-") as name:
         folder, ranks = Path(name), layout.world_size
         train_both(small, ranks, reference, folder, timeout_s, (train_layout or train, train))
