@@ -55,7 +55,7 @@ torch._functorch.config.force_non_lazy_backward_lowering = True
 dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
 group, cuda = TensorGroup(dist.group.WORLD.group_name, 2, 0), torch.device("cuda", 0)
 share_memory(group)
-settings = "model=tiny model.num_layers=1 tokenizer=byte model.vocab_size=256 parallel.tp=2 parallel.async_tp=true"
+settings = "model=tiny model.num_layers=1 tokenizer=byte model.vocab_size=260 parallel.tp=2 parallel.async_tp=true"
 config = load_config([*settings.split(), "device=cuda", "precision=bf16", "train.compile=true"], 2)
 model = GPT(config, dtype=torch.bfloat16, device=cuda, tp=group)
 grads = {name: torch.zeros(model.get_parameter(name).shape, device=cuda) for name in model.main_grad_parameters}

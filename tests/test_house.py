@@ -23,15 +23,13 @@ FLOORS = [
 ]
 # Lines of .py files; docstrings, comments and blank lines count. A change that needs more raises a number and says why.
 BUDGET = {
-    "the package": 28_100,
-    "what train.run imports": 16_650,  # imports inside of functions included
+    "the package": 26_500,
+    "what train.run imports": 16_400,  # imports inside of functions included
     "a file": 400,
     "a function": 60,
 }
 LONGER = {  # functions that are allowed more
     "TrainStep.__call__": 100,
-    "GPT.__init__": 70,
-    "run": 70,
     "save": 70,
 }
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

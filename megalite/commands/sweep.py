@@ -89,7 +89,7 @@ def _names_of_folders(words: Sequence[str]) -> list[str]:
     if not 0 < len(swept) <= MOST_NAMED or any(word.lstrip("+").startswith("hydra.sweep.subdir=") for word in words):
         return []
     names = {word: word.lstrip("+~").partition("=")[0] for word in words}
-    fixed = ",".join({*names.values()} - {names[word] for word in swept})
+    fixed = ",".join(sorted({*names.values()} - {names[word] for word in swept}))
     return [
         "hydra.sweep.subdir=${hydra.job.override_dirname}",
         f"hydra.job.config.override_dirname.exclude_keys=[{fixed}]",

@@ -201,4 +201,5 @@ def _value(tree: DictConfig, name: str, written: Any) -> Any:
     except (ValueError, OverflowError):  # the latter: 400 digits, and no point among them
         whole = setting.kind is int and isinstance(value, float) and value.is_integer() and takes(name, int(value))
         remedy = f"{name}={yaml_value(int(value) if whole else setting.default)}{place}"
-        return Problem(name, value, f"must be {setting.type_words}", remedy)
+        shown = written if isinstance(value, dict) and place else value  # ${data} is long
+        return Problem(name, shown, f"must be {setting.type_words}", remedy)

@@ -12,7 +12,7 @@ import re
 from dataclasses import replace
 from math import gcd
 from pathlib import PurePath
-from typing import Any
+from typing import Any, TypeVar
 
 from megalite.config.schedule_rules import SCHEDULE_TRAITS, default_group_size
 from megalite.config.schema import Config, ModelConfig, MoEConfig, ParallelConfig
@@ -21,6 +21,7 @@ from megalite.config.step_plan import ramp_sizes
 from megalite.config.user_files import absolute
 from megalite.errors.words import plain
 
+Part = TypeVar("Part")
 FILLING = 8  # microbatches that a pipeline has by default, at least: of two stages the first and last idle for a ninth
 LONGEST_NAME, SETTINGS_SHOWN, LONGEST_SETTING = 100, 4, 24  # of a run's name, and what it shows
 NAME = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9._=+-]{{0,{LONGEST_NAME - 1}}}")  # a folder of that name works everywhere
@@ -38,6 +39,7 @@ TRAINING = {
     *("optimizer.communication_dtype", "optimizer.initial_loss_scale", "optimizer.min_loss_scale"),
     *("optimizer.loss_scale_window", "optimizer.hysteresis"),
 }
+LATER = ("optimizer.name",)  # settings of later versions, whose defaults leave the names of older runs as they are
 
 
 def looks_like_path(name: str) -> bool:
@@ -63,7 +65,7 @@ def derive(config: Config, world_size: int = 1) -> Config:
     values = {name: value for name, value in values.items() if value_of(config, name) is None}
     resolved = _resolved(config)
     folder = run_dir_of(resolved)
-    places = {"run_dir": folder, "run_name": _or(config.run_name, os.path.basename(folder))}
+    places: dict[str, Any] = {"run_dir": folder, "run_name": config.run_name or os.path.basename(folder)}
     places["parallel.nccl_options"] = axes.nccl_options and absolute(axes.nccl_options)
     nobody_s = tuple(name for name in SETTINGS if value_of(config, name) in OPEN)
     return replace(with_values(resolved, values | places), derived=config.derived or nobody_s)
@@ -72,20 +74,23 @@ def derive(config: Config, world_size: int = 1) -> Config:
 def derive_model(model: ModelConfig, seq_length: int) -> ModelConfig:
     """The model's shape with every size written out, except the vocabulary. A dense model keeps nothing that a preset
     says of experts."""
-    ffn = _or(
-        model.ffn_hidden_size, -(-8 * model.hidden_size // (3 * 64)) * 64 if model.gated else 4 * model.hidden_size
-    )
-    moe = model.moe
-    return replace(
+    width, heads = model.hidden_size, model.num_attention_heads
+    model = _filled(
         model,
-        num_key_value_heads=_or(model.num_key_value_heads, model.num_attention_heads),
-        head_size=_or(model.head_size, model.hidden_size // model.num_attention_heads),
-        ffn_hidden_size=ffn,
-        moe=replace(moe, ffn_hidden_size=_or(moe.ffn_hidden_size, ffn)) if moe.num_experts else MoEConfig(),
-        max_positions=_or(model.max_positions, seq_length) if model.position == "learned" else model.max_positions,
-        attention_dropout=_or(model.attention_dropout, model.dropout),
-        embedding_dropout=_or(model.embedding_dropout, model.dropout),
+        num_key_value_heads=heads,
+        head_size=width // heads,
+        ffn_hidden_size=-(-8 * width // (3 * 64)) * 64 if model.gated else 4 * width,
+        max_positions=seq_length if model.position == "learned" else None,
+        attention_dropout=model.dropout,
+        embedding_dropout=model.dropout,
     )
+    moe = _filled(model.moe, ffn_hidden_size=model.ffn_hidden_size) if model.moe.num_experts else MoEConfig()
+    return replace(model, moe=moe)
+
+
+def _filled(part: Part, **values: Any) -> Part:
+    """A copy of a dataclass in which the fields that were None have these values."""
+    return replace(part, **{name: value for name, value in values.items() if getattr(part, name) is None})  # type: ignore[type-var]
 
 
 def derive_schedule(parallel: ParallelConfig) -> str:
@@ -111,7 +116,7 @@ def derive_micro_batch_size(config: Config, world_size: int) -> int:
 
 def derive_vocabulary(config: Config, vocab_size: int) -> Config:
     """A new config whose model knows the tokenizer's vocabulary, unless the user set a (larger) one."""
-    return replace(config, model=replace(config.model, vocab_size=_or(config.model.vocab_size, vocab_size)))
+    return replace(config, model=_filled(config.model, vocab_size=vocab_size))
 
 
 def run_dir_of(config: Config) -> str:
@@ -127,8 +132,12 @@ def default_run_name(config: Config) -> str:
     follows the number of steps.
     """
     resolved = _resolved(config)
-    names = [name for name in TRAINING if config.model.moe.num_experts or not name.startswith("model.moe.")]
-    definition = json.dumps({name: value_of(resolved, name) for name in names}, sort_keys=True, default=str)
+    defining = {name: value_of(resolved, name) for name in TRAINING}
+    for name in [*defining]:
+        dense = name.startswith("model.moe.") and not config.model.moe.num_experts
+        if dense or (name in LATER and defining[name] == SETTINGS[name].default):
+            del defining[name]
+    definition = json.dumps(defining, sort_keys=True, default=str)
     digest = hashlib.sha256(definition.encode()).hexdigest()[:8]
     departures = (_in_one_word(name, value_of(config, name)) for name in config.departures if name in TRAINING)
     words = [word for word in departures if word][:SETTINGS_SHOWN]
@@ -147,10 +156,6 @@ def _in_one_word(name: str, value: Any) -> str:
     else:
         word = leaf + "_".join(plain(one) for one in (value if isinstance(value, list) else [value]))
     return re.sub(r"[^A-Za-z0-9._+-]+", "_", word).strip("_.-")[:LONGEST_SETTING]
-
-
-def _or(value: Any, otherwise: Any) -> Any:
-    return otherwise if value is None else value
 
 
 def _resolved(config: Config) -> Config:

@@ -35,21 +35,15 @@ def private_files() -> Iterator[None]:
         os.umask(before)
 
 
-def put_in_place(draft: Path, path: Path, kind: Kind | None = None) -> None:
-    """Rename a complete file to `path`. FileExistsError where a file of another kind is there; without a kind, the
-    folder is ours and so is the file."""
-    if kind and (rule := in_the_way(path, kind)):
-        raise FileExistsError(errno.EEXIST, rule, str(path))
-    os.replace(draft, path)
-
-
 def write_atomically(path: Path, content: bytes, kind: Kind | None = None) -> None:
     """`path` holds either what it held or all of `content`, and its name is on disk when the call returns. Raises
-    OSError, also where `put_in_place` does."""
+    OSError, and FileExistsError where a file of another kind is there; without a kind, the folder is ours."""
     draft = draft_of(path)
     try:
         write_new(draft, content)
-        put_in_place(draft, path, kind)
+        if kind and (rule := in_the_way(path, kind)):
+            raise FileExistsError(errno.EEXIST, rule, str(path))
+        os.replace(draft, path)
     except BaseException:
         draft.unlink(missing_ok=True)
         raise

@@ -10,12 +10,12 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 
 from megalite.config.derive import BUILT_IN_TOKENIZERS, looks_like_path, run_dir_of
 from megalite.config.nccl_options import read_nccl_options
 from megalite.config.own_files import OWN, STATUS, output_problems, run_dir_problems
-from megalite.config.packages import is_installed
 from megalite.config.schema import Config
 from megalite.config.user_files import absolute
 from megalite.errors.problems import Problem, UserError
@@ -126,6 +126,15 @@ def status_file_is_not_another_s(config: Config) -> Iterator[Problem]:
 def asked_mode(setting: str | None, variables: Mapping[str, str]) -> str | None:
     """What the user asks of wandb: disabled, offline or online. None: nothing, or a WANDB_MODE that means nothing."""
     return setting or WANDB_MODES.get(variables.get("WANDB_MODE", ""))
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package is there; it is not imported, which takes seconds."""
+    try:
+        found = find_spec(package)
+    except ModuleNotFoundError:  # not even the package that it is in
+        return False
+    return found is not None and found.origin is not None  # a folder of that name, as wandb itself makes, has none
 
 
 def trackers_are_installed(config: Config) -> Iterator[Problem]:

@@ -36,7 +36,7 @@ class MoEConfig:
     ffn_hidden_size: int = setting(None, "inner width of one expert; null: as model.ffn_hidden_size", at_least=1)
     num_shared_experts: int = setting(0, "experts that every token goes through besides, as one MLP", at_least=0)
     first_dense_layers: int = setting(0, "layers at the start that have an MLP and no experts", at_least=0)
-    layer_freq: int = setting(1, "of the layers after these, the first and every n-th has experts", at_least=1)
+    layer_freq: int = setting(1, "every n-th layer has experts, from the first after these on", at_least=1)
     score: str = setting("softmax", "what the router makes of its logits", choices=("softmax", "sigmoid"))
     pre_softmax: bool = setting(False, "softmax over all experts before the choice; false: over the chosen ones")
     normalize_weights: bool = setting(True, "the weights of a token's experts are divided by their sum")
@@ -45,15 +45,15 @@ class MoEConfig:
     top_k_groups: int = setting(1, "groups that a token may choose experts from", at_least=1)
     aux_loss: str = setting(
         "microbatch",
-        "over which tokens the balancing loss counts those of each expert (global: of the step before)",
+        "tokens over which the balancing loss counts (global: those of the step before)",
         choices=("microbatch", "sequence", "global"),
     )
-    aux_loss_coeff: float = setting(0.01, "of the balancing loss; 0: none", at_least=0)
-    z_loss_coeff: float = setting(0.0, "times the squared log-sum-exp of the router's logits; 0: none", at_least=0)
+    aux_loss_coeff: float = setting(0.01, "coefficient of the balancing loss; 0: none", at_least=0)
+    z_loss_coeff: float = setting(0.0, "coefficient of the squared log-sum-exp of router logits; 0: none", at_least=0)
     expert_bias_rate: float = setting(0.0, "score=sigmoid: step of the balancing biases; 0: none", at_least=0)
     capacity_factor: float | None = setting(
         None,
-        "in training an expert takes so many times its even share of a microbatch, and drops the rest; null: all",
+        "in training an expert takes this many times an even share of a microbatch, and drops the rest; null: all",
         above=0,
     )
     dispatcher: str = setting("alltoall", "rows go to experts' ranks, or to all", choices=("alltoall", "allgather"))
@@ -82,7 +82,7 @@ class ModelConfig:
         "which rotary frequencies rope_scaling_factor divides: all, or the low ones",
         choices=("linear", "llama3", "yarn"),
     )
-    rope_scaling_factor: float = setting(1.0, "times that the context becomes longer; 1: no scaling", at_least=1)
+    rope_scaling_factor: float = setting(1.0, "factor by which the context is longer; 1: no scaling", at_least=1)
     rope_original_positions: int = setting(None, "llama3, yarn: context length before scaling", at_least=1)
     rope_low_frequency_factor: float = setting(1.0, "llama3: below this many turns, fully scaled", above=0)
     rope_high_frequency_factor: float = setting(4.0, "llama3: above this many turns, unscaled", above=0)
@@ -107,7 +107,7 @@ class ModelConfig:
     dropout: float = setting(0.0, "dropout on the output of attention and MLP", at_least=0, below=1)
     attention_dropout: float = setting(None, "dropout of attention probabilities; null: dropout", at_least=0, below=1)
     embedding_dropout: float = setting(None, "dropout on the embeddings; null: as dropout", at_least=0, below=1)
-    init_std: float = setting(0.02, "of start values; residual projections divide it by sqrt(2 * num_layers)", above=0)
+    init_std: float = setting(0.02, "spread of start values; residual projections: over sqrt(2 * num_layers)", above=0)
     loss_chunk_tokens: int | None = setting(None, "tokens per chunk of the head and loss; null: by device", at_least=1)
 
     moe: MoEConfig = field(default_factory=MoEConfig)
@@ -144,8 +144,8 @@ class ParallelConfig:
     microbatch_group_size: int | None = setting(
         None, "interleaved: microbatches in a row through one chunk; null: pp, or the next size that suits", at_least=1
     )
-    first_stage_layers: int | None = setting(None, "of the first pipeline rank; null: as many as others", at_least=0)
-    last_stage_layers: int | None = setting(None, "of the last pipeline rank; null: as many as others", at_least=0)
+    first_stage_layers: int | None = setting(None, "layers of the first pipeline rank; null: as others", at_least=0)
+    last_stage_layers: int | None = setting(None, "layers of the last pipeline rank; null: as others", at_least=0)
     count_embedding: bool = setting(False, "the embedding takes the place of one layer of the first stage")
     count_loss: bool = setting(False, "the head and the loss take the place of one layer of the last stage")
     standalone_embedding: bool = setting(False, "the first pipeline rank holds the embedding and no layers")
@@ -182,9 +182,9 @@ class TrainConfig:
     eval_interval: int = setting(100, "steps between evaluations; 0: none", at_least=0)
     eval_batches: int = setting(8, "global batches of one evaluation at most, always the same", at_least=1)
     label_smoothing: float = setting(0.0, "share of each label spread over the vocabulary", at_least=0, below=1)
-    z_loss: float = setting(0.0, "times the squared log of the softmax's denominator, added to the loss", at_least=0)
+    z_loss: float = setting(0.0, "coefficient of the squared log of the softmax's denominator in the loss", at_least=0)
     recompute: str = setting("none", "what backward computes again", choices=("none", "selective", "full"))
-    recompute_layers: int | None = setting(None, "full: only the first so many blocks; null: all", at_least=1)
+    recompute_layers: int | None = setting(None, "full: number of blocks, from the first on; null: all", at_least=1)
     recompute_modules: list[str] = setting(
         ["attention"],
         "selective: which outputs (attention: its core; moe: of the experts' first product)",
@@ -206,7 +206,7 @@ class TrainConfig:
         "matrix or row (docs/performance.md)",
         choices=("tensorwise", "rowwise"),
     )
-    max_bad_steps: int = setting(10, "stop after so many in a row with a loss or gradient not finite", at_least=1)
+    max_bad_steps: int = setting(10, "stop after this many in a row without a finite loss or gradient", at_least=1)
     check_replicas_every: int = setting(100, "steps between checks that replicas are equal; 0: none", at_least=0)
     record_pipeline: int = setting(0, "steps between recordings of the pipeline's times; 0: none", at_least=0)
     sample_interval: int = setting(0, "steps between samples of text; 0: only when training is done", at_least=0)
@@ -214,7 +214,7 @@ class TrainConfig:
     sample_tokens: int = setting(64, "tokens of text sampled from the model for each prompt; 0: none", at_least=0)
     skip_steps: list[int] = setting([], "steps whose data is passed over without training on it")
     batch_ramp: list[int] | None = setting(
-        None, "[start, increment, samples]: batches grow from start to full over so many samples; null: always full"
+        None, "[start, increment, samples]: batches grow from start to full size over these samples; null: none"
     )
     profile_steps: list[int] = setting([], "steps that torch's profiler records into the run's profile folder")
     max_minutes: float | None = setting(None, "minutes after which a start saves and ends; null: no limit", above=0)
@@ -243,10 +243,10 @@ class OptimizerConfig:
     instances: int = setting(1, "copies of the sharded state, each over some dp ranks (hybrid sharding)", at_least=1)
     bucket_size: int | None = setting(None, "elements of a gradient bucket; null: by model and ranks", at_least=1)
     overlap: bool = setting(True, "gradients travel during the backward pass, parameters during the next forward")
-    ownership: str = setting("even", "of a bucket's state: equal cuts, or whole matrices", choices=("even", "whole"))
-    gradient_dtype: str = setting("fp32", "of gradient sums; bf16: only with precision=bf16", choices=("fp32", "bf16"))
-    communication_dtype: str = setting(None, "of gradients sent; null: gradient_dtype", choices=("fp32", "bf16"))
-    moment_dtype: str = setting("fp32", "of the first moment; the second is always fp32", choices=("fp32", "bf16"))
+    ownership: str = setting("even", "cuts of a bucket's state: equal, or at matrices", choices=("even", "whole"))
+    gradient_dtype: str = setting("fp32", "type of gradient sums; bf16: with precision=bf16", choices=("fp32", "bf16"))
+    communication_dtype: str = setting(None, "type of gradients sent; null: gradient_dtype", choices=("fp32", "bf16"))
+    moment_dtype: str = setting("fp32", "type of the first moment; the second is fp32", choices=("fp32", "bf16"))
     initial_loss_scale: float = setting(65536.0, "fp16: multiplies the loss at first", above=0, at_most=2.0**32)
     min_loss_scale: float = setting(1.0, "fp16: the scale never falls below this", above=0, at_most=2.0**32)
     loss_scale_window: int = setting(1000, "fp16: steps without an overflow after which the scale doubles", at_least=1)
@@ -299,7 +299,7 @@ class LogConfig:
     wandb: str | None = setting(None, "null: online if a key is set up", choices=("disabled", "offline", "online"))
     wandb_project: str = setting("megalite", "project that the run appears in")
     wandb_entity: str | None = setting(None, "user or team that the project belongs to; null: the key's own")
-    wandb_name: str | None = setting(None, "what the run is called there; null: run_name")
+    wandb_name: str | None = setting(None, "name of the run there; null: run_name")
     tensorboard: bool = setting(False, "event files for TensorBoard in the run folder's tensorboard/")
     report_interval_s: float = setting(30.0, "least seconds between two report.html; 0: only at the end", at_least=0)
 
@@ -332,9 +332,9 @@ class Config:
     device: str = setting("auto", "auto: cuda where present, else cpu", choices=("auto", "cpu", "cuda"))
     precision: str = setting(
         "auto",
-        "of parameters and activations; auto: bf16 on CUDA and on CPUs with AMX or AVX-512 bf16, else fp32. Masters, "
-        "statistics and, unless optimizer says otherwise, gradient sums and moments are fp32 (with fp64: fp64); fp16 "
-        "scales the loss",
+        "type of parameters and activations; auto: bf16 on CUDA and on CPUs with AMX or AVX-512 bf16, else fp32. "
+        "Masters, statistics and, unless optimizer says otherwise, gradient sums and moments are fp32 (fp64: fp64); "
+        "fp16 scales the loss",
         choices=("auto", "fp64", "fp32", "bf16", "fp16"),
     )
     tokenizer: str = setting("bpe", "bpe (trained on the data), byte, char, or a transformers name or folder")

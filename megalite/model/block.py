@@ -23,7 +23,8 @@ from megalite.model.norm import build_norm
 from megalite.model.parameters import expert_width, inner_projection, shared_width
 from megalite.model.recompute import Recompute
 from megalite.moe.dispatch import ExpertRanks
-from megalite.moe.layer import Experts, MoELayer
+from megalite.moe.experts import Experts
+from megalite.moe.layer import MoELayer
 from megalite.moe.router import Router
 from megalite.tensor_parallel.layers import Placement
 

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from megalite.kernels.pieces import statistics_dtype
 from megalite.kernels.products import add_transposed_product
 from megalite.tensor_parallel.collectives import finish, start_all_gather, start_all_reduce, start_reduce_scatter
-from megalite.tensor_parallel.cross_entropy import TokenLoss, work_buffers
+from megalite.tensor_parallel.cross_entropy import TokenLoss, work_buffer
 
 # Tokens per chunk; on a CPU at least so many, and as many as CHUNK_BYTES hold. Each chunk reads and writes the whole
 # gradient of the weight once, so chunks must be long. With 50,000 columns a CPU gains nothing from more than these, and
@@ -55,7 +55,7 @@ def linear_cross_entropy(
     with an upstream gradient of one: factors go into `scale`.
 
     Memory, with c tokens per chunk and v rows of weight: c * v logits in the compute dtype, twice that with a group
-    and gradients, 2 * min(c * v, PIECE_ELEMENTS) in fp32 (none with `compile`), the gradients, a few numbers per token;
+    and gradients, min(c * v, PIECE_ELEMENTS) in fp32 (none with `compile`), the gradients, a few numbers per token;
     with a group also the summed gradient of hidden, with sequence parallelism the gathered hidden.
     """
     assert token_loss.group is not None or not sequence_parallel
@@ -126,7 +126,7 @@ class _Sweep:
         self.wants_gradients = wants_hidden or weight_grad is not None
         ahead = self.group is not None and self.wants_gradients  # the next chunk's logits stand beside this one's
         buffers = hidden.new_empty(2 if ahead else 1, self.chunk, weight.shape[0])
-        self.work, self.piece = work_buffers(buffers[0])
+        self.work, self.piece = work_buffer(buffers[0])
         if self.compile and self.token_loss.real:  # there are no fp32 logits that pieces would bound
             self.work = self.work.new_empty(0)  # of which the dtype is read
             self.piece = self.chunk if hidden.is_cuda else self.piece

@@ -5,13 +5,16 @@ weight's gradient. Backward computes the activation again from the first product
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from megalite.config.schema import MoEConfig
 from megalite.kernels.grouped import RowGroups, add_grouped_transposed_products, grouped_product
+from megalite.moe.dispatch import ExpertRanks
 from megalite.tensor_parallel.deferred import DeferredWork
 
 Activation = Callable[[Tensor], Tensor]
@@ -29,27 +32,39 @@ class ExpertMatrix(nn.Module):
         self.main_grad: Tensor | None = None
 
 
-def expert_mlp(
-    rows: Tensor,
-    weights: Tensor,
-    groups: RowGroups,
-    inner: ExpertMatrix,
-    down: ExpertMatrix,
-    activation: Activation,
-    *,
-    deferred: DeferredWork | None = None,
-    recompute: bool = False,
-) -> Tensor:
-    """weights [m] * down(activation(inner rows)) of each row's expert: rows [m, h] -> [m, h]. Rows of no expert give 0
-    and have no gradient; what is computed of them in between is of no use and goes nowhere.
+class Experts(nn.Module):
+    """This rank's experts, each a piece of the width where etp ranks share one. `inner`: name and outputs of the first
+    matrix, [2, width] of a gated activation and [width] of a plain one. `deferred` takes weight gradients that a
+    backward defers."""
 
-    `inner` maps h to what `activation` makes the experts' local width of. Under a split over etp that is a part of the
-    width, and the output a term of the sum. `deferred` takes weight gradients that a backward puts off.
-    """
-    main_grads = inner.main_grad, down.main_grad
-    return _ExpertMLP.apply(  # type: ignore[no-any-return]
-        rows, weights, inner.weight, down.weight, groups, activation, main_grads, deferred, recompute
-    )
+    def __init__(
+        self,
+        config: MoEConfig,
+        hidden_size: int,
+        inner: tuple[str, tuple[int, ...]],
+        activation: Activation,
+        ranks: ExpertRanks,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        deferred: DeferredWork | None = None,
+        recompute: bool = False,
+    ) -> None:
+        super().__init__()
+        self.inner, (*gates, width) = inner
+        self.activation, self.deferred, self.recompute = activation, deferred, recompute
+        local, matrix = config.num_experts // ranks.ep, partial(ExpertMatrix, dtype=dtype, device=device)
+        self.add_module(self.inner, matrix(local, *gates, width // ranks.etp, hidden_size))
+        self.down = matrix(local, hidden_size, width // ranks.etp)
+
+    def forward(self, rows: Tensor, weights: Tensor, groups: RowGroups) -> Tensor:
+        """weights [m] * down(activation(inner rows)) of each row's expert: rows [m, h] -> [m, h], where etp ranks share
+        experts a term of the sum. Rows of no expert give 0 and have no gradient."""
+        inner = getattr(self, self.inner)
+        options = self.activation, (inner.main_grad, self.down.main_grad), self.deferred, self.recompute
+        return _ExpertMLP.apply(  # type: ignore[no-any-return]
+            rows, weights, inner.weight, self.down.weight, groups, *options
+        )
 
 
 class _ExpertMLP(torch.autograd.Function):
@@ -93,23 +108,18 @@ class _ExpertMLP(torch.autograd.Function):
         rows_grad = groups.clear_rest(grouped_product(before_grad, inner.flatten(1, -2), groups))
         scaled = activated.detach() * scale
         factors = ((before_grad, rows.detach()), (grad, scaled))
-        weight_grads: list[Tensor | None] = [None, None]
-        for at, (weight, main_grad, (left, right)) in enumerate(
-            zip((inner, down), ctx.main_grads, factors, strict=True)
-        ):
+        weight_grads: list[Tensor | None] = []
+        for weight, main_grad, (left, right) in zip((inner, down), ctx.main_grads, factors, strict=True):
             total = torch.zeros_like(weight) if main_grad is None else main_grad
             flat = total.view(len(weight), -1, weight.shape[-1])
+            work = partial(add_grouped_transposed_products, flat, left, right, groups)
             if main_grad is not None and ctx.deferred is not None:
-                ctx.deferred.put(_work(flat, left, right, groups))
+                ctx.deferred.put(work)
             else:
-                add_grouped_transposed_products(flat, left, right, groups)
-            weight_grads[at] = total if main_grad is None else None
+                work()
+            weight_grads.append(total if main_grad is None else None)
         return rows_grad, weights_grad, *weight_grads, None, None, None, None, None
 
 
 def _first_product(rows: Tensor, inner: Tensor, groups: RowGroups) -> Tensor:
     return grouped_product(rows, inner.flatten(1, -2).transpose(1, 2), groups)
-
-
-def _work(total: Tensor, left: Tensor, right: Tensor, groups: RowGroups) -> Callable[[], None]:
-    return lambda: add_grouped_transposed_products(total, left, right, groups)

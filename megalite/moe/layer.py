@@ -1,56 +1,14 @@
 """The experts of one layer in place of an MLP: route, bring tokens to their experts and back, count."""
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from megalite.config.schema import MoEConfig
-from megalite.kernels.grouped import RowGroups
 from megalite.moe.balance import Figures, RouterLosses, TokenMasks, add_to_loss, drop_over_capacity, router_losses
 from megalite.moe.dispatch import ExpertRanks, dispatch
-from megalite.moe.experts import ExpertMatrix, expert_mlp
+from megalite.moe.experts import Experts
 from megalite.moe.router import Choice, Router, count_choices
-from megalite.tensor_parallel.deferred import DeferredWork
-
-
-class Experts(nn.Module):
-    """This rank's experts, each a piece of the width where etp ranks share one. `inner`: name and outputs of the first
-    matrix, [2, width] of a gated activation and [width] of a plain one."""
-
-    def __init__(
-        self,
-        config: MoEConfig,
-        hidden_size: int,
-        inner: tuple[str, tuple[int, ...]],
-        activation: Callable[[Tensor], Tensor],
-        ranks: ExpertRanks,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        deferred: DeferredWork | None = None,
-        recompute: bool = False,
-    ) -> None:
-        super().__init__()
-        self.inner, (*gates, width) = inner
-        self.activation, self.deferred, self.recompute = activation, deferred, recompute
-        local, matrix = config.num_experts // ranks.ep, partial(ExpertMatrix, dtype=dtype, device=device)
-        self.add_module(self.inner, matrix(local, *gates, width // ranks.etp, hidden_size))
-        self.down = matrix(local, hidden_size, width // ranks.etp)
-
-    def forward(self, rows: Tensor, weights: Tensor, groups: RowGroups) -> Tensor:
-        """rows [m, h], weights [m] -> [m, h]"""
-        return expert_mlp(
-            rows,
-            weights,
-            groups,
-            getattr(self, self.inner),
-            self.down,
-            self.activation,
-            deferred=self.deferred,
-            recompute=self.recompute,
-        )
 
 
 class MoELayer(nn.Module):

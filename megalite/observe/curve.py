@@ -3,10 +3,10 @@
 A braille character holds 2 x 4 dots, so a curve 60 characters wide has 120 columns.
 """
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 Point = tuple[float, float]  # step, finite loss
 
@@ -22,21 +22,33 @@ def draw_curve(train: Sequence[Point], validation: Sequence[Point], *, width: in
     line = smoothed(train, window=max(1, len(train) // 40))
     if not (points := [*line, *validation]):
         return []
-    steps, losses = np.array(points, dtype=float).T
-    dots = np.zeros((height, 4, width, 2), dtype=bool)
-    if line:
-        columns = np.linspace(steps.min(), steps.max(), 2 * width)
-        known_steps, known_losses = np.array(line, dtype=float).T
-        values = np.interp(columns, known_steps, known_losses, left=np.nan, right=np.nan)
-        known = np.flatnonzero(~np.isnan(values))
-        rows = 4 * height - 1 - _cells(values[known], losses, 4 * height)
-        for column, row, before in zip(known, rows, [*rows[:1], *rows], strict=False):  # no gap between two rows
-            dots.reshape(4 * height, 2 * width)[min(row, before) : max(row, before) + 1, column] = True
-    cells = [[chr(0x2800 + it) if it else " " for it in row] for row in (dots * _DOTS[:, None, :]).sum(axis=(1, 3))]
-    at = zip(_cells(losses[len(line) :], losses, height), _cells(steps[len(line) :], steps, width), strict=True)
-    for row, column in at:
-        cells[height - 1 - row][column] = "●"
-    return _framed(["".join(row) for row in cells], losses, steps)
+    (first, last), (low, high) = ((min(its), max(its)) for its in zip(*points, strict=True))
+
+    def row_of(loss: float, rows: int) -> int:
+        """The row from above; the middle where all losses agree."""
+        share = (loss - low) / (high - low) if high > low else 0.5 - 0.5 / rows
+        return rows - 1 - min(int(share * rows), rows - 1)
+
+    dots = np.zeros((4 * height, 2 * width), dtype=bool)
+    columns, before = np.linspace(first, last, 2 * width), None
+    known = np.array(line or [(math.inf, 0.0)], dtype=float).T
+    for column, loss in enumerate(np.interp(columns, *known).tolist()):
+        if known[0][0] <= columns[column] <= known[0][-1]:
+            row = row_of(loss, 4 * height)
+            before = row if before is None else before
+            dots[min(row, before) : max(row, before) + 1, column] = True  # no gap between two rows
+            before = row
+    bits = (dots.reshape(height, 4, width, 2) * _DOTS[:, None, :]).sum(axis=(1, 3))
+    cells = [[chr(0x2800 + it) if it else " " for it in row] for row in bits]
+    for step, loss in validation:
+        column = int((step - first) / (last - first) * width) if last > first else width // 2
+        cells[row_of(loss, height)][min(column, width - 1)] = "●"
+    digits = 2 if high - low > 0.1 else 4
+    labels = {0: f"{high:.{digits}f}", height - 1: f"{low:.{digits}f}"}
+    rows = [f"{labels.get(at, ''):>8} {'┤' if at in labels else '│'}{''.join(row)}" for at, row in enumerate(cells)]
+    left, right = f"{first:.0f}", f"{last:.0f}"
+    frame = [f"{'':8} └{'─' * width}", f"{'':10}{left}{right:>{width - len(left)}}"]
+    return [*(row.rstrip() for row in rows), *frame]
 
 
 def smoothed(points: Sequence[Point], *, window: int) -> list[Point]:
@@ -47,22 +59,3 @@ def smoothed(points: Sequence[Point], *, window: int) -> list[Point]:
         reach = min(window // 2, at, len(points) - 1 - at)
         result.append((step, float(sums[at + reach + 1] - sums[at - reach]) / (2 * reach + 1)))
     return result
-
-
-def _cells(places: NDArray[np.float64], values: NDArray[np.float64], cells: int) -> NDArray[np.int64]:
-    """The cells of these places among those between the least and the greatest of `values`; the middle where these
-    agree."""
-    low, high = values.min(), values.max()
-    shares = (places - low) / (high - low) if high > low else np.full(len(places), 0.5 - 0.5 / cells)
-    found: NDArray[np.int64] = np.minimum(shares * cells, cells - 1).astype(np.int64)
-    return found
-
-
-def _framed(rows: Sequence[str], losses: NDArray[np.float64], steps: NDArray[np.float64]) -> list[str]:
-    """Axes: the highest and lowest loss on the left, first and last step below."""
-    low, high = losses.min(), losses.max()
-    digits = 2 if high - low > 0.1 else 4
-    labels = {0: f"{high:.{digits}f}", len(rows) - 1: f"{low:.{digits}f}"}
-    lines = [f"{labels.get(at, ''):>8} {'┤' if at in labels else '│'}{row}".rstrip() for at, row in enumerate(rows)]
-    first, last = f"{steps.min():.0f}", f"{steps.max():.0f}"
-    return [*lines, f"{'':8} └{'─' * len(rows[0])}", f"{'':10}{first}{last:>{len(rows[0]) - len(first)}}"]

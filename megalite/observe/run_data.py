@@ -138,29 +138,26 @@ class RunData:
         """Add a record or an event."""
         if "kind" in line:
             self._add_event(dict(line))
-        else:
-            self._add_record(dict(line))
-
-    def _add_record(self, line: dict[str, Any]) -> None:
+            return
         step, nested = line["step"], dict[str, Any]()
+        if "time_split" in line:  # older runs know no exchange
+            nested = {f"time_split/{part}": 0.0 for part in STEP_PARTS}
         for group in ("time_split", "moe"):
             nested |= {f"{group}/{name}": value for name, value in (line.get(group) or {}).items()}
-        if "time_split" in line:
-            nested = {f"time_split/{part}": 0.0 for part in STEP_PARTS} | nested  # older runs know no exchange
-        for name, value in (line | nested).items():
+        for name, value in ({**line} | nested).items():
             if isinstance(value, int | float):
                 self.first.setdefault(name, value)
                 self.series[name].add(step, value)
         self._add_tokens(step, nested.get("moe/tokens_per_expert"))
-        if "val_loss" in line:
-            self.evaluation = line
-            self.evaluation_s += line.get("eval_time_s") or 0.0
-            if isfinite(line["val_loss"]) and (self.best is None or line["val_loss"] < self.best[1]):
-                self.best = step, line["val_loss"]
+        if "val_loss" not in line:
+            self.last = dict(line)
+            if not isfinite(line["loss"]) or not isfinite(line.get("grad_norm", 0.0)):
+                self._mark(step)
             return
-        self.last = line
-        if not isfinite(line["loss"]) or not isfinite(line.get("grad_norm", 0.0)):
-            self._mark(step)
+        self.evaluation = dict(line)
+        self.evaluation_s += line.get("eval_time_s") or 0.0
+        if isfinite(line["val_loss"]) and (self.best is None or line["val_loss"] < self.best[1]):
+            self.best = step, line["val_loss"]
 
     def _add_tokens(self, step: int, counts: Any) -> None:
         """Count the tokens of experts, and keep how uneven each layer was. Steps that were skipped have no tokens."""
@@ -181,27 +178,26 @@ class RunData:
     def _add_event(self, event: dict[str, Any]) -> None:
         kind, step = event["kind"], event["step"]
         self.updated = max(self.updated, event.get("time") or 0.0)
-        if kind == "checkpoint":
-            self.checkpoints, self.checkpoint = self.checkpoints + 1, event
-            self.stall_s += event.get("stall_s") or 0.0
-        elif kind == "ranks":
-            self.ranks = event
-        elif kind == "sample":
-            self.samples.setdefault(step, {})[event["prompt"]] = event["text"]
-            if len(self.samples) > MOST_SAMPLED:
-                for gone in sorted(self.samples)[1:-1:2]:
+        match kind:
+            case "checkpoint":
+                self.checkpoints, self.checkpoint = self.checkpoints + 1, event
+                self.stall_s += event.get("stall_s") or 0.0
+            case "ranks":
+                self.ranks = event
+            case "sample":
+                self.samples.setdefault(step, {})[event["prompt"]] = event["text"]
+                for gone in sorted(self.samples)[1:-1:2] if len(self.samples) > MOST_SAMPLED else ():
                     del self.samples[gone]
-        elif kind in ("start", "resume"):
-            self.starts = [*self.starts[:1], event]
-            self.end, self.slow = None, set()
-        elif kind in ENDS:
-            self.end = event
-        elif kind == "skipped":
-            self._mark(step)
-        elif kind == "record_changed":
-            self.damage.append(str(event.get("message")))
-        elif kind == "straggler":
-            self.slow.add(event["rank"])
+            case "start" | "resume":
+                self.starts = [*self.starts[:1], event]
+                self.end, self.slow = None, set()
+            case "skipped":
+                self._mark(step)
+            case "record_changed":
+                self.damage.append(str(event.get("message")))
+            case "straggler":
+                self.slow.add(event["rank"])
+        self.end = event if kind in ENDS else self.end
         if kind not in SUMMED_UP:
             self.left_out += len(self.listed) == MOST_LISTED
             self.listed.append(event)

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megalite.config.durable_files import write_atomically
-from megalite.config.machine_rules import asked_mode
-from megalite.config.packages import is_installed
+from megalite.config.machine_rules import asked_mode, is_installed
 from megalite.config.schema import Config
 from megalite.config.settings import as_plain
 from megalite.config.user_files import read_object
@@ -129,36 +128,30 @@ def _open(config: Config, folder: Path, mode: str | None, note: Note) -> WandbTr
     os.environ |= of_network
     import wandb
 
-    run_id = id_of_run(folder, note)
-
-    def start(mode: Any) -> WandbTracker:
-        run = wandb.init(
-            dir=folder,
-            id=run_id,
-            resume="allow",
-            mode=mode,
-            project=config.log.wandb_project,
-            entity=config.log.wandb_entity,
-            name=config.log.wandb_name or os.environ.get("WANDB_NAME") or config.run_name,
-            config=as_plain(config),
-        )
-        return WandbTracker(run, note)
-
-    if mode == "offline":
-        return start("offline")
-    try:
-        wandb.setup(wandb.Settings(mode="online"))
-        if wandb.login(prompt=False, verify=False):
-            return start("online")
-        note("no key is set up (wandb login)")
-        if mode is None:
-            return None
-    except Exception as error:
-        note(f"cannot be sent now ({' '.join(str(error).split())[:200]})")
-    wandb.teardown()
-    for name in of_network:  # a busy machine needs longer than a network may
-        del os.environ[name]
-    return start("offline")
+    start = partial(
+        wandb.init,
+        dir=folder,
+        id=id_of_run(folder, note),
+        resume="allow",
+        project=config.log.wandb_project,
+        entity=config.log.wandb_entity,
+        name=config.log.wandb_name or os.environ.get("WANDB_NAME") or config.run_name,
+        config=as_plain(config),
+    )
+    if mode != "offline":
+        try:
+            wandb.setup(wandb.Settings(mode="online"))
+            if wandb.login(prompt=False, verify=False):
+                return WandbTracker(start(mode="online"), note)
+            note("no key is set up (wandb login)")
+            if mode is None:
+                return None
+        except Exception as error:
+            note(f"cannot be sent now ({' '.join(str(error).split())[:200]})")
+        wandb.teardown()
+        for name in of_network:  # a busy machine needs longer than a network may
+            del os.environ[name]
+    return WandbTracker(start(mode="offline"), note)
 
 
 def id_of_run(folder: Path, note: Note) -> str:

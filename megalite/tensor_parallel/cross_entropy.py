@@ -68,61 +68,50 @@ class TokenLoss:
 
     def statistics(self, logits: Tensor, labels: Tensor, work: Tensor) -> Tensor:
         """[3 or 4, r] of logits [r, columns]: maximum, sum of exp(logit - maximum), the label's logit (zero where
-        another rank has it) and, for smoothing, the sum of logits. `work` is of `work_buffers`."""
+        another rank has it) and, for smoothing, the sum of logits. `work` is of `work_buffer`."""
         return self._statistics(logits, labels, work)[0]
 
     def losses(self, logits: Tensor, labels: Tensor, upstream: Tensor | None, work: Tensor) -> Tensor:
         """The losses [r] of tokens whose logits are all here; with `upstream` [r], gradients in place of the logits."""
-        statistics, probabilities = self._statistics(logits, labels, work)
+        statistics, powers = self._statistics(logits, labels, work)
         losses, factor = self.combine(statistics[None])
         if upstream is not None:
-            self._differentiate(logits, statistics, probabilities, labels, factor, upstream)
+            self.differentiate(logits, statistics, labels, factor, upstream, work, powers)
         return losses
 
+    def _statistics(self, logits: Tensor, labels: Tensor, work: Tensor) -> tuple[Tensor, Tensor | None]:
+        """With exp(logit - maximum), unless a compiler makes kernels that write nothing as large as the logits."""
+        if not self.real:
+            statistics = work.new_zeros(4 if self.label_smoothing else 3, *labels.shape)
+            statistics[0] = -torch.inf
+            return statistics, None
+        wide = _widened(logits, work)
+        maxima = wide.amax(-1, keepdim=True)
+        column, is_here = self._column(labels)
+        label_logits = wide.gather(1, column[:, None])[:, 0]
+        if is_here is not None:
+            label_logits = torch.where(is_here, label_logits, 0.0)
+        rows = [label_logits]
+        if self.label_smoothing:  # over as many columns as the other sums, to be taken with them
+            rows.append(torch.where(self._columns(wide) < self.real, wide, 0.0).sum(-1))
+        powers = _powers(wide, maxima, work)  # where logits were widened, in their place
+        rows = [maxima[:, 0], powers.sum(-1), *rows]
+        return torch.stack(rows), None if torch.compiler.is_compiling() else powers
+
     def differentiate(
-        self, logits: Tensor, statistics: Tensor, labels: Tensor, factor: Tensor, upstream: Tensor, work: Tensor
+        self,
+        logits: Tensor,
+        statistics: Tensor,
+        labels: Tensor,
+        factor: Tensor,
+        upstream: Tensor,
+        work: Tensor,
+        powers: Tensor | None = None,
     ) -> None:
         """The gradient of sum(upstream [r] * losses [r]) in place of the logits, of which `statistics` are [k, r].
 
         d loss / d logit = probability * (1 + 2 z logsumexp) - (1 - s) [is label] - s / vocab_size, 0 for padding.
         """
-        probabilities = softmax(logits, work)[1] if self.real and not torch.compiler.is_compiling() else None
-        self._differentiate(logits, statistics, probabilities, labels, factor, upstream)
-
-    def _statistics(self, logits: Tensor, labels: Tensor, work: Tensor) -> tuple[Tensor, Tensor | None]:
-        """With the probabilities, unless a compiler makes it one kernel that writes nothing as large as the logits."""
-        if not self.real:
-            statistics = work.new_zeros(4 if self.label_smoothing else 3, *labels.shape)
-            statistics[0] = -torch.inf
-            return statistics, None
-        if torch.compiler.is_compiling():
-            wide, probabilities = logits.to(work.dtype), None
-            maxima = wide.amax(-1, keepdim=True)  # the form in which inductor takes maximum and sum in one pass
-            sums = (wide - maxima).exp().sum(-1, keepdim=True)
-            # As many columns as in the other sums, to be taken with them.
-            real = torch.where(torch.arange(wide.shape[1], device=wide.device) < self.real, wide, 0.0)
-        else:
-            wide, probabilities = softmax(logits, work)
-            maxima = wide.amax(-1, keepdim=True)
-            sums = probabilities.amax(-1, keepdim=True).reciprocal_()  # the largest cannot underflow, the label's can
-            real = wide[:, : self.real]
-        column, is_here = self._column(labels)
-        label_logits = wide.gather(1, column[:, None])[:, 0]
-        if is_here is not None:
-            label_logits = torch.where(is_here, label_logits, 0.0)
-        rows = [maxima[:, 0], sums[:, 0], label_logits]
-        rows += [real.sum(-1, dtype=work.dtype)] if self.label_smoothing else []
-        return torch.stack([row.to(work.dtype) for row in rows]), probabilities
-
-    def _differentiate(
-        self,
-        logits: Tensor,
-        statistics: Tensor,
-        probabilities: Tensor | None,
-        labels: Tensor,
-        factor: Tensor,
-        upstream: Tensor,
-    ) -> None:
         if not self.real:
             logits.zero_()
             return
@@ -130,19 +119,16 @@ class TokenLoss:
         of_label = (1 - self.label_smoothing) * upstream
         if is_here is not None:
             of_label *= is_here
-        of_all = self.label_smoothing / self.vocab_size * upstream
-        if probabilities is None:  # one kernel, of which a scatter cannot be part
-            columns = torch.arange(logits.shape[1], device=logits.device)
-            maxima, sums = statistics[:2, :, None]
-            gradient = (logits.to(sums.dtype) - maxima).exp() * (factor * upstream / sums[:, 0])[:, None]
-            gradient -= torch.where(columns == column[:, None], of_label[:, None], 0.0)
-            if self.label_smoothing:
-                gradient -= torch.where(columns < self.real, of_all[:, None], 0.0)
+        maxima, sums = statistics[:2, :, None]
+        powers = _powers(_widened(logits, work), maxima, work) if powers is None else powers
+        gradient = powers.mul_((factor * upstream)[:, None] / sums)
+        if torch.compiler.is_compiling():  # one kernel, of which a scatter cannot be part
+            gradient -= torch.where(self._columns(logits) == column[:, None], of_label[:, None], 0.0)
         else:
-            gradient = probabilities.mul_((factor * upstream)[:, None])
             gradient.scatter_add_(1, column[:, None], -of_label[:, None])
-            if self.label_smoothing:
-                gradient[:, : self.real].sub_(of_all[:, None])
+        if self.label_smoothing:
+            of_all = self.label_smoothing / self.vocab_size * upstream
+            gradient -= torch.where(self._columns(logits) < self.real, of_all[:, None], 0.0)
         logits.copy_(gradient)
 
     def _column(self, labels: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -153,26 +139,30 @@ class TokenLoss:
         inside = column.clamp(0, self.real - 1)
         return inside, inside == column
 
-
-def softmax(logits: Tensor, work: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits [r, columns], in the dtype of `work` or as given, and their probabilities in the dtype of `work`.
-
-    On a CPU `work` is of `work_buffers`, and what is returned lies in it until the next call.
-    """
-    if logits.is_cuda:
-        return logits, torch.softmax(logits, -1, dtype=work.dtype)
-    r = logits.shape[0]
-    if logits.dtype != work.dtype:
-        logits = work[0, :r].copy_(logits)
-    return logits, torch.softmax(logits, -1, out=work[1, :r])
+    def _columns(self, logits: Tensor) -> Tensor:
+        return torch.arange(logits.shape[1], device=logits.device)
 
 
-def work_buffers(logits: Tensor) -> tuple[Tensor, int]:
-    """Buffers [2, r, columns] for `softmax` of r rows of logits [n, columns], and r: how many to take at once.
+def _widened(logits: Tensor, work: Tensor) -> Tensor:
+    """Logits [r, columns] in the dtype of `work`; in its memory, where it has any and they change."""
+    if logits.dtype == work.dtype or not len(work):
+        return logits.to(work.dtype)
+    return work[: len(logits)].copy_(logits)
 
-    Fresh pages cost a CPU more than the arithmetic; CUDA's allocator makes the buffers needless (r rows of none).
+
+def _powers(wide: Tensor, maxima: Tensor, work: Tensor) -> Tensor:
+    """exp(logit - maximum) [r, columns], in the memory of `work` where it has any."""
+    if not len(work):
+        return (wide - maxima).exp()
+    return torch.sub(wide, maxima, out=work[: len(wide)]).exp_()
+
+
+def work_buffer(logits: Tensor) -> tuple[Tensor, int]:
+    """A buffer [r, columns] for logits [n, columns], and r: how many rows to take at once.
+
+    Fresh pages cost a CPU more than the arithmetic; CUDA's allocator makes the buffer needless (it has no rows).
     """
     n, columns = logits.shape
     rows = max(1, min(n, PIECE_ELEMENTS[logits.device.type] // max(1, columns)))
     dtype = statistics_dtype(logits.dtype)
-    return torch.empty(2, 0 if logits.is_cuda else rows, columns, dtype=dtype, device=logits.device), rows
+    return torch.empty(0 if logits.is_cuda else rows, columns, dtype=dtype, device=logits.device), rows

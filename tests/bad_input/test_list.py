@@ -130,7 +130,7 @@ EXPLAINED = {
         "a loss scale at its least",
         "it stays there, and steps that overflow count as bad ones from then on",
         [
-            "optim/test_loss_scale.py::test_the_scale_never_falls_below_its_minimum",
+            "optim/test_loss_scale.py::test_every_sequence_of_overflows_gives_the_scale_of_the_rule",
             "train/test_run.py::test_too_many_bad_steps_in_a_row_stop_the_run_with_the_checkpoint_intact",
         ],
     ),

@@ -32,26 +32,21 @@ def test_there_is_a_recipe_for_each_promised_model() -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
-def test_a_recipe_passes_all_checks_on_its_own_processes(recipe: Path) -> None:
-    config = load_config(words(recipe), world_size(recipe))
-    assert config.train.micro_batch_size is not None
-    written = yaml.safe_load(recipe.read_text())
+def test_a_recipe_passes_all_checks_on_its_own_processes_and_says_how_it_is_started(recipe: Path) -> None:
+    config, text = load_config(words(recipe), world_size(recipe)), recipe.read_text()
+    written = yaml.safe_load(text)
     for group, values in written.items():
         for name, value in (values if group in GROUPS else {}).items():
             if name != "path":
                 assert value_of(config, f"{group}.{name}") == value
     assert set(written) - {"defaults", *GROUPS} <= {"tokenizer", "precision"}
-
-
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
-def test_a_recipe_says_how_it_is_started(recipe: Path) -> None:
-    head = recipe.read_text().partition("defaults:")[0]
+    head = text.partition("defaults:")[0]
     assert f"experiment={recipe.stem}" in head
     assert head.startswith("# @package _global_\n# ")
-    if "override /data: tokens" in recipe.read_text():
+    if "override /data: tokens" in text:
         prepared = re.search(r"--output (\S+)", head)
         assert prepared is not None
-        assert yaml.safe_load(recipe.read_text())["data"]["path"] == prepared[1]
+        assert written["data"]["path"] == prepared[1]
 
 
 SAID = {  # by their heads: parameters, tokens of the largest step, and of the whole run

@@ -276,20 +276,6 @@ def test_aliases_that_stand_for_more_than_memory_holds_are_refused_at_once(
     assert time.process_time() - begin < 5
 
 
-def test_a_preset_that_may_not_be_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "mine.yaml").write_text("name: mine\n")
-    opened = open
-
-    def closed(path: object, *rest: object, **named: object) -> object:  # root may read anything
-        if str(path).endswith("mine.yaml"):
-            raise PermissionError(13, "Permission denied", str(path))
-        return opened(path, *rest, **named)  # type: ignore[call-overload]
-
-    monkeypatch.setattr("builtins.open", closed)
-    assert "Permission denied" in str(refusal("--config-dir", str(tmp_path), "model=mine"))
-
-
 @pytest.mark.parametrize("name", ["train.compile", "train.cuda_graph", "parallel.async_tp"])
 def test_auto_leaves_a_choice_open_and_is_no_number(name: str) -> None:
     assert value_of(load_config([f"{name}=auto"], 1), name) is None

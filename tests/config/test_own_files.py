@@ -10,7 +10,7 @@ import pytest
 from megalite.config import own_files
 from megalite.config.compose import load_config
 from megalite.config.durable_files import write_atomically
-from megalite.config.own_files import RUN_LOCK, STATUS, Kind, in_the_way, output_problems, picture_of
+from megalite.config.own_files import STATUS, Kind, in_the_way, output_problems, picture_of
 from megalite.errors.problems import UserError
 
 # As f4fa60b wrote them, but the pictures, which have a mark only since.
@@ -105,13 +105,12 @@ def refused(*words: str) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("content", FOREIGN.values(), ids=FOREIGN)
-def test_a_status_file_takes_no_file_of_others(tmp_path: Path, content: bytes) -> None:
+def test_a_status_file_takes_no_file_of_others(tmp_path: Path) -> None:
     path = tmp_path / "status"
-    path.write_bytes(content)
+    path.write_bytes(FOREIGN["text"])
     for name in (path, f"{tmp_path}/../{tmp_path.name}/status"):
         assert "launch.status_file=" in refused(f"launch.status_file={name}", f"run_dir={tmp_path}/run")
-    assert path.read_bytes() == content
+    assert path.read_bytes() == FOREIGN["text"]
     assert os.listdir(tmp_path) == ["status"]
 
 
@@ -137,12 +136,6 @@ def test_a_status_file_is_not_what_is_read_as_text(tmp_path: Path) -> None:
         status = f"launch.status_file={tmp_path}/b.txt"
         assert words in refused("data=text", f"data.path={path}", status, f"run_dir={tmp_path.parent}/elsewhere")
     assert load_config([f"launch.status_file={tmp_path}/b.txt"], 1), "without that text it is one of ours"
-
-
-def test_a_lock_of_somebody_else_keeps_a_run_out_of_its_folder(tmp_path: Path) -> None:
-    (tmp_path / "lock").write_text("the combination is 7, 11, 13")
-    assert "it holds lock" in refused(f"run_dir={tmp_path}")
-    assert in_the_way(tmp_path / "lock", RUN_LOCK)
 
 
 WRITERS = {  # who may write files in another way, and where

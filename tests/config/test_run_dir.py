@@ -38,7 +38,7 @@ def test_what_a_run_would_write_over_is_named(tmp_path: Path, monkeypatch: pytes
     assert "config.yaml" in str(refusal(f"run_dir={CONF}"))
 
 
-@pytest.mark.parametrize("name", ["main.py", "tokenizer/tokenizer.json", "checkpoints/step-00000001/x"])
+@pytest.mark.parametrize("name", ["main.py", "lock", "tokenizer/tokenizer.json", "checkpoints/step-00000001/x"])
 def test_files_of_others_are_left_alone_but_the_folder_of_a_run_is_taken(tmp_path: Path, name: str) -> None:
     (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / name).write_text("mine")

@@ -5,9 +5,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalite.config.schema import MoEConfig
 from megalite.kernels import grouped
 from megalite.kernels.grouped import RowGroups, add_grouped_transposed_products, grouped_product, multiple_of_rows
-from megalite.moe.experts import ExpertMatrix, expert_mlp
+from megalite.moe.dispatch import ExpertRanks
+from megalite.moe.experts import ExpertMatrix, Experts
 
 ROWS = 11
 COUNTS = {"some": [3, 0, 5, 0], "one for all": [0, 11, 0, 0], "all in use": [1, 2, 3, 5], "nobody": [0, 0, 0, 0]}
@@ -89,15 +91,15 @@ def test_products_of_columns_are_added_group_by_group(
 def test_rows_of_no_expert_give_zeros_and_have_no_gradient(
     device: torch.device, counts: list[int], on_host: bool
 ) -> None:
-    dtype, matrices = torch.bfloat16, []
-    for shape in ((4, WIDTH, H), (4, H, WIDTH)):
-        matrix = ExpertMatrix(*shape, dtype=dtype, device=device)
-        matrix.weight.data.copy_(drawn(*shape, dtype=dtype, device=device))
-        matrices.append(matrix)
+    dtype, config = torch.bfloat16, MoEConfig(num_experts=4)
+    experts = Experts(config, H, ("up", (WIDTH,)), F.gelu, ExpertRanks(), dtype=dtype, device=device)
+    matrices = [one for one in experts.children() if isinstance(one, ExpertMatrix)]
+    for matrix in matrices:
+        matrix.weight.data.copy_(drawn(*matrix.weight.shape, dtype=dtype, device=device))
     rows = drawn(ROWS, H, dtype=dtype, device=device).requires_grad_()
     weights = torch.ones(ROWS, device=device, requires_grad=True)
     groups = RowGroups(torch.tensor(counts, device=device), counts if on_host else None)
-    y = expert_mlp(rows, weights, groups, *matrices, F.gelu)
+    y = experts(rows, weights, groups)
     y.backward(torch.ones_like(y))
     for one in (y, rows.grad, weights.grad):
         assert one is not None

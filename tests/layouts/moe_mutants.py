@@ -13,7 +13,7 @@ from megalite.model.routers import Routers
 from megalite.moe import balance as balance_module
 from megalite.moe import dispatch as dispatch_module
 from megalite.moe import layer as layer_module
-from megalite.moe.layer import Experts
+from megalite.moe.experts import Experts
 from megalite.moe.rows import Rows
 from megalite.optim import gradients as gradients_module
 from megalite.optim import rank_buffers as rank_buffers_module

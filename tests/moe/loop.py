@@ -14,7 +14,8 @@ from megalite.config.schema import MoEConfig
 from megalite.data.batch import whole_batch
 from megalite.moe.balance import TokenMasks
 from megalite.moe.dispatch import ExpertRanks
-from megalite.moe.layer import Experts, MoELayer
+from megalite.moe.experts import Experts
+from megalite.moe.layer import MoELayer
 from megalite.moe.router import Router
 from megalite.tensor_parallel.collectives import TensorGroup
 

@@ -89,6 +89,7 @@ def count(context: ParallelContext, configs: list[Config]) -> list[list[Counts]]
             loss = training.chunks[0].loss(batch, torch.ones(()))
         with backward.recording():
             loss.backward()
+        assert training.clock.lap()()["exchange"] > 0, "waiting for tokens is a part of the step's time"
         found.append([forward.seen, backward.seen])
     return found
 

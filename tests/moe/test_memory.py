@@ -22,8 +22,8 @@ from megalite.launch.context import ParallelContext
 from megalite.launch.startup import join
 from megalite.layout.ranks import ParallelLayout
 from megalite.moe.dispatch import ExpertRanks
-from megalite.moe.experts import ExpertMatrix
-from megalite.moe.layer import Experts, MoELayer
+from megalite.moe.experts import ExpertMatrix, Experts
+from megalite.moe.layer import MoELayer
 from megalite.moe.router import Router
 from megalite.train.build import build_training, fill_with_start_values
 from megalite.train.device_settings import derive_device

@@ -13,7 +13,8 @@ from megalite.config.activations import ACTIVATIONS
 from megalite.config.schema import MoEConfig
 from megalite.kernels import grouped
 from megalite.moe.dispatch import ExpertRanks
-from megalite.moe.layer import Experts, MoELayer
+from megalite.moe.experts import Experts
+from megalite.moe.layer import MoELayer
 from megalite.moe.router import Router
 from tests.moe.loop import masks_of
 

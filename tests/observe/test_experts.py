@@ -154,7 +154,7 @@ def test_wandb_has_scalars_and_a_histogram_of_each_layer_s_experts() -> None:
         def define_metric(self, name: str, **_: Any) -> None:
             pass
 
-        def log(self, values: dict[str, Any]) -> None:
+        def log(self, values: dict[str, Any], **_: Any) -> None:
             self.logged.append(values)
 
         def finish(self, exit_code: int) -> None:

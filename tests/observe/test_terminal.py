@@ -4,6 +4,7 @@ import io
 import math
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -238,24 +239,18 @@ def test_a_terminal_gets_a_bar_with_the_newest_figures(monkeypatch: pytest.Monke
     assert shown.count("prepared") == 1
 
 
-def test_no_color_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("variable", "value", "absent"),
+    [("NO_COLOR", "1", r"\x1b\[[0-9;]*3[0-9]m"), ("TERM", "dumb", "\x1b"), ("COLUMNS", "8", "Traceback")],
+)
+def test_the_user_s_terminal_is_respected(
+    variable: str, value: str, absent: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv(variable, value)
     stream = io.StringIO()
     run_everything(Terminal(stream, interactive=True))
-    assert not re.search(r"\x1b\[[0-9;]*3[0-9]m", stream.getvalue())
-
-
-def test_a_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "dumb")
-    stream = io.StringIO()
-    run_everything(Terminal(stream, interactive=True))
-    assert "\x1b" not in stream.getvalue()
-
-
-def test_a_narrow_terminal_breaks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "8")
-    run_everything(Terminal(io.StringIO(), interactive=True))
+    assert not re.search(absent, stream.getvalue())
 
 
 def test_the_time_left_is_told_by_a_median_without_the_slow_first_step(plain: Plain) -> None:
@@ -264,35 +259,20 @@ def test_the_time_left_is_told_by_a_median_without_the_slow_first_step(plain: Pl
     assert plain.lines()[-1].split()[-1] == "4:54"
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0, "0:00"),
-        (59.6, "1:00"),
-        (754, "12:34"),
-        (3723, "1:02:03"),
-        (359_999, "99:59:59"),
-        (360_000, "4d 04h"),
-        (math.nan, "-"),
-    ],
-)
-def test_durations(seconds: float, text: str) -> None:
-    assert readable.duration(seconds) == text
+NUMBERS = {
+    readable.duration: "0 0:00, 59.6 1:00, 754 12:34, 3723 1:02:03, 359999 99:59:59, 360000 4d_04h, nan -",
+    readable.rate: "3.216 3.22, 717 717, 12100 12_100, 999999 999_999, 999999.7 1.00M, 1234567 1.23M, 2.5e9 2.50B",
+    readable.step_time: "0.99999 1.00_s, 0.3052 305.2_ms",
+    readable.loss: "999.99999 1.00e+03, 2.5 2.5000",
+    readable.percent: "0.9999 100%, 0.5 50.0%",
+}
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(3.216, "3.22"), (717, "717"), (12_100, "12,100"), (999_999, "999,999"), (1_234_567, "1.23M"), (2.5e9, "2.50B")],
-)
-def test_rates(value: float, text: str) -> None:
-    assert readable.rate(value) == text
-
-
-def test_rounding_up_does_not_outgrow_a_cell() -> None:
-    assert readable.rate(999_999.7) == "1.00M"
-    assert readable.step_time(0.99999) == "1.00 s"
-    assert readable.loss(999.99999) == "1.00e+03"
-    assert readable.percent(0.9999) == "100%"
+@pytest.mark.parametrize("words", NUMBERS, ids=lambda words: words.__name__)
+def test_numbers_keep_a_known_width_also_where_they_are_rounded_up(words: Callable[[float], str]) -> None:
+    for pair in NUMBERS[words].split(", "):
+        value, text = pair.split()
+        assert words(float(value)).replace(" ", "_").replace(",", "_") == text
 
 
 EVIL = "a\x1b]0;owned\x07\x1b[2J\u202eb\x9b31m\rc\udcff"

@@ -153,7 +153,7 @@ def test_everything_that_is_wrong_is_told_at_once_and_nothing_is_printed_or_writ
     done = run("--world-size", "99999999", *values, "--picture", str(tmp_path / "ranks.svg"))
     assert (done.returncode, done.stdout) == (2, "")
     told = re.findall(r"^  \d+\. ([\w.-]+)", done.stderr, re.MULTILINE)
-    assert told == ["--world-size", *(value.partition("=")[0] for value in values)]
+    assert sorted(told) == sorted(["--world-size", *(value.partition("=")[0] for value in values)])
     assert "parallel.tp='zero': must be a whole number" in done.stderr
     assert "Traceback" not in done.stderr
     assert not list(tmp_path.iterdir())

@@ -14,7 +14,7 @@ from torch import Tensor
 from megalite.launch.context import ParallelContext
 from megalite.layout.ranks import ParallelLayout
 from megalite.tensor_parallel.collectives import TensorGroup, finish
-from megalite.tensor_parallel.cross_entropy import TokenLoss, work_buffers
+from megalite.tensor_parallel.cross_entropy import TokenLoss, work_buffer
 from tests.ranks import run_ranks
 
 
@@ -83,8 +83,8 @@ def losses_and_gradient(case: Case, group: TensorGroup | None) -> tuple[Tensor, 
     logits = everything[..., part(case, group)].flatten(0, -2).clone()
     token_loss = token_loss_of(case, group, logits.shape[1])
     logits[:, token_loss.real :] = -torch.inf
-    (work, _), labels = work_buffers(logits), labels.flatten()
-    work = work.new_empty(2, *logits.shape)
+    (work, _), labels = work_buffer(logits), labels.flatten()
+    work = work.new_empty(logits.shape)
     own = token_loss.statistics(logits, labels, work)
     exchanged = token_loss.start_exchange(own)
     losses, factor = token_loss.combine(exchanged if group is None else finish(exchanged))
@@ -134,7 +134,7 @@ def test_a_logit_of_minus_infinity_is_a_column_without_probability() -> None:
     logits, labels = torch.tensor([[0.0, -torch.inf, 0.0]], dtype=torch.float64), torch.tensor([2])
     token_loss = token_loss_of(Case(3, 3), None, 3)
     one = torch.ones(1, dtype=torch.float64)
-    losses = token_loss.losses(logits, labels, one, torch.empty(2, 1, 3, dtype=torch.float64))
+    losses = token_loss.losses(logits, labels, one, torch.empty(1, 3, dtype=torch.float64))
     torch.testing.assert_close(losses, torch.tensor([math.log(2)], dtype=torch.float64))
     torch.testing.assert_close(logits, torch.tensor([[0.5, 0.0, -0.5]], dtype=torch.float64))
 
@@ -164,10 +164,10 @@ def test_statistics_of_any_cut_combine_to_the_whole(
         share = token_loss_of(case, group, columns.shape[1])
         columns[:, share.real :] = -torch.inf
         shares.append((share, columns))
-    work, _ = work_buffers(logits)
+    work, _ = work_buffer(logits)
 
     def room(columns: Tensor) -> Tensor:
-        return work[:, :, : columns.shape[1]].contiguous()
+        return work[:, : columns.shape[1]].contiguous()
 
     statistics = torch.stack([share.statistics(columns, labels, room(columns)) for share, columns in shares])
     for (share, columns), own in zip(shares, statistics, strict=True):
