@@ -143,7 +143,7 @@ WRITERS = {  # who may write files in another way, and where
     *("hf/export.py", "prepare/token_writer.py"),  # drafts, and folders of ours
     *("checkpoint/writing.py", "checkpoint/commit.py"),  # in checkpoints
     *("commands/sweep.py", "launch/watchdog.py"),  # a byte to its own stop file; a new file
-    "verify/processes.py",  # a temporary folder
+    "verify/running.py",  # a temporary folder
 }
 WRITING = re.compile(r"\.write_(text|bytes)\(|\bos\.(replace|rename)\(|\bopen\(([^()]*, )?'[rwax+b]*[wax+][rwax+b]*'")
 
