@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
 def check_and_train(argv: list[str]) -> int:
     """Check everything that can be known without torch, then train. UserError where something is refused."""
     from megalite.config.compose import load_config
-    from megalite.config.memory_rules import fits_this_machine
+    from megalite.plan.memory import fits_this_machine
 
     problems: list[Problem] = []
     environment = collect(lambda: read_environment(os.environ), problems)

@@ -24,7 +24,7 @@ from megalite.errors.remedies import nearest
 OLDEST_TORCH = (2, 11)  # as in pyproject.toml
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 WANDB_MODES = {"online": "online", "run": "online", "offline": "offline", "dryrun": "offline", "disabled": "disabled"}
-FORBIDDEN_BY_WANDB = "/\\#?%:"  # in the name of a project
+WANDB_PROJECT = re.compile(r"(?=.*\S)[^/\\#?%:]{1,128}")
 
 
 def torch_is_new_enough(config: Config) -> Iterator[Problem]:
@@ -137,32 +137,28 @@ def is_installed(package: str) -> bool:
     return found is not None and found.origin is not None  # a folder of that name, as wandb itself makes, has none
 
 
-def trackers_are_installed(config: Config) -> Iterator[Problem]:
-    variable, mode = os.environ.get("WANDB_MODE", ""), asked_mode(config.log.wandb, os.environ)
-    if config.log.wandb is None and variable and mode is None:
+def trackers_can_be_used(config: Config) -> Iterator[Problem]:
+    log, variable, mode = config.log, os.environ.get("WANDB_MODE", ""), asked_mode(config.log.wandb, os.environ)
+    if log.wandb is None and variable and mode is None:
         remedy = "WANDB_MODE=online, offline or disabled, or leave it out"
         yield Problem("WANDB_MODE", variable, "is not a mode in which one process can write a run", remedy)
-    if mode in ("offline", "online") and not is_installed("wandb"):
-        name = "log.wandb" if config.log.wandb else "WANDB_MODE"
-        remedy = "pip install wandb, or log.wandb=disabled"
-        yield Problem(name, mode, "the package wandb is not installed", remedy, here=True)
-    if config.log.tensorboard and not is_installed("tensorboard"):
-        remedy = "pip install tensorboard, or log.tensorboard=false"
-        yield Problem("log.tensorboard", True, "the package tensorboard is not installed", remedy, here=True)
-
-
-def wandb_takes_the_names(config: Config) -> Iterator[Problem]:
-    log = config.log
-    if not re.fullmatch(f"(?=.*\\S)[^{re.escape(FORBIDDEN_BY_WANDB)}]{{1,128}}", log.wandb_project):
-        rule = f"wandb takes 1 to 128 characters and none of {' '.join(FORBIDDEN_BY_WANDB)}"
+    wandb = "log.wandb" if log.wandb else "WANDB_MODE"
+    for package, asked, name, value in (
+        ("wandb", mode in ("offline", "online"), wandb, mode),
+        ("tensorboard", log.tensorboard, "log.tensorboard", True),
+    ):
+        if asked and not is_installed(package):
+            remedy = f"pip install {package}, or log.{package}={'disabled' if package == 'wandb' else 'false'}"
+            yield Problem(name, value, f"the package {package} is not installed", remedy, here=True)
+    if not WANDB_PROJECT.fullmatch(log.wandb_project):
+        rule = "wandb takes 1 to 128 characters and none of / \\ # ? % :"
         yield Problem("log.wandb_project", log.wandb_project, rule, "log.wandb_project=megalite")
-    for setting, name in (("log.wandb_entity", log.wandb_entity), ("log.wandb_name", log.wandb_name)):
-        if name is not None and not name.strip():
-            yield Problem(setting, name, "is empty", f"{setting}=null, or a name")
+    for setting, given in (("log.wandb_entity", log.wandb_entity), ("log.wandb_name", log.wandb_name)):
+        if given is not None and not given.strip():
+            yield Problem(setting, given, "is empty", f"{setting}=null, or a name")
 
 
 MACHINE_RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
-    *(torch_is_new_enough, nccl_options_can_be_read, tokenizer_exists, start_weights_exist),
-    *(run_dir_can_be_used, what_is_written_is_not_read_as_data, status_file_is_not_another_s),
-    *(trackers_are_installed, wandb_takes_the_names),
+    *(torch_is_new_enough, nccl_options_can_be_read, tokenizer_exists, start_weights_exist, run_dir_can_be_used),
+    *(what_is_written_is_not_read_as_data, status_file_is_not_another_s, trackers_can_be_used),
 )

@@ -1,7 +1,6 @@
 """A bad input as a row of a table, and the command that meets it: status 2, one message, nothing written.
 
-The numbers are those of a list of 105 bad inputs that training software deserves to be tried with; test_list.py says
-where the others are. A row runs the launcher's `main` in this process, on a model that trains in milliseconds.
+A row runs the launcher's `main` in this process, on a model that trains in milliseconds.
 """
 
 import importlib
@@ -44,13 +43,12 @@ def nothing(scene: Scene) -> None:
 
 @dataclass(frozen=True)
 class Row:
-    """One input, and words of the message with which it is refused. `number`: on the list, 0 where it is not there.
+    """One input, and words of the message with which it is refused.
 
     `ranks`: the launcher is told that it is rank 0 of so many; what is refused is refused before anyone else is asked.
     `command`: it is that one of megalite/commands that refuses, with `argv` alone.
     """
 
-    number: int
     what: str
     argv: str
     words: list[str]
@@ -60,7 +58,7 @@ class Row:
     command: str | None = None
 
     def __str__(self) -> str:
-        return f"{self.number:02d} {self.what}" if self.number else self.what
+        return self.what
 
     def run(self, words: list[str]) -> int:
         """The command's status. `words`: what every training command of the table says first."""

@@ -1,4 +1,4 @@
-"""Numbers 71 to 93: checkpoints that are damaged, forged, of another kind, or of another run.
+"""Checkpoints that are damaged, forged, of another kind, or of another run.
 
 All rows meet one run of two steps, each of them saved; a row that damages a checkpoint damages both, since a single
 one is passed over (tests/checkpoint/test_damage.py). What each kind of damage does to one file is tested there, too.
@@ -31,7 +31,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         assert pretrain_gpt.main([*RUN, "train.steps=2", "checkpoint.interval=1"]) == 0
-        assert Row(0, "", "run exported", [], command="export").run([]) == 0
+        assert Row("", "run exported", [], command="export").run([]) == 0
     return folder
 
 
@@ -122,105 +122,90 @@ def folder_of_pickles(scene: Scene) -> None:
 
 ROWS = [
     Row(
-        71,
         "a step that there is not",
         "run out --step 7",
         ["step=7: there is no checkpoint of it", "those there are: 1, 2"],
         command="export",
     ),
     Row(
-        72,
         "no manifest",
         "",
         [*NONE_CAN_BE_READ, "manifest.json cannot be read: No such file"],
         of_both(damage.lose_the_manifest),
     ),
-    Row(73, "a file of another size", "", [*NONE_CAN_BE_READ, "has 1,000 bytes where"], of_both(damage.truncate)),
+    Row("a file of another size", "", [*NONE_CAN_BE_READ, "has 1,000 bytes where"], of_both(damage.truncate)),
     Row(
-        74,
         "a flipped bit",
         "",
         [*NONE_CAN_BE_READ, "rank-00000.safetensors is damaged: its content hashes to", "not as written"],
         of_both(flip_a_bit),
     ),
     Row(
-        75,
         "a manifest that cannot be read",
         "",
         [*NONE_CAN_BE_READ, "manifest.json is damaged"],
         of_both(damage.fill_the_manifest_with_rubbish),
     ),
     Row(
-        75,
         "a manifest that was edited",
         "",
         [*NONE_CAN_BE_READ, "manifest.json is damaged: its hash does not match"],
         of_both(damage.reformat_the_manifest),
     ),
     Row(
-        76,
         "a file less",
         "",
         [*NONE_CAN_BE_READ, "rank-00000.safetensors cannot be read: No such file"],
         of_both(damage.lose_the_data),
     ),
     Row(
-        77,
         "a manifest that points outside",
         "",
         [*NONE_CAN_BE_READ, "names '../../lock', which is not a file of the checkpoint's own folder"],
         of_both(point_outside),
     ),
     Row(
-        78,
         "a later format",
         "",
         ["it has format 3; this megalite reads format 2", "go on with the megalite that wrote it"],
         of_both(damage.write_later_format),
     ),
     Row(
-        78,
         "the old format",
         "",
         ["an early megalite wrote it (it has COMMIT.json)", "go on with the megalite that wrote it"],
         of_both(damage.write_old_format),
     ),
     Row(
-        79,
         "a checkpoint of another program",
         "run_dir=theirs",
         ["run_dir='theirs': it holds checkpoints", "(there is no run.json)", "a new folder"],
         folder_of_another_program,
     ),
     Row(
-        79,
         "another program's as start weights",
         "run_dir=new checkpoint.init_from=theirs/checkpoints/step-00000001",
         ["checkpoint.init_from=", "holds no config.json", "save_pretrained"],
         folder_of_another_program,
     ),
     Row(
-        79,
         "a run as start weights",
         "run_dir=new checkpoint.init_from=run",
         ["checkpoint.init_from='run'", "the folder of a run", "megalite export run OUT", "run_dir=run"],
     ),
     Row(
-        80,
         "a pickle",
         "run_dir=new checkpoint.init_from=model.pt",
         ["checkpoint.init_from='model.pt'", "is a file", "can run code", "model.safetensors"],
         pickled_model,
     ),
     Row(
-        80,
         "a model in pickles",
         "run_dir=new checkpoint.init_from=exported",
         ["model.safetensors", "must be a complete", "pickled weights (*.bin) are never loaded", "save_pretrained"],
         folder_of_pickles,
     ),
     Row(
-        82,
         "another model",
         "model.hidden_size=32 model.num_layers=2 train.seq_length=8",
         [
@@ -229,52 +214,44 @@ ROWS = [
         ],
     ),
     Row(
-        82,
         "start weights of another model",
         "run_dir=new checkpoint.init_from=exported model.hidden_size=32 model.num_layers=2",
         ["hidden_size=32: is 16", "num_layers=2"],
     ),
     Row(
-        83,
         "a tensor more",
         "model.tie_embeddings=false",
         ["'3 missing': the checkpoint has no tensor", "master.head.weight", "of the run that wrote it"],
         forget_the_setting("model.tie_embeddings"),
     ),
     Row(
-        83,
         "a tensor less",
         "model.norm=rmsnorm model.activation=gelu",
         ["left over': this run has no tensor", "master.blocks.0.mlp", "another run_dir"],
         forget_the_setting("model.activation"),
     ),
     Row(
-        84,
         "another precision",
         "precision=fp64",
         ["of another form", "exp_avg.", "is (torch.float32, [", "there and (torch.float64, [", "precision of the run"],
     ),
     Row(
-        85,
         "another padding of the vocabulary",
         "model.vocab_multiple=64",
         ["model.vocab_multiple=64", "started with model.vocab_multiple=128"],
     ),
     Row(
-        86,
         "another kind of the optimizer's state",
         "optimizer.moment_dtype=bf16",
         ["optimizer.moment_dtype='bf16'", "started with optimizer.moment_dtype=fp32"],
     ),
     Row(
-        89,
         "start weights that are not finite",
         "run_dir=new checkpoint.init_from=exported",
         ["must hold finite numbers, unlike model.norm.weight", "save_pretrained"],
         export_with_nan,
     ),
     Row(
-        92,
         "a checkpoint of another run",
         "",
         [
@@ -284,20 +261,17 @@ ROWS = [
         of_both(call_it_another_run_s),
     ),
     Row(
-        92,
         "a run where none is wanted",
         "resume=never",
         ["run_dir=", "holds a run already, and resume=never", "resume=auto to continue"],
     ),
     Row(
-        92,
         "checkpoints without their run",
         "",
         ["it holds checkpoints, config.yaml", "put its run.json back"],
         lose_the_run,
     ),
     Row(
-        93,
         "a tensor with a gap",
         "",
         [*NONE_CAN_BE_READ, "master.embedding.word.weight has data for 0 of its"],
@@ -327,4 +301,4 @@ def test_another_number_of_experts_than_the_checkpoint_s_is_refused(
     for experts in (8, 0):
         rule = f"model.moe.num_experts={experts}: the run in this folder was started with model.moe.num_experts=4"
         words = [rule, "set model.moe.num_experts=4, or another run_dir", "1 problem"]
-        check(Row(0, "", f"model.moe.num_experts={experts}", words), scene, capfd, RUN)
+        check(Row("", f"model.moe.num_experts={experts}", words), scene, capfd, RUN)

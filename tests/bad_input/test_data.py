@@ -1,5 +1,5 @@
-"""Bad data that every reader expects first (missing, empty, binary), a row each; numbers 48 to 70 of the list, and what
-is beside them there, are in tests/prepare/test_bad_inputs_of_data.py."""
+"""Bad data that every reader expects first (missing, empty, binary), a row each; others are in
+tests/prepare/test_bad_inputs_of_data.py."""
 
 import os
 
@@ -23,55 +23,35 @@ def pipe(scene: Scene) -> None:
 
 
 ROWS = [
-    Row(48, "a missing file", "data=text data.path=none.txt", ["none.txt", "no such file", "csv or parquet"]),
-    Row(49, "an empty file", "data=text data.path=e.txt", ["e.txt", "is empty (0 bytes)"], file("e.txt", b"")),
-    Row(48, "a pipe", "data=text data.path=pipe.txt", ["pipe.txt", "no regular file", "or a glob"], pipe),
+    Row("a missing file", "data=text data.path=none.txt", ["none.txt", "no such file", "csv or parquet"]),
+    Row("an empty file", "data=text data.path=e.txt", ["e.txt", "is empty (0 bytes)"], file("e.txt", b"")),
+    Row("a pipe", "data=text data.path=pipe.txt", ["pipe.txt", "no regular file", "or a glob"], pipe),
     Row(
-        57,
-        "a binary file",
-        "data=text data.path=b.txt",
-        ["b.txt", "zero byte", "byte 3", "UTF-8"],
-        file("b.txt", b"abc\0"),
+        "a binary file", "data=text data.path=b.txt", ["b.txt", "zero byte", "byte 3", "UTF-8"], file("b.txt", b"abc\0")
     ),
     Row(
-        57,
         "a binary file that begins as text",
         "data=text data.path=b.txt",
         ["b.txt", "not UTF-8 text (byte 3,000,000)"],
         file("b.txt", b"good text\n" * 300_000 + b"\xff\xfe"),
     ),
     Row(
-        58,
         "a short text",
         "data=text data.path=s.txt",
         ["/s.txt'", "one sample of 17", "=4 or less"],
         file("s.txt", b"short"),
     ),
+    Row("truncated tokens", " ".join(TOKENS), ["corpus.bin", "has 8,000 bytes", "describes 10,000"], truncated_corpus),
+    Row("an index of other tokens", " ".join(TOKENS), ["corpus.bin", "10,000 bytes"], corpus_of_another_index),
+    Row("tokens without a vocabulary", "data=tokens data.path=corpus", ["model.vocab_size=null", "set it"], corpus),
+    Row("a small vocabulary", "model.vocab_size=100", ["=100", "tokenizer=byte, 257", "model.vocab_size=null"]),
+    Row("no tokenizer's folder", "tokenizer=./none", ["'./none'", "no folder", "transformers tokenizer"]),
     Row(
-        50,
-        "truncated tokens",
-        " ".join(TOKENS),
-        ["corpus.bin", "has 8,000 bytes", "describes 10,000"],
-        truncated_corpus,
-    ),
-    Row(52, "an index of other tokens", " ".join(TOKENS), ["corpus.bin", "10,000 bytes"], corpus_of_another_index),
-    Row(
-        60,
-        "tokens without a vocabulary",
-        "data=tokens data.path=corpus",
-        ["model.vocab_size=null", "set it"],
-        corpus,
-    ),
-    Row(60, "a small vocabulary", "model.vocab_size=100", ["=100", "tokenizer=byte, 257", "model.vocab_size=null"]),
-    Row(62, "no tokenizer's folder", "tokenizer=./none", ["'./none'", "no folder", "transformers tokenizer"]),
-    Row(
-        0,
         "hub names without network",
         "data=hf data.path=some/corpus tokenizer=some/tokenizer",
         ["2 problems", "some/corpus", "some/tokenizer", "hub does not answer", "to work offline"],
     ),
     Row(
-        0,
         "a device and data that are not there",
         "device=cuda data=text data.path=none.txt tokenizer=some/tokenizer",
         ["3 problems", "none.txt"],

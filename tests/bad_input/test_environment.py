@@ -1,4 +1,4 @@
-"""Numbers 31 to 47: what is wrong around the program: its variables, its neighbours, its folders, its versions.
+"""What is wrong around the program: its variables, its neighbours, its folders, its versions.
 
 What takes several ranks to go wrong takes real ranks here, too: the launcher's `main` in forked processes that meet at
 a port as those of a cluster do.
@@ -61,35 +61,30 @@ def old_torch(scene: Scene) -> None:
 
 ROWS = [
     Row(
-        31,
         "a number of ranks and no rank",
         "",
         ["RANK=null: not set, but WORLD_SIZE=2 is", "torchrun --nproc-per-node N", "unset WORLD_SIZE"],
         variables={"WORLD_SIZE": "2", **RENDEZVOUS},
     ),
     Row(
-        31,
         "a rank and no number of ranks",
         "",
         ["WORLD_SIZE=null: not set, but RANK=0 is", "torchrun", "unset RANK"],
         variables={"RANK": "0", **RENDEZVOUS},
     ),
     Row(
-        32,
         "no place to meet",
         "",
         ["2 problems", "MASTER_ADDR=null: not set", "the host of rank 0", "MASTER_PORT=null: not set", "29500"],
         variables={"RANK": "0", "WORLD_SIZE": "2"},
     ),
     Row(
-        33,
         "a rank beyond the number of ranks",
         "",
         ["RANK='2': must be below WORLD_SIZE=2", "0 to 1, each once"],
         variables={"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "2", **RENDEZVOUS},
     ),
     Row(
-        34,
         "a port that another program has",
         "",
         [
@@ -102,49 +97,40 @@ ROWS = [
         variables={"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"},
     ),
     Row(
-        35,
         "peers that never come",
         "parallel.startup_timeout_s=0.2 parallel.tp=1 train.global_batch_size=6",
         ["WORLD_SIZE=3: 1 of 3 ranks arrived within parallel.startup_timeout_s; missing: 1, 2", "logs of the missing"],
         ranks=3,
     ),
     Row(
-        35,
         "rank 0 that never comes",
         "parallel.startup_timeout_s=0.2",
         ["MASTER_ADDR:MASTER_PORT='localhost:1'", "rank 1 found nobody there: ", "no firewall closes"],
         variables={"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
     ),
     Row(
-        35,
         "rank 0 that never comes, said by whoever is not the first on its machine, too",
         "parallel.startup_timeout_s=0.2",
         ["MASTER_ADDR:MASTER_PORT='localhost:1'", "rank 1 found nobody there: "],
         variables={"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
     ),
-    Row(37, "no CUDA", "device=cuda", ["device='cuda'", "no usable CUDA device", "device=cpu"]),
+    Row("no CUDA", "device=cuda", ["device='cuda'", "no usable CUDA device", "device=cpu"]),
     Row(
-        38,
-        "run_dir cannot be made",
-        "run_dir=/proc/megalite",
-        ["'/proc/megalite'", "/proc cannot be written", "may write"],
+        "run_dir cannot be made", "run_dir=/proc/megalite", ["'/proc/megalite'", "/proc cannot be written", "may write"]
     ),
     Row(
-        38,
         "run_dir may not be written",
         "run_dir=new/run",
         ["run_dir='new/run'", "cannot be written: Permission denied", "a folder where you may write"],
         not_writable,
     ),
     Row(
-        39,
         "a disk without room for a checkpoint",
         "run_dir=run",
         ["run_dir='", "/run': a checkpoint needs about", "KiB, 1.0 KiB are free in", "make room", "another disk"],
         full_disk,
     ),
     Row(
-        42,
         "a run_dir that a live job writes to",
         "run_dir=run",
         [
@@ -153,7 +139,7 @@ ROWS = [
         ],
         live_job,
     ),
-    Row(47, "an old torch", "", ["torch='2.9.1+cu128': older than 2.11", "CVE-2026-24747", "pip install"], old_torch),
+    Row("an old torch", "", ["torch='2.9.1+cu128': older than 2.11", "CVE-2026-24747", "pip install"], old_torch),
 ]
 
 
@@ -172,7 +158,6 @@ Spoil = Callable[[pytest.MonkeyPatch, bool], list[str]]  # whether this rank is 
 class OfRanks:
     """Something that is wrong on the last of some ranks, or between them. `spoil` brings it about on every rank."""
 
-    number: int
     what: str
     words: list[str]
     spoil: Spoil
@@ -180,7 +165,7 @@ class OfRanks:
     ranks: int = 2
 
     def __str__(self) -> str:
-        return f"{self.number:02d} {self.what}"
+        return self.what
 
 
 def claim_the_rank_of_another(patch: pytest.MonkeyPatch, last: bool) -> list[str]:
@@ -235,7 +220,6 @@ def few_open_files(patch: pytest.MonkeyPatch, last: bool) -> list[str]:
 HOST = socket.gethostname()
 ROWS_OF_RANKS = [
     OfRanks(
-        33,
         "two processes of one rank",
         ["RANK=1: process ", f" on {HOST} and process ", "both claim this rank", "its own MASTER_PORT"],
         claim_the_rank_of_another,
@@ -243,7 +227,6 @@ ROWS_OF_RANKS = [
         ranks=3,
     ),
     OfRanks(
-        36,
         "other settings on a rank",
         [
             *("4 problems", "seed='default': so on rank 0, but '1' on rank 1", "optimizer.lr='default': so on rank 0"),
@@ -252,33 +235,28 @@ ROWS_OF_RANKS = [
         other_settings,
     ),
     OfRanks(
-        36,
         "another torch on a rank",
         [f"torch='{torch.__version__}': so on rank 0, but '2.12.1' on rank 1", "the same versions"],
         another_torch,
     ),
-    OfRanks(36, "other code on a rank", ["1 problem", "megalite='code with fingerprint ", "on rank 1"], other_code),
+    OfRanks("other code on a rank", ["1 problem", "megalite='code with fingerprint ", "on rank 1"], other_code),
     OfRanks(
-        36,
         "processors that make auto another precision",
         ["1 problem", "precision='fp32': so on rank 0, but 'bf16' on rank 1"],
         other_processors,
         argv="precision=auto",
     ),
     OfRanks(
-        37,
         "more ranks than GPUs",
         [f"device='cuda': ranks 0, 1 of {HOST} share one GPU", "at most one rank per GPU"],
         fewer_gpus_than_ranks,
     ),
     OfRanks(
-        40,
         "a run_dir that is not shared",
         ["run_dir='", f"rank 0 on {HOST} has written its lock there, and {HOST} does not find it", "all nodes share"],
         disk_of_its_own,
     ),
     OfRanks(
-        41,
         "too few open files",
         ["ulimit -Hn=100: the connections between so many ranks need up to 1", "nofile="],
         few_open_files,

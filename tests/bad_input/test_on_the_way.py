@@ -120,7 +120,7 @@ def test_the_scan_of_a_token_file_names_the_document(launch_folder: Path) -> Non
 def test_a_data_process_that_is_killed_is_named_with_what_may_have_killed_it(
     launch_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Number 104: as the kernel does where memory runs out."""
+    """As the kernel does where memory runs out."""
     (launch_folder / "python").write_text("#!/bin/sh\nkill -9 $$\n")
     (launch_folder / "python").chmod(0o755)
     (launch_folder / "a.jsonl").write_text('{"text": "some text"}\n' * 150_000)
@@ -134,8 +134,6 @@ def test_a_data_process_that_is_killed_is_named_with_what_may_have_killed_it(
 def test_a_step_without_memory_is_named_with_what_would_need_less(
     launch_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Number 105."""
-
     def without_memory(*arguments: object, **options: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 

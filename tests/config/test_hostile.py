@@ -7,14 +7,14 @@ from hypothesis import given
 from hypothesis import settings as sampling
 from hypothesis import strategies as st
 
-from megalite.config import memory_rules
 from megalite.config.compose import load_config
-from megalite.config.memory_rules import fits_this_machine
 from megalite.config.schema import OptimizerConfig
 from megalite.config.settings import SETTINGS
 from megalite.errors.problems import UserError
 from megalite.model.parameters import gpt_parameters
 from megalite.optim.memory import bytes_of_element
+from megalite.plan import memory
+from megalite.plan.memory import fits_this_machine
 from tests.config.refusal import refusal
 
 HOSTILE = [  # each kind of value once: a case takes a second
@@ -76,16 +76,16 @@ def test_what_is_held_at_least_is_what_the_leanest_optimizer_keeps(text: str, mo
     config = load_config([*words, *text.split()], 1)
     least = sum(record.numel for record in gpt_parameters(config.model))
     least *= bytes_of_element("bf16", OptimizerConfig(gradient_dtype="bf16", moment_dtype="bf16")).total
-    monkeypatch.setattr(memory_rules, "_memory", lambda: int(least * 0.99))
+    monkeypatch.setattr(memory, "memory_bytes", lambda: int(least * 0.99))
     assert [problem.setting for problem in fits_this_machine(config, 1, 1)] == ["model"]
-    monkeypatch.setattr(memory_rules, "_memory", lambda: least)
+    monkeypatch.setattr(memory, "memory_bytes", lambda: least)
     assert [*fits_this_machine(config, 1, 1)] == []
 
 
 def test_experts_are_held_by_the_ranks_that_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """192 GiB of weights and gradients by the ranks of ep and etp, 480 GiB of the optimizer's state by all 8."""
     experts = "model.moe.num_experts=256 model.moe.ffn_hidden_size=8192 model.hidden_size=8192 model.num_layers=1"
-    monkeypatch.setattr(memory_rules, "_memory", lambda: 100 * 2**30)
+    monkeypatch.setattr(memory, "memory_bytes", lambda: 100 * 2**30)
     for axes, refused in (("parallel.ep=2", True), ("parallel.ep=8", False), ("parallel.tp=2 parallel.ep=4", False)):
         words = ["device=cpu", *experts.split(), *axes.split(), "train.global_batch_size=8"]
         assert bool([*fits_this_machine(load_config(words, 8), 8, 1)]) == refused, axes
@@ -102,7 +102,7 @@ def test_a_batch_is_judged_by_what_it_certainly_takes(monkeypatch: pytest.Monkey
     words = ["device=cpu", "train.seq_length=16", "train.steps=2", "train.micro_batch_size=2"]
     config = load_config([*words, "train.global_batch_size=8"], 1)
     for lacking, refused in ((0, []), (1, ["train.global_batch_size"])):
-        monkeypatch.setattr("megalite.config.memory_rules._memory", lambda lacking=lacking: 2 * 17 * 8 * 16 - lacking)
+        monkeypatch.setattr("megalite.plan.memory.memory_bytes", lambda lacking=lacking: 2 * 17 * 8 * 16 - lacking)
         found = [problem.setting for problem in fits_this_machine(config, 1, 1)]
         assert [name for name in found if name == "train.global_batch_size"] == refused
 

@@ -25,7 +25,7 @@ def test_a_ring_is_told() -> None:
     ("words", "said"),
     [
         (("train.seq_length=64",), ["parallel.cp=1", "one rank has the whole sequence"]),
-        (("parallel.cp=2", "train.seq_length=63"), ["train.seq_length=63", "not a multiple of 2 x parallel.cp=2"]),
+        (("parallel.cp=2", "train.seq_length=63"), ["train.seq_length=63", "not a multiple of 4"]),
     ],
 )
 def test_what_cannot_be_shared_is_refused(words: tuple[str, ...], said: list[str]) -> None:

@@ -203,7 +203,7 @@ def test_a_rank_that_cannot_finish_is_named(
         (["--world-size=4", "--dp=2"], ["--dp=2: follows from --world-size 4"]),
         (["--dp=0"], ["--dp: 0 must be a whole number from 1"]),
         (["--world-size=1"], ["world size=1: one process is what layouts are compared to"]),
-        (["--dp=3"], ["train.global_batch_size=8: not a multiple of the 3"]),
+        (["--dp=3"], ["train.global_batch_size=8: not a multiple of 3"]),
         (["parallel.tp=0", "--dp=2", "model.hidden_size=x"], ["parallel.tp=0", "model.hidden_size='x'"]),
     ],
 )
