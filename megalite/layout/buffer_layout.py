@@ -24,7 +24,7 @@ Held = tuple[ParameterRecord, Shard]
 
 @dataclass(frozen=True)
 class BufferName:
-    """What the parameters of one bucket have in common. `whole`: they are matrices with one owner each."""
+    """The properties that the parameters of a bucket share. `whole`: they are matrices with one owner each."""
 
     precision: Literal["model", "master"]
     kind: Kind
@@ -60,10 +60,8 @@ class Bucket:
 
 @dataclass(frozen=True)
 class OwnedRange:
-    """What a rank owns of one parameter in bucket number `bucket`.
-
-    The same elements in the rank's slice of this bucket, and in the flat tensor that it holds of the parameter.
-    """
+    """A rank's part of one parameter: its place in the rank's slice of bucket number `bucket`, and in the flat tensor
+    that the rank holds of the parameter."""
 
     slot: BufferSlot
     bucket: int
@@ -100,7 +98,7 @@ class BufferLayout:
         return [slot for bucket in self.buckets for slot in bucket.slots]
 
     def owned(self, dense: int = 0, expert: int = 0) -> tuple[OwnedRange, ...]:
-        """What the rank at position `dense` of the ranks that share dense state, `expert` of those of experts, owns."""
+        """The ranges of the rank at position `dense` of those that share dense state, `expert` of those of experts."""
         found = []
         for number, bucket in enumerate(self.buckets):
             first = bucket.slice_size * (dense if bucket.buffer.kind == "dense" else expert)
@@ -222,7 +220,7 @@ def _whole(content: Sequence[Held], shards: int, *, tight: bool) -> Placed | Non
     stacks = []
     for record, of_rank in content:
         unit, number = prod(of_rank.shape[record.stacked :]), prod(of_rank.shape[: record.stacked])
-        # What is not aligned is one piece.
+        # A stack of matrices that are not aligned is one piece.
         stacks.append((unit, number) if unit % ALIGNMENT == 0 else (_size([(record, of_rank)]), 1))
     found = pack(stacks, shards, ALIGNMENT, most=_size(content) * 5 // 4 if tight else None)
     if found is None:

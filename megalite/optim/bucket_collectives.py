@@ -4,9 +4,9 @@ Each function starts a transfer and returns at once; `wait` ends it. On all back
 numbers alone, never on timing; ranks that receive the same part receive the same bits. Beside the tensor a transfer
 takes one copy in `comm_dtype`, if that is another dtype; on gloo at most STAGING_BYTES, but for an all-reduce.
 
-What callers owe: the ranks of a group start the same transfers in the same order, and wait for sums in the same order
-(for gathers in any). Nobody touches the tensor until `wait` has returned, and each Pending is waited for once. One that
-is dropped touches no memory afterwards, but jams gloo's connection: what comes next fails after the group's timeout.
+The ranks of a group must start the same transfers in the same order, and wait for sums in the same order
+(for gathers in any). Nobody may touch the tensor until `wait` has returned, and each Pending is waited for once. A
+dropped one touches no memory afterwards, but jams gloo's connection: the next transfer fails after the group's timeout.
 
 NCCL has these collectives, in place. gloo's reduce-scatter is slower than its all-reduce, so there ranks send each
 other the slices, straight out of the bucket, and add up what they receive in order of rank: a sum does not depend on
@@ -144,7 +144,7 @@ def _finish(works: Sequence[dist.Work], group: dist.ProcessGroup) -> None:
 
 
 class _Sum:
-    """Every rank sends every other one that one's slice and adds up, in order of rank, what it receives of its own.
+    """Every rank sends all others their slices and adds up, in order of rank, what it receives for its own slice.
 
     Slices are cut into chunks of one length; where they differ in length, some chunks of the last step are empty.
     WINDOW steps are under way at a time. Both ends of a pair post step after step, transfer after transfer: so the k-th
@@ -161,7 +161,7 @@ class _Sum:
         steps = -(-longest // self._chunk) if self._peers else 0
         self._arrived = torch.empty(min(WINDOW, steps), len(self._peers), self._chunk, dtype=comm_dtype)
         self._steps = iter(range(steps))
-        # By step: this rank's chunk, by rank what arrives of it, receives and sends.
+        # For each step: this rank's chunk, the terms that arrive for it by rank, receives and sends.
         self._under_way: deque[tuple[Tensor, dict[int, Tensor], list[dist.Work], list[dist.Work]]] = deque()
         for _ in range(WINDOW):
             self._post_next()

@@ -1,8 +1,8 @@
 """Holds all parameters in contiguous buckets, all gradients in others of the same layout, and a rank's share of both.
 
 Parameters of the model become views of the parameter buckets; gradients of all microbatches are added up in the
-gradient buckets, by the model's own backward or by one hook per parameter. Everything that a rank has a share of
-(masters, gradients once they are summed, moments) is a list of one flat tensor per bucket: its slices.
+gradient buckets, by the model's own backward or by one hook per parameter. A rank's share of anything (masters,
+gradients once they are summed, optimizer state) is a list of one flat tensor per bucket: the rank's slices.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,7 +18,7 @@ class TrainingBuffers:
 
     `parameter_buckets` and `gradient_buckets` ([bucket's size] each) are whole; `parameters`, `gradients` and `masters`
     ([bucket's size / shards] each) are the slices of the rank at position `dense` (`expert`) of those that share state.
-    Masters are what the optimizer updates, in fp32 (fp64 in fp64): the very slices of the parameters where these have
+    The optimizer updates the masters, in fp32 (fp64 in fp64): the very slices of the parameters where these have
     that dtype, else views of one flat tensor. Gradients have `gradient_dtype`, the masters' by default.
     """
 
@@ -56,16 +56,14 @@ class TrainingBuffers:
         }
 
     def parameter(self, name: str) -> Tensor:
-        """What the model computes with, in the shard's shape."""
-        return self._view(self.parameter_buckets, name)
+        """The parameter that the model computes with, in the shard's shape."""
+        slot, number = self.places[name]
+        return self.parameter_buckets[number][slot.start : slot.stop].view(slot.shard.shape)
 
     def gradient(self, name: str) -> Tensor:
         """The sum of this rank's own gradients, in the shard's shape; after the sync only slices are of use."""
-        return self._view(self.gradient_buckets, name)
-
-    def _view(self, buckets: Sequence[Tensor], name: str) -> Tensor:
         slot, number = self.places[name]
-        return buckets[number][slot.start : slot.stop].view(slot.shard.shape)
+        return self.gradient_buckets[number][slot.start : slot.stop].view(slot.shard.shape)
 
     def attach(self, *chunks: nn.Module, with_main_grad: Iterable[str] = ()) -> dict[str, Tensor]:
         """Make the parameters of all chunks of the model views of their bucket and add up their gradients in the other.
@@ -76,8 +74,8 @@ class TrainingBuffers:
         own, main_grads = set(with_main_grad), {}
         parameters = {name: parameter for chunk in chunks for name, parameter in chunk.named_parameters()}
         assert parameters.keys() == self.places.keys(), parameters.keys() ^ self.places.keys()
-        for name in self.places:
-            parameter, stored, total = parameters[name], self.parameter(name), self.gradient(name)
+        for name, parameter in parameters.items():
+            stored, total = self.parameter(name), self.gradient(name)
             assert parameter.shape == stored.shape, (name, parameter.shape, stored.shape)
             parameter.data = stored
             if name in own:
@@ -99,12 +97,10 @@ class TrainingBuffers:
             own[each.slot.record.name].append(each)
         for name, value in values:
             slot, number = self.places[name]
-            if value.shape != slot.shard.shape:
-                value = _shard_of(value, slot)
+            value = value if value.shape == slot.shard.shape else _shard_of(value, slot)
             self.parameter(name).copy_(value)
-            flat = value.reshape(-1)
             for each in own[name]:
-                part = flat[each.in_parameter.start : each.in_parameter.stop]
+                part = value.reshape(-1)[each.in_parameter.start : each.in_parameter.stop]
                 self.masters[number][each.in_slice.start : each.in_slice.stop].copy_(part)
 
     @torch.no_grad()
@@ -134,7 +130,7 @@ def _add_up(parameter: nn.Parameter, total: Tensor) -> None:
 
     def accumulate(ready: Tensor) -> None:
         assert ready.grad is not None
-        # Of two dtypes, the sum is one kernel on CUDA, and on CPUs several times slower than of one.
+        # The sum of two dtypes is one kernel on CUDA, and on CPUs several times slower than that of one.
         total.add_(ready.grad if total.is_cuda else ready.grad.to(total.dtype))
         ready.grad = None
 

@@ -29,7 +29,7 @@ WIDENED = 64 * NORM_ROW  # elements of a narrow dtype that a CPU widens at once:
 
 @dataclass(frozen=True)
 class PartialGradients:
-    """Views of this rank's gradient slices, of which each rank of `group` has a part of the sum."""
+    """Views of this rank's gradient slices; each rank of `group` has a part of their sum."""
 
     parts: Sequence[Tensor]
     group: dist.ProcessGroup
@@ -43,7 +43,7 @@ class PartialGradients:
 
 
 def partial_gradients(buffers: TrainingBuffers, context: ParallelContext) -> list[PartialGradients]:
-    """What is summed over tp, over the ends of a pipeline, and over the ranks that hold the same key-value heads."""
+    """The sums over tp, over the ends of a pipeline, and over the ranks that hold the same key-value heads."""
     found = []
     for name in (*get_args(Group), "kv-replicas"):
         wanted = is_replicated if name == "kv-replicas" else partial(_is_partial, name)

@@ -15,7 +15,7 @@ BACKOFF = 0.5
 
 
 class LossScale:
-    """What an fp16 loss is multiplied by so that small gradients do not vanish.
+    """The factor of an fp16 loss, so that small gradients do not vanish.
 
     The settings give where it starts, how low it falls, the window in steps and the hysteresis in overflows. `state`
     ([3] fp32: scale, good steps in a row, chances left) is what a checkpoint holds; loading copies into it.

@@ -1,4 +1,4 @@
-"""What training keeps in memory from step to step, per parameter and exactly for a layout: plain arithmetic, no torch.
+"""The memory that training keeps from step to step, per parameter and exactly for a layout: plain arithmetic, no torch.
 
 Parameters and gradients are whole on every rank of a model; of masters and of the optimizer's state each of the ranks
 that share it has its part. Where parameters have the masters' dtype they are the masters. Activations and what travels
@@ -43,7 +43,7 @@ def bytes_of_element(
 
 
 def bytes_of_rank(layout: BufferLayout, precision: str, optimizer: OptimizerConfig) -> StateBytes:
-    """What one rank keeps, padding included; the same for all ranks that exchange the layout's buckets."""
+    """The bytes that one rank keeps, padding included; the same for all ranks that exchange the layout's buckets."""
     kept = StateBytes(0, 0, 0, 0)
     for bucket in layout.buckets:
         wide = bucket.buffer.precision == "master"

@@ -1,4 +1,4 @@
-"""What training asks of an optimizer, and where one is made.
+"""The protocol of an optimizer, and the place where one is made.
 
 A new optimizer is a file with a class of this form, a row of `OPTIMIZERS` in config/schema.py, and a case of
 `make_optimizer`. Sharding, checkpoints (in any layout), the check of replicas and the formulas of memory follow.

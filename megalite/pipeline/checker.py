@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from megalite.pipeline.actions import Action, ActionKind, Schedule
 from megalite.pipeline.simulator import equal_durations, simulate
 
-# What every microbatch needs once from every chunk, in this order: forward, backward and weight gradients.
+# The passes that every microbatch needs once from every chunk, in this order: forward, backward, weight gradients.
 PASSES: dict[ActionKind, str] = {"forward": "F", "backward": "BW", "backward-input": "B", "backward-weight": "W"}
 BEFORE = {"B": "F", "W": "B"}
 
@@ -31,8 +31,7 @@ class Flaw:
 
 
 def check(schedule: Schedule) -> list[Flaw]:
-    """What is wrong with the schedule: the first flaw of each rank; where each rank by itself is right, all ranks that
-    never end."""
+    """The first flaw of each rank; where each rank by itself is right, all ranks that never end."""
     flaws = [flaw for rank in range(schedule.pp) if (flaw := _first_flaw(schedule, rank)) is not None]
     if flaws:
         return flaws
@@ -44,7 +43,7 @@ def check(schedule: Schedule) -> list[Flaw]:
 
 
 def _first_flaw(schedule: Schedule, rank: int) -> Flaw | None:
-    """What the actions of one rank show."""
+    """The first flaw that the actions of one rank show."""
     trains = any(action.kind != "forward" for actions in schedule.ranks for action in actions)
     passes = "FBW" if trains else "F"
     turn = {(each, chunk): 0 for chunk in range(schedule.vpp) for each in passes}  # the microbatch that comes next

@@ -162,7 +162,7 @@ class _Run:
         self.results: list[Tensor] = []  # of each microbatch, where the pipeline ends
         self._here: dict[int, Tensor] = {}  # by tensor_id: received and not used yet, or computed and not sent yet
         self._travelling: dict[int, tuple[dist.Work, Tensor]] = {}  # a transfer uses its tensor until it is waited for
-        # By chunk and microbatch, between forward and backward: the chunk's input (None where tokens enter), and the
+        # Between forward and backward, by chunk and microbatch: the chunk's input (None where tokens enter), and the
         # edge of the activation that was sent, or of the loss.
         self._in_flight: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = {}
 

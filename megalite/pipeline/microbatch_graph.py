@@ -18,7 +18,7 @@ FIRST = 2  # microbatches before the capture: they compile, choose kernels and f
 
 
 def captured(body: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
-    """What `body` returns, filled by each call of the second. It is not run yet."""
+    """The tensor that `body` returns, and a function that fills it. Nothing is run yet."""
     graph = torch.cuda.CUDAGraph()
     # "global", the default, breaks the capture where another thread pins memory, as the reader of batches does.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):

@@ -21,7 +21,7 @@ def gpipe(shape: ScheduleRequest, rank: int) -> tuple[Action, ...]:
 
 
 def one_forward_one_backward(shape: ScheduleRequest, rank: int) -> tuple[Action, ...]:
-    """As many forward passes as there are ranks behind this one, then forward and backward in turn."""
+    """A warm-up of one forward pass for each rank behind this one, then forward and backward in turn."""
     return warmup_steady_cooldown(shape, warmup=shape.pp - rank - 1)
 
 
@@ -87,7 +87,7 @@ def build_schedule(request: ScheduleRequest) -> Schedule:
 
 
 def forward_only(pp: int, vpp: int, microbatches: int) -> Schedule:
-    """What evaluation runs: forward passes alone, of any number of microbatches, pp at a time through each chunk."""
+    """The schedule of evaluation: forward passes of any number of microbatches, pp at a time through each chunk."""
     order = chunk_order(ScheduleRequest("forward-only", pp, microbatches, vpp, group_size=pp))
     actions = tuple(Action("forward", chunk, microbatch) for chunk, microbatch in order)
     return Schedule("forward-only", vpp, microbatches, (actions,) * pp)

@@ -37,7 +37,7 @@ def equal_durations(
 def simulate(schedule: Schedule, durations: Durations, transfer: float = 0) -> tuple[tuple[Span, ...], ...]:
     """The spans of every rank, all ranks beginning at 0; `transfer` is the time from one rank to the next.
 
-    Chunks and microbatches of the actions must be in range. Of ranks that wait for each other, the spans until there.
+    Chunks and microbatches of the actions must be in range. Ranks that wait for each other have the spans until there.
     """
     ranks: list[list[Span]] = [[] for _ in schedule.ranks]
     arrivals: dict[int, float] = {}  # by tensor

@@ -55,7 +55,7 @@ Instruction = Action | Transfer | Wait  # compute the action; post the transfer 
 
 
 def instructions(schedule: Schedule) -> tuple[tuple[Instruction, ...], ...]:
-    """What each pipeline rank does in a step. The schedule must be sound (checker.py)."""
+    """The work of each pipeline rank in a step. The schedule must be sound (checker.py)."""
     ideal = simulate(schedule, equal_durations(schedule, STEP, STEP, STEP), FLIGHT)
     assert list(map(len, ideal)) == list(map(len, schedule.ranks)), "actions wait for each other"
     order: dict[int, tuple[float, int]] = {}  # by tensor: what transfers of one direction are ordered by
@@ -67,7 +67,7 @@ def instructions(schedule: Schedule) -> tuple[tuple[Instruction, ...], ...]:
 
 
 def transfer_of(role: Role, schedule: Schedule, rank: int, action: Action) -> Transfer | None:
-    """What the action needs from another rank ("receive"), or another rank from the action ("send")."""
+    """The transfer that brings an action its input ("receive"), or takes its output to another rank ("send")."""
     tensor_id = (schedule.sent_tensor_id if role == "send" else schedule.received_tensor_id)(rank, action)
     if tensor_id is None:
         return None
