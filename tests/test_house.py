@@ -24,7 +24,7 @@ FLOORS = [
 # Lines of .py files; docstrings, comments and blank lines count. A change that needs more raises a number and says why.
 BUDGET = {
     "the package": 26_500,
-    "what train.run imports": 16_400,  # imports inside of functions included
+    "what train.run imports": 16_300,  # imports inside of functions included
     "a file": 400,
     "a function": 60,
 }

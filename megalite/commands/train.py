@@ -35,15 +35,23 @@ def main(argv: list[str]) -> int:
             from megalite.commands.sweep import sweep
 
             return sweep(arguments)
-        return check_and_train(argv)
+        config, environment = check(argv)
+        from torch.distributed.elastic.multiprocessing.errors import record  # torch: from here on it takes seconds
+
+        problems: list[Problem] = []  # past `record`, which would report a refusal as a failure
+        status = record(lambda: collect(lambda: train_rank(config, environment), problems))()
+        if problems:
+            raise UserError(problems)
+        return status or 0
     except SystemExit as ended:  # of --version, which Hydra's parser answers itself
         return int(ended.code or 0)
     except UserError as error:
         return refuse(error, rank)
 
 
-def check_and_train(argv: list[str]) -> int:
-    """Check everything that can be known without torch, then train. UserError where something is refused."""
+def check(argv: list[str]) -> tuple[Config, ProcessEnvironment]:
+    """Check everything that can be known without torch, and get this process ready for it. UserError where something is
+    refused."""
     from megalite.config.compose import load_config
     from megalite.plan.memory import fits_this_machine
 
@@ -59,13 +67,7 @@ def check_and_train(argv: list[str]) -> int:
     let_cuda_segments_grow(os.environ)
     if (said := widen_cuda_queues(os.environ)) and environment.rank == 0:
         to_stderr(said)
-    from torch.distributed.elastic.multiprocessing.errors import record  # torch: from here on it takes seconds
-
-    # A refusal does not pass through `record`, which would report it as a failure.
-    status = record(lambda: collect(lambda: train_rank(config, environment), problems))()
-    if problems:
-        raise UserError(problems)
-    return status or 0
+    return config, environment
 
 
 def train_rank(config: Config, environment: ProcessEnvironment) -> int:

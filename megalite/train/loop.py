@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from megalite.config.step_plan import planned_steps
 from megalite.data.batches import StepBatches, TrainBatches, validation_batches
+from megalite.errors.problems import UserError
 from megalite.errors.words import several
 from megalite.launch.agreement import agree
 from megalite.launch.watchdog import after_report_s
@@ -69,32 +70,37 @@ def train(job: Job, saver: Saver) -> None:
         while len(launched) > keep:
             account(job, saver, meter, launched.popleft())
 
-    with batches_of(job) as batches:
-        if job.owes_evaluation():
-            evaluate_model(job, job.progress.step)
-        clock.restart()
-        data = next_batch(job, batches)
-        while data is not None and not job.stopping:
-            step = job.newest_step = data.planned.step
-            due = [hook for hook in hooks if hook.is_due(step, config.train.steps)]
-            profiles = step in config.train.profile_steps and not data.planned.skipped
-            if profiles:
-                read(keep=0)
-            with profiled_step(job, step) if profiles else nullcontext():
-                coming = next_batch(job, batches)  # now: the number of its tokens travels with this step's sums
-                launched.append(launch(job, train_step, data, coming))
-                read(keep=0 if due or profiles else late)
-            for hook in due:
-                hook.function(step)
-            saver.report()
-            pauses = profiles or any(hook.pauses for hook in due)
-            if pauses or step % (RANKS_EVERY * config.train.log_interval) == 0:
-                meter.compare_ranks(job.log, job.hosts, step)
-            if pauses:
-                gc.collect()  # collection is off between pauses: it would stop ranks at different times
-                clock.restart()
-            data = coming
-        read(keep=0)
+    try:
+        with batches_of(job) as batches:
+            if job.owes_evaluation():
+                evaluate_model(job, job.progress.step)
+            clock.restart()
+            data = next_batch(job, batches)
+            while data is not None and not job.stopping:
+                step = job.newest_step = data.planned.step
+                due = [hook for hook in hooks if hook.is_due(step, config.train.steps)]
+                profiles = step in config.train.profile_steps and not data.planned.skipped
+                if profiles:
+                    read(keep=0)
+                with profiled_step(job, step) if profiles else nullcontext():
+                    coming = next_batch(job, batches)  # now: the number of its tokens travels with this step's sums
+                    launched.append(launch(job, train_step, data, coming))
+                    read(keep=0 if due or profiles else late)
+                for hook in due:
+                    hook.function(step)
+                saver.report()
+                pauses = profiles or any(hook.pauses for hook in due)
+                if pauses or step % (RANKS_EVERY * config.train.log_interval) == 0:
+                    meter.compare_ranks(job.log, job.hosts, step)
+                if pauses:
+                    gc.collect()  # collection is off between pauses: it would stop ranks at different times
+                    clock.restart()
+                data = coming
+            read(keep=0)
+    except UserError:  # all ranks refuse the input that one of them has read: what was learned is kept
+        if job.progress.step > 0:
+            saver.save_last()
+        raise
     job.training.gather.finish()
     saver.save_last()
     meter.compare_ranks(job.log, job.hosts, job.progress.step)

@@ -137,7 +137,10 @@ def _train_to_the_end(job: Job, saver: Saver, status_file: StatusFile, watchdog:
     gc.disable()
     try:
         watchdog.follow(job.doing, job.patience)
-        _train(job, saver)
+        train(job, saver)
+        stopped = job.stopping and not job.complete
+        if not stopped:
+            _sample_at_the_end(job)
     except (TrainingStoppedError, ReplicaMismatchError) as error:  # known to all ranks, and said in full
         saver.close()
         _record_failure(job, error)
@@ -150,9 +153,8 @@ def _train_to_the_end(job: Job, saver: Saver, status_file: StatusFile, watchdog:
     finally:
         watchdog.stop()
         gc.enable()
-    step, by = job.progress.step, None
-    if job.stopping and not job.complete:
-        by = (job.stop and job.stop.requested) or "a signal to another rank"
+    step, asked = job.progress.step, job.stop.requested if job.stop else None
+    by = (asked or "a signal to another rank") if stopped else None
     status = 0 if saver.newest_step == step else 1
     status_file.end("failed" if status else "stopped" if by else "finished", step, by)
     job.log.event("stopped" if by else "finished", step, status=status, **({"by": by} if by else {}))
@@ -162,19 +164,11 @@ def _train_to_the_end(job: Job, saver: Saver, status_file: StatusFile, watchdog:
     return status
 
 
-def _train(job: Job, saver: Saver) -> None:
-    """All steps, and a sample of text of a run that was not stopped."""
-    try:
-        train(job, saver)
-    except UserError:  # all ranks refuse the input that one of them has read: what was learned is kept
-        if job.progress.step > 0:
-            saver.save_last()
-        raise
-    if job.stopping and not job.complete:
-        return
+def _sample_at_the_end(job: Job) -> None:
+    """A sample of text of a run that is complete: trained and saved, it does not fail here."""
     try:
         sample_text(job, job.progress.step)
-    except Exception as error:  # the run is trained and saved: it does not fail here
+    except Exception as error:
         job.log.note(f"no sample of text: {type(error).__name__}: {error}")
 
 

@@ -104,6 +104,8 @@ class RunLog:
 
     def add(self, record: Record) -> None:
         """Keep a record and show it."""
+        if self._log is not None and "val_loss" in record:
+            self._log.info("step %d: validation loss %.6f", record["step"], record["val_loss"])
         self.append(EVENTS if "kind" in record else METRICS, record)
         for view in self._views:
             self._attempt(view.name, partial(view.add, record))

@@ -2,8 +2,8 @@
 
 The loss that is optimised is the loss that is reported: the sum of token losses over the global batch divided by its
 number of unmasked tokens, which is known before the first backward. Losses of routers are added to the first, and
-reported beside it. A step whose loss or gradient is not finite changes nothing. Nor does one without an unmasked token:
-its gradients are zero, but weight decay and moments would act all the same.
+reported beside it. A step whose loss or gradient is not finite changes nothing. A step without an unmasked token does
+not either: its gradients are zero, but weight decay and moments would act all the same.
 """
 
 from collections.abc import Callable, Sequence

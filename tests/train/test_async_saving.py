@@ -25,7 +25,6 @@ from megalite.config.schema import Config
 from megalite.errors.problems import Problem, UserError
 from megalite.launch.context import ParallelContext
 from megalite.layout.ranks import ParallelLayout
-from megalite.train.metrics import Meter, StepMetrics
 from megalite.train.replicas import ReplicaMismatchError
 from megalite.train.run_log import RunLog
 from tests.ranks import run_ranks
@@ -40,7 +39,7 @@ from tests.train.runs import (
     wait_for_step,
     write_text,
 )
-from tests.train.test_run import STEPS, checkpoints, config_for, losses, poison, start, stop_after
+from tests.train.test_run import STEPS, at_step, checkpoints, config_for, losses, poison, start, stop_after
 
 
 def behind(text: Path, run_dir: Path, **train: Any) -> Config:
@@ -78,17 +77,6 @@ class Disk:
 
         monkeypatch.setattr(saving_module, "save", controlled)
 
-    def at_step(self, step: int, action: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Call `action` when `step` has been reported."""
-        add = Meter.add
-
-        def and_act(self: Meter, metrics: StepMetrics, *args: Any) -> None:
-            add(self, metrics, *args)
-            if metrics.step == step:
-                action()
-
-        monkeypatch.setattr(Meter, "add", and_act)
-
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
@@ -120,7 +108,7 @@ def test_what_is_saved_is_the_state_at_its_step_whenever_it_is_written(
         return copies, lambda: disk.let_go.wait(30)
 
     monkeypatch.setattr(HostCopies, "of", late)
-    disk.at_step(7, disk.let_go.set, monkeypatch)
+    at_step(7, disk.let_go.set, monkeypatch)
     config = behind(text, tmp_path / "run")
     config.checkpoint.keep = 3
     assert start(config) == 0
@@ -138,15 +126,12 @@ def test_training_goes_on_and_the_next_save_waits(
 ) -> None:
     disk.held = {4}
     reached: list[Any] = []
-    add = Meter.add
 
-    def and_note(self: Meter, metrics: StepMetrics, *args: Any) -> None:
-        add(self, metrics, *args)
-        if metrics.step == 8:  # its save is due now
-            reached.append((list(disk.begun), list(disk.ended)))
-            threading.Timer(0.5, disk.let_go.set).start()
+    def note() -> None:  # the save of step 8 is due now
+        reached.append((list(disk.begun), list(disk.ended)))
+        threading.Timer(0.5, disk.let_go.set).start()
 
-    monkeypatch.setattr(Meter, "add", and_note)
+    at_step(8, note, monkeypatch)
     assert start(behind(text, tmp_path / "run")) == 0
     assert reached == [([4], [])], "steps 5 to 8 were done while step 4 was being written"
     assert disk.begun == disk.ended == [4, 8, 12]
@@ -171,7 +156,7 @@ def test_a_failure_is_told_once_and_soon_and_training_goes_on(
         disk.let_go.set()
         wait_for_the_thread()
 
-    disk.at_step(6, let_it_fail, monkeypatch)
+    at_step(6, let_it_fail, monkeypatch)
     assert start(behind(text, tmp_path / "run")) == 0
     assert seen == ["the checkpoint of step 4 was not saved: no space left on device 6"]
     assert checkpoints(tmp_path / "run") == [8, 12]
@@ -200,7 +185,7 @@ def test_giving_up_names_the_checkpoint_that_was_under_way(
 ) -> None:
     disk.held = {4}
     poison(set(range(4 * 5, 1000)), monkeypatch)  # from step 6 on
-    disk.at_step(8, lambda: threading.Timer(0.3, disk.let_go.set).start(), monkeypatch)
+    at_step(8, lambda: threading.Timer(0.3, disk.let_go.set).start(), monkeypatch)
     assert start(behind(text, tmp_path / "run", max_bad_steps=3)) == 1
     assert "The checkpoint of step 4 is intact" in capsys.readouterr().err
     assert checkpoints(tmp_path / "run") == [4]
@@ -216,7 +201,7 @@ def test_whatever_ends_the_run_the_save_under_way_comes_to_its_end(
         threading.Timer(0.3, disk.let_go.set).start()
         raise error
 
-    disk.at_step(6, end, monkeypatch)
+    at_step(6, end, monkeypatch)
     if isinstance(error, ValueError):
         with pytest.raises(ValueError, match="a bug"):
             start(behind(text, tmp_path / "run"))
@@ -231,7 +216,7 @@ def test_an_end_does_not_wait_for_ever_for_a_disk_that_hangs(
     text: Path, tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk.held = {4}
-    disk.at_step(6, lambda: int("a bug"), monkeypatch)
+    at_step(6, lambda: int("a bug"), monkeypatch)
     config = behind(text, tmp_path / "run")
     with pytest.raises(ValueError, match="a bug"):
         start(replace(config, parallel=replace(config.parallel, timeout_s=0.3)))

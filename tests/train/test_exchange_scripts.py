@@ -336,6 +336,9 @@ def model_of_symbols(place: Path) -> None:
     shutil.copytree(place / "exported", place / "symbols")
     for name, content in char_tokenizer(["abc"]).files(32).items():
         (place / "symbols" / name).write_bytes(content)
+    for name in ("config.json", "generation_config.json"):  # the end of document there is of the other tokenizer
+        about = json.loads((place / "symbols" / name).read_text())
+        (place / "symbols" / name).write_text(json.dumps(about | {"eos_token_id": None}))
 
 
 def model_of_positions(place: Path) -> None:

@@ -6,7 +6,7 @@ And a few on ranks that are made here: what one of them refuses, or holds other 
 import math
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -59,16 +59,21 @@ def start(config: Config) -> int:
     return train_rank(config, read_environment({}))
 
 
-def stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ask this process to stop once it has reported `step`."""
+def at_step(step: int, action: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Call `action` when the metrics of `step` have been read."""
     add = Meter.add
 
-    def and_stop(self: Meter, metrics: StepMetrics, *args: Any) -> None:
+    def and_act(self: Meter, metrics: StepMetrics, *args: Any) -> None:
         add(self, metrics, *args)
         if metrics.step == step:
-            os.kill(os.getpid(), signal.SIGUSR1)
+            action()
 
-    monkeypatch.setattr(Meter, "add", and_stop)
+    monkeypatch.setattr(Meter, "add", and_act)
+
+
+def stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ask this process to stop after `step`."""
+    at_step(step, lambda: os.kill(os.getpid(), signal.SIGUSR1), monkeypatch)
 
 
 def losses(run_dir: Path) -> dict[int, float]:

@@ -114,7 +114,7 @@ def sums_of_steps(context: ParallelContext, ahead: bool) -> tuple[list[int], lis
         seen.append(0)
         batch = masked_batches(config, config.train.global_batch_size, 1)
         local = 5 + number + context.rank
-        tokens.append(step(batch, local, 1e-3, next_local_tokens=local + 1 if ahead else None).read().tokens)
+        tokens.append(step(batch, local, 1e-3, next_local_tokens=local + 1 if ahead else None).read().batch_tokens)
     training.gather.finish()
     return seen, tokens
 
