@@ -93,7 +93,8 @@ from tests.ranks import run_ranks
 class Reference:
     rounds = False
 
-    def __init__(self, buffers, settings, **options):
+    def __init__(self, buffers, config, context):
+        settings = config.optimizer
         self.before_change = lambda: None
         held = [(slot.record.decay, name) for name, (slot, _) in buffers.places.items()]
         self._pairs = [(torch.nn.Parameter(buffers.parameter(name)), buffers.gradient(name)) for _, name in held]

@@ -5,6 +5,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -101,10 +102,8 @@ def versions() -> dict[str, str]:
     """Versions by name of what computes; a package that is not installed is left out."""
     found = {"megalite": __version__, **commit(), "python": platform.python_version()}
     for package in PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):
             found[package] = version(package)
-        except PackageNotFoundError:
-            continue
     found["torch"] = torch.__version__  # with its build
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda

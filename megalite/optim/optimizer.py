@@ -10,7 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megalite.config.schema import OptimizerConfig
+from megalite.config.schema import Config
+from megalite.launch.context import ParallelContext
 from megalite.launch.device import DTYPES
 from megalite.layout.buffer_layout import slice_ranges
 from megalite.optim.adamw import FlatAdamW
@@ -47,9 +48,10 @@ def slices_of(state: State) -> dict[str, list[Tensor]]:
     return {name: list(kept) for name, kept in state.items() if not isinstance(kept, Tensor)}
 
 
-def make_optimizer(buffers: TrainingBuffers, settings: OptimizerConfig, *, compiled: bool) -> Optimizer:
-    """The optimizer of the settings, with weight decay on the parameters whose records say so. `compiled`: its update
-    may be compiled."""
+def make_optimizer(buffers: TrainingBuffers, config: Config, context: ParallelContext) -> Optimizer:
+    """The optimizer that the settings name, with weight decay on the parameters whose records say so."""
+    settings = config.optimizer
+    compiled = config.train.compile and context.device.type == "cuda"  # on a CPU torch's own kernel is the faster one
     decayed = slice_ranges(buffers.owned, lambda record, _: record.decay)
     others = slice_ranges(buffers.owned, lambda record, _: not record.decay)
     groups = [(decayed, settings.weight_decay), (others, 0.0)]
@@ -61,7 +63,7 @@ def make_optimizer(buffers: TrainingBuffers, settings: OptimizerConfig, *, compi
         (first, second),
         settings.eps,
         first_moment=dtype_of(settings.moment_dtype, buffers.master_dtype),
-        device=buffers.device,
+        device=context.device,
         parameters=buffers.parameters if compiled else None,
     )
 

@@ -188,9 +188,7 @@ def build_training(config: Config, context: ParallelContext) -> Training:
         chunk.before_use = gather.wait_for
     scale = LossScale(settings, context.device) if context.dtype == torch.float16 else None
     executor = _executor(config, chunks, sync, clock, context)
-    # On a CPU torch's own kernel is the faster one.
-    compiled = bool(config.train.compile) and context.device.type == "cuda"
-    optimizer = make_optimizer(buffers, settings, compiled=compiled)
+    optimizer = make_optimizer(buffers, config, context)
     return Training(chunks, executor, buffers, optimizer, replicas, sync, gather, scale, clock)
 
 

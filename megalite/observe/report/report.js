@@ -2,21 +2,21 @@
 // curves on common axes, and the loss over the settings in which they differ. charts.js has the means.
 
 const many = page.compared, charts = [];
-const NATS = "nats per token";
+const NATS = "nats per token", ADDED = "added to the loss, coefficient included";
 const chart = (title, series, options = {}) => ({ title, series, ...options });
 const SECTIONS = { // charts by section: their series of metrics.jsonl, each with a name where there are two
   learning: [
     chart("Loss", { loss: "training", val_loss: "validation" }, { unit: NATS, wide: true, smooth: true, marks: true }),
     chart("Learning rate", { lr: "" }, { zero: true }),
-    chart("Gradient norm", { grad_norm: "" }, { smooth: true, marks: true }),
-    chart("Bits per byte, validation", { val_bits_per_byte: "" }, { colour: 1 }),
-    chart("Loss scale", { loss_scale: "" }),
+    chart("Gradient norm", { grad_norm: "" }, { unit: "before clipping", smooth: true, marks: true }),
+    chart("Bits per byte, validation", { val_bits_per_byte: "" }, { unit: "bits", colour: 1 }),
+    chart("Loss scale", { loss_scale: "" }, { unit: "factor" }),
   ],
   speed: [
-    chart("Tokens per second", { tokens_per_s: "" }, { colour: 2, zero: true, smooth: true }),
+    chart("Tokens per second", { tokens_per_s: "" }, { unit: "tokens", colour: 2, zero: true, smooth: true }),
     chart("Time of a step", { step_time_s: "" }, { unit: "seconds", zero: true, smooth: true }),
     chart("Model FLOPs utilisation", { mfu: "full attention", mfu_causal: "causal half" },
-      { zero: true, share: true, smooth: true }),
+      { unit: "of the device's peak", zero: true, share: true, smooth: true }),
     chart("Peak memory", { memory_gib: "" }, { unit: "GiB", colour: 5, zero: true }),
   ],
   experts: [
@@ -24,9 +24,10 @@ const SECTIONS = { // charts by section: their series of metrics.jsonl, each wit
       { unit: "tokens of the busiest expert over the mean", smooth: true }),
     chart("Waiting for the exchange of tokens", { "time_split/exchange": "" },
       { unit: "seconds of a step, rank 0", colour: 3, zero: true, smooth: true, optional: true }),
-    chart("Balancing loss", { "moe/balancing_loss": "" }, { smooth: true }),
-    chart("Router z-loss", { "moe/z_loss": "" }, { smooth: true, optional: true }),
-    chart("Dropped choices", { "moe/dropped_share": "" }, { zero: true, share: true, smooth: true, optional: true }),
+    chart("Balancing loss", { "moe/balancing_loss": "" }, { unit: ADDED, smooth: true }),
+    chart("Router z-loss", { "moe/z_loss": "" }, { unit: ADDED, smooth: true, optional: true }),
+    chart("Dropped choices", { "moe/dropped_share": "" },
+      { unit: "of all choices", zero: true, share: true, smooth: true, optional: true }),
     chart("Router entropy", { "moe/entropy": "" }, { unit: NATS, smooth: true }),
   ],
 };
@@ -67,7 +68,8 @@ function shareChart([run]) {
     below = above;
     return { name: key.split("/")[1], run, colour, points: drawn };
   });
-  charts.push({ lines, draw, area: true, share: true, ...picture(place, "time of a step by part", 250) });
+  const drawn = picture(place, "time of a step by part", 250);
+  charts.push({ lines, draw, unit: "of a step", area: true, share: true, ...drawn });
 }
 
 // --- columns by rank: of very many ranks, neighbours share a column, which shows the largest
