@@ -94,14 +94,12 @@ def _stages(config: Config, run: ParallelLayout) -> dict[str, Any]:
     """Layers of each stage: equal counts stay equal, larger ones stay larger, and 0 stays 0."""
     counts, stages = [stage.count for stage in stage_layers(stage_settings(config))], run.pp * run.vpp
     kept = [counts[at * (len(counts) - 1) // max(1, stages - 1)] for at in range(stages)]
-    even, moe, recomputed = len(set(kept)) == 1, config.model.moe, config.train.recompute_layers
+    even, moe = len(set(kept)) == 1, config.model.moe
     most = 2 * FEW if moe.first_dense_layers or moe.layer_freq > 1 else FEW  # some with experts and some without
     small = [min(max(1, kept[0]), most)] * stages if even else [sorted({0, *kept}).index(count) for count in kept]
-    layers = sum(small)
-    if recomputed is not None:
-        recomputed = layers if recomputed >= config.model.num_layers else max(1, layers // 2)
+    recomputed = config.train.recompute_layers and max(1, sum(small) // 2)
     layout = None if even else layout_text(small)
-    return {"model.num_layers": layers, "parallel.pipeline_layout": layout, "train.recompute_layers": recomputed}
+    return {"model.num_layers": sum(small), "parallel.pipeline_layout": layout, "train.recompute_layers": recomputed}
 
 
 def _model(config: Config, asked: ParallelLayout, run: ParallelLayout) -> dict[str, Any]:
@@ -169,7 +167,7 @@ def _experts(config: Config, asked: ParallelLayout, run: ParallelLayout, layers:
 
 def _batches(config: Config, asked: ParallelLayout, run: ParallelLayout) -> dict[str, Any]:
     """Fewer microbatches than pipeline ranks, as many or more if there were, and a multiple of the group if they were;
-    a sequence that divides if it did, and as many chunks of the loss as one, or a few."""
+    a sequence that divides if it did, and chunks of the loss where there were any."""
     train, group = config.train, config.parallel.microbatch_group_size
     micro, ring = min(train.micro_batch_size, FEW), exchange_of(config).ring
     number = train.global_batch_size // (train.micro_batch_size * asked.dp)
@@ -180,12 +178,11 @@ def _batches(config: Config, asked: ParallelLayout, run: ParallelLayout) -> dict
     unit = 2 * run.tp * run.cp  # context parallelism cuts twice as many pieces as it has ranks
     length = -(-(LENGTH if ring == 1 else 2 * run.cp * BLOCK) // unit) * unit
     length += (train.seq_length % (asked.tp * asked.cp) > 0) * (1 if run.cp == 1 else 2 * run.cp)
-    whole_loss = (config.model.loss_chunk_tokens or 0) >= train.micro_batch_size * train.seq_length
     return {
         "train.seq_length": length,
         "train.micro_batch_size": micro,
         "train.global_batch_size": micro * run.dp * microbatches,
         "parallel.microbatch_group_size": group,
         "model.max_positions": None,
-        "model.loss_chunk_tokens": config.model.loss_chunk_tokens and (micro * length if whole_loss else length // 2),
+        "model.loss_chunk_tokens": config.model.loss_chunk_tokens and length // 2,
     }

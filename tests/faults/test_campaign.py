@@ -198,28 +198,21 @@ def test_a_start_that_trains_on_damaged_tokens_to_the_end_is_noticed(played: Tri
 
 
 @pytest.mark.long
-def test_a_run_that_goes_on_in_another_way_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("broken", "fault", "flaw"),
+    [
+        (continues_otherwise, "SIGKILL of a rank", "its records differ from the undisturbed run's"),
+        (has_no_watchdog, "SIGSTOP of a rank", "ValueError: nobody reported that rank "),
+        (ends_on_a_signal, "SIGTERM to a rank", "ValueError: SIGTERM to a rank ended them with ["),
+    ],
+)
+def test_a_training_with_a_mistake_is_noticed_and_a_sound_one_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: trial.Main, fault: str, flaw: str
+) -> None:
     monkeypatch.setattr(faults, "LAYOUTS", ((),))
-    [outcome] = campaign(continues_otherwise, tmp_path / "trials", runs=1, seed=0)
-    assert outcome.flaws == ["its records differ from the undisturbed run's"]
-    [outcome] = campaign(main_to_the_end, tmp_path / "sound", runs=1, seed=0)
-    assert not outcome.flaws
-
-
-@pytest.mark.long
-def test_a_watchdog_that_sleeps_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stop = "SIGSTOP of a rank"
-    monkeypatch.setattr(faults, "FAULTS", {stop: faults.FAULTS[stop]})
-    [outcome] = campaign(has_no_watchdog, tmp_path / "trials", runs=1, seed=0)
-    assert outcome.flaws[0].startswith("ValueError: nobody reported that rank ")
-
-
-@pytest.mark.long
-def test_a_signal_that_ends_a_rank_at_once_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    terminate = "SIGTERM to a rank"
-    monkeypatch.setattr(faults, "FAULTS", {terminate: faults.FAULTS[terminate]})
-    [outcome] = campaign(ends_on_a_signal, tmp_path / "trials", runs=1, seed=0)
-    assert outcome.flaws[0].startswith("ValueError: SIGTERM to a rank ended them with [")
+    monkeypatch.setattr(faults, "FAULTS", {fault: faults.FAULTS[fault]})
+    [outcome] = campaign(broken, tmp_path / "trials", runs=1, seed=0)
+    assert outcome.flaws[0].startswith(flaw)
     [outcome] = campaign(main_to_the_end, tmp_path / "sound", runs=1, seed=0)
     assert not outcome.flaws
 
