@@ -106,7 +106,7 @@ def _cleared(folder: Path) -> Path:
         problems = [each for path, kind in places.items() for each in output_problems("hydra.sweep.dir", path, kind)]
         if problems:
             remedy = "another hydra.sweep.dir, or move it away"
-            raise UserError([replace(each, remedy=remedy) for each in problems])
+            raise UserError([replace(each, hint=remedy) for each in problems])
         (folder / STOP.usual).touch()
         for path in left:
             path.unlink(missing_ok=True)

@@ -6,19 +6,19 @@ it is offered: with it the refused setting breaks no rule, and no setting is ref
 """
 
 from collections.abc import Iterable, Iterator, Sequence, Set
-from itertools import combinations, islice
-from math import prod
+from itertools import chain, combinations, islice
+from math import isqrt, prod
 from typing import Any
 
 from megalite.config.bounds import outside
 from megalite.config.rule import Broken, Case, Rule, broken
 from megalite.config.settings import SETTINGS, yaml_value
 from megalite.errors.problems import Problem
-from megalite.errors.remedies import divisors, multiples, nearest_first
 from megalite.errors.words import rounded
 
 TRIED, OFFERED = 80, 3  # values of one setting
 NEAR = 32  # whole numbers that far away are tried
+LARGEST_DIVISOR = 1 << 16  # of huge numbers, not all divisors are looked for
 
 
 def problems_of(case: Case, rules: Sequence[Rule], refused: Set[str] = frozenset()) -> list[Problem]:
@@ -103,16 +103,17 @@ def _likely(case: Case, name: str, broken_rule: Broken) -> Iterator[Any]:
 
 def _whole_numbers(value: int | None, others: Iterable[float]) -> Iterator[int]:
     """Numbers nearby, and multiples and divisors of the others, the nearest first."""
-    whole = [one for one in others if isinstance(one, int) and one > 1]
     if value is None:
         return
+    whole = [one for one in others if isinstance(one, int) and one > 1]
     found = {*range(value - NEAR, value + NEAR + 1)}
-    for several in range(1, len(whole) + 1):
-        for some in combinations(whole, several):
-            found |= {*islice(multiples(prod(some), value), OFFERED)}
+    for some in chain.from_iterable(combinations(whole, several) for several in range(1, len(whole) + 1)):
+        times = value // prod(some)
+        found |= {number * prod(some) for number in range(max(1, times - 1), times + OFFERED + 1)}
     for one in whole:
-        found |= {*islice(divisors(one, value), 2 * OFFERED)}
-    yield from nearest_first(found, value)
+        small = [part for part in range(1, min(isqrt(one), LARGEST_DIVISOR) + 1) if one % part == 0]
+        found |= {*small, *(one // part for part in small)}
+    yield from sorted(found, key=lambda number: (abs(number - value), number))
 
 
 def _assignment(case: Case, name: str, values: Sequence[Any]) -> str:

@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from megalite.errors.words import rounded, several
@@ -27,7 +28,8 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Problem:
-    """One mistake. `setting` is a dotted name (`model.hidden_size`), a file or an environment variable.
+    """One mistake. `setting` is a dotted name (`model.hidden_size`), a file or an environment variable. The `hint`
+    says what would work.
 
     A `value` of NO_VALUE means that there is none to show. `here` marks what is wrong with files or variables here:
     other ranks may not see it. `alone` marks what no other rank can be relied on to say: rank 0 is out of reach.
@@ -36,14 +38,15 @@ class Problem:
     setting: str
     value: Any
     rule: str
-    remedy: str
+    hint: str = ""
     here: bool = False
     alone: bool = False
 
     def __str__(self) -> str:
         value = rounded(self.value) if isinstance(self.value, float) else self.value
         shown = "" if value == NO_VALUE else "=null" if value is None else f"={shortened(repr(value))}"
-        return printable(f"{self.setting}{shown}: {self.rule}\n      fix: {self.remedy}")
+        hint = f"\n      fix: {self.hint}" if self.hint else ""
+        return printable(f"{self.setting}{shown}: {self.rule}{hint}")
 
 
 def shortened(text: str) -> str:
@@ -76,7 +79,7 @@ def printable(text: str) -> str:
 def collect_all(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
     """The results of all calls; UserError with the problems of all that failed."""
     problems: list[Problem] = []
-    results = [collect(lambda item=item: function(item), problems) for item in items]  # type: ignore[misc]
+    results = [collect(partial(function, item), problems) for item in items]
     if problems:
         raise UserError(problems)
     return results  # type: ignore[return-value]  # None only where there are problems

@@ -1,13 +1,9 @@
-"""Values that would work in place of one that does not, the nearest first; the word that was most likely meant; and
-what mends a failure of the system."""
+"""What mends a failure of the system, and the word that was most likely meant."""
 
 import errno
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from difflib import SequenceMatcher, get_close_matches
-from math import isqrt
 
-LARGEST_FACTORED = 1 << 32  # of larger numbers, only the small divisors are looked for
-SMALL = 4096
 OF_THE_MACHINE = {  # failures of the system that have nothing to do with a place on disk, and what mends them
     errno.EMFILE: "raise the limit of open files (ulimit -n 65536) and start again",
     errno.ENFILE: "too many files are open on this machine: end other programs and start again",
@@ -27,30 +23,6 @@ CAUSES = OF_THE_MACHINE | {
 def of_system(error: OSError, otherwise: str) -> str:
     """What mends a failure of the system, by its cause; `otherwise` where the cause says nothing."""
     return CAUSES.get(error.errno or 0, otherwise)
-
-
-def divisors(number: int, near: int) -> Iterator[int]:
-    """The divisors of `number`, those nearest to `near` first."""
-    most = isqrt(number) if number <= LARGEST_FACTORED else SMALL
-    low = [part for part in range(1, most + 1) if number % part == 0]
-    yield from nearest_first({*low, *(number // part for part in low)}, near)
-
-
-def multiples(unit: int, near: int) -> Iterator[int]:
-    """Multiples of `unit` above 0, those nearest to `near` first, without end."""
-    below = near // unit * unit
-    above = below + unit
-    while True:
-        if below > 0 and near - below <= above - near:
-            yield below
-            below -= unit
-        else:
-            yield above
-            above += unit
-
-
-def nearest_first(values: Iterable[int], near: int) -> Iterator[int]:
-    yield from sorted(values, key=lambda value: (abs(value - near), value))
 
 
 def similarity(one: str, other: str) -> float:

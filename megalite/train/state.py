@@ -21,7 +21,6 @@ from megalite.config.user_files import as_record
 from megalite.layout.buffer_layout import OwnedRange
 from megalite.model.parameters import gpt_parameters
 from megalite.model.routers import Routers
-from megalite.optim.buffers import TrainingBuffers
 from megalite.optim.memory import bytes_of_element
 from megalite.optim.optimizer import slices_of
 from megalite.train.build import Training
@@ -127,11 +126,3 @@ def owned_pieces(prefix: str, owned: Iterable[OwnedRange], slices: Sequence[Tens
                 offsets = tuple(outer + inner for outer, inner in zip(box.offsets, at, strict=True))
                 tensor = slices[each.bucket][begin : begin + prod(sizes)].view(sizes)
                 yield Piece(f"{prefix}{record.name}", record.shape, offsets, tensor)
-
-
-def held_pieces(buffers: TrainingBuffers) -> Iterator[Piece]:
-    """The parameters that the model on this rank computes with, as boxes of the logical tensors."""
-    for slot in buffers.layout.slots:
-        held = buffers.parameter(slot.record.name)
-        for box in slot.shard.boxes:
-            yield Piece(slot.record.name, slot.record.shape, box.offsets, held[box.local])

@@ -1,75 +1,40 @@
-"""Compares what ranks computed with what one process did: every number, and every element of every tensor.
+"""Compares two runs of the same training, step by step and tensor by tensor, by what they have written.
 
-Each rank's boxes are compared to the same boxes of the reference's logical tensors, relative to the largest element of
-that very tensor: a small one cannot hide behind its neighbours. The boxes of all ranks must cover them: a parameter
-that nobody holds is a difference, too. No torch import.
+metrics.jsonl has each step's loss, gradient norm and tokens. The first checkpoint has the gradients of step 1: AdamW's
+first moment is then (1 - beta1) times the clipped gradient. The last one has the parameters. A tensor's difference is
+relative to the largest element of that very tensor: a small tensor cannot hide behind its neighbours.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import isfinite
+from pathlib import Path
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from megalite.checkpoint.commit import CHECKPOINTS
+from megalite.checkpoint.manifest import DTYPES
+from megalite.checkpoint.pieces import Piece
+from megalite.checkpoint.store import of_step
+from megalite.config.schema import OptimizerConfig
+from megalite.launch.context import ParallelContext
+from megalite.train.history import METRICS, read_metrics
 
 RELATIVE, ABSOLUTE = 1e-10, 1e-12  # the design's bound on every layout against one process, in fp64
-NUMBERS = ("tokens in the loss", "loss", "gradient norm")
-ROUTING = ("tokens of experts", "losses of routers")  # with experts: what they count on all ranks
 GROUPS = ("embedding", "attention", "mlp", "router", "experts", "shared", "norms", "head")
-ORDER = [
-    *NUMBERS,
-    *ROUTING,
-    *(f"{kind}: {group}" for kind in ("gradients", "parameters") for group in GROUPS),
-]  # others follow
-
-Array = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class TensorBox:
-    """A box of logical tensor `name`, of `shape`: what starts at `offsets`."""
-
-    name: str
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    values: Array
-
-    def of(self, logical: Array) -> Array:
-        """The same box of another tensor of the logical shape."""
-        box = tuple(slice(at, at + size) for at, size in zip(self.offsets, self.values.shape, strict=True))
-        return logical[box]
-
-
-@dataclass(frozen=True)
-class Trace:
-    """What one process computed, of each tensor the boxes that it holds."""
-
-    losses: list[float]
-    grad_norms: list[float]
-    tokens: list[int]
-    gradients: list[list[TensorBox]]  # of each step, after all sums over ranks and before clipping
-    parameters: list[TensorBox]  # after the last step
-    routing: list[tuple[Array, Array]] = field(default_factory=list)  # of each step, as ROUTING names it; dense: none
-
-    @property
-    def numbers(self) -> tuple[Sequence[float], ...]:
-        """Those of each step, as NUMBERS names them."""
-        return self.tokens, self.losses, self.grad_norms
 
 
 @dataclass(frozen=True)
 class Row:
-    """The worst difference of one kind. `scale` is what it is relative to: the reference's number, or the largest
-    element of the parameter at `where`."""
+    """The worst difference of one kind. `scale` is what it is relative to: the number of the one process, or the
+    largest element of its tensor at `where`."""
 
     what: str
     scale: float
     difference: float
     where: str
-
-    @property
-    def relative(self) -> float:
-        return self.difference / self.scale if self.scale else self.difference
 
     @property
     def excess(self) -> float:
@@ -82,24 +47,39 @@ class Row:
         return self.excess <= 1
 
 
-def compare(traces: Sequence[Trace], reference: Trace) -> list[Row]:
-    """The worst of each kind over all ranks and steps. `traces` are in order of rank."""
-    rows = []
-    for rank, trace in enumerate(traces):
-        for what, numbers, expected in zip(NUMBERS, trace.numbers, reference.numbers, strict=True):
-            for step, (mine, theirs) in enumerate(zip(numbers, expected, strict=True), 1):
-                rows.append(Row(what, abs(theirs), abs(mine - theirs), f"step {step}, rank {rank}"))
-        for step, (found, wanted) in enumerate(zip(trace.routing, reference.routing, strict=True), 1):
-            for what, own, its in zip(ROUTING, found, wanted, strict=True):
-                rows.append(Row(what, float(its.max()), float(np.abs(own - its).max()), f"step {step}, rank {rank}"))
-    for step, gradients in enumerate(reference.gradients, 1):
-        rows += _tensors("gradients", f", step {step}", [trace.gradients[step - 1] for trace in traces], gradients)
-    rows += _tensors("parameters", "", [trace.parameters for trace in traces], reference.parameters)
+def compare(layout: Path, single: Path, optimizer: OptimizerConfig) -> list[Row]:
+    """The worst difference of each kind between the run folder of a layout and that of one process."""
+    rows, (records, expected) = list[Row](), [read_metrics(run / METRICS) for run in (layout, single)]
+    for record, other in zip(records, expected, strict=True):
+        numbers, wanted = _numbers(record), _numbers(other)
+        rows += [_row(name, numbers[name], wanted[name], f"step {other['step']}") for name in wanted]
+    clipped = max(1.0, expected[0]["grad_norm"] / optimizer.clip_grad) if optimizer.clip_grad else 1.0
+    unclip = clipped / (1 - optimizer.betas[0])
+    for kind, step, factor in (("gradients", expected[0]["step"], unclip), ("parameters", expected[-1]["step"], 1.0)):
+        found, wanted = (_tensors(run, step, kind, factor) for run in (layout, single))
+        nothing = torch.tensor(float("nan"))
+        for name in sorted(found.keys() | wanted.keys(), key=lambda name: GROUPS.index(group_of(name))):
+            tensors = found.get(name, nothing), wanted.get(name, nothing)
+            rows.append(_row(f"{kind}: {group_of(name)}", *tensors, f"{name}, step {step}"))
     worst: dict[str, Row] = {}
     for row in rows:
         if row.what not in worst or row.excess > worst[row.what].excess:
             worst[row.what] = row
-    return sorted(worst.values(), key=lambda row: ORDER.index(row.what) if row.what in ORDER else len(ORDER))
+    return [*worst.values()]
+
+
+def table(rows: Sequence[Row], ranks: int) -> Iterator[str]:
+    """The rows, and the verdict on a layout of so many ranks."""
+    yield f"{'':24}{'one process':>12}{'difference':>12}{'relative':>10}        worst at"
+    for row in rows:
+        numbers = f"{row.scale:>12.6g}{row.difference:>12.1e}{row.difference / (row.scale or 1):>10.1e}"
+        yield f"{row.what:24}{numbers}  {'pass' if row.passed else 'FAIL'}  {row.where}"
+    bound, failed = f"{RELATIVE:g} relative or {ABSOLUTE:g} absolute", sum(not row.passed for row in rows)
+    yield ""
+    if failed:
+        yield f"FAIL: {failed} of {len(rows)} rows differ from one process by more than {bound}"
+    else:
+        yield f"PASS: {ranks} ranks train like one process, within {bound}"
 
 
 def group_of(name: str) -> str:
@@ -107,26 +87,31 @@ def group_of(name: str) -> str:
     parts = name.split(".")
     if any(part.endswith("norm") for part in parts):
         return "norms"
-    if parts[0] == "blocks":
-        return parts[3] if parts[2] == "moe" else parts[2]
-    return parts[0]
+    return parts[0] if parts[0] != "blocks" else parts[3] if parts[2] == "moe" else parts[2]
 
 
-def _tensors(
-    kind: str, when: str, held: Sequence[Sequence[TensorBox]], expected_parts: Sequence[TensorBox]
-) -> Iterator[Row]:
-    """A row for each part that a rank holds, and one for each tensor of which some element is on no rank."""
-    expected: dict[str, Array] = {}
-    for part in expected_parts:
-        part.of(expected.setdefault(part.name, np.full(part.shape, np.nan)))[...] = part.values
-    scales = {name: float(np.abs(logical).max()) for name, logical in expected.items()}
-    covered = {name: np.zeros(logical.shape, dtype=bool) for name, logical in expected.items()}
-    for rank, parts in enumerate(held):
-        for part in parts:
-            difference = float(np.abs(part.values - part.of(expected[part.name])).max())
-            part.of(covered[part.name])[...] = True
-            where = f"{part.name}{when}, rank {rank}"
-            yield Row(f"{kind}: {group_of(part.name)}", scales[part.name], difference, where)
-    for name, cover in covered.items():
-        if not cover.all():
-            yield Row(f"{kind}: {group_of(name)}", scales[name], float("inf"), f"some of {name} on no rank")
+def _numbers(record: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The numbers of a step that no layout changes, by what they are."""
+    numbers = {"tokens in the loss": record["tokens"], "loss": record["loss"], "gradient norm": record["grad_norm"]}
+    if moe := record.get("moe"):
+        numbers["tokens of experts"] = moe["tokens_per_expert"]
+        numbers["losses of routers"] = [moe[name] for name in ("balancing_loss", "z_loss", "entropy")]
+    return {what: torch.tensor(value, dtype=torch.float64) for what, value in numbers.items()}
+
+
+def _tensors(run: Path, step: int, kind: str, factor: float) -> dict[str, Tensor]:
+    """The first moments in a checkpoint, or masters and what balances routers, times `factor`, by parameter."""
+    found, read = of_step(run / CHECKPOINTS, step, ParallelContext()), dict[str, Tensor]()
+    for name, stored in found.manifest.tensors.items():
+        of, _, parameter = name.partition(".")
+        of_model = of in ("master", "blocks")
+        is_moment = not of_model and of != "optimizer" and not of.endswith("_sq")
+        if is_moment if kind == "gradients" else of_model:
+            value = read[name if of == "blocks" else parameter] = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
+            found.read_into([Piece(name, stored.shape, (0,) * value.dim(), value)], unread=name.__ne__)
+            value *= factor
+    return read
+
+
+def _row(what: str, found: Tensor, expected: Tensor, where: str) -> Row:
+    return Row(what, float(expected.abs().max()), float((found - expected).abs().max()), where)

@@ -1,51 +1,51 @@
-"""Tells whether a layout trains like one process: the user's config, made small, on real ranks and on one, in fp64.
+"""Tells whether a layout trains like one process: the user's config, made small, trained on real ranks and on one.
 
-The verdict is the design's: every loss, gradient norm, gradient and parameter within 1e-10 relative, 1e-12 absolute.
-Nothing of the user's is read or written but the config. No torch import: the processes have it (processes.py).
+Both runs are real ones, in fp64 (running.py), and what they have written is compared (compare.py). The user's data is
+not read, and nothing stays. No torch import before the config is accepted.
 """
 
-from collections.abc import Iterator
+import tempfile
+import textwrap
 from contextlib import suppress
-from dataclasses import dataclass
 from math import lcm
+from pathlib import Path
 
 from megalite.config.compose import load_config, load_values
-from megalite.config.exchange import exchange_of
-from megalite.config.layout import dense_ranks, least_world, stage_settings
+from megalite.config.layout import dense_ranks, layout_of, least_world
 from megalite.config.schema import Config
+from megalite.config.settings import value_of
 from megalite.errors.problems import Problem, UserError
-from megalite.errors.words import several
-from megalite.layout.ranks import ParallelLayout
-from megalite.layout.stages import stage_layers
-from megalite.verify.compare import ABSOLUTE, RELATIVE, Row, compare
-from megalite.verify.processes import TrainRank, run_processes
-from megalite.verify.shrink import AXES, MOST_RANKS, Shrunk, shrink, vocabulary_of
+from megalite.layout.summary import header_lines
+from megalite.verify.running import LAYOUT, SINGLE, TrainRank, train_both
+from megalite.verify.shrink import AXES, MOST_RANKS, shrink
 
-TIMEOUT_S = 300.0
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Every kind of number that was compared."""
-
-    shrunk: Shrunk
-    rows: list[Row]
-
-    @property
-    def passed(self) -> bool:
-        return all(row.passed for row in self.rows)
+SHOWN = (
+    *(f"model.{name}" for name in ("num_layers", "hidden_size", "num_attention_heads", "num_key_value_heads")),
+    *("model.vocab_size", "model.moe.num_experts", "train.seq_length", "train.global_batch_size", "train.compile"),
+    "parallel.pipeline_layout",
+)
 
 
-def verify(config: Config, world_size: int, *, timeout_s: float = TIMEOUT_S, train: TrainRank | None = None) -> Verdict:
-    """`config` is derived and checked for `world_size` ranks. A rank that fails or hangs raises RankFailure.
+def verify(
+    config: Config, world_size: int, train: TrainRank, timeout_s: float, train_layout: TrainRank | None = None
+) -> tuple[list[str], bool]:
+    """The lines that a user reads, and whether all is equal. `config` is derived and checked for `world_size` ranks.
 
-    `train` is what a rank runs in place of the real steps.
+    `train` trains one rank as users do, `train_layout` (for tests) a rank of the layout. A process that fails or hangs
+    raises RunFailure.
     """
-    shrunk = shrink(config, world_size)
-    traces, reference = run_processes(
-        shrunk.config, shrunk.layout.world_size, shrunk.reference, timeout_s=timeout_s, train=train
-    )
-    return Verdict(shrunk, compare(traces, reference))
+    small, layout, reference = shrink(config, world_size)
+    changed = [f"{name}={value_of(small, name)}" for name in SHOWN if value_of(small, name) != value_of(config, name)]
+    lines = [f"asked   {header_lines(layout_of(config, world_size))[0]}; model={config.model.name}"]
+    lines += [f"run     {header_lines(layout)[0]}; in fp64 on the CPU, on random text, with"]
+    lines += textwrap.wrap(" ".join(changed), 110, initial_indent=" " * 8, subsequent_indent=" " * 8)
+    with tempfile.TemporaryDirectory(prefix="megalite-verify-") as name:
+        folder, ranks = Path(name), layout.world_size
+        train_both(small, ranks, reference, folder, timeout_s, (train_layout or train, train))
+        from megalite.verify.compare import compare, table  # torch: from here on it takes seconds
+
+        rows = compare(folder / LAYOUT, folder / SINGLE, small.optimizer)
+    return [*lines, "", *table(rows, ranks)], all(row.passed for row in rows)
 
 
 def load(argv: list[str], world_size: int | None, dp: int | None) -> tuple[Config, int]:
@@ -54,15 +54,8 @@ def load(argv: list[str], world_size: int | None, dp: int | None) -> tuple[Confi
     The world is `world_size`, or `dp` times the ranks that the layout needs: by default 2 times, so that data
     parallelism is verified along with the axes that were asked for, where that is at most 8 ranks and is not refused.
     """
-    problems = [
-        Problem(name, value, "must be at least 1", f"{name} 2, or leave it out")
-        for name, value in (("--world-size", world_size), ("--dp", dp))
-        if value is not None and value < 1
-    ]
     if world_size is not None and dp is not None:
-        problems.append(Problem("--dp", dp, f"follows from --world-size {world_size}", "give one of the two"))
-    if problems:
-        raise UserError(problems)
+        raise UserError(Problem("--dp", dp, f"follows from --world-size {world_size}", "give one of the two"))
     world = world_size or 1
     with suppress(UserError):  # which load_config then tells
         axes = load_values(argv, [f"parallel.{axis}" for axis in AXES])
@@ -81,60 +74,3 @@ def load(argv: list[str], world_size: int | None, dp: int | None) -> tuple[Confi
         rule, remedy = "one process is what layouts are compared to", "--dp 2, or parallel.tp=2 with a batch to suit"
         raise UserError(Problem("world size", 1, rule, remedy))
     return config, world
-
-
-def table(verdict: Verdict) -> Iterator[str]:
-    """The lines that a user reads."""
-    shrunk, train = verdict.shrunk, verdict.shrunk.config.train
-    yield f"asked   {_layout(shrunk.asked, shrunk.asked_layout)}: {_model(shrunk.asked)}"
-    yield f"run     {_layout(shrunk.config, shrunk.layout)}: {_model(shrunk.config)}"
-    if shrunk.layout.pp > 1:
-        yield f"        {_pipeline(shrunk.config, shrunk.layout)}"
-    size = f"{several(train.steps, 'step')} of {train.global_batch_size} x {train.seq_length} tokens"
-    yield f"        {size}, fp64 on the CPU, synthetic tokens"
-    yield from (f"note    {note}" for note in shrunk.notes)
-    yield ""
-    lines: list[tuple[str, ...]] = [("", "one process", "difference", "relative", "", "worst at")]
-    for row in verdict.rows:
-        figures = (f"{row.scale:.6g}", f"{row.difference:.1e}", f"{row.relative:.1e}")
-        lines.append((row.what, *figures, "pass" if row.passed else "FAIL", row.where))
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for what, *numbers, where in lines:
-        cells = [number.rjust(width) for number, width in zip(numbers, widths[1:-1], strict=True)]
-        yield "  ".join([what.ljust(widths[0]), *cells, where]).rstrip()
-    yield ""
-    bound, failed = f"{RELATIVE:g} relative or {ABSOLUTE:g} absolute", sum(not row.passed for row in verdict.rows)
-    if failed:
-        yield f"FAIL: {failed} of {len(verdict.rows)} rows differ from one process by more than {bound}"
-    else:
-        yield f"PASS: {shrunk.layout.world_size} ranks train like one process, within {bound}"
-
-
-def _layout(config: Config, layout: ParallelLayout) -> str:
-    sizes = {axis: getattr(layout, axis) for axis in ("tp", "cp", "pp", "vpp", "dp", "ep", "etp")}
-    named = [f"{axis} {size}" for axis, size in sizes.items() if size is not None and (size > 1 or axis == "etp")]
-    if layout.tp > 1:
-        named.insert(1, f"sequence parallel {'on' if config.parallel.sequence_parallel else 'off'}")
-    if layout.cp > 1:
-        named.insert(named.index(f"cp {layout.cp}") + 1, exchange_of(config).name)
-    return f"{layout.world_size} ranks ({', '.join(named)})"
-
-
-def _model(config: Config) -> str:
-    model = config.model
-    shape = f"{model.num_layers} layers x {model.hidden_size}, {model.num_attention_heads} heads of {model.head_size}"
-    if model.num_key_value_heads != model.num_attention_heads:
-        shape += f", {model.num_key_value_heads} key-value heads"
-    shape += f", ffn {model.ffn_hidden_size}"
-    if (moe := model.moe).num_experts:
-        shape += f", {moe.num_experts} experts of {moe.ffn_hidden_size} (top {moe.top_k})"
-    return f"{shape}, vocabulary {vocabulary_of(config):,}"
-
-
-def _pipeline(config: Config, layout: ParallelLayout) -> str:
-    train, stages = config.train, [str(stage.count) for stage in stage_layers(stage_settings(config))]
-    microbatches = train.global_batch_size // ((train.micro_batch_size or 1) * layout.dp)
-    group = config.parallel.microbatch_group_size
-    grouped = "" if group is None else f" in groups of {group}"
-    passes = f"{several(microbatches, 'microbatch')}{grouped}"
-    return f"{config.parallel.schedule}, {passes}, stages of {', '.join(stages)} layers"

@@ -71,7 +71,7 @@ def follow(words: list[str], world: int) -> int:
     """Follows each way out of each problem by itself; how many there were."""
     followed = 0
     for problem in problems_of(words, world):
-        for way in ways_of(problem.remedy):
+        for way in ways_of(problem.hint):
             after = problems_of(*changed(words, world, problem, way))
             assert kind(problem) not in map(kind, after), f"{problem}\nfollowed: {way}\n{words}\n{after}"
             unfit = [one for one in after if one.rule.startswith("must be ") and one.setting in map(key, way)]
@@ -101,7 +101,7 @@ def test_the_remedy_of_a_setting_s_own_mistake(number: int) -> None:
     words = [f"{name}={(values := mistakes(one))[number % len(values)]}" for name, one in SETTINGS.items()]
     found, own = problems_of(words, 1), dict[str, list[str]]()
     for problem in found:
-        for way in ways_of(problem.remedy):
+        for way in ways_of(problem.hint):
             if len(way) == 1 and key(way[0]) == problem.setting in SETTINGS:
                 own.setdefault(problem.setting, []).append(way[0])
     for at in range(max(map(len, own.values()))):

@@ -29,7 +29,7 @@ def follow(case: Case, rules: tuple[Rule, ...]) -> int:
     """Follows all that is offered: the setting keeps every rule then, and no other is newly refused. How often."""
     refused, followed = {one.names[0] for one in broken(case, rules)}, 0
     for problem in problems_of(case, rules):
-        for way in problem.remedy.split(", or "):
+        for way in problem.hint.split(", or "):
             if assigned := re.fullmatch(r"([\w.-]+)=(.+)", way):
                 name = OWN.get(assigned[1], assigned[1])
                 for text in assigned[2].split(" or "):
@@ -53,7 +53,7 @@ def follow(case: Case, rules: tuple[Rule, ...]) -> int:
 )
 def test_what_does_not_fill_the_world_is_told_which_would(case: Case, hint: str) -> None:
     (problem,) = problems_of(case, LAYOUT_RULES + (STAGE_RULES if case.split_rank else ()))
-    assert hint in problem.remedy
+    assert hint in problem.hint
 
 
 SMALL, FEW = st.integers(1, 6), st.sampled_from([None, None, 0, 1, 2, 6])

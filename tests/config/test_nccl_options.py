@@ -73,7 +73,7 @@ def test_a_wrong_file_is_refused_with_what_would_work(
         read(text)
     [problem] = refused.value.problems
     assert rule in problem.rule
-    assert remedy in problem.remedy
+    assert remedy in problem.hint
     assert (problem.setting, problem.value) == ("parallel.nccl_options", str(tmp_path / "nccl.yaml"))
 
 

@@ -94,7 +94,7 @@ def test_the_name_that_a_refusal_gives_is_free(tmp_path: Path, monkeypatch: pyte
         Path(name).write_text("mine")
     for path in ("a.status", "/dev/null"):
         (problem,) = output_problems("launch.status_file", Path(path), STATUS)
-        free = problem.remedy.partition(",")[0]
+        free = problem.hint.partition(",")[0]
         assert free == f"launch.status_file={'a-3.status' if path == 'a.status' else 'run.status'}"
         assert load_config([free], 1).launch.status_file == free.partition("=")[2]
 
@@ -143,7 +143,7 @@ WRITERS = {  # who may write files in another way, and where
     *("hf/export.py", "prepare/token_writer.py"),  # drafts, and folders of ours
     *("checkpoint/writing.py", "checkpoint/commit.py"),  # in checkpoints
     *("commands/sweep.py", "launch/watchdog.py"),  # a byte to its own stop file; a new file
-    "verify/processes.py",  # a temporary folder
+    "verify/running.py",  # a temporary folder
 }
 WRITING = re.compile(r"\.write_(text|bytes)\(|\bos\.(replace|rename)\(|\bopen\(([^()]*, )?'[rwax+b]*[wax+][rwax+b]*'")
 

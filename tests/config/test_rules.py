@@ -55,8 +55,8 @@ BROKEN = [
     (f"{YARN} rope_mscale=1 rope_mscale_all_dim=1 rope_attention_factor=2", 1, "rope_attention_factor", "one of both"),
     ("rope_scaling=linear rope_scaling_factor=2 rope_truncate=false", 1, "rope_truncate", "no effect with"),
     ("position=learned rope_scaling_factor=2 rope_original_positions=9", 1, "rope_scaling_factor", "no effect with"),
-    ("name=../up", 1, "name", "a letter or digit first"),
-    ("name=größe", 1, "name", "of a-z"),
+    ("model.name=../up", 1, "model.name", "a letter or digit first"),
+    ("model.name=größe", 1, "model.name", "of a-z"),
     ("global_batch_size=100 micro_batch_size=3", 8, "global_batch_size", "24"),
     ("global_batch_size=12 micro_batch_size=5", 4, "global_batch_size", "micro_batch_size=1 or 3"),
     ("global_batch_size=16 micro_batch_size=16", 3, "global_batch_size", "48"),
@@ -269,7 +269,7 @@ def problems_of(line: str, world_size: int) -> list[Problem]:
 def follow(line: str, world_size: int, problem: Problem) -> int:
     """Takes each way out that the hint offers: the setting breaks no rule then, and no other is newly refused."""
     refused, followed = {one.setting for one in problems_of(line, world_size)}, 0
-    for name, values in re.findall(r"(world size|[a-z_.]+)=(\[[^\]]*\]|[\w.-]+(?: or [\w.-]+)*)", problem.remedy):
+    for name, values in re.findall(r"(world size|[a-z_.]+)=(\[[^\]]*\]|[\w.-]+(?: or [\w.-]+)*)", problem.hint):
         for value in values.split(" or ") if name in {*SETTINGS, "world size"} else ():
             world = int(value) if name == "world size" else world_size
             changed = line if name == "world size" else f"{line} {name}={value}"
@@ -285,7 +285,7 @@ def test_a_broken_rule_names_the_setting_and_values_that_work(line: str, world: 
     assert problem.setting == full_name(name)
     assert words in str(problem)
     wordy = name in ("tokenizer", "run_dir", "init_from", "data.path", "nccl_options", "recompute_modules")
-    assert follow(line, world, problem) or wordy or problem.remedy.startswith("other values of")
+    assert follow(line, world, problem) or wordy or problem.hint.startswith("other values of")
 
 
 @pytest.mark.parametrize(("line", "world"), FINE)

@@ -154,7 +154,7 @@ def test_a_share_that_leaves_too_little_is_blamed_and_what_is_advised_works(
     (problem,) = refusal.value.problems
     assert problem.setting == "data.validation_fraction"
     advised = dict(
-        re.findall(r"(data.validation_fraction|train.seq_length|train.eval_interval)=([\d.]+)", problem.remedy)
+        re.findall(r"(data.validation_fraction|train.seq_length|train.eval_interval)=([\d.]+)", problem.hint)
     )
     assert "data.validation_fraction" in advised
     assert advised.get("train.seq_length") != "1"

@@ -6,9 +6,9 @@ from megalite.errors.problems import Problem, UserError, printable
 from megalite.errors.words import plain, several
 
 
-@pytest.mark.parametrize("place", ["setting", "value", "rule", "remedy"])
+@pytest.mark.parametrize("place", ["setting", "value", "rule", "hint"])
 def test_control_characters_of_names_are_written_out(place: str) -> None:
-    words = {"setting": "data.path", "value": "x", "rule": "has no such column", "remedy": "name another"}
+    words = {"setting": "data.path", "value": "x", "rule": "has no such column", "hint": "name another"}
     error = UserError(Problem(**{**words, place: "a\x1b[2Jb"}))
     assert "a\\x1b[2Jb" in str(error)
     assert "\x1b" not in str(error)

@@ -225,7 +225,7 @@ def test_what_cannot_be_every_expert_is_refused_with_the_remedy(
     save_peer(name, tmp_path)
     with pytest.raises(UserError) as refused:
         upcycled(tmp_path, **moe)
-    assert {problem.setting: problem.remedy for problem in refused.value.problems} == remedies
+    assert {problem.setting: problem.hint for problem in refused.value.problems} == remedies
 
 
 def test_a_mixture_of_other_experts_is_refused(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def test_settings_of_a_folder_before_transformers_5(tmp_path: Path) -> None:
 def test_every_difference_of_the_shape_is_listed_with_its_override(tmp_path: Path) -> None:
     save_peer("qwen3", tmp_path)
     config = matching_config(tmp_path, num_layers=3, norm_eps=1e-5, qk_norm=False, vocab_size=60)
-    problems = {problem.setting: problem.remedy for problem in refusal(tmp_path, config).problems}
+    problems = {problem.setting: problem.hint for problem in refusal(tmp_path, config).problems}
     assert problems == {
         "model.num_layers": "model.num_layers=2",
         "model.norm_eps": "model.norm_eps=0.0001",
@@ -202,7 +202,7 @@ def test_no_value_of_a_config_json_ends_in_a_traceback_or_in_silence(name: str, 
             problems: list[Problem] = []
             model = collect(lambda: imported_model(tmp_path), problems)
             assert all(str(tmp_path) in one.setting for one in problems), (key, value)
-            assert "model." not in "".join(one.remedy for one in problems), (key, value)
+            assert "model." not in "".join(one.hint for one in problems), (key, value)
             if model is None:
                 refused.add(key)
             else:

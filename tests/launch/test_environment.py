@@ -161,7 +161,7 @@ def test_everything_wrong_is_told_at_once(variables: dict[str, str], names: list
     with pytest.raises(UserError) as caught:
         read_environment(variables)
     assert [problem.setting for problem in caught.value.problems] == names
-    assert all(problem.rule and problem.remedy for problem in caught.value.problems)
+    assert all(problem.rule and problem.hint for problem in caught.value.problems)
 
 
 @pytest.mark.parametrize(

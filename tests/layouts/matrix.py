@@ -1,11 +1,13 @@
 """One row of the matrix: what a model trains with, and the layout in which it must train like a single process."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -14,7 +16,8 @@ from megalite.launch.context import ParallelContext
 from megalite.layout.ranks import ParallelLayout
 from megalite.prepare.prepare import prepare
 from megalite.train.build import needs_of
-from tests.layouts.training import GLOBAL_BATCH, Overrides, Trace, merged, small_config, train
+from tests.layouts.mutants import Mutant
+from tests.layouts.training import GLOBAL_BATCH, Overrides, Trace, assert_same_training, merged, small_config, train
 from tests.ranks import run_ranks
 
 RAGGED = {"data": {"mask_end_of_document": True, "cross_document_attention": False}}
@@ -74,6 +77,32 @@ class Row:
 
 def row(family: str, *settings: Overrides, dp: int = 1, **parallel: Any) -> Row:
     return Row(family, merged(*settings), dp, parallel)
+
+
+def with_long(rows: Sequence[Any], long: Sequence[Any]) -> list[Any]:
+    """Rows, or mutants with their rows, for `parametrize`; `long` ones are of a full run."""
+    return [
+        *rows,
+        *(pytest.param(*(each if isinstance(each, tuple) else (each,)), marks=pytest.mark.long) for each in long),
+    ]
+
+
+def assert_equal(workplace: Workplace, row: Row) -> None:
+    """The ranks of the row train like one process."""
+    assert_same_training(train_row(workplace, row), row.reference(workplace))
+
+
+def assert_caught(workplace: Workplace, mutant: Mutant, row: Row) -> None:
+    """Ranks with one mistake do not."""
+    traces, expected = train_row(workplace, row, partial(train_broken, mutant)), row.reference(workplace)
+    with pytest.raises(AssertionError):
+        assert_same_training(traces, expected)
+
+
+def train_broken(mutant: Mutant, context: ParallelContext, config: Config) -> Trace:
+    """Train with the mistake."""
+    mutant(context, config)
+    return train(context, config)
 
 
 def train_row(workplace: Workplace, row: Row, function: Any = train) -> list[Any]:

@@ -21,46 +21,40 @@ from megalite.optim import zero as zero_module
 from megalite.optim.zero import GradientSync
 from megalite.tensor_parallel.mappings import gather_from_sequence_parallel
 from megalite.train import step as step_module
-from tests.layouts.training import Trace, train
 
 
-def no_sum_of_router_gradients(context: ParallelContext, config: Config) -> Trace:
+def no_sum_of_router_gradients(context: ParallelContext, config: Config) -> None:
     """Over tp, whose ranks route a part of the sequence each."""
     is_partial = gradients_module._is_partial
     gradients_module._is_partial = lambda group, record, box: (
         is_partial(group, record, box) and "router" not in record.name
     )
-    return train(context, config)
 
 
-def no_sum_of_sequence_counts(context: ParallelContext, config: Config) -> Trace:
+def no_sum_of_sequence_counts(context: ParallelContext, config: Config) -> None:
     """A balancing loss of each rank's own part of the sequence."""
     balance_module.start_all_reduce = lambda counts, group: counts.clone()
-    return train(context, config)
 
 
-def own_counts_move_the_bias(context: ParallelContext, config: Config) -> Trace:
+def own_counts_move_the_bias(context: ParallelContext, config: Config) -> None:
     update = Routers.update
     Routers.update = lambda self, table, skip: update(self, self.figures(), skip)  # type: ignore[method-assign]
-    return train(context, config)
 
 
-def counts_of_another_layer(context: ParallelContext, config: Config) -> Trace:
+def counts_of_another_layer(context: ParallelContext, config: Config) -> None:
     """A rank of the pipeline takes its first layer for the model's first."""
     named = Routers._named
     Routers._named = lambda self: ((self._layers[at], one) for at, (_, one) in enumerate(named(self)))  # type: ignore[method-assign]
-    return train(context, config)
 
 
-def experts_summed_over_dp(context: ParallelContext, config: Config) -> Trace:
+def experts_summed_over_dp(context: ParallelContext, config: Config) -> None:
     """Ranks of dp hold different experts."""
     groups = rank_buffers_module.replica_groups
     of_dense = lambda kind, **settings: groups("dense", **settings)  # noqa: E731
     rank_buffers_module.replica_groups = zero_module.replica_groups = of_dense
-    return train(context, config)
 
 
-def expert_gradients_divided_by_ep(context: ParallelContext, config: Config) -> Trace:
+def expert_gradients_divided_by_ep(context: ParallelContext, config: Config) -> None:
     finish = GradientSync.finish
 
     def and_divide(self: GradientSync) -> None:
@@ -70,55 +64,49 @@ def expert_gradients_divided_by_ep(context: ParallelContext, config: Config) -> 
                 gradients /= context.layout.ep
 
     GradientSync.finish = and_divide  # type: ignore[method-assign]
-    return train(context, config)
 
 
-def experts_counted_on_every_replica(context: ParallelContext, config: Config) -> Trace:
+def experts_counted_on_every_replica(context: ParallelContext, config: Config) -> None:
     """In the norm, where replicas keep the same optimizer state."""
     count = step_module.owned_for_norm
     step_module.owned_for_norm = lambda buffers, replicas, *, embeds: count(
         buffers, {**replicas, "expert": replace(replicas["expert"], replica=0)}, embeds=embeds
     )
-    return train(context, config)
 
 
-def same_experts_drawn_everywhere(context: ParallelContext, config: Config) -> Trace:
+def same_experts_drawn_everywhere(context: ParallelContext, config: Config) -> None:
     """Every rank takes its experts for the first ones."""
     lay_out = rank_buffers_module.buffer_layout
     rank_buffers_module.buffer_layout = lambda *records, ep, **sizes: lay_out(*records, ep=(ep[0], 0), **sizes)
-    return train(context, config)
 
 
-def router_losses_not_attached(context: ParallelContext, config: Config) -> Trace:
-    return _with_router_losses(0, context, config)
+def router_losses_not_attached(context: ParallelContext, config: Config) -> None:
+    _with_router_losses(0, context, config)
 
 
-def router_losses_of_every_microbatch_whole(context: ParallelContext, config: Config) -> Trace:
+def router_losses_of_every_microbatch_whole(context: ParallelContext, config: Config) -> None:
     """Not divided by the number of microbatches, of which there are two."""
-    return _with_router_losses(2, context, config)
+    _with_router_losses(2, context, config)
 
 
-def router_losses_divided_by_dp(context: ParallelContext, config: Config) -> Trace:
-    return _with_router_losses(1 / context.layout.dp, context, config)
+def router_losses_divided_by_dp(context: ParallelContext, config: Config) -> None:
+    _with_router_losses(1 / context.layout.dp, context, config)
 
 
-def _with_router_losses(factor: float, context: ParallelContext, config: Config) -> Trace:
+def _with_router_losses(factor: float, context: ParallelContext, config: Config) -> None:
     add = layer_module.add_to_loss
     layer_module.add_to_loss = lambda x, loss: add(x, loss * factor)
-    return train(context, config)
 
 
-def no_gradient_of_the_weights(context: ParallelContext, config: Config) -> Trace:
+def no_gradient_of_the_weights(context: ParallelContext, config: Config) -> None:
     """Of the loss: the router learns from its own losses alone."""
     _change_experts(lambda self, rows, weights, groups: (rows, weights.detach() + 0 * weights, groups))
-    return train(context, config)
 
 
-def weights_of_other_rows(context: ParallelContext, config: Config) -> Trace:
+def weights_of_other_rows(context: ParallelContext, config: Config) -> None:
     """On the rank that holds the experts, where rows are sorted anew."""
     if context.rank == 1:
         _change_experts(lambda self, rows, weights, groups: (rows, weights.flip(0), groups))
-    return train(context, config)
 
 
 Arguments = tuple[Tensor, Tensor, RowGroups]
@@ -129,23 +117,20 @@ def _change_experts(change: Callable[[Experts, Tensor, Tensor, RowGroups], Argum
     Experts.forward = lambda self, *given: forward(self, *change(self, *given))  # type: ignore[method-assign]
 
 
-def rows_returned_in_the_experts_order(context: ParallelContext, config: Config) -> Trace:
+def rows_returned_in_the_experts_order(context: ParallelContext, config: Config) -> None:
     total = Rows.sum
     Rows.sum = lambda self, rows: rows if self.starts is None else total(self, rows)  # type: ignore[method-assign]
-    return train(context, config)
 
 
-def no_sum_of_gathered_gradients(context: ParallelContext, config: Config) -> Trace:
+def no_sum_of_gathered_gradients(context: ParallelContext, config: Config) -> None:
     """Each rank keeps its own term of what all experts say of its tokens and weights."""
     dispatch_module.gather_for_terms = gather_from_sequence_parallel
-    return train(context, config)
 
 
-def capacity_of_the_own_part(context: ParallelContext, config: Config) -> Trace:
+def capacity_of_the_own_part(context: ParallelContext, config: Config) -> None:
     """Of the sequence, so that what is dropped depends on the layout."""
     drop = layer_module.drop_over_capacity
     tp = context.layout.tp
     layer_module.drop_over_capacity = lambda choice, experts, factor, masks: drop(
         choice, experts, factor, replace(masks, sequence=None, all_routed=masks.all_routed / tp)
     )
-    return train(context, config)

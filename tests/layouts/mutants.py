@@ -26,31 +26,26 @@ from megalite.tensor_parallel.collectives import TensorGroup
 from megalite.tensor_parallel.cross_entropy import TokenLoss
 from megalite.tensor_parallel.layers import RowParallelLinear, VocabParallelEmbedding
 from megalite.train import step as step_module
-from tests.layouts.training import Trace, train
 
-Mutant = Callable[[ParallelContext, Config], Trace]
+Mutant = Callable[[ParallelContext, Config], None]
 
 
-def no_sum_of_input_gradients(context: ParallelContext, config: Config) -> Trace:
+def no_sum_of_input_gradients(context: ParallelContext, config: Config) -> None:
     linear_module.start_all_reduce = lambda x, group, op="sum": x.clone()
-    return train(context, config)
 
 
-def own_slice_of_input_gradients(context: ParallelContext, config: Config) -> Trace:
+def own_slice_of_input_gradients(context: ParallelContext, config: Config) -> None:
     """Under sequence parallelism: each rank keeps its rows of its own term."""
     linear_module.start_reduce_scatter = lambda x, group: x.chunk(group.size)[group.index].clone()
-    return train(context, config)
 
 
-def own_output_gradient_everywhere(context: ParallelContext, config: Config) -> Trace:
+def own_output_gradient_everywhere(context: ParallelContext, config: Config) -> None:
     """A row-parallel layer's backward under sequence parallelism that does not gather."""
     _gather_rows_by(lambda grad, group: torch.cat([grad] * group.size))
-    return train(context, config)
 
 
-def output_gradients_in_wrong_order(context: ParallelContext, config: Config) -> Trace:
+def output_gradients_in_wrong_order(context: ParallelContext, config: Config) -> None:
     _gather_rows_by(lambda grad, group: torch.cat(mappings._gather(grad, group).chunk(group.size)[::-1]))
-    return train(context, config)
 
 
 def _gather_rows_by(gather: Callable[[Tensor, TensorGroup], Tensor]) -> None:
@@ -63,36 +58,31 @@ def _gather_rows_by(gather: Callable[[Tensor, TensorGroup], Tensor]) -> None:
     RowParallelLinear.forward = forward  # type: ignore[method-assign]
 
 
-def no_sum_of_partial_gradients(context: ParallelContext, config: Config) -> Trace:
+def no_sum_of_partial_gradients(context: ParallelContext, config: Config) -> None:
     PartialGradients.all_reduce = lambda self: None  # type: ignore[method-assign]
-    return train(context, config)
 
 
-def replicas_counted_on_every_rank(context: ParallelContext, config: Config) -> Trace:
+def replicas_counted_on_every_rank(context: ParallelContext, config: Config) -> None:
     step_module.owned_for_norm = lambda buffers, replicas, *, embeds: buffers.gradients
-    return train(context, config)
 
 
-def same_shard_drawn_everywhere(context: ParallelContext, config: Config) -> Trace:
+def same_shard_drawn_everywhere(context: ParallelContext, config: Config) -> None:
     index = ParallelContext.index
     ParallelContext.index = lambda self, name: 0 if name == "tp" else index(self, name)  # type: ignore[method-assign]
-    return train(context, config)
 
 
-def padding_in_the_loss(context: ParallelContext, config: Config) -> Trace:
+def padding_in_the_loss(context: ParallelContext, config: Config) -> None:
     """Rows of the vocabulary that stand for no token, on the rank that has them."""
     _change_token_loss(lambda loss: setattr(loss, "real", loss.columns))
-    return train(context, config)
 
 
-def columns_off_by_one_on_one_rank(context: ParallelContext, config: Config) -> Trace:
+def columns_off_by_one_on_one_rank(context: ParallelContext, config: Config) -> None:
     """In the loss: rank 1 believes its part of the uneven rows to start one later."""
     if context.index("tp") == 1:
         _change_token_loss(lambda loss: setattr(loss, "first", loss.first + 1))
-    return train(context, config)
 
 
-def rows_off_by_one_on_one_rank(context: ParallelContext, config: Config) -> Trace:
+def rows_off_by_one_on_one_rank(context: ParallelContext, config: Config) -> None:
     """In the embedding."""
     forward = VocabParallelEmbedding.forward
 
@@ -101,10 +91,9 @@ def rows_off_by_one_on_one_rank(context: ParallelContext, config: Config) -> Tra
 
     if context.index("tp") == 1:
         VocabParallelEmbedding.forward = shifted  # type: ignore[method-assign]
-    return train(context, config)
 
 
-def smoothing_over_the_local_part(context: ParallelContext, config: Config) -> Trace:
+def smoothing_over_the_local_part(context: ParallelContext, config: Config) -> None:
     """Each rank's mean is over its own columns of the vocabulary."""
     combine = TokenLoss.combine
 
@@ -117,7 +106,6 @@ def smoothing_over_the_local_part(context: ParallelContext, config: Config) -> T
 
     TokenLoss.combine = combine_alone  # type: ignore[method-assign]
     _change_token_loss(lambda loss: setattr(loss, "vocab_size", loss.real))
-    return train(context, config)
 
 
 def _change_token_loss(change: Callable[[TokenLoss], None]) -> None:
@@ -131,7 +119,7 @@ def _change_token_loss(change: Callable[[TokenLoss], None]) -> None:
     TokenLoss.__post_init__ = changed  # type: ignore[method-assign]
 
 
-def mask_ignored_on_one_rank(context: ParallelContext, config: Config) -> Trace:
+def mask_ignored_on_one_rank(context: ParallelContext, config: Config) -> None:
     loss = gpt_module.linear_cross_entropy
 
     def unmasked(hidden: Tensor, weight: Tensor, labels: Tensor, mask: Tensor, *rest: Any, **settings: Any) -> Tensor:
@@ -139,29 +127,25 @@ def mask_ignored_on_one_rank(context: ParallelContext, config: Config) -> Trace:
 
     if context.rank == 1:
         gpt_module.linear_cross_entropy = unmasked
-    return train(context, config)
 
 
-def other_mask_when_recomputed(context: ParallelContext, config: Config) -> Trace:
+def other_mask_when_recomputed(context: ParallelContext, config: Config) -> None:
     """Residual dropout."""
     drop = block_module.hash_dropout
     block_module.hash_dropout = lambda x, p, key: drop(x, p, replace(key, rows=key.rows + _in_backward()))
-    return train(context, config)
 
 
-def other_attention_mask_when_rebuilt(context: ParallelContext, config: Config) -> Trace:
+def other_attention_mask_when_rebuilt(context: ParallelContext, config: Config) -> None:
     drop = kernel_module.hash_dropout
     kernel_module.hash_dropout = lambda x, p, key: drop(x, p, replace(key, rows=key.rows + _in_backward()))
-    return train(context, config)
 
 
-def heads_counted_from_each_ranks_first(context: ParallelContext, config: Config) -> Trace:
+def heads_counted_from_each_ranks_first(context: ParallelContext, config: Config) -> None:
     """Ranks drop the same places of different heads."""
     keys = DropoutStreams.attention_keys
     DropoutStreams.attention_keys = (  # type: ignore[method-assign]
         lambda self, samples, heads, positions: keys(self, samples, heads - heads[0], positions)
     )
-    return train(context, config)
 
 
 def _in_backward() -> bool:
@@ -178,25 +162,23 @@ class _AtLast:
         self._start().wait()
 
 
-def gather_at_the_last_moment(context: ParallelContext, config: Config) -> Trace:
+def gather_at_the_last_moment(context: ParallelContext, config: Config) -> None:
     """No mistake, but the worst network."""
     start = zero_module.bucket_all_gather
     zero_module.bucket_all_gather = lambda bucket, group: _AtLast(lambda: start(bucket, group))
-    return train(context, config)
 
 
-def use_before_arrival(context: ParallelContext, config: Config) -> Trace:
+def use_before_arrival(context: ParallelContext, config: Config) -> None:
     """Of all parts but the blocks on that network."""
     wait_for = ParameterGather.wait_for
     ParameterGather.wait_for = (  # type: ignore[method-assign]
         lambda self, part: wait_for(self, part) if part.startswith("blocks") else None
     )
-    return gather_at_the_last_moment(context, config)
+    gather_at_the_last_moment(context, config)
 
 
-def no_gather_of_parameters(context: ParallelContext, config: Config) -> Trace:
+def no_gather_of_parameters(context: ParallelContext, config: Config) -> None:
     ParameterGather.start = lambda self: None  # type: ignore[method-assign]
-    return train(context, config)
 
 
 class _Done:
@@ -204,34 +186,30 @@ class _Done:
         pass
 
 
-def no_sum_across_instances(context: ParallelContext, config: Config) -> Trace:
+def no_sum_across_instances(context: ParallelContext, config: Config) -> None:
     zero_module.bucket_all_reduce = lambda tensor, group, *, comm_dtype: _Done()
-    return train(context, config)
 
 
-def no_sum_inside_instances(context: ParallelContext, config: Config) -> Trace:
+def no_sum_inside_instances(context: ParallelContext, config: Config) -> None:
     zero_module.bucket_reduce_scatter = lambda bucket, group, *, comm_dtype: _Done()
-    return train(context, config)
 
 
-def instances_counted_twice(context: ParallelContext, config: Config) -> Trace:
+def instances_counted_twice(context: ParallelContext, config: Config) -> None:
     count = step_module.owned_for_norm
     step_module.owned_for_norm = lambda buffers, replicas, *, embeds: count(
         buffers, {kind: replace(place, replica=0) for kind, place in replicas.items()}, embeds=embeds
     )
-    return train(context, config)
 
 
-def next_rank_s_slices(context: ParallelContext, config: Config) -> Trace:
+def next_rank_s_slices(context: ParallelContext, config: Config) -> None:
     """Each rank updates what its neighbour has the gradient of."""
     of = rank_buffers_module.RankBuffers.index.fget  # type: ignore[attr-defined]
     rank_buffers_module.RankBuffers.index = property(  # type: ignore[assignment, method-assign]
         lambda self: {kind: (at + 1) % len(self.owners[kind]) for kind, at in of(self).items()}
     )
-    return train(context, config)
 
 
-def sent_before_the_last_gradient(context: ParallelContext, config: Config) -> Trace:
+def sent_before_the_last_gradient(context: ParallelContext, config: Config) -> None:
     init = GradientSync.__init__
 
     def one_less(self: GradientSync, *args: Any, **options: Any) -> None:
@@ -240,10 +218,10 @@ def sent_before_the_last_gradient(context: ParallelContext, config: Config) -> T
         self._missing = [*self._watched]
 
     GradientSync.__init__ = one_less  # type: ignore[method-assign]
-    return read_at_once(context, config)
+    read_at_once(context, config)
 
 
-def read_at_once(context: ParallelContext, config: Config) -> Trace:
+def read_at_once(context: ParallelContext, config: Config) -> None:
     """What is sent is read at once."""
     start = zero_module.bucket_reduce_scatter
 
@@ -252,7 +230,6 @@ def read_at_once(context: ParallelContext, config: Config) -> Trace:
         return _Done()
 
     zero_module.bucket_reduce_scatter = at_once
-    return train(context, config)
 
 
 class _Everything(dict[int, Any]):
@@ -263,7 +240,7 @@ class _Everything(dict[int, Any]):
         return lambda start: start()
 
 
-def sent_before_the_last_microbatch(context: ParallelContext, config: Config) -> Trace:
+def sent_before_the_last_microbatch(context: ParallelContext, config: Config) -> None:
     """Each microbatch is taken for the last."""
     ready = GradientSync._watch
 
@@ -272,18 +249,17 @@ def sent_before_the_last_microbatch(context: ParallelContext, config: Config) ->
         ready(self, parameter, chunk, number)
 
     GradientSync._watch = watch_always  # type: ignore[method-assign]
-    return read_at_once(context, config)
+    read_at_once(context, config)
 
 
-def decay_of_everything(context: ParallelContext, config: Config) -> Trace:
+def decay_of_everything(context: ParallelContext, config: Config) -> None:
     held = rank_buffers_module.records_of
     rank_buffers_module.records_of = lambda config, pp_rank: [
         replace(record, decay=True) for record in held(config, pp_rank)
     ]
-    return train(context, config)
 
 
-def mean_of_local_means(context: ParallelContext, config: Config) -> Trace:
+def mean_of_local_means(context: ParallelContext, config: Config) -> None:
     """The classic mistake: each rank divides by its own tokens, then gradients are averaged."""
     forward_backward = executor_module.Executor.forward_backward
 
@@ -294,27 +270,24 @@ def mean_of_local_means(context: ParallelContext, config: Config) -> Trace:
         return forward_backward(self, batches, scale * total / (own * context.size("dp")))
 
     executor_module.Executor.forward_backward = broken  # type: ignore[method-assign]
-    return train(context, config)
 
 
 # --- pipelines -------------------------------------------------------------------------------------------------------
 
 
-def no_sum_over_tied_embeddings(context: ParallelContext, config: Config) -> Trace:
+def no_sum_over_tied_embeddings(context: ParallelContext, config: Config) -> None:
     of = step_module.partial_gradients
     step_module.partial_gradients = lambda buffers, context: [
         each for each in of(buffers, context) if each.group != context.group("word-embedding")
     ]
-    return train(context, config)
 
 
-def tied_embeddings_counted_twice(context: ParallelContext, config: Config) -> Trace:
+def tied_embeddings_counted_twice(context: ParallelContext, config: Config) -> None:
     count = step_module.owned_for_norm
     step_module.owned_for_norm = lambda buffers, replicas, *, embeds: count(buffers, replicas, embeds=True)
-    return train(context, config)
 
 
-def weight_gradients_forgotten(context: ParallelContext, config: Config) -> Trace:
+def weight_gradients_forgotten(context: ParallelContext, config: Config) -> None:
     """Of the last microbatch."""
     compute = executor_module._Run.compute
 
@@ -323,18 +296,17 @@ def weight_gradients_forgotten(context: ParallelContext, config: Config) -> Trac
             compute(self, action)
 
     executor_module._Run.compute = forgetful  # type: ignore[method-assign]
-    return train(context, config)
 
 
-def sync_before_the_weight_gradients(context: ParallelContext, config: Config) -> Trace:
+def sync_before_the_weight_gradients(context: ParallelContext, config: Config) -> None:
     expect_last = GradientSync.expect_last
     GradientSync.expect_last = (  # type: ignore[method-assign]
         lambda self, chunk, later: expect_last(self, chunk, lambda start: start())
     )
-    return read_at_once(context, config)
+    read_at_once(context, config)
 
 
-def activations_of_another_microbatch(context: ParallelContext, config: Config) -> Trace:
+def activations_of_another_microbatch(context: ParallelContext, config: Config) -> None:
     """The data of the first for all of them, where tokens do not enter."""
     forward = executor_module._Run._forward
 
@@ -346,10 +318,9 @@ def activations_of_another_microbatch(context: ParallelContext, config: Config) 
         self._batches = batches
 
     executor_module._Run._forward = of_the_first  # type: ignore[method-assign]
-    return train(context, config)
 
 
-def loss_told_by_every_stage(context: ParallelContext, config: Config) -> Trace:
+def loss_told_by_every_stage(context: ParallelContext, config: Config) -> None:
     executor_train = executor_module.Executor.forward_backward
     executor_module.Executor.forward_backward = (  # type: ignore[method-assign]
         lambda self, batches, scale: executor_train(self, batches, scale) + scale
@@ -361,4 +332,3 @@ def loss_told_by_every_stage(context: ParallelContext, config: Config) -> Trace:
         self._counts_loss = True
 
     step_module.TrainStep.__init__ = and_tell  # type: ignore[method-assign]
-    return train(context, config)

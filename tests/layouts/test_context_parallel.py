@@ -28,9 +28,10 @@ from megalite.train.build import build_training, data_share, fill_with_start_val
 from megalite.train.device_settings import derive_device
 from megalite.train.sample import sample
 from megalite.train.step import TrainStep
-from tests.layouts.matrix import DROPPED, FOUR, FULL, RAGGED, SELECTIVE, Row, Workplace, row, train_row
+from tests.layouts import matrix
+from tests.layouts.matrix import DROPPED, FOUR, FULL, RAGGED, SELECTIVE, Row, Workplace, row
 from tests.layouts.test_moe import SIGMOID, moe
-from tests.layouts.training import Overrides, Trace, assert_same_training, merged, train
+from tests.layouts.training import Overrides, merged, train
 from tests.ranks import run_ranks
 
 LONG: Overrides = {"train": {"seq_length": 64}}  # 2 pieces of 16 tokens for each of two ranks of a ring
@@ -81,18 +82,12 @@ LONG_ROWS = [
 ]
 
 
-@pytest.mark.parametrize("row", ROWS, ids=named)
+@pytest.mark.parametrize("row", matrix.with_long(ROWS, LONG_ROWS), ids=named)
 def test_ranks_train_like_one_process(workplace: Workplace, row: Row) -> None:
-    assert_same_training(train_row(workplace, row), row.reference(workplace))
+    matrix.assert_equal(workplace, row)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("row", LONG_ROWS, ids=named)
-def test_ranks_train_like_one_process_everywhere(workplace: Workplace, row: Row) -> None:
-    assert_same_training(train_row(workplace, row), row.reference(workplace))
-
-
-Mutant = Callable[[ParallelContext, Config], Trace]
+Mutant = Callable[[ParallelContext, Config], None]
 
 
 def _change_parts(change: Callable[[Batch, SequenceShare], Batch]) -> None:
@@ -100,26 +95,23 @@ def _change_parts(change: Callable[[Batch, SequenceShare], Batch]) -> None:
     Batch.part = lambda self, share: change(part(self, share), share)  # type: ignore[method-assign]
 
 
-def labels_shifted_after_the_cut(context: ParallelContext, config: Config) -> Trace:
+def labels_shifted_after_the_cut(context: ParallelContext, config: Config) -> None:
     """The label of a part's token is the next token of the part."""
     _change_parts(lambda batch, share: replace(batch, labels=batch.tokens.roll(-1, 1)))
-    return train(context, config)
 
 
-def positions_local(context: ParallelContext, config: Config) -> Trace:
+def positions_local(context: ParallelContext, config: Config) -> None:
     def local(batch: Batch, share: SequenceShare) -> Batch:
         return replace(batch, positions=torch.arange(batch.tokens.shape[1]).expand_as(batch.positions))
 
     _change_parts(local)
-    return train(context, config)
 
 
-def dropout_at_local_places(context: ParallelContext, config: Config) -> Trace:
+def dropout_at_local_places(context: ParallelContext, config: Config) -> None:
     _change_parts(lambda batch, share: replace(batch, places=torch.arange(len(batch.places))))
-    return train(context, config)
 
 
-def documents_leak(context: ParallelContext, config: Config) -> Trace:
+def documents_leak(context: ParallelContext, config: Config) -> None:
     masked = _Tiles.mask
 
     def causal_alone(self: _Tiles, tile: Tile, source: int) -> Tensor | None:
@@ -129,12 +121,10 @@ def documents_leak(context: ParallelContext, config: Config) -> Trace:
         return mask
 
     _Tiles.mask = causal_alone  # type: ignore[method-assign]
-    return train(context, config)
 
 
-def no_sum_of_gradients(context: ParallelContext, config: Config) -> Trace:
+def no_sum_of_gradients(context: ParallelContext, config: Config) -> None:
     zero_module.bucket_reduce_scatter = lambda bucket, group, *, comm_dtype: _Done()
-    return train(context, config)
 
 
 class _Done:
@@ -142,16 +132,14 @@ class _Done:
         pass
 
 
-def loss_divided_by_cp_again(context: ParallelContext, config: Config) -> Trace:
+def loss_divided_by_cp_again(context: ParallelContext, config: Config) -> None:
     loss = GPT.loss
     GPT.loss = lambda self, batch, scale, received=None: loss(self, batch, scale / config.parallel.cp, received)  # type: ignore[method-assign]
-    return train(context, config)
 
 
-def own_labels_are_the_sequence_s(context: ParallelContext, config: Config) -> Trace:
+def own_labels_are_the_sequence_s(context: ParallelContext, config: Config) -> None:
     """Routers take the labels that count on their rank for those of the whole sequence."""
     _change_parts(lambda batch, share: replace(batch, counted=batch.loss_mask.sum(1)))
-    return train(context, config)
 
 
 BROKEN: list[tuple[Mutant, Row]] = [
@@ -170,13 +158,11 @@ LONG_BROKEN: list[tuple[Mutant, Row]] = [
 
 @pytest.mark.parametrize(
     ("mutant", "row"),
-    [*BROKEN, *(pytest.param(*broken, marks=pytest.mark.long) for broken in LONG_BROKEN)],
+    matrix.with_long(BROKEN, LONG_BROKEN),
     ids=named,
 )
 def test_a_broken_layout_is_caught(workplace: Workplace, mutant: Mutant, row: Row) -> None:
-    traces, expected = train_row(workplace, row, mutant), row.reference(workplace)
-    with pytest.raises(AssertionError):
-        assert_same_training(traces, expected)
+    matrix.assert_caught(workplace, mutant, row)
 
 
 def texts_and_leaks(context: ParallelContext, config: Config) -> tuple[list[list[int]], list[bool]]:
@@ -205,7 +191,7 @@ def texts_and_leaks(context: ParallelContext, config: Config) -> tuple[list[list
 def test_texts_are_those_of_one_process_and_no_document_sees_another(workplace: Workplace, comm: str) -> None:
     texts, leaks = texts_and_leaks(ParallelContext(dtype=torch.float64), row("llama", LONG).config(workplace))
     assert len({*texts[0]}) > 3, "a text that can differ"
-    found = train_row(workplace, row("llama", LONG, cp=2, cp_comm=comm), texts_and_leaks)
+    found = matrix.train_row(workplace, row("llama", LONG, cp=2, cp_comm=comm), texts_and_leaks)
     assert [its for its, _ in found] == [texts, texts]
     assert leaks == [True, False, False]
     assert [any(of_ranks) for of_ranks in zip(*(its for _, its in found), strict=True)] == leaks
@@ -237,7 +223,7 @@ def refused(context: ParallelContext, config: Config, number: int) -> list[tuple
 def test_input_that_one_rank_cannot_read_is_refused_by_all(workplace: Workplace, comm: str) -> None:
     """Their plans follow the documents, which the rank without text knows, too."""
     its = row("llama", merged(LONG, RAGGED), cp=2, cp_comm=comm)
-    found = train_row(workplace, its, partial(refused, number=1))
+    found = matrix.train_row(workplace, its, partial(refused, number=1))
     assert found == [[(True, True)] * 2] * 2
 
 

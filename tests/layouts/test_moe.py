@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from tests.layouts import moe_mutants
-from tests.layouts.matrix import DROPPED, FEW, FOUR, FULL, RAGGED, Row, Workplace, row, train_row
+from tests.layouts import matrix, moe_mutants
+from tests.layouts.matrix import DROPPED, FEW, FOUR, FULL, RAGGED, Row, Workplace, row
 from tests.layouts.mutants import Mutant
-from tests.layouts.training import Overrides, assert_same_training
+from tests.layouts.training import Overrides
 
 LOSSES = {"aux_loss_coeff": 0.1, "z_loss_coeff": 0.01}
 
@@ -61,15 +61,9 @@ LONG_ROWS = [
 ]
 
 
-@pytest.mark.parametrize("row", ROWS, ids=named)
+@pytest.mark.parametrize("row", matrix.with_long(ROWS, LONG_ROWS), ids=named)
 def test_ranks_train_like_one_process(workplace: Workplace, row: Row) -> None:
-    assert_same_training(train_row(workplace, row), row.reference(workplace))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("row", LONG_ROWS, ids=named)
-def test_ranks_train_like_one_process_everywhere(workplace: Workplace, row: Row) -> None:
-    assert_same_training(train_row(workplace, row), row.reference(workplace))
+    matrix.assert_equal(workplace, row)
 
 
 BROKEN: list[tuple[Mutant, Row]] = [
@@ -94,18 +88,6 @@ LONG_BROKEN: list[tuple[Mutant, Row]] = [
 ]
 
 
-@pytest.mark.parametrize(("mutant", "row"), BROKEN, ids=named)
+@pytest.mark.parametrize(("mutant", "row"), matrix.with_long(BROKEN, LONG_BROKEN), ids=named)
 def test_a_broken_mixture_is_caught(workplace: Workplace, mutant: Mutant, row: Row) -> None:
-    assert_caught(workplace, mutant, row)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("mutant", "row"), LONG_BROKEN, ids=named)
-def test_every_broken_mixture_is_caught(workplace: Workplace, mutant: Mutant, row: Row) -> None:
-    assert_caught(workplace, mutant, row)
-
-
-def assert_caught(workplace: Workplace, mutant: Mutant, row: Row) -> None:
-    traces, expected = train_row(workplace, row, mutant), row.reference(workplace)
-    with pytest.raises(AssertionError):
-        assert_same_training(traces, expected)
+    matrix.assert_caught(workplace, mutant, row)

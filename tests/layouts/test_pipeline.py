@@ -4,9 +4,8 @@ fp64; a broken pipeline is caught."""
 import pytest
 import torch
 
-from tests.layouts import mutants
-from tests.layouts.matrix import DROPPED, FEW, FOUR, FULL, RAGGED, SELECTIVE, Row, Workplace, row, train_row
-from tests.layouts.training import assert_same_training
+from tests.layouts import matrix, mutants
+from tests.layouts.matrix import DROPPED, FEW, FOUR, FULL, RAGGED, SELECTIVE, Row, Workplace, row
 
 
 def microbatches(count: int) -> dict[str, dict[str, int]]:
@@ -57,15 +56,9 @@ LONG_ROWS = [
 ]
 
 
-@pytest.mark.parametrize("row", ROWS, ids=str)
+@pytest.mark.parametrize("row", matrix.with_long(ROWS, LONG_ROWS), ids=str)
 def test_ranks_train_like_one_process(workplace: Workplace, row: Row) -> None:
-    assert_same_training(train_row(workplace, row), row.reference(workplace))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("row", LONG_ROWS, ids=str)
-def test_ranks_train_like_one_process_everywhere(workplace: Workplace, row: Row) -> None:
-    assert_same_training(train_row(workplace, row), row.reference(workplace))
+    matrix.assert_equal(workplace, row)
 
 
 BROKEN: list[tuple[mutants.Mutant, Row]] = [
@@ -80,16 +73,14 @@ BROKEN: list[tuple[mutants.Mutant, Row]] = [
 
 @pytest.mark.parametrize(("mutant", "row"), BROKEN, ids=lambda part: getattr(part, "__name__", str(part)))
 def test_a_broken_pipeline_is_caught(workplace: Workplace, mutant: mutants.Mutant, row: Row) -> None:
-    traces, expected = train_row(workplace, row, mutant), row.reference(workplace)
-    with pytest.raises(AssertionError):
-        assert_same_training(traces, expected)
+    matrix.assert_caught(workplace, mutant, row)
 
 
 @pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.long), "gpt2"])  # gpt2's are tied
 def test_all_schedules_give_the_same_bits(workplace: Workplace, family: str) -> None:
     """Each takes the microbatches of a chunk in one order."""
     found = [
-        train_row(workplace, row(family, microbatches(3), pp=2, schedule=schedule))
+        matrix.train_row(workplace, row(family, microbatches(3), pp=2, schedule=schedule))
         for schedule in ("1f1b", "gpipe", "zb-h1")
     ]
     for traces in found[1:]:

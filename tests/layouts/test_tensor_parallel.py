@@ -8,9 +8,9 @@ import torch
 from megalite.checkpoint.pieces import Piece
 from megalite.config.schema import Config
 from megalite.launch.context import ParallelContext
-from tests.layouts import mutants
-from tests.layouts.matrix import DROPPED, FULL, RAGGED, SELECTIVE, Row, Workplace, row, train_row
-from tests.layouts.training import assembled, assert_same_training, merged, train
+from tests.layouts import matrix, mutants
+from tests.layouts.matrix import DROPPED, FULL, RAGGED, SELECTIVE, Row, Workplace, row
+from tests.layouts.training import assembled, merged, train
 
 SMOOTHED = {"train": {"label_smoothing": 0.1, "z_loss": 1e-3}}
 UNEVEN = {"model": {"vocab_multiple": 7}}  # 257 tokens in 259 rows
@@ -43,15 +43,9 @@ LONG_ROWS = [
 ]
 
 
-@pytest.mark.parametrize("row", ROWS, ids=str)
+@pytest.mark.parametrize("row", matrix.with_long(ROWS, LONG_ROWS), ids=str)
 def test_ranks_train_like_one_process(workplace: Workplace, row: Row) -> None:
-    assert_same_training(train_row(workplace, row), row.reference(workplace))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("row", LONG_ROWS, ids=str)
-def test_ranks_train_like_one_process_everywhere(workplace: Workplace, row: Row) -> None:
-    assert_same_training(train_row(workplace, row), row.reference(workplace))
+    matrix.assert_equal(workplace, row)
 
 
 BROKEN: list[tuple[mutants.Mutant, Row]] = [
@@ -79,19 +73,17 @@ LONG_BROKEN: list[tuple[mutants.Mutant, Row]] = [
 
 @pytest.mark.parametrize(
     ("mutant", "row"),
-    [*BROKEN, *(pytest.param(*broken, marks=pytest.mark.long) for broken in LONG_BROKEN)],
+    matrix.with_long(BROKEN, LONG_BROKEN),
     ids=lambda part: getattr(part, "__name__", str(part)),
 )
 def test_a_broken_layout_is_caught(workplace: Workplace, mutant: mutants.Mutant, row: Row) -> None:
-    traces, expected = train_row(workplace, row, mutant), row.reference(workplace)
-    with pytest.raises(AssertionError):
-        assert_same_training(traces, expected)
+    matrix.assert_caught(workplace, mutant, row)
 
 
 def test_shards_of_one_weight_differ_and_make_up_the_single_process_s(workplace: Workplace) -> None:
     """Elsewhere a silent mistake: every rank draws the same shard."""
-    starts = train_row(workplace, row("llama", tp=4), _start)
-    expected = assembled(train_row(workplace, row("llama"), _start)[0])
+    starts = matrix.train_row(workplace, row("llama", tp=4), _start)
+    expected = assembled(matrix.train_row(workplace, row("llama"), _start)[0])
     name = "blocks.1.mlp.gate_up.weight"
     parts = [piece.tensor for pieces in starts for piece in pieces if piece.name == name]
     assert len(parts) == 4

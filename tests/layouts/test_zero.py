@@ -1,11 +1,13 @@
 """However data parallelism cuts batches and the optimizer's state, training is what one process computes, in fp64; a
 broken cut is caught."""
 
+from functools import partial
+
 import pytest
 import torch
 
-from tests.layouts import mutants
-from tests.layouts.matrix import DROPPED, FEW, FULL, RAGGED, Row, Workplace, row, train_row
+from tests.layouts import matrix, mutants
+from tests.layouts.matrix import DROPPED, FEW, FULL, RAGGED, Row, Workplace, row
 from tests.layouts.training import Overrides, assert_same_training, merged
 
 OFF = {"optimizer": {"zero": 0}}
@@ -37,15 +39,9 @@ LONG_ROWS = [
 ]
 
 
-@pytest.mark.parametrize("row", ROWS, ids=str)
+@pytest.mark.parametrize("row", matrix.with_long(ROWS, LONG_ROWS), ids=str)
 def test_ranks_train_like_one_process(workplace: Workplace, row: Row) -> None:
-    assert_same_training(train_row(workplace, row), row.reference(workplace))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("row", LONG_ROWS, ids=str)
-def test_ranks_train_like_one_process_everywhere(workplace: Workplace, row: Row) -> None:
-    assert_same_training(train_row(workplace, row), row.reference(workplace))
+    matrix.assert_equal(workplace, row)
 
 
 @pytest.mark.parametrize(
@@ -54,8 +50,8 @@ def test_ranks_train_like_one_process_everywhere(workplace: Workplace, row: Row)
     ids=["zero", "off", "two instances"],
 )
 def test_overlap_changes_no_bit(workplace: Workplace, dp: int, changes: Overrides) -> None:
-    overlapped = train_row(workplace, row("gpt2", changes, FEW, dp=dp))
-    late = train_row(workplace, row("gpt2", changes, FEW, LATE, dp=dp))
+    overlapped = matrix.train_row(workplace, row("gpt2", changes, FEW, dp=dp))
+    late = matrix.train_row(workplace, row("gpt2", changes, FEW, LATE, dp=dp))
     for one, other in zip(overlapped, late, strict=True):
         assert (one.losses, one.grad_norms) == (other.losses, other.grad_norms)
         kinds = [(one.parameters, other.parameters), (one.state["exp_avg"], other.state["exp_avg"])]
@@ -66,7 +62,8 @@ def test_overlap_changes_no_bit(workplace: Workplace, dp: int, changes: Override
 def test_parameters_that_arrive_only_when_waited_for_are_waited_for(workplace: Workplace) -> None:
     """The slowest network: nothing arrives before somebody waits."""
     slow = row("gpt2", FEW, dp=2)
-    assert_same_training(train_row(workplace, slow, mutants.gather_at_the_last_moment), slow.reference(workplace))
+    slow_network = partial(matrix.train_broken, mutants.gather_at_the_last_moment)
+    assert_same_training(matrix.train_row(workplace, slow, slow_network), slow.reference(workplace))
 
 
 BROKEN: list[tuple[mutants.Mutant, Row]] = [
@@ -90,10 +87,8 @@ LONG_BROKEN: list[tuple[mutants.Mutant, Row]] = [
 
 @pytest.mark.parametrize(
     ("mutant", "row"),
-    [*BROKEN, *(pytest.param(*broken, marks=pytest.mark.long) for broken in LONG_BROKEN)],
+    matrix.with_long(BROKEN, LONG_BROKEN),
     ids=lambda part: getattr(part, "__name__", str(part)),
 )
 def test_a_broken_cut_is_caught(workplace: Workplace, mutant: mutants.Mutant, row: Row) -> None:
-    traces, expected = train_row(workplace, row, mutant), row.reference(workplace)
-    with pytest.raises(AssertionError):
-        assert_same_training(traces, expected)
+    matrix.assert_caught(workplace, mutant, row)

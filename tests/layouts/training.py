@@ -1,6 +1,6 @@
 """Trains a few steps on any layout and records everything that must not depend on the layout."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -26,7 +26,7 @@ from megalite.prepare.prepare import prepare
 from megalite.train.build import build_training, data_share, fill_with_start_values
 from megalite.train.device_settings import derive_device
 from megalite.train.evaluate import ValidationMetrics, evaluate
-from megalite.train.state import held_pieces, owned_pieces, training_pieces
+from megalite.train.state import owned_pieces, training_pieces
 from megalite.train.step import TrainStep
 from tests.checkpoint.samples import index_of
 
@@ -151,6 +151,14 @@ def train(
 
 def _owned(buffers: TrainingBuffers, slices: Sequence[Tensor]) -> list[Piece]:
     return _copies(owned_pieces("", buffers.owned, slices))
+
+
+def held_pieces(buffers: TrainingBuffers) -> Iterator[Piece]:
+    """What the model on this rank computes with, as boxes of the logical tensors."""
+    for slot in buffers.layout.slots:
+        held = buffers.parameter(slot.record.name)
+        for box in slot.shard.boxes:
+            yield Piece(slot.record.name, slot.record.shape, box.offsets, held[box.local])
 
 
 def _copies(pieces: Iterable[Piece]) -> list[Piece]:

@@ -153,7 +153,7 @@ def test_the_column_that_has_text_is_the_remedy_and_the_remedy_works(tmp_path: P
         source.plan()
     (problem,) = refusal.value.problems
     assert column in problem.rule or kind == "parquet"
-    (remedy,) = shlex.split(problem.remedy)
+    (remedy,) = shlex.split(problem.hint)
     (source,) = sources_of(load_config([*words, remedy], 1).data)
     assert texts(source) == ["one", "two"]
 
@@ -163,7 +163,7 @@ def test_a_row_in_the_middle_is_no_reason_to_read_another_column(tmp_path: Path)
         texts(of_file(tmp_path / "a.jsonl", '{"text": "a"}\n{"body": "b"}\n'))
     (problem,) = refusal.value.problems
     assert "line 2: there is no column 'text' (data.text_column); it has: body" in problem.rule
-    assert "data.text_column=body" not in problem.remedy
+    assert "data.text_column=body" not in problem.hint
 
 
 def test_several_columns_of_text_are_all_offered(tmp_path: Path) -> None:
