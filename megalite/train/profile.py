@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from megalite.config.durable_files import write_atomically
-from megalite.train.clock import StepClock
 from megalite.train.history import STEP_PARTS, StepPart
 from megalite.train.setup import Job
 
@@ -36,26 +35,12 @@ KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
 
 @contextmanager
 def profiled_step(job: Job, step: int) -> Iterator[None]:
-    """Profile the step that happens inside, up to the reading of its metrics; leaves its files, or a warning."""
-    training, folder = job.training, job.folder.path / FOLDER
-    with recorded(training.clock, job.context.device) as record:
-        training.clock.restart()
-        yield
-        training.gather.finish()  # torch notes a transfer's end where its record was, freed or not
-    try:
-        split = write_profile(folder, step, job.context.rank, chrome_trace(record))
-    except (OSError, ValueError) as error:  # an incomplete trace is no JSON
-        job.log.note(f"warning: the profile of step {step} could not be kept: {type(error).__name__}: {error}")
-    else:
-        job.log.event("profile", step, folder=str(folder), **split)
+    """Profile the step that happens inside, up to the reading of its metrics; leaves its files, or a warning.
 
-
-@contextmanager
-def recorded(clock: StepClock, device: torch.device) -> Iterator[profile]:
-    """torch's record of what happens inside, with the parts of the step as labelled ranges one behind the other.
-
-    Such a step waits for its device and takes longer than others.
+    The parts of the step are labelled ranges of the trace, one behind the other. Such a step waits for its device and
+    takes longer than others.
     """
+    training, device, folder = job.training, job.context.device, job.folder.path / FOLDER
     cuda, thread, label = device.type == "cuda", threading.get_ident(), ExitStack()
 
     def begin(part: StepPart) -> None:
@@ -69,16 +54,24 @@ def recorded(clock: StepClock, device: torch.device) -> Iterator[profile]:
             torch.cuda.synchronize(device)
         with record_function("begin"):  # the first range of a trace costs what the others do not
             pass
-        clock.listener = begin
+        training.clock.listener = begin
         try:
             with record_function(STEP), label:
                 begin("other")
-                yield record
+                training.clock.restart()
+                yield
+                training.gather.finish()  # torch notes a transfer's end where its record was, freed or not
                 label.close()
                 if cuda:
                     torch.cuda.synchronize(device)
         finally:
-            clock.listener = None
+            training.clock.listener = None
+    try:
+        split = write_profile(folder, step, job.context.rank, chrome_trace(record))
+    except (OSError, ValueError) as error:  # an incomplete trace is no JSON
+        job.log.note(f"warning: the profile of step {step} could not be kept: {type(error).__name__}: {error}")
+    else:
+        job.log.event("profile", step, folder=str(folder), **split)
 
 
 def chrome_trace(record: profile) -> bytes:

@@ -5,7 +5,7 @@ import math
 import socket
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -158,9 +158,15 @@ def _train_to_the_end(job: Job, saver: Saver, status_file: StatusFile, watchdog:
     status = 0 if saver.newest_step == step else 1
     status_file.end("failed" if status else "stopped" if by else "finished", step, by)
     job.log.event("stopped" if by else "finished", step, status=status, **({"by": by} if by else {}))
-    for line in _last_words(job, saver, status):
-        if job.context.rank == 0:
-            to_stderr(f"megalite: {line}")
+    words = []
+    if status:
+        kept = "there is no checkpoint" if saver.newest_step is None else f"the newest is of step {saver.newest_step}"
+        words.append(f"the state of step {step} is not saved; {kept}")
+    if count := job.progress.bad_steps_in_a_row:
+        bad = f"{several(count, 'bad step')}: loss or gradient was not finite, nothing was applied"
+        words.append(f"the run ends with {bad}. {saver.advise()}.")
+    for line in words if job.context.rank == 0 else ():
+        to_stderr(f"megalite: {line}")
     return status
 
 
@@ -170,16 +176,6 @@ def _sample_at_the_end(job: Job) -> None:
         sample_text(job, job.progress.step)
     except Exception as error:
         job.log.note(f"no sample of text: {type(error).__name__}: {error}")
-
-
-def _last_words(job: Job, saver: Saver, status: int) -> Iterator[str]:
-    """Lines about a run that ends in order and leaves something to be mended; collective."""
-    if status:
-        kept = "there is no checkpoint" if saver.newest_step is None else f"the newest is of step {saver.newest_step}"
-        yield f"the state of step {job.progress.step} is not saved; {kept}"
-    if count := job.progress.bad_steps_in_a_row:
-        bad = f"{several(count, 'bad step')}: loss or gradient was not finite, nothing was applied"
-        yield f"the run ends with {bad}. {saver.advise()}."
 
 
 def _record_failure(job: Job, error: Exception) -> None:

@@ -235,25 +235,20 @@ def restore(job: Job, found: Found) -> None:
         training.loss_scale.state.copy_(torch.tensor(state.loss_scale))
     job.resumed_from, job.progress, job.tokenizer_files = found.step, state.progress, state.tokenizer
     job.seals = state.record
-    length, consumed = state.config["train"]["seq_length"], job.progress.samples
+    before, consumed = state.config, job.progress.samples
+    length = before["train"]["seq_length"]
     if length != train.seq_length:
         job.progress.samples = samples_when_longer(consumed, length, train.seq_length)
         over = job.progress.samples * train.seq_length - consumed * length
         passed_over = f"; {over:,} are passed over, to begin with a whole sample" if over else ""
         job.log.note(f"the data goes on behind the first {consumed * length:,} tokens of its order{passed_over}")
-    note_learning_rate(job, state, found)
-
-
-def note_learning_rate(job: Job, state: SavedState, found: Found) -> None:
-    """A line where the learning rate after the checkpoint is not the one that the run was at."""
-    step, steps, before = found.step, job.config.train.steps, state.config["train"]["steps"]
-    schedule = as_record(LearningRateConfig, state.config["lr"], found.path / STATE)
-    old = learning_rate(step, schedule, peak=state.config["optimizer"]["lr"], steps=before)
-    new = learning_rate(step, job.config.lr, peak=job.config.optimizer.lr, steps=steps)
+    schedule, steps = as_record(LearningRateConfig, before["lr"], found.path / STATE), before["train"]["steps"]
+    old = learning_rate(found.step, schedule, peak=before["optimizer"]["lr"], steps=steps)
+    new = learning_rate(found.step, job.config.lr, peak=job.config.optimizer.lr, steps=train.steps)
     if not math.isclose(old, new, rel_tol=1e-6):
         rises = "; it rises: optimizer.lr, lr.schedule and lr.warmup_steps say how it goes on" if new > old else ""
-        was = f"in a run of {several(before, 'step')} it was {old:.3g}"
-        job.log.note(f"the learning rate of step {step + 1} of {steps} is {new:.3g}, {was}{rises}")
+        was = f"in a run of {several(steps, 'step')} it was {old:.3g}"
+        job.log.note(f"the learning rate of step {found.step + 1} of {train.steps} is {new:.3g}, {was}{rises}")
 
 
 def examine_records(job: Job) -> tuple[bool, bool, dict[str, Any]]:

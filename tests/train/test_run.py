@@ -103,6 +103,20 @@ def test_a_stopped_and_continued_run_equals_the_uninterrupted_one(
     assert not resume_differs(text, tmp_path, monkeypatch)
 
 
+def test_metrics_that_are_read_one_step_late_as_on_an_accelerator_are_the_same(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    due = {"sample_interval": 5, "check_replicas_every": 3, "profile_steps": [2, 6], "skip_steps": [5, STEPS]}
+    seen = []
+    for late in (0, 1):
+        monkeypatch.setitem(loop_module.LATENESS, "cpu", late)
+        run_dir = tmp_path / str(late)
+        assert start(config_for(text, run_dir, **due)) == 0
+        events = [(event["kind"], event["step"]) for event in read_events(run_dir / "events.jsonl")]
+        seen.append((metrics(run_dir), events, state_bytes(run_dir, STEPS)))
+    assert seen[0] == seen[1]
+
+
 def test_sequences_grow_in_the_middle_of_a_run(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
