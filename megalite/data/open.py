@@ -6,7 +6,6 @@ The split is by position: the last `validation_fraction` of each part's tokens i
 """
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ import xxhash
 
 from megalite.config.durable_files import write_atomically
 from megalite.config.schema import Config, DataConfig
-from megalite.config.user_files import read_json
+from megalite.config.user_files import read_object
 from megalite.data.blend import integer_weights
 from megalite.data.permutation import IntArray
 from megalite.data.samples import Part, SampleSource, beyond_vocabulary
@@ -97,20 +96,19 @@ def note_changed_files(files: Sequence[TokenFile], run_dir: Path, report: Callab
 
     The fingerprint holds 64 blocks of a large file. More of it is read by `prepare --verify` alone.
     """
-    record, was = run_dir / RECORD, list[Any]()
     large = [with_suffix(file.prefix, ".bin") for file in files if file.tokens.nbytes > HASH_WHOLE]
-    now = [{"size": state.st_size, "mtime_ns": state.st_mtime_ns} for state in map(os.stat, large)]
-    with suppress(UserError, TypeError):  # there is none, or it is damaged
-        was = [*read_json(record)]
-    for path, state, before in zip(large, now, was, strict=False):
-        if isinstance(before, dict) and before | state != before:
+    now, was = {str(path): [path.stat().st_size, path.stat().st_mtime_ns] for path in large}, dict[str, Any]()
+    with suppress(UserError):  # there is none, or it is damaged
+        was = read_object(run_dir / RECORD)
+    for path in large:
+        if was.get(str(path), now[str(path)]) != now[str(path)]:
             scan = f"python -m megalite prepare --verify data=tokens data.path={path.with_suffix('')}"
             report(
                 f"{path.name} has another time than at the last start; samples of it are the same ({scan} reads all)"
             )
     if large:
         with suppress(OSError):  # no room: the next start compares with an older one
-            write_atomically(record, json.dumps(now, indent=1).encode())
+            write_atomically(run_dir / RECORD, json.dumps(now, indent=1).encode())
 
 
 def paths_of(data: DataConfig) -> list[str]:

@@ -8,7 +8,9 @@ Reading takes from both files only what is asked for. PREFIX.json is ours: what 
 """
 
 import os
+import stat
 import struct
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,8 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from megalite.config.user_files import as_record, read_object
-from megalite.data.disk_array import DiskArray, OpenedFile
+from megalite.config.user_files import as_record, read_object, refusing
 from megalite.data.permutation import IntArray
 from megalite.errors.problems import Problem, UserError
 from megalite.errors.words import several
@@ -28,7 +29,7 @@ MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")  # 34 bytes: the arrays behind it are not aligned
 DTYPES: dict[int, str] = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 CODES = {np.dtype(name): code for code, name in DTYPES.items()}
-Array = npt.NDArray[Any] | DiskArray
+AGAIN = "restore it from a copy; a run continues from its newest checkpoint"
 SAMPLED_CHECKS, SAMPLED_ROWS = 16, 64  # places of the index that are checked when a file is opened; entries of each
 BLOCK = 64  # documents whose starts are read at once in a search
 ROWS, SCANNED = 1 << 14, 1 << 24  # index entries and tokens at once
@@ -63,6 +64,69 @@ def places_beyond(tokens: npt.NDArray[Any], vocab_size: int) -> npt.NDArray[Any]
 def with_suffix(prefix: Path, suffix: str) -> Path:
     """PREFIX.bin for `.bin` (a prefix may have dots of its own)."""
     return prefix.with_name(prefix.name + suffix)
+
+
+class OpenedFile:
+    """A regular file, open for reading as long as this object lives; its size is that of the opening."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with refusing(path, "check its permissions"):
+            self.descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            weakref.finalize(self, os.close, self.descriptor)
+            state = os.fstat(self.descriptor)
+            if not stat.S_ISREG(state.st_mode):
+                raise ValueError("is not a regular file")
+        self.size = state.st_size
+
+
+@dataclass(frozen=True)
+class DiskArray:
+    """`count` numbers from byte `offset` of a file on; a slice of them is read and given as a numpy array.
+
+    Not a memory map: where a page of a map is gone (the file was cut short, its disk fails) the system ends the process
+    without a word. A read that comes up short is a refusal that names the file.
+    """
+
+    file: OpenedFile
+    dtype: np.dtype[Any]
+    offset: int
+    count: int
+
+    @property
+    def itemsize(self) -> int:
+        return self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return self.count * self.itemsize
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, place: int | slice) -> Any:
+        if not isinstance(place, slice):
+            at = range(self.count)[place]
+            return self[at : at + 1][0]
+        start, stop, step = place.indices(self.count)
+        assert step == 1, place
+        content = np.empty(max(0, stop - start), self.dtype)
+        self._read(self.offset + start * self.itemsize, content.view(np.uint8))
+        return content
+
+    def _read(self, start: int, content: npt.NDArray[np.uint8]) -> None:
+        """Fill `content` with the bytes of the file from `start` on; the system may give them in several reads."""
+        with refusing(self.file.path, AGAIN):
+            while len(content):
+                count = os.preadv(self.file.descriptor, [content.data], start)
+                if count == 0:
+                    size = os.fstat(self.file.descriptor).st_size
+                    now = f"has {size:,} bytes now, {self.file.size:,} when it was opened"
+                    raise ValueError(f"{now}: it was cut short since")
+                start, content = start + count, content[count:]
+
+
+Array = npt.NDArray[Any] | DiskArray
 
 
 @dataclass(frozen=True)

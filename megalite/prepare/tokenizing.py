@@ -11,7 +11,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import ModuleType
@@ -36,6 +36,7 @@ OF_A_WORKER = {  # one thread each; and a module of the current folder is not im
 }
 
 Job = tuple[Path, Shard]  # the token file to write, and the text that it is made of
+Piece = tuple[int, str, str | None]  # number of a document, the end of what it has so far, what follows (None: its end)
 Count = Callable[[Path, int, int, int], None]  # a token file, and its bytes of text, documents and tokens so far
 
 
@@ -104,15 +105,6 @@ def _work(pipe: Connection, folder: Path) -> None:
         pipe.send(RuntimeError(traceback.format_exc()))
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """A piece of a document, or its end (None). `before`: the end of what the document has so far."""
-
-    document: int
-    before: str
-    text: str | None
-
-
 def tokenize_shard(job: Job, tokenizer: TextTokenizer, batch: int, count: Count) -> None:
     """Write the token file of one shard, `batch` characters at a time."""
     target, shard = job
@@ -121,11 +113,11 @@ def tokenize_shard(job: Job, tokenizer: TextTokenizer, batch: int, count: Count)
     with TokenWriter(target, dtype_for(tokenizer.vocab_size)) as writer:
         for gathered in _batches(pieces(shard, tokenizer.cut), batch):
             encoded = iter(_encoded(gathered, tokenizer, shard))
-            for piece in gathered:
-                if piece.text is not None:
-                    size += len(piece.text) if piece.text.isascii() else len(piece.text.encode())
+            for _, before, text in gathered:
+                if text is not None:
+                    size += len(text) if text.isascii() else len(text.encode())
                     writer.add(next(encoded))
-                elif piece.before:
+                elif before:
                     writer.add(end)
                     writer.end_document()
                 else:
@@ -136,12 +128,12 @@ def tokenize_shard(job: Job, tokenizer: TextTokenizer, batch: int, count: Count)
     count(target, max(size, shard.size), writer.documents, writer.tokens)  # what is not text is done with, too
 
 
-def _batches(found: Iterable[str | None], characters: int) -> Iterator[list[_Piece]]:
+def _batches(found: Iterable[str | None], characters: int) -> Iterator[list[Piece]]:
     """The pieces, gathered until they have so many characters."""
-    gathered: list[_Piece] = []
+    gathered: list[Piece] = []
     document, before, held = 0, "", 0
     for text in found:
-        gathered.append(_Piece(document, before, text))
+        gathered.append((document, before, text))
         document, before = (document + 1, "") if text is None else (document, text[-CONTEXT:])
         held += OF_A_PIECE + len(text or "")
         if held >= characters:
@@ -150,18 +142,17 @@ def _batches(found: Iterable[str | None], characters: int) -> Iterator[list[_Pie
     yield gathered
 
 
-def _encoded(gathered: list[_Piece], tokenizer: TextTokenizer, shard: Shard) -> list[IntArray]:
+def _encoded(gathered: list[Piece], tokenizer: TextTokenizer, shard: Shard) -> list[IntArray]:
     """The ids of all pieces of text; UserError with the place of the first that the tokenizer refuses."""
-    found = [piece for piece in gathered if piece.text is not None]
+    found = [(document, before, text) for document, before, text in gathered if text is not None]
     try:
-        return tokenizer.encode_many([piece.text or "" for piece in found], [piece.before for piece in found])
+        return tokenizer.encode_many([text for *_, text in found], [before for _, before, _ in found])
     except UserError:
-        for piece in found:
+        for document, before, text in found:
             try:
-                tokenizer.encode_many([piece.text or ""], [piece.before])
+                tokenizer.encode_many([text], [before])
             except UserError as error:
-                path = shard.paths[piece.document if shard.kind == "text" else 0]
-                part = f" from {shard.start:,} on" if shard.start else ""
-                place = f"{path}: document {piece.document + 1:,}{part}"
+                path = shard.paths[document if shard.kind == "text" else 0]
+                place = f"{path}: document {document + 1:,}" + (f" from {shard.start:,} on" if shard.start else "")
                 raise UserError([replace(it, rule=f"{it.rule}, in {place}") for it in error.problems]) from error
         raise
