@@ -11,6 +11,7 @@ from megalite.commands.dispatch import COMMANDS
 from megalite.config.layout import STAGE_NAMES
 from megalite.config.schema import MoEConfig
 from megalite.config.settings import GROUPS, SETTINGS
+from megalite.hf.families import FAMILIES
 
 ROOT = Path(__file__).parents[1]
 MODULES = [
@@ -143,6 +144,7 @@ def test_everything_that_is_defined_is_used() -> None:
 def test_every_module_is_imported() -> None:
     imported = set().union(*(modules_imported(tree(path)) for path in SOURCES))
     imported |= {f"megalite.commands.{module}" for module, _ in COMMANDS.values()}
+    imported |= {family.__module__ for family in FAMILIES.values()}
     modules = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in MODULES}
     alone = modules - imported
     assert {module for module in alone if not is_started(module)} == set(), "neither imported nor started"

@@ -229,7 +229,9 @@ def test_a_run_tries_the_kernels_of_attention_with_its_dtype_and_the_heads_of_a_
 ) -> None:
     asked: list[tuple[Any, ...]] = []
     monkeypatch.setattr("megalite.train.build.use_attention", lambda *given: asked.append(given))
-    config = Config(model=ModelConfig(hidden_size=96, num_attention_heads=4, num_key_value_heads=2), device="cpu")
+    config = Config(
+        model=ModelConfig(hidden_size=96, num_attention_heads=4, num_key_value_heads=2, head_size=24), device="cpu"
+    )
     open_context(replace(config, precision="fp32"), SINGLE)
     assert asked == [("auto", CPU, torch.float32, (4, 2, 24))]
 

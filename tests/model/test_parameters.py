@@ -13,6 +13,7 @@ from megalite.layout.parameters import ParameterRecord, Shard, is_counted, is_he
 from megalite.model.attention import Attention, BlockInputs
 from megalite.model.mlp import MLP
 from megalite.model.parameters import gpt_parameters, padded_vocabulary
+from megalite.model.recompute import Recompute
 from megalite.tensor_parallel.layers import Placement
 from tests.layout.shards import cut, slices
 from tests.model.small import CPU, FAMILIES, gpt, small
@@ -234,16 +235,8 @@ def gradients_of(
     return y.detach(), list(torch.autograd.grad((y * weights).sum(), [parameters[name] for name in values]))
 
 
-class WholeAttention(Attention):
-    """What a block does with it, in one call."""
-
-    def forward(self, x: Tensor, inputs: BlockInputs) -> Tensor:
-        out: Tensor = self.out(self.core(self.project(x, inputs), inputs))
-        return out
-
-
 def _attention(config: ModelConfig) -> nn.Module:
-    return WholeAttention(config, Placement(torch.float64, CPU))
+    return Attention(config, Placement(torch.float64, CPU), Recompute())
 
 
 def _mlp(config: ModelConfig) -> nn.Module:

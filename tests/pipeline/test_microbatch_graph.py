@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.config.schema import Config, TrainConfig
+from megalite.config.schema import Config, ParallelConfig, TrainConfig
 from megalite.data.batch import Batch
 from megalite.launch.context import CPU, ParallelContext
 from megalite.pipeline import microbatch_graph
@@ -19,7 +19,7 @@ from tests.model.small import random_batch, small
 def training_of(cuda_graph: bool, device: torch.device) -> Training:
     train = TrainConfig(compile=device.type == "cuda", cuda_graph=cuda_graph, seq_length=32)
     config, context = (
-        Config(model=small(head_size=16), train=train),
+        Config(model=small(head_size=16), train=train, parallel=ParallelConfig(schedule="1f1b")),
         ParallelContext(device=device, dtype=torch.float32),
     )
     training = build_training(config, context)

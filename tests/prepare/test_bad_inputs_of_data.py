@@ -188,7 +188,7 @@ ROWS: list[tuple[str, str, Arrange]] = [  # the command, words of its refusal, w
     ("data=hf data.path=set data.text_column=body", "'body'|it has: text|data.text_column", SET),
     (f"{A}.txt run_dir=run tokenizer=char model.vocab_size=257", OTHER_DATA, run_on_text),
     (f"{A}.txt run_dir=run", OTHER_DATA, several(run_on_text, text("a.txt", "other " * 150))),
-    (f"{BLEND} data.weights=[1.0]", "data.weights|1 share for the 2 parts", several()),
+    (f"{BLEND} data.weights=[1.0]", "data.weights|must be as many as data.path has parts, 2", several()),
     (f"{BLEND} data.weights=[1.0,-0.5]", "data.weights|above 0|data.weights=null", several()),
     (f"{BLEND} data.weights=[1.0,nan]", "data.weights|must be finite", several()),
     (f"{BLEND} data.weights=[0.0,0.0]", "data.weights|above 0", several()),

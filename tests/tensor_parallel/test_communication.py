@@ -66,7 +66,7 @@ def config_of(family: str, layers: int, t: int, sequence_parallel: bool, **train
     model |= {key: train.pop(key) for key in ("dropout",) if key in train}
     config.model = derive_model(replace(config.model, **model), S)
     config.train = replace(config.train, compile=False, seq_length=S, **train)
-    config.parallel = replace(config.parallel, tp=t, sequence_parallel=sequence_parallel)
+    config.parallel = replace(config.parallel, tp=t, sequence_parallel=sequence_parallel, schedule="1f1b")
     return config
 
 

@@ -383,7 +383,7 @@ DATA = ["data=text", "data.path=other.txt", "data.cache_dir=cache"]
         (nothing, "generate", ["run", *ASK, "--temperature", "-1"], ["--temperature: -1 must be a number from 0"]),
         (nothing, "generate", ["gpt2", *ASK], ["model='gpt2'", "models are not downloaded"]),
         (nothing, "generate", ["cache", *ASK], ["neither the folder of a run nor one of a transformers model"]),
-        (model_with_code, "generate", ["code", *ASK], ["must be one of gpt2, llama, qwen3", "never run"]),
+        (model_with_code, "generate", ["code", *ASK], ["must be one of gpt2, llama, mixtral", "never run"]),
         (model_of_symbols, "generate", ["symbols", "--prompt", "abcdef"], ["'d' (character 3)"]),
         (model_without_tokenizer, "generate", ["mute", *ASK], ["holds no tokenizer"]),
         (nothing, "generate", ["exported", *ASK, "--step", "3"], ["step=3", "has no steps"]),
