@@ -128,7 +128,10 @@ def _last_words(process: ForkServerProcess, folder: Path) -> str:
 
 def _run(train: TrainRank, config: Config, place: ProcessEnvironment, output: Path, timeout_s: float) -> None:
     """One process: train, and write what it says to `output`; or, when the time is up, where it stands."""
-    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch  # the server has
+
+    os.environ["OMP_NUM_THREADS"] = "1"  # so that the trainer leaves the number of threads alone
+    torch.set_num_threads(1)  # more would spin in each other's way
     with output.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
