@@ -196,7 +196,7 @@ def test_points_at_the_same_time_write_a_log_each(place: Path) -> None:
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
     start("seed=1,2", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2").communicate(timeout=300)
     assert [record["status"] for record in records(place)] == ["trained"] * 2
-    logs = [(place / "sweep" / number / "output.log").read_text() for number in "01"]
+    logs = [(place / "sweep" / f"seed={seed}" / "output.log").read_text() for seed in "12"]
     assert all("finished: 2 of 2 steps" in log for log in logs)
 
 
