@@ -1,6 +1,7 @@
 """The house keeps its floors: a room imports only from rooms below it, and torch stays out of what must start fast."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, MutableMapping, MutableSequence, MutableSet, Sequence, Set
@@ -24,11 +25,12 @@ FLOORS = [
 ]
 # Lines of .py files; docstrings, comments and blank lines count. A change that needs more raises a number and says why.
 BUDGET = {
-    "the package": 26_500,
-    "what train.run imports": 16_300,  # imports inside of functions included
+    "the package": 26_000,
+    "what train.run imports": 16_150,  # imports inside of functions included
     "a file": 400,
     "a function": 60,
 }
+GENITIVES = re.compile(r"(?:^|[.:?!]\s+)(?:Of|By|Those|As|So many|None of|Nor)\b")
 LONGER = {  # functions that are allowed more
     "TrainStep.__call__": 100,
     "save": 70,
@@ -115,6 +117,14 @@ def test_files_and_functions_are_short() -> None:
         assert lines(path) <= BUDGET["a file"], path
         for name, length in functions(ast.parse(path.read_text())):
             assert length <= LONGER.get(name, BUDGET["a function"]), f"{path.relative_to(PACKAGE)}: {name}"
+
+
+def test_sentences_have_subjects() -> None:
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    trees = [ast.parse(path.read_text()) for path in PACKAGE.glob("**/*.py")]
+    documented = [node for tree in trees for node in ast.walk(tree) if isinstance(node, kinds)]
+    texts = [" ".join((ast.get_docstring(node) or "").split()) for node in documented]
+    assert [text for text in texts if GENITIVES.search(text)] == []
 
 
 def functions(tree: ast.Module) -> Iterator[tuple[str, int]]:

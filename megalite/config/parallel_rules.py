@@ -138,7 +138,7 @@ def sequences_divide(case: Case) -> Iterator[Row]:
 
 
 def instances_split_the_replicas(case: Case) -> Iterator[Row]:
-    """Of the optimizer's state, over dp x cp; of that of the experts, over edp."""
+    """The optimizer's state has instances over dp x cp; that of the experts, over edp."""
     optimizer, sizes = case.config.optimizer, case.sizes
     replicas, expert_replicas = sizes["dp"] * sizes["cp"], sizes["edp"]
     if not optimizer.zero or not case.fills_the_world:

@@ -348,8 +348,8 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
-    # No settings, but where they come from. In words: what a folder gave, and what does nothing in this run. By name:
-    # what the command sets otherwise than its presets, and what nobody gave.
+    # No settings, but where they come from. `told`: words on what a folder gave, and what does nothing in this run.
+    # Names of settings: `departures` from the presets by the command, and `derived` ones, which nobody gave.
     told: tuple[str, ...] = ()
     departures: tuple[str, ...] = ()
     derived: tuple[str, ...] = ()

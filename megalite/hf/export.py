@@ -182,7 +182,7 @@ def _tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """(name in the file, its tensor) of each value; all values that are not finite in one UserError at the end.
 
-    Of no value anything is kept when the next is asked for: the experts of a layer may be all that fits into memory.
+    No value is kept when the next is asked for: the experts of a layer may be all that fits into memory.
     """
     strange: dict[str, None] = {}
     each = iter(values)

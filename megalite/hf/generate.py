@@ -107,7 +107,7 @@ def generate(
 
 
 def _dtype_of(saved: SavedModel, asked: str, device: torch.device) -> torch.dtype:
-    """As asked or, with auto, that of the run, or the one that the folder was saved in."""
+    """The precision that was asked for; with auto that of the run, or the one that the folder was saved in."""
     if saved.run is not None:
         return choose_precision(saved.run.config.precision if asked == "auto" else asked, device)
     about = read_model_file(saved.folder) if asked == "auto" else {}

@@ -144,8 +144,8 @@ def open_run(run_dir: Path, report: Callable[[str], None], step: int | None = No
 
 
 def _longest_sequence(folder: Path) -> int:
-    """Of a transformers model: a table of positions may be longer than the sequences of the training, which the
-    tokenizer tells."""
+    """The longest sequence of a transformers model: a table of positions may be longer than the sequences of the
+    training, which the tokenizer tells."""
     about = read_model_file(folder)
     said = [about.get("n_positions"), about.get("max_position_embeddings")]
     if (path := folder / "tokenizer_config.json").is_file():

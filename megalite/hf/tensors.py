@@ -49,7 +49,7 @@ class Source:
 
 
 def sources(family: str, config: ModelConfig) -> dict[str, Source]:
-    """By logical name, in the order of `gpt_parameters`. `config` is resolved (no None left)."""
+    """The sources by logical name, in the order of `gpt_parameters`. `config` is resolved (no None left)."""
     about = FAMILIES[family]
     modules, forms = about.modules, _forms(about, config)
     found = {}

@@ -1,8 +1,8 @@
 """Measures every node before a job trusts it: what computes slowly, cannot write, or has another clock is named.
 
 A node is compared with the median of all: nobody knows how fast a machine should be, but its neighbours show it. All
-ranks of a node measure at the same time, as they will train. Of its figures the worst rank's counts; of its links to
-two neighbours the better one, since a slow link is the fault of either end.
+ranks of a node measure at the same time, as they will train. The worst rank counts for its node, and the better one of
+the links to two neighbours, since a slow link is the fault of either end.
 
 What hangs or is silent is an error of its node: rank 0 says at each step who is there, and the others go on.
 
@@ -125,7 +125,7 @@ def node_name() -> str:
 
 
 def judge(nodes: Mapping[str, Figures]) -> dict[str, list[str]]:
-    """By node, what is wrong with it; nodes that are well are left out."""
+    """Faults by node; nodes without faults are left out."""
     faults: dict[str, list[str]] = {}
     for name, values in _by_figure(nodes).items():
         usual = _usual(name, values)
@@ -181,13 +181,13 @@ def table(nodes: Mapping[str, Figures]) -> list[str]:
 
 
 def _by_figure(nodes: Mapping[str, Figures]) -> dict[str, dict[str, Any]]:
-    """By the name of a figure, its values, by node."""
+    """{figure: {node: value}}"""
     names = dict.fromkeys(name for figures in nodes.values() for name in figures)
     return {name: {node: figures[name] for node, figures in nodes.items() if name in figures} for name in names}
 
 
 def _usual(name: str, values: Mapping[str, Any]) -> float | str | None:
-    """What most nodes have; None where no such majority is. Of what none should have: nothing."""
+    """What most nodes have; None where no such majority is. Empty for what no node should have."""
     if name == ERROR or name.startswith(LINK):
         return ""
     if any(isinstance(value, str) for value in values.values()):

@@ -49,7 +49,7 @@ class RankInfo:
 
     @classmethod
     def of(cls, rank: int, device: torch.device, plan: Mapping[str, str], problems: Sequence[Problem]) -> "RankInfo":
-        """Of this process."""
+        """The information about this process."""
         fields = [*map(problem_fields, problems)]
         return cls(rank, socket.gethostname(), os.getpid(), gpu_id(device), _gloo_on_loopback(), plan, fields)
 

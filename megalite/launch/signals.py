@@ -67,7 +67,7 @@ class StartUp:
     and the signal's number. A `StopRequest` is its end.
 
     The main thread unwinds, so that nothing is left half made. Where it is in what does not come back within UNWIND_S,
-    another thread ends the process. Of a Ctrl-C that ends a process without a launcher nothing is said.
+    another thread ends the process. A Ctrl-C that ends a process without a launcher ends it without a word.
     """
 
     now: "StartUp | None" = None  # that of this process

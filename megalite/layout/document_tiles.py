@@ -24,8 +24,8 @@ def starts_of(documents: npt.NDArray[np.int32]) -> IntArray:
 
 
 def document_plan(share: SequenceShare, starts: IntArray) -> AttentionPlan:
-    """Of packed documents that start at `starts` [b, s]: with the cut whose busiest block computes less, of equal ones
-    zigzag, which fetches less. The same cut on all ranks."""
+    """The plan of packed documents that start at `starts` [b, s], with the cut whose busiest block computes less;
+    of equal cuts zigzag, which fetches less. The same cut on all ranks."""
     cuts: tuple[Cut, ...] = ("zigzag", "stripes")
     ways = {cut: _all_tiles(share.ring, starts, cut) for cut in cuts}
     cut = min(cuts, key=lambda cut: max(_scores(tiles) for tiles in ways[cut]))
@@ -35,7 +35,7 @@ def document_plan(share: SequenceShare, starts: IntArray) -> AttentionPlan:
 
 
 def _all_tiles(ring: int, starts: IntArray, cut: Cut) -> list[tuple[tuple[Tile, ...], ...]]:
-    """Of each block's queries, the tiles of each block's keys."""
+    """The tiles by block of queries and block of keys."""
     length = starts.shape[1]
     blocks = [_block(length, ring, block, cut) for block in range(ring)]
 

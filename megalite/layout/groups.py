@@ -133,7 +133,7 @@ def embedding_ranks(layout: ParallelLayout, rank: int, *, tied: bool, split_rank
     """The ranks of the pipeline of `rank` that hold a copy of the word embedding; empty where `rank` holds none.
 
     They are on the first stage, where it is `tied` to the head on the last one, and in an encoder-decoder on the
-    decoder's first (`split_rank`). Of a learned position embedding, which is never tied, the last stage has none.
+    decoder's first (`split_rank`). The last stage has no learned position embedding, which is never tied.
     """
     pipeline = layout.group_of(rank, "pp")
     stages = {pipeline[0]} | ({pipeline[-1]} if tied else set())

@@ -26,7 +26,7 @@ class RankGenerator:
 
     @cached_property
     def strides(self) -> dict[str, int]:
-        """By axis, the distance in ranks between neighbours along it."""
+        """The distance in ranks between neighbours along each axis."""
         sizes = [size for _, size in self.sizes]
         return {axis: prod(sizes[:at]) for at, (axis, _) in enumerate(self.sizes)}
 
@@ -106,7 +106,7 @@ class ParallelLayout:
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """By axis, those of the experts included: they are 1 in a dense model."""
+        """The sizes of all axes, those of the experts included: they are 1 in a dense model."""
         dense = {"tp": self.tp, "cp": self.cp, "dp": self.dp, "pp": self.pp}
         return dense | {"etp": 1 if self.etp is None else self.etp, "ep": self.ep, "edp": self.edp}
 

@@ -102,7 +102,8 @@ class AttentionPlan:
 
 
 def causal_plan(share: SequenceShare, length: int, cut: Cut = "zigzag") -> AttentionPlan:
-    """Of sequences that are one document each. All keys travel, so that every rank sends as much as it receives."""
+    """The plan of sequences that are one document each. All keys travel, so that every rank sends as much as it
+    receives."""
     rows = length // share.ring
     tiles = [(causal_tile(share.ring, share.block, source, rows, cut),) for source in range(share.ring)]
     everything = ((0, rows),) * share.ring

@@ -55,7 +55,7 @@ class StageSettings:
 
     @property
     def clashes(self) -> dict[str, list[str]]:
-        """By setting, the others that place the same layers."""
+        """{setting: other settings that place the same layers}"""
         found = {name: [other for other in EXCLUDED_BY.get(name, ()) if other in self.asked] for name in self.asked}
         return {name: others for name, others in found.items() if others}
 

@@ -130,7 +130,7 @@ class GPT(nn.Module):
 
     @property
     def routers(self) -> dict[int, Router]:
-        """By layer, where it has experts."""
+        """The routers by layer, for layers with experts."""
         pairs = zip(self.blocks, self._blocks(), strict=True)
         return {int(name): block.moe.router for name, block in pairs if block.moe is not None}
 
@@ -155,7 +155,7 @@ class GPT(nn.Module):
                 layer.small_main_grads[kind] = main_grad
 
     def activation_shape(self, batch: Batch) -> tuple[int, int, int]:
-        """Of what stages send each other for the microbatch: [s, b, h], with sequence parallelism [s/t, b, h]."""
+        """The shape of what stages send each other: [s, b, h], with sequence parallelism [s/t, b, h]."""
         b, s = batch.tokens.shape
         return s // (1 if self.place.sequence is None else self.place.sequence.size), b, self.config.hidden_size
 
@@ -225,7 +225,7 @@ class GPT(nn.Module):
         return hash_dropout(x, dropout, key) if key is not None and dropout else x
 
     def _dropout_keys(self, batch: Batch) -> dict[Stream, DropoutKey]:
-        """By stream, what dropout needs in this microbatch; nothing of what drops nothing."""
+        """Dropout keys of this microbatch by stream; streams with probability 0 have none."""
         config, split, number = self.config, self.place.sequence, partial(torch.arange, device=self.device)
         samples = batch.first_sample + number(len(batch.tokens))
         keys: dict[Stream, DropoutKey] = {}

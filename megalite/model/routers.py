@@ -11,7 +11,7 @@ from megalite.moe.router import Router
 
 
 class Routers:
-    """Those of all `chunks` on this rank. In a dense model there are none, and all of it is empty."""
+    """The routers of all `chunks` on this rank. In a dense model there are none, and all of it is empty."""
 
     def __init__(self, chunks: Sequence[GPT]) -> None:
         self._chunks = chunks

@@ -84,9 +84,9 @@ def _rows(x: Tensor, order: Tensor) -> Tensor:
 
 
 class Figures(NamedTuple):
-    """Of one layer, sums over tokens: how many chose each expert [E], how many unmasked ones it has for the balancing
-    loss [E] (with aux_loss=global, else 0), how many choices were dropped, both losses times the tokens, the entropy of
-    the probabilities, and tokens. Each but the counts 0-d."""
+    """Sums over the tokens of one layer: how many chose each expert [E], how many unmasked ones it has for the
+    balancing loss [E] (with aux_loss=global, else 0), how many choices were dropped, both losses times the tokens, the
+    entropy of the probabilities, and tokens. All fields are 0-d except the counts."""
 
     counts: Tensor
     balanced: Tensor
@@ -130,7 +130,8 @@ def in_numbers(table: Tensor) -> dict[str, Any]:
 
 class RouterLosses(NamedTuple):
     """Balancing loss, z-loss and entropy of the probabilities (0-d), and the counts of `Figures.balanced` [E]: sums
-    over this rank's tokens (of a mean: times their number). Those of all ranks of a microbatch add up to its own."""
+    over this rank's tokens (of a mean: times their number). The losses of all ranks of a microbatch add up to its
+    own."""
 
     balance: Tensor
     z: Tensor
@@ -144,7 +145,8 @@ class RouterLosses(NamedTuple):
 
 
 def router_losses(router: Router, logits: Tensor, experts: Tensor, masks: TokenMasks) -> RouterLosses:
-    """Of logits [t, E]; `experts` [t, k] is what the router chose. A loss without a coefficient is 0, and free."""
+    """The losses of logits [t, E]; `experts` [t, k] is what the router chose. A loss without a coefficient is 0, and
+    free."""
     moe = router.moe
     balance, z, _, counts = RouterLosses.none(logits)
     probabilities = router.probabilities(logits).masked_fill(~masks.scored.unsqueeze(1), 0.0)
@@ -179,7 +181,7 @@ def _counts(router: Router, logits: Tensor, experts: Tensor, masks: TokenMasks) 
 
 @torch.no_grad()
 def _shares(counts: Tensor, moe: MoEConfig, masks: TokenMasks) -> Tensor:
-    """Of the choices that `counts` [b, E] counts, on all ranks that divide the sequences, each expert's share [1, E];
+    """Each expert's share [1, E] of the choices that `counts` [b, E] counts, on all ranks that divide the sequences;
     with `sequence`, of each sequence's choices [b, E]."""
     lengths = masks.lengths.to(counts.dtype)
     if moe.aux_loss != "sequence":

@@ -139,8 +139,8 @@ def _model(config: Config, asked: ParallelLayout, run: ParallelLayout) -> dict[s
 
 
 def _experts(config: Config, asked: ParallelLayout, run: ParallelLayout, layers: int) -> dict[str, Any]:
-    """As many experts on each rank, or a few; a token chooses all if it did, and among all groups if it did. Layers
-    without experts stay before and between those that have some, as far as `layers` allow."""
+    """The same number of experts on each rank, or a few; a token chooses all if it did, and among all groups if it did.
+    Layers without experts stay before and between those that have some, as far as `layers` allow."""
     moe, experts = config.model.moe, min(config.model.moe.num_experts // run.ep, 2 * FEW) * run.ep
     groups, top_groups, top = moe.num_groups, moe.top_k_groups, moe.top_k
     if experts < moe.num_experts:

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from megalite.commands import command
+from megalite.commands import command, dispatch
 from megalite.commands.schedule import main as schedule
 from megalite.commands.sequence import main as sequence
 
@@ -23,6 +23,14 @@ def test_a_command_that_takes_long_says_so(capfd: pytest.CaptureFixture[str], mo
     assert said.err.startswith("megalite: at work for 0 s\n")
     time.sleep(0.1)
     assert capfd.readouterr().err == "", "it is over"
+
+
+def test_a_kind_of_plan_is_a_command_by_its_own_name(capfd: pytest.CaptureFixture[str]) -> None:
+    assert dispatch.main(["plan", "schedule", "parallel.pp=2"]) == 0
+    said = capfd.readouterr().out
+    assert dispatch.main(["schedule", "parallel.pp=2"]) == 0
+    assert (capfd.readouterr().out, said.count("rank 1")) == (said, 1)
+    assert dispatch.main(["schedul"]) == 2
 
 
 HUGE = ["parallel.pp=2 parallel.vpp=100000", "parallel.pp=1000000", "parallel.pp=4 train.global_batch_size=1000000"]
