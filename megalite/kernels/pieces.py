@@ -23,7 +23,7 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def piece_buffers(count: int, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """So many buffers of the size of the longest piece of x, in one tensor [count, piece length, ...]."""
+    """`count` buffers of the size of the longest piece of x, in one tensor [count, piece length, ...]."""
     return x.new_empty(count, min(len(x), _piece_length(x)), *x.shape[1:], dtype=dtype)
 
 
