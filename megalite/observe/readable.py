@@ -1,68 +1,56 @@
-"""Numbers as people read them: a few significant digits, a unit, a known width. nan and inf stay so.
+"""Numbers and events as people read them. Numbers have a few significant digits and a known width; nan and inf stay so.
 
 A limit between two forms lies where rounding to the smaller one would outgrow its width.
 """
 
 import math
+from collections.abc import Mapping
+from typing import Any
+
+from megalite.errors.words import several
+
+WORDS = {
+    "skipped_on_request": "passed over, it is one of train.skip_steps",
+    "empty": "passed over, no token of its batch enters the loss",
+}
 
 
 def loss(value: float) -> str:
     """A loss or gradient norm: four decimals where they fit, otherwise scientific. At most 8 characters."""
-    if math.isfinite(value) and (abs(value) >= 999.99995 or 0 < abs(value) < 0.001):
-        return f"{value:.2e}"
-    return f"{value:.4f}"
-
-
-def rate(value: float) -> str:
-    """Tokens per second. At most 7 characters below a thousand billion."""
-    if not math.isfinite(value) or abs(value) < 10:
-        return f"{value:.2f}"
-    if abs(value) < 999_999.5:
-        return f"{value:,.0f}"
-    return f"{value / 1e6:,.2f}M" if abs(value) < 999.995e6 else f"{value / 1e9:,.2f}B"
-
-
-def short(value: float) -> str:
-    """A number on an axis in a few characters: 0.02, 1.5, 20k, 3M, 1e-5."""
-    size = abs(value)
-    if size and (size < 0.001 or size >= 1e15):
-        digits, _, power = f"{value:.2e}".partition("e")
-        return f"{digits.rstrip('0').rstrip('.')}e{int(power)}"
-    for limit, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if size >= limit:
-            return f"{value / limit:.4g}{letter}"
-    return f"{value:.4g}"
+    small = math.isfinite(value) and (abs(value) >= 999.99995 or 0 < abs(value) < 0.001)
+    return f"{value:.2e}" if small else f"{value:.4f}"
 
 
 def count(value: float) -> str:
     return f"{value:,.0f}"
 
 
+def rate(value: float) -> str:
+    """Tokens, or tokens per second. At most 7 characters below a thousand billion."""
+    for limit, divisor, letter in ((999.995e6, 1e9, "B"), (999_999.5, 1e6, "M")):
+        if limit <= abs(value) < math.inf:
+            return f"{value / divisor:,.2f}{letter}"
+    return f"{value:,.0f}" if 10 <= abs(value) < math.inf else f"{value:.2f}"
+
+
 def size(value: float) -> str:
     """Bytes in the largest fitting power of 1000."""
-    for divisor, letter in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if value >= divisor:
-            return f"{value / divisor:.1f} {letter}"
-    return f"{value:.0f} B"
+    power = min(4, int(math.log10(max(value, 1)) / 3))
+    return f"{value / 1000**power:.{min(power, 1)}f} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
 
 
 def percent(share: float) -> str:
-    """A share of 1, as three digits at most. At most 5 characters."""
-    return f"{100 * share:.1f}%" if not share >= 0.9995 else f"{100 * share:.0f}%"
-
-
-def perplexity(value: float) -> str:
-    """exp(loss): large at the start, a few units at the end."""
-    return f"{value:.2e}" if value >= 1e6 else f"{value:,.2f}"
+    """A share of 1. At most 5 characters."""
+    return f"{share:.1%}" if not share >= 0.9995 else f"{share:.0%}"
 
 
 def gibibytes(value: float) -> str:
-    """Memory without its unit. At most 6 characters below 10 TiB."""
-    return f"{value:.2f}" if value < 100 else f"{value:.1f}"
+    """Memory without its unit. At most 6 characters below 1 TiB."""
+    return f"{value:.2f}"
 
 
 def step_time(seconds: float) -> str:
-    """Time of one step. At most 8 characters."""
+    """The time of one step. At most 8 characters."""
     if seconds < 0.99995:
         return f"{1000 * seconds:.1f} ms"
     return f"{seconds:.2f} s" if seconds < 1000 else f"{seconds:,.0f} s"
@@ -77,3 +65,34 @@ def duration(seconds: float) -> str:
     if hours >= 100:
         return f"{hours // 24}d {hours % 24:02d}h"
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def words_of(event: Mapping[str, Any]) -> str:
+    """What an event tells besides its kind. A user may have left things out of it."""
+    match event["kind"]:
+        case "start" | "resume":
+            hosts, versions = event.get("hosts") or [], event.get("versions") or {}
+            ranks = f"{several(len(hosts), 'rank')} on {several(len({*hosts}), 'host')}"
+            where = f"{ranks}, {event.get('device', 'device unknown')}, torch {versions.get('torch', '?')}"
+            return "; ".join([where, *(event.get("changes") or [])])
+        case "skipped":
+            scale = event.get("loss_scale")
+            values = f"loss {event.get('loss')}, gradient norm {event.get('grad_norm')}"
+            at = "" if scale is None else f" at a loss scale of {scale:g}"
+            return f"loss or gradient is not finite, the step is not applied: {values}{at}"
+        case "checkpoint":
+            took = f"{size(event['bytes'])} in {step_time(event['seconds'])}"
+            return f"{took}, training held up for {event['stall_s']:.3f} s"
+        case "straggler":
+            costs = f", which costs {percent(event['share'])} of each step" if "share" in event else ""
+            times = f"{event['times']:.2f} times as long as others with the same work"
+            return f"rank {event['rank']} on {event['host']} computes {times}{costs}"
+        case "profile":
+            wall, parts = event.get("wall_s") or 1, event.get("parts") or {}
+            shares = ", ".join(f"{part} {percent(spent / wall)}" for part, spent in parts.items())
+            return f"profiled into {event.get('folder')}: {shares}"
+        case "stopped" | "finished" as kind:
+            by = [f"by {event.get('by')}"] if kind == "stopped" else []
+            return "; ".join([*by, *(["its last state could not be saved"] if event.get("status") else [])])
+        case kind:
+            return WORDS.get(kind) or str(event.get("message") or "")

@@ -12,23 +12,24 @@ import textwrap
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any, TextIO
+
+import numpy as np
 
 from megalite.errors.problems import printable
 from megalite.errors.words import several
 from megalite.observe import readable
-from megalite.observe.curve import draw_curve
-from megalite.observe.event_words import words_of
-from megalite.observe.run_data import RunData
-from megalite.observe.screens import WIDTH, Line, Screen, Span
+from megalite.observe.run_data import Bucket, RunData
+from megalite.observe.screens import WIDTH, Line, Screen
 from megalite.train.history import ENDS
 
 NAMES_EVERY = 20  # lines of a log between two lines of column names
 PREPARING_LOG_S = 10  # seconds between two lines of a log about the preparation of data
 LABEL, QUIET = "bold cyan", "dim"
 NOTED = ("skipped", "skipped_on_request", "empty", "straggler", "profile")  # kinds of events
-Words = Callable[[float], str]
-COLUMNS: tuple[tuple[str, str, int, Words], ...] = (  # of a step: the name in its record, the column's, width, as text
+Rows = Sequence[Sequence[str]]  # label and text
+COLUMNS: tuple[tuple[str, str, int, Callable[[float], str]], ...] = (  # of a step: record's name, title, width, text
     ("loss", "loss", 8, readable.loss),
     ("lr", "lr", 8, "{:.2e}".format),
     ("grad_norm", "grad_norm", 9, readable.loss),
@@ -37,11 +38,9 @@ COLUMNS: tuple[tuple[str, str, int, Words], ...] = (  # of a step: the name in i
     ("memory_gib", "GiB", 6, readable.gibibytes),
     ("data_wait_share", "wait", 5, readable.percent),
     ("mfu", "mfu", 5, readable.percent),
-    ("mfu_causal", "causal", 6, readable.percent),
     ("imbalance_max", "imbalance", 9, "{:.2f}".format),
 )
 LEARNING = 3  # columns that say how well the model does; the others say how fast
-STYLES = {"loss": "bold", "validation": "green", "bad steps": "bold red"}
 
 
 class Terminal:
@@ -55,8 +54,7 @@ class Terminal:
         self._screen = Screen(stream, live=live, silent=not enabled)
         self._began, self._title, self._steps = time.monotonic(), "", 1
         self._step_times = deque[float](maxlen=50)
-        self._columns: list[tuple[str, str, int, Words]] = []  # that the first step has
-        self._has_experts = False  # among them
+        self._columns = list(COLUMNS)
         self._printed = 0  # steps
         self._validation = ""
         self._known_slow: set[int] = set()  # ranks that were named
@@ -66,8 +64,7 @@ class Terminal:
 
     def follow(self, run: RunData, title: str) -> None:
         """Show the records of a run from now on. `run` holds a record before it is shown."""
-        self._run, self._title, self._steps = run, title, run.steps
-        self._began = time.monotonic()
+        self._run, self._title, self._steps, self._began = run, title, run.steps, time.monotonic()
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Show a record, if the user wants to know."""
@@ -75,14 +72,15 @@ class Terminal:
         if kind is None:
             (self._evaluation if "val_loss" in record else self._step)(record)
         elif kind in ("start", "resume"):
-            self._header(record["about"], step)
+            self._screen.print([("megalite", LABEL), (f"  {self._title}", "bold")], *self._rows(record["about"]), [])
+            self._screen.status(self._bar(step), [("waiting for the first step", QUIET)], now=True)
         elif kind == "checkpoint_failed":
-            self.note(f"warning: {words_of(record)}")
+            self.note(f"warning: {readable.words_of(record)}")
         elif kind == "sample" and step < self._steps:  # else the summary shows it
-            self._screen.print([(self._at(step), "bold"), ("  the model writes", QUIET)])
+            self._screen.print([(f"step {step}", "bold"), ("  the model writes", QUIET)])
             self._screen.print(*self._quoted(record["prompt"] + record["text"]))
         elif kind in NOTED and record.get("rank") not in self._known_slow:
-            self.note(f"step {step}: {words_of(record)}")
+            self.note(f"step {step}: {readable.words_of(record)}")
         elif kind in ENDS and kind != "failed":
             self._finish(record.get("by"))
         self._known_slow |= {record["rank"]} if kind == "straggler" else set()
@@ -95,74 +93,64 @@ class Terminal:
         """Leave the terminal as it was; also after an error. May be repeated."""
         self._screen.close()
 
-    def _header(self, rows: Sequence[Sequence[str]], first_step: int) -> None:
-        """Show what is about to be trained: (label, text) pairs."""
-        width = max([len(label) for label, _ in rows], default=0)
-        lines: list[Line] = [[("megalite", LABEL), (f"  {self._title}", "bold")]]
-        room = max(20, self._screen.width - width - 4)
-        for label, text in rows:
-            cut = textwrap.wrap(printable(text), room, break_long_words=False, break_on_hyphens=False)
-            for name, words in zip([label] + [""] * len(cut), cut or [""], strict=False):
-                lines.append([(f"  {name:<{width}}", LABEL), (f"  {words}", "")])
-        self._screen.print(*lines, [])
-        self._screen.status(self._bar(first_step), [("waiting for the first step", QUIET)], now=True)
-
     def _step(self, record: Mapping[str, Any]) -> None:
-        step, moe = record["step"], record.get("moe")
+        step, values = record["step"], {**record, **(record.get("moe") or {})}
         self._step_times.append(record["step_time_s"])
-        values = {**record, **(moe or {})}
-        if moe is not None:
-            values["mfu_causal"] = None  # a line has room for one more
-        if not self._columns or (moe and not self._has_experts):  # none where a first step was skipped
-            self._columns = [column for column in COLUMNS if values.get(column[0]) is not None]
-            self._has_experts, self._printed = moe is not None, 0
+        if not self._printed:
+            self._columns = [it for it in COLUMNS if values.get(it[0]) is not None or self._has_experts(it[0])]
+        self._printed += 1
         found = [(values.get(key), words) for key, _, _, words in self._columns]
         cells = ["-" if value is None else words(value) for value, words in found]
         if self._screen.live:
-            named = [(name, cell) for (_, name, _, _), cell in zip(self._columns, cells, strict=True)]
+            named = [(title, cell) for (_, title, _, _), cell in zip(self._columns, cells, strict=True)]
             learning = [*named[:LEARNING], ("validation", self._validation), ("bad steps", f"{record['bad_steps']:,}")]
             lines = [[it for it in line if it[1] not in ("", "0")] for line in (learning, named[LEARNING:])]
             self._screen.status(self._bar(step), *map(_in_spans, lines), now=step == self._steps)
             return
         digits = len(str(self._steps))
-        names = ["step", *(name for _, name, _, _ in self._columns), "left"]
         widths = [max(9, 2 * digits + 1), *(width for _, _, width, _ in self._columns), 8]
         gap = "  " if sum(widths) + 2 * (len(widths) - 1) <= WIDTH else " "
-        rows = [(names, "bold")] if self._printed % NAMES_EVERY == 0 else []
+        names = ["step", *(title for _, title, _, _ in self._columns), "left"]
+        rows = [(names, "bold")] if self._printed % NAMES_EVERY == 1 else []
         rows.append(([f"{step:>{digits}}/{self._steps}", *cells, self._left(step).replace(" ", "")], ""))
         for row, style in rows:
             self._screen.print([(gap.join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)), style)])
-        self._printed += 1
+
+    def _has_experts(self, column: str) -> bool:
+        """Whether the column is that of experts, and the model has some: a first step that was skipped does not say."""
+        return column == "imbalance_max" and bool(self._run.config.get("model.moe.num_experts"))
 
     def _evaluation(self, record: Mapping[str, Any]) -> None:
-        loss = readable.loss(record["val_loss"])
-        self._validation = f"{loss} (step {record['step']})"
-        spans = [(self._at(record["step"]), "bold"), ("  validation loss ", QUIET), (loss, "bold green")]
-        for name, value in other_measures(record).items():
-            spans += [(f"  {name} ", QUIET), (value, "")]
-        self._screen.print([*spans, (f"  ({readable.step_time(record['eval_time_s'])})", QUIET)])
+        self._validation = f"{readable.loss(record['val_loss'])} (step {record['step']})"
+        loss, *others = measures(record)
+        spans = [(f"step {record['step']}", "bold"), ("  validation loss ", QUIET), (loss, "bold green")]
+        self._screen.print([*spans, (f"{''.join(others)}  ({readable.step_time(record['eval_time_s'])})", "")])
 
     def _finish(self, stopped_by: str | None) -> None:
         """Show the summary."""
         self._screen.close()
-        run, done = self._run, f"finished: {self._run.step:,} of {several(self._steps, 'step')}"
-        head = done if stopped_by is None else f"stopped by {stopped_by} after step {run.step} of {self._steps}"
+        run = self._run
+        how = "finished:" if stopped_by is None else f"stopped by {stopped_by} after"
+        head = f"{how} {run.step:,} of {several(self._steps, 'step')}"
         learned = what_was_learned(run, time.monotonic() - self._began)
-        self._screen.print([], [(head, "bold")], *_rows(learned), [])
-        train, validation = ([(it.x, it.y) for it in run.series[name].buckets] for name in ("loss", "val_loss"))
+        self._screen.print([], [(head, "bold")], *self._rows(learned), [])
+        train, validation = (run.series[name].buckets for name in ("loss", "val_loss"))
         if len(train) > 1 and self._screen.unicode:
-            picture = draw_curve(train, validation, width=max(20, min(72, self._screen.width - 14)))
-            legend = "⠒ training, smoothed" + ("   ● validation" if validation else "")
-            self._screen.print(*[[(line, "")] for line in (f"{'loss':>8}   {legend}", *picture, "")])
-        samples = run.samples.get(run.step, {}) if stopped_by is None else {}
-        if samples:
-            self._screen.print([("the model writes", LABEL)])
-        for prompt, text in samples.items():
-            self._screen.print(*self._quoted(prompt + text), [])
-        self._screen.print(*_rows([("run folder", str(run.folder)), how_to_go_on(run, stopped_by)]))
+            self._screen.print([("loss: training as a line, validation as ●", QUIET)])
+            self._screen.print(*[[(line, "")] for line in (*curve(train, validation), "")])
+        for prompt, text in run.samples.get(run.step, {}).items() if stopped_by is None else ():
+            self._screen.print([("the model writes", LABEL)], *self._quoted(prompt + text), [])
+        self._screen.print(*self._rows([("run folder", str(run.folder)), how_to_go_on(run, stopped_by)]))
 
-    def _at(self, step: int) -> str:
-        return f"step {step:>{len(str(self._steps))}}"
+    def _rows(self, rows: Rows) -> list[Line]:
+        """Labels and texts in two columns. Texts wrap below themselves; a path is never broken."""
+        width, lines = max([15, *(len(label) for label, _ in rows)]), list[Line]()
+        for label, text in rows:
+            room = max(20, self._screen.width - width - 4)
+            cut = textwrap.wrap(printable(text), room, break_long_words=False, break_on_hyphens=False) or [""]
+            for name, words in zip([label] + [""] * len(cut), cut, strict=False):
+                lines.append([(f"  {name:<{width}}", LABEL), (f"  {words}", "")])
+        return lines
 
     def _quoted(self, text: str) -> list[Line]:
         """Lines of a sample, cut to the screen's width, otherwise untouched."""
@@ -174,8 +162,7 @@ class Terminal:
     def _bar(self, step: int) -> Line:
         """The progress bar; its length follows the terminal's width."""
         done = step / self._steps if self._steps else 1.0
-        name = f"step {step}/{self._steps} "
-        passed = readable.duration(time.monotonic() - self._began)
+        name, passed = f"step {step}/{self._steps} ", readable.duration(time.monotonic() - self._began)
         clock = f" {100 * done:3.0f}%  {passed} passed, {self._left(step)} left"
         return [(name, "bold"), *bar(done, self._screen.width - len(name) - len(clock) - 1), (clock, "")]
 
@@ -198,32 +185,29 @@ class DataWork:
         now = time.monotonic()
         if self._there is None:
             self._there, self._began, self._logged = bytes_done, now, now
-        counts = f"{several(documents, 'document')}, {readable.count(tokens)} tokens"
-        if self._finished:
-            return
+        counts, total = f"{several(documents, 'document')}, {tokens:,} tokens", readable.size(bytes_total)
         if bytes_done >= bytes_total > 0:
-            self._finished = True
             self._screen.status(now=True)  # no bar stays behind
-            took = readable.duration(now - self._began)
-            self._screen.print([(f"{self._done} {readable.size(bytes_total)}: {counts} in {took}", "")])
+            if not self._finished:
+                self._screen.print([(f"{self._done} {total}: {counts} in {readable.duration(now - self._began)}", "")])
+            self._finished = True
             return
-        share = bytes_done / bytes_total if bytes_total else 0.0
-        of, left = f" of {readable.size(bytes_total)}" if bytes_total else "", ""
-        if (made := bytes_done - self._there) > 0.02 * (bytes_total - self._there) > 0:
+        made, left = bytes_done - self._there, ""
+        if made > 0.02 * (bytes_total - self._there) > 0:
             left = f"  {readable.duration((now - self._began) / made * (bytes_total - bytes_done))} left"
-        text = f"{readable.size(bytes_done)}{of}, {counts}{left}"
-        line = [(f"{self._doing} ", "bold"), *bar(share, 30), (f" {100 * share:3.0f}%", "")]
-        self._screen.status(line, [(text, QUIET)])
+        text = f"{readable.size(bytes_done)}{f' of {total}' if bytes_total else ''}, {counts}{left}"
+        self._screen.status(
+            [(f"{self._doing} ", "bold"), *bar(bytes_done / max(bytes_total, bytes_done, 1), 30)], [(text, QUIET)]
+        )
         if not self._screen.live and now - self._logged >= PREPARING_LOG_S:
             self._logged = now
             self._screen.print([(f"{self._doing}: {text}", "")])
 
 
-def bar(done: float, width: int) -> list[Span]:
+def bar(done: float, width: int) -> Line:
     """A bar of `width` characters of which the share `done` is filled."""
-    width = max(width, 4)
-    filled = int(width * min(max(done, 0.0), 1.0))
-    return [("━" * filled, "green"), ("─" * (width - filled), "bright_black")]
+    filled = int(max(width, 4) * min(max(done, 0.0), 1.0))
+    return [("━" * filled, "green"), ("─" * (max(width, 4) - filled), "bright_black")]
 
 
 def what_was_learned(run: RunData, seconds: float) -> list[tuple[str, str]]:
@@ -238,24 +222,20 @@ def what_was_learned(run: RunData, seconds: float) -> list[tuple[str, str]]:
     if last:
         rows.append(("training loss", f"{readable.loss(first['loss'])} -> {readable.loss(last['loss'])}"))
     if newest:
-        losses = dict.fromkeys(map(readable.loss, (first["val_loss"], newest["val_loss"])))
-        validation = [" -> ".join(losses)]
-        if run.best is not None and run.best[0] != newest["step"]:
-            validation.append(f"best {readable.loss(run.best[1])} at step {run.best[0]}")
-        others = [f"{name} {value}" for name, value in other_measures(newest).items()]
-        rows.append(("validation loss", ", ".join([*validation, *others])))
+        best = "" if run.best is None else f", best {readable.loss(run.best[1])} at step {run.best[0]}"
+        rows.append(("validation loss", f"{readable.loss(first['val_loss'])} -> {''.join(measures(newest))}{best}"))
     if bad := last.get("bad_steps"):
         rows.append(("bad steps", f"{bad}, not applied: loss or gradient was not finite"))
     return rows
 
 
-def other_measures(evaluation: Mapping[str, Any]) -> dict[str, str]:
-    """The numbers of an evaluation besides the loss, in words by name."""
-    words: dict[str, tuple[str, Words]] = {
-        "val_perplexity": ("perplexity", readable.perplexity),
-        "val_bits_per_byte": ("bits per byte", readable.loss),
-    }
-    return {name: say(evaluation[key]) for key, (name, say) in words.items() if evaluation.get(key) is not None}
+def measures(evaluation: Mapping[str, Any]) -> list[str]:
+    """The loss of an evaluation, and what else is known of it, in words."""
+    names = {"val_perplexity": "perplexity", "val_bits_per_byte": "bits per byte"}
+    known = [
+        f"  {name} {readable.loss(evaluation[key])}" for key, name in names.items() if evaluation.get(key) is not None
+    ]
+    return [readable.loss(evaluation["val_loss"]), *known]
 
 
 def how_to_go_on(run: RunData, stopped_by: str | None) -> tuple[str, str]:
@@ -267,10 +247,32 @@ def how_to_go_on(run: RunData, stopped_by: str | None) -> tuple[str, str]:
     return "train longer", shlex.join([*words, f"train.steps={2 * max(run.steps, 1)}"])
 
 
-def _rows(rows: Sequence[tuple[str, str]]) -> list[Line]:
-    return [[(f"  {name:<15}", LABEL), (f"  {text}", "")] for name, text in rows]
+def curve(train: Sequence[Bucket], validation: Sequence[Bucket], width: int = 72, height: int = 10) -> list[str]:
+    """The losses over the steps as lines of text. A character of the line is one of four levels of its row."""
+    steps, losses = ([getattr(it, name) for it in chain(train, validation)] for name in ("x", "y"))
+    (first, last), (low, high) = (min(steps), max(steps)), (min(losses), max(losses))
+    sums, counts = (
+        np.histogram([it.x for it in train], width, (first, last), weights=its)[0]
+        for its in ([it.y for it in train], None)
+    )
+    known, cells = counts > 0, [[" "] * width for _ in range(height)]
+    line = np.interp(range(width), np.flatnonzero(known), sums[known] / counts[known], math.nan, math.nan)
+    levels = np.clip((high - line) / (high - low or 1) * 4 * height, 0, 4 * height - 1)
+    for column, level in enumerate(levels):
+        if math.isfinite(level):
+            cells[int(level) // 4][column] = "⠉⠒⠤⣀"[int(level) % 4]
+    for it in validation:
+        row, column = (high - it.y) / (high - low or 1) * height, (it.x - first) / (last - first or 1) * width
+        cells[min(int(row), height - 1)][min(int(column), width - 1)] = "●"
+    labels = {0: readable.loss(high), height - 1: readable.loss(low)}
+    rows = [f"{labels.get(at, ''):>8} │{''.join(row)}".rstrip() for at, row in enumerate(cells)]
+    return [*rows, f"{'':8} └{'─' * width}", f"{'':10}{first:<{width - 10}.0f}{last:>10.0f}"]
 
 
-def _in_spans(named: Sequence[tuple[str, str]]) -> Line:
+def _in_spans(named: Rows) -> Line:
     """Names and values in one line."""
-    return [span for name, value in named for span in ((f"{name} ", QUIET), (f"{value}   ", STYLES.get(name, "")))]
+    return [
+        span
+        for name, value in named
+        for span in ((f"{name} ", QUIET), (f"{value}   ", "bold" if name == "loss" else ""))
+    ]

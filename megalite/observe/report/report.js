@@ -57,18 +57,19 @@ function lineChart(section, title, all, options) {
 
 // How the time of a step is divided: areas that lie on each other.
 function shareChart([run]) {
-  const place = document.querySelector("[data-shares]");
   const split = Object.entries(run.series).filter(([key]) => key.startsWith("time_split/"));
-  if (!place || !split.length) return;
-  const totals = split[0][1].map((_, at) => split.reduce((sum, [, points]) => sum + points[at][1], 0) || 1);
+  if (!split.length) return;
+  const sum = (points) => points.reduce((all, point) => all + point[1], 0);
+  const totals = split[0][1].map((_, at) => split.reduce((all, [, points]) => all + points[at][1], 0) || 1);
+  const whole = totals.reduce((all, total) => all + total, 0);
   let below = totals.map(() => 0);
   const lines = split.map(([key, points], colour) => {
     const above = points.map((point, at) => below[at] + point[1] / totals[at]);
     const drawn = points.map(([step], at) => [step, above[at], below[at], above[at]]);
     below = above;
-    return { name: key.split("/")[1], run, colour, points: drawn };
+    return { name: `${key.split("/")[1]} ${short(sum(points) / whole, true)}`, run, colour, points: drawn };
   });
-  const drawn = picture(place, "time of a step by part", 250);
+  const drawn = picture(card("shares", "Time of a step by part", true, lines), "time of a step by part", 250);
   charts.push({ lines, draw, unit: "of a step", area: true, share: true, ...drawn });
 }
 

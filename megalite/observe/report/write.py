@@ -20,8 +20,7 @@ SHARE = 300  # a run goes on for so many times as long as the last drawing took
 
 
 class LiveReport:
-    """report.html of a run that goes on, a view (train/run_log.py). It is drawn in at most one part in SHARE of the
-    run's time."""
+    """report.html of a run that goes on, a view (train/run_log.py), drawn in at most one part in SHARE of its time."""
 
     name = REPORT.usual
 
@@ -32,22 +31,17 @@ class LiveReport:
 
     def add(self, record: Mapping[str, Any]) -> None:
         self._run.add(record)
-        ended = record.get("kind") in ENDS
-        if ended or ("kind" not in record and time.monotonic() >= self._due):
-            self.draw(live=not ended)
+        begun, ended = time.monotonic(), record.get("kind") in ENDS
+        if not ended and ("kind" in record or begun < self._due):
+            return
+        try:
+            write_page(self._run.folder / REPORT.usual, render([self._run], live=not ended), REPORT)
+        finally:
+            now = time.monotonic()
+            self._due = now + max(self._interval_s, SHARE * (now - begun)) if self._interval_s else self._due
 
     def close(self) -> None:
         """The next start draws what a run without an end has left."""
-
-    def draw(self, *, live: bool) -> None:
-        """Draw it now; `live`: the run goes on."""
-        begun = time.monotonic()
-        try:
-            write_page(self._run.folder / REPORT.usual, render([self._run], live=live), REPORT)
-        finally:
-            now = time.monotonic()
-            if self._interval_s > 0:
-                self._due = now + max(self._interval_s, SHARE * (now - begun))
 
 
 def write_page(path: Path, page: str, kind: Kind) -> None:
