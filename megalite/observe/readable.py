@@ -1,28 +1,21 @@
-"""Numbers and events as people read them. Numbers have a few significant digits and a known width; nan and inf stay so.
-
-A limit between two forms lies where rounding to the smaller one would outgrow its width.
-"""
+"""Numbers and events as people read them. Numbers have a few digits and a known width; nan and inf stay so."""
 
 import math
 from collections.abc import Mapping
 from typing import Any
 
+from rich.filesize import decimal
+
 from megalite.errors.words import several
 
-WORDS = {
-    "skipped_on_request": "passed over, it is one of train.skip_steps",
-    "empty": "passed over, no token of its batch enters the loss",
-}
+count = "{:,.0f}".format
+size = decimal  # bytes in the largest fitting power of 1000
 
 
 def loss(value: float) -> str:
     """A loss or gradient norm: four decimals where they fit, otherwise scientific. At most 8 characters."""
     small = math.isfinite(value) and (abs(value) >= 999.99995 or 0 < abs(value) < 0.001)
     return f"{value:.2e}" if small else f"{value:.4f}"
-
-
-def count(value: float) -> str:
-    return f"{value:,.0f}"
 
 
 def rate(value: float) -> str:
@@ -33,20 +26,9 @@ def rate(value: float) -> str:
     return f"{value:,.0f}" if 10 <= abs(value) < math.inf else f"{value:.2f}"
 
 
-def size(value: float) -> str:
-    """Bytes in the largest fitting power of 1000."""
-    power = min(4, int(math.log10(max(value, 1)) / 3))
-    return f"{value / 1000**power:.{min(power, 1)}f} {('B', 'kB', 'MB', 'GB', 'TB')[power]}"
-
-
 def percent(share: float) -> str:
     """A share of 1. At most 5 characters."""
     return f"{share:.1%}" if not share >= 0.9995 else f"{share:.0%}"
-
-
-def gibibytes(value: float) -> str:
-    """Memory without its unit. At most 6 characters below 1 TiB."""
-    return f"{value:.2f}"
 
 
 def step_time(seconds: float) -> str:
@@ -69,30 +51,18 @@ def duration(seconds: float) -> str:
 
 def words_of(event: Mapping[str, Any]) -> str:
     """What an event tells besides its kind. A user may have left things out of it."""
+    rest = {name: value for name, value in event.items() if name not in ("time", "step", "kind", "message", "parts")}
     match event["kind"]:
         case "start" | "resume":
             hosts, versions = event.get("hosts") or [], event.get("versions") or {}
             ranks = f"{several(len(hosts), 'rank')} on {several(len({*hosts}), 'host')}"
             where = f"{ranks}, {event.get('device', 'device unknown')}, torch {versions.get('torch', '?')}"
             return "; ".join([where, *(event.get("changes") or [])])
-        case "skipped":
-            scale = event.get("loss_scale")
-            values = f"loss {event.get('loss')}, gradient norm {event.get('grad_norm')}"
-            at = "" if scale is None else f" at a loss scale of {scale:g}"
-            return f"loss or gradient is not finite, the step is not applied: {values}{at}"
-        case "checkpoint":
-            took = f"{size(event['bytes'])} in {step_time(event['seconds'])}"
-            return f"{took}, training held up for {event['stall_s']:.3f} s"
         case "straggler":
             costs = f", which costs {percent(event['share'])} of each step" if "share" in event else ""
             times = f"{event['times']:.2f} times as long as others with the same work"
             return f"rank {event['rank']} on {event['host']} computes {times}{costs}"
         case "profile":
-            wall, parts = event.get("wall_s") or 1, event.get("parts") or {}
-            shares = ", ".join(f"{part} {percent(spent / wall)}" for part, spent in parts.items())
-            return f"profiled into {event.get('folder')}: {shares}"
-        case "stopped" | "finished" as kind:
-            by = [f"by {event.get('by')}"] if kind == "stopped" else []
-            return "; ".join([*by, *(["its last state could not be saved"] if event.get("status") else [])])
-        case kind:
-            return WORDS.get(kind) or str(event.get("message") or "")
+            wall = event.get("wall_s") or 1
+            rest = {part: percent(spent / wall) for part, spent in (event.get("parts") or {}).items()} | rest
+    return str(event.get("message") or ", ".join(f"{name} {value}" for name, value in rest.items()))

@@ -46,7 +46,8 @@ class Series:
             return []
         counts = np.diff([*starts, len(steps)])
         means = (np.add.reduceat(its, starts) / counts for its in (steps, values))
-        return np.stack([*means, *(each.reduceat(values, starts) for each in (np.minimum, np.maximum))], axis=1).tolist()
+        extent = (extreme.reduceat(values, starts) for extreme in (np.minimum, np.maximum))
+        return [[*map(float, point)] for point in zip(*means, *extent, strict=True)]
 
 
 @dataclass
@@ -63,7 +64,6 @@ class RunData:
     not_finite: set[int] = field(default_factory=set)  # steps whose loss or gradient was not
     loads: tuple[Any, Any] | None = None  # tokens by layer and expert [layers, experts]: in all steps, in the newest
     newest: dict[str, dict[str, Any]] = field(default_factory=dict)  # event by kind; a resume is a start
-    given: set[str] = field(default_factory=set)  # settings that the user gave at any start
     end: dict[str, Any] | None = None  # of the newest start; None: it has not ended, as far as the files say
     samples: dict[int, dict[str, str]] = field(default_factory=dict)  # texts by step and prompt
     listed: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MOST_LISTED))  # events
@@ -86,16 +86,10 @@ class RunData:
         return int(self.config.get("train.steps") or 0)
 
     @property
-    def mfu(self) -> float | None:
-        """The mean MFU of the whole run; None where the device's peak is unknown."""
-        mfu, newest = self.last.get("mfu"), self.last.get("tokens_per_s")
-        return mfu * self.last["mean_tokens_per_s"] / newest if mfu and newest else None
-
-    @property
     def memory_gib(self) -> list[float]:
         """Peak memory by rank; of rank 0 alone where ranks have not gathered theirs yet."""
-        alone = [self.last["memory_gib"]] if "memory_gib" in self.last else []
-        return self.newest.get("ranks", {}).get("memory_gib") or alone
+        known = self.newest.get("ranks", self.last).get("memory_gib", [])
+        return known if isinstance(known, list) else [known]
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Add a line of metrics or an event."""
@@ -141,7 +135,6 @@ class RunData:
                     del self.samples[gone]
             case "start" | "resume":
                 self.end, self.slow = None, set()
-                self.given |= {word.lstrip("+").partition("=")[0] for word in event.get("overrides") or []}
             case "skipped":
                 self.not_finite.add(step)
             case "record_changed":
@@ -163,8 +156,8 @@ def read_run(folder: Path) -> RunData:
     with refusing(config):
         if not isinstance(settings, dict):
             raise ValueError("holds no settings")
-    derived = settings.pop(DERIVED, None)
-    run = RunData(folder, flatten(settings), derived={*map(str, derived)} if isinstance(derived, list) else set())
+    derived = {*(settings.pop(DERIVED, None) or [])}
+    run = RunData(folder, flatten(settings), derived)
     records = read_metrics(folder / METRICS, run.damage.append)
     once = {(record["step"], "val_loss" in record): record for record in records}
     if len(once) < len(records) or list(once) != sorted(once):
@@ -173,7 +166,6 @@ def read_run(folder: Path) -> RunData:
         run.add(record)
     for step, checkpoint in committed(folder / CHECKPOINTS)[:1]:
         with suppress(UserError):  # a damaged checkpoint is the next start's concern
-            sealed = read_object(checkpoint / STATE).get("record")
-            found = changes(folder, sealed, step) if isinstance(sealed, dict) else []
+            found = changes(folder, read_object(checkpoint / STATE).get("record") or {}, step)
             run.damage += [words for words in found if words not in run.damage]
     return run

@@ -1,8 +1,7 @@
 """Where lines of text go: a live terminal, a log, or nowhere.
 
-A line is a list of (text, style) spans; a log drops the styles. No control character of a line gets to the stream. A
-stream that can no longer be written to (a closed pipe, a full disk) falls silent: a run does not end because nobody
-looks at it.
+A line is a list of (text, style) spans. No control character of it gets to the stream. A stream that can no longer be
+written to (a closed pipe, a full disk) falls silent: a run does not end because nobody looks at it.
 """
 
 import io
@@ -52,19 +51,19 @@ class Screen:
         self.unicode = self._console.encoding.startswith("utf")
         self.width = min(self._console.width, WIDTH) if live else WIDTH
         # No refresh thread: it would take the interpreter from the training loop at any moment.
-        self._status = Live(console=self._console, auto_refresh=False, vertical_overflow="crop", transient=True)
+        self._status = Live(console=self._console, auto_refresh=False, vertical_overflow="crop")
 
     def print(self, *lines: Line) -> None:
         """Print lines that stay."""
-        self._attempt(lambda: self._console.print(*map(_text, lines), sep="\n"))
+        if lines:
+            self._attempt(lambda: self._console.print(*map(_text, lines), sep="\n"))
 
     def status(self, *lines: Line, now: bool = False) -> None:
         """Draw the lines at the bottom; `now`: even if the last drawing was a moment ago."""
         if self.live and (now or time.monotonic() - self._drawn >= REDRAW_S):
             self._drawn = time.monotonic()
-            picture = Group(*(_text(line, cut=True) for line in lines))
             self._attempt(self._status.start)
-            self._attempt(lambda: self._status.update(picture, refresh=True))
+            self._attempt(lambda: self._status.update(Group(*map(_text, lines)), refresh=True))
 
     def close(self) -> None:
         """Leave the stream as any program expects it. May be repeated."""
@@ -77,6 +76,5 @@ class Screen:
             self._console.quiet = True
 
 
-def _text(line: Line, *, cut: bool = False) -> Text:
-    spans = [(printable(part), style) for part, style in line]
-    return Text.assemble(*spans, no_wrap=cut, overflow="ellipsis" if cut else None)
+def _text(line: Line) -> Text:
+    return Text.assemble(*((printable(part), style) for part, style in line), overflow="ellipsis")

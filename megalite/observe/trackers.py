@@ -6,53 +6,41 @@ of metrics: opening a tracker (an import, a network) does not delay the first st
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from queue import Full, Queue
+from queue import SimpleQueue
 from textwrap import indent
 from threading import Thread
-from typing import Any, Protocol
+from typing import Any
 
 from megalite.config.schema import Config
 from megalite.errors.words import several
-from megalite.observe.wandb import flat_values, wandb_tracker
+from megalite.observe.wandb import WandbTracker, flat_values, wandb_tracker
 from megalite.train.history import ENDS, Note
 
-BOARD = "tensorboard"  # folder of the run folder
 LONGEST_QUEUE = 10_000  # records that may wait
 FINISH_S = 60.0  # that the end of a run waits for its trackers: a busy machine may take so long to import
 FAILED_S = 2.0  # in all for a run that fails: the other ranks wait 3 s for what this one has to say
-
-
-class Tracker(Protocol):
-    """One place where a run is shown. `add` gets each record of metrics.jsonl and events.jsonl, `finish` the exit
-    status. `rescue` is the command that shows what was not done in time; it may be empty."""
-
-    @property
-    def rescue(self) -> str: ...
-
-    def add(self, record: Mapping[str, Any]) -> None: ...
-
-    def finish(self, status: int) -> None: ...
+Opener = Callable[[], "TensorBoardTracker | WandbTracker | None"]
 
 
 class Trackers:
-    """Passes every record on to all trackers of a run, by name: a view (train/run_log.py). The first failure of a
-    tracker is a note to the user."""
+    """Passes every record on to all trackers of a run: a view (train/run_log.py). The first failure of a tracker is a
+    note to the user. `rescue` of a tracker is the command that shows what was not done in time, or nothing."""
 
     name = "trackers"
 
-    def __init__(self, openers: Mapping[str, Callable[[], Tracker | None]], note: Note) -> None:
-        self._openers, self._note = dict(openers), note
-        self._trackers: dict[str, Tracker] = {}  # that are open
+    def __init__(self, openers: Mapping[str, Opener], note: Note) -> None:
+        self._openers, self._names, self._note = dict(openers), ", ".join(openers), note
+        self._trackers: dict[str, TensorBoardTracker | WandbTracker] = {}  # that are open
         self._failed: set[str] = set()  # trackers that the user was told of
-        self._queue: Queue[Mapping[str, Any] | int] = Queue(LONGEST_QUEUE)  # an exit status at the end
+        self._queue: SimpleQueue[Mapping[str, Any] | int] = SimpleQueue()  # an exit status at the end
         self._thread = Thread(target=self._run, name="trackers", daemon=True)
         self._over = not openers
 
     def add(self, record: Mapping[str, Any]) -> None:
         if not self._over:
             if self._thread.ident is None and "kind" not in record:
-                self._attempt(", ".join(self._openers), self._thread.start)
-            self._put(record)
+                self._attempt(self._names, self._thread.start)
+            self._attempt(self._names, self._hand_over, record)
         if record.get("kind") in ENDS:
             self.finish(record["status"])
 
@@ -64,22 +52,18 @@ class Trackers:
         if self._over or self._thread.ident is None:
             return
         self._over = True
-        patience = FAILED_S if status else FINISH_S
-        self._attempt("trackers", self._queue.put, status, True, patience)
-        self._thread.join(patience)
+        self._queue.put(status)
+        self._thread.join(FAILED_S if status else FINISH_S)
         if self._thread.is_alive():
             self._failed |= {*self._openers}  # they say nothing more
             later = "".join(f"; to send the rest: {it.rescue}" for it in self._trackers.values() if it.rescue)
-            waiting = f"{several(self._queue.qsize(), 'record')} wait"
-            self._note(
-                f"{', '.join(self._openers)}: not done at the end of the run, {waiting}; the run folder holds all{later}"
-            )
+            waiting = f"{several(self._queue.qsize(), 'record')} wait; the run folder holds all"
+            self._note(f"{self._names}: not done at the end of the run, {waiting}{later}")
 
-    def _put(self, record: Mapping[str, Any]) -> None:
-        try:
-            self._queue.put_nowait(record)
-        except Full:
-            self._warn(", ".join(self._openers), "too slow, and misses records")
+    def _hand_over(self, record: Mapping[str, Any]) -> None:
+        if self._queue.qsize() >= LONGEST_QUEUE:
+            raise OverflowError("too slow, and misses records")
+        self._queue.put(record)
 
     def _run(self) -> None:
         for name, opener in self._openers.items():
@@ -95,13 +79,11 @@ class Trackers:
         try:
             return action(*values)
         except Exception as error:
-            self._warn(name, f"{type(error).__name__}: {error}")
+            if name not in self._failed:
+                self._failed.add(name)
+                reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+                self._note(f"{name}: warning: {reason}; the run itself is not affected")
             return None
-
-    def _warn(self, name: str, reason: str) -> None:
-        if name not in self._failed:
-            self._failed.add(name)
-            self._note(f"{name}: warning: {' '.join(reason.split())[:200]}; the run itself is not affected")
 
 
 class TensorBoardTracker:
@@ -113,7 +95,7 @@ class TensorBoardTracker:
         """The run continues after `step`: what an earlier start wrote of later steps is not shown any more."""
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder / BOARD), purge_step=step + 1, flush_secs=10)
+        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1, flush_secs=10)
 
     def add(self, record: Mapping[str, Any]) -> None:
         if record.get("kind") == "sample":
@@ -129,7 +111,7 @@ class TensorBoardTracker:
 
 def open_trackers(config: Config, folder: Path, step: int, note: Note) -> Trackers:
     """The trackers that `config` and this machine's variables ask for, for rank 0. The run continues after `step`."""
-    openers = dict[str, Callable[[], Tracker | None]]()
+    openers = dict[str, Opener]()
     if config.log.tensorboard:
         openers["tensorboard"] = lambda: TensorBoardTracker(folder, step)
     if (opener := wandb_tracker(config, folder, lambda text: note(f"wandb: {text}"))) is not None:

