@@ -61,7 +61,8 @@ def start_fields(job: Job) -> dict[str, Any]:
 def resolved(job: Job, device: str) -> list[list[str]]:
     """Label and text of everything that was resolved."""
     train, model, moe, done = job.config.train, job.config.model, job.config.model.moe, job.progress
-    samples = batch_ramp(train).samples_after(max(0, train.steps - done.step), done.samples)
+    ramp = batch_ramp(train)
+    samples = ramp.samples_after(max(0, train.steps - done.step), done.samples)
     flops = flops_per_token(model, train.seq_length, causal=False) / 1e6
     parameters = f"{parameter_count(model):,} parameters"
     shape = f"{several(model.num_layers, 'layer')}, hidden size {model.hidden_size:,}, vocabulary {model.vocab_size:,}"
@@ -69,12 +70,13 @@ def resolved(job: Job, device: str) -> list[list[str]]:
         parameters += f", of which a token meets {active_parameters(model):,}"
         shape += f"; {moe.num_experts} experts in {several(len(model.expert_layers), 'layer')}, top {moe.top_k}"
     batch = f"{several(train.global_batch_size, 'sequence')} of {train.seq_length:,} tokens"
+    grows = "" if train.batch_ramp is None else f", growing from {ramp.start} sequences by {ramp.increment}"
     epochs = job.data.train.epochs(samples)  # of each token file of a blend
     most = f"{max(epochs):.3g} epochs{' of the file that is repeated most' if len(epochs) > 1 else ''}"
     return [
         ["model", f"{model.name}: {parameters}, {flops:,.1f} MFLOP per token"],
         ["", shape],
-        ["batch", f"{batch}, {train.micro_batch_size} in a microbatch"],
+        ["batch", f"{batch}, {train.micro_batch_size} in a microbatch{grows}"],
         ["data", job.data.description],
         ["", f"{samples * train.seq_length:,} tokens in {several(train.steps, 'step')}: {most}"],
         *(["" if at else "layout", line] for at, line in enumerate(header_lines(job.context.layout))),

@@ -75,7 +75,7 @@ class Terminal:
         elif kind == "sample" and step < self._steps:  # else the summary shows it
             self._screen.print([(f"step {step}", "bold"), ("  the model writes", QUIET)], *_quoted(record))
         elif kind in NOTED and record.get("rank") not in self._known_slow:
-            self.note(f"step {step}, {kind.replace('_', ' ')}: {readable.words_of(record)}")
+            self.note(f"step {step}, {kind.replace('_', ' ')}: {readable.words_of(record)}".rstrip(": "))
         elif kind in ENDS and kind != "failed":
             self._finish(record.get("by"))
         self._known_slow |= {record["rank"]} if kind == "straggler" else set()
