@@ -120,18 +120,13 @@ def test_column_names_come_back_every_few_lines(plain: Plain) -> None:
     assert names == [0, NAMES_EVERY + 1, 2 * (NAMES_EVERY + 1)]
 
 
-def test_nan_is_shown_as_nan(plain: Plain) -> None:
+def test_an_evaluation_line_and_what_is_not_finite(plain: Plain) -> None:
     plain.terminal.add(line(loss=math.nan, grad_norm=math.inf))
     assert plain.lines()[1].split()[1:4] == ["nan", "1.00e-05", "inf"]
-    plain.terminal.add(evaluation(1, math.nan, math.nan))
-    assert "validation loss nan, perplexity nan, bits per byte nan" in plain.lines()[2]
-
-
-def test_an_evaluation_line(plain: Plain) -> None:
-    plain.terminal.add(started([]))
-    plain.terminal.add(evaluation(20, 4.2, 2.3123))
-    plain.terminal.add(evaluation(300, 4.2, None))
-    assert plain.lines()[-2:] == [
+    for record in (evaluation(1, math.nan, math.nan), evaluation(20, 4.2, 2.3123), evaluation(300, 4.2, None)):
+        plain.terminal.add(record)
+    assert plain.lines()[2:] == [
+        "step 1  validation loss nan, perplexity nan, bits per byte nan  (1.23 s)",
         "step 20  validation loss 4.2000, perplexity 66.6863, bits per byte 2.3123  (1.23 s)",
         "step 300  validation loss 4.2000, perplexity 66.6863  (1.23 s)",
     ]
@@ -184,13 +179,6 @@ def test_a_stream_without_unicode_gets_ascii() -> None:
     assert b"?" not in raw.getvalue()
 
 
-def test_a_rank_that_does_not_print_prints_nothing() -> None:
-    stream = io.StringIO()
-    terminal = Terminal(stream, interactive=True, enabled=False)
-    run_everything(terminal)
-    assert stream.getvalue() == ""
-
-
 def run_everything(terminal: Terminal) -> None:
     terminal.preparing(1, 10, 1, 5)
     terminal.preparing(10, 10, 10, 50)
@@ -225,14 +213,16 @@ def test_a_terminal_gets_a_bar_with_the_newest_figures(monkeypatch: pytest.Monke
     ("variable", "value", "absent"),
     [("NO_COLOR", "1", r"\x1b\[[0-9;]*3[0-9]m"), ("TERM", "dumb", "\x1b"), ("COLUMNS", "8", "Traceback")],
 )
-def test_the_user_s_terminal_is_respected(
+def test_the_user_s_terminal_is_respected_and_other_ranks_print_nothing(
     variable: str, value: str, absent: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv(variable, value)
-    stream = io.StringIO()
+    stream, silent = io.StringIO(), io.StringIO()
     run_everything(Terminal(stream, interactive=True))
+    run_everything(Terminal(silent, interactive=True, enabled=False))
     assert not re.search(absent, stream.getvalue())
+    assert silent.getvalue() == ""
 
 
 def test_the_time_left_is_told_by_a_median_without_the_slow_first_step(plain: Plain) -> None:
