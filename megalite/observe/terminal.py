@@ -124,8 +124,10 @@ class Terminal:
         if len(train) > 1 and self._screen.unicode:
             self._screen.print([("loss: training as a line, validation as ●", QUIET)])
             self._screen.print(*[[(line, "")] for line in (*curve(train[:, :2], validation[:, :2]), "")])
-        for prompt, text in run.samples.get(run.step, {}).items() if stopped_by is None else ():
-            self._screen.print([("the model writes", LABEL)], *_quoted({"prompt": prompt, "text": text}), [])
+        samples = run.samples.get(run.step, {}) if stopped_by is None else {}
+        self._screen.print(*([[("the model writes", LABEL)]] if samples else []))
+        for prompt, text in samples.items():
+            self._screen.print(*_quoted({"prompt": prompt, "text": text}), [])
         longer = [word for word in shlex.split(command) if not word.startswith("train.steps=")]
         again = ("train longer", shlex.join([*longer, f"train.steps={2 * max(run.steps, 1)}"]))
         if stopped_by is not None:
@@ -216,7 +218,6 @@ def curve(train: Any, validation: Any, width: int = 72, height: int = 10) -> lis
 
 
 def _rows(rows: Sequence[Sequence[str]]) -> list[Line]:
-    """Labels and texts in two columns."""
     return [[(f"  {label:<15}", LABEL), (f"  {text}", "")] for label, text in rows]
 
 
