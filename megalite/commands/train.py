@@ -11,7 +11,7 @@ import time
 
 from megalite.config.schema import Config
 from megalite.errors.problems import REFUSED, Problem, UserError, collect, open_closed_streams, to_stderr
-from megalite.launch.environment import ProcessEnvironment, claimed_rank, first_of_node, is_launched, read_environment
+from megalite.launch.environment import ProcessEnvironment, claimed_rank, first_of_node, read_environment
 from megalite.launch.host import let_cuda_segments_grow, limit_openmp_spinning, widen_cuda_queues
 from megalite.launch.signals import INTERRUPTED, StartUp, die_with_launcher, ignore_stop_signals
 
@@ -66,7 +66,7 @@ def check(argv: list[str]) -> tuple[Config, ProcessEnvironment]:
     limit_openmp_spinning(os.environ)
     let_cuda_segments_grow(os.environ)
     if (said := widen_cuda_queues(os.environ)) and environment.rank == 0:
-        to_stderr(said)
+        to_stderr(f"megalite: {said}")
     return config, environment
 
 
@@ -110,7 +110,7 @@ def main_to_the_end(argv: list[str]) -> int:
     """The same as a whole process, which no signal disturbs once it has saved."""
     open_closed_streams()
     try:
-        with StartUp(speaks=claimed_rank(os.environ) == 0, launched=is_launched(os.environ)):
+        with StartUp(speaks=claimed_rank(os.environ) == 0):
             status = main(argv)
     except (KeyboardInterrupt, SystemExit) as end:
         status = end.code if isinstance(end, SystemExit) and isinstance(end.code, int) else INTERRUPTED

@@ -176,7 +176,7 @@ def test_a_rank_that_cannot_write_fails_the_save_everywhere_and_training_goes_on
     assert re.sub(free, "", message) == re.sub(free, "", again)
     assert "\n" not in message
     assert f"step 2 was not saved: File too large on rank {small[0]}" in message
-    assert ("and on 1 more ranks" in message) == (len(small) == 2)
+    assert ("; File too large on rank" in message) == (len(small) == 2)
     assert "It needs about 2.0 MiB;" in message
     assert f"were free in {tmp_path}. step-00000001 stays the newest checkpoint." in message
     assert listing == ["step-00000001"]
