@@ -13,6 +13,7 @@ import json
 import statistics
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -36,9 +37,9 @@ from megalite.launch.startup import join
 from megalite.layout.ranks import ParallelLayout
 from megalite.model.flops import parameter_count
 from megalite.model.gpt import GPT
-from megalite.pipeline.actions import parse_action
+from megalite.pipeline.actions import ActionKind, parse_action
 from megalite.pipeline.schedules import build_schedule
-from megalite.pipeline.simulator import Span
+from megalite.pipeline.simulator import Durations, Span
 from megalite.plan.timeline import Timeline, simulated
 from megalite.train.build import Training, build_training, fill_with_start_values, needs_of
 
@@ -254,8 +255,7 @@ class Comparison:
         found = []
         for steps in zip(*(rank.steps for rank in self.measured[name]), strict=True):
             spans = tuple(tuple(Span(parse_action(cell), *times) for cell, *times in step.actions) for step in steps)
-            recorded = Timeline(schedule, table.vpp, MICROBATCHES, spans)
-            found.append(simulated(table, recorded.durations()))
+            found.append(simulated(table, mean_durations(spans)))
         return found
 
     def _seconds(self, name: str) -> list[float]:
@@ -264,6 +264,15 @@ class Comparison:
 
     def _squares(self, name: str) -> float:
         return sum(sum(rank.gradient) for rank in self.measured[name])
+
+
+def mean_durations(ranks: Sequence[Sequence[Span]]) -> Durations:
+    """The mean time of each kind of action on each chunk of each rank."""
+    times = defaultdict[tuple[int, int, ActionKind], list[float]](list)
+    for rank, spans in enumerate(ranks):
+        for action, start, end in spans:
+            times[rank, action.chunk, action.kind].append(end - start)
+    return {key: statistics.fmean(values) for key, values in times.items()}
 
 
 def _reached(yes: bool) -> str:
@@ -281,7 +290,8 @@ def table(comparison: Comparison) -> str:
         predicted = comparison.predicted(name)
         rows[-1] += [f"{1e3 * statistics.median(each.makespan for each in predicted):.1f}"]
         rows[-1] += [f"{comparison.by_prediction(name):.3f}", f"{comparison.by_peer(name):.3f}"]
-        rows[-1] += [f"{statistics.median(each.idle for each in predicted):.1%}"]
+        bubble = statistics.median(each.bubble for each in predicted)
+        rows[-1] += [f"{bubble / (1 + bubble):.1%}"]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
 

@@ -82,7 +82,7 @@ def test_every_room_has_a_floor() -> None:
         "megalite.layout.summary",
         *(f"megalite.layout.{name}" for name in ("buffer_layout", "groups", "ranks", "stages")),
         "megalite.launch.environment",
-        *(f"megalite.plan.{name}" for name in ("buffers_table", "ranks_table", "schedule_picture", "timeline")),
+        *(f"megalite.plan.{name}" for name in ("buffers_table", "ranks", "timeline")),
     ],
 )
 def test_arithmetic_needs_no_torch(module: str) -> None:

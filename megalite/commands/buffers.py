@@ -2,7 +2,7 @@
 
 python -m megalite plan buffers model=gpt2 tokenizer=gpt2 --dp 4
 python -m megalite plan buffers model=llama3_8b parallel.tp=2 train.global_batch_size=64 --world-size 128 --rank 5
-python -m megalite plan buffers model=gpt2 optimizer.bucket_size=5000000 optimizer.instances=2 --dp 8 --all
+python -m megalite plan buffers model=gpt2 optimizer.bucket_size=5000000 optimizer.instances=2 --dp 8
 python -m megalite plan buffers model=tiny_moe tokenizer=byte parallel.tp=2 parallel.ep=4 parallel.etp=1 --world-size 8
 
 OVERRIDES are those of pretrain_gpt.py. No data is read, no GPU is used, nothing is written.
@@ -24,7 +24,7 @@ from megalite.errors.problems import Problem, UserError
 from megalite.layout.summary import header_lines as layout_lines
 from megalite.optim.memory import bytes_of_rank
 from megalite.optim.rank_buffers import rank_buffers
-from megalite.plan.buffers_table import bucket_lines, header_lines, owned_lines
+from megalite.plan.buffers_table import buffer_lines
 from megalite.verify.shrink import vocabulary_of
 from megalite.verify.verify import load
 
@@ -32,8 +32,7 @@ from megalite.verify.verify import load
 @command(
     WORLD_SIZE,
     option("--dp", **RANKS, help="data-parallel size (default: 2)"),
-    option("--rank", type=number_from(0), metavar="R", help="whose buffers; also lists all ranges that it owns"),
-    option("--all", action="store_true", help="every line of a long table"),
+    option("--rank", type=number_from(0), metavar="R", help="whose buffers (default: 0)"),
 )
 def main(options: Namespace, overrides: list[str]) -> Shown:
     config, world_size = load_world(overrides, options.world_size, options.dp)
@@ -52,11 +51,8 @@ def main(options: Namespace, overrides: list[str]) -> Shown:
     buffers = rank_buffers(config, world, options.rank or 0)
     kept = partial(bytes_of_rank, precision=config.precision, optimizer=config.optimizer)
     axes, *of_experts = layout_lines(world)[: 1 + world.has_experts]
-    header = [f"{config.model.name}, {axes}, {config.precision}", *of_experts, *header_lines(buffers, kept)]
-    lines = [*header, *notes, "", *bucket_lines(buffers, kept, full=options.all)]
-    if options.rank is not None:
-        lines += ["", *owned_lines(buffers, full=options.all)]
-    return Shown(lines)
+    header = [f"{config.model.name}, {axes}, {config.precision}", *of_experts, *notes]
+    return Shown([*header, *buffer_lines(buffers, kept)])
 
 
 def load_world(overrides: list[str], world_size: int | None, dp: int | None) -> tuple[Config, int]:

@@ -26,8 +26,8 @@ from megalite.config.rule import Case
 from megalite.errors.problems import NO_VALUE, Problem, UserError, collect
 from megalite.layout.ranks import ParallelLayout
 from megalite.layout.stages import StageLayers, stage_layers
-from megalite.plan.ranks_picture import ranks_picture
-from megalite.plan.ranks_table import expert_lines, held_experts, json_lines, stage_lines, table_lines
+from megalite.layout.summary import header_lines
+from megalite.plan.ranks import groups_of, json_lines, ranks_picture, stage_lines, table_lines
 
 MOST_RANKS = 1 << 20  # lists of more would fill the memory before anybody reads them
 LABELS = {"world_size": "--world-size", "split_rank": "--pp-split-rank"}
@@ -48,14 +48,14 @@ STAGE_LABELS = {**STAGE_NAMES, "split_rank": LABELS["split_rank"]}
 )
 def main(options: Namespace, overrides: list[str]) -> Shown:
     layout, stages, experts = lay_out(options, [*overrides, *sizes_as_overrides(options, overrides)])
-    held = held_experts(layout, experts)
+    groups = groups_of(layout, experts)
     if options.json:
-        lines = [*json_lines(layout, stages, held)]
+        lines = [*json_lines(groups, stages)]
     else:
-        lines = [*table_lines(layout, shutil.get_terminal_size((120, 24)).columns if sys.stdout.isatty() else 120)]
+        width = shutil.get_terminal_size((120, 24)).columns if sys.stdout.isatty() else 120
+        lines = [*header_lines(layout), *table_lines(groups, layout.world_size, width)]
         lines += ["", *stage_lines(stages)] if stages else []
-        lines += ["", *expert_lines(held)] if held else []
-    return Shown(lines, draw=lambda: ranks_picture(layout, options.gpus_per_node, held))
+    return Shown(lines, draw=lambda: ranks_picture(layout, options.gpus_per_node, experts))
 
 
 def sizes_as_overrides(options: Namespace, overrides: Sequence[str]) -> list[str]:

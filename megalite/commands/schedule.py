@@ -25,8 +25,15 @@ from megalite.errors.problems import NO_VALUE, Problem, UserError
 from megalite.pipeline.checker import check
 from megalite.pipeline.schedules import build_schedule
 from megalite.pipeline.simulator import equal_durations
-from megalite.plan.schedule_picture import schedule_picture
-from megalite.plan.timeline import FORWARD_PASSES, MILLISECONDS, Timeline, Unit, read_recording, simulated
+from megalite.plan.timeline import (
+    FORWARD_PASSES,
+    MILLISECONDS,
+    Timeline,
+    Unit,
+    read_recording,
+    schedule_picture,
+    simulated,
+)
 
 READ = (  # the settings that concern the schedule; of the model and of other axes nothing is asked
     *(f"parallel.{name}" for name in ("pp", "vpp", "schedule", "microbatch_group_size")),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megalite.context_parallel.exchange import ContextRanks
+from megalite.context_parallel.exchange import CpGroups
 from megalite.kernels.attention_mask import AttentionMask
 from megalite.kernels.attention_tile import attend, attend_backward, merge_
 from megalite.kernels.pieces import statistics_dtype
@@ -26,7 +26,7 @@ def context_attention(
     queries: Tensor,
     keys: Tensor,
     values: Tensor,
-    ranks: ContextRanks,
+    ranks: CpGroups,
     mask: AttentionMask,
     whole: Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> Tensor:
@@ -39,7 +39,7 @@ def context_attention(
     return out if ranks.alltoall is None else _rows_for_heads(out, ranks, ranks.alltoall.size)
 
 
-def whole_sequence(x: Tensor, ranks: ContextRanks) -> Tensor:
+def whole_sequence(x: Tensor, ranks: CpGroups) -> Tensor:
     """What the ranks have of sequences without documents, in the order of the positions: [n, ...] -> [s, ...]."""
     for group in (ranks.alltoall, ranks.ring):
         x = x if group is None else finish(start_all_gather(x, group))
@@ -50,7 +50,7 @@ def whole_sequence(x: Tensor, ranks: ContextRanks) -> Tensor:
     return torch.empty_like(x).index_copy_(0, order, x)
 
 
-def _heads_for_rows(queries: Tensor, keys: Tensor, values: Tensor, ranks: ContextRanks, size: int) -> Heads:
+def _heads_for_rows(queries: Tensor, keys: Tensor, values: Tensor, ranks: CpGroups, size: int) -> Heads:
     """[n, b, groups, ...] -> [n * a, b, groups / a, ...]; a group that ranks share goes to each of them."""
     groups, q = queries.shape[2:4]
     if groups % size:
@@ -67,7 +67,7 @@ def _heads_for_rows(queries: Tensor, keys: Tensor, values: Tensor, ranks: Contex
     return queries, keys, values
 
 
-def _rows_for_heads(out: Tensor, ranks: ContextRanks, size: int) -> Tensor:
+def _rows_for_heads(out: Tensor, ranks: CpGroups, size: int) -> Tensor:
     """[n * a, b, heads / a * e] -> [n, b, heads * e]"""
     parts: Tensor = _Swap.apply(out, ranks).unflatten(0, (size, -1))  # [a, n, b, heads / a * e]
     return parts.permute(1, 2, 0, 3).flatten(2)
@@ -75,7 +75,7 @@ def _rows_for_heads(out: Tensor, ranks: ContextRanks, size: int) -> Tensor:
 
 class _Swap(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: ContextRanks) -> Tensor:
+    def forward(ctx: Any, x: Tensor, ranks: CpGroups) -> Tensor:
         ctx.ranks = ranks
         return ranks.swap(x)
 
@@ -90,7 +90,7 @@ class _RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, queries: Tensor, keys: Tensor, values: Tensor, ranks: ContextRanks, mask: AttentionMask
+        ctx: Any, queries: Tensor, keys: Tensor, values: Tensor, ranks: CpGroups, mask: AttentionMask
     ) -> Tensor:
         ctx.tiles = tiles = _Tiles(mask, ranks, keys.shape[-1])
         own = _by_head(queries)
@@ -146,7 +146,7 @@ class _Tiles:
     """What one rank of a ring computes of each block: the tiles of the plan, and their masks where documents cut them.
     A block travels as [m, b, groups, d + e], keys beside values."""
 
-    def __init__(self, mask: AttentionMask, ranks: ContextRanks, key_size: int) -> None:
+    def __init__(self, mask: AttentionMask, ranks: CpGroups, key_size: int) -> None:
         assert ranks.ring is not None
         assert mask.plan is not None
         self.ranks, self.plan = ranks, mask.plan

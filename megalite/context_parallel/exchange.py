@@ -31,7 +31,7 @@ GradientOf = Callable[[int, Tensor], Tensor]  # of a block, in the dtype of stat
 
 
 @dataclass(frozen=True)
-class ContextRanks:
+class CpGroups:
     """The ranks that share each sequence: those of `alltoall` swap heads for their parts of a block, those of `ring`
     see each other's blocks, by passing them on or, with `gathers`, all at once. `sharing`: all ranks that hold a part
     of a sequence, those of sequence parallelism included, for routers. `waiting` is entered to wait."""

@@ -84,7 +84,7 @@ def _is_for_flash(queries: Tensor, values: Tensor, mask: Tensor | None) -> bool:
 
 
 def _plain(queries: Tensor, keys: Tensor, values: Tensor, causal: bool, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Attention by products of whole matrices, where no kernel has a mask or the dtype."""
+    """Attention by products of whole matrices, where no kernel takes the mask, the dtype or the sizes."""
     scores = _scores(queries, keys, causal, mask)
     lse = scores.logsumexp(-1)
     probabilities = (scores - lse.clamp(min=torch.finfo(lse.dtype).min).unsqueeze(-1)).exp()

@@ -51,7 +51,7 @@ class DropoutStreams:
         return self._keys(len(positions), samples.view(-1, 1, 1), heads.view(-1, 1), positions)  # [b, heads, s]
 
     def _keys(self, width: int, *coordinates: Tensor) -> dict[Stream, DropoutKey]:
-        """Keys of rows of as many dims as the coordinates broadcast to."""
+        """Keys of rows; the coordinates broadcast to the shape of the rows."""
         rows = self._words.view(-1, *[1] * coordinates[0].dim())  # [streams, ...]
         for coordinate in coordinates:
             rows = _mix(rows + coordinate * GOLDEN)

@@ -60,8 +60,8 @@ class RowGroups:
         return rows.masked_fill_(behind.view(-1, *[1] * (rows.dim() - 1)), 0.0)
 
     def padded(self, rows: int, multiple: int) -> tuple["RowGroups", Tensor, Tensor]:
-        """Groups of multiples of so many rows. Which of the present `rows` [m] each new row copies [M], and where each
-        is among the new ones [m]. A group's last row fills it up; an empty group stays empty. On a CPU."""
+        """Groups whose sizes are multiples of `multiple`; the old row that each new row copies [M], and the place of
+        each of the `rows` [m] old ones. A group's last row fills it up; an empty group stays empty. On a CPU."""
         sizes = [-(-(end - start) // multiple) * multiple for start, end in self.ranges]
         *firsts, filled = [0, *accumulate(sizes)]
         behind = self.ranges[-1][1]
@@ -78,12 +78,11 @@ class RowGroups:
 
 
 def multiple_of_rows(rows: int, groups: int, device: torch.device, dtype: torch.dtype) -> int:
-    """The number of rows that groups should be multiples of, for so many rows in so many groups; 1 where it does not
-    matter.
+    """The number of rows that group sizes should be multiples of; 1 where it does not matter.
 
     oneDNN multiplies bf16 and fp16 on CPUs. It compiles a kernel for each number of rows that is new to it, which takes
-    ten times as long as the product, and with experts the number is new in every step. A power of two near a sixteenth
-    of a group's mean has few multiples, and costs 3 % more rows.
+    ten times as long as the product, and with experts the number is new in every step. A power of two near a
+    sixteenth of the mean group has few multiples and adds 3 % of rows.
     """
     if device.type != "cpu" or dtype.itemsize != 2:
         return 1

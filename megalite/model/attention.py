@@ -15,7 +15,7 @@ from torch.nn.attention import sdpa_kernel
 
 from megalite.config.schema import LEAST_FLEX_HEAD, ModelConfig
 from megalite.context_parallel.attention import context_attention
-from megalite.context_parallel.exchange import ContextRanks
+from megalite.context_parallel.exchange import CpGroups
 from megalite.data.batch import Batch
 from megalite.kernels.attention import attention
 from megalite.kernels.attention_mask import MAX_ROWS, AttentionMask, DocumentRows, block_mask, dense_mask
@@ -26,7 +26,7 @@ from megalite.model.norm import RMSNorm
 from megalite.model.parameters import GROUPS
 from megalite.model.recompute import Recompute
 from megalite.moe.balance import TokenMasks
-from megalite.tensor_parallel.layers import ColumnParallelLinear, Placement, RowParallelLinear
+from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, TpContext
 
 Heads = tuple[Tensor, Tensor, Tensor]  # queries [s, b, groups, q_per_kv, d], keys [.., 1, d], values [.., 1, e]
 
@@ -77,14 +77,14 @@ class Attention(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, place: Placement, recompute: Recompute, context: ContextRanks | None = None
+        self, config: ModelConfig, place: TpContext, recompute: Recompute, context: CpGroups | None = None
     ) -> None:
         super().__init__()
         self.dropout, self.recompute = config.attention_dropout or 0.0, recompute
         self.device, self.context = place.device, context
         self.build(config, place)
 
-    def build(self, config: ModelConfig, place: Placement) -> None:
+    def build(self, config: ModelConfig, place: TpContext) -> None:
         heads, groups, d = config.num_attention_heads, config.num_key_value_heads, config.head_size
         outputs = groups, heads // groups + 2, d
         self.qkv = ColumnParallelLinear(outputs, config.hidden_size, GROUPS, place, bias=config.bias)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megalite.config.activations import ACTIVATIONS
 from megalite.config.schema import ModelConfig
-from megalite.context_parallel.exchange import ContextRanks
+from megalite.context_parallel.exchange import CpGroups
 from megalite.kernels.dropout import DropoutKey, hash_dropout
 from megalite.kernels.pieces import statistics_dtype
 from megalite.model.attention import Attention, BlockInputs, Heads
@@ -26,7 +26,7 @@ from megalite.moe.dispatch import ExpertRanks
 from megalite.moe.experts import Experts
 from megalite.moe.layer import MoELayer
 from megalite.moe.router import Router
-from megalite.tensor_parallel.layers import Placement
+from megalite.tensor_parallel.layers import TpContext
 
 
 class Block(nn.Module):
@@ -36,9 +36,9 @@ class Block(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
-        place: Placement,
+        place: TpContext,
         recompute: Collection[str] = (),
-        context: ContextRanks | None = None,
+        context: CpGroups | None = None,
         experts: ExpertRanks | None = None,
     ) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class Block(nn.Module):
         setattr(self, "forward", forward)  # noqa: B010
 
 
-def _moe_layer(config: ModelConfig, place: Placement, ranks: ExpertRanks, *, recompute: bool) -> MoELayer:
+def _moe_layer(config: ModelConfig, place: TpContext, ranks: ExpertRanks, *, recompute: bool) -> MoELayer:
     experts = Experts(
         config.moe,
         config.hidden_size,

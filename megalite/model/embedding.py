@@ -6,13 +6,13 @@ from torch import Tensor, nn
 from megalite.config.schema import ModelConfig
 from megalite.kernels.embed import embed
 from megalite.model.parameters import padded_vocabulary
-from megalite.tensor_parallel.layers import Placement, VocabParallelEmbedding
+from megalite.tensor_parallel.layers import TpContext, VocabParallelEmbedding
 
 
 class Table(nn.Module):
     """weight [rows, h]."""
 
-    def __init__(self, rows: int, width: int, place: Placement) -> None:
+    def __init__(self, rows: int, width: int, place: TpContext) -> None:
         super().__init__()
         self.weight = place.parameter(rows, width)
 
@@ -20,7 +20,7 @@ class Table(nn.Module):
 class Embedding(nn.Module):
     """Word, plus position where positions are learned. A stage that only ends the model holds it for its tied head."""
 
-    def __init__(self, config: ModelConfig, place: Placement, *, positions: bool) -> None:
+    def __init__(self, config: ModelConfig, place: TpContext, *, positions: bool) -> None:
         super().__init__()
         self.word = VocabParallelEmbedding(padded_vocabulary(config), config.hidden_size, place)
         self.sequence = place.sequence

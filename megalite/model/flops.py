@@ -1,8 +1,8 @@
 """Parameters and FLOPs of a GPT, and the dense peak of devices, as pure arithmetic. No torch import.
 
 Model FLOPs follow PaLM (Chowdhery et al. 2022, appendix B): forward and backward need 6 FLOPs per matrix parameter and
-token, and attention's two products 12 * layers * width of all heads * sequence length. Only experts that a token goes
-through count. Embedding look-ups, norms and whatever is computed a second time count nothing, so that a run that
+token, and attention's two products 12 * layers * width of all heads * sequence length. Only the experts that a token
+goes through count. Embedding look-ups, norms and whatever is computed a second time count nothing, so that a run that
 recomputes does not look faster than it is.
 """
 
@@ -20,7 +20,7 @@ def parameter_count(config: ModelConfig) -> int:
 
 
 def active_parameters(config: ModelConfig) -> int:
-    """The parameters that one token meets: without the experts that it does not go through."""
+    """Parameters that one token meets: the experts that it does not go through are not counted."""
     return sum(_active(record, config) for record in gpt_parameters(replace(config, vocab_multiple=1)))
 
 

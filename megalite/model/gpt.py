@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megalite.config.schema import Config, TrainConfig
 from megalite.context_parallel.attention import whole_sequence
-from megalite.context_parallel.exchange import ContextRanks
+from megalite.context_parallel.exchange import CpGroups
 from megalite.data.batch import Batch
 from megalite.kernels.dropout import DropoutKey, DropoutStreams, Stream, hash_dropout
 from megalite.kernels.pieces import statistics_dtype
@@ -37,7 +37,7 @@ from megalite.moe.router import Router
 from megalite.tensor_parallel.collectives import TensorGroup
 from megalite.tensor_parallel.cross_entropy import TokenLoss
 from megalite.tensor_parallel.deferred import DeferredWork
-from megalite.tensor_parallel.layers import Placement, VocabParallelEmbedding
+from megalite.tensor_parallel.layers import TpContext, VocabParallelEmbedding
 from megalite.tensor_parallel.linear import linear
 from megalite.tensor_parallel.mappings import gather_from_sequence_parallel, reduce_from_tensor_parallel
 
@@ -62,7 +62,7 @@ class GPT(nn.Module):
     `stage` says which layers are here, maybe none, whether tokens enter here, and whether final norm, head (if tied, a
     copy of the word embedding) and loss are here. With `tp` it holds this rank's shard of every layer, and of experts
     those that are its own among `expert_ranks`; with `context` it computes this rank's part of each sequence.
-    `router_figures` [layers here with experts, 2 E + 5] (balance.py) are summed up over the microbatches of training
+    `router_metrics` [layers here with experts, 2 E + 5] (balance.py) are summed up over the microbatches of training
     until someone sets them to 0.
     """
 
@@ -78,7 +78,7 @@ class GPT(nn.Module):
         device: torch.device,
         stage: StageLayers | None = None,
         tp: TensorGroup | None = None,
-        context: ContextRanks | None = None,
+        context: CpGroups | None = None,
         expert_ranks: ExpertRanks = ExpertRanks(),  # noqa: B008 - it cannot change
     ) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class GPT(nn.Module):
         self.deferred = DeferredWork()  # weight gradients of linear layers, of a backward that it collects
         sequence_parallel = bool(config.parallel.sequence_parallel) and tp is not None
         # A compiled backward cannot defer work.
-        self.place = Placement(dtype, device, tp, sequence_parallel, None if train.compile else self.deferred)
+        self.place = TpContext(dtype, device, tp, sequence_parallel, None if train.compile else self.deferred)
         self.sharing = self.place.sequence if context is None else context.sharing  # ranks with parts of one sequence
         self.recomputed = range(0)  # layers whose blocks backward computes again
         if train.recompute == "full":
@@ -102,7 +102,7 @@ class GPT(nn.Module):
             self.embedding = Embedding(model, self.place, positions=positions)
         self.blocks = nn.ModuleDict({str(layer): self._block(layer, train, expert_ranks) for layer in layers})
         width = 2 * model.moe.num_experts + AFTER_COUNTS
-        self.router_figures = torch.zeros(len(self.routers), width, dtype=torch.float64, device=device)
+        self.router_metrics = torch.zeros(len(self.routers), width, dtype=torch.float64, device=device)
         if self.has_loss:
             self.final_norm = build_norm(model, self.place)
             if not model.tie_embeddings:
@@ -130,7 +130,7 @@ class GPT(nn.Module):
 
     @property
     def routers(self) -> dict[int, Router]:
-        """The routers by layer, for layers with experts."""
+        """The routers of the layers with experts, by layer."""
         pairs = zip(self.blocks, self._blocks(), strict=True)
         return {int(name): block.moe.router for name, block in pairs if block.moe is not None}
 
@@ -155,7 +155,7 @@ class GPT(nn.Module):
                 layer.small_main_grads[kind] = main_grad
 
     def activation_shape(self, batch: Batch) -> tuple[int, int, int]:
-        """The shape of what stages send each other: [s, b, h], with sequence parallelism [s/t, b, h]."""
+        """The shape that stages send each other for a microbatch: [s, b, h], with sequence parallelism [s/t, b, h]."""
         b, s = batch.tokens.shape
         return s // (1 if self.place.sequence is None else self.place.sequence.size), b, self.config.hidden_size
 
@@ -179,7 +179,7 @@ class GPT(nn.Module):
         """scale (0-d) * sum of the losses of the batch's unmasked tokens: 0-d, fp32 (fp64 in fp64), alike on tp ranks.
 
         Label smoothing and z-loss are part of it while training. A stage without the loss returns what `forward` does.
-        Losses of routers enter in backward alone: they are in the gradients, and in `router_figures`.
+        Losses of routers enter in backward alone: they are in the gradients, and in `router_metrics`.
         """
         hidden: Tensor = self(batch, received, scale)
         if not self.has_loss:
@@ -264,7 +264,7 @@ class GPT(nn.Module):
             else:
                 x = block(x, inputs)
         if shared.routing and self.training and torch.is_grad_enabled():
-            self.router_figures += torch.stack(shared.routing)
+            self.router_metrics += torch.stack(shared.routing)
         return x
 
     def _token_masks(self, batch: Batch, scale: Tensor | None) -> TokenMasks:

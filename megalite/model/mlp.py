@@ -11,14 +11,14 @@ from megalite.config.schema import ModelConfig
 from megalite.layout.parameters import Split
 from megalite.model.parameters import inner_projection
 from megalite.model.recompute import Recompute
-from megalite.tensor_parallel.layers import ColumnParallelLinear, Placement, RowParallelLinear
+from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, TpContext
 
 
 class MLP(nn.Module):
     """down(activation(up x)); gated, gate and up are one product."""
 
     def __init__(
-        self, config: ModelConfig, place: Placement, *, ffn: int | None = None, recompute: Recompute | None = None
+        self, config: ModelConfig, place: TpContext, *, ffn: int | None = None, recompute: Recompute | None = None
     ) -> None:
         """`ffn`: the inner width, by default the model's."""
         super().__init__()

@@ -6,13 +6,13 @@ from torch import Tensor, nn
 from megalite.config.schema import ModelConfig
 from megalite.kernels.main_grad import with_main_grad
 from megalite.kernels.rms_norm import rms_norm
-from megalite.tensor_parallel.layers import Placement
+from megalite.tensor_parallel.layers import TpContext
 
 
 class RMSNorm(nn.Module):
     """Zhang and Sennrich 2019: x / sqrt(mean(x^2) + eps) * weight."""
 
-    def __init__(self, size: int, eps: float, place: Placement) -> None:
+    def __init__(self, size: int, eps: float, place: TpContext) -> None:
         super().__init__()
         self.weight = place.parameter(size)
         self.eps = eps
@@ -26,7 +26,7 @@ class RMSNorm(nn.Module):
 class LayerNorm(nn.Module):
     """Ba et al. 2016: (x - mean(x)) / sqrt(variance(x) + eps) * weight + bias."""
 
-    def __init__(self, size: int, eps: float, place: Placement, *, bias: bool) -> None:
+    def __init__(self, size: int, eps: float, place: TpContext, *, bias: bool) -> None:
         super().__init__()
         self.weight = place.parameter(size)
         self.bias = place.parameter(size) if bias else None
@@ -40,7 +40,7 @@ class LayerNorm(nn.Module):
         return F.layer_norm(x, weight.shape, weight, bias, self.eps)
 
 
-def build_norm(config: ModelConfig, place: Placement) -> LayerNorm | RMSNorm:
+def build_norm(config: ModelConfig, place: TpContext) -> LayerNorm | RMSNorm:
     """The norm of the residual stream that `config` asks for."""
     size, eps = config.hidden_size, config.norm_eps
     if config.norm == "layernorm":

@@ -1,4 +1,4 @@
-"""The routers of a rank's part of the model, as training meets them once a step: their figures and their state."""
+"""The routers of a rank's part of the model, as training meets them once a step: their metrics and their state."""
 
 from collections.abc import Iterator, Sequence
 
@@ -11,7 +11,7 @@ from megalite.moe.router import Router
 
 
 class Routers:
-    """The routers of all `chunks` on this rank. In a dense model there are none, and all of it is empty."""
+    """The routers of all `chunks` on this rank; a dense model has none."""
 
     def __init__(self, chunks: Sequence[GPT]) -> None:
         self._chunks = chunks
@@ -20,21 +20,21 @@ class Routers:
         self._device = chunks[0].device
 
     def start_step(self) -> None:
-        """Forget the figures of the step before."""
+        """Forget the counts of the step before."""
         for chunk in self._chunks:
-            chunk.router_figures.zero_()
+            chunk.router_metrics.zero_()
 
     def figures(self) -> Tensor:
         """What this rank counted in the step, [layers of the model with experts, 2 E + 5] fp64 (balance.py): 0 where a
         layer is elsewhere, so that the sum over all ranks is the whole model's."""
         table = torch.zeros(len(self._layers), self._width, dtype=torch.float64, device=self._device)
         for chunk in self._chunks:
-            for layer, row in zip(chunk.routers, chunk.router_figures, strict=True):
+            for layer, row in zip(chunk.routers, chunk.router_metrics, strict=True):
                 table[self._layers.index(layer)] = row
         return table
 
     def update(self, table: Tensor, skip: Tensor) -> None:
-        """After a step, with the sum of all ranks' figures; nothing changes where `skip` (0-d) is 1."""
+        """After a step, with the sum over all ranks; nothing changes where `skip` (0-d) is 1."""
         counts, balanced = counts_of(table)
         for name, router in self._named():
             at = self._layers.index(name)

@@ -1,4 +1,4 @@
-"""What keeps experts evenly used: the router's losses, the biases of the choice, and the figures that users see.
+"""What keeps experts evenly used: the router's losses, the biases of the choice, and the metrics that users see.
 
 A microbatch's balancing loss is coefficient * E / (k T^2) * sum over experts of (tokens that chose it * sum of its
 probabilities), over its T unmasked tokens wherever they are (Switch, arXiv 2101.03961); `sequence` takes each sequence
@@ -19,7 +19,7 @@ from megalite.data.batch import Batch
 from megalite.moe.router import Choice, Router, count_choices, top_experts
 from megalite.tensor_parallel.collectives import TensorGroup, finish, start_all_gather, start_all_reduce
 
-AFTER_COUNTS = 5  # numbers that follow both counts of experts in `Figures`
+AFTER_COUNTS = 5  # numbers that follow both counts of experts in `RouterMetrics`
 
 
 @dataclass(frozen=True)
@@ -83,10 +83,10 @@ def _rows(x: Tensor, order: Tensor) -> Tensor:
     return x.view(len(order), -1, *x.shape[1:]).index_select(0, order).flatten(0, 1)
 
 
-class Figures(NamedTuple):
-    """Sums over the tokens of one layer: how many chose each expert [E], how many unmasked ones it has for the
-    balancing loss [E] (with aux_loss=global, else 0), how many choices were dropped, both losses times the tokens, the
-    entropy of the probabilities, and tokens. All fields are 0-d except the counts."""
+class RouterMetrics(NamedTuple):
+    """Sums over the tokens of one layer: how many chose each expert [E], how many unmasked tokens it has for the
+    balancing loss [E] (with aux_loss=global, else 0), dropped choices, both losses times the tokens, the entropy of the
+    probabilities, and tokens. All fields are 0-d except the counts."""
 
     counts: Tensor
     balanced: Tensor
@@ -103,13 +103,13 @@ class Figures(NamedTuple):
 
 
 def counts_of(table: Tensor) -> tuple[Tensor, Tensor]:
-    """`counts` and `balanced` of rows of `Figures`: [layers, 2 E + 5] -> [layers, E] each."""
+    """`counts` and `balanced` of rows of `RouterMetrics`: [layers, 2 E + 5] -> [layers, E] each."""
     counts, balanced = table[:, :-AFTER_COUNTS].chunk(2, dim=1)
     return counts, balanced
 
 
 def in_numbers(table: Tensor) -> dict[str, Any]:
-    """What users see of rows of `Figures` [layers, 2 E + 5], or of sums over steps. NaN where there was no token.
+    """What users see of rows of `RouterMetrics` [layers, 2 E + 5], or of sums over steps. NaN where there was no token.
 
     A layer's imbalance is the most choices of an expert over the mean; losses and entropy are means over layers.
     """
@@ -129,9 +129,8 @@ def in_numbers(table: Tensor) -> dict[str, Any]:
 
 
 class RouterLosses(NamedTuple):
-    """Balancing loss, z-loss and entropy of the probabilities (0-d), and the counts of `Figures.balanced` [E]: sums
-    over this rank's tokens (of a mean: times their number). The losses of all ranks of a microbatch add up to its
-    own."""
+    """Balancing loss, z-loss, entropy of the probabilities (0-d) and `RouterMetrics.balanced` [E] as sums over this
+    rank's tokens (a mean times their number). The sum over all ranks is the microbatch's."""
 
     balance: Tensor
     z: Tensor
@@ -145,8 +144,7 @@ class RouterLosses(NamedTuple):
 
 
 def router_losses(router: Router, logits: Tensor, experts: Tensor, masks: TokenMasks) -> RouterLosses:
-    """The losses of logits [t, E]; `experts` [t, k] is what the router chose. A loss without a coefficient is 0, and
-    free."""
+    """Losses of logits [t, E]; the router chose `experts` [t, k]. A loss without a coefficient is 0, and free."""
     moe = router.moe
     balance, z, _, counts = RouterLosses.none(logits)
     probabilities = router.probabilities(logits).masked_fill(~masks.scored.unsqueeze(1), 0.0)
@@ -181,8 +179,8 @@ def _counts(router: Router, logits: Tensor, experts: Tensor, masks: TokenMasks) 
 
 @torch.no_grad()
 def _shares(counts: Tensor, moe: MoEConfig, masks: TokenMasks) -> Tensor:
-    """Each expert's share [1, E] of the choices that `counts` [b, E] counts, on all ranks that divide the sequences;
-    with `sequence`, of each sequence's choices [b, E]."""
+    """Each expert's share [1, E] of the choices in `counts` [b, E], summed over the ranks that divide the sequences;
+    with `sequence`, its share of each sequence's choices [b, E]."""
     lengths = masks.lengths.to(counts.dtype)
     if moe.aux_loss != "sequence":
         counts, lengths = counts.sum(0, keepdim=True), lengths.sum(0, keepdim=True)
@@ -239,8 +237,8 @@ def drop_over_capacity(choice: Choice, num_experts: int, factor: float, masks: T
 def update_router(router: Router, counts: Tensor, balanced: Tensor, skip: Tensor) -> None:
     """After a step: each expert's bias moves by the rate towards even use, and its share is noted for `global`.
 
-    `counts`, `balanced` [E]: those of `Figures`, of the step on all ranks. Nothing changes where `skip` (0-d) is 1, nor
-    does a share of nothing.
+    `counts` and `balanced` [E] are `RouterMetrics` of the step on all ranks. Nothing changes where `skip` (0-d) is 1,
+    nor does a share of nothing.
     """
     router.expert_bias += router.moe.expert_bias_rate * (counts.mean() - counts).sign() * (1.0 - skip)
     total = balanced.sum()

@@ -166,8 +166,8 @@ class _Exchange:
     gradients: tuple[Tensor, ...] = ()  # on their way back
 
     def start(self, *rows: Tensor) -> tuple[Tensor, ...]:
-        """Each tensor's parts from all members, to be used after `finish`. Tensors that travel together go through one
-        call: all members must start their exchanges in one order, in backward too."""
+        """Start sending each tensor's rows; the results are complete after `finish`. Tensors that travel together go
+        through one call: all members must start their exchanges in one order, in backward too."""
         started: tuple[Tensor, ...] = _Start.apply(self, *rows)
         return started
 

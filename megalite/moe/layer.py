@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from megalite.moe.balance import Figures, RouterLosses, TokenMasks, add_to_loss, drop_over_capacity, router_losses
+from megalite.moe.balance import RouterLosses, RouterMetrics, TokenMasks, add_to_loss, drop_over_capacity, router_losses
 from megalite.moe.dispatch import ExpertRanks, dispatch
 from megalite.moe.experts import Experts
 from megalite.moe.router import Choice, Router, count_choices
@@ -21,7 +21,7 @@ class MoELayer(nn.Module):
     def forward(
         self, x: Tensor, masks: TokenMasks, shared: Callable[[Tensor], Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """[s, b, h] (or this rank's part of the sequence) -> the same, and the layer's `Figures` as a row [2 E + 5].
+        """[s, b, h] (or this rank's part of the sequence) -> the same, and its `RouterMetrics` as a row [2 E + 5].
 
         `shared` is an expert of all tokens, on [s, b, h]; it computes while tokens travel. While gradients are
         computed, the router's losses enter the loss here.
@@ -47,5 +47,7 @@ class MoELayer(nn.Module):
             counts = count_choices(chosen, moe.num_experts)
             dropped = (choice.experts != chosen).sum()
             balance, z, entropy, balanced = losses
-            figures = Figures(counts, balanced, dropped, balance.detach(), z.detach(), entropy, masks.scored.sum())
-        return y.view_as(x), figures.as_row()
+            metrics = RouterMetrics(
+                counts, balanced, dropped, balance.detach(), z.detach(), entropy, masks.scored.sum()
+            )
+        return y.view_as(x), metrics.as_row()

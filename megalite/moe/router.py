@@ -92,7 +92,7 @@ class _WideProduct(torch.autograd.Function):
 
 
 def softmax(x: Tensor) -> Tensor:
-    """The softmax of each row of [t, n]."""
+    """Softmax of each row of [t, n]."""
     few = x.device.type == "cpu" and x.shape[1] <= FEW
     return x.t().softmax(0).t() if few else x.softmax(1)
 

@@ -1,70 +1,47 @@
 """Describes when each pipeline rank did what, simulated or recorded: the bubble, and what each rank holds.
 
-A run records steps in pipeline.jsonl, a line for each step and rank of the run's first pipeline:
+A run records steps in pipeline.jsonl, a line for each step and rank of the run's first pipeline, from rank 0 on:
 
     {"step": 20, "schedule": "1f1b", "pp": 4, "rank": 0, "actions": [["0F0", 0.0, 0.0131], ["0F1", 0.0131, 0.0262]]}
 
-Times are seconds on one clock for all ranks of a step. Lines of a step come from rank 0 on; a killed run may have left
-some torn or missing, and the step is passed over. The last complete lines of a step count. No torch import.
+Times are seconds on one clock for all ranks of a step. A step that is not whole is passed over; of a step that was done
+again the last lines count. No torch import.
 """
 
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
+from megalite.config.schedule_rules import ScheduleRequest
 from megalite.errors.problems import Problem, UserError
 from megalite.errors.words import several
 from megalite.pipeline.actions import Action, ActionKind, Schedule, parse_action
+from megalite.pipeline.schedules import SCHEDULES, build_schedule
 from megalite.pipeline.simulator import Durations, Span, equal_durations, simulate
+from megalite.plan.picture import LETTER, Picture
 from megalite.train.history import PIPELINE
 
-
-class Unit(NamedTuple):
-    """The unit of shown times: a time is multiplied by `scale`."""
-
-    words: str
-    scale: float
-
-
+Unit = tuple[str, float]  # of shown times: the unit's name, and how many make a unit of the timeline
+LEFT, RIGHT, TOP = 66, 120, 62  # room for names of ranks, for what they hold, for titles
+NARROWEST, WIDEST, MICROBATCH = 560.0, 1080.0, 84.0  # all boxes of a row; those of a microbatch, where there is room
+ROW, HIGHEST, NAMED = 28.0, 700.0, 12.0  # a row; all rows; rows lower than this are named one in eight
+MOST_PASSES = 20_000  # of microbatches through chunks, of a schedule that a report shows
 TAIL = 2**24  # bytes at the end of pipeline.jsonl that hold the last step
-FORWARD_PASSES = Unit("forward passes of a rank", 1)  # as equal_durations has it
-MILLISECONDS = Unit("ms", 1000)  # of recorded seconds
+FORWARD_PASSES: Unit = ("forward passes of a rank", 1)  # as equal_durations has it
+MILLISECONDS: Unit = ("ms", 1000)  # of recorded seconds
+HELD: dict[ActionKind, int] = {"forward": 1, "backward": -1, "backward-input": 0, "backward-weight": -1}
 
 
-class InFlight(NamedTuple):
-    """The most that a rank holds at once, in activations of one chunk for one microbatch.
-
-    `activations`: forward done, backward or backward-input not yet. `weights`: what backward-input leaves for
-    backward-weight. `together`: the most of both at one time.
-    """
-
-    activations: int
-    weights: int
-    together: int
-
-
-CHANGES: dict[ActionKind, tuple[int, int]] = {  # of activations and weights that are held
-    "forward": (1, 0),
-    "backward": (-1, 0),
-    "backward-input": (-1, 1),
-    "backward-weight": (0, -1),
-}
-
-
-def in_flight(actions: Iterable[Action]) -> InFlight:
-    """The most that a rank with these actions holds."""
-    activations = weights = 0
-    peaks = InFlight(0, 0, 0)
-    for action in actions:
-        more, left = CHANGES[action.kind]
-        activations, weights = activations + more, weights + left
-        peaks = InFlight(*map(max, peaks, (activations, weights, activations + weights)))
-    return peaks
+def in_flight(actions: Iterable[Action]) -> int:
+    """The most that a rank with these actions holds at once, in activations of one chunk for one microbatch. What
+    backward-input leaves for backward-weight counts as an activation."""
+    return max(accumulate((HELD[action.kind] for action in actions), initial=0))
 
 
 @dataclass(frozen=True)
@@ -80,12 +57,11 @@ class Timeline:
     def pp(self) -> int:
         return len(self.ranks)
 
-    @cached_property
+    @property
     def makespan(self) -> float:
-        """The last end."""
         return max((spans[-1].end for spans in self.ranks if spans), default=0.0)
 
-    @cached_property
+    @property
     def computing(self) -> float:
         """Time that all ranks together compute."""
         return sum(span.end - span.start for spans in self.ranks for span in spans)
@@ -96,61 +72,51 @@ class Timeline:
         return self.pp * self.makespan / self.computing - 1 if self.computing else 0.0
 
     @property
-    def idle(self) -> float:
-        """Idle share of the whole: bubble / (1 + bubble)."""
-        return self.bubble / (1 + self.bubble)
-
-    @property
     def title(self) -> str:
-        """`1f1b: pp 4, 8 microbatches`"""
         chunks = f", vpp {self.vpp}" if self.vpp > 1 else ""
         return f"{self.name}: pp {self.pp}{chunks}, {several(self.microbatches, 'microbatch')}"
 
     def summary(self, unit: Unit) -> str:
         """How long the step is and how much of it is lost."""
-        bubble = f"bubble: {self.bubble:.4g} of the time that is spent computing"
-        return f"step {self.makespan * unit.scale:.4g} {unit.words}; idle {self.idle:.1%} of it ({bubble})"
+        idle = (
+            f"idle {self.bubble / (1 + self.bubble):.1%} of it (bubble: {self.bubble:.4g} of the time spent computing)"
+        )
+        return f"step {self.makespan * unit[1]:.4g} {unit[0]}; {idle}"
 
     def held(self, rank: int) -> str:
         """The most that a rank holds, in activations of all its layers: a chunk counts for its share."""
-        share = in_flight(span.action for span in self.ranks[rank]).together / self.vpp
-        return f"{share:.4g} {'microbatch' if share == 1 else 'microbatches'}"
-
-    def durations(self) -> Durations:
-        """The mean time of each kind of action on each chunk of each rank: what the simulator predicts a run from."""
-        times = defaultdict[tuple[int, int, ActionKind], list[float]](list)
-        for rank, spans in enumerate(self.ranks):
-            for action, start, end in spans:
-                times[rank, action.chunk, action.kind].append(end - start)
-        return {key: sum(values) / len(values) for key, values in times.items()}
+        return several(in_flight(span.action for span in self.ranks[rank]) / self.vpp, "microbatch")
 
 
 def simulated(schedule: Schedule, durations: Durations | None = None, transfer: float = 0) -> Timeline:
     """The timeline that the simulator computes; by default every chunk takes `equal_durations`."""
-    spans = simulate(schedule, durations or equal_durations(schedule), transfer)
-    return Timeline(schedule.name, schedule.vpp, schedule.microbatches, spans)
+    ranks = simulate(schedule, durations or equal_durations(schedule), transfer)
+    return Timeline(schedule.name, schedule.vpp, schedule.microbatches, ranks)
 
 
 def read_recording(run_dir: Path, step: int | None = None, setting: str = "run_dir") -> tuple[int, Timeline]:
     """A recorded step (default: the last one) and its timeline, which begins at 0; UserError where there is none."""
+    recorded, rule = dict[int, tuple[str, int, list[list[Span]]]](), "holds no such step whole"
     try:
         with (run_dir / PIPELINE).open("rb") as file:
-            if step is None:
-                file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
-            recorded = _complete_steps(file.read().decode(errors="replace").splitlines())
-        rule = f"{PIPELINE} holds no step of which all ranks are recorded"
+            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL) if step is None else 0)
+            for line in file:
+                with suppress(ValueError, TypeError, KeyError):
+                    record = json.loads(line)
+                    spans = [Span(parse_action(cell), *map(float, times)) for cell, *times in record["actions"]]
+                    if record["rank"] == 0:
+                        recorded[record["step"]] = record["schedule"], record["pp"], []
+                    recorded[record["step"]][2].append(spans)
     except OSError as error:
-        recorded, rule = {}, f"{PIPELINE} cannot be read there: {error.strerror}"
-    if not recorded:
-        raise UserError(Problem(setting, str(run_dir), rule, "the folder of a run that recorded its pipeline"))
-    chosen = max(recorded) if step is None else step
-    if chosen not in recorded:
-        remedy = f"step {min(recorded, key=lambda one: abs(one - chosen))}, or none for the last"
-        raise UserError(Problem(setting, str(run_dir), f"step {chosen} is not recorded", remedy))
-    name, ranks = recorded[chosen]
+        rule = f"cannot be read: {error.strerror}"
+    whole = [at for at, (_, pp, ranks) in recorded.items() if len(ranks) == pp and step in (None, at)]
+    if not whole:
+        remedy = "the folder of a run with train.record_pipeline, and a step that it recorded"
+        raise UserError(Problem(setting, str(run_dir), f"{PIPELINE} {rule}", remedy))
+    name, _, ranks = recorded[max(whole)]
     zero = min((spans[0].start for spans in ranks if spans), default=0.0)
     actions = [span.action for spans in ranks for span in spans]
-    return chosen, Timeline(
+    return max(whole), Timeline(
         name,
         vpp=1 + max((action.chunk for action in actions), default=0),
         microbatches=1 + max((action.microbatch for action in actions), default=-1),
@@ -158,23 +124,64 @@ def read_recording(run_dir: Path, step: int | None = None, setting: str = "run_d
     )
 
 
-def _complete_steps(lines: list[str]) -> dict[int, tuple[str, list[list[Span]]]]:
-    """The schedule's name and the spans of all ranks, by step."""
-    complete: dict[int, tuple[str, list[list[Span]]]] = {}
-    ranks: list[list[Span]] = []  # of the step that is being read
-    reading: tuple[int, int, str] | None = None
-    for line in lines:
-        try:
-            record = json.loads(line)
-            step, pp, rank, schedule = int(record["step"]), int(record["pp"]), record["rank"], str(record["schedule"])
-            spans = [Span(parse_action(cell), float(begin), float(end)) for cell, begin, end in record["actions"]]
-        except (ValueError, TypeError, KeyError, OverflowError, UserError):
-            ranks = []
-            continue
-        if rank == 0 or (step, pp, schedule) != reading:
-            ranks, reading = [], (step, pp, schedule)
-        if rank == len(ranks):
-            ranks.append(spans)
-            if len(ranks) == pp:
-                complete[step] = schedule, ranks
-    return complete
+def pictures_of_run(run_dir: Path, config: Mapping[str, Any], dp: int) -> Iterator[Picture]:
+    """The last step that a run with a pipeline recorded, and the schedule where all chunks take equally long. `config`:
+    the settings by dotted name."""
+    pp, vpp = (int(config.get(f"parallel.{name}") or 1) for name in ("pp", "vpp"))
+    batch, micro = (int(config.get(f"train.{name}_batch_size") or 1) for name in ("global", "micro"))
+    microbatches = batch // (micro * dp)
+    with suppress(UserError):  # nothing is recorded
+        step, timeline = read_recording(run_dir)
+        yield schedule_picture(timeline, MILLISECONDS, f"{timeline.title}; recorded in step {step}")
+    name, group = str(config.get("parallel.schedule")), config.get("parallel.microbatch_group_size")
+    if 1 < pp * vpp * microbatches <= MOST_PASSES and pp > 1 and name in SCHEDULES:
+        schedule = build_schedule(ScheduleRequest(name, pp, microbatches, vpp, group))
+        timeline = simulated(schedule, equal_durations(schedule, 1 / vpp, 1 / vpp, 1 / vpp))
+        yield schedule_picture(timeline, FORWARD_PASSES, f"{timeline.title}; if all chunks took equally long")
+
+
+def schedule_picture(timeline: Timeline, unit: Unit, title: str) -> Picture:
+    """The whole picture."""
+    picture, pp, longest = Picture(title), timeline.pp, timeline.makespan
+    row = min(ROW, HIGHEST / pp)
+    work = timeline.computing / (pp * max(timeline.microbatches, 1))  # one scale for all schedules of a batch
+    wide = min(max(MICROBATCH * longest / work if work else 0, NARROWEST), WIDEST)
+    floor = TOP + pp * row + 4
+    picture.text(0, 14, title, "title")
+    picture.text(0, 34, timeline.summary(unit))
+    picture.text(LEFT + wide + 8, TOP - 4, "holds at most")
+    for rank in range(pp):
+        top = TOP + rank * row
+        picture.rect(LEFT, top + 0.08 * row, wide, 0.84 * row, "idle")
+        _draw_actions(picture, timeline, rank, top, row, wide / (longest or 1))
+        if row >= NAMED or rank % 8 == 0:
+            picture.text(LEFT - 8, top + row / 2 + 4, f"rank {rank}", "end strong")
+            picture.text(LEFT + wide + 8, top + row / 2 + 4, timeline.held(rank))
+    for share in (0, 0.25, 0.5, 0.75, 1):
+        picture.text(LEFT + share * wide, floor + 14, f"{share * longest * unit[1]:.4g}", "mid")
+    picture.text(LEFT + wide / 2, floor + 30, f"time, in {unit[0]}", "mid")
+    at = float(LEFT)
+    for style in [*dict.fromkeys(span.action.kind for spans in timeline.ranks for span in spans), "idle"]:
+        chunks = f", chunks 0-{timeline.vpp - 1}" if timeline.vpp > 1 and style != "idle" else ""  # from dark to light
+        picture.rect(at, floor + 42, 12, 12, style)
+        picture.text(at + 18, floor + 52, style + chunks)
+        at += 38 + LETTER * len(style + chunks)
+    picture.width, picture.height = max(LEFT + wide + RIGHT, at, LETTER * len(timeline.summary(unit))), floor + 62
+    return picture
+
+
+def _draw_actions(picture: Picture, timeline: Timeline, rank: int, top: float, row: float, scale: float) -> None:
+    """Boxes of a kind and chunk are one path, with the numbers of microbatches where there is room."""
+    boxes = defaultdict[tuple[ActionKind, int], list[str]](list)
+    numbers = []
+    for action, start, end in timeline.ranks[rank]:
+        left, width = LEFT + start * scale, (end - start) * scale
+        line = f"M{left:.5g} {top + 0.08 * row:.5g}h{0.98 * width:.4g}v{0.84 * row:.4g}h{-0.98 * width:.4g}z"
+        boxes[action.kind, action.chunk].append(line)
+        if row > 14 and width > 7 * len(str(action.microbatch)) + 4:
+            style = "in-box" if 2 * action.chunk < timeline.vpp else "in-box strong"
+            numbers.append((left + width / 2, str(action.microbatch), style))
+    for (kind, chunk), lines in boxes.items():
+        picture.path("".join(lines), kind, 1 - 0.55 * chunk / max(1, timeline.vpp - 1))
+    for x, number, style in numbers:
+        picture.text(x, top + row / 2 + 4, number, style)

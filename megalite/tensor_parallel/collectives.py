@@ -2,7 +2,7 @@
 
 They are torch's functional collectives, by their ops: the wrappers in Python changed their names between torch 2.11 and
 2.13. `start_*` returns a new tensor at once, whose content is there after `finish`; what is computed in between runs
-beside the communication. They are not differentiable: mappings.py and linear.py say what their gradients are.
+beside the communication. They are not differentiable: mappings.py and linear.py define gradients.
 """
 
 from dataclasses import dataclass

@@ -41,7 +41,7 @@ class TokenLoss:
         self.real = max(0, min(stop, self.vocab_size) - self.first)
 
     def start_exchange(self, statistics: Tensor) -> Tensor:
-        """[k, r] of every rank as [t, k, r], complete after `finish` on the result where there is a group."""
+        """Gather every rank's [k, r] as [t, k, r], complete after `finish` where there is a group."""
         if self.group is None:
             return statistics[None]
         return start_all_gather(statistics, self.group).view(self.group.size, *statistics.shape)

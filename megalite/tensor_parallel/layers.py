@@ -23,7 +23,7 @@ from megalite.tensor_parallel.mappings import reduce_from_tensor_parallel, reduc
 
 
 @dataclass(frozen=True)
-class Placement:
+class TpContext:
     """Where the tensors of a model live, and the ranks of `tp` among which each layer is split (None: it is whole).
 
     With `sequence_parallel` activations between the layers are this rank's part of the sequence, [s/t, b, h]; else they
@@ -70,7 +70,7 @@ class ColumnParallelLinear(nn.Module):
         outputs: tuple[int, ...],
         inputs: int,
         split: Split,
-        place: Placement,
+        place: TpContext,
         *,
         bias: bool,
         before_activation: bool = False,
@@ -105,7 +105,7 @@ class RowParallelLinear(nn.Module):
     rank's part of the sequence. The bias is added once, after the sum.
     """
 
-    def __init__(self, outputs: int, inputs: int, place: Placement, *, bias: bool) -> None:
+    def __init__(self, outputs: int, inputs: int, place: TpContext, *, bias: bool) -> None:
         super().__init__()
         self.place = place
         self.weight = place.parameter(*place.local_shape((outputs, inputs), Split(1)))
@@ -131,7 +131,7 @@ class VocabParallelEmbedding(nn.Module):
     Each rank looks up the tokens whose rows it has and contributes zeros for the others, which get no gradient here.
     """
 
-    def __init__(self, rows: int, width: int, place: Placement) -> None:
+    def __init__(self, rows: int, width: int, place: TpContext) -> None:
         super().__init__()
         self.place = place
         size, index = (1, 0) if place.tp is None else (place.tp.size, place.tp.index)

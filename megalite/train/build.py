@@ -21,7 +21,7 @@ from megalite.config.nccl_options import read_nccl_options
 from megalite.config.schedule_rules import ScheduleRequest
 from megalite.config.schema import Config, ModelConfig
 from megalite.config.settings import SETTINGS, value_of, yaml_value
-from megalite.context_parallel.exchange import ContextRanks, Waiting
+from megalite.context_parallel.exchange import CpGroups, Waiting
 from megalite.errors.problems import Problem, collect
 from megalite.launch import startup
 from megalite.launch.context import CPU, ParallelContext
@@ -41,9 +41,9 @@ from megalite.layout.stages import stages_of
 from megalite.model.gpt import GPT
 from megalite.model.init import start_values
 from megalite.moe.dispatch import ExpertRanks
-from megalite.optim.buffers import TrainingBuffers
+from megalite.optim.buffers import TrainingBuffers, dtype_of
 from megalite.optim.loss_scale import LossScale
-from megalite.optim.optimizer import Optimizer, dtype_of, make_optimizer
+from megalite.optim.optimizer import Optimizer, make_optimizer
 from megalite.optim.rank_buffers import rank_buffers, records_of
 from megalite.optim.zero import GradientSync, ParameterGather, ReplicaGroups
 from megalite.pipeline.actions import Schedule
@@ -233,11 +233,11 @@ def _chunks(config: Config, context: ParallelContext, waiting: Waiting) -> list[
     return chunks
 
 
-def context_ranks(config: Config, context: ParallelContext, waiting: Waiting = nullcontext) -> ContextRanks | None:
+def context_ranks(config: Config, context: ParallelContext, waiting: Waiting = nullcontext) -> CpGroups | None:
     """The ranks with which this one shares each sequence; None: it has whole ones."""
     if context.size("cp") == 1:
         return None
-    return ContextRanks(
+    return CpGroups(
         alltoall=TensorGroup.of(context.group("cp-alltoall")),
         ring=TensorGroup.of(context.group("cp-ring")),
         gathers=exchange_of(config).gathers,

@@ -13,7 +13,7 @@ from torch import Tensor
 from megalite.context_parallel import attention as attention_module
 from megalite.context_parallel import exchange as exchange_module
 from megalite.context_parallel.attention import context_attention
-from megalite.context_parallel.exchange import ContextRanks
+from megalite.context_parallel.exchange import CpGroups
 from megalite.kernels import attention_tile
 from megalite.kernels.attention_mask import AttentionMask
 from megalite.launch.context import ParallelContext
@@ -91,7 +91,7 @@ def compute(context: ParallelContext, case: Case) -> tuple[list[int], Tensor, li
     parts = [part[places].requires_grad_() for part in case.parts()]
     out = context_attention(
         *parts,  # type: ignore[call-arg]
-        ranks=ContextRanks(*groups, gathers=case.gathers),
+        ranks=CpGroups(*groups, gathers=case.gathers),
         mask=AttentionMask(documents=documents, plan=plan),
         whole=partial(whole_attention, documents=documents),
     )
@@ -159,17 +159,17 @@ def masked_rows_merged(context: ParallelContext, case: Case) -> Any:
 
 
 def key_gradients_to_the_wrong_rank(context: ParallelContext, case: Case) -> Any:
-    gradient = ContextRanks.gradient
+    gradient = CpGroups.gradient
 
-    def shifted(self: ContextRanks, own: Tensor, plan: AttentionPlan, gradient_of: Any) -> Tensor:
+    def shifted(self: CpGroups, own: Tensor, plan: AttentionPlan, gradient_of: Any) -> Tensor:
         return exchange_module.finish(self._pass_on(gradient(self, own, plan, gradient_of)))
 
-    ContextRanks.gradient = shifted  # type: ignore[method-assign]
+    CpGroups.gradient = shifted  # type: ignore[method-assign]
     return compute_in_small_tiles(context, case)
 
 
 def no_sum_of_key_gradients(context: ParallelContext, case: Case) -> Any:
-    ContextRanks.gradient = (  # type: ignore[method-assign]
+    CpGroups.gradient = (  # type: ignore[method-assign]
         lambda self, own, plan, gradient_of: next(iter([gradient_of(*each) for each in self.blocks(own, plan)]))
     )
     return compute_in_small_tiles(context, case)

@@ -18,7 +18,7 @@ from megalite.config.exchange import sent_elements
 from megalite.config.schema import Config
 from megalite.context_parallel import exchange as exchange_module
 from megalite.context_parallel.attention import context_attention
-from megalite.context_parallel.exchange import ContextRanks
+from megalite.context_parallel.exchange import CpGroups
 from megalite.kernels.attention_mask import AttentionMask
 from megalite.launch.context import ParallelContext
 from megalite.launch.rendezvous import wait_until
@@ -89,7 +89,7 @@ def compute(context: ParallelContext, case: Case) -> tuple[Counter[str], int]:
         plan, documents = document_plan(share, starts_of(numbers)), torch.from_numpy(numbers)
     elif case.ring > 1:
         plan = causal_plan(share, LENGTH)
-    ranks = ContextRanks(
+    ranks = CpGroups(
         TensorGroup.of(context.group("cp-alltoall")), TensorGroup.of(context.group("cp-ring")), case.gathers
     )
     parts, kept = parts_of(LENGTH // case.size), dict[int, int]()
@@ -166,7 +166,7 @@ def blocks_at_once(context: ParallelContext, case: Case, blocks: int) -> int:
 
     exchange_module.start_all_gather = watched(exchange_module.start_all_gather)
     exchange_module.start_all_to_all = watched(exchange_module.start_all_to_all)
-    ranks = ContextRanks(ring=TensorGroup.of(context.group("cp-ring")), gathers=case.gathers)
+    ranks = CpGroups(ring=TensorGroup.of(context.group("cp-ring")), gathers=case.gathers)
     mask = AttentionMask(plan=causal_plan(SequenceShare(context.index("cp"), case.ring), LENGTH))
     with torch.no_grad():
         context_attention(*parts_of(LENGTH // case.size), ranks, mask, whole_attention)  # type: ignore[call-arg, arg-type]

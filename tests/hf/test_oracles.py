@@ -85,9 +85,9 @@ def test_balancing_losses_are_what_transformers_makes_of_its_router_logits(name:
     batch = batch_of(torch.randint(53, (3, 25), generator=generator), torch.rand(3, 24, generator=generator) > 0.3)
     model.loss(batch, torch.ones((), dtype=torch.float64))
     every_layer = peer(input_ids=batch.tokens, output_router_logits=True).router_logits
-    assert len(every_layer) == len(model.router_figures) == len(config.expert_layers)
+    assert len(every_layer) == len(model.router_metrics) == len(config.expert_layers)
     moe, tokens = config.moe, int(batch.loss_mask.sum())
-    for logits, figures in zip(every_layer, model.router_figures, strict=True):
+    for logits, figures in zip(every_layer, model.router_metrics, strict=True):
         balance, z = figures[-4:-2] / tokens
         theirs = load_balancing_loss_func((logits,), moe.num_experts, moe.top_k, batch.loss_mask)
         assert isinstance(theirs, Tensor)

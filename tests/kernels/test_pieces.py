@@ -9,7 +9,7 @@ from megalite.kernels.products import add_transposed_product
 from megalite.kernels.rotate import rotate
 from megalite.model.norm import RMSNorm
 from megalite.model.rotary import rotary_tables
-from megalite.tensor_parallel.layers import Placement
+from megalite.tensor_parallel.layers import TpContext
 from tests.model.test_loss import peak_bytes
 
 CPU = torch.device("cpu")
@@ -38,7 +38,7 @@ def test_pieces_cover_all_rows_once_and_side_by_side(elements: int) -> None:
 
 def test_norms_by_pieces_are_norms(elements: int) -> None:
     generator = torch.Generator().manual_seed(0)
-    norm = RMSNorm(9, 1e-3, Placement(torch.float64, CPU))
+    norm = RMSNorm(9, 1e-3, TpContext(torch.float64, CPU))
     norm.weight.data.copy_(torch.randn(9, generator=generator))
     x = torch.randn(13, 9, dtype=torch.float64, generator=generator).requires_grad_()
     expected = torch.nn.functional.rms_norm(x, (9,), norm.weight, 1e-3)
@@ -53,7 +53,7 @@ def test_norms_by_pieces_are_norms(elements: int) -> None:
 def test_narrow_values_are_rounded_once(elements: int, dtype: torch.dtype) -> None:
     """Outputs and gradients to x are those of fp64, rounded, but for fp32's own rounding."""
     generator = torch.Generator().manual_seed(0)
-    norm, wide = RMSNorm(48, 1e-3, Placement(dtype, CPU)), RMSNorm(48, 1e-3, Placement(torch.float64, CPU))
+    norm, wide = RMSNorm(48, 1e-3, TpContext(dtype, CPU)), RMSNorm(48, 1e-3, TpContext(torch.float64, CPU))
     norm.weight.data.copy_(torch.randn(48, generator=generator))
     wide.weight.data.copy_(norm.weight.data)
     x = torch.randn(13, 48, generator=generator).to(dtype).requires_grad_()
@@ -66,7 +66,7 @@ def test_narrow_values_are_rounded_once(elements: int, dtype: torch.dtype) -> No
 
 
 def test_norms_keep_no_wide_copy_of_what_they_norm(elements: int) -> None:
-    norm = RMSNorm(64, 1e-3, Placement(torch.bfloat16, CPU))
+    norm = RMSNorm(64, 1e-3, TpContext(torch.bfloat16, CPU))
     x = torch.ones(4096, 64, dtype=torch.bfloat16)
     wide = min(4096, max(1, elements // 64)) * 64 * 4
     with torch.no_grad():
@@ -75,7 +75,7 @@ def test_norms_keep_no_wide_copy_of_what_they_norm(elements: int) -> None:
 
 def test_norms_of_nothing_are_nothing(elements: int) -> None:
     norm, x = (
-        RMSNorm(9, 1e-3, Placement(torch.bfloat16, CPU)),
+        RMSNorm(9, 1e-3, TpContext(torch.bfloat16, CPU)),
         torch.empty(0, 9, dtype=torch.bfloat16, requires_grad=True),
     )
     grad_x, grad_weight = torch.autograd.grad(norm(x).sum(), (x, norm.weight))

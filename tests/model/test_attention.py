@@ -19,7 +19,7 @@ from megalite.kernels.attention_mask import BLOCK, MAX_ROWS, AttentionMask, Docu
 from megalite.kernels.dropout import DropoutStreams, hash_dropout
 from megalite.model.attention import Attention, BlockInputs, attention_backends, attention_mask
 from megalite.model.recompute import Recompute
-from megalite.tensor_parallel.layers import Placement
+from megalite.tensor_parallel.layers import TpContext
 from tests.model.small import CPU, random_batch, small
 
 
@@ -137,7 +137,7 @@ def test_dropout_of_probabilities_is_the_hash_of_their_places(groups: int, maske
     """Against the definition, written out per head."""
     s, b, heads, d, p = 9, 2, 4, 6, 0.4
     config = small(num_attention_heads=heads, num_key_value_heads=groups, attention_dropout=p, hidden_size=24)
-    layer = Attention(config, Placement(torch.float64, CPU), Recompute())
+    layer = Attention(config, TpContext(torch.float64, CPU), Recompute())
     generator = torch.Generator().manual_seed(0)
     qkv = torch.randn(s, b, groups, heads // groups + 2, d, dtype=torch.float64, generator=generator)
     mask = dense_mask(torch.arange(s).div(4, rounding_mode="floor").expand(b, s), torch.float64) if masked else None

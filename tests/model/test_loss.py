@@ -95,27 +95,6 @@ def test_padding_of_the_vocabulary_does_not_enter_loss_or_gradients(dtype: torch
     assert torch.count_nonzero(weight_grad[:VOCAB]) > 0
 
 
-def test_masked_tokens_contribute_nothing() -> None:
-    case = Case(torch.float64)
-    loss = case.loss(chunk_tokens=16)
-    hidden_grad, weight_grad = case.gradients(loss)
-    assert torch.count_nonzero(hidden_grad[~case.mask]) == 0
-    case.labels[~case.mask] = 0
-    with torch.no_grad():
-        case.hidden[~case.mask] *= 100.0
-    repeated = case.loss(chunk_tokens=16)
-    assert torch.equal(repeated, loss)
-    assert relative_error(case.gradients(repeated)[1], weight_grad) < 1e-14
-
-
-def test_all_tokens_masked_give_zero_loss_and_gradients() -> None:
-    case = Case(torch.float32)
-    case.mask[:] = False
-    loss = case.loss(chunk_tokens=16)
-    assert loss.item() == 0.0
-    assert all(torch.count_nonzero(gradient) == 0 for gradient in case.gradients(loss))
-
-
 def test_loss_of_an_impossible_label_is_exact_not_infinite() -> None:
     """The label's probability, exp(-2000), is zero in every format; its logarithm is not."""
     hidden, weight = torch.ones(1, 1), torch.tensor([[0.0], [2000.0]])
@@ -173,15 +152,6 @@ def test_gradient_of_one_input_alone(frozen: str) -> None:
     assert wanted.grad is not None
     assert relative_error(wanted.grad, reference) < 1e-12
     assert getattr(case, frozen).grad is None
-
-
-def test_evaluation_computes_the_same_loss() -> None:
-    case = Case(torch.float32)
-    trained = case.loss(chunk_tokens=16)
-    with torch.no_grad():
-        evaluated = case.loss(chunk_tokens=16)
-    assert torch.equal(evaluated, trained)
-    assert not evaluated.requires_grad
 
 
 def accuracy(dtype: torch.dtype, *, scale: float = 0.37, **options: Any) -> tuple[float, float, float]:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from megalite.kernels.rotate import rotate
 from megalite.model.norm import RMSNorm, build_norm
 from megalite.model.rotary import rotary_frequencies, rotary_tables
-from megalite.tensor_parallel.layers import Placement
+from megalite.tensor_parallel.layers import TpContext
 from tests.model.small import CPU, small
 
 
@@ -20,7 +20,7 @@ from tests.model.small import CPU, small
 def test_rms_norm_is_torchs_with_its_gradients(dtype: torch.dtype, tolerance: float) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(5, 3, 40, dtype=torch.float64, generator=generator).to(dtype).requires_grad_()
-    norm = RMSNorm(40, 1e-2, Placement(dtype, CPU))
+    norm = RMSNorm(40, 1e-2, TpContext(dtype, CPU))
     norm.weight.data.copy_(torch.randn(40, generator=generator))
     grad = torch.randn(5, 3, 40, dtype=torch.float64, generator=generator).to(dtype)
     x64, weight64 = x.detach().double().requires_grad_(), norm.weight.detach().double().requires_grad_()
@@ -35,7 +35,7 @@ def test_rms_norm_is_torchs_with_its_gradients(dtype: torch.dtype, tolerance: fl
 @pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
 def test_fp16_is_normed_where_its_squares_would_overflow(kind: str) -> None:
     config = small(norm=kind, bias=False)
-    norm = build_norm(config, Placement(torch.float16, CPU))
+    norm = build_norm(config, TpContext(torch.float16, CPU))
     norm.weight.data.fill_(1.0)
     x = 3000 * torch.randn(7, config.hidden_size, generator=torch.Generator().manual_seed(0))  # fp16 ends at 65504
     small_x = (x / 3000).half()

@@ -1,26 +1,17 @@
 """The records are the truth about which parameters exist."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from megalite.config.schema import ModelConfig
-from megalite.layout.parameters import ParameterRecord, Shard, is_counted, is_held, shard
-from megalite.model.attention import Attention, BlockInputs
-from megalite.model.mlp import MLP
+from megalite.layout.parameters import ParameterRecord, is_counted, is_held, shard
 from megalite.model.parameters import gpt_parameters, padded_vocabulary
-from megalite.model.recompute import Recompute
-from megalite.tensor_parallel.layers import Placement
-from tests.layout.shards import cut, slices
 from tests.model.small import CPU, FAMILIES, gpt, small
 
 GPT2: dict[str, Any] = {**FAMILIES["gpt2"], "vocab_size": 50257, "max_positions": 1024, "head_size": 64}
-LLAMA3: dict[str, Any] = {"tie_embeddings": False, "vocab_size": 128256, "head_size": 128, "num_key_value_heads": 8}
-QWEN3: dict[str, Any] = {"qk_norm": True, "vocab_size": 151936, "head_size": 128, "num_key_value_heads": 8}
 
 
 def gpt2(layers: int, hidden: int) -> ModelConfig:
@@ -29,29 +20,6 @@ def gpt2(layers: int, hidden: int) -> ModelConfig:
     return ModelConfig(
         **{**GPT2, **sizes, "num_attention_heads": heads, "num_key_value_heads": heads}, vocab_multiple=1
     )
-
-
-def grouped(layers: int, hidden: int, heads: int, ffn: int, **family: Any) -> ModelConfig:
-    sizes = {"num_layers": layers, "hidden_size": hidden, "num_attention_heads": heads, "ffn_hidden_size": ffn}
-    return ModelConfig(**{**sizes, **family}, vocab_multiple=1)
-
-
-@pytest.mark.parametrize(
-    ("config", "published"),
-    [
-        (gpt2(12, 768), 124_439_808),
-        (gpt2(24, 1024), 354_823_168),
-        (gpt2(36, 1280), 774_030_080),
-        (gpt2(48, 1600), 1_557_611_200),
-        (grouped(32, 4096, 32, 14336, **LLAMA3), 8_030_261_248),
-        (grouped(80, 8192, 64, 28672, **LLAMA3), 70_553_706_496),
-        (grouped(28, 1024, 16, 3072, **QWEN3), 596_049_920),
-        (grouped(36, 4096, 32, 12288, **QWEN3, tie_embeddings=False), 8_190_735_360),
-    ],
-    ids=["gpt2", "gpt2_medium", "gpt2_large", "gpt2_xl", "llama3_8b", "llama3_70b", "qwen3_0_6b", "qwen3_8b"],
-)
-def test_published_shapes_have_their_published_number_of_parameters(config: ModelConfig, published: int) -> None:
-    assert sum(record.numel for record in gpt_parameters(config)) == published
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -208,73 +176,3 @@ def test_known_shards(changes: dict[str, Any], tp: int, shapes: dict[str, tuple[
     for index in range(tp):
         local = {kind(record): shard(record, tp, index).shape for record in records}
         assert {name: local[name] for name in shapes} == shapes
-
-
-def whole_gradient(record: ParameterRecord, shards: list[Shard], gradients: list[Tensor]) -> Tensor:
-    """The logical gradient by the rules of the registry: sum what is partial, else take what is counted."""
-    total = torch.zeros(record.shape, dtype=gradients[0].dtype)
-    for part, gradient in zip(shards, gradients, strict=True):
-        for box in part.boxes:
-            partial = "tp" in record.partial_over or (record.split is not None and box.replicas > 1)
-            if partial or box.counted:
-                total[slices(box.offsets, box.sizes)] += gradient[slices(box.local_offsets, box.sizes)]
-    return total
-
-
-def gradients_of(
-    module: nn.Module, values: Mapping[str, Tensor], x: Tensor, *inputs: Any
-) -> tuple[Tensor, list[Tensor]]:
-    """Output and, for a fixed loss of it, the gradient of each parameter in order of `values`."""
-    parameters = dict(module.named_parameters())
-    with torch.no_grad():
-        for name, value in values.items():
-            assert parameters[name].shape == value.shape, name
-            parameters[name].copy_(value)
-    y = module(x, *inputs)
-    weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)
-    return y.detach(), list(torch.autograd.grad((y * weights).sum(), [parameters[name] for name in values]))
-
-
-def _attention(config: ModelConfig) -> nn.Module:
-    return Attention(config, Placement(torch.float64, CPU), Recompute())
-
-
-def _mlp(config: ModelConfig) -> nn.Module:
-    return MLP(config, Placement(torch.float64, CPU))
-
-
-@pytest.mark.parametrize("tp", [2, 4])
-@pytest.mark.parametrize(
-    ("prefix", "build", "changes"),
-    [
-        ("blocks.0.attention.", _attention, {"qk_norm": True, "num_key_value_heads": 2}),
-        ("blocks.0.attention.", _attention, {"qk_norm": True, "num_key_value_heads": 8}),
-        ("blocks.0.mlp.", _mlp, {"activation": "swiglu"}),
-        ("blocks.0.mlp.", _mlp, {"activation": "gelu"}),
-    ],
-    ids=["grouped queries", "all heads", "gated", "plain"],
-)
-def test_shards_compute_what_the_whole_does(
-    prefix: str, build: Callable[[ModelConfig], nn.Module], changes: dict[str, Any], tp: int
-) -> None:
-    """Outputs of all ranks add up to the whole module's, gradients by the registry's rules to its gradients."""
-    config = small(num_attention_heads=8, **changes)
-    kv_heads, ffn = config.num_key_value_heads or 0, config.ffn_hidden_size or 0
-    per_rank = {"num_attention_heads": 8 // tp, "num_key_value_heads": max(1, kv_heads // tp)}
-    local = small(**{**changes, **per_rank, "ffn_hidden_size": ffn // tp})
-    records = {r.name.removeprefix(prefix): r for r in gpt_parameters(config) if r.name.startswith(prefix)}
-    generator = torch.Generator().manual_seed(3)
-    values = {n: torch.randn(r.shape, generator=generator, dtype=torch.float64) for n, r in records.items()}
-    x = torch.randn(5, 2, config.hidden_size, generator=generator, dtype=torch.float64)  # [s, b, h]
-    inputs = [BlockInputs()] if build is _attention else []
-
-    y, gradients = gradients_of(build(config), values, x, *inputs)
-    shards = {name: [shard(record, tp, index) for index in range(tp)] for name, record in records.items()}
-    ranks = []
-    for index in range(tp):
-        mine = {name: cut(value, shards[name][index]) for name, value in values.items()}
-        ranks.append(gradients_of(build(local), mine, x, *inputs))
-    torch.testing.assert_close(sum(out for out, _ in ranks), y, rtol=1e-11, atol=1e-11)
-    for at, (name, record) in enumerate(records.items()):
-        found = whole_gradient(record, shards[name], [of_rank[at] for _, of_rank in ranks])
-        assert torch.allclose(found, gradients[at], rtol=1e-10, atol=1e-10), name

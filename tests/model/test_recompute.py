@@ -23,7 +23,7 @@ from megalite.model.block import Block
 from megalite.model.recompute import Recompute
 from megalite.model.rotary import rotary_frequencies, rotary_tables
 from megalite.tensor_parallel.collectives import TensorGroup
-from megalite.tensor_parallel.layers import ColumnParallelLinear, Placement, RowParallelLinear
+from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, TpContext
 from tests.model.small import FAMILIES, small
 from tests.ranks import run_ranks
 from tests.tensor_parallel.live_bytes import LiveBytes, kept_bytes
@@ -45,7 +45,7 @@ class Case:
 
     def __init__(self, config: ModelConfig, recompute: tuple[str, ...] = (), group: TensorGroup | None = None) -> None:
         size, index = (1, 0) if group is None else (group.size, group.index)
-        self.block = Block(config, Placement(torch.float64, CPU, group, group is not None), recompute)
+        self.block = Block(config, TpContext(torch.float64, CPU, group, group is not None), recompute)
         generator = torch.Generator().manual_seed(index)
         for parameter in self.block.parameters():
             nn.init.normal_(parameter, std=0.3, generator=generator)

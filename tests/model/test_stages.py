@@ -10,11 +10,9 @@ from torch import Tensor
 
 from megalite.config.schema import ModelConfig
 from megalite.data.batch import Batch
-from megalite.layout.parameters import is_held
 from megalite.layout.stages import StageLayers, StageSettings, stage_layers
 from megalite.model import gpt as module
 from megalite.model.gpt import GPT
-from megalite.model.parameters import gpt_parameters
 from tests.model.small import ALL_DROPOUTS, CPU, FAMILIES, gpt, loss_and_gradients, perturbed, random_batch, small
 
 LAYERS = 4
@@ -108,23 +106,6 @@ def test_the_first_layers_of_the_model_are_recomputed_whichever_stage_has_them()
         block.register_forward_pre_hook(lambda *_, layer=int(name): ran.append(layer))
     in_sequence(stages, random_batch(config))
     assert ran == [0, 1, 2, 3, 2, 1, 0]
-
-
-@pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_each_stage_holds_the_parameters_that_the_registry_says(split: StageSettings, family: str, tied: bool) -> None:
-    config = small(**{**FAMILIES[family], "tie_embeddings": tied}, num_layers=LAYERS)
-    for stage in stage_layers(split):
-        records = [
-            record
-            for record in gpt_parameters(config)
-            if is_held(record, stage.layers, embedding=stage.embedding, loss=stage.loss)
-        ]
-        model = part(config, stage)
-        held = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-        assert held == {record.name: record.shape for record in records}
-        assert set(model.main_grad_parameters) == held.keys() & set(perturbed(config).main_grad_parameters)
 
 
 def test_unless_said_otherwise_the_first_layer_embeds_and_the_last_has_the_loss() -> None:

@@ -150,7 +150,7 @@ def test_evaluation_and_samples_change_nothing_of_the_routers() -> None:
     run, undisturbed = (Run(context, config_of(ParallelLayout(etp=1), {})) for _ in range(2))
     for _ in range(3):
         one = torch.ones(())
-        before, figures = run.state(), run.training.chunks[0].router_figures.clone()
+        before, figures = run.state(), run.training.chunks[0].router_metrics.clone()
         for chunk in run.training.chunks:
             chunk.eval()
         run.training.executor.evaluate(run.batches(), one)
@@ -158,7 +158,7 @@ def test_evaluation_and_samples_change_nothing_of_the_routers() -> None:
             chunk.train()
         run.training.executor.hidden(run.batches()[0])
         assert all(same(before, run.state()))
-        assert torch.equal(figures, run.training.chunks[0].router_figures)
+        assert torch.equal(figures, run.training.chunks[0].router_metrics)
         run.step()
         undisturbed.step()
         assert all(same(undisturbed.state(), run.state()))

@@ -144,5 +144,5 @@ def test_a_rank_holds_what_its_schedule_says(layout: Layout, row: Row) -> None:
         held = by_row[row]
         expected = expected_peak(schedule, rank, held.kept)
         if row[0] in ("1f1b", "gpipe"):  # all activations are alike
-            assert expected == in_flight(schedule.ranks[rank]).activations * held.kept[0].activation
+            assert expected == in_flight(schedule.ranks[rank]) * held.kept[0].activation
         assert expected <= held.peak <= (1 + NEAR) * expected, f"rank {rank}"

@@ -77,7 +77,7 @@ EVERYTHING = "parallel.pipe=4 model=gpt5 parallel.pp=x --picture=a.pdf"
         ("parallel.pp=0 --dp 2", ["parallel.pp=0: must be at least 1"]),
         ("train.global_batch_size=9 train.micro_batch_size=2", ["train.global_batch_size=9: not a multiple of 2"]),
         ("--speed", ["--speed='': unknown option"]),
-        ("--measured nowhere", ["--measured='nowhere': pipeline.jsonl cannot be read there"]),
+        ("--measured nowhere", ["--measured='nowhere': pipeline.jsonl cannot be read"]),
         ("--measured nowhere --dp 2", ["--dp: has no effect with --measured"]),
         ("--measured nowhere parallel.pp=2", ["parallel.pp=2: has no effect with --measured"]),
         ("--step 3", ["--step=3: is a recorded step"]),

@@ -9,14 +9,14 @@ import pytest
 from megalite.errors.problems import UserError
 from megalite.pipeline.actions import Schedule, parse_action
 from megalite.pipeline.simulator import Span, equal_durations
-from megalite.plan.timeline import InFlight, Timeline, in_flight, read_recording, simulated
+from megalite.plan.timeline import Timeline, in_flight, read_recording, simulated
 from megalite.train.history import PIPELINE
 from tests.pipeline.shapes import schedule
 
 
 def test_a_timeline_of_nothing_is_no_division_by_zero() -> None:
     line = Timeline("1f1b", 1, 0, ((), ()))
-    assert (line.makespan, line.bubble, line.idle) == (0, 0, 0)
+    assert (line.makespan, line.bubble) == (0, 0)
     assert Timeline("1f1b", 1, 1, ((Span(parse_action("0F0"), 0, 0),),)).bubble == 0
 
 
@@ -32,14 +32,14 @@ def test_what_a_rank_holds_is_told_in_microbatches_of_all_its_layers() -> None:
 @pytest.mark.parametrize(
     ("line", "held"),
     [
-        ("", InFlight(0, 0, 0)),
-        ("0F0 0B0 0F1 0B1", InFlight(1, 0, 1)),
-        ("0F0 0F1 1F0 0B0 0F2", InFlight(3, 0, 3)),
-        ("0F0 0I0 0F1 0I1 0W0 0W1", InFlight(1, 2, 2)),
-        ("0F0 0F1 0I0 0W0 0F2 0I1 0I2 0W1 0W2", InFlight(2, 2, 2)),
+        ("", 0),
+        ("0F0 0B0 0F1 0B1", 1),
+        ("0F0 0F1 1F0 0B0 0F2", 3),
+        ("0F0 0I0 0F1 0I1 0W0 0W1", 2),
+        ("0F0 0F1 0I0 0W0 0F2 0I1 0I2 0W1 0W2", 2),
     ],
 )
-def test_an_activation_is_held_from_its_forward_to_its_backward_pass(line: str, held: InFlight) -> None:
+def test_an_activation_is_held_from_its_forward_pass_to_the_last_backward_that_needs_it(line: str, held: int) -> None:
     assert in_flight([parse_action(cell) for cell in line.split()]) == held
 
 
@@ -63,42 +63,18 @@ def write(folder: Path, *parts: str) -> Path:
     return folder
 
 
-def test_the_last_step_is_read_with_its_clock_set_to_zero(tmp_path: Path) -> None:
-    write(tmp_path, *lines(10, timeline(schedule("1f1b", 2, 3))), *lines(20, timeline(later=1000)))
+def test_the_last_step_is_read_with_its_clock_set_to_zero_or_another_that_is_chosen(tmp_path: Path) -> None:
+    other = timeline(schedule("1f1b", 2, 3))
+    write(tmp_path, *lines(10, other), *lines(20, timeline(later=1000)))
     assert read_recording(tmp_path) == (20, timeline())
-
-
-def test_another_step_can_be_chosen(tmp_path: Path) -> None:
-    write(tmp_path, *lines(10, timeline()), *lines(20, timeline(schedule("1f1b", 2, 3))))
-    assert read_recording(tmp_path, 10) == (10, timeline())
-
-
-def test_of_a_step_that_was_done_again_the_last_lines_count(tmp_path: Path) -> None:
-    slow = Timeline("interleaved", 2, 4, tuple(spans[:1] for spans in timeline().ranks))
-    write(tmp_path, *lines(10, slow), *lines(10, timeline()))
-    assert read_recording(tmp_path) == (10, timeline())
+    assert read_recording(tmp_path, 10) == (10, other)
 
 
 @pytest.mark.parametrize("pp", [1, 2, 4])
-def test_a_step_may_be_done_again_on_fewer_or_more_ranks(tmp_path: Path, pp: int) -> None:
+def test_a_step_may_be_done_again_on_fewer_or_more_ranks_and_its_last_lines_count(tmp_path: Path, pp: int) -> None:
     again = timeline(schedule("1f1b", pp, 3))
     write(tmp_path, *lines(10, timeline()), *lines(10, again))
     assert read_recording(tmp_path) == (10, again)
-
-
-def test_lines_of_two_runs_are_never_one_step(tmp_path: Path) -> None:
-    """Their clocks may be hours apart."""
-    again = lines(10, timeline(later=1000))
-    write(tmp_path, *lines(10, timeline()), again[0][:9] + "\n", again[1])
-    assert read_recording(tmp_path) == (10, timeline())
-    write(tmp_path, *lines(10, timeline()), again[0])
-    assert read_recording(tmp_path) == (10, timeline())
-
-
-def test_what_a_killed_run_left_half_is_passed_over(tmp_path: Path) -> None:
-    first, second = lines(20, timeline())
-    write(tmp_path, *lines(10, timeline()), first, second[: len(second) // 2])
-    assert read_recording(tmp_path) == (10, timeline())
 
 
 BROKEN: list[dict[str, Any]] = [
@@ -110,11 +86,13 @@ BROKEN: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("change", BROKEN, ids=str)
-def test_a_line_that_is_no_record_is_passed_over(tmp_path: Path, change: dict[str, Any]) -> None:
-    good = lines(10, timeline(schedule("1f1b", 1, 1)))
-    bad = json.dumps({**json.loads(good[0]), "step": 20, **change}) + "\n"
-    write(tmp_path, *good, bad, "[]\n", "null\n", "\n")
-    assert read_recording(tmp_path)[0] == 10
+def test_a_step_that_is_not_whole_is_passed_over(tmp_path: Path, change: dict[str, Any]) -> None:
+    """A killed run left a part of it, or a line is no record."""
+    first, second = lines(20, timeline())
+    bad = json.dumps({**json.loads(first), **change}) + "\n"
+    for its in ((first, second[: len(second) // 2]), (bad, second)):
+        write(tmp_path, *lines(10, timeline()), *its, "[]\n", "null\n", "\n")
+        assert read_recording(tmp_path) == (10, timeline())
 
 
 def refusal(folder: Path, step: int | None = None) -> str:
@@ -123,14 +101,7 @@ def refusal(folder: Path, step: int | None = None) -> str:
     return str(refused.value)
 
 
-def test_a_folder_without_a_recorded_step_is_refused(tmp_path: Path) -> None:
-    assert f"--measured='{tmp_path}': pipeline.jsonl cannot be read there: No such file" in refusal(tmp_path)
-    assert "Not a directory" in refusal(write(tmp_path, "") / PIPELINE)
-    assert "holds no step of which all ranks are recorded" in refusal(write(tmp_path, lines(10, timeline())[0]))
-    (tmp_path / PIPELINE).write_bytes(b"\xff\x00\n")
-    assert "holds no step" in refusal(tmp_path)
-
-
-def test_a_step_that_is_not_recorded_is_refused_with_those_that_are(tmp_path: Path) -> None:
-    write(tmp_path, *(line for step in (10, 20, 30, 40) for line in lines(step, timeline())))
-    assert "step 12 is not recorded\n      fix: step 10, or none for the last" in refusal(tmp_path, 12)
+def test_a_folder_without_that_step_is_refused(tmp_path: Path) -> None:
+    assert f"--measured='{tmp_path}': pipeline.jsonl cannot be read: No such file" in refusal(tmp_path)
+    assert "holds no such step whole" in refusal(write(tmp_path, lines(10, timeline())[0]))
+    assert "holds no such step whole" in refusal(write(tmp_path, *lines(10, timeline())), 12)

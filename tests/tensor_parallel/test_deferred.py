@@ -16,16 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from megalite.launch.context import ParallelContext
-from megalite.layout.parameters import shard
 from megalite.layout.ranks import ParallelLayout
 from megalite.model.gpt import GPT
-from megalite.model.parameters import gpt_parameters
 from megalite.tensor_parallel.collectives import TensorGroup
 from megalite.tensor_parallel.deferred import DeferredWork
 from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megalite.tensor_parallel.linear import linear
-from tests.layout.shards import cut
-from tests.model.small import ALL_DROPOUTS, CPU, FAMILIES, gpt, perturbed, random_batch, small
+from tests.model.small import ALL_DROPOUTS, CPU, FAMILIES, gpt, perturbed, random_batch, rank_of, small
 from tests.ranks import run_ranks
 from tests.tensor_parallel.live_bytes import LiveBytes
 
@@ -43,14 +40,7 @@ def model_with_main_grads(
     family: str, group: TensorGroup | None = None, **settings: Any
 ) -> tuple[GPT, dict[str, Tensor]]:
     config = small(**FAMILIES[family], **ALL_DROPOUTS, num_layers=2)
-    model = perturbed(config) if group is not None else perturbed(config, **settings)
-    if group is not None:
-        records = {record.name: record for record in gpt_parameters(config)}
-        whole = dict(model.named_parameters())
-        model = gpt(config, dtype=torch.float64, device=CPU, seed=1, tp=group, **settings)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(cut(whole[name], shard(records[name], group.size, group.index)))
+    model = perturbed(config, **settings) if group is None else rank_of(perturbed(config), group, **settings)
     main_grads = {
         name: torch.zeros_like(model.get_parameter(name), requires_grad=False) for name in model.main_grad_parameters
     }
@@ -322,23 +312,6 @@ def test_microbatches_are_done_one_at_a_time_in_the_order_of_their_backward() ->
         assert done == [(at, product) for at in range(microbatch + 1) for product in range(2)]
 
 
-def test_a_microbatch_without_products_has_its_turn() -> None:
-    """A stage without layers puts nothing off, and its schedule has the actions all the same."""
-    work = DeferredWork()
-    with work.collecting():
-        pass
-    assert len(work) == 1
-    work.run_next()
-    assert len(work) == 0
-
-
-def test_a_backward_that_fails_stops_collecting() -> None:
-    work = DeferredWork()
-    with pytest.raises(ZeroDivisionError), work.collecting():
-        1 / 0  # noqa: B018
-    assert not work.active
-
-
 def test_what_has_no_main_grad_and_what_needs_no_gradient_is_not_put_off() -> None:
     work = DeferredWork()
     x = torch.ones(ROWS, K, dtype=torch.float64, requires_grad=True)
@@ -350,21 +323,6 @@ def test_what_has_no_main_grad_and_what_needs_no_gradient_is_not_put_off() -> No
     assert torch.equal(weight.grad, torch.full_like(weight, ROWS))
     work.run_next()
     assert not main_grad.any()
-
-
-def test_the_bias_and_the_input_need_not_wait() -> None:
-    work = DeferredWork()
-    x = torch.ones(ROWS, K, dtype=torch.float64, requires_grad=True)
-    weight = torch.ones(N, K, dtype=torch.float64, requires_grad=True)
-    bias = torch.ones(N, dtype=torch.float64, requires_grad=True)
-    main_grad = torch.zeros_like(weight, requires_grad=False)
-    with work.collecting():
-        linear(x, weight, bias, main_grad=main_grad, deferred=work).sum().backward()
-    assert torch.equal(bias.grad, torch.full_like(bias, ROWS))
-    assert torch.equal(x.grad, torch.full_like(x, N))
-    assert not main_grad.any()
-    work.run_next()
-    assert torch.equal(main_grad, torch.full_like(main_grad, ROWS))
 
 
 def test_compiled_blocks_put_nothing_off() -> None:

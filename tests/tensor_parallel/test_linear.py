@@ -12,13 +12,12 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import megalite.tensor_parallel.linear as module
 from megalite.kernels import products
 from megalite.kernels.products import add_transposed_product, compiled_add_transposed_product
 from megalite.launch.context import ParallelContext
 from megalite.layout.ranks import ParallelLayout
 from megalite.model.gpt import OVERLAPPED
-from megalite.tensor_parallel.collectives import TensorGroup, finish, start_all_reduce, start_reduce_scatter
+from megalite.tensor_parallel.collectives import TensorGroup
 from megalite.tensor_parallel.deferred import DeferredWork
 from megalite.tensor_parallel.linear import linear
 from tests.ranks import run_ranks
@@ -266,14 +265,3 @@ def inductor_steps(context: ParallelContext, sequence: bool) -> list[str]:
 def test_inductor_keeps_the_order(sequence: bool, steps: list[str]) -> None:
     for got in run_ranks(inductor_steps, 2, sequence, layout=ParallelLayout(tp=2), timeout=300):
         assert got == steps
-
-
-def _waiting_at_once(context: ParallelContext) -> list[Backward]:
-    module.start_all_reduce = lambda x, group: finish(start_all_reduce(x, group))
-    module.start_reduce_scatter = lambda x, group: finish(start_reduce_scatter(x, group))
-    return recorded(context)
-
-
-def test_a_backward_that_waits_at_once_is_caught() -> None:
-    for backwards in run_ranks(_waiting_at_once, 2, layout=ParallelLayout(tp=2)):
-        assert all(steps not in (COPIED, SEQUENCE) for steps, _ in backwards)

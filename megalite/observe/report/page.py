@@ -29,8 +29,8 @@ from megalite.observe.event_words import words_of
 from megalite.observe.report.comparison import differences, names_of, result_of, status_of, summary_of
 from megalite.observe.run_data import RunData, Series
 from megalite.plan.picture import STYLE
-from megalite.plan.ranks_picture import panels_of
-from megalite.plan.schedule_picture import pictures_of_run
+from megalite.plan.ranks import ranks_picture
+from megalite.plan.timeline import pictures_of_run
 
 HERE = Path(__file__).parent
 SCRIPTS = (HERE / "charts.js", HERE / "report.js")
@@ -200,7 +200,7 @@ def view_of(run: RunData, *, live: bool) -> dict[str, Any]:
         "step_parts": shares_of(parts, readable.step_time, range(COLOURS)),
         "run_parts": shares_of(spent, readable.duration, (1, 4, 5)),
         "layout_lines": header_lines(layout) if layout else [],
-        "panels": [Markup(panel.svg()) for panel in panels_of(layout, per_node)] if layout else [],
+        "panels": [Markup(ranks_picture(layout, per_node).svg())] if layout else [],
         "pipeline": [Markup(picture.svg()) for picture in pictures_of_run(run.folder, run.config, dp)],
         "hosts": list(Counter(run.start.get("hosts") or []).items()),
         "samples": [(step, run.samples[step]) for step in shown],
