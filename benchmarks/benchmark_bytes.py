@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from megalite.train.build import Training
 
@@ -26,10 +25,10 @@ Transfer = Literal["reduce_scatter", "all_reduce", "all_gather"]
 def bytes_sent(transfer: Transfer, elements: int, ranks: int, comm_dtype: torch.dtype) -> int:
     """What each of `ranks` ranks sends for a tensor of so many elements, a multiple of `ranks`.
 
-    On gloo that is exact but for the headers, a hundred bytes or so per message; on NCCL it is what a ring takes.
+    That is gloo's, but for the headers, a hundred bytes or so per message: its reduces send 1 / ranks more than a ring.
     """
-    rounds = 2 if transfer == "all_reduce" else 1
-    return rounds * (ranks - 1) * (elements // ranks) * comm_dtype.itemsize
+    slices = {"all_reduce": 2 * ranks, "all_gather": ranks, "reduce_scatter": ranks + 1}[transfer]  # by `ranks`
+    return slices * (ranks - 1) * (elements // ranks) * comm_dtype.itemsize // ranks
 
 
 class Primitives:
@@ -37,8 +36,8 @@ class Primitives:
 
     COLLECTIVES: Mapping[str, Transfer] = {
         "allreduce": "all_reduce",
-        "_allgather_base": "all_gather",
-        "_reduce_scatter_base": "reduce_scatter",
+        "broadcast": "all_gather",  # from each rank, of its slice
+        "reduce": "reduce_scatter",
     }
 
     def __init__(self) -> None:
@@ -56,12 +55,13 @@ class Primitives:
 
     def _counting(self, original: Callable[..., Any], transfer: Transfer | None) -> Callable[..., Any]:
         def counting(group: dist.ProcessGroup, *args: Any) -> Any:
-            tensors = args[0] if isinstance(args[0], list) else args[:2]
-            whole = max(tensors, key=Tensor.numel)
-            if whole.nbytes > LONGEST_FIGURE:
-                self.sent += (
-                    bytes_sent(transfer, whole.numel(), group.size(), whole.dtype) if transfer else whole.nbytes
-                )
+            (tensor,) = args[0]
+            ranks, root = group.size(), getattr(args[-1], "rootRank", None)  # of a rank's own slice all that travels
+            if transfer and root in (None, group.rank()) and tensor.nbytes > LONGEST_FIGURE:
+                elements = tensor.numel() * (1 if root is None else ranks)
+                self.sent += bytes_sent(transfer, elements, ranks, tensor.dtype)
+            elif transfer is None:
+                self.sent += tensor.nbytes
             return original(group, *args)
 
         return counting

@@ -12,7 +12,6 @@ and then the training's stream waits for the copies on the device.
 
 import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -35,6 +34,7 @@ class BackgroundSaves:
         alone = context.control_group is None
         self._context = context if alone else replace(context, control_group=context.group("saving"))
         self._copies = HostCopies(context.device)
+        self.before_change = self._copies.before_change
 
     def begin(self, pieces: Sequence[Piece], write: Write, *, begun: float) -> "Future[Saved]":
         """Copy the pieces and have `write(copies, context)` called in a thread. `begun`: see `Saved.stall_s`.
@@ -47,30 +47,19 @@ class BackgroundSaves:
         saving: Future[Saved] = Future()
 
         def work() -> None:
-            """The copies are let go before anybody can see that it is over."""
             try:
                 if self._context.device.type == "cuda":
                     torch.cuda.set_device(self._context.device)  # a new thread starts on the first one
                 wait()
                 saved = write(copies, self._context)
-                saved = replace(saved, seconds=time.perf_counter() - begun, stall_s=stall_s)
             except BaseException as error:
-                cause: BaseException | None = error
-                while cause is not None:  # keep the lines of the trace, and let go of the copies that its frames hold
-                    traceback.clear_frames(cause.__traceback__)
-                    cause = cause.__cause__ or cause.__context__
-                copies.clear()
                 saving.set_exception(error)
             else:
-                copies.clear()
-                saving.set_result(saved)
+                copies.clear()  # before anybody can see that it is over
+                saving.set_result(replace(saved, seconds=time.perf_counter() - begun, stall_s=stall_s))
 
         threading.Thread(target=work, name="checkpoint", daemon=True).start()
         return saving
-
-    def before_change(self) -> None:
-        """What is put on the current stream from now on may change the pieces of the last save."""
-        self._copies.before_change()
 
 
 class HostCopies:
@@ -93,8 +82,7 @@ class HostCopies:
         if self._side is None:
             copies = [tensor.clone(memory_format=torch.contiguous_format) for tensor in live]
             return [replace(piece, tensor=copy) for piece, copy in zip(pieces, copies, strict=True)], lambda: None
-        if not self._pinned:
-            self._pinned = _pinned(live)
+        self._pinned = self._pinned or _pinned(live)
         self._side.wait_stream(torch.cuda.current_stream(self._device))  # the state is complete when its last kernel is
         with torch.cuda.stream(self._side):
             for copy, tensor in zip(self._pinned, live, strict=True):
@@ -103,7 +91,7 @@ class HostCopies:
         return [replace(piece, tensor=copy) for piece, copy in zip(pieces, self._pinned, strict=True)], done.synchronize
 
     def before_change(self) -> None:
-        """See `BackgroundSaves.before_change`."""
+        """What is put on the current stream from now on may change the pieces of the last save."""
         if self._reading is not None:
             torch.cuda.current_stream(self._device).wait_event(self._reading)
             self._reading = None

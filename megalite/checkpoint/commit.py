@@ -25,7 +25,7 @@ from megalite.config.durable_files import sync_folder
 CHECKPOINTS = "checkpoints"  # of a run folder
 STATE = "state.json"  # of a checkpoint
 _STEP = re.compile(r"step-\d{8}")
-_ASIDE = re.compile(r"step-\d{8}\.bad-\d{8}-\d{6}-[0-9a-f]{4}")
+_GIVEN = re.compile(r"\.|step-\d{8}\.bad-\d{8}-\d{6}-[0-9a-f]{4}$")
 _UNFINISHED = re.compile(r"\.(tmp|trash)-step-\d{8}-[0-9a-f]{8}")
 
 
@@ -34,32 +34,27 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder)) if folder.is_dir() else []
+
+
 def committed(folder: Path) -> list[tuple[int, Path]]:
     """The steps under a final name, newest first. They are ordered by number: clocks of file systems may be wrong."""
-    if not folder.is_dir():
-        return []
-    names = [entry.name for entry in os.scandir(folder) if entry.is_dir()]
-    return sorted(((int(name[5:]), folder / name) for name in names if _STEP.fullmatch(name)), reverse=True)
-
-
-def dead_links(folder: Path) -> list[str]:
-    """Steps that are newer than all others in `folder`, as links to where nothing is."""
-    newest = next((path.name for _, path in committed(folder)), "")
-    names = sorted(entry.name for entry in os.scandir(folder)) if folder.is_dir() else []
-    return [name for name in names if _STEP.fullmatch(name) and name > newest and not (folder / name).exists()]
+    paths = [folder / name for name in reversed(_names(folder)) if _STEP.fullmatch(name)]
+    return [(step_of(path), path) for path in paths if path.is_dir() or path.is_symlink()]
 
 
 def passed_over(folder: Path) -> list[str]:
-    """What else lies in `folder`, in words, so that nobody wonders why a run goes on from an earlier step. Names that
-    begin with a dot, and those that `set_aside` gave, are known."""
-    words = []
-    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name) if folder.is_dir() else ():
-        is_step = _STEP.fullmatch(entry.name) is not None
-        if entry.name.startswith(".") or _ASIDE.fullmatch(entry.name) or (is_step and entry.is_dir()):
-            continue
-        why = "it is not a folder" if is_step else "a checkpoint is called step- and eight digits, as step-00001000"
-        words.append(f"{folder.name}/{entry.name} is passed over: {why}")
-    return words
+    """A line about every name in `folder` that neither is a checkpoint's nor was given by megalite, so that nobody
+    wonders why a run goes on from an earlier step."""
+    known = {path.name for _, path in committed(folder)}
+    others = [name for name in _names(folder) if name not in known and not _GIVEN.match(name)]
+    rule = "a checkpoint is called step- and eight digits, as step-00001000, and is a folder"
+    return [f"{folder.name}/{name} is passed over: {rule}" for name in others]
 
 
 def begin(folder: Path, step: int) -> Path:
@@ -71,48 +66,39 @@ def begin(folder: Path, step: int) -> Path:
 
 
 def publish(temporary: Path, step: int) -> None:
-    """Make a completely written temporary folder the checkpoint of `step`, durably; OSError where there is one.
-
-    Where the last sync fails, the folder has its temporary name again: the step is not saved and can be tried again.
-    """
-    final = temporary.with_name(step_name(step))
+    """Make a completely written temporary folder the checkpoint of `step`, durably; OSError where there is one."""
     sync_folder(temporary)
-    os.rename(temporary, final)  # the commit point
-    try:
-        sync_folder(temporary.parent)
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.rename(final, temporary)
-        raise
+    os.rename(temporary, temporary.with_name(step_name(step)))  # the commit point
+    sync_folder(temporary.parent)
 
 
 def retire(folder: Path, step: int, keep: int, *, good_before: int = 0) -> None:
     """Delete the checkpoints before the just completed `step` but the newest `keep` - 1 of them, and never the newest
-    of those before `good_before`."""
+    of those before `good_before`. What cannot be deleted costs space, nothing else: the next save tries again."""
     older = [(at, path) for at, path in committed(folder) if at < step]
     good = next((path for at, path in older if at < good_before), None)
-    for _, path in older[keep - 1 :]:
-        if path.is_symlink() and path != good:  # where it leads, nothing is deleted
-            path.unlink()
-        elif path != good:  # first its name: a half deleted folder cannot pass for a checkpoint
-            trash = path.with_name(f".trash-{path.name}-{secrets.token_hex(4)}")
-            os.rename(path, trash)
-            shutil.rmtree(trash)
+    with contextlib.suppress(OSError):
+        for path in (path for _, path in older[keep - 1 :] if path != good):
+            if path.is_symlink():  # where it leads, nothing is deleted
+                path.unlink()
+            else:  # first its name: a half deleted folder cannot pass for a checkpoint
+                trash = path.with_name(f".trash-{path.name}-{secrets.token_hex(4)}")
+                os.rename(path, trash)
+                shutil.rmtree(trash)
 
 
 def recover(folder: Path) -> None:
     """Clear up after attempts that were killed. Only for the owner of the run's lock, when nothing is being saved."""
-    for entry in list(os.scandir(folder)) if folder.is_dir() else ():
-        if _UNFINISHED.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
-            shutil.rmtree(entry.path)
+    for name in filter(_UNFINISHED.fullmatch, _names(folder)):
+        shutil.rmtree(folder / name)
 
 
-def set_aside(path: Path) -> Path:
-    """Rename a damaged checkpoint, so that it is not tried again and not lost."""
+def set_aside(path: Path) -> str:
+    """Rename a damaged checkpoint, so that it is not tried again and not lost; the new name."""
     aside = path.with_name(f"{path.name}.bad-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}")
     os.rename(path, aside)
     sync_folder(path.parent)
-    return aside
+    return aside.name
 
 
 def size_in_words(amount: int) -> str:

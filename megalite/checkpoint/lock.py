@@ -21,22 +21,26 @@ from megalite.config.durable_files import open_to_append
 from megalite.config.user_files import read_object
 from megalite.errors.problems import Problem, UserError
 
-BEAT_S = 5.0
-PATIENCE_S = 25.0  # several beats, so that a slow file server is not taken for a dead job
-
 
 class RunLock:
     """A held lock; beats until released. `token` is different for every lock that was ever taken."""
 
-    def __init__(self, path: Path, *, beat_s: float = BEAT_S, patience_s: float = PATIENCE_S) -> None:
-        """Take the lock at `path`. UserError where a live job has it, OSError where the file cannot be written."""
-        self.path, self.token = path, secrets.token_hex(8)
+    def __init__(self, path: Path, *, beat_s: float = 5.0, patience_s: float = 25.0) -> None:
+        """Take the lock at `path`. UserError where a live job has it, OSError where the file cannot be written.
+
+        `patience_s`: several beats, so that a slow file server is not taken for a dead job.
+        """
+        self.path, self.token, here, holder = path, secrets.token_hex(8), socket.gethostname(), holder_of(path)
         self._file = open_to_append(path)
-        try:
-            self._take(patience_s)
-        except BaseException:
+        if self._has_live_holder(holder, patience_s):
             self._file.close()
-            raise
+            rule, remedy = f"it is in use by {_in_words(holder)}", "wait for that job, stop it, or set another run_dir"
+            raise UserError(Problem("run_dir", str(path.parent), rule, remedy))
+        facts = {"host": here, "pid": os.getpid(), "started": time.strftime("%Y-%m-%d %H:%M:%S %z")}
+        self._file.truncate(0)
+        self._file.write(json.dumps(facts | {"job": os.environ.get("SLURM_JOB_ID"), "token": self.token}))
+        self._file.flush()
+        os.fsync(self._file.fileno())
         self._stop = threading.Event()
         self._heart = threading.Thread(target=self._beat, args=(beat_s,), name="run lock", daemon=True)
         self._heart.start()
@@ -57,28 +61,26 @@ class RunLock:
         self._stop.set()
         self._heart.join()
         if self.lost() is None:
-            with contextlib.suppress(OSError):
-                self._file.truncate(0)
+            self._file.truncate(0)
         self._file.close()
 
-    def _take(self, patience_s: float) -> None:
-        here, holder = socket.gethostname(), holder_of(self.path)
-        watch = bool(holder)  # its heartbeat decides
+    def _has_live_holder(self, holder: dict[str, Any], patience_s: float) -> bool:
+        """Whether the kernel knows a process that has the lock, or the holder on another host is seen to beat."""
+        here = socket.gethostname()
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            alive, watch = False, watch and holder.get("host") != here
         except BlockingIOError:
-            alive = True
-        except OSError:  # the file system has no such locks
-            alive = False
-        if alive or (watch and _beats(self.path, patience_s)):
-            remedy = "wait for that job, stop it, or set another run_dir"
-            raise UserError(Problem("run_dir", str(self.path.parent), f"it is in use by {_in_words(holder)}", remedy))
-        facts = {"host": here, "pid": os.getpid(), "started": time.strftime("%Y-%m-%d %H:%M:%S %z")}
-        self._file.truncate(0)
-        self._file.write(json.dumps(facts | {"job": os.environ.get("SLURM_JOB_ID"), "token": self.token}))
-        self._file.flush()
-        os.fsync(self._file.fileno())
+            return True
+        except OSError:  # the file system has no such locks: the heartbeat decides on this host, too
+            here = ""
+        if not holder or holder.get("host") == here:
+            return False
+        deadline, times = time.monotonic() + patience_s, set[int]()
+        while len(times) < 2 and time.monotonic() < deadline:
+            with open(self.path, "rb") as file:  # opened anew, so that NFS asks the server
+                times.add(os.fstat(file.fileno()).st_mtime_ns)
+            time.sleep(min(1.0, patience_s / 10))
+        return len(times) > 1
 
     def _beat(self, beat_s: float) -> None:
         while not self._stop.wait(beat_s):
@@ -95,17 +97,5 @@ def holder_of(path: Path) -> dict[str, Any]:
 
 
 def _in_words(holder: dict[str, Any]) -> str:
-    if not holder:
-        return "a process that has not written its name yet"
     job = f", SLURM job {holder['job']}" if holder.get("job") else ""
-    return f"process {holder.get('pid')} on {holder.get('host')}{job}, since {holder.get('started')}"
-
-
-def _beats(path: Path, patience_s: float) -> bool:
-    """Whether the modification time changes within `patience_s`."""
-    deadline, times = time.monotonic() + patience_s, set[int]()
-    while len(times) < 2 and time.monotonic() < deadline:
-        with open(path, "rb") as file:  # opened anew, so that NFS asks the server
-            times.add(os.fstat(file.fileno()).st_mtime_ns)
-        time.sleep(min(1.0, patience_s / 10))
-    return len(times) > 1
+    return f"process {holder.get('pid', '?')} on {holder.get('host', '?')}{job}, since {holder.get('started', '?')}"

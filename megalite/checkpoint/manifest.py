@@ -8,7 +8,6 @@ accidents (a torn copy, a bad disk). They do not stop a forger, so a manifest is
 import hashlib
 import json
 import os
-import stat
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -17,8 +16,9 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 
-from megalite.checkpoint.commit import STATE
-from megalite.checkpoint.pieces import tiling_fault
+from megalite.checkpoint.commit import STATE, step_of
+from megalite.checkpoint.pieces import is_tiled
+from megalite.errors.problems import Problem, UserError
 
 MANIFEST = "manifest.json"
 FORMAT = 2
@@ -58,10 +58,6 @@ class StoredTensor(NamedTuple):
     boxes: list[StoredBox]
 
 
-class ForeignFormatError(Exception):
-    """Another version of megalite wrote the checkpoint."""
-
-
 @dataclass(frozen=True)
 class Manifest:
     """The fields of manifest.json. `about` is for people: run, layout, versions."""
@@ -71,48 +67,49 @@ class Manifest:
     files: dict[str, FileRecord]
     tensors: dict[str, StoredTensor]
 
-    @property
-    def size(self) -> int:
-        """Bytes of all listed files."""
-        return sum(record.size for record in self.files.values())
-
     def render(self) -> bytes:
         """The content of the file: one line for each field, the hash of the lines before in the last one."""
         fields = {"format": FORMAT, **vars(self)}
         return _sealed(b"{\n" + b"".join(f'"{name}": {json.dumps(fields[name])},\n'.encode() for name in fields))
 
     @classmethod
-    def parse(cls, content: bytes, step: int) -> "Manifest":
-        """The manifest of a folder named for `step`. An error says why it is none: another version's or step's, torn,
-        or (a forger's, behind the right hash) with files of other folders, boxes that are not all of a tensor, or
-        boxes outside of their file.
-        """
+    def parse(cls, content: bytes, checkpoint: Path) -> "Manifest":
+        """The manifest of the folder `checkpoint`; a ValueError says why the content is none. UserError where another
+        version of megalite has written it."""
         if content != _sealed(content[: -len(_sealed(b""))]):
             raise ValueError("its hash does not match")
         fields = json.loads(content)
         if fields["format"] != FORMAT:
-            raise ForeignFormatError(f"it has format {fields['format']}; this megalite reads format {FORMAT}")
-        if fields["step"] != step:
-            raise ValueError(f"it says that it is step {fields['step']}")
+            rule = f"it has format {fields['format']}; this megalite reads format {FORMAT}"
+            remedy = "go on with the megalite that wrote it, or export its weights with it and set checkpoint.init_from"
+            raise UserError(Problem(str(checkpoint), "of another version", rule, remedy))
         files = {name: FileRecord(*record) for name, record in fields["files"].items()}
-        if STATE not in files:
+        tensors = {
+            name: StoredTensor(dtype, tuple(shape), [StoredBox(*box[:2], *map(tuple, box[2:])) for box in boxes])
+            for name, (dtype, shape, boxes) in fields["tensors"].items()
+        }
+        found = cls(fields["step"], fields["about"], files, tensors)
+        found.check(step_of(checkpoint))
+        return found
+
+    def check(self, step: int) -> None:
+        """ValueError unless this is `step`, its files lie in one folder, and its tensors lie whole within the files."""
+        if self.step != step:
+            raise ValueError(f"it says that it is step {self.step}")
+        if STATE not in self.files:
             raise ValueError(f"it does not list {STATE}")
-        for name in files:
+        for name in self.files:
             if name in ("", ".", "..") or any(character in name for character in "/\\\0"):
                 raise ValueError(f"it names {name!r}, which is not a file of the checkpoint's own folder")
-        tensors = {}
-        for name, (dtype, shape, boxes) in fields["tensors"].items():
-            stored = [StoredBox(file, start, tuple(at), tuple(sizes)) for file, start, at, sizes in boxes]
-            tensors[name] = StoredTensor(dtype, tuple(shape), stored)
+        for name, (dtype, shape, boxes) in self.tensors.items():
             if dtype not in DTYPES:
                 raise ValueError(f"{name} has the unknown dtype {dtype}")
-            for box in stored:
-                end = box.start + prod(box.sizes) * DTYPES[dtype].itemsize
-                if box.file not in files or box.start < 0 or end > files[box.file].size:
-                    raise ValueError(f"{name} does not lie within {box.file!r}")
-            if fault := tiling_fault(shape, [box[2:] for box in stored]):
-                raise ValueError(f"{name} {fault}")
-        return cls(step, fields["about"], files, tensors)
+            for file, start, _, sizes in boxes:
+                end = start + prod(sizes) * DTYPES[dtype].itemsize
+                if file not in self.files or start < 0 or end > self.files[file].size:
+                    raise ValueError(f"{name} does not lie within {file!r}")
+            if not is_tiled(shape, [box[2:] for box in boxes]):
+                raise ValueError(f"the parts of {name} are not the whole tensor, each element once")
 
 
 def _sealed(body: bytes) -> bytes:
@@ -129,9 +126,8 @@ def file_fault(folder: Path, name: str, expected: FileRecord) -> str | None:
     try:
         descriptor = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         with open(descriptor, "rb", buffering=0) as file:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode) or status.st_size != expected.size:
-                return f"{name} has {status.st_size:,} bytes where {expected.size:,} were written"
+            if (size := os.fstat(descriptor).st_size) != expected.size:
+                return f"{name} has {size:,} bytes where {expected.size:,} were written"
             found = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
     except OSError as error:
         return f"{name} cannot be read: {error.strerror}"

@@ -5,8 +5,10 @@ data-parallel replicas hold equal boxes, a tensor-parallel shard is one box, and
 few boxes (`boxes`). Nothing is gathered to save.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 
 from torch import Tensor
@@ -25,6 +27,12 @@ class Piece:
     logical_shape: tuple[int, ...]
     offsets: tuple[int, ...]
     tensor: Tensor
+
+    @property
+    def key(self) -> str:
+        """The name in a safetensors file: the logical one, followed by the offsets (`name@8,0`) of a part."""
+        is_whole = tuple(self.tensor.shape) == self.logical_shape
+        return self.name if is_whole else f"{self.name}@{','.join(map(str, self.offsets))}"
 
 
 def boxes(start: int, stop: int, shape: Sequence[int]) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
@@ -46,31 +54,21 @@ def boxes(start: int, stop: int, shape: Sequence[int]) -> list[tuple[tuple[int, 
     return found
 
 
-def tiling_fault(shape: Sequence[int], parts: Sequence[Box]) -> str | None:
-    """What keeps `parts` from covering every element of a tensor of `shape` exactly once; None if they do.
+def is_tiled(shape: Sequence[int], parts: Iterable[Box]) -> bool:
+    """Whether `parts` cover every element of a tensor of `shape` exactly once.
 
-    Boxes that lie inside, do not overlap and have the tensor's volume together leave no gap.
+    The number of parts that cover an element is a function of its place. The mixed difference of this function over
+    all dimensions is +1 or -1 at the corners of every part, 0 elsewhere, and it determines the function. So the parts
+    tile the tensor if and only if their corners add up to those of the tensor.
     """
-    for offsets, sizes in parts:
-        inside = len(offsets) == len(sizes) == len(shape) and all(
-            at >= 0 and size >= 0 and at + size <= whole for at, size, whole in zip(offsets, sizes, shape, strict=True)
-        )
-        if not inside:
-            return f"has a part that leaves the tensor: {tuple(sizes)} at {tuple(offsets)}"
-    volume = sum(prod(sizes) for _, sizes in parts)
-    if volume != prod(shape):
-        return f"has data for {volume} of its {prod(shape)} elements"
-    if not shape:
-        return None
-    # Sweep along the longest dimension: only parts that reach beyond the current one's start can overlap it.
-    along = max(range(len(shape)), key=lambda dim: shape[dim])
-    active: list[Box] = []
-    for part in sorted(parts, key=lambda part: part[0][along]):
-        active = [other for other in active if other[0][along] + other[1][along] > part[0][along]]
-        if any(overlap(part, other) is not None for other in active):
-            return f"has data twice at {tuple(part[0])}"
-        active.append(part)
-    return None
+    corners: Counter[tuple[int, ...]] = Counter()
+    ends = [((-1) ** sum(end), end) for end in product((0, 1), repeat=len(shape))]
+    for sign, offsets, sizes in ((-1, [0] * len(shape), shape), *((1, *part) for part in parts)):
+        if not len(offsets) == len(sizes) == len(shape) or min(sizes, default=0) < 0:
+            return False
+        for parity, end in ends:
+            corners[tuple(at + size * one for at, size, one in zip(offsets, sizes, end, strict=True))] += sign * parity
+    return not any(corners.values())
 
 
 def overlap(one: Box, other: Box) -> Box | None:

@@ -1,66 +1,152 @@
-"""Fills live tensors from a verified checkpoint, whatever layout wrote it.
+"""Finds checkpoints and fills live tensors from them, whatever layout wrote them. All ranks call these functions at the
+same point, and all get the same outcome.
 
-Names, shapes and dtypes are compared over all ranks before the first tensor is touched: a load that fails half-way
-would mix two states, and one that leaves out what nobody asks for would lose state in silence. Each rank then reads,
-of each stored box, only the bytes from the first to the last element that it needs.
+`newest` gives a checkpoint whose every byte is as written; damaged ones are reported and renamed, not deleted. Names,
+shapes and dtypes are compared over all ranks before the first tensor is touched: a load that fails half-way would mix
+two states, and one that leaves out what nobody asks for would lose state in silence. Each rank then reads, of each
+stored box, only the bytes from the first to the last element that it needs.
 """
 
 import errno
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from io import BufferedReader
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megalite.checkpoint.manifest import DTYPES, StoredBox, StoredTensor
+from megalite.checkpoint import commit
+from megalite.checkpoint.commit import STATE, step_name
+from megalite.checkpoint.manifest import DTYPES, MANIFEST, Manifest, StoredBox, StoredTensor, digest, file_fault
 from megalite.checkpoint.pieces import Box, Piece, overlap
-from megalite.errors.problems import Problem
-from megalite.launch.agreement import agree, together
+from megalite.errors.problems import Problem, UserError
+from megalite.errors.words import several
+from megalite.launch.agreement import agree, on_first, together
 from megalite.launch.context import ParallelContext
 
-_SHOWN = 10  # tensors named for each kind of difference
+_SHOWN = 10  # differences named in a refusal
 
 
-def read_pieces(
-    path: Path, saved: Mapping[str, StoredTensor], pieces: Sequence[Piece], context: ParallelContext
-) -> None:
-    """Fill `pieces` from the tensors `saved` in the checkpoint at `path`; see `Found.read_into`."""
-    remedy, problems = "use the model, optimizer and precision of the run that wrote it, or another run_dir", []
-    for kind, found in _differences(saved, {piece.name: piece for piece in pieces}, context).items():
-        more = f", and {len(found) - _SHOWN} more" if found[_SHOWN:] else ""
-        if found:
-            problems.append(Problem(str(path), f"{len(found)} {kind}", ", ".join(found[:_SHOWN]) + more, remedy))
-    agree(context, problems)
-    together(context, lambda: _read_all(path, saved, pieces))
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint that was verified. Its files are read only by `read_into`."""
+
+    path: Path
+    manifest: Manifest
+    state: dict[str, Any]
+    context: ParallelContext
+
+    @property
+    def step(self) -> int:
+        return self.manifest.step
+
+    def read_into(self, pieces: Sequence[Piece], *, unread: Callable[[str], bool] = lambda name: False) -> None:
+        """Fill the tensors of `pieces`, whatever layout wrote them; collective.
+
+        The union of all ranks' pieces must be exactly what was saved: differences in name, shape or dtype
+        are one UserError, raised before any tensor is touched. Tensors whose name is `unread` are left alone on
+        both sides. A StorageFailure means that reading broke off half-way: the tensors are then of no use and the
+        process should end.
+        """
+        saved = {name: tensor for name, tensor in self.manifest.tensors.items() if not unread(name)}
+        pieces = [piece for piece in pieces if not unread(piece.name)]
+        here = {piece.name: (piece.tensor.dtype, [*piece.logical_shape]) for piece in pieces}
+        names = sorted(saved)  # the same on all ranks
+        asked = torch.tensor([name in here for name in names], dtype=torch.uint8)  # [tensors]
+        if self.context.control_group is not None and names:
+            dist.all_reduce(asked, op=dist.ReduceOp.MAX, group=self.context.control_group)
+        left_over = {names[at] for at in (asked == 0).nonzero().flatten().tolist()}
+        there = {name: (DTYPES[tensor.dtype], [*tensor.shape]) for name, tensor in saved.items()}
+        differences = [
+            f"{name} is {there.get(name, 'missing')} there and {here.get(name, 'missing')} here"
+            for name in sorted(here.keys() | left_over)
+            if there.get(name) != here.get(name)
+        ]
+        remedy = "use the model, optimizer and precision of the run that wrote it, or another run_dir"
+        words = ", ".join(differences[:_SHOWN])
+        problems = [Problem(str(self.path), several(len(differences), "difference"), words, remedy)]
+        agree(self.context, problems if differences else [])
+        together(self.context, lambda: _read_all(self.path, saved, pieces))
 
 
-def _differences(
-    saved: Mapping[str, StoredTensor], live: Mapping[str, Piece], context: ParallelContext
-) -> dict[str, list[str]]:
-    """Tensors of this rank that the checkpoint lacks or holds in another form, and saved ones that no rank asks for."""
-    names = sorted(saved)  # the same on all ranks
-    wanted = torch.tensor([name in live for name in names], dtype=torch.uint8)  # [tensors]
-    if context.control_group is not None and names:
-        dist.all_reduce(wanted, op=dist.ReduceOp.MAX, group=context.control_group)
-    there = {name: (DTYPES[saved[name].dtype], [*saved[name].shape]) for name in names if name in live}
-    here = {name: (live[name].tensor.dtype, [*live[name].logical_shape]) for name in there}
-    return {
-        "missing": [f"the checkpoint has no tensor {name}" for name in sorted(live.keys() - saved.keys())],
-        "of another form": [
-            f"{name} is {there[name]} there and {here[name]} here" for name in there if there[name] != here[name]
-        ],
-        "left over": [f"this run has no tensor {names[at]}" for at in (wanted == 0).nonzero().flatten().tolist()],
-    }
+def newest(
+    folder: Path,
+    context: ParallelContext,
+    report: Callable[[str], None],
+    *,
+    step: int | None = None,
+    look_only: bool = False,
+) -> Found | None:
+    """The newest undamaged checkpoint in `folder`, or that of `step`; None if there is none at all.
+
+    `report` is called on rank 0 for all that was passed over: other names, and damaged ones. If all are damaged the run
+    is refused, with nothing renamed: starting again from nothing is for a person to decide. `look_only` renames nothing
+    either: for readers that do not hold the run's lock.
+    """
+    tell = report if context.rank == 0 else lambda line: None
+    for line in on_first(context, lambda: commit.passed_over(folder)):
+        tell(line)
+    steps = on_first(context, lambda: [at for at, _ in commit.committed(folder)])
+    if step is not None and step not in steps:
+        there = ", ".join(map(str, reversed(steps))) or "none, in this run"
+        raise UserError(Problem("step", step, f"there is no checkpoint of it in {folder}", f"those there are: {there}"))
+    damaged: list[tuple[Path, str]] = []
+    for path in [folder / step_name(at) for at in steps if step in (None, at)]:
+        found = inspect(path, context)
+        if isinstance(found, Found):
+            for bad, fault in damaged:
+                aside = "" if look_only else f"; kept as {on_first(context, partial(commit.set_aside, bad))}"
+                tell(f"checkpoint {bad.name} is damaged and was passed over: {fault}{aside}")
+            return found
+        damaged.append((path, found))
+    if damaged:
+        remedy = "restore this folder from a copy, or set another run_dir to start from nothing"
+        rule = "no checkpoint of this run can be read" if step is None else "it cannot be read"
+        raise UserError([Problem(str(path), "damaged", f"{rule}; {fault}", remedy) for path, fault in damaged])
+    return None
+
+
+def inspect(path: Path, context: ParallelContext, *, json_only: bool = False) -> Found | str:
+    """The checkpoint at `path`, or what is wrong with it. Rank 0 reads its JSON, then all ranks verify its files unless
+    `json_only`. UserError where another version of megalite has written it."""
+
+    def read() -> list[str]:
+        """The bytes of both files as characters, for JSON to carry; or the one thing that is wrong."""
+        if path.is_symlink() and not path.exists():
+            remedy = "mount its disk, or delete the link to go on from the checkpoint before"
+            rule = f"it is a link to {path.readlink()}, and nothing is there"
+            raise UserError(Problem("run_dir", str(path), rule, remedy))
+        try:
+            return [(path / name).read_bytes().decode("latin-1") for name in (MANIFEST, STATE)]
+        except OSError as error:
+            return [f"{Path(error.filename).name} cannot be read: {error.strerror}"]
+
+    content, *rest = (text.encode("latin-1") for text in on_first(context, read))
+    if not rest:
+        return str(content, "latin-1")
+    try:
+        manifest, state = Manifest.parse(content, path), json.loads(rest[0])
+        if digest(rest[0]) != manifest.files[STATE].hash:
+            return f"{STATE} is damaged"
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return f"{MANIFEST} or {STATE} is damaged: {error}"
+    by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name].size, name))
+    mine = [] if json_only else by_size[context.rank :: context.world_size]
+    faults = [fault for name in mine if (fault := file_fault(path, name, manifest.files[name]))]
+    everyone: list[str] = [fault for of_rank in context.gather_json(faults) for fault in of_rank]
+    return Found(path, manifest, state, context) if not everyone else "; ".join(everyone[:3])
 
 
 def _read_all(folder: Path, saved: Mapping[str, StoredTensor], pieces: Sequence[Piece]) -> None:
     by_file: dict[str, list[tuple[StoredBox, Piece, Box]]] = {}
     for piece in pieces:
         for box in saved[piece.name].boxes:
-            common = overlap((box.offsets, box.sizes), (piece.offsets, piece.tensor.shape))
-            if common is not None:
+            if common := overlap((box.offsets, box.sizes), (piece.offsets, piece.tensor.shape)):
                 by_file.setdefault(box.file, []).append((box, piece, common))
     for name, parts in sorted(by_file.items()):
         with open(folder / name, "rb") as file:
@@ -69,8 +155,7 @@ def _read_all(folder: Path, saved: Mapping[str, StoredTensor], pieces: Sequence[
 
 
 def _read(file: BufferedReader, box: StoredBox, piece: Piece, common: Box) -> None:
-    """What a stored box and a piece have in `common`: the shortest range of the file that holds all its elements, read
-    straight into the piece where it has the same form there."""
+    """Fill what a stored box and a piece have in `common` from the shortest range of the file that holds all of it."""
     offsets, sizes = common
     target = piece.tensor.detach()
     for dim, (at, first, size) in enumerate(zip(offsets, piece.offsets, sizes, strict=True)):
@@ -78,11 +163,8 @@ def _read(file: BufferedReader, box: StoredBox, piece: Piece, common: Box) -> No
     strides = [prod(box.sizes[dim + 1 :]) for dim in range(len(box.sizes))]  # of the stored box, in elements
     skipped = sum((at - first) * stride for at, first, stride in zip(offsets, box.offsets, strides, strict=True))
     reach = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)) + 1
-    direct = target.device.type == "cpu" and target.is_contiguous() and reach == target.numel()
-    elements = target if direct else torch.empty(reach, dtype=target.dtype)
-    content = elements.view(-1).view(torch.uint8).numpy().data
+    elements = torch.empty(reach, dtype=target.dtype)
     file.seek(box.start + skipped * target.itemsize)
-    if file.readinto(content) < len(content):
-        raise OSError(errno.EIO, "the file ends too early")
-    if not direct:
-        target.copy_(elements.as_strided(target.shape, strides))
+    if file.readinto(elements.view(torch.uint8).numpy().data) < elements.nbytes:
+        raise OSError(errno.EIO, "the file ends too early", file.name)
+    target.copy_(elements.as_strided(target.shape, strides))

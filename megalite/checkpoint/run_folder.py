@@ -3,6 +3,7 @@
     run.json       what stays the same over all continuations: the run's id and the fingerprint of its data
     config.yaml    the resolved settings of the latest start
     lock           the job that runs now
+    tokenizer/     what its token ids mean, as transformers reads it; every checkpoint holds the hash of each file
     checkpoints/   see commit.py
 
 Rank 0 alone decides by what is on disk, since others may see it late on NFS; they only make sure that it is one disk
@@ -25,23 +26,23 @@ import yaml  # type: ignore[import-untyped]
 
 from megalite.checkpoint.commit import CHECKPOINTS, committed, recover, size_in_words
 from megalite.checkpoint.lock import RunLock, holder_of
+from megalite.checkpoint.manifest import digest
+from megalite.checkpoint.reading import Found, inspect
 from megalite.checkpoint.resume_rules import compare
-from megalite.checkpoint.store import saved_config
 from megalite.config.durable_files import sync_folder, write_atomically
-from megalite.config.own_files import LOCK, RUN, run_dir_problems
-from megalite.config.user_files import as_record, read_json
+from megalite.config.own_files import LOCK, OWN, RUN, run_dir_problems
+from megalite.config.user_files import as_record, read_bytes, read_json
 from megalite.errors.problems import Problem, UserError
 from megalite.launch.agreement import on_first, together
 from megalite.launch.context import ParallelContext
 
-_CONFIG = "config.yaml"
-_RECORDS = ("metrics.jsonl", "events.jsonl", "pipeline.jsonl", "token_files.json", "logs", "tokenizer")
+TOKENIZER = "tokenizer"
 SEEN_WITHIN_S = 65.0  # an NFS client may remember for 60 s (acdirmax) that a file was not there
 
 
 @dataclass(frozen=True)
 class _Identity:
-    """What run.json holds."""
+    """The fields of run.json."""
 
     run_id: str
     data_fingerprint: str
@@ -72,29 +73,23 @@ class RunFolder:
         """Check the folder, lock it, and clear up after jobs that were killed; the run's id and its changes."""
         with _usable(self.path):
             run_id, changes = examine(self.path, resume, config, self.fingerprint)
-            names = (LOCK, RUN, _CONFIG, CHECKPOINTS, *(() if os.path.lexists(self.path / RUN) else _RECORDS))
-            inside = [self.path / name for name in names]
-            self._new = [each for each in (*inside, self.path, *self.path.parents) if not os.path.lexists(each)]
+            names = (LOCK,) if os.path.lexists(self.path / RUN) else OWN
+            places = (*(self.path / name for name in names), self.path, *self.path.parents)
+            self._new = [place for place in places if not os.path.lexists(place)]
             self.path.mkdir(parents=True, exist_ok=True)
-            try:
-                self.lock = RunLock(self.path / LOCK)
-            except OSError:  # a full disk: nobody holds what was made for it
-                if self.path / LOCK in self._new:
-                    (self.path / LOCK).unlink(missing_ok=True)
-                raise
+            self.lock = RunLock(self.path / LOCK)
             recover(self.checkpoints)
         return run_id or secrets.token_hex(8), changes
 
     def _refuse_disks_of_their_own(self, context: ParallelContext) -> None:
         """All ranks must find the lock that rank 0 has just written: else they would write checkpoints elsewhere."""
-        here = socket.gethostname()
-        token, first = context.broadcast_object([self.lock.token, here] if self.lock else None)
+        token, first = context.broadcast_object([self.lock.token, socket.gethostname()] if self.lock else None)
 
         def find() -> None:
             deadline = time.monotonic() + SEEN_WITHIN_S
             while holder_of(self.path / LOCK).get("token") != token:
                 if time.monotonic() > deadline:
-                    rule = f"rank 0 on {first} has written its lock there, and {here} does not find it"
+                    rule = f"rank 0 on {first} has written its lock there, and {socket.gethostname()} does not find it"
                     remedy = "set run_dir to a folder on a disk that all nodes share, by the same path on each"
                     raise UserError(Problem("run_dir", str(self.path), rule, remedy))
                 time.sleep(0.5)
@@ -103,14 +98,12 @@ class RunFolder:
 
     def begin(self, context: ParallelContext, config: Mapping[str, Any]) -> None:
         """Write run.json and config.yaml; collective. Until then nothing in the folder has changed."""
-        settings = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
 
         def write() -> None:
             with _usable(self.path):
-                write_atomically(
-                    self.path / RUN, (json.dumps(self.labels, indent=1) + "\n").encode()
-                )  # now it is a run's
-                write_atomically(self.path / _CONFIG, settings.encode())
+                write_atomically(self.path / RUN, (json.dumps(self.labels, indent=1) + "\n").encode())  # a run's now
+                settings = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
+                write_atomically(self.path / "config.yaml", settings.encode())
                 self.checkpoints.mkdir(exist_ok=True)
                 sync_folder(self.path.parent)
 
@@ -132,13 +125,12 @@ class RunFolder:
 
     def withdraw(self) -> None:
         """Undo what was made for a run that does not begin, and close the folder."""
+        me = os.getpid()
         for path in self._new:
             with contextlib.suppress(OSError):  # it is not there, or holds something else by now
-                if path.parent == self.path and path.name in _RECORDS and path.is_dir():
-                    shutil.rmtree(path)
-                elif path.is_dir():
-                    path.rmdir()
-                elif self.lock is not None:  # else it is another job's, which began at the same time
+                if path.is_dir():
+                    shutil.rmtree(path) if path.parent == self.path else path.rmdir()
+                elif self.lock is not None or holder_of(path).get("pid", me) == me:  # else it is another job's lock
                     path.unlink()
         self.close()
 
@@ -150,22 +142,20 @@ def examine(path: Path, resume: str, config: Mapping[str, Any], fingerprint: str
     """
     if problems := [*run_dir_problems(str(path), path)]:
         raise UserError(problems)
-    run, steps = None, committed(path / CHECKPOINTS)
+    run, checkpoints = None, [checkpoint for _, checkpoint in committed(path / CHECKPOINTS)]
     if os.path.lexists(path / RUN):
         remedy = "restore it from a copy, or set another run_dir"
         run = as_record(_Identity, read_json(path / RUN, remedy), path / RUN, remedy)
-    if resume == "never" and (run is not None or steps):
+    if resume == "never" and (run is not None or checkpoints):
         rule = "the folder holds a run already, and resume=never was asked for"
         raise UserError(Problem("run_dir", str(path), rule, "set another run_dir, or resume=auto to continue that run"))
-    if not steps:
+    if not checkpoints:
         return "", []
     assert run is not None, "else the checkpoints would be somebody else's"
-    run_id, saved = saved_config(path / CHECKPOINTS)
-    problems, changes = compare(saved, config)
-    if run_id not in ("", run.run_id):
-        rule = f"its newest checkpoint is of run {run_id}, and the folder is that of run {run.run_id}"
-        remedy = "take it out of this folder; to continue its run, copy the whole run folder and set run_dir to it"
-        problems.append(Problem("run_dir", str(path), rule, remedy))
+    # Before all ranks verify the checkpoints: the newest whose JSON is intact says what the run was started with.
+    looked_at = (inspect(checkpoint, ParallelContext(), json_only=True) for checkpoint in checkpoints)
+    intact = next((found for found in looked_at if isinstance(found, Found)), None)
+    problems, changes = compare(intact.state["config"] if intact else {}, config)
     if run.data_fingerprint != fingerprint:
         rule = f"data or tokenizer differ from the run's (fingerprint {run.data_fingerprint})"
         problems.append(Problem("data", fingerprint, rule, "use those of the run, or another run_dir for a new run"))
@@ -185,22 +175,42 @@ def _usable(path: Path) -> Iterator[None]:
 
 
 def judge_room(folder: Path, size: int, *, keep: int, saves: int) -> str:
-    """UserError if the disk of `folder`, that of a run's checkpoints, has no room for one of `size` bytes; a warning if
-    it has none for all that will be there at once; else empty.
+    """UserError if the disk of a run's checkpoints has no room for one of `size` bytes; a warning if it has none for
+    all that will be there at once; else empty.
 
     `saves` are still to come; one gives way only when more than `keep` are complete and the newest has one before it.
     """
-    try:
-        usage = shutil.disk_usage(folder if folder.exists() else folder.parent)
-    except OSError:
-        return ""
-    if usage.total == 0 or saves == 0:  # some network disks do not tell
+    usage = shutil.disk_usage(folder if folder.exists() else folder.parent)
+    more = min(saves, max(1, max(keep, 2) + 1 - len(committed(folder))))
+    if usage.total == 0 or usage.free >= more * size:  # some network disks do not tell
         return ""
     room = f"a checkpoint needs about {size_in_words(size)}, {size_in_words(usage.free)} are free in {folder.parent}"
     if usage.free < size:
         remedy = "make room, or use a folder on another disk (to continue a run there, move all of its folder)"
         raise UserError(Problem("run_dir", str(folder.parent), room, remedy))
-    more = min(saves, max(1, max(keep, 2) + 1 - len(committed(folder))))
-    if usage.free < more * size:
-        return f"warning: {room}; {more} more are to fit (checkpoint.keep={keep} and the one being written)"
-    return ""
+    return f"warning: {room}; {more} more are to fit (checkpoint.keep={keep} and the one being written)"
+
+
+def keep_tokenizer(run_dir: Path, files: Mapping[str, bytes], known: Mapping[str, str]) -> dict[str, str]:
+    """Write the files unless they are there and as they should be; the hash of each. `known`: the hashes in the
+    checkpoint from which the run continues, whose files another version of a library may have written."""
+    folder, hashes = run_dir / TOKENIZER, {name: digest(content) for name, content in files.items()}
+    with contextlib.suppress(UserError):
+        check_tokenizer(run_dir, known or hashes)
+        return dict(known or hashes)
+    with _usable(run_dir):
+        if folder.is_symlink():
+            folder.unlink()
+        folder.mkdir(exist_ok=True)
+        for name, content in files.items():
+            write_atomically(folder / name, content)
+    return hashes
+
+
+def check_tokenizer(run_dir: Path, known: Mapping[str, str]) -> None:
+    """UserError unless every file has the hash that the checkpoint holds."""
+    remedy = "start the run again, which writes it anew, or copy it from the run's first place"
+    for name, expected in known.items():
+        path = run_dir / TOKENIZER / name
+        if digest(read_bytes(path, remedy, follow_links=False)) != expected:
+            raise UserError(Problem(TOKENIZER, str(path), "is not what the run has written", remedy))

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from megalite.checkpoint.commit import CHECKPOINTS
 from megalite.checkpoint.pieces import Piece
+from megalite.checkpoint.reading import Found, newest
 from megalite.checkpoint.resume_rules import flatten
-from megalite.checkpoint.store import CheckpointError, Found, newest, of_step
-from megalite.checkpoint.tokenizer_folder import TOKENIZER, check_tokenizer
+from megalite.checkpoint.run_folder import TOKENIZER, check_tokenizer
 from megalite.config.derive import derive_model
 from megalite.config.model_folder import holds_tokenizer, imported_model, read_model_file
 from megalite.config.schema import Config, ModelConfig
@@ -26,6 +26,7 @@ from megalite.data.tokenizer_folder import load_tokenizer
 from megalite.data.tokenizers import TextTokenizer
 from megalite.errors.problems import Problem, UserError
 from megalite.hf.import_model import import_model
+from megalite.launch.agreement import StorageFailure
 from megalite.launch.context import ParallelContext
 from megalite.launch.device import DTYPES
 from megalite.model.gpt import GPT
@@ -60,7 +61,7 @@ class RunCheckpoint:
         piece = Piece(name, shape, (0,) * value.dim(), value)
         try:
             self.found.read_into([piece], unread=piece.name.__ne__)
-        except CheckpointError as error:
+        except StorageFailure as error:
             remedy = "try again: a run that goes on deletes its old checkpoints (checkpoint.keep)"
             raise UserError(Problem("checkpoint", str(self.found.path), str(error), remedy)) from error
         return value
@@ -129,8 +130,7 @@ def is_run(folder: Path, step: int | None = None) -> bool:
 def open_run(run_dir: Path, report: Callable[[str], None], step: int | None = None) -> RunCheckpoint:
     """The run's newest undamaged checkpoint, or that of `step`; settings that its megalite did not have are at their
     defaults."""
-    folder, alone = run_dir / CHECKPOINTS, ParallelContext()
-    found = newest(folder, alone, report, look_only=True) if step is None else of_step(folder, step, alone)
+    found = newest(run_dir / CHECKPOINTS, ParallelContext(), report, step=step, look_only=True)
     if found is None:
         remedy = "name the folder of a training that has saved a checkpoint"
         raise UserError(Problem("model", str(run_dir), "it holds no checkpoint", remedy))

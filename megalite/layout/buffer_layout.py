@@ -19,7 +19,7 @@ from megalite.layout.parameters import ParameterRecord, Shard, ShardBox, shard
 ALIGNMENT = 64  # elements: 256 bytes of fp32, so that parameters and slices start on full vectors and cache lines
 Kind = Literal["dense", "expert"]
 Ownership = Literal["even", "whole"]
-Held = tuple[ParameterRecord, Shard]
+Held = tuple[ParameterRecord, Shard, int]  # with the padded size
 
 
 @dataclass(frozen=True)
@@ -103,10 +103,10 @@ class BufferLayout:
         for number, bucket in enumerate(self.buckets):
             first = bucket.slice_size * (dense if bucket.buffer.kind == "dense" else expert)
             for slot in bucket.slots:
-                start, stop = max(first, slot.start), min(first + bucket.slice_size, slot.stop)
-                if start < stop:
-                    in_parameter = range(start - slot.start, stop - slot.start)
-                    found.append(OwnedRange(slot, number, range(start - first, stop - first), in_parameter))
+                both = range(max(first, slot.start), min(first + bucket.slice_size, slot.stop))
+                if both:
+                    parts = (range(both.start - at, both.stop - at) for at in (first, slot.start))
+                    found.append(OwnedRange(slot, number, *parts))
         return tuple(found)
 
 
@@ -148,16 +148,17 @@ def buffer_layout(
     by_buffer: dict[BufferName, list[Held]] = {}
     order: dict[str, int] = {}  # in which backward completes the parameters
     for record in reversed(records):
+        of_rank = shard(record, *(etp if record.of_experts else tp), ep)
         whole = ownership == "whole" and record.stacked is not None
         name = BufferName(record.precision, "expert" if record.of_experts else "dense", whole)
-        by_buffer.setdefault(name, []).append((record, shard(record, *(etp if record.of_experts else tp), ep)))
+        by_buffer.setdefault(name, []).append((record, of_rank, _padded(prod(of_rank.shape), ALIGNMENT)))
         order[record.name] = len(order)
     buckets: list[Bucket] = []
     for name, held in by_buffer.items():
         shards = dense_shards if name.kind == "dense" else expert_shards
         target = max(40_000_000, 1_000_000 * shards) if bucket_size is None else bucket_size
-        cut = _cut_wholes(held, target, shards) if name.whole else (_even(part, shards) for part in _cut(held, target))
-        buckets += [Bucket(name, size, shards, slots) for slots, size in cut]
+        cut = _cut_wholes if name.whole else _cut_evenly
+        buckets += [Bucket(name, size, shards, slots) for slots, size in cut(held, target, shards)]
     buckets.sort(key=lambda bucket: max(order[slot.record.name] for slot in bucket.slots))
     return BufferLayout(tuple(buckets))
 
@@ -165,25 +166,21 @@ def buffer_layout(
 Placed = tuple[tuple[BufferSlot, ...], int]  # the slots of a bucket and its size
 
 
-def _cut(held: Sequence[Held], target: int) -> Iterator[list[Held]]:
-    """The contents of the buckets with even ownership, in order."""
-    content: list[Held] = []
-    size = 0
+def _cut_evenly(held: Sequence[Held], target: int, shards: int) -> Iterator[Placed]:
+    """The buckets with even ownership, in order: one parameter after the other."""
+    contents: list[list[Held]] = [[]]
     for (table, _), members in groupby(held, key=lambda each: (_is_table(each[0]), each[0].place)):
         block = list(members)
-        length = _size(block)
-        if content and (table or size + length > target):
-            yield content
-            content, size = [], 0
-        for each in block:
-            content.append(each)
-            size += _size([each])
-            length -= _size([each])  # what is left of the block: less than a bucket joins the last one
-            if table or size >= target <= length:
-                yield content
-                content, size = [], 0
-    if content:
-        yield content
+        if table or _size(contents[-1]) + _size(block) > target:
+            contents.append([])
+        for at, each in enumerate(block):
+            contents[-1].append(each)
+            # What is left of the block joins this bucket if it is less than a bucket.
+            if table or _size(contents[-1]) >= target <= _size(block[at + 1 :]):
+                contents.append([])
+    for content in filter(None, contents):
+        slots = [BufferSlot(*each[:2], _size(content[:at])) for at, each in enumerate(content)]
+        yield tuple(slots), _padded(_size(content), ALIGNMENT * shards)
 
 
 def _is_table(record: ParameterRecord) -> bool:
@@ -192,17 +189,11 @@ def _is_table(record: ParameterRecord) -> bool:
     return tied or (record.split is not None and record.split.uneven)
 
 
-def _even(content: Sequence[Held], shards: int) -> Placed:
-    """One parameter after the other."""
-    slots = [BufferSlot(*each, _size(content[:at])) for at, each in enumerate(content)]
-    return tuple(slots), _padded(_size(content), ALIGNMENT * shards)
-
-
 def _cut_wholes(held: Sequence[Held], target: int, shards: int) -> list[Placed]:
     """Buckets of matrices with one owner each: blocks are dealt to buckets of like size, and where that leaves too much
     padding, to fewer."""
     blocks = [list(members) for _, members in groupby(held, key=lambda each: each[0].place)]
-    total = _size(held)
+    total, placed = _size(held), list[Placed | None]()
     for number in range(min(len(blocks), -(-total // target)), 0, -1):
         contents: list[list[Held]] = [[] for _ in range(number)]
         before = 0
@@ -218,19 +209,19 @@ def _cut_wholes(held: Sequence[Held], target: int, shards: int) -> list[Placed]:
 def _whole(content: Sequence[Held], shards: int, *, tight: bool) -> Placed | None:
     """Each matrix in one slice; None where more than a fifth is padding, if it is to be `tight`."""
     stacks = []
-    for record, of_rank in content:
+    for record, of_rank, size in content:
         unit, number = prod(of_rank.shape[record.stacked :]), prod(of_rank.shape[: record.stacked])
         # A stack of matrices that are not aligned is one piece.
-        stacks.append((unit, number) if unit % ALIGNMENT == 0 else (_size([(record, of_rank)]), 1))
+        stacks.append((unit, number) if unit % ALIGNMENT == 0 else (size, 1))
     found = pack(stacks, shards, ALIGNMENT, most=_size(content) * 5 // 4 if tight else None)
     if found is None:
         return None
-    slots = [BufferSlot(*each, start) for each, start in zip(content, found.starts, strict=True)]
-    return tuple(sorted(slots, key=lambda slot: slot.start)), found.room * shards
+    slots = [BufferSlot(*each[:2], start) for each, start in zip(content, found[1], strict=True)]
+    return tuple(sorted(slots, key=lambda slot: slot.start)), found[0] * shards
 
 
 def _size(content: Iterable[Held]) -> int:
-    return sum(_padded(prod(held.shape), ALIGNMENT) for _, held in content)
+    return sum(size for _, _, size in content)
 
 
 def _padded(size: int, multiple: int) -> int:

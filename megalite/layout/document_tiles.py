@@ -28,7 +28,8 @@ def document_plan(share: SequenceShare, starts: IntArray) -> AttentionPlan:
     of equal cuts zigzag, which fetches less. The same cut on all ranks."""
     cuts: tuple[Cut, ...] = ("zigzag", "stripes")
     ways = {cut: _all_tiles(share.ring, starts, cut) for cut in cuts}
-    cut = min(cuts, key=lambda cut: max(_scores(tiles) for tiles in ways[cut]))
+    busiest = {cut: max(sum(tile.scores for tiles in way for tile in tiles) for way in ways[cut]) for cut in cuts}
+    cut = min(cuts, key=busiest.__getitem__)
     mine = ways[cut][share.block]
     sent = tuple(_rows(tiles[share.block]) for tiles in ways[cut])
     return AttentionPlan(cut, mine, tuple(map(_rows, mine)), sent, partial=True)
@@ -37,23 +38,14 @@ def document_plan(share: SequenceShare, starts: IntArray) -> AttentionPlan:
 def _all_tiles(ring: int, starts: IntArray, cut: Cut) -> list[tuple[tuple[Tile, ...], ...]]:
     """The tiles by block of queries and block of keys."""
     length = starts.shape[1]
-    blocks = [_block(length, ring, block, cut) for block in range(ring)]
+    pieces = [block_places(length, ring, block, cut) for block in range(ring)]
+    blocks = [np.concatenate([np.arange(each.start, each.stop, each.step) for each in block]) for block in pieces]
 
     def tiles(queries: int, keys: int) -> tuple[Tile, ...]:
         base = causal_tile(ring, queries, keys, length // ring, cut)
         return tuple(_tiles(starts, blocks[queries], blocks[keys], base.queries))
 
     return [tuple(tiles(own, source) for source in range(ring)) for own in range(ring)]
-
-
-def _scores(of_blocks: Sequence[Sequence[Tile]]) -> int:
-    return sum(tile.scores for tiles in of_blocks for tile in tiles)
-
-
-def _block(length: int, ring: int, block: int, cut: Cut) -> IntArray:
-    return np.concatenate(
-        [np.arange(each.start, each.stop, each.step) for each in block_places(length, ring, block, cut)]
-    )
 
 
 def _tiles(starts: IntArray, queries: IntArray, keys: IntArray, rows: Rows) -> Iterator[Tile]:

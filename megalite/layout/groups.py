@@ -69,10 +69,8 @@ def groups_of(layout: ParallelLayout, rank: int, needs: GroupNeeds) -> dict[str,
 def all_groups(layout: ParallelLayout, needs: GroupNeeds) -> Iterator[GroupSpec]:
     """Every group of more than one rank of the whole world, in the one order in which all ranks make them."""
     for name, (traffic, members) in _table(layout, needs).items():
-        if len(members(0)) < 2:  # no group of a name is larger than the first rank's
-            continue
         seen: set[int] = set()
-        for rank in range(layout.world_size):
+        for rank in range(layout.world_size if len(members(0)) > 1 else 0):  # the first rank's group is the largest
             if rank not in seen and (ranks := members(rank)):
                 seen.update(ranks)
                 yield GroupSpec(name, traffic, tuple(ranks))
@@ -82,62 +80,44 @@ def _table(layout: ParallelLayout, needs: GroupNeeds) -> dict[str, tuple[Traffic
     """All groups by name. Gradient sync comes first: switches that reduce in the network serve the first communicator
     alone. A further group of an axis is one more line."""
 
-    def along(axes: str) -> Members:
-        return lambda rank: layout.group_of(rank, axes)
+    def along(axes: str, slices: int = 1, *, across: bool = False, wanted: bool = True) -> Members:
+        """The group along axes, cut into slices of neighbours; `across`: the ranks at one place of all slices."""
 
-    def nobody(rank: int) -> list[int]:
-        return []
+        def members(rank: int) -> list[int]:
+            if not wanted:
+                return []
+            ranks = layout.group_of(rank, axes)
+            assert len(ranks) % slices == 0, f"{len(ranks)} ranks do not divide into {slices} slices"
+            size, at = len(ranks) // slices, ranks.index(rank)
+            return ranks[at % size :: size] if across else ranks[at // size * size :][:size]
 
-    def instances(whole: Members, *, across: bool = False) -> Members:
-        count = needs.optimizer_instances
-        return _slices(whole, count, across=across) if count > 1 else nobody
+        return members
 
-    dense, experts = along("dp-cp"), along("edp") if layout.has_experts else nobody
+    def embedding(rank: int) -> list[int]:
+        """The stages of the pipeline of `rank` that hold a copy of the word embedding, if it is on one of them."""
+        pipeline = layout.group_of(rank, "pp")
+        stages = {pipeline[0], pipeline[-1 if needs.tied_embeddings else 0]}
+        return sorted(stages) if rank in stages else []
+
+    experts, instances = layout.has_experts, needs.optimizer_instances
+    sliced, kv_heads = instances > 1, min(needs.kv_heads or layout.tp, layout.tp)
     return {
-        "dp-cp": ("gradient", dense),
-        "edp": ("gradient", experts),
-        "dp-cp-shard": ("gradient", instances(dense)),
-        "dp-cp-replicate": ("gradient", instances(dense, across=True)),
-        "edp-shard": ("gradient", instances(experts)),
-        "edp-replicate": ("gradient", instances(experts, across=True)),
+        "dp-cp": ("gradient", along("dp-cp")),
+        "edp": ("gradient", along("edp", wanted=experts)),
+        "dp-cp-shard": ("gradient", along("dp-cp", instances, wanted=sliced)),
+        "dp-cp-replicate": ("gradient", along("dp-cp", instances, across=True, wanted=sliced)),
+        "edp-shard": ("gradient", along("edp", instances, wanted=sliced and experts)),
+        "edp-replicate": ("gradient", along("edp", instances, across=True, wanted=sliced and experts)),
         "world": ("gradient", along(WORLD)),
-        "kv-replicas": ("gradient", _slices(along("tp"), min(needs.kv_heads or layout.tp, layout.tp))),
+        "kv-replicas": ("gradient", along("tp", kv_heads)),
         "tp": ("tensor", along("tp")),
-        "cp-alltoall": ("tensor", _slices(along("cp"), needs.context_ring)),
-        "cp-ring": ("tensor", _slices(along("cp"), needs.context_ring, across=True)),
-        "tp-cp": ("tensor", along("tp-cp") if layout.has_experts and layout.cp > 1 else nobody),
-        "etp-ep": ("tensor", along("etp-ep") if layout.has_experts else nobody),
+        "cp-alltoall": ("tensor", along("cp", needs.context_ring)),
+        "cp-ring": ("tensor", along("cp", needs.context_ring, across=True)),
+        "tp-cp": ("tensor", along("tp-cp", wanted=experts and layout.cp > 1)),
+        "etp-ep": ("tensor", along("etp-ep", wanted=experts)),
         # One communicator per direction: an activation must not wait for the gradient that comes the other way.
         "pp-forward": ("forward", along("pp")),
         "pp-backward": ("backward", along("pp")),
-        "saving": ("saving", along(WORLD) if needs.background_saving else nobody),
-        "word-embedding": ("gradient", lambda rank: embedding_ranks(layout, rank, tied=needs.tied_embeddings)),
+        "saving": ("saving", along(WORLD, wanted=needs.background_saving)),
+        "word-embedding": ("gradient", embedding),
     }
-
-
-def _slices(whole: Members, count: int, *, across: bool = False) -> Members:
-    """Each group of `whole` cut into `count` slices of neighbours; `across`: the ranks at one place of all slices."""
-
-    def members(rank: int) -> list[int]:
-        ranks = whole(rank)
-        assert len(ranks) % count == 0, f"{len(ranks)} ranks do not divide into {count} slices"
-        if not ranks:
-            return []
-        size, at = len(ranks) // count, ranks.index(rank)
-        return ranks[at % size :: size] if across else ranks[at // size * size :][:size]
-
-    return members
-
-
-def embedding_ranks(layout: ParallelLayout, rank: int, *, tied: bool, split_rank: int | None = None) -> list[int]:
-    """The ranks of the pipeline of `rank` that hold a copy of the word embedding; empty where `rank` holds none.
-
-    They are on the first stage, where it is `tied` to the head on the last one, and in an encoder-decoder on the
-    decoder's first (`split_rank`). The last stage has no learned position embedding, which is never tied.
-    """
-    pipeline = layout.group_of(rank, "pp")
-    stages = {pipeline[0]} | ({pipeline[-1]} if tied else set())
-    if split_rank is not None:
-        assert 0 < split_rank < layout.pp, f"split_rank={split_rank} leaves encoder or decoder no rank of {layout.pp}"
-        stages.add(pipeline[split_rank])
-    return sorted(stages) if rank in stages else []

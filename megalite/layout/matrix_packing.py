@@ -5,17 +5,14 @@ A stack is contiguous, and may reach over walls that fall between its matrices. 
 
 from collections.abc import Sequence
 from itertools import count
-from typing import NamedTuple
 
 
-class Packing(NamedTuple):
-    room: int  # the size of every room
-    starts: list[int]  # of each stack, counted over all rooms
-
-
-def pack(stacks: Sequence[tuple[int, int]], rooms: int, alignment: int, *, most: int | None = None) -> Packing | None:
-    """The smallest rooms found that hold the stacks, (size of a matrix, number of matrices) each; all sizes are
-    multiples of `alignment`. None where all rooms together would take more than `most`."""
+def pack(
+    stacks: Sequence[tuple[int, int]], rooms: int, alignment: int, *, most: int | None = None
+) -> tuple[int, list[int]] | None:
+    """The size of the smallest rooms found that hold the stacks, (size of a matrix, number of matrices) each, and the
+    start of each stack, counted over all rooms. All sizes are multiples of `alignment`. None where all rooms together
+    would take more than `most`."""
     largest_first = sorted(range(len(stacks)), key=lambda at: stacks[at], reverse=True)
     total, units = sum(unit * number for unit, number in stacks), {unit for unit, number in stacks if number > 1}
     least = max(-(-total // rooms), stacks[largest_first[0]][0])
@@ -26,7 +23,7 @@ def pack(stacks: Sequence[tuple[int, int]], rooms: int, alignment: int, *, most:
         for room in sorted({smallest, *(-(-smallest // unit) * unit for unit in units)}):
             starts = _first_fit([stacks[at] for at in largest_first], room, room * rooms)
             if starts is not None and (most is None or room * rooms <= most):
-                return Packing(room, [start for _, start in sorted(zip(largest_first, starts, strict=True))])
+                return room, [start for _, start in sorted(zip(largest_first, starts, strict=True))]
     raise AssertionError("unreachable: a room that holds everything is tried in the end")
 
 
@@ -35,22 +32,19 @@ def _first_fit(stacks: Sequence[tuple[int, int]], room: int, end: int) -> list[i
     gaps, starts = [(0, end)], []
     for unit, number in stacks:
         size = unit * number
-        found = next(
-            ((at, start) for at, gap in enumerate(gaps) if (start := _start(*gap, unit, size, room)) >= 0), None
-        )
-        if found is None:
+        for at, (low, high) in enumerate(gaps):
+            wall = (low // room + 1) * room
+            tried = (low, low + (wall - low) % unit, wall, wall + room % unit)  # walls may fall between matrices there
+            start = next(
+                (place for place in tried if place + size <= high and _is_uncut(place, unit, size, room)), None
+            )
+            if start is not None:
+                gaps[at : at + 1] = [gap for gap in ((low, start), (start + size, high)) if gap[0] < gap[1]]
+                starts.append(start)
+                break
+        else:
             return None
-        (at, start), (low, high) = found, gaps[found[0]]
-        gaps[at : at + 1] = [gap for gap in ((low, start), (start + size, high)) if gap[0] < gap[1]]
-        starts.append(start)
     return starts
-
-
-def _start(low: int, high: int, unit: int, size: int, room: int) -> int:
-    """The first place of a stack in a gap at which walls fall between its matrices; -1: none."""
-    wall = (low // room + 1) * room
-    tried = (low, low + (wall - low) % unit, wall, wall + room % unit)
-    return next((start for start in tried if start + size <= high and _is_uncut(start, unit, size, room)), -1)
 
 
 def _is_uncut(start: int, unit: int, size: int, room: int) -> bool:

@@ -27,8 +27,7 @@ class RankGenerator:
     @cached_property
     def strides(self) -> dict[str, int]:
         """The distance in ranks between neighbours along each axis."""
-        sizes = [size for _, size in self.sizes]
-        return {axis: prod(sizes[:at]) for at, (axis, _) in enumerate(self.sizes)}
+        return {axis: prod(size for _, size in self.sizes[:at]) for at, (axis, _) in enumerate(self.sizes)}
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Position of `rank` along every axis."""
@@ -41,9 +40,8 @@ class RankGenerator:
         Members and groups alike are listed with the axis that is leftmost in the order varying fastest, however `axes`
         is written; so members ascend.
         """
-        named = axes.split("-")
-        firsts = self._offsets([axis for axis in self.strides if axis not in named])
-        members = self._offsets(named)
+        firsts = self._offsets([axis for axis in self.strides if axis not in axes.split("-")])
+        members = self._offsets(axes.split("-"))
         return [[first + member for member in members] for first in firsts]
 
     def group_of(self, rank: int, axes: str) -> list[int]:
@@ -54,7 +52,6 @@ class RankGenerator:
 
     def _offsets(self, axes: list[str]) -> list[int]:
         """Distances of all positions along `axes` from their origin, ascending."""
-        assert set(axes) <= set(self.strides), f"no axis {set(axes) - set(self.strides)} among {list(self.strides)}"
         offsets = [0]
         for axis, size in self.sizes:
             if axis in axes:
@@ -83,13 +80,10 @@ class ParallelLayout:
         given = (self.tp, self.cp, self.dp, self.pp, self.vpp, self.ep, 1 if self.etp is None else self.etp)
         assert min(given) >= 1, self
         assert self.ep == 1 or self.has_experts, f"ep needs etp, the tensor-parallel size of an expert: {self}"
-        assert prod(self.sizes[axis] for axis in EXPERT_AXES) == self.world_size or not self.has_experts, (
-            f"experts do not fill the world: {self}"
-        )
-        dense, expert = pipeline_strides(self.order, self.sizes)
-        assert dense == expert or self.pp == 1 or not self.has_experts, (
-            f"stages are {dense} ranks apart, those of experts {expert}: {self}"
-        )
+        if self.has_experts:
+            assert prod(self.sizes[axis] for axis in EXPERT_AXES) == self.world_size, f"experts do not fill: {self}"
+            dense, expert = pipeline_strides(self.order, self.sizes)
+            assert dense == expert or self.pp == 1, f"stages are {dense} ranks apart, those of experts {expert}: {self}"
 
     @property
     def world_size(self) -> int:
@@ -102,13 +96,14 @@ class ParallelLayout:
     @property
     def edp(self) -> int:
         """Replicas of each expert: what etp, ep and pp leave of the world. 1 for a dense model."""
-        return 1 if self.etp is None else self.world_size // (self.etp * self.ep * self.pp)
+        return self.sizes["edp"]
 
     @cached_property
     def sizes(self) -> dict[str, int]:
         """The sizes of all axes, those of the experts included: they are 1 in a dense model."""
+        edp = 1 if self.etp is None else self.world_size // (self.etp * self.ep * self.pp)
         dense = {"tp": self.tp, "cp": self.cp, "dp": self.dp, "pp": self.pp}
-        return dense | {"etp": 1 if self.etp is None else self.etp, "ep": self.ep, "edp": self.edp}
+        return dense | {"etp": 1 if self.etp is None else self.etp, "ep": self.ep, "edp": edp}
 
     @cached_property
     def dense(self) -> RankGenerator:
@@ -122,8 +117,7 @@ class ParallelLayout:
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Position of `rank` along every axis, with those of the experts if there are any."""
-        expert = {} if self.expert is None else self.expert.coordinates(rank)
-        return self.dense.coordinates(rank) | expert
+        return self.dense.coordinates(rank) | ({} if self.expert is None else self.expert.coordinates(rank))
 
     def groups(self, axes: str) -> list[list[int]]:
         """All groups of an axis or of several axes of one numbering: "tp", "dp-cp", "etp-ep-pp"."""
@@ -134,19 +128,15 @@ class ParallelLayout:
         return self._numbering_of(axes).group_of(rank, axes)
 
     def _numbering_of(self, axes: str) -> RankGenerator:
-        found = self.dense if set(axes.split("-")) <= set(DENSE_AXES) else self.expert
-        assert found is not None, f"a dense model has no groups of {axes}"
+        found = next((one for one in (self.dense, self.expert) if one and {*axes.split("-")} <= {*one.strides}), None)
+        assert found is not None, f"no numbering of {self} has the axes {axes}"
         return found
 
 
-def complete_order(order: str) -> list[str]:
-    """The axes of `order`; those it leaves out have size 1 and follow at the end."""
-    return list(dict.fromkeys([*order.split("-"), *DEFAULT_ORDER.split("-")]))
-
-
 def _numbering(order: str, sizes: Mapping[str, int], names: Mapping[str, str]) -> RankGenerator:
-    """The axes of `order` under their `names`."""
-    return RankGenerator(tuple((names[axis], sizes[names[axis]]) for axis in complete_order(order) if axis in names))
+    """The axes of `order` under their `names`; those it leaves out have size 1 and follow at the end."""
+    complete = dict.fromkeys([*order.split("-"), *DEFAULT_ORDER.split("-")])
+    return RankGenerator(tuple((names[axis], sizes[names[axis]]) for axis in complete if axis in names))
 
 
 def pipeline_strides(order: str, sizes: Mapping[str, int]) -> tuple[int, int]:

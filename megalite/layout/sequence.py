@@ -10,7 +10,6 @@ for it. Blocks are of equal length and of equal causal work:
 Places ascend within a block. No torch import.
 """
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -34,9 +33,12 @@ class SequenceShare:
 
     def places(self, length: int, cut: Cut = "zigzag") -> list[range]:
         """The places of this rank's part, ascending."""
-        rows = length // (self.ring * self.alltoall)
-        first = self.index % self.alltoall * rows
-        return [*_between(block_places(length, self.ring, self.block, cut), first, first + rows)]
+        rows, found = length // (self.ring * self.alltoall), []
+        start = self.index % self.alltoall * rows  # of its part, in what is left of the block
+        for piece in block_places(length, self.ring, self.block, cut):
+            found.append(piece[max(0, start) : max(0, start + rows)])
+            start -= len(piece)
+        return [piece for piece in found if piece]
 
 
 def block_places(length: int, ring: int, block: int, cut: Cut) -> list[range]:
@@ -45,16 +47,7 @@ def block_places(length: int, ring: int, block: int, cut: Cut) -> list[range]:
         return [range(block, length, ring)]
     assert length % (2 * ring) == 0, (length, ring)
     piece = length // (2 * ring)
-    last = 2 * ring - 1 - block
-    return [range(block * piece, (block + 1) * piece), range(last * piece, (last + 1) * piece)]
-
-
-def _between(ranges: Sequence[range], start: int, stop: int) -> Iterator[range]:
-    """Elements [start, stop) of the ranges one after the other."""
-    for each in ranges:
-        if part := each[max(0, start) : max(0, stop)]:
-            yield part
-        start, stop = start - len(each), stop - len(each)
+    return [range(number * piece, (number + 1) * piece) for number in (block, 2 * ring - 1 - block)]
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,9 @@ all stages, concatenated in stage order, are 0..num_layers-1: nothing is dropped
 and a decoder that holds for each side. Settings that cannot keep this are refused, never rounded. No torch import.
 """
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, fields
 from typing import Any, Literal
-
-from megalite.layout.stage_string import layout_counts
 
 # A setting says who holds the layers, or one of the others does: both at once would place the same layers twice.
 EXCLUDED_BY = {
@@ -31,7 +30,7 @@ class StageSettings:
     - `first_layers`, `last_layers`: so many on the first or last rank, all of its chunks together; the others share the
       rest (0 is allowed);
     - `count_embedding`, `count_loss`: the embedding or the loss takes the place of one layer in its stage;
-    - `layout`: said stage by stage, see `stage_string`;
+    - `layout`: said stage by stage, see `layout_counts`;
     - `split_rank`: an encoder and a decoder of `num_layers` each; this is the decoder's first rank. A standalone
       embedding takes one of the encoder's ranks.
     """
@@ -50,13 +49,13 @@ class StageSettings:
     @property
     def asked(self) -> list[str]:
         """The settings that ask for more than plain division; so does a count of 0."""
-        plain = StageSettings(self.num_layers, self.pp)
-        return [name for name in (*EXCLUDED_BY, "layout") if getattr(self, name) != getattr(plain, name)]
+        return [field.name for field in fields(self)[2:] if getattr(self, field.name) != field.default]
 
     @property
     def clashes(self) -> dict[str, list[str]]:
         """{setting: other settings that place the same layers}"""
-        found = {name: [other for other in EXCLUDED_BY.get(name, ()) if other in self.asked] for name in self.asked}
+        asked = self.asked
+        found = {name: [other for other in EXCLUDED_BY.get(name, ()) if other in asked] for name in asked}
         return {name: others for name, others in found.items() if others}
 
 
@@ -86,16 +85,14 @@ class StageLayers:
 
 def stage_layers(settings: StageSettings) -> tuple[StageLayers, ...]:
     """All stages in stage order. Raises ValueError for settings that do not place every layer once."""
-    counts = stage_counts(settings)
-    split = settings.split_rank
-    stages, first = [], 0
+    counts, split = stage_counts(settings), settings.split_rank or 0
+    stages = []
     for stage, count in enumerate(counts):
         chunk, pp_rank = divmod(stage, settings.pp)
-        first = 0 if stage == split else first  # the decoder counts its layers from 0 again
-        entry, last = stage in (0, split), stage == len(counts) - 1
-        side: Literal["encoder", "decoder"] = "encoder" if split is not None and stage < split else "decoder"
-        stages.append(StageLayers(stage, pp_rank, chunk, first, count, entry, last, side))
-        first += count
+        first = sum(counts[split if stage >= split else 0 : stage])  # the decoder counts its layers from 0 again
+        side: Literal["encoder", "decoder"] = "encoder" if stage < split else "decoder"
+        last = stage == len(counts) - 1
+        stages.append(StageLayers(stage, pp_rank, chunk, first, count, stage in (0, split), last, side))
     return tuple(stages)
 
 
@@ -110,11 +107,10 @@ def get_num_layers(num_layers: int, pp: int, pp_rank: int, *, chunk: int | None 
     `settings` are further fields of `StageSettings`: `get_num_layers(12, 4, 0, standalone_embedding=True)` is 0. Raises
     ValueError for settings that do not place every layer once and for a rank or chunk that does not exist.
     """
-    stages = stage_layers(StageSettings(num_layers, pp, **settings))
-    held = [one.count for one in stages if one.pp_rank == pp_rank and chunk in (None, one.chunk)]
-    if not held:
-        raise ValueError(f"of {pp} pipeline ranks there is no pp_rank={pp_rank}, chunk={chunk}")
-    return sum(held)
+    stages = stages_of(StageSettings(num_layers, pp, **settings), pp_rank)
+    if held := [stage.count for stage in stages if chunk in (None, stage.chunk)]:
+        return sum(held)
+    raise ValueError(f"of {pp} pipeline ranks there is no pp_rank={pp_rank}, chunk={chunk}")
 
 
 def stage_counts(settings: StageSettings) -> list[int]:
@@ -126,7 +122,7 @@ def stage_counts(settings: StageSettings) -> list[int]:
         counts = layout_counts(settings.layout)
         if (len(counts), sum(counts)) != (pp * vpp, layers):
             raise ValueError(f"places {sum(counts)} layers on {len(counts)} stages, not {layers} on {pp * vpp}")
-        return list(counts)
+        return counts
     if split is not None:
         alone = int(settings.standalone_embedding)
         return [0] * alone + _shared(layers, split - alone) + _shared(layers, pp - split)
@@ -135,8 +131,10 @@ def stage_counts(settings: StageSettings) -> list[int]:
         each[0] -= settings.count_embedding
         each[-1] -= settings.count_loss
         return each
-    first = 0 if settings.standalone_embedding else settings.first_layers
-    before, after = ([_divided(end, vpp)] if end is not None else [] for end in (first, settings.last_layers))
+    ends = [0 if settings.standalone_embedding else settings.first_layers, settings.last_layers]
+    if any((end or 0) < 0 or (end or 0) % vpp for end in ends):
+        raise ValueError(f"the layers of the first or last rank cannot be divided over its {vpp} chunks")
+    before, after = ([] if end is None else [end // vpp] for end in ends)
     between = pp - len(before) - len(after)
     rest = layers - vpp * sum(before + after)
     return [*before, *_shared(rest, between * vpp)[:between], *after] * vpp  # every rank's, evenly over its chunks
@@ -151,7 +149,16 @@ def _shared(layers: int, stages: int) -> list[int]:
     return [layers // stages] * stages
 
 
-def _divided(layers: int, chunks: int) -> int:
-    if layers < 0 or layers % chunks:
-        raise ValueError(f"{layers} layers of one rank cannot be divided over its {chunks} chunks")
-    return layers // chunks
+def layout_counts(layout: str) -> list[int]:
+    """Layers of every stage, from a text in Megatron-LM's form; ValueError for a text that is no layout.
+
+    `E` embedding, `t` one transformer layer, `L` loss, `|` the border of two stages; `*n` repeats the symbol or the
+    parenthesised group before it; commas and blanks mean nothing. `Et*3|(tt|)*2,L` is 3, 2, 2 and 0 layers. E opens the
+    first stage and L closes the last, so the layers per stage say everything.
+    """
+    text = re.sub(r"[,\s]", "", layout)
+    for item in (r"([EtL|])", r"\(([EtL|]+)\)"):
+        text = re.sub(item + r"\*([1-9][0-9]{0,3})", lambda found: found[1] * int(found[2]), text)
+    if re.search(r"[0-9][,\s]+[0-9]", layout) or not re.fullmatch(r"E[t|]*L", text):
+        raise ValueError("must be stages like 'Ett|t*4|(tt|)*2tL': E, the embedding, first, L, the loss, last")
+    return [stage.count("t") for stage in text.split("|")]

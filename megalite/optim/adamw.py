@@ -19,53 +19,34 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from megalite.config.schema import OptimizerConfig
 from megalite.layout.buffer_layout import ALIGNMENT, SliceRange
-from megalite.optim.buffers import ranges_of
+from megalite.optim.buffers import TrainingBuffers, dtype_of, ranges_of
 
 PIECE = 2**18  # elements that a CPU widens at once: their fp32 copies stay in a core's cache
 CUDA_PIECE = 2**26  # on CUDA: few enough launches, and 256 MiB for a copy
 Groups = Sequence[tuple[Sequence[SliceRange], float]]  # runs that do not overlap, and their weight decay
 
 
-Views = tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]  # masters, gradients and moments of some places
-
-
 class FlatAdamW:
-    """The optimizer (optimizer.py) of `masters`, one slice [size] per bucket, fp32 or fp64.
+    """The optimizer (optimizer.py) of the masters of `buffers`, whose runs are in one of `groups` each.
 
-    `gradients` are slices of the same sizes, which every step reads anew; their dtype may be narrower. Elements in no
-    run of `groups` are left alone. The first moment has dtype `first_moment` (default: the masters'); each moment lies
-    in one block of memory. Applied steps are counted on `device`, needed where there are no masters, exactly up to
-    2^24. With `parameters` (the masters themselves, or narrower; of ALIGNMENT elements or a multiple, where runs begin
-    too) the step is compiled.
+    Each moment lies in one block of memory. Applied steps are counted on the device, exactly up to 2^24. A `compiled`
+    step wants runs that begin at multiples of ALIGNMENT.
     """
 
-    def __init__(
-        self,
-        masters: Sequence[Tensor],
-        gradients: Sequence[Tensor],
-        groups: Groups,
-        betas: tuple[float, float],
-        eps: float,
-        *,
-        first_moment: torch.dtype | None = None,
-        device: torch.device | None = None,
-        parameters: Sequence[Tensor] | None = None,
-    ) -> None:
-        assert [master.shape for master in masters] == [gradient.shape for gradient in gradients]
-        self.masters, self.gradients = list(masters), list(gradients)
-        self._betas, self._eps = betas, eps
-        dtype, device = (masters[0].dtype, masters[0].device) if masters else (torch.float32, device)
-        first_moment, self._dtype = first_moment or dtype, dtype
-        sizes = [master.numel() for master in masters]
-        self.exp_avg = list(torch.zeros(sum(sizes), dtype=first_moment, device=device).split(sizes))
-        self.exp_avg_sq = list(torch.zeros(sum(sizes), dtype=dtype, device=device).split(sizes))
-        self.step_count = torch.zeros((), dtype=torch.float32, device=device)
+    def __init__(self, buffers: TrainingBuffers, groups: Groups, settings: OptimizerConfig, *, compiled: bool) -> None:
+        self.masters, self.gradients = buffers.masters, buffers.gradients
+        self._dtype, self._betas, self._eps = buffers.master_dtype, settings.betas, settings.eps
+        sizes, first_moment = [len(master) for master in self.masters], dtype_of(settings.moment_dtype, self._dtype)
+        self.exp_avg = list(torch.zeros(sum(sizes), dtype=first_moment, device=buffers.device).split(sizes))
+        self.exp_avg_sq = list(torch.zeros(sum(sizes), dtype=self._dtype, device=buffers.device).split(sizes))
+        self.step_count = torch.zeros((), dtype=torch.float32, device=buffers.device)
         self.before_change: Callable[[], None] = lambda: None
-        self.rounds = parameters is not None
-        self._widened = first_moment != dtype or any(gradient.dtype != dtype for gradient in gradients)
-        if parameters is not None:
-            self._rows = list(self._rows_of(parameters, groups))
+        self.rounds = compiled
+        self._widened = {first_moment, *(gradient.dtype for gradient in self.gradients)} != {self._dtype}
+        if compiled:
+            self._rows = list(self._rows_of(buffers.parameters, groups))
         else:
             self._calls = [(views, decay) for runs, decay in groups for views in self._views_of(runs)]
 
@@ -82,43 +63,41 @@ class FlatAdamW:
     def _fused_step(self, lr: Tensor, scale: Tensor, skip: Tensor) -> None:
         # CUDA's kernel reads the rate as fp32, in fp64 too; the CPU's takes it as it is.
         lr = lr.to(torch.float32) if lr.is_cuda else lr
-        scale = scale.to(self._dtype)
+        scale, exact = scale.to(self._dtype), self._dtype == torch.float64
         for (masters, gradients, kept, exp_avg_sq), weight_decay in self._calls:
             exp_avg = kept
             if self._widened:  # into copies in the masters' dtype; a skipped step rounds them back to the same bits
                 gradients, exp_avg = ([tensor.to(self._dtype) for tensor in each] for each in (gradients, kept))
-            self._update((masters, gradients, exp_avg, exp_avg_sq), lr, scale, skip, weight_decay)
+            if exact:  # the kernel would round the scale to fp32
+                torch._foreach_div_(gradients, scale)
+            torch._fused_adamw_(
+                *(masters, gradients, exp_avg, exp_avg_sq, []),
+                [self.step_count] * len(masters),  # only read: one count serves all
+                lr=lr,
+                beta1=self._betas[0],
+                beta2=self._betas[1],
+                weight_decay=weight_decay,
+                eps=self._eps,
+                amsgrad=False,
+                maximize=False,
+                grad_scale=None if exact else scale,
+                found_inf=skip,
+            )
             if exp_avg[0] is not kept[0]:
                 torch._foreach_copy_(kept, exp_avg)
 
-    def _views_of(self, runs: Sequence[SliceRange]) -> Iterator[Views]:
-        """The views of one group, for one kernel call; or, to be widened, of one piece at a time."""
-        tensors = (self.masters, self.gradients, self.exp_avg, self.exp_avg_sq)
+    def _views_of(self, runs: Sequence[SliceRange]) -> Iterator[list[list[Tensor]]]:
+        """Masters, gradients and moments of one group, for one kernel call; or, to be widened, a piece at a time."""
         size = CUDA_PIECE if self.step_count.is_cuda else PIECE
-        runs = [run for run in runs if run.start < run.stop]
-        for part in [[piece] for run in runs for piece in _pieces(run, size)] if self._widened else [runs]:
-            if part:
-                masters, gradients, exp_avg, exp_avg_sq = (ranges_of(slices, part) for slices in tensors)
-                yield masters, gradients, exp_avg, exp_avg_sq
-
-    def _update(self, views: Views, lr: Tensor, scale: Tensor, skip: Tensor, weight_decay: float) -> None:
-        exact = self._dtype == torch.float64  # the kernel would round the scale to fp32
-        if exact:
-            torch._foreach_div_(views[1], scale)
-        torch._fused_adamw_(
-            *views,
-            [],
-            [self.step_count] * len(views[0]),  # only read: one count serves all
-            lr=lr,
-            beta1=self._betas[0],
-            beta2=self._betas[1],
-            weight_decay=weight_decay,
-            eps=self._eps,
-            amsgrad=False,
-            maximize=False,
-            grad_scale=None if exact else scale,
-            found_inf=skip,
-        )
+        calls = [runs] if runs else []
+        if self._widened:
+            calls = [
+                [SliceRange(run.bucket, start, min(start + size, run.stop))]
+                for run in runs
+                for start in range(run.start, run.stop, size)
+            ]
+        for call in calls:
+            yield [ranges_of(part, call) for part in (self.masters, self.gradients, self.exp_avg, self.exp_avg_sq)]
 
     def _compiled_step(self, lr: Tensor, scale: Tensor, skip: Tensor) -> None:
         first, second = self._betas
@@ -127,7 +106,7 @@ class FlatAdamW:
         numbers = torch.stack([lr.double(), step_size, root, scale.double(), skip.double()])
         numbers = numbers.to(self._dtype)  # [5]: kernels read numbers of their own dtype
         for tensors in self._rows:
-            _compiled(_update_rows)(*tensors, numbers, first, second, self._eps)
+            _compiled_update()(*tensors, numbers, first, second, self._eps)
 
     def _rows_of(self, parameters: Sequence[Tensor], groups: Groups) -> Iterator[tuple[Tensor | None, ...]]:
         """The first arguments of `_update_rows` for each bucket. Padding, which lies in no run, has no decay."""
@@ -142,15 +121,9 @@ class FlatAdamW:
             yield *rows, rounded, decay.to(master.device)
 
 
-def _pieces(run: SliceRange, size: int) -> Iterator[SliceRange]:
-    for start in range(run.start, run.stop, size):
-        yield SliceRange(run.bucket, start, min(start + size, run.stop))
-
-
 @cache
-def _compiled(update: Callable[..., None]) -> Callable[..., None]:
-    """For slices of any size."""
-    return torch.compile(update, fullgraph=True, dynamic=True)
+def _compiled_update() -> Callable[..., None]:
+    return torch.compile(_update_rows, fullgraph=True, dynamic=True)  # for slices of any size
 
 
 def _update_rows(

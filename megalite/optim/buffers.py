@@ -6,10 +6,12 @@ gradients once they are summed, optimizer state) is a list of one flat tensor pe
 """
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from megalite.launch.device import DTYPES
 from megalite.layout.buffer_layout import BufferLayout, BufferSlot, OwnedRange, SliceRange
 
 
@@ -35,19 +37,17 @@ class TrainingBuffers:
         self.layout, self.device = layout, device
         self.owned = layout.owned(dense, expert)
         self.master_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-        self.parameter_buckets: list[Tensor] = []
-        self.gradient_buckets: list[Tensor] = []
-        self.parameters: list[Tensor] = []
-        self.gradients: list[Tensor] = []
-        for bucket in layout.buckets:
-            stored_in = dtype if bucket.buffer.precision == "model" else self.master_dtype
-            whole = torch.zeros(bucket.size, dtype=stored_in, device=device)
-            summed = torch.zeros_like(whole, dtype=gradient_dtype or self.master_dtype)
-            index = dense if bucket.buffer.kind == "dense" else expert
-            self.parameter_buckets.append(whole)
-            self.gradient_buckets.append(summed)
-            self.parameters.append(whole.chunk(bucket.shards)[index])
-            self.gradients.append(summed.chunk(bucket.shards)[index])
+        dtypes = {"model": dtype, "master": self.master_dtype}
+        self.parameter_buckets = [
+            torch.zeros(bucket.size, dtype=dtypes[bucket.buffer.precision], device=device) for bucket in layout.buckets
+        ]
+        summed_in = gradient_dtype or self.master_dtype
+        self.gradient_buckets = [torch.zeros_like(whole, dtype=summed_in) for whole in self.parameter_buckets]
+        own = [dense if bucket.buffer.kind == "dense" else expert for bucket in layout.buckets]
+        self.parameters, self.gradients = (
+            [whole.chunk(bucket.shards)[at] for whole, bucket, at in zip(buckets, layout.buckets, own, strict=True)]
+            for buckets in (self.parameter_buckets, self.gradient_buckets)
+        )
         rounded = [len(part) for part in self.parameters if part.dtype != self.master_dtype]
         flat = iter(torch.zeros(sum(rounded), dtype=self.master_dtype, device=device).split(rounded))
         self.masters = [part if part.dtype == self.master_dtype else next(flat) for part in self.parameters]
@@ -57,13 +57,15 @@ class TrainingBuffers:
 
     def parameter(self, name: str) -> Tensor:
         """The parameter that the model computes with, in the shard's shape."""
-        slot, number = self.places[name]
-        return self.parameter_buckets[number][slot.start : slot.stop].view(slot.shard.shape)
+        return self._view(self.parameter_buckets, name)
 
     def gradient(self, name: str) -> Tensor:
         """The sum of this rank's own gradients, in the shard's shape; after the sync only slices are of use."""
+        return self._view(self.gradient_buckets, name)
+
+    def _view(self, buckets: Sequence[Tensor], name: str) -> Tensor:
         slot, number = self.places[name]
-        return self.gradient_buckets[number][slot.start : slot.stop].view(slot.shard.shape)
+        return buckets[number][slot.start : slot.stop].view(slot.shard.shape)
 
     def attach(self, *chunks: nn.Module, with_main_grad: Iterable[str] = ()) -> dict[str, Tensor]:
         """Make the parameters of all chunks of the model views of their bucket and add up their gradients in the other.
@@ -81,7 +83,7 @@ class TrainingBuffers:
             if name in own:
                 main_grads[name] = total
             else:
-                _add_up(parameter, total)
+                parameter.register_post_accumulate_grad_hook(partial(_add_gradient, total))
         return main_grads
 
     def start_step(self) -> None:
@@ -116,6 +118,11 @@ def ranges_of(slices: Sequence[Tensor], ranges: Iterable[SliceRange]) -> list[Te
     return [slices[each.bucket][each.start : each.stop] for each in ranges]
 
 
+def dtype_of(name: str, masters: torch.dtype) -> torch.dtype:
+    """The dtype of a setting: in fp64 everything that is fp32 or narrower elsewhere is fp64."""
+    return torch.float64 if masters == torch.float64 else DTYPES[name]
+
+
 def _shard_of(value: Tensor, slot: BufferSlot) -> Tensor:
     """This rank's part of a logical tensor."""
     assert value.shape == slot.record.shape, (slot, value.shape)
@@ -125,13 +132,9 @@ def _shard_of(value: Tensor, slot: BufferSlot) -> Tensor:
     return part
 
 
-def _add_up(parameter: nn.Parameter, total: Tensor) -> None:
-    """Have each gradient of the parameter added to `total` and forgotten."""
-
-    def accumulate(ready: Tensor) -> None:
-        assert ready.grad is not None
-        # The sum of two dtypes is one kernel on CUDA, and on CPUs several times slower than that of one.
-        total.add_(ready.grad if total.is_cuda else ready.grad.to(total.dtype))
-        ready.grad = None
-
-    parameter.register_post_accumulate_grad_hook(accumulate)
+def _add_gradient(total: Tensor, parameter: Tensor) -> None:
+    """Add the gradient of the parameter to `total`, and forget it."""
+    assert parameter.grad is not None
+    # The sum of two dtypes is one kernel on CUDA, and on CPUs several times slower than that of one.
+    total.add_(parameter.grad if total.is_cuda else parameter.grad.to(total.dtype))
+    parameter.grad = None

@@ -24,7 +24,7 @@ from megalite.optim.buffers import TrainingBuffers, ranges_of
 from megalite.optim.zero import ReplicaGroups
 
 NORM_ROW = 4096  # elements
-WIDENED = 64 * NORM_ROW  # elements of a narrow dtype that a CPU widens at once: it would copy all of a part
+PIECE = 64 * NORM_ROW  # elements that a CPU takes at once: it copies what it widens
 
 
 @dataclass(frozen=True)
@@ -89,12 +89,11 @@ def gradient_norm(parts: Sequence[Tensor]) -> Tensor:
     4,096 are exact to 1e-6, and their norms are added in fp64. CUDA's kernel adds in a tree.
     """
     norms: list[Tensor] = []
-    for whole_part in parts:
-        narrow = whole_part.element_size() < 4 and not whole_part.is_cuda
-        for part in whole_part.split(WIDENED) if narrow else [whole_part]:
-            whole = 0 if part.is_cuda else part.numel() // NORM_ROW * NORM_ROW
-            dtype = torch.promote_types(part.dtype, torch.float32)
-            norms += [torch.linalg.vector_norm(part[:whole].view(-1, NORM_ROW), dim=1, dtype=dtype)] if whole else []
-            norms += [torch.linalg.vector_norm(part[whole:], dtype=dtype).view(1)]
+    for part in parts:
+        dtype = torch.promote_types(part.dtype, torch.float32)
+        for piece in [part] if part.is_cuda else part.split(PIECE):
+            whole = 0 if part.is_cuda else len(piece) // NORM_ROW * NORM_ROW
+            norms += [torch.linalg.vector_norm(piece[:whole].view(-1, NORM_ROW), dim=1, dtype=dtype)] if whole else []
+            norms += [torch.linalg.vector_norm(piece[whole:], dtype=dtype).view(1)]
     norm: Tensor = torch.linalg.vector_norm(torch.cat(norms), dtype=torch.float64)
     return norm

@@ -10,9 +10,6 @@ from torch import Tensor
 
 from megalite.config.schema import OptimizerConfig
 
-GROWTH = 2.0
-BACKOFF = 0.5
-
 
 class LossScale:
     """The factor of an fp16 loss, so that small gradients do not vanish.
@@ -38,12 +35,12 @@ class LossScale:
         scale, good_steps, chances = self.state.unbind()
         bad = overflow > 0
         chances = torch.where(bad, (chances - 1).clamp(min=0), chances)
-        halved = (scale * BACKOFF).clamp(min=self._minimum)
+        halved = (scale * 0.5).clamp(min=self._minimum)
         scale = torch.where(bad & (chances == 0), halved, scale)
         good_steps = (good_steps + 1).masked_fill(bad, 0.0)
         # >=: a resumed run may have a shorter window than the one that counted
         grown = good_steps >= self._window
-        scale = torch.where(grown, scale * GROWTH, scale)
+        scale = torch.where(grown, scale * 2.0, scale)
         chances = chances.masked_fill(grown, float(self._hysteresis))
         good_steps = good_steps.masked_fill(grown, 0.0)
         torch.stack([scale, good_steps, chances], out=self.state)

@@ -7,12 +7,10 @@ A new optimizer is a file with a class of this form, a row of `OPTIMIZERS` in co
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from megalite.config.schema import Config
 from megalite.launch.context import ParallelContext
-from megalite.launch.device import DTYPES
 from megalite.layout.buffer_layout import slice_ranges
 from megalite.optim.adamw import FlatAdamW
 from megalite.optim.buffers import TrainingBuffers
@@ -54,20 +52,4 @@ def make_optimizer(buffers: TrainingBuffers, config: Config, context: ParallelCo
     compiled = config.train.compile and context.device.type == "cuda"  # on a CPU torch's own kernel is the faster one
     decayed = slice_ranges(buffers.owned, lambda record, _: record.decay)
     others = slice_ranges(buffers.owned, lambda record, _: not record.decay)
-    groups = [(decayed, settings.weight_decay), (others, 0.0)]
-    first, second = settings.betas
-    return FlatAdamW(
-        buffers.masters,
-        buffers.gradients,
-        groups,
-        (first, second),
-        settings.eps,
-        first_moment=dtype_of(settings.moment_dtype, buffers.master_dtype),
-        device=context.device,
-        parameters=buffers.parameters if compiled else None,
-    )
-
-
-def dtype_of(name: str, masters: torch.dtype) -> torch.dtype:
-    """The dtype of a setting: in fp64 everything that is fp32 or narrower elsewhere is fp64."""
-    return torch.float64 if masters == torch.float64 else DTYPES[name]
+    return FlatAdamW(buffers, [(decayed, settings.weight_decay), (others, 0.0)], settings, compiled=compiled)

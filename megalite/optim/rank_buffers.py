@@ -11,6 +11,8 @@ from megalite.layout.ranks import ParallelLayout
 from megalite.layout.stages import stages_of
 from megalite.model.parameters import gpt_parameters
 
+KINDS: tuple[Kind, ...] = ("dense", "expert")
+
 
 @dataclass(frozen=True)
 class RankBuffers:
@@ -32,13 +34,12 @@ class RankBuffers:
 
 def rank_buffers(config: Config, world: ParallelLayout, rank: int) -> RankBuffers:
     """`config` is resolved for `world`, its vocabulary included."""
-    zero, instances = config.optimizer.zero > 0, config.optimizer.instances
+    zero, instances, at = config.optimizer.zero > 0, config.optimizer.instances, world.coordinates(rank)
     groups = groups_of(world, rank, GroupNeeds(optimizer_instances=instances if zero else 1))
-    owners: dict[Kind, tuple[int, ...]] = {"dense": (rank,), "expert": (rank,)}
-    for kind in kinds_of(world):
+    owners: dict[Kind, tuple[int, ...]] = {}
+    for kind in KINDS:
         shard, _ = replica_groups(kind, zero=zero, instances=instances)
-        owners[kind] = groups[shard].ranks if shard else (rank,)
-    at = world.coordinates(rank)
+        owners[kind] = (groups[shard].ranks if shard else ()) or (rank,)
     layout = buffer_layout(
         records_of(config, at["pp"]),
         tp=(world.tp, at["tp"]),
@@ -64,8 +65,3 @@ def replica_groups(kind: Kind, *, zero: bool, instances: int) -> tuple[str | Non
     if not zero:
         return None, replicas
     return (replicas, None) if instances == 1 else (f"{replicas}-shard", f"{replicas}-replicate")
-
-
-def kinds_of(world: ParallelLayout) -> tuple[Kind, ...]:
-    """The kinds of parameters that there are."""
-    return ("dense", "expert") if world.has_experts else ("dense",)

@@ -25,15 +25,16 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from megalite.launch.context import ParallelContext
 from megalite.layout.buffer_layout import Kind
-from megalite.optim.bucket_collectives import Pending, bucket_all_gather, bucket_all_reduce, bucket_reduce_scatter
 from megalite.optim.buffers import TrainingBuffers
-from megalite.optim.rank_buffers import kinds_of, replica_groups
+from megalite.optim.rank_buffers import KINDS, replica_groups
 from megalite.tensor_parallel.deferred import Later
+
+PIECE = 1 << 19  # elements of a message on gloo: with larger ones, its reduces send more
 
 
 @dataclass(frozen=True)
@@ -51,11 +52,11 @@ class ReplicaGroups:
     @classmethod
     def of_rank(cls, context: ParallelContext, *, zero: bool, instances: int = 1) -> dict[Kind, "ReplicaGroups"]:
         """The groups by kind of parameters."""
-        groups: dict[Kind, ReplicaGroups] = {"dense": cls(), "expert": cls()}
-        for kind in kinds_of(context.layout):
+        groups = {}
+        for kind in KINDS:
             shard, same = replica_groups(kind, zero=zero, instances=instances)
             shard_group, replicate_group = (context.group(name) if name else None for name in (shard, same))
-            groups[kind] = cls(shard_group, replicate_group, context.index(same) if same else 0)
+            groups[kind] = cls(shard_group, replicate_group, replicate_group.rank() if replicate_group else 0)
         return groups
 
 
@@ -79,7 +80,7 @@ class GradientSync:
         self._groups = [replicas[bucket.buffer.kind] for bucket in buffers.layout.buckets]
         self._watched = [0] * len(self._groups)  # by bucket: gradients that the last backward passes bring
         self._last: dict[int, Later] = {}  # chunks whose last gradients are coming
-        self._started: list[Pending | None] = []
+        self._started: list[Transfer | None] = []
         self._nodes: list[Node] = []  # hooks live as long as these
         for chunk, part in enumerate(chunks):
             for name, parameter in part.named_parameters():
@@ -110,25 +111,25 @@ class GradientSync:
     def _start_next(self) -> None:
         number = len(self._started)
         groups, bucket = self._groups[number], self._buffers.gradient_buckets[number]
-        pending = None
+        transfer = None
         if groups.shard_group is not None:
-            pending = bucket_reduce_scatter(bucket, groups.shard_group, comm_dtype=self._comm_dtype)
+            transfer = bucket_reduce_scatter(bucket, groups.shard_group, comm_dtype=self._comm_dtype)
         elif groups.replicate_group is not None:
-            pending = bucket_all_reduce(bucket, groups.replicate_group, comm_dtype=self._comm_dtype)
-        self._started.append(pending)
+            transfer = bucket_all_reduce(bucket, groups.replicate_group, comm_dtype=self._comm_dtype)
+        self._started.append(transfer)
 
     def finish(self) -> None:
         """Return when `buffers.gradients` hold the sums over all ranks that hold the same parameters."""
         while len(self._started) < len(self._groups):
             self._start_next()
-        across: list[Pending] = []
-        for groups, pending, own in zip(self._groups, self._started, self._buffers.gradients, strict=True):
-            if pending is not None:
-                pending.wait()
+        across: list[Transfer] = []
+        for groups, transfer, own in zip(self._groups, self._started, self._buffers.gradients, strict=True):
+            if transfer is not None:
+                transfer.wait()
             if groups.shard_group is not None and groups.replicate_group is not None:
                 across.append(bucket_all_reduce(own, groups.replicate_group, comm_dtype=self._comm_dtype))
-        for pending in across:
-            pending.wait()
+        for transfer in across:
+            transfer.wait()
         self._missing, self._started = [*self._watched], []
         self._last.clear()
 
@@ -136,7 +137,7 @@ class GradientSync:
 class ParameterGather:
     """Phase 3: makes the parameter buckets whole from the slices of the ranks that share state.
 
-    Whoever waits for them does so within a `waiting()`.
+    A wait for them happens within a `waiting()`.
     """
 
     def __init__(
@@ -149,7 +150,7 @@ class ParameterGather:
     ) -> None:
         self._buffers, self._overlap, self._waiting = buffers, overlap, waiting
         self._groups = [replicas[bucket.buffer.kind].shard_group for bucket in buffers.layout.buckets]
-        self._pending: dict[int, Pending] = {}  # by bucket
+        self._pending: dict[int, Transfer] = {}  # by bucket
         self._buckets_of: dict[str, set[int]] = {}  # by part of the model
         for name, (_, number) in buffers.places.items():
             self._buckets_of.setdefault(part_of(name), set()).add(number)
@@ -181,3 +182,57 @@ def part_of(name: str) -> str:
     """The part of the model that a parameter belongs to: `blocks.3`, `embedding`, `final_norm`, `head`."""
     first, _, rest = name.partition(".")
     return f"{first}.{rest.partition('.')[0]}" if first == "blocks" else first
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A transfer that was started. Nobody may touch its tensor until `wait` has returned."""
+
+    works: Sequence[dist.Work]
+    result: Tensor  # in the dtype that travels
+    target: Tensor
+
+    def wait(self) -> None:
+        """Return once the result may be used: on CUDA, by what is issued next on this stream."""
+        for work in reversed(self.works):
+            work.wait()
+        if self.result.dtype != self.target.dtype:
+            self.target.copy_(self.result)
+
+
+def bucket_reduce_scatter(bucket: Tensor, group: dist.ProcessGroup, *, comm_dtype: torch.dtype) -> Transfer:
+    """Rank i's slice [i*B/n, (i+1)*B/n) of `bucket` [B] becomes the sum of that slice over the n ranks.
+
+    The rest of the bucket may hold anything afterwards. Terms travel and are added in `comm_dtype`.
+    """
+    carried = bucket.to(comm_dtype)
+    own = carried.chunk(group.size())[group.rank()]
+    if dist.get_backend(group) == "gloo":
+        pieces = _pieces(carried, group)
+        works = [dist.reduce(piece, group=group, group_dst=rank, async_op=True) for rank, piece in pieces]
+    else:  # this name, at the group, is the same in all versions of torch
+        works = [group._reduce_scatter_base(own, carried, dist.ReduceScatterOptions())]
+    return Transfer(works, own, bucket.chunk(group.size())[group.rank()])
+
+
+def bucket_all_reduce(tensor: Tensor, group: dist.ProcessGroup, *, comm_dtype: torch.dtype) -> Transfer:
+    """`tensor` becomes its sum over the ranks, in the same bits on all of them."""
+    carried = tensor.to(comm_dtype)
+    return Transfer([group.allreduce([carried])], carried, tensor)
+
+
+def bucket_all_gather(bucket: Tensor, group: dist.ProcessGroup) -> Transfer:
+    """Rank i's slice [i*B/n, (i+1)*B/n) of `bucket` [B] comes to the same place in every rank's, for all i."""
+    if dist.get_backend(group) == "gloo":
+        pieces = _pieces(bucket, group)
+        works = [dist.broadcast(piece, group=group, group_src=rank, async_op=True) for rank, piece in pieces]
+    else:
+        works = [group._allgather_base(bucket, bucket.chunk(group.size())[group.rank()])]
+    return Transfer(works, bucket, bucket)
+
+
+def _pieces(bucket: Tensor, group: dist.ProcessGroup) -> list[tuple[int, Tensor]]:
+    """The slice of each rank in pieces, for gloo, whose own reduce-scatter and gather take two to three times as long
+    as a reduce or broadcast of each piece. When a rank dies, the piece that is half through fails only after the
+    timeout, and those behind it at once."""
+    return [(rank, piece) for rank, part in enumerate(bucket.chunk(group.size())) for piece in part.split(PIECE)]

@@ -41,9 +41,9 @@ from megalite.layout.stages import stages_of
 from megalite.model.gpt import GPT
 from megalite.model.init import start_values
 from megalite.moe.dispatch import ExpertRanks
-from megalite.optim.buffers import TrainingBuffers
+from megalite.optim.buffers import TrainingBuffers, dtype_of
 from megalite.optim.loss_scale import LossScale
-from megalite.optim.optimizer import Optimizer, dtype_of, make_optimizer
+from megalite.optim.optimizer import Optimizer, make_optimizer
 from megalite.optim.rank_buffers import rank_buffers, records_of
 from megalite.optim.zero import GradientSync, ParameterGather, ReplicaGroups
 from megalite.pipeline.actions import Schedule

@@ -5,7 +5,6 @@ the newest checkpoint. What one rank finds wrong, all ranks refuse together.
 """
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,10 +12,9 @@ from typing import Any
 
 import torch
 
-from megalite.checkpoint.commit import CHECKPOINTS, STATE, committed, dead_links, passed_over
-from megalite.checkpoint.run_folder import RunFolder, judge_room
-from megalite.checkpoint.store import Found, newest
-from megalite.checkpoint.tokenizer_folder import keep_tokenizer
+from megalite.checkpoint.commit import CHECKPOINTS, STATE, committed, passed_over
+from megalite.checkpoint.reading import Found, newest
+from megalite.checkpoint.run_folder import RunFolder, judge_room, keep_tokenizer
 from megalite.config.exchange import exchange_of
 from megalite.config.schema import Config, LearningRateConfig
 from megalite.config.settings import DERIVED, OPEN, as_plain, value_of, with_values
@@ -186,10 +184,6 @@ def has_checkpoints(run_dir: Path) -> bool:
     """Whether there is something to continue from. A run that has saved goes on or not at all: a new start would write
     over its records."""
     folder = run_dir / CHECKPOINTS
-    if dead := dead_links(folder):
-        rule = f"it is a link to {os.readlink(folder / dead[-1])}, and nothing is there"
-        remedy = "mount its disk, or delete the link to go on from the checkpoint before"
-        raise UserError(Problem("run_dir", str(folder / dead[-1]), rule, remedy))
     if committed(folder):
         return True
     events, gone = read_events(run_dir / EVENTS), ""

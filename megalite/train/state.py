@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megalite.checkpoint.commit import STATE
 from megalite.checkpoint.pieces import Piece, boxes
-from megalite.checkpoint.store import Found
+from megalite.checkpoint.reading import Found
 from megalite.config.schema import Config
 from megalite.config.step_plan import PlannedStep
 from megalite.config.user_files import as_record

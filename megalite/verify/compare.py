@@ -17,7 +17,7 @@ from torch import Tensor
 from megalite.checkpoint.commit import CHECKPOINTS
 from megalite.checkpoint.manifest import DTYPES
 from megalite.checkpoint.pieces import Piece
-from megalite.checkpoint.store import of_step
+from megalite.checkpoint.reading import newest
 from megalite.config.schema import OptimizerConfig
 from megalite.launch.context import ParallelContext
 from megalite.train.history import METRICS, read_metrics
@@ -101,7 +101,8 @@ def _numbers(record: Mapping[str, Any]) -> dict[str, Tensor]:
 
 def _tensors(run: Path, step: int, kind: str, factor: float) -> dict[str, Tensor]:
     """The first moments in a checkpoint, or masters and what balances routers, times `factor`, by parameter."""
-    found, read = of_step(run / CHECKPOINTS, step, ParallelContext()), dict[str, Tensor]()
+    found, read = newest(run / CHECKPOINTS, ParallelContext(), print, step=step), dict[str, Tensor]()
+    assert found is not None
     for name, stored in found.manifest.tensors.items():
         of, _, parameter = name.partition(".")
         of_model = of in ("master", "blocks")

@@ -18,7 +18,6 @@ from megalite.config.rules import check
 from megalite.config.schema import Config, ParallelConfig
 from megalite.config.settings import with_values
 from megalite.layout.ranks import ParallelLayout
-from megalite.layout.stage_string import layout_text
 from megalite.layout.stages import stage_layers
 
 MOST_RANKS = 8  # above, every axis shrinks to 2
@@ -98,7 +97,7 @@ def _stages(config: Config, run: ParallelLayout) -> dict[str, Any]:
     most = 2 * FEW if moe.first_dense_layers or moe.layer_freq > 1 else FEW  # some with experts and some without
     small = [min(max(1, kept[0]), most)] * stages if even else [sorted({0, *kept}).index(count) for count in kept]
     recomputed = config.train.recompute_layers and max(1, sum(small) // 2)
-    layout = None if even else layout_text(small)
+    layout = None if even else f"E{'|'.join('t' * count for count in small)}L"
     return {"model.num_layers": sum(small), "parallel.pipeline_layout": layout, "train.recompute_layers": recomputed}
 
 

@@ -16,7 +16,8 @@ import torch
 
 from megalite.checkpoint.background import BackgroundSaves, HostCopies
 from megalite.checkpoint.pieces import Piece
-from megalite.checkpoint.store import CheckpointError, Saved, newest, save
+from megalite.checkpoint.reading import newest
+from megalite.checkpoint.store import CheckpointError, Saved, save
 from megalite.launch.context import CPU, ParallelContext
 from megalite.layout.groups import GroupNeeds
 from tests.checkpoint.samples import SINGLE, blank, cut, equal, no_report, values, whole
@@ -82,27 +83,20 @@ def test_the_stall_is_the_copy_and_not_the_write(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_collection")
-@pytest.mark.parametrize("fails", [False, True])
-def test_the_copies_go_with_the_write(tmp_path: Path, fails: bool) -> None:
-    """Though the outcome is kept until somebody asks for it, and whatever the traceback of a failure holds."""
+def test_the_copies_go_with_the_write(tmp_path: Path) -> None:
+    """Though the outcome is kept until somebody asks for it."""
     copies: list[weakref.ref[torch.Tensor]] = []
 
     def write(pieces: Sequence[Piece], context: ParallelContext) -> Saved:
         copies.extend(weakref.ref(piece.tensor) for piece in pieces)
-        return save(
-            tmp_path, 1, pieces, {}, context, keep=1, lost=lambda: "another job has taken over" if fails else None
-        )
+        return save(tmp_path, 1, pieces, {}, context, keep=1)
 
     pending = BackgroundSaves(SINGLE).begin(whole(values(1)), write, begun=time.perf_counter())
     while not pending.done():
         time.sleep(0.01)
     assert len(copies) == len(values(1))
     assert [copy for copy in copies if copy() is not None] == []
-    if fails:
-        with pytest.raises(CheckpointError, match="another job has taken over"):
-            pending.result()
-    else:
-        assert pending.result().path.is_dir()
+    assert pending.result().path.is_dir()
 
 
 def fail_on_one(context: ParallelContext, folder: Path) -> list[str]:
@@ -135,7 +129,7 @@ def test_a_failure_is_the_same_on_all_ranks_and_the_next_save_works(tmp_path: Pa
     first, *others = run_ranks(fail_on_one, 3, tmp_path, needs=NEEDS)
     assert all(told == first for told in others)
     assert len(first) == 2
-    assert "the checkpoint of step 1 was not saved: No space left on device on rank 2." in first[0]
+    assert "the checkpoint of step 1 was not saved: No space left on device on rank 2 (" in first[0]
     assert os.listdir(tmp_path) == ["step-00000003"]
 
 

@@ -56,17 +56,9 @@ def test_what_saves_nothing_more_needs_no_room(tmp_path: Path, free: SimpleNames
     assert judge_room(tmp_path, SMALL, keep=2, saves=0) == ""
 
 
-def test_a_disk_that_does_not_tell_is_trusted(
-    tmp_path: Path, free: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_does_not_tell_is_trusted(tmp_path: Path, free: SimpleNamespace) -> None:
     free.total = 0
     assert judge_room(tmp_path / "later", SMALL, keep=2, saves=9) == ""
-
-    def stale(_: Path) -> None:
-        raise OSError(116, "Stale file handle")
-
-    monkeypatch.setattr("shutil.disk_usage", stale)
-    assert judge_room(tmp_path, SMALL, keep=2, saves=9) == ""
 
 
 @pytest.mark.parametrize(

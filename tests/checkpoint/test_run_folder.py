@@ -168,13 +168,13 @@ def test_sequences_may_grow_and_rotary_positions_with_them() -> None:
 @pytest.mark.parametrize(
     ("changes", "rules"),
     [
-        ({"train__seq_length": 128}, {"train.seq_length": "it may only grow"}),
+        ({"train__seq_length": 128}, {"train.seq_length": "it may change where train.seq_length grows"}),
         ({"model__rope_theta": 5e5}, {"model.rope_theta": "it may change where train.seq_length grows"}),
         (
             {"model__rope_scaling": "linear", "model__rope_scaling_factor": 2.0},
             dict.fromkeys(["model.rope_scaling", "model.rope_scaling_factor"], "where train.seq_length grows"),
         ),
-        ({**LONGER, "train__batch_ramp": [2, 2, 8]}, {"train.batch_ramp": "of train.seq_length=512"}),
+        ({**LONGER, "train__batch_ramp": [2, 2, 8]}, {"train.batch_ramp": "it counts samples"}),
         ({**LONGER, "model__max_positions": 512}, {"model.max_positions": "started with"}),
         ({**LONGER, "seed": 1}, {"seed": "started with seed=1234"}),
     ],
@@ -184,11 +184,6 @@ def test_what_growing_sequences_do_not_allow(changes: dict[str, Any], rules: dic
     assert [problem.setting for problem in problems] == list(rules)
     for problem in problems:
         assert rules[problem.setting] in problem.rule
-
-
-def test_how_positions_would_be_scaled_says_nothing_where_they_are_not() -> None:
-    """Runs from before that setting could be null have 8192 positions there."""
-    assert compare(settings(model__rope_original_positions=8192), settings()) == ([], [])
 
 
 def test_a_run_that_never_saved_may_start_as_another(tmp_path: Path) -> None:

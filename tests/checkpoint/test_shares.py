@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.pieces import Piece
-from megalite.checkpoint.store import newest, save
+from megalite.checkpoint.reading import newest
+from megalite.checkpoint.store import save
 from megalite.launch.context import ParallelContext
 from tests.checkpoint.samples import SINGLE, blank, equal, flat_shards, no_report, whole
 from tests.ranks import run_ranks

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megalite.checkpoint.tokenizer_folder import TOKENIZER, check_tokenizer, keep_tokenizer
+from megalite.checkpoint.run_folder import TOKENIZER, check_tokenizer, keep_tokenizer
 from megalite.data.tokenizers import byte_tokenizer, char_tokenizer
 from megalite.errors.problems import UserError
 
@@ -54,7 +54,7 @@ def test_it_is_written_anew_whatever_is_in_its_place(tmp_path: Path, known: dict
 
 def test_a_file_in_its_place_is_somebody_s(tmp_path: Path) -> None:
     (tmp_path / TOKENIZER).write_text("mine")
-    with pytest.raises(UserError, match="cannot be written: File exists\n      fix: move away what is in its place"):
+    with pytest.raises(UserError, match=r"it cannot be used: .*File exists"):
         keep_tokenizer(tmp_path, BYTE.files(), {})
     assert (tmp_path / TOKENIZER).read_text() == "mine"
 

@@ -4,8 +4,7 @@ import random
 import shutil
 from pathlib import Path
 
-from megalite.checkpoint.store import of_step
-from megalite.errors.problems import UserError
+from megalite.checkpoint.reading import inspect
 from megalite.launch.context import ParallelContext
 
 
@@ -21,11 +20,8 @@ def flip(path: Path, dice: random.Random) -> None:
 
 def fault_of(checkpoint: Path) -> str | None:
     """What a start finds wrong with one checkpoint; None: it is whole."""
-    try:
-        of_step(checkpoint.parent, int(checkpoint.name[5:]), ParallelContext())
-    except UserError as error:
-        return error.problems[0].rule
-    return None
+    found = inspect(checkpoint, ParallelContext())
+    return found if isinstance(found, str) else None
 
 
 def flip_bits(checkpoint: Path, flips: int, seed: int) -> list[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megalite.checkpoint import store
+from megalite.checkpoint import reading, store
 from megalite.commands.train import main_to_the_end
 from megalite.launch.signals import StopRequest
 from megalite.launch.watchdog import Watchdog
@@ -220,7 +220,7 @@ def test_a_training_with_a_mistake_is_noticed_and_a_sound_one_is_not(
 def test_flips_are_noticed_unless_nobody_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = store.save(tmp_path, 1, whole(values(1)), {}, SINGLE, keep=1)
     assert flip_bits(saved.path, 60, seed=0) == []
-    monkeypatch.setattr(store, "file_fault", lambda *file: None)
+    monkeypatch.setattr(reading, "file_fault", lambda *file: None)
     unnoticed = flip_bits(saved.path, 60, seed=0)
     assert len(unnoticed) >= 20
     assert all("rank-00000.safetensors" in place or "state.json" in place for place in unnoticed)

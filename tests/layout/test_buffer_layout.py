@@ -20,7 +20,6 @@ from megalite.layout.buffer_layout import (
     BufferLayout,
     BufferName,
     OwnedRange,
-    SliceRange,
     buffer_layout,
     slice_ranges,
 )
@@ -159,16 +158,10 @@ def test_every_parameter_has_an_aligned_place_in_one_bucket_of_equal_aligned_sli
             assert bucket.slice_size % ALIGNMENT == 0
             assert all(slot.start % ALIGNMENT == 0 and slot.stop <= bucket.size for slot in bucket.slots)
             assert all(one.stop <= other.start for one, other in pairwise(bucket.slots))
-
-
-@given(cases())
-@settings(deadline=None)
-def test_a_buffer_holds_one_precision_kind_and_ownership(case: Case) -> None:
-    for bucket in case.layout().buckets:
-        for slot in bucket.slots:
-            kind = "expert" if slot.record.of_experts else "dense"
-            whole = case.ownership == "whole" and slot.record.stacked is not None
-            assert bucket.buffer == BufferName(slot.record.precision, kind, whole)
+            for slot in bucket.slots:
+                kind: Literal["expert", "dense"] = "expert" if slot.record.of_experts else "dense"
+                whole = case.ownership == "whole" and slot.record.stacked is not None
+                assert bucket.buffer == BufferName(slot.record.precision, kind, whole)
 
 
 @given(cases(ownership="even"))
@@ -204,14 +197,6 @@ def test_every_element_has_one_owner_and_its_ranges_show_the_same_elements(case:
         assert {name: sorted(numbers) for name, numbers in seen.items()} == {
             name: value.tolist() for name, value in values.items()
         }
-
-
-def test_dense_parameters_and_experts_have_owners_of_their_own() -> None:
-    dense = ParameterRecord("dense", (128,), "normal", 0.1, True, 0)
-    layout = buffer_layout([dense, replace(dense, name="expert", of_experts=True)], dense_shards=2, expert_shards=1)
-    found = [[(each.slot.record.name, each.in_parameter) for each in layout.owned(dense, 0)] for dense in range(2)]
-    assert found[0] == [("expert", range(128)), ("dense", range(64))]
-    assert found[1] == [("expert", range(128)), ("dense", range(64, 128))]
 
 
 # --- buckets -----------------------------------------------------------------------------------------------------
@@ -253,18 +238,6 @@ def is_between_tables(case: Case, bucket: Bucket) -> bool:
     backward = [record.name for record in reversed(case.records)]
     after = backward[backward.index(names(bucket)[-1]) + 1 :]
     return any(is_table(record) for record in case.records if record.name in after[:1])
-
-
-@pytest.mark.parametrize(
-    ("target", "expected"),
-    [(128, [[1], [64, 192], [128], [64, 64]]), (192, [[1], [64, 192], [128, 64, 64]])],
-)
-def test_a_large_block_is_cut_where_a_bucket_has_reached_its_size(target: int, expected: list[list[int]]) -> None:
-    sizes = [64, 64, 128, 192, 64]
-    records = [ParameterRecord(f"p{at}", (size,), "normal", 0.1, True, 0) for at, size in enumerate(sizes)]
-    records.append(ParameterRecord("norm", (1,), "ones", 0.0, False, ("loss",)))
-    layout = buffer_layout(records, bucket_size=target)
-    assert [[slot.stop - slot.start for slot in bucket.slots] for bucket in layout.buckets] == expected
 
 
 def test_buckets_of_gpt2_end_at_blocks_and_are_as_large_as_ranks_are_many() -> None:
@@ -361,21 +334,6 @@ def test_ranks_own_equal_slices_of_what_they_replicate_even_with_an_uneven_vocab
             assert all(other == shared[0] for other in shared)
 
 
-@given(cases())
-@settings(deadline=None)
-def test_an_uneven_vocabulary_changes_the_tables_buckets_and_nothing_else(case: Case) -> None:
-    def others(layout: BufferLayout) -> list[Any]:
-        return [
-            [(slot.record, slot.start) for slot in bucket.slots]
-            for bucket in layout.buckets
-            if not is_table(bucket.slots[0].record)
-        ]
-
-    first, *rest = case.layouts()
-    assert all([names(one) for one in layout.buckets] == [names(one) for one in first.buckets] for layout in rest)
-    assert all(others(layout) == others(first) for layout in rest)
-
-
 # --- ranges ------------------------------------------------------------------------------------------------------
 
 
@@ -397,11 +355,3 @@ def test_slice_ranges_are_the_wanted_elements_in_as_few_ranges_as_can_be(case: C
         for covered, array, bucket in zip(found, wanted, layout.buckets, strict=True):
             assert (covered == array.reshape(bucket.shards, -1)[index % bucket.shards]).all()
         assert all((one.bucket, one.stop) < (other.bucket, other.start) for one, other in pairwise(ranges))
-
-
-def test_neighbouring_ranges_of_different_buckets_stay_apart() -> None:
-    records = [ParameterRecord(f"p{at}", (64,), "normal", 0.1, True, at // 2) for at in range(4)]
-    owned = buffer_layout(records, bucket_size=128).owned()
-    assert slice_ranges(owned, lambda record, box: True) == [SliceRange(0, 0, 128), SliceRange(1, 0, 128)]
-    assert slice_ranges(owned, lambda record, _: record.name != "p3") == [SliceRange(0, 64, 128), SliceRange(1, 0, 128)]
-    assert slice_ranges(owned, lambda record, box: False) == []

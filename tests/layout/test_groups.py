@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.layout.groups import GroupNeeds, all_groups, embedding_ranks, groups_of
+from megalite.layout.groups import GroupNeeds, all_groups, groups_of
 from megalite.layout.ranks import ParallelLayout
 from tests.layout.test_ranks import layouts
 
@@ -26,32 +26,11 @@ def test_the_order_in_which_groups_are_made_is_fixed() -> None:
     ]
 
 
-def test_a_dense_model_has_no_expert_groups() -> None:
-    found = groups_of(ParallelLayout(tp=2, dp=2), 0, GroupNeeds(optimizer_instances=2))
-    assert not any(found[name].ranks for name in ("edp", "edp-shard", "edp-replicate"))
-
-
 def test_the_embedding_group_joins_first_and_last_stage_where_embeddings_are_tied() -> None:
     layout, tied = ParallelLayout(tp=2, pp=4), GroupNeeds(tied_embeddings=True)
     found = [ranks(layout, rank, "word-embedding", tied) for rank in range(8)]
     assert found == [(0, 6), (1, 7), (), (), (), (), (0, 6), (1, 7)]
     assert [ranks(layout, rank, "word-embedding") for rank in (0, 6)] == [(0,), ()]
-
-
-def test_one_stage_holds_all_embeddings_alone() -> None:
-    assert ranks(ParallelLayout(tp=2), 1, "word-embedding", GroupNeeds(tied_embeddings=True)) == (1,)
-
-
-def test_the_first_decoder_stage_holds_embeddings_too() -> None:
-    """The embedding and the position embedding group of Megatron-LM's explainers."""
-    layout = ParallelLayout(tp=2, pp=4)
-    assert embedding_ranks(layout, 4, tied=True, split_rank=2) == [0, 4, 6]
-    assert embedding_ranks(layout, 4, tied=False, split_rank=2) == [0, 4]
-    assert embedding_ranks(layout, 6, tied=False, split_rank=2) == []
-    assert embedding_ranks(layout, 6, tied=True, split_rank=3) == [0, 6]
-    for split_rank in (0, 4):
-        with pytest.raises(AssertionError, match="leaves encoder or decoder no rank"):
-            embedding_ranks(layout, 0, tied=True, split_rank=split_rank)
 
 
 def test_ranks_that_share_a_key_value_head_are_neighbours_along_tp() -> None:
@@ -94,17 +73,13 @@ def test_the_world_is_one_group_of_all_ranks(layout: ParallelLayout) -> None:
     assert listed.count("world") == listed.count("saving") == (layout.world_size > 1)
 
 
-def test_writing_behind_training_has_a_group_of_its_own_on_the_host_and_only_where_it_is_needed() -> None:
-    specs = groups_of(ParallelLayout(dp=2), 0, GroupNeeds(background_saving=True))
-    assert specs["saving"].on_host
-    assert [name for name, spec in specs.items() if spec.traffic == specs["saving"].traffic] == ["saving"]
-    assert ranks(ParallelLayout(dp=2), 0, "saving") == ()
-
-
-def test_the_two_directions_of_a_pipeline_are_different_traffic() -> None:
-    specs = groups_of(ParallelLayout(pp=2), 0, GroupNeeds())
+def test_the_two_directions_of_a_pipeline_and_writing_behind_training_are_traffic_of_their_own() -> None:
+    specs = groups_of(ParallelLayout(pp=2), 0, GroupNeeds(background_saving=True))
     assert specs["pp-forward"].ranks == specs["pp-backward"].ranks == (0, 1)
     assert specs["pp-forward"].traffic != specs["pp-backward"].traffic
+    assert [name for name, spec in specs.items() if spec.traffic == specs["saving"].traffic] == ["saving"]
+    assert [name for name, spec in specs.items() if spec.on_host] == ["saving"]
+    assert ranks(ParallelLayout(dp=2), 0, "saving") == ()
 
 
 @st.composite
@@ -120,7 +95,9 @@ def needs_of(draw: st.DrawFn, layout: ParallelLayout) -> GroupNeeds:
 
 @settings(deadline=None)
 @given(layouts().filter(lambda layout: layout.world_size <= 256), st.data())
-def test_all_members_see_the_same_group(layout: ParallelLayout, data: st.DataObject) -> None:
+def test_all_members_see_the_same_group_and_the_world_lists_it_once(
+    layout: ParallelLayout, data: st.DataObject
+) -> None:
     """Whoever a rank waits for while a group is made waits for it, too, under the same name."""
     needs = data.draw(needs_of(layout))
     everyone = [groups_of(layout, rank, needs) for rank in range(layout.world_size)]
@@ -129,25 +106,16 @@ def test_all_members_see_the_same_group(layout: ParallelLayout, data: st.DataObj
             assert rank in spec.ranks or not spec.ranks
             assert list(spec.ranks) == sorted(set(spec.ranks))
             assert all(everyone[member][name] == spec for member in spec.ranks)
-
-
-@settings(deadline=None)
-@given(layouts().filter(lambda layout: layout.world_size <= 256), st.data())
-def test_the_groups_of_the_world_are_those_of_its_ranks(layout: ParallelLayout, data: st.DataObject) -> None:
-    needs = data.draw(needs_of(layout))
     listed = list(all_groups(layout, needs))
     assert len(set(listed)) == len(listed)
-    of_ranks = {spec for rank in range(layout.world_size) for spec in groups_of(layout, rank, needs).values()}
-    assert set(listed) == {spec for spec in of_ranks if len(spec.ranks) > 1}
-    names = list(groups_of(layout, 0, needs))  # the first rank has groups of all names
+    assert set(listed) == {spec for specs in everyone for spec in specs.values() if len(spec.ranks) > 1}
+    names = list(everyone[0])  # the first rank has groups of all names
     assert [names.index(spec.name) for spec in listed] == sorted(names.index(spec.name) for spec in listed)
 
 
 def test_slices_that_do_not_come_out_even_are_our_own_mistake() -> None:
     with pytest.raises(AssertionError, match="2 ranks do not divide into 3 slices"):
         groups_of(ParallelLayout(dp=2), 0, GroupNeeds(optimizer_instances=3))
-    with pytest.raises(AssertionError, match="4 ranks do not divide into 3 slices"):
-        groups_of(ParallelLayout(tp=4), 0, GroupNeeds(kv_heads=3))
 
 
 def test_all_groups_of_sixteen_thousand_ranks_are_listed_in_a_second() -> None:

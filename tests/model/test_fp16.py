@@ -18,7 +18,7 @@ from megalite.model.init import fill, start_values
 from megalite.model.parameters import gpt_parameters
 from megalite.tensor_parallel.collectives import TensorGroup
 from tests.layout.shards import cut
-from tests.model.small import ALL_DROPOUTS, CPU, FAMILIES, gpt, random_batch, small
+from tests.model.small import ALL_DROPOUTS, FAMILIES, gpt, random_batch, rank_of, small
 from tests.ranks import run_ranks
 
 SCALE = 65536.0  # optimizer.initial_loss_scale
@@ -32,16 +32,19 @@ def config_of(family: str, **changes: Any) -> ModelConfig:
     return small(**{**FAMILIES[family], "init_std": 0.1, **changes})
 
 
-def model_of(config: ModelConfig, dtype: torch.dtype, **settings: Any) -> tuple[GPT, dict[str, Tensor]]:
-    """A model at its start values (one of several ranks: without), with its fp32 main gradients."""
-    model = gpt(config, dtype=dtype, device=CPU, seed=1, **settings)
-    if "tp" not in settings:
-        fill(model, start_values(gpt_parameters(config), seed=7))
-    main_grads = {
-        name: torch.zeros_like(model.get_parameter(name), dtype=torch.float32) for name in model.main_grad_parameters
-    }
+def main_grads_of(model: GPT) -> dict[str, Tensor]:
+    """fp32 main gradients of zeros, from now on those of the model."""
+    names = model.main_grad_parameters
+    main_grads = {name: torch.zeros_like(model.get_parameter(name), dtype=torch.float32) for name in names}
     model.set_main_grads(main_grads)
-    return model, main_grads
+    return main_grads
+
+
+def model_of(config: ModelConfig, dtype: torch.dtype, **settings: Any) -> tuple[GPT, dict[str, Tensor]]:
+    """A model at its start values, with its main gradients."""
+    model = gpt(config, dtype=dtype, **settings)
+    fill(model, start_values(gpt_parameters(config), seed=7))
+    return model, main_grads_of(model)
 
 
 def gradients_of(model: GPT, main_grads: Gradients, batch: Batch, loss_scale: float) -> tuple[Tensor, Gradients]:
@@ -122,15 +125,11 @@ def test_logits_are_near_those_of_fp32(family: str) -> None:
 
 
 def _gradients_on_a_rank(context: ParallelContext, config: ModelConfig, sequence_parallel: bool) -> Gradients:
-    """Of a tensor-parallel rank in fp16: of its shards, summed over nobody."""
-    whole = dict(model_of(config, torch.float16)[0].named_parameters())
-    records = {record.name: record for record in gpt_parameters(config)}
+    """The gradients of a tensor-parallel rank's shards in fp16, summed over nobody."""
     tp = TensorGroup.of(context.group("tp"))
-    model, main_grads = model_of(config, torch.float16, tp=tp, sequence_parallel=sequence_parallel)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(cut(whole[name], shard(records[name], context.size("tp"), context.index("tp"))))
-    return gradients_of(model, main_grads, random_batch(config), SCALE)[1]
+    assert tp is not None
+    model = rank_of(model_of(config, torch.float16)[0], tp, sequence_parallel=sequence_parallel)
+    return gradients_of(model, main_grads_of(model), random_batch(config), SCALE)[1]
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])

@@ -1,5 +1,6 @@
 """The chunked head and loss of a vocabulary that ranks share: torch's numbers, its order of work, its memory."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,11 +14,10 @@ from megalite.launch.context import ParallelContext
 from megalite.layout.ranks import ParallelLayout
 from megalite.model import loss as loss_module
 from megalite.tensor_parallel.collectives import TensorGroup
-from megalite.tensor_parallel.cross_entropy import PIECE_ELEMENTS
-from tests.model.losses import linear_cross_entropy
+from megalite.tensor_parallel.cross_entropy import PIECE_ELEMENTS, TokenLoss
+from tests.model.losses import linear_cross_entropy, reference_losses
 from tests.model.test_loss import peak_bytes, product_bytes, relative_error
 from tests.ranks import run_ranks
-from tests.tensor_parallel.test_cross_entropy import reference_losses
 
 
 @dataclass(frozen=True)
@@ -68,33 +68,27 @@ class Result:
     weight_grad: Tensor
 
 
-def compute(case: Case, group: TensorGroup | None) -> Result:
+def of_rank(case: Case, group: TensorGroup | None) -> tuple[Tensor, Tensor, Callable[..., Tensor]]:
+    """This rank's hidden states and weight, and their loss as a function of the options of `linear_cross_entropy`."""
     index, size = (0, 1) if group is None else (group.index, group.size)
     hidden, weight, labels, mask, scale = case.inputs()
     if case.sequence_parallel:
         hidden = hidden[index * case.n // size : (index + 1) * case.n // size]
     weight = weight[index * case.padded // size : (index + 1) * case.padded // size]
     hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    settings: dict[str, Any] = {"vocab_size": case.vocab, "padded_vocab": case.padded, "group": group}
+    settings |= {"label_smoothing": case.label_smoothing, "z_loss": case.z_loss, "compile": case.compile}
+    settings |= {"sequence_parallel": case.sequence_parallel, "chunk_tokens": case.chunk}
+    return (
+        hidden,
+        weight,
+        lambda **options: linear_cross_entropy(hidden, weight, labels, mask, scale, **{**settings, **options}),
+    )
+
+
+def compute(case: Case, group: TensorGroup | None) -> Result:
+    hidden, weight, loss = of_rank(case, group)
     main_grad = torch.full(weight.shape, 2.0, dtype=torch.float64) if case.main_grad else None
-
-    def loss(**options: Any) -> Tensor:
-        return linear_cross_entropy(
-            hidden,
-            weight,
-            labels,
-            mask,
-            scale,
-            vocab_size=case.vocab,
-            chunk_tokens=case.chunk,
-            label_smoothing=case.label_smoothing,
-            z_loss=case.z_loss,
-            group=group,
-            padded_vocab=case.padded,
-            sequence_parallel=case.sequence_parallel,
-            compile=case.compile,
-            **options,
-        )
-
     with torch.no_grad():
         evaluated = loss(main_grad=main_grad)
     trained = loss(main_grad=main_grad)
@@ -230,22 +224,13 @@ class _Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _record(context: ParallelContext, case: Case, *, train: bool) -> _Recorder:
-    group = TensorGroup.of(context.group("tp"))
-    assert group is not None
-    hidden, weight, labels, mask, scale = case.inputs()
-    weight = weight.chunk(group.size)[group.index].clone().requires_grad_(train)
-    hidden = hidden.chunk(group.size)[group.index].clone() if case.sequence_parallel else hidden
-    options: dict[str, Any] = {"vocab_size": case.vocab, "chunk_tokens": case.chunk, "group": group}
-    options |= {"padded_vocab": case.padded, "sequence_parallel": case.sequence_parallel}
-    options |= {"label_smoothing": case.label_smoothing, "z_loss": case.z_loss}
-    with _Recorder() as recorder:
-        linear_cross_entropy(hidden.requires_grad_(train), weight, labels, mask, scale, **options)
-    return recorder
-
-
 def _orders(context: ParallelContext, case: Case) -> tuple[list[str], list[str], list[tuple[int, ...]]]:
-    trained, evaluated = (_record(context, case, train=train) for train in (True, False))
+    """The order while training and while evaluating, and the shapes that training gathers."""
+    _, _, loss = of_rank(case, TensorGroup.of(context.group("tp")))
+    with _Recorder() as trained:
+        loss()
+    with _Recorder() as evaluated, torch.no_grad():
+        loss()
     return trained.order, evaluated.order, trained.gathered
 
 
@@ -266,25 +251,15 @@ def test_a_product_is_issued_before_each_wait(sequence_parallel: bool) -> None:
 
 def _peaks(context: ParallelContext, case: Case, chunks: list[int]) -> list[tuple[int, int]]:
     """Peak bytes with and without gradients, for each length of chunk."""
-    group = TensorGroup.of(context.group("tp"))
-    assert group is not None
-    hidden, weight, labels, mask, scale = case.inputs()
-    weight = weight.chunk(group.size)[group.index].clone().requires_grad_()
-    hidden = (hidden.chunk(group.size)[group.index] if case.sequence_parallel else hidden).clone().requires_grad_()
+    _, weight, loss = of_rank(case, TensorGroup.of(context.group("tp")))
     main_grad = torch.zeros(weight.shape)
-    options: dict[str, Any] = {"vocab_size": case.vocab, "group": group, "padded_vocab": case.padded}
-    options |= {"sequence_parallel": case.sequence_parallel, "label_smoothing": case.label_smoothing}
-
-    def step(chunk: int) -> Tensor:
-        return linear_cross_entropy(
-            hidden, weight, labels, mask, scale, chunk_tokens=chunk, main_grad=main_grad, **options
-        )
-
-    def evaluate(chunk: int) -> Tensor:
+    found = []
+    for chunk in chunks:
+        trained = peak_bytes(lambda: loss(chunk_tokens=chunk, main_grad=main_grad))  # noqa: B023
         with torch.no_grad():
-            return step(chunk)
-
-    return [(peak_bytes(lambda: step(chunk)), peak_bytes(lambda: evaluate(chunk))) for chunk in chunks]  # noqa: B023
+            evaluated = peak_bytes(lambda: loss(chunk_tokens=chunk, main_grad=main_grad))  # noqa: B023
+        found.append((trained, evaluated))
+    return found
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.long)])
@@ -307,22 +282,58 @@ def test_memory_is_that_of_two_chunks_of_the_ranks_columns(dtype: torch.dtype) -
             assert abs(peaks[2][1] - peaks[1][1] - growth) < 512 * 512 + packed[1] - packed[0]
 
 
-def _without_hidden_sum(context: ParallelContext, cases: list[Case]) -> list[Result]:
+# --- known mistakes --------------------------------------------------------------------------------------------------
+
+
+def _without_hidden_sum() -> None:
     loss_module.start_all_reduce = lambda x, group: x  # type: ignore[attr-defined]
-    return _compute(context, cases)
 
 
-def _scattered_in_the_wrong_order(context: ParallelContext, cases: list[Case]) -> list[Result]:
+def _scattered_in_the_wrong_order() -> None:
     scatter = loss_module.start_reduce_scatter  # type: ignore[attr-defined]
     loss_module.start_reduce_scatter = lambda x, group: scatter(x.flip(0), group)  # type: ignore[attr-defined]
-    return _compute(context, cases)
+
+
+def _smoothing_over_the_columns_of_the_rank() -> None:
+    combine = TokenLoss.combine
+
+    def broken(self: TokenLoss, statistics: Tensor) -> tuple[Tensor, Tensor]:
+        index = 0 if self.group is None else self.group.index
+        statistics = statistics.clone()
+        statistics[:, 3] = statistics[index, 3] / self.real * self.vocab_size / statistics.shape[0]
+        return combine(self, statistics)
+
+    TokenLoss.combine = broken  # type: ignore[method-assign]
+
+
+def _label_counted_by_all() -> None:
+    """Each rank takes the label for its own, at the column nearest to it."""
+    column = TokenLoss._column
+    TokenLoss._column = lambda self, labels: (column(self, labels)[0], None)  # type: ignore[method-assign]
+
+
+def _without_exchange() -> None:
+    TokenLoss.start_exchange = lambda self, local: torch.stack([local, local])  # type: ignore[method-assign]
+
+
+def _compute_broken(context: ParallelContext, case: Case, mistake: Callable[[], None]) -> Result:
+    mistake()
+    return compute(case, TensorGroup.of(context.group("tp")))
 
 
 @pytest.mark.parametrize(
-    ("mutant", "sequence_parallel"), [(_without_hidden_sum, False), (_scattered_in_the_wrong_order, True)]
+    ("mistake", "sequence_parallel"),
+    [
+        (_without_hidden_sum, False),
+        (_scattered_in_the_wrong_order, True),
+        (_smoothing_over_the_columns_of_the_rank, False),
+        (_label_counted_by_all, False),
+        (_without_exchange, False),
+    ],
 )
-def test_a_broken_sum_of_hidden_gradients_is_caught(mutant: Any, sequence_parallel: bool) -> None:
-    case = Case(sequence_parallel=sequence_parallel)
-    of_ranks = run_ranks(mutant, 2, [case], layout=ParallelLayout(tp=2), dtype=torch.float64)
+def test_a_known_mistake_is_caught(mistake: Callable[[], None], sequence_parallel: bool) -> None:
+    case = Case(label_smoothing=0.1, sequence_parallel=sequence_parallel)
+    layout = ParallelLayout(tp=2)
+    of_ranks = run_ranks(_compute_broken, 2, case, mistake, layout=layout, dtype=torch.float64)
     with pytest.raises(AssertionError):
-        assert_right(case, [results[0] for results in of_ranks])
+        assert_right(case, of_ranks)

@@ -10,23 +10,17 @@ from megalite.layout.ranks import ParallelLayout
 from megalite.model.parameters import gpt_parameters
 from megalite.tensor_parallel.collectives import TensorGroup
 from tests.layout.shards import cut
-from tests.model.small import CPU, gpt, perturbed, random_batch, small
+from tests.model.small import perturbed, random_batch, rank_of, small
 from tests.ranks import run_ranks
 
 CONFIG = small(tie_embeddings=False)
 
 
 def _logits_and_gradients(context: ParallelContext | None, sequence_parallel: bool) -> tuple[Tensor, dict[str, Tensor]]:
-    """Of one process without a context; of a rank, what it has of them."""
+    """The results of one process or, with a context, the rank's part of them."""
     model = perturbed(CONFIG)
-    if context is not None:
-        whole = dict(model.named_parameters())
-        tp = TensorGroup.of(context.group("tp"))
-        model = gpt(CONFIG, dtype=torch.float64, device=CPU, seed=1, tp=tp, sequence_parallel=sequence_parallel)
-        records = {record.name: record for record in gpt_parameters(CONFIG)}
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(cut(whole[name], shard(records[name], context.size("tp"), context.index("tp"))))
+    if context is not None and (tp := TensorGroup.of(context.group("tp"))):
+        model = rank_of(model, tp, sequence_parallel=sequence_parallel)
     logits = model.logits(random_batch(CONFIG))
     weights = torch.linspace(-1, 1, logits.numel(), dtype=torch.float64).view(logits.shape)
     (logits * weights).sum().backward()

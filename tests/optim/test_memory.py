@@ -273,7 +273,7 @@ MORE = pytest.mark.long
     [
         (1, torch.bfloat16, NARROW),
         (2, torch.float32, {}),
-        (2, torch.bfloat16, {"communication_dtype": "bf16", **MOMENTS}),
+        (2, torch.bfloat16, MOMENTS),
         (2, torch.float32, {"zero": 0}),
         (4, torch.float32, {"instances": 2}),
         pytest.param(2, torch.bfloat16, NARROW, marks=MORE),

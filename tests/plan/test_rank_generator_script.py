@@ -122,8 +122,8 @@ def test_tables_end_with_the_stages_and_the_name_of_the_picture(tmp_path: Path) 
     ("words", "settings"),
     [
         (
-            "99999999 parallel.tp=zero parallel.pp=2.5 model.num_layers=many --picture ranks.svg",
-            {"--world-size", "parallel.tp", "parallel.pp", "model.num_layers"},
+            "16 parallel.tp=zero parallel.pp=2.5 model.num_layers=many --picture ranks.svg",
+            {"parallel.tp", "parallel.pp", "model.num_layers"},
         ),
         (
             "16 parallel.tp=3 parallel.pp=2 model.num_layers=5 parallel.order=tp-xx",
@@ -144,7 +144,7 @@ def test_everything_that_is_wrong_is_told_at_once_and_nothing_is_written(
     ("arguments", "message"),
     [
         ("16 parallel.tp=3", r"--world-size=16: not a multiple of parallel.tp=3.*\n.*--world-size=12 or 15 or 18"),
-        ("99999999999", "--world-size=99999999999: too many ranks to list"),
+        ("99999999999", "must be a whole number from 1 to 1,048,576"),
         ("4 --order tp", "settings are written name=value"),
         ("16 parallel.pp=4 model.num_layers=12 --pp-split-rank=4", "fix: --pp-split-rank=1 or 2 or 3"),
         ("4 parallel.pp=4 model.num_layers=8 parallel.pipeline_layout='Q|t'", "parallel.pipeline_layout='Q|t'"),

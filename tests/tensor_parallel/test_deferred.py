@@ -16,16 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from megalite.launch.context import ParallelContext
-from megalite.layout.parameters import shard
 from megalite.layout.ranks import ParallelLayout
 from megalite.model.gpt import GPT
-from megalite.model.parameters import gpt_parameters
 from megalite.tensor_parallel.collectives import TensorGroup
 from megalite.tensor_parallel.deferred import DeferredWork
 from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megalite.tensor_parallel.linear import linear
-from tests.layout.shards import cut
-from tests.model.small import ALL_DROPOUTS, CPU, FAMILIES, gpt, perturbed, random_batch, small
+from tests.model.small import ALL_DROPOUTS, CPU, FAMILIES, gpt, perturbed, random_batch, rank_of, small
 from tests.ranks import run_ranks
 from tests.tensor_parallel.live_bytes import LiveBytes
 
@@ -43,14 +40,7 @@ def model_with_main_grads(
     family: str, group: TensorGroup | None = None, **settings: Any
 ) -> tuple[GPT, dict[str, Tensor]]:
     config = small(**FAMILIES[family], **ALL_DROPOUTS, num_layers=2)
-    model = perturbed(config) if group is not None else perturbed(config, **settings)
-    if group is not None:
-        records = {record.name: record for record in gpt_parameters(config)}
-        whole = dict(model.named_parameters())
-        model = gpt(config, dtype=torch.float64, device=CPU, seed=1, tp=group, **settings)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(cut(whole[name], shard(records[name], group.size, group.index)))
+    model = perturbed(config, **settings) if group is None else rank_of(perturbed(config), group, **settings)
     main_grads = {
         name: torch.zeros_like(model.get_parameter(name), requires_grad=False) for name in model.main_grad_parameters
     }

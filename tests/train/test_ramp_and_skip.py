@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import megalite.train.loop as loop_module
-from megalite.checkpoint.store import newest
+from megalite.checkpoint.reading import newest
 from megalite.config.derive import derive
 from megalite.config.schema import Config
 from megalite.errors.problems import UserError

@@ -31,7 +31,6 @@ from megalite.config.schema import Config, ModelConfig, MoEConfig, OptimizerConf
 from megalite.errors.problems import Problem, UserError
 from megalite.launch.context import ParallelContext
 from megalite.launch.environment import ProcessEnvironment
-from megalite.layout.stage_string import layout_text
 from megalite.layout.stages import stage_layers
 from megalite.train import run
 from megalite.train.history import METRICS
@@ -366,7 +365,7 @@ def _pipelines(draw: st.DrawFn, pp: int) -> tuple[int, dict[str, Any]]:
         return (pp - 1) * vpp * each, asked | {"standalone_embedding": True}
     if kind == "layout":
         counts = draw(st.lists(st.integers(0, 3), min_size=pp * vpp, max_size=pp * vpp))
-        return sum(counts), asked | {"pipeline_layout": layout_text(counts)}
+        return sum(counts), asked | {"pipeline_layout": f"E{'|'.join('t' * count for count in counts)}L"}
     return pp * vpp * each, asked
 
 
