@@ -84,13 +84,10 @@ def newest(
 ) -> Found | None:
     """The newest undamaged checkpoint in `folder`, or that of `step`; None if there is none at all.
 
-    `report` is called on rank 0 for all that was passed over: other names, and damaged ones. If all are damaged the run
-    is refused, with nothing renamed: starting again from nothing is for a person to decide. `look_only` renames nothing
-    either: for readers that do not hold the run's lock.
+    `report` is called on rank 0 for damaged ones that were passed over. If all are damaged the run is refused, with
+    nothing renamed: starting again from nothing is for a person to decide. `look_only` renames nothing either: for
+    readers that do not hold the run's lock.
     """
-    tell = report if context.rank == 0 else lambda line: None
-    for line in on_first(context, lambda: commit.passed_over(folder)):
-        tell(line)
     steps = on_first(context, lambda: [at for at, _ in commit.committed(folder)])
     if step is not None and step not in steps:
         there = ", ".join(map(str, reversed(steps))) or "none, in this run"
@@ -101,7 +98,8 @@ def newest(
         if isinstance(found, Found):
             for bad, fault in damaged:
                 aside = "" if look_only else f"; kept as {on_first(context, partial(commit.set_aside, bad))}"
-                tell(f"checkpoint {bad.name} is damaged and was passed over: {fault}{aside}")
+                if context.rank == 0:
+                    report(f"checkpoint {bad.name} is damaged and was passed over: {fault}{aside}")
             return found
         damaged.append((path, found))
     if damaged:

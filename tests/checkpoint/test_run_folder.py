@@ -281,7 +281,7 @@ def other_job(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 def test_a_second_live_job_is_refused_with_host_and_pid(tmp_path: Path, other_job: subprocess.Popen[str]) -> None:
     before = files_below(tmp_path)
     text = refusal(tmp_path / "run")
-    assert f"it is in use by process {other_job.pid} on {socket.gethostname()}" in text
+    assert f"it is in use by another job: host {socket.gethostname()}, pid {other_job.pid}, started" in text
     assert files_below(tmp_path) == before
 
 
@@ -303,7 +303,7 @@ def test_the_lock_of_a_killed_job_is_taken_over_at_once(tmp_path: Path, other_jo
 
 def test_a_job_in_this_very_process_is_refused_too_and_close_lets_it_in(tmp_path: Path) -> None:
     first = start(tmp_path)
-    assert f"process {os.getpid()} on" in refusal(tmp_path)
+    assert f"pid {os.getpid()}, started" in refusal(tmp_path)
     first.close()
     first.close()
     start(tmp_path).close()
@@ -329,7 +329,7 @@ def test_a_beating_lock_of_another_host_is_respected(tmp_path: Path) -> None:
     heart = threading.Thread(target=beat)
     heart.start()
     try:
-        with pytest.raises(UserError, match="on elsewhere, since"):
+        with pytest.raises(UserError, match="host elsewhere, pid"):
             RunLock(path, patience_s=5)
     finally:
         done.set()
@@ -349,7 +349,7 @@ def test_a_still_lock_of_another_host_is_taken_over(tmp_path: Path) -> None:
     assert lock.lost() is None
     write_other = path.read_text().replace(f'"pid": {os.getpid()}', '"pid": 1').replace(lock.token, "another")
     path.write_text(write_other)
-    assert "another job has taken over the run folder: process 1 on" in (lock.lost() or "")
+    assert "was taken over by another job" in (lock.lost() or "")
     lock.release()
     assert path.read_text() == write_other, "a lock that was taken over is not ours to clear"
 
