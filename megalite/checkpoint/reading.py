@@ -89,9 +89,9 @@ def newest(
     readers that do not hold the run's lock.
     """
     steps = on_first(context, lambda: [at for at, _ in commit.committed(folder)])
+    others = f"those there are: {', '.join(map(str, reversed(steps))) or 'none, in this run'}"
     if step is not None and step not in steps:
-        there = ", ".join(map(str, reversed(steps))) or "none, in this run"
-        raise UserError(Problem("step", step, f"there is no checkpoint of it in {folder}", f"those there are: {there}"))
+        raise UserError(Problem("step", step, f"there is no checkpoint of it in {folder}", others))
     damaged: list[tuple[Path, str]] = []
     for path in [folder / step_name(at) for at in steps if step in (None, at)]:
         found = inspect(path, context)
@@ -104,7 +104,9 @@ def newest(
         damaged.append((path, found))
     if damaged:
         remedy = "restore this folder from a copy, or set another run_dir to start from nothing"
-        rule = "no checkpoint of this run can be read" if step is None else "it cannot be read"
+        rule, remedy = (
+            ("no checkpoint of this run can be read", remedy) if step is None else ("it cannot be read", others)
+        )
         raise UserError([Problem(str(path), "damaged", f"{rule}; {fault}", remedy) for path, fault in damaged])
     return None
 
