@@ -12,9 +12,11 @@ Exit status: 0 all nodes are well (or enough for --keep), 1 some are not, 2 refu
 """
 
 import os
+import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from megalite.commands.command import COUNT, Shown, command, option
 from megalite.errors.problems import Problem, UserError, collect, to_stderr
@@ -32,7 +34,7 @@ def measure(options: Namespace, overrides: list[str]) -> Shown:
 
     from megalite.launch.device import choose_device
     from megalite.launch.environment import read_environment
-    from megalite.launch.preflight import best, differences, judge, meet, preflight, table
+    from megalite.launch.preflight import best, judge, meet, preflight, table
 
     environment = read_environment(os.environ)
     problems: list[Problem] = []
@@ -41,24 +43,18 @@ def measure(options: Namespace, overrides: list[str]) -> Shown:
     nodes = preflight(context, options.folder)
     if context.rank > 0:
         return Shown()
-    faults = judge(nodes)
-    well = "all nodes are well" if not differences(nodes) else "no node is known to be wrong"
-    told = [*table(nodes), f"--exclude={','.join(faults)}" if faults else well]
+    faults, differences = judge(nodes)
+    lines = [*table(nodes), f"--exclude={','.join(faults)}" if faults else "no node is known to be wrong"]
     if options.keep is None:
-        return Shown(told, status=int(bool(faults or differences(nodes))))
-    to_stderr("\n".join(told))
+        return Shown(lines, status=int(bool(faults or differences)))
+    to_stderr("\n".join(lines))
     chosen = best(nodes, options.keep)
-    if len(nodes) < options.keep:
-        to_stderr(f"megalite: --keep {options.keep}: there are only {len(nodes)} nodes")
     enough = len(chosen) == options.keep and not {*chosen} & {*faults}
     return Shown([",".join(chosen)], status=0 if enough else 1)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status, whatever still hangs in this process."""
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """End with the exit status, whatever still hangs in this process."""
     status = measure(arguments)
-    from megalite.launch.link_speed import hangs
-
-    if hangs():
-        os._exit(status)  # both streams are flushed
-    return status
+    sys.stdout.flush()
+    os._exit(status)

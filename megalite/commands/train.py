@@ -10,8 +10,8 @@ import sys
 import time
 
 from megalite.config.schema import Config
-from megalite.errors.problems import REFUSED, Problem, UserError, collect, open_closed_streams, to_stderr
-from megalite.launch.environment import ProcessEnvironment, claimed_rank, first_of_node, is_launched, read_environment
+from megalite.errors.problems import REFUSED, Problem, UserError, collect, open_closed_streams, refuse, to_stderr
+from megalite.launch.environment import ProcessEnvironment, claimed_rank, first_of_node, read_environment
 from megalite.launch.host import let_cuda_segments_grow, limit_openmp_spinning, widen_cuda_queues
 from megalite.launch.signals import INTERRUPTED, StartUp, die_with_launcher, ignore_stop_signals
 
@@ -40,13 +40,17 @@ def main(argv: list[str]) -> int:
 
         problems: list[Problem] = []  # past `record`, which would report a refusal as a failure
         status = record(lambda: collect(lambda: train_rank(config, environment), problems))()
-        if problems:
-            raise UserError(problems)
+        refuse(problems)
         return status or 0
     except SystemExit as ended:  # of --version, which Hydra's parser answers itself
         return int(ended.code or 0)
     except UserError as error:
-        return refuse(error, rank)
+        if rank > 0:
+            time.sleep(WAIT_FOR_RANK_ZERO_S)
+        # Torchrun has not ended this rank: rank 0 may be well, or missing. Then each machine says once what it lacks.
+        if rank == 0 or any(it.alone or (it.here and first_of_node(os.environ)) for it in error.problems):
+            to_stderr(str(error))
+        return REFUSED
 
 
 def check(argv: list[str]) -> tuple[Config, ProcessEnvironment]:
@@ -66,7 +70,7 @@ def check(argv: list[str]) -> tuple[Config, ProcessEnvironment]:
     limit_openmp_spinning(os.environ)
     let_cuda_segments_grow(os.environ)
     if (said := widen_cuda_queues(os.environ)) and environment.rank == 0:
-        to_stderr(said)
+        to_stderr(f"megalite: {said}")
     return config, environment
 
 
@@ -96,21 +100,11 @@ def train_rank(config: Config, environment: ProcessEnvironment) -> int:
         terminal.close()
 
 
-def refuse(error: UserError, rank: int) -> int:
-    """Say what is wrong, once for all ranks: the exit status."""
-    if rank > 0:
-        time.sleep(WAIT_FOR_RANK_ZERO_S)
-    # Torchrun has not ended this rank: rank 0 may be well, or missing. Then each machine says once what it lacks.
-    if rank == 0 or any(it.alone or (it.here and first_of_node(os.environ)) for it in error.problems):
-        to_stderr(str(error))
-    return REFUSED
-
-
 def main_to_the_end(argv: list[str]) -> int:
     """The same as a whole process, which no signal disturbs once it has saved."""
     open_closed_streams()
     try:
-        with StartUp(speaks=claimed_rank(os.environ) == 0, launched=is_launched(os.environ)):
+        with StartUp(speaks=claimed_rank(os.environ) == 0):
             status = main(argv)
     except (KeyboardInterrupt, SystemExit) as end:
         status = end.code if isinstance(end, SystemExit) and isinstance(end.code, int) else INTERRUPTED

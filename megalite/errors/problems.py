@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -28,11 +28,11 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Problem:
-    """One mistake. `setting` is a dotted name (`model.hidden_size`), a file or an environment variable. The `hint`
-    says what would work.
+    """One mistake. `setting` is a dotted name, a file or an environment variable; NO_VALUE is for what has none. The
+    `hint` says what would work.
 
-    A `value` of NO_VALUE means that there is none to show. `here` marks what is wrong with files or variables here:
-    other ranks may not see it. `alone` marks what no other rank can be relied on to say: rank 0 is out of reach.
+    `here` marks what is wrong with files or variables here: other ranks may not see it. `alone` marks what no other
+    rank can be relied on to say: rank 0 is out of reach.
     """
 
     setting: str
@@ -48,10 +48,10 @@ class Problem:
         hint = f"\n      fix: {self.hint}" if self.hint else ""
         return printable(f"{self.setting}{shown}: {self.rule}{hint}")
 
-
-def shortened(text: str) -> str:
-    """Text of a length that can be read."""
-    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}... ({len(text):,} characters)"
+    def as_json(self) -> dict[str, Any]:
+        """The fields, with a value that JSON can carry and that compares equal to its copy on other ranks."""
+        value = self.value if isinstance(self.value, str | int | float | None) else str(self.value)
+        return asdict(self) | {"value": value}
 
 
 class UserError(Exception):
@@ -71,33 +71,10 @@ class UnavailableError(UserError):
     """A file that the system does not give or take now, whatever the file holds: no reason to delete anything."""
 
 
-def printable(text: str) -> str:
-    """Text from outside (a file's name, a model's sample) with what could drive a terminal written out: \\x1b."""
-    return UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
-
-
-def collect_all(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-    """The results of all calls; UserError with the problems of all that failed."""
-    problems: list[Problem] = []
-    results = [collect(partial(function, item), problems) for item in items]
+def refuse(problems: Sequence[Problem]) -> None:
+    """Raise a UserError if there are problems."""
     if problems:
         raise UserError(problems)
-    return results  # type: ignore[return-value]  # None only where there are problems
-
-
-def to_stderr(text: str) -> None:
-    """Words that must not get lost, if anybody still listens: a terminal that is gone ends no save."""
-    with contextlib.suppress(OSError, ValueError):
-        print(printable(text), file=sys.stderr, flush=True)
-
-
-def open_closed_streams() -> None:
-    """What was closed (`>&-`) leads nowhere from now on: else the next files that are opened would take its place."""
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass
-    os.close(descriptor)
-    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
-    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
 
 
 def collect(check: Callable[[], Result], problems: list[Problem]) -> Result | None:
@@ -107,3 +84,36 @@ def collect(check: Callable[[], Result], problems: list[Problem]) -> Result | No
     except UserError as error:
         problems += error.problems
         return None
+
+
+def collect_all(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+    """The results of all calls; UserError with the problems of all that failed."""
+    problems: list[Problem] = []
+    results = [collect(partial(function, item), problems) for item in items]
+    refuse(problems)
+    return results  # type: ignore[return-value]  # None only where there are problems
+
+
+def shortened(text: str) -> str:
+    """Text of a length that can be read."""
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
+
+
+def printable(text: str) -> str:
+    """Text from outside (a file's name, a model's sample) with what could drive a terminal written out: \\x1b."""
+    return UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def to_stderr(text: str) -> None:
+    """Words that must not get lost, if anybody still listens: a terminal that is gone ends no save."""
+    with contextlib.suppress(OSError, ValueError):
+        print(printable(text), file=sys.stderr, flush=True)
+
+
+def open_closed_streams() -> None:
+    """Let what was closed (`>&-`) lead nowhere: else the next files that are opened would take its place."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)

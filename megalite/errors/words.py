@@ -1,17 +1,11 @@
-"""How numbers and values are told to people, wherever they are told."""
+"""How numbers and values are written for people."""
+
+import re
 
 
 def rounded(value: float) -> float:
     """The number without the digits that computing has blurred: 3e-05 for 2.9999999999999997e-05."""
     return float(f"{value:.12g}")
-
-
-def plain_number(value: float) -> str:
-    """The number as one writes it: 3e-4, 0.1."""
-    if 0 < abs(value) < 0.001 or abs(value) >= 1e15:
-        digits, _, power = f"{value:.11e}".partition("e")
-        return f"{digits.rstrip('0').rstrip('.')}e{int(power)}" if power else digits
-    return f"{value:.12g}"
 
 
 def plain(value: object) -> str:
@@ -20,7 +14,10 @@ def plain(value: object) -> str:
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, list):
         return f"[{','.join(map(plain, value))}]"
-    return plain_number(value) if isinstance(value, float) else str(value)
+    if not isinstance(value, float):
+        return str(value)
+    text = f"{value:.11e}" if 0 < abs(value) < 0.001 or abs(value) >= 1e15 else f"{value:.12g}"
+    return re.sub(r"\.?0*e(-?)\+?0*", r"e\1", text)
 
 
 def several(number: float, what: str) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from megalite.errors.problems import Problem, UserError
-from megalite.launch.context import ParallelContext, problem_fields
+from megalite.launch.context import ParallelContext
 
 T = TypeVar("T")
 
@@ -20,26 +20,27 @@ def together(context: ParallelContext, action: Callable[[], T], *, patient: bool
     is a bug: it keeps its type, and is a RuntimeError on the other ranks. `patient`: the action may take one rank
     longer than parallel.timeout_s.
     """
-    failure: Exception | None = None
+    result, failure = None, None
     try:
         result = action()
     except Exception as error:
         failure = error
     if patient:
         context.barrier(patient=True)
-    said = context.gather_json([] if failure is None else _kind_and_words(failure))
-    failed = [(rank, *entry) for rank, entry in enumerate(said) if entry]
+    words: list[Any] = [] if failure is None else ["bug", f"{type(failure).__name__}: {failure}"]
+    if isinstance(failure, UserError):
+        words = ["input", [problem.as_json() for problem in failure.problems]]
+    elif isinstance(failure, OSError):
+        place = f" ({failure.filename})" if failure.filename else ""
+        words = ["storage", f"{failure.strerror}{place}" if failure.strerror else words[1]]
+    failed = [(rank, *entry) for rank, entry in enumerate(context.gather_json(words)) if entry]
     if not failed:
-        return result
-    kinds = {kind for _, kind, _ in failed}
-    if "input" in kinds and "bug" not in kinds:
-        told = (problems for _, kind, problems in failed if kind == "input")
-        raise UserError(list(dict.fromkeys(Problem(**fields) for problems in told for fields in problems)))
-    others = f", and on {len(failed) - 1} more ranks" if len(failed) > 1 else ""
-    message = f"{failed[0][2]} on rank {failed[0][0]}{others}"
-    if kinds == {"storage"}:
-        raise StorageFailure(message) from failure
-    raise failure if failure is not None and _kind_and_words(failure)[0] == "bug" else RuntimeError(message)
+        return result  # type: ignore[return-value]  # no rank's action has failed
+    if bugs := [f"{message} on rank {rank}" for rank, kind, message in failed if kind == "bug"]:
+        raise failure if failure and words[0] == "bug" else RuntimeError(bugs[0])
+    if refused := [each for _, kind, problems in failed if kind == "input" for each in problems]:
+        raise UserError(list(dict.fromkeys(Problem(**fields) for fields in refused)))
+    raise StorageFailure("; ".join(f"{message} on rank {rank}" for rank, _, message in failed[:3])) from failure
 
 
 def agree(context: ParallelContext, problems: Sequence[Problem]) -> None:
@@ -56,11 +57,3 @@ def on_first(context: ParallelContext, action: Callable[[], Any], *, patient: bo
     """The JSON value that `action` returns on rank 0, which alone performs it, or the same failure on every rank."""
     value = together(context, lambda: action() if context.rank == 0 else None, patient=patient)
     return context.broadcast_object(value)
-
-
-def _kind_and_words(error: Exception) -> list[Any]:
-    if isinstance(error, UserError):
-        return ["input", [problem_fields(problem) for problem in error.problems]]
-    if isinstance(error, OSError) and error.strerror:
-        return ["storage", f"{error.strerror} ({error.filename})" if error.filename else error.strerror]
-    return ["storage" if isinstance(error, OSError) else "bug", f"{type(error).__name__}: {error}"]

@@ -9,7 +9,7 @@ never queue behind the accelerator. Nothing is pickled.
 import faulthandler
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
 from typing import Any
@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import Store
 
-from megalite.errors.problems import Problem
 from megalite.layout.groups import GroupNeeds, GroupSpec, groups_of
 from megalite.layout.ranks import ParallelLayout
 
@@ -51,8 +50,6 @@ class ParallelContext:
         """Position of this rank along every axis."""
         return self.layout.coordinates(self.rank)
 
-    # --- groups ------------------------------------------------------------------------------------------------------
-
     def group(self, name: str) -> dist.ProcessGroup | None:
         """The communicator of the group called `name`; None where it has this rank alone, or not this rank."""
         assert name in self.specs, f"no group {name!r} among {', '.join(self.specs)}"
@@ -69,8 +66,6 @@ class ParallelContext:
     def index(self, name: str) -> int:
         """Position of this rank in the group: its rank there."""
         return self.members(name).index(self.rank)
-
-    # --- words between hosts -----------------------------------------------------------------------------------------
 
     def broadcast_object(self, value: Any) -> Any:
         """Rank 0's `value` on every rank, carried as JSON. The others' argument is not looked at."""
@@ -102,11 +97,7 @@ class ParallelContext:
         return [json.loads(of_rank.numpy().tobytes().strip() or b"[]") for of_rank in gathered]
 
     def barrier(self, *, patient: bool = False) -> None:
-        """Return once all ranks have called it.
-
-        `patient`: whatever one of them does first may last longer than parallel.timeout_s. A rank that dies is an error
-        at once in either case.
-        """
+        """Return once all ranks have called it. `patient`: a rank may come later than parallel.timeout_s."""
         if self.control_group is not None:
             options = dist.BarrierOptions()
             if patient:
@@ -144,11 +135,3 @@ class ParallelContext:
 def _padded(payload: bytes, size: int) -> torch.Tensor:
     """JSON as uint8 [size], followed by blanks, which JSON does not mind (a receiver has only these)."""
     return torch.frombuffer(bytearray(payload.ljust(size)), dtype=torch.uint8)
-
-
-def problem_fields(problem: Problem) -> dict[str, Any]:
-    """A problem's fields with a value that JSON can carry and that compares equal to its copy on other ranks."""
-    fields = asdict(problem)
-    if not isinstance(fields["value"], str | int | float | bool | None):
-        fields["value"] = str(fields["value"])
-    return fields

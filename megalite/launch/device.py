@@ -27,10 +27,6 @@ KERNELS = {
     "fa4": [SDPBackend.FLASH_ATTENTION],  # which `use_attention` has exchanged
     "flex": FOR_MASKS,  # where flex attention cannot be: not compiled, or with dropout on the probabilities
 }
-FOREIGN_WARNINGS = (  # of torch on CUDA, which no user can do anything about
-    "Attempting to run cuBLAS, but there was no current CUDA context",  # the first product in autograd's thread
-    "TensorFloat32 tensor cores for float32 matrix multiplication available but not enabled",  # precision=fp32 is fp32
-)
 
 
 def choose_device(setting: str, environment: ProcessEnvironment) -> torch.device:
@@ -41,8 +37,7 @@ def choose_device(setting: str, environment: ProcessEnvironment) -> torch.device
     """
     present = setting != "cpu" and torch.cuda.is_available()
     if setting == "cuda" and not present:
-        built = f"torch {torch.__version__}, built for CUDA {torch.version.cuda}, sees none"
-        rule = f"no usable CUDA device: {built} (nvidia-smi, CUDA_VISIBLE_DEVICES)"
+        rule = f"no usable CUDA device: torch {torch.__version__} for CUDA {torch.version.cuda} sees none (nvidia-smi)"
         raise UserError(Problem("device", "cuda", rule, "device=cpu, or auto"))
     if not present:
         return torch.device("cpu")
@@ -72,8 +67,7 @@ def use_attention(kernels: str, device: torch.device, dtype: torch.dtype, heads:
     fa4 makes torch's flash attention on CUDA that of flash-attn-4, for the process. flex is for runs that repeat
     themselves bit for bit, so inductor no longer chooses by time what its kernels sum in one go.
 
-    They are tried at once: what they take differs by GPU and version. And a package may be there that does not fit
-    torch: torch 2.11 to 2.13 take what versions up to 4.0.0b18 return.
+    They are tried at once: what they take differs by GPU and version, of torch and of other packages.
     """
     if device.type != "cuda":
         return
@@ -83,33 +77,30 @@ def use_attention(kernels: str, device: torch.device, dtype: torch.dtype, heads:
         inductor.deterministic, inductor.dynamic_scale_rblock = True, False
         return
     queries, groups, size = heads
-    name, rule = torch.cuda.get_device_name(device), ""
-    remedy = "train.attention=auto" if kernels != "auto" else "train.attention=flash, or flex"
-    if kernels == "fa4" and torch.cuda.get_device_capability(device)[0] not in (9, 10):
-        rule = f"{name} cannot run it (compute capability 9 or 10, Hopper or Blackwell, can)"
-    else:
-        try:
-            if kernels == "fa4":
-                activate_flash_attention_impl("FA4")
-            x, y = (
-                torch.zeros(1, count, 128, size, dtype=dtype, device=device, requires_grad=True)
-                for count in (queries, groups)
-            )
-            with torch.cuda.device(device), sdpa_kernel(KERNELS[kernels], set_priority=True):
-                out = F.scaled_dot_product_attention(x, y, y, is_causal=True, enable_gqa=queries != groups)
-                out.sum().backward()
-        except Exception as error:  # whatever another package raises
-            given = f"{queries} query and {groups} key-value heads of size {size} in {name_of(dtype)}"
-            rule = f"its kernels do not run here with {given}: {type(error).__name__}: {shortened(str(error))}"
-            remedy += f", or pip install {FLASH_ATTENTION_4}" if kernels == "fa4" else ""
-    if rule:
-        raise UserError(Problem("train.attention", kernels, rule, remedy))
+    try:
+        if kernels == "fa4":
+            if torch.cuda.get_device_capability(device)[0] not in (9, 10):
+                raise ValueError("needs compute capability 9 or 10, Hopper or Blackwell")
+            activate_flash_attention_impl("FA4")
+        q, k = (
+            torch.zeros(1, count, 128, size, dtype=dtype, device=device, requires_grad=True)
+            for count in (queries, groups)
+        )
+        with torch.cuda.device(device), sdpa_kernel(KERNELS[kernels], set_priority=True):
+            out = F.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=queries != groups)
+            out.sum().backward()
+    except Exception as error:  # whatever another package raises
+        place = f"{torch.cuda.get_device_name(device)} with {queries} query and {groups} key-value heads of size {size}"
+        rule = f"does not run on {place} in {name_of(dtype)}: {type(error).__name__}: {shortened(str(error))}"
+        hint = "train.attention=auto" if kernels != "auto" else "train.attention=flash, or flex"
+        hint += f", or pip install {FLASH_ATTENTION_4}" if kernels == "fa4" else ""
+        raise UserError(Problem("train.attention", kernels, rule, hint)) from error
 
 
 def silence_foreign_warnings() -> None:
-    """Python does not print FOREIGN_WARNINGS in this process."""
-    for beginning in FOREIGN_WARNINGS:
-        warnings.filterwarnings("ignore", beginning)
+    """Do not print warnings of torch on CUDA that no user can do anything about: of the first product in autograd's
+    thread, and that precision=fp32 is fp32."""
+    warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current|TensorFloat32 tensor cores")
 
 
 def slow_precision(dtype: torch.dtype, device: torch.device) -> str | None:

@@ -16,18 +16,20 @@ from megalite.errors.problems import Problem, UserError
 FIRST_RESERVED_STEP = 0xFFFFFFF0  # SLURM numbers its batch, extern and interactive shells from here on
 OF_SLURM = {  # by torchrun's name, the variable of a SLURM step that says the same
     "RANK": "SLURM_PROCID",
-    "WORLD_SIZE": "SLURM_NTASKS",
+    "WORLD_SIZE": "SLURM_STEP_NUM_TASKS",
     "LOCAL_RANK": "SLURM_LOCALID",
-    "LOCAL_WORLD_SIZE": "SLURM_STEP_TASKS_PER_NODE",
     "MASTER_ADDR": "SLURM_STEP_NODELIST",
 }
+START = (
+    "`torchrun --nproc-per-node N pretrain_gpt.py` or `srun --ntasks N` sets it; for one process unset RANK, WORLD_SIZE"
+)
 LOOPBACK = "127.0.0.1"
 Launcher = Literal["single", "torchrun", "env", "slurm"]
 
 
 @dataclass(frozen=True)
 class ProcessEnvironment:
-    """Place of one process among all. `local_rank` is None where the launcher does not say it."""
+    """Place of one process among all. `local_rank` is None where the launcher does not set it."""
 
     rank: int = 0
     world_size: int = 1
@@ -40,56 +42,42 @@ class ProcessEnvironment:
 
 def read_environment(environ: Mapping[str, str]) -> ProcessEnvironment:
     """The process's place, or a UserError with everything that is wrong in the variables."""
-    variables = _variables(environ)
-    if not (variables.get("RANK") or variables.get("WORLD_SIZE")):
+    given, problems = _variables(environ), list[Problem]()
+    slurm = given is not environ
+    if not (given.get("RANK") or given.get("WORLD_SIZE")):
         return ProcessEnvironment()
-    slurm, problems = variables is not environ, []
 
-    def refuse(name: str, rule: str, remedy: str, *, alone: bool = False) -> None:
-        """`here`: another machine's variables may be right, and its ranks know nothing of these."""
-        value = variables.get(name)
-        if slurm and not environ.get(name):
-            name, remedy = (
-                OF_SLURM[name],
-                "start with `srun --ntasks N`, which sets it; for one process unset SLURM_PROCID",
-            )
-        problems.append(Problem(name, value, rule, remedy, here=True, alone=alone))
+    def refuse(name: str, rule: str) -> None:
+        """Another machine's variables may be right, and its ranks know nothing of these."""
+        own = OF_SLURM.get(name, name) if slurm and not environ.get(name) else name
+        problems.append(Problem(own, given.get(name) or None, rule, START, here=True, alone=name == "RANK"))
 
-    def number(name: str, least: int, most: int) -> int | None:
-        """The variable's value. None where it is not set, or wrong, which is noted."""
-        text = variables.get(name, "").strip()
-        if text and not (re.fullmatch(r"[0-9]{1,19}", text) and least <= int(text) <= most):
-            refuse(name, f"must be a whole number from {least} to {most:,}", "let torchrun or srun set it")
-            return None
-        return int(text) if text else None
+    def number(name: str, least: int, most: int = 10**9) -> int | None:
+        text = given.get(name, "").strip()
+        if re.fullmatch("[0-9]{1,10}", text) and least <= int(text) <= most:
+            return int(text)
+        if text:
+            refuse(name, f"must be a whole number from {least} to {most:,}")
+        return None
 
-    for name, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
-        if not variables.get(name):
-            start = "start with `torchrun --nproc-per-node N pretrain_gpt.py`, or set both"
-            rule = f"not set, but {OF_SLURM[other] if slurm else other}={variables[other]} is"
-            refuse(name, rule, f"{start}; for one process `unset {other}`")
-    if slurm and environ.get("WORLD_SIZE", "").strip() not in ("", variables["WORLD_SIZE"]):
-        rule = f"differs from the {variables['WORLD_SIZE']} tasks of the SLURM step"
-        refuse("WORLD_SIZE", rule, "unset it, or set RANK too")
-    world_size, rank = number("WORLD_SIZE", 1, 10**9), number("RANK", 0, 10**9) or 0
-    if world_size is not None and rank >= world_size:
-        rule, remedy = f"must be below WORLD_SIZE={world_size}", f"0 to {world_size - 1}, each once"
-        refuse("RANK", rule, remedy, alone=True)
-    for name, example in (("MASTER_ADDR", "the host of rank 0"), ("MASTER_PORT", "a free port there, such as 29500")):
-        if world_size != 1 and not variables.get(name):
-            refuse(name, "not set, but several processes must find each other", f"{name}={example}")
-    address, port = variables.get("MASTER_ADDR") or LOOPBACK, number("MASTER_PORT", 1, 65535)
-    local_size = number("LOCAL_WORLD_SIZE", 1, 10**9)
-    local_rank = number("LOCAL_RANK", 0, (local_size if local_size and not slurm else 10**9) - 1)
-    if problems:
+    several = ("MASTER_ADDR", "MASTER_PORT") if given.get("WORLD_SIZE") != "1" else ()
+    for name in ("RANK", "WORLD_SIZE", *several):
+        if not given.get(name):
+            refuse(name, "not set, but the process is one of several by its other variables")
+    size, local_size, port = number("WORLD_SIZE", 1), number("LOCAL_WORLD_SIZE", 1), number("MASTER_PORT", 1, 65535)
+    rank, local_rank = number("RANK", 0, (size or 10**9) - 1), number("LOCAL_RANK", 0, (local_size or 10**9) - 1)
+    if slurm and environ.get("WORLD_SIZE", "").strip() not in ("", given["WORLD_SIZE"]):
+        rule = f"differs from the {given['WORLD_SIZE']} tasks of the SLURM step"
+        problems.append(Problem("WORLD_SIZE", environ["WORLD_SIZE"], rule, "unset it, or set RANK too", here=True))
+    if problems or rank is None or size is None:
         raise UserError(problems)
-    assert world_size is not None, "not set is a problem"
-    if world_size == 1 and local_rank is None:
+    address = given.get("MASTER_ADDR") or LOOPBACK
+    if local_rank is None and size == 1:
         local_rank = 0
     if local_size is None:  # all ranks share this host where rank 0 is reached by loopback
-        local_size = world_size if is_loopback(address) else (local_rank or 0) + 1
+        local_size = size if is_loopback(address) else (local_rank or 0) + 1
     launcher: Launcher = "slurm" if slurm else "torchrun" if environ.get("TORCHELASTIC_RUN_ID") else "env"
-    return ProcessEnvironment(rank, world_size, local_rank, local_size, address, port or 0, launcher)
+    return ProcessEnvironment(rank, size, local_rank, local_size, address, port or 0, launcher)
 
 
 def is_loopback(host: str) -> bool:
@@ -100,12 +88,7 @@ def is_loopback(host: str) -> bool:
 def claimed_rank(environ: Mapping[str, str]) -> int:
     """The rank that even a broken environment claims (0 where it claims none): decides who prints a refusal."""
     text = _variables(environ).get("RANK") or "0"
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else 0
-
-
-def is_launched(environ: Mapping[str, str]) -> bool:
-    """Whether a launcher has started this process, and not a person."""
-    return bool(_variables(environ).get("RANK"))
+    return int(text) if re.fullmatch("[0-9]{1,10}", text) else 0
 
 
 def first_of_node(environ: Mapping[str, str]) -> bool:
@@ -114,15 +97,15 @@ def first_of_node(environ: Mapping[str, str]) -> bool:
 
 
 def launch_command(environment: ProcessEnvironment, arguments: Sequence[str]) -> str:
-    """What starts a job of this form again; `arguments` are the script and its own."""
-    command = shlex.join(arguments)
-    if environment.launcher == "slurm":
-        return f"srun --ntasks {environment.world_size} python {command}"
+    """The command that starts a job of this form again; `arguments` are the script and its own."""
+    command, size = shlex.join(arguments), environment.world_size
     if environment.launcher == "single":
         return f"python {command}"
-    if environment.launcher == "torchrun" and environment.local_world_size == environment.world_size:
-        return f"torchrun --standalone --nproc-per-node {environment.world_size} {command}"
-    return f"torchrun --nproc-per-node {environment.local_world_size} ... {command}"  # on every node, as before
+    if environment.launcher == "slurm":
+        return f"srun --ntasks {size} python {command}"
+    local = environment.local_world_size
+    alone = environment.launcher == "torchrun" and local == size
+    return f"torchrun {'--standalone ' if alone else ''}--nproc-per-node {local} {'' if alone else '... '}{command}"
 
 
 def first_host(nodelist: str) -> str:
@@ -131,39 +114,28 @@ def first_host(nodelist: str) -> str:
     return re.sub(r"\[([0-9]+)[^\]]*\]", r"\1", first[0]) if first else ""
 
 
-def tasks_per_node(text: str) -> list[int]:
-    """SLURM's counts for each node: `2(x3),1` -> [2, 2, 2, 1]."""
-    counts = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
-    return [int(count) for count, nodes in counts for _ in range(int(nodes or 1))]
-
-
 def _variables(environ: Mapping[str, str]) -> Mapping[str, str]:
     """`environ` itself; or, in a task of a SLURM step without RANK, what torchrun would set there.
 
-    Not in the shell of sbatch or salloc, which is no task of a step.
+    The shells of sbatch and salloc are no tasks of a step.
     """
     step, rank = environ.get("SLURM_STEP_ID", ""), environ.get("SLURM_PROCID")
-    in_shell = (step.isdigit() and int(step) >= FIRST_RESERVED_STEP) or (not step and rank == "0")
+    in_shell = not step.isdigit() or int(step) >= FIRST_RESERVED_STEP
     if environ.get("RANK") or not rank or in_shell:
         return environ
-
-    def first(*names: str) -> str:
-        return next((environ[name] for name in names if environ.get(name)), "")
 
     def number(name: str) -> int:
         return int(environ[name]) if environ.get(name, "").isdigit() else 0
 
-    size = first("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
-    on_one_node = size if environ.get("SLURM_NNODES", "1") == "1" else ""
-    counts = tasks_per_node(first("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE") or on_one_node)
-    nodes = first("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    counts = [  # tasks of each node: `2(x3),1` -> [2, 2, 2, 1]
+        count
+        for count, nodes in re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+        for _ in range(int(nodes or 1))
+    ]
     # Below the usual ephemeral ports; steps of a job that run side by side differ.
     port = 12000 + (number("SLURM_JOB_ID") * 31 + number("SLURM_STEP_ID")) % 20000
-    return {
-        "RANK": rank,
-        "WORLD_SIZE": size,
-        "LOCAL_RANK": first("SLURM_LOCALID"),
-        "LOCAL_WORLD_SIZE": str(counts[min(number("SLURM_NODEID"), len(counts) - 1)]) if counts else "",
-        "MASTER_ADDR": environ.get("MASTER_ADDR") or first_host(nodes),
+    return {name: environ.get(own, "") for name, own in OF_SLURM.items()} | {
+        "LOCAL_WORLD_SIZE": counts[min(number("SLURM_NODEID"), len(counts) - 1)] if counts else "",
+        "MASTER_ADDR": environ.get("MASTER_ADDR") or first_host(environ.get("SLURM_STEP_NODELIST", "")),
         "MASTER_PORT": environ.get("MASTER_PORT") or str(port),
     }

@@ -2,7 +2,7 @@
 
 A rank whose collective breaks sees a socket, not a rank, and its own end breaks the collectives of its neighbours. So
 each rank leaves word in the store of the rendezvous and waits a moment. A rank that left an error of its own is the
-cause. A rank that left no word was killed, is stopped or hangs, or still waits for us.
+cause. A rank that left no word was killed, is stopped or hangs.
 """
 
 import socket
@@ -18,26 +18,20 @@ WAIT_S = 3.0
 
 def find_cause(context: ParallelContext, error: BaseException) -> str:
     """What the ranks know together about why they cannot go on, in a line for people; empty for a single process."""
-    store, size = context.store, context.world_size
+    store, words = context.store, [f"failure/{rank}" for rank in range(context.world_size)]
     if store is None:
         return ""
-
-    def settled() -> bool:
-        return store.check(["failure/cause"]) or store.add("failure/count", 0) == size
-
     try:
         if not is_broken_link(error):
             word = f"rank {context.rank} on {socket.gethostname()}: {type(error).__name__}: {error}"
             store.compare_set("failure/cause", "", word)
-        store.set(f"failure/{context.rank}", "")
-        store.add("failure/count", 1)
-        wait_until(settled, time.monotonic() + WAIT_S)
-        if not store.check(["failure/cause"]):
-            silent = [rank for rank in range(size) if not store.check([f"failure/{rank}"])]
-            who = f"rank {listed(silent)}: it" if len(silent) == 1 else f"ranks {listed(silent)}: one of them"
-            word = f"no word from {who} was killed, is stopped, or hangs"
-            store.compare_set("failure/cause", "", word if silent else "every rank lost a connection (the network?)")
-        cause = store.get("failure/cause").decode()
+        store.set(words[context.rank], "")
+        wait_until(lambda: store.check(["failure/cause"]) or store.check(words), time.monotonic() + WAIT_S)
+        silent = listed([rank for rank, key in enumerate(words) if not store.check([key])])
+        word = (
+            f"no word from rank {silent}: killed, stopped or hanging" if silent else "a lost connection (the network?)"
+        )
+        cause = store.compare_set("failure/cause", "", word).decode()
         if context.rank == 0:
             time.sleep(1)  # the store may live in this process: the others read, too
     except DistError:

@@ -2,9 +2,8 @@
 
 A node is compared with the median of all: nobody knows how fast a machine should be, but its neighbours show it. All
 ranks of a node measure at the same time, as they will train. The worst rank counts for its node, and the better one of
-the links to two neighbours, since a slow link is the fault of either end.
-
-What hangs or is silent is an error of its node: rank 0 says at each step who is there, and the others go on.
+the links to two neighbours, since a slow link is the fault of either end. What hangs or is silent is an error of its
+node: rank 0 says at each step who is there, and the others go on.
 
 Ranks speak through the store where they have met, and through nothing else: torch, code, device and network between
 them are what is under test.
@@ -13,309 +12,219 @@ them are what is under test.
 import json
 import os
 import platform
+import queue
 import socket
 import statistics
 import tempfile
+import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed import ProcessGroupGloo
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from megalite.errors.problems import Problem, UserError
 from megalite.launch.context import ParallelContext
 from megalite.launch.device import set_threads
 from megalite.launch.environment import ProcessEnvironment
-from megalite.launch.host import CUDA_QUEUES, cuda_queues_in_words
-from megalite.launch.link_speed import in_time, link_speed, seconds
+from megalite.launch.host import CUDA_QUEUES
 from megalite.launch.rendezvous import RankInfo, gpu_id, listed, rendezvous
 from megalite.launch.startup import code_fingerprint
 from megalite.layout.ranks import ParallelLayout
 
+ACROSS, CLOCK, ERROR, LINK = "across, GB/s", "clock, s", "error", "link to "
 LEAST = {  # share of the median below which a node is slow; disks are shared and uneven
     "matmul, TFLOP/s": 0.8,
     "memory, GB/s": 0.8,
     "disk, MB/s": 0.3,
     "inside, GB/s": 0.5,
-    "across, GB/s": 0.5,
+    ACROSS: 0.5,
 }
 FARTHEST_S = 5.0  # of a clock from the median's
 MEASURE_S = 1.5  # of products and of copies: long enough for a device to heat up
 DISK_BYTES = 32 << 20
-HANG_S = 60.0  # for a rank's own figures
-WAIT_S = 120.0  # for the slowest rank, at each step
-PACKAGES = ("torch", "numpy", "hydra-core", "transformers", "tokenizers", "datasets")
-NCCL = "communicators"
-SEEN = (CUDA_QUEUES, NCCL)  # said even where all nodes have the same
-CLOCK, ERROR, LINK = "clock, s", "error", "link to "
+LINK_S, HANG_S, WAIT_S = 30.0, 60.0, 120.0  # for a link; for a rank's own measures; for the slowest rank, at each step
+SEEN = (CUDA_QUEUES, "communicators")  # said even where all nodes have the same
 
-Figures = Mapping[str, float | str]
+Measures = Mapping[str, Any]
 
 
 def meet(
     environment: ProcessEnvironment, device: torch.device, problems: Sequence[Problem], *, timeout_s: float
 ) -> ParallelContext:
     """A context without process groups. Unlike those of `startup.start` its ranks may differ in torch, code and device,
-    and share a GPU.
-
-    Raises one UserError, alike on all ranks, that holds the problems of all.
-    """
+    and share a GPU. Raises one UserError, alike on all ranks, that holds the problems of all."""
     set_threads(environment)
     if environment.world_size == 1:
         if problems:
             raise UserError(problems)
         return ParallelContext(device=device)
-    layout = ParallelLayout(dp=environment.world_size)
     info = replace(RankInfo.of(environment.rank, device, {}, problems), gpu=None)  # `preflight` compares them
     store = rendezvous(environment, info, timeout_s=timeout_s)
-    return ParallelContext(layout, environment.rank, device, store=store)
+    return ParallelContext(ParallelLayout(dp=environment.world_size), environment.rank, device, store=store)
 
 
 def look_at_nodes(context: ParallelContext, run_dir: Path) -> list[str]:
-    """What rank 0 tells of all nodes before a run; collective."""
+    """Lines of rank 0 about all nodes before a run; collective."""
     folder = run_dir.absolute()
     there = context.broadcast_object(str(next(each for each in folder.parents if each.is_dir())))  # rank 0's counts
     found = preflight(context, Path(there) / folder.name)
     return table(found) if found else []
 
 
-def preflight(context: ParallelContext, folder: Path) -> dict[str, Figures]:
-    """The figures of every node, by its name, on rank 0; nothing elsewhere. All ranks call it.
+def preflight(context: ParallelContext, folder: Path) -> dict[str, Measures]:
+    """The measures of every node, by its name, on rank 0; nothing elsewhere. All ranks call it.
 
     `folder` is that of checkpoints; where it is missing its parent counts. Raises UserError where a rank does not even
-    say on which node it is, or rank 0 is silent.
+    say on which node it is.
     """
-    nodes: dict[str, list[int]] = {}
-    users: dict[tuple[str, str], list[int]] = {}
-    devices = set()
     names = _gather(context, "names", [node_name(), context.device.type, gpu_id(context.device)])
     if absent := [rank for rank in range(context.world_size) if rank not in names]:
-        raise _silence(context, "names", absent)
-    for rank, (name, device, gpu) in names.items():
+        rule = f"no answer within {WAIT_S:.0f} s from rank {listed(absent)}"
+        raise UserError(Problem("preflight", context.world_size, rule, "look at their logs and nodes"))
+    nodes: dict[str, list[int]] = {}
+    for rank, (name, *_) in names.items():
         nodes.setdefault(name, []).append(rank)
-        users.setdefault((name, gpu or f"of rank {rank}"), []).append(rank)
-        devices.add(device)
-    own = _measured(context.device, folder, writes=nodes[node_name()][0] == context.rank)
-    for ranks in users.values():
-        if len(ranks) > 1 and context.rank in ranks:
-            own[ERROR] = f"ranks {listed(ranks)} share one GPU"
+    own: dict[str, Any] = {}
+    try:
+        writes = nodes[node_name()][0] == context.rank
+        _in_time(lambda: _measure(own, context.device, folder, writes=writes), HANG_S)
+    except (OSError, RuntimeError) as error:
+        own[ERROR] = _in_words(error)
+    sharers = [rank for rank, place in names.items() if place == names[context.rank] and place[2]]
+    if len(sharers) > 1:
+        own[ERROR] = f"ranks {listed(sharers)} share one GPU"
     there = _gather(context, "measured", among=names)
-    if len(devices) == 1:  # else NCCL would wait for gloo
-        links, there = _links(context, nodes, there)
-        own |= links
+    if len({device for _, device, _ in names.values()}) == 1:  # else NCCL would wait for gloo
+        there = _measure_links(own, context, nodes, there)
     own[CLOCK] = time.time()
-    everyone = _gather(context, "figures", own, among=there, to_first=True)
-    if context.rank > 0:
-        return {}
-    for rank in range(context.world_size):
-        everyone.setdefault(rank, {ERROR: f"no answer within {WAIT_S:.0f} s from rank {rank}"})
-    return {name: _of_node([everyone[rank] for rank in ranks]) for name, ranks in nodes.items()}
+    everyone = _gather(context, "measures", own, among=there, to_first=True)
+    silent = {ERROR: f"no answer within {WAIT_S:.0f} s"}
+    found = {name: _of_node([everyone.get(rank, silent) for rank in ranks]) for name, ranks in nodes.items()}
+    return {} if context.rank else found
 
 
 def node_name() -> str:
-    """What the scheduler calls this machine, or the machine itself."""
+    """The scheduler's name of this machine, or the machine's own."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
-def judge(nodes: Mapping[str, Figures]) -> dict[str, list[str]]:
-    """Faults by node; nodes without faults are left out."""
-    faults: dict[str, list[str]] = {}
-    for name, values in _by_figure(nodes).items():
-        usual = _usual(name, values)
-        for node, value in values.items():
-            told = _told(name, value, usual)
-            if name.startswith(LINK) and _lost(nodes[name.removeprefix(LINK)]) and not _lost(nodes[node]):
-                told = ""  # the other end has lost all of its links
-            if told:
-                faults.setdefault(node, []).append(told)
-    return faults
+def judge(nodes: Mapping[str, Measures]) -> tuple[dict[str, list[str]], list[str]]:
+    """Faults by node; and what differs where no value is that of most nodes, so that nobody knows who is wrong."""
+    faults, differences = dict[str, list[str]](), list[str]()
+    lost = {node for node, measures in nodes.items() if not measures.get(ACROSS)}  # all of its links
+    for name in dict.fromkeys(name for measures in nodes.values() for name in measures):
+        values = {node: measures[name] for node, measures in nodes.items() if name in measures}
+        if name in LEAST:
+            usual = statistics.median(values.values())
+            least = LEAST[name] * usual
+            wrong = {node: f"{it:.3g}, the median is {usual:.3g}" for node, it in values.items() if it < least}
+        elif name == CLOCK:
+            usual, first = statistics.median(values.values()), next(iter(values.values()))
+            wrong = {node: f"{it - usual:+.1f}" for node, it in values.items() if abs(it - usual) > FARTHEST_S}
+            values = {node: f"{it - first:+.1f}" for node, it in values.items()}
+        elif name == ERROR or name.startswith(LINK):  # a dead link is the fault of the end that has no other
+            wrong = {node: it for node, it in values.items() if node in lost or name.removeprefix(LINK) not in lost}
+        else:
+            [(most, _)] = Counter(values.values()).most_common(1)
+            wrong = {node: it for node, it in values.items() if it != most}
+        if 2 * len(wrong) < len(values) or name in (*LEAST, ERROR) or name.startswith(LINK):
+            for node, words in wrong.items():
+                faults.setdefault(node, []).append(f"{name}: {words}")
+        else:
+            shown = ", ".join(f"{value} on {node}" for node, value in values.items())
+            differences.append(f"they differ in {name}: {shown}")
+    return faults, differences
 
 
-def differences(nodes: Mapping[str, Figures]) -> list[str]:
-    """What differs where no value is the one of most nodes: nobody knows who is wrong."""
-    lines = []
-    for name, values in _by_figure(nodes).items():
-        if _usual(name, values) is None:
-            first = next(iter(values.values()))
-            shown = (
-                f"{value if isinstance(value, str) else f'{value - first:+.1f}'} on {node}"
-                for node, value in values.items()
-            )
-            lines.append(f"they differ in {name}: {', '.join(shown)}")
-    return lines
-
-
-def best(nodes: Mapping[str, Figures], keep: int) -> list[str]:
+def best(nodes: Mapping[str, Measures], keep: int) -> list[str]:
     """The nodes that shall train, in their order: those without errors, then without faults, before others, fast ones
     before slow ones."""
-    faults = judge(nodes)
-    medians = {name: statistics.median(float(each.get(name, 0.0)) for each in nodes.values()) for name in LEAST}
+    faults, _ = judge(nodes)
+    medians = {name: statistics.median(each.get(name, 0.0) for each in nodes.values()) for name in LEAST}
 
     def rank_of(node: str) -> tuple[bool, int, float]:
-        shares = [float(nodes[node].get(name, 0.0)) / usual for name, usual in medians.items() if usual]
+        shares = [nodes[node].get(name, 0.0) / usual for name, usual in medians.items() if usual]
         return ERROR in nodes[node], len(faults.get(node, [])), -min(shares, default=0.0)
 
     chosen = sorted(nodes, key=rank_of)[:keep]
     return [node for node in nodes if node in chosen]
 
 
-def table(nodes: Mapping[str, Figures]) -> list[str]:
+def table(nodes: Mapping[str, Measures]) -> list[str]:
     """A line for each node, and one for each fault."""
-    faults = judge(nodes)
-    clock = statistics.median(float(figures[CLOCK]) for figures in nodes.values() if CLOCK in figures)
-    lines = [f"{'node':<16}" + "".join(f"{name:>17}" for name in LEAST) + f"{CLOCK:>10}"]
-    for node, figures in nodes.items():
-        speeds = "".join(f"{figures[name]:>17.3g}" if name in figures else f"{'-':>17}" for name in LEAST)
-        ahead = f"{float(figures[CLOCK]) - clock:>+10.2f}" if CLOCK in figures else f"{'-':>10}"
-        lines.append(f"{node:<16}{speeds}{ahead}{'  <--' if node in faults else ''}")
-    seen = {name: dict.fromkeys(found.values()) for name, found in _by_figure(nodes).items() if name in SEEN}
-    lines += [f"{name}: {'; '.join(values)}" for name, values in seen.items()]
-    return lines + [f"{node}: {fault}" for node, found in faults.items() for fault in found] + differences(nodes)
-
-
-def _by_figure(nodes: Mapping[str, Figures]) -> dict[str, dict[str, Any]]:
-    """{figure: {node: value}}"""
-    names = dict.fromkeys(name for figures in nodes.values() for name in figures)
-    return {name: {node: figures[name] for node, figures in nodes.items() if name in figures} for name in names}
-
-
-def _usual(name: str, values: Mapping[str, Any]) -> float | str | None:
-    """What most nodes have; None where no such majority is. Empty for what no node should have."""
-    if name == ERROR or name.startswith(LINK):
-        return ""
-    if any(isinstance(value, str) for value in values.values()):
-        [(value, count)] = Counter(values.values()).most_common(1)
-        return str(value) if 2 * count > len(values) else None
-    median = statistics.median(values.values())
-    near = sum(abs(value - median) <= FARTHEST_S for value in values.values())
-    return None if name == CLOCK and 2 * near <= len(values) else median
-
-
-def _told(name: str, value: Any, usual: float | str | None) -> str:
-    """What is wrong with a figure; empty: nothing."""
-    if usual is None:
-        return ""
-    if isinstance(usual, str):
-        return f"{name}: {value}" if value != usual else ""
-    if name == CLOCK:
-        return f"{name}: {value - usual:+.1f}" if abs(value - usual) > FARTHEST_S else ""
-    return f"{name}: {value:.3g}, the median is {usual:.3g}" if value < LEAST[name] * usual else ""
-
-
-def _lost(figures: Figures) -> bool:
-    """Whether none of a node's links works."""
-    return not figures.get("across, GB/s")
+    faults, differences = judge(nodes)
+    lines = [f"{'node':<16}" + "".join(f"{name:>17}" for name in LEAST)]
+    for node, measures in nodes.items():
+        speeds = "".join(f"{measures[name]:>17.3g}" if name in measures else f"{'-':>17}" for name in LEAST)
+        lines.append(f"{node:<16}{speeds}{'  <--' if node in faults else ''}")
+    for name in SEEN:
+        seen = dict.fromkeys(measures[name] for measures in nodes.values() if name in measures)
+        lines += [f"{name}: {'; '.join(seen)}"] if seen else []
+    return lines + [f"{node}: {fault}" for node, found in faults.items() for fault in found] + differences
 
 
 def _gather(
     context: ParallelContext, step: str, value: Any = None, *, among: Iterable[int] = (), to_first: bool = False
 ) -> dict[int, Any]:
     """The value of each rank that comes in time, by rank: those `among` (all) that rank 0 has seen. `to_first`: rank 0
-    alone waits and reads. UserError where rank 0 is silent."""
+    alone waits and reads."""
     if context.store is None:
         return {0: value}
     store = PrefixStore(f"preflight/{step}", context.store)
     store.set(str(context.rank), json.dumps(value))
     if context.rank == 0:
-        ranks = [*among] or [*range(context.world_size)]
+        keys = [str(rank) for rank in among or range(context.world_size)]
         with suppress(RuntimeError):
-            store.wait([str(rank) for rank in ranks], timedelta(seconds=WAIT_S))
-        there = [rank for rank in ranks if store.check([str(rank)])]
-        values = store.multi_get([str(rank) for rank in there])
-        store.set("all", json.dumps([[rank, json.loads(text)] for rank, text in zip(there, values, strict=True)]))
+            store.wait(keys, timedelta(seconds=WAIT_S))
+        there = [key for key in keys if store.check([key])]
+        store.set("all", json.dumps([[int(key), json.loads(store.get(key))] for key in there]))
     elif to_first:
         return {}
-    try:
-        store.wait(["all"], timedelta(seconds=2 * WAIT_S))  # rank 0 may come late, and then wait for others
-    except RuntimeError as error:
-        raise _silence(context, step, [0]) from error
+    store.wait(["all"], timedelta(seconds=2 * WAIT_S))  # rank 0 may come late, and then wait for others
     return dict(json.loads(store.get("all")))
-
-
-def _silence(context: ParallelContext, step: str, ranks: Sequence[int]) -> UserError:
-    rule = f"no answer within {WAIT_S:.0f} s from ranks {listed(ranks)} ({step})"
-    return UserError(Problem("preflight", context.world_size, rule, "look at their logs and nodes"))
-
-
-def _measured(device: torch.device, folder: Path, *, writes: bool) -> dict[str, Any]:
-    """This rank's own figures. What fails or hangs is an error of its node."""
-    own: dict[str, Any] = {}
-    try:
-        in_time(lambda: _measure(own, device, folder, writes=writes), HANG_S)
-    except (OSError, RuntimeError) as error:
-        return {**own, ERROR: _in_words(error)}
-    return own
 
 
 def _measure(own: dict[str, Any], device: torch.device, folder: Path, *, writes: bool) -> None:
     """Fills `own`, so that what was measured before something hangs is kept."""
-    cuda = device.type == "cuda"
-    own |= {name: _version(name) for name in PACKAGES}
-    own |= {"python": platform.python_version(), "device": _device_name(device), "megalite": code_fingerprint()}
+    cuda, package = device.type == "cuda", {each.metadata["Name"]: each.version for each in metadata.distributions()}
+    own |= {name: package.get(name, "missing") for name in ("torch", "numpy", "transformers", "tokenizers", "datasets")}
+    own |= {"python": platform.python_version(), "device": device.type, "megalite": code_fingerprint()}
     if cuda:
-        own |= {CUDA_QUEUES: cuda_queues_in_words(os.environ), NCCL: aborts_in_words()}
+        grouped = hasattr(torch.distributed.ProcessGroupNCCL, "_group_start")
+        aborts = "aborted in one group" if grouped else "this torch cannot abort them in one group"
+        own |= {"device": torch.cuda.get_device_name(device), CUDA_QUEUES: os.environ.get(CUDA_QUEUES, "unset")}
+        own["communicators"] = aborts
     size, dtype = (8192, torch.bfloat16) if cuda else (768, torch.float32)
     left, right = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
-    own["matmul, TFLOP/s"] = 2 * size**3 / seconds(lambda: left @ right, device, at_least_s=MEASURE_S) / 1e12
+    own["matmul, TFLOP/s"] = 2 * size**3 / seconds(lambda: left @ right, device, MEASURE_S) / 1e12
     source = torch.ones((1 << 30) if cuda else (64 << 20), device=device, dtype=torch.uint8)
     target = torch.empty_like(source)
-    copy_s = seconds(lambda: target.copy_(source), device, at_least_s=MEASURE_S)
-    own["memory, GB/s"] = 2 * source.numel() / copy_s / 1e9
+    own["memory, GB/s"] = 2 * source.numel() / seconds(lambda: target.copy_(source), device, MEASURE_S) / 1e9
     if writes:
-        own["disk, MB/s"] = DISK_BYTES / seconds(lambda: _write(folder), torch.device("cpu")) / 1e6
+        own["disk, MB/s"] = DISK_BYTES / seconds(lambda: _write(folder), torch.device("cpu"), 0.0) / 1e6
 
 
-def _links(
-    context: ParallelContext, nodes: Mapping[str, Sequence[int]], there: dict[int, Any]
-) -> tuple[dict[str, float | str], dict[int, Any]]:
-    """GB/s of an all-reduce among the ranks of this node, and with the nodes beside it, a dead link has 0; and which of
-    the ranks that were there still are."""
-    names = [*nodes]
-    pairs = [*zip(names, names[1:] + names[:1], strict=True)][: len(names) if len(names) > 2 else len(names) - 1]
-    even = len(pairs) // 2 * 2  # nobody measures two links at a time
-    rounds: list[Sequence[tuple[str, ...]]] = [
-        [(name,) for name in names],
-        pairs[0:even:2],
-        pairs[1:even:2],
-        pairs[even:],
-    ]
-    found: dict[str, float | str] = {}
-    for number, sets in enumerate(rounds):
-        for ends in sets:
-            ranks = nodes[ends[0]] if len(ends) == 1 else [nodes[end][0] for end in ends]
-            if context.rank not in ranks or len(ranks) == 1 or not there.keys() >= {*ranks}:
-                continue
-            assert context.store is not None, "several ranks have met"
-            figure = "inside, GB/s" if len(ends) == 1 else "across, GB/s"
-            try:
-                own = context.store.clone()  # type: ignore[attr-defined]  # a connection that may hang
-                store = PrefixStore(f"preflight/{'-'.join(ends)}", own)
-                speed = link_speed(store, ranks.index(context.rank), len(ranks), context.device)
-            except (OSError, RuntimeError) as error:
-                speed, other = 0.0, next((end for end in ends if end != node_name()), node_name())
-                found[f"{LINK}{other}"] = _in_words(error)
-            found[figure] = max(found.get(figure, 0.0), speed)
-        there = _gather(context, f"links {number}", among=there)  # who is silent is waited for once
-    return found, there
-
-
-def aborts_in_words() -> str:
-    """How a rank that fails ends its communicators with this torch (context.py)."""
-    nccl = getattr(torch.distributed, "ProcessGroupNCCL", None)
-    return "aborted in one group" if hasattr(nccl, "_group_start") else "this torch cannot abort them in one group"
-
-
-def _version(package: str) -> str:
-    with suppress(metadata.PackageNotFoundError):
-        return metadata.version(package)
-    return "missing"
+def seconds(action: Callable[[], Any], device: torch.device, at_least_s: float) -> float:
+    """The median time of an action that is repeated for so long. A device that throttles is fast at first: the best, or
+    a few milliseconds, would hide it."""
+    took: list[float] = []
+    while not took or sum(took) < at_least_s:
+        begin = time.perf_counter()
+        action()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        took.append(time.perf_counter() - begin)
+    return statistics.median(took[1:] or took)
 
 
 def _write(folder: Path) -> None:
@@ -326,23 +235,73 @@ def _write(folder: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _device_name(device: torch.device) -> str:
+def _measure_links(
+    own: dict[str, Any], context: ParallelContext, nodes: Mapping[str, Sequence[int]], there: dict[int, Any]
+) -> dict[int, Any]:
+    """GB/s of an all-reduce among the ranks of this node, and with the nodes beside it, 0 where it fails; which ranks
+    still answer."""
+    names, here = [*nodes], node_name()
+    pairs = [*zip(names, names[1:] + names[:1], strict=True)][: len(names) if len(names) > 2 else len(names) - 1]
+    even = len(pairs) // 2 * 2  # nobody measures two links at a time
+    for number, links in enumerate([[*zip(names, names, strict=True)], pairs[0:even:2], pairs[1:even:2], pairs[even:]]):
+        for one, other in links:
+            ranks = nodes[one] if one == other else [nodes[one][0], nodes[other][0]]
+            if context.rank not in ranks or len(ranks) == 1 or not there.keys() >= {*ranks}:
+                continue
+            figure, speed = "inside, GB/s" if one == other else ACROSS, 0.0
+            try:
+                store = context.store.clone()  # type: ignore[union-attr]  # a connection that may hang
+                place = PrefixStore(f"preflight/{one}-{other}", store)
+                reduce = partial(_all_reduce, place, ranks.index(context.rank), len(ranks), context.device)
+                speed = _in_time(reduce, LINK_S)
+            except (OSError, RuntimeError) as error:
+                own[f"{LINK}{other if one == here else one}"] = _in_words(error)
+            own[figure] = max(own.get(figure, 0.0), speed)
+        there = _gather(context, f"links {number}", among=there)  # who is silent is waited for once
+    return there
+
+
+def _all_reduce(store: Store, rank: int, size: int, device: torch.device) -> float:
+    """GB/s of a group that its members alone make, outside of torch's world."""
     if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    with suppress(OSError, StopIteration):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return f"{device.type}, {next(line.partition(': ')[2] for line in lines if line.startswith('model name'))}"
-    return device.type
+        torch.cuda.set_device(device)  # of this thread
+        group: Any = torch.distributed.ProcessGroupNCCL(store, rank, size, torch.distributed.ProcessGroupNCCL.Options())
+    else:
+        group = ProcessGroupGloo(store, rank, size, timedelta(seconds=LINK_S))
+    content = torch.ones((256 << 20) if device.type == "cuda" else (8 << 20), device=device, dtype=torch.uint8)
+    took = [seconds(lambda: group.allreduce([content]).wait(), device, 0.0) for _ in range(20)]
+    group.shutdown()
+    return content.numel() / statistics.median(took[1:]) / 1e9
+
+
+def _in_time(action: Callable[[], Any], limit_s: float) -> Any:
+    """What the action gives; TimeoutError after `limit_s`. What hangs (NCCL, a driver, a disk) stays in its thread."""
+    answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def act() -> None:
+        try:
+            answers.put((action(), None))
+        except Exception as error:
+            answers.put((None, error))
+
+    threading.Thread(target=act, daemon=True).start()
+    try:
+        answer, error = answers.get(timeout=limit_s)
+    except queue.Empty:
+        raise TimeoutError(f"no answer within {limit_s:.0f} s") from None
+    if error is not None:
+        raise error
+    return answer
 
 
 def _in_words(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error) or 'without a word').splitlines()[0]}"
 
 
-def _of_node(ranks: Sequence[Figures]) -> Figures:
-    """The worst figure of its ranks, by name; the clock of the first."""
-    found: dict[str, float | str] = {}
-    for name in dict.fromkeys(name for figures in ranks for name in figures):
-        values = [figures[name] for figures in ranks if name in figures]
-        found[name] = values[0] if name == CLOCK or isinstance(values[0], str) else min(values, key=float)
+def _of_node(ranks: Sequence[Measures]) -> Measures:
+    """The worst measure of its ranks, by name; the clock of the first."""
+    found: dict[str, Any] = {}
+    for name in dict.fromkeys(name for measures in ranks for name in measures):
+        values = [measures[name] for measures in ranks if name in measures]
+        found[name] = min(values) if name in LEAST else values[0]
     return found

@@ -1,26 +1,23 @@
 """Lets the ranks of a job find each other, or tells all of them why they cannot.
 
-They meet at a store before any process group exists. Each rank leaves what it is (its host, its GPU, its plan, its
-problems). When all have arrived, rank 0 reads all of that and leaves the verdict: nothing, or the problems that all
-ranks then raise alike. So a missing rank is named, a rank without a GPU stops the others at once, and ranks of
+They meet at a store before any process group exists. Rank 0 opens a round. Every rank leaves there what it is (its
+host, its GPU, its plan, its problems). Once all have, rank 0 leaves the verdict: who takes part, and the problems that
+all ranks then raise alike. So a missing rank is named, a rank without a GPU stops the others at once, and ranks of
 different plans do not wait for each other's groups.
 
-A store of torchrun's outlives the ranks, and a restart must not take what dead ranks have left for its own. torchrun
-tells ranks no number of the restart that is alike on all nodes: `TORCHELASTIC_RESTART_COUNT` is each agent's own. So
-rank 0 counts attempts in the store, and each attempt has keys of its own. A rank that comes before rank 0 finds the
-attempt before. Nobody is let in there any more, as only its rank 0 could, which has ended: the rank waits there until
-rank 0 begins the next one.
+A store of torchrun's outlives the ranks, and a restart must not take what dead ranks have left for its own; torchrun
+gives ranks no number of the restart that is alike on all nodes. So a verdict counts only for the processes that it
+names: a rank that finds an old round leaves its information in the next one again.
 """
 
-import errno
 import json
 import os
 import socket
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,10 +26,11 @@ from torch.distributed import DistError
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from megalite.errors.problems import Problem, UserError
-from megalite.launch.context import problem_fields
 from megalite.launch.environment import ProcessEnvironment, is_loopback
 
 CONNECT_S = 30.0  # for what listens already; torch's client retries for so long, each time with a trace of C++ frames
+LONGEST_PAUSE_S = 0.5  # between two questions to the store
+ROUND = "megalite/round"  # the token of the rank 0 that has opened the newest one
 
 
 @dataclass(frozen=True)
@@ -41,17 +39,18 @@ class RankInfo:
 
     rank: int
     host: str
-    pid: int
     gpu: str | None  # unique id of the device, None on the CPU
     gloo_on_loopback: bool
     plan: Mapping[str, str]  # what must be equal on all ranks, by name, unless at its default; empty beside problems
     problems: Sequence[dict[str, Any]]
+    pid: int = field(default_factory=os.getpid)
+    token: str = field(default_factory=lambda: uuid.uuid4().hex)  # of this process
 
     @classmethod
     def of(cls, rank: int, device: torch.device, plan: Mapping[str, str], problems: Sequence[Problem]) -> "RankInfo":
         """The information about this process."""
-        fields = [*map(problem_fields, problems)]
-        return cls(rank, socket.gethostname(), os.getpid(), gpu_id(device), _gloo_on_loopback(), plan, fields)
+        fields = [problem.as_json() for problem in problems]
+        return cls(rank, socket.gethostname(), gpu_id(device), _gloo_on_loopback(), plan, fields)
 
 
 def rendezvous(
@@ -61,14 +60,9 @@ def rendezvous(
 
     They meet at `store`, by default at MASTER_ADDR:MASTER_PORT.
     """
-    deadline = time.monotonic() + timeout_s
-    store, problems = store or _open_store(environment, deadline), None
+    store = store or _open_store(environment, time.monotonic() + timeout_s)
     try:
-        while problems is None:
-            attempt = store.add("megalite/attempts", 1 if info.rank == 0 else 0)
-            place = PrefixStore(f"megalite/{attempt}", store)
-            is_over = partial(_is_over, store, attempt, info.rank)
-            problems = _attend(place, environment.world_size, info, deadline, is_over)
+        place, problems = (_attend if info.rank else _judge)(store, info, environment.world_size, timeout_s)
     except DistError as error:
         rule = "left before all ranks had arrived"
         raise UserError(Problem("RANK", 0, rule, "look for the last words of rank 0", alone=True)) from error
@@ -77,68 +71,50 @@ def rendezvous(
     return PrefixStore("groups", place)
 
 
-def _is_over(store: Store, attempt: int, rank: int) -> bool:
-    """Whether rank 0 has begun another attempt since."""
-    return rank > 0 and store.add("megalite/attempts", 0) > attempt
+def _judge(store: Store, info: RankInfo, size: int, timeout_s: float) -> tuple[Store, list[Problem]]:
+    """Open a round on rank 0 and wait for all ranks: the place of the round, and what stands against starting."""
+    place, ranks = PrefixStore(f"megalite/{info.token}", store), [f"ranks/{rank}" for rank in range(size)]
+    place.set(ranks[0], json.dumps(asdict(info)))
+    store.set(ROUND, info.token)
+    wait_until(lambda: place.check(ranks), time.monotonic() + timeout_s)
+    came = [rank for rank, key in enumerate(ranks) if place.check([key])]
+    infos = [RankInfo(**json.loads(text)) for text in place.multi_get([ranks[rank] for rank in came])]
+    problems = find_problems(infos)
+    if missing := sorted({*range(size)} - {*came}):
+        rule = f"{len(came)} of {size} ranks arrived within parallel.startup_timeout_s; missing: {listed(missing)}"
+        hint = "look at the logs of the missing ranks, or start fewer"
+        if _agent_serves():  # which keeps the address of the first round's store
+            hint += "; if a node has come or gone, export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on all"
+        problems.append(Problem("WORLD_SIZE", size, rule, hint))
+    verdict = [[each.token for each in infos], [problem.as_json() for problem in problems]]
+    place.set("verdict", json.dumps(verdict))
+    if problems:
+        time.sleep(2 * LONGEST_PAUSE_S)  # the store may live in this process: it stays until the others have read
+    return place, problems
 
 
-def _attend(
-    store: Store, size: int, info: RankInfo, deadline: float, is_over: Callable[[], bool]
-) -> list[Problem] | None:
-    """Take this rank's place in an attempt and wait for the verdict: what stands against starting. None: the attempt is
-    over."""
-
-    def judge(problems: Sequence[Problem]) -> None:
-        """The first verdict counts."""
-        store.compare_set("verdict", "", json.dumps([*map(problem_fields, problems)]))
+def _attend(store: Store, info: RankInfo, size: int, timeout_s: float) -> tuple[Store, list[Problem]]:
+    """Leave `info` in the newest round, and wait for a verdict that names this process."""
+    found: list[tuple[Store, list[Problem]]] = []
 
     def judged() -> bool:
-        return store.check(["verdict"])
+        if not store.check([ROUND]):
+            return False
+        place = PrefixStore(f"megalite/{store.get(ROUND).decode()}", store)
+        first = RankInfo(**json.loads(place.compare_set(f"ranks/{info.rank}", "", json.dumps(asdict(info)))))
+        if first.token != info.token and not _agent_serves():  # else it is of a rank that has died
+            both = " and ".join(f"process {each.pid} on {each.host}" for each in (first, info))
+            rule = f"{both} both claim this rank, or belong to two jobs that meet at the same port"
+            hint = "give each process its own RANK, and each job its own MASTER_PORT"
+            raise UserError(Problem("RANK", info.rank, rule, hint, alone=True))
+        tokens, fields = json.loads(place.get("verdict")) if place.check(["verdict"]) else ([], [])
+        found.append((place, [Problem(**each) for each in fields]))
+        return info.token in tokens
 
-    ranks = [f"ranks/{rank}" for rank in range(size)]
-    store.add("present", 1)
-    refused = _take_place(store, size, info)
-    if (refused or judged()) and info.rank > 0 and _agent_serves() and wait_until(is_over, deadline):
-        return None
-    if refused:
-        judge(refused)
-    elif info.rank == 0:
-        wait_until(lambda: judged() or store.check(ranks), deadline)
-        if store.check(ranks):
-            judge(find_problems([RankInfo(**json.loads(text)) for text in store.multi_get(ranks)]))
-    if not wait_until(lambda: judged() or is_over(), deadline):
-        judge([_absence([rank for rank in range(size) if not store.check([ranks[rank]])], size)])
-    if is_over():
-        return None
-    verdict = [Problem(**fields) for fields in json.loads(store.get("verdict"))]
-    if verdict or refused:
-        store.add("readers", 1)
-        if info.rank == 0:  # the store may live in this process: it stays until the others have read, too
-            wait_until(lambda: store.add("readers", 0) >= store.add("present", 0), time.monotonic() + 3)
-    return verdict or refused  # who is refused may come after the others have been let in
-
-
-def _take_place(store: Store, size: int, info: RankInfo) -> list[Problem]:
-    """Leave `info`, or say why this process cannot be the rank that it says it is."""
-    told = int(store.compare_set("world_size", "", str(size)))
-    if told != size:
-        rule = f"other ranks of this job were told a world of {told}"
-        return [Problem("WORLD_SIZE", size, rule, "start every process with the same WORLD_SIZE")]
-    first = RankInfo(**json.loads(store.compare_set(f"ranks/{info.rank}", "", json.dumps(asdict(info)))))
-    if (first.host, first.pid) != (info.host, info.pid):
-        both = " and ".join(f"process {one.pid} on {one.host}" for one in (first, info))
-        rule = f"{both} both claim this rank, or belong to two jobs that meet at the same port"
-        return [Problem("RANK", info.rank, rule, "give each process its own RANK, and each job its own MASTER_PORT")]
-    return []
-
-
-def _absence(missing: Sequence[int], size: int) -> Problem:
-    """Ranks that did not come, or went elsewhere: torchrun's agents keep the address of the first round's store."""
-    came = f"{size - len(missing)} of {size} ranks arrived within parallel.startup_timeout_s"
-    remedy = "look at the logs of the missing ranks, or start fewer"
-    if _agent_serves() and os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
-        remedy += "; if a node has come or gone, export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on all"
-    return Problem("WORLD_SIZE", size, f"{came}; missing: {listed(missing)}", remedy, alone=0 in missing)
+    if not wait_until(judged, time.monotonic() + 2 * timeout_s):  # rank 0 may have come late, and then waits for others
+        rule = "did not come within parallel.startup_timeout_s"
+        raise UserError(Problem("RANK", 0, rule, "look at the logs of rank 0", alone=True))
+    return found[-1]
 
 
 def _agent_serves() -> bool:
@@ -158,63 +134,51 @@ def find_problems(infos: Sequence[RankInfo]) -> list[Problem]:
         if len(ranks) > 1:
             rule = f"ranks {listed(ranks)} of {host} share one GPU"
             found.append(Problem("device", "cuda", rule, "at most one rank per GPU, or device=cpu"))
-    several = len({info.host for info in infos}) > 1
-    for host in (info.host for info in infos if info.gloo_on_loopback and several):
-        rule = f"the name of host {host} resolves to its loopback address, which other nodes cannot reach"
-        remedy = "GLOO_SOCKET_IFNAME=<network interface>, or correct /etc/hosts"
-        found.append(Problem("GLOO_SOCKET_IFNAME", None, rule, remedy))
+    if len({info.host for info in infos}) > 1:
+        for host in (info.host for info in infos if info.gloo_on_loopback):
+            rule = f"the name of host {host} resolves to its loopback address, which other nodes cannot reach"
+            hint = "GLOO_SOCKET_IFNAME=<network interface>, or correct /etc/hosts"
+            found.append(Problem("GLOO_SOCKET_IFNAME", None, rule, hint))
     return list(dict.fromkeys(found))
 
 
 def _differences(infos: Sequence[RankInfo]) -> Iterator[Problem]:
     """What the ranks plan differently: they would wait for each other for ever, or train different models."""
-    several = len({info.host for info in infos}) > 1
-
-    def named(who: Sequence[RankInfo]) -> str:
-        ranks = f"rank{'s' if len(who) > 1 else ''} {listed([info.rank for info in who])}"
-        hosts = [*dict.fromkeys(info.host for info in who)]
-        return f"{ranks} ({listed(hosts)})" if several else ranks
-
     for name in dict.fromkeys(name for info in infos for name in info.plan):
         holders: dict[str, list[RankInfo]] = {}
         for info in infos:
             holders.setdefault(info.plan.get(name, "default"), []).append(info)
         if len(holders) > 1:
-            (first, those), *others = holders.items()
-            shown = ", ".join(f"{text!r} on {named(who)}" for text, who in others[:4])
-            remedy = "start every rank with the same settings, the same files and the same versions"
-            yield Problem(name, first, f"so on {named(those)}, but {shown}", remedy)
+            (first, where), *others = (
+                (text, f"rank {listed([each.rank for each in who])} ({who[0].host})") for text, who in holders.items()
+            )
+            rule = f"so on {where}, but {', '.join(f'{text!r} on {there}' for text, there in others[:4])}"
+            yield Problem(name, first, rule, "start every rank with the same settings, files and versions")
 
 
 def _open_store(environment: ProcessEnvironment, deadline: float) -> Store:
     """The store at MASTER_ADDR:MASTER_PORT. Rank 0 opens it, unless torchrun's agent already has. At a loopback address
     it listens there alone; torch's own listening socket is open to every network of the host."""
-    host, port = environment.master_addr, environment.master_port
+    host, port, size = environment.master_addr, environment.master_port, environment.world_size
     serves, listening = environment.rank == 0 and not _agent_serves(), None
     try:
-        if serves and is_loopback(host):
-            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-            listening = socket.create_server((host, port), family=family, backlog=socket.SOMAXCONN).detach()
-        elif serves:
-            socket.getaddrinfo(host, port)
-        else:
+        if not serves:
             _await_server(host, port, deadline)
+        elif (family := socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]) and is_loopback(host):
+            listening = socket.create_server((host, port), family=family, backlog=socket.SOMAXCONN).detach()
         left = max(1.0, deadline - time.monotonic())
         connecting = timedelta(seconds=min(left, CONNECT_S))
-        size = environment.world_size
         store = TCPStore(host, port, size, serves, connecting, wait_for_workers=False, master_listen_fd=listening)
         store.set_timeout(timedelta(seconds=left))
         return store
     except (OSError, UnicodeError, DistError) as error:
-        remedy = "check that rank 0 runs, that MASTER_ADDR is its host, and that no firewall closes MASTER_PORT"
-        rule = f"rank {environment.rank} found nobody there: {error}"
-        if "EADDRINUSE" in str(error) or (isinstance(error, OSError) and error.errno == errno.EADDRINUSE):
+        rule = f"rank {environment.rank} found nobody there: {str(error).splitlines()[0]}"
+        hint = "check that rank 0 runs, that MASTER_ADDR is its host, and that no firewall closes MASTER_PORT"
+        if "EADDRINUSE" in str(error) or "Address already in use" in str(error):
             rule = "the port is in use on this host, perhaps by another job"
-            remedy = "another MASTER_PORT; with torchrun --standalone, or --master-port"
-        elif isinstance(error, DistError):
-            rule = f"what listens there does not answer as rank 0 of megalite does: {str(error).splitlines()[0]}"
+            hint = "another MASTER_PORT; with torchrun --standalone, or --master-port"
         # Each rank that comes to know it says so: nobody else may.
-        raise UserError(Problem("MASTER_ADDR:MASTER_PORT", f"{host}:{port}", rule, remedy, alone=True)) from error
+        raise UserError(Problem("MASTER_ADDR:MASTER_PORT", f"{host}:{port}", rule, hint, alone=True)) from error
 
 
 def _await_server(host: str, port: int, deadline: float) -> None:
@@ -236,14 +200,13 @@ def wait_until(condition: Callable[[], bool], deadline: float) -> bool:
         if time.monotonic() > deadline:
             return False
         time.sleep(pause)
-        pause = min(pause * 1.5, 0.5)
+        pause = min(pause * 1.5, LONGEST_PAUSE_S)
     return True
 
 
 def listed(ranks: Sequence[int | str]) -> str:
     """The first few of many ranks or hosts, in words."""
-    shown = ", ".join(str(rank) for rank in ranks[:8])
-    return shown if len(ranks) <= 8 else f"{shown} and {len(ranks) - 8} more"
+    return ", ".join([*map(str, ranks[:8]), *(["..."] if len(ranks) > 8 else [])])
 
 
 def gpu_id(device: torch.device) -> str | None:

@@ -13,8 +13,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from types import FrameType
+from typing import Self
 
 from megalite.errors.problems import to_stderr
 
@@ -41,72 +43,76 @@ def ignore_stop_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-class _Handlers:
-    """Handlers of signals, until `restore`. A thread, too, is told of each signal, whatever the main thread is in: it
-    calls `listen` with a descriptor from which it reads their numbers."""
+@contextmanager
+def _handlers(
+    handle: Handler, count: Callable[[list[int]], None], numbers: Iterable[int] = STOP_SIGNALS
+) -> Iterator[None]:
+    """Meanwhile `handle` gets stop signals in the main thread. `count` gets all that came, in another one: the main
+    thread may be inside an operation that never ends. An ignored SIGHUP (nohup) stays ignored."""
 
-    def __init__(self, numbers: Iterable[signal.Signals], handle: Handler, listen: Callable[[int], None]) -> None:
-        received, self._wakeup = os.pipe()
-        os.set_blocking(self._wakeup, False)
-        threading.Thread(target=listen, args=(received,), name="signals", daemon=True).start()
-        self._previous_wakeup = signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
-        self._previous = {number: signal.signal(number, handle) for number in numbers}
+    def listen() -> None:
+        received: list[int] = []
+        with open(descriptor, "rb", buffering=0) as source:
+            while number := source.read(1):
+                received += number
+                count(received)
 
-    def restore(self) -> None:
-        """What was before; calling it again does nothing."""
-        if self._previous:
-            for number, handler in self._previous.items():
-                signal.signal(number, handler)
-            signal.set_wakeup_fd(self._previous_wakeup)
-            os.close(self._wakeup)  # ends the thread
-            self._previous = {}
+    descriptor, wakeup = os.pipe()
+    os.set_blocking(wakeup, False)
+    threading.Thread(target=listen, name="signals", daemon=True).start()
+    previous_wakeup = signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
+    chosen = [each for each in numbers if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN]
+    previous = {number: signal.signal(number, handle) for number in chosen}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(previous_wakeup)
+        os.close(wakeup)  # ends the thread
 
 
 class StartUp:
     """Context manager of a process that does not train yet: a stop signal ends it at once, in one line, with status 128
-    and the signal's number. A `StopRequest` is its end.
+    and the signal's number. A `StopRequest` takes its place.
 
     The main thread unwinds, so that nothing is left half made. Where it is in what does not come back within UNWIND_S,
-    another thread ends the process. A Ctrl-C that ends a process without a launcher ends it without a word.
+    the other thread ends the process.
     """
 
     now: "StartUp | None" = None  # that of this process
 
-    def __init__(self, *, speaks: bool, launched: bool) -> None:
-        self._speaks, self._launched, self._began = speaks, launched, time.monotonic()
-        self._handlers: _Handlers | None = None
+    def __init__(self, *, speaks: bool) -> None:
+        self._speaks, self._began, self._stack = speaks, time.monotonic(), ExitStack()
         self.ends = False  # by a signal
 
-    def __enter__(self) -> "StartUp":
-        numbers = [each for each in STOP_SIGNALS if each != LAUNCHER_ENDED and signal.getsignal(each) != signal.SIG_IGN]
-        StartUp.now, self._handlers = self, _Handlers(numbers, self._handle, self._end_in_time)
+    def __enter__(self) -> Self:
+        StartUp.now = self
+        self._stack.enter_context(_handlers(self._handle, self._count, {*STOP_SIGNALS} - {LAUNCHER_ENDED}))
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self._handlers is not None, "entered"
-        self._handlers.restore()
         StartUp.now = None
+        self._stack.close()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.ends = True
         ignore_stop_signals()  # launchers repeat them
-        sys.unraisablehook = _nothing  # in a destructor Python only tells of the exception, and the thread has its turn
+        sys.unraisablehook = lambda _: None  # in a destructor Python only prints the exception; `_count` has its turn
         self._say(number)
         raise SystemExit(128 + number)
 
+    def _count(self, received: list[int]) -> None:
+        time.sleep(UNWIND_S)
+        if self.ends or signal.getsignal(received[0]) == self._handle:  # else a `StopRequest` has taken it
+            self._say(received[0])
+            os._exit(128 + received[0])
+
     def _say(self, number: int) -> None:
-        if self._speaks and (self._launched or number != signal.SIGINT):
+        if self._speaks:
             name, seconds = signal.Signals(number).name, time.monotonic() - self._began
             to_stderr(f"megalite: ended by {name} after {seconds:.0f} s of start-up, before the first step")
         self._speaks = False
-
-    def _end_in_time(self, descriptor: int) -> None:
-        with open(descriptor, "rb", buffering=0) as numbers:
-            while number := numbers.read(1):
-                time.sleep(UNWIND_S)
-                if self.ends or signal.getsignal(number[0]) == self._handle:  # else somebody else has taken it
-                    self._say(number[0])
-                    os._exit(128 + number[0])
 
 
 class StopRequest:
@@ -115,24 +121,19 @@ class StopRequest:
 
     def __init__(self, within_s: float | None = None, limit: str = "") -> None:
         self.requested: str | None = None
-        self._timer: threading.Timer | None = None
-        if within_s is not None:
-            self._timer = threading.Timer(max(0.0, within_s), self._ask, [limit])
-            self._timer.daemon = True
-        self._handlers: _Handlers | None = None
+        self._within_s, self._limit, self._stack = within_s, limit, ExitStack()
 
-    def __enter__(self) -> "StopRequest":
-        numbers = [each for each in STOP_SIGNALS if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN]
-        self._handlers = _Handlers(numbers, self._handle, _end_when_impatient)  # under nohup SIGHUP is ignored
-        if self._timer is not None:
-            self._timer.start()
+    def __enter__(self) -> Self:
+        self._stack.enter_context(_handlers(self._handle, self._count))
+        if self._within_s is not None:
+            timer = threading.Timer(max(0.0, self._within_s), self._ask, [self._limit])
+            timer.daemon = True
+            timer.start()
+            self._stack.callback(timer.cancel)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        assert self._handlers is not None, "entered"
-        self._handlers.restore()
+        self._stack.close()
         if StartUp.now is not None:
             StartUp.now.__exit__()
 
@@ -142,19 +143,8 @@ class StopRequest:
     def _ask(self, name: str) -> None:
         self.requested = self.requested or name
 
-
-def _nothing(_: object) -> None:
-    """Tell of no exception that Python ignores."""
-
-
-def _end_when_impatient(descriptor: int) -> None:
-    """Count signals in a thread: Python's handlers run in the main thread, which may be inside an operation that never
-    ends."""
-    received: list[int] = []
-    with open(descriptor, "rb", buffering=0) as numbers:
-        while number := numbers.read(1):
-            received += number
-            # The kernel may tell of the launcher's end several times, once for each of its threads.
-            abandoned = LAUNCHER_ENDED in received and received[0] != LAUNCHER_ENDED
-            if abandoned or received.count(signal.SIGINT) >= PATIENCE:
-                os._exit(INTERRUPTED)
+    def _count(self, received: list[int]) -> None:
+        # The kernel may send the launcher's end several times, once for each of its threads.
+        abandoned = LAUNCHER_ENDED in received and received[0] != LAUNCHER_ENDED
+        if abandoned or received.count(signal.SIGINT) >= PATIENCE:
+            os._exit(INTERRUPTED)

@@ -16,7 +16,6 @@ import hashlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +23,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from megalite.errors.problems import Problem, UserError, collect
+from megalite.errors.problems import Problem, UserError
 from megalite.launch.context import ParallelContext
 from megalite.launch.device import set_threads
 from megalite.launch.environment import ProcessEnvironment
-from megalite.launch.host import allow_open_files, files_of, keep_freed_memory, listen_on_loopback
+from megalite.launch.host import allow_open_files, keep_freed_memory, listen_on_loopback
 from megalite.launch.rendezvous import RankInfo, rendezvous
 from megalite.launch.watchdog import after_report_s
 from megalite.layout.groups import GroupNeeds, GroupSpec, all_groups, groups_of
@@ -58,23 +57,19 @@ def start(
     `plan` is what must be equal on all ranks, besides their code: values by name. The ranks meet at `store`, by default
     at MASTER_ADDR:MASTER_PORT. Until `set_timeout` is called, a rank may take `timeout_s` to join the others.
     """
-    found, needs = list(problems), needs or GroupNeeds()
     set_threads(environment)
     if device.type == "cpu":
         keep_freed_memory(os.environ)
     if environment.world_size > 1:
-        if layout is not None:
-            specs = groups_of(layout, environment.rank, needs).values()
-            files = files_of(specs, layout.world_size, on_gpu=device.type == "cuda")
-            collect(partial(allow_open_files, files), found)
-        shared = {} if found else {**(plan or {}), "torch": torch.__version__, "megalite": code_fingerprint()}
-        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "1000")  # collectives that the watchdog can tell of
-        info = RankInfo.of(environment.rank, device, shared, found)
+        allow_open_files()
+        own = {"WORLD_SIZE": str(environment.world_size), "torch": torch.__version__, "megalite": code_fingerprint()}
+        shared = {} if problems else {**own, **(plan or {})}
+        info = RankInfo.of(environment.rank, device, shared, problems)
         store = rendezvous(environment, info, timeout_s=timeout_s, store=store)
         if environment.local_world_size == environment.world_size:
             listen_on_loopback(os.environ)
-    elif found:
-        raise UserError(found)
+    elif problems:
+        raise UserError(problems)
     assert layout is not None, "a rank with problems has been refused"
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -100,10 +95,9 @@ def join(
     Where torch's fake backend is the world already, one process becomes any rank of any layout.
     """
     needs = needs or GroupNeeds()
-    specs = groups_of(layout, rank, needs)
+    specs, timeout = groups_of(layout, rank, needs), timedelta(seconds=timeout_s)
     if layout.world_size == 1:
         return ParallelContext(layout, rank, device, dtype, specs)
-    timeout = timedelta(seconds=timeout_s)
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=store, rank=rank, world_size=layout.world_size, timeout=timeout)
     groups = make_groups(all_groups(layout, needs), rank, device, timeout, nccl or {})
@@ -111,11 +105,7 @@ def join(
 
 
 def make_groups(
-    specs: Iterable[GroupSpec],
-    rank: int,
-    device: torch.device,
-    timeout: timedelta,
-    nccl: Mapping[str, NcclOptions],
+    specs: Iterable[GroupSpec], rank: int, device: torch.device, timeout: timedelta, nccl: Mapping[str, NcclOptions]
 ) -> dict[str, dist.ProcessGroup]:
     """The communicators of the groups that `rank` belongs to, by name. Every rank of the world must call it.
 

@@ -8,7 +8,6 @@ import contextlib
 import errno
 import io
 import os
-import resource
 import socket
 import tempfile
 from collections.abc import Callable
@@ -63,25 +62,25 @@ ROWS = [
     Row(
         "a number of ranks and no rank",
         "",
-        ["RANK=null: not set, but WORLD_SIZE=2 is", "torchrun --nproc-per-node N", "unset WORLD_SIZE"],
+        ["RANK=null: not set", "torchrun --nproc-per-node N", "unset RANK, WORLD_SIZE"],
         variables={"WORLD_SIZE": "2", **RENDEZVOUS},
     ),
     Row(
         "a rank and no number of ranks",
         "",
-        ["WORLD_SIZE=null: not set, but RANK=0 is", "torchrun", "unset RANK"],
+        ["WORLD_SIZE=null: not set", "torchrun", "unset RANK, WORLD_SIZE"],
         variables={"RANK": "0", **RENDEZVOUS},
     ),
     Row(
         "no place to meet",
         "",
-        ["2 problems", "MASTER_ADDR=null: not set", "the host of rank 0", "MASTER_PORT=null: not set", "29500"],
+        ["2 problems", "MASTER_ADDR=null: not set", "torchrun", "MASTER_PORT=null: not set"],
         variables={"RANK": "0", "WORLD_SIZE": "2"},
     ),
     Row(
         "a rank beyond the number of ranks",
         "",
-        ["RANK='2': must be below WORLD_SIZE=2", "0 to 1, each once"],
+        ["RANK='2': must be a whole number from 0 to 1", "torchrun"],
         variables={"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "2", **RENDEZVOUS},
     ),
     Row(
@@ -163,6 +162,7 @@ class OfRanks:
     spoil: Spoil
     argv: str = ""
     ranks: int = 2
+    messages: int = 1
 
     def __str__(self) -> str:
         return self.what
@@ -211,12 +211,6 @@ def disk_of_its_own(patch: pytest.MonkeyPatch, last: bool) -> list[str]:
     return []
 
 
-def few_open_files(patch: pytest.MonkeyPatch, last: bool) -> list[str]:
-    if last:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
-    return []
-
-
 HOST = socket.gethostname()
 ROWS_OF_RANKS = [
     OfRanks(
@@ -225,24 +219,32 @@ ROWS_OF_RANKS = [
         claim_the_rank_of_another,
         argv="train.global_batch_size=6",
         ranks=3,
+        messages=2,
     ),
     OfRanks(
         "other settings on a rank",
         [
-            *("4 problems", "seed='default': so on rank 0, but '1' on rank 1", "optimizer.lr='default': so on rank 0"),
+            *(
+                "4 problems",
+                f"seed='default': so on rank 0 ({HOST}), but '1' on rank 1",
+                "optimizer.lr='default': so on rank 0",
+            ),
             *("but '0.5' on rank 1", "run_dir='", "/elsewhere' on rank 1", "the same settings"),
         ],
         other_settings,
     ),
     OfRanks(
         "another torch on a rank",
-        [f"torch='{torch.__version__}': so on rank 0, but '2.12.1' on rank 1", "the same versions"],
+        [
+            f"torch='{torch.__version__}': so on rank 0 ({HOST}), but '2.12.1' on rank 1",
+            "the same settings, files and versions",
+        ],
         another_torch,
     ),
     OfRanks("other code on a rank", ["1 problem", "megalite='code with fingerprint ", "on rank 1"], other_code),
     OfRanks(
         "processors that make auto another precision",
-        ["1 problem", "precision='fp32': so on rank 0, but 'bf16' on rank 1"],
+        ["1 problem", f"precision='fp32': so on rank 0 ({HOST}), but 'bf16' on rank 1"],
         other_processors,
         argv="precision=auto",
     ),
@@ -255,11 +257,6 @@ ROWS_OF_RANKS = [
         "a run_dir that is not shared",
         ["run_dir='", f"rank 0 on {HOST} has written its lock there, and {HOST} does not find it", "all nodes share"],
         disk_of_its_own,
-    ),
-    OfRanks(
-        "too few open files",
-        ["ulimit -Hn=100: the connections between so many ranks need up to 1", "nofile="],
-        few_open_files,
     ),
 ]
 
@@ -287,7 +284,7 @@ def test_what_is_wrong_between_ranks_is_said_once_and_ends_them_all(row: OfRanks
     outcomes = run_ranks(launched_rank, row.ranks, row, free_port(), launch_folder)
     message = "".join(said for _, said in outcomes)
     assert [status for status, _ in outcomes] == [2] * row.ranks, message
-    assert message.count("megalite: refused") == 1, message
+    assert message.count("megalite: refused") == row.messages, message
     assert "Traceback" not in message
     missing = [word for word in row.words if word not in message]
     assert not missing, f"{missing} not in: {message}"

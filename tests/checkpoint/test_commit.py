@@ -168,7 +168,7 @@ def test_a_rank_that_cannot_write_fails_the_save_everywhere_and_training_goes_on
     assert listing == "step-00000001"
     for message in messages:
         assert f"step 2 was not saved: File too large on rank {small[0]}" in message
-        assert ("and on 1 more ranks" in message) == (len(small) == 2)
+        assert ("; File too large on rank" in message) == (len(small) == 2)
         assert "(it needs 2.0 MiB, " in message
         assert f"are free in {tmp_path}); earlier checkpoints stay." in message
     assert os.listdir(tmp_path) == ["step-00000003"]

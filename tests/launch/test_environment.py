@@ -9,7 +9,6 @@ from megalite.launch.environment import (
     first_host,
     launch_command,
     read_environment,
-    tasks_per_node,
 )
 
 TORCHRUN = {
@@ -25,14 +24,13 @@ SRUN = {
     "SLURM_JOB_ID": "4711",
     "SLURM_STEP_ID": "0",
     "SLURM_PROCID": "3",
-    "SLURM_NTASKS": "4",
+    "SLURM_STEP_NUM_TASKS": "4",
     "SLURM_LOCALID": "1",
     "SLURM_NODEID": "1",
-    "SLURM_NNODES": "2",
     "SLURM_STEP_NODELIST": "gpu-a[03-04]",
     "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
 }
-SBATCH_SHELL = {"SLURM_JOB_ID": "4711", "SLURM_NTASKS": "4", "SLURM_JOB_NODELIST": "n[0-3]"}
+SBATCH_SHELL = {"SLURM_JOB_ID": "4711", "SLURM_NTASKS": "4", "SLURM_JOB_NODELIST": "n[0-3]", "SLURM_PROCID": "0"}
 
 
 def without(variables: dict[str, str], *names: str) -> dict[str, str]:
@@ -41,11 +39,6 @@ def without(variables: dict[str, str], *names: str) -> dict[str, str]:
 
 def test_nothing_set_is_a_single_process() -> None:
     assert read_environment({}) == ProcessEnvironment()
-    assert (ProcessEnvironment().rank, ProcessEnvironment().world_size, ProcessEnvironment().launcher) == (
-        0,
-        1,
-        "single",
-    )
 
 
 def test_torchrun() -> None:
@@ -84,10 +77,6 @@ def test_a_set_master_wins_over_the_node_list() -> None:
     assert (found.master_addr, found.master_port) == ("10.0.0.1", 1234)
 
 
-def test_a_step_smaller_than_its_job_counts_its_own_tasks() -> None:
-    assert read_environment({**SRUN, "SLURM_NTASKS": "64", "SLURM_STEP_NUM_TASKS": "4"}).world_size == 4
-
-
 def test_torchrun_inside_srun_is_torchrun() -> None:
     assert read_environment({**SRUN, **TORCHRUN}).launcher == "torchrun"
 
@@ -102,9 +91,8 @@ def test_a_world_size_exported_for_srun_is_fine_where_it_agrees() -> None:
     "shell",
     [
         SBATCH_SHELL,
-        {**SBATCH_SHELL, "SLURM_PROCID": "0"},
-        {**SBATCH_SHELL, "SLURM_PROCID": "0", "SLURM_STEP_ID": "4294967291"},
-        {**SBATCH_SHELL, "SLURM_PROCID": "0", "MASTER_ADDR": "n0", "MASTER_PORT": "1"},
+        {**SBATCH_SHELL, "SLURM_STEP_ID": "4294967291"},
+        {**SBATCH_SHELL, "MASTER_ADDR": "n0", "MASTER_PORT": "1"},
     ],
 )
 def test_the_shell_of_sbatch_and_salloc_is_a_single_process(shell: dict[str, str]) -> None:
@@ -129,9 +117,10 @@ def test_first_host_of_a_node_list(nodelist: str, host: str) -> None:
     assert first_host(nodelist) == host
 
 
-@pytest.mark.parametrize(("text", "counts"), [("4", [4]), ("2(x3),1", [2, 2, 2, 1]), ("1,2", [1, 2])])
-def test_tasks_per_node(text: str, counts: list[int]) -> None:
-    assert tasks_per_node(text) == counts
+@pytest.mark.parametrize(("text", "node", "count"), [("4", 0, 4), ("2(x3),1", 2, 2), ("2(x3),1", 3, 1), ("1,2", 1, 2)])
+def test_ranks_of_a_node(text: str, node: int, count: int) -> None:
+    step = {"SLURM_STEP_TASKS_PER_NODE": text, "SLURM_NODEID": str(node), "SLURM_LOCALID": "0"}
+    assert read_environment({**SRUN, **step}).local_world_size == count
 
 
 BAD = [
@@ -145,11 +134,11 @@ BAD = [
     ({**TORCHRUN, "LOCAL_RANK": "4"}, ["LOCAL_RANK"]),
     ({**TORCHRUN, "LOCAL_WORLD_SIZE": "none"}, ["LOCAL_WORLD_SIZE"]),
     ({**TORCHRUN, "MASTER_PORT": "65536"}, ["MASTER_PORT"]),
-    ({**TORCHRUN, "RANK": "x", "MASTER_PORT": "y", "LOCAL_RANK": "z"}, ["RANK", "MASTER_PORT", "LOCAL_RANK"]),
+    ({**TORCHRUN, "RANK": "x", "MASTER_PORT": "y", "LOCAL_RANK": "z"}, ["MASTER_PORT", "RANK", "LOCAL_RANK"]),
     (without(TORCHRUN, "MASTER_ADDR", "MASTER_PORT"), ["MASTER_ADDR", "MASTER_PORT"]),
-    (without(SRUN, "SLURM_NTASKS"), ["SLURM_NTASKS"]),
+    (without(SRUN, "SLURM_STEP_NUM_TASKS"), ["SLURM_STEP_NUM_TASKS"]),
     ({**SRUN, "SLURM_PROCID": "4"}, ["SLURM_PROCID"]),
-    ({**SRUN, "SLURM_NTASKS": "many", "SLURM_LOCALID": "x"}, ["SLURM_NTASKS", "SLURM_LOCALID"]),
+    ({**SRUN, "SLURM_STEP_NUM_TASKS": "many", "SLURM_LOCALID": "x"}, ["SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"]),
     ({**SRUN, "SLURM_STEP_NODELIST": "["}, ["SLURM_STEP_NODELIST"]),
     (without(SRUN, "SLURM_STEP_NODELIST"), ["SLURM_STEP_NODELIST"]),
     ({**TORCHRUN, "RANK": "9" * 5000}, ["RANK"]),

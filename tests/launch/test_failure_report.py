@@ -33,7 +33,7 @@ def _lose(context: ParallelContext, port: int, lost: int, dies: bool) -> str:
 
 def test_a_rank_that_was_killed_is_named() -> None:
     causes = run_ranks(_lose, 2, free_port(), 1, True, may_die=[1])
-    assert causes[0] == "no word from rank 1: it was killed, is stopped, or hangs"
+    assert causes[0] == "no word from rank 1: killed, stopped or hanging"
 
 
 def test_a_rank_s_own_error_is_the_cause_for_all() -> None:

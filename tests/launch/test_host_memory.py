@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from megalite.launch.host import keep_freed_memory, let_cuda_segments_grow
+from megalite.launch.host import let_cuda_segments_grow
 
 GLIBC = sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt")
 STARTED = """
@@ -59,11 +59,6 @@ def test_a_step_finds_the_pages_of_the_one_before() -> None:
 )
 def test_who_chose_how_malloc_works_is_left_alone(variables: dict[str, str], least: float, most: float) -> None:
     assert least < _faults(STARTED, **variables) < most
-
-
-def test_other_c_libraries_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ctypes.CDLL", lambda name: object())
-    keep_freed_memory({})
 
 
 def test_segments_of_cuda_memory_grow_unless_the_user_has_decided() -> None:

@@ -80,7 +80,7 @@ EVERYTHING = "parallel.pipe=4 model=gpt5 parallel.pp=x --picture=a.pdf"
         ("--measured nowhere", ["--measured='nowhere': pipeline.jsonl cannot be read"]),
         ("--measured nowhere --dp 2", ["--dp: has no effect with --measured"]),
         ("--measured nowhere parallel.pp=2", ["parallel.pp=2: has no effect with --measured"]),
-        ("--step 3", ["--step=3: is a recorded step"]),
+        ("--step 3", ["--step: has no effect without --measured"]),
     ],
 )
 def test_mistakes_are_refused_with_status_two_and_nothing_written(words: str, told: list[str], tmp_path: Path) -> None:

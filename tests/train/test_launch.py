@@ -172,8 +172,7 @@ def test_a_rank_that_stands_still_is_named_when_the_time_is_up(folder: Path, sti
     assert status == 1
     finding = "no answer from rank 1 on " if still else "the place where the ranks met (rank 0 on "
     assert f"megalite: no progress within parallel.timeout_s (4 s); {finding}" in output
-    newest = r"; newest collective: gloo:\w+" if still else ""
-    assert re.search(rf"rank {1 - still} \(.*\): (step \d+, |in a save).*{newest}", output)
+    assert re.search(rf"rank {1 - still} \(.*\): (step \d+, |in a save)", output)
     [path] = (run / "logs").glob("hang-*.json")
     assert str(path) in output
 
