@@ -78,9 +78,8 @@ def train_rank(config: Config, environment: ProcessEnvironment) -> int:
     """Train as `config` says, on this rank: the exit status. Packages that training does not import meet it here."""
     from megalite.hf.import_model import import_model
     from megalite.launch.preflight import look_at_nodes
-    from megalite.observe.about import start_fields
+    from megalite.observe.about import open_views, start_fields
     from megalite.observe.terminal import Terminal
-    from megalite.observe.views import open_views
     from megalite.prepare.prepare import examine, prepare
     from megalite.train.run import Companions, run
 

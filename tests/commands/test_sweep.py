@@ -171,7 +171,7 @@ def test_ctrl_c_saves_the_point_that_trains_and_starts_no_other(place: Path) -> 
     process.send_signal(signal.SIGINT)
     said = process.communicate(timeout=60)[0]
     assert process.returncode == 0, said
-    assert "layout      2 ranks" in said
+    assert "layout           2 ranks" in said
     assert [record["status"] for record in records(place)] == ["stopped", "stopped"]
     (run,) = place.glob("runs/*")
     assert list(run.glob("checkpoints/step-*"))
@@ -181,7 +181,7 @@ def test_ctrl_c_saves_the_point_that_trains_and_starts_no_other(place: Path) -> 
 @pytest.mark.long  # until they are stopped: above
 def test_every_point_has_the_ranks_that_are_asked_for(place: Path) -> None:
     process = start("sweep.nproc_per_node=2", "seed=1")
-    assert "layout      2 ranks" in process.communicate(timeout=300)[0]
+    assert "layout           2 ranks" in process.communicate(timeout=300)[0]
     assert process.returncode == 0
     assert [record["status"] for record in records(place)] == ["trained"]
 
