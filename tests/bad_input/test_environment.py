@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import pretrain_gpt
-from megalite.checkpoint.lock import RunLock, holder_of
+from megalite.checkpoint.run_folder import RunLock, holder_of
 from megalite.commands import train
 from megalite.launch.context import ParallelContext
 from tests.bad_input.launching import SMALL, TOKENS, Row, Scene, check, free_port, tree, write_corpus

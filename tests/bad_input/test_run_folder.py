@@ -12,7 +12,7 @@ import pytest
 import xxhash
 
 import pretrain_gpt
-from megalite.checkpoint.lock import RunLock
+from megalite.checkpoint.run_folder import RunLock
 from megalite.config.own_files import OWN
 from megalite.observe.report.write import write_report
 from megalite.train.history import read_events

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megalite.checkpoint.background import BackgroundSaves, HostCopies
+from megalite.checkpoint.background import BackgroundSaves
 from megalite.checkpoint.pieces import Piece
 from megalite.checkpoint.reading import newest
 from megalite.checkpoint.store import Saved, save
-from megalite.launch.context import CPU, ParallelContext
+from megalite.launch.context import ParallelContext
 from megalite.layout.groups import GroupNeeds
 from tests.checkpoint.samples import SINGLE, cut, equal, no_report, values, whole
 from tests.ranks import run_ranks
@@ -130,7 +130,7 @@ def test_an_end_that_does_not_wait_is_not_held_up(tmp_path: Path) -> None:
 def test_copies_are_contiguous_and_of_every_dtype() -> None:
     columns = torch.arange(30.0).view(5, 6)[:, 1:4]
     pieces = [*whole(values(1)), Piece("columns", (5, 3), (0, 0), columns), Piece("empty", (0,), (0,), torch.zeros(0))]
-    copies, wait = HostCopies(CPU).of(pieces)
+    copies, wait = BackgroundSaves(SINGLE).copies_of(pieces)
     wait()
     assert equal(copies, pieces)
     assert all(copy.tensor.is_contiguous() for copy in copies)
@@ -145,14 +145,14 @@ def test_on_a_gpu_the_stream_waits_and_the_host_does_not() -> None:
     torch.cuda.set_device(device)
     live = [torch.full((1 << 26,), 1.0, device=device), torch.full((1000, 1000), 1.0, device=device).t()[:, 5:]]
     pieces = [Piece(f"t{i}", tuple(tensor.shape), (0,) * tensor.dim(), tensor) for i, tensor in enumerate(live)]
-    host = HostCopies(device)
+    host = BackgroundSaves(ParallelContext(device=device))
     places = set()
     for value in (2.0, 3.0):
         torch.cuda._sleep(int(1e9))  # the state is not there yet
         for tensor in live:
             tensor.fill_(value)
         begun = time.perf_counter()
-        copies, wait = host.of(pieces)
+        copies, wait = host.copies_of(pieces)
         host.before_change()
         for tensor in live:
             tensor.fill_(-1)

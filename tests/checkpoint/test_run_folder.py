@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
-from megalite.checkpoint.lock import RunLock
 from megalite.checkpoint.resume_rules import compare, flatten
-from megalite.checkpoint.run_folder import RunFolder
+from megalite.checkpoint.run_folder import RunFolder, RunLock
 from megalite.checkpoint.store import save
 from megalite.config.schema import Config
 from megalite.config.settings import as_plain
@@ -182,7 +181,7 @@ def test_a_file_or_an_impossible_place_is_refused_and_leaves_nothing(tmp_path: P
 HOLD = """
 import sys, time
 from pathlib import Path
-from megalite.checkpoint.lock import RunLock
+from megalite.checkpoint.run_folder import RunLock
 lock = RunLock(Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(600)
