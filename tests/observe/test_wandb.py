@@ -219,16 +219,12 @@ def test_a_copy_of_a_run_folder_is_a_run_of_its_own_and_a_moved_one_is_not(tmp_p
     assert len(notes) == 1
 
 
-def test_samples_are_a_table(shown: Shown) -> None:
+def test_samples_are_a_table_and_settings_are_known(shown: Shown) -> None:
     lines = [line for line in shown.lines if "samples" in line]
     assert [line["step"] for line in lines] == [2] * 6
     file, *_ = (shown.folder / "wandb").glob(f"*run-*/files/{lines[1]['samples']['path']}")
     table = json.loads(file.read_text())
-    assert table["columns"] == ["step", "prompt", "text"]
-    assert table["data"] == [[2, "a", "b"], [2, "c", "d"]]
-
-
-def test_wandb_knows_the_settings(shown: Shown) -> None:
+    assert (table["columns"], table["data"]) == (["step", "prompt", "text"], [[2, "a", "b"], [2, "c", "d"]])
     held = {name: entry["value"] for name, entry in shown.server.config.items() if name != "_wandb"}
     assert held == as_plain(Config(log=LogConfig(wandb="online")))
 
@@ -267,15 +263,11 @@ MODES = [
 ]
 
 
-@pytest.mark.parametrize(("setting", "variables", "is_shown", "words"), MODES)
+@pytest.mark.parametrize("case", MODES)
 def test_the_setting_wins_then_the_variable_then_a_key(
-    setting: str | None,
-    variables: dict[str, str],
-    is_shown: bool,
-    words: str | None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    case: tuple[str | None, dict[str, str], bool, str | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    setting, variables, is_shown, words = case
     for name, value in alone(tmp_path, **variables).items():
         monkeypatch.setenv(name, value)
     notes = list[str]()
