@@ -257,12 +257,16 @@ def vocabulary_holds_the_tokens(case: Case) -> Iterator[Found]:
     yield weights is None, f"model.vocab_size {name}", f"below the {made} tokens of the tokenizer ({{1}})"
 
 
+def _routes(case: Case) -> bool:
+    return case.config.model.moe.num_experts > 0
+
+
 RULES: tuple[Rule, ...] = (
     ("num_key_value_heads", "does not divide", "num_attention_heads"),
-    ("num_experts", "not a multiple of", "num_groups"),
-    ("top_k_groups", "above", "num_groups"),
-    ("top_k", "above", "num_experts", lambda case: case.config.model.moe.num_experts),
-    ("top_k", "not a multiple of", "top_k_groups"),
+    ("num_experts", "not a multiple of", "num_groups", _routes),
+    ("top_k_groups", "above", "num_groups", _routes),
+    ("top_k", "above", "num_experts", _routes),
+    ("top_k", "not a multiple of", "top_k_groups", _routes),
     ("recompute_layers", "above", "num_layers"),
     ("warmup_steps", "above", "train.steps"),
     ("min_lr", "above", "optimizer.lr"),

@@ -185,4 +185,6 @@ def require_new(folder: Path) -> None:
     """UserError where `folder` is a file or holds something."""
     with refusing(folder, "name a folder that this user may write to"):
         if folder.is_file() or (folder.exists() and any(folder.iterdir())):
-            raise UserError(Problem("folder", str(folder), "it exists already", "name a new folder, or delete this one"))
+            raise UserError(
+                Problem("folder", str(folder), "it exists already", "name a new folder, or delete this one")
+            )

@@ -94,7 +94,10 @@ def generate(
         raise UserError(Problem("model", str(saved.folder), rule, "put the tokenizer of its tokens there"))
     ids = collect_all(lambda prompt: read_prompt(saved, prompt), prompts)
     begin = token_text(saved.tokenizer.settings.get("bos_token"))
-    if begin and saved.tokenizer.backend.token_to_id(begin) not in {saved.tokenizer.end_of_document, *(one[0] for one in ids)}:
+    if begin and saved.tokenizer.backend.token_to_id(begin) not in {
+        saved.tokenizer.end_of_document,
+        *(one[0] for one in ids),
+    }:
         report(f"the tokenizer names {begin} for the begin of a text, which a prompt has where it is spelled out")
     counts = collect_all(lambda tokens: _new_tokens(saved, len(tokens), max_new_tokens), ids)
     if any(len(one) + count > saved.trained_length for one, count in zip(ids, counts, strict=True)):
