@@ -236,7 +236,7 @@ def data_suits_its_source(case: Case) -> Iterator[Found]:
         "data.path data.source",
         "has no effect with {1}, Python's own source: data=text for files",
     )
-    yield not stdlib and none, "data.path data.source", f"must be set, as data={data.source} data.path=FOLDER_OR_NAME"
+    yield not stdlib and none, "data.path", f"data={data.source} needs to be told what to read, as data.path=FOLDER"
     yield not stdlib and unusable, "data.path", "must be text or a list of texts"
     yield uneven, "data.weights", f"must be as many as data.path has parts, {len(parts)}, and at least two"
     apart = shares and max(shares) / LARGEST_SHARE > min(shares)
