@@ -92,7 +92,8 @@ def versions() -> dict[str, str]:
     for package in PACKAGES:
         with suppress(PackageNotFoundError):
             found[package] = version(package)
-    found |= {"torch": torch.__version__, "cuda": str(torch.version.cuda)}  # torch's own has its build
+    found["torch"] = torch.__version__  # with its build
+    found |= {"cuda": torch.version.cuda} if torch.version.cuda else {}
     return found | {"system": f"{platform.system()} {platform.release()} {platform.machine()}"}
 
 
