@@ -83,20 +83,15 @@ def test_a_file_that_a_write_has_failed_for_is_not_sealed(tmp_path: Path, monkey
     assert metrics.seal() is None
 
 
-def test_what_a_killed_run_had_begun_stays_a_line_of_its_own(tmp_path: Path) -> None:
+def test_what_a_killed_run_had_begun_stays_a_line_of_its_own_and_a_folder_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_text('{"time": 1.0, "step": 3, "kind": "start"}\n{"time": 2.0, "st')
     events = RecordFile(path, pytest.fail)
     events.append(event("resume", 3))
     assert [(it["kind"], it["step"]) for it in read_events(path)] == [("start", 3), ("resume", 3)]
     events.close()
-
-
-def test_a_file_that_cannot_be_continued_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
-    path.mkdir()
     with pytest.raises(UserError, match="move it away"):
-        RecordFile(path, pytest.fail)
+        RecordFile(tmp_path, pytest.fail)
 
 
 @pytest.mark.parametrize(
