@@ -52,7 +52,9 @@ def resolved(job: Job, device: str) -> list[tuple[str, str]]:
     train, model, done = job.config.train, job.config.model, job.progress
     ramp = batch_ramp(train)
     samples = ramp.samples_after(max(0, train.steps - done.step), done.samples)
-    growth = [] if train.batch_ramp is None else [("", f"growing from {ramp.start} sequences by {ramp.increment}")]
+    growth = (
+        [] if train.batch_ramp is None else [("", f"growing from {ramp.sizes.start} sequences by {ramp.sizes.step}")]
+    )
     flops = flops_per_token(model, train.seq_length, causal=False)
     paths = paths_of(job.config.data) if len(job.data.train.parts) > 1 else []
     shape = f"{several(model.num_layers, 'layer')}, hidden size {model.hidden_size:,}"
