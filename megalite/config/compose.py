@@ -226,7 +226,7 @@ def _saved(path: Path, remedy: str) -> dict[str, Any]:
     saved = read_yaml(path, remedy)
     with refusing(path, remedy):
         values = leaves(saved) if isinstance(saved, dict) else {DERIVED: None}
-        derived = values.pop(DERIVED, [])
+        derived: Any = values.pop(DERIVED, [])
         lists = [value for value in (derived, *values.values()) if isinstance(value, list)]
         if not isinstance(derived, list) or any(isinstance(one, list | dict) for each in lists for one in each):
             raise ValueError("holds no settings of a run")

@@ -45,7 +45,7 @@ REFUSED: list[tuple[Sequence[str], dict[str, str], list[str]]] = [
     (["data=text"], {}, ["data.path"]),
     (["--multirun", "seed=1,2", "zzz=1"], {}, ["zzz=1"]),
     (["--cfg", "job", "zzz=1"], {}, ["zzz"]),
-    (["--run", "--cfg", "job"], {}, ["--run: cannot be given with --cfg"]),
+    (["--run", "--cfg", "job"], {}, ["--cfg/-c: not allowed with argument --run"]),
     (["train.steps=x"], {"WORLD_SIZE": "2"}, ["4 problems", "RANK", "MASTER_ADDR", "MASTER_PORT", "train.steps"]),
     (["wandb.api_key=CLISECRET"], {}, ["secret"]),
 ]

@@ -45,7 +45,7 @@ ONE_MISTAKE = [
     ("train=100", ["unknown choice", "default"]),
     # types
     ("train.steps=abc", ["train.steps='abc'", "a whole number", "train.steps=200"]),
-    ("train.steps=1e3", ["train.steps=1000.0", "a whole number", "train.steps=1000"]),
+    ("train.steps=1e3", ["train.steps=1000.0", "a whole number", "train.steps=200"]),
     ("train.steps=true", ["a whole number"]),
     ("train.steps=", ["a whole number"]),
     ("train.steps=???", ["train.steps", "Missing mandatory value", "train.steps=200"]),
@@ -77,7 +77,7 @@ ONE_MISTAKE = [
     ("--config-name=nothing", ["--config-name=nothing"]),
     ("--config-dir=nothing", ["--config-dir", "no such folder"]),
     ("--config-path=nothing", ["--config-path", "no such folder"]),
-    ("--experimental-rerun=x.pickle", ["pickle"]),
+    ("--experimental-rerun=x.pickle", ["unknown option"]),
     # a setting on its own
     ("train.steps=-1", ["at least 0", "200"]),
     ("optimizer.lr=0", ["above 0"]),
