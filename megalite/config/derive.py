@@ -95,7 +95,8 @@ def derive_schedule(parallel: ParallelConfig) -> str:
 def derive_compile(config: Config) -> bool | None:
     """Whether blocks are compiled: the setting, else not where the schedule defers weight gradients; None: open."""
     deferred = SCHEDULE_TRAITS[derive_schedule(config.parallel)].splitting
-    return False if config.train.compile is None and deferred else config.train.compile
+    given: bool | None = config.train.compile
+    return False if given is None and deferred else given
 
 
 def derive_micro_batch_size(config: Config, world_size: int) -> int:

@@ -50,7 +50,7 @@ def write_atomically(path: Path, content: bytes, kind: Kind | None = None) -> No
 
 def write_new(path: Path, content: bytes) -> None:
     """A new file with this content, on disk when the call returns."""
-    with path.open("xb") as file:
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())

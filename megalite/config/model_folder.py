@@ -86,8 +86,11 @@ def folder_problem(path: Path, rule: str) -> Problem:
 def _misfits(family: Family, found: Mapping[str, Any]) -> Iterator[Misfit]:
     """Keys that are missing, or whose values are of another type than their settings or out of bounds."""
     for key, kind in STRUCTURES.items():
-        if not isinstance(value := found.get(key), kind | None):
-            yield key, value, "must be an object" if kind is dict else "must be a list"
+        value = found.get(key)
+        if not isinstance(value, kind | None) or (
+            kind is list and any(isinstance(one, list | dict) for one in value or ())
+        ):
+            yield key, value, "must be an object" if kind is dict else "must be a list of plain values"
             return
     yield from _values_that_misfit(found, family.names(found), family.absent)
     if isinstance(family, RotaryFamily):

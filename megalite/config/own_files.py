@@ -88,7 +88,7 @@ def run_dir_problems(value: str, folder: Path) -> Iterator[Problem]:
         found = sorted(folder.iterdir()) if existing == folder and not (folder / RUN).exists() else []
         if names := [path.name for path in found if _is_of_others(path)]:
             rule = f"it holds {', '.join(names[:5])}, and is not the folder of a run (there is no {RUN})"
-            remedy = f"a new folder, or put the {RUN} of the run back"
+            remedy = f"a new folder; if it was a run's, put its {RUN} back"
     except OSError as error:
         rule = f"{existing} cannot be written: {error.strerror}"
     if rule:

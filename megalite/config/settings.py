@@ -155,7 +155,7 @@ def yaml_value(value: Any) -> str:
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, list):
         return f"[{','.join(map(yaml_value, value))}]"
-    mantissa, mark, exponent = str(value).partition("e" if isinstance(value, float) else "\0")
-    if not mark:
-        return mantissa
+    mantissa, mark, exponent = str(value).partition("e")
+    if not isinstance(value, float) or not mark:
+        return str(value)
     return f"{mantissa if '.' in mantissa else mantissa + '.0'}e{int(exponent)}"  # YAML 1.1 reads 1e-08 as text
