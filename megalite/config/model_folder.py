@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.config.bounds import outside
-from megalite.config.hints import problems_of
-from megalite.config.rule import Case
+from megalite.config.rule import Case, problems_of
 from megalite.config.rules import RULES
 from megalite.config.schema import Config, ModelConfig
 from megalite.config.settings import SETTINGS, with_values

@@ -31,7 +31,7 @@ import torch
 from torch.distributed import ProcessGroupGloo
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from megalite.errors.problems import Problem, UserError
+from megalite.errors.problems import Problem, UserError, refuse
 from megalite.launch.context import ParallelContext
 from megalite.launch.device import set_threads
 from megalite.launch.environment import ProcessEnvironment
@@ -62,8 +62,7 @@ def meet(
     and share a GPU. Raises one UserError, alike on all ranks, that holds the problems of all."""
     set_threads(environment)
     if environment.world_size == 1:
-        if problems:
-            raise UserError(problems)
+        refuse(problems)
         return ParallelContext(device=device)
     info = replace(RankInfo.of(environment.rank, device, {}, problems), gpu=None)  # `preflight` compares them
     store = rendezvous(environment, info, timeout_s=timeout_s)
@@ -288,9 +287,6 @@ def _in_words(error: Exception) -> str:
 
 
 def _of_node(ranks: Sequence[Measures]) -> Measures:
-    """The worst measure of its ranks, by name; the clock of the first."""
-    found: dict[str, Any] = {}
-    for name in dict.fromkeys(name for measures in ranks for name in measures):
-        values = [measures[name] for measures in ranks if name in measures]
-        found[name] = min(values) if name in LEAST else values[0]
-    return found
+    """The worst speeds of its ranks, and all else of the first that has it."""
+    speeds = {name: min(each[name] for each in ranks if name in each) for each in ranks for name in LEAST & each.keys()}
+    return {name: value for each in reversed(ranks) for name, value in each.items()} | speeds

@@ -179,7 +179,7 @@ ROWS = [
     Row(
         "another program's as start weights",
         "run_dir=new checkpoint.init_from=theirs/checkpoints/step-00000001",
-        ["checkpoint.init_from=", "holds no config.json", "save_pretrained"],
+        ["checkpoint.init_from=", "there is no ", "save_pretrained"],
         folder_of_another_program,
     ),
     Row(

@@ -83,7 +83,7 @@ ROWS = [
         "model._target_=torch.load",
         ["model._target_='torch.load': unknown setting", "model.activation=swiglu"],
     ),
-    Row("nothing to read", "data=text", ["data.path=null", "data=text needs to be told", "data.path=book.txt"]),
+    Row("nothing to read", "data=text", ["data.path=null", "data=text needs to be told", "as data.path=FOLDER"]),
     Row(
         "values left open",
         "train.steps=??? data=text data.path=???",
@@ -118,13 +118,13 @@ ROWS = [
     Row(
         "run_dir is among the data",
         "data=text data.path=books run_dir=books/run",
-        ["run_dir='books/run': it is inside data.path=books", "change its own data", "a run_dir elsewhere"],
+        ["run_dir='books/run': the run would write into its own data, data.path=books", "run_dir=PATH elsewhere"],
         text_with_a_run_inside,
     ),
     Row(
         "the default run_dir is among the data",
         "data=text data.path=.",
-        ["run_dir=", "runs/", "inside data.path=.", "data.path='*.txt'"],
+        ["run_dir=", "runs", "write into its own data, data.path=.", "data.path='*.txt'"],
         file("a.txt", b"some text " * 90),
     ),
     Row("a negative seed", "seed=-1", ["seed=-1: must be at least 0, at most 9223372036854775807"]),

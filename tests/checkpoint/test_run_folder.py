@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import yaml
 
-from megalite.checkpoint.resume_rules import compare, flatten
+from megalite.checkpoint.resume_rules import compare
 from megalite.checkpoint.run_folder import RunFolder, RunLock
 from megalite.checkpoint.store import save
 from megalite.config.schema import Config
-from megalite.config.settings import as_plain
+from megalite.config.settings import as_plain, leaves
 from megalite.errors.problems import UserError
 from megalite.launch.context import ParallelContext
 from tests.checkpoint.samples import SINGLE, cut, files_below, values, whole
@@ -101,7 +101,7 @@ def test_every_architecture_setting_of_the_model_is_fixed() -> None:
     saved = settings()
     saved["model"]["moe"]["num_experts"] = saved["model"]["rope_scaling_factor"] = 8  # else the others say nothing
     free = set()
-    for field, value in flatten(saved["model"]).items():
+    for field, value in leaves(saved["model"]).items():
         other = deepcopy(saved)
         *groups, last = field.split(".")
         reduce(dict.__getitem__, groups, other["model"])[last] = f"not {value}"
@@ -219,14 +219,6 @@ def test_the_lock_of_a_killed_job_is_taken_over_at_once(tmp_path: Path, other_jo
     assert folder.lost() is None
     assert str(os.getpid()) in (tmp_path / "run" / "lock").read_text()
     folder.close()
-
-
-def test_a_job_in_this_very_process_is_refused_too_and_close_lets_it_in(tmp_path: Path) -> None:
-    first = start(tmp_path)
-    assert f"pid {os.getpid()}, started" in refusal(tmp_path)
-    first.close()
-    first.close()
-    start(tmp_path).close()
 
 
 def write_foreign_lock(path: Path) -> None:

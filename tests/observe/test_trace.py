@@ -30,41 +30,42 @@ def milliseconds(parts: dict[str, float]) -> dict[str, float]:
     return {part: round(1000 * seconds, 6) for part, seconds in parts.items()}
 
 
-def test_on_a_cpu_an_operation_that_communicates_is_waited_for() -> None:
-    events = [
-        *STEP,
-        span("_c10d_functional::all_reduce", 12, 14, "cpu_op"),
-        span("c10d::allreduce_", 12.5, 13.5, "cpu_op"),  # inside it
-        span("_c10d_functional::wait_tensor", 28, 31, "cpu_op"),  # one millisecond of it in backward
-        span("c10d::allreduce_", 71, 79, "cpu_op"),  # where it counts already
-        span("aten::mm", 14, 20, "cpu_op"),
-        span("gloo:all_reduce", 40, 60, "cpu_op", thread=2),  # beside computing
-        {"ph": "M", "name": "process_name"},
-    ]
-    split = time_split(events)
+CPU = [
+    span("_c10d_functional::all_reduce", 12, 14, "cpu_op"),
+    span("c10d::allreduce_", 12.5, 13.5, "cpu_op"),  # inside it
+    span("_c10d_functional::wait_tensor", 28, 31, "cpu_op"),  # one millisecond of it in backward
+    span("c10d::allreduce_", 71, 79, "cpu_op"),  # where it counts already
+    span("aten::mm", 14, 20, "cpu_op"),
+    span("gloo:all_reduce", 40, 60, "cpu_op", thread=2),  # beside computing
+    {"ph": "M", "name": "process_name"},
+]
+DEVICE = [
+    *(
+        span(it["name"], it["ts"] / MS + 2, (it["ts"] + it["dur"]) / MS + 2, "gpu_user_annotation", 7)
+        for it in STEP[1:]
+    ),
+    span("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 15, 20, "kernel", 8),
+    span("gemm", 12, 18, "kernel", 7),  # of the five only two are waited for
+    span("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL", 40, 45, "kernel", 8),
+    span("Memcpy DtoD", 44, 46, "gpu_memcpy", 7),
+    span("c10d::allreduce_", 12, 14, "cpu_op"),  # its host does not wait
+]
+
+
+@pytest.mark.parametrize(
+    ("events", "parts", "inside"),
+    [(CPU, (5, 16, 39, 0, 15, 18, 7), (4, 1)), (DEVICE, (5, 18, 36, 0, 16, 18, 7), (2, 4))],
+    ids=["cpu", "cuda"],
+)
+def test_what_communicates_and_is_waited_for_is_communication(
+    events: list[dict[str, Any]], parts: tuple[int, ...], inside: tuple[int, int]
+) -> None:
+    """On a CPU an operation is waited for, on a device a kernel that nothing else runs beside. A device's parts are
+    its own: it runs behind the host."""
+    split = time_split([*STEP, *events])
     assert split["wall_s"] == pytest.approx(0.1)
-    assert milliseconds(split["parts"]) == dict(zip(STEP_PARTS, (5, 16, 39, 0, 15, 18, 7), strict=True))
-    assert milliseconds(split["inside"]) == {"forward": 4, "backward": 1}
-
-
-def test_on_a_device_kernels_that_nothing_else_runs_beside_are_waited_for() -> None:
-    """The parts are the device's own: it runs behind the host."""
-    device = [
-        span(one["name"], one["ts"] / MS + 2, (one["ts"] + one["dur"]) / MS + 2, "gpu_user_annotation", 7)
-        for one in STEP[1:]
-    ]
-    events = [
-        *STEP,
-        *device,
-        span("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 15, 20, "kernel", 8),
-        span("gemm", 12, 18, "kernel", 7),  # of the five only two are waited for
-        span("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL", 40, 45, "kernel", 8),
-        span("Memcpy DtoD", 44, 46, "gpu_memcpy", 7),
-        span("c10d::allreduce_", 12, 14, "cpu_op"),  # its host does not wait
-    ]
-    split = time_split(events)
-    assert milliseconds(split["inside"]) == {"forward": 2, "backward": 4}
-    assert milliseconds(split["parts"]) == dict(zip(STEP_PARTS, (5, 18, 36, 0, 16, 18, 7), strict=True))
+    assert milliseconds(split["parts"]) == dict(zip(STEP_PARTS, parts, strict=True))
+    assert milliseconds(split["inside"]) == {"forward": inside[0], "backward": inside[1]}
 
 
 def test_a_trace_without_labels_is_refused() -> None:
