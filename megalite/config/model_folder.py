@@ -85,10 +85,8 @@ def folder_problem(path: Path, rule: str) -> Problem:
 def _misfits(family: Family, found: Mapping[str, Any]) -> Iterator[Misfit]:
     """Keys that are missing, or whose values are of another type than their settings or out of bounds."""
     for key, kind in STRUCTURES.items():
-        value = found.get(key)
-        if not isinstance(value, kind | None) or (
-            kind is list and any(isinstance(one, list | dict) for one in value or ())
-        ):
+        value: Any = found.get(key)
+        if not isinstance(value, kind | None) or (kind is list and any(isinstance(one, list) for one in value or ())):
             yield key, value, "must be an object" if kind is dict else "must be a list of plain values"
             return
     yield from _values_that_misfit(found, family.names(found), family.absent)
