@@ -85,8 +85,9 @@ def folder_problem(path: Path, rule: str) -> Problem:
 def _misfits(family: Family, found: Mapping[str, Any]) -> Iterator[Misfit]:
     """Keys that are missing, or whose values are of another type than their settings or out of bounds."""
     for key, kind in STRUCTURES.items():
-        value: Any = found.get(key)
-        if not isinstance(value, kind | None) or (kind is list and any(isinstance(one, list) for one in value or ())):
+        value = found.get(key)
+        parts: list[Any] = value if isinstance(value, list) else []
+        if not isinstance(value, kind | None) or any(isinstance(part, list | dict) for part in parts):
             yield key, value, "must be an object" if kind is dict else "must be a list of plain values"
             return
     yield from _values_that_misfit(found, family.names(found), family.absent)
