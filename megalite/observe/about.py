@@ -18,7 +18,7 @@ from megalite.config.step_plan import batch_ramp
 from megalite.errors.words import several
 from megalite.launch.device import name_of
 from megalite.launch.environment import launch_command, read_environment
-from megalite.layout.summary import header_lines
+from megalite.layout.ranks import header_lines
 from megalite.model.flops import active_parameters, flops_per_token, parameter_count
 from megalite.observe.report.write import LiveReport
 from megalite.observe.run_data import read_run

@@ -6,9 +6,8 @@ from dataclasses import asdict
 from textwrap import wrap
 
 from megalite.errors.words import several
-from megalite.layout.ranks import DENSE_AXES, EXPERT_AXES, ParallelLayout
+from megalite.layout.ranks import DENSE_AXES, EXPERT_AXES, ParallelLayout, header_lines
 from megalite.layout.stages import StageLayers
-from megalite.layout.summary import header_lines
 from megalite.plan.picture import LETTER, Picture
 
 SETS = {  # of axes whose groups are listed
