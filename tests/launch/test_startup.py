@@ -210,9 +210,10 @@ def test_a_restart_takes_nothing_for_its_own_of_what_dead_ranks_left_in_torchrun
 def test_a_restart_does_not_count_on_a_rank_that_died_before_all_had_come(
     dead: int, agent_store: HashStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr("megalite.launch.rendezvous.wait_until", interrupt)
-        rendezvous(environment(dead, 2, 1), info(dead), timeout_s=20, store=agent_store)
+        with pytest.raises(KeyboardInterrupt):
+            rendezvous(environment(dead, 2, 1), info(dead), timeout_s=20, store=agent_store)
     assert _attempt(agent_store, [1, 0]) == [[], []]
 
 
