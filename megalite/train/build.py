@@ -6,12 +6,13 @@ before a step.
 
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypedDict
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
@@ -47,9 +48,10 @@ from megalite.optim.optimizer import Optimizer, make_optimizer
 from megalite.optim.rank_buffers import rank_buffers, records_of
 from megalite.optim.zero import GradientSync, ParameterGather, ReplicaGroups
 from megalite.pipeline.actions import Schedule
-from megalite.pipeline.executor import Executor, P2PGroups
+from megalite.pipeline.executor import Executor
 from megalite.pipeline.microbatch_graph import MicrobatchGraph
 from megalite.pipeline.schedules import build_schedule, forward_only
+from megalite.pipeline.transfers import Direction
 from megalite.tensor_parallel.collectives import TensorGroup
 from megalite.tensor_parallel.shared_memory import share_memory
 from megalite.train.clock import StepClock
@@ -258,9 +260,9 @@ def _executor(
 ) -> Executor:
     pipeline, schedule = config.parallel, config.parallel.schedule
     forward, backward = context.group("pp-forward"), context.group("pp-backward")
-    links = P2PGroups(context.coordinates["pp"])
+    groups: dict[Direction, dist.ProcessGroup] = {}
     if forward is not None and backward is not None:
-        links = replace(links, groups={"forward": forward, "backward": backward})
+        groups = {"forward": forward, "backward": backward}
 
     def training(microbatches: int) -> Schedule:
         group_size = pipeline.microbatch_group_size
@@ -270,4 +272,5 @@ def _executor(
         return forward_only(pipeline.pp, pipeline.vpp, microbatches)
 
     graph = MicrobatchGraph(chunks[0]) if config.train.cuda_graph else None
-    return Executor(chunks, links, training, evaluation, sync.expect_last, clock.switch, graph)
+    rank = context.coordinates["pp"]
+    return Executor(chunks, rank, groups, training, evaluation, sync.expect_last, clock.switch, graph)
