@@ -9,7 +9,7 @@ logging). All of it is reported, so that no change goes unnoticed.
 from collections.abc import Mapping
 from typing import Any
 
-from megalite.config.settings import flat, yaml_value
+from megalite.config.settings import leaves, yaml_value
 from megalite.errors.problems import Problem
 from megalite.errors.words import plain
 
@@ -29,7 +29,7 @@ _UNREMARKABLE = (
 
 def compare(saved: Mapping[str, Any], current: Mapping[str, Any]) -> tuple[list[Problem], list[str]]:
     """All refused differences, and the allowed ones in words. Settings that only one side knows are passed over."""
-    before, now = flat(saved), flat(current)
+    before, now = leaves(saved), leaves(current)
     problems, changes = [], []
     grows = before.get(_LENGTH, 0) < now.get(_LENGTH, 0)
     if grows and now.get(_RAMP) is not None:

@@ -120,7 +120,7 @@ ROWS = [
     Row(
         "run_dir may not be written",
         "run_dir=new/run",
-        ["run_dir='new/run'", "cannot be written: Permission denied", "a folder where you may write"],
+        ["run_dir='new/run'", "cannot be written: Permission denied", "where you may write"],
         not_writable,
     ),
     Row(

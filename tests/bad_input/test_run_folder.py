@@ -203,7 +203,6 @@ def test_a_start_that_a_full_disk_refuses_leaves_nothing(
         assert tree(launch_folder) == held
         disk.room = len(refusals)
     assert status == 1, "it trains, and cannot save"
-    assert len(refusals) > 9
     assert [name for name in ("lock", "run.json", "rank-00000.log", "events.jsonl") if name not in str(refusals)] == []
 
 

@@ -45,7 +45,7 @@ REFUSED: list[tuple[Sequence[str], dict[str, str], list[str]]] = [
     (["data=text"], {}, ["data.path"]),
     (["--multirun", "seed=1,2", "zzz=1"], {}, ["zzz=1"]),
     (["--cfg", "job", "zzz=1"], {}, ["zzz"]),
-    (["--run", "--cfg", "job"], {}, ["--run: cannot be given with --cfg"]),
+    (["--run", "--cfg", "job"], {}, ["--cfg/-c: not allowed with argument --run"]),
     (["train.steps=x"], {"WORLD_SIZE": "2"}, ["4 problems", "RANK", "MASTER_ADDR", "MASTER_PORT", "train.steps"]),
     (["wandb.api_key=CLISECRET"], {}, ["secret"]),
 ]
@@ -205,5 +205,4 @@ def test_ctrl_c_before_the_start_ends_with_130_and_no_traceback(tmp_path: Path) 
     assert process.stdout.readline() == "importing\n"
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=20)
-    assert process.returncode == 130
-    assert errors.startswith("megalite: ended by SIGINT after ")
+    assert (process.returncode, "Traceback" in errors) == (130, False)

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 
 from megalite.config.compose import load_config
 from megalite.config.schema import CheckpointConfig, Config
-from megalite.config.settings import GROUPS, SETTINGS, as_plain, flat, leaves, value_of, with_values, yaml_value
+from megalite.config.settings import GROUPS, SETTINGS, as_plain, leaves, value_of, with_values, yaml_value
 
 ROOT = Path(__file__).parents[2]
 OTHER_VALUES = {
@@ -43,7 +43,7 @@ def test_every_setting_is_written_read_and_changed_by_its_name() -> None:
         assert value_of(changed, name) == other(name)
         plain = as_plain(changed)
         assert reduce(dict.__getitem__, name.split("."), plain) == other(name)
-        assert with_values(Config(), flat(yaml.safe_load(yaml.safe_dump(plain)))) == changed
+        assert with_values(Config(), leaves(yaml.safe_load(yaml.safe_dump(plain)))) == changed
 
 
 def test_what_is_written_holds_every_setting_nothing_else_and_shares_nothing_with_the_config() -> None:
