@@ -101,5 +101,5 @@ def ranks_picture(layout: ParallelLayout, ranks_per_node: int, experts: int = 0)
         for at, word in enumerate(about, 1):
             picture.text(x + WIDE / 2, y + LINE * at, word, "mid strong" if at == 1 else "mid")
     picture.height = 18 * len(lines) + -(-len(words) // in_node) * (tall + 10)
-    picture.width = max(LEFT + wide, LETTER * max(map(len, lines)))
+    picture.width = max(LEFT + wide, LETTER * max(map(len, lines)), 640.0)  # a page shows it no smaller
     return picture
