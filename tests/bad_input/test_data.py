@@ -39,7 +39,7 @@ ROWS = [
     ),
     Row("truncated tokens", " ".join(TOKENS), ["corpus.bin", "has 8,000 bytes", "describes 10,000"], truncated_corpus),
     Row("tokens without a vocabulary", "data=tokens data.path=corpus", ["model.vocab_size=null", "set it"], corpus),
-    Row("a small vocabulary", "model.vocab_size=100", ["=100", "tokenizer=byte, 257", "model.vocab_size=null"]),
+    Row("a small vocabulary", "model.vocab_size=100", ["=100", "257 tokens of the tokenizer", "model.vocab_size=null"]),
     Row("no tokenizer's folder", "tokenizer=./none", ["'./none'", "no folder", "transformers tokenizer"]),
     Row(
         "hub names without network",
