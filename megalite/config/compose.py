@@ -118,15 +118,12 @@ def _read(arguments: Namespace) -> Reading:
     setup_globals()  # ${now:...}
     read = (collect(partial(read_override, text, files), problems) for text in arguments.overrides)
     overrides = [override for override in read if override is not None]
-    choices = {each.get_key_element(): str(each.value()) for each in overrides if choices_of(each, files)}
+    choosing = [override for override in overrides if choices_of(override, files)]
+    choices = {each.get_key_element(): str(each.value()) for each in choosing}
     found = collect(partial(composed, files, choices), problems)
     by_files = {name: (found or {}).get(name, setting.default) for name, setting in SETTINGS.items()}
-    by_command = {
-        name: value
-        for override in overrides
-        if override.get_key_element() not in choices
-        for name, value in assignments(override).items()
-    }
+    setting_ones = [override for override in overrides if override not in choosing]
+    by_command = {name: value for each in setting_ones for name, value in assignments(each).items()}
     named = {name for override in overrides for name in _settings_named(override)}
     if by_files["tokenizer"] == SETTINGS["tokenizer"].default and "tokenizer" not in by_command:
         named.discard("tokenizer")  # a recipe that does not speak of it leaves it to the weights

@@ -3,7 +3,6 @@
 import multiprocessing.spawn
 import os
 import resource
-import shutil
 import subprocess
 import sys
 import time
@@ -45,13 +44,6 @@ def test_a_full_disk_ends_neither_training_nor_the_last_checkpoint(
     assert "the state of step 4 is not saved; the newest is of step 1" in said.err
     assert view.add.call_args.args[0]["status"] == 1
     assert [path.name for path in (launch_folder / "run" / "checkpoints").iterdir()] == ["step-00000001"]
-
-
-def test_files_of_a_run_that_are_in_the_way_are_refused(launch_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert pretrain_gpt.main([*SMALL, "run_dir=run"]) == 0
-    shutil.rmtree(launch_folder / "run" / "logs")
-    (launch_folder / "run" / "logs").write_text("mine")
-    assert "rank-00000.log': cannot be written" in refused(capfd, [*SMALL, "run_dir=run", "train.steps=9"])
 
 
 def test_a_refusal_on_the_way_keeps_what_was_learned(launch_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -37,11 +37,6 @@ def test_batches_grow_at_equal_distances_in_samples() -> None:
     assert sizes(train, 11) == [2] * 5 + [4] * 3 + [6] * 2 + [8]  # which begin at samples 0, 10, 22 and 34
 
 
-def test_without_a_ramp_every_batch_is_full() -> None:
-    assert sizes(TrainConfig(global_batch_size=6), 4) == [6] * 4
-    assert list(ramp_sizes(TrainConfig(global_batch_size=6))) == [6]
-
-
 @given(ramps(), st.integers(0, 1000))
 def test_a_batch_is_as_large_as_megatrons_at_the_same_sample(train: TrainConfig, first: int) -> None:
     """Its `--rampup-batch-size`, with fractions in place of its floats."""
@@ -53,14 +48,6 @@ def test_a_batch_is_as_large_as_megatrons_at_the_same_sample(train: TrainConfig,
     for_each_increment = Fraction(samples, (full - start) // increment)
     size = full if first > samples else start + int(first / for_each_increment) * increment
     assert batch_ramp(train).size(first) == size
-
-
-@given(ramps())
-def test_sizes_are_those_that_may_occur_and_end_full(train: TrainConfig) -> None:
-    found = sizes(train, 600)
-    assert found == sorted(found)
-    assert (found[0], found[-1]) == (batch_ramp(train).sizes[0], train.global_batch_size)
-    assert set(found) <= set(ramp_sizes(train))
 
 
 @given(ramps(), st.integers(0, 100), st.integers(0, 100))
