@@ -91,7 +91,7 @@ def _is_graph(config: Config, context: ParallelContext) -> bool:
     model, train, device = config.model, config.train, context.device
     if (asked := value_of(config, CUDA_GRAPH)) is not None:
         return bool(asked)
-    if device.type == "cpu" or any(graph_obstacles(config, context.layout.world_size)):
+    if device.type == "cpu" or any(row[0] for row in graph_obstacles(config, context.layout.world_size)):
         return False
     peak = peak_flops(torch.cuda.get_device_name(device), str(context.dtype).removeprefix("torch."))
     tokens = train.micro_batch_size * train.seq_length
