@@ -185,12 +185,12 @@ ROWS = [
     Row(
         "a run as start weights",
         "run_dir=new checkpoint.init_from=run",
-        ["checkpoint.init_from='run'", "the folder of a run", "megalite export run OUT", "run_dir=run"],
+        ["checkpoint.init_from='run'", "must be the folder of a transformers model", "run_dir"],
     ),
     Row(
         "a pickle",
         "run_dir=new checkpoint.init_from=model.pt",
-        ["checkpoint.init_from='model.pt'", "is a file", "can run code", "model.safetensors"],
+        ["checkpoint.init_from='model.pt'", "must be the folder of a transformers model", "save_pretrained"],
         pickled_model,
     ),
     Row(

@@ -69,13 +69,6 @@ def test_the_default_is_the_tiny_model() -> None:
     assert (tiny.activation, tiny.norm, tiny.position, tiny.tie_embeddings) == ("swiglu", "rmsnorm", "rope", True)
 
 
-def test_qwen_s_heads_are_wider_than_the_model_over_its_heads_and_llama_3_is_unscaled() -> None:
-    model = load_config(["model=qwen3_0_6b"], 1).model
-    assert (model.head_size, model.hidden_size, model.num_attention_heads, model.qk_norm) == (128, 1024, 16, True)
-    model = load_config(["model=llama3_8b"], 1).model
-    assert (model.rope_theta, model.rope_scaling_factor) == (500000, 1)
-
-
 @pytest.mark.parametrize("source", ["stdlib", "text", "hf", "tokens"])
 def test_a_data_preset_sets_its_source(source: str) -> None:
     config = load_config([f"data={source}", *(["data.path=a"] if source != "stdlib" else [])], 1)

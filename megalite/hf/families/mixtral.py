@@ -34,10 +34,10 @@ class ExpertFamily(RotaryFamily):
 class Mixtral(ExpertFamily):
     title, model_type, architecture = "Mixtral", "mixtral", "MixtralForCausalLM"
     keys = {
+        **RotaryFamily.keys,
         "moe.num_experts": "num_local_experts",
         "moe.top_k": "num_experts_per_tok",
         "moe.ffn_hidden_size": "intermediate_size",
-        **RotaryFamily.keys,
     }
     absent = {**RotaryFamily.absent, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
     only = {"hidden_act": "silu", "sliding_window": None, "attention_bias": False}

@@ -12,10 +12,10 @@ class Qwen3MoE(ExpertFamily):
     title, model_type, architecture = "Qwen3-MoE", "qwen3_moe", "Qwen3MoeForCausalLM"
     qk_norm = True
     keys = {
+        **RotaryFamily.keys,
         "moe.num_experts": "num_experts",
         "moe.top_k": "num_experts_per_tok",
         "moe.ffn_hidden_size": "moe_intermediate_size",
-        **RotaryFamily.keys,
     }
     absent = {
         **RotaryFamily.absent,
