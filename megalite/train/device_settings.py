@@ -76,7 +76,7 @@ def derive_device(
         "train.compile": compiles,
         ASYNC_TP: bool(config.parallel.async_tp) and group is not None,
     }
-    graph = config.train.cuda_graph
+    graph = value_of(config, CUDA_GRAPH)
     if graph is None:
         graph = is_cuda and not any(graph_obstacles(config, context.layout.world_size)) and is_small(config, context)
     return with_values(config, {**chosen, CUDA_GRAPH: graph})

@@ -226,9 +226,8 @@ def restore(job: Job, found: Found) -> None:
     if length != train.seq_length:
         job.progress.samples = samples_when_longer(consumed, length, train.seq_length)
         over = job.progress.samples * train.seq_length - consumed * length
-        job.log.note(
-            f"the data goes on behind the first {consumed * length:,} tokens of its order, {over:,} passed over"
-        )
+        words = f"{consumed * length:,} tokens of its order; {over:,} are passed over"
+        job.log.note(f"the data goes on behind the first {words}")
     old = rate_after(found.step, state.config, as_record(LearningRateConfig, state.config["lr"], found.path / STATE))
     new = rate_after(found.step, as_plain(job.config), job.config.lr)
     if not math.isclose(old, new, rel_tol=1e-6):
