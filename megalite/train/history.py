@@ -41,31 +41,24 @@ StepPart = Literal["data", "forward", "backward", "exchange", "communication", "
 STEP_PARTS: tuple[StepPart, ...] = ("data", "forward", "backward", "exchange", "communication", "optimizer", "other")
 METRICS, EVENTS, PIPELINE = "metrics.jsonl", "events.jsonl", "pipeline.jsonl"
 ENDS = ("stopped", "finished", "failed")
-NEEDED = {  # by kind: what its readers compute with
+NEEDED = {  # by kind of event: what its readers compute with
     "checkpoint": ("bytes", "seconds", "stall_s"),
     "ranks": ("memory_gib", "compute_s"),
     "straggler": ("rank", "host", "times"),
     "sample": ("prompt", "text"),
 }
-EVENT_TYPES: dict[str, Any] = {  # of an event's values, by name
+TYPES: dict[str, Any] = {  # of values, by name; all others of a line of metrics are numbers
     **dict.fromkeys(("time", "seconds", "stall_s", "times", "share", "loss", "grad_norm"), float),
-    **dict.fromkeys(("step", "bytes", "rank", "ranks_per_node", "status"), int),
+    **dict.fromkeys(("step", "tokens", "bad_steps", "bytes", "rank", "ranks_per_node", "status"), int),
     **dict.fromkeys(("kind", "host", "prompt", "text", "message", "folder", "command", "device", "by"), str),
     **dict.fromkeys(("overrides", "hosts", "changes"), list[str]),
-    **dict.fromkeys(("memory_gib", "compute_s"), list[float]),
-    "about": list[list[str]],
+    **dict.fromkeys(("memory_gib", "compute_s"), float | list[float]),
+    **dict.fromkeys(("mfu", "mfu_causal", "val_bits_per_byte", "loss_scale"), float | None),  # where it is known
     "versions": dict[str, str],
-    "layout": dict[str, Any],
-    "loss_scale": float | None,
-}
-_UNKNOWN = ("mfu", "mfu_causal", "val_bits_per_byte")  # null where that cannot be worked out
-METRIC_TYPES: dict[str, Any] = {  # of a record's values; all others are numbers
-    "step": int,
-    "tokens": int,
-    "bad_steps": int,
     "time_split": dict[str, float],
     "moe": dict[str, float | list[list[int]]],
-    **dict.fromkeys(_UNKNOWN, float | None),
+    "about": list[list[str]],
+    "layout": dict[str, Any],
 }
 
 Note = Callable[[str], object]  # prints a line for the user
@@ -106,14 +99,13 @@ def changes(folder: Path, record: Mapping[str, Any], step: int) -> list[str]:
 
 def _is_record(found: dict[str, Any]) -> bool:
     is_record = "step" in found and ("loss" in found or "val_loss" in found)
-    return is_record and all(fits(value, METRIC_TYPES.get(name, float)) for name, value in found.items())
+    return is_record and all(fits(value, TYPES.get(name, float)) for name, value in found.items())
 
 
 def _is_event(found: dict[str, Any]) -> bool:
     needed = {"time", "step", "kind", *NEEDED.get(str(found.get("kind")), ())}
-    if not needed <= found.keys() or not all(fits(value, EVENT_TYPES.get(name, Any)) for name, value in found.items()):
-        return False
-    return 0 <= found["time"] < LATEST and all(len(row) == 2 for row in found.get("about", ()))
+    is_event = needed <= found.keys() and all(fits(value, TYPES.get(name, Any)) for name, value in found.items())
+    return is_event and 0 <= found["time"] < LATEST and all(len(row) == 2 for row in found.get("about", ()))
 
 
 def _finite(text: str, kind: type = float) -> Any:

@@ -1,11 +1,9 @@
-"""The record of a run: its files, its views, and a log of each rank.
+"""The record of a run: its files, its views, and a log file of each rank.
 
 Rank 0 writes metrics.jsonl, events.jsonl and pipeline.jsonl, which are the interface: every view (terminal, report,
 trackers) is given the same records, in the same order. A record is the metrics of a step (StepMetrics.to_json), an
 evaluation (with `val_loss`) or an event, which has a `kind`; history.py lists the kinds and reads the files. What
 cannot be written (a full disk) is reported once, until it can be written again; it never ends the run.
-
-Every rank keeps a log file, for what a terminal cannot keep: who ran where, and what went wrong.
 """
 
 import faulthandler
@@ -13,8 +11,8 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -35,10 +33,9 @@ Record = dict[str, Any]
 
 
 class View(Protocol):
-    """Shows a run on rank 0: the terminal, the report, trackers. An error of a view is reported once, by the view's
-    name, until it works again."""
+    """Shows a run on rank 0: the terminal, the report, trackers."""
 
-    name: str
+    name: str  # by which an error of the view is reported, once until it works again
 
     def add(self, record: Record) -> None:
         """The record is in its file. The last one of a run is an event of a kind in history.ENDS, with the exit status;
@@ -63,9 +60,7 @@ class RunLog:
     def open(self, job: "Job", open_views: Callable[["Job", Note], Sequence[View]]) -> None:
         """Continue the record in the run's folder. UserError where that cannot be."""
         folder, context, step = job.folder.path, job.context, job.progress.step
-        with writing(path := folder / "logs" / f"rank-{context.rank:05d}.log"):
-            path.parent.mkdir(exist_ok=True)
-            self._log = open_to_append(path)
+        self._log = open_record(folder / "logs" / f"rank-{context.rank:05d}.log")
         faulthandler.enable(self._log)  # a crashing interpreter leaves its stacks there, too
         place = f"rank {context.rank} of {context.world_size} on {socket.gethostname()}, process {os.getpid()}"
         self._write(f"{place}, {context.device}, {context.dtype}, torch's threads: {torch.get_num_threads()}")
@@ -141,25 +136,15 @@ class RunLog:
 def open_record(path: Path, note: Note = print, *, last_step: int | None = None) -> TextIO:
     """A file of JSON lines to append to. With `last_step` only records of steps up to it stay, and `note` names lines
     that are none. UserError where that cannot be."""
-    with writing(path):
+    try:
         if last_step is not None:
-            records, content = read_metrics(path, note), path.read_bytes() if path.is_file() else b""
-            if content and not records and (content[:1] != b"{" or b"\n" in content):  # else a killed run has begun it
-                raise UserError(Problem("run_dir", str(path), "it holds no record of a run", IN_THE_WAY))
-            open_to_append(path).close()  # refuses what is no file of its own, before that is replaced
-            kept = [record for record in records if record["step"] <= last_step]
+            kept = [record for record in read_metrics(path, note) if record["step"] <= last_step]
             write_atomically(path, "".join(f"{json.dumps(record)}\n" for record in kept).encode())
+        path.parent.mkdir(exist_ok=True)
         file = open_to_append(path)
         if path.read_bytes()[-1:] not in (b"", b"\n"):
             file.write("\n")  # what a killed run had begun stays a line of its own
         return file
-
-
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turns the OSError of a file that cannot be written into a UserError that names it."""
-    try:
-        yield
     except OSError as error:
         rule = f"cannot be written: {error.strerror}"
         raise UserError(Problem("run_dir", str(path), rule, of_system(error, IN_THE_WAY))) from error
