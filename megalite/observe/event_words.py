@@ -34,9 +34,7 @@ def words_of(event: Mapping[str, Any]) -> str:
             costs = f", which costs {readable.percent(event['share'])} of each step" if "share" in event else ""
             return f"rank {rank} on {host} computes {times:.2f} times as long as others with the same work{costs}"
         case "profile":
-            shares = {part: spent / (event.get("wall_s") or 1) for part, spent in (event.get("parts") or {}).items()}
-            parts = ", ".join(f"{part} {readable.percent(share)}" for part, share in shares.items())
-            return f"profiled into {event.get('folder')}: {parts}"
+            return f"profiled into {event.get('folder')}"
         case "finished" | "stopped":
             by = [f"by {event.get('by')}"] if kind == "stopped" else []
             lost = ["its last state could not be saved"] if event.get("status") else []

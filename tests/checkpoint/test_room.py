@@ -16,7 +16,7 @@ from megalite.launch.device import DTYPES
 from megalite.train import setup
 from megalite.train.build import build_training
 from megalite.train.device_settings import derive_device
-from megalite.train.state import Progress, state_bytes, training_pieces
+from megalite.train.saving import Progress, state_bytes, training_pieces
 
 SMALL = 1000
 
