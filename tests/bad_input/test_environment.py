@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import pretrain_gpt
-from megalite.checkpoint.lock import RunLock, holder_of
+from megalite.checkpoint.run_folder import RunLock, holder_of
 from megalite.commands import train
 from megalite.launch.context import ParallelContext
 from tests.bad_input.launching import SMALL, TOKENS, Row, Scene, check, free_port, tree, write_corpus
@@ -133,7 +133,7 @@ ROWS = [
         "a run_dir that a live job writes to",
         "run_dir=run",
         [
-            f"it is in use by process {os.getpid()} on {socket.gethostname()}, since 20",
+            f"it is in use by another job: host {socket.gethostname()}, pid {os.getpid()}, started 20",
             "stop it, or set another run_dir",
         ],
         live_job,

@@ -116,18 +116,6 @@ def test_the_files_of_several_ranks_hold_boxes_by_name_and_offsets(tmp_path: Pat
     assert all(torch.equal(found[name], tensor) for name, tensor in values(3).items())
 
 
-def test_a_rank_that_writes_nothing_has_no_file(tmp_path: Path) -> None:
-    saved = run_ranks(save_one_tensor, 3, tmp_path)
-    assert sorted(f.name for f in saved[0].path.iterdir()) == ["manifest.json", "rank-00000.safetensors", "state.json"]
-    found = newest(tmp_path, SINGLE, no_report)
-    assert found is not None
-    assert list(found.manifest.tensors) == ["w"]
-
-
-def save_one_tensor(context: ParallelContext, folder: Path) -> Saved:
-    return save(folder, 1, [Piece("w", (2,), (0,), torch.ones(2))], {}, context, keep=1)
-
-
 def test_a_tensor_that_is_not_in_row_major_order_is_written_in_it(tmp_path: Path) -> None:
     values = torch.arange(12.0).view(3, 4)
     columns = Piece("w", (4, 3), (0, 0), values.t())
@@ -138,13 +126,6 @@ def test_a_tensor_that_is_not_in_row_major_order_is_written_in_it(tmp_path: Path
     assert found is not None
     found.read_into(pieces)
     assert equal(pieces, [columns, strided])
-
-
-def test_equal_states_make_equal_files(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        save(tmp_path / name, 1, whole(values(1)), STATE, SINGLE, keep=1)
-    contents = [{f.name: f.read_bytes() for f in (tmp_path / n / "step-00000001").iterdir()} for n in ("a", "b")]
-    assert contents[0] == contents[1]
 
 
 def test_nothing_in_an_empty_or_absent_folder(tmp_path: Path) -> None:
@@ -163,24 +144,6 @@ def test_any_layout_loads_into_any_other(tmp_path: Path, ranks: int) -> None:
     for layout in layouts:
         results = run_ranks(load_layouts, ranks, [*folders, tmp_path / "one" / "replicas"], layout, 5)
         assert all(all(of_rank) for of_rank in results), layout
-
-
-def test_what_four_ranks_saved_three_can_read(tmp_path: Path) -> None:
-    run_ranks(save_layout, 4, tmp_path, "flat", 2)
-    assert all(run_ranks(load_layout, 3, tmp_path, "flat", 2))
-
-
-def test_replicas_are_written_once_and_spread_over_the_ranks(tmp_path: Path) -> None:
-    many = [run_ranks(save_replicas, 4, tmp_path / "4")[0], save_replicas(SINGLE, tmp_path / "1")]
-    sizes = [sorted(f.stat().st_size for f in saved.path.glob("*.safetensors")) for saved in many]
-    assert len(sizes[0]) == 4
-    assert sum(sizes[0]) < 1.1 * sum(sizes[1])
-    assert max(sizes[0]) < 1.1 * min(sizes[0])
-
-
-def save_replicas(context: ParallelContext, folder: Path) -> Saved:
-    pieces = [Piece(f"w{i}", (4096,), (0,), torch.full((4096,), float(i))) for i in range(40)]
-    return save(folder, 1, pieces, {}, context, keep=1)
 
 
 def wrong_pieces() -> list[Piece]:

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -99,31 +100,16 @@ def test_a_full_disk_costs_lines_and_is_told_once_until_it_has_room_again(
     assert (tmp_path / "run" / "report.html").is_file()
 
 
-class Trackers:
-    """Keeps what it is given."""
-
-    name = "trackers"
-
-    def __init__(self) -> None:
-        self.lines: list[Any] = []
-        self.ends: list[int] = []
-
-    def add(self, line: Any) -> None:
-        self.lines.append(line)
-
-    def close(self) -> None:
-        self.ends.append(0)
-
-
 def test_trackers_get_what_is_in_the_files_in_their_order(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trackers = Trackers()
+    trackers = Mock()
     config = config_for(text, tmp_path / "run", sample_interval=8)
-    monkeypatch.setattr("megalite.observe.views.open_trackers", lambda *_: trackers)
+    monkeypatch.setattr("megalite.observe.about.open_trackers", lambda *_: trackers)
     assert start(config) == 0
-    records, events = ([it for it in trackers.lines if ("kind" in it) == wanted] for wanted in (False, True))
+    lines = [call.args[0] for call in trackers.add.call_args_list]
+    records, events = ([it for it in lines if ("kind" in it) == wanted] for wanted in (False, True))
     assert json.dumps(records) == json.dumps(read_metrics(tmp_path / "run" / "metrics.jsonl"))
     assert json.dumps(events) == json.dumps(read_events(tmp_path / "run" / "events.jsonl"))
     assert [it["step"] for it in events if it["kind"] == "sample"] == [8, 12]
-    assert trackers.ends == [0]
+    assert trackers.close.call_count == 1
