@@ -31,7 +31,7 @@ import torch
 from torch.distributed import ProcessGroupGloo
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from megalite.errors.problems import Problem, UserError
+from megalite.errors.problems import Problem, UserError, refuse
 from megalite.launch.context import ParallelContext
 from megalite.launch.device import set_threads
 from megalite.launch.environment import ProcessEnvironment
@@ -62,8 +62,7 @@ def meet(
     and share a GPU. Raises one UserError, alike on all ranks, that holds the problems of all."""
     set_threads(environment)
     if environment.world_size == 1:
-        if problems:
-            raise UserError(problems)
+        refuse(problems)
         return ParallelContext(device=device)
     info = replace(RankInfo.of(environment.rank, device, {}, problems), gpu=None)  # `preflight` compares them
     store = rendezvous(environment, info, timeout_s=timeout_s)

@@ -221,14 +221,6 @@ def test_the_lock_of_a_killed_job_is_taken_over_at_once(tmp_path: Path, other_jo
     folder.close()
 
 
-def test_a_job_in_this_very_process_is_refused_too_and_close_lets_it_in(tmp_path: Path) -> None:
-    first = start(tmp_path)
-    assert f"pid {os.getpid()}, started" in refusal(tmp_path)
-    first.close()
-    first.close()
-    start(tmp_path).close()
-
-
 def write_foreign_lock(path: Path) -> None:
     """A lock as a job on another host leaves it, with no kernel lock to be seen here."""
     lock = RunLock(path)

@@ -161,6 +161,10 @@ def test_kernels_of_attention_that_cannot_run_are_refused(
     first = SDPBackend.CUDNN_ATTENTION if kernels in ("auto", "cudnn") else SDPBackend.FLASH_ATTENTION
     assert tried == ([] if kernels == "flex" or not runs else [(first, dtype, heads)])
     assert activated == (["FA4"] if kernels == "fa4" and runs else [])
+    import torch._inductor.config as inductor
+
+    repeats = (inductor.deterministic, not inductor.dynamic_scale_rblock)  # kernels that are not chosen by time
+    assert repeats == (kernels == "flex",) * 2
 
 
 @pytest.fixture
@@ -171,42 +175,15 @@ def inductor_as_it_was() -> Iterator[None]:
         yield
 
 
-@pytest.mark.usefixtures("inductor_as_it_was")
-def test_runs_that_repeat_themselves_do_not_choose_kernels_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor takes no name that it does not know."""
-    import torch._inductor.config as inductor
-
-    _pretend_cuda(monkeypatch, 1)
-    found = []
-    for kernels in ("auto", "flex"):
-        with monkeypatch.context() as patch:
-            patch.setattr(F, "scaled_dot_product_attention", lambda q, *_, **__: q)
-            _zeros_on_cpu(patch)
-            patch.setattr(torch.cuda, "device", nullcontext)
-            use_attention(kernels, torch.device("cuda", 0), torch.bfloat16, (4, 2, 64))
-        found.append((inductor.deterministic, inductor.dynamic_scale_rblock))
-    assert found == [(False, True), (True, False)]
-
-
 def test_warnings_of_torch_that_are_not_the_users_are_not_printed() -> None:
-    """In torch's own words: inductor's advice as it is raised, and the one of the library of cuBLAS."""
-    from torch._inductor import compile_fx
-
-    with warnings.catch_warnings(record=True) as told, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "is_available", lambda: True)
-        patch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    foreign = ["Attempting to run cuBLAS, but there was no current CUDA context! Attempting to set the primary"]
+    foreign.append("TensorFloat32 tensor cores for float32 matrix multiplication available but not enabled.")
+    with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        compile_fx._warn_tf32_disabled.cache_clear()
-        compile_fx._warn_tf32_disabled()
-        assert [str(one.message)[:14] for one in told] == ["TensorFloat32 "]
         silence_foreign_warnings()
-        compile_fx._warn_tf32_disabled.cache_clear()
-        compile_fx._warn_tf32_disabled()
-        no_context = "Attempting to run cuBLAS, but there was no current CUDA context! Attempting to set the primary"
-        warnings.warn(no_context, UserWarning, stacklevel=1)
-        assert len(told) == 1
-        warnings.warn("of the user's own", UserWarning, stacklevel=1)
-        assert len(told) == 2
+        for words in (*foreign, "of the user's own"):
+            warnings.warn(words, UserWarning, stacklevel=1)
+    assert [str(one.message) for one in told] == ["of the user's own"]
 
 
 def test_a_run_tries_the_kernels_of_attention_with_its_dtype_and_the_heads_of_a_rank(

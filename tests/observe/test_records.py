@@ -71,20 +71,15 @@ def test_a_line_that_is_no_record_is_named_and_cut(damage: str, tmp_path: Path) 
     assert read_metrics(path, pytest.fail) == whole
 
 
-def test_what_a_killed_run_had_begun_stays_a_line_of_its_own(tmp_path: Path) -> None:
+def test_what_a_killed_run_had_begun_stays_a_line_of_its_own_and_a_folder_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_text('{"time": 1.0, "step": 3, "kind": "start"}\n{"time": 2.0, "st')
     events = open_record(path)
     events.write(json.dumps(event("resume", 3)) + "\n")
     assert [(it["kind"], it["step"]) for it in read_events(path)] == [("start", 3), ("resume", 3)]
     events.close()
-
-
-def test_a_file_that_cannot_be_continued_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
-    path.mkdir()
     with pytest.raises(UserError, match="move it away"):
-        open_record(path)
+        open_record(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,9 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from subprocess import PIPE
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from wandb.proto.wandb_internal_pb2 import Record
@@ -89,21 +88,14 @@ def sync_command(said: str) -> list[str]:
 def send(command: list[str], server: WandbServer, folder: Path, home: Path) -> None:
     variables = {**os.environ, **alone(home, WANDB_API_KEY=KEY, WANDB_BASE_URL=server.address)}
     variables = {name: value for name, value in variables.items() if value or not name.startswith("WANDB_")}
-    done = subprocess.run(
-        [sys.executable, "-m", "wandb", *command],
-        env=variables,
-        cwd=folder,  # wandb writes there
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    words = [sys.executable, "-m", "wandb", *command]  # which writes into its folder
+    done = subprocess.run(words, env=variables, cwd=folder, stderr=PIPE, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
 
 
-def records(content: bytes) -> Iterator[Record]:
+def records(path: Path) -> Iterator[Record]:
     """Of a .wandb file: the log format of LevelDB, blocks of 32 KiB with chunks of records, behind seven bytes."""
-    at, body = 7, b""
+    content, at, body = path.read_bytes(), 7, b""
     while at + 7 <= len(content):
         if (left := 32768 - at % 32768) < 7:
             at += left
@@ -115,31 +107,20 @@ def records(content: bytes) -> Iterator[Record]:
             body = b""
 
 
-def logged(content: bytes) -> list[dict[str, Any]]:
+def logged(path: Path) -> list[dict[str, Any]]:
     """The lines of a .wandb file, without what wandb adds, but for its step."""
-    histories = [record.history for record in records(content) if record.WhichOneof("record_type") == "history"]
+    histories = [record.history for record in records(path) if record.WhichOneof("record_type") == "history"]
     items = [{(it.key or "/".join(it.nested_key)): json.loads(it.value_json) for it in each.item} for each in histories]
     return [{name: it for name, it in line.items() if name == "_step" or name[0] != "_"} for line in items]
 
 
-def seconds(said: str, what: str) -> float:
-    return next(float(line.split()[-1]) for line in said.splitlines() if line.startswith(what))
-
-
-@dataclass(frozen=True)
-class Shown:
+class Shown(NamedTuple):
     folder: Path
     home: Path
     said: list[str]  # by each start
     server: WandbServer
-
-    @property
-    def identity(self) -> str:
-        return str(json.loads((self.folder / "wandb.json").read_text())["id"])
-
-    @property
-    def lines(self) -> list[dict[str, Any]]:
-        return self.server.history[self.identity]
+    identity: str
+    lines: list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
@@ -155,14 +136,18 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shown]:
     with WandbServer() as server:
         said.append(ended(started(folder, home, LINES, WANDB_API_KEY=KEY, WANDB_BASE_URL=server.address)))
         send([*sync_command(said[0]), *sync_command(said[1])[1:]], server, folder, home)
-        yield Shown(folder, home, said, server)
+        identity = str(json.loads((folder / "wandb.json").read_text())["id"])
+        yield Shown(folder, home, said, server, identity, server.history[identity])
 
 
 def test_each_start_tells_where_it_is_shown_and_asks_nothing(shown: Shown) -> None:
     """A server that does not answer costs its timeout once."""
     assert "wandb: no key is set up (wandb login)\nwandb: offline; to send it later: wandb sync " in shown.said[0]
-    assert seconds(shown.said[1], "recorded") < 0.1
-    assert seconds(shown.said[1], "finished") < 15
+    recorded, finished = (
+        float(found) for found in re.findall(r"^(?:recorded|finished) in (\S+)$", shown.said[1], re.M)
+    )
+    assert recorded < 0.1
+    assert finished < 15
     assert shown.said[1].count("cannot be sent now") == 1
     starts = sorted(str(path) for path in (shown.folder / "wandb").glob("offline-run-*"))
     assert sync_command(shown.said[1]) == ["sync", *starts]
@@ -180,10 +165,10 @@ def test_all_starts_are_one_run_that_holds_every_record_and_none_replaces_lines_
 
 
 def test_the_files_of_two_starts_without_a_network_are_one_run_that_goes_on(shown: Shown) -> None:
-    files = [path.read_bytes() for path in sorted(shown.folder.glob("wandb/offline-run-*/*.wandb"))]
-    runs = [record.run for content in files for record in records(content) if record.HasField("run")]
+    files = sorted(shown.folder.glob("wandb/offline-run-*/*.wandb"))
+    runs = [record.run for path in files for record in records(path) if record.HasField("run")]
     assert [(run.run_id, run.resume) for run in runs] == [(shown.identity, True)] * 2
-    lines = [line for content in files for line in logged(content)]
+    lines = [line for path in files for line in logged(path)]
     assert [line.pop("_step") for line in lines] == list(range(10))
     assert [line for line in lines if "loss" in line] == [*map(flat_values, RECORDS)] * 2
 
@@ -196,7 +181,7 @@ def test_a_start_counts_on_from_one_that_was_killed(shown: Shown, tmp_path: Path
     assert next_step(tmp_path, shown.identity) == 0
     for length in range(len(content) // 2, len(content) + 1, 211):
         torn.write_bytes(content[:length])
-        held = [line["_step"] for line in logged(content[:length])]
+        held = [line["_step"] for line in logged(torn)]
         assert next_step(tmp_path, shown.identity) >= max(held, default=-1) + 1
     assert next_step(tmp_path, shown.identity) == 10
 

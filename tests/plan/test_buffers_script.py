@@ -34,9 +34,6 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return said.err
 
 
-# --- the same as in training -------------------------------------------------------------------------------------
-
-
 def laid_out(context: ParallelContext, sections: dict[str, Any]) -> tuple[BufferLayout, tuple[OwnedRange, ...]]:
     from megalite.train.build import build_training
 
@@ -61,9 +58,6 @@ def test_every_rank_has_the_buffers_that_training_gives_it(world: ParallelLayout
     for rank, found in enumerate(run_ranks(laid_out, world.world_size, sections, layout=world, needs=needs)):
         buffers = rank_buffers(config, world, rank)
         assert (buffers.layout, buffers.owned) == found
-
-
-# --- tables ------------------------------------------------------------------------------------------------------
 
 
 def test_experts_have_axes_buckets_and_owners_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,7 +94,6 @@ def test_what_is_taken_for_granted_is_said(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     ("arguments", "owners"),
     [
-        ("--world-size 1", "rank 0 owns all of every bucket: the optimizer's state is not sharded"),
         ("--dp 2 optimizer.zero=0", "rank 0 owns all of every bucket: the optimizer's state is not sharded"),
         ("parallel.tp=2 --rank 3", "every bucket is cut into 2 slices, owned by the ranks 1, 3"),
         (
@@ -113,9 +106,6 @@ def test_owners_are_named(arguments: str, owners: str, capsys: pytest.CaptureFix
     assert owners in shown(capsys, *arguments.split())
 
 
-# --- mistakes ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
@@ -125,7 +115,6 @@ def test_owners_are_named(arguments: str, owners: str, capsys: pytest.CaptureFix
         ),
         (("--rank", "2"), ("--rank=2: there are 2 ranks, counted from 0",)),
         (("--world-size", "4", "--dp", "2"), ("--dp=2: follows from --world-size 4",)),
-        (("--world-size", "1", "parallel.tp=2"), ("world size=1: not a multiple of parallel.tp=2",)),
     ],
 )
 def test_what_cannot_be_laid_out_is_refused_all_at_once(

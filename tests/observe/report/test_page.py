@@ -190,20 +190,6 @@ def test_how_a_run_stands_is_what_its_newest_start_came_to(status: str, events: 
     assert next(text for text in page.texts if text in kinds) == status
 
 
-def test_torn_and_foreign_lines_are_passed_over_and_named(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", events=[event("finished", 40)])
-    for name in ("metrics.jsonl", "events.jsonl"):
-        with (run / name).open("a") as file:
-            file.write('[1, 2]\n"text"\n{"no": "step"}\n{"step": 41, "ki')
-    found = read_run(run)
-    assert found.end is not None
-    assert found.last["step"] == 40
-    for name in ("metrics.jsonl", "events.jsonl"):
-        count = len((run / name).read_text().splitlines())
-        named = f"{run / name}: no valid record in line {count - 3}, {count - 2}, {count - 1}; left out"
-        assert named in page_of(found).text
-
-
 @pytest.mark.parametrize("layout", [{"tp": "many"}, {"tp": -2}])
 def test_a_layout_that_is_none_costs_its_pictures(layout: dict[str, object], run: Path) -> None:
     found = read_run(run)
