@@ -6,12 +6,13 @@ before a step.
 
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypedDict
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
@@ -46,9 +47,10 @@ from megalite.optim.loss_scale import LossScale
 from megalite.optim.optimizer import Optimizer, make_optimizer
 from megalite.optim.rank_buffers import rank_buffers, records_of
 from megalite.optim.zero import GradientSync, ParameterGather, ReplicaGroups
-from megalite.pipeline.executor import Executor, P2PGroups
+from megalite.pipeline.executor import Executor
 from megalite.pipeline.microbatch_graph import MicrobatchGraph
 from megalite.pipeline.schedules import build_schedule, forward_only
+from megalite.pipeline.transfers import Direction
 from megalite.tensor_parallel.collectives import TensorGroup
 from megalite.tensor_parallel.shared_memory import share_memory
 from megalite.train.clock import StepClock
@@ -181,13 +183,14 @@ def build_training(config: Config, context: ParallelContext) -> Training:
         chunk.set_main_grads({name: main_grads[name] for name in chunk.main_grad_parameters})
         chunk.before_use = gather.wait_for
     forward, backward = context.group("pp-forward"), context.group("pp-backward")
-    links = P2PGroups(context.coordinates["pp"])
+    groups: dict[Direction, dist.ProcessGroup] = {}
     if forward is not None and backward is not None:
-        links = replace(links, groups={"forward": forward, "backward": backward})
+        groups = {"forward": forward, "backward": backward}
     request = partial(ScheduleRequest, axes.schedule, axes.pp, vpp=axes.vpp, group_size=axes.microbatch_group_size)
     executor = Executor(
         chunks,
-        links,
+        context.coordinates["pp"],
+        groups,
         lambda microbatches: build_schedule(request(microbatches)),
         partial(forward_only, axes.pp, axes.vpp),
         sync.expect_last,

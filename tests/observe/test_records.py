@@ -45,30 +45,45 @@ def test_a_file_without_any_record_is_somebody_else_s(tmp_path: Path, content: b
         assert path.read_bytes() == b""
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        '{"step": -3, "loss": 1.0}',
-        '{"step": 2, "loss": "low"}',
-        '{"step": 2, "loss": 1.0, "time_split": {"data": "long"}}',
-        '{"step": 2, "loss": 1.0, "moe": {"tokens_per_expert": [[-1]]}}',
-        '{"step": 2}',
-        '{"step": 2, "loss": 1',
-        '{"step": 2, "loss": 1e400}',
-        f'{{"step": {10**400}, "loss": 1.0}}',
-        '{"step": 2, "loss": 1.0, "note": "\udcff"}',
-        "[" * 100_000,
-    ],
-    ids=lambda text: text[:50],
-)
-def test_a_line_that_is_no_record_is_named_and_cut(damage: str, tmp_path: Path) -> None:
-    path, notes = tmp_path / "metrics.jsonl", list[str]()
+DAMAGED_EVENTS: list[dict[str, Any]] = [
+    {"kind": "straggler", "rank": None, "host": "n1", "times": 1.5},
+    {"kind": "sample", "prompt": 3, "text": "x"},
+    {"kind": "checkpoint", "bytes": "many", "seconds": 1.0, "stall_s": 0.0},
+    {"kind": "start", "time": "yesterday"},
+    {"kind": "start", "step": -3},
+    {"kind": "start", "about": [["model", 3]]},
+    {"kind": "start", "time": math.nan},
+    {"kind": "start", "time": 1e17},
+    {"kind": "skipped", "loss": 10**400},
+]
+DAMAGED = [
+    '{"step": -3, "loss": 1.0}',
+    '{"step": 2, "loss": "low"}',
+    '{"step": 2, "loss": 1.0, "time_split": {"data": "long"}}',
+    '{"step": 2, "loss": 1.0, "moe": {"tokens_per_expert": [[-1]]}}',
+    '{"step": 2}',
+    '{"step": 2, "loss": 1',
+    '{"step": 2, "loss": 1e400}',
+    f'{{"step": {10**400}, "loss": 1.0}}',
+    '{"step": 2, "loss": 1.0, "note": "\udcff"}',
+    "[" * 100_000,
+    *(json.dumps({**event("start", 4), **damage}) for damage in DAMAGED_EVENTS),
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGED, ids=lambda text: text[:50])
+def test_a_line_that_is_no_record_is_named_and_left_out(damage: str, tmp_path: Path) -> None:
+    notes, is_event = list[str](), '"kind"' in damage
     whole = [{"step": 1, "loss": 2.0, "mfu": None}, {"step": 3, "val_loss": math.inf, "val_bits_per_byte": None}]
+    whole = [event("stopped", 3)] * 2 if is_event else whole
+    path = tmp_path / ("events.jsonl" if is_event else "metrics.jsonl")
     lines = [json.dumps(whole[0]), damage, json.dumps(whole[1])]
     path.write_text("".join(f"{line}\n" for line in lines), errors="surrogateescape")
-    open_record(path, notes.append, last_step=3).close()
+    assert (read_events if is_event else read_metrics)(path, notes.append) == whole
     assert notes == [f"{path}: no valid record in line 2; left out"]
-    assert read_metrics(path, pytest.fail) == whole
+    if not is_event:  # a resume cuts it
+        open_record(path, notes.append, last_step=3).close()
+        assert read_metrics(path, pytest.fail) == whole
 
 
 def test_what_a_killed_run_had_begun_stays_a_line_of_its_own_and_a_folder_is_refused(tmp_path: Path) -> None:
@@ -80,29 +95,6 @@ def test_what_a_killed_run_had_begun_stays_a_line_of_its_own_and_a_folder_is_ref
     events.close()
     with pytest.raises(UserError, match="move it away"):
         open_record(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        {"kind": "straggler", "rank": None, "host": "n1", "times": 1.5},
-        {"kind": "sample", "prompt": 3, "text": "x"},
-        {"kind": "checkpoint", "bytes": "many", "seconds": 1.0, "stall_s": 0.0},
-        {"kind": "start", "time": "yesterday"},
-        {"kind": "start", "step": -3},
-        {"kind": "start", "about": [["model", 3]]},
-        {"kind": "start", "time": math.nan},
-        {"kind": "start", "time": 1e17},
-        {"kind": "skipped", "loss": 10**400},
-    ],
-    ids=str,
-)
-def test_a_damaged_event_is_passed_over_and_named(tmp_path: Path, damage: dict[str, Any]) -> None:
-    lines = [event("stopped", 3), {**event("start", 4), **damage}]
-    (tmp_path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    path, told = tmp_path / "events.jsonl", list[str]()
-    assert [it["kind"] for it in read_events(path, told.append)] == ["stopped"]
-    assert told == [f"{path}: no valid record in line 2; left out"]
 
 
 def test_control_characters_are_written_out_and_lines_stay_lines(tmp_path: Path) -> None:

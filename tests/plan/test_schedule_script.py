@@ -59,7 +59,7 @@ EVERYTHING = "parallel.pipe=4 model=gpt5 parallel.pp=x --picture=a.pdf"
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("parallel.pp=4 parallel.schedule=interleaved", ["interleaved goes through several chunks of a rank"]),
+        ("parallel.pp=4 parallel.schedule=interleaved", ["interleaved takes several chunks of layers for each rank"]),
         (
             "parallel.pp=4 parallel.vpp=2 train.global_batch_size=6 train.micro_batch_size=2",
             ["interleaved needs a microbatch for each of parallel.pp=4 ranks", "fix: train.global_batch_size=8 or 10"],
