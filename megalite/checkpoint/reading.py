@@ -124,7 +124,7 @@ def inspect(path: Path, context: ParallelContext, *, json_only: bool = False) ->
         try:
             return [(path / name).read_bytes().decode("latin-1") for name in (MANIFEST, STATE)]
         except OSError as error:
-            return [f"{Path(error.filename).name} cannot be read: {error.strerror}"]
+            return [f"{Path(error.filename or path).name} cannot be read: {error.strerror}"]
 
     content, *rest = (text.encode("latin-1") for text in on_first(context, read))
     if not rest:

@@ -18,7 +18,7 @@ from pathlib import Path
 from megalite.commands.command import Shown, command, option
 from megalite.config.bounds import unusable
 from megalite.config.compose import load_part
-from megalite.config.inherited import typed
+from megalite.config.overrides import typed
 from megalite.config.schema import Config
 from megalite.errors.problems import NO_VALUE, Problem, UserError, collect, refuse, to_stderr
 from megalite.observe.terminal import Terminal

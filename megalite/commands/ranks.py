@@ -22,9 +22,8 @@ from megalite.config.layout import STAGE_NAMES, dense_ranks, stage_settings
 from megalite.config.parallel_rules import EXPERT_RULES, LAYOUT_RULES, STAGE_RULES, checked_layout
 from megalite.config.rule import Case, problems_of
 from megalite.errors.problems import NO_VALUE, Problem, refuse
-from megalite.layout.ranks import ParallelLayout
+from megalite.layout.ranks import ParallelLayout, header_lines
 from megalite.layout.stages import StageLayers, stage_layers
-from megalite.layout.summary import header_lines
 from megalite.plan.ranks import groups_of, json_lines, ranks_picture, stage_lines, table_lines
 
 LABELS = {"world_size": "--world-size", "split_rank": "--pp-split-rank"}

@@ -287,9 +287,6 @@ def _in_words(error: Exception) -> str:
 
 
 def _of_node(ranks: Sequence[Measures]) -> Measures:
-    """The worst measure of its ranks, by name; the clock of the first."""
-    found: dict[str, Any] = {}
-    for name in dict.fromkeys(name for measures in ranks for name in measures):
-        values = [measures[name] for measures in ranks if name in measures]
-        found[name] = min(values) if name in LEAST else values[0]
-    return found
+    """The worst speeds of its ranks, and all else of the first that has it."""
+    speeds = {name: min(each[name] for each in ranks if name in each) for each in ranks for name in LEAST & each.keys()}
+    return {name: value for each in reversed(ranks) for name, value in each.items()} | speeds

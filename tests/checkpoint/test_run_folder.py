@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import yaml
 
-from megalite.checkpoint.resume_rules import compare, flatten
+from megalite.checkpoint.resume_rules import compare
 from megalite.checkpoint.run_folder import RunFolder, RunLock
 from megalite.checkpoint.store import save
 from megalite.config.schema import Config
-from megalite.config.settings import as_plain
+from megalite.config.settings import as_plain, leaves
 from megalite.errors.problems import UserError
 from megalite.launch.context import ParallelContext
 from tests.checkpoint.samples import SINGLE, cut, files_below, values, whole
@@ -101,7 +101,7 @@ def test_every_architecture_setting_of_the_model_is_fixed() -> None:
     saved = settings()
     saved["model"]["moe"]["num_experts"] = saved["model"]["rope_scaling_factor"] = 8  # else the others say nothing
     free = set()
-    for field, value in flatten(saved["model"]).items():
+    for field, value in leaves(saved["model"]).items():
         other = deepcopy(saved)
         *groups, last = field.split(".")
         reduce(dict.__getitem__, groups, other["model"])[last] = f"not {value}"

@@ -24,7 +24,7 @@ from megalite.errors.problems import Problem, UserError
 from megalite.launch import watchdog
 from megalite.launch.context import CPU, ParallelContext
 from megalite.launch.environment import ProcessEnvironment
-from megalite.launch.rendezvous import RankInfo, find_problems, rendezvous, wait_until
+from megalite.launch.rendezvous import RankInfo, find_problems, rendezvous
 from megalite.layout.groups import GroupNeeds
 from megalite.train.build import needs_of, open_context
 from tests.ranks import run_ranks
@@ -191,28 +191,30 @@ def _attempt(store: Store, ranks: Sequence[int], size: int = 2, timeout_s: float
         return [future.result() for future in coming]
 
 
+@pytest.fixture
+def agent_store(monkeypatch: pytest.MonkeyPatch) -> HashStore:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    return HashStore()
+
+
 @pytest.mark.parametrize("order", [[0, 1], [1, 0]], ids=str)
 @pytest.mark.parametrize(("ranks", "size"), [([0, 1], 2), ([0], 2), ([1], 2), ([0, 2, 1], 3), ([0, 1], 3)], ids=str)
 def test_a_restart_takes_nothing_for_its_own_of_what_dead_ranks_left_in_torchrun_s_store(
-    ranks: list[int], size: int, order: list[int], monkeypatch: pytest.MonkeyPatch
+    ranks: list[int], size: int, order: list[int], agent_store: HashStore
 ) -> None:
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    store = HashStore()
-    _attempt(store, ranks, size, timeout_s=0.5)
-    assert _attempt(store, order) == [[], []]
+    _attempt(agent_store, ranks, size, timeout_s=0.5)
+    assert _attempt(agent_store, order) == [[], []]
 
 
 @pytest.mark.parametrize("dead", [0, 1])
 def test_a_restart_does_not_count_on_a_rank_that_died_before_all_had_come(
-    dead: int, monkeypatch: pytest.MonkeyPatch
+    dead: int, agent_store: HashStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    store = HashStore()
-    monkeypatch.setattr("megalite.launch.rendezvous.wait_until", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        rendezvous(environment(dead, 2, 1), info(dead), timeout_s=20, store=store)
-    monkeypatch.setattr("megalite.launch.rendezvous.wait_until", wait_until)
-    assert _attempt(store, [1, 0]) == [[], []]
+    with monkeypatch.context() as patch:
+        patch.setattr("megalite.launch.rendezvous.wait_until", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            rendezvous(environment(dead, 2, 1), info(dead), timeout_s=20, store=agent_store)
+    assert _attempt(agent_store, [1, 0]) == [[], []]
 
 
 def interrupt(*_: object) -> bool:

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.layout.ranks import DEFAULT_ORDER, ParallelLayout, RankGenerator
+from megalite.layout.ranks import DEFAULT_ORDER, ParallelLayout, RankGenerator, header_lines
 from megalite.layout.stages import StageSettings, stage_layers
-from megalite.layout.summary import header_lines
 from megalite.plan.ranks import SETS, Groups, groups_of, json_lines, stage_lines, table_lines
 from tests.plan.laid_out import laid_out
 

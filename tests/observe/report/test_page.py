@@ -190,12 +190,11 @@ def test_how_a_run_stands_is_what_its_newest_start_came_to(status: str, events: 
     assert next(text for text in page.texts if text in kinds) == status
 
 
-@pytest.mark.parametrize("layout", [{"tp": "many"}, {"tp": -2}])
-def test_a_layout_that_is_none_costs_its_pictures(layout: dict[str, object], run: Path) -> None:
+def test_a_layout_that_is_none_costs_its_picture(run: Path) -> None:
     found = read_run(run)
-    assert "Layout" in page_of(found).texts
-    found.start["layout"] = layout
-    assert "Layout" not in page_of(found).texts
+    for layout, is_shown in ((found.start["layout"], True), ({"tp": "many"}, False), ({"tp": -2}, False)):
+        found.start["layout"] = layout
+        assert ("Layout" in page_of(found).texts) == is_shown
 
 
 def test_a_pipeline_shows_its_schedule_and_what_was_recorded(tmp_path: Path) -> None:
@@ -230,11 +229,8 @@ def test_runs_are_compared_on_common_axes_with_the_settings_in_which_they_differ
     assert names == [{"steps=40", "lr=0.001"}, {"steps=40", "lr=0.002"}, {"steps=20", "lr=0.001"}]
     assert [len(run["series"]["loss"]) for run in records["runs"]] == [39, 39, 19]
     assert {"name": "optimizer.lr", "values": [1e-3, 2e-3, 1e-3]} in records["settings"]
-
-
-def test_runs_that_few_settings_do_not_tell_apart_have_the_names_of_their_folders(tmp_path: Path) -> None:
-    runs = [read_run(write_run(tmp_path / name / "run", seed=3)) for name in ("a", "b")]
-    assert names_of(runs, differences(runs)[0]) == ["a/run", "b/run"]
+    alike = [read_run(first), read_run(write_run(tmp_path / "d" / "run", lr=1e-3, seed=1))]
+    assert names_of(alike, differences(alike)[0]) == ["a/run", "d/run"]
 
 
 @pytest.mark.parametrize(("second", "follows"), [({"lr.min_lr"}, True), (set(), False)])
