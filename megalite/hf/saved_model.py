@@ -32,7 +32,7 @@ from megalite.model.gpt import GPT
 from megalite.model.init import fill
 from megalite.model.parameters import gpt_parameters
 from megalite.model.routers import Routers
-from megalite.train.state import SavedState
+from megalite.train.saving import SavedState
 
 LONGEST = 1024  # tokens in a sequence, where a model of others was made for more
 
