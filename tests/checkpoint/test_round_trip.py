@@ -20,7 +20,7 @@ from megalite.launch.context import ParallelContext
 from megalite.model.parameters import gpt_parameters
 from megalite.train.build import build_training
 from megalite.train.device_settings import derive_device
-from megalite.train.state import training_pieces
+from megalite.train.saving import training_pieces
 from tests.checkpoint.samples import SINGLE, blank, cut, equal, no_report, values, whole
 from tests.ranks import run_ranks
 

@@ -9,7 +9,7 @@ import pytest
 
 from megalite.observe.run_data import read_run
 from megalite.train.history import read_events, read_metrics
-from megalite.train.run_log import RecordFile
+from megalite.train.run_log import RunLog
 from tests.train.runs import write_text
 from tests.train.test_run import config_for, poison, start, stop_after
 
@@ -77,18 +77,15 @@ class Full:
 def test_a_full_disk_costs_lines_and_is_told_once_until_it_has_room_again(
     name: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    append = RecordFile.append
-    full = (3, 4, 5, 8)
+    append, full = RunLog.append, (3, 4, 5, 8)
 
-    def without_room(self: RecordFile, record: dict[str, Any]) -> None:
-        if record["step"] in full and self.path.name == name:
-            with monkeypatch.context() as patch:
-                patch.setattr(self, "_file", Full())
-                append(self, record)
-        else:
-            append(self, record)
+    def without_room(self: RunLog, file: str, record: dict[str, Any]) -> None:
+        with monkeypatch.context() as patch:
+            if record["step"] in full and file == name:
+                patch.setitem(self._files, name, Full())
+            append(self, file, record)
 
-    monkeypatch.setattr(RecordFile, "append", without_room)
+    monkeypatch.setattr(RunLog, "append", without_room)
     config = config_for(text, tmp_path / "run", log_interval=1, max_bad_steps=100)
     poison(set(range(8, 32)), monkeypatch)  # steps 3 to 8 are events
     assert start(config) == 0

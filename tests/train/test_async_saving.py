@@ -220,7 +220,6 @@ def test_an_end_does_not_wait_for_ever_for_a_disk_that_hangs(
     config = behind(text, tmp_path / "run")
     with pytest.raises(ValueError, match="a bug"):
         start(replace(config, parallel=replace(config.parallel, timeout_s=0.3)))
-    assert "the checkpoint of step 4 was not finished in time" in log_of(tmp_path / "run")
     disk.let_go.set()
     wait_for_the_thread()
     assert checkpoints(tmp_path / "run") == [], "the run folder may be another job's by now"
