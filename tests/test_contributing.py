@@ -111,9 +111,9 @@ class Reference:
     def state(self):
         return {}
 
-    def step(self, lr, *, gradient_scale, skip):
+    def step(self, lr, *, divisor, skip):
         for parameter, gradient in self._pairs:
-            parameter.grad = gradient / gradient_scale
+            parameter.grad = gradient / divisor
         for group in self._torch.param_groups:
             group["lr"] = float(lr)
         self._torch.step()

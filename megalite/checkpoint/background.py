@@ -2,12 +2,12 @@
 
 Training waits for the copy alone, and on CUDA only before the next update. The thread's collectives use a group of its
 own ("saving"), so they never meet those of the training. One save at a time: its owner asks for the `result` of one
-before it begins the next. The thread is a daemon, so it does not hold up an end in which nobody waits for it.
+before it begins the next. The thread is a daemon, so the process can exit without it.
 
 On a CPU the copies are ordinary memory, freed when the write is over. On CUDA they are pinned (a copy to other memory
 would hold up the host), as many bytes as the pieces have, allocated once and used again. A stream of its own copies
-while the next forward and backward run, which change nothing that is saved; whatever does calls `before_change` first,
-and then the training's stream waits for the copies on the device.
+while the next forward and backward run, which do not modify saved tensors. Code that does must call `before_change`
+first: then the training's stream waits for the copies on the device.
 """
 
 import threading

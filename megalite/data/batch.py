@@ -71,7 +71,7 @@ class Batch:
         return replace(self, **sliced, plan=plan)
 
     def _stored(self) -> list[Tensor]:
-        """All tensors; the row of a tensor that is an expanded row."""
+        """All tensors; of an expanded one, only the single row that is stored."""
         values = [getattr(self, field.name) for field in fields(self)]
         return [value if value.stride(0) else value[:1] for value in values if isinstance(value, Tensor)]
 

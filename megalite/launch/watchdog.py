@@ -4,8 +4,8 @@ A collective that a rank does not join fails on the others, who know neither who
 rank may hang without any collective. So two threads watch the main one. The first looks whether it makes progress and
 talks to nobody. The second has a connection of its own to the store where the ranks met. The first rank whose patience
 is at its end calls the roll there, and every rank that can still answer leaves what it does and where its code stands.
-One of them writes the report, then all end. Ranks that do not answer are the report's most important line. Where all
-answer that they do what may take longer (a save, start-up), they go on.
+One of them writes the report, then all end. Ranks that do not answer are the report's most important line. If all ranks
+answer and each is in a slow phase (a save, start-up), they go on.
 
 Nothing that may hang itself (the store, a disk, stderr) keeps a rank from ending REPORT_S + WRITE_S after its patience.
 A process that was stopped as a whole (a suspended job, a laptop's lid) has not waited meanwhile: each look counts as
@@ -85,7 +85,7 @@ class Watchdog:
         self._context, self._doing, self._patience = context, doing, patience
         self._folder, self.hosts = folder, hosts
         self._watched, self._over = threading.get_ident(), threading.Event()
-        self._idle_s, self._granted_s = 0.0, 0.0  # since the last progress; of it, what a slow disk may take
+        self._idle_s, self._granted_s = 0.0, 0.0  # since the last progress; of that, excused by a verdict
         targets = [] if context.store is None else [self._watch, self._answer_calls]
         self._threads = [threading.Thread(target=each, name="watchdog", daemon=True) for each in targets]
 

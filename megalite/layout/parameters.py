@@ -24,9 +24,9 @@ class Split:
     """Cuts `dim` into one contiguous slice per rank of the axis, in order of rank.
 
     Slices are equal; with `uneven`, slice i of t is [i * n // t, (i + 1) * n // t). With `replicated`, the axis may
-    have more ranks than the dim has entries: consecutive ranks then share an entry. They divide its next dim among
-    them, but for the last `replicated` entries, which each of them holds and for which each has a partial gradient, to
-    be summed over them. So grouped queries are divided, and their one key and value copied.
+    have more ranks than the dim has entries: consecutive ranks then share an entry. They split its next dim, except the
+    last `replicated` entries: each rank holds those and computes a partial gradient for them. So grouped queries are
+    divided, and their one key and value copied.
     """
 
     dim: int
@@ -40,8 +40,8 @@ class ParameterRecord:
 
     `name` carries the global layer index (`blocks.11.mlp.up.weight`) and is the name of the `torch.nn.Parameter` in a
     module that holds the whole model. `std` is the standard deviation of a `normal` start, unused otherwise. `place` is
-    the parameter's layer, or the ends of the pipeline that hold a copy of it: a tied word embedding is at both, else at
-    one (at none: outside of any pipeline). `split` is over tp; without it each rank there holds the whole. A parameter
+    the parameter's layer, or the ends of the pipeline that hold a copy of it: both ends for a tied embedding, otherwise
+    one; none: not part of a pipeline. `split` is over tp; without it each rank there holds the whole. A parameter
     `of_experts` holds one matrix of all experts of a layer, [experts, ...]: dim 0 is divided over ep, and `split` is
     over etp. `partial_over` are the groups whose ranks each have a share of the gradient, to be summed. With
     `precision` "master" the model computes with it in the precision of the masters (a router). The first `stacked` dims

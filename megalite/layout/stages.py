@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-# A setting says who holds the layers, or one of the others does: both at once would place the same layers twice.
+# Settings that exclude each other: each maps to the settings with which it would place the same layers twice.
 EXCLUDED_BY = {
     "vpp": ("split_rank",),
     "standalone_embedding": ("layout",),
@@ -102,7 +102,7 @@ def stages_of(settings: StageSettings, pp_rank: int) -> list[StageLayers]:
 
 
 def get_num_layers(num_layers: int, pp: int, pp_rank: int, *, chunk: int | None = None, **settings: Any) -> int:
-    """Layers on one pipeline rank: all of its chunks together, or one `chunk`.
+    """Layers on one pipeline rank: all of its chunks together, or one `chunk`. Training asks `stage_layers`.
 
     `settings` are further fields of `StageSettings`: `get_num_layers(12, 4, 0, standalone_embedding=True)` is 0. Raises
     ValueError for settings that do not place every layer once and for a rank or chunk that does not exist.

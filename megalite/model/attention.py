@@ -129,7 +129,7 @@ class Attention(nn.Module):
         """Attention of whole sequences."""
         dropped = None if inputs.probability_dropout is None else (self.dropout, inputs.probability_dropout)
         # Torch's kernels count as random, also without dropout. For a rebuild compiled code keeps the CPU generator's
-        # state, and torch 2.13 then checks a main gradient for changes, which are what it is there for.
+        # state, and torch 2.13 then rejects the intended in-place update of a main gradient.
         plain = "attention" in self.recompute.modules and torch.compiler.is_compiling() and queries.is_cpu
         with attention_backends(self.device, inputs.mask):
             return attention(queries, keys, values, inputs.mask, dropped, plain=plain)

@@ -49,8 +49,8 @@ OVERLAPPED = {  # inductor's options that start collectives early and finish the
 
 
 def compile_options(tp: TensorGroup | None, *, async_tp: bool) -> dict[str, Any] | None:
-    """What inductor reorders for memory, or leaves where autograd put it, finishes each collective of backward before
-    it starts the products that would hide it."""
+    """Options of inductor. By default it finishes each collective of backward before it starts the products that could
+    hide it."""
     if tp is None:
         return None
     return OVERLAPPED | ({"_micro_pipeline_tp": True} if async_tp else {})
@@ -160,12 +160,12 @@ class GPT(nn.Module):
         return s // (1 if self.place.sequence is None else self.place.sequence.size), b, self.config.hidden_size
 
     def forward(self, batch: Batch, received: Tensor | None = None, scale: Tensor | None = None) -> Tensor:
-        """What the next stage receives or, of a part that has the loss, the hidden states: [s, b, h] (or [s/t, b, h]).
+        """What the next stage receives or, of a stage with the loss, the hidden states: [s, b, h] (or [s/t, b, h]).
 
-        `received`, of the same shape, is the output of the stage before, None where tokens enter. With the `scale`
-        of the loss routers add their losses, and pass over sequences of which nothing counts.
+        `received`, of the same shape, is the output of the stage before, None where tokens enter. Given the `scale` of
+        the loss, routers add their losses and ignore sequences without a counted label.
         """
-        assert (received is None) == self.embeds, "a part takes tokens or what the stage before sent"
+        assert (received is None) == self.embeds, "a stage takes tokens or what the stage before sent"
         keys = self._dropout_keys(batch)
         x = self._embed(batch, keys) if received is None else received
         if self.blocks:
@@ -179,6 +179,7 @@ class GPT(nn.Module):
         """scale (0-d) * sum of the losses of the batch's unmasked tokens: 0-d, fp32 (fp64 in fp64), alike on tp ranks.
 
         Label smoothing and z-loss are part of it while training. A stage without the loss returns what `forward` does.
+        The head's weight gets its gradient in this very call, so backward must begin here, with a gradient of one.
         Losses of routers enter in backward alone: they are in the gradients, and in `router_metrics`.
         """
         hidden: Tensor = self(batch, received, scale)

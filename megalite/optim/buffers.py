@@ -19,9 +19,9 @@ class TrainingBuffers:
     """Parameters, gradients and masters of one model on one rank.
 
     `parameter_buckets` and `gradient_buckets` ([bucket's size] each) are whole; `parameters`, `gradients` and `masters`
-    ([bucket's size / shards] each) are the slices of the rank at position `dense` (`expert`) of those that share state.
-    The optimizer updates the masters, in fp32 (fp64 in fp64): the very slices of the parameters where these have
-    that dtype, else views of one flat tensor. Gradients have `gradient_dtype`, the masters' by default.
+    ([bucket's size / shards] each) are this rank's slices; `dense` and `expert` are its indices in its shard groups.
+    The optimizer updates the masters, in fp32 (fp64 in fp64). Where parameters already have that dtype, masters alias
+    their slices; otherwise they view one separate tensor. Gradients have `gradient_dtype`, the masters' by default.
     """
 
     def __init__(

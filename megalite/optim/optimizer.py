@@ -21,8 +21,8 @@ State = Mapping[str, Sequence[Tensor] | Tensor]
 class Optimizer(Protocol):
     """Updates the masters of `TrainingBuffers`, of which a rank owns one flat slice per bucket.
 
-    `before_change` is called before a step changes masters or state. `rounds`: a step leaves the parameters as the
-    masters, rounded.
+    `before_change` is called before a step changes masters or state. `rounds` says whether `step` also writes the
+    rounded masters into the parameters.
     """
 
     before_change: Callable[[], None]
@@ -33,8 +33,8 @@ class Optimizer(Protocol):
         (empty for a bucket without such state), or a tensor [1] that is equal on all ranks."""
         ...
 
-    def step(self, lr: Tensor, *, gradient_scale: Tensor, skip: Tensor) -> None:
-        """One step with the gradients divided by `gradient_scale`, or none where `skip` is 1.0, bit for bit (all 0-d).
+    def step(self, lr: Tensor, *, divisor: Tensor, skip: Tensor) -> None:
+        """One step with the gradients divided by `divisor`, or none where `skip` is 1.0, bit for bit (all 0-d).
 
         Nothing waits for the device. The gradients are used up: they may hold the divided ones afterwards.
         """

@@ -12,7 +12,7 @@ owns an equal slice of every bucket (layout/buffer_layout.py); a bucket travels 
 
            last backward                     step                      next forward
     ready 0 | ready 1 | ready 2      update own slices      wait N | block 0 | wait N-1 | block 1
-    scatter 0 > scatter 1 > scatter 2 > replicas > clip > round > gather N > gather N-1 > ...
+    scatter 0 > scatter 1 > scatter 2 > replicas > partial sums > clip > update > gather N > gather N-1 > ...
 
 Ranks of a group must start transfers in one order, also where a parameter is not used on one of them: a bucket waits
 for all buckets before it, and what backward did not start is started at its end.
@@ -61,7 +61,7 @@ class ReplicaGroups:
 
 
 class GradientSync:
-    """Phase 1: turns the gradient buckets of all ranks into sums, of which each rank has its slices.
+    """Phase 1: sums the gradient buckets over ranks; each rank receives its slices.
 
     `chunks` are the rank's parts of the model; each has a last backward pass of its own in a step. `comm_dtype` is the
     dtype that travels. Without `overlap` everything happens in `finish`, to the same bits.
@@ -99,8 +99,8 @@ class GradientSync:
         self._watched[number] += 1
 
     def expect_last(self, chunk: int, later: Later) -> None:
-        """The chunk's next backward brings the last gradients of the step. Transfers that their arrival starts are
-        given to `later`, which runs them after the weight gradients that this backward has deferred so far."""
+        """The chunk's next backward brings the last gradients of the step. A bucket's transfer is queued with `later`,
+        so that it starts after the weight gradients deferred before it."""
         self._last[chunk] = later
 
     def _ready(self, number: int) -> None:

@@ -2,8 +2,8 @@
 
 The instructions (transfers.py) hold all decisions; here is only how each is done. Activations travel on one
 communicator and gradients on another, so that the two directions between neighbours never wait for each other, also
-where both neighbours are the same rank (pp = 2). An output is let go once it is sent: backward starts from its edge in
-the graph, which needs no values. A single rank is a pipeline without transfers.
+where both neighbours are the same rank (pp = 2). An output is freed once it is sent: backward needs only its edge in
+the graph, not its values. A single rank is a pipeline without transfers.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -92,7 +92,7 @@ class Executor:
 
     def _open_links(self) -> None:
         """Send one number over every link, in one order on all ranks: NCCL connects a pair of ranks when they first
-        speak, and its host waits for that, which no order of instructions allows for."""
+        speak, which blocks the host; the schedule does not allow for that wait."""
         token = torch.zeros(1, device=self.device)
         for direction, group in self.groups.items():
             for sender in range(group.size()):

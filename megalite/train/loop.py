@@ -77,7 +77,7 @@ def train(job: Job, saver: Saver) -> None:
             clock.restart()
             data = next_batch(job, batches)
             while data is not None and not job.stopping:
-                step = job.newest_step = data.planned.step
+                step = job.begun_step = data.planned.step
                 due = [hook for hook in hooks if hook.is_due(step, config.train.steps)]
                 profiles = step in config.train.profile_steps and not data.planned.skipped
                 if profiles:

@@ -32,7 +32,7 @@ from megalite.train.saving import Saver, TakenOverError, TrainingStoppedError
 from megalite.train.setup import Job, open_training_data, set_up
 from megalite.train.status_file import StatusFile
 
-NEWS_S = 1.0  # the signal that has ended another rank's start comes to this one, too, which has nothing to say then
+NEWS_S = 1.0  # the signal that ended another rank's start reaches this rank too, which then reports no error
 START_UP = Doing("start-up", "start-up", math.inf)  # a day of tokens to prepare, for example
 
 
@@ -145,11 +145,11 @@ def train_to_the_end(job: Job, saver: Saver, status_file: StatusFile, watchdog: 
         gc.enable()
     step, asked, words = job.progress.step, job.stop.requested if job.stop else None, []
     by = (asked or "a signal to another rank") if job.stopping and not job.complete else None
-    status = 0 if saver.newest_step == step else 1
+    status = 0 if saver.saved_step == step else 1
     status_file.end("failed" if status else "stopped" if by else "finished", by)
     job.log.event("stopped" if by else "finished", step, status=status, **({"by": by} if by else {}))
     if status:
-        words.append(f"the state of step {step} is not saved; the newest is of step {saver.newest_step}")
+        words.append(f"the state of step {step} is not saved; the newest is of step {saver.saved_step}")
     if count := job.progress.bad_steps_in_a_row:
         bad = f"{several(count, 'bad step')}: loss or gradient was not finite, nothing was applied"
         words.append(f"the run ends with {bad}. {saver.advise()}.")

@@ -4,13 +4,12 @@ A checkpoint holds named logical tensors and a handful of numbers. Masters, the 
 from the masters) parameters have a tensor each under their logical name. Learning rate, data order and dropout masks
 are functions of the step, so the step is all there is besides.
 
-When a save fails, training goes on, and the last checkpoint stays. Only finite weights and moments are saved; a run
-with others has failed. Finite weights are trusted only after a later step was applied, because that step's loss was
+When a save fails, training goes on, and the last checkpoint stays. A run whose weights or moments are not finite has
+failed and is not saved. Finite weights are trusted only after a later step was applied, because that step's loss was
 computed with them. The newest checkpoint of trusted weights is never deleted.
 
-With `checkpoint.async` a save goes on behind the training until the next one, or the end of the run, waits for it. An
-error that ends the run is raised only there, at the same step on all ranks; everything else a rank reports as soon as
-it knows.
+With `checkpoint.async` a save goes on behind the training until the next one, or the end of the run, waits for it.
+Fatal errors are raised only there, at the same step on all ranks; other results are reported at once.
 """
 
 import time
@@ -169,7 +168,7 @@ class Saver:
     def __init__(self, job: "Job", saved: Callable[[int], object]) -> None:
         """`saved` is called with the step of each checkpoint that is complete."""
         self._job, self._saved = job, saved
-        self.newest_step = job.resumed_from  # of the newest complete checkpoint, when no save is under way
+        self.saved_step = job.resumed_from  # of the newest complete checkpoint, when no save is under way
         self._background = BackgroundSaves(job.context) if job.config.checkpoint.asynchronous else None
         if self._background is not None:
             job.training.optimizer.before_change = self._background.before_change
@@ -189,12 +188,12 @@ class Saver:
     def save_last(self) -> None:
         """Make sure that the state in which the run ends is on disk."""
         self.wait()
-        if self.newest_step != self._job.progress.step:
+        if self.saved_step != self._job.progress.step:
             self.save(self._job.progress.step)
             self.wait()
 
     def wait(self) -> None:
-        """Wait for the save under way: then `newest_step` is what is on disk. All ranks call it at the same point."""
+        """Wait for the save under way: then `saved_step` is what is on disk. All ranks call it at the same point."""
         if self._under_way is not None:
             (step, saving), self._under_way = self._under_way, None
             with self._training_waits():
@@ -237,7 +236,7 @@ class Saver:
             return
         except NotFiniteError as error:
             raise TrainingStoppedError(f"{error} {self.advise()}.") from None
-        self.newest_step = step
+        self.saved_step = step
         self._saved(step)
         times = {"seconds": round(saved.seconds, 3), "stall_s": round(saved.stall_s, 3)}
         self._job.log.event("checkpoint", step, bytes=saved.bytes, **times)

@@ -70,7 +70,7 @@ class Job:
     problems: list[Problem] = field(default_factory=list)  # of the input that this rank has read: no step is applied
     under_way: bool = False  # the first step is done: from now on no rank is late for a good reason
     saving: bool = False  # training waits for a save
-    newest_step: int = 0  # that was begun
+    begun_step: int = 0
     evaluated_step: int = -1  # the newest one
 
     @property
@@ -105,8 +105,8 @@ class Job:
         if self.saving:
             return Doing("save", "in a save", SAVES)
         part, executor = self.training.clock.part, self.training.executor
-        words = f"step {self.newest_step}, {part}, pass {executor.at or 'none yet'}"
-        return Doing((self.newest_step, self.evaluated_step, part, executor.performed), words)
+        words = f"step {self.begun_step}, {part}, pass {executor.at or 'none yet'}"
+        return Doing((self.begun_step, self.evaluated_step, part, executor.performed), words)
 
     def patience(self) -> Patience:
         """How long nothing may go on."""
@@ -143,7 +143,7 @@ def set_up(
             together(context, lambda: fill_with_imported_values(buffers, read_weights, config, context))
         else:
             fill_with_start_values(job.training.buffers, config, context)
-        job.newest_step = job.progress.step
+        job.begun_step = job.progress.step
         job.evaluated_step, job.finished, job.measured = on_first(context, lambda: examine_records(job))
         if not job.finished:
             if job.progress.step < config.train.steps:

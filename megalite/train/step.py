@@ -1,4 +1,4 @@
-"""One optimizer step, in the order in which it happens. It waits for the device only where docs/moe.md says so.
+"""One optimizer step, in the order in which it happens. Nothing here waits for the device.
 
 The loss that is optimised is the loss that is reported: the sum of token losses over the global batch divided by its
 number of unmasked tokens, which is known before the first backward. Losses of routers are added to the first, and
@@ -88,10 +88,10 @@ class TrainStep:
     ) -> PendingMetrics:
         """Train on this rank's microbatches, which hold `local_tokens` unmasked labels.
 
-        With `next_local_tokens`, those of the coming step, the sum that it needs before its first backward comes with
-        this step's metrics: a sum of its own would queue behind the parameters that are still on their way.
+        With `next_local_tokens`, those of the coming step, the next step's token count is summed in this step's
+        all-reduce: an all-reduce of its own would wait behind the parameters' all-gather.
         A rank whose input was `refused` brings `masked_batches`: ranks of the same model compute with it, and all learn
-        of it at the end instead of waiting for it. Nothing here waits for the device itself.
+        of it at the end instead of waiting for it.
         """
         training, clock = self._training, self._training.clock
         clock.switch("optimizer")
@@ -115,8 +115,9 @@ class TrainStep:
             microbatches, loss_scale / tokens.clamp(min=1).to(training.buffers.master_dtype)
         )
 
-        # The sums of the gradients arrive. Those of which ranks of one model hold a part each are summed over these:
-        # tp, ranks with the same key-value heads, the two ends of a pipeline with a tied embedding.
+        # The sums over replicas arrive. Partial gradients are then summed over the ranks that each have a part of them:
+        # tp, ranks with the same key-value heads, the two ends of a pipeline with a tied embedding. (On one stage both
+        # uses of a tied embedding have added to one main gradient: the head in the loss's forward.)
         clock.switch("communication")
         training.sync.finish()
         for partial in self._partial_gradients:
@@ -149,10 +150,11 @@ class TrainStep:
         if self._clip_grad > 0:
             divisor = divisor * ((norm + CLIP_EPSILON) / self._clip_grad).clamp(min=1)
 
-        # AdamW on this rank's slices, once the parameters of the step before have arrived that forward did not use.
+        # The optimizer updates this rank's slices, after the previous all-gather has finished, including the parameters
+        # that forward did not use.
         training.gather.finish()
         self._lr.fill_(lr)
-        training.optimizer.step(self._lr, gradient_scale=divisor, skip=skipped.to(torch.float32))
+        training.optimizer.step(self._lr, divisor=divisor, skip=skipped.to(torch.float32))
         if training.loss_scale is not None:
             training.loss_scale.update(overflow.to(torch.float32))
         self._routers.update(routing, skipped.double())

@@ -78,7 +78,7 @@ def take(optimizer: FlatAdamW, seed: int, *, lr: float, scale: float = 1.0, skip
 def step_with(optimizer: FlatAdamW, lr: float, scale: float, skip: bool, device: str) -> None:
     optimizer.step(
         torch.tensor(lr, dtype=torch.float64, device=device),
-        gradient_scale=torch.tensor(scale, dtype=torch.float64, device=device),
+        divisor=torch.tensor(scale, dtype=torch.float64, device=device),
         skip=torch.tensor(float(skip), device=device),
     )
 
@@ -136,7 +136,7 @@ def test_a_step_does_not_wait_for_the_device(kind: Kind) -> None:
     optimizer, one = build(kind, device="cuda"), torch.ones((), device="cuda")
     torch.cuda.set_sync_debug_mode("error")
     try:
-        optimizer.step(one.double() * 1e-3, gradient_scale=one.double(), skip=one * 0)
+        optimizer.step(one.double() * 1e-3, divisor=one.double(), skip=one * 0)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
