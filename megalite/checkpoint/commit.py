@@ -25,7 +25,6 @@ from megalite.config.durable_files import sync_folder
 CHECKPOINTS = "checkpoints"  # of a run folder
 STATE = "state.json"  # of a checkpoint
 _STEP = re.compile(r"step-\d{8}")
-_GIVEN = re.compile(r"\.|step-\d{8}\.bad-\d{8}-\d{6}-[0-9a-f]{4}$")
 _UNFINISHED = re.compile(r"\.(tmp|trash)-step-\d{8}-[0-9a-f]{8}")
 
 
@@ -46,15 +45,6 @@ def committed(folder: Path) -> list[tuple[int, Path]]:
     """The steps under a final name, newest first. They are ordered by number: clocks of file systems may be wrong."""
     paths = [folder / name for name in reversed(_names(folder)) if _STEP.fullmatch(name)]
     return [(step_of(path), path) for path in paths if path.is_dir() or path.is_symlink()]
-
-
-def passed_over(folder: Path) -> list[str]:
-    """A line about every name in `folder` that neither is a checkpoint's nor was given by megalite, so that nobody
-    wonders why a run goes on from an earlier step."""
-    known = {path.name for _, path in committed(folder)}
-    others = [name for name in _names(folder) if name not in known and not _GIVEN.match(name)]
-    rule = "a checkpoint is called step- and eight digits, as step-00001000, and is a folder"
-    return [f"{folder.name}/{name} is passed over: {rule}" for name in others]
 
 
 def begin(folder: Path, step: int) -> Path:

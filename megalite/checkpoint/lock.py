@@ -34,8 +34,9 @@ class RunLock:
         self._file = open_to_append(path)
         if self._has_live_holder(holder, patience_s):
             self._file.close()
-            rule, remedy = f"it is in use by {_in_words(holder)}", "wait for that job, stop it, or set another run_dir"
-            raise UserError(Problem("run_dir", str(path.parent), rule, remedy))
+            known = ", ".join(f"{name} {value}" for name, value in holder.items() if value and name != "token")
+            remedy = "wait for that job, stop it, or set another run_dir"
+            raise UserError(Problem("run_dir", str(path.parent), f"it is in use by another job: {known}", remedy))
         facts = {"host": here, "pid": os.getpid(), "started": time.strftime("%Y-%m-%d %H:%M:%S %z")}
         self._file.truncate(0)
         self._file.write(json.dumps(facts | {"job": os.environ.get("SLURM_JOB_ID"), "token": self.token}))
@@ -47,12 +48,8 @@ class RunLock:
 
     def lost(self) -> str | None:
         """Why the file no longer names this job, None if it does. A job on another host may have taken it for dead."""
-        holder = holder_of(self.path)
-        if holder.get("token") == self.token:
-            return None
-        if self.path.exists():
-            return f"another job has taken over the run folder: {_in_words(holder)}"
-        return f"the run folder {self.path.parent} is not there any more: it was moved or deleted"
+        is_ours = holder_of(self.path).get("token") == self.token
+        return None if is_ours else f"the run folder {self.path.parent} was taken over by another job, or was moved"
 
     def release(self) -> None:
         """Give the lock back, leaving an empty file: deleting it would race with the next job's opening it."""
@@ -94,8 +91,3 @@ def holder_of(path: Path) -> dict[str, Any]:
         return read_object(path)  # opened anew, so that NFS asks the server
     except UserError:
         return {}
-
-
-def _in_words(holder: dict[str, Any]) -> str:
-    job = f", SLURM job {holder['job']}" if holder.get("job") else ""
-    return f"process {holder.get('pid', '?')} on {holder.get('host', '?')}{job}, since {holder.get('started', '?')}"

@@ -84,29 +84,29 @@ def newest(
 ) -> Found | None:
     """The newest undamaged checkpoint in `folder`, or that of `step`; None if there is none at all.
 
-    `report` is called on rank 0 for all that was passed over: other names, and damaged ones. If all are damaged the run
-    is refused, with nothing renamed: starting again from nothing is for a person to decide. `look_only` renames nothing
-    either: for readers that do not hold the run's lock.
+    `report` is called on rank 0 for damaged ones that were passed over. If all are damaged the run is refused, with
+    nothing renamed: starting again from nothing is for a person to decide. `look_only` renames nothing either: for
+    readers that do not hold the run's lock.
     """
-    tell = report if context.rank == 0 else lambda line: None
-    for line in on_first(context, lambda: commit.passed_over(folder)):
-        tell(line)
     steps = on_first(context, lambda: [at for at, _ in commit.committed(folder)])
+    others = f"those there are: {', '.join(map(str, reversed(steps))) or 'none, in this run'}"
     if step is not None and step not in steps:
-        there = ", ".join(map(str, reversed(steps))) or "none, in this run"
-        raise UserError(Problem("step", step, f"there is no checkpoint of it in {folder}", f"those there are: {there}"))
+        raise UserError(Problem("step", step, f"there is no checkpoint of it in {folder}", others))
     damaged: list[tuple[Path, str]] = []
     for path in [folder / step_name(at) for at in steps if step in (None, at)]:
         found = inspect(path, context)
         if isinstance(found, Found):
             for bad, fault in damaged:
                 aside = "" if look_only else f"; kept as {on_first(context, partial(commit.set_aside, bad))}"
-                tell(f"checkpoint {bad.name} is damaged and was passed over: {fault}{aside}")
+                if context.rank == 0:
+                    report(f"checkpoint {bad.name} is damaged and was passed over: {fault}{aside}")
             return found
         damaged.append((path, found))
     if damaged:
         remedy = "restore this folder from a copy, or set another run_dir to start from nothing"
-        rule = "no checkpoint of this run can be read" if step is None else "it cannot be read"
+        rule, remedy = (
+            ("no checkpoint of this run can be read", remedy) if step is None else ("it cannot be read", others)
+        )
         raise UserError([Problem(str(path), "damaged", f"{rule}; {fault}", remedy) for path, fault in damaged])
     return None
 

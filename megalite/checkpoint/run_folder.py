@@ -174,21 +174,15 @@ def _usable(path: Path) -> Iterator[None]:
         raise UserError(Problem("run_dir", str(path), f"it cannot be used: {error}", remedy)) from error
 
 
-def judge_room(folder: Path, size: int, *, keep: int, saves: int) -> str:
-    """UserError if the disk of a run's checkpoints has no room for one of `size` bytes; a warning if it has none for
-    all that will be there at once; else empty.
-
-    `saves` are still to come; one gives way only when more than `keep` are complete and the newest has one before it.
-    """
+def require_room(folder: Path, size: int) -> None:
+    """UserError if the disk of a run's checkpoints has no room for one of `size` bytes."""
     usage = shutil.disk_usage(folder if folder.exists() else folder.parent)
-    more = min(saves, max(1, max(keep, 2) + 1 - len(committed(folder))))
-    if usage.total == 0 or usage.free >= more * size:  # some network disks do not tell
-        return ""
-    room = f"a checkpoint needs about {size_in_words(size)}, {size_in_words(usage.free)} are free in {folder.parent}"
-    if usage.free < size:
+    if usage.free < size and usage.total:  # some network disks do not tell
+        rule = (
+            f"a checkpoint needs about {size_in_words(size)}, {size_in_words(usage.free)} are free in {folder.parent}"
+        )
         remedy = "make room, or use a folder on another disk (to continue a run there, move all of its folder)"
-        raise UserError(Problem("run_dir", str(folder.parent), room, remedy))
-    return f"warning: {room}; {more} more are to fit (checkpoint.keep={keep} and the one being written)"
+        raise UserError(Problem("run_dir", str(folder.parent), rule, remedy))
 
 
 def keep_tokenizer(run_dir: Path, files: Mapping[str, bytes], known: Mapping[str, str]) -> dict[str, str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megalite.config.arguments import number_from, parser_of
-from megalite.errors.problems import REFUSED, UserError, collect, open_closed_streams, to_stderr
+from megalite.errors.problems import REFUSED, UserError, collect, open_closed_streams, refuse, to_stderr
 from megalite.observe.screens import print_lines
 from megalite.plan.picture import Picture, picture_problems, save_picture
 
@@ -38,8 +38,7 @@ class Command(NamedTuple):
 
     def parse(self, arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
         """The options, and the words that are none: overrides."""
-        kind = argparse.RawDescriptionHelpFormatter
-        about = sys.modules[self.function.__module__].__doc__
+        about, kind = sys.modules[self.function.__module__].__doc__, argparse.RawDescriptionHelpFormatter
         parser = parser_of(description=about, formatter_class=kind, allow_abbrev=False)
         for names, settings in self.options:
             parser.add_argument(*names, **settings)
@@ -55,9 +54,8 @@ class Command(NamedTuple):
             picture: Path | None = getattr(options, "picture", None)
             problems = picture_problems(picture, name) if picture else []
             with _never_silent():
-                shown = collect(lambda: self.function(options, overrides), problems)
-                if shown is None or problems:
-                    raise UserError(problems)
+                shown = collect(lambda: self.function(options, overrides), problems) or Shown()
+                refuse(problems)
                 if picture and shown.draw:
                     save_picture(shown.draw, picture, name)
                 saved = ["", f"picture: {picture}"] if picture and not getattr(options, "json", False) else []
@@ -75,12 +73,12 @@ class Command(NamedTuple):
 @contextmanager
 def _never_silent() -> Iterator[None]:
     """A line on stderr now and then, until the command has something to show."""
-    over, begin = threading.Event(), time.monotonic()
+    over = threading.Event()
 
     def tell() -> None:
         while not over.wait(SILENCE_S):
             with suppress(OSError):  # without Python's lock of stderr, which a process that is forked now would keep
-                os.write(2, f"megalite: at work for {time.monotonic() - begin:.0f} s\n".encode())
+                os.write(2, b"megalite: at work\n")
 
     threading.Thread(target=tell, daemon=True).start()
     try:

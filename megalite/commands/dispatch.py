@@ -5,7 +5,6 @@ import sys
 
 from megalite import __version__
 from megalite.errors.problems import REFUSED, Problem, UserError, to_stderr
-from megalite.errors.remedies import nearest
 
 COMMANDS = {  # name: the module whose `main` it is, and what it does
     "train": ("train", "train a GPT; `torchrun ... -m megalite train ...` for several ranks"),
@@ -37,9 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"usage: megalite COMMAND ...\n\n{listed}\n\nmegalite COMMAND --help says more.")
         return 0
     if name not in COMMANDS:
-        near = nearest(name, COMMANDS, cutoff=0.75)
-        remedy = f"did you mean megalite {near}?" if near else ", ".join(COMMANDS)
-        to_stderr(str(UserError(Problem("command", name, "there is no such command", remedy))))
+        to_stderr(str(UserError(Problem("command", name, "there is no such command", ", ".join(COMMANDS)))))
         return REFUSED
     # What starts a training again is written to its run, in a form that torchrun takes as well.
     sys.argv = [*(["-m", "megalite", "train"] if name == "train" else [f"megalite {name}"]), *rest]

@@ -11,13 +11,16 @@ no code that comes with a model is run. The same seed gives the same text. Exit 
 import json
 from argparse import Namespace
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from megalite.commands.command import COUNT, MODEL, STEP, Progress, Shown, command, option, warn
 from megalite.config.arguments import number_from
 from megalite.config.compose import load_part
 from megalite.config.user_files import read_text
-from megalite.errors.problems import NO_VALUE, Problem, UserError, collect_all
+from megalite.errors.problems import NO_VALUE, Problem, refuse
+
+PROBABILITY = number_from(0, 1, above=True, whole=False)
 
 
 @command(
@@ -25,16 +28,9 @@ from megalite.errors.problems import NO_VALUE, Problem, UserError, collect_all
     option("--prompt", action="append", default=[], help="how the text begins; may be given several times"),
     option("--prompts", type=Path, metavar="FILE", help="a prompt on each line of UTF-8 text; blank lines are none"),
     option("--max-new-tokens", type=number_from(1, 2**20), metavar="N", help="default: 100, or what there is room for"),
-    option(
-        "--temperature", type=number_from(0, whole=False), default=0.8, help="0: the likeliest (default: %(default)s)"
-    ),
+    option("--temperature", type=number_from(0, whole=False), default=0.8, help="0: the likeliest (default: 0.8)"),
     option("--top-k", type=number_from(0), default=50, help="0: all tokens (default: %(default)s)"),
-    option(
-        "--top-p",
-        type=number_from(0, 1, above=True, whole=False),
-        default=1.0,
-        help="1: all tokens (default: %(default)s)",
-    ),
+    option("--top-p", type=PROBABILITY, default=1.0, help="1: all tokens (default: %(default)s)"),
     option("--num-samples", **COUNT, default=1, help="of each prompt (default: %(default)s)"),
     option("--json", action="store_true", help="print a JSON object a line: prompt and text"),
     STEP,
@@ -48,32 +44,28 @@ def main(options: Namespace, overrides: list[str]) -> Shown:
     from megalite.launch.environment import ProcessEnvironment
 
     device = choose_device(config.device, ProcessEnvironment())
-    drawing = Drawing(options.temperature, options.top_k, options.top_p)
-    counts = {"max_new_tokens": options.max_new_tokens, "num_samples": options.num_samples}
+    drawing, count = Drawing(options.temperature, options.top_k, options.top_p), options.num_samples
     saved = open_model(options.model, warn, options.step)
-    texts = generate(saved, prompts, config, device, drawing, warn, Progress(), **counts)
-    return Shown(lines(texts, len(prompts) * options.num_samples, as_json=options.json))
+    room = options.max_new_tokens
+    texts = generate(saved, prompts, config, device, drawing, warn, Progress(), max_new_tokens=room, num_samples=count)
+    return Shown(lines(texts, len(prompts) * count, as_json=options.json))
 
 
 def asked(options: Namespace) -> list[str]:
     """The prompts of the command and of its file."""
-    in_file = read_text(options.prompts, "name a file of UTF-8 text").split("\n") if options.prompts else []
-    prompts = [*options.prompt, *(line for line in (line.removesuffix("\r") for line in in_file) if line.strip())]
-    if not prompts:
-        rule = f"there is no prompt in {options.prompts}" if options.prompts else "there is nothing to continue"
-        raise UserError(Problem("--prompt", NO_VALUE, rule, "--prompt 'Once upon a time', or --prompts FILE"))
-    return collect_all(_prompt, prompts)
+    in_file = read_text(options.prompts, "name a file of UTF-8 text").splitlines() if options.prompts else []
+    prompts = [*options.prompt, *filter(str.strip, in_file)]
+    hint = "--prompt 'Once upon a time', or --prompts FILE of UTF-8 text"
+    refuse([] if prompts else [Problem("--prompt", NO_VALUE, "there is nothing to continue", hint)])
+    rule = "there is nothing to continue, or it is not UTF-8 text"
+    refuse([Problem("--prompt", text, rule, hint) for text in prompts if not _is_utf8(text)])
+    return prompts
 
 
-def _prompt(text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        rule = "is not UTF-8 text"
-        raise UserError(Problem("--prompt", text, rule, "the prompt in a file of UTF-8: --prompts FILE")) from error
-    if not text:
-        raise UserError(Problem("--prompt", text, "there is nothing to continue", "--prompt 'Once upon a time'"))
-    return text
+def _is_utf8(text: str) -> bool:
+    with suppress(UnicodeEncodeError):
+        return bool(text.encode())
+    return False
 
 
 def lines(texts: Iterator[tuple[str, str]], count: int, *, as_json: bool) -> Iterator[str]:

@@ -20,7 +20,7 @@ from megalite.config.bounds import unusable
 from megalite.config.compose import load_part
 from megalite.config.inherited import typed
 from megalite.config.schema import Config
-from megalite.errors.problems import NO_VALUE, Problem, UserError, collect, to_stderr
+from megalite.errors.problems import NO_VALUE, Problem, UserError, collect, refuse, to_stderr
 from megalite.observe.terminal import Terminal
 
 READ_TO_VERIFY = ("data", "data.path", "model.vocab_size")
@@ -40,8 +40,7 @@ def main(options: Namespace, overrides: list[str]) -> Shown:
     config = read(options.output, overrides, verify=options.verify)
     with closing(Terminal(sys.stderr, interactive=sys.stderr.isatty())) as terminal:
         try:
-            work = scan(config, terminal) if options.verify else make(config, options.output, terminal)
-            return Shown([*work])
+            return Shown([*(scan(config, terminal) if options.verify else make(config, options.output, terminal))])
         except KeyboardInterrupt:
             to_stderr("stopped; the same command continues where it was")
             raise
@@ -50,19 +49,18 @@ def main(options: Namespace, overrides: list[str]) -> Shown:
 def read(output: Path | None, overrides: list[str], *, verify: bool) -> Config:
     """The config; UserError with all that contradicts itself."""
     if verify == (output is not None):
-        remedy = "--output PREFIX, or --verify"
-        raise UserError(Problem("--output", NO_VALUE, "either that or --verify is needed", remedy))
+        hint = "--output PREFIX, or --verify"
+        raise UserError(Problem("--output", NO_VALUE, "either that or --verify is needed", hint))
     problems = [problem] if output and (problem := unusable("--output", output)) else []
     if output and output.name in ("", ".."):
         problems.append(Problem("--output", str(output), "is a folder: it names no file", "--output tokens/corpus"))
     doer, reads = ("--verify", READ_TO_VERIFY) if verify else ("preparing data", READ_TO_PREPARE)
-    config = collect(lambda: load_part(overrides, doer, reads), problems)
-    if config is not None and verify != (config.data.source == "tokens"):
-        remedy = "data=tokens data.path=PREFIX" if verify else "data=text, data=hf or data=stdlib"
+    config = collect(lambda: load_part(overrides, doer, reads), problems) or Config()
+    if not problems and verify != (config.data.source == "tokens"):
+        hint = "data=tokens data.path=PREFIX" if verify else "data=text, data=hf or data=stdlib"
         rule = "token files are prepared already, and --verify is for them"
-        problems.append(Problem("data", config.data.source, rule, remedy))
-    if problems or config is None:
-        raise UserError(problems)
+        problems.append(Problem("data", config.data.source, rule, hint))
+    refuse(problems)
     return config
 
 

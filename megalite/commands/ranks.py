@@ -16,20 +16,19 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 
-from megalite.commands.command import COUNT, PICTURE, Shown, command, option
+from megalite.commands.command import COUNT, PICTURE, RANKS, Shown, command, option
 from megalite.config.compose import load_values, names_of
 from megalite.config.hints import problems_of
 from megalite.config.layout import STAGE_NAMES, dense_ranks, stage_settings
 from megalite.config.model_rules import ranks_hold_as_many_experts
 from megalite.config.parallel_rules import LAYOUT_RULES, STAGE_RULES, checked_layout
 from megalite.config.rule import Case
-from megalite.errors.problems import NO_VALUE, Problem, UserError, collect
+from megalite.errors.problems import NO_VALUE, Problem, refuse
 from megalite.layout.ranks import ParallelLayout
 from megalite.layout.stages import StageLayers, stage_layers
 from megalite.layout.summary import header_lines
 from megalite.plan.ranks import groups_of, json_lines, ranks_picture, stage_lines, table_lines
 
-MOST_RANKS = 1 << 20  # lists of more would fill the memory before anybody reads them
 LABELS = {"world_size": "--world-size", "split_rank": "--pp-split-rank"}
 SIZES = ("tp", "cp", "pp", "vpp", "ep", "etp")
 AXES = (*(f"parallel.{axis}" for axis in (*SIZES, "order")), "model.moe.num_experts")
@@ -37,7 +36,7 @@ STAGE_LABELS = {**STAGE_NAMES, "split_rank": LABELS["split_rank"]}
 
 
 @command(
-    option("--world-size", "--world_size", required=True, help="number of ranks", **COUNT),
+    option("--world-size", "--world_size", required=True, help="number of ranks", **RANKS),
     *(option(f"--{axis}", help=f"parallel.{axis}", **COUNT) for axis in SIZES),
     option("--dp", help="data-parallel size that must remain (default: whatever does)", **COUNT),
     option("--experts", action="store_true", help="a mixture of experts even without parallel.ep and etp"),
@@ -61,37 +60,27 @@ def main(options: Namespace, overrides: list[str]) -> Shown:
 def sizes_as_overrides(options: Namespace, overrides: Sequence[str]) -> list[str]:
     """`parallel.tp=4` for `--tp 4`; UserError where both are given."""
     sizes = {f"parallel.{axis}": getattr(options, axis) for axis in SIZES if getattr(options, axis) is not None}
-    if twice := sizes.keys() & {word.partition("=")[0] for word in overrides}:
-        raise UserError([Problem(name, sizes[name], "is given twice", "give it once") for name in sorted(twice)])
+    twice = sizes.keys() & {word.partition("=")[0] for word in overrides}
+    refuse([Problem(name, sizes[name], "is given twice", "give it once") for name in sorted(twice)])
     return [f"{name}={size}" for name, size in sizes.items()]
 
 
 def lay_out(options: Namespace, overrides: Sequence[str]) -> tuple[ParallelLayout, tuple[StageLayers, ...], int]:
     """The layout, its stages where layers are to be placed, and how many experts a layer has; a UserError with
     everything that stands against it."""
-    problems = []
-    if options.world_size > MOST_RANKS:
-        rule, remedy = "too many ranks to list", f"--world-size={MOST_RANKS} at most"
-        problems.append(Problem("--world-size", options.world_size, rule, remedy))
-    reads = tuple(dict.fromkeys((*AXES, *STAGE_NAMES.values())))
-    config = collect(lambda: load_values(overrides, reads), problems)
-    if config is None or problems:
-        raise UserError(problems)
-    named = names_of(overrides)
+    world_size, named = options.world_size, names_of(overrides)
+    config = load_values(overrides, tuple(dict.fromkeys((*AXES, *STAGE_NAMES.values()))))
     places_layers = not named.isdisjoint(("model", "model.num_layers", "experiment"))
     experts = options.experts or not named.isdisjoint(("parallel.ep", "parallel.etp"))
-    case = Case(config, options.world_size, experts, options.pp_split_rank, LABELS)
+    case = Case(config, world_size, experts, options.pp_split_rank, LABELS)
     settings = stage_settings(config, options.pp_split_rank)
-    rules = (*LAYOUT_RULES, ranks_hold_as_many_experts, *(STAGE_RULES if places_layers else ()))
-    problems = problems_of(case, rules)
-    dp, rest = divmod(options.world_size, dense_ranks(config))
+    problems = problems_of(case, (*LAYOUT_RULES, ranks_hold_as_many_experts, *(STAGE_RULES if places_layers else ())))
+    dp, rest = divmod(world_size, dense_ranks(config))
     if options.dp not in (None, dp) and not rest:
-        remedy = f"--dp={dp}, or --world-size={options.dp * dense_ranks(config)}"
-        problems.append(Problem("--dp", options.dp, f"the layout leaves {dp} of the world", remedy))
+        hint = f"--dp={dp}, or --world-size={options.dp * dense_ranks(config)}"
+        problems.append(Problem("--dp", options.dp, f"the layout leaves {dp} of the world", hint))
     if not places_layers and (asked := [STAGE_LABELS[name] for name in settings.asked if name != "vpp"]):
-        rule, remedy = f"is needed by {' and '.join(asked)}", "model.num_layers=12, or model=NAME"
-        problems.append(Problem("model.num_layers", NO_VALUE, rule, remedy))
-    if problems:
-        raise UserError(problems)
-    stages = stage_layers(settings) if places_layers else ()
-    return checked_layout(case), stages, config.model.moe.num_experts
+        rule, hint = f"is needed by {' and '.join(asked)}", "model.num_layers=12, or model=NAME"
+        problems.append(Problem("model.num_layers", NO_VALUE, rule, hint))
+    refuse(problems)
+    return checked_layout(case), stage_layers(settings) if places_layers else (), config.model.moe.num_experts

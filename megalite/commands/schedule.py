@@ -21,7 +21,7 @@ from megalite.config.compose import load_values
 from megalite.config.hints import problems_of
 from megalite.config.parallel_rules import LAYOUT_RULES, SCHEDULE_RULES, schedule_request
 from megalite.config.rule import Case
-from megalite.errors.problems import NO_VALUE, Problem, UserError
+from megalite.errors.problems import NO_VALUE, Problem, UserError, refuse
 from megalite.pipeline.checker import check
 from megalite.pipeline.schedules import build_schedule
 from megalite.pipeline.simulator import equal_durations
@@ -51,32 +51,28 @@ MOST_CELLS = 64  # actions of a rank that are listed
 )
 def main(options: Namespace, overrides: list[str]) -> Shown:
     gc.disable()  # a large table is a million small records, none of them in a circle
-    if options.measured is None:
-        if options.step is not None:
-            raise UserError(Problem("--step", options.step, "is a recorded step", "--measured RUN_DIR"))
-        timeline, unit = simulate(overrides, 1 if options.dp is None else options.dp), FORWARD_PASSES
-        title = timeline.title
-    else:
-        if unread := [*overrides[:1], *(["--dp"] if options.dp is not None else [])]:
-            rule = "has no effect with --measured: the run was as it was"
-            raise UserError([Problem(word, NO_VALUE, rule, "leave it out") for word in unread])
+    recorded = options.measured is not None
+    others = (
+        [*overrides[:1], *(["--dp"] if options.dp else [])] if recorded else ["--step"] * (options.step is not None)
+    )
+    rule = f"has no effect {'with' if recorded else 'without'} --measured RUN_DIR"
+    refuse([Problem(word, NO_VALUE, rule, "leave it out") for word in others])
+    if recorded:
         step, timeline = read_recording(options.measured, options.step, "--measured")
         title, unit = f"{timeline.title}; measured in step {step}", MILLISECONDS
+    else:
+        timeline, unit = simulate(overrides, options.dp or 1), FORWARD_PASSES
+        title = timeline.title
     return Shown(lines(timeline, unit, title), draw=lambda: schedule_picture(timeline, unit, title))
 
 
 def simulate(overrides: list[str], dp: int) -> Timeline:
     """The timeline of the schedule that the overrides ask for, once it is checked; UserError with all that is wrong."""
     config = load_values(overrides, READ)
-    if problems := problems_of(Case(config, config.parallel.pp * dp), LAYOUT_RULES + SCHEDULE_RULES):
-        raise UserError(problems)
-    request = schedule_request(config, config.parallel.pp * dp)
-    sizes = {
-        "parallel.pp": request.pp,
-        "parallel.vpp": request.vpp,
-        "train.global_batch_size": config.train.global_batch_size,
-    }
+    refuse(problems_of(Case(config, config.parallel.pp * dp), LAYOUT_RULES + SCHEDULE_RULES))
+    request, batch = schedule_request(config, config.parallel.pp * dp), config.train.global_batch_size
     if (cells := request.pp * request.vpp * request.microbatches) > MOST_MICROBATCHES:
+        sizes = {"parallel.pp": request.pp, "parallel.vpp": request.vpp, "train.global_batch_size": batch}
         name = max(sizes, key=sizes.__getitem__)
         rule = f"{cells:,} passes of microbatches through chunks are too many to simulate"
         raise UserError(Problem(name, sizes[name], rule, f"{name}={max(1, sizes[name] * MOST_MICROBATCHES // cells)}"))

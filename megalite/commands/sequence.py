@@ -18,7 +18,7 @@ from megalite.config.hints import problems_of
 from megalite.config.parallel_rules import CONTEXT_RULES
 from megalite.config.rule import Case
 from megalite.config.schema import Config
-from megalite.errors.problems import Problem, UserError
+from megalite.errors.problems import Problem, refuse
 from megalite.layout.sequence import SequenceShare, causal_plan
 
 READ = (  # the settings that decide how a sequence is shared
@@ -35,12 +35,10 @@ def main(options: Namespace, overrides: list[str]) -> Shown:
     config = load_values(overrides, READ)
     axes, exchange = config.parallel, exchange_of(config)
     problems = problems_of(Case(config, axes.tp * axes.cp), CONTEXT_RULES)
-    if axes.cp == 1:
-        problems.append(Problem("parallel.cp", 1, "one rank has the whole sequence", "parallel.cp=2 or more"))
-    elif axes.cp > MOST_RANKS:
-        problems.append(Problem("parallel.cp", axes.cp, "too many ranks to list", f"parallel.cp={MOST_RANKS} at most"))
-    if problems:
-        raise UserError(problems)
+    if not 1 < axes.cp <= MOST_RANKS:
+        rule = "one rank has the whole sequence" if axes.cp == 1 else "too many ranks to list"
+        problems.append(Problem("parallel.cp", axes.cp, rule, f"parallel.cp=2 to {MOST_RANKS}"))
+    refuse(problems)
     return Shown(lines(config, exchange))
 
 

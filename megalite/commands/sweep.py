@@ -41,7 +41,7 @@ from megalite.config.overrides import as_override
 from megalite.config.own_files import COMPARISON, POINT, STOP, SWEEP, output_problems
 from megalite.config.schema import Config
 from megalite.config.user_files import as_record, read_json, refusing
-from megalite.errors.problems import NO_VALUE, Problem, UserError, collect, to_stderr
+from megalite.errors.problems import NO_VALUE, Problem, UserError, collect, refuse, to_stderr
 from megalite.launch.environment import read_environment
 from megalite.observe.report.write import write_report
 from megalite.observe.screens import print_lines
@@ -67,50 +67,52 @@ class PointRecord:
 def sweep(arguments: Namespace) -> int:
     """Check what can be known, sweep, compare; UserError where the sweep is refused."""
     if (ranks := read_environment(os.environ).world_size) > 1:
-        rule = f"is started once, not on each of {ranks} ranks"
-        remedy = "start it without torchrun or srun; sweep.nproc_per_node=N gives every point N ranks"
-        raise UserError(Problem("--multirun", NO_VALUE, rule, remedy))
-    flags = sources(arguments)
-    folder = _checked(arguments)
-
-    def train(config: DictConfig) -> float:
-        return train_point(config, flags)
-
-    own = [f"hydra.sweep.dir={as_override(str(folder))}", *_names_of_folders(arguments.overrides)]
+        hint = "start it without torchrun or srun; sweep.nproc_per_node=N gives every point N ranks"
+        raise UserError(Problem("--multirun", NO_VALUE, f"is started once, not on each of {ranks} ranks", hint))
+    folder, flags = _checked(arguments), sources(arguments)
+    swept = [word.lstrip("+~").partition("=")[0] for word in arguments.overrides if _is_swept(word)]
+    own = [f"hydra.sweep.dir={as_override(str(folder))}"]
+    if 0 < len(swept) <= MOST_NAMED and not any("hydra.sweep.subdir=" in word for word in arguments.overrides):
+        names = {word.lstrip("+~").partition("=")[0] for word in arguments.overrides}
+        fixed = ",".join(sorted(names - {*swept}))  # a folder is named by the settings that are swept
+        own += [
+            "hydra.sweep.subdir=${hydra.job.override_dirname}",
+            f"hydra.job.config.override_dirname.exclude_keys=[{fixed}]",
+        ]
     with private_files(), _stop_file(_cleared(folder)):
-        status = run_hydra([*arguments.overrides, *own, "--multirun"], train, arguments)
-        return max(status, _report(folder))
+        train = partial(train_point, flags=flags)
+        return max(run_hydra([*arguments.overrides, *own, "--multirun"], train, arguments), _report(folder))
 
 
-def _names_of_folders(words: Sequence[str]) -> list[str]:
-    """Overrides by which Hydra names the folder of a point by the settings that are swept: `optimizer.lr=0.001,seed=2`.
-    A name that the user has given stays, and the number of the point where names would be long."""
-    swept = [word for word in words if _is_swept(word)]
-    if not 0 < len(swept) <= MOST_NAMED or any(word.lstrip("+").startswith("hydra.sweep.subdir=") for word in words):
-        return []
-    names = {word: word.lstrip("+~").partition("=")[0] for word in words}
-    fixed = ",".join(sorted({*names.values()} - {names[word] for word in swept}))
-    return [
-        "hydra.sweep.subdir=${hydra.job.override_dirname}",
-        f"hydra.job.config.override_dirname.exclude_keys=[{fixed}]",
-    ]
-
-
-def _cleared(folder: Path) -> Path:
-    """The stop file of a sweep into this folder, without what an earlier one has left; UserError where others have
-    files of these names."""
-    with refusing(folder, "another hydra.sweep.dir"):
-        folder.mkdir(parents=True, exist_ok=True)
-        left = {folder / STOP.usual: STOP, **dict.fromkeys(folder.rglob(POINT.usual), POINT)}
-        places = left | {folder / kind.usual: kind for kind in (COMPARISON, SWEEP)}
-        problems = [each for path, kind in places.items() for each in output_problems("hydra.sweep.dir", path, kind)]
-        if problems:
-            remedy = "another hydra.sweep.dir, or move it away"
-            raise UserError([replace(each, hint=remedy) for each in problems])
-        (folder / STOP.usual).touch()
-        for path in left:
-            path.unlink(missing_ok=True)
-    return folder / STOP.usual
+def _checked(arguments: Namespace) -> Path:
+    """Hydra's folder of this sweep; UserError for what some point would be refused, and two points in one folder."""
+    files = files_of(arguments)
+    loader, fixed = hydra_loader(files), [word for word in arguments.overrides if not _is_swept(word)]
+    try:
+        found = loader.load_configuration(files.name, fixed, run_mode=RunMode.MULTIRUN)
+        folder = Path(found.hydra.sweep.dir).absolute()
+        chosen = not found.hydra.sweeper._target_.endswith(BASIC)
+        points = [fixed] if chosen else points_of(arguments.overrides, loader)
+    except (HydraException, OmegaConfBaseException) as error:
+        _load(arguments, fixed, 1)  # says it better, where it is a setting
+        hint = "name one of these, or install its package (docs/sweeps.md)"
+        raise UserError(Problem("--multirun", NO_VALUE, in_one_line(error), hint)) from error
+    if not chosen:
+        print_lines([f"sweep of {len(points):,} points in {folder}"])
+    problems, taken = dict[Problem, None](), dict[str, int]()
+    for number, point in enumerate(points):
+        refused = list[Problem]()
+        config = collect(partial(_load, arguments, point, _ranks(found)), refused)
+        if config is not None and chosen and config.train.eval_interval == 0:
+            rule, hint = "without evaluations there is no validation loss to choose by", "train.eval_interval=100"
+            refused.append(Problem("train.eval_interval", 0, rule, hint))
+        if config is not None and (first := taken.setdefault(str(config.run_dir), number)) != number:
+            rule = f"points {first} and {number} would train in the same folder"
+            hint = "sweep what defines the training, or name folders by what differs: run_dir='runs/s${train.steps}'"
+            refused.append(Problem("run_dir", config.run_dir, rule, hint))
+        problems |= dict.fromkeys(refused)
+    refuse([*problems])
+    return folder
 
 
 def points_of(words: Sequence[str], loader: ConfigLoader | None = None) -> list[list[str]]:
@@ -127,52 +129,9 @@ def points_of(words: Sequence[str], loader: ConfigLoader | None = None) -> list[
         else:
             choices.append([word])
     if math.prod(map(len, choices)) > MOST_POINTS:
-        rule, remedy = f"a grid of more than {MOST_POINTS:,} points", "fewer values, or a sweeper that chooses"
-        raise UserError(Problem("--multirun", NO_VALUE, rule, remedy))
+        rule, hint = f"a grid of more than {MOST_POINTS:,} points", "fewer values, or a sweeper that chooses"
+        raise UserError(Problem("--multirun", NO_VALUE, rule, hint))
     return [list(point) for point in itertools.product(*choices)]
-
-
-def _checked(arguments: Namespace) -> Path:
-    """Hydra's folder of this sweep; UserError for what some point would be refused, and two points in one folder."""
-    files = files_of(arguments)
-    loader = hydra_loader(files)
-    fixed = [word for word in arguments.overrides if not _is_swept(word)]
-    try:
-        found = loader.load_configuration(files.name, fixed, run_mode=RunMode.MULTIRUN)
-        folder = Path(found.hydra.sweep.dir).absolute()
-        chosen = not found.hydra.sweeper._target_.endswith(BASIC)
-        points = [fixed] if chosen else points_of(arguments.overrides, loader)
-    except (HydraException, OmegaConfBaseException) as error:
-        _load(arguments, fixed, 1)  # says it better, where it is a setting
-        remedy = "name one of these, or install its package (docs/sweeps.md)"
-        raise UserError(Problem("--multirun", NO_VALUE, in_one_line(error), remedy)) from error
-    if not chosen:
-        print_lines([f"sweep of {len(points):,} points in {folder}"])
-    problems, taken = [*_files_of_hydra(found)], dict[str, int]()
-    for number, point in enumerate(points):
-        refused = list[Problem]()
-        config = collect(partial(_load, arguments, point, _ranks(found)), refused)
-        if config is not None and chosen and config.train.eval_interval == 0:
-            rule, remedy = "without evaluations there is no validation loss to choose by", "train.eval_interval=100"
-            refused.append(Problem("train.eval_interval", 0, rule, remedy))
-        if config is not None and (first := taken.setdefault(str(config.run_dir), number)) != number:
-            rule = f"points {first} and {number} would train in the same folder"
-            remedy = "sweep what defines the training, or name folders by what differs: run_dir='runs/s${train.steps}'"
-            refused.append(Problem("run_dir", config.run_dir, rule, remedy))
-        problems += [each for each in refused if each not in problems]
-    if problems:
-        raise UserError(problems)
-    return folder
-
-
-def _files_of_hydra(found: DictConfig) -> Iterator[Problem]:
-    """Settings by which Hydra writes files itself, in the place of whatever is there."""
-    for name in ("output_subdir", "job_logging", "hydra_logging"):
-        value = found.hydra[name]
-        if value is not None and (name == "output_subdir" or "filename" in str(value)):
-            rule = "Hydra would replace files of others, or add to them"
-            remedy = "leave it out: point.json keeps the overrides, run_dir the log"
-            yield Problem(f"hydra.{name}", NO_VALUE, rule, remedy)
 
 
 def _is_swept(word: str) -> bool:
@@ -191,6 +150,21 @@ def _ranks(config: DictConfig) -> int:
     """The ranks of a point; what is no number from 1 is refused with the rest."""
     count = config.sweep.nproc_per_node if "sweep" in config else 1
     return count if isinstance(count, int) and count > 1 else 1
+
+
+def _cleared(folder: Path) -> Path:
+    """The stop file of a sweep into this folder, without what an earlier one has left; UserError where others have
+    files of these names."""
+    with refusing(folder, "another hydra.sweep.dir"):
+        folder.mkdir(parents=True, exist_ok=True)
+        left = {folder / STOP.usual: STOP, **dict.fromkeys(folder.rglob(POINT.usual), POINT)}
+        places = left | {folder / kind.usual: kind for kind in (COMPARISON, SWEEP)}
+        problems = [each for path, kind in places.items() for each in output_problems("hydra.sweep.dir", path, kind)]
+        refuse([replace(each, hint="another hydra.sweep.dir, or move it away") for each in problems])
+        (folder / STOP.usual).touch()
+        for path in left:
+            path.unlink(missing_ok=True)
+    return folder / STOP.usual
 
 
 @contextmanager
@@ -217,9 +191,9 @@ def _report(folder: Path) -> int:
     for record in records:
         own = " ".join(word for word in record.words if word not in everywhere) or "(no overrides of its own)"
         loss = "" if record.val_loss is None else f", validation loss {record.val_loss:.4f}"
-        print_lines([f"{own}: {record.status}{loss}{f'; {record.run_dir}' if record.run_dir else ''}"])
-    trained = [Path(record.run_dir) for record in records if record.run_dir]
-    if trained := [run for run in trained if (run / "metrics.jsonl").is_file()]:
+        print_lines([f"{own}: {record.status}{loss}; {record.run_dir}"])
+    trained = [run for run in (Path(record.run_dir) for record in records) if (run / "metrics.jsonl").is_file()]
+    if trained:
         print_lines([f"comparison: {write_report(trained, folder / COMPARISON.usual, COMPARISON)}"])
     if any(record.status == "stopped" for record in records):
         print_lines(["stopped; the same command continues"])
@@ -229,15 +203,15 @@ def _report(folder: Path) -> int:
 def train_point(config: DictConfig, flags: Sequence[str]) -> float:
     """Train what Hydra composed by these flags; the final validation loss, NaN where there is none."""
     hydra = HydraConfig.get()
-    words = [*hydra.overrides.task]
+    words, ranks = [*flags, *hydra.overrides.task], _ranks(config)
     folder, stop = Path(hydra.runtime.output_dir), Path(hydra.runtime.cwd, hydra.sweep.dir, STOP.usual)
     alone = hydra.runtime.choices["hydra/launcher"] == "basic"  # else several points write at once
     run_dir, status, loss = "", "stopped", None
     try:
-        run_dir = str(load_config([*flags, *words], _ranks(config)).run_dir)
+        run_dir = str(load_config(words, ranks).run_dir)
         if not stop.exists():
             with private_files(), open(os.devnull, "a") if alone else open_to_append(folder / "output.log") as log:
-                failed = run_process(_command(_ranks(config), [*flags, *words]), None if alone else log, stop)
+                failed = run_process(_command(ranks, words), None if alone else log, stop)
             status = "stopped" if stop.exists() else "failed" if failed else "trained"
         if status == "trained":
             losses = [line["val_loss"] for line in read_metrics(Path(run_dir, "metrics.jsonl")) if "val_loss" in line]
@@ -245,7 +219,7 @@ def train_point(config: DictConfig, flags: Sequence[str]) -> float:
     except UserError as error:
         to_stderr(str(error))
         status = "failed"
-    record = json.dumps(asdict(PointRecord(words, run_dir, status, loss)))
+    record = json.dumps(asdict(PointRecord([*hydra.overrides.task], run_dir, status, loss)))
     with private_files():
         write_atomically(folder / POINT.usual, record.encode(), POINT)
     return math.nan if loss is None else loss

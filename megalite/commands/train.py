@@ -10,7 +10,7 @@ import sys
 import time
 
 from megalite.config.schema import Config
-from megalite.errors.problems import REFUSED, Problem, UserError, collect, open_closed_streams, to_stderr
+from megalite.errors.problems import REFUSED, Problem, UserError, collect, open_closed_streams, refuse, to_stderr
 from megalite.launch.environment import ProcessEnvironment, claimed_rank, first_of_node, read_environment
 from megalite.launch.host import let_cuda_segments_grow, limit_openmp_spinning, widen_cuda_queues
 from megalite.launch.signals import INTERRUPTED, StartUp, die_with_launcher, ignore_stop_signals
@@ -40,13 +40,17 @@ def main(argv: list[str]) -> int:
 
         problems: list[Problem] = []  # past `record`, which would report a refusal as a failure
         status = record(lambda: collect(lambda: train_rank(config, environment), problems))()
-        if problems:
-            raise UserError(problems)
+        refuse(problems)
         return status or 0
     except SystemExit as ended:  # of --version, which Hydra's parser answers itself
         return int(ended.code or 0)
     except UserError as error:
-        return refuse(error, rank)
+        if rank > 0:
+            time.sleep(WAIT_FOR_RANK_ZERO_S)
+        # Torchrun has not ended this rank: rank 0 may be well, or missing. Then each machine says once what it lacks.
+        if rank == 0 or any(it.alone or (it.here and first_of_node(os.environ)) for it in error.problems):
+            to_stderr(str(error))
+        return REFUSED
 
 
 def check(argv: list[str]) -> tuple[Config, ProcessEnvironment]:
@@ -74,9 +78,8 @@ def train_rank(config: Config, environment: ProcessEnvironment) -> int:
     """Train as `config` says, on this rank: the exit status. Packages that training does not import meet it here."""
     from megalite.hf.import_model import import_model
     from megalite.launch.preflight import look_at_nodes
-    from megalite.observe.about import start_fields
+    from megalite.observe.about import open_views, start_fields
     from megalite.observe.terminal import Terminal
-    from megalite.observe.views import open_views
     from megalite.prepare.prepare import examine, prepare
     from megalite.train.run import Companions, run
 
@@ -94,16 +97,6 @@ def train_rank(config: Config, environment: ProcessEnvironment) -> int:
         return run(config, environment, companions)
     finally:
         terminal.close()
-
-
-def refuse(error: UserError, rank: int) -> int:
-    """Say what is wrong, once for all ranks: the exit status."""
-    if rank > 0:
-        time.sleep(WAIT_FOR_RANK_ZERO_S)
-    # Torchrun has not ended this rank: rank 0 may be well, or missing. Then each machine says once what it lacks.
-    if rank == 0 or any(it.alone or (it.here and first_of_node(os.environ)) for it in error.problems):
-        to_stderr(str(error))
-    return REFUSED
 
 
 def main_to_the_end(argv: list[str]) -> int:

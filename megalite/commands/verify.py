@@ -9,7 +9,6 @@ axis shrinks to 2. No data is read, no GPU is used, nothing stays.
 Exit status: 0 the layout computes the same, 1 it does not (or a rank failed or hung), 2 refused.
 """
 
-import time
 from argparse import Namespace
 
 from megalite.commands.command import RANKS, WORLD_SIZE, Shown, command, option
@@ -20,24 +19,19 @@ from megalite.errors.problems import REFUSED, to_stderr
 from megalite.verify.running import RunFailure
 from megalite.verify.verify import load, verify
 
+SECONDS = number_from(0, A_YEAR_S, above=True, whole=False)
+
 
 @command(
     WORLD_SIZE,
     option("--dp", **RANKS, help="data-parallel size (default: 2 where that makes at most 8 ranks)"),
-    option(
-        "--timeout",
-        type=number_from(0, A_YEAR_S, above=True, whole=False),
-        default=300.0,
-        metavar="S",
-        help="a hang is a failure (default: %(default)g)",
-    ),
+    option("--timeout", type=SECONDS, default=300.0, metavar="S", help="a hang is a failure (default: %(default)g)"),
 )
 def main(options: Namespace, overrides: list[str]) -> Shown:
-    begin = time.monotonic()
     config, world_size = load(overrides, options.world_size, options.dp)
     try:
         lines, equal = verify(config, world_size, train_rank, options.timeout)
     except RunFailure as failure:
         to_stderr(str(failure) if failure.status == REFUSED else f"FAIL: {failure}")
         return Shown(status=failure.status)
-    return Shown([*lines, f"({time.monotonic() - begin:.1f} s)"], 0 if equal else 1)
+    return Shown(lines, 0 if equal else 1)

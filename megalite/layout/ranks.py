@@ -129,7 +129,7 @@ class ParallelLayout:
 
     def _numbering_of(self, axes: str) -> RankGenerator:
         found = next((one for one in (self.dense, self.expert) if one and {*axes.split("-")} <= {*one.strides}), None)
-        assert found is not None, f"no numbering of {self} has the axes {axes}"
+        assert found is not None, f"no groups of {axes} in {self}"
         return found
 
 

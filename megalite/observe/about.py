@@ -14,19 +14,29 @@ from typing import Any
 import torch
 
 from megalite import __version__
-from megalite.config.schema import ModelConfig
 from megalite.config.step_plan import batch_ramp
-from megalite.data.open import paths_of
 from megalite.errors.words import several
 from megalite.launch.device import name_of
 from megalite.launch.environment import launch_command, read_environment
 from megalite.layout.summary import header_lines
 from megalite.model.flops import active_parameters, flops_per_token, parameter_count
+from megalite.observe.report.write import LiveReport
+from megalite.observe.run_data import read_run
+from megalite.observe.terminal import Terminal
+from megalite.observe.trackers import open_trackers
+from megalite.train.history import Note
+from megalite.train.run_log import View
 from megalite.train.setup import Job
 
 PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "hydra-core", "numpy", "safetensors")
-SUBMITTED = "MEGALITE_COMMAND"  # set by a batch script: what submits it again
-MOST_NAMED = 4  # token files of a blend
+
+
+def open_views(job: Job, terminal: Terminal, note: Note) -> Sequence[View]:
+    """The views on rank 0. The terminal is the last: its summary stands below what the others have to say."""
+    run = read_run(job.folder.path)
+    trackers = open_trackers(job.config, job.folder.path, job.progress.step, note)
+    terminal.follow(run, f"{job.config.model.name} on {job.config.data.source}")
+    return [LiveReport(run, job.config.log.report_interval_s), trackers, terminal]
 
 
 def start_fields(job: Job) -> dict[str, Any]:
@@ -34,10 +44,11 @@ def start_fields(job: Job) -> dict[str, Any]:
     device = f"CPU, {several(torch.get_num_threads(), 'thread')} per rank"
     if job.context.device.type == "cuda":
         device = torch.cuda.get_device_name(job.context.device)
+    submitted = os.environ.get("MEGALITE_COMMAND")  # set by a batch script: what submits it again
     return {
-        "command": os.environ.get(SUBMITTED) or launch_command(read_environment(os.environ), sys.argv),
+        "command": submitted or launch_command(read_environment(os.environ), sys.argv),
         "overrides": [word for word in sys.argv[1:] if "=" in word and not word.startswith("-")],
-        "about": [[label, text] for label, text in resolved(job, device)],
+        "about": resolved(job, device),
         "versions": versions(),
         "device": device,
         "layout": asdict(job.context.layout),
@@ -47,55 +58,32 @@ def start_fields(job: Job) -> dict[str, Any]:
     }
 
 
-def resolved(job: Job, device: str) -> list[tuple[str, str]]:
-    """(label, text) of everything that was resolved."""
-    train, model, done = job.config.train, job.config.model, job.progress
+def resolved(job: Job, device: str) -> list[list[str]]:
+    """Label and text of everything that was resolved."""
+    train, model, moe, done = job.config.train, job.config.model, job.config.model.moe, job.progress
     ramp = batch_ramp(train)
     samples = ramp.samples_after(max(0, train.steps - done.step), done.samples)
-    growth = [] if train.batch_ramp is None else [("", f"growing from {ramp.start} sequences by {ramp.increment}")]
-    flops = flops_per_token(model, train.seq_length, causal=False)
-    paths = paths_of(job.config.data) if len(job.data.train.parts) > 1 else []
-    shape = f"{several(model.num_layers, 'layer')}, hidden size {model.hidden_size:,}"
-    heads = f"{several(model.num_attention_heads, 'attention head')}, vocabulary of {model.vocab_size:,} tokens"
-    batch = f"{train.global_batch_size * train.seq_length:,} tokens per step"
-    sequences = f"{several(train.global_batch_size, 'sequence')} of {train.seq_length:,} tokens"
+    flops = flops_per_token(model, train.seq_length, causal=False) / 1e6
     parameters = f"{parameter_count(model):,} parameters"
-    if model.moe.num_experts:
+    shape = f"{several(model.num_layers, 'layer')}, hidden size {model.hidden_size:,}, vocabulary {model.vocab_size:,}"
+    if moe.num_experts:
         parameters += f", of which a token meets {active_parameters(model):,}"
-    epochs = epochs_in_words(job.data.train.epochs(samples), paths)
-    rows = [
-        ("model", f"{model.name}: {parameters}, {flops / 1e6:,.1f} MFLOP per token"),
-        ("", f"{shape}, {heads}"),
-        *([("", experts_in_words(model))] if model.moe.num_experts else []),
-        ("batch", f"{batch}: {sequences}, {train.micro_batch_size} in a microbatch"),
-        *growth,
-        ("data", job.data.description),
-        ("", f"{samples * train.seq_length:,} tokens in {several(train.steps, 'step')}: {epochs}"),
-        *zip(("layout", "", ""), header_lines(job.context.layout), strict=False),
-        ("device", f"{device}, {name_of(job.context.dtype)}"),
-        ("run folder", str(job.folder.path)),
+        shape += f"; {moe.num_experts} experts in {several(len(model.expert_layers), 'layer')}, top {moe.top_k}"
+    batch = f"{several(train.global_batch_size, 'sequence')} of {train.seq_length:,} tokens"
+    grows = "" if train.batch_ramp is None else f", growing from {ramp.start} sequences by {ramp.increment}"
+    epochs = job.data.train.epochs(samples)  # of each token file of a blend
+    most = f"{max(epochs):.3g} epochs{' of the file that is repeated most' if len(epochs) > 1 else ''}"
+    return [
+        ["model", f"{model.name}: {parameters}, {flops:,.1f} MFLOP per token"],
+        ["", shape],
+        ["batch", f"{batch}, {train.micro_batch_size} in a microbatch{grows}"],
+        ["data", job.data.description],
+        ["", f"{samples * train.seq_length:,} tokens in {several(train.steps, 'step')}: {most}"],
+        *(["" if at else "layout", line] for at, line in enumerate(header_lines(job.context.layout))),
+        ["device", f"{device}, {name_of(job.context.dtype)}"],
+        ["run folder", str(job.folder.path)],
+        *([] if job.resumed_from is None else [["continues", f"from the checkpoint of step {job.resumed_from}"]]),
     ]
-    if job.resumed_from is not None:
-        rows.append(("continues", f"from the checkpoint of step {job.resumed_from}"))
-    return rows
-
-
-def experts_in_words(model: ModelConfig) -> str:
-    """The experts of a layer, and which layers have some."""
-    moe, layers = model.moe, len(model.expert_layers)
-    where = "each layer" if layers == model.num_layers else f"{layers} of them"
-    shared = f" and {moe.num_shared_experts} shared" if moe.num_shared_experts else ""
-    inner = f"inner width {moe.ffn_hidden_size:,}"
-    return f"{several(moe.num_experts, 'expert')}{shared} in {where}, top {moe.top_k}, {inner}"
-
-
-def epochs_in_words(epochs: Sequence[float], paths: Sequence[str]) -> str:
-    """The epochs of each token file of a blend, the most repeated file first: a mean would hide it."""
-    if len(epochs) == 1:
-        return several(epochs[0], "epoch")
-    parts = sorted(zip(epochs, paths, strict=True), reverse=True)
-    most = [f"{count:.3g} of {Path(path).name}" for count, path in parts]
-    return "epochs: " + ", ".join([*most[:MOST_NAMED], *(["fewer of the rest"] if len(most) > MOST_NAMED else [])])
 
 
 def versions() -> dict[str, str]:
@@ -104,19 +92,15 @@ def versions() -> dict[str, str]:
     for package in PACKAGES:
         with suppress(PackageNotFoundError):
             found[package] = version(package)
-    found["torch"] = torch.__version__  # with its build
-    if torch.version.cuda:
-        found["cuda"] = torch.version.cuda
+    found |= {"torch": torch.__version__, "cuda": str(torch.version.cuda)}  # torch's own has its build
     return found | {"system": f"{platform.system()} {platform.release()} {platform.machine()}"}
 
 
 def commit(checkout: Path = Path(__file__).parents[2]) -> dict[str, str]:
     """The git commit of the checkout that megalite runs from; nothing where it is installed, or git is not."""
-    if not (checkout / ".git").exists():
-        return {}
-    command = ["git", "--no-optional-locks", "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=-dirty"]
-    try:
-        described = subprocess.run(command, cwd=checkout, capture_output=True, text=True, timeout=5, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    return {"commit": described.stdout.strip().replace("-dirty", ", with changes that are not committed")}
+    command = ["git", "--no-optional-locks", "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty"]
+    with suppress(OSError, subprocess.SubprocessError):
+        if (checkout / ".git").exists():
+            described = subprocess.run(command, cwd=checkout, capture_output=True, text=True, timeout=5, check=True)
+            return {"commit": described.stdout.strip()}
+    return {}

@@ -1,8 +1,7 @@
 """Where lines of text go: a live terminal, a log, or nowhere.
 
-A line is a list of (text, style) spans; a log drops the styles. No control character of a line gets to the stream. A
-stream that can no longer be written to (a closed pipe, a full disk) falls silent: a run does not end because nobody
-looks at it.
+A line is a list of (text, style) spans. No control character of it gets to the stream. A stream that can no longer be
+written to (a closed pipe, a full disk) falls silent: a run does not end because nobody looks at it.
 """
 
 import io
@@ -18,8 +17,7 @@ from rich.text import Text
 
 from megalite.errors.problems import printable
 
-Span = tuple[str, str]
-Line = Sequence[Span]
+Line = Sequence[tuple[str, str]]
 WIDTH = 100  # columns of a log, and at most of a terminal
 REDRAW_S = 0.2  # a live terminal is drawn at most this often: drawing costs a few milliseconds
 
@@ -28,11 +26,9 @@ def print_lines(lines: Iterable[str]) -> None:
     """Print what a command has to show, as it comes; end quietly where the reader, like `head`, has seen enough."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a stream without Unicode
-    flushed = time.monotonic()
     try:
         for line in lines:
-            print(printable(line), flush=(waited := time.monotonic() - flushed > 1))
-            flushed = time.monotonic() if waited else flushed
+            print(printable(line), flush=sys.stdout.isatty())
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered goes nowhere
@@ -47,19 +43,15 @@ class _Console(Console):
 class Screen:
     """A live terminal, whose `status` stands below its other lines, or a log, which has none."""
 
-    def __init__(self, stream: TextIO, *, live: bool, silent: bool = False) -> None:
+    def __init__(self, stream: TextIO, *, live: bool, silent: bool) -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a stream without Unicode
-        self.live = live
+        self.live, self._drawn = live, 0.0
         self._console = _Console(file=stream, force_terminal=live, highlight=False, soft_wrap=True, quiet=silent)
         self.unicode = self._console.encoding.startswith("utf")
-        self._status: Live | None = None
-        self._drawn = 0.0
-
-    @property
-    def width(self) -> int:
-        """Columns to fill."""
-        return min(self._console.width, WIDTH) if self.live else WIDTH
+        self.width = min(self._console.width, WIDTH) if live else WIDTH
+        # No refresh thread: it would take the interpreter from the training loop at any moment.
+        self._status = Live(console=self._console, auto_refresh=False, vertical_overflow="crop")
 
     def print(self, *lines: Line) -> None:
         """Print lines that stay."""
@@ -70,20 +62,12 @@ class Screen:
         """Draw the lines at the bottom; `now`: even if the last drawing was a moment ago."""
         if self.live and (now or time.monotonic() - self._drawn >= REDRAW_S):
             self._drawn = time.monotonic()
-            self._attempt(lambda: self._draw(Group(*[_text(line, cut=True) for line in lines])))
+            self._attempt(self._status.start)
+            self._attempt(lambda: self._status.update(Group(*map(_text, lines)), refresh=True))
 
     def close(self) -> None:
         """Leave the stream as any program expects it. May be repeated."""
-        status, self._status = self._status, None
-        if status is not None:
-            self._attempt(status.stop)
-
-    def _draw(self, picture: Group) -> None:
-        if self._status is None:
-            # No refresh thread: it would take the interpreter from the training loop at any moment.
-            self._status = Live(console=self._console, auto_refresh=False, vertical_overflow="crop")
-            self._status.start()
-        self._status.update(picture, refresh=True)
+        self._attempt(self._status.stop)
 
     def _attempt(self, action: Callable[[], None]) -> None:
         try:
@@ -92,8 +76,5 @@ class Screen:
             self._console.quiet = True
 
 
-def _text(line: Line, *, cut: bool = False) -> Text:
-    spans = [(printable(part), style) for part, style in line]
-    text = Text.assemble(*spans, no_wrap=cut, overflow="ellipsis" if cut else None)
-    text.rstrip()
-    return text
+def _text(line: Line) -> Text:
+    return Text.assemble(*((printable(part), style) for part, style in line), overflow="ellipsis")

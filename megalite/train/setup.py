@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from megalite.checkpoint.commit import CHECKPOINTS, STATE, committed, passed_over
+from megalite.checkpoint.commit import CHECKPOINTS, STATE, committed
 from megalite.checkpoint.reading import Found, newest
-from megalite.checkpoint.run_folder import RunFolder, judge_room, keep_tokenizer
+from megalite.checkpoint.run_folder import RunFolder, keep_tokenizer, require_room
 from megalite.config.exchange import exchange_of
 from megalite.config.schema import Config, LearningRateConfig
 from megalite.config.settings import DERIVED, OPEN, as_plain, value_of, with_values
@@ -149,8 +149,8 @@ def set_up(
         evaluated, job.finished, job.measured = on_first(context, lambda: examine_records(job))
         job.evaluated_step = job.progress.step if evaluated else -1
         if not job.finished:
-            if warning := on_first(context, lambda: room_for_checkpoints(job)):
-                log.note(warning)
+            if job.progress.step < config.train.steps:
+                on_first(context, lambda: require_room(folder.checkpoints, state_bytes(config)))
             derived = [name for name in config.derived if value_of(config, name) not in OPEN]
             folder.begin(context, as_plain(config) | {DERIVED: derived})
         if (tokenizer := data.tokenizer) is not None:  # mended even if the run is over
@@ -192,7 +192,7 @@ def has_checkpoints(run_dir: Path) -> bool:
     elif not events and read_metrics(run_dir / METRICS):
         gone = f"{METRICS} tells of steps, and {EVENTS} does not say that none was saved"
     if gone:
-        rule = "; ".join([f"its {gone}, but there is no checkpoint in {folder}", *passed_over(folder)])
+        rule = f"its {gone}, but there is no folder called step- and eight digits in {folder}"
         remedy = (
             f"put the checkpoints back (is their disk mounted?); to start anew, another run_dir, or delete {run_dir}"
         )
@@ -256,11 +256,3 @@ def examine_records(job: Job) -> tuple[bool, bool, dict[str, Any]]:
     done = step >= job.config.train.steps and (evaluated or not job.owes_evaluation())
     measured = [line for line in lines if "loss" in line and line["step"] <= step]
     return evaluated, done and bool(events) and events[-1]["kind"] in ENDS, measured[-1] if measured else {}
-
-
-def room_for_checkpoints(job: Job) -> str:
-    """A warning where the disk will not hold the checkpoints of the run, else empty."""
-    checkpoint, step, steps = job.config.checkpoint, job.progress.step, job.config.train.steps
-    interval = checkpoint.interval or steps  # and one of the last step
-    saves = max(0, -(-steps // interval) - step // interval) if step < steps else 0
-    return judge_room(job.folder.checkpoints, state_bytes(job.config), keep=checkpoint.keep, saves=saves)

@@ -61,11 +61,8 @@ def compare(layout: Path, single: Path, optimizer: OptimizerConfig) -> list[Row]
         for name in sorted(found.keys() | wanted.keys(), key=lambda name: GROUPS.index(group_of(name))):
             tensors = found.get(name, nothing), wanted.get(name, nothing)
             rows.append(_row(f"{kind}: {group_of(name)}", *tensors, f"{name}, step {step}"))
-    worst: dict[str, Row] = {}
-    for row in rows:
-        if row.what not in worst or row.excess > worst[row.what].excess:
-            worst[row.what] = row
-    return [*worst.values()]
+    kinds = dict.fromkeys(row.what for row in rows)
+    return [max((row for row in rows if row.what == what), key=lambda row: row.excess) for what in kinds]
 
 
 def table(rows: Sequence[Row], ranks: int) -> Iterator[str]:

@@ -59,8 +59,9 @@ def train_both(
     jobs.append(("the single process", trains[1], _placed(reference, folder, SINGLE), ProcessEnvironment()))
     try:
         for name, *job in jobs:
-            arguments = (*job, folder / name, timeout_s)
-            processes.append(context.Process(target=_run, args=arguments, name=name, daemon=True))
+            processes.append(
+                context.Process(target=_run, args=(*job, folder / name, timeout_s), name=name, daemon=True)
+            )
             processes[-1].start()
         _wait_for(processes, folder, time.monotonic() + timeout_s + ECHO_S)
     finally:
@@ -103,27 +104,29 @@ def _wait_for(processes: Sequence[ForkServerProcess], folder: Path, deadline: fl
     """
     waiting, failed = {process.sentinel: process for process in processes}, list[ForkServerProcess]()
     while waiting:
-        patience = ECHO_S if failed else max(0.0, deadline - time.monotonic())
-        if not (ready := wait(list(waiting), timeout=patience)):
-            break
-        for process in [waiting.pop(sentinel) for sentinel in list(waiting) if sentinel in ready]:
+        ready = wait([*waiting], timeout=ECHO_S if failed else max(0.0, deadline - time.monotonic()))
+        for process in [waiting.pop(sentinel) for sentinel in [*waiting] if sentinel in ready]:
             process.join()
             failed += [process] if process.exitcode else []
-    if refused := [process for process in failed if process.exitcode == REFUSED]:
-        raise RunFailure(_last_words(refused[0], folder), REFUSED)
-    if died := [(process.name, -(process.exitcode or 0)) for process in failed if (process.exitcode or 0) < 0]:
-        hint = {int(signal.SIGKILL): " (out of memory?)"}
-        words = (f"{name} died by {signal.Signals(number).name}{hint.get(number, '')}" for name, number in died)
-        raise RunFailure("\n".join(words))  # the others are echoes
-    hangs = "did not answer in time: a collective that not all ranks join, or slow. It stood at"
-    how, found = ("failed:", failed) if failed else (hangs, [*waiting.values()])
-    if found:
-        raise RunFailure("\n".join(f"{process.name} {how}\n{_last_words(process, folder)}" for process in found))
+        if not ready:
+            break
+    refused = [process for process in failed if process.exitcode == REFUSED]
+    died = [process for process in failed if (process.exitcode or 0) < 0]
+    causes = refused[:1] or died or failed or [*waiting.values()]  # the others are echoes
+    if causes:
+        raise RunFailure("\n".join(_end_of(process, folder) for process in causes), REFUSED if refused else 1)
 
 
-def _last_words(process: ForkServerProcess, folder: Path) -> str:
-    said = folder / process.name
-    return "\n".join(said.read_text(errors="replace").splitlines()[-LAST_WORDS:]) if said.exists() else ""
+def _end_of(process: ForkServerProcess, folder: Path) -> str:
+    """How a process has ended, or that it has not, with the last lines that it printed."""
+    output, code = folder / process.name, process.exitcode
+    lines = output.read_text(errors="replace").splitlines()[-LAST_WORDS:] if output.exists() else []
+    if code == REFUSED:
+        return "\n".join(lines)
+    if code is not None and code < 0:
+        return f"{process.name} died by {signal.Signals(-code).name} (SIGKILL: out of memory?)"
+    how = "did not answer in time: a collective that not all ranks join, or slow. It stood at"
+    return "\n".join([f"{process.name} {how if code is None else 'failed:'}", *lines])
 
 
 def _run(train: TrainRank, config: Config, place: ProcessEnvironment, output: Path, timeout_s: float) -> None:

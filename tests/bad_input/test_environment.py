@@ -133,7 +133,7 @@ ROWS = [
         "a run_dir that a live job writes to",
         "run_dir=run",
         [
-            f"it is in use by process {os.getpid()} on {socket.gethostname()}, since 20",
+            f"it is in use by another job: host {socket.gethostname()}, pid {os.getpid()}, started 20",
             "stop it, or set another run_dir",
         ],
         live_job,

@@ -31,7 +31,7 @@ def test_a_full_disk_ends_neither_training_nor_the_last_checkpoint(
     assert pretrain_gpt.main([*SMALL, "run_dir=run", "train.steps=1"]) == 0
     view = Mock()
     view.name = "trackers"
-    monkeypatch.setattr("megalite.observe.views.open_trackers", lambda *_: view)
+    monkeypatch.setattr("megalite.observe.about.open_trackers", lambda *_: view)
     capfd.readouterr()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, hard))  # stands for a full disk: a checkpoint takes 120 KiB

@@ -116,18 +116,6 @@ def test_the_files_of_several_ranks_hold_boxes_by_name_and_offsets(tmp_path: Pat
     assert all(torch.equal(found[name], tensor) for name, tensor in values(3).items())
 
 
-def test_a_rank_that_writes_nothing_has_no_file(tmp_path: Path) -> None:
-    saved = run_ranks(save_one_tensor, 3, tmp_path)
-    assert sorted(f.name for f in saved[0].path.iterdir()) == ["manifest.json", "rank-00000.safetensors", "state.json"]
-    found = newest(tmp_path, SINGLE, no_report)
-    assert found is not None
-    assert list(found.manifest.tensors) == ["w"]
-
-
-def save_one_tensor(context: ParallelContext, folder: Path) -> Saved:
-    return save(folder, 1, [Piece("w", (2,), (0,), torch.ones(2))], {}, context, keep=1)
-
-
 def test_a_tensor_that_is_not_in_row_major_order_is_written_in_it(tmp_path: Path) -> None:
     values = torch.arange(12.0).view(3, 4)
     columns = Piece("w", (4, 3), (0, 0), values.t())
@@ -138,13 +126,6 @@ def test_a_tensor_that_is_not_in_row_major_order_is_written_in_it(tmp_path: Path
     assert found is not None
     found.read_into(pieces)
     assert equal(pieces, [columns, strided])
-
-
-def test_equal_states_make_equal_files(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        save(tmp_path / name, 1, whole(values(1)), STATE, SINGLE, keep=1)
-    contents = [{f.name: f.read_bytes() for f in (tmp_path / n / "step-00000001").iterdir()} for n in ("a", "b")]
-    assert contents[0] == contents[1]
 
 
 def test_nothing_in_an_empty_or_absent_folder(tmp_path: Path) -> None:

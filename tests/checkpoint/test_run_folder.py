@@ -1,7 +1,6 @@
 """A run folder has one owner, continues only what can be continued, and a refused start leaves no trace."""
 
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -194,14 +193,6 @@ def test_a_run_that_never_saved_may_start_as_another(tmp_path: Path) -> None:
     folder.close()
 
 
-def test_checkpoints_without_their_run_are_refused(tmp_path: Path) -> None:
-    start_and_save(tmp_path)
-    (tmp_path / "run.json").unlink()
-    assert "put its run.json back" in refusal(tmp_path)
-    (tmp_path / "run.json").write_text("{")
-    assert "run.json: is not JSON" in refusal(tmp_path)
-
-
 @pytest.mark.parametrize("content", [yaml.safe_dump({"seed": 7}), "a: [", "!!python/object/apply:os.mkdir [trace]"])
 def test_what_a_run_was_started_with_is_told_by_its_checkpoint_alone(tmp_path: Path, content: str) -> None:
     """config.yaml is for people, who may change it: nothing vouches for it."""
@@ -221,19 +212,6 @@ def test_a_file_or_an_impossible_place_is_refused_and_leaves_nothing(tmp_path: P
     assert "File name too long" in refusal(tmp_path / "new" / ("x" * 300))
     assert "File name too long" in refusal(tmp_path / ("x" * 300))
     assert files_below(tmp_path) == before
-
-
-def test_a_read_only_folder_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
-    """Root may write to a folder of mode 555, so this takes a file system that is mounted read-only."""
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", tmp_path], capture_output=True)
-    if mounted.returncode != 0:
-        pytest.skip("cannot mount a read-only file system here")
-    try:
-        assert "cannot be written: Read-only file system" in refusal(tmp_path)
-        assert "cannot be written: Read-only file system" in refusal(tmp_path / "run")
-        assert os.listdir(tmp_path) == []
-    finally:
-        subprocess.run(["umount", tmp_path], check=True)
 
 
 def test_a_disk_that_is_full_at_the_start_is_refused_and_leaves_nothing(
@@ -281,13 +259,8 @@ def other_job(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 def test_a_second_live_job_is_refused_with_host_and_pid(tmp_path: Path, other_job: subprocess.Popen[str]) -> None:
     before = files_below(tmp_path)
     text = refusal(tmp_path / "run")
-    assert f"it is in use by process {other_job.pid} on {socket.gethostname()}" in text
+    assert f"it is in use by another job: host {socket.gethostname()}, pid {other_job.pid}, started" in text
     assert files_below(tmp_path) == before
-
-
-def test_a_stopped_job_is_still_alive(tmp_path: Path, other_job: subprocess.Popen[str]) -> None:
-    other_job.send_signal(signal.SIGSTOP)
-    assert "it is in use by" in refusal(tmp_path / "run")
 
 
 def test_the_lock_of_a_killed_job_is_taken_over_at_once(tmp_path: Path, other_job: subprocess.Popen[str]) -> None:
@@ -303,7 +276,7 @@ def test_the_lock_of_a_killed_job_is_taken_over_at_once(tmp_path: Path, other_jo
 
 def test_a_job_in_this_very_process_is_refused_too_and_close_lets_it_in(tmp_path: Path) -> None:
     first = start(tmp_path)
-    assert f"process {os.getpid()} on" in refusal(tmp_path)
+    assert f"pid {os.getpid()}, started" in refusal(tmp_path)
     first.close()
     first.close()
     start(tmp_path).close()
@@ -329,7 +302,7 @@ def test_a_beating_lock_of_another_host_is_respected(tmp_path: Path) -> None:
     heart = threading.Thread(target=beat)
     heart.start()
     try:
-        with pytest.raises(UserError, match="on elsewhere, since"):
+        with pytest.raises(UserError, match="host elsewhere, pid"):
             RunLock(path, patience_s=5)
     finally:
         done.set()
@@ -349,23 +322,9 @@ def test_a_still_lock_of_another_host_is_taken_over(tmp_path: Path) -> None:
     assert lock.lost() is None
     write_other = path.read_text().replace(f'"pid": {os.getpid()}', '"pid": 1').replace(lock.token, "another")
     path.write_text(write_other)
-    assert "another job has taken over the run folder: process 1 on" in (lock.lost() or "")
+    assert "was taken over by another job" in (lock.lost() or "")
     lock.release()
     assert path.read_text() == write_other, "a lock that was taken over is not ours to clear"
-
-
-def test_a_torn_lock_file_is_nobodys(tmp_path: Path) -> None:
-    (tmp_path / "lock").write_text('{"host": "elsew')
-    RunLock(tmp_path / "lock").release()
-    assert (tmp_path / "lock").read_text() == ""
-
-
-def test_a_lock_is_not_written_through_a_link(tmp_path: Path) -> None:
-    (tmp_path / "precious").write_text("x")
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "lock").symlink_to(tmp_path / "precious")
-    assert "it holds lock" in refusal(tmp_path / "run")
-    assert (tmp_path / "precious").read_text() == "x"
 
 
 def open_with_blind_ranks(context: ParallelContext, path: Path, fingerprint: str) -> Any:

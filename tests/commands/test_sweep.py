@@ -128,13 +128,8 @@ def test_a_point_that_fails_does_not_lose_the_others(place: Path, sweep: Sweep) 
         (["train.global_batch_size=2,3", "sweep.nproc_per_node=2"], ["train.global_batch_size=3"]),
         (["seed=1,2", "hydra/launcher=rq"], ["hydra/launcher/rq", "docs/sweeps.md"]),
         (["optimizer.lr=interval(1e-4,1e-3)"], ["--multirun", "INTERVAL"]),
-        (["seed=1,2", "hydra/launcher=rocket"], ["hydra/launcher/rocket", "basic"]),
-        (["seed=range(1,100000)"], ["a grid of more than 10,000 points"]),
         (["seed=range(1,9000000000)", "train.steps=1,2"], ["a grid of more than 10,000 points"]),
         (["hydra.sweep.dir=a.txt"], ["/a.txt:", "File exists", "another hydra.sweep.dir"]),
-        (["hydra.sweep.subdir=.", "hydra.output_subdir=."], ["hydra.output_subdir:", "replace files"]),
-        (["hydra/job_logging=default"], ["hydra.job_logging:", "replace files"]),
-        (["hydra.sweep.dir=/proc/x"], ["/proc/x:", "another hydra.sweep.dir"]),
     ],
 )
 def test_what_can_be_known_is_refused_before_anything_starts(
@@ -176,7 +171,7 @@ def test_ctrl_c_saves_the_point_that_trains_and_starts_no_other(place: Path) -> 
     process.send_signal(signal.SIGINT)
     said = process.communicate(timeout=60)[0]
     assert process.returncode == 0, said
-    assert "layout      2 ranks" in said
+    assert "layout           2 ranks" in said
     assert [record["status"] for record in records(place)] == ["stopped", "stopped"]
     (run,) = place.glob("runs/*")
     assert list(run.glob("checkpoints/step-*"))
@@ -186,7 +181,7 @@ def test_ctrl_c_saves_the_point_that_trains_and_starts_no_other(place: Path) -> 
 @pytest.mark.long  # until they are stopped: above
 def test_every_point_has_the_ranks_that_are_asked_for(place: Path) -> None:
     process = start("sweep.nproc_per_node=2", "seed=1")
-    assert "layout      2 ranks" in process.communicate(timeout=300)[0]
+    assert "layout           2 ranks" in process.communicate(timeout=300)[0]
     assert process.returncode == 0
     assert [record["status"] for record in records(place)] == ["trained"]
 

@@ -1,6 +1,6 @@
 """A fault campaign: small runs are killed, stopped and damaged at random, started once more, and compared.
 
-python -m tests.faults --runs 9
+python -m tests.faults --runs 8
 python -m tests.faults --runs 200 --seed 7 --flips 1000
 
 Every trial must end as the undisturbed run does, bit for bit, whatever was done to it. The same seed strikes the same
@@ -20,7 +20,7 @@ from megalite.errors.problems import Problem, UserError, to_stderr
 
 
 @command(
-    option("--runs", **COUNT, default=9, help="trials, each with the next of nine faults (default: %(default)s)"),
+    option("--runs", **COUNT, default=8, help="trials, each with the next of eight faults (default: %(default)s)"),
     option(
         "--seed",
         type=number_from(0),

@@ -151,15 +151,6 @@ def _damage_tokens(trial: Trial) -> None:
     path.write_bytes(content)
 
 
-def _set_clock_back(trial: Trial) -> None:
-    """While it trains; it stays so for the restart."""
-    trial.train_for_a_while()
-    trial.clock.touch()
-    step = trial.step() + trial.dice.randrange(6)
-    trial.until(lambda: trial.step() >= step)
-    _end_by_sigkill(trial)
-
-
 def _kill_all(trial: Trial) -> None:
     trial.train_for_a_while()
     _end_by_sigkill(trial)
@@ -184,7 +175,6 @@ FAULTS: dict[str, Callable[[Trial], None]] = {
     "a bit of it flipped": _flip_newest,
     "no room for a checkpoint": _full_disk,
     "token file damaged": _damage_tokens,
-    "clock set back by a day": _set_clock_back,
 }
 
 

@@ -21,7 +21,7 @@ from tests.checkpoint.samples import SINGLE, values, whole
 from tests.faults import campaign as faults
 from tests.faults import trial
 from tests.faults.bit_flips import flip_bits
-from tests.faults.campaign import Outcome, TooLateError, campaign, table
+from tests.faults.campaign import TooLateError, campaign
 from tests.faults.trial import STEPS, Trial
 from tests.ranks import start_forkserver
 
@@ -124,36 +124,11 @@ def test_a_step_that_is_not_saved_after_sigterm_is_a_flaw(played: Trial) -> None
         faults.FAULTS["SIGTERM to a rank"](played)
 
 
-def test_a_stopped_rank_that_nobody_reports_is_a_flaw(played: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(faults, "REPORT_S", -7.5)  # half a second in all
-    monkeypatch.setattr(Trial, "step", lambda self: 5)
-    played.start()
-    with pytest.raises(ValueError, match="nobody reported that rank"):
-        faults.FAULTS["SIGSTOP of a rank"](played)
-
-
 def test_a_stopped_rank_in_whose_place_another_is_reported_is_a_flaw(played: Trial) -> None:
     played.main = blames_another
     played.start()
     with pytest.raises(ValueError, match="stood still, but it was reported: no answer from rank 7"):
         faults.FAULTS["SIGSTOP of a rank"](played)
-
-
-def test_a_kill_strikes_any_moment_since_the_start_of_the_processes(
-    played: Trial, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    played.lasts_s, moments, steps = 40.0, list[float](), list[int]()
-    monkeypatch.setattr(Trial, "start", lambda self: steps.append(-1))
-    monkeypatch.setattr(Trial, "train_for_a_while", lambda self: None)
-    monkeypatch.setattr(Trial, "strike", lambda self, number, everybody=False: steps.append(everybody))
-    monkeypatch.setattr(Trial, "end", lambda self: [-9, -9])
-    monkeypatch.setattr(time, "sleep", moments.append)
-    for _ in range(100):
-        faults.FAULTS["SIGKILL of a rank"](played)
-    assert 30 < len(moments) < 70
-    assert min(moments) < 4
-    assert max(moments) > 36
-    assert 10 < steps.count(-1) < 40, "a second start is struck, too"
 
 
 def test_a_kill_after_the_save_is_none_in_a_save(played: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,12 +200,3 @@ def test_flips_are_noticed_unless_nobody_looks(tmp_path: Path, monkeypatch: pyte
     assert len(unnoticed) >= 20
     assert all("rank-00000.safetensors" in place or "state.json" in place for place in unnoticed)
     assert [path.name for path in tmp_path.iterdir()] == [saved.path.name], "the copy is gone"
-
-
-def test_a_row_for_each_fault() -> None:
-    outcomes = [Outcome("a", [], 3, 1.0), Outcome("b", ["lost"], 0, 0.0), Outcome("a", [], 5, 4.0)]
-    assert table(outcomes)[2:] == [
-        "| a | 2 | 2 | 4 (5) | 2.5 s (4.0 s) |",
-        "| b | 1 | 0 | 0 (0) | 0.0 s (0.0 s) |",
-        "| all | 3 | 2 | | |",
-    ]

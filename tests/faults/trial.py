@@ -31,7 +31,6 @@ SETTINGS = (  # seconds of training, with a save every third step and everything
 )
 PATIENCE_S = 60.0
 PARTING_S = 5.0  # what a rank has started may take so long to notice its end
-A_DAY_S = 86_400.0
 
 Main = Callable[[list[str]], int]  # what a rank runs, given overrides: its exit status
 
@@ -53,11 +52,6 @@ class Trial:
     def run(self) -> Path:
         return self.folder / "run"
 
-    @property
-    def clock(self) -> Path:
-        """While this file is there, the ranks' clock is a day behind."""
-        return self.folder / "clock-is-back"
-
     def start(self, *, size_limit: int | None = None) -> None:
         """Start the ranks."""
         with socket.socket() as probe:
@@ -69,7 +63,7 @@ class Trial:
         self.ranks = []
         for rank in range(self.world_size):
             variables = {**world, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
-            arguments = (self.main, words, variables, self.folder / "output.log", size_limit, self.clock)
+            arguments = (self.main, words, variables, self.folder / "output.log", size_limit)
             process = context.Process(target=_rank, args=arguments, daemon=True)
             process.start()
             self.ranks.append(process)
@@ -133,9 +127,7 @@ class Trial:
         return found
 
 
-def _rank(
-    main: Main, words: list[str], variables: Mapping[str, str], log: Path, size_limit: int | None, clock: Path
-) -> None:
+def _rank(main: Main, words: list[str], variables: Mapping[str, str], log: Path, size_limit: int | None) -> None:
     os.setsid()
     os.environ.update(variables)
     with log.open("ab", buffering=0) as file:
@@ -144,8 +136,6 @@ def _rank(
     if size_limit is not None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (size_limit, size_limit))
-    now = time.time
-    time.time = lambda: now() - A_DAY_S * clock.exists()
     status = main(words)
     sys.stdout.flush()
     os._exit(status)

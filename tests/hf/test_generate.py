@@ -320,7 +320,7 @@ def test_no_control_character_reaches_the_output(tmp_path: Path, capsys: pytest.
         ([], "there is nothing to continue"),
         (["--prompt", "a", "--prompt", ""], "--prompt='': there is nothing to continue"),
         (["--prompt", "\udcff", "--prompt", "\udcfe"], "2 problems"),
-        (["--prompts", "blank.txt"], "there is no prompt in blank.txt"),
+        (["--prompts", "blank.txt"], "there is nothing to continue"),
         (["--prompts", "latin.txt"], "latin.txt: is not UTF-8 text"),
         (["--prompts", "gone.txt"], "gone.txt: cannot be read"),
         (["--prompt", "a", "--num-samples", "0"], "--num-samples: 0 must be a whole number from 1"),

@@ -1,7 +1,6 @@
 """Rank arithmetic: the worked examples of Megatron-LM and its explainers number by number, and what always holds."""
 
 import time
-from collections import Counter
 from itertools import combinations
 from typing import Any
 
@@ -108,27 +107,24 @@ def axis_sets(layout: ParallelLayout) -> list[tuple[RankGenerator, tuple[str, ..
 
 
 @settings(deadline=None)
-@given(layouts())
-def test_the_groups_of_any_axes_partition_the_world(layout: ParallelLayout) -> None:
-    for numbering, axes in axis_sets(layout):
-        members = [rank for group in numbering.groups("-".join(axes)) for rank in group]
-        assert sorted(members) == list(range(layout.world_size))
-
-
-@settings(deadline=None)
 @given(layouts(), st.data())
-def test_a_rank_s_group_is_the_one_that_holds_it(layout: ParallelLayout, data: st.DataObject) -> None:
+def test_the_groups_of_any_axes_partition_the_world_by_the_other_axes_and_ascend(
+    layout: ParallelLayout, data: st.DataObject
+) -> None:
     rank = data.draw(st.integers(0, layout.world_size - 1))
     for numbering, axes in axis_sets(layout):
         name = "-".join(data.draw(st.permutations(axes)))
-        assert [numbering.group_of(rank, name)] == [group for group in numbering.groups(name) if rank in group]
-
-
-@settings(deadline=None)
-@given(layouts())
-def test_experts_and_dense_layers_share_their_pipelines(layout: ParallelLayout) -> None:
-    if layout.expert is not None:
-        assert layout.expert.groups("pp") == layout.dense.groups("pp")
+        groups = numbering.groups(name)
+        assert groups == numbering.groups("-".join(axes))
+        assert sorted(member for group in groups for member in group) == list(range(layout.world_size))
+        assert all(group == sorted(group) for group in groups)
+        assert [group[0] for group in groups] == sorted(group[0] for group in groups)
+        assert [numbering.group_of(rank, name)] == [group for group in groups if rank in group]
+        for group in groups:
+            others = {
+                tuple(at for axis, at in numbering.coordinates(member).items() if axis not in axes) for member in group
+            }
+            assert len(others) == 1
 
 
 @settings(deadline=None)
@@ -141,37 +137,6 @@ def test_coordinates_are_a_bijection(layout: ParallelLayout) -> None:
         assert places == list(range(layout.world_size))
 
 
-@settings(deadline=None)
-@given(layouts())
-def test_members_of_a_group_differ_along_its_axes_alone(layout: ParallelLayout) -> None:
-    for numbering, axes in axis_sets(layout):
-        for group in numbering.groups("-".join(axes)):
-            others = [
-                tuple(at for axis, at in numbering.coordinates(rank).items() if axis not in axes) for rank in group
-            ]
-            assert set(Counter(others).values()) == {len(group)}
-
-
-@settings(deadline=None)
-@given(layouts())
-def test_groups_of_two_axes_are_unions_of_groups_of_one(layout: ParallelLayout) -> None:
-    for numbering, axes in axis_sets(layout):
-        if len(axes) == 2:
-            whole = {rank: first for first, *rest in numbering.groups("-".join(axes)) for rank in (first, *rest)}
-            for axis in axes:
-                assert all(len({whole[rank] for rank in group}) == 1 for group in numbering.groups(axis))
-
-
-@settings(deadline=None)
-@given(layouts(), st.data())
-def test_members_ascend_however_the_axes_are_written(layout: ParallelLayout, data: st.DataObject) -> None:
-    for numbering, axes in axis_sets(layout):
-        groups = numbering.groups("-".join(data.draw(st.permutations(axes))))
-        assert groups == numbering.groups("-".join(axes))
-        assert all(group == sorted(group) for group in groups)
-        assert [group[0] for group in groups] == sorted(group[0] for group in groups)
-
-
 def test_all_groups_of_sixteen_thousand_ranks_take_less_than_a_second() -> None:
     begin = time.process_time()
     layout = ParallelLayout(tp=8, cp=2, dp=64, pp=16, etp=1, ep=64)
@@ -182,7 +147,7 @@ def test_all_groups_of_sixteen_thousand_ranks_take_less_than_a_second() -> None:
 
 
 def test_a_dense_model_has_no_expert_groups() -> None:
-    with pytest.raises(AssertionError, match="has the axes ep"):
+    with pytest.raises(AssertionError, match="no groups of ep"):
         ParallelLayout(tp=2).groups("ep")
 
 

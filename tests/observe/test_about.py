@@ -4,7 +4,7 @@ import subprocess
 from pathlib import Path
 
 from megalite import __version__
-from megalite.observe.about import commit, epochs_in_words, versions
+from megalite.observe.about import commit, versions
 
 
 def git(folder: Path, *words: str) -> None:
@@ -24,14 +24,7 @@ def test_the_commit_of_a_checkout_and_whether_it_has_changes(tmp_path: Path) -> 
     assert len(clean) == 12
     assert set(clean) <= {*"0123456789abcdef"}
     (tmp_path / "file").write_text("two")
-    assert commit(tmp_path) == {"commit": f"{clean}, with changes that are not committed"}
-
-
-def test_a_blend_tells_the_epochs_of_each_part_the_most_repeated_first() -> None:
-    assert epochs_in_words([1.234], []) == "1.23 epochs"
-    assert epochs_in_words([0.3, 4.2], ["tokens/web", "tokens/code"]) == "epochs: 4.2 of code, 0.3 of web"
-    many = epochs_in_words([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [*"abcdef"])
-    assert many == "epochs: 6 of f, 5 of e, 4 of d, 3 of c, fewer of the rest"
+    assert commit(tmp_path) == {"commit": f"{clean}-dirty"}
 
 
 def test_the_version_is_known_without_an_installation() -> None:

@@ -1,55 +1,33 @@
-"""The text picture of a loss curve, with known answers."""
+"""The text picture of a loss curve: known answers, and a frame that holds any curve."""
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.observe.curve import draw_curve, smoothed
+from megalite.observe.terminal import curve
 
-FALLING = [(step, float(10 - step)) for step in range(10)]
+FALLING = np.array([(step, 10.0 - step) for step in range(10)])
+NOTHING = np.zeros((0, 2))
 
 
-def test_a_falling_line_in_braille() -> None:
-    assert draw_curve(FALLING, [], width=5, height=2) == [
-        "   10.00 ┤⠉⠳⣄",
-        "    1.00 ┤  ⠈⠳⣄",
+def test_a_line_falls_and_validation_points_lie_over_it() -> None:
+    assert curve(FALLING, np.array([(0, 1.0), (9, 10.0)]), width=5, height=2) == [
+        " 10.0000 │⠉⠤  ●",
+        "  1.0000 │● ⠉⠒⣀",
         "         └─────",
-        "          0   9",
+        "          0             9",
     ]
+    constant = curve(np.array([(1, 2.0), (2, 2.0)]), NOTHING, width=6, height=3)
+    assert constant[:3] == ["  2.0000 │⠉⠉⠉⠉⠉⠉", "         │", "  2.0000 │"]
 
 
-def test_validation_points_lie_over_the_line() -> None:
-    lines = draw_curve(FALLING, [(0, 1.0), (9, 10.0)], width=5, height=2)
-    assert lines[:2] == ["   10.00 ┤⠉⠳⣄ ●", "    1.00 ┤● ⠈⠳⣄"]
-
-
-def test_validation_alone_sets_the_scale() -> None:
-    lines = draw_curve([], [(5, 2.0), (10, 1.0)], width=6, height=3)
-    assert lines == ["    2.00 ┤●", "         │", "    1.00 ┤     ●", "         └──────", "          5   10"]
-
-
-def test_nothing_is_no_picture() -> None:
-    assert draw_curve([], []) == []
-
-
-def test_a_constant_curve_is_one_line() -> None:
-    lines = draw_curve([(1, 2.0), (2, 2.0)], [], width=6, height=3)
-    assert lines[:3] == ["  2.0000 ┤", "         │⠤⠤⠤⠤⠤⠤", "  2.0000 ┤"]
-
-
-def test_smoothing_takes_the_noise_and_leaves_the_ends_in_place() -> None:
-    zigzag = [(step, 1.0 + step % 2) for step in range(101)]
-    flat = smoothed(zigzag, window=20)
-    assert flat[0] == (0, 1.0)
-    assert flat[-1] == (100, 1.0)
-    assert all(abs(loss - 1.5) < 0.03 for _, loss in flat[10:-10])
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 10**7), st.floats(-99, 999)), max_size=200).map(sorted),
-    st.integers(20, 100),
-    st.integers(3, 20),
+points = st.lists(
+    st.tuples(st.integers(0, 10**7), st.floats(-99, 999)), min_size=2, max_size=200, unique_by=lambda it: it[0]
 )
-def test_any_curve_fits_its_frame(points: list[tuple[int, float]], width: int, height: int) -> None:
-    lines = draw_curve(points, points[:3], width=width, height=height)
-    assert len(lines) == (height + 2 if points else 0)
-    assert all(len(line) <= width + 14 for line in lines)
+
+
+@given(points.map(sorted))
+def test_any_curve_fits_its_frame(points: list[tuple[int, float]]) -> None:
+    lines = curve(np.array(points), np.array(points[:3]))
+    assert len(lines) == 12
+    assert all(len(line) <= 84 for line in lines)

@@ -123,7 +123,7 @@ def test_trackers_get_what_is_in_the_files_in_their_order(
 ) -> None:
     trackers = Trackers()
     config = config_for(text, tmp_path / "run", sample_interval=8)
-    monkeypatch.setattr("megalite.observe.views.open_trackers", lambda *_: trackers)
+    monkeypatch.setattr("megalite.observe.about.open_trackers", lambda *_: trackers)
     assert start(config) == 0
     records, events = ([it for it in trackers.lines if ("kind" in it) == wanted] for wanted in (False, True))
     assert json.dumps(records) == json.dumps(read_metrics(tmp_path / "run" / "metrics.jsonl"))

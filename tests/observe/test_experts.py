@@ -2,25 +2,20 @@
 
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megalite.commands.train import train_rank
 from megalite.config.derive import derive
-from megalite.config.schema import Config, ModelConfig, MoEConfig
+from megalite.config.schema import Config, MoEConfig
 from megalite.launch.environment import read_environment
 from megalite.moe.balance import in_numbers
-from megalite.observe.about import experts_in_words
 from megalite.observe.report.page import experts_of, render
 from megalite.observe.run_data import RunData, read_run
-from megalite.observe.trackers import TensorBoardTracker, Tracker, Trackers
-from megalite.observe.wandb import WandbTracker
 from megalite.train.history import read_metrics
 from tests.observe.test_terminal import STEP, Plain, ends_of_cells
 from tests.train.runs import write_text
@@ -82,8 +77,10 @@ def test_a_record_holds_the_sums_of_its_steps_and_the_report_shows_them(tmp_path
     experts = experts_of(run)
     assert experts is not None
     assert experts["layers"] == [1]
-    assert experts["all"] == [[pytest.approx(count / sum(counts), abs=1e-5) for count in counts]]
-    assert experts["imbalance"] == [[pytest.approx(pair["moe"]["imbalance_max"], abs=1e-3) for pair in pairs]]
+    assert experts["all"] == [counts]
+    assert [point[1] for point in experts["imbalance"][0]] == pytest.approx(
+        [pair["moe"]["imbalance_max"] for pair in pairs], abs=1e-3
+    )
 
 
 def test_the_terminal_shows_the_imbalance_of_experts_in_the_same_columns(plain: Plain) -> None:
@@ -99,12 +96,13 @@ def test_the_terminal_shows_the_imbalance_of_experts_in_the_same_columns(plain: 
     assert max(map(len, plain.lines())) <= 100
 
 
-def test_the_terminal_has_the_column_after_a_first_step_that_was_skipped(plain: Plain) -> None:
-    plain.terminal.add(STEP | {"mfu": 0.4, "mfu_causal": 0.3})
-    plain.terminal.add(STEP | {"mfu": 0.4, "mfu_causal": 0.3, "moe": MOE})
-    names, _, names_again, second = plain.lines()
-    assert ("imbalance" in names, "imbalance" in names_again) == (False, True)
-    assert second.split()[-2] == "3.00"
+def test_the_terminal_has_the_column_also_where_the_first_step_was_skipped(plain: Plain) -> None:
+    plain.terminal.follow(RunData(Path("run"), {"train.steps": 2, "model.moe.num_experts": 4}), "")
+    plain.terminal.add(STEP)
+    plain.terminal.add(STEP | {"moe": MOE})
+    names, first, second = plain.lines()
+    assert "imbalance" in names
+    assert (first.split()[-2], second.split()[-2]) == ("-", "3.00")
 
 
 @pytest.fixture
@@ -119,75 +117,6 @@ LINES = [  # the last step was skipped
 ]
 
 
-def show(tracker: Tracker) -> None:
-    """LINES of a run whose layers 1 and 3 have experts."""
-    trackers = Trackers({"x": lambda: tracker}, print, [1, 3], steps=3)
-    for line in LINES:
-        trackers.add(line)
-    trackers.finish(0)
-
-
-def test_tensorboard_has_scalars_and_a_histogram_of_each_layer_s_experts(tmp_path: Path) -> None:
-    show(TensorBoardTracker(tmp_path, 0))
-    board = EventAccumulator(str(tmp_path / "tensorboard"), {"histograms": 0})
-    board.Reload()
-    assert board.Tags()["scalars"] == ["loss", "moe/imbalance_max", "moe/imbalance_mean", "moe/dropped_share"]
-    found = {
-        (tag, event.step): event.histogram_value
-        for tag in board.Tags()["histograms"]
-        for event in board.Histograms(tag)
-    }
-    assert {*found} == {("expert_load/layer_1", 1), ("expert_load/layer_1", 2), ("expert_load/layer_3", 2)}
-    loads = found["expert_load/layer_1", 2]  # of 4 tokens 1, 0 and 3
-    assert (loads.min, loads.max, loads.num, loads.sum) == (0.0, 2.25, 3, 3.0)
-
-
-def test_wandb_has_scalars_and_a_histogram_of_each_layer_s_experts() -> None:
-    class Run:
-        """What of wandb's run is used."""
-
-        offline, url = False, "address"
-
-        def __init__(self) -> None:
-            self.logged = list[dict[str, Any]]()
-
-        def define_metric(self, name: str, **_: Any) -> None:
-            pass
-
-        def log(self, values: dict[str, Any], **_: Any) -> None:
-            self.logged.append(values)
-
-        def finish(self, exit_code: int) -> None:
-            pass
-
-    run = Run()
-    show(WandbTracker(run, print))  # type: ignore[arg-type]
-    figures = {"step", "loss", "moe/imbalance_max", "moe/imbalance_mean", "moe/dropped_share"}
-    loads = {"expert_load/layer_1", "expert_load/layer_3"}
-    assert [{*line} for line in run.logged] == [figures | {"expert_load/layer_1"}, figures | loads, {"step", "loss"}]
-    drawn = run.logged[1]["expert_load/layer_3"]  # of 4 tokens 0, 4 and 0
-    assert (drawn.bins[0], drawn.bins[-1], drawn.histogram[0], drawn.histogram[-1]) == (0.0, 3.0, 2, 1)
-
-
-def test_of_a_long_run_a_hundred_records_have_the_loads_of_experts() -> None:
-    class Seen(list[Any]):
-        """The steps whose loads are shown."""
-
-        def add(self, line: Mapping[str, Any]) -> None:
-            self += [line["step"]] * ("expert_load" in line)
-
-        def finish(self, status: int) -> None:
-            pass
-
-    seen = Seen()
-    trackers = Trackers({"x": lambda: seen}, print, [1, 3], 10_000)
-    for step in range(7, 10_001, 7):
-        trackers.add({"step": step, "moe": MOE})
-    trackers.finish(0)
-    assert seen[:3] == [7, 112, 217]
-    assert 90 <= len(seen) <= 100
-
-
 def written(folder: Path, *lines: dict[str, Any], first: int = 0, every: int = 1) -> RunData:
     """A run with these metrics, whose layers with experts are `first`, and so on."""
     (folder / "config.yaml").write_text(f"model: {{moe: {{first_dense_layers: {first}, layer_freq: {every}}}}}")
@@ -199,10 +128,10 @@ def test_the_report_has_the_load_of_all_steps_and_of_the_newest_that_was_applied
     before = {**MOE, "tokens_per_expert": [[4, 4, 4], [2, 2, 2]]}
     found = experts_of(written(tmp_path, {"step": 1, "loss": 2.0, "moe": before}, *LINES[1:], first=1, every=2))
     assert found is not None
-    assert (found["layers"], found["until"], found["steps"]) == ([1, 3], 2, [1, 2])
-    assert found["all"] == [[0.3125, 0.25, 0.4375], [0.2, 0.6, 0.2]]
-    assert found["newest"] == [[0.25, 0.0, 0.75], [0.0, 1.0, 0.0]]
-    assert found["imbalance"] == [[1.0, 2.25], [1.0, 3.0]]
+    assert found["layers"] == [1, 3]
+    assert found["all"] == [[5, 4, 7], [2, 6, 2]]
+    assert found["newest"] == MOE["tokens_per_expert"]
+    assert found["imbalance"] == [[[1, 1.0], [2, 2.25]], [[1, 1.0], [2, 3.0]]]
 
 
 @pytest.mark.parametrize(
@@ -216,26 +145,11 @@ def test_a_report_does_without_what_a_record_does_not_hold(damage: dict[str, Any
     assert "Experts" in render([run])
 
 
-@pytest.mark.parametrize(("layers", "experts", "cells"), [(61, 256, 32), (48, 128, 43), (1, 2048, 256)])
-def test_many_experts_share_cells(layers: int, experts: int, cells: int, tmp_path: Path) -> None:
-    counts = [[10] * experts for _ in range(layers)]
-    counts[-1][77] = 5000
-    run = written(tmp_path, {"step": 1, "loss": 1.0, "moe": {**MOE, "tokens_per_expert": counts}}, first=3)
+def test_a_page_of_many_experts_is_small_and_a_change_of_experts_begins_their_sums_again(tmp_path: Path) -> None:
+    counts = [[10] * 256 for _ in range(61)]
+    run = written(tmp_path, *LINES[:2], {"step": 4, "loss": 1.0, "moe": {**MOE, "tokens_per_expert": counts}}, first=3)
     found = experts_of(run)
     assert found is not None
-    assert {len(row) for row in found["all"]} == {cells}
-    assert found["all"][-1][77 // found["together"]] == pytest.approx(5000 / sum(counts[-1]), abs=1e-5)
-    assert found["layers"][-1] == layers + 2
+    assert found["all"] == counts
+    assert found["layers"][-1] == 63
     assert len(render([run])) < 600_000
-
-
-def test_a_change_of_the_experts_begins_their_sums_again(tmp_path: Path) -> None:
-    """Lines of another model may be in a folder that a user has put together."""
-    run = written(tmp_path, *LINES)
-    assert run.tokens == [MOE["tokens_per_expert"]] * 2
-
-
-def test_experts_in_words() -> None:
-    moe = MoEConfig(num_experts=8, num_shared_experts=1, first_dense_layers=1, ffn_hidden_size=128)
-    model = ModelConfig(num_layers=4, moe=moe)
-    assert experts_in_words(model) == "8 experts and 1 shared in 3 of them, top 2, inner width 128"

@@ -28,13 +28,6 @@ def test_resume_cuts_later_steps_and_a_torn_last_line(tmp_path: Path) -> None:
     assert read_metrics(path) == [*whole[:3], {"step": 4, "loss": 9.0}]
 
 
-def test_a_new_run_keeps_nothing_of_an_attempt_that_saved_no_checkpoint(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1, "loss": 2.0}\n')
-    RecordFile(path, pytest.fail, last_step=0).close()
-    assert read_metrics(path) == []
-
-
 FOREIGN = [b"mine", b"mine\n", b'{"text": "mine"}\n', b"<!DOCTYPE html>\n<html>", b"\xff\0" * 9]
 
 
@@ -65,24 +58,15 @@ def test_a_line_is_readable_before_the_file_is_closed_and_full_precision_survive
     "damage",
     [
         '{"step": -3, "loss": 1.0}',
-        '{"step": true, "loss": 1.0}',
-        '{"step": 2.5, "loss": 1.0}',
         '{"step": 2, "loss": "low"}',
-        '{"step": 2, "loss": null}',
-        '{"step": 2, "val_loss": "low"}',
-        '{"step": 2, "loss": 1.0, "tokens": -1}',
         '{"step": 2, "loss": 1.0, "time_split": {"data": "long"}}',
-        '{"step": 2, "loss": 1.0, "mfu": [1]}',
         '{"step": 2, "loss": 1.0, "moe": {"tokens_per_expert": [[-1]]}}',
         '{"step": 2}',
-        '{"loss": 1.0}',
         '{"step": 2, "loss": 1',
         '{"step": 2, "loss": 1e400}',
         f'{{"step": {10**400}, "loss": 1.0}}',
-        f'{{"step": {2**63}, "loss": 1.0}}',
         '{"step": 2, "loss": 1.0, "note": "\udcff"}',
         "[" * 100_000,
-        '{"step": 2, "lo\udcffss": 1.0}',
     ],
     ids=lambda text: text[:50],
 )
@@ -129,24 +113,14 @@ def test_a_file_that_cannot_be_continued_is_refused(tmp_path: Path) -> None:
     "damage",
     [
         {"kind": "straggler", "rank": None, "host": "n1", "times": 1.5},
-        {"kind": "straggler", "rank": 1, "host": "n1", "times": None},
         {"kind": "sample", "prompt": 3, "text": "x"},
         {"kind": "checkpoint", "bytes": "many", "seconds": 1.0, "stall_s": 0.0},
-        {"kind": "ranks", "memory_gib": 1.0, "compute_s": []},
         {"kind": "start", "time": "yesterday"},
-        {"kind": "start", "step": "3"},
         {"kind": "start", "step": -3},
-        {"kind": "start", "hosts": "n1"},
         {"kind": "start", "about": [["model", 3]]},
-        {"kind": "start", "overrides": [1]},
-        {"kind": "skipped", "loss_scale": "high"},
         {"kind": "profile", "parts": {"forward": "long"}},
-        {"kind": "ranks", "memory_gib": ["much"], "compute_s": [1.0]},
-        {"kind": 7},
-        {"kind": "start", "time": math.inf},
         {"kind": "start", "time": math.nan},
         {"kind": "start", "time": 1e17},
-        {"kind": "start", "about": [[]]},
         {"kind": "skipped", "loss": 10**400},
     ],
     ids=str,

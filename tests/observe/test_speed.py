@@ -1,6 +1,5 @@
 """One speed for a run, wherever it is shown: the tokens of training steps over the time of training steps."""
 
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -61,5 +60,4 @@ def test_terminal_report_comparison_and_metrics_have_the_same_speed(
     tile = f"<dt>tokens/s</dt><dd>{readable.rate(mean)}<small>newest {readable.rate(newest)}"
     assert tile in render([run])
     other = replace(run, folder=tmp_path / "other")
-    row = r"tokens/s</th>" + 2 * f"<td>{re.escape(readable.rate(mean))}</td>"
-    assert re.search(row, render([run, other]))
+    assert render([run, other]).count(f"<td>{readable.rate(mean)}</td>") == 2

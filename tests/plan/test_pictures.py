@@ -1,8 +1,6 @@
 """Pictures show each rank and action where it is; files appear whole or not at all."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -12,7 +10,7 @@ from megalite.commands import ranks, schedule
 from megalite.errors.problems import UserError
 from megalite.layout.ranks import ParallelLayout
 from megalite.pipeline.simulator import Span, equal_durations
-from megalite.plan.picture import Picture, picture_problems, save_picture
+from megalite.plan.picture import Picture, save_picture
 from megalite.plan.ranks import GAP, MOST_RANKS, ranks_picture
 from megalite.plan.timeline import FORWARD_PASSES, LEFT, Timeline, Unit, schedule_picture, simulated
 from tests.pipeline.shapes import schedule as schedule_of
@@ -38,49 +36,6 @@ def boxes(picture: Picture, style: str) -> list[tuple[float, float, float, float
 
 
 # --- files ---------------------------------------------------------------------------------------------------------
-
-DRAW_ALL = """
-import sys
-from megalite.commands import ranks, schedule
-for command, words in {
-    ranks: "--world-size 4 parallel.tp=2",
-    schedule: "parallel.pp=2 train.global_batch_size=2 train.micro_batch_size=1",
-}.items():
-    assert command.main([*words.split(), "--picture", f"{sys.argv[1]}/{command.__name__}.svg"]) == 0
-assert "torch" not in sys.modules
-"""
-
-
-def test_equal_pictures_are_equal_files(tmp_path: Path) -> None:
-    drawn = []
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-        subprocess.run([sys.executable, "-c", DRAW_ALL, tmp_path / name], check=True)
-        drawn.append({path.name: path.read_bytes() for path in (tmp_path / name).iterdir()})
-    assert drawn[0] == drawn[1]
-    assert len(drawn[0]) == 2
-
-
-def test_a_picture_that_cannot_be_finished_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run_out_of_space(path: Path, content: bytes) -> None:
-        path.write_bytes(content[:9])
-        raise OSError(28, "No space left on device")
-
-    old = tmp_path / "ranks.svg"
-    save_picture(lambda: Picture("old"), old, "ranks")
-    before = old.read_bytes()
-    monkeypatch.setattr("megalite.config.durable_files.write_new", run_out_of_space)
-    with pytest.raises(UserError, match=r"--picture=.*No space left"):
-        save_picture(lambda: Picture("new"), old, "ranks")
-    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("ranks.svg", before)]
-
-
-def test_files_that_cannot_become_pictures_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "folder.svg").mkdir()
-    assert picture_problems(tmp_path / "new.svg", "ranks") == []
-    for name, rule in (("a.png", "must end in"), ("folder.svg", "is a folder")):
-        (problem,) = picture_problems(tmp_path / name, "ranks")
-        assert rule in problem.rule
 
 
 def test_a_command_draws_over_its_own_pictures_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -131,9 +86,7 @@ def test_each_rank_says_its_group_of_each_axis_that_is_split(order: str) -> None
     assert words_of(ranks_picture(laid_out(1), 8)) == [["rank 0"]]
 
 
-@pytest.mark.parametrize(
-    ("world_size", "gpus_per_node"), [(1, 8), (3, 8), (30, 8), (5, 1), (20, 3), (300, 200), (300, 8)]
-)
+@pytest.mark.parametrize(("world_size", "gpus_per_node"), [(1, 8), (30, 8), (5, 1), (20, 3), (300, 200)])
 def test_every_drawn_rank_has_a_place_of_its_own_in_its_node(world_size: int, gpus_per_node: int) -> None:
     picture = ranks_picture(laid_out(world_size), gpus_per_node)
     nodes, places = boxes(picture, "node"), boxes(picture, "rank")
@@ -184,27 +137,24 @@ def drawn(line: Timeline, unit: Unit = FORWARD_PASSES) -> Picture:
     return schedule_picture(line, unit, line.title)
 
 
-@pytest.mark.parametrize(
-    ("line", "held", "kinds"),
-    [
-        (
-            timeline("interleaved", 4, 8, vpp=2),
-            ["5.5 microbatches", "4.5 microbatches", "3.5 microbatches", "2.5 microbatches"],
-            ["forward, chunks 0-1", "backward, chunks 0-1", "idle"],
-        ),
-        (timeline("zb-h1", 4, 8), ["4 microbatches"] * 4, ["forward", "backward-input", "backward-weight", "idle"]),
-    ],
-    ids=["interleaved", "zb-h1"],
+INTERLEAVED = (
+    timeline("interleaved", 4, 8, vpp=2),
+    [5.5, 4.5, 3.5, 2.5],
+    "forward, chunks 0-1;backward, chunks 0-1;idle",
 )
-def test_ranks_microbatches_bubble_and_what_is_held_are_written(
-    line: Timeline, held: list[str], kinds: list[str]
-) -> None:
+ZB_H1 = timeline("zb-h1", 4, 8), [4, 4, 4, 4], "forward;backward-input;backward-weight;idle"
+
+
+@pytest.mark.parametrize(("line", "held", "kinds"), [INTERLEAVED, ZB_H1], ids=["interleaved", "zb-h1"])
+def test_ranks_microbatches_bubble_and_what_is_held_are_written(line: Timeline, held: list[float], kinds: str) -> None:
     found = shapes(drawn(line))
     words = [each[""] for tag, each in found if tag == "text"]
     assert len([each for _, each in found if each.get("class", "").startswith("in-box")]) == sum(map(len, line.ranks))
     assert {line.title, line.summary(FORWARD_PASSES), "rank 0", "rank 3"} <= {*words}
-    assert [text for text in words if re.fullmatch(r"[\d.]+ microbatch(es)?", text)] == held
-    assert [text for text in words if text in kinds] == kinds
+    assert [text for text in words if re.fullmatch(r"[\d.]+ microbatches", text)] == [
+        f"{it} microbatches" for it in held
+    ]
+    assert [text for text in words if text in kinds.split(";")] == kinds.split(";")
 
 
 def test_a_box_stands_where_and_as_long_as_its_action_was() -> None:
@@ -225,12 +175,6 @@ def test_a_box_stands_where_and_as_long_as_its_action_was() -> None:
         assert sorted(found) == [pytest.approx(action, abs=0.01) for action in sorted(actions)]
 
 
-def test_schedules_of_one_batch_have_one_scale() -> None:
-    lines = [timeline("gpipe", 4, 8), timeline("1f1b", 4, 8), timeline("zb-h1", 4, 8), timeline("interleaved", 4, 8, 2)]
-    scales = [boxes(drawn(line), "idle")[0][2] / line.makespan for line in lines]
-    assert scales == pytest.approx([scales[0]] * 4, rel=1e-4)
-
-
 @pytest.mark.parametrize(
     "line",
     [
@@ -243,8 +187,11 @@ def test_schedules_of_one_batch_have_one_scale() -> None:
     ids=lambda line: line.title,
 )
 def test_any_timeline_is_a_picture_of_bounded_size(line: Timeline) -> None:
+    """A microbatch has one width in all schedules of a batch, where there is room."""
     picture = drawn(line)
     assert 700 < picture.width < 1400
     assert 100 < picture.height < 900
     assert shapes(picture)
     assert len(picture.svg()) < 1_000_000
+    widths = [boxes(drawn(timeline(name, 4, 8)), "idle")[0][2] for name in ("gpipe", "1f1b", "zb-h1")]
+    assert widths == pytest.approx([widths[0], widths[0], widths[0] * 27 / 33], rel=1e-3)

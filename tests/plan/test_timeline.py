@@ -14,12 +14,6 @@ from megalite.train.history import PIPELINE
 from tests.pipeline.shapes import schedule
 
 
-def test_a_timeline_of_nothing_is_no_division_by_zero() -> None:
-    line = Timeline("1f1b", 1, 0, ((), ()))
-    assert (line.makespan, line.bubble) == (0, 0)
-    assert Timeline("1f1b", 1, 1, ((Span(parse_action("0F0"), 0, 0),),)).bubble == 0
-
-
 def test_what_a_rank_holds_is_told_in_microbatches_of_all_its_layers() -> None:
     assert [simulated(schedule("1f1b", 2, 4)).held(rank) for rank in range(2)] == ["2 microbatches", "1 microbatch"]
     assert [simulated(schedule("interleaved", 4, 8, vpp=2)).held(rank) for rank in (0, 3)] == [

@@ -150,7 +150,7 @@ def test_a_terminal_sees_a_bar_and_no_trace_of_it_stays(tmp_path: Path) -> None:
     os.close(ours)
     assert "preparing data" in shown
     *_, last = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown).strip().splitlines()
-    assert last.startswith("prepared 900 B: 1 document, 901 tokens"), "the bar is gone"
+    assert last.startswith("prepared 900 bytes: 1 document, 901 tokens"), "the bar is gone"
     assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l"), "the cursor comes back"
     assert "901 tokens, 900 bytes, 0.999 bytes per token" in done.stdout
 

@@ -169,8 +169,8 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_left_as_it_is(
     assert "after step 3" in said.out
     assert EXPORT([str(tmp_path / "run"), str(tmp_path / "named"), "--step", "6"]) == 2
     said = capsys.readouterr()
-    assert "step=6: its checkpoint is damaged" in said.err
-    assert "others: 3" in said.err
+    assert "step-00000006='damaged': it cannot be read; rank-00000.safetensors is damaged" in said.err
+    assert "those there are: 3, 6" in said.err
     assert tree(tmp_path / "run") == before
 
 

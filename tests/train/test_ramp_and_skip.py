@@ -42,7 +42,7 @@ def test_tokens_count_what_each_step_trains_on(text: Path, tmp_path: Path, capsy
     printed = capsys.readouterr().out
     assert f"{16 * sum(SIZES):,} tokens in 12 steps" in printed
     assert "growing from 2 sequences by 2" in printed
-    assert all(f"step {step}: passed over" in printed for step in SKIPPED)
+    assert all(f"step {step}, skipped on request" in printed for step in SKIPPED)
 
 
 def test_a_run_that_is_stopped_on_its_way_up_goes_on_as_if_it_was_not(

@@ -87,18 +87,6 @@ def test_a_sound_layout_passes(capsys: pytest.CaptureFixture[str], words: str, r
     assert all(float(scale) > 0 for scale in rows.values())
 
 
-def test_a_capacity_of_fewer_choices_stays_one_that_is_accepted() -> None:
-    experts = ["model.moe.num_experts=32", "model.moe.top_k=8", "model.moe.capacity_factor=0.25"]
-    moe = shrink(*load([*experts, "parallel.ep=2"], 2, None)).config.model.moe
-    assert (moe.top_k, moe.capacity_factor) == (2, 0.5)
-
-
-def test_a_run_with_a_long_name_shrinks() -> None:
-    departures = ("first_dense_layers=1", "num_shared_experts=2", "normalize_weights=false", "expert_bias_rate=0.00123")
-    words = ["model=deepseek_v3_moe_part", "parallel.ep=2", *(f"model.moe.{one}" for one in departures)]
-    assert shrink(*load(words, 2, None)).layout.ep == 2
-
-
 def broken(monkeypatch: pytest.MonkeyPatch, train_layout: Any) -> None:
     """From here on the ranks of a layout run `train_layout`, and the one process what it should."""
     monkeypatch.setattr(verify_command, "verify", partial(verify, train_layout=train_layout))
@@ -235,26 +223,6 @@ def test_the_examples_of_the_command_are_layouts_that_it_accepts() -> None:
     for example in examples:
         options, overrides = verify_command.main.parse(shlex.split(example))
         assert load(overrides, options.world_size, options.dp)[0].parallel.tp > 1, example
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["model=gpt2", "parallel.tp=5"],
-        pytest.param(["parallel.tp=3"], marks=pytest.mark.long),
-        ["parallel.tp=3", "--dp=2"],
-    ],
-)
-def test_the_world_follows_the_tensor_parallel_size_that_a_refusal_advises(
-    capsys: pytest.CaptureFixture[str], words: list[str]
-) -> None:
-    assert verify_command.main(words) == 2
-    error = capsys.readouterr().err
-    assert re.search(r"fix: .*parallel\.tp=(1 or )?2", error)
-    assert "world size" not in error
-    for size in (1, 2, 4):
-        options, overrides = verify_command.main.parse([*words, f"parallel.tp={size}"])
-        assert load(overrides, options.world_size, options.dp)[0].parallel.tp == size
 
 
 @pytest.mark.parametrize(

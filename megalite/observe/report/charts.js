@@ -4,7 +4,10 @@
 
 const LEFT = 52, RIGHT = 12, TOP = 26, BOTTOM = 38, LETTER = 6.6, ROW = 16;
 const page = JSON.parse(document.getElementById("records").textContent);
-const look = { logValues: false, logSteps: false, smooth: 40, over: page.over, ranges: {} };
+// Runs whose batches differ are compared over tokens.
+const paces = page.runs.flatMap((run) => (run.series.tokens || []).map((point) => point[1] / point[0]));
+const usual = page.compared && Math.max(...paces) > 1.001 * Math.min(...paces) ? "token" : "step";
+const look = { logValues: false, logSteps: false, smooth: 40, over: usual, ranges: {} };
 const OVER = { step: "step", token: "tokens", hour: "hours of training" };
 
 // --- elements

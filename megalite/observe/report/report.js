@@ -1,5 +1,4 @@
-// What a report draws: of one run curves, shares of the time, columns by rank and maps of experts; of several runs
-// curves on common axes, and the loss over the settings in which they differ. charts.js has the means.
+// What a report draws. charts.js has the means.
 
 const many = page.compared, charts = [];
 const NATS = "nats per token", ADDED = "added to the loss, coefficient included";
@@ -57,18 +56,19 @@ function lineChart(section, title, all, options) {
 
 // How the time of a step is divided: areas that lie on each other.
 function shareChart([run]) {
-  const place = document.querySelector("[data-shares]");
   const split = Object.entries(run.series).filter(([key]) => key.startsWith("time_split/"));
-  if (!place || !split.length) return;
-  const totals = split[0][1].map((_, at) => split.reduce((sum, [, points]) => sum + points[at][1], 0) || 1);
+  if (!split.length) return;
+  const sum = (points) => points.reduce((all, point) => all + point[1], 0);
+  const totals = split[0][1].map((_, at) => split.reduce((all, [, points]) => all + points[at][1], 0) || 1);
+  const whole = totals.reduce((all, total) => all + total, 0);
   let below = totals.map(() => 0);
   const lines = split.map(([key, points], colour) => {
     const above = points.map((point, at) => below[at] + point[1] / totals[at]);
     const drawn = points.map(([step], at) => [step, above[at], below[at], above[at]]);
     below = above;
-    return { name: key.split("/")[1], run, colour, points: drawn };
+    return { name: `${key.split("/")[1]} ${short(sum(points) / whole, true)}`, run, colour, points: drawn };
   });
-  const drawn = picture(place, "time of a step by part", 250);
+  const drawn = picture(card("shares", "Time of a step by part", true, lines), "time of a step by part", 250);
   charts.push({ lines, draw, unit: "of a step", area: true, share: true, ...drawn });
 }
 
@@ -129,19 +129,32 @@ function heatMap(title, note, layers, rows, names, xName) {
   tag(tag(place, "p"), "small", "", note);
 }
 
-function expertMaps({ layers, count, together, until, steps, imbalance, all, newest }) {
-  const percent = (share) => `${(100 * share).toFixed(1)}%`, even = 1 / count;
-  const uneven = Math.max(2, ...imbalance.flat()) - 1;
-  const loads = imbalance.map((row) => row.map((value) => [0.04 + (0.56 * (value - 1)) / uneven, value.toFixed(2)]));
+// Of more than `most` columns, neighbours share one, which shows the largest.
+function gathered(row, most) {
+  const together = Math.ceil(row.length / most), cells = [];
+  for (let first = 0; first < row.length; first += together) cells.push(Math.max(...row.slice(first, first + together)));
+  return cells;
+}
+
+function expertMaps({ layers, until, imbalance, all, newest }) {
+  const percent = (share) => `${(100 * share).toFixed(1)}%`, count = all[0].length, even = 1 / count;
+  const steps = imbalance[0].map((point) => point[0]);
+  const worst = imbalance.map((row) => gathered(row.map((point) => point[3] ?? point[1]), 90));
+  const uneven = Math.max(2, ...worst.flat()) - 1;
+  const loads = worst.map((row) => row.map((value) => [0.04 + (0.56 * (value - 1)) / uneven, value.toFixed(2)]));
+  const step = (column) => Math.round(steps[column * Math.ceil(steps.length / 90)]);
   heatMap("Load of each layer, over the run",
     "Tokens of a layer's busiest expert over those of its mean expert: 1 is even and has the lightest colour.",
-    layers, loads, (column) => [`until step ${steps[column]}`, short(steps[column])], "step");
+    layers, loads, (column) => [`from step ${step(column)}`, short(step(column))], "step");
+  const together = Math.ceil(count / 64);
   const name = (column) => {
     const first = column * together, last = Math.min(first + together, count) - 1;
     return [first === last ? `expert ${first}` : `experts ${first} to ${last}`, first];
   };
   const shared = together > 1 ? ` A cell stands for ${together} neighbours, and shows the largest.` : "";
-  for (const [when, shares] of [["in all steps", all], ["in the newest steps", newest]]) {
+  for (const [when, counts] of [["in all steps", all], ["in the newest steps", newest]]) {
+    const sums = counts.map((row) => row.reduce((sum, tokens) => sum + tokens, 0));
+    const shares = counts.map((row, at) => gathered(row, 64).map((tokens) => tokens / sums[at]));
     const largest = Math.max(2 * even, ...shares.flat());
     heatMap(`Tokens of each expert, ${when}`,
       `Each expert's share of the choices of a layer's tokens, until step ${until}; even would be ${percent(even)}.` +
@@ -152,9 +165,14 @@ function expertMaps({ layers, count, together, until, steps, imbalance, all, new
 
 // --- the loss over a setting in which the runs differ: a dot for each run
 
+// The least validation loss where any run has one, else the newest training loss.
+const tested = page.runs.some((run) => run.series.val_loss?.length);
+const least = ({ val_loss }) => (val_loss?.length ? Math.min(...val_loss.map((point) => point[2] ?? point[1])) : null);
+const result = ({ series }) => (tested ? least(series) : series.loss?.at(-1)[1] ?? null);
+
 function settingChart({ name, values }) {
   const dots = page.runs
-    .map((run, at) => ({ run, value: values[at], loss: run.result, colour: at % 10 }))
+    .map((run, at) => ({ run, value: values[at], loss: result(run), colour: at % 10 }))
     .filter((dot) => dot.loss !== null);
   const place = dots.length > 1 && card("loss-over", name);
   if (!place) return;
@@ -176,7 +194,7 @@ function settingChart({ name, values }) {
       tip(add(chart.svg, "circle", dot), `${run.name}: ${short(loss)}`);
     }
   };
-  charts.push({ unit: page.result, draw: drawDots, ...picture(place, `loss over ${name}`, 240) });
+  charts.push({ unit: tested ? "least validation loss" : "training loss at the end", draw: drawDots, ...picture(place, `loss over ${name}`, 240) });
 }
 
 // --- the switches
@@ -204,7 +222,7 @@ form.addEventListener("input", () => {
 });
 form.addEventListener("reset", () => setTimeout(() => {
   look.ranges = {};
-  form.over.value = page.over;
+  form.over.value = usual;
   form.dispatchEvent(new Event("input"));
 }));
 form.addEventListener("submit", (event) => event.preventDefault());
@@ -212,13 +230,13 @@ form.addEventListener("submit", (event) => event.preventDefault());
 for (const section in SECTIONS) for (const each of SECTIONS[section]) lineCharts(section, each);
 if (many) page.settings.forEach(settingChart);
 else {
-  const [{ ranks, experts }] = page.runs;
+  const [run] = page.runs;
   shareChart(page.runs);
-  rankChart("Peak memory by rank", "GiB", ranks.memory_gib);
-  rankChart("Computing time by rank", "seconds of a step, without waiting", ranks.compute_s, ranks.slow);
-  if (experts) expertMaps(experts);
+  rankChart("Peak memory by rank", "GiB", run.memory_gib);
+  rankChart("Computing time by rank", "seconds of a step, without waiting", run.compute_s, run.slow);
+  if (run.experts) expertMaps(run.experts);
 }
-form.over.value = page.over;
+form.over.value = usual;
 form.hidden = !charts.some((chart) => chart.lines);
 charts.filter((chart) => chart.lines).forEach((chart) => listen(chart, choose));
 addEventListener("resize", redraw);

@@ -1,7 +1,4 @@
-"""Reports as files: the report that a run draws of itself while it goes on, and reports that are asked for later.
-
-A file is replaced as a whole, so a reader sees the one before or the one after.
-"""
+"""Reports as files: the report that a run draws of itself while it goes on, and reports that are asked for later."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -20,8 +17,7 @@ SHARE = 300  # a run goes on for so many times as long as the last drawing took
 
 
 class LiveReport:
-    """report.html of a run that goes on, a view (train/run_log.py). It is drawn in at most one part in SHARE of the
-    run's time."""
+    """report.html of a run that goes on, a view (train/run_log.py), drawn in at most one part in SHARE of its time."""
 
     name = REPORT.usual
 
@@ -32,35 +28,24 @@ class LiveReport:
 
     def add(self, record: Mapping[str, Any]) -> None:
         self._run.add(record)
-        ended = record.get("kind") in ENDS
-        if ended or ("kind" not in record and time.monotonic() >= self._due):
-            self.draw(live=not ended)
+        begun, ended = time.monotonic(), record.get("kind") in ENDS
+        if not ended and ("kind" in record or begun < self._due):
+            return
+        try:
+            page = render([self._run], live=not ended).encode(errors="replace")
+            write_atomically(self._run.folder / REPORT.usual, page, REPORT)
+        finally:
+            now = time.monotonic()
+            self._due = now + max(self._interval_s, SHARE * (now - begun)) if self._interval_s else self._due
 
     def close(self) -> None:
         """The next start draws what a run without an end has left."""
 
-    def draw(self, *, live: bool) -> None:
-        """Draw it now; `live`: the run goes on."""
-        begun = time.monotonic()
-        try:
-            write_page(self._run.folder / REPORT.usual, render([self._run], live=live), REPORT)
-        finally:
-            now = time.monotonic()
-            if self._interval_s > 0:
-                self._due = now + max(self._interval_s, SHARE * (now - begun))
-
-
-def write_page(path: Path, page: str, kind: Kind) -> None:
-    write_atomically(path, page.encode(errors="replace"), kind)
-
 
 def write_report(folders: Sequence[Path], out: Path | None, kind: Kind | None = None) -> Path:
-    """Draw one run, into its folder unless `out` says otherwise, or compare several (comparison.html here, or `out`);
-    `kind` says which where there may be one or several.
-
-    Only `out` is as readable as the umask says. Returns the file. Raises UserError with all folders that hold no run,
-    or for a file that cannot be written.
-    """
+    """Draw one run, into its folder unless `out` says otherwise, or compare several (comparison.html here, or `out`).
+    Returns the file, of which only `out` is as readable as the umask says. UserError with all folders that hold no run,
+    or for a file that cannot be written."""
     kind = kind or (REPORT if len(folders) == 1 else COMPARISON)
     target = out or (folders[0] / kind.usual if kind is REPORT else Path(kind.usual))
     problems = output_problems("--out", target, kind)
@@ -69,7 +54,7 @@ def write_report(folders: Sequence[Path], out: Path | None, kind: Kind | None = 
         raise UserError(problems)
     try:
         with nullcontext() if out else private_files():
-            write_page(target, render(runs, compared=kind is COMPARISON), kind)
+            write_atomically(target, render(runs, compared=kind is COMPARISON).encode(errors="replace"), kind)
     except OSError as error:
         rule = f"cannot be written: {error.strerror}"
         raise UserError(Problem("--out", str(target), rule, "another file: --out FILE")) from error
