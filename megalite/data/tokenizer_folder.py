@@ -7,6 +7,8 @@ tokenizer.json alone, and is read without transformers. No code from a folder is
 
 import json
 import os
+import re
+from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -28,33 +30,41 @@ def load_tokenizer(folder: Path) -> TextTokenizer:
     files = {name: read_object(folder / name, AGAIN) if os.path.lexists(folder / name) else {} for name in names}
     settings = files[SPECIAL] | files[SETTINGS]
     with refusing(folder, AGAIN):
-        plain = _plain(folder / "tokenizer.json") if os.path.lexists(folder / "tokenizer.json") else None
+        ids = settings.get("added_tokens_decoder") or {}
+        _check_ids(SETTINGS, {it: int(it) if re.fullmatch(r"-?\d{1,20}", it) else it for it in ids})
+        _check_ids(ADDED, files[ADDED])
+        plain = _plain(folder / "tokenizer.json")
+        if plain is not None and not plain.get_vocab(with_added_tokens=False):
+            raise ValueError("its vocabulary is empty")
+        kept = {key: settings[key] for key in KEPT_SETTINGS if settings.get(key) is not None}
         backend = plain if plain is not None and _is_ours(folder, settings) else _specified(folder, plain)
         vocabulary = (plain or backend).get_vocab(with_added_tokens=True)
-        known = [*vocabulary, *_named(settings), *files[ADDED]]  # not all of `backend`: it takes any eos_token in
         eos, end = token_text(settings.get("eos_token")), None
-        if eos is None:  # as the files of the model say
-            found = next((eos for name in MODEL if (eos := files[name].get("eos_token_id")) is not None), None)
-            eos = end = next(iter(found), None) if isinstance(found, list) else found
+        known = [*vocabulary, *_named(settings), *files[ADDED]]  # not all of `backend`: it takes any eos_token in
+        if eos is None:
+            eos = end = _end_of_model(files)
             known = [*vocabulary.values()]
         if eos is not None and eos not in known:
             raise ValueError(f"its end of document, {eos!r:.60}, is none of its tokens")
-    return TextTokenizer(backend, {key: settings[key] for key in KEPT_SETTINGS if settings.get(key) is not None}, end)
+    return TextTokenizer(backend, kept, end)
 
 
-def _plain(path: Path) -> Tokenizer:
-    """The tokenizer that tokenizer.json says by itself."""
+def _plain(path: Path) -> Tokenizer | None:
+    """The tokenizer that tokenizer.json says by itself; None without the file."""
+    if not os.path.lexists(path):
+        return None
     content = read_text(path, AGAIN)
     try:
-        backend = Tokenizer.from_str(content)
+        said = json.loads(content)
+        vocabulary = said["model"]["vocab"]
+        added = {token["content"]: token["id"] for token in said["added_tokens"]}
+    except (ValueError, KeyError, TypeError, RecursionError):
+        vocabulary, added = {}, {}  # the library says what is wrong
+    _check_ids(path.name, (vocabulary if isinstance(vocabulary, dict) else {}) | added)
+    try:
+        return Tokenizer.from_str(content)
     except Exception as error:
         raise ValueError(f"tokenizer.json cannot be read ({_first_line(error)})") from error
-    ids = backend.get_vocab(with_added_tokens=False).values()
-    if not ids:
-        raise ValueError("its vocabulary is empty")
-    if max(ids) > (most := 8 * len(ids) + (1 << 20)):  # a row of the embedding for each
-        raise ValueError(f"tokenizer.json: the id {max(ids)} of a token is above {most:,}")
-    return backend
 
 
 def _specified(folder: Path, plain: Tokenizer | None) -> Tokenizer:
@@ -98,6 +108,20 @@ def _named(settings: dict[str, Any]) -> list[Any]:
     """The tokens that tokenizer_config.json adds to those of tokenizer.json."""
     lists = (settings.get(name) or () for name in ("additional_special_tokens", "extra_special_tokens"))
     return [*map(token_text, (*settings.get("added_tokens_decoder", {}).values(), *chain(*lists)))]
+
+
+def _end_of_model(files: dict[str, dict[str, Any]]) -> Any:
+    """The eos_token_id of the model's files, for a tokenizer that names no end of document."""
+    found = next((eos for name in MODEL if (eos := files[name].get("eos_token_id")) is not None), None)
+    return next(iter(found), None) if isinstance(found, list) else found
+
+
+def _check_ids(name: str, ids: Mapping[str, Any]) -> None:
+    """ValueError unless the `ids` of tokens that a file says are numbers near 0: libraries fill memory up to them."""
+    bound = 8 * len(ids) + (1 << 20)
+    for token, found in ids.items():
+        if isinstance(found, bool) or not isinstance(found, int) or not 0 <= found < bound:
+            raise ValueError(f"{name}: the id {found!r:.40} of {token!r:.40} is no number from 0 to {bound:,}")
 
 
 def _first_line(error: Exception) -> str:

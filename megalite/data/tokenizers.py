@@ -9,9 +9,9 @@ and a 60th of the time.
 """
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,17 @@ import xxhash
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from megalite.config.durable_files import write_atomically
+from megalite.data.cuts import Cut, at_line_end, nowhere, where_encodings_agree
 from megalite.data.permutation import IntArray
+from megalite.data.tokenizer_spec import byte_letters, drops_symbols, mentions, text_only, unknown_of
 from megalite.errors.problems import Problem, UserError
 
 END = "<|endoftext|>"
 KEPT_SETTINGS = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template", "clean_up_tokenization_spaces")
-NEVER = "\ufdd0"  # no character by Unicode's rules: no text holds three of them around a number
+ANOTHER = "tokenizer=byte, bpe, or one for this text"
+LONG_WORD, LONG_WORDS = 512, 1 << 17  # characters of a word, and of all long words together: the trainer's time
+# A part of a word as byte-level BPE sees it: letters, digits, signs or blanks alone.
+ALIKE = re.compile(r"[^\W\d_]+|\d+|\s+|[^\w\s]+|_+")
 
 
 class TextTokenizer:
@@ -43,71 +48,90 @@ class TextTokenizer:
         vocabulary = backend.get_vocab(with_added_tokens=True)
         self._names = {number: text for text, number in vocabulary.items()}  # the library tells normalized ones
         self.vocab_size: int = max(self._names) + 1
-        self.spec: dict[str, Any] = json.loads(backend.to_str())
-        self._symbols = _symbols(self.spec, self.end_of_document)
-        special = {token["content"] for token in self.spec["added_tokens"] if token["special"]}
+        self._spec: dict[str, Any] = json.loads(backend.to_str())
+        self._table = _symbol_table(self._spec, self.end_of_document)
+        special = {token["content"] for token in self._spec["added_tokens"] if token["special"]}
         named = special | {token_text(settings.get(name)) for name in KEPT_SETTINGS[:4]}
         self._hidden = {text for text in named if text in vocabulary and len(text) > 1}  # some pad with `!`
         if self.end_of_document is not None:
             self._hidden.add(self._names[self.end_of_document])
         self._refused = np.zeros(self.vocab_size + 1, dtype=bool)  # ids that no text may give
         self._refused[[vocabulary[text] for text in self._hidden]] = True
-        self._refused[self.vocab_size] = True  # of a symbol that has no token
-        model = self.spec["model"]  # an unknown symbol has its token, unless that is the end of a document
-        unknown = vocabulary.get(model.get("unk_token")) if model.get("unk_id") is None else model["unk_id"]
+        self._refused[self.vocab_size] = True  # of a symbol that would be dropped
+        unknown = vocabulary.get(unknown_of(self._spec["model"]) or "")
         if unknown is not None and unknown != self.end_of_document:
             self._refused[unknown] = False
 
     @cached_property
     def identity(self) -> str:
         """A hash of everything, by which token files remember their tokenizer."""
-        return xxhash.xxh3_128_hexdigest(json.dumps([self.spec, self.end_of_document], sort_keys=True).encode())
+        return xxhash.xxh3_128_hexdigest(json.dumps([self._spec, self.end_of_document], sort_keys=True).encode())
 
     @property
-    def is_table(self) -> bool:
-        """Whether each symbol, or byte, of a text is a token by itself: the tokenizer is `char` or `byte`."""
-        return self._symbols is not None
+    def byte_level(self) -> bool:
+        """Whether its tokens are written in `byte_letters`."""
+        return mentions(self._spec, "ByteLevel", "normalizer", "pre_tokenizer", "decoder")
 
     @property
     def name(self) -> str:
         """The setting of `tokenizer` for those made here, else the kind of the model; and the number of tokens."""
-        kind = self.spec["model"]["type"] if self._symbols is None else "char" if len(self._symbols) else "byte"
+        kind = self._spec["model"]["type"] if self._table is None else "char" if len(self._table) else "byte"
         return f"{kind} tokenizer with {self.vocab_size:,} tokens"
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text`, nothing added."""
         return [int(token) for token in self.encode_many([text])[0]]
 
-    def encode_many(self, texts: Sequence[str], place: Callable[[int], str] = lambda _: "") -> list[IntArray]:
-        """The ids of each text, nothing added; several texts on several threads. UserError for what the tokenizer
-        cannot say: `place` names the text of a number."""
-        if self._symbols is not None:
-            found = [_look_up(self._symbols, text) for text in texts]
-        else:
-            try:
-                encodings = self._encoder.encode_batch_fast([*texts], add_special_tokens=False)
-            except Exception as error:  # the library raises plain Exception: a symbol that it has no token for
-                raise UserError(self._problem(f"cannot encode the text ({error})")) from error
-            found = [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
-        for number, ids in enumerate(found):
-            if self._refused[ids].any():
-                encoding = self._encoder.encode(texts[number], add_special_tokens=False)
-                at = int(np.flatnonzero(self._refused[encoding.ids])[0])
-                (start, stop), token = encoding.offsets[at], encoding.ids[at]
-                told = "no token" if token == self.vocab_size else f"only the special token {self._names[token]!r}"
-                rule = f"has {told} for {texts[number][start:stop]!r:.40} (character {start:,}){place(number)}"
-                raise UserError(self._problem(rule))
-        return found
+    def encode_many(self, texts: Sequence[str], before: Sequence[str] = ()) -> list[IntArray]:
+        """The ids of each text, nothing added; several texts on several threads.
 
-    def _problem(self, rule: str) -> Problem:
-        return Problem("tokenizer", self.name, rule, "tokenizer=byte, bpe, or one for this text")
+        `before`: for each text the end of what stands before it in its document. UserError for what the tokenizer
+        cannot say.
+        """
+        if self._table is not None:
+            return [_look_up(self._table, text) for text in texts]
+        if not any(before):
+            return self._encoded(texts)
+        whole = self._encoded([*map("".join, zip(before, texts, strict=True)), *before])
+        parts = []
+        for ids, head in zip(whole[: len(texts)], whole[len(texts) :], strict=True):
+            if not np.array_equal(ids[: len(head)], head):
+                rule, remedy = "encodes a part of a long document otherwise than the whole", "cut the document in two"
+                raise UserError(Problem("tokenizer", self.name, rule, remedy))
+            parts.append(ids[len(head) :])
+        return parts
+
+    def _encoded(self, texts: Sequence[str]) -> list[IntArray]:
+        try:
+            encodings = self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
+        except Exception as error:  # the library raises plain Exception: a symbol that it has no token for
+            raise UserError(Problem("tokenizer", self.name, f"cannot encode the text ({error})", ANOTHER)) from error
+        found = [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
+        for text, ids in zip(texts, found, strict=True):
+            if self._refused[ids].any():
+                raise UserError(self._unsayable(text))
+        return found
 
     @cached_property
     def _encoder(self) -> Tokenizer:
-        """The same tokenizer, whose special tokens no text can spell."""
-        backend = Tokenizer.from_str(json.dumps(text_only(self.spec, self._hidden)))
+        """The same tokenizer, whose special tokens no text can spell: by its own flag, if they are added to the model's
+        own tokens and special, and it drops no symbol."""
+        added = {token["content"] for token in self._spec["added_tokens"] if token["special"]}
+        added -= self.backend.get_vocab(with_added_tokens=False).keys()
+        if added >= self._hidden and not drops_symbols(self._spec):
+            return self.backend
+        backend = Tokenizer.from_str(json.dumps(text_only(self._spec, self._hidden)))
         backend.encode_special_tokens = True
         return backend
+
+    def _unsayable(self, text: str) -> Problem:
+        """The first place of `text` for which this tokenizer has no token."""
+        encoding = self._encoder.encode(text, add_special_tokens=False)
+        at = int(np.flatnonzero(self._refused[encoding.ids])[0])
+        (start, stop), token = encoding.offsets[at], encoding.ids[at]
+        told = "no token" if token == self.vocab_size else f"only the special token {self._names[token]!r}"
+        rule = f"has {told} for {text[start:stop]!r:.40} (character {start:,})"
+        return Problem("tokenizer", self.name, rule, ANOTHER)
 
     def remarks(self, page: str) -> list[str]:
         """Sentences on how the tokenizer differs from what one might expect, as a page of the text shows."""
@@ -125,6 +149,22 @@ class TextTokenizer:
             told.append(f"special tokens spelled out in the text are text; to AutoTokenizer they are tokens: {names}")
         return told
 
+    @property
+    def cut(self) -> Cut:
+        """Where a long document can be cut: in two texts that have the ids of the whole, the end of the first being
+        what stands `before` the second."""
+        words = self._spec["pre_tokenizer"] or {"type": None}
+        plain = words["type"] == "ByteLevel" and words["use_regex"] and not words["add_prefix_space"]
+        added = all(token["special"] for token in self._spec["added_tokens"])
+        if self._table is not None or (plain and added and self._spec["normalizer"] is None):
+            return at_line_end
+        # A Unigram model adds up scores over all of a word: ties in a long one are decided by rounding.
+        scored = self._spec["model"]["type"] == "Unigram"
+        if scored and (words["type"] is None or len(self.backend.pre_tokenizer.pre_tokenize_str("a b")) < 2):
+            return nowhere
+        far = any(mentions(self._spec, kind, "pre_tokenizer") for kind in ("Split", "FixedLength"))
+        return where_encodings_agree(self._encoded, self.backend.pre_tokenizer.pre_tokenize_str if far else None)
+
     def decode(self, tokens: Iterable[int], skip_special_tokens: bool = False) -> str:
         """The text of `tokens`; bytes that are no UTF-8 (a character cut in two) become U+FFFD."""
         return str(self.backend.decode(list(tokens), skip_special_tokens=skip_special_tokens))
@@ -135,7 +175,7 @@ class TextTokenizer:
 
         A text begins there, where something must stand before it, with the end of the document before.
         """
-        spec = json.dumps(self.spec, indent=1, ensure_ascii=False) + "\n"
+        spec = json.dumps(self._spec, indent=1, ensure_ascii=False) + "\n"
         settings = {"clean_up_tokenization_spaces": False} | self.settings
         # The class of both versions; the one that 5 writes by itself, 4.57 does not know.
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
@@ -145,39 +185,16 @@ class TextTokenizer:
             settings["bos_token"] = settings["eos_token"] = self._names[self.end_of_document]
         return {"tokenizer.json": spec.encode(), "tokenizer_config.json": written(settings).encode()}
 
+    def unwritten(self, folder: Path) -> dict[Path, bytes]:
+        """The files that the folder lacks, or holds with another content."""
+        files = {folder / name: content for name, content in self.files().items()}
+        return {path: it for path, it in files.items() if not path.is_file() or path.read_bytes() != it}
+
     def save(self, folder: Path) -> None:
         """Write these files."""
         folder.mkdir(parents=True, exist_ok=True)
-        for name, content in self.files().items():
-            write_atomically(folder / name, content)
-
-
-def text_only(spec: dict[str, Any], hidden: set[str]) -> dict[str, Any]:
-    """`spec` in which no text spells the `hidden` tokens, as none spells control pieces of SentencePiece.
-
-    A model without a token for unknown symbols passes over them (BPE), or fails without their place (WordLevel). It
-    gives the id beyond all others for them.
-    """
-    names = {token: f"{NEVER}{number}{NEVER * 2}" for number, token in enumerate(sorted(hidden))}
-    added = [
-        token | {"content": names[token["content"]], "normalized": False} if token["content"] in names else token
-        for token in spec["added_tokens"]
-    ]
-    model = dict(spec["model"])
-    if model["type"] == "Unigram":
-        model["vocab"] = [[names.get(piece, piece), score] for piece, score in model["vocab"]]
-        return spec | {"model": model, "added_tokens": added}
-    model["vocab"] = {names.get(token, token): number for token, number in model["vocab"].items()}
-    model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
-    if model["type"] == "BPE":
-        prefix = model["continuing_subword_prefix"] or ""
-        made = ((left, right, left + right.removeprefix(prefix)) for left, right in model["merges"])
-        model["merges"] = [[left, right] for left, right, whole in made if not names.keys() & {left, right, whole}]
-    if model["type"] in ("BPE", "WordLevel") and model["unk_token"] not in model["vocab"]:
-        model["vocab"] |= {token["content"]: token["id"] for token in added}  # else they are numbered anew
-        model["unk_token"] = NEVER * 4
-        model["vocab"][NEVER * 4] = 1 + max(model["vocab"].values())
-    return spec | {"model": model, "added_tokens": added}
+        for path, content in self.unwritten(folder).items():
+            write_atomically(path, content)
 
 
 def written(settings: dict[str, Any]) -> str:
@@ -215,14 +232,23 @@ def bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
     )
-    backend.train_from_iterator(texts, trainer)
+    backend.train_from_iterator(_short_words(texts), trainer)
     return TextTokenizer(backend, {"eos_token": END})
 
 
-def byte_letters() -> list[str]:
-    """The visible letter that byte-level BPE writes for each byte (GPT-2's table): itself, or one from 256 on."""
-    alphabet, hidden = set(pre_tokenizers.ByteLevel.alphabet()), count(256)
-    return [chr(byte) if chr(byte) in alphabet else chr(next(hidden)) for byte in range(256)]
+def _short_words(texts: Iterable[str]) -> Iterator[str]:
+    """The texts, with words of more than LONG_WORD characters in parts once there were LONG_WORDS characters of such
+    words: the trainer's time grows with the square of a word's length."""
+    room = LONG_WORDS
+    for text in texts:
+        start = 0
+        for at in range(0, len(text), LONG_WORD):
+            if ALIKE.fullmatch(text, at, at + LONG_WORD):
+                room -= LONG_WORD
+                if room < 0:
+                    yield text[start:at]
+                    start = at
+        yield text[start:]
 
 
 def _byte_backend() -> Tokenizer:
@@ -241,8 +267,8 @@ def _char_backend(symbols: Sequence[str]) -> Tokenizer:
     return backend
 
 
-def _symbols(spec: dict[str, Any], end: int | None) -> npt.NDArray[np.uint32] | None:
-    """Code points in the order of their ids for `char`; an empty array for `byte`; None for other tokenizers."""
+def _symbol_table(spec: dict[str, Any], end: int | None) -> npt.NDArray[np.uint32] | None:
+    """Code points [vocab] in the order of their ids, if the tokenizer is `char`; an empty table for `byte`; or None."""
     vocabulary = spec["model"].get("vocab")
     if not isinstance(vocabulary, dict) or (end is not None and end < len(vocabulary)):
         return None
@@ -252,11 +278,15 @@ def _symbols(spec: dict[str, Any], end: int | None) -> npt.NDArray[np.uint32] | 
     return np.array([*map(ord, symbols)], dtype=np.uint32) if same and all(len(it) == 1 for it in symbols) else None
 
 
-def _look_up(symbols: npt.NDArray[np.uint32], text: str) -> IntArray:
-    """The ids of `text`, one for each of the symbols, or for each byte where there are none; the id beyond all others
-    for what is no symbol."""
-    if not len(symbols):
+def _look_up(table: npt.NDArray[np.uint32], text: str) -> IntArray:
+    """The ids that the model of `table` gives for `text`."""
+    if not len(table):
         return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64)
     points = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
-    ids = np.searchsorted(symbols, points)
-    return np.where(symbols[np.minimum(ids, len(symbols) - 1)] == points, ids, len(symbols))
+    ids = np.searchsorted(table, points)
+    unknown = np.flatnonzero(table[np.minimum(ids, len(table) - 1)] != points)
+    if len(unknown):
+        at = int(unknown[0])
+        rule = f"the text holds {text[at]!r} (character {at:,}), which is none of the tokenizer's {len(table)} symbols"
+        raise UserError(Problem("tokenizer", "char", rule, "use only symbols of the training text, or tokenizer=byte"))
+    return ids.astype(np.int64)

@@ -13,14 +13,17 @@ import codecs
 import csv
 import io
 import json
+import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from megalite.config.user_files import refusing
+from megalite.data.cuts import PIECE, WIDE, Cut, at_line_end
+from megalite.errors.problems import NO_VALUE, Problem, UserError
 from megalite.prepare.hub import load_dataset
 
 KINDS = {
@@ -33,12 +36,13 @@ KINDS = {
 }
 PACKED = {".gz": "gzip", ".zst": "zstd"}  # may follow any of these; parquet packs itself
 READ = 1 << 20  # bytes read at once
-PIECE = 1 << 20  # characters after which a document is cut
-FAR = 1 << 14  # characters on each side of a cut in which it must not matter
 REPAIR = "repair the file, copy it again, or give text in UTF-8; data.text_column names the column that holds it"
-JSON = json.JSONDecoder(object_pairs_hook=tuple)  # objects are tuples of pairs, which hide no key behind another
 
-Cut = Callable[[str, int], int]  # of a text: a place at or behind that one where it may be cut, 0 for none
+JSON = json.JSONDecoder(object_pairs_hook=tuple)  # objects are tuples of pairs, which hide no key behind another
+PATIENT = json.JSONDecoder(object_pairs_hook=tuple, parse_int=float)  # int() refuses more than 4,300 digits
+OF_JSON = re.compile(r'"(?:[^"\\]++|\\.)*+"|[\[\]{}]|[^"\[\]{}]++|".*', re.DOTALL)  # strings, brackets, what is between
+TEXT_TYPES = ("string", "large_string", "dictionary<values=string", "null")  # of Arrow, as they begin
+
 Row = tuple[int, Any]  # its place (a line's first byte, or the row's number), and a line of JSON or an object
 
 
@@ -62,7 +66,7 @@ class Shard:
     split: str = "train"
 
 
-def pieces(shard: Shard, cut: Cut = line_end) -> Iterator[str | None]:
+def pieces(shard: Shard, cut: Cut = at_line_end) -> Iterator[str | None]:
     """The documents of a shard in order, in pieces that `cut` allows; UserError with file and row where one cannot be
     read."""
     if shard.kind == "text":
@@ -78,11 +82,13 @@ def pieces(shard: Shard, cut: Cut = line_end) -> Iterator[str | None]:
                 text = _text_in(row, shard.column)
             except (ValueError, RecursionError) as error:
                 where = f"line {_line_number(path, place):,}" if shard.kind == "jsonl" else f"row {place:,}"
-                raise ValueError(f"{where}: {error}") from error
+                shown = f"; it begins {row[:80]!r}" if isinstance(row, bytes) else ""
+                remedy = _another_column(error.columns) if isinstance(error, _NoTextError) and not place else REPAIR
+                raise UserError(Problem(str(path), NO_VALUE, f"{where}: {error}{shown}", remedy, here=True)) from error
             yield from in_pieces([text], cut)
 
 
-def in_pieces(blocks: Iterable[str], cut: Cut = line_end) -> Iterator[str | None]:
+def in_pieces(blocks: Iterable[str], cut: Cut = at_line_end) -> Iterator[str | None]:
     """The document that the blocks are together, in pieces of about PIECE characters, and its end."""
     buffer, sought = "", PIECE  # where to seek the next place: those before are no places
     for block in blocks:
@@ -90,21 +96,11 @@ def in_pieces(blocks: Iterable[str], cut: Cut = line_end) -> Iterator[str | None
         while len(buffer) > sought and (stop := cut(buffer, sought)):
             yield buffer[start:stop]
             start, sought = stop, stop + PIECE
-        sought = max(sought, len(buffer) - 2 * FAR) - start
+        sought = max(sought, len(buffer) - 2 * WIDE) - start
         buffer = buffer[start:]
     if buffer:
         yield buffer
     yield None
-
-
-def line_end(text: str, start: int) -> int:
-    """The next place in front of a line end that follows a letter or digit; 0 for none."""
-    while (at := text.find("\n", start)) != -1:
-        at -= text[at - 1 : at] == "\r"
-        if at and text[at - 1].isalnum():
-            return at
-        start = at + 2
-    return 0
 
 
 def opened(path: Path) -> BinaryIO:
@@ -133,6 +129,14 @@ def _text_blocks(path: Path) -> Iterator[str]:
             offset += len(block)
 
 
+class _NoTextError(ValueError):
+    """The column is not there, or holds something else; `columns` is what the row holds."""
+
+    def __init__(self, rule: str, columns: dict[str, Any]) -> None:
+        super().__init__(rule)
+        self.columns = columns
+
+
 def _text_in(row: Any, column: str) -> str:
     """The text in a row or a line of JSON, empty without one; ValueError where it is no object or names the column
     twice."""
@@ -143,11 +147,12 @@ def _text_in(row: Any, column: str) -> str:
     if len(columns) < len(found) and [name for name, _ in found].count(column) > 1:
         raise ValueError(f"has the column {column!r} more than once")
     if column not in columns:
-        raise ValueError(f"there is no column {column!r} (data.text_column); it has: {', '.join(map(str, columns))}")
+        names = ", ".join(map(str, columns))
+        raise _NoTextError(f"there is no column {column!r} (data.text_column); it has: {names}", columns)
     text = "" if columns[column] is None else columns[column]
     if not isinstance(text, str):
         kind = "object" if isinstance(text, tuple) else type(text).__name__
-        raise ValueError(f"column {column!r} holds {kind}, not text")
+        raise _NoTextError(f"column {column!r} holds {kind}, not text", columns)
     try:
         text.encode()
     except UnicodeEncodeError:  # JSON can spell half of a character (`\ud83d` alone): it becomes U+FFFD
@@ -155,9 +160,39 @@ def _text_in(row: Any, column: str) -> str:
     return text
 
 
+def _another_column(row: dict[str, Any]) -> str:
+    """What to do where the first row has no text in the column: take another one that has."""
+    from megalite.config.inherited import typed  # imports Hydra
+
+    names = [name for name, value in row.items() if isinstance(value, str)]
+    return ", or ".join(typed("data.text_column", name) for name in names[:3]) or REPAIR
+
+
 def parse_json(content: bytes) -> Any:
-    """The JSON value in `content`, objects as tuples of pairs."""
-    return JSON.decode(content.decode(json.detect_encoding(content), "surrogatepass"))
+    """The JSON value in `content`, objects as tuples of pairs, whatever the size of its numbers and the depth of what
+    lies in the columns of a row."""
+    text = content.decode(json.detect_encoding(content), "surrogatepass")
+    try:
+        return JSON.decode(text)
+    except json.JSONDecodeError:
+        raise
+    except (ValueError, RecursionError):
+        return PATIENT.decode(_shallow(text))
+
+
+def _shallow(text: str) -> str:
+    """The same JSON but for the contents of lists and objects inside two others, which are checked and left out."""
+    parts, opened = list[str](), list[int]()  # `opened`: which parts are brackets that are not closed yet
+    for token in OF_JSON.finditer(text):
+        parts.append(token[0])
+        if token[0] in ("[", "{"):
+            opened.append(len(parts) - 1)
+        elif token[0] in ("]", "}") and opened:
+            first = opened.pop()
+            if len(opened) > 1:
+                PATIENT.decode("".join(parts[first:]))
+                parts[first:] = [parts[first] + token[0]]
+    return "".join(parts)
 
 
 def _line_number(path: Path, at: int) -> int:
@@ -180,16 +215,21 @@ def _jsonl_rows(path: Path, shard: Shard) -> Iterator[Row]:
             at += len(line)
 
 
-def is_list(path: Path) -> bool:
-    """Whether a .json file holds a list of objects, not one object a line."""
+def is_json_lines(path: Path) -> bool:
+    """Whether a .json file holds one object a line (the first is whole), not one value over all of its lines."""
     with opened(path) as file:
-        return file.read(READ).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+        first = next((line for line in file if line.strip()), b"")
+    try:
+        return isinstance(parse_json(first), tuple)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _json_rows(path: Path, _: Shard) -> Iterator[Row]:
-    """Each object in a list."""
+    """Each object in a list, or the one object that the file is."""
     with opened(path) as file:
-        yield from enumerate(parse_json(file.read()))
+        found = parse_json(file.read())
+    yield from enumerate(found if isinstance(found, list) else [found])
 
 
 def _csv_rows(path: Path, shard: Shard) -> Iterator[Row]:
@@ -197,20 +237,24 @@ def _csv_rows(path: Path, shard: Shard) -> Iterator[Row]:
     name, or ends before the column: the text was split at a comma or a line end that no quotes guard."""
     csv.field_size_limit(sys.maxsize)  # the module's own is 128 KiB
     with io.TextIOWrapper(opened(path), encoding="utf-8-sig", newline="") as file:
-        rows = csv.reader(file, strict=True)
+        rows, ends = csv.reader(file, strict=True), 0  # `ends`: the line at which the row before does
         try:
             header = next(filter(None, rows), list[str]())
             if header.count(shard.column) > 1:
                 raise ValueError(f"line 1: has the column {shard.column!r} more than once")
             needed = header.index(shard.column) + 1 if shard.column in header else 0
-            for number, row in enumerate(filter(None, rows)):
+            ends, number = rows.line_num, 0
+            for row in rows:
                 if len(row) > len(header) or (len(row) < needed and any(map(str.strip, row))):
-                    counts = f"number of fields: {len(row):,}, in the header: {len(header):,}"
+                    counts = f"number of fields: {len(row):,}, in the header: {len(header):,} ({', '.join(header):.80})"
                     quotes = "a text that holds a comma or a line end needs quotes around it"
-                    raise ValueError(f"row {number:,} (up to line {rows.line_num:,}): {counts}; {quotes}")
-                yield number, dict(zip_longest(header, row))
+                    raise ValueError(f"row {number:,} (line {ends + 1:,}): {counts}; {quotes}")
+                if row:
+                    yield number, dict(zip_longest(header, row))
+                    number += 1
+                ends = rows.line_num
         except (UnicodeDecodeError, csv.Error) as error:
-            raise ValueError(f"up to line {rows.line_num:,}: is not csv in UTF-8: {error}") from error
+            raise ValueError(f"after line {ends:,}: is not csv in UTF-8: {error}") from error
 
 
 def _parquet_rows(path: Path, shard: Shard) -> Iterator[Row]:
@@ -218,10 +262,10 @@ def _parquet_rows(path: Path, shard: Shard) -> Iterator[Row]:
     from pyarrow import parquet
 
     with parquet.ParquetFile(path) as file:
-        _check_names(file.schema_arrow.names, shard.column)
-        groups = [*range(shard.start, min(shard.stop, file.num_row_groups))]
+        groups = range(shard.start, min(shard.stop, file.num_row_groups))
         first = sum(file.metadata.row_group(group).num_rows for group in range(shard.start))
-        yield from _arrow_rows(file.iter_batches(256, groups, [shard.column]), shard.column, first)
+        columns = [shard.column] if _is_text(file.schema_arrow, shard.column) else None
+        yield from _arrow_rows(file.iter_batches(256, list(groups), columns), shard.column, first)
 
 
 def _hub_rows(path: Path, shard: Shard) -> Iterator[Row]:
@@ -235,25 +279,26 @@ def _hub_rows(path: Path, shard: Shard) -> Iterator[Row]:
     for batch in rows.with_format("arrow").iter(256):
         if from_csv and "__index_level_0__" in batch.schema.names:  # what pandas makes of the fields that have no name
             raise ValueError("the rows of a csv file have more fields than its header")
-        _check_names(batch.schema.names, shard.column)
         yield from _arrow_rows([batch], shard.column, first)
         first += len(batch)
 
 
 def _arrow_rows(batches: Iterable[Any], column: str, first: int) -> Iterator[Row]:
-    """The rows of a column of Arrow tables, numbered from `first` on."""
+    """The rows of Arrow tables, numbered from `first` on; all columns where this one is no text."""
     number = first
     for batch in batches:
-        for value in batch.column(column):
+        is_text = _is_text(batch.schema, column)
+        for value in batch.column(column) if is_text else batch.to_pylist():
             try:
-                yield number, {column: value.as_py()}
+                yield number, {column: value.as_py()} if is_text else value
             except UnicodeDecodeError as error:
                 raise ValueError(f"row {number:,}: {error}") from error
             number += 1
 
 
-def _check_names(names: Sequence[str], column: str) -> None:
-    """ValueError unless one of the columns of a table has this name."""
-    if names.count(column) != 1:
-        rule = f"has the column {column!r} more than once" if column in names else f"there is no column {column!r}"
-        raise ValueError(f"{rule} (data.text_column); it has: {', '.join(names)}")
+def _is_text(schema: Any, column: str) -> bool:
+    """Whether a column of Arrow tables can be read by itself; ValueError where there are two of that name."""
+    places = schema.get_all_field_indices(column)
+    if len(places) > 1:
+        raise ValueError(f"has the column {column!r} more than once")
+    return bool(places) and str(schema.field(places[0]).type).startswith(TEXT_TYPES)

@@ -24,8 +24,9 @@ from megalite.config.schema import DataConfig
 from megalite.config.user_files import refusing
 from megalite.data.open import digest, paths_of
 from megalite.errors.problems import Problem, UserError, collect_all
+from megalite.errors.remedies import of_system
 from megalite.prepare.hub import load_dataset
-from megalite.prepare.reading import KINDS, PACKED, Shard, is_list, pieces
+from megalite.prepare.reading import KINDS, PACKED, Shard, is_json_lines, pieces
 
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo"}
 CHECK = "check the path and its permissions"
@@ -98,7 +99,7 @@ class Source:
             size = path.stat().st_size * (UNPACKED if path.suffix.lower() in PACKED else 1)
             if size == 0 and self.kind != "stdlib":
                 raise ValueError("is empty (0 bytes): remove it from data.path, or fill it")
-            if kind == "json" and not is_list(path):
+            if kind == "json" and is_json_lines(path):
                 kind = "jsonl"
         shard = Shard(kind, (str(path),), size=size, column=self.column)
         if self.kind != "stdlib":  # refuse another kind, or a wrong column, before any work
@@ -140,14 +141,14 @@ def _files_at(path: str) -> tuple[list[Path], list[Path]]:
             pattern = str(Path(path).expanduser())  # the working directory's own name is no pattern
             matches = sorted({Path(match).absolute() for match in glob.glob(pattern, recursive=True)})
             files, rule = [match for match in matches if not match.is_dir()], "the glob matches no file"
-        elif not os.path.lexists(place):
-            files, rule = [], "there is no such file or folder"
         if not files:
-            remedy = "give txt, jsonl, json, csv or parquet files, a folder of them or a quoted glob"
-            raise UserError(Problem("data.path", path, rule, remedy))
+            raise UserError(Problem("data.path", path, rule, "give the files themselves, or a quoted glob of files"))
         for file in files:
             if not file.is_file():
-                raise UserError(Problem("data.path", str(file), "is no regular file, or a link to nothing", CHECK))
+                there = os.path.lexists(file)
+                rule = "is no regular file, or a link to nothing" if there else "there is no such file or folder"
+                remedy = "give txt, jsonl, json, csv or parquet files, a folder of them or a glob"
+                raise UserError(Problem("data.path", str(file), rule, remedy))
     return files, beside
 
 
@@ -163,8 +164,8 @@ def _walk(top: Path, but: Container[str] = ()) -> Iterator[Path]:
     seen = set()
 
     def fail(error: OSError) -> None:
-        remedy = "allow this user to look into it, or give the folders beside it"
-        raise UserError(Problem("data.path", error.filename, f"cannot be looked into ({error.strerror})", remedy))
+        rule = f"cannot be looked into ({error.strerror})"
+        raise UserError(Problem("data.path", error.filename, rule, of_system(error, "give the folders beside it")))
 
     for folder, names, members in os.walk(top, onerror=fail, followlinks=True):
         state = os.stat(folder)
