@@ -46,9 +46,6 @@ def _page(name: str) -> bytes:
 STATUS = Kind("a status file", "run.status", rb'\{"state": "\w+", "step": \d+, "steps": \d+, "run_dir": "')
 REPORT = Kind("the report of a run", "report.html", _page("report"))
 COMPARISON = Kind("a comparison of runs", "comparison.html", _page("comparison"))
-FACTS = Kind(
-    "what is known of a token file", "text.json", rb'\{\n "source": "[^\n]*",\n "fingerprint": "\w+",\n "tokens": \d+,'
-)
 _FIGURES = rb'\{\n  "hardware": "|\[\n  \{\n    "model": "[\w.]+",\n    "(precision|layer)": '
 FIGURES = Kind("figures of a benchmark", "speed.json", _FIGURES)
 RUN_LOCK = Kind("the lock of a run", LOCK, rb'\Z|\{"host": ')

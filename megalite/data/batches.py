@@ -33,8 +33,9 @@ AHEAD = 2  # steps that are read in advance
 class StepBatches:
     """One rank's share of the global batch of a step. `local_tokens` counts its labels that enter the loss.
 
-    A step that is skipped has no microbatches. Where the data is refused, `problems` say why, and no label enters the
-    loss: the other ranks of the model compute with these microbatches, and learn of the refusal in their step.
+    A step that is skipped has no microbatches. Where the data is refused, `problems` say why, and no label of what was
+    not read enters the loss: the other ranks of the model compute with these microbatches, and learn of the refusal in
+    their step.
     """
 
     planned: PlannedStep
@@ -51,8 +52,11 @@ def read_batch(
     the reasons, and the microbatch is one of the same shape, no label of which enters the loss."""
     indices, length = np.arange(first, first + size), source.seq_length
     mask, positions, documents = np.ones((size, length), dtype=bool), torch.arange(length).expand(size, -1), None
+    apart = not config.data.cross_document_attention
+    if apart:
+        documents, positions = torch.zeros((size, length), dtype=torch.int32), positions.contiguous()
     try:
-        if not config.data.cross_document_attention:  # first: ranks that share sequences must agree on the documents
+        if apart:  # first: ranks that share sequences must agree on the documents
             documents, positions = map(torch.from_numpy, source.documents(*source.places(indices)))
         rows, *_ = source.read(indices)  # [b, s + 1]
         if config.data.mask_end_of_document and source.end_of_document is not None:

@@ -181,17 +181,15 @@ def _split(config: Config, files: list[TokenFile]) -> tuple[list[Part], list[Par
         border = int(total * (1 - fraction))  # nanoGPT's rounding
         train.append(Part(file, 0, border))
         validation.append(Part(file, border, total))
-        for kind, held in (("training", border), ("validation", total - border if evaluated else need)):
-            if held < need:
-                rule = (
-                    f"{held:,} {kind} tokens (of {total:,}) are less than one sample of {need:,} (train.seq_length + 1)"
-                )
-                share = f"data.validation_fraction={0.5 if evaluated else 0.0}"
-                longest = min(border, total - border if evaluated else border) - 1
-                remedy = (
-                    share if total >= need * (1 + evaluated) else f"train.seq_length={longest} or less, or more text"
-                )
-                problems.append(Problem("data.path", name, rule, remedy))
+        held, kind = (border, "training") if border < need or not evaluated else (total - border, "validation")
+        if held < need:
+            rule = f"{held:,} {kind} tokens (of {total:,}) of {name} are less than one sample of {need:,}"
+            enough = total >= (2 * need if evaluated else need)  # for a share of a half, or of nothing
+            longest = min(border, total - border if evaluated else border) - 1
+            way = f"train.seq_length={longest} or less, or more text" if longest > 0 else "more text"
+            setting, value = ("data.validation_fraction", fraction) if enough else ("data.path", name)
+            remedy = f"{setting}={0.5 if evaluated else 0.0}, or more text" if enough else way
+            problems.append(Problem(setting, value, f"{rule} (train.seq_length + 1)", remedy))
     if problems:
         raise UserError(problems)
     return train, validation if evaluated else []

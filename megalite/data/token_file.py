@@ -175,6 +175,10 @@ class TokenFile:
         begun = self.boundaries[self.document_at(first) + 1 : self.document_at(stop - 1) + 1]
         if not len(begun):
             return []
+        if np.any(begun[1:] < begun[:-1]):  # an entry that was not checked when the file was opened
+            raise UserError(
+                _damaged(with_suffix(self.prefix, ".idx"), f"a document near token {first:,} ends too early")
+            )
         pointers = self.pointers[int(begun[0]) : int(begun[-1]) + 1][begun - begun[0]]
         return [int(position) for position in np.unique(pointers // self.tokens.dtype.itemsize)]
 

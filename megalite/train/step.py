@@ -90,8 +90,8 @@ class TrainStep:
 
         With `next_local_tokens`, those of the coming step, the sum that it needs before its first backward comes with
         this step's metrics: a sum of its own would queue behind the parameters that are still on their way.
-        A rank whose input was `refused` brings `masked_batches`: ranks of the same model compute with it, and all learn
-        of it at the end instead of waiting for it. Nothing here waits for the device itself.
+        A rank whose input was `refused` brings masked microbatches: ranks of the same model compute with them, and all
+        learn of it at the end instead of waiting for it. Nothing here waits for the device itself.
         """
         training, clock = self._training, self._training.clock
         clock.switch("optimizer")
