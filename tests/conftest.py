@@ -1,10 +1,7 @@
 """What all tests share: one thread, no network, no trace in the user's cache, and when `gpu` and `long` tests run."""
 
-import copy
 import os
 import tempfile
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -58,28 +55,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="long: run by scripts/test.sh --full"))
         if item.get_closest_marker("gpu") and not _has_gpu():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _composed_once(pytestconfig: pytest.Config) -> Iterator[None]:
-    """Hydra takes a tenth of a second to compose the files of conf/, and most tests choose alike: in a plain run each
-    choice is composed once, and the tests get copies. Other files, and what is refused, are read each time."""
-    from megalite.config import compose
-    from megalite.config.hydra_files import CONF, Files
-
-    compose_anew, made = compose.composed, dict[tuple[str, ...], Any]()
-
-    def compose_once(loader: Any, files: Files, choices: list[str]) -> Any:
-        if files != Files(str(CONF), files.name):
-            return compose_anew(loader, files, choices)
-        if (files.name, *choices) not in made:
-            made[files.name, *choices] = compose_anew(loader, files, choices)
-        return copy.deepcopy(made[files.name, *choices])
-
-    with pytest.MonkeyPatch.context() as patch:
-        if not pytestconfig.getoption("--full"):
-            patch.setattr(compose, "composed", compose_once)
-        yield
 
 
 @pytest.fixture

@@ -33,8 +33,10 @@ class BackgroundSaves:
     def __init__(self, context: ParallelContext) -> None:
         alone = context.control_group is None
         self._context = context if alone else replace(context, control_group=context.group("saving"))
-        self._copies = HostCopies(context.device)
-        self.before_change = self._copies.before_change
+        self._device = context.device
+        self._pinned: list[Tensor] = []  # the copies on CUDA, which are used again
+        self._side = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self._reading: torch.cuda.Event | None = None  # until it has happened the pieces must stay as they are
 
     def begin(self, pieces: Sequence[Piece], write: Write, *, begun: float) -> "Future[Saved]":
         """Copy the pieces and have `write(copies, context)` called in a thread. `begun`: see `Saved.stall_s`.
@@ -42,17 +44,18 @@ class BackgroundSaves:
         The future is of this rank: others may still be at their part when it is done. Its CheckpointErrors are the
         same on all ranks.
         """
-        copies, wait = self._copies.of(pieces)
+        copies, wait = self.copies_of(pieces)
         stall_s = time.perf_counter() - begun
         saving: Future[Saved] = Future()
 
         def work() -> None:
             try:
-                if self._context.device.type == "cuda":
-                    torch.cuda.set_device(self._context.device)  # a new thread starts on the first one
+                if self._side is not None:
+                    torch.cuda.set_device(self._device)  # a new thread starts on the first one
                 wait()
                 saved = write(copies, self._context)
             except BaseException as error:
+                copies.clear()
                 saving.set_exception(error)
             else:
                 copies.clear()  # before anybody can see that it is over
@@ -61,34 +64,27 @@ class BackgroundSaves:
         threading.Thread(target=work, name="checkpoint", daemon=True).start()
         return saving
 
-
-class HostCopies:
-    """Copies of one rank's pieces in host memory."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pinned: list[Tensor] = []  # the copies on CUDA, which are used again
-        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._reading: torch.cuda.Event | None = None  # until it has happened the pieces must stay as they are
-
     @torch.no_grad()
-    def of(self, pieces: Sequence[Piece]) -> tuple[list[Piece], Callable[[], None]]:
+    def copies_of(self, pieces: Sequence[Piece]) -> tuple[list[Piece], Callable[[], None]]:
         """The pieces with contiguous tensors in host memory, and a call that returns when these are filled.
 
         On CUDA the pieces have the same shapes every time, and the copies of the call before must be done with: they
         are overwritten. The pieces may change after `before_change`.
         """
-        live = [piece.tensor for piece in pieces]
+        live, wait = [piece.tensor for piece in pieces], lambda: None
         if self._side is None:
             copies = [tensor.clone(memory_format=torch.contiguous_format) for tensor in live]
-            return [replace(piece, tensor=copy) for piece, copy in zip(pieces, copies, strict=True)], lambda: None
-        self._pinned = self._pinned or _pinned(live)
-        self._side.wait_stream(torch.cuda.current_stream(self._device))  # the state is complete when its last kernel is
-        with torch.cuda.stream(self._side):
-            for copy, tensor in zip(self._pinned, live, strict=True):
-                copy.copy_(tensor, non_blocking=True)
-        self._reading = done = self._side.record_event()
-        return [replace(piece, tensor=copy) for piece, copy in zip(pieces, self._pinned, strict=True)], done.synchronize
+        else:
+            self._pinned = copies = self._pinned or _pinned(live)
+            self._side.wait_stream(
+                torch.cuda.current_stream(self._device)
+            )  # the state is complete when its kernels are
+            with torch.cuda.stream(self._side):
+                for copy, tensor in zip(copies, live, strict=True):
+                    copy.copy_(tensor, non_blocking=True)
+            self._reading = self._side.record_event()
+            wait = self._reading.synchronize
+        return [replace(piece, tensor=copy) for piece, copy in zip(pieces, copies, strict=True)], wait
 
     def before_change(self) -> None:
         """What is put on the current stream from now on may change the pieces of the last save."""

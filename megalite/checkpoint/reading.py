@@ -124,7 +124,7 @@ def inspect(path: Path, context: ParallelContext, *, json_only: bool = False) ->
         try:
             return [(path / name).read_bytes().decode("latin-1") for name in (MANIFEST, STATE)]
         except OSError as error:
-            return [f"{Path(error.filename).name} cannot be read: {error.strerror}"]
+            return [f"{Path(error.filename or path).name} cannot be read: {error.strerror}"]
 
     content, *rest = (text.encode("latin-1") for text in on_first(context, read))
     if not rest:
@@ -155,7 +155,8 @@ def _read_all(folder: Path, saved: Mapping[str, StoredTensor], pieces: Sequence[
 
 
 def _read(file: BufferedReader, box: StoredBox, piece: Piece, common: Box) -> None:
-    """Fill what a stored box and a piece have in `common` from the shortest range of the file that holds all of it."""
+    """Fill what a stored box and a piece have in `common` from the shortest range of the file that holds all of
+    it, straight into the piece where the elements lie there in the same order."""
     offsets, sizes = common
     target = piece.tensor.detach()
     for dim, (at, first, size) in enumerate(zip(offsets, piece.offsets, sizes, strict=True)):
@@ -163,8 +164,10 @@ def _read(file: BufferedReader, box: StoredBox, piece: Piece, common: Box) -> No
     strides = [prod(box.sizes[dim + 1 :]) for dim in range(len(box.sizes))]  # of the stored box, in elements
     skipped = sum((at - first) * stride for at, first, stride in zip(offsets, box.offsets, strides, strict=True))
     reach = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)) + 1
-    elements = torch.empty(reach, dtype=target.dtype)
+    direct = target.device.type == "cpu" and target.is_contiguous() and reach == target.numel()
+    elements = target if direct else torch.empty(reach, dtype=target.dtype)
     file.seek(box.start + skipped * target.itemsize)
-    if file.readinto(elements.view(torch.uint8).numpy().data) < elements.nbytes:
+    if file.readinto(elements.view(-1).view(torch.uint8).numpy().data) < elements.nbytes:
         raise OSError(errno.EIO, "the file ends too early", file.name)
-    target.copy_(elements.as_strided(target.shape, strides))
+    if not direct:
+        target.copy_(elements.as_strided(target.shape, strides))

@@ -9,7 +9,7 @@ logging). All of it is reported, so that no change goes unnoticed.
 from collections.abc import Mapping
 from typing import Any
 
-from megalite.config.settings import yaml_value
+from megalite.config.settings import leaves, yaml_value
 from megalite.errors.problems import Problem
 from megalite.errors.words import plain
 
@@ -29,7 +29,7 @@ _UNREMARKABLE = (
 
 def compare(saved: Mapping[str, Any], current: Mapping[str, Any]) -> tuple[list[Problem], list[str]]:
     """All refused differences, and the allowed ones in words. Settings that only one side knows are passed over."""
-    before, now = flatten(saved), flatten(current)
+    before, now = leaves(saved), leaves(current)
     problems, changes = [], []
     grows = before.get(_LENGTH, 0) < now.get(_LENGTH, 0)
     if grows and now.get(_RAMP) is not None:
@@ -47,11 +47,3 @@ def compare(saved: Mapping[str, Any], current: Mapping[str, Any]) -> tuple[list[
         else:
             changes.append(f"{name} is now {plain(now[name])}; the run was at {plain(before[name])}")
     return problems, changes
-
-
-def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings by dotted name."""
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return flat

@@ -21,7 +21,7 @@ from megalite.config.parallel_rules import checked_layout
 from megalite.config.rule import Case
 from megalite.config.schema import Config
 from megalite.errors.problems import Problem, UserError
-from megalite.layout.summary import header_lines as layout_lines
+from megalite.layout.ranks import header_lines as layout_lines
 from megalite.optim.memory import bytes_of_rank
 from megalite.optim.rank_buffers import rank_buffers
 from megalite.plan.buffers_table import buffer_lines

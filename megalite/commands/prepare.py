@@ -18,7 +18,7 @@ from pathlib import Path
 from megalite.commands.command import Shown, command, option
 from megalite.config.bounds import unusable
 from megalite.config.compose import load_part
-from megalite.config.inherited import typed
+from megalite.config.overrides import typed
 from megalite.config.schema import Config
 from megalite.errors.problems import NO_VALUE, Problem, UserError, collect, refuse, to_stderr
 from megalite.observe.terminal import Terminal
@@ -73,8 +73,8 @@ def make(config: Config, output: Path, terminal: Terminal) -> Iterator[str]:
 
     source, *others = sources_of(config.data)
     if others and source.kind == "hf":
-        remedy = "prepare each by itself, and train on the list of files"
-        raise UserError(Problem("data.path", config.data.path, "one token file is made of one data set", remedy))
+        hint = "prepare each by itself, and train on the list of files"
+        raise UserError(Problem("data.path", config.data.path, "one token file is made of one data set", hint))
     source = replace(source, paths=tuple(path for part in (source, *others) for path in part.paths))
     prepare_file(source, config, output, terminal.preparing)
     file = TokenFile.open(output)

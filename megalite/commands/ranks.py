@@ -18,15 +18,12 @@ from collections.abc import Sequence
 
 from megalite.commands.command import COUNT, PICTURE, RANKS, Shown, command, option
 from megalite.config.compose import load_values, names_of
-from megalite.config.hints import problems_of
 from megalite.config.layout import STAGE_NAMES, dense_ranks, stage_settings
-from megalite.config.model_rules import ranks_hold_as_many_experts
-from megalite.config.parallel_rules import LAYOUT_RULES, STAGE_RULES, checked_layout
-from megalite.config.rule import Case
+from megalite.config.parallel_rules import EXPERT_RULES, LAYOUT_RULES, STAGE_RULES, checked_layout
+from megalite.config.rule import Case, problems_of
 from megalite.errors.problems import NO_VALUE, Problem, refuse
-from megalite.layout.ranks import ParallelLayout
+from megalite.layout.ranks import ParallelLayout, header_lines
 from megalite.layout.stages import StageLayers, stage_layers
-from megalite.layout.summary import header_lines
 from megalite.plan.ranks import groups_of, json_lines, ranks_picture, stage_lines, table_lines
 
 LABELS = {"world_size": "--world-size", "split_rank": "--pp-split-rank"}
@@ -74,7 +71,7 @@ def lay_out(options: Namespace, overrides: Sequence[str]) -> tuple[ParallelLayou
     experts = options.experts or not named.isdisjoint(("parallel.ep", "parallel.etp"))
     case = Case(config, world_size, experts, options.pp_split_rank, LABELS)
     settings = stage_settings(config, options.pp_split_rank)
-    problems = problems_of(case, (*LAYOUT_RULES, ranks_hold_as_many_experts, *(STAGE_RULES if places_layers else ())))
+    problems = problems_of(case, (*LAYOUT_RULES, *EXPERT_RULES, *(STAGE_RULES if places_layers else ())))
     dp, rest = divmod(world_size, dense_ranks(config))
     if options.dp not in (None, dp) and not rest:
         hint = f"--dp={dp}, or --world-size={options.dp * dense_ranks(config)}"

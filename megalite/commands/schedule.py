@@ -18,9 +18,8 @@ from pathlib import Path
 from megalite.commands.command import PICTURE, RANKS, Shown, command, option
 from megalite.config.arguments import number_from
 from megalite.config.compose import load_values
-from megalite.config.hints import problems_of
 from megalite.config.parallel_rules import LAYOUT_RULES, SCHEDULE_RULES, schedule_request
-from megalite.config.rule import Case
+from megalite.config.rule import Case, problems_of
 from megalite.errors.problems import NO_VALUE, Problem, UserError, refuse
 from megalite.pipeline.checker import check
 from megalite.pipeline.schedules import build_schedule

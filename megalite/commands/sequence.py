@@ -14,9 +14,8 @@ from megalite.commands.command import Shown, command
 from megalite.config.compose import load_values
 from megalite.config.derive import derive_model
 from megalite.config.exchange import Exchange, exchange_of, sent_elements
-from megalite.config.hints import problems_of
 from megalite.config.parallel_rules import CONTEXT_RULES
-from megalite.config.rule import Case
+from megalite.config.rule import Case, problems_of
 from megalite.config.schema import Config
 from megalite.errors.problems import Problem, refuse
 from megalite.layout.sequence import SequenceShare, causal_plan

@@ -43,6 +43,7 @@ from megalite.config.schema import Config
 from megalite.config.user_files import as_record, read_json, refusing
 from megalite.errors.problems import NO_VALUE, Problem, UserError, collect, refuse, to_stderr
 from megalite.launch.environment import read_environment
+from megalite.launch.signals import PATIENCE, STOP_SIGNALS
 from megalite.observe.report.write import write_report
 from megalite.observe.screens import print_lines
 from megalite.train.history import read_metrics
@@ -50,8 +51,6 @@ from megalite.train.history import read_metrics
 MOST_POINTS = 10_000
 MOST_NAMED = 4  # settings in the name of a folder
 BASIC = ".BasicSweeper"  # the one whose points are known beforehand
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-PATIENCE = 3  # bytes of the stop file, a dot for each signal, from which on nobody waits any more
 
 
 @dataclass(frozen=True)
@@ -207,11 +206,14 @@ def train_point(config: DictConfig, flags: Sequence[str]) -> float:
     folder, stop = Path(hydra.runtime.output_dir), Path(hydra.runtime.cwd, hydra.sweep.dir, STOP.usual)
     alone = hydra.runtime.choices["hydra/launcher"] == "basic"  # else several points write at once
     run_dir, status, loss = "", "stopped", None
+    launcher = PACKAGE.parent / "pretrain_gpt.py"
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    program = [sys.executable, *torchrun, *([str(launcher)] if launcher.is_file() else ["-m", "megalite", "train"])]
     try:
         run_dir = str(load_config(words, ranks).run_dir)
         if not stop.exists():
             with private_files(), open(os.devnull, "a") if alone else open_to_append(folder / "output.log") as log:
-                failed = run_process(_command(ranks, words), None if alone else log, stop)
+                failed = run_process([*program, *words], None if alone else log, stop)
             status = "stopped" if stop.exists() else "failed" if failed else "trained"
         if status == "trained":
             losses = [line["val_loss"] for line in read_metrics(Path(run_dir, "metrics.jsonl")) if "val_loss" in line]
@@ -223,14 +225,6 @@ def train_point(config: DictConfig, flags: Sequence[str]) -> float:
     with private_files():
         write_atomically(folder / POINT.usual, record.encode(), POINT)
     return math.nan if loss is None else loss
-
-
-def _command(ranks: int, words: Sequence[str]) -> list[str]:
-    launcher = PACKAGE.parent / "pretrain_gpt.py"
-    program = [str(launcher)] if launcher.is_file() else ["-m", "megalite", "train"]
-    if ranks > 1:
-        program = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *program]
-    return [sys.executable, *program, *words]
 
 
 def run_process(command: list[str], output: IO[str] | None, stop: Path) -> int:
@@ -246,5 +240,5 @@ def run_process(command: list[str], output: IO[str] | None, stop: Path) -> int:
         if stop.exists() and not asked:  # once: torchrun gives its ranks up at the second signal
             child.terminate()
             asked = True
-        if asked and stop.stat().st_size >= PATIENCE:
+        if asked and stop.stat().st_size >= PATIENCE:  # a dot for each signal: from now on nobody waits
             os.killpg(child.pid, signal.SIGKILL)

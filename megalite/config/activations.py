@@ -1,33 +1,15 @@
 """The non-linearities of an MLP by name. A new one is a row here: schema, docs, sizes and mathematics follow.
 
-A gated one multiplies the function of a gate by a second product of the same width. The functions import torch when
-they are called: settings are checked without it.
+A gated one multiplies the function of a gate by a second product of the same width. Functions get torch.nn.functional
+and x: torch is imported when they are called, as settings are checked without it.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-def gelu(x: "Tensor") -> "Tensor":
-    import torch.nn.functional as F
-
-    return F.gelu(x)
-
-
-def gelu_tanh(x: "Tensor") -> "Tensor":
-    import torch.nn.functional as F
-
-    return F.gelu(x, approximate="tanh")
-
-
-def silu(x: "Tensor") -> "Tensor":
-    import torch.nn.functional as F
-
-    return F.silu(x)
 
 
 @dataclass(frozen=True)
@@ -35,18 +17,20 @@ class Activation:
     """x [..., width], if gated [..., 2 * width] with the gate first -> [..., width]."""
 
     meaning: str
-    function: Callable[["Tensor"], "Tensor"]
+    function: Callable[[Any, "Tensor"], "Tensor"]
     gated: bool = False
 
     def __call__(self, x: "Tensor") -> "Tensor":
+        import torch.nn.functional as functional
+
         if not self.gated:
-            return self.function(x)
+            return self.function(functional, x)
         gate, up = x.chunk(2, dim=-1)
-        return self.function(gate) * up
+        return self.function(functional, gate) * up
 
 
 ACTIVATIONS = {
-    "gelu": Activation("gelu", gelu),
-    "gelu_tanh": Activation("its tanh form (GPT-2)", gelu_tanh),
-    "swiglu": Activation("swiglu (gated; Llama, Qwen)", silu, gated=True),  # Shazeer 2020
+    "gelu": Activation("gelu", lambda f, x: f.gelu(x)),
+    "gelu_tanh": Activation("its tanh form (GPT-2)", lambda f, x: f.gelu(x, approximate="tanh")),
+    "swiglu": Activation("swiglu (gated; Llama, Qwen)", lambda f, x: f.silu(x), gated=True),  # Shazeer 2020
 }

@@ -8,6 +8,7 @@ import math
 import os
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NoReturn
 
 import hydra
@@ -16,8 +17,6 @@ from megalite.config.secrecy import secret_name
 from megalite.errors.problems import NO_VALUE, Problem, UserError
 
 SHOWING = ("cfg", "info", "shell_completion", "help", "hydra_help")  # flags that ask Hydra to show something
-SWITCHES = ("--help -h", "--hydra-help", "--resolve", "--run -r", "--multirun -m", "--shell-completion -sc")
-VALUES = ("--package -p", "--config-path -cp", "--config-name -cn", "--config-dir -cd", "--experimental-rerun")
 INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 FOLDERS = ("config_path", "config_dir")  # instead of conf/, beside it
 MOST = 2**63 - 1  # the largest number that an option takes
@@ -37,16 +36,14 @@ class Once(argparse._StoreAction):
 
 def number_from(least: float, most: float = MOST, *, above: bool = False, whole: bool = True) -> Callable[[str], Any]:
     """A function that reads the number of an option, from `least` (or above it) to `most`."""
-    words = f"must be a {'whole number' if whole else 'number'} {'above' if above else 'from'} {least:,}"
 
     def read(text: str) -> int | float:
-        try:
-            value: int | float = int(text) if whole else float(text)
-        except ValueError:  # or too many digits
-            value = math.nan
+        value: int | float = math.nan
+        with suppress(ValueError):  # no number, or too many digits
+            value = int(text) if whole else float(text)
         if not least <= value <= most or (above and value == least):
-            limit = f" to {most:,}" if most < MOST or value > most else ""
-            raise argparse.ArgumentTypeError(f"{text:.40} {words}{limit}")
+            words = f"a {'whole number' if whole else 'number'} {'above' if above else 'from'} {least:,} to {most:,}"
+            raise argparse.ArgumentTypeError(f"{text:.40} must be {words}")
         return value
 
     return read
@@ -63,25 +60,24 @@ def parser_of(**settings: Any) -> argparse.ArgumentParser:
 def read_arguments(argv: Sequence[str]) -> Namespace:
     """The flags by name and `overrides`, all other words; UserError for flags that have no meaning here."""
     parser = parser_of(add_help=False)
-    for flag in SWITCHES:
+    one_of = parser.add_mutually_exclusive_group()
+    for flag in ("--run -r", "--multirun -m", "--shell-completion -sc"):
+        one_of.add_argument(*flag.split(), action="store_true")
+    one_of.add_argument("--cfg", "-c", choices=("job", "hydra", "all"))
+    one_of.add_argument("--info", "-i", nargs="?", const="all", choices=INFO)
+    for flag in ("--help -h", "--hydra-help", "--resolve"):
         parser.add_argument(*flag.split(), action="store_true")
-    for flag in VALUES:
+    for flag in ("--package -p", "--config-path -cp", "--config-name -cn", "--config-dir -cd"):
         parser.add_argument(*flag.split())
-    parser.add_argument("--cfg", "-c", choices=("job", "hydra", "all"))
-    parser.add_argument("--info", "-i", nargs="?", const="all", choices=INFO)
     parser.add_argument("--version", action="version", version=f"Hydra {hydra.__version__}")
     parser.add_argument("overrides", nargs="*")
     arguments, others = parser.parse_known_args(argv)
-    words = [*arguments.overrides, *others]  # a + means something to Hydra's own settings alone
-    arguments.overrides = [word if word.lstrip("+").startswith("hydra") else word.lstrip("+") for word in words]
+    words = [*arguments.overrides, *others]
     if any(secret_name(word.partition("=")[0]) for word in others):
         # `--api-key VALUE`: the bare word is the flag's value, and must not be repeated in another message.
-        arguments.overrides = [word for word in arguments.overrides if "=" in word or word.startswith("-")]
-    rivals = [_flag(name) for name in ("run", "multirun", *SHOWING[:3]) if getattr(arguments, name)]
-    if len(rivals) > 1:
-        _refuse(f"cannot be given with {' and '.join(rivals[1:])}", rivals[0], "one of them")
-    if arguments.experimental_rerun:
-        _refuse("Hydra's rerun loads a pickle, which can run code", "--experimental-rerun", "start the command again")
+        words = [word for word in words if "=" in word or word.startswith("-")]
+    # A + means something to Hydra's own settings alone.
+    arguments.overrides = [word if word.lstrip("+").startswith("hydra") else word.lstrip("+") for word in words]
     for name in FOLDERS:
         if folder := getattr(arguments, name):
             if not os.path.isdir(folder):

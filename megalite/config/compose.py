@@ -1,75 +1,64 @@
 """From a command line to a checked config: every mistake is found, and all are in one UserError.
 
-Hydra composes the files that are chosen. Then the settings of the command are set one by one, and the rules judge the
-result. Imports neither torch nor any data library. Nothing is written.
+The files that are chosen are composed, then the settings of the command are set one by one, and what the command leaves
+open comes from the folder that it names: of the run that it continues, of the weights that it starts from, or of a
+recipe. The rules judge the result. Imports neither torch nor any data library. Nothing is written.
 """
 
 import io
+import os
 import re
 from argparse import Namespace
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
+from hydra.core.utils import setup_globals
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megalite.config.arguments import read_arguments, shown
 from megalite.config.bounds import bounds
 from megalite.config.derive import derive
-from megalite.config.hydra_files import composed, files_of, hydra_loader, in_one_line, run_hydra
-from megalite.config.inherited import Command, of_recipe, of_run, of_weights
-from megalite.config.overrides import (
-    as_override,
-    assign,
-    choices_of,
-    nearest_setting,
-    read_override,
-    settings_named,
-    takes,
-    unknown,
-)
+from megalite.config.hydra_files import composed, files_of, in_one_line, run_hydra
+from megalite.config.model_folder import holds_tokenizer, imported_model_settings
+from megalite.config.overrides import as_override, assignments, choices_of, nearest_setting, read_override, unknown
 from megalite.config.rules import check, unused
 from megalite.config.schema import Config
 from megalite.config.secrecy import ADVICE, HIDDEN, secret_name, secret_value
 from megalite.config.settings import (
+    DERIVED,
     EXPERIMENT,
     GROUPS,
     SETTINGS,
-    as_plain,
-    flat,
     leaves,
     nested,
     value_of,
     with_values,
     yaml_value,
 )
+from megalite.config.user_files import absolute, read_yaml, refusing
 from megalite.errors.problems import NO_VALUE, Problem, UserError, collect
 
+OF_ONE_START = ("run_dir", "resume", "launch.preflight", "launch.status_file", "train.max_minutes")
 _VARIABLE = re.compile(r"oc\.env\s*:\s*['\"]?([^,}\s'\"]+)")
 
-
-class _Reading(NamedTuple):
-    """The outcome of a command line. `config` is None where the files cannot be composed."""
-
-    config: Config | None
-    problems: list[Problem]
-    doubtful: set[str]  # settings that were refused: nobody knows which values they were to have
-    inherited: list[str]  # overrides that a folder or a recipe gives
+Values = Mapping[str, Any]  # by the names of settings
+Source = Callable[[Values, Collection[str]], dict[str, Any]]  # what a folder says where the command says nothing
+Reading = tuple[Config, list[Problem], set[str], list[str]]
 
 
 def load_config(argv: Sequence[str], world_size: int, unread: Collection[str] = ()) -> Config:
     """The derived, checked config of a command line, or a UserError with every problem in it, but for those that rules
     find with settings that are `unread`."""
     config, problems, doubtful, _ = _read(read_arguments(argv))
-    if config is not None:
-        problems += check(config, world_size, doubtful | set(unread))
-    if problems or config is None:
+    problems += check(config, world_size, doubtful | set(unread))
+    if problems:
         raise UserError(problems)
     return derive(replace(config, told=(*config.told, *unused(config))), world_size)
 
@@ -82,12 +71,11 @@ def names_of(words: Sequence[str]) -> frozenset[str]:
 def load_part(words: Sequence[str], doer: str, reads: Sequence[str]) -> Config:
     """The config of overrides of which `doer` reads those in `reads`: settings, groups (data=NAME), or all that is in
     a group (data.*). A rule that speaks of another setting is silent."""
-    problems = []
     known = {*SETTINGS, *GROUPS, EXPERIMENT}
     read = {name for name in known if name in reads or f"{name.partition('.')[0]}.*" in reads}
-    for name in sorted(names_of(words) & known - read):
-        listed = ", ".join(f"{one}=NAME" if one in GROUPS else one for one in reads)
-        problems.append(Problem(name, NO_VALUE, f"{doer} does not read it", f"what it reads: {listed}"))
+    hint = f"what it reads: {', '.join(f'{one}=NAME' if one in GROUPS else one for one in reads)}"
+    strange = sorted(names_of(words) & known - read)
+    problems = [Problem(name, NO_VALUE, f"{doer} does not read it", hint) for name in strange]
     config = collect(lambda: load_config(words, 1, SETTINGS.keys() - read), problems)
     if problems or config is None:
         raise UserError(problems)
@@ -101,7 +89,7 @@ def load_values(words: Sequence[str], reads: Sequence[str]) -> Config:
     joins settings is asked, so the command asks those that concern it. Raises UserError.
     """
     found, problems, doubtful, _ = _read(read_arguments(words))
-    config = with_values(Config(), {name: value_of(found, name) for name in reads} if found else {})
+    config = with_values(Config(), {name: value_of(found, name) for name in reads})
     problems += [problem for problem in bounds(config) if problem.setting not in doubtful]
     if problems:
         raise UserError(problems)
@@ -123,83 +111,139 @@ def show_information(arguments: Namespace) -> int:
     return status
 
 
-def _read(arguments: Namespace) -> _Reading:
-    problems: list[Problem] = []
-    files = files_of(arguments)
-    loader = hydra_loader(files)
-    read = (collect(partial(read_override, text, loader), problems) for text in arguments.overrides)
+def _read(arguments: Namespace) -> Reading:
+    """The config of a command line, the problems with it, the settings that were refused (nobody knows which values
+    they were to have), and overrides with what a folder gives."""
+    problems, files = list[Problem](), files_of(arguments)
+    setup_globals()  # ${now:...}
+    read = (collect(partial(read_override, text, files), problems) for text in arguments.overrides)
     overrides = [override for override in read if override is not None]
-    choices = [override for override in overrides if choices_of(override, loader)]
-    found = collect(partial(composed, loader, files, [str(each.input_line) for each in choices]), problems)
-    problems += [unknown(name, value) for name, value in leaves(found or {}).items() if name not in SETTINGS]
-    by_files = flat(as_plain(Config())) | flat(found or {})  # without files, the other overrides can be checked, too
-    written = dict(by_files)  # the settings before interpolations are resolved
-    for override in overrides:
-        problems += assign(written, override) if override not in choices else ()
+    choosing = [override for override in overrides if choices_of(override, files)]
+    choices = {each.get_key_element(): str(each.value()) for each in choosing}
+    found = collect(partial(composed, files, choices), problems)
+    by_files = {name: (found or {}).get(name, setting.default) for name, setting in SETTINGS.items()}
+    setting_ones = [override for override in overrides if override not in choosing]
+    by_command = {name: value for each in setting_ones for name, value in assignments(each).items()}
+    named = {name for override in overrides for name in _settings_named(override)}
+    if by_files["tokenizer"] == SETTINGS["tokenizer"].default and "tokenizer" not in by_command:
+        named.discard("tokenizer")  # a recipe that does not speak of it leaves it to the weights
+    strange = {**(found or {}), **by_command}.items()
+    problems += [unknown(name, value) for name, value in strange if name not in SETTINGS]
+    written = by_files | {name: value for name, value in by_command.items() if name in SETTINGS}
     departures = tuple(name for name in SETTINGS if written[name] != by_files[name])
-    texts, told = list[str](), list[str]()
-    for source, values_of in _sources(arguments, files.recipe, overrides).items() if found is not None else ():
-        command = Command(written, set[str]().union(*map(settings_named, overrides)))
-        values = collect(partial(values_of, command), problems) or {}
-        new = [f"{name}={as_override(value)}" for name, value in values.items()]
-        for text in new:
-            problems += assign(written, OverridesParser.create().parse_override(text))
-        texts += new
-        told += [f"{source}: {', '.join(new)}"] * bool(new)
+    values, wrong = _resolved(written)
+    told, texts = list[str](), list[str]()
+    sources: dict[str, Source] = {}  # a command that names the config takes nothing from elsewhere
+    if files.recipe is not None:
+        sources = {f"from {files.recipe}": partial(_of_recipe, path=files.recipe)}
+    elif not (arguments.config_name or arguments.config_path):
+        sources = {"as before": _of_run, "from the weights": _of_weights}
+    for source, values_of in sources.items():
+        given = collect(partial(values_of, values, named), problems) or {}
+        new = {name: value for name, value in given.items() if name not in named and value != values[name]}
+        if new:
+            words = {name: f"{name}={as_override(value)}" for name, value in new.items()}
+            texts += words.values()
+            told.append(f"{source}: {', '.join(words.values())}")
+            parse = OverridesParser.create().parse_override
+            written |= {name: parse(word).value() for name, word in words.items()}
+            values, wrong = _resolved(written)
+    problems += wrong
     meant = {nearest_setting(name) or name for name in (problem.setting.lstrip("+~") for problem in problems)}
-    doubtful = {*SETTINGS} if EXPERIMENT in meant else meant  # no one knows what a recipe was to set
-    if found is None:
-        return _Reading(None, problems, doubtful, [])
-    resolved, unresolved = _resolved(written)
-    doubtful |= {problem.setting for problem in unresolved}
-    config = replace(with_values(Config(), resolved), told=tuple(told), departures=departures)
-    return _Reading(config, problems + unresolved, doubtful, texts)
+    doubtful = {*SETTINGS} if found is None or EXPERIMENT in meant else meant
+    config = replace(with_values(Config(), values), told=tuple(told), departures=departures)
+    return config, problems, doubtful, texts
 
 
-def _sources(
-    arguments: Namespace, recipe: Path | None, overrides: list[Override]
-) -> dict[str, Callable[[Command], dict[str, Any]]]:
-    """Where settings come from besides the command, in words. A command that names the config takes nothing from
-    elsewhere."""
-    if recipe is not None:
-        return {f"from {recipe}": partial(of_recipe, recipe)}
-    if arguments.config_name or arguments.config_path:
-        return {}
-    asked = any(override.get_key_element() == "tokenizer" for override in overrides)
-    return {"as before": of_run, "from the weights": partial(of_weights, asked=asked)}
+def _settings_named(override: Override) -> set[str]:
+    """The settings that an override speaks of: all of a group whose file it chooses, every one for a recipe."""
+    name = override.get_key_element()
+    if name in SETTINGS or isinstance(override.value(), dict):  # {} names none of a group's
+        return {*assignments(override)}
+    return {setting.name for setting in SETTINGS.values() if setting.group == name or name not in GROUPS}
 
 
-def _resolved(written: dict[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+def _resolved(written: Values) -> tuple[dict[str, Any], list[Problem]]:
     """All values, with interpolations resolved and types checked; a wrong value becomes a problem and the default."""
-    problems: list[Problem] = []
-    tree, values = OmegaConf.create(nested(written)), dict[str, Any]()
+    problems, tree, values = list[Problem](), OmegaConf.create(nested(written)), dict[str, Any]()
     for name, setting in SETTINGS.items():
-        found = _value(tree, name, written[name])
-        if isinstance(found, Problem):
-            problems.append(found)
+        value = collect(partial(_value, tree, name, written[name]), wrong := list[Problem]())
+        if wrong:
             OmegaConf.update(tree, name, setting.default, merge=False)  # others may refer to it
-        values[name] = setting.default if isinstance(found, Problem) else found
+        problems, values[name] = problems + wrong, setting.default if wrong else value
     return values, problems
 
 
 def _value(tree: DictConfig, name: str, written: Any) -> Any:
-    """The value of a setting, or the problem with it."""
-    setting, value = SETTINGS[name], written
+    """The value of a setting; UserError where it is of another type, refers to what there is not, or is a secret."""
+    setting, hint = SETTINGS[name], f"{name}={yaml_value(SETTINGS[name].default)}"
     if secret := [one for one in _VARIABLE.findall(str(written)) if "$" in one or secret_name(one)]:
         rule = f"the environment variable {secret[0]} may hold a secret, and run folders keep the config"
-        return Problem(name, written, rule, ADVICE)
-    place = f" in place of {written}" if "${" in str(written) or written == "???" else ""
+        raise UserError(Problem(name, written, rule, ADVICE))
     try:
         value = OmegaConf.select(tree, name, throw_on_missing=True)
         if OmegaConf.is_config(value):
             value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
         if secret_value(str(value)):  # it came in by a file or by ${oc.env:NAME}
-            return Problem(name, HIDDEN, "looks like a secret, and run folders keep the config", ADVICE)
+            raise UserError(Problem(name, HIDDEN, "looks like a secret, and run folders keep the config", ADVICE))
         return setting.typed(value)
     except OmegaConfBaseException as error:
-        return Problem(name, written, in_one_line(error), f"{name}={yaml_value(setting.default)}{place}")
-    except (ValueError, OverflowError):  # the latter: 400 digits, and no point among them
-        whole = setting.kind is int and isinstance(value, float) and value.is_integer() and takes(name, int(value))
-        remedy = f"{name}={yaml_value(int(value) if whole else setting.default)}{place}"
-        shown = written if isinstance(value, dict) and place else value  # ${data} is long
-        return Problem(name, shown, f"must be {setting.type_words}", remedy)
+        raise UserError(Problem(name, written, in_one_line(error), hint)) from error
+    except (ValueError, OverflowError) as error:  # the latter: 400 digits, and no point among them
+        raise UserError(Problem(name, written, f"must be {setting.type_words}", hint)) from error
+
+
+def _of_run(values: Values, named: Collection[str]) -> dict[str, Any]:
+    """The settings that were given to the run in the folder that the command names; empty where there is no run."""
+    if (path := _run_of(values, named)) is None:
+        return {}
+    saved = _saved(path, "restore it from a copy, or give all settings and another run_dir")
+    return {name: saved[name] for name in SETTINGS if name in saved}
+
+
+def _run_of(values: Values, named: Collection[str]) -> Path | None:
+    """The config.yaml of the run whose folder the command names; None where that folder holds no run."""
+    folder, name = values["run_dir"], values["run_name"]
+    if not {"run_dir", "run_name"} & {*named} or (folder or name) is None:
+        return None
+    path = Path(absolute(folder or os.path.join("runs", name)), "config.yaml")
+    return path if os.path.lexists(path) and path.with_name("run.json").is_file() else None
+
+
+def _of_recipe(values: Values, named: Collection[str], path: Path) -> dict[str, Any]:
+    """The settings in the config.yaml of a run, for a new run in another folder."""
+    saved = _saved(path, "write it as the run did, or give all settings")
+    if slips := [unknown(name, value) for name, value in saved.items() if name not in SETTINGS]:
+        raise UserError(slips)
+    return {name: value for name, value in saved.items() if name != "run_name"}
+
+
+def _saved(path: Path, remedy: str) -> dict[str, Any]:
+    """The values in a run's config.yaml by name, without those that were derived or concern one start."""
+    saved = read_yaml(path, remedy)
+    with refusing(path, remedy):
+        values = leaves(saved) if isinstance(saved, dict) else {DERIVED: None}
+        derived: Any = values.pop(DERIVED, [])
+        lists = [value for value in (derived, *values.values()) if isinstance(value, list)]
+        if not isinstance(derived, list) or any(isinstance(one, list | dict) for each in lists for one in each):
+            raise ValueError("holds no settings of a run")
+    return {name: value for name, value in values.items() if name not in (*OF_ONE_START, *derived)}
+
+
+def _of_weights(values: Values, named: Collection[str]) -> dict[str, Any]:
+    """The shape of the model in the folder of checkpoint.init_from, and its tokenizer: ids of another mean other words.
+
+    The command may name another tokenizer. A run that goes on keeps its own.
+    """
+    place = absolute(values["checkpoint.init_from"] or "")
+    if values["checkpoint.init_from"] is None or not os.path.lexists(Path(place, "config.json")):
+        return {}  # a rule says what is missing
+    found = {f"model.{name}": value for name, value in imported_model_settings(place).items()}
+    if values["tokenizer"] != SETTINGS["tokenizer"].default or "tokenizer" in named or _run_of(values, named):
+        return found
+    if holds_tokenizer(Path(place)):
+        return found | {"tokenizer": place}
+    if values["data.source"] != "tokens":
+        rule = f"{place} holds none, and its model knows the ids of the one that it was trained with"
+        raise UserError(Problem("tokenizer", None, rule, "tokenizer=FOLDER of that one, or tokenizer=byte"))
+    return found

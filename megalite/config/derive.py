@@ -42,18 +42,13 @@ TRAINING = {
 LATER = ("optimizer.name",)  # settings of later versions, whose defaults leave the names of older runs as they are
 
 
-def looks_like_path(name: str) -> bool:
-    """Whether a tokenizer's name can only be a folder: hub names are `name` or `owner/name`."""
-    return name.startswith(("/", ".", "~")) or name.endswith("/") or name.count("/") > 1
-
-
 def derive(config: Config, world_size: int = 1) -> Config:
     """A new config with the derived values filled in and all paths absolute. Deriving twice changes nothing."""
-    axes, steps, schedule = config.parallel, config.train.steps, derive_schedule(config.parallel)
+    axes, steps, resolved = config.parallel, config.train.steps, _resolved(config)
     values = {
         "parallel.etp": axes.tp,
         "parallel.sequence_parallel": axes.tp > 1,
-        "parallel.schedule": schedule,
+        "parallel.schedule": derive_schedule(axes),
         "parallel.microbatch_group_size": _group_size(config, world_size),
         "train.micro_batch_size": derive_micro_batch_size(config, world_size),
         "train.compile": derive_compile(config),
@@ -63,12 +58,11 @@ def derive(config: Config, world_size: int = 1) -> Config:
         "lr.decay_steps": steps // 5,
     }
     values = {name: value for name, value in values.items() if value_of(config, name) is None}
-    resolved = _resolved(config)
-    folder = run_dir_of(resolved)
-    places: dict[str, Any] = {"run_dir": folder, "run_name": config.run_name or os.path.basename(folder)}
-    places["parallel.nccl_options"] = axes.nccl_options and absolute(axes.nccl_options)
+    values["run_dir"] = folder = run_dir_of(resolved)
+    values["run_name"] = config.run_name or os.path.basename(folder)
+    values["parallel.nccl_options"] = axes.nccl_options and absolute(axes.nccl_options)
     nobody_s = tuple(name for name in SETTINGS if value_of(config, name) in OPEN)
-    return replace(with_values(resolved, values | places), derived=config.derived or nobody_s)
+    return replace(with_values(resolved, values), derived=config.derived or nobody_s)
 
 
 def derive_model(model: ModelConfig, seq_length: int) -> ModelConfig:
@@ -100,8 +94,9 @@ def derive_schedule(parallel: ParallelConfig) -> str:
 
 def derive_compile(config: Config) -> bool | None:
     """Whether blocks are compiled: the setting, else not where the schedule defers weight gradients; None: open."""
-    putting_off = SCHEDULE_TRAITS[derive_schedule(config.parallel)].splitting
-    return False if value_of(config, "train.compile") is None and putting_off else config.train.compile
+    deferred = SCHEDULE_TRAITS[derive_schedule(config.parallel)].splitting
+    given: bool | None = config.train.compile
+    return False if given is None and deferred else given
 
 
 def derive_micro_batch_size(config: Config, world_size: int) -> int:
@@ -112,6 +107,20 @@ def derive_micro_batch_size(config: Config, world_size: int) -> int:
     most = min(shares[0] // max(pp, group_size), shares[-1] // FILLING if pp > 1 else shares[-1])
     largest, common = min(8, max(1, most)), gcd(*shares)
     return config.train.micro_batch_size or max(size for size in range(1, largest + 1) if common % size == 0)
+
+
+def _share(config: Config, world_size: int, sequences: int) -> int:
+    """The share of one data-parallel rank in the `sequences` of a global batch."""
+    axes = config.parallel
+    return max(1, sequences * axes.tp * axes.cp * axes.pp // world_size)
+
+
+def _group_size(config: Config, world_size: int) -> int | None:
+    """Microbatches of a group; None where the schedule has no groups, or batches grow and so does the group."""
+    if not SCHEDULE_TRAITS[derive_schedule(config.parallel)].chunked or config.train.batch_ramp is not None:
+        return None
+    share = _share(config, world_size, config.train.global_batch_size)
+    return default_group_size(config.parallel.pp, share // derive_micro_batch_size(config, world_size))
 
 
 def derive_vocabulary(config: Config, vocab_size: int) -> Config:
@@ -131,13 +140,10 @@ def default_run_name(config: Config) -> str:
     training goes on in the same folder wherever it runs. The schedule enters as the user gave it: a derived warm-up
     follows the number of steps.
     """
-    resolved = _resolved(config)
-    defining = {name: value_of(resolved, name) for name in TRAINING}
-    for name in [*defining]:
-        dense = name.startswith("model.moe.") and not config.model.moe.num_experts
-        if dense or (name in LATER and defining[name] == SETTINGS[name].default):
-            del defining[name]
-    definition = json.dumps(defining, sort_keys=True, default=str)
+    resolved, dense = _resolved(config), not config.model.moe.num_experts
+    left = {name for name in LATER if value_of(config, name) == SETTINGS[name].default}
+    names = [name for name in TRAINING if name not in left and not (dense and name.startswith("model.moe."))]
+    definition = json.dumps({name: value_of(resolved, name) for name in names}, sort_keys=True, default=str)
     digest = hashlib.sha256(definition.encode()).hexdigest()[:8]
     departures = (_in_one_word(name, value_of(config, name)) for name in config.departures if name in TRAINING)
     words = [word for word in departures if word][:SETTINGS_SHOWN]
@@ -154,16 +160,21 @@ def _in_one_word(name: str, value: Any) -> str:
     elif isinstance(value, str):
         word = PurePath(value).stem
     else:
-        word = leaf + "_".join(plain(one) for one in (value if isinstance(value, list) else [value]))
+        word = leaf + "_".join(map(plain, value if isinstance(value, list) else [value]))
     return re.sub(r"[^A-Za-z0-9._+-]+", "_", word).strip("_.-")[:LONGEST_SETTING]
+
+
+def looks_like_path(name: str) -> bool:
+    """Whether a tokenizer's name can only be a folder: hub names are `name` or `owner/name`."""
+    return name.startswith(("/", ".", "~")) or name.endswith("/") or name.count("/") > 1
 
 
 def _resolved(config: Config) -> Config:
     """A copy in which the sizes of the model and absolute paths are written out; names at the hub stay."""
     data, tokenizer, path = config.data, config.tokenizer, config.data.path
     if path is not None:
-        parts = [str(part) for part in (path if isinstance(path, list) else [path])]
-        parts = parts if data.source == "hf" else [*map(absolute, parts)]
+        named = map(str, path if isinstance(path, list) else [path])
+        parts = [part if data.source == "hf" else absolute(part) for part in named]
         path = parts if isinstance(path, list) else parts[0]
     if looks_like_path(tokenizer) or os.path.isdir(os.path.expanduser(tokenizer)):
         tokenizer = absolute(tokenizer)
@@ -172,17 +183,3 @@ def _resolved(config: Config) -> Config:
     places = {"data.path": path, "data.cache_dir": absolute(cache), "checkpoint.init_from": start}
     model = derive_model(config.model, config.train.seq_length)
     return with_values(replace(config, model=model), {"tokenizer": tokenizer, **places})
-
-
-def _share(config: Config, world_size: int, sequences: int) -> int:
-    """The share of one data-parallel rank in the `sequences` of a global batch."""
-    axes = config.parallel
-    return max(1, sequences * axes.tp * axes.cp * axes.pp // world_size)
-
-
-def _group_size(config: Config, world_size: int) -> int | None:
-    """Microbatches of a group; None where the schedule has no groups, or batches grow and so does the group."""
-    if not SCHEDULE_TRAITS[derive_schedule(config.parallel)].chunked or config.train.batch_ramp is not None:
-        return None
-    share = _share(config, world_size, config.train.global_batch_size)
-    return default_group_size(config.parallel.pp, share // derive_micro_batch_size(config, world_size))

@@ -27,8 +27,7 @@ def private_files() -> Iterator[None]:
     """Files that are made inside are for their user alone (0600, folders 0700). A umask other than the usual 022 was
     chosen by somebody and stays in force."""
     before = os.umask(0o077)
-    if before != 0o022:
-        os.umask(before)
+    os.umask(0o077 if before == 0o022 else before)
     try:
         yield
     finally:
@@ -44,25 +43,22 @@ def write_atomically(path: Path, content: bytes, kind: Kind | None = None) -> No
         if kind and (rule := in_the_way(path, kind)):
             raise FileExistsError(errno.EEXIST, rule, str(path))
         os.replace(draft, path)
-    except BaseException:
+    finally:
         draft.unlink(missing_ok=True)
-        raise
     sync_folder(path.parent)
 
 
 def write_new(path: Path, content: bytes) -> None:
     """A new file with this content, on disk when the call returns."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-    with open(descriptor, "wb") as file:
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb") as file:
         file.write(content)
         file.flush()
-        os.fsync(descriptor)
+        os.fsync(file.fileno())
 
 
 def open_to_append(path: Path) -> TextIO:
     """A text file to append lines to. It must be a regular file: no link is followed, and no pipe is waited for."""
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    descriptor = os.open(path, flags, 0o666)
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "it is not a regular file", str(path))
@@ -70,8 +66,8 @@ def open_to_append(path: Path) -> TextIO:
 
 
 def sync_folder(folder: Path) -> None:
-    """Put the folder's entries on disk: syncing a file does not sync its name. A file is put on disk itself."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    """Put the folder's entries on disk: syncing a file does not sync its name."""
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -11,8 +11,8 @@ class Exchange:
 
     alltoall: int
     ring: int
-    gathers: bool
-    why: str
+    gathers: bool = False
+    why: str = "as set"
 
     @property
     def name(self) -> str:
@@ -24,23 +24,23 @@ class Exchange:
 
 def exchange_of(config: Config) -> Exchange:
     """What `parallel.cp_comm` says, or with `auto` what suits heads, dropout and documents, and sends least."""
-    axes, cp = config.parallel, config.parallel.cp
-    if axes.cp_comm == "alltoall":
-        return Exchange(cp, 1, False, "as set")
-    if axes.cp_comm == "alltoall+ring":
-        return Exchange(size := axes.cp_alltoall or _most_heads(config), max(1, cp // size), False, "as set")
-    if axes.cp_comm != "auto":
-        return Exchange(1, cp, axes.cp_comm == "allgather", "as set")
-    documents = not config.data.cross_document_attention
-    if drops_probabilities(config):
-        return Exchange(cp, 1, False, "dropout of attention's probabilities needs whole rows of them")
-    if documents and exchanges_heads(config, cp):
-        return Exchange(cp, 1, False, "heads divide, and each rank computes whole documents")
-    if documents:
-        return Exchange(1, cp, True, "of packed documents only the keys that are seen are fetched")
+    kind, cp, documents = config.parallel.cp_comm, config.parallel.cp, not config.data.cross_document_attention
+    if kind == "alltoall":
+        return Exchange(cp, 1)
+    if kind in ("ring", "allgather"):
+        return Exchange(1, cp, kind == "allgather")
     sizes = [size for size in range(1, cp + 1) if cp % size == 0 and exchanges_heads(config, size)]
+    if kind == "alltoall+ring":
+        size = config.parallel.cp_alltoall or max((size for size in sizes if size < cp), default=1)
+        return Exchange(size, max(1, cp // size))
+    if drops_probabilities(config):
+        return Exchange(cp, 1, why="dropout of attention's probabilities needs whole rows of them")
+    if documents and cp in sizes:
+        return Exchange(cp, 1, why="heads divide, and each rank computes whole documents")
+    if documents:
+        return Exchange(1, cp, gathers=True, why="of packed documents only the keys that are seen are fetched")
     best = min(sizes, key=lambda size: sent_elements(config, size, cp // size))
-    return Exchange(best, cp // best, False, "it sends least")
+    return Exchange(best, cp // best, why="it sends least")
 
 
 def sent_elements(config: Config, alltoall: int, ring: int) -> float:
@@ -56,10 +56,8 @@ def sent_elements(config: Config, alltoall: int, ring: int) -> float:
 
 def local_heads(config: Config) -> tuple[int, int]:
     """Query heads and key-value heads of one tensor-parallel rank."""
-    model, tp = config.model, config.parallel.tp
-    return max(1, model.num_attention_heads // tp), max(
-        1, (model.num_key_value_heads or model.num_attention_heads) // tp
-    )
+    heads, tp = config.model.num_attention_heads, config.parallel.tp
+    return max(1, heads // tp), max(1, (config.model.num_key_value_heads or heads) // tp)
 
 
 def exchanges_heads(config: Config, ranks: int) -> bool:
@@ -69,11 +67,5 @@ def exchanges_heads(config: Config, ranks: int) -> bool:
 
 
 def drops_probabilities(config: Config) -> bool:
-    model = config.model
-    return bool(model.dropout if model.attention_dropout is None else model.attention_dropout)
-
-
-def _most_heads(config: Config) -> int:
-    """The largest a < cp in cp = a x b that divides the heads; 1 where there is none."""
-    cp = config.parallel.cp
-    return max((a for a in range(1, cp) if cp % a == 0 and exchanges_heads(config, a)), default=1)
+    dropout = config.model.attention_dropout
+    return bool(config.model.dropout if dropout is None else dropout)

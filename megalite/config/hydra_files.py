@@ -1,11 +1,13 @@
-"""Finds and composes config files, and shows what they hold, by the public API of Hydra.
+"""Finds config files and composes them, as Hydra does; lets Hydra itself show what they hold, and sweep.
 
-A folder of the user's own (--config-dir) comes before conf/, or before the folder of --config-path.
+A file's list of `defaults` names files that count before it (`_self_` says where it counts itself). A folder of the
+user's own (--config-dir) comes before conf/, or before the folder of --config-path.
 """
 
+import re
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -16,14 +18,10 @@ from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
-from hydra.errors import MissingConfigException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from hydra.types import RunMode
-from omegaconf import OmegaConf
 
-from megalite.config.inherited import is_of_run
-from megalite.config.settings import EXPERIMENT, GROUPS
-from megalite.config.user_files import MOST_VALUES, explodes, read_bytes
+from megalite.config.settings import DERIVED, EXPERIMENT, leaves
+from megalite.config.user_files import read_text, read_yaml, refusing
 from megalite.errors.problems import NO_VALUE, Problem, UserError, shortened
 from megalite.errors.remedies import nearest
 
@@ -31,18 +29,94 @@ PACKAGE = Path(__file__).resolve().parents[1]
 CONF = folder if (folder := PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"  # of a wheel; of a checkout
 SCHEMA = "megalite_schema"  # named by conf/config.yaml and copies of it; what is no setting is refused here
 MEND = "mend the file, or choose another; see docs/configuration.md"
+_SELF, _OVERRIDE = "_self_", "override "
 
 _VERSION_BASE = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}  # Hydra 1.4 warns of it
 
 
 class Files(NamedTuple):
-    """Where Hydra looks: `main` holds the config to begin with, `own` files that come before those of the same name.
+    """Where to look: `main` holds the config to begin with, `own` files that come before those of the same name.
     `recipe`: the config.yaml of a run, whose settings come on top."""
 
     main: str
     name: str
     own: str | None = None
     recipe: Path | None = None
+
+    @property
+    def folders(self) -> list[str]:
+        """Where to look, the user's own folder first."""
+        return [folder for folder in (self.own, self.main) if folder]
+
+    def find(self, group: str, name: str) -> Path | None:
+        """The file of a group, or of none (``)."""
+        paths = (Path(folder, group, f"{name}.yaml") for folder in self.folders)
+        return next((path for path in paths if path.exists()), None)
+
+    def options(self, group: str) -> list[str]:
+        """The names of a group's files."""
+        return sorted({path.stem for folder in self.folders for path in Path(folder, group).glob("*.yaml")})
+
+
+def files_of(arguments: Namespace) -> Files:
+    """The files that a command line asks for."""
+    name, own = (arguments.config_name or "config").removesuffix(".yaml"), arguments.config_dir
+    files = Files(arguments.config_path or str(CONF), name, own)
+    chosen = files.find("", name)
+    with suppress(UserError):  # refused by whoever composes the file
+        if chosen is not None and chosen.parent != CONF and DERIVED in read_yaml(chosen):
+            return Files(str(CONF), "config", own if own and not Path(own, "config.yaml").is_file() else None, chosen)
+    return files
+
+
+def composed(files: Files, chosen: Mapping[str, str]) -> dict[str, Any]:
+    """The settings in the files of the command's choices, by dotted names, before interpolations are resolved.
+    UserError for a file that cannot be read."""
+    choices = _choices(files, "", files.name)
+    if recipe := chosen.get(EXPERIMENT, choices.get(EXPERIMENT)):
+        choices |= _choices(files, EXPERIMENT, recipe)
+    with refusing(f"--config-name={files.name}", MEND):  # files may name each other
+        found = dict(_settings(files, "", files.name, choices | dict(chosen)))
+    return {name: value for name, value in found.items() if not name.startswith("hydra.")}
+
+
+def _choices(files: Files, group: str, name: str) -> dict[str, Any]:
+    """The choices by group in a file's list of defaults."""
+    chosen = [entry for entry in _file(files, group, name)[0] if isinstance(entry, dict)]
+    return {key.removeprefix(_OVERRIDE).removeprefix("/"): choice for each in chosen for key, choice in each.items()}
+
+
+def _settings(files: Files, group: str, name: str, choices: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Names and values in a file and in those that it names, in the order in which they count."""
+    defaults, values = _file(files, group, name)
+    for entry in defaults if _SELF in defaults else [*defaults, _SELF]:
+        if entry == _SELF:
+            yield from values.items()
+        elif isinstance(entry, str) and entry != SCHEMA:
+            yield from _settings(files, group, entry, choices)
+        for key, default in entry.items() if isinstance(entry, dict) else ():
+            inner = key.removeprefix("/") if not group or key.startswith("/") else f"{group}/{key}"
+            choice = choices.get(inner, default)
+            if choice is not None and not key.startswith(_OVERRIDE):
+                yield from _settings(files, inner, choice, choices)
+
+
+def _file(files: Files, group: str, name: str) -> tuple[list[Any], dict[str, Any]]:
+    """The list of defaults in a file, and the values in it by dotted names."""
+    if (path := files.find(group, name)) is None:
+        flag, near = group or "--config-name", nearest(str(name), files.options(group), cutoff=0)
+        rule = f"there is no {f'{group}/' * bool(group)}{name}.yaml in {' or '.join(files.folders)}"
+        raise UserError(Problem(f"{flag}={name}", NO_VALUE, rule, f"{flag}={near or 'config'}, or --config-dir=FOLDER"))
+    text, content = read_text(path, MEND), read_yaml(path, MEND)
+    with refusing(path, MEND):
+        defaults = content.pop("defaults", []) if isinstance(content, dict) else None
+        if not isinstance(defaults, list) or not all(
+            isinstance(key, str) for entry in defaults for key in entry or [0]
+        ):
+            raise ValueError("holds no settings, or no list of defaults")
+    named = re.search(r"^#\s*@package\s+(\S+)", text, re.MULTILINE)
+    package = named[1].replace("_global_", "").replace("_group_", group) if named else group
+    return defaults, leaves(content, f"{package.replace('/', '.')}." if package else "")
 
 
 class _OwnFolder(SearchPathPlugin):
@@ -55,27 +129,11 @@ class _OwnFolder(SearchPathPlugin):
             search_path.prepend("own", f"file://{self.folder}", anchor="main")
 
 
-def files_of(arguments: Namespace) -> Files:
-    """The files that a command line asks for."""
-    name, own = (arguments.config_name or "config").removesuffix(".yaml"), arguments.config_dir
-    main = arguments.config_path or str(CONF)
-    paths = (Path(folder, f"{name}.yaml") for folder in (own, main) if folder)
-    chosen = next((path for path in paths if path.is_file()), None)
-    if chosen is None or not is_of_run(chosen):
-        return Files(main, name, own)
-    return Files(str(CONF), "config", own if own and not Path(own, "config.yaml").is_file() else None, chosen)
-
-
 def hydra_loader(files: Files) -> ConfigLoader:
-    """Hydra's config loader, wherever the command is given; within a run of Hydra, too."""
-    around = GlobalHydra.instance().hydra
-    GlobalHydra.instance().clear()
+    """Hydra's config loader."""
     _look_in(files)
-    try:
-        with hydra.initialize_config_dir(files.main, "pretrain_gpt", **_VERSION_BASE):
-            return GlobalHydra.instance().config_loader()
-    finally:
-        GlobalHydra.instance().hydra = around
+    with hydra.initialize_config_dir(files.main, "pretrain_gpt", **_VERSION_BASE):
+        return GlobalHydra.instance().config_loader()
 
 
 def run_hydra(words: Sequence[str], function: Callable[[Any], Any], arguments: Namespace) -> int:
@@ -98,55 +156,6 @@ def _look_in(files: Files) -> None:
     Plugins.instance().register(_OwnFolder)
     if f"{SCHEMA}.yaml" not in ConfigStore.instance().list(""):  # Hydra 1.5 refuses it a second time
         ConfigStore.instance().store(name=SCHEMA, node={})
-
-
-def composed(loader: ConfigLoader, files: Files, choices: list[str]) -> dict[Any, Any]:
-    """The settings in the chosen files, as nested dictionaries before interpolations are resolved; UserError for a file
-    that Hydra cannot read."""
-    bombs = list[Problem]()
-    for path in _own_files(files):
-        with suppress(UserError):  # Hydra refuses the file, where it is chosen
-            if b"*" in (content := read_bytes(path)) and explodes(content):
-                rule = f"stands for more than {MOST_VALUES:,} values (aliases of aliases)"
-                bombs.append(Problem(str(path), NO_VALUE, rule, MEND, here=True))
-    if bombs:
-        raise UserError(bombs)
-
-    def compose(*chosen: str) -> dict[Any, Any]:
-        found = loader.load_configuration(files.name, [*chosen], run_mode=RunMode.RUN, from_shell=False)
-        plain: Any = OmegaConf.to_container(found)
-        return {name: value for name, value in plain.items() if name != "hydra"}
-
-    try:
-        return compose(*choices)
-    except Exception as error:  # no YAML, no UTF-8, no permission, too deep, no mapping
-        raise UserError(_of_wrong_file(error, compose, files, choices)) from error
-
-
-def _own_files(files: Files) -> Iterator[Path]:
-    """The YAML files that Hydra may read from the user's folders."""
-    for folder in (Path(each) for each in (files.own, files.main) if each and each != str(CONF)):
-        yield from folder.glob("*.yaml")
-        yield folder / f"{files.name}.yaml"
-        for group in (*GROUPS, EXPERIMENT):
-            yield from (folder / group).glob("*.yaml")
-
-
-def _of_wrong_file(error: Exception, compose: Callable[..., Any], files: Files, choices: list[str]) -> Problem:
-    """The first of the chosen files that cannot be composed alone."""
-    name = f"--config-name={files.name}"
-    for alone in ([], *([choice] for choice in choices)):
-        try:
-            compose(*alone)
-        except Exception as wrong:
-            if isinstance(wrong, MissingConfigException) and wrong.missing_cfg_file == files.name:
-                folders = [folder for folder in (files.own, files.main) if folder]
-                there = sorted({path.stem for folder in folders for path in Path(folder).glob("*.yaml")})
-                rule = f"there is no {files.name}.yaml in {' or '.join(folders)}"
-                remedy = f"--config-name={nearest(files.name, there, cutoff=0) or 'config'}, or --config-dir=FOLDER"
-                return Problem(name, NO_VALUE, rule, remedy)
-            return Problem(alone[0] if alone else name, NO_VALUE, in_one_line(wrong), MEND)
-    return Problem(" ".join(choices), NO_VALUE, in_one_line(error), MEND)
 
 
 def in_one_line(error: Exception) -> str:

@@ -10,14 +10,10 @@ from megalite.layout.stages import StageSettings
 AXES = tuple(DEFAULT_ORDER.split("-"))
 STAGE_NAMES = {  # how a user knows the fields of `StageSettings`
     "num_layers": "model.num_layers",
-    "pp": "parallel.pp",
-    "vpp": "parallel.vpp",
-    "standalone_embedding": "parallel.standalone_embedding",
     "first_layers": "parallel.first_stage_layers",
     "last_layers": "parallel.last_stage_layers",
-    "count_embedding": "parallel.count_embedding",
-    "count_loss": "parallel.count_loss",
     "layout": "parallel.pipeline_layout",
+    **{name: f"parallel.{name}" for name in ("pp", "vpp", "standalone_embedding", "count_embedding", "count_loss")},
 }
 
 
@@ -29,8 +25,7 @@ def layout_of(config: Config, world_size: int, *, experts: bool = False) -> Para
 
 
 def has_experts(config: Config, *, experts: bool = False) -> bool:
-    """Whether it is the layout of a mixture of experts (of any model, with `experts`); a dense model with sizes of
-    these is refused elsewhere."""
+    """Whether it is the layout of a mixture of experts (of any model, with `experts`)."""
     axes = config.parallel
     return experts or config.model.moe.num_experts > 0 or axes.ep > 1 or axes.etp not in (None, axes.tp)
 
@@ -60,6 +55,5 @@ def least_world(config: Config) -> int:
 
 def stage_settings(config: Config, split_rank: int | None = None) -> StageSettings:
     """Who holds which layers, as the config says it."""
-    return StageSettings(
-        **{field: value_of(config, name) for field, name in STAGE_NAMES.items()}, split_rank=split_rank
-    )
+    fields = {field: value_of(config, name) for field, name in STAGE_NAMES.items()}
+    return StageSettings(**fields, split_rank=split_rank)

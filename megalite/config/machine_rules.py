@@ -28,7 +28,7 @@ WANDB_PROJECT = re.compile(r"(?=.*\S)[^/\\#?%:]{1,128}")
 
 
 def torch_is_new_enough(config: Config) -> Iterator[Problem]:
-    """pip sees to it, unless it was told not to. Asked without importing torch, which an old one would not survive."""
+    """Asked without importing torch, which an old one would not survive."""
     try:
         found = version("torch")
     except PackageNotFoundError:  # built in place: whoever does that knows what it is
@@ -40,11 +40,11 @@ def torch_is_new_enough(config: Config) -> Iterator[Problem]:
 
 
 def nccl_options_can_be_read(config: Config) -> Iterator[Problem]:
-    if config.parallel.nccl_options is not None:
-        try:
+    try:
+        if config.parallel.nccl_options is not None:
             read_nccl_options(Path(absolute(config.parallel.nccl_options)))
-        except UserError as error:
-            yield from error.problems
+    except UserError as error:
+        yield from error.problems
 
 
 def tokenizer_exists(config: Config) -> Iterator[Problem]:
@@ -52,8 +52,8 @@ def tokenizer_exists(config: Config) -> Iterator[Problem]:
     if name in BUILT_IN_TOKENIZERS or (name and folder.is_dir()):
         return
     if looks_like_path(name):
-        rule, remedy = f"there is no folder {folder}", "the folder of a transformers tokenizer"
-        yield Problem("tokenizer", name, rule, remedy, here=True)
+        remedy = "the folder of a transformers tokenizer"
+        yield Problem("tokenizer", name, f"there is no folder {folder}", remedy, here=True)
     elif not HUB_NAME.fullmatch(name):
         hint = f"tokenizer={near}, or " if (near := nearest(name, BUILT_IN_TOKENIZERS)) else ""
         remedy = f"{hint}one of {', '.join(BUILT_IN_TOKENIZERS)}, a folder, or a name like gpt2 or owner/name"
@@ -62,20 +62,10 @@ def tokenizer_exists(config: Config) -> Iterator[Problem]:
 
 def start_weights_exist(config: Config) -> Iterator[Problem]:
     source = config.checkpoint.init_from
-    place = Path(absolute(source or ""))
-    if source is None or (place / "config.json").is_file():
-        return
-    remedy = "a folder written by transformers' save_pretrained, with config.json and model.safetensors"
-    if place.is_file():
-        rule = f"{place} is a file; a pickle (.pt, .bin) can run code, so none is ever loaded"
-    elif not place.is_dir():
-        rule = f"the folder {place} does not exist"
-    elif any((place / name).exists() for name in ("run.json", "checkpoints")):
-        rule = f"{place} is the folder of a run, not of a transformers model"
-        remedy = f"megalite export {source} OUT and checkpoint.init_from=OUT; to continue it, run_dir={source}"
-    else:
-        rule = f"the folder {place} holds no config.json"
-    yield Problem("checkpoint.init_from", source, rule, remedy, here=True)
+    if source is not None and not (place := Path(absolute(source)) / "config.json").is_file():
+        rule = f"must be the folder of a transformers model, and there is no {place}"
+        remedy = "a folder that save_pretrained or megalite export has written (a run goes on by run_dir)"
+        yield Problem("checkpoint.init_from", source, rule, remedy, here=True)
 
 
 def run_dir_can_be_used(config: Config) -> Iterator[Problem]:
@@ -87,26 +77,24 @@ def run_dir_can_be_used(config: Config) -> Iterator[Problem]:
 
 def what_is_written_is_not_read_as_data(config: Config) -> Iterator[Problem]:
     """A folder of text is read with all that is below it: what the run writes there would be other data next time."""
-    path = config.data.path
-    named = {"launch.status_file": config.launch.status_file, "data.cache_dir": config.data.cache_dir}
-    written = {"run_dir": (config.run_dir or "runs", config.run_dir or "null (runs/ in the folder of the command)")}
-    written |= {name: (value, value) for name, value in named.items() if value}
-    for part in path if isinstance(path, list) else [path]:
-        place = absolute(str(part))
-        for name, (target, shown) in written.items() if config.data.source in ("text", "hf") else ():
-            there = Path(os.path.realpath(absolute(target)))
-            if os.path.isdir(place) and there.is_relative_to(os.path.realpath(place)):
-                rule = f"it is inside data.path={part}, a folder that is read whole: the run would change its own data"
-                yield Problem(name, shown, rule, f"a {name} elsewhere, or a glob like data.path='*.txt'", here=True)
-            elif name != "run_dir" and _means(place, absolute(target)):
-                rule = f"it is read as text by data.path={part}"
-                yield Problem(name, shown, rule, f"{name}={STATUS.usual}, or another name", here=True)
-
-
-def _means(place: str, file: str) -> bool:
-    """Whether a path or a glob leads to the file, by whatever name."""
-    matches = [place, *glob.iglob(place, recursive=True)] if os.path.isfile(file) else []
-    return any(os.path.exists(match) and os.path.samefile(match, file) for match in matches)
+    path, status = config.data.path, config.launch.status_file
+    written = {
+        "run_dir": config.run_dir or "runs",
+        "data.cache_dir": config.data.cache_dir,
+        "launch.status_file": status,
+    }
+    places = [absolute(str(part)) for part in (path if isinstance(path, list) else [path])]
+    for place in places if config.data.source in ("text", "hf") else ():
+        for name, target in written.items():
+            real = target and os.path.realpath(absolute(target))
+            inside = real and os.path.isdir(place) and Path(real).is_relative_to(os.path.realpath(place))
+            if inside or (
+                name == "launch.status_file"
+                and real
+                and real in map(os.path.realpath, glob.iglob(place, recursive=True))
+            ):
+                rule = f"the run would write into its own data, data.path={path}"
+                yield Problem(name, target, rule, f"{name}=PATH elsewhere, or a glob like data.path='*.txt'", here=True)
 
 
 def status_file_is_not_another_s(config: Config) -> Iterator[Problem]:
@@ -130,10 +118,7 @@ def asked_mode(setting: str | None, variables: Mapping[str, str]) -> str | None:
 
 def is_installed(package: str) -> bool:
     """Whether a package is there; it is not imported, which takes seconds."""
-    try:
-        found = find_spec(package)
-    except ModuleNotFoundError:  # not even the package that it is in
-        return False
+    found = find_spec(package)
     return found is not None and found.origin is not None  # a folder of that name, as wandb itself makes, has none
 
 
@@ -142,20 +127,15 @@ def trackers_can_be_used(config: Config) -> Iterator[Problem]:
     if log.wandb is None and variable and mode is None:
         remedy = "WANDB_MODE=online, offline or disabled, or leave it out"
         yield Problem("WANDB_MODE", variable, "is not a mode in which one process can write a run", remedy)
-    wandb = "log.wandb" if log.wandb else "WANDB_MODE"
-    for package, asked, name, value in (
-        ("wandb", mode in ("offline", "online"), wandb, mode),
-        ("tensorboard", log.tensorboard, "log.tensorboard", True),
-    ):
-        if asked and not is_installed(package):
-            remedy = f"pip install {package}, or log.{package}={'disabled' if package == 'wandb' else 'false'}"
-            yield Problem(name, value, f"the package {package} is not installed", remedy, here=True)
+    if mode in ("offline", "online") and not is_installed("wandb"):
+        name, remedy = "log.wandb" if log.wandb else "WANDB_MODE", "pip install wandb, or log.wandb=disabled"
+        yield Problem(name, mode, "the package wandb is not installed", remedy, here=True)
+    if log.tensorboard and not is_installed("tensorboard"):
+        remedy = "pip install tensorboard, or log.tensorboard=false"
+        yield Problem("log.tensorboard", True, "the package tensorboard is not installed", remedy, here=True)
     if not WANDB_PROJECT.fullmatch(log.wandb_project):
         rule = "wandb takes 1 to 128 characters and none of / \\ # ? % :"
         yield Problem("log.wandb_project", log.wandb_project, rule, "log.wandb_project=megalite")
-    for setting, given in (("log.wandb_entity", log.wandb_entity), ("log.wandb_name", log.wandb_name)):
-        if given is not None and not given.strip():
-            yield Problem(setting, given, "is empty", f"{setting}=null, or a name")
 
 
 MACHINE_RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (

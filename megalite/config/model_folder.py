@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.config.bounds import outside
-from megalite.config.hints import problems_of
-from megalite.config.rule import Case
+from megalite.config.rule import Case, problems_of
 from megalite.config.rules import RULES
 from megalite.config.schema import Config, ModelConfig
 from megalite.config.settings import SETTINGS, with_values
@@ -25,29 +24,26 @@ SETTING = "checkpoint.init_from"
 REMEDY = "the folder is damaged or incomplete: copy or download it again, or save it again with save_pretrained"
 REPAIR = "write into config.json what its model has, or copy or download the folder again"
 OTHER_MODEL = f"the folder may be sound; give a {NAMES} model that the settings of docs/configuration.md can say"
+STRUCTURES = {"rope_parameters": dict, "rope_scaling": dict, "mlp_only_layers": list, "layer_types": list}
+Misfit = tuple[str, Any, str]  # a key of config.json, its value and the rule that it breaks
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one of them makes a folder a tokenizer's
 
 
 def imported_model_settings(folder: str | Path) -> dict[str, Any]:
     """The `model.*` settings that match the folder's config.json: {"num_layers": 12, ...}. UserError with every key
     whose value is wrong, or else with every key that they cannot say."""
-    path = Path(folder) / "config.json"
     found = read_model_file(Path(folder))
     family = FAMILIES[found["model_type"]]
-    wrong, settings = [*_misfits(family, found)], dict[str, Any]()
+    wrong, hint, settings = [*_misfits(family, found)], REPAIR, dict[str, Any]()
     if not wrong:
-        unsaid = [*family.beyond(found)]
-        if unsaid:
-            raise UserError(
-                [
-                    _problem(path, key, value, f"no setting here says it; what can be said: {known}", OTHER_MODEL)
-                    for key, value, known in unsaid
-                ]
-            )
+        unsaid = "no setting here says it; what can be said: "
+        wrong, hint = [(key, value, unsaid + known) for key, value, known in family.beyond(found)], OTHER_MODEL
+    if not wrong:
         settings = family.settings(found)
-        wrong = [*_contradictions(family, found, settings)]
+        wrong, hint = [*_contradictions(family, found, settings)], REPAIR
     if wrong:
-        raise UserError([_problem(path, *one, REPAIR) for one in wrong])
+        name = Path(folder) / "config.json"
+        raise UserError([Problem(f"{name}: {key}", value, rule, hint, here=True) for key, value, rule in wrong])
     return settings
 
 
@@ -75,11 +71,8 @@ def read_model_file(folder: Path) -> dict[str, Any]:
         remedy = "give the path of a folder on this machine (nothing is downloaded), as save_pretrained writes it"
         raise UserError(Problem(SETTING, str(folder), "must be the folder of a transformers model", remedy))
     found = read_object(path, REMEDY)
-    family = found.get("model_type")
-    if family not in [*FAMILIES]:
-        remedy = f"give a {NAMES} model"
-        if "auto_map" in found:
-            remedy += "; code that comes with a model is never run"
+    if (family := found.get("model_type")) not in [*FAMILIES]:
+        remedy = f"give a {NAMES} model; code that comes with a model is never run"
         raise UserError(Problem(f"{path}: model_type", family, f"must be one of {', '.join(FAMILIES)}", remedy))
     return found
 
@@ -89,59 +82,42 @@ def folder_problem(path: Path, rule: str) -> Problem:
     return Problem(SETTING, str(path), rule, REMEDY)
 
 
-def _problem(path: Path, key: str, value: Any, rule: str, remedy: str) -> Problem:
-    return Problem(f"{path}: {key}", value, rule, remedy, here=True)
-
-
-def _misfits(family: Family, found: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+def _misfits(family: Family, found: Mapping[str, Any]) -> Iterator[Misfit]:
     """Keys that are missing, or whose values are of another type than their settings or out of bounds."""
-    for key, name in family.names(found).items():
-        setting, value = SETTINGS[f"model.{name}"], found.get(key, family.absent.get(key, NO_VALUE))
-        if value is None and (family.absent.get(key, 0) is None or key == "num_key_value_heads"):
-            continue
-        if value == NO_VALUE:
-            yield key, NO_VALUE, f"is missing, and must be {setting.type_words.removesuffix(' or null')}"
-        elif not _is_of_type(value, setting.kind):
-            yield key, value, f"must be {setting.type_words.removesuffix(' or null')}"
-        elif problem := outside(setting, value):
-            yield key, value, problem.rule
-    for key, kind in (
-        ("rope_parameters", dict),
-        ("rope_scaling", dict),
-        ("mlp_only_layers", list),
-        ("layer_types", list),
-    ):
+    for key, kind in STRUCTURES.items():
         value = found.get(key)
-        if not isinstance(value, kind | None) or (
-            kind is list and any(isinstance(one, list | dict) for one in value or ())
-        ):
+        parts: list[Any] = value if isinstance(value, list) else []
+        if not isinstance(value, kind | None) or any(isinstance(part, list | dict) for part in parts):
             yield key, value, "must be an object" if kind is dict else "must be a list of plain values"
             return
+    yield from _values_that_misfit(found, family.names(found), family.absent)
     if isinstance(family, RotaryFamily):
-        yield from _misfits_of_rope(family, found)
+        rope, keys = family.rope(found)
+        yarn = rope["rope_type"] == "yarn"  # which has an answer for every key
+        rope = {key: value for key, value in rope.items() if key in keys}
+        yield from _values_that_misfit(rope, keys, dict.fromkeys(keys) if yarn else {}, bounds=False)
+        counted = rope.get("factor") and rope.get("original_max_position_embeddings")
+        if yarn and not counted and found.get("max_position_embeddings") is None:
+            yield "max_position_embeddings", NO_VALUE, "is missing, and YaRN counts from it"
 
 
-def _misfits_of_rope(family: RotaryFamily, found: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
-    rope, keys = family.rope(found)
-    for key, name in keys.items():
-        words = SETTINGS[f"model.{name}"].type_words.removesuffix(" or null")
-        if key not in rope and rope["rope_type"] != "yarn":  # which has an answer for every key
-            yield key, NO_VALUE, f"is missing, and must be {words}"
-        elif key in rope and not _is_of_type(rope[key], SETTINGS[f"model.{name}"].kind):
-            yield key, rope[key], f"must be {words}"
-    counted = rope.get("factor") and rope.get("original_max_position_embeddings")
-    if rope["rope_type"] == "yarn" and not counted and found.get("max_position_embeddings") is None:
-        yield "max_position_embeddings", NO_VALUE, "is missing, and YaRN counts from it"
+def _values_that_misfit(
+    found: Mapping[str, Any], names: Mapping[str, str], absent: Mapping[str, Any], *, bounds: bool = True
+) -> Iterator[Misfit]:
+    for key, name in names.items():
+        setting, value = SETTINGS[f"model.{name}"], found.get(key, absent.get(key, NO_VALUE))
+        if value is None and (absent.get(key, 0) is None or key == "num_key_value_heads"):
+            continue
+        words = f"must be {setting.type_words.removesuffix(' or null')}"
+        if value == NO_VALUE:
+            yield key, value, f"is missing, and {words}"
+        elif type(value) not in ((int, float) if setting.kind is float else (setting.kind,)):  # true is no number
+            yield key, value, words
+        elif bounds and (problem := outside(setting, value)):
+            yield key, value, problem.rule
 
 
-def _is_of_type(value: Any, kind: Any) -> bool:
-    """Whether a value from JSON is one; true is no number."""
-    return type(value) in ((int, float) if kind is float else (kind,))
-
-
-def _contradictions(
-    family: Family, found: Mapping[str, Any], settings: Mapping[str, Any]
-) -> Iterator[tuple[str, Any, str]]:
+def _contradictions(family: Family, found: Mapping[str, Any], settings: Mapping[str, Any]) -> Iterator[Misfit]:
     """Settings of the file that are out of bounds or cannot be together, by the rules for everyone's."""
     names = family.names(found) | (family.rope(found)[1] if isinstance(family, RotaryFamily) else {})
     keys = {f"model.{name}": key for key, name in names.items()}

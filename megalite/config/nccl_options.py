@@ -15,7 +15,7 @@ from megalite.config.user_files import read_yaml
 from megalite.errors.problems import Problem, UserError
 
 SETTING = "parallel.nccl_options"
-# Megatron-LM's name of a group: ours with the same traffic. Those of which we form none are accepted, too.
+# Megatron-LM's name of a group: ours with the same traffic. Names of groups that are not formed here do nothing.
 GROUPS: dict[str, tuple[str, ...]] = {
     "tp": ("tp", "kv-replicas"),
     "dp_cp": ("dp-cp",),
@@ -28,12 +28,10 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "intra_ep_dp": ("edp-shard",),
     "inter_ep_dp": ("edp-replicate", "dp-cp-replicate"),
     "intra_dist_opt_instance": ("world",),
-    **dict.fromkeys(("dp", "hcp", "mp", "tp_dp", "tp_dp_cp", "pos_embd"), ()),
     "ep_tp": ("etp-ep",),
-    **dict.fromkeys(("ep", "tp_ep_mp", "tp_ep_pp"), ()),
+    **dict.fromkeys(("dp", "hcp", "mp", "tp_dp", "tp_dp_cp", "pos_embd", "ep", "tp_ep_mp", "tp_ep_pp"), ()),
 }
 KEYS = {"cga_cluster_size": int, "min_ctas": int, "max_ctas": int, "net_name": str, "is_high_priority_stream": bool}
-WORDS = {int: "a whole number", str: "text", bool: "true or false"}
 
 
 def read_nccl_options(path: Path) -> dict[str, Mapping[str, Any]]:
@@ -42,16 +40,14 @@ def read_nccl_options(path: Path) -> dict[str, Mapping[str, Any]]:
         content = read_yaml(path, f"a YAML file that every rank can read, or {SETTING}=null")
     except UserError as error:
         raise UserError([replace(each, setting=SETTING, value=str(path)) for each in error.problems]) from error
-    rules = ["must be a mapping of groups"] * (not isinstance(content, dict) or not content)
-    for name, options in ({} if rules else content).items():
-        if name not in GROUPS or not isinstance(options, dict):
-            rules.append(f"{name!r} must be one of {', '.join(GROUPS)}, with a mapping of its keys")
-            continue
-        for key, value in options.items():
-            if type(value) is not KEYS.get(key):
-                known = ", ".join(f"{key} ({WORDS[kind]})" for key, kind in KEYS.items())
-                rules.append(f"{name}.{key}={value!r}: the keys are {known}")
-    if rules:
+    groups = content if isinstance(content, dict) else {}
+    wrong = [f"{name!r}" for name, options in groups.items() if name not in GROUPS or not isinstance(options, dict)]
+    listed = {name: options for name, options in groups.items() if isinstance(options, dict)}
+    pairs = [(name, key, value) for name, options in listed.items() for key, value in options.items()]
+    wrong += [f"{name}.{key}={value!r}" for name, key, value in pairs if type(value) is not KEYS.get(key)]
+    if wrong or not groups:
+        keys = ", ".join(f"{key} ({kind.__name__})" for key, kind in KEYS.items())
+        rule = f"must map some of {', '.join(GROUPS)} to some of {keys}; is not: {', '.join(wrong) or 'a mapping'}"
         remedy = f"groups and keys like dp_cp: {{max_ctas: 16}}, or {SETTING}=null"
-        raise UserError([Problem(SETTING, str(path), rule, remedy) for rule in rules])
-    return {ours: options for name, options in content.items() for ours in GROUPS[name]}
+        raise UserError(Problem(SETTING, str(path), rule, remedy))
+    return {ours: options for name, options in groups.items() for ours in GROUPS[name]}

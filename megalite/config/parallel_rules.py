@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 
 from megalite.config.derive import derive_micro_batch_size, derive_schedule
 from megalite.config.exchange import drops_probabilities, exchange_of, exchanges_heads, local_heads
-from megalite.config.hints import problems_of
-from megalite.config.layout import AXES, STAGE_NAMES, dense_ranks, expert_ranks, has_experts, layout_of, stage_settings
-from megalite.config.rule import Case, Row
+from megalite.config.layout import AXES, STAGE_NAMES, dense_ranks, layout_of, stage_settings
+from megalite.config.rule import Case, Found, Rule, problems_of
 from megalite.config.schedule_rules import SCHEDULE_TRAITS, ScheduleRequest, schedule_flaws
 from megalite.config.schema import Config
 from megalite.config.step_plan import ramp_flaw, ramp_sizes
@@ -36,7 +36,7 @@ def schedule_request(config: Config, world_size: int) -> ScheduleRequest:
     return ScheduleRequest(schedule, axes.pp, microbatches, axes.vpp, axes.microbatch_group_size)
 
 
-def order_places_the_axes(case: Case) -> Iterator[Row]:
+def order_places_the_axes(case: Case) -> Iterator[Found]:
     """An axis that the order leaves out has no place unless its size is 1."""
     named = case.config.parallel.order.split("-")
     misnamed = sorted(named) != sorted({*named} & {*AXES})
@@ -46,90 +46,83 @@ def order_places_the_axes(case: Case) -> Iterator[Row]:
         yield axis not in named and size > 1, "order", f"has no place for {axis}, which has size {size}"
 
 
-def sizes_fill_the_world(case: Case) -> Iterator[Row]:
-    experts = has_experts(case.config, experts=case.experts) and case.world_size % expert_ranks(case.config)
-    yield not case.fills_the_world, "world_size tp cp pp", "not a multiple of {1} x {2} x {3}"
-    yield experts, "world_size etp ep pp", "not a multiple of {1} x {2} x {3}, the ranks of one set of experts"
-
-
-def pipelines_agree(case: Case) -> Iterator[Row]:
+def pipelines_agree(case: Case) -> Iterator[Found]:
     """Activations flow along one pipeline, so dense layers and experts must agree who is next."""
-    axes = case.config.parallel
-    wrong = any(row[0] for rule in (order_places_the_axes, sizes_fill_the_world) for row in rule(case))
+    axes, fills = case.config.parallel, case.fills_the_world and case.experts_fill_the_world
     virtual = "virtual stages divide the stages of a pipeline, and {1} has none"
     yield axes.vpp > 1 and axes.pp == 1, "vpp pp", virtual
-    if axes.pp > 1 and has_experts(case.config, experts=case.experts) and not wrong:
+    if axes.pp > 1 and case.has_experts and fills and not any(row[0] for row in order_places_the_axes(case)):
         dense, expert = pipeline_strides(axes.order, case.sizes)
         rule = f"neighbouring stages are {dense} ranks apart for dense layers, {expert} for experts"
         yield dense != expert, "order", rule
 
 
-def stages_hold_all_layers(case: Case) -> Iterator[Row]:
+def stages_hold_all_layers(case: Case) -> Iterator[Found]:
     """Settings that place the same layers clash; the others must place each layer once."""
     settings, names = stage_settings(case.config, case.split_rank), {**STAGE_NAMES, "split_rank": "split_rank"}
-    for clashing, fields in settings.clashes.items():
-        others = [names[other] for other in fields]
-        rule = f"cannot be combined with {' and '.join(map(case.show, others))}"
-        yield True, " ".join((names[clashing], *others)), rule
+    for clashing, others in settings.clashes.items():
+        shown = " and ".join(case.show(names[other]) for other in others)
+        yield True, " ".join(names[one] for one in (clashing, *others)), f"cannot be combined with {shown}"
     if settings.clashes or (settings.vpp > 1 and settings.pp == 1):  # another rule says so
         return
     try:
         stage_counts(settings)
     except ValueError as error:
-        asked = [names[name] for name in settings.asked]
         refused = "model.num_layers" if settings.layout is None else "parallel.pipeline_layout"
-        shown = dict.fromkeys(("parallel.pp", *(name for name in asked if name != "parallel.pipeline_layout")))
+        asked = [names[name] for name in settings.asked]
+        shown = ", ".join(case.show(name) for name in dict.fromkeys(("parallel.pp", *asked)) if name != refused)
         tried = dict.fromkeys((refused, "model.num_layers", *asked, "parallel.pp", "parallel.vpp"))
-        yield True, " ".join(tried), f"{error} ({', '.join(map(case.show, shown))})"
+        yield True, " ".join(tried), f"{error} ({shown})"
 
 
-def batches_suit_the_schedule(case: Case) -> Iterator[Row]:
-    axes, train, unit = case.config.parallel, case.config.train, case.batch_unit
+def batches_suit_the_schedule(case: Case) -> Iterator[Found]:
+    train, schedule, unit = case.config.train, derive_schedule(case.config.parallel), case.batch_unit
     uneven = case.fills_the_world and train.global_batch_size % unit
     rule = f"not a multiple of {unit}, a micro-batch for each data-parallel rank"
     yield uneven, f"global_batch_size micro_batch_size world_size {unit}", rule
     for name, rule in schedule_flaws(schedule_request(case.config, case.world_size)):
-        yield True, " ".join(dict.fromkeys((name, "parallel.schedule", "parallel.vpp"))), rule
-    late = train.compile and SCHEDULE_TRAITS[derive_schedule(axes)].splitting
+        yield True, " ".join(dict.fromkeys((name, "parallel.schedule", "parallel.vpp", "parallel.pp"))), rule
+    late = train.compile and SCHEDULE_TRAITS[schedule].splitting
     yield late, "compile parallel.schedule", "compiled blocks cannot put their weight gradients off, as {1} does"
 
 
-def batches_grow_to_the_full_size(case: Case) -> Iterator[Row]:
-    if case.config.train.batch_ramp is not None:
-        yield from (
-            (True, "batch_ramp", rule) for rule in (ramp_flaw(case.config.train) or _uneven_ramp(case),) if rule
-        )
+def batches_grow_to_the_full_size(case: Case) -> Iterator[Found]:
+    """All batches of a ramp suit ranks and schedule. What the full one breaks is for other rules to say."""
+    train, unit, request = case.config.train, case.batch_unit, schedule_request(case.config, case.world_size)
+    sizes, flaw = ramp_sizes(train), ramp_flaw(train)
+    yield flaw, "batch_ramp", str(flaw)
+    if case.fills_the_world and sizes[-1] % unit == 0 and not [*schedule_flaws(request)]:
+        uneven = next((size for size in sizes if size % unit), 0)
+        yield uneven, "batch_ramp", f"has batches of {uneven} sequences, and all ranks take multiples of {unit}"
+        ramps = () if uneven else (size * request.microbatches // sizes[-1] for size in sizes[:-1])
+        flaws = ((many, *flaw) for many in ramps for flaw in schedule_flaws(replace(request, microbatches=many)))
+        for many, _, rule in islice(flaws, 1):
+            yield True, "batch_ramp", f"has batches of {many} microbatches: {rule}"
 
 
-def _uneven_ramp(case: Case) -> str | None:
-    """The rule that a batch smaller than the full one breaks. What the full one breaks is for other rules to say."""
-    sizes, unit = ramp_sizes(case.config.train), case.batch_unit
-    request = schedule_request(case.config, case.world_size)
-    if not case.fills_the_world or sizes[-1] % unit or [*schedule_flaws(request)]:
-        return None
-    if uneven := [size for size in sizes[:2] if size % unit]:  # two tell for all, at equal distances
-        return f"its batches of {uneven[0]} sequences are not a multiple of the micro-batches of all ranks, {unit}"
-    sequences = sizes[-1] // request.microbatches
-    for size in sizes if SCHEDULE_TRAITS[request.schedule].chunked else ():
-        for _, rule in schedule_flaws(replace(request, microbatches=size // sequences)):
-            return f"its batches of {size} sequences make {size // sequences} microbatches: {rule}"
-    return None
+def _has_mlp(case: Case) -> bool:
+    return len(case.config.model.expert_layers) < case.config.model.num_layers
 
 
-def layers_split_over_tensor_parallel_ranks(case: Case) -> Iterator[Row]:
-    model, axes = case.derived.model, case.derived.parallel
-    tp, heads, groups, width = axes.tp, model.num_attention_heads, model.num_key_value_heads, model.ffn_hidden_size
-    shared = groups == heads or heads % groups or groups % tp == 0 or tp % groups == 0
-    has_mlp = len(model.expert_layers) < model.num_layers
-    small = "below {1}: a small vocabulary, padded to it, might leave a rank without rows"
-    yield tp == 1 and axes.sequence_parallel, "sequence_parallel tp", "there is nothing to split it over with {1}"
-    yield heads % tp, "num_attention_heads tp", "does not split over {1}"
-    yield not shared, "num_key_value_heads tp num_attention_heads", "neither a multiple nor a divisor of {1}"
-    yield has_mlp and width % tp, "model.ffn_hidden_size tp", "does not split over {1}"
-    yield model.vocab_multiple < tp, "vocab_multiple tp", small
+def layers_split_over_tensor_parallel_ranks(case: Case) -> Iterator[Found]:
+    axes, heads = case.derived.parallel, case.derived.model.num_attention_heads
+    tp, groups = axes.tp, case.derived.model.num_key_value_heads
+    apart = heads % groups == 0 and groups != heads and groups % tp and tp % groups
+    yield apart, "num_key_value_heads tp num_attention_heads", "neither a multiple nor a divisor of {1}"
+    yield tp == 1 and axes.sequence_parallel, "sequence_parallel tp", "has no effect with {1}"
 
 
-def sequences_divide(case: Case) -> Iterator[Row]:
+def instances_split_the_replicas(case: Case) -> Iterator[Found]:
+    """The optimizer's state has instances over dp x cp; that of the experts, over edp."""
+    optimizer, sizes = case.config.optimizer, case.sizes
+    replicas = [("dp x cp", sizes["dp"] * sizes["cp"])] if optimizer.zero and case.fills_the_world else []
+    if replicas and case.config.model.moe.num_experts and case.experts_fill_the_world:
+        replicas.append(("edp", sizes["edp"]))
+    for name, ranks in replicas:
+        yield ranks % optimizer.instances, f"instances tp pp {ranks}", f"does not divide {name} = {ranks}"
+
+
+def sequences_divide(case: Case) -> Iterator[Found]:
     axes = case.derived.parallel
     parts = axes.tp if axes.sequence_parallel else 1
     pieces = parts if axes.cp == 1 else 2 * axes.cp * parts
@@ -137,69 +130,42 @@ def sequences_divide(case: Case) -> Iterator[Row]:
     yield case.config.train.seq_length % pieces, f"seq_length cp tp sequence_parallel {pieces}", rule
 
 
-def instances_split_the_replicas(case: Case) -> Iterator[Row]:
-    """The optimizer's state has instances over dp x cp; that of the experts, over edp."""
-    optimizer, sizes = case.config.optimizer, case.sizes
-    replicas, expert_replicas = sizes["dp"] * sizes["cp"], sizes["edp"]
-    if not optimizer.zero or not case.fills_the_world:
-        return
-    rule = f"does not divide dp x cp = {replicas} ({case.show('parallel.tp')}, {case.show('parallel.pp')})"
-    yield replicas % optimizer.instances, f"instances {replicas}", rule
-    if case.config.model.moe.num_experts and case.world_size % expert_ranks(case.config) == 0:
-        rule = f"does not divide edp = {expert_replicas}, the ranks that hold the same experts"
-        yield expert_replicas % optimizer.instances, f"instances {expert_replicas}", rule
-
-
-def heads_suit_the_exchange(case: Case) -> Iterator[Row]:
-    config, axes, cp, size = (
-        case.config,
-        case.config.parallel,
-        case.config.parallel.cp,
-        case.config.parallel.cp_alltoall,
-    )
-    heads, groups = local_heads(config)
-    have = f"the {heads} query and {groups} key-value heads of a rank"
+def context_ranks_can_exchange(case: Case) -> Iterator[Found]:
+    """Heads divide over ranks that swap them, a ring's pieces fill a block, and dropout needs whole rows."""
+    config, axes, exchange = case.config, case.config.parallel, exchange_of(case.config)
+    (heads, groups), cp, kind, size = local_heads(config), axes.cp, axes.cp_comm, axes.cp_alltoall
     if cp == 1:  # other rules say that the settings have no effect
         return
-    both, sizes = axes.cp_comm == "alltoall+ring", [some for some in range(2, cp) if cp % some == 0]
+    have, both = f"the {heads} query and {groups} key-value heads of a rank", kind == "alltoall+ring"
+    drops, divides = drops_probabilities(config), exchanges_heads(config, exchange.alltoall)
+    product = 1 < exchange.alltoall < cp and cp % exchange.alltoall == 0
     yield size and not both, "cp_alltoall cp_comm", "has no effect with {1}"
-    whole = axes.cp_comm == "alltoall" and not exchanges_heads(config, cp)
-    yield whole, "cp_comm cp", f"{have} do not divide over {{1}}"
-    yield both and not sizes, "cp_comm cp", "{1} is no product of two sizes above 1"
-    yield (
-        both and sizes and size not in (None, *sizes),
-        "cp_alltoall cp cp_comm",
-        f"must divide {{1}}, between 1 and {cp}",
-    )
-    if both and sizes and size in (None, *sizes):
-        alltoall = exchange_of(config).alltoall
-        names = "cp_alltoall cp_comm" if size else "cp_comm cp"
-        rule = f"does not divide {have}" if size else f"between 1 and {{1}} there is no divisor that divides {have}"
-        yield alltoall == 1 or not exchanges_heads(config, alltoall), names, rule
-
-
-def sequences_and_dropout_suit_the_exchange(case: Case) -> Iterator[Row]:
-    """A ring's pieces fill a block, and dropout of probabilities needs whole rows of them."""
-    config, axes, length = case.config, case.config.parallel, case.config.train.seq_length
-    if axes.cp == 1:
-        return
-    ring, dropout = exchange_of(config).ring, drops_probabilities(config)
-    tokens = length // (2 * ring)
-    short = ring > 1 and length % (2 * ring) == 0 and tokens < BLOCK
-    unsplit = ring == 1 and axes.cp_comm == "auto" and not exchanges_heads(config, axes.cp)
+    yield kind == "alltoall" and not divides, "cp_comm cp", f"{have} do not divide over {{1}}"
+    rule = f"{{1}} must be a product of two sizes above 1, over the first of which divide {have}"
+    yield both and not (product and divides), "cp_alltoall cp cp_comm" if size else "cp_comm cp", rule
+    tokens, rest = divmod(case.config.train.seq_length, 2 * exchange.ring)
     rule = f"leaves {{1}} pieces of {tokens} tokens, shorter than a block of {BLOCK}"
-    yield short, f"seq_length cp cp_comm {2 * ring * BLOCK}", rule
+    yield exchange.ring > 1 and not rest and tokens < BLOCK, f"seq_length cp cp_comm {2 * exchange.ring * BLOCK}", rule
     rule = "with {1} no rank has whole rows of probabilities to drop from"
-    yield dropout and ring > 1, "attention_dropout cp_comm cp", rule
-    rule = "needs an exchange of heads, and those of a rank do not divide over {1}"
-    yield dropout and unsplit, "attention_dropout cp", rule
+    yield drops and exchange.ring > 1, "attention_dropout cp_comm cp", rule
+    rule = f"needs an exchange of heads, and {have} do not divide over {{1}}"
+    yield drops and kind == "auto" and not divides, "attention_dropout cp", rule
 
 
-LAYOUT_RULES = (order_places_the_axes, sizes_fill_the_world, pipelines_agree)
-STAGE_RULES = (stages_hold_all_layers,)
-SCHEDULE_RULES = (batches_suit_the_schedule,)
-CONTEXT_RULES = (sequences_divide, heads_suit_the_exchange, sequences_and_dropout_suit_the_exchange)
-PARALLEL_RULES = (
-    *(*LAYOUT_RULES, *STAGE_RULES, *SCHEDULE_RULES, batches_grow_to_the_full_size),
+LAYOUT_RULES: tuple[Rule, ...] = (
+    order_places_the_axes,
+    ("world_size", "not a multiple of", "tp cp pp"),
+    ("world_size", "not a multiple of", "etp ep pp", lambda case: case.has_experts),
+    pipelines_agree,
+)
+STAGE_RULES: tuple[Rule, ...] = (stages_hold_all_layers,)
+SCHEDULE_RULES: tuple[Rule, ...] = (batches_suit_the_schedule,)
+CONTEXT_RULES: tuple[Rule, ...] = (sequences_divide, context_ranks_can_exchange)
+EXPERT_RULES: tuple[Rule, ...] = (("num_experts", "not a multiple of", "ep"),)
+PARALLEL_RULES: tuple[Rule, ...] = (
+    *(*LAYOUT_RULES, *EXPERT_RULES, *STAGE_RULES, *SCHEDULE_RULES, batches_grow_to_the_full_size),
+    ("num_attention_heads", "not a multiple of", "tp"),
+    ("model.ffn_hidden_size", "not a multiple of", "tp", _has_mlp),
+    ("vocab_multiple", "below", "tp"),  # a small vocabulary, padded to it, might leave a rank without rows
     *(layers_split_over_tensor_parallel_ranks, instances_split_the_replicas, *CONTEXT_RULES),
 )

@@ -39,33 +39,21 @@ class ScheduleRequest:
 
 def default_group_size(pp: int, microbatches: int) -> int:
     """pp where it divides the number of microbatches, else the smallest size above that leaves no short rest."""
-    return next((size for size in range(pp, microbatches + 1) if not _short_rest(pp, microbatches, size)), pp)
+    return next((size for size in range(pp, microbatches + 1) if not 0 < microbatches % size < pp), pp)
 
 
 def schedule_flaws(request: ScheduleRequest) -> Iterator[tuple[str, str]]:
     """Everything that keeps the request from being a schedule: the setting, and the rule that it breaks."""
     name, pp, microbatches, group = request.schedule, request.pp, request.microbatches, request.group_size
-    if not SCHEDULE_TRAITS[name].chunked:
-        if request.vpp > 1:
-            rule = f"{name} works on one chunk of layers for each rank, not on parallel.vpp={request.vpp}"
-            yield "parallel.schedule", rule
-        if group is not None:
-            yield "parallel.microbatch_group_size", f"has no effect with parallel.schedule={name}"
-        return
-    if request.vpp == 1:
-        yield "parallel.schedule", f"{name} goes through several chunks of a rank, and parallel.vpp=1 is one chunk"
-    if microbatches < pp:
+    chunked = SCHEDULE_TRAITS[name].chunked
+    if chunked != (request.vpp > 1):
+        rule = "takes several chunks" if chunked else "takes one chunk"
+        yield "parallel.schedule", f"{name} {rule} of layers for each rank, not parallel.vpp={request.vpp}"
+    if group is not None and not chunked:
+        yield "parallel.microbatch_group_size", f"has no effect with parallel.schedule={name}"
+    if chunked and microbatches < pp:
         rule = f"{name} needs a microbatch for each of parallel.pp={pp} ranks, and there are {microbatches}"
         yield "train.global_batch_size", rule
-    elif group is not None and not pp <= group <= microbatches:
-        rule = f"must be from parallel.pp={pp} to {microbatches}, the number of microbatches"
+    elif chunked and group is not None and (not pp <= group <= microbatches or 0 < microbatches % group < pp):
+        rule = f"must be from parallel.pp={pp} to {microbatches}, the microbatches, and leave none or {pp} for the last"
         yield "parallel.microbatch_group_size", rule
-    elif group is not None and (rest := _short_rest(pp, microbatches, group)):
-        rule = f"leaves {rest} of {microbatches} microbatches for the last group, fewer than parallel.pp={pp}"
-        yield "parallel.microbatch_group_size", rule
-
-
-def _short_rest(pp: int, microbatches: int, group_size: int) -> int:
-    """The microbatches of the last group where they are too few to keep all ranks busy, else 0."""
-    rest = microbatches % group_size
-    return rest if rest < pp else 0

@@ -1,9 +1,8 @@
 """Every setting of megalite: name, type, default, meaning and the bounds that concern it alone.
 
-`conf/` and `docs/configuration.md` are written from these dataclasses; rules that join two settings are in `rules.py`.
-A default of None means "derived": the meaning says from what. A field's type is the one that it has once `derive.py`
-(for the vocabulary and what the device decides: the start) has filled it in, so that no reader asks. Imports nothing
-heavy.
+`conf/` and `docs/configuration.md` are written from these dataclasses; rules that join settings are in `rules.py`. A
+default of None means "derived": the meaning says from what. A field's type is the one that it has once `derive.py` (for
+the vocabulary and what the device decides: the start) has filled it in, so that no reader asks. Imports nothing heavy.
 """
 
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from megalite.config.schedule_rules import SCHEDULE_TRAITS
 
 A_YEAR_S = 365 * 24 * 3600  # as long as a wait may be asked for
 LEAST_FLEX_HEAD = 16  # numbers of a head: torch's flex attention takes no smaller ones
+MOST_LAYERS, MOST = 10_000, 2**20  # far beyond what anyone trains, and few enough to list
 
 
 def setting(
@@ -31,7 +31,7 @@ def setting(
 class MoEConfig:
     """Experts in place of the MLP of some layers; docs/moe.md has the formulas."""
 
-    num_experts: int = setting(0, "experts of a layer; 0: a dense model", at_least=0)
+    num_experts: int = setting(0, "experts of a layer; 0: a dense model", at_least=0, at_most=MOST)
     top_k: int = setting(2, "experts that each token goes through", at_least=1)
     ffn_hidden_size: int = setting(None, "inner width of one expert; null: as model.ffn_hidden_size", at_least=1)
     num_shared_experts: int = setting(0, "experts that every token goes through besides, as one MLP", at_least=0)
@@ -51,11 +51,7 @@ class MoEConfig:
     aux_loss_coeff: float = setting(0.01, "coefficient of the balancing loss; 0: none", at_least=0)
     z_loss_coeff: float = setting(0.0, "coefficient of the squared log-sum-exp of router logits; 0: none", at_least=0)
     expert_bias_rate: float = setting(0.0, "score=sigmoid: step of the balancing biases; 0: none", at_least=0)
-    capacity_factor: float | None = setting(
-        None,
-        "in training an expert takes this many times an even share of a microbatch, and drops the rest; null: all",
-        above=0,
-    )
+    capacity_factor: float | None = setting(None, "shares of rows that an expert takes at most; null: all", above=0)
     dispatcher: str = setting("alltoall", "rows go to experts' ranks, or to all", choices=("alltoall", "allgather"))
 
 
@@ -64,24 +60,18 @@ class ModelConfig:
     """Shape and mathematics of the GPT. `model=NAME` picks a published shape; every field can be overridden."""
 
     name: str = setting("tiny", "label of the shape, part of the default run folder's name")
-    num_layers: int = setting(4, "transformer blocks", at_least=1)
+    num_layers: int = setting(4, "transformer blocks", at_least=1, at_most=MOST_LAYERS)
     hidden_size: int = setting(256, "width of the residual stream", at_least=1)
     num_attention_heads: int = setting(4, "query heads", at_least=1)
     num_key_value_heads: int = setting(None, "key and value heads; null: as many as query heads", at_least=1)
     head_size: int = setting(None, "width of one head; null: hidden_size / num_attention_heads", at_least=1)
-    ffn_hidden_size: int = setting(
-        None, "inner width of the MLP; null: 4 * hidden_size, swiglu: 8/3 of it, up to a multiple of 64", at_least=1
-    )
+    ffn_hidden_size: int = setting(None, "width of the MLP; null: 4 * hidden_size, if gated 8/3 of it", at_least=1)
     vocab_size: int = setting(None, "tokens that the model knows; null: the tokenizer's", at_least=2)
     vocab_multiple: int = setting(128, "the embedding is padded to a multiple of this, outside the loss", at_least=1)
     max_positions: int = setting(None, "length of the learned table; null: train.seq_length", at_least=1)
     position: str = setting("rope", "how positions enter the model", choices=("learned", "rope"))
     rope_theta: float = setting(10000.0, "base of the rotary frequencies", above=0)
-    rope_scaling: str = setting(
-        "llama3",
-        "which rotary frequencies rope_scaling_factor divides: all, or the low ones",
-        choices=("linear", "llama3", "yarn"),
-    )
+    rope_scaling: str = setting("llama3", "how longer contexts are scaled", choices=("linear", "llama3", "yarn"))
     rope_scaling_factor: float = setting(1.0, "factor by which the context is longer; 1: no scaling", at_least=1)
     rope_original_positions: int = setting(None, "llama3, yarn: context length before scaling", at_least=1)
     rope_low_frequency_factor: float = setting(1.0, "llama3: below this many turns, fully scaled", above=0)
@@ -89,13 +79,9 @@ class ModelConfig:
     rope_beta_slow: float = setting(1.0, "yarn: below this many turns, fully scaled", above=0)
     rope_beta_fast: float = setting(32.0, "yarn: above this many turns, unscaled", above=0)
     rope_truncate: bool = setting(True, "yarn: these two borders are moved apart to whole pairs of dimensions")
-    rope_attention_factor: float | None = setting(
-        None, "yarn: multiplies queries and keys; null: m(rope_mscale) / m(rope_mscale_all_dim)", above=0
-    )
-    rope_mscale: float | None = setting(
-        None, "yarn: m(x) = 0.1 x log(rope_scaling_factor) + 1; null for both: m(1)", above=0
-    )
-    rope_mscale_all_dim: float | None = setting(None, "yarn: see rope_mscale", above=0)
+    rope_attention_factor: float | None = setting(None, "yarn: of queries and keys; null: by the mscales", above=0)
+    rope_mscale: float | None = setting(None, "yarn: the factor is m(this) / m(rope_mscale_all_dim)", above=0)
+    rope_mscale_all_dim: float | None = setting(None, "yarn: m(x) = 0.1 x log(scale) + 1; nulls: m(1)", above=0)
     norm: str = setting("rmsnorm", "normalisation before attention, MLP and head", choices=("layernorm", "rmsnorm"))
     norm_eps: float = setting(1e-5, "added to the variance in every norm", above=0)
     activation: str = setting(
@@ -132,39 +118,29 @@ class ModelConfig:
 class ParallelConfig:
     """How one model is laid out over the ranks; the data-parallel size is what remains of the world."""
 
-    tp: int = setting(1, "tensor-parallel size: one layer across ranks", at_least=1)
-    cp: int = setting(1, "context-parallel size: one sequence across ranks", at_least=1)
-    pp: int = setting(1, "pipeline-parallel size: layers across ranks", at_least=1)
-    vpp: int = setting(1, "chunks of layers (virtual stages) per pipeline rank", at_least=1)
-    schedule: str = setting(
-        None,
-        "order of passes (docs/pipeline.md); null: interleaved if vpp > 1, else 1f1b",
-        choices=tuple(SCHEDULE_TRAITS),
-    )
-    microbatch_group_size: int | None = setting(
-        None, "interleaved: microbatches in a row through one chunk; null: pp, or the next size that suits", at_least=1
-    )
+    tp: int = setting(1, "tensor-parallel size: one layer across ranks", at_least=1, at_most=MOST)
+    cp: int = setting(1, "context-parallel size: one sequence across ranks", at_least=1, at_most=MOST)
+    pp: int = setting(1, "pipeline-parallel size: layers across ranks", at_least=1, at_most=MOST)
+    vpp: int = setting(1, "chunks of layers (virtual stages) per pipeline rank", at_least=1, at_most=MOST)
+    schedule: str = setting(None, "null: interleaved if vpp > 1, else 1f1b", choices=tuple(SCHEDULE_TRAITS))
+    microbatch_group_size: int | None = setting(None, "interleaved: microbatches of a turn; null: as suits", at_least=1)
     first_stage_layers: int | None = setting(None, "layers of the first pipeline rank; null: as others", at_least=0)
     last_stage_layers: int | None = setting(None, "layers of the last pipeline rank; null: as others", at_least=0)
     count_embedding: bool = setting(False, "the embedding takes the place of one layer of the first stage")
     count_loss: bool = setting(False, "the head and the loss take the place of one layer of the last stage")
     standalone_embedding: bool = setting(False, "the first pipeline rank holds the embedding and no layers")
     pipeline_layout: str | None = setting(None, "stages as Megatron-LM writes them, like 'Et*3|t*3L'; null: as above")
-    ep: int = setting(1, "expert-parallel size: experts across ranks", at_least=1)
-    etp: int = setting(None, "tensor-parallel size of the experts; null: tp", at_least=1)
+    ep: int = setting(1, "expert-parallel size: experts across ranks", at_least=1, at_most=MOST)
+    etp: int = setting(None, "tensor-parallel size of the experts; null: tp", at_least=1, at_most=MOST)
     cp_comm: str = setting(
         "auto",
-        "how the ranks of cp exchange keys (docs/context_parallel.md); auto: by heads, documents and what is sent",
+        "how the ranks of cp exchange keys; auto: by heads, documents and what is sent",
         choices=("auto", "allgather", "ring", "alltoall", "alltoall+ring"),
     )
-    cp_alltoall: int | None = setting(
-        None, "alltoall+ring: how many of cp swap heads; null: as many as heads allow", at_least=1
-    )
+    cp_alltoall: int | None = setting(None, "alltoall+ring: ranks that swap heads; null: most", at_least=1)
     order: str = setting("tp-cp-ep-dp-pp", "how ranks are numbered, fastest-varying axis first")
     sequence_parallel: bool = setting(None, "norms hold 1/tp of each sequence; null: if tp > 1")
-    async_tp: bool = setting(
-        None, "products of tp send while they multiply (docs/tensor_parallel.md); null: false, until GPUs have run it"
-    )
+    async_tp: bool = setting(None, "products of tp send while they multiply; null: false, until GPUs have run it")
     startup_timeout_s: float = setting(1200.0, "seconds until the first step is done", above=0, at_most=A_YEAR_S)
     timeout_s: float = setting(600.0, "afterwards: seconds that a rank waits for others", above=0, at_most=A_YEAR_S)
     nccl_options: str | None = setting(None, "YAML file of NCCL options by group (docs/parallelism.md)")
@@ -175,12 +151,12 @@ class TrainConfig:
     """Length and shape of the training loop. Batch sizes count sequences."""
 
     steps: int = setting(200, "optimizer steps of the whole run", at_least=0, at_most=10**8 - 1)
-    global_batch_size: int = setting(8, "sequences per optimizer step, over all ranks", at_least=1)
+    global_batch_size: int = setting(8, "sequences per optimizer step, over all ranks", at_least=1, at_most=MOST)
     micro_batch_size: int = setting(None, "sequences of one forward pass; null: at most 8, by the batch", at_least=1)
     seq_length: int = setting(256, "tokens per sequence", at_least=1)
     log_interval: int = setting(1, "steps between two lines of metrics.jsonl and of the terminal", at_least=1)
     eval_interval: int = setting(100, "steps between evaluations; 0: none", at_least=0)
-    eval_batches: int = setting(8, "global batches of one evaluation at most, always the same", at_least=1)
+    eval_batches: int = setting(8, "global batches of one evaluation, always the same", at_least=1, at_most=MOST)
     label_smoothing: float = setting(0.0, "share of each label spread over the vocabulary", at_least=0, below=1)
     z_loss: float = setting(0.0, "coefficient of the squared log of the softmax's denominator in the loss", at_least=0)
     recompute: str = setting("none", "what backward computes again", choices=("none", "selective", "full"))
@@ -191,10 +167,7 @@ class TrainConfig:
         choices=("attention", "norm", "activation", "moe"),
     )
     compile: bool = setting(None, "torch.compile of each block and of the loss; null: on for CUDA, off for CPU")
-    cuda_graph: bool = setting(
-        None,
-        "one process on CUDA: one call starts a microbatch's kernels; null: of small ones (docs/performance.md)",
-    )
+    cuda_graph: bool = setting(None, "CUDA, one process: one call starts a microbatch's kernels; null: of small ones")
     attention: str = setting(
         "auto",
         "kernels on CUDA; auto: cuDNN's, else flash; of documents flex; fa4: those of flash-attn-4",
@@ -202,8 +175,7 @@ class TrainConfig:
     )
     fp8: str | None = setting(
         None,
-        "precision=bf16: linear layers but the first and last block's multiply fp8 numbers, with one scale for each "
-        "matrix or row (docs/performance.md)",
+        "precision=bf16: inner blocks multiply fp8 numbers, with a scale per matrix or row (docs/performance.md)",
         choices=("tensorwise", "rowwise"),
     )
     max_bad_steps: int = setting(10, "stop after this many in a row without a finite loss or gradient", at_least=1)
@@ -211,11 +183,9 @@ class TrainConfig:
     record_pipeline: int = setting(0, "steps between recordings of the pipeline's times; 0: none", at_least=0)
     sample_interval: int = setting(0, "steps between samples of text; 0: only when training is done", at_least=0)
     sample_prompts: list[str] | None = setting(None, "how the samples begin; null: one that suits the data")
-    sample_tokens: int = setting(64, "tokens of text sampled from the model for each prompt; 0: none", at_least=0)
+    sample_tokens: int = setting(64, "tokens of text for each prompt; 0: none", at_least=0, at_most=MOST)
     skip_steps: list[int] = setting([], "steps whose data is passed over without training on it")
-    batch_ramp: list[int] | None = setting(
-        None, "[start, increment, samples]: batches grow from start to full size over these samples; null: none"
-    )
+    batch_ramp: list[int] | None = setting(None, "[start, increment, samples]: batches grow to full size over samples")
     profile_steps: list[int] = setting([], "steps that torch's profiler records into the run's profile folder")
     max_minutes: float | None = setting(None, "minutes after which a start saves and ends; null: no limit", above=0)
 
@@ -325,16 +295,12 @@ class Config:
 
     run_dir: str = setting(None, "the run's folder; null: runs/<run_name>")
     run_name: str = setting(None, "null: <model>-<data>-<what the command sets>-<hash>")
-    resume: str = setting(
-        "auto", "auto: from the newest checkpoint, if any; never: refuse a folder with a run", choices=("auto", "never")
-    )
+    resume: str = setting("auto", "auto: a run in the folder goes on; never: it is refused", choices=("auto", "never"))
     seed: int = setting(1234, "start values, data order and dropout all derive from it", at_least=0, at_most=2**63 - 1)
     device: str = setting("auto", "auto: cuda where present, else cpu", choices=("auto", "cpu", "cuda"))
     precision: str = setting(
         "auto",
-        "type of parameters and activations; auto: bf16 on CUDA and on CPUs with AMX or AVX-512 bf16, else fp32. "
-        "Masters, statistics and, unless optimizer says otherwise, gradient sums and moments are fp32 (fp64: fp64); "
-        "fp16 scales the loss",
+        "type of parameters and activations; auto: bf16 on CUDA and on CPUs with AMX or AVX-512 bf16, else fp32",
         choices=("auto", "fp64", "fp32", "bf16", "fp16"),
     )
     tokenizer: str = setting("bpe", "bpe (trained on the data), byte, char, or a transformers name or folder")

@@ -1,7 +1,7 @@
 """What looks like a secret: such overrides are refused, because command lines and saved configs are read by others.
 
-The finding never holds the secret itself. Names of real settings (`tokenizer`, `model.num_key_value_heads`) and near
-misses of them are no secrets; 40 hexadecimal digits are one only on their own (paths of the hub's cache hold hashes).
+No finding holds the secret itself. Names of real settings (`tokenizer`, `model.num_key_value_heads`) and near misses of
+them are no secrets; 40 hexadecimal digits are one only on their own (paths of the hub's cache hold hashes).
 """
 
 import re
@@ -10,38 +10,27 @@ from megalite.config.settings import SETTINGS
 from megalite.errors.remedies import similarity
 
 HIDDEN = "(not shown)"
-ADVICE = (
-    "pass secrets in the environment (HF_TOKEN, WANDB_API_KEY) or by the service's own login command; "
-    "if this one was real, change it: shells and job logs keep command lines"
-)
+ADVICE = "pass secrets in the environment (HF_TOKEN, WANDB_API_KEY), and change one that was typed: logs keep commands"
 # In a name of small letters. Short words count where a word of the name ends in them: APIKEY and PGPASS, not KEYBOARD.
-_NAME = re.compile(
-    r"token|secret|passw|passphrase|credential|authorization"
-    r"|(?:key|pass|pwd|auth|bearer|private|cookie)s?(?![a-z])"
-)
-_HARMLESS = re.compile(
-    r"tokeni[sz][a-z]*|tokens|key_value|^(?:old)?pwd$|(?<![a-z])(?:(?:mon|don|tur|hoc|joc|hot)key|(?:com|by|sur|over)pass)"
-)
+_NAME = re.compile(r"token|secret|passw|passphrase|credential|(?:key|pass|pwd|auth|bearer|cookie)s?(?![a-z])")
+_HARMLESS = re.compile(r"tokeni[sz][a-z]*|tokens|key_value|^(?:old)?pwd$|compass")
 _VALUE = re.compile(
-    r"(?<![A-Za-z0-9])(?:"
-    r"hf_[A-Za-z0-9]{30,}|(?:gh[pousr]_|github_pat_|glpat-|wandb_v\d_)[\w-]{16,}"  # Hugging Face, GitHub, W&B
+    r"(?<![A-Za-z0-9])(?:hf_[A-Za-z0-9]{30,}|(?:gh[pousr]_|github_pat_|glpat-|wandb_v\d_)[\w-]{16,}"
     r"|sk-(?:(?:proj|ant|or|svcacct)-[\w-]{20,}|[A-Za-z0-9]{20,})"  # OpenAI and others
     r"|xox[a-z]-[\w-]{10,}|A[KS]IA[0-9A-Z]{12,}|AIza[\w-]{30,}|ya29\.[\w-]{20,}"  # Slack, AWS, Google
     r"|eyJ[\w-]{8,}\.eyJ[\w-]{8,})"  # JSON web token
     r"|://[^/\s:@]+:[^/\s@]+@"  # user:password in an address
     r"|(?:^|[=\[,:\s'\"])[0-9a-fA-F]{40}(?:$|[\],\s'\"}])"  # W&B, old form
 )
-_QUOTED = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*\"""")
 
 
 def secret_name(name: str) -> bool:
     """Whether a setting of this name would hold a secret. Known settings and slips of them never do."""
-    name = name.lstrip("+~-")
-    words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()  # accessKeyId
-    if name in SETTINGS or not _NAME.search(_HARMLESS.sub("", words)):
-        return False
+    words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name.lstrip("+~-")).lower()  # accessKeyId
     leaf = name.rpartition(".")[2]
-    return all(similarity(leaf, setting.leaf) < 0.85 for setting in SETTINGS.values())
+    return bool(_NAME.search(_HARMLESS.sub("", words))) and all(
+        similarity(leaf, setting.leaf) < 0.85 for setting in SETTINGS.values()
+    )
 
 
 def secret_value(text: str) -> bool:
@@ -52,5 +41,5 @@ def secret_value(text: str) -> bool:
 def secret_override(text: str) -> bool:
     """Whether `name=value`, in any form, names or holds a secret; names inside `{name: value}` count too."""
     name, _, value = text.partition("=")
-    keys = re.findall(r"(?<![\w.-])([\w.-]+)\s*:", _QUOTED.sub("", value).partition("{")[2])
-    return secret_value(text) or any(secret_name(each) for each in (name, *keys))
+    names = re.findall(r"(?<![\w.-])([\w.-]+)\s*:", value.partition("{")[2])
+    return secret_value(text) or any(map(secret_name, (name, *names)))

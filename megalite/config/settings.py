@@ -1,17 +1,16 @@
 """The schema as one flat table: dotted name -> type, default, meaning, choices and bounds.
 
-Whatever speaks about settings in general (the command line, the rules, `conf/`, the docs) reads this table, so a new
-field of `schema.py` is known everywhere at once. A group is a field of `Config` that is a dataclass; a dataclass inside
-a group adds a word to the names of its settings (`model.moe.top_k`).
-Users, files and checkpoints know a setting by its name, which Python may not allow for a field (`checkpoint.async`):
-a config comes from them by `flat` and goes to them by `as_plain`, and only this file knows both words.
+The command line, the rules, `conf/` and the docs read this table, so a new field of `schema.py` is known everywhere at
+once. A group is a field of `Config` that is a dataclass; a dataclass inside a group adds a word (`model.moe.top_k`).
+Users and files know a setting by its name, which Python may not allow for a field (`checkpoint.async`): only this file
+knows both words.
 """
 
 import types
 import typing
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from operator import attrgetter
 from typing import Any
 
@@ -48,14 +47,13 @@ class Setting:
 
     @property
     def leaf(self) -> str:
-        """The name inside its group."""
+        """The name inside the group."""
         return self.name.removeprefix(f"{self.group}.")
 
     @property
     def type_words(self) -> str:
         """The type as a person says it: `a whole number or null`."""
-        words = TYPE_WORDS[self.kind]
-        return f"{words} or null" if self.nullable and self.kind is not Any else words
+        return TYPE_WORDS[self.kind] + " or null" * (self.nullable and self.kind is not Any)
 
     @property
     def limit_words(self) -> str:
@@ -71,26 +69,20 @@ class Setting:
 
     def typed(self, value: Any) -> Any:
         """A value from YAML or a command line as this setting's type; ValueError or OverflowError for another type."""
-        if value is None or (value == "auto" and self.kind is bool):  # an open choice, as other settings call it
-            if not self.nullable:
-                raise ValueError(value)
+        several = typing.get_origin(self.kind) is list
+        if self.nullable and (value is None or (value == "auto" and self.kind is bool)):
             return None
-        if self.kind is Any:
-            return [_single(Any, one) for one in value] if isinstance(value, list) else _single(Any, value)
-        if typing.get_origin(self.kind) is not list:
-            return _single(self.kind, value)
-        if not isinstance(value, list):
+        if several != isinstance(value, list) and self.kind is not Any:
             raise ValueError(value)
-        return [_single(typing.get_args(self.kind)[0], one) for one in value]
+        kind = typing.get_args(self.kind)[0] if several else self.kind
+        return [_single(kind, one) for one in value] if isinstance(value, list) else _single(kind, value)
 
 
 def _single(kind: Any, value: Any) -> Any:
     if kind is bool and (word := str(value).lower()) in (*YES, *NO):
         return word in YES
-    number = kind in (int, float)
-    if value is None or isinstance(value, list | dict) or kind is bool or (number and isinstance(value, bool)):
-        raise ValueError(value)
-    if kind is int and isinstance(value, float):
+    others: dict[Any, tuple[type, ...]] = {bool: (object,), int: (bool, float), float: (bool,)}
+    if value is None or isinstance(value, (list, dict, *others.get(kind, ()))):
         raise ValueError(value)
     return value if kind is Any else kind(value)
 
@@ -98,19 +90,15 @@ def _single(kind: Any, value: Any) -> Any:
 def _settings(schema: type, path: str = "") -> Iterator[Setting]:
     """All settings of a dataclass and of the dataclasses in it; `path` is where it is in the config."""
     for field in fields(schema):
-        if field.metadata:
-            yield _setting(path, field)
-        elif is_dataclass(field.type):
+        if is_dataclass(field.type):
             yield from _settings(field.type, f"{path}{field.name}.")  # type: ignore[arg-type]
-
-
-def _setting(path: str, field: "Field[Any]") -> Setting:
-    members = typing.get_args(field.type) if isinstance(field.type, types.UnionType) else (field.type,)
-    (kind,) = (member for member in members if member is not types.NoneType)
-    default = field.default if field.default_factory is MISSING else field.default_factory()
-    about = dict(field.metadata)
-    name, group = path + (about.pop("name") or field.name), path.partition(".")[0]
-    return Setting(name, path + field.name, group, kind, default is None or len(members) > 1, default, **about)
+        elif field.metadata:
+            members = typing.get_args(field.type) if isinstance(field.type, types.UnionType) else (field.type,)
+            (kind,) = (member for member in members if member is not types.NoneType)
+            default = field.default if field.default_factory is MISSING else field.default_factory()
+            about = dict(field.metadata)
+            name, nullable = path + (about.pop("name") or field.name), default is None or len(members) > 1
+            yield Setting(name, path + field.name, path.partition(".")[0], kind, nullable, default, **about)
 
 
 GROUPS: dict[str, type] = {field.name: field.type for field in fields(Config) if is_dataclass(field.type)}  # type: ignore[misc]
@@ -125,20 +113,14 @@ def value_of(config: Config, name: str) -> Any:
 
 def with_values(config: Config, values: Mapping[str, Any]) -> Config:
     """A copy in which the settings, by their dotted names, hold these values."""
-    changed: Config = _replaced(config, {SETTINGS[name].field: value for name, value in values.items()})
-    return changed
-
-
-def _replaced(part: Any, values: Mapping[str, Any]) -> Any:
-    """A copy of a dataclass with these values of its fields, dotted where they are inside a field."""
-    inner: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
-        first, _, rest = name.partition(".")
-        inner.setdefault(first, {})[rest] = value
-    changes = {
-        name: within[""] if "" in within else _replaced(getattr(part, name), within) for name, within in inner.items()
-    }
-    return replace(part, **changes)
+        config = _replaced(config, SETTINGS[name].field, value)
+    return config
+
+
+def _replaced(part: Any, field: str, value: Any) -> Any:
+    first, _, rest = field.partition(".")
+    return replace(part, **{first: _replaced(getattr(part, first), rest, value) if rest else value})
 
 
 def as_plain(config: Config) -> dict[str, Any]:
@@ -158,12 +140,6 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def flat(plain: Mapping[Any, Any]) -> dict[str, Any]:
-    """Names and values of the settings in nested dictionaries."""
-    found = leaves(plain)
-    return {name: found[name] for name in SETTINGS if name in found}
-
-
 def leaves(nested: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
     """Dotted names and values of nested dictionaries, whether they are settings or not; a key with a dot is quoted."""
     found: dict[str, Any] = {}
@@ -175,13 +151,11 @@ def leaves(nested: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
 
 def yaml_value(value: Any) -> str:
     """The value as YAML and Hydra's command line take it."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, float) and "e" in repr(value):  # YAML 1.1 reads 1e-08 as text; 1.0e-8 is a number everywhere
-        mantissa, _, exponent = repr(value).partition("e")
-        return f"{mantissa if '.' in mantissa else mantissa + '.0'}e{int(exponent)}"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, list):
-        return "[" + ",".join(yaml_value(item) for item in value) + "]"
-    return str(value)
+        return f"[{','.join(map(yaml_value, value))}]"
+    mantissa, mark, exponent = str(value).partition("e")
+    if not isinstance(value, float) or not mark:
+        return str(value)
+    return f"{mantissa if '.' in mantissa else mantissa + '.0'}e{int(exponent)}"  # YAML 1.1 reads 1e-08 as text

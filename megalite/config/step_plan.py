@@ -16,67 +16,53 @@ MOST_SIZES = 10_000
 
 @dataclass(frozen=True)
 class BatchRamp:
-    """Global batches of `start` sequences at first, that grow by `increment` at equal distances in samples, and hold
-    `full` sequences from sample `samples` on. Megatron-LM's --rampup-batch-size, in whole numbers."""
+    """Global batches of `sizes[0]` sequences at first, that grow to the next size at equal distances in samples, and
+    are full from sample `samples` on. Megatron-LM's --rampup-batch-size, in whole numbers."""
 
-    start: int
-    increment: int
-    samples: int
-    full: int
-
-    @property
-    def sizes(self) -> range:
-        """Every size that a batch may have, ascending."""
-        return range(self.start, self.full + 1, self.increment)
+    sizes: range
+    samples: int = 0
 
     def size(self, first: int) -> int:
         """Sequences of the batch whose first sample is `first`."""
-        if first >= self.samples:
-            return self.full
-        return self.sizes[first * (len(self.sizes) - 1) // self.samples]
+        return self.sizes[-1 if first >= self.samples else first * (len(self.sizes) - 1) // self.samples]
 
     def samples_after(self, batches: int, first: int = 0) -> int:
         """The sample after `batches` batches that begin with sample `first`."""
-        increments = len(self.sizes) - 1
         for number, size in enumerate(self.sizes[:-1], 1):
-            end = -(-number * self.samples // increments)  # the first sample of a larger batch
+            end = -(-number * self.samples // (len(self.sizes) - 1))  # the first sample of a larger batch
             of_size = min(batches, max(0, -(-(end - first) // size)))
             first, batches = first + of_size * size, batches - of_size
-        return first + batches * self.full
+        return first + batches * self.sizes[-1]
 
 
 def batch_ramp(train: TrainConfig) -> BatchRamp:
-    """How batches grow; without train.batch_ramp they are of full size from the first on. Raises ValueError for numbers
-    that are no ramp (`ramp_flaw`)."""
+    """How batches grow; full ones alone without train.batch_ramp, and where its numbers are no ramp (`ramp_flaw`)."""
     full = train.global_batch_size
-    if train.batch_ramp is None:
-        return BatchRamp(full, 1, 0, full)
-    if flaw := ramp_flaw(train):
-        raise ValueError(flaw)
+    if train.batch_ramp is None or ramp_flaw(train):
+        return BatchRamp(range(full, full + 1))
     start, increment, samples = train.batch_ramp
-    return BatchRamp(start, increment, samples, full)
+    return BatchRamp(range(start, full + 1, increment), samples)
 
 
 def ramp_flaw(train: TrainConfig) -> str | None:
     """Why the numbers of train.batch_ramp are no ramp to train.global_batch_size, as a rule that they break."""
-    numbers, full = train.batch_ramp, train.global_batch_size
+    numbers, full = train.batch_ramp, f"train.global_batch_size={train.global_batch_size}"
     if numbers is None:
         return None
     if len(numbers) != 3 or min(numbers) < 1:
         return "must be three whole numbers, each at least 1: start, increment, samples"
     start, increment, _ = numbers
-    if start >= full:
-        return f"must start below train.global_batch_size={full}"
-    if (full - start) % increment:
-        return f"steps of {increment} do not lead from {start} to train.global_batch_size={full}"
-    if (full - start) // increment > MOST_SIZES:
-        return f"has more than {MOST_SIZES:,} sizes up to train.global_batch_size={full}"
-    return None
+    steps, rest = divmod(train.global_batch_size - start, increment)
+    if steps < 0 or (steps, rest) == (0, 0):
+        return f"must start below {full}"
+    if rest:
+        return f"steps of {increment} do not lead from {start} to {full}"
+    return f"has more than {MOST_SIZES:,} sizes up to {full}" if steps > MOST_SIZES else None
 
 
 def ramp_sizes(train: TrainConfig) -> Sequence[int]:
-    """All sizes of global batches, ascending; the full size alone where the numbers are no ramp."""
-    return [train.global_batch_size] if ramp_flaw(train) else batch_ramp(train).sizes
+    """All sizes of global batches, ascending."""
+    return batch_ramp(train).sizes
 
 
 def samples_when_longer(samples: int, before: int, now: int) -> int:

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.layout.document_tiles import document_plan, starts_of
-from megalite.layout.sequence import AttentionPlan, SequenceShare, causal_plan
+from megalite.layout.sequence import AttentionPlan, SequenceShare, causal_plan, document_plan, starts_of
 
 
 @dataclass(frozen=True)

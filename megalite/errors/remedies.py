@@ -6,7 +6,6 @@ from difflib import SequenceMatcher, get_close_matches
 
 OF_THE_MACHINE = {  # failures of the system that have nothing to do with a place on disk, and what mends them
     errno.EMFILE: "raise the limit of open files (ulimit -n 65536) and start again",
-    errno.ENFILE: "too many files are open on this machine: end other programs and start again",
     errno.ENOMEM: "free some memory and start again",
 }
 CAUSES = OF_THE_MACHINE | {

@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -35,7 +34,6 @@ from megalite.launch.device import DTYPES
 from megalite.train.history import read_metrics
 
 MAX_SHARD_SIZE = "5GB"  # transformers' own
-NO_FILES: Mapping[str, bytes] = MappingProxyType({})
 
 
 def export_checkpoint(
@@ -62,7 +60,6 @@ def export_checkpoint(
         figures=figures,
         has_tokenizer=tokenizer is not None,
     )
-    others = {} if tokenizer is None else tokenizer.files(model.seq_length)
     export_model(
         run.masters(),
         model.config,
@@ -71,7 +68,7 @@ def export_checkpoint(
         context_length=model.seq_length,
         end_of_document=None if tokenizer is None else tokenizer.end_of_document,
         max_shard_size=max_shard_size,
-        others=others | {"README.md": card.encode()},
+        others={"README.md": card.encode(), **({} if tokenizer is None else tokenizer.files(model.seq_length))},
     )
 
 
@@ -84,7 +81,7 @@ def export_model(
     context_length: int,
     end_of_document: int | None = None,
     max_shard_size: str = MAX_SHARD_SIZE,
-    others: Mapping[str, bytes] = NO_FILES,
+    others: Mapping[str, bytes] | None = None,
 ) -> None:
     """Write `folder` (new or empty): the model and, by name, `others`. The inverse of `import_model`.
 
@@ -94,23 +91,29 @@ def export_model(
     stretched to: transformers 4 takes the factor from it); `end_of_document` the token that ends a text, and so stands
     before the next one: it is what to begin with, too.
     """
-    family = family_of(config)
+    family = FAMILIES[family_of(config)]
     ends = dict.fromkeys(("bos_token_id", "eos_token_id"), end_of_document)  # absent: the family's first model's
-    described = FAMILIES[family].describe(settings_of(config)) | ends
-    described |= {"architectures": [FAMILIES[family].architecture], "dtype": str(dtype).removeprefix("torch.")}
+    described = {**family.describe(settings_of(config)), **ends, "architectures": [family.architecture]}
+    described["dtype"] = str(dtype).removeprefix("torch.")
     if config.position == "rope":
-        described["max_position_embeddings"] = _stretched_positions(config) or context_length
-    by_parameter = sources(family, config)
+        stretched = config.rope_scaling == "yarn" and config.rope_scaling_factor > 1
+        longer = round(config.rope_scaling_factor * config.rope_original_positions) if stretched else 0
+        described["max_position_embeddings"] = longer or context_length
+    by_parameter = sources(family.model_type, config)
     shapes = {name: shape for source in by_parameter.values() for name, shape in source.tensors.items()}
     empty = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
     try:
         plan = split_torch_state_dict_into_shards(empty, max_shard_size=max_shard_size)
     except (ValueError, OverflowError) as error:
         raise UserError(Problem("max shard size", max_shard_size, str(error), "5GB or 500MB, for example")) from error
+    texts = {"config.json": described, "generation_config.json": ends}
+    if plan.is_sharded:
+        metadata = plan.metadata | {"total_parameters": sum(tensor.numel() for tensor in empty.values())}
+        texts["model.safetensors.index.json"] = {"metadata": metadata, "weight_map": plan.tensor_to_filename}
     with new_folder(folder) as unfinished:
-        _write_json(unfinished / "config.json", described)
-        _write_json(unfinished / "generation_config.json", ends)
-        for name, content in others.items():
+        for name, text in texts.items():
+            (unfinished / name).write_text(json.dumps(text, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        for name, content in (others or {}).items():
             (unfinished / name).write_bytes(content)
         contents = defaultdict[str, dict[str, Tensor]](dict)
         for name, tensor in _tensors(values, by_parameter, dtype):
@@ -119,29 +122,38 @@ def export_model(
             if len(contents[file]) == len(plan.filename_to_tensors[file]):
                 save_file(contents.pop(file), unfinished / file, metadata={"format": "pt"})
                 shutil.copymode(unfinished / "config.json", unfinished / file)  # safetensors lets only the owner read
-        if plan.is_sharded:
-            metadata = plan.metadata | {"total_parameters": sum(tensor.numel() for tensor in empty.values())}
-            index = {"metadata": metadata, "weight_map": plan.tensor_to_filename}
-            _write_json(unfinished / "model.safetensors.index.json", index)
 
 
-def _stretched_positions(config: ModelConfig) -> int | None:
-    """The context length that YaRN has stretched the positions to; None without YaRN."""
-    if config.rope_scaling != "yarn" or config.rope_scaling_factor == 1.0:
-        return None
-    return round(config.rope_scaling_factor * config.rope_original_positions)
+def _tensors(
+    values: Iterable[tuple[str, Tensor]], by_parameter: Mapping[str, Source], dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """(name in the file, its tensor) of each value; UserError at the first that is not finite.
+
+    No value is kept when the next is asked for: the experts of a layer may be all that fits into memory.
+    """
+    each = iter(values)
+    for expected, source in by_parameter.items():
+        name, value = next(each)
+        assert name == expected, (name, expected)
+        for part, tensor in zip(source.tensors, source.form.split(value), strict=True):
+            # A copy even where nothing changes: safetensors takes only contiguous tensors that share no memory.
+            written = torch.empty(tensor.shape, dtype=dtype).copy_(tensor)
+            if not torch.isfinite(written).all():
+                remedy = "export a checkpoint from before training diverged, or to a dtype that reaches further"
+                raise UserError(Problem(name, NO_VALUE, f"holds numbers that are not finite as {dtype}", remedy))
+            yield part, written
+        del value, tensor
 
 
 def family_of(config: ModelConfig) -> str:
     """The family of transformers that computes exactly this model; a UserError if there is none."""
-    near = [each for each in FAMILIES.values() if each.has_experts == (config.moe.num_experts > 0)]
-    others = {each.model_type: each.other_settings(settings_of(config)) for each in near}
     needs = []
-    for family, differences in others.items():
-        if not differences:
-            return family
-        settings = ", ".join(f"model.{name}={yaml_value(value)}" for name, value in sorted(differences.items()))
-        needs.append(f"{family} has {settings}")
+    for family in FAMILIES.values():
+        if family.has_experts == (config.moe.num_experts > 0):
+            if not (others := family.other_settings(settings_of(config))):
+                return family.model_type
+            shown = ", ".join(f"model.{name}={yaml_value(value)}" for name, value in sorted(others.items()))
+            needs.append(f"{family.model_type} has {shown}")
     rule = f"no family that can be exported computes this model: {'; '.join(needs)}"
     remedy = "train with one family's settings; as it is, megalite evaluate and megalite generate take the run"
     raise UserError(Problem("model", config.name, rule, remedy))
@@ -173,41 +185,6 @@ def require_new(folder: Path) -> None:
     """UserError where `folder` is a file or holds something."""
     with refusing(folder, "name a folder that this user may write to"):
         if folder.is_file() or (folder.exists() and any(folder.iterdir())):
-            remedy = "name a new folder, or delete this one"
-            raise UserError(Problem("folder", str(folder), "it exists already", remedy))
-
-
-def _tensors(
-    values: Iterable[tuple[str, Tensor]], by_parameter: Mapping[str, Source], dtype: torch.dtype
-) -> Iterator[tuple[str, Tensor]]:
-    """(name in the file, its tensor) of each value; all values that are not finite in one UserError at the end.
-
-    No value is kept when the next is asked for: the experts of a layer may be all that fits into memory.
-    """
-    strange: dict[str, None] = {}
-    each = iter(values)
-    for name, source in by_parameter.items():
-        for part, written in _parts(next(each), name, source, dtype):
-            if not torch.isfinite(written).all():
-                strange[name] = None
-            yield part, written
-    left = [name for name, _ in each]
-    assert not left, left
-    rule = f"holds numbers that are not finite as {dtype}"
-    remedy = "export a checkpoint from before training diverged, or to a dtype that reaches further"
-    if strange:
-        raise UserError([Problem(name, NO_VALUE, rule, remedy) for name in strange])
-
-
-def _parts(
-    named: tuple[str, Tensor], expected: str, source: Source, dtype: torch.dtype
-) -> Iterator[tuple[str, Tensor]]:
-    name, value = named
-    assert name == expected, (name, expected)
-    for (part, shape), tensor in zip(source.tensors.items(), source.form.split(value), strict=True):
-        # A copy even where nothing changes: safetensors takes only contiguous tensors that share no memory.
-        yield part, torch.empty(shape, dtype=dtype).copy_(tensor)
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+            raise UserError(
+                Problem("folder", str(folder), "it exists already", "name a new folder, or delete this one")
+            )

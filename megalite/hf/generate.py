@@ -94,15 +94,16 @@ def generate(
         raise UserError(Problem("model", str(saved.folder), rule, "put the tokenizer of its tokens there"))
     ids = collect_all(lambda prompt: read_prompt(saved, prompt), prompts)
     begin = token_text(saved.tokenizer.settings.get("bos_token"))
-    usual = {saved.tokenizer.end_of_document, *(one[0] for one in ids)}
-    if begin and saved.tokenizer.backend.token_to_id(begin) not in usual:
+    if begin and saved.tokenizer.backend.token_to_id(begin) not in {
+        saved.tokenizer.end_of_document,
+        *(one[0] for one in ids),
+    }:
         report(f"the tokenizer names {begin} for the begin of a text, which a prompt has where it is spelled out")
     counts = collect_all(lambda tokens: _new_tokens(saved, len(tokens), max_new_tokens), ids)
-    if max(map(sum, zip(map(len, ids), counts, strict=True))) > saved.trained_length:
+    if any(len(one) + count > saved.trained_length for one, count in zip(ids, counts, strict=True)):
         report(f"from token {saved.trained_length:,} on the text is longer than any that the model was trained on")
-    ends = ends_of(saved)
-    model = saved.load(config, _dtype_of(saved, config.precision, device), device)
     asked = [*zip(prompts, ids, counts, strict=True)]
+    ends, model = ends_of(saved), saved.load(config, _dtype_of(saved, config.precision, device), device)
     return _samples(saved, model, asked, num_samples, config.seed, ends, drawing, progress)
 
 
@@ -132,8 +133,8 @@ def read_prompt(saved: SavedModel, prompt: str) -> list[int]:
 def _new_tokens(saved: SavedModel, prompt: int, wanted: int | None) -> int:
     """How many tokens to add. Learned positions end where their table does; others go on, beyond what was trained."""
     table = saved.config.max_positions if saved.config.position == "learned" else None
-    trained = min(saved.trained_length, table or saved.trained_length)
-    count = wanted or min(NEW_TOKENS, trained - prompt if prompt < trained else NEW_TOKENS)
+    room = min(saved.trained_length, table or saved.trained_length) - prompt
+    count = wanted or (min(NEW_TOKENS, room) if room > 0 else NEW_TOKENS)
     if table is not None and prompt + count > table:
         rule = f"the prompt takes {prompt:,} of the model's {table:,} positions"
         remedy = f"at most {max(1, table - prompt)}, with a prompt of at most {table - 1:,} tokens"
@@ -158,8 +159,7 @@ def _samples(
         dice = torch.Generator().manual_seed(seed)
         for first in range(0, num_samples, ROWS):
             rows = min(ROWS, num_samples - first)
-            texts = torch.tensor([ids] * rows)
-            for text in continued(model, texts, count, drawing, dice, ends):
+            for text in continued(model, torch.tensor([ids] * rows), count, drawing, dice, ends):
                 progress(done + rows * (text.shape[1] - len(ids)), total)
             done += rows * count
             for row in text.tolist():

@@ -15,12 +15,11 @@ from torch import Tensor
 from megalite.checkpoint.commit import CHECKPOINTS
 from megalite.checkpoint.pieces import Piece
 from megalite.checkpoint.reading import Found, newest
-from megalite.checkpoint.resume_rules import flatten
 from megalite.checkpoint.run_folder import TOKENIZER, check_tokenizer
 from megalite.config.derive import derive_model
 from megalite.config.model_folder import holds_tokenizer, imported_model, read_model_file
 from megalite.config.schema import Config, ModelConfig
-from megalite.config.settings import SETTINGS, with_values
+from megalite.config.settings import SETTINGS, leaves, with_values
 from megalite.config.user_files import read_object
 from megalite.data.tokenizer_folder import load_tokenizer
 from megalite.data.tokenizers import TextTokenizer
@@ -33,7 +32,7 @@ from megalite.model.gpt import GPT
 from megalite.model.init import fill
 from megalite.model.parameters import gpt_parameters
 from megalite.model.routers import Routers
-from megalite.train.state import SavedState
+from megalite.train.saving import SavedState
 
 LONGEST = 1024  # tokens in a sequence, where a model of others was made for more
 
@@ -135,7 +134,7 @@ def open_run(run_dir: Path, report: Callable[[str], None], step: int | None = No
         remedy = "name the folder of a training that has saved a checkpoint"
         raise UserError(Problem("model", str(run_dir), "it holds no checkpoint", remedy))
     state = SavedState.of(found)
-    said: dict[str, Any] = flatten(state.config)
+    said: dict[str, Any] = leaves(state.config)
     if strange := sorted(name for name in said.keys() - SETTINGS.keys() if name.startswith("model.")):
         rule = f"its model has settings that are not known here: {', '.join(strange)}"
         raise UserError(Problem("model", str(found.path), rule, "use the megalite that wrote it"))

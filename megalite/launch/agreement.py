@@ -1,9 +1,10 @@
 """Raises an error that one rank meets on all ranks, at the same point: all go on, or all stop."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
-from megalite.errors.problems import Problem, UserError
+from megalite.errors.problems import Problem, UserError, refuse
 from megalite.launch.context import ParallelContext
 
 T = TypeVar("T")
@@ -45,12 +46,7 @@ def together(context: ParallelContext, action: Callable[[], T], *, patient: bool
 
 def agree(context: ParallelContext, problems: Sequence[Problem]) -> None:
     """Raise one UserError on all ranks if any rank has a problem. Ranks without problems call it with none."""
-
-    def refuse() -> None:
-        if problems:
-            raise UserError(list(problems))
-
-    together(context, refuse)
+    together(context, partial(refuse, problems))
 
 
 def on_first(context: ParallelContext, action: Callable[[], Any], *, patient: bool = False) -> Any:

@@ -69,14 +69,7 @@ class ParallelContext:
 
     def broadcast_object(self, value: Any) -> Any:
         """Rank 0's `value` on every rank, carried as JSON. The others' argument is not looked at."""
-        if self.control_group is None:
-            return json.loads(json.dumps(value))
-        payload = json.dumps(value).encode() if self.rank == 0 else b""
-        size = torch.tensor(len(payload))
-        dist.broadcast(size, src=0, group=self.control_group)
-        carrier = _padded(payload, int(size))
-        dist.broadcast(carrier, src=0, group=self.control_group)
-        return json.loads(carrier.numpy().tobytes())
+        return json.loads(json.dumps(self.gather_json([value] if self.rank == 0 else [])[0][0]))
 
     def gather_json(self, value: list[Any], *, to_first: bool = False) -> list[list[Any]]:
         """Every rank's list, by rank; `to_first`: none on other ranks than 0, which long lists would burden. Costs one
@@ -88,7 +81,8 @@ class ParallelContext:
         dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=self.control_group)
         if not int(longest):
             return [[] for _ in range(self.world_size)]
-        padded = _padded(payload, int(longest))
+        # Blanks follow, which JSON does not mind; a receiver has only these.
+        padded = torch.frombuffer(bytearray(payload.ljust(int(longest))), dtype=torch.uint8)
         gathered = [torch.empty_like(padded) for _ in range(self.world_size if self.rank == 0 or not to_first else 0)]
         if to_first:
             dist.gather(padded, gathered or None, dst=0, group=self.control_group)
@@ -130,8 +124,3 @@ class ParallelContext:
             nccl._group_end()
         dist.destroy_process_group()
         faulthandler.cancel_dump_traceback_later()
-
-
-def _padded(payload: bytes, size: int) -> torch.Tensor:
-    """JSON as uint8 [size], followed by blanks, which JSON does not mind (a receiver has only these)."""
-    return torch.frombuffer(bytearray(payload.ljust(size)), dtype=torch.uint8)

@@ -98,14 +98,12 @@ def first_of_node(environ: Mapping[str, str]) -> bool:
 
 def launch_command(environment: ProcessEnvironment, arguments: Sequence[str]) -> str:
     """The command that starts a job of this form again; `arguments` are the script and its own."""
-    command, size = shlex.join(arguments), environment.world_size
-    if environment.launcher == "single":
-        return f"python {command}"
-    if environment.launcher == "slurm":
-        return f"srun --ntasks {size} python {command}"
-    local = environment.local_world_size
-    alone = environment.launcher == "torchrun" and local == size
-    return f"torchrun {'--standalone ' if alone else ''}--nproc-per-node {local} {'' if alone else '... '}{command}"
+    size, local = environment.world_size, environment.local_world_size
+    start = (
+        f"torchrun --standalone --nproc-per-node {size}" if local == size else f"torchrun --nproc-per-node {local} ..."
+    )
+    start = {"single": "python", "slurm": f"srun --ntasks {size} python"}.get(environment.launcher, start)
+    return f"{start} {shlex.join(arguments)}"
 
 
 def first_host(nodelist: str) -> str:

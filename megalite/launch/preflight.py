@@ -24,7 +24,6 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +31,10 @@ import torch
 from torch.distributed import ProcessGroupGloo
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from megalite.errors.problems import Problem, UserError
+from megalite.errors.problems import Problem, UserError, refuse
 from megalite.launch.context import ParallelContext
 from megalite.launch.device import set_threads
 from megalite.launch.environment import ProcessEnvironment
-from megalite.launch.host import CUDA_QUEUES
 from megalite.launch.rendezvous import RankInfo, gpu_id, listed, rendezvous
 from megalite.launch.startup import code_fingerprint
 from megalite.layout.ranks import ParallelLayout
@@ -53,7 +51,6 @@ FARTHEST_S = 5.0  # of a clock from the median's
 MEASURE_S = 1.5  # of products and of copies: long enough for a device to heat up
 DISK_BYTES = 32 << 20
 LINK_S, HANG_S, WAIT_S = 30.0, 60.0, 120.0  # for a link; for a rank's own measures; for the slowest rank, at each step
-SEEN = (CUDA_QUEUES, "communicators")  # said even where all nodes have the same
 
 Measures = Mapping[str, Any]
 
@@ -65,8 +62,7 @@ def meet(
     and share a GPU. Raises one UserError, alike on all ranks, that holds the problems of all."""
     set_threads(environment)
     if environment.world_size == 1:
-        if problems:
-            raise UserError(problems)
+        refuse(problems)
         return ParallelContext(device=device)
     info = replace(RankInfo.of(environment.rank, device, {}, problems), gpu=None)  # `preflight` compares them
     store = rendezvous(environment, info, timeout_s=timeout_s)
@@ -167,9 +163,6 @@ def table(nodes: Mapping[str, Measures]) -> list[str]:
     for node, measures in nodes.items():
         speeds = "".join(f"{measures[name]:>17.3g}" if name in measures else f"{'-':>17}" for name in LEAST)
         lines.append(f"{node:<16}{speeds}{'  <--' if node in faults else ''}")
-    for name in SEEN:
-        seen = dict.fromkeys(measures[name] for measures in nodes.values() if name in measures)
-        lines += [f"{name}: {'; '.join(seen)}"] if seen else []
     return lines + [f"{node}: {fault}" for node, found in faults.items() for fault in found] + differences
 
 
@@ -196,14 +189,9 @@ def _gather(
 
 def _measure(own: dict[str, Any], device: torch.device, folder: Path, *, writes: bool) -> None:
     """Fills `own`, so that what was measured before something hangs is kept."""
-    cuda, package = device.type == "cuda", {each.metadata["Name"]: each.version for each in metadata.distributions()}
-    own |= {name: package.get(name, "missing") for name in ("torch", "numpy", "transformers", "tokenizers", "datasets")}
-    own |= {"python": platform.python_version(), "device": device.type, "megalite": code_fingerprint()}
-    if cuda:
-        grouped = hasattr(torch.distributed.ProcessGroupNCCL, "_group_start")
-        aborts = "aborted in one group" if grouped else "this torch cannot abort them in one group"
-        own |= {"device": torch.cuda.get_device_name(device), CUDA_QUEUES: os.environ.get(CUDA_QUEUES, "unset")}
-        own["communicators"] = aborts
+    cuda = device.type == "cuda"
+    own |= {"python": platform.python_version(), "torch": torch.__version__, "megalite": code_fingerprint()}
+    own["device"] = torch.cuda.get_device_name(device) if cuda else device.type
     size, dtype = (8192, torch.bfloat16) if cuda else (768, torch.float32)
     left, right = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
     own["matmul, TFLOP/s"] = 2 * size**3 / seconds(lambda: left @ right, device, MEASURE_S) / 1e12
@@ -299,9 +287,6 @@ def _in_words(error: Exception) -> str:
 
 
 def _of_node(ranks: Sequence[Measures]) -> Measures:
-    """The worst measure of its ranks, by name; the clock of the first."""
-    found: dict[str, Any] = {}
-    for name in dict.fromkeys(name for measures in ranks for name in measures):
-        values = [measures[name] for measures in ranks if name in measures]
-        found[name] = min(values) if name in LEAST else values[0]
-    return found
+    """The worst speeds of its ranks, and all else of the first that has it."""
+    speeds = {name: min(each[name] for each in ranks if name in each) for each in ranks for name in LEAST & each.keys()}
+    return {name: value for each in reversed(ranks) for name, value in each.items()} | speeds

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from megalite.errors.problems import Problem, UserError
+from megalite.errors.problems import Problem, refuse
 from megalite.launch.context import ParallelContext
 from megalite.launch.device import set_threads
 from megalite.launch.environment import ProcessEnvironment
@@ -68,8 +68,7 @@ def start(
         store = rendezvous(environment, info, timeout_s=timeout_s, store=store)
         if environment.local_world_size == environment.world_size:
             listen_on_loopback(os.environ)
-    elif problems:
-        raise UserError(problems)
+    refuse(problems)
     assert layout is not None, "a rank with problems has been refused"
     if device.type == "cuda":
         torch.cuda.set_device(device)

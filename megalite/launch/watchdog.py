@@ -94,18 +94,17 @@ class Watchdog:
             thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
     def follow(self, doing: Callable[[], Doing], patience: Callable[[], Patience]) -> None:
         """From now on, ask these."""
         self._doing, self._patience = doing, patience
 
-    def stop(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """A thread that comes back from the store while Python ends would abort the process: they end before."""
         self._over.set()
         for thread in self._threads:
             thread.join(1.0)  # the host of the store may be gone
+
+    stop = __exit__
 
     def _watch(self) -> None:
         before, looked = self._doing(), time.monotonic()
@@ -154,11 +153,7 @@ class Watchdog:
         wait_until(lambda: self._over.is_set() or answered() == len(ranks), time.monotonic() + ROLL_S)
         words = {at: json.loads(store.get(f"{key}/{at}")) for at in ranks if store.check([f"{key}/{at}"])}
         silent = [at for at in ranks if at not in words]
-        if self._over.is_set():
-            return ""
-        if not silent and not any(word["hangs"] for word in words.values()):
-            longest = max(words.values(), key=lambda word: float(word["idle_s"]))
-            to_stderr(f"megalite: for {longest['idle_s']:.0f} s {longest['doing']}; all ranks answer: it goes on")
+        if self._over.is_set() or not (silent or any(word["hangs"] for word in words.values())):
             return ""
         where = listed([*dict.fromkeys(self.hosts[rank] for rank in silent)])
         why = "stopped, gone with its host, or it holds Python's lock"

@@ -9,11 +9,10 @@ Facts: Megatron-LM's distributed optimizer (param_layout.py); Rajbhandari et al.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import count, groupby
 from math import prod
 from typing import Literal
 
-from megalite.layout.matrix_packing import pack
 from megalite.layout.parameters import ParameterRecord, Shard, ShardBox, shard
 
 ALIGNMENT = 64  # elements: 256 bytes of fp32, so that parameters and slices start on full vectors and cache lines
@@ -213,11 +212,61 @@ def _whole(content: Sequence[Held], shards: int, *, tight: bool) -> Placed | Non
         unit, number = prod(of_rank.shape[record.stacked :]), prod(of_rank.shape[: record.stacked])
         # A stack of matrices that are not aligned is one piece.
         stacks.append((unit, number) if unit % ALIGNMENT == 0 else (size, 1))
-    found = pack(stacks, shards, ALIGNMENT, most=_size(content) * 5 // 4 if tight else None)
+    found = _pack(stacks, shards, ALIGNMENT, most=_size(content) * 5 // 4 if tight else None)
     if found is None:
         return None
     slots = [BufferSlot(*each[:2], start) for each, start in zip(content, found[1], strict=True)]
     return tuple(sorted(slots, key=lambda slot: slot.start)), found[0] * shards
+
+
+def _pack(
+    stacks: Sequence[tuple[int, int]], rooms: int, alignment: int, *, most: int | None = None
+) -> tuple[int, list[int]] | None:
+    """Pack stacks of matrices into rooms of equal size, so that the wall between two rooms never cuts a matrix. A stack
+    is contiguous, and may reach over walls that fall between its matrices.
+
+    The result is the size of the smallest rooms that hold the stacks, (size of a matrix, number of matrices) each,
+    and the start of each stack, counted over all rooms. All sizes are multiples of `alignment`. None where all rooms
+    together would take more than `most`.
+    """
+    largest_first = sorted(range(len(stacks)), key=lambda at: stacks[at], reverse=True)
+    total, units = sum(unit * number for unit, number in stacks), {unit for unit, number in stacks if number > 1}
+    least = max(-(-total // rooms), stacks[largest_first[0]][0])
+    for step in count():
+        smallest = -(-(least + least * step // 32) // alignment) * alignment
+        if most is not None and smallest * rooms > most:
+            return None
+        for room in sorted({smallest, *(-(-smallest // unit) * unit for unit in units)}):
+            starts = _first_fit([stacks[at] for at in largest_first], room, room * rooms)
+            if starts is not None and (most is None or room * rooms <= most):
+                return room, [start for _, start in sorted(zip(largest_first, starts, strict=True))]
+    raise AssertionError("unreachable: a room that holds everything is tried in the end")
+
+
+def _first_fit(stacks: Sequence[tuple[int, int]], room: int, end: int) -> list[int] | None:
+    """Where the stacks start in [0, end), each in the first gap that takes it; None: they do not fit."""
+    gaps, starts = [(0, end)], []
+    for unit, number in stacks:
+        size = unit * number
+        for at, (low, high) in enumerate(gaps):
+            wall = (low // room + 1) * room
+            tried = (low, low + (wall - low) % unit, wall, wall + room % unit)  # walls may fall between matrices there
+            start = next(
+                (place for place in tried if place + size <= high and _is_uncut(place, unit, size, room)), None
+            )
+            if start is not None:
+                gaps[at : at + 1] = [gap for gap in ((low, start), (start + size, high)) if gap[0] < gap[1]]
+                starts.append(start)
+                break
+        else:
+            return None
+    return starts
+
+
+def _is_uncut(start: int, unit: int, size: int, room: int) -> bool:
+    """Whether the walls in the stack at `start` are between matrices: the first, and with it all of them."""
+    wall = (start // room + 1) * room - start
+    return wall >= size or (wall % unit == 0 and (wall + room >= size or room % unit == 0))
 
 
 def _size(content: Iterable[Held]) -> int:

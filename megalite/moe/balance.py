@@ -128,39 +128,26 @@ def in_numbers(table: Tensor) -> dict[str, Any]:
     }
 
 
-class RouterLosses(NamedTuple):
-    """Balancing loss, z-loss, entropy of the probabilities (0-d) and `RouterMetrics.balanced` [E] as sums over this
-    rank's tokens (a mean times their number). The sum over all ranks is the microbatch's."""
-
-    balance: Tensor
-    z: Tensor
-    entropy: Tensor
-    counts: Tensor
-
-    @classmethod
-    def none(cls, logits: Tensor) -> "RouterLosses":
-        zero = logits.new_zeros(())
-        return cls(zero, zero, zero, zero.expand(logits.shape[1]))
-
-
-def router_losses(router: Router, logits: Tensor, experts: Tensor, masks: TokenMasks) -> RouterLosses:
-    """Losses of logits [t, E]; the router chose `experts` [t, k]. A loss without a coefficient is 0, and free."""
+def add_router_losses(
+    router: Router, logits: Tensor, experts: Tensor, masks: TokenMasks, metrics: RouterMetrics
+) -> RouterMetrics:
+    """`metrics` with the losses of logits [t, E], for which the router chose `experts` [t, k]: sums over this rank's
+    tokens, whose sum over all ranks is the microbatch's. A loss without a coefficient stays 0, and is free."""
     moe = router.moe
-    balance, z, _, counts = RouterLosses.none(logits)
     probabilities = router.probabilities(logits).masked_fill(~masks.scored.unsqueeze(1), 0.0)
     if moe.aux_loss_coeff:
         by_sequence = probabilities.unflatten(0, (-1, len(masks.lengths))).sum(0)  # [b, E]; tokens are [s, b]
         counted = _counts(router, logits, experts, masks)
         if moe.aux_loss == "global":
-            shares, counts = router.share, counted.sum(0)
+            shares, metrics = router.share, metrics._replace(balanced=counted.sum(0))
         else:
             shares = _shares(counted, moe, masks)
-        balance = moe.num_experts * moe.aux_loss_coeff * (shares * by_sequence).sum()
+        metrics = metrics._replace(balance=moe.num_experts * moe.aux_loss_coeff * (shares * by_sequence).sum())
     if moe.z_loss_coeff:
-        z = moe.z_loss_coeff * logits.logsumexp(1).square().masked_fill(~masks.scored, 0.0).sum()
+        squares = logits.logsumexp(1).square().masked_fill(~masks.scored, 0.0)
+        metrics = metrics._replace(z=moe.z_loss_coeff * squares.sum())
     with torch.no_grad():
-        entropy = -torch.special.xlogy(probabilities, probabilities).sum()
-    return RouterLosses(balance, z, entropy, counts)
+        return metrics._replace(entropy=-torch.special.xlogy(probabilities, probabilities).sum())
 
 
 @torch.no_grad()

@@ -139,9 +139,9 @@ def _exchanged(
 
     # What arrives is sorted by member, then by expert; experts want their rows together.
     there = _Exchange(sends, receives, group, ranks.waiting)
-    on_their_way = there.start(rows.take(x), choice.weights.flatten()[sent])
+    on_their_way = _Start.apply(there, rows.take(x), choice.weights.flatten()[sent])
     others = None if beside is None else beside()
-    arrived, weights = there.finish(on_their_way)
+    arrived, weights = _Finish.apply(there, *on_their_way)
     of_expert = torch.arange(local, device=order.device).repeat(members)
     of_expert = of_expert.repeat_interleave(from_members.flatten(), output_size=sum(receives))
     together = of_expert.argsort(stable=True)
@@ -150,7 +150,7 @@ def _exchanged(
     taken = own.take(arrived)
     del arrived, on_their_way  # makes room for what experts compute
     back = _Exchange(receives, sends, group, ranks.waiting)
-    (returned,) = back.finish(back.start(own.sum(compute(taken, weights, groups))))
+    (returned,) = _Finish.apply(back, *_Start.apply(back, own.sum(compute(taken, weights, groups))))
     y = rows.sum(returned)
     return y if others is None else y + others
 
@@ -165,20 +165,11 @@ class _Exchange:
     waiting: Waiting
     gradients: tuple[Tensor, ...] = ()  # on their way back
 
-    def start(self, *rows: Tensor) -> tuple[Tensor, ...]:
-        """Start sending each tensor's rows; the results are complete after `finish`. Tensors that travel together go
-        through one call: all members must start their exchanges in one order, in backward too."""
-        started: tuple[Tensor, ...] = _Start.apply(self, *rows)
-        return started
-
-    def finish(self, started: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        finished: tuple[Tensor, ...] = _Finish.apply(self, *started)
-        return finished
-
 
 class _Start(torch.autograd.Function):
-    """In backward it finishes what `_Finish` has started: both times, what was computed between the two runs beside the
-    exchange."""
+    """Sends parts of each tensor to all members; theirs are there after `_Finish`. In backward it finishes what
+    `_Finish` has started: both times, what was computed between the two runs beside the exchange. Tensors that travel
+    together go through one call: all members must start their exchanges in one order, in backward too."""
 
     @staticmethod
     def forward(ctx: Any, exchange: _Exchange, *rows: Tensor) -> tuple[Tensor, ...]:

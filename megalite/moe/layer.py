@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from megalite.moe.balance import RouterLosses, RouterMetrics, TokenMasks, add_to_loss, drop_over_capacity, router_losses
+from megalite.moe.balance import RouterMetrics, TokenMasks, add_router_losses, add_to_loss, drop_over_capacity
 from megalite.moe.dispatch import ExpertRanks, dispatch
 from megalite.moe.experts import Experts
 from megalite.moe.router import Choice, Router, count_choices
@@ -36,18 +36,12 @@ class MoELayer(nn.Module):
         chosen = choice.experts
         if moe.capacity_factor is not None and self.training:  # elsewhere a text would depend on those beside it
             choice = drop_over_capacity(choice, moe.num_experts, moe.capacity_factor, masks)
+        zero, counts = logits.new_zeros(()), count_choices(chosen, moe.num_experts)
+        dropped = (choice.experts != chosen).sum()
+        metrics = RouterMetrics(counts, zero.expand_as(counts), dropped, zero, zero, zero, masks.scored.sum())
         if masks.scale is not None and torch.is_grad_enabled():
-            losses = router_losses(self.router, logits, unmasked, masks)
-            choice = Choice(choice.experts, add_to_loss(choice.weights, (losses.balance + losses.z) * masks.scale))
-        else:
-            losses = RouterLosses.none(logits)
+            metrics = add_router_losses(self.router, logits, unmasked, masks, metrics)
+            choice = Choice(choice.experts, add_to_loss(choice.weights, (metrics.balance + metrics.z) * masks.scale))
         beside = None if shared is None else (lambda: shared(x).flatten(0, 1))
         y = dispatch(tokens, choice, moe.num_experts, self.experts, self.ranks, moe.dispatcher, beside)
-        with torch.no_grad():
-            counts = count_choices(chosen, moe.num_experts)
-            dropped = (choice.experts != chosen).sum()
-            balance, z, entropy, balanced = losses
-            metrics = RouterMetrics(
-                counts, balanced, dropped, balance.detach(), z.detach(), entropy, masks.scored.sum()
-            )
-        return y.view_as(x), metrics.as_row()
+        return y.view_as(x), metrics.as_row().detach()

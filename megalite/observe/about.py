@@ -18,7 +18,7 @@ from megalite.config.step_plan import batch_ramp
 from megalite.errors.words import several
 from megalite.launch.device import name_of
 from megalite.launch.environment import launch_command, read_environment
-from megalite.layout.summary import header_lines
+from megalite.layout.ranks import header_lines
 from megalite.model.flops import active_parameters, flops_per_token, parameter_count
 from megalite.observe.report.write import LiveReport
 from megalite.observe.run_data import read_run
@@ -70,7 +70,7 @@ def resolved(job: Job, device: str) -> list[list[str]]:
         parameters += f", of which a token meets {active_parameters(model):,}"
         shape += f"; {moe.num_experts} experts in {several(len(model.expert_layers), 'layer')}, top {moe.top_k}"
     batch = f"{several(train.global_batch_size, 'sequence')} of {train.seq_length:,} tokens"
-    grows = "" if train.batch_ramp is None else f", growing from {ramp.start} sequences by {ramp.increment}"
+    grows = "" if train.batch_ramp is None else f", growing from {ramp.sizes.start} sequences by {ramp.sizes.step}"
     epochs = job.data.train.epochs(samples)  # of each token file of a blend
     most = f"{max(epochs):.3g} epochs{' of the file that is repeated most' if len(epochs) > 1 else ''}"
     return [
@@ -92,7 +92,8 @@ def versions() -> dict[str, str]:
     for package in PACKAGES:
         with suppress(PackageNotFoundError):
             found[package] = version(package)
-    found |= {"torch": torch.__version__, "cuda": str(torch.version.cuda)}  # torch's own has its build
+    found["torch"] = torch.__version__  # with its build
+    found |= {"cuda": torch.version.cuda} if torch.version.cuda else {}
     return found | {"system": f"{platform.system()} {platform.release()} {platform.machine()}"}
 
 

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from megalite.checkpoint.commit import CHECKPOINTS, STATE, committed
-from megalite.checkpoint.resume_rules import flatten
-from megalite.config.settings import DERIVED
+from megalite.config.settings import DERIVED, leaves
 from megalite.config.user_files import read_object, read_yaml, refusing
 from megalite.errors.problems import Problem, UserError
 from megalite.train.history import ENDS, EVENTS, METRICS, STEP_PARTS, changes, read_events, read_metrics
@@ -157,7 +156,7 @@ def read_run(folder: Path) -> RunData:
         if not isinstance(settings, dict):
             raise ValueError("holds no settings")
     derived = {*(settings.pop(DERIVED, None) or [])}
-    run = RunData(folder, flatten(settings), derived)
+    run = RunData(folder, leaves(settings), derived)
     records = read_metrics(folder / METRICS, run.damage.append)
     once = {(record["step"], "val_loss" in record): record for record in records}
     if len(once) < len(records) or list(once) != sorted(once):

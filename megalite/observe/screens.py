@@ -28,8 +28,7 @@ def print_lines(lines: Iterable[str]) -> None:
         sys.stdout.reconfigure(errors="backslashreplace")  # a stream without Unicode
     try:
         for line in lines:
-            print(printable(line), flush=sys.stdout.isatty())
-        sys.stdout.flush()
+            print(printable(line), flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered goes nowhere
 

@@ -8,8 +8,6 @@ the graph, which needs no values. A single rank is a pipeline without transfers.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import cache
 from time import perf_counter
 from typing import Literal
@@ -32,62 +30,35 @@ Phase = Literal["forward", "backward", "communication"]  # of a step
 Forward = Callable[[GPT, Batch, Tensor | None], Tensor]  # what a chunk makes of a microbatch and what it received
 
 
-@dataclass(frozen=True)
-class P2PGroups:
-    """A rank's place in its pipeline and the communicators of all its ranks, in their order, for each direction."""
-
-    rank: int = 0
-    groups: Mapping[Direction, dist.ProcessGroup] = field(default_factory=dict)  # empty: one rank alone
-
-    def timeout(self, direction: Direction, device: torch.device) -> timedelta | None:
-        """The timeout of the group now: gloo's transfers know only the one with which the group was made. None: NCCL
-        watches over its own, and a wait with a timeout would block its host."""
-        if device.type == "cuda":
-            return None
-        timeout: timedelta = self.groups[direction]._get_backend(device).options._timeout
-        return timeout
-
-    def open(self, device: torch.device) -> None:
-        """Sends one number over every link, in one order on all ranks: NCCL connects a pair of ranks when they first
-        speak, and its host waits for that, which no order of instructions allows for."""
-        token = torch.zeros(1, device=device)
-        for direction, group in self.groups.items():
-            for sender in range(group.size()):
-                receiver = (sender + (1 if direction == "forward" else -1)) % group.size()
-                if self.rank == sender:
-                    dist.send(token, group=group, group_dst=receiver)
-                elif self.rank == receiver:
-                    dist.recv(token, group=group, group_src=sender)
-
-
 class Executor:
     """Runs whole batches through the chunks of one rank, together with the other ranks of the pipeline.
 
-    `expect_last_gradients` is called before the backward that brings a chunk's last gradients, with a function that
-    runs work after the weight gradients that this backward has deferred so far. `switch` is called when another phase
-    of a training step begins. Microbatches of a rank alone may have a `graph`, in place of actions one by one.
+    `groups`: the communicators of all ranks of the pipeline, in their order, for each direction; empty for a `rank`
+    alone. `expect_last_gradients` is called before the backward that brings a chunk's last gradients, with a function
+    that runs work after the weight gradients that this backward has deferred so far. `switch` is called when another
+    phase of a training step begins. Microbatches of a rank alone may have a `graph`, in place of actions one by one.
     """
 
     def __init__(
         self,
         chunks: Sequence[GPT],
-        p2p: P2PGroups,
+        rank: int,
+        groups: Mapping[Direction, dist.ProcessGroup],
         training: ScheduleOf,
         evaluation: ScheduleOf,
         expect_last_gradients: Callable[[int, Later], None],
         switch: Callable[[Phase], object] = lambda phase: None,
         graph: MicrobatchGraph | None = None,
     ) -> None:
-        self.chunks, self.p2p, self._switch, self._graph = chunks, p2p, switch, graph
-        self.expect_last_gradients = expect_last_gradients
+        self.chunks, self.rank, self.groups, self.device = chunks, rank, groups, chunks[0].device
+        self.expect_last_gradients, self._switch, self._graph = expect_last_gradients, switch, graph
+        self._training, self._evaluation, self._plan = training, evaluation, cache(self._planned)
         self._recorded: list[Span] | None = None
-        self._cuda = chunks[0].device.type == "cuda"
         # Waits for what was sent: nothing that is computed needs to.
-        self.aside = torch.cuda.Stream(chunks[0].device) if self._cuda and p2p.groups else None
+        self.aside = torch.cuda.Stream(self.device) if self.device.type == "cuda" and groups else None
         self.at: Instruction | None = None  # the newest that was begun
         self.performed = 0  # instructions so far
-        self._training, self._evaluation, self._plan = training, evaluation, cache(self._planned)
-        p2p.open(chunks[0].device)
+        self._open_links()
 
     def forward_backward(self, batches: Sequence[Batch], scale: Tensor) -> Tensor:
         """Forward and backward of all microbatches. The sum of their losses (`GPT.loss`), 0 where the loss is not."""
@@ -119,9 +90,21 @@ class Executor:
         finally:
             self._recorded = None
 
+    def _open_links(self) -> None:
+        """Send one number over every link, in one order on all ranks: NCCL connects a pair of ranks when they first
+        speak, and its host waits for that, which no order of instructions allows for."""
+        token = torch.zeros(1, device=self.device)
+        for direction, group in self.groups.items():
+            for sender in range(group.size()):
+                receiver = (sender + (1 if direction == "forward" else -1)) % group.size()
+                if self.rank == sender:
+                    dist.send(token, group=group, group_dst=receiver)
+                elif self.rank == receiver:
+                    dist.recv(token, group=group, group_src=sender)
+
     def _planned(self, schedule_of: ScheduleOf, microbatches: int) -> tuple[Schedule, tuple[Instruction, ...]]:
         schedule = schedule_of(microbatches)
-        return schedule, instructions(schedule)[self.p2p.rank]
+        return schedule, instructions(schedule)[self.rank]
 
     def _run(self, schedule_of: ScheduleOf, batches: Sequence[Batch], forward: Forward) -> list[Tensor]:
         schedule, todo = self._plan(schedule_of, len(batches))
@@ -142,8 +125,8 @@ class Executor:
         return run.results
 
     def _now(self) -> float:
-        if self._recorded is not None and self._cuda:
-            torch.cuda.synchronize(self.chunks[0].device)
+        if self._recorded is not None and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         return perf_counter()
 
 
@@ -158,7 +141,7 @@ class _Run:
 
     def __init__(self, executor: Executor, schedule: Schedule, batches: Sequence[Batch], forward: Forward) -> None:
         self._executor, self._schedule, self._batches, self._apply = executor, schedule, batches, forward
-        self._chunks, self._p2p = executor.chunks, executor.p2p
+        self._chunks, self._rank = executor.chunks, executor.rank
         self.results: list[Tensor] = []  # of each microbatch, where the pipeline ends
         self._here: dict[int, Tensor] = {}  # by tensor_id: received and not used yet, or computed and not sent yet
         self._travelling: dict[int, tuple[dist.Work, Tensor]] = {}  # a transfer uses its tensor until it is waited for
@@ -167,7 +150,7 @@ class _Run:
         self._in_flight: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = {}
 
     def post(self, transfer: Transfer) -> None:
-        group = self._p2p.groups[transfer.direction]
+        group = self._executor.groups[transfer.direction]
         if transfer.role == "send":
             tensor = self._here.pop(transfer.tensor_id)
             work = dist.isend(tensor, group=group, group_dst=transfer.peer)
@@ -180,13 +163,12 @@ class _Run:
 
     def wait(self, transfer: Transfer) -> None:
         work, tensor = self._travelling.pop(transfer.tensor_id)
-        timeout = self._p2p.timeout(transfer.direction, tensor.device)
         aside = self._executor.aside if transfer.role == "send" else None
         try:
             with torch.cuda.stream(aside):  # None: where it is
-                work.wait() if timeout is None else work.wait(timeout)
+                work.wait()
         except RuntimeError as error:
-            raise type(error)(f"pipeline rank {self._p2p.rank} could not {transfer}: {error}") from error
+            raise type(error)(f"pipeline rank {self._rank} could not {transfer}: {error}") from error
         if transfer.role == "receive":
             self._here[transfer.tensor_id] = tensor
         elif aside is not None:
@@ -226,10 +208,10 @@ class _Run:
             self._output(action, received.grad)
 
     def _input(self, action: Action) -> Tensor | None:
-        tensor_id = self._schedule.received_tensor_id(self._p2p.rank, action)
+        tensor_id = self._schedule.received_tensor_id(self._rank, action)
         return None if tensor_id is None else self._here.pop(tensor_id)
 
     def _output(self, action: Action, tensor: Tensor) -> None:
-        tensor_id = self._schedule.sent_tensor_id(self._p2p.rank, action)
+        tensor_id = self._schedule.sent_tensor_id(self._rank, action)
         if tensor_id is not None:
             self._here[tensor_id] = tensor.contiguous()

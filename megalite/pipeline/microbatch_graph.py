@@ -31,15 +31,14 @@ class MicrobatchGraph:
 
     def __init__(self, model: GPT) -> None:
         self._model, self._seen = model, 0
-        self._repeat: Callable[[], None] | None = None
 
     def __call__(self, batch: Batch, scale: Tensor) -> Tensor:
         """Adds the microbatch's gradients; its loss, as `GPT.loss` scales it."""
         self._seen += 1
+        if self._seen <= FIRST:
+            return self._compute(batch, scale)
         if self._seen == FIRST + 1:
             self._capture(batch, scale)
-        if self._repeat is None:
-            return self._compute(batch, scale)
         self._batch.fill(batch)
         self._scale.copy_(scale)
         self._repeat()

@@ -6,9 +6,8 @@ from dataclasses import asdict
 from textwrap import wrap
 
 from megalite.errors.words import several
-from megalite.layout.ranks import DENSE_AXES, EXPERT_AXES, ParallelLayout
+from megalite.layout.ranks import DENSE_AXES, EXPERT_AXES, ParallelLayout, header_lines
 from megalite.layout.stages import StageLayers
-from megalite.layout.summary import header_lines
 from megalite.plan.picture import LETTER, Picture
 
 SETS = {  # of axes whose groups are listed
@@ -102,5 +101,5 @@ def ranks_picture(layout: ParallelLayout, ranks_per_node: int, experts: int = 0)
         for at, word in enumerate(about, 1):
             picture.text(x + WIDE / 2, y + LINE * at, word, "mid strong" if at == 1 else "mid")
     picture.height = 18 * len(lines) + -(-len(words) // in_node) * (tall + 10)
-    picture.width = max(LEFT + wide, LETTER * max(map(len, lines)))
+    picture.width = max(LEFT + wide, LETTER * max(map(len, lines)), 640.0)  # a page shows it no smaller
     return picture

@@ -162,7 +162,7 @@ def _text_in(row: Any, column: str) -> str:
 
 def _another_column(row: dict[str, Any]) -> str:
     """What to do where the first row has no text in the column: take another one that has."""
-    from megalite.config.inherited import typed  # imports Hydra
+    from megalite.config.overrides import typed  # imports Hydra
 
     names = [name for name, value in row.items() if isinstance(value, str)]
     return ", or ".join(typed("data.text_column", name) for name in names[:3]) or REPAIR

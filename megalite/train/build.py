@@ -6,12 +6,13 @@ before a step.
 
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypedDict
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
@@ -46,10 +47,10 @@ from megalite.optim.loss_scale import LossScale
 from megalite.optim.optimizer import Optimizer, make_optimizer
 from megalite.optim.rank_buffers import rank_buffers, records_of
 from megalite.optim.zero import GradientSync, ParameterGather, ReplicaGroups
-from megalite.pipeline.actions import Schedule
-from megalite.pipeline.executor import Executor, P2PGroups
+from megalite.pipeline.executor import Executor
 from megalite.pipeline.microbatch_graph import MicrobatchGraph
 from megalite.pipeline.schedules import build_schedule, forward_only
+from megalite.pipeline.transfers import Direction
 from megalite.tensor_parallel.collectives import TensorGroup
 from megalite.tensor_parallel.shared_memory import share_memory
 from megalite.train.clock import StepClock
@@ -119,30 +120,26 @@ class Training:
 def open_context(config: Config, environment: ProcessEnvironment, store: Store | None = None) -> ParallelContext:
     """This rank's place among the ranks (launch/startup.py). All ranks must call it; all refuse alike."""
     problems: list[Problem] = []
-    axes = config.parallel
+    axes, heads = config.parallel, (*local_heads(config), config.model.head_size)
     device = collect(lambda: choose_device(config.device, environment), problems) or CPU
     dtype = collect(lambda: choose_precision(config.precision, device), problems) or torch.float32
+    silence_foreign_warnings()
     if config.precision == "auto":  # else the rules have judged it
         problems += precision_problems(config, name_of(dtype))
-    silence_foreign_warnings()
     collect(lambda: check_fp8(config.train.fp8, device), problems)
-    heads = *local_heads(config), config.model.head_size
     collect(lambda: use_attention(config.train.attention, device, dtype, heads), problems)
     problems += cuda_problems(config, device, environment)
     nccl = collect(lambda: read_nccl_options(Path(axes.nccl_options)) if axes.nccl_options else {}, problems)
-    plan = {
-        name: yaml_value(value_of(config, name))
-        for name, setting in SETTINGS.items()
-        if name not in OF_A_MACHINE and value_of(config, name) != setting.default
-    }
-    plan |= {"parallel.nccl_options": str(nccl)} if nccl else {}
+    values = {name: value_of(config, name) for name in SETTINGS if name not in OF_A_MACHINE}
+    plan = {name: yaml_value(value) for name, value in values.items() if value != SETTINGS[name].default}
+    plan |= {"device": device.type, "precision": name_of(dtype), "parallel.nccl_options": str(nccl)}
     return startup.start(
         environment,
         layout_of(config, environment.world_size),
         device,
         dtype,
         problems=problems,
-        plan=plan | {"device": device.type, "precision": name_of(dtype)},
+        plan=plan,
         timeout_s=axes.startup_timeout_s,
         needs=needs_of(config),
         nccl=nccl,
@@ -163,9 +160,8 @@ def needs_of(config: Config) -> GroupNeeds:
 
 def build_training(config: Config, context: ParallelContext) -> Training:
     """The model on its buffers and its optimizer, with no values in them yet. `config` is resolved."""
-    settings = config.optimizer
-    clock = StepClock(context.device)
-    chunks = _chunks(config, context, partial(clock.within, "exchange"))
+    settings, axes, clock = config.optimizer, config.parallel, StepClock(context.device)
+    chunks = build_chunks(config, context, partial(clock.within, "exchange"))
     replicas = ReplicaGroups.of_rank(context, zero=settings.zero > 0, instances=settings.instances)
     own = rank_buffers(config, context.layout, context.rank)
     buffers = TrainingBuffers(
@@ -186,48 +182,34 @@ def build_training(config: Config, context: ParallelContext) -> Training:
     for chunk in chunks:
         chunk.set_main_grads({name: main_grads[name] for name in chunk.main_grad_parameters})
         chunk.before_use = gather.wait_for
+    forward, backward = context.group("pp-forward"), context.group("pp-backward")
+    groups: dict[Direction, dist.ProcessGroup] = {}
+    if forward is not None and backward is not None:
+        groups = {"forward": forward, "backward": backward}
+    request = partial(ScheduleRequest, axes.schedule, axes.pp, vpp=axes.vpp, group_size=axes.microbatch_group_size)
+    executor = Executor(
+        chunks,
+        context.coordinates["pp"],
+        groups,
+        lambda microbatches: build_schedule(request(microbatches)),
+        partial(forward_only, axes.pp, axes.vpp),
+        sync.expect_last,
+        clock.switch,
+        MicrobatchGraph(chunks[0]) if config.train.cuda_graph else None,
+    )
     scale = LossScale(settings, context.device) if context.dtype == torch.float16 else None
-    executor = _executor(config, chunks, sync, clock, context)
     optimizer = make_optimizer(buffers, config, context)
     return Training(chunks, executor, buffers, optimizer, replicas, sync, gather, scale, clock)
 
 
-def fill_with_start_values(buffers: TrainingBuffers, config: Config, context: ParallelContext) -> None:
-    """Parameters as the seed draws them; each rank draws what it holds."""
-    records = records_of(config, context.coordinates["pp"])
-    buffers.fill(start_values(records, config.seed, held=lambda record: buffers.places[record.name][0].shard))
-
-
-def fill_with_imported_values(
-    buffers: TrainingBuffers, read_weights: ReadWeights, config: Config, context: ParallelContext
-) -> None:
-    """Parameters as the folder of checkpoint.init_from holds them; each rank reads, one by one, those of its stages.
-    Routers, which a dense model lacks, start as the seed draws them."""
-    assert config.checkpoint.init_from is not None
-    records = records_of(config, context.coordinates["pp"])
-    buffers.fill(start_values((one for one in records if one.precision == "master"), config.seed))
-    names = {record.name for record in records}
-    buffers.fill(read_weights(config.checkpoint.init_from, config.model, names))
-
-
-def _chunks(config: Config, context: ParallelContext, waiting: Waiting) -> list[GPT]:
+def build_chunks(config: Config, context: ParallelContext, waiting: Waiting) -> list[GPT]:
     """This rank's parts of the model, whose parameters have no storage of their own: the buffers will be it."""
-    tp, experts = TensorGroup.of(context.group("tp")), ExpertRanks.of(context, waiting)
-    sharers = context_ranks(config, context, waiting)
+    tp = TensorGroup.of(context.group("tp"))
     if config.parallel.async_tp and tp is not None:
         share_memory(tp)
-    chunks = [
-        GPT(
-            config,
-            dtype=context.dtype,
-            device=context.device,
-            stage=stage,
-            tp=tp,
-            context=sharers,
-            expert_ranks=experts,
-        )
-        for stage in stages_of(stage_settings(config), context.coordinates["pp"])
-    ]
+    cp, experts = context_ranks(config, context, waiting), ExpertRanks.of(context, waiting)
+    build = partial(GPT, config, dtype=context.dtype, device=context.device, tp=tp, context=cp, expert_ranks=experts)
+    chunks = [build(stage=stage) for stage in stages_of(stage_settings(config), context.coordinates["pp"])]
     for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
         parameter.untyped_storage().resize_(0)
     return chunks
@@ -248,26 +230,24 @@ def context_ranks(config: Config, context: ParallelContext, waiting: Waiting = n
 
 def data_share(config: Config, context: ParallelContext) -> DataShare:
     """The part of each global batch that this rank reads."""
-    sharers = context_ranks(config, context)
-    sequence = SequenceShare() if sharers is None else sharers.share
+    cp = context_ranks(config, context)
+    sequence = SequenceShare() if cp is None else cp.share
     return {"dp_rank": context.index("dp"), "dp_size": context.size("dp"), "sequence": sequence}
 
 
-def _executor(
-    config: Config, chunks: list[GPT], sync: GradientSync, clock: StepClock, context: ParallelContext
-) -> Executor:
-    pipeline, schedule = config.parallel, config.parallel.schedule
-    forward, backward = context.group("pp-forward"), context.group("pp-backward")
-    links = P2PGroups(context.coordinates["pp"])
-    if forward is not None and backward is not None:
-        links = replace(links, groups={"forward": forward, "backward": backward})
+def fill_with_start_values(buffers: TrainingBuffers, config: Config, context: ParallelContext) -> None:
+    """Parameters as the seed draws them; each rank draws what it holds."""
+    records = records_of(config, context.coordinates["pp"])
+    buffers.fill(start_values(records, config.seed, held=lambda record: buffers.places[record.name][0].shard))
 
-    def training(microbatches: int) -> Schedule:
-        group_size = pipeline.microbatch_group_size
-        return build_schedule(ScheduleRequest(schedule, pipeline.pp, microbatches, pipeline.vpp, group_size))
 
-    def evaluation(microbatches: int) -> Schedule:
-        return forward_only(pipeline.pp, pipeline.vpp, microbatches)
-
-    graph = MicrobatchGraph(chunks[0]) if config.train.cuda_graph else None
-    return Executor(chunks, links, training, evaluation, sync.expect_last, clock.switch, graph)
+def fill_with_imported_values(
+    buffers: TrainingBuffers, read_weights: ReadWeights, config: Config, context: ParallelContext
+) -> None:
+    """Parameters as the folder of checkpoint.init_from holds them; each rank reads, one by one, those of its stages.
+    Routers, which a dense model lacks, start as the seed draws them."""
+    assert config.checkpoint.init_from is not None
+    records = records_of(config, context.coordinates["pp"])
+    buffers.fill(start_values((one for one in records if one.precision == "master"), config.seed))
+    names = {record.name for record in records}
+    buffers.fill(read_weights(config.checkpoint.init_from, config.model, names))

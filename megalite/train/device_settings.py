@@ -1,7 +1,6 @@
 """Settings that depend on the device: refused where they cannot be, chosen where nobody has."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 
@@ -47,8 +46,8 @@ def no_shared_memory(axes: ParallelConfig, device: torch.device, environment: Pr
         return f"needs all ranks of tp on one host, and {local} processes of this one do not fit"
     if torch.cuda.device_count() < local:  # a rank sees its own GPU alone
         return ""
-    neighbours = [n for n in range(own - own % axes.tp, own - own % axes.tp + axes.tp) if n != own]
-    far = [n for n in neighbours if not torch.cuda.can_device_access_peer(own, n)]
+    first = own - own % axes.tp
+    far = [n for n in range(first, first + axes.tp) if n != own and not torch.cuda.can_device_access_peer(own, n)]
     return f"needs GPUs that reach each other's memory, and GPU {own} does not reach {far}" if far else ""
 
 
@@ -62,38 +61,31 @@ def derive_device(
 
     Raises UserError, alike on all ranks, where the ranks find that parallel.async_tp=true does not work here.
     """
-    compiled = context.device.type == "cuda" if config.train.compile is None else config.train.compile
-    config = replace(config, precision=name_of(context.dtype), train=replace(config.train, compile=compiled))
-    sends = _products_send(config, context, environment or ProcessEnvironment(), report)
-    return with_values(config, {ASYNC_TP: sends, CUDA_GRAPH: _is_graph(config, context)})
+    is_cuda, group = context.device.type == "cuda", TensorGroup.of(context.group("tp"))
+    if config.parallel.async_tp and group is not None:
+        why = no_shared_memory(config.parallel, context.device, environment or ProcessEnvironment())
+        if not any(context.gather_json([why] if why else [])):  # else ranks would wait for each other's memory in vain
+            report(f"trying products that send ({ASYNC_TP})")
+            why = why_products_cannot_send(group, context.dtype, context.device)
+        if reasons := [reason for of_rank in context.gather_json([why] if why else []) for reason in of_rank]:
+            rule = f"products that send do not work here: {reasons[0]}"
+            raise UserError(Problem(ASYNC_TP, True, rule, f"{ASYNC_TP}=false"))
+    compiles = is_cuda if config.train.compile is None else config.train.compile
+    chosen = {
+        "precision": name_of(context.dtype),
+        "train.compile": compiles,
+        ASYNC_TP: bool(config.parallel.async_tp) and group is not None,
+    }
+    graph = value_of(config, CUDA_GRAPH)
+    if graph is None:
+        graph = is_cuda and not any(graph_obstacles(config, context.layout.world_size)) and is_small(config, context)
+    return with_values(config, {**chosen, CUDA_GRAPH: graph})
 
 
-def _products_send(
-    config: Config, context: ParallelContext, environment: ProcessEnvironment, report: Callable[[str], None]
-) -> bool:
-    """parallel.async_tp; where it is asked for it is tried, by all ranks."""
-    group = TensorGroup.of(context.group("tp"))
-    if not config.parallel.async_tp or group is None:
-        return False
-    why = no_shared_memory(config.parallel, context.device, environment)
-    if not any(context.gather_json([why] if why else [])):  # else ranks would wait for each other's memory in vain
-        report(f"trying products that send ({ASYNC_TP})")
-        why = why_products_cannot_send(group, context.dtype, context.device)
-    reasons = [reason for of_rank in context.gather_json([why] if why else []) for reason in of_rank]
-    if reasons:
-        rule = f"products that send do not work here: {reasons[0]}"
-        raise UserError(Problem(ASYNC_TP, True, rule, f"{ASYNC_TP}=false"))
-    return True
-
-
-def _is_graph(config: Config, context: ParallelContext) -> bool:
-    """train.cuda_graph as set, else where it can be and the host would be slower than the device."""
-    model, train, device = config.model, config.train, context.device
-    if (asked := value_of(config, CUDA_GRAPH)) is not None:
-        return bool(asked)
-    if device.type == "cpu" or any(graph_obstacles(config, context.layout.world_size)):
-        return False
-    peak = peak_flops(torch.cuda.get_device_name(device), str(context.dtype).removeprefix("torch."))
-    tokens = train.micro_batch_size * train.seq_length
-    device_s = tokens * flops_per_token(model, train.seq_length, causal=True) / (USUAL_MFU * peak) if peak else 0.0
-    return bool(peak) and device_s < 2 * HOST_S * model.num_layers  # twice: a device that is just ahead waits at times
+def is_small(config: Config, context: ParallelContext) -> bool:
+    """Whether the host takes longer to start a microbatch than the device to compute one."""
+    train = config.train
+    peak = peak_flops(torch.cuda.get_device_name(context.device), str(context.dtype).removeprefix("torch."))
+    flops = train.micro_batch_size * train.seq_length * flops_per_token(config.model, train.seq_length, causal=True)
+    # Twice the host's time: a device that is just ahead waits at times.
+    return peak is not None and flops / (USUAL_MFU * peak) < 2 * HOST_S * config.model.num_layers

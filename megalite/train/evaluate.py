@@ -38,21 +38,20 @@ class ValidationMetrics:
 
 
 class Sums:
-    """Adds up what the metrics are made of."""
+    """Loss, tokens and bytes, added up on the device; nothing waits for it before `metrics`."""
 
     def __init__(self, bytes_of_ids: IntArray | None, device: torch.device) -> None:
         """`bytes_of_ids`: by token [vocab] (data/token_bytes.py); None where not known."""
         self._bytes = None if bytes_of_ids is None else torch.from_numpy(bytes_of_ids).to(device)
         self.totals = torch.zeros(3, dtype=torch.float64, device=device)  # what ranks sum
-        self._loss, self._tokens, self._size = self.totals.unbind()  # views
 
     def add(self, loss: Tensor, batches: Sequence[Batch]) -> None:
-        """`loss` is the sum over the batches' unmasked labels. Nothing here waits for the device."""
-        self._loss += loss
+        """`loss` is the sum over the batches' unmasked labels."""
+        self.totals[0] += loss
         for batch in batches:
-            self._tokens += batch.loss_mask.sum()
+            self.totals[1] += batch.loss_mask.sum()
             if self._bytes is not None:
-                self._size += (self._bytes[batch.labels] * batch.loss_mask).sum()
+                self.totals[2] += (self._bytes[batch.labels] * batch.loss_mask).sum()
 
     def metrics(self) -> ValidationMetrics:
         """UserError if no label counted."""

@@ -24,49 +24,41 @@ A run may be killed while it appends to its files, and users edit them: a line t
 named and left out. The last line without its end is what a killed run had begun, and is left out in silence.
 """
 
-import contextlib
 import json
+import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from functools import partial
 from math import isinf
 from pathlib import Path
 from typing import Any, Literal
 
 import xxhash
 
-from megalite.checkpoint.commit import STATE
-from megalite.config.user_files import as_record, fits, read_bytes
+from megalite.config.user_files import fits, read_bytes
 
 StepPart = Literal["data", "forward", "backward", "exchange", "communication", "optimizer", "other"]  # of a step's time
 STEP_PARTS: tuple[StepPart, ...] = ("data", "forward", "backward", "exchange", "communication", "optimizer", "other")
 METRICS, EVENTS, PIPELINE = "metrics.jsonl", "events.jsonl", "pipeline.jsonl"
 ENDS = ("stopped", "finished", "failed")
-NEEDED = {  # by kind: what its readers compute with
+NEEDED = {  # by kind of event: what its readers compute with
     "checkpoint": ("bytes", "seconds", "stall_s"),
     "ranks": ("memory_gib", "compute_s"),
     "straggler": ("rank", "host", "times"),
     "sample": ("prompt", "text"),
 }
-EVENT_TYPES: dict[str, Any] = {  # of an event's values, by name
-    **dict.fromkeys(("time", "seconds", "stall_s", "times", "share", "wall_s", "loss", "grad_norm"), float),
-    **dict.fromkeys(("step", "bytes", "rank", "ranks_per_node", "status"), int),
+TYPES: dict[str, Any] = {  # of values, by name; all others of a line of metrics are numbers
+    **dict.fromkeys(("time", "seconds", "stall_s", "times", "share", "loss", "grad_norm"), float),
+    **dict.fromkeys(("step", "tokens", "bad_steps", "bytes", "rank", "ranks_per_node", "status"), int),
     **dict.fromkeys(("kind", "host", "prompt", "text", "message", "folder", "command", "device", "by"), str),
     **dict.fromkeys(("overrides", "hosts", "changes"), list[str]),
-    **dict.fromkeys(("memory_gib", "compute_s"), list[float]),
-    **dict.fromkeys(("parts", "inside"), dict[str, float]),
-    "about": list[list[str]],
+    **dict.fromkeys(("memory_gib", "compute_s"), float | list[float]),
+    **dict.fromkeys(("mfu", "mfu_causal", "val_bits_per_byte", "loss_scale"), float | None),  # where it is known
     "versions": dict[str, str],
-    "layout": dict[str, Any],
-    "loss_scale": float | None,
-}
-_UNKNOWN = ("mfu", "mfu_causal", "val_bits_per_byte")  # null where that cannot be worked out
-METRIC_TYPES: dict[str, Any] = {  # of a record's values; all others are numbers
-    "step": int,
-    "tokens": int,
-    "bad_steps": int,
     "time_split": dict[str, float],
     "moe": dict[str, float | list[list[int]]],
-    **dict.fromkeys(_UNKNOWN, float | None),
+    "about": list[list[str]],
+    "layout": dict[str, Any],
 }
 
 Note = Callable[[str], object]  # prints a line for the user
@@ -84,70 +76,56 @@ def read_events(path: Path, note: Note = lambda text: None) -> list[dict[str, An
     return _read_lines(path, _is_event, note)
 
 
-@dataclass(frozen=True)
-class Seal:
-    """The state of a file of the record when a checkpoint was saved: the xxh3_128 of all `bytes` that it had."""
-
-    bytes: int
-    hash: str
+def seals(folder: Path) -> dict[str, dict[str, Any]]:
+    """Bytes and hash of the files of the record in a run's folder, by name: a checkpoint keeps them."""
+    found = {name: (folder / name).read_bytes() for name in (METRICS, EVENTS) if (folder / name).is_file()}
+    return {name: {"bytes": len(data), "hash": xxhash.xxh3_128_hexdigest(data)} for name, data in found.items()}
 
 
 def changes(folder: Path, record: Mapping[str, Any], step: int) -> list[str]:
-    """Which files of a run folder have not kept what the checkpoint of `step` has sealed, in words. `record`: the
-    fields of their seals by name."""
+    """Files of a run folder that are not as the checkpoint of `step` has sealed them, in words. `record`: the seals."""
     words = []
     for name in filter(record.__contains__, (METRICS, EVENTS)):
-        seal, path = as_record(Seal, record[name], STATE), folder / name
-        content = read_bytes(path, IN_THE_WAY)[: seal.bytes] if path.exists() else b""
-        if xxhash.xxh3_128(content).hexdigest() == seal.hash:
-            continue
-        how = "was changed" if len(content) == seal.bytes else f"has lost {seal.bytes - len(content):,} bytes"
-        words.append(
-            f"{name} {how} after it was written, before the end of step {step:,} (an edit, a bad disk, a crash of the "
-            "machine): its metrics may be wrong, training is not affected. If there is a copy, put it in its place"
-        )
+        size, path = record[name]["bytes"], folder / name
+        content = read_bytes(path, IN_THE_WAY)[:size] if path.exists() else b""
+        if xxhash.xxh3_128_hexdigest(content) != record[name]["hash"]:
+            how = "was changed" if len(content) == size else f"has lost {size - len(content):,} bytes"
+            words.append(
+                f"{name} {how} after it was written, before the end of step {step:,}: its metrics may be wrong, "
+                "training is not affected. If there is a copy, put it in its place"
+            )
     return words
 
 
 def _is_record(found: dict[str, Any]) -> bool:
     is_record = "step" in found and ("loss" in found or "val_loss" in found)
-    return is_record and all(fits(value, METRIC_TYPES.get(name, float)) for name, value in found.items())
+    return is_record and all(fits(value, TYPES.get(name, float)) for name, value in found.items())
 
 
 def _is_event(found: dict[str, Any]) -> bool:
     needed = {"time", "step", "kind", *NEEDED.get(str(found.get("kind")), ())}
-    if not needed <= found.keys() or not all(fits(value, EVENT_TYPES.get(name, Any)) for name, value in found.items()):
-        return False
-    return 0 <= found["time"] < LATEST and all(len(row) == 2 for row in found.get("about", ()))
+    is_event = needed <= found.keys() and all(fits(value, TYPES.get(name, Any)) for name, value in found.items())
+    return is_event and 0 <= found["time"] < LATEST and all(len(row) == 2 for row in found.get("about", ()))
 
 
-def _number(text: str) -> float:
-    """A number with a fraction or a power. Infinity is written as such: 1e400 is none of ours."""
-    if isinf(value := float(text)):
+def _finite(text: str, kind: type = float) -> Any:
+    """A number as JSON writes it. Infinity is written as such: 1e400 is none of ours."""
+    if isinf(float(text)):
         raise ValueError
-    return value
-
-
-def _whole_number(text: str) -> int:
-    if abs(value := int(text)) >= 2**63:
-        raise ValueError
-    return value
+    return kind(text)
 
 
 def _read_lines(path: Path, is_record: Callable[[dict[str, Any]], bool], note: Note) -> list[dict[str, Any]]:
     """The records of a file, none where there is no file. `note` gets a line that names what is left out."""
-    if not path.exists() and not path.is_symlink():
-        return []
     records, bad = list[dict[str, Any]](), list[int]()
-    for number, line in enumerate(read_bytes(path, IN_THE_WAY).split(b"\n")[:-1], 1):
-        with contextlib.suppress(ValueError, RecursionError):
-            found = json.loads(line.decode(), parse_float=_number, parse_int=_whole_number)
+    lines = read_bytes(path, IN_THE_WAY).split(b"\n")[:-1] if os.path.lexists(path) else []
+    for number, line in enumerate(lines, 1):
+        with suppress(ValueError, RecursionError):
+            found = json.loads(line.decode(), parse_float=_finite, parse_int=partial(_finite, kind=int))
             if isinstance(found, dict) and is_record(found):
                 records.append(found)
                 continue
-        if line:
-            bad.append(number)
+        bad += [number] if line else []
     if bad:
-        which = ", ".join(map(str, bad[:5])) + (f" and {len(bad) - 5:,} more" if len(bad) > 5 else "")
-        note(f"{path}: no valid record in line {which}; left out")
+        note(f"{path}: no valid record in line {', '.join(map(str, bad[:5]))}{', ...' * (len(bad) > 5)}; left out")
     return records

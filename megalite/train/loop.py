@@ -1,7 +1,7 @@
 """The training loop.
 
 For each step: the next batch, one optimizer step, and what is due after it: a check of the replicas, an evaluation, a
-sample of text, a checkpoint. A step of train.skip_steps only consumes its samples. A stop signal ends the run after the
+checkpoint, a sample of text. A step of train.skip_steps only consumes its samples. A stop signal ends the run after the
 step in which all ranks learn of it, saved. An evaluation or a sample of text ends at its next batch or token; the next
 start makes up for the evaluation.
 """
@@ -36,6 +36,7 @@ from megalite.train.step import PendingMetrics, TrainStep
 
 # An accelerator runs ahead of the host: its metrics are read one step late. A CPU's are there at once.
 LATENESS = {"cpu": 0, "cuda": 1}
+BROKEN_OFF = "asked to stop: the {} after step {} is broken off, nothing of it is recorded"
 RANKS_EVERY = 50  # records between two moments at which ranks gather their measurements, at most
 
 
@@ -48,7 +49,7 @@ class Hook(NamedTuple):
     pauses: bool = True  # it takes time that counts in no step
 
     def is_due(self, step: int, last: int) -> bool:
-        return self.every > 0 and (step % self.every == 0 or (self.after_last and step == last))
+        return (self.every > 0 and step % self.every == 0) or (self.after_last and step == last)
 
 
 class Launched(NamedTuple):
@@ -63,8 +64,7 @@ def train(job: Job, saver: Saver) -> None:
     """All remaining steps, or as many as pass until a stop is asked for; leaves the last state saved."""
     config, clock, launched = job.config, job.training.clock, deque[Launched]()
     train_step, meter = TrainStep(job.training, config.optimizer, job.context), Meter(config, job.context, job.measured)
-    hooks = hooks_of(job, saver)
-    late = LATENESS[job.context.device.type]
+    hooks, late = hooks_of(job, saver), LATENESS[job.context.device.type]
 
     def read(keep: int) -> None:
         while len(launched) > keep:
@@ -106,6 +106,17 @@ def train(job: Job, saver: Saver) -> None:
     meter.compare_ranks(job.log, job.hosts, job.progress.step)
 
 
+def hooks_of(job: Job, saver: Saver) -> list[Hook]:
+    """The hooks of a run, in the order in which they are called."""
+    train, evaluates = job.config.train, job.evaluation_interval > 0
+    return [
+        Hook(train.check_replicas_every, partial(check_replicas, job.training, job.context), pauses=False),
+        Hook(job.evaluation_interval, partial(evaluate_model, job), after_last=evaluates),
+        Hook(job.config.checkpoint.interval, saver.save, after_last=True),
+        Hook(train.sample_interval, partial(sample_text, job), after_last=bool(job.prompts)),
+    ]
+
+
 def batches_of(job: Job) -> TrainBatches:
     """This rank's batches of all remaining steps."""
     train, progress, device = job.config.train, job.progress, job.context.device
@@ -143,39 +154,6 @@ def launch(job: Job, train_step: TrainStep, data: StepBatches, coming: StepBatch
     return Launched(data, lr, metrics)
 
 
-def account(job: Job, saver: Saver, meter: Meter, launched: Launched) -> None:
-    """Read the metrics of a step, which waits for the device, and let them count for the run."""
-    (data, lr, pending), progress, train = launched, job.progress, job.config.train
-    metrics = None if pending is None else read_metrics(job, pending)
-    progress.consume(data.planned)
-    step = progress.step
-    if metrics is None or metrics.batch_tokens == 0:  # neither applied nor bad
-        progress.empty_steps += 0 if metrics is None else 1
-        job.log.event("skipped_on_request" if metrics is None else "empty", step)
-        if step == train.steps:  # it has no line in metrics.jsonl, but the steps before it have
-            record(job, meter)
-        return
-    progress.count(metrics, job.config.optimizer.min_loss_scale)
-    metrics.step, metrics.lr, metrics.tokens, metrics.bad_steps = step, lr, progress.tokens, progress.bad_steps
-    meter.add(metrics, data)
-    if metrics.skipped:
-        job.log.event("skipped", step, loss=metrics.loss, grad_norm=metrics.grad_norm, loss_scale=metrics.loss_scale)
-    if step % train.log_interval == 0 or step == train.steps:
-        record(job, meter)
-    if (bad := progress.bad_steps_in_a_row) >= train.max_bad_steps:
-        raise TrainingStoppedError(
-            f"loss or gradient was not finite in {several(bad, 'step')} in a row (now step {step}: loss "
-            f"{metrics.loss}, gradient norm {metrics.grad_norm}); none of them was applied. {saver.advise()}; "
-            "train.max_bad_steps sets the patience."
-        )
-
-
-def record(job: Job, meter: Meter) -> None:
-    """A line of metrics.jsonl for the newest step, unless it has one."""
-    if (metrics := meter.measured()) is not None:
-        job.log.add(metrics.to_json())
-
-
 def read_metrics(job: Job, pending: PendingMetrics) -> StepMetrics:
     """The metrics of a step, once the device is done. UserError on all ranks where the input of one was refused."""
     metrics = pending.read()
@@ -188,8 +166,36 @@ def read_metrics(job: Job, pending: PendingMetrics) -> StepMetrics:
     return metrics
 
 
+def account(job: Job, saver: Saver, meter: Meter, launched: Launched) -> None:
+    """Read the metrics of a step, which waits for the device, and let them count for the run."""
+    (data, lr, pending), progress, train = launched, job.progress, job.config.train
+    metrics = None if pending is None else read_metrics(job, pending)
+    step = progress.step = data.planned.step
+    progress.samples = data.planned.first + data.planned.sequences
+    if metrics is None:
+        job.log.event("skipped_on_request", step)
+    elif metrics.batch_tokens == 0:  # neither applied nor bad
+        progress.empty_steps += 1
+        job.log.event("empty", step)
+    else:
+        progress.count(metrics, job.config.optimizer.min_loss_scale)
+        metrics.step, metrics.lr, metrics.tokens, metrics.bad_steps = step, lr, progress.tokens, progress.bad_steps
+        meter.add(metrics, data)
+        if metrics.skipped:
+            words = {"loss": metrics.loss, "grad_norm": metrics.grad_norm, "loss_scale": metrics.loss_scale}
+            job.log.event("skipped", step, **words)
+    if (step % train.log_interval == 0 or step == train.steps) and (measured := meter.measured()) is not None:
+        job.log.add(measured.to_json())
+    if metrics is not None and (bad := progress.bad_steps_in_a_row) >= train.max_bad_steps:
+        raise TrainingStoppedError(
+            f"loss or gradient was not finite in {several(bad, 'step')} in a row (now step {step}: loss "
+            f"{metrics.loss}, gradient norm {metrics.grad_norm}); none of them was applied. {saver.advise()}; "
+            "train.max_bad_steps sets the patience."
+        )
+
+
 def record_pipeline(job: Job, step: int, spans: Sequence[Span]) -> None:
-    """Report when the ranks of the first pipeline did what, in the time of day: the one clock that hosts share."""
+    """Record when the ranks of the first pipeline did what, in the time of day: the one clock that hosts share."""
     place, since = job.context.coordinates, time.time() - time.perf_counter()
     first = all(place[axis] == 0 for axis in place if axis != "pp")
     mine = [(str(action), start + since, end + since) for action, start, end in spans] if first else []
@@ -199,17 +205,6 @@ def record_pipeline(job: Job, step: int, spans: Sequence[Span]) -> None:
         job.log.append(PIPELINE, {**fields, "rank": number, "actions": everyone[rank]})
 
 
-def hooks_of(job: Job, saver: Saver) -> list[Hook]:
-    """The hooks of a run, in the order in which they are called."""
-    train, interval = job.config.train, job.config.checkpoint.interval
-    return [
-        Hook(train.check_replicas_every, partial(check_replicas, job.training, job.context), pauses=False),
-        Hook(job.evaluation_interval, partial(evaluate_model, job), after_last=True),
-        Hook(train.sample_interval, partial(sample_text, job)),
-        Hook(interval, saver.save),
-    ]
-
-
 def evaluate_model(job: Job, step: int) -> None:
     """The validation set after a step."""
     assert job.data.validation is not None, "else no evaluation is due"
@@ -217,29 +212,21 @@ def evaluate_model(job: Job, step: int) -> None:
     batches = validation_batches(job.data.validation, job.config, **share, device=job.context.device)
     metrics = evaluate(job.training, job.context, batches, job.data.bytes_of_ids, job.go_on)
     if metrics is None:
-        broken_off(job, "evaluation", step)
+        job.log.note(BROKEN_OFF.format("evaluation", step))
         return
     job.evaluated_step = step
-    job.log.add(
-        {
-            "step": step,
-            "tokens": job.progress.tokens,
-            "val_loss": metrics.loss,
-            "val_perplexity": metrics.perplexity,
-            "val_bits_per_byte": metrics.bits_per_byte,
-            "eval_time_s": time.perf_counter() - begin,
-        }
-    )
+    line = {"step": step, "tokens": job.progress.tokens, "val_loss": metrics.loss, "val_perplexity": metrics.perplexity}
+    seconds = time.perf_counter() - begin
+    job.log.add(line | {"val_bits_per_byte": metrics.bits_per_byte, "eval_time_s": seconds})
 
 
 def sample_text(job: Job, step: int) -> None:
     """Text from the model after a step. All ranks call it; each model writes the same, so that ranks stay together when
     a stop ends it."""
     train, tokenizer = job.config.train, job.data.tokenizer
-    if tokenizer is None or not job.prompts or job.sampled_step == step:
+    if tokenizer is None or not job.prompts:
         return
-    job.sampled_step = step
-    following = sample(
+    texts = sample(
         job.training,
         job.context,
         [prompt.tokens for prompt in job.prompts],
@@ -249,12 +236,8 @@ def sample_text(job: Job, step: int) -> None:
         rows=train.micro_batch_size if train.compile else None,
         go_on=job.go_on,
     )
-    if any(len(text) < train.sample_tokens for text in following):
-        broken_off(job, "sample of text", step)
+    if any(len(text) < train.sample_tokens for text in texts):
+        job.log.note(BROKEN_OFF.format("sample of text", step))
         return
-    for prompt, tokens in zip(job.prompts, following, strict=True):
+    for prompt, tokens in zip(job.prompts, texts, strict=True):
         job.log.event("sample", step, prompt=prompt.text, text=tokenizer.decode(tokens))
-
-
-def broken_off(job: Job, what: str, step: int) -> None:
-    job.log.note(f"asked to stop: the {what} after step {step} is broken off, nothing of it is recorded")

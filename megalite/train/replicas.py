@@ -36,7 +36,7 @@ def check_replicas(training: Training, context: ParallelContext, step: int) -> N
     All ranks call it at the same step.
     """
     found = {rank for parts, group in _replicas(training, context) for rank in different_ranks(parts, group)}
-    different = sorted({rank for said in context.gather_json(sorted(found)) for rank in said})
+    different = sorted({rank for of_rank in context.gather_json(sorted(found)) for rank in of_rank})
     if different:
         raise ReplicaMismatchError(
             f"step {step}: parameters or moments of ranks {different} differ from those of ranks that should hold the "
@@ -56,15 +56,15 @@ def _replicas(training: Training, context: ParallelContext) -> Iterator[tuple[li
         if numbers:
             yield [buffers.parameter_buckets[at] for at in numbers], context.group(axes)
             yield [kept[at] for kept in slices for at in numbers], training.replicas[kind].replicate_group
-    whole = slice_ranges(buffers.owned, lambda record, _: record.split is None)
-    shared = slice_ranges(buffers.owned, is_replicated)
-    yield [part for kept in slices for part in ranges_of(kept, whole)], context.group("tp")
-    yield [part for kept in slices for part in ranges_of(kept, shared)], context.group("kv-replicas")
-    of_routers = [value for _, value in Routers(training.chunks).state()]
-    yield of_routers, context.group("dp-cp")
-    yield of_routers, context.group("tp")
-    tied = slice_ranges(buffers.owned, lambda record, _: "word-embedding" in record.partial_over)
-    yield [part for kept in slices for part in ranges_of(kept, tied)], context.group("word-embedding")
+    shared = {
+        "tp": slice_ranges(buffers.owned, lambda record, _: record.split is None),
+        "kv-replicas": slice_ranges(buffers.owned, is_replicated),
+        "word-embedding": slice_ranges(buffers.owned, lambda record, _: "word-embedding" in record.partial_over),
+    }
+    for axes, ranges in shared.items():
+        yield [part for kept in slices for part in ranges_of(kept, ranges)], context.group(axes)
+    for axes in ("dp-cp", "tp"):
+        yield [value for _, value in Routers(training.chunks).state()], context.group(axes)
 
 
 def different_ranks(parts: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[int]:

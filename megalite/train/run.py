@@ -6,7 +6,6 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +25,7 @@ from megalite.launch.signals import StartUp, StopRequest
 from megalite.launch.watchdog import Doing, Patience, Watchdog
 from megalite.train.build import ReadWeights, open_context
 from megalite.train.history import Note
-from megalite.train.loop import sample_text, train
+from megalite.train.loop import train
 from megalite.train.replicas import ReplicaMismatchError
 from megalite.train.run_log import RunLog, View
 from megalite.train.saving import Saver, TakenOverError, TrainingStoppedError
@@ -57,40 +56,33 @@ def run(config: Config, environment: ProcessEnvironment, companions: Companions)
     if context is None:  # the device; one message refuses the data, too
         collect(lambda: companions.examine(config), problems)
         raise UserError(problems)
-    status_file = config.launch.status_file if context.rank == 0 else None
-    status = StatusFile(status_file, Path(config.run_dir), config.train.steps)
+    run_dir, minutes = Path(config.run_dir), config.train.max_minutes
+    status = StatusFile(config.launch.status_file if context.rank == 0 else None, run_dir, config.train.steps)
+    patience = Patience("parallel.startup_timeout_s", config.parallel.startup_timeout_s)
+    hosts = [host for (host,) in context.gather_json([socket.gethostname()])]
     job: Job | None = None
     saver: Saver | None = None
     failed = False
     try:
-        with _watchdog_of_start_up(config, context) as watchdog:
+        with Watchdog(context, lambda: START_UP, lambda: patience, run_dir / "logs", hosts) as watchdog:
             if config.launch.preflight:
-                for line in companions.look_at_nodes(context, Path(config.run_dir)):
+                for line in companions.look_at_nodes(context, run_dir):
                     log.note(f"preflight: {line}")
             data = open_training_data(config, context, environment, companions.prepare)
             with private_files():
-                together(context, status.examine)
-                job = set_up(config, context, environment, data, companions.read_weights, log, watchdog.hosts)
-                together(context, partial(status.begin, job.progress.step))
+                job = set_up(config, context, environment, data, companions.read_weights, log, hosts)
+                open_record(job, status, companions)
                 if job.finished:
-                    status.end("finished", job.progress.step)
-                    job.folder.withdraw()
-                    log.note(f"already finished: step {job.progress.step} of {config.train.steps}")
                     return 0
-                _open_record(job, companions)
                 saver = Saver(job, status.saved)
-                minutes = config.train.max_minutes
                 left_s = None if minutes is None else began + 60 * minutes - time.monotonic()
                 with StopRequest(left_s, "train.max_minutes") as job.stop:
-                    _record_start(job, companions)
-                    return _train_to_the_end(job, saver, status, watchdog)
+                    return train_to_the_end(job, saver, status, watchdog)
     except UserError:
         raise
     except Exception as error:
         failed = True
-        if StartUp.now is not None and is_broken_link(error):
-            time.sleep(NEWS_S)
-        _report_cause(error, context, job)
+        report_cause(error, context, job)
         if saver is not None:
             saver.close()
         raise
@@ -98,39 +90,35 @@ def run(config: Config, environment: ProcessEnvironment, companions: Companions)
         ended = StartUp.now is not None and StartUp.now.ends
         end_compile_workers()
         log.close()
-        status.close("a signal before the first step" if ended else None)
+        if status.is_running:
+            status.end("stopped" if ended else "failed", by="a signal before the first step" if ended else None)
         if job is not None:
             job.folder.close()
         context.close(failed=failed or ended)
 
 
-def _watchdog_of_start_up(config: Config, context: ParallelContext) -> Watchdog:
-    patience = Patience("parallel.startup_timeout_s", config.parallel.startup_timeout_s)
-    hosts = [host for (host,) in context.gather_json([socket.gethostname()])]
-    return Watchdog(context, lambda: START_UP, lambda: patience, Path(config.run_dir) / "logs", hosts)
-
-
-def _open_record(job: Job, companions: Companions) -> None:
-    """Open the record of the run, and name token files that have changed. A refusal leaves no new folder."""
+def open_record(job: Job, status: StatusFile, companions: Companions) -> None:
+    """Open the files that tell of this start; where nothing is left to do, say so. A refusal leaves no new folder."""
+    step = job.progress.step
     try:
+        together(job.context, lambda: status.begin(step))
+        if job.finished:
+            status.end("finished")
+            job.folder.withdraw()
+            job.log.note(f"already finished: step {step} of {job.config.train.steps}")
+            return
         together(job.context, lambda: job.log.open(job, companions.open_views))
     except UserError:
         job.folder.withdraw()
         raise
-    if job.context.rank == 0:
+    if job.context.rank == 0:  # the others ask neither git nor the packages for their versions
         note_changed_files([part.file for part in job.data.train.parts], job.folder.path, job.log.note)
+        job.log.event("start" if job.resumed_from is None else "resume", step, **companions.about(job))
+        if job.config.train.sample_interval > 0 and job.config.train.sample_tokens > 0 and not job.prompts:
+            job.log.note("no samples of text: the tokenizer of these tokens is not known")
 
 
-def _record_start(job: Job, companions: Companions) -> None:
-    """The event of this start, which rank 0 alone writes: only rank 0 asks git and the packages for their versions."""
-    if job.context.rank > 0:
-        return
-    job.log.event("start" if job.resumed_from is None else "resume", job.progress.step, **companions.about(job))
-    if job.config.train.sample_interval > 0 and job.config.train.sample_tokens > 0 and not job.prompts:
-        job.log.note("no samples of text: the tokenizer of these tokens is not known")
-
-
-def _train_to_the_end(job: Job, saver: Saver, status_file: StatusFile, watchdog: Watchdog) -> int:
+def train_to_the_end(job: Job, saver: Saver, status_file: StatusFile, watchdog: Watchdog) -> int:
     """Train, and say how it ended: the exit status."""
     gc.collect()
     gc.freeze()
@@ -138,30 +126,30 @@ def _train_to_the_end(job: Job, saver: Saver, status_file: StatusFile, watchdog:
     try:
         watchdog.follow(job.doing, job.patience)
         train(job, saver)
-        stopped = job.stopping and not job.complete
-        if not stopped:
-            _sample_at_the_end(job)
-    except (TrainingStoppedError, ReplicaMismatchError) as error:  # known to all ranks, and said in full
-        saver.close()
-        _record_failure(job, error)
+    except Exception as error:
+        is_said = isinstance(error, TrainingStoppedError | ReplicaMismatchError)  # in full, and known to all ranks
+        if is_said:
+            saver.close()
+        job.log.error(job.progress.step, "".join(traceback.format_exception(error)))
+        if not isinstance(error, TakenOverError):  # else the folder is another job's
+            message = str(error) if is_said or isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+            status = 2 if isinstance(error, UserError) else 1
+            job.log.event("failed", job.progress.step, status=status, message=message)
+        if not is_said:  # a UserError is said by the launcher
+            raise
         if job.context.rank == 0:
             to_stderr(f"megalite: stopped: {error}")
         return 1
-    except Exception as error:  # a UserError is known to all ranks, and said by the launcher
-        _record_failure(job, error)
-        raise
     finally:
         watchdog.stop()
         gc.enable()
-    step, asked = job.progress.step, job.stop.requested if job.stop else None
-    by = (asked or "a signal to another rank") if stopped else None
+    step, asked, words = job.progress.step, job.stop.requested if job.stop else None, []
+    by = (asked or "a signal to another rank") if job.stopping and not job.complete else None
     status = 0 if saver.newest_step == step else 1
-    status_file.end("failed" if status else "stopped" if by else "finished", step, by)
+    status_file.end("failed" if status else "stopped" if by else "finished", by)
     job.log.event("stopped" if by else "finished", step, status=status, **({"by": by} if by else {}))
-    words = []
     if status:
-        kept = "there is no checkpoint" if saver.newest_step is None else f"the newest is of step {saver.newest_step}"
-        words.append(f"the state of step {step} is not saved; {kept}")
+        words.append(f"the state of step {step} is not saved; the newest is of step {saver.newest_step}")
     if count := job.progress.bad_steps_in_a_row:
         bad = f"{several(count, 'bad step')}: loss or gradient was not finite, nothing was applied"
         words.append(f"the run ends with {bad}. {saver.advise()}.")
@@ -170,25 +158,10 @@ def _train_to_the_end(job: Job, saver: Saver, status_file: StatusFile, watchdog:
     return status
 
 
-def _sample_at_the_end(job: Job) -> None:
-    """A sample of text of a run that is complete: trained and saved, it does not fail here."""
-    try:
-        sample_text(job, job.progress.step)
-    except Exception as error:
-        job.log.note(f"no sample of text: {type(error).__name__}: {error}")
-
-
-def _record_failure(job: Job, error: Exception) -> None:
-    """The event of the end, unless the run folder is another job's by now."""
-    step, refused = job.progress.step, isinstance(error, UserError)
-    job.log.error(step, "".join(traceback.format_exception(error)))
-    if not isinstance(error, TakenOverError):
-        message = str(error) if refused else f"{type(error).__name__}: {error}"
-        job.log.event("failed", step, status=2 if refused else 1, message=message)
-
-
-def _report_cause(error: Exception, context: ParallelContext, job: Job | None) -> None:
+def report_cause(error: Exception, context: ParallelContext, job: Job | None) -> None:
     """This rank's own words first: whoever started it may kill it soon. Then what the ranks find out together."""
+    if StartUp.now is not None and is_broken_link(error):
+        time.sleep(NEWS_S)
     where = f"rank {context.rank} on {socket.gethostname()}{f', step {job.progress.step + 1}' if job else ''}"
     to_stderr(f"megalite: {where}: {type(error).__name__}: {error}")
     if isinstance(error, torch.OutOfMemoryError):

@@ -6,7 +6,6 @@ which others are sampled beside it.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import takewhile
 
 import torch
@@ -16,7 +15,6 @@ from torch import Tensor
 from megalite.config.schema import Config
 from megalite.data.batch import unscored
 from megalite.data.open import OpenedData
-from megalite.data.tokenizers import TextTokenizer
 from megalite.errors.problems import Problem, UserError, collect_all
 from megalite.launch.context import ParallelContext
 from megalite.layout.sequence import SequenceShare
@@ -46,20 +44,19 @@ def prompts_of(config: Config, data: OpenedData) -> list[Prompt]:
         raise UserError(Problem("train.sample_prompts", asked, "the tokenizer of this data is not known", remedy))
     if tokenizer is None or config.train.sample_tokens == 0:
         return []
-    texts = [PROMPTS.get(config.data.source, "")] if asked is None else asked
-    return collect_all(partial(_prompt, tokenizer=tokenizer, data=data), texts)
+    part = data.train.parts[0]
+    # An empty prompt stands for an end of document, or where the tokenizer knows none for the first token of the data.
+    end = tokenizer.end_of_document
+    start = [int(part.file.tokens[part.first])] if end is None else [end]
 
+    def prompt(text: str) -> Prompt:
+        try:
+            return Prompt(text, tokenizer.encode(text) or start)
+        except UserError as error:
+            remedy = "begin with symbols of the training text, or use tokenizer=byte"
+            raise UserError(Problem("train.sample_prompts", text, error.problems[0].rule, remedy)) from error
 
-def _prompt(text: str, tokenizer: TextTokenizer, data: OpenedData) -> Prompt:
-    try:
-        tokens = tokenizer.encode(text)
-    except UserError as error:
-        remedy = "begin with symbols of the training text, or use tokenizer=byte"
-        raise UserError(Problem("train.sample_prompts", text, error.problems[0].rule, remedy)) from error
-    if not tokens and tokenizer.end_of_document is not None:
-        tokens = [tokenizer.end_of_document]
-    part = data.train.parts[0]  # a char tokenizer might not know any other token that we thought of
-    return Prompt(text, tokens or [int(part.file.tokens[part.first])])
+    return collect_all(prompt, [PROMPTS.get(config.data.source, "")] if asked is None else asked)
 
 
 @torch.no_grad()
@@ -86,8 +83,7 @@ def sample(
         unit = WINDOW * context.layout.tp * context.layout.cp  # which split a window
         longest = max((len(prompt) for prompt in prompts), default=0) + count
         length = min(seq_length, -(-longest // unit) * unit)
-    texts = [list(prompt) for prompt in prompts]
-    groups = training.chunks[0].context
+    texts, groups = [list(prompt) for prompt in prompts], training.chunks[0].context
     share = SequenceShare() if groups is None else groups.share
     with training.evaluating():
         for group in (texts[first : first + at_once] for first in range(0, len(texts), at_once)):
@@ -98,8 +94,13 @@ def sample(
                 for row, (text, place) in enumerate(zip(group, newest, strict=True)):
                     window[row, : place + 1] = torch.tensor(text[-length:])
                 hidden = training.executor.hidden(unscored(window).part(share).to(context.device))
-                drawn = None if hidden is None else _draw(training.chunks[-1], hidden, newest, generators)
-                for text, token in zip(group, _broadcast(drawn, len(group), context), strict=True):
+                tokens = torch.zeros(len(group), dtype=torch.int64)
+                if hidden is not None:  # the pipeline ends here
+                    tokens = _draw(training.chunks[-1], hidden, newest, generators)
+                if (pipeline := context.group("pp-forward")) is not None:
+                    tokens = tokens.to(context.device)
+                    dist.broadcast(tokens, group=pipeline, group_src=pipeline.size() - 1)
+                for text, token in zip(group, tokens.tolist(), strict=True):
                     text.append(token)
     return [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
 
@@ -113,13 +114,3 @@ def _draw(end: GPT, hidden: Tensor, places: Sequence[int], generators: Sequence[
     shares = torch.softmax(best / TEMPERATURE, dim=1)
     drawn = [torch.multinomial(share, 1, generator=dice) for share, dice in zip(shares, generators, strict=True)]
     return candidates.gather(1, torch.stack(drawn)).flatten()
-
-
-def _broadcast(drawn: Tensor | None, count: int, context: ParallelContext) -> list[int]:
-    """The tokens that the end of the pipeline has drawn, on all its ranks."""
-    pipeline = context.group("pp-forward")
-    tokens = torch.zeros(count, dtype=torch.int64) if drawn is None else drawn
-    if pipeline is not None:
-        tokens = tokens.to(context.device)
-        dist.broadcast(tokens, group=pipeline, group_src=pipeline.size() - 1)
-    return [int(token) for token in tokens.tolist()]

@@ -1,8 +1,12 @@
-"""Saves the training state when it is due. When that fails, training goes on, and the last checkpoint stays.
+"""The state of a run: what a checkpoint holds, and the saver, which writes it when it is due.
 
-Only finite weights and moments are saved; a run with others has failed. Finite weights are trusted only after a later
-step was applied, because that step's loss was computed with them. The newest checkpoint of trusted weights is never
-deleted.
+A checkpoint holds named logical tensors and a handful of numbers. Masters, the optimizer's state and (where they differ
+from the masters) parameters have a tensor each under their logical name. Learning rate, data order and dropout masks
+are functions of the step, so the step is all there is besides.
+
+When a save fails, training goes on, and the last checkpoint stays. Only finite weights and moments are saved; a run
+with others has failed. Finite weights are trusted only after a later step was applied, because that step's loss was
+computed with them. The newest checkpoint of trusted weights is never deleted.
 
 With `checkpoint.async` a save goes on behind the training until the next one, or the end of the run, waits for it. An
 error that ends the run is raised only there, at the same step on all ranks; everything else a rank reports as soon as
@@ -10,28 +14,141 @@ it knows.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from math import prod
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from megalite.checkpoint.background import BackgroundSaves
-from megalite.checkpoint.commit import committed
-from megalite.checkpoint.pieces import Piece
+from megalite.checkpoint.commit import STATE, committed
+from megalite.checkpoint.pieces import Piece, boxes
+from megalite.checkpoint.reading import Found
 from megalite.checkpoint.store import CheckpointError, Saved, save
+from megalite.config.schema import Config
 from megalite.config.settings import as_plain
+from megalite.config.user_files import as_record
 from megalite.launch.agreement import on_first
 from megalite.launch.context import ParallelContext
-from megalite.train.setup import Job
-from megalite.train.state import not_finite, training_pieces
+from megalite.layout.buffer_layout import OwnedRange
+from megalite.model.parameters import gpt_parameters
+from megalite.model.routers import Routers
+from megalite.optim.memory import bytes_of_element
+from megalite.optim.optimizer import slices_of
+from megalite.train.build import Training
+from megalite.train.history import seals
+from megalite.train.metrics import StepMetrics
 
+if TYPE_CHECKING:
+    from megalite.train.setup import Job
+
+_ROUNDED = "parameter"  # kind of the tensors that are masters in the model's dtype
 ADVICE = (
     "Try a lower optimizer.lr, a longer lr.warmup_steps, a smaller optimizer.clip_grad, precision=fp32, or look at the "
     "data of these steps"
 )
+
+
+@dataclass
+class Progress:
+    """Where a run stands."""
+
+    step: int = 0  # steps done, skipped ones and those of train.skip_steps included
+    samples: int = 0  # consumed: the whole state of the data
+    tokens: int = 0  # unmasked tokens of the steps that were applied
+    bad_steps: int = 0  # steps that were skipped, in all
+    empty_steps: int = 0  # steps without an unmasked token, which are not applied either
+    bad_steps_in_a_row: int = 0
+    last_applied: int = 0  # the newest step that changed weights; those before it have led to a finite loss
+
+    def count(self, metrics: StepMetrics, least_scale: float) -> None:
+        """The step was applied, or it was bad. Bad steps of fp16 are not in a row while the loss scale is above
+        `least_scale`: it is still looked for."""
+        if metrics.skipped:
+            self.bad_steps += 1
+            self.bad_steps_in_a_row += metrics.loss_scale is None or metrics.loss_scale <= least_scale
+        else:
+            self.bad_steps_in_a_row = 0
+            self.tokens += metrics.batch_tokens
+            self.last_applied = self.step
+
+
+@dataclass(frozen=True)
+class DataState:
+    """Which data a run was trained on."""
+
+    fingerprint: str
+    description: str
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """A checkpoint's state.json, in which a reader may lack what has a default."""
+
+    progress: Progress
+    data: DataState
+    config: dict[str, Any]
+    loss_scale: list[float] | None = None
+    tokenizer: dict[str, str] = field(default_factory=dict)  # hash of each file of its folder
+    record: dict[str, Any] = field(default_factory=dict)  # history.seals: of the files of the record, as they were then
+    layout: dict[str, int] = field(default_factory=dict)
+    torch: str = torch.__version__
+
+    @classmethod
+    def of(cls, found: Found) -> "SavedState":
+        return as_record(cls, found.state, found.path / STATE)
+
+
+def training_pieces(training: Training) -> list[Piece]:
+    """Every tensor that a resumed run needs, as pieces over this rank's slices of the live buffers."""
+    buffers, state = training.buffers, training.optimizer.state()
+    kinds = {"master": buffers.masters, **slices_of(state)}
+    if any(part is not master for part, master in zip(buffers.parameters, buffers.masters, strict=True)):
+        kinds[_ROUNDED] = buffers.parameters
+    pieces = [piece for kind, slices in kinds.items() for piece in owned_pieces(f"{kind}.", buffers.owned, slices)]
+    pieces += [Piece(name, (len(value),), (0,), value) for name, value in Routers(training.chunks).state()]
+    numbers = [(name, number) for name, number in state.items() if isinstance(number, Tensor)]
+    return pieces + [Piece(f"optimizer.{name}", (1,), (0,), number) for name, number in numbers]
+
+
+def is_rounded(name: str) -> bool:
+    """Whether a saved tensor is a master in the model's dtype: a resume rounds the master anew and does not read it."""
+    return name.startswith(f"{_ROUNDED}.")
+
+
+@torch.no_grad()
+def not_finite(pieces: Sequence[Piece]) -> list[str]:
+    """Names of the tensors that hold an infinity or no number: one pass over the memory, one wait for the device."""
+    held = [piece for piece in pieces if piece.tensor.numel()]
+    extremes = torch.stack([torch.stack(piece.tensor.aminmax()).double() for piece in held])  # [n, 2]
+    return [piece.name for piece, fine in zip(held, extremes.isfinite().all(dim=1).tolist(), strict=True) if not fine]
+
+
+def state_bytes(config: Config) -> int:
+    """Bytes of those tensors, of all ranks together: what a checkpoint needs on disk, but for a few KiB."""
+    total = 0
+    for record in gpt_parameters(config.model):
+        kind = {"matrix": record.stacked is not None, "master_precision": record.precision == "master"}
+        element = bytes_of_element(config.precision, config.optimizer, **kind)
+        total += record.numel * (element.parameters + element.masters + element.optimizer)
+    return total
+
+
+def owned_pieces(prefix: str, owned: Iterable[OwnedRange], slices: Sequence[Tensor]) -> Iterator[Piece]:
+    """The elements of each parameter in the slices (one flat tensor per bucket), as boxes of logical tensors."""
+    for each in (each for each in owned if len(slices[each.bucket])):
+        record = each.slot.record
+        for box, elements, start in each.boxes():
+            for at, sizes, first in boxes(elements.start, elements.stop, box.sizes):
+                begin = start - elements.start + first
+                offsets = tuple(outer + inner for outer, inner in zip(box.offsets, at, strict=True))
+                tensor = slices[each.bucket][begin : begin + prod(sizes)].view(sizes)
+                yield Piece(f"{prefix}{record.name}", record.shape, offsets, tensor)
 
 
 class TrainingStoppedError(RuntimeError):
@@ -49,7 +166,7 @@ class NotFiniteError(TrainingStoppedError):
 class Saver:
     """Writes the checkpoints of one run."""
 
-    def __init__(self, job: Job, saved: Callable[[int], object]) -> None:
+    def __init__(self, job: "Job", saved: Callable[[int], object]) -> None:
         """`saved` is called with the step of each checkpoint that is complete."""
         self._job, self._saved = job, saved
         self.newest_step = job.resumed_from  # of the newest complete checkpoint, when no save is under way
@@ -63,49 +180,39 @@ class Saver:
         begun = time.perf_counter()
         with self._training_waits():
             self.wait()
-            if self._background is None:
-                self._save_now(step)
-                return
-            pieces = training_pieces(self._job.training)
-            self._under_way = step, self._background.begin(pieces, self._writer(step), begun=begun)
+            pieces, write = training_pieces(self._job.training), self._writer(step)
+            if self._background is not None:
+                self._under_way = step, self._background.begin(pieces, write, begun=begun)
+            else:
+                self._finish(step, lambda: write(pieces, self._job.context))
 
     def save_last(self) -> None:
         """Make sure that the state in which the run ends is on disk."""
-        with self._training_waits():
+        self.wait()
+        if self.newest_step != self._job.progress.step:
+            self.save(self._job.progress.step)
             self.wait()
-            if self.newest_step != self._job.progress.step:
-                self._save_now(self._job.progress.step)
-
-    def report(self) -> None:
-        """Report the save under way if it has ended: this rank alone, which may know before others."""
-        if self._under_way is None or not (saving := self._under_way[1]).done():
-            return
-        if not isinstance(saving.exception(), TrainingStoppedError):
-            self._finish()
 
     def wait(self) -> None:
         """Wait for the save under way: then `newest_step` is what is on disk. All ranks call it at the same point."""
-        try:
-            self._finish()
-        except NotFiniteError as error:
-            raise TrainingStoppedError(f"{error} {self.advise()}.") from None
+        if self._under_way is not None:
+            (step, saving), self._under_way = self._under_way, None
+            with self._training_waits():
+                self._finish(step, saving.result)
+
+    def report(self) -> None:
+        """Report the save under way if it has ended: this rank alone, which may know before others."""
+        saving = None if self._under_way is None else self._under_way[1]
+        if saving is not None and saving.done() and not isinstance(saving.exception(), TrainingStoppedError):
+            self.wait()
 
     def close(self) -> None:
         """The run ends for another reason, which is the one that is reported. A save under way comes to its end, unless
         it takes longer than ranks wait for each other: its disk may hang for good."""
-        if self._under_way is None:
-            return
-        step, saving = self._under_way
-        if futures.wait([saving], self._job.config.parallel.timeout_s).not_done:
-            self._under_way = None
-            self._not_saved(f"the checkpoint of step {step} was not finished in time")
-            return
-        try:
-            self._finish()
-        except TrainingStoppedError:  # others may not be there to find out more together
-            return
-        except Exception as error:
-            self._not_saved(f"the save under way broke off: {type(error).__name__}: {error}")
+        if self._under_way is not None:
+            futures.wait([self._under_way[1]], self._job.config.parallel.timeout_s)
+            with suppress(Exception):
+                self.report()
 
     def advise(self) -> str:
         """For a run that ends with bad steps: which checkpoint holds good weights, and what to try; collective."""
@@ -113,44 +220,27 @@ class Saver:
         folder, applied = self._job.folder.checkpoints, self._job.progress.last_applied
 
         def kept() -> str:
-            found = committed(folder)
-            doubtful = ", ".join(path.name for step, path in reversed(found) if step >= applied)
-            good = next((step for step, _ in found if step < applied), None)
-            intact, back = "No checkpoint holds earlier weights", "set another run_dir"
-            if good is not None:
-                intact = f"The checkpoint of step {good} is intact"
-                back = f"to go on from step {good}, move newer ones out of {folder}"
-            return f"{intact}; the weights that the run ended with are in {doubtful}: {back}" if doubtful else intact
+            steps = [step for step, _ in committed(folder)]
+            good, doubtful = ([step for step in steps if (step < applied) is is_good] for is_good in (True, False))
+            words = f"The checkpoint of step {good[0]} is intact" if good else "No checkpoint holds earlier weights"
+            moved = f"move those of steps {doubtful} out of {folder}" if good else "set another run_dir"
+            return f"{words}; to go on from there, {moved}" if doubtful else words
 
         return f"{on_first(self._job.context, kept)}. {ADVICE}"
 
-    def _save_now(self, step: int) -> None:
-        saving: Future[Saved] = Future()
+    def _finish(self, step: int, result: Callable[[], Saved]) -> None:
+        """Report what became of the save of `step`."""
         try:
-            saving.set_result(self._writer(step)(training_pieces(self._job.training), self._job.context))
-        except Exception as error:
-            saving.set_exception(error)
-        self._under_way = step, saving
-        self.wait()
-
-    def _finish(self) -> None:
-        """Wait for the save under way, and report what became of it."""
-        if self._under_way is None:
-            return
-        (step, saving), self._under_way = self._under_way, None
-        try:
-            with self._training_waits():
-                saved = saving.result()
+            saved = result()
         except CheckpointError as error:
-            self._not_saved(str(error))
+            self._job.log.event("checkpoint_failed", self._job.progress.step, message=str(error))
             return
+        except NotFiniteError as error:
+            raise TrainingStoppedError(f"{error} {self.advise()}.") from None
         self.newest_step = step
         self._saved(step)
         times = {"seconds": round(saved.seconds, 3), "stall_s": round(saved.stall_s, 3)}
         self._job.log.event("checkpoint", step, bytes=saved.bytes, **times)
-
-    def _not_saved(self, message: str) -> None:
-        self._job.log.event("checkpoint_failed", self._job.progress.step, message=message)
 
     @contextmanager
     def _training_waits(self) -> Iterator[None]:
@@ -163,7 +253,7 @@ class Saver:
     def _writer(self, step: int) -> Callable[[Sequence[Piece], ParallelContext], Saved]:
         """The function that writes the checkpoint of this very step, whenever it is called."""
         folder, keep, good_before = self._job.folder, self._job.config.checkpoint.keep, self._job.progress.last_applied
-        state = checkpoint_state(self._job) | {"record": self._job.log.seals()}
+        state = asdict(state_of(self._job))
 
         def write(pieces: Sequence[Piece], context: ParallelContext) -> Saved:
             ruined = [name for of_rank in context.gather_json(not_finite(pieces)[:1]) for name in of_rank]
@@ -181,14 +271,15 @@ class Saver:
         return write
 
 
-def checkpoint_state(job: Job) -> dict[str, Any]:
+def state_of(job: "Job") -> SavedState:
     """The JSON part of a checkpoint."""
-    return {
-        "progress": dict(vars(job.progress)),
-        "loss_scale": None if job.training.loss_scale is None else job.training.loss_scale.state.tolist(),
-        "data": {"fingerprint": job.data.fingerprint, "description": job.data.description},
-        "layout": {axis: getattr(job.context.layout, axis) for axis in ("tp", "cp", "pp", "vpp", "dp", "world_size")},
-        "tokenizer": job.tokenizer_files,
-        "config": as_plain(job.config),
-        "torch": torch.__version__,
-    }
+    scale, layout = job.training.loss_scale, job.context.layout
+    return SavedState(
+        job.progress,
+        DataState(job.data.fingerprint, job.data.description),
+        as_plain(job.config),
+        loss_scale=None if scale is None else scale.state.tolist(),
+        tokenizer=job.tokenizer_files,
+        record=seals(job.folder.path) if job.context.rank == 0 else {},
+        layout={axis: getattr(layout, axis) for axis in ("tp", "cp", "pp", "vpp", "dp", "world_size")},
+    )

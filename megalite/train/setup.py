@@ -22,7 +22,6 @@ from megalite.config.step_plan import samples_when_longer
 from megalite.config.user_files import as_record
 from megalite.data.open import OpenedData, TokenFiles, open_data
 from megalite.errors.problems import Problem, UserError
-from megalite.errors.words import several
 from megalite.launch.agreement import on_first, together
 from megalite.launch.context import ParallelContext
 from megalite.launch.device import slow_precision
@@ -37,11 +36,11 @@ from megalite.train.build import (
     fill_with_imported_values,
     fill_with_start_values,
 )
-from megalite.train.device_settings import ASYNC_TP, CUDA_GRAPH, derive_device
+from megalite.train.device_settings import derive_device
 from megalite.train.history import ENDS, EVENTS, METRICS, read_events, read_metrics
 from megalite.train.run_log import RunLog
 from megalite.train.sample import Prompt, prompts_of
-from megalite.train.state import Progress, SavedState, is_rounded, state_bytes, training_pieces
+from megalite.train.saving import Progress, SavedState, is_rounded, state_bytes, training_pieces
 
 
 @dataclass
@@ -61,7 +60,7 @@ class Job:
     # From the checkpoint that the run continues from, and from the records beside it.
     resumed_from: int | None = None  # step of the checkpoint
     tokenizer_files: dict[str, str] = field(default_factory=dict)  # name -> hash
-    seals: dict[str, Any] = field(default_factory=dict)  # a history.Seal of each file of the record
+    seals: dict[str, Any] = field(default_factory=dict)  # history.seals of the files of the record
     measured: dict[str, Any] = field(default_factory=dict)  # the newest line of a step
     finished: bool = False  # an earlier start has done and recorded everything: this one leaves the folder as it is
 
@@ -73,7 +72,6 @@ class Job:
     saving: bool = False  # training waits for a save
     newest_step: int = 0  # that was begun
     evaluated_step: int = -1  # the newest one
-    sampled_step: int = -1
 
     @property
     def stop_is_requested(self) -> bool:
@@ -146,8 +144,7 @@ def set_up(
         else:
             fill_with_start_values(job.training.buffers, config, context)
         job.newest_step = job.progress.step
-        evaluated, job.finished, job.measured = on_first(context, lambda: examine_records(job))
-        job.evaluated_step = job.progress.step if evaluated else -1
+        job.evaluated_step, job.finished, job.measured = on_first(context, lambda: examine_records(job))
         if not job.finished:
             if job.progress.step < config.train.steps:
                 on_first(context, lambda: require_room(folder.checkpoints, state_bytes(config)))
@@ -186,34 +183,25 @@ def has_checkpoints(run_dir: Path) -> bool:
     folder = run_dir / CHECKPOINTS
     if committed(folder):
         return True
-    events, gone = read_events(run_dir / EVENTS), ""
-    if saved := [event["step"] for event in events if event["kind"] in ("checkpoint", "resume")]:
-        gone = f"{EVENTS} tells of a checkpoint of step {saved[-1]:,}"
-    elif not events and read_metrics(run_dir / METRICS):
-        gone = f"{METRICS} tells of steps, and {EVENTS} does not say that none was saved"
-    if gone:
-        rule = f"its {gone}, but there is no folder called step- and eight digits in {folder}"
-        remedy = (
-            f"put the checkpoints back (is their disk mounted?); to start anew, another run_dir, or delete {run_dir}"
-        )
+    events = read_events(run_dir / EVENTS)
+    saved = [event["step"] for event in events if event["kind"] in ("checkpoint", "resume")]
+    if saved or (not events and read_metrics(run_dir / METRICS)):
+        words = f"{EVENTS} tells of a checkpoint of step {saved[-1]}" if saved else f"{METRICS} tells of steps"
+        rule = f"its {words}, but there is no folder called step- and eight digits in {folder}"
+        remedy = f"put the checkpoints back (is their disk mounted?), set another run_dir, or delete {run_dir}"
         raise UserError(Problem("run_dir", str(run_dir), rule, remedy))
     return False
 
 
 def remarks(config: Config, context: ParallelContext) -> list[str]:
     """Lines about settings on this device that the user should know."""
-    found = [slow] if (slow := slow_precision(context.dtype, context.device)) else []
+    found = [slow_precision(context.dtype, context.device)]
     if config.train.fp8 is not None and context.device.type == "cpu":
-        found.append(
-            "a CPU imitates fp8: numbers are rounded as on a GPU, and steps take longer than without train.fp8"
-        )
-    for name in (ASYNC_TP, CUDA_GRAPH):
-        if value_of(config, name) and name in config.derived:
-            found.append(f"on, as this device allows it: {name} ({name}=false: off)")
+        found.append("a CPU imitates fp8: it rounds as a GPU does, and steps take longer than without train.fp8")
     if config.parallel.cp > 1:
         exchange = exchange_of(config)
         found.append(f"the {config.parallel.cp} ranks of a sequence exchange keys by {exchange.name}: {exchange.why}")
-    return found
+    return [line for line in found if line]
 
 
 def restore(job: Job, found: Found) -> None:
@@ -229,30 +217,32 @@ def restore(job: Job, found: Found) -> None:
         training.loss_scale.state.copy_(torch.tensor(state.loss_scale))
     job.resumed_from, job.progress, job.tokenizer_files = found.step, state.progress, state.tokenizer
     job.seals = state.record
-    before, consumed = state.config, job.progress.samples
-    length = before["train"]["seq_length"]
+    length, consumed = state.config["train"]["seq_length"], state.progress.samples
     if length != train.seq_length:
         job.progress.samples = samples_when_longer(consumed, length, train.seq_length)
         over = job.progress.samples * train.seq_length - consumed * length
-        passed_over = f"; {over:,} are passed over, to begin with a whole sample" if over else ""
-        job.log.note(f"the data goes on behind the first {consumed * length:,} tokens of its order{passed_over}")
-    schedule, steps = as_record(LearningRateConfig, before["lr"], found.path / STATE), before["train"]["steps"]
-    old = learning_rate(found.step, schedule, peak=before["optimizer"]["lr"], steps=steps)
-    new = learning_rate(found.step, job.config.lr, peak=job.config.optimizer.lr, steps=train.steps)
+        words = f"{consumed * length:,} tokens of its order; {over:,} are passed over"
+        job.log.note(f"the data goes on behind the first {words}")
+    old = rate_after(found.step, state.config, as_record(LearningRateConfig, state.config["lr"], found.path / STATE))
+    new = rate_after(found.step, as_plain(job.config), job.config.lr)
     if not math.isclose(old, new, rel_tol=1e-6):
-        rises = "; it rises: optimizer.lr, lr.schedule and lr.warmup_steps say how it goes on" if new > old else ""
-        was = f"in a run of {several(steps, 'step')} it was {old:.3g}"
-        job.log.note(f"the learning rate of step {found.step + 1} of {train.steps} is {new:.3g}, {was}{rises}")
+        words = f"the learning rate of step {found.step + 1} is {new:.3g}; with the settings before it was {old:.3g}"
+        job.log.note(f"{words} (optimizer.lr, lr.schedule, lr.warmup_steps, train.steps)")
 
 
-def examine_records(job: Job) -> tuple[bool, bool, dict[str, Any]]:
-    """Whether the records hold the evaluation of the step that the run continues from, whether this start has nothing
-    to do and nothing to record, and the newest line of a step."""
+def rate_after(step: int, settings: dict[str, Any], schedule: LearningRateConfig) -> float:
+    """The learning rate of the step after `step`."""
+    return learning_rate(step, schedule, peak=settings["optimizer"]["lr"], steps=settings["train"]["steps"])
+
+
+def examine_records(job: Job) -> tuple[int, bool, dict[str, Any]]:
+    """The step that the run continues from if the records hold its evaluation, else -1; whether this start has nothing
+    to do and nothing to record; the newest line of a step."""
     step, folder = job.progress.step, job.folder.path
     if job.resumed_from is None:
-        return False, False, {}
+        return -1, False, {}
     lines, events = read_metrics(folder / METRICS), read_events(folder / EVENTS)
-    evaluated = any(line["step"] == step and "val_loss" in line for line in lines)
-    done = step >= job.config.train.steps and (evaluated or not job.owes_evaluation())
+    job.evaluated_step = step if any(line["step"] == step and "val_loss" in line for line in lines) else -1
+    finished = job.complete and bool(events) and events[-1]["kind"] in ENDS
     measured = [line for line in lines if "loss" in line and line["step"] <= step]
-    return evaluated, done and bool(events) and events[-1]["kind"] in ENDS, measured[-1] if measured else {}
+    return job.evaluated_step, finished, measured[-1] if measured else {}

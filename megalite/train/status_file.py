@@ -10,10 +10,10 @@ evaluations, null before the first save. An exit status cannot tell these apart:
 all ranks ended in order.
 """
 
-import contextlib
 import json
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from megalite.config.durable_files import write_atomically
@@ -31,46 +31,36 @@ class StatusFile:
         self._path, self._fixed = Path(absolute(path)) if path else None, {"steps": steps, "run_dir": str(run_dir)}
         self._first = self._step = 0
         self._trains_s = 0.0  # since the epoch
-        self._open = False
-
-    def examine(self) -> None:
-        """UserError where the file cannot be made, before anything else is."""
-        if self._path is not None and not os.access(self._path.parent, os.W_OK | os.X_OK):
-            rule = f"{self._path.parent} is no folder where you may write"
-            raise UserError(Problem("launch.status_file", str(self._path), rule, "make it, or name another"))
+        self.is_running = False
 
     def begin(self, step: int) -> None:
         """Training begins after `step`. UserError where the file cannot be written."""
-        self._first, self._trains_s, self._open = step, time.time(), True
+        self._first, self._step, self._trains_s = step, step, time.time()
         try:
-            self._write("running", step)
+            self._write("running")
         except OSError as error:
             remedy = "a file in a folder where you may write, on a disk with room"
             raise UserError(Problem("launch.status_file", str(self._path), f"{error.strerror}", remedy)) from error
+        self.is_running = True
 
     def saved(self, step: int) -> None:
         """The checkpoint of `step` is complete."""
-        with contextlib.suppress(OSError):
-            self._write("running", step)
-
-    def end(self, state: str, step: int, by: str | None = None) -> None:
-        """The start ends after `step`: stopped, finished or failed."""
-        self._open = False
-        with contextlib.suppress(OSError):  # the scheduler's script sees the old state, and the run is saved
-            self._write(state, step, by)
-
-    def close(self, by: str | None = None) -> None:
-        """A start without another end by now was stopped before its first step, or has failed."""
-        if self._open:
-            self.end("stopped" if by else "failed", self._step, by)
-
-    def _write(self, state: str, step: int, by: str | None = None) -> None:
         self._step = step
+        with suppress(OSError):
+            self._write("running")
+
+    def end(self, state: str, by: str | None = None) -> None:
+        """The start has stopped, finished or failed."""
+        self.is_running = False
+        with suppress(OSError):  # the scheduler's script sees the old state, and the run is saved
+            self._write(state, by)
+
+    def _write(self, state: str, by: str | None = None) -> None:
         if self._path is None:
             return
-        status = {"state": state, "step": step, **self._fixed, **({"by": by} if by else {})}
+        status = {"state": state, "step": self._step, **self._fixed, **({"by": by} if by else {})}
         if job_began := os.environ.get(JOB_BEGAN):
-            gained = step - self._first
+            gained = self._step - self._first
             status |= {"gained": gained, "start_up_s": round(self._trains_s - float(job_began), 1)}
             status["step_s"] = round((time.time() - self._trains_s) / gained, 3) if gained else None
         write_atomically(self._path, (json.dumps(status) + "\n").encode(), STATUS)

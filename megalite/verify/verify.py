@@ -15,7 +15,7 @@ from megalite.config.layout import dense_ranks, layout_of, least_world
 from megalite.config.schema import Config
 from megalite.config.settings import value_of
 from megalite.errors.problems import Problem, UserError
-from megalite.layout.summary import header_lines
+from megalite.layout.ranks import header_lines
 from megalite.verify.running import LAYOUT, SINGLE, TrainRank, train_both
 from megalite.verify.shrink import AXES, MOST_RANKS, shrink
 

@@ -165,10 +165,3 @@ def corpus(scene: Scene) -> None:
 def truncated_corpus(scene: Scene) -> None:
     write_corpus(scene.folder)
     os.truncate(scene.folder / "corpus.bin", 8000)
-
-
-def corpus_of_another_index(scene: Scene) -> None:
-    write_corpus(scene.folder, count=100)
-    index = (scene.folder / "corpus.idx").read_bytes()
-    write_corpus(scene.folder)
-    (scene.folder / "corpus.idx").write_bytes(index)

@@ -22,19 +22,6 @@ def gpu_without_bf16(scene: Scene) -> None:
 
 
 ROWS = [
-    Row("a slip", "optimzer.lr=1 +model.foo=1", ["2 problems", "optimzer.lr=1", "did you mean optimizer.lr=1"]),
-    Row(
-        "text for a number",
-        "optimizer.lr=3e-4x train.steps=abc",
-        ["2 problems", "optimizer.lr='3e-4x': must be a number", "optimizer.lr=0.001", "'abc'", "whole number"],
-    ),
-    Row("a negative learning rate", "optimizer.lr=-1", ["optimizer.lr=-1.0", "above 0"]),
-    Row("a learning rate of nan", "optimizer.lr=nan", ["optimizer.lr=nan", "must be finite"]),
-    Row(
-        "numbers beyond all bounds",
-        f"optimizer.lr=1{'0' * 400} parallel.timeout_s=1e300 train.steps=100000000",
-        ["3 problems", "optimizer.lr=1000", "at most 31536000", "at most 99999999"],
-    ),
     Row(
         "a world that the layout does not divide",
         "parallel.tp=2 parallel.pp=2 model.num_layers=2",
@@ -53,11 +40,6 @@ ROWS = [
         ],
     ),
     Row(
-        "no interval and no checkpoint",
-        "checkpoint.interval=-1 checkpoint.keep=0",
-        ["2 problems", "checkpoint.interval=-1: must be at least 0", "checkpoint.keep=0: must be at least 1"],
-    ),
-    Row(
         "bf16 where the device lacks it",
         "precision=bf16",
         ["precision='bf16': an old card cannot multiply bf16", "precision=fp32"],
@@ -69,68 +51,21 @@ ROWS = [
         ["optimizer.initial_loss_scale=128.0", "has no effect with precision=fp32", "precision=fp16"],
     ),
     Row(
-        "shares and rates outside their range",
-        "model.dropout=1 model.attention_dropout=-0.1 optimizer.betas=[0.9,1.0] optimizer.eps=0",
-        ["4 problems", "model.dropout=1.0", "below 1", "attention_dropout=-0.1", "betas=[0.9, 1.0]", "eps=0.0: must"],
-    ),
-    Row(
-        "a length in tokens beside one in steps",
-        "train.tokens=1000000",
-        ["train.tokens=1000000: unknown setting", "train.steps=N", "train.global_batch_size x train.seq_length"],
-    ),
-    Row(
-        "a class to be made",
-        "model._target_=torch.load",
-        ["model._target_='torch.load': unknown setting", "model.activation=swiglu"],
-    ),
-    Row("nothing to read", "data=text", ["data.path=null", "data=text needs to be told", "data.path=book.txt"]),
-    Row(
-        "values left open",
-        "train.steps=??? data=text data.path=???",
-        [
-            "2 problems",
-            "train.steps='???'",
-            "train.steps=200 in place of ???",
-            "data.path='???': Missing mandatory value",
-        ],
-    ),
-    Row(
-        "a reference to nothing",
-        "train.steps=${train.stepps}",
-        ["train.steps='${train.stepps}'", "'train.stepps' not found", "train.steps=200 in place"],
-    ),
-    Row(
         "references in a circle, and one to a whole group",
         "lr.schedule=wsd train.steps=${lr.decay_steps} lr.decay_steps=${train.steps} train.sample_prompts=${data}",
         ["2 problems", "train.steps='${lr.decay_steps}': Recursive", "train.sample_prompts='${data}': "],
     ),
     Row(
-        "an environment variable that is not set",
-        "log.wandb_entity=${oc.env:MEGALITE_TEAM}",
-        ["log.wandb_entity=", "Environment variable 'MEGALITE_TEAM' not found"],
-    ),
-    Row("a preset that there is not", "model=gtp2", ["model='gtp2'", "model=gpt2 is the nearest", "llama3_8b"]),
-    Row("a choice", "model.norm=rmsnrom", ["'rmsnrom'", "model.norm=rmsnorm is the nearest", "layernorm"]),
-    Row("a secret", "+wandb.api_key=CLISECRET", ["wandb.api_key", "secret", "WANDB_API_KEY", "command lines"]),
-    Row("run_dir is a file", "run_dir=taken", ["run_dir='taken'", "not a folder", "a new folder"], file("taken", b"")),
-    Row(
         "run_dir is among the data",
         "data=text data.path=books run_dir=books/run",
-        ["run_dir='books/run': it is inside data.path=books", "change its own data", "a run_dir elsewhere"],
+        ["run_dir='books/run': the run would write into its own data, data.path=books", "run_dir=PATH elsewhere"],
         text_with_a_run_inside,
     ),
     Row(
         "the default run_dir is among the data",
         "data=text data.path=.",
-        ["run_dir=", "runs/", "inside data.path=.", "data.path='*.txt'"],
+        ["run_dir=", "runs", "write into its own data, data.path=.", "data.path='*.txt'"],
         file("a.txt", b"some text " * 90),
-    ),
-    Row("a negative seed", "seed=-1", ["seed=-1: must be at least 0, at most 9223372036854775807"]),
-    Row("a seed of 64 bits", "seed=9223372036854775808", ["seed=9223372036854775808: must be at least 0"]),
-    Row(
-        "a float for a whole number, a number for yes or no",
-        "train.steps=1e3 model.bias=2",
-        ["2 problems", "train.steps=1000.0", "whole number", "train.steps=1000\n", "model.bias=2", "true or false"],
     ),
     Row(
         "sizes that a sequence does not divide over",

@@ -12,7 +12,6 @@ from tests.bad_input.launching import (
     Scene,
     check,
     corpus,
-    corpus_of_another_index,
     file,
     truncated_corpus,
 )
@@ -27,9 +26,6 @@ ROWS = [
     Row("an empty file", "data=text data.path=e.txt", ["e.txt", "is empty (0 bytes)"], file("e.txt", b"")),
     Row("a pipe", "data=text data.path=pipe.txt", ["pipe.txt", "no regular file", "or a glob"], pipe),
     Row(
-        "a binary file", "data=text data.path=b.txt", ["b.txt", "zero byte", "byte 3", "UTF-8"], file("b.txt", b"abc\0")
-    ),
-    Row(
         "a binary file that begins as text",
         "data=text data.path=b.txt",
         ["b.txt", "not UTF-8 text (byte 3,000,000)"],
@@ -42,9 +38,8 @@ ROWS = [
         file("s.txt", b"short"),
     ),
     Row("truncated tokens", " ".join(TOKENS), ["corpus.bin", "has 8,000 bytes", "describes 10,000"], truncated_corpus),
-    Row("an index of other tokens", " ".join(TOKENS), ["corpus.bin", "10,000 bytes"], corpus_of_another_index),
     Row("tokens without a vocabulary", "data=tokens data.path=corpus", ["model.vocab_size=null", "set it"], corpus),
-    Row("a small vocabulary", "model.vocab_size=100", ["=100", "tokenizer=byte, 257", "model.vocab_size=null"]),
+    Row("a small vocabulary", "model.vocab_size=100", ["=100", "257 tokens of the tokenizer", "model.vocab_size=null"]),
     Row("no tokenizer's folder", "tokenizer=./none", ["'./none'", "no folder", "transformers tokenizer"]),
     Row(
         "hub names without network",

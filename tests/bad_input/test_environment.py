@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import pretrain_gpt
-from megalite.checkpoint.lock import RunLock, holder_of
+from megalite.checkpoint.run_folder import RunLock, holder_of
 from megalite.commands import train
 from megalite.launch.context import ParallelContext
 from tests.bad_input.launching import SMALL, TOKENS, Row, Scene, check, free_port, tree, write_corpus
@@ -107,20 +107,11 @@ ROWS = [
         ["MASTER_ADDR:MASTER_PORT='localhost:1'", "rank 1 found nobody there: ", "no firewall closes"],
         variables={"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
     ),
-    Row(
-        "rank 0 that never comes, said by whoever is not the first on its machine, too",
-        "parallel.startup_timeout_s=0.2",
-        ["MASTER_ADDR:MASTER_PORT='localhost:1'", "rank 1 found nobody there: "],
-        variables={"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
-    ),
     Row("no CUDA", "device=cuda", ["device='cuda'", "no usable CUDA device", "device=cpu"]),
-    Row(
-        "run_dir cannot be made", "run_dir=/proc/megalite", ["'/proc/megalite'", "/proc cannot be written", "may write"]
-    ),
     Row(
         "run_dir may not be written",
         "run_dir=new/run",
-        ["run_dir='new/run'", "cannot be written: Permission denied", "a folder where you may write"],
+        ["run_dir='new/run'", "cannot be written: Permission denied", "where you may write"],
         not_writable,
     ),
     Row(

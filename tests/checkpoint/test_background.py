@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
@@ -14,13 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from megalite.checkpoint.background import BackgroundSaves, HostCopies
+from megalite.checkpoint.background import BackgroundSaves
 from megalite.checkpoint.pieces import Piece
 from megalite.checkpoint.reading import newest
-from megalite.checkpoint.store import CheckpointError, Saved, save
-from megalite.launch.context import CPU, ParallelContext
+from megalite.checkpoint.store import Saved, save
+from megalite.launch.context import ParallelContext
 from megalite.layout.groups import GroupNeeds
-from tests.checkpoint.samples import SINGLE, blank, cut, equal, no_report, values, whole
+from tests.checkpoint.samples import SINGLE, cut, equal, no_report, values, whole
 from tests.ranks import run_ranks
 
 NEEDS = GroupNeeds(background_saving=True)
@@ -33,42 +32,6 @@ def no_collection() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
-
-
-def save_while_training_goes_on(context: ParallelContext, folder: Path) -> list[float]:
-    """Begin a save that cannot end yet, change all state and talk to the other ranks, then let it end."""
-    let_go = threading.Event()
-
-    def write(pieces: Sequence[Piece], its: ParallelContext) -> Saved:
-        assert let_go.wait(30)
-        return save(folder, 1, pieces, {"step": 1}, its, keep=1)
-
-    pieces = cut("flat", values(1), context.rank, context.world_size)
-    pending = BackgroundSaves(context).begin(pieces, write, begun=time.perf_counter())
-    for piece in pieces:
-        piece.tensor.fill_(99)
-    answers = []
-    for step in range(200):
-        if step == 20:
-            let_go.set()
-        if context.control_group is not None:
-            answers.append(sum(said[0] for said in context.gather_json([step])))
-    assert answers in ([], [step * context.world_size for step in range(200)])
-    saved = pending.result()
-    assert pending.done()
-    assert saved.path == folder / "step-00000001"
-    return [saved.stall_s, saved.seconds]
-
-
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_training_may_change_its_state_and_use_its_groups_meanwhile(tmp_path: Path, ranks: int) -> None:
-    for stall_s, seconds in run_ranks(save_while_training_goes_on, ranks, tmp_path, needs=NEEDS):
-        assert 0 < stall_s < seconds
-    found = newest(tmp_path, SINGLE, no_report)
-    assert found is not None
-    pieces = blank(whole(values(1)))
-    found.read_into(pieces)
-    assert equal(pieces, whole(values(1)))
 
 
 def test_the_stall_is_the_copy_and_not_the_write(tmp_path: Path) -> None:
@@ -97,40 +60,6 @@ def test_the_copies_go_with_the_write(tmp_path: Path) -> None:
     assert len(copies) == len(values(1))
     assert [copy for copy in copies if copy() is not None] == []
     assert pending.result().path.is_dir()
-
-
-def fail_on_one(context: ParallelContext, folder: Path) -> list[str]:
-    """The disk of the last rank is full, twice; what each rank is told."""
-    told = []
-    saves = BackgroundSaves(context)
-    small = context.rank == context.world_size - 1
-    for step in (1, 2, 3):
-        pieces = cut("flat", values(step), context.rank, context.world_size)
-
-        def write(pieces: Sequence[Piece], its: ParallelContext, step: int = step) -> Saved:
-            with pytest.MonkeyPatch.context() as patch:
-                if small and step < 3:
-
-                    def full(*_: object) -> None:
-                        raise OSError(28, "No space left on device")
-
-                    patch.setattr("megalite.checkpoint.store.write_file", full)
-                return save(folder, step, pieces, {"step": step}, its, keep=2)
-
-        pending = saves.begin(pieces, write, begun=time.perf_counter())
-        try:
-            pending.result()
-        except CheckpointError as error:
-            told.append(str(error))
-    return told
-
-
-def test_a_failure_is_the_same_on_all_ranks_and_the_next_save_works(tmp_path: Path) -> None:
-    first, *others = run_ranks(fail_on_one, 3, tmp_path, needs=NEEDS)
-    assert all(told == first for told in others)
-    assert len(first) == 2
-    assert "the checkpoint of step 1 was not saved: No space left on device on rank 2 (" in first[0]
-    assert os.listdir(tmp_path) == ["step-00000003"]
 
 
 def lose_a_rank(context: ParallelContext, folder: Path) -> str:
@@ -201,7 +130,7 @@ def test_an_end_that_does_not_wait_is_not_held_up(tmp_path: Path) -> None:
 def test_copies_are_contiguous_and_of_every_dtype() -> None:
     columns = torch.arange(30.0).view(5, 6)[:, 1:4]
     pieces = [*whole(values(1)), Piece("columns", (5, 3), (0, 0), columns), Piece("empty", (0,), (0,), torch.zeros(0))]
-    copies, wait = HostCopies(CPU).of(pieces)
+    copies, wait = BackgroundSaves(SINGLE).copies_of(pieces)
     wait()
     assert equal(copies, pieces)
     assert all(copy.tensor.is_contiguous() for copy in copies)
@@ -216,14 +145,14 @@ def test_on_a_gpu_the_stream_waits_and_the_host_does_not() -> None:
     torch.cuda.set_device(device)
     live = [torch.full((1 << 26,), 1.0, device=device), torch.full((1000, 1000), 1.0, device=device).t()[:, 5:]]
     pieces = [Piece(f"t{i}", tuple(tensor.shape), (0,) * tensor.dim(), tensor) for i, tensor in enumerate(live)]
-    host = HostCopies(device)
+    host = BackgroundSaves(ParallelContext(device=device))
     places = set()
     for value in (2.0, 3.0):
         torch.cuda._sleep(int(1e9))  # the state is not there yet
         for tensor in live:
             tensor.fill_(value)
         begun = time.perf_counter()
-        copies, wait = host.of(pieces)
+        copies, wait = host.copies_of(pieces)
         host.before_change()
         for tensor in live:
             tensor.fill_(-1)

@@ -130,13 +130,6 @@ def test_a_kill_at_any_moment_loses_nothing(tmp_path: Path, ranks: int, behind: 
     kill_again_and_again(tmp_path, ranks, behind, trials=6, seed=ranks)
 
 
-@behind_or_not
-@pytest.mark.long
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_many_kills_at_any_moment_lose_nothing(tmp_path: Path, ranks: int, behind: bool) -> None:
-    kill_again_and_again(tmp_path, ranks, behind, trials=60, seed=10 + ranks)
-
-
 def write_in_place(patch: pytest.MonkeyPatch) -> None:
     """What would happen without the temporary folder: the files of a step are written under its final name."""
 

@@ -14,7 +14,7 @@ from megalite.launch.context import ParallelContext
 from megalite.launch.device import DTYPES
 from megalite.train.build import build_training
 from megalite.train.device_settings import derive_device
-from megalite.train.state import state_bytes, training_pieces
+from megalite.train.saving import state_bytes, training_pieces
 
 
 @pytest.mark.parametrize("total", [10**9, 0])

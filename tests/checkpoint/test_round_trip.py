@@ -20,7 +20,7 @@ from megalite.launch.context import ParallelContext
 from megalite.model.parameters import gpt_parameters
 from megalite.train.build import build_training
 from megalite.train.device_settings import derive_device
-from megalite.train.state import training_pieces
+from megalite.train.saving import training_pieces
 from tests.checkpoint.samples import SINGLE, blank, cut, equal, no_report, values, whole
 from tests.ranks import run_ranks
 
@@ -144,24 +144,6 @@ def test_any_layout_loads_into_any_other(tmp_path: Path, ranks: int) -> None:
     for layout in layouts:
         results = run_ranks(load_layouts, ranks, [*folders, tmp_path / "one" / "replicas"], layout, 5)
         assert all(all(of_rank) for of_rank in results), layout
-
-
-def test_what_four_ranks_saved_three_can_read(tmp_path: Path) -> None:
-    run_ranks(save_layout, 4, tmp_path, "flat", 2)
-    assert all(run_ranks(load_layout, 3, tmp_path, "flat", 2))
-
-
-def test_replicas_are_written_once_and_spread_over_the_ranks(tmp_path: Path) -> None:
-    many = [run_ranks(save_replicas, 4, tmp_path / "4")[0], save_replicas(SINGLE, tmp_path / "1")]
-    sizes = [sorted(f.stat().st_size for f in saved.path.glob("*.safetensors")) for saved in many]
-    assert len(sizes[0]) == 4
-    assert sum(sizes[0]) < 1.1 * sum(sizes[1])
-    assert max(sizes[0]) < 1.1 * min(sizes[0])
-
-
-def save_replicas(context: ParallelContext, folder: Path) -> Saved:
-    pieces = [Piece(f"w{i}", (4096,), (0,), torch.full((4096,), float(i))) for i in range(40)]
-    return save(folder, 1, pieces, {}, context, keep=1)
 
 
 def wrong_pieces() -> list[Piece]:

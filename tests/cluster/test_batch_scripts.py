@@ -37,6 +37,9 @@ COMMANDS = {
         printf "$CHOSEN"; exit $SRUN_CODE""",
 }
 
+SHELL = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[0-1]", "SLURM_NNODES": "2", "JOB_STATE": "RUNNING", "CODE": "1"}
+SHELL |= {"RUN_STATE": "", "MORE": "", "WARNS": "", "SRUN_CODE": "0", "CHOSEN": ""}
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -52,20 +55,8 @@ def run(folder: Path, *arguments: str, signals: tuple[signal.Signals, ...] = (),
     """The status of a job's script, and the calls of SLURM's commands that change something."""
     told = 'echo "$MASTER_ADDR $port" > meeting; echo "${srun_options[@]}" > options'
     script = f'export JOB_SHELL=$$; . {JOB}; {told}; train ranks "${{arguments[@]}}"'
-    environment = {"PATH": f"{folder}/bin:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[0-1]"}
-    environment |= {
-        "JOB_STATE": "RUNNING",
-        "ASKED": "yes" if signals else "",
-        "CODE": "1",
-        "RUN_STATE": "",
-        "MORE": "",
-        "ARGUMENTS": " ".join(arguments),
-        "SLURM_NNODES": "2",
-        "WARNS": "",
-        "SRUN_CODE": "0",
-        "CHOSEN": "",
-        **variables,
-    }
+    environment = {"PATH": f"{folder}/bin:{os.environ['PATH']}", **SHELL, "ASKED": "yes" if signals else ""}
+    environment |= {"ARGUMENTS": " ".join(arguments), **variables}
     shell = subprocess.Popen(["bash", "-euo", "pipefail", "-c", script, "job", *arguments], cwd=folder, env=environment)
     if signals:
         while not (folder / "arguments").exists():
@@ -77,28 +68,36 @@ def run(folder: Path, *arguments: str, signals: tuple[signal.Signals, ...] = (),
     return status, (folder / "calls").read_text() if (folder / "calls").exists() else ""
 
 
-def test_a_warning_reaches_the_ranks_and_a_stopped_run_is_requeued(folder: Path) -> None:
-    status, calls = run(folder, signals=(signal.SIGUSR1,), RUN_STATE="stopped")
-    assert (status, calls) == (0, "scancel --signal=USR1 7\nscontrol requeue 7\n")
+ARRAY = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}  # of its tasks the one with the array's own number
+
+
+@pytest.mark.parametrize(("job", "variables"), [("7", {}), ("7_2", ARRAY)])
+def test_a_warning_reaches_the_ranks_and_a_stopped_run_is_requeued(
+    folder: Path, job: str, variables: dict[str, str]
+) -> None:
+    status, calls = run(folder, signals=(signal.SIGUSR1,), RUN_STATE="stopped", **variables)
+    assert (status, calls) == (0, f"scancel --signal=USR1 {job}\nscontrol requeue {job}\n")
 
 
 @pytest.mark.parametrize(
-    ("run_state", "job_state", "warned", "requeued"),
+    ("variables", "warned", "requeued"),
     [
-        ("stopped", "RUNNING", False, True),  # train.max_minutes, or a signal that SLURM sent to the ranks alone
-        ("stopped", "COMPLETING", False, False),  # cancelled
-        ("running", "RUNNING", True, True),  # killed before it had saved
-        ("", "RUNNING", True, True),  # warned before it trained
-        ("running", "RUNNING", False, False),  # a rank has died
-        ("", "RUNNING", False, False),  # refused
-        ("failed", "RUNNING", True, False),
+        ({"RUN_STATE": "stopped"}, False, True),  # train.max_minutes, or a signal that SLURM sent to the ranks alone
+        ({"RUN_STATE": "stopped", "JOB_STATE": "COMPLETING"}, False, False),  # cancelled
+        ({"RUN_STATE": "running"}, True, True),  # killed before it had saved
+        ({}, True, True),  # warned before it trained
+        ({"RUN_STATE": "running"}, False, False),  # a rank has died
+        ({}, False, False),  # refused
+        ({"RUN_STATE": "failed"}, True, False),
+        ({"CODE": "143"}, False, True),  # the ranks alone were told of the end
+        ({"CODE": "138"}, False, True),
+        ({"CODE": "1", "PREEMPTED": "2026-11-26T02:34:51"}, False, True),
     ],
 )
-def test_what_is_requeued(folder: Path, run_state: str, job_state: str, warned: bool, requeued: bool) -> None:
-    signals = (signal.SIGUSR1,) if warned else ()
-    status, calls = run(folder, signals=signals, RUN_STATE=run_state, JOB_STATE=job_state)
+def test_what_is_requeued(folder: Path, variables: dict[str, str], warned: bool, requeued: bool) -> None:
+    status, calls = run(folder, signals=(signal.SIGUSR1,) if warned else (), **variables)
     assert ("scontrol requeue 7" in calls) == requeued
-    assert requeued or status == 1
+    assert status == int(not requeued)
 
 
 GAINED, VAIN = '"gained": 2, "start_up_s": 40.5, "step_s": 30.25', '"gained": 0, "start_up_s": 41.5, "step_s": null'
@@ -136,11 +135,6 @@ def test_a_job_that_was_killed_twice_without_a_step_does_not_begin_a_third_time(
     assert not (folder / "arguments").exists()
 
 
-@pytest.mark.parametrize(("code", "preempted"), [("143", "None"), ("138", "None"), ("1", "2026-11-26T02:34:51")])
-def test_ranks_that_alone_were_told_of_the_end_come_again(folder: Path, code: str, preempted: str) -> None:
-    assert run(folder, CODE=code, PREEMPTED=preempted) == (0, "scontrol requeue 7\n")
-
-
 def test_the_log_tells_the_line_that_submits_the_job_again(folder: Path) -> None:
     (folder / "points").write_text("seed=1\nseed=2\n")
     wanted = {"POINTS": "points", "SRUN_OPTIONS": "--mpi none", "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_PER_NODE": "8"}
@@ -158,14 +152,6 @@ def test_a_finished_run_is_a_success_whatever_torchrun_returns(folder: Path) -> 
     assert run(folder, RUN_STATE="finished") == (0, "")
     (folder / "arguments").unlink()
     assert run(folder, RUN_STATE="") == (1, "")
-
-
-ARRAY = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}  # of its tasks the one with the array's own number
-
-
-def test_a_task_of_an_array_is_warned_and_requeued_alone(folder: Path) -> None:
-    status, calls = run(folder, signals=(signal.SIGUSR1,), RUN_STATE="stopped", **ARRAY)
-    assert (status, calls) == (0, "scancel --signal=USR1 7_2\nscontrol requeue 7_2\n")
 
 
 def test_arguments_of_the_job_and_of_the_line_of_an_array_s_task(folder: Path) -> None:
@@ -211,24 +197,27 @@ def test_the_preflight_looks_where_training_will_run(folder: Path, code: str, ta
     assert (folder / "options").read_text() == f"--mpi none --nodes 1 --ntasks {each} --nodelist n1\n"
 
 
-@pytest.mark.parametrize(("code", "chosen"), [("2", "n0\n"), ("137", "n0\n"), ("1", ""), ("0", "")])
-def test_a_preflight_that_fails_ends_the_job(folder: Path, code: str, chosen: str) -> None:
-    assert look(folder, SRUN_CODE=code, CHOSEN=chosen)[0] == 2
-    assert not (folder / "arguments").exists()
-
-
-@pytest.mark.parametrize("job_state", ["RUNNING", "COMPLETING"])
-def test_a_job_that_is_warned_during_its_preflight_comes_again(folder: Path, job_state: str) -> None:
-    status, calls = look(folder, WARNS="yes", SRUN_CODE="138", JOB_STATE=job_state)
-    assert ("scontrol requeue 7" in calls) == (job_state == "RUNNING")
-    assert status == int(job_state != "RUNNING")
+@pytest.mark.parametrize(
+    ("variables", "status", "requeued"),
+    [
+        ({"SRUN_CODE": "2", "CHOSEN": "n0\n"}, 2, False),
+        ({"SRUN_CODE": "137", "CHOSEN": "n0\n"}, 2, False),
+        ({"SRUN_CODE": "1"}, 2, False),
+        ({"WARNS": "yes", "SRUN_CODE": "138"}, 0, True),
+        ({"WARNS": "yes", "SRUN_CODE": "138", "JOB_STATE": "COMPLETING"}, 1, False),
+    ],
+)
+def test_a_preflight_that_fails_ends_the_job_and_one_that_is_warned_comes_again(
+    folder: Path, variables: dict[str, str], status: int, requeued: bool
+) -> None:
+    found, calls = look(folder, **variables)
+    assert (found, "scontrol requeue 7" in calls) == (status, requeued)
     assert not (folder / "arguments").exists()
 
 
 def test_rounds_of_torchrun_s_rendezvous_share_no_store(folder: Path) -> None:
     (folder / "scripts").symlink_to(JOB.parents[1])
-    variables = {"PATH": f"{folder}/bin:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[0-1]"}
-    variables |= {"WARNS": "", "SRUN_CODE": "1", "CHOSEN": "", "SLURM_NNODES": "2", "JOB_STATE": "RUNNING"}
+    variables = {"PATH": f"{folder}/bin:{os.environ['PATH']}", **SHELL, "SRUN_CODE": "1"}
     done = subprocess.run(["bash", "scripts/slurm/pretrain.sbatch"], cwd=folder, env=variables, check=False)
     assert done.returncode == 1
     assert "--rdzv-backend c10d --rdzv-id 7 --rdzv-endpoint n0:12217" in (folder / "calls").read_text()

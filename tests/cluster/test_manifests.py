@@ -19,6 +19,7 @@ TRAIN_JOB = SCRIPTS / "kubernetes" / "trainjob.yaml"
 RUNTIME = SCRIPTS / "kubernetes" / "runtime.yaml"
 SKY = SCRIPTS / "skypilot" / "pretrain.yaml"
 RANKS = 16
+PATIENCE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
 
 def manifest(path: Path) -> dict[str, Any]:
@@ -55,9 +56,7 @@ def test_the_pods_of_a_trainjob_have_what_it_counts_on() -> None:
     assert job["runtimeRef"] == {"kind": runtime["kind"], "name": runtime["metadata"]["name"]}
     [node] = runtime["spec"]["template"]["spec"]["replicatedJobs"]
     pod = node["template"]["spec"]["template"]["spec"]
-    (patience,) = (
-        int(each["value"]) for each in job["trainer"]["env"] if each["name"] == "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-    )
+    (patience,) = (int(each["value"]) for each in job["trainer"]["env"] if each["name"] == PATIENCE)
     assert pod["terminationGracePeriodSeconds"] > patience
     mounts = {mount["mountPath"]: mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
     volumes = {volume.pop("name"): volume for volume in pod["volumes"]}
@@ -66,15 +65,11 @@ def test_the_pods_of_a_trainjob_have_what_it_counts_on() -> None:
     assert volumes["shm"]["emptyDir"]["medium"] == "Memory"
 
 
-def test_a_task_of_skypilot_gives_its_ranks_the_time_to_save_that_slurm_gives() -> None:
-    name = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
-    assert f"{name}:-{manifest(SKY)['envs'][name]}}}" in (SCRIPTS / "slurm" / "pretrain.sbatch").read_text()
-
-
 def test_skypilot_reads_its_file() -> None:
     sky = pytest.importorskip("sky", reason="needs skypilot, whose click is not ours")
     task = sky.Task.from_yaml(str(SKY))
     assert (task.name, task.num_nodes) == ("megalite", 2)
+    assert f"{PATIENCE}:-{manifest(SKY)['envs'][PATIENCE]}}}" in (SCRIPTS / "slurm" / "pretrain.sbatch").read_text()
     assert task.volumes.keys() == {"/runs", "/data"}
     with pytest.raises(ValueError, match="num_nodez"):
         sky.Task.from_yaml_config(manifest(SKY) | {"num_nodez": 2})

@@ -40,23 +40,12 @@ def submit(
     slurm: Cluster, run: str, *extra: str, by: str = "torchrun", options: tuple[str, ...] = ()
 ) -> tuple[str, Path]:
     """A job of two nodes with two ranks each; its number and its run folder (one of an array: the parent of theirs)."""
-    environment = {
-        **slurm.environment,
-        "OMP_NUM_THREADS": "1",
-        "RANKS_PER_NODE": "2",
-        "LOGS": str(slurm.folder / "logs"),
-    }
+    environment = {**slurm.environment, "OMP_NUM_THREADS": "1", "RANKS_PER_NODE": "2"}
+    environment["LOGS"] = str(slurm.folder / "logs")
     environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
     arguments = overrides(slurm.folder, run, *TWO_BY_TWO, *extra)
-    words = [
-        "sbatch",
-        "--parsable",
-        "--nodes=2",
-        f"--output={slurm.folder}/%x-%j.out",
-        *options,
-        *BATCH[by],
-        *arguments,
-    ]
+    log = f"--output={slurm.folder}/%x-%j.out"
+    words = ["sbatch", "--parsable", "--nodes=2", log, *options, *BATCH[by], *arguments]
     done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
     return done.stdout.strip(), slurm.folder / run
 
@@ -95,12 +84,16 @@ def same(run: Path, other: Path) -> bool:
     return metrics(run) == metrics(other) and state_bytes(run, STEPS) == state_bytes(other, STEPS)
 
 
+def preempt(slurm: Cluster) -> None:
+    urgent = ["-p", "high", "--nodes=2", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 1"]
+    slurm.wait(slurm("sbatch", "--parsable", *urgent), "COMPLETED")
+
+
 @pytest.mark.parametrize("by", ["torchrun", "srun"])
 def test_a_preempted_job_saves_is_requeued_and_goes_on_bit_for_bit(slurm: Cluster, undisturbed: Path, by: str) -> None:
     submitted = submit(slurm, f"preempted-{by}", by=by)
     wait_for_step(slurm, submitted, 8)
-    urgent = ["-p", "high", "--nodes=2", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 1"]
-    slurm.wait(slurm("sbatch", "--parsable", *urgent), "COMPLETED")
+    preempt(slurm)
     run = finish(slurm, submitted)
     assert stops(run) in (["SIGTERM"], ["a signal to another rank"])
     assert slurm.job(submitted[0])["Restarts"] == "1"
@@ -118,17 +111,19 @@ sys.meta_path.insert(0, Slow())
 """
 
 
-@pytest.mark.parametrize("by", ["torchrun", "srun"])
-def test_a_job_that_is_preempted_in_its_start_up_comes_again(
-    slurm: Cluster, monkeypatch: pytest.MonkeyPatch, by: str
-) -> None:
-    """SLURM tells the ranks alone, who have written no status yet."""
+@pytest.fixture
+def slow_import(slurm: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     (slurm.folder / "sitecustomize.py").write_text(SLOW)
     monkeypatch.setitem(slurm.environment, "PYTHONPATH", str(slurm.folder))
+
+
+@pytest.mark.parametrize("by", ["torchrun", "srun"])
+@pytest.mark.usefixtures("slow_import")
+def test_a_job_that_is_preempted_in_its_start_up_comes_again(slurm: Cluster, by: str) -> None:
+    """SLURM tells the ranks alone, who have written no status yet."""
     number, _ = submit(slurm, f"early-{by}", by=by)
     slurm.follow(lambda: said(slurm, number).count("at the import") == 4)
-    urgent = ["-p", "high", "--nodes=2", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 1"]
-    slurm.wait(slurm("sbatch", "--parsable", *urgent), "COMPLETED")
+    preempt(slurm)
     slurm.follow(lambda: slurm.job(number)["JobState"] == "PENDING", lambda: said(slurm, number))
     assert slurm.job(number)["Restarts"] == "1"
     assert "requeued: ended before training began" in said(slurm, number)
@@ -149,12 +144,9 @@ def test_a_job_that_runs_out_of_time_saves_and_comes_again(slurm: Cluster, undis
 
 
 @pytest.mark.parametrize("by", ["torchrun", "srun"])
-def test_a_job_that_gains_no_step_twice_fails_and_says_what_would_do(
-    slurm: Cluster, monkeypatch: pytest.MonkeyPatch, by: str
-) -> None:
+@pytest.mark.usefixtures("slow_import")
+def test_a_job_that_gains_no_step_twice_fails_and_says_what_would_do(slurm: Cluster, by: str) -> None:
     """Without an end it would be requeued for ever."""
-    (slurm.folder / "sitecustomize.py").write_text(SLOW)
-    monkeypatch.setitem(slurm.environment, "PYTHONPATH", str(slurm.folder))
     submitted = submit(slurm, f"vain-{by}", by=by, options=("--time=1", "--signal=B:USR1@10"))
     run, log = finish(slurm, submitted, "FAILED"), said(slurm, submitted[0])
     assert slurm.job(submitted[0])["Restarts"] == "1", log

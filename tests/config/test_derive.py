@@ -4,11 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from megalite.config.compose import load_config
-from megalite.config.derive import NAME, default_run_name, derive, derive_vocabulary
+from megalite.config.derive import NAME, default_run_name, derive
 from megalite.config.schema import Config
 from megalite.config.settings import SETTINGS, value_of, with_values
 from megalite.errors.problems import UserError
@@ -43,11 +41,6 @@ def test_derived_values() -> None:
     assert (config.lr.warmup_steps, config.lr.decay_steps, config.lr.min_lr) == (20, 40, 0.002)
     assert config.parallel.etp == 1
     assert derive(changed(Config(), train__steps=100_000)).lr.warmup_steps == 100
-
-
-def test_other_activations_have_four_times_the_width_and_learned_positions_the_sequence() -> None:
-    config = derive(changed(Config(), model__activation="gelu", model__position="learned", train__seq_length=333))
-    assert (config.model.ffn_hidden_size, config.model.max_positions) == (1024, 333)
 
 
 def test_values_that_are_set_stay() -> None:
@@ -99,11 +92,6 @@ def test_the_schedule_follows_the_chunks_and_its_groups_the_microbatches() -> No
         assert (axes.schedule, axes.microbatch_group_size) == ("interleaved", group_size)
 
 
-def test_a_group_that_is_set_gets_so_many_microbatches() -> None:
-    sizes = {"parallel__pp": 4, "parallel__vpp": 2, "parallel__microbatch_group_size": 8}
-    assert derive(changed(Config(), **sizes), 4).train.micro_batch_size == 1
-
-
 def test_blocks_whose_weight_gradients_wait_are_not_compiled() -> None:
     for schedule, compiled in (("zb-h1", False), ("1f1b", None)):  # None: the device decides
         assert derive(changed(Config(), parallel__schedule=schedule)).train.compile is compiled
@@ -116,11 +104,6 @@ def test_gradients_travel_as_they_are_summed_unless_set() -> None:
         ({"optimizer__communication_dtype": "bf16"}, "bf16"),
     ):
         assert derive(changed(Config(), **values)).optimizer.communication_dtype == dtype
-
-
-def test_the_vocabulary_is_the_tokenizers_unless_set() -> None:
-    assert derive_vocabulary(Config(), 65).model.vocab_size == 65
-    assert derive_vocabulary(changed(Config(), model__vocab_size=128), 65).model.vocab_size == 128
 
 
 def test_deriving_twice_changes_nothing_and_never_the_original() -> None:
@@ -225,12 +208,6 @@ def test_the_run_folder_depends_on_what_defines_the_training_alone() -> None:
         other = with_values(config, {name: other_value(name)})
         same = default_run_name(other).split("-")[-1] == default_run_name(config).split("-")[-1]
         assert same == (name in SAME_TRAINING), name
-
-
-@given(st.sets(st.sampled_from(sorted(SAME_TRAINING - {"run_dir", "run_name", "model.name"}))))
-def test_no_combination_of_layout_length_and_logging_moves_the_run(names: set[str]) -> None:
-    kinds = {name.replace(".", "__"): other_value(name) for name in names}
-    assert derive(changed(Config(), **kinds)).run_dir == derive(Config()).run_dir
 
 
 def test_writing_out_a_derived_size_is_the_same_training() -> None:

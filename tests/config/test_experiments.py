@@ -104,10 +104,3 @@ def test_a_folder_of_ones_own_may_hold_recipes_like_the_one_in_the_docs(tmp_path
     config = load_config(["--config-dir", str(tmp_path), "experiment=mine", "model.num_layers=2"], 1)
     assert (config.train.steps, config.train.batch_ramp) == (1500, [4, 4, 2000])
     assert all(f"`experiment={recipe.stem}`" in page for recipe in RECIPES)
-
-
-def test_a_recipe_that_sets_what_there_is_not_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\ntrain: {stps: 3}\n")
-    error = refusal("--config-dir", str(tmp_path), "experiment=mine")
-    assert settings(error) == ["train.stps"]

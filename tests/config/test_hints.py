@@ -9,9 +9,8 @@ import yaml  # type: ignore[import-untyped]
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.config.hints import problems_of
 from megalite.config.parallel_rules import LAYOUT_RULES, STAGE_RULES
-from megalite.config.rule import Case, Rule, broken
+from megalite.config.rule import Case, Rule, broken, problems_of
 from megalite.config.rules import RULES
 from megalite.config.schema import Config
 from megalite.config.settings import SETTINGS, with_values
@@ -27,14 +26,14 @@ def case_of(world_size: int, values: dict[str, Any], **own: Any) -> Case:
 
 def follow(case: Case, rules: tuple[Rule, ...]) -> int:
     """Follows all that is offered: the setting keeps every rule then, and no other is newly refused. How often."""
-    refused, followed = {one.names[0] for one in broken(case, rules)}, 0
+    refused, followed = {names[0] for names, _ in broken(case, rules)}, 0
     for problem in problems_of(case, rules):
         for way in problem.hint.split(", or "):
             if assigned := re.fullmatch(r"([\w.-]+)=(.+)", way):
                 name = OWN.get(assigned[1], assigned[1])
                 for text in assigned[2].split(" or "):
                     changed = case.changed(name, yaml.safe_load(text))
-                    after = {one.names[0] for one in broken(changed, rules)}
+                    after = {names[0] for names, _ in broken(changed, rules)}
                     assert after <= refused - {OWN.get(problem.setting, problem.setting)}, (problem, way)
                     followed += 1
     return followed

@@ -207,24 +207,12 @@ def test_start_weights_without_a_tokenizer_ask_for_its_name(weights: Path) -> No
     assert tokens.model.vocab_size == 53
 
 
-def test_what_is_said_of_the_model_is_left_to_be_compared(weights: Path) -> None:
-    model = load_config([f"checkpoint.init_from={weights}", "model.num_layers=2"], 1).model
-    assert (model.num_layers, model.hidden_size) == (2, 48)
-    assert load_config([f"checkpoint.init_from={weights}", "model=gpt2"], 1).model.hidden_size == 768
-
-
 def test_start_weights_bring_their_experts_and_the_command_says_how_they_train(weights: Path) -> None:
     """Of one choice, too, whose weight is always 1 there: no other settings would be those of the weights."""
     experts = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 1, "num_key_value_heads": 2}
     (weights / "config.json").write_text(json.dumps(WEIGHTS | experts))
     moe = load_config([f"checkpoint.init_from={weights}", "model.moe.capacity_factor=1.5"], 1).model.moe
     assert (moe.num_experts, moe.top_k, moe.ffn_hidden_size, moe.capacity_factor) == (4, 1, 40, 1.5)
-
-
-def test_an_empty_group_says_nothing_of_what_a_run_was_asked_for(run: Path) -> None:
-    expected = load_config(["run_dir=run"], 1)
-    for empty in ("model={}", "model.moe={}", "+model={moe: {}}"):
-        assert same(load_config(["run_dir=run", empty], 1), expected), empty
 
 
 @pytest.mark.parametrize(
@@ -242,11 +230,6 @@ def test_an_empty_group_says_nothing_of_what_a_run_was_asked_for(run: Path) -> N
 def test_start_weights_with_a_spoilt_config_are_refused(weights: Path, spoil: Callable[[Path], int], word: str) -> None:
     spoil(weights / "config.json")
     assert word in str(refusal(f"checkpoint.init_from={weights}"))
-
-
-def test_what_the_folder_says_wrong_is_told_with_the_rest(run: Path) -> None:
-    (run / "config.yaml").write_text("train: {steps: many}")
-    assert settings(refusal("run_dir=run", "seed=x")) == ["seed", "train.steps"]
 
 
 VALUES = st.recursive(

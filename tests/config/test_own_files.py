@@ -10,7 +10,7 @@ import pytest
 from megalite.config import own_files
 from megalite.config.compose import load_config
 from megalite.config.durable_files import write_atomically
-from megalite.config.own_files import STATUS, Kind, in_the_way, output_problems, picture_of
+from megalite.config.own_files import STATUS, Kind, in_the_way, picture_of
 from megalite.errors.problems import UserError
 
 # As f4fa60b wrote them, but the pictures, which have a mark only since.
@@ -87,17 +87,6 @@ def test_a_picture_is_of_one_command(tmp_path: Path) -> None:
     assert in_the_way(path, picture_of("schedule"))
 
 
-def test_the_name_that_a_refusal_gives_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in ("a.status", "a-2.status"):
-        Path(name).write_text("mine")
-    for path in ("a.status", "/dev/null"):
-        (problem,) = output_problems("launch.status_file", Path(path), STATUS)
-        free = problem.hint.partition(",")[0]
-        assert free == f"launch.status_file={'a-3.status' if path == 'a.status' else 'run.status'}"
-        assert load_config([free], 1).launch.status_file == free.partition("=")[2]
-
-
 def refused(*words: str) -> str:
     with pytest.raises(UserError) as error:
         load_config(list(words), 1)
@@ -140,7 +129,7 @@ def test_a_status_file_is_not_what_is_read_as_text(tmp_path: Path) -> None:
 WRITERS = {  # who may write files in another way, and where
     "config/durable_files.py",  # the one
     *("hf/export.py", "prepare/token_writer.py"),  # drafts, and folders of ours
-    *("checkpoint/writing.py", "checkpoint/commit.py"),  # in checkpoints
+    *("checkpoint/store.py", "checkpoint/commit.py"),  # in checkpoints
     *("commands/sweep.py", "launch/watchdog.py"),  # a byte to its own stop file; a new file
     "verify/running.py",  # a temporary folder
 }

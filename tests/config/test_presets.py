@@ -1,12 +1,10 @@
 """The presets compose, and have the published number of parameters."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from megalite.config.compose import load_config
-from megalite.config.hydra_files import CONF
 from megalite.model.parameters import gpt_parameters
 
 # Vocabulary, and parameters as the published weights hold them (GPT-3: the paper's figure, rounded).
@@ -53,14 +51,6 @@ def test_the_tiny_mixture_computes_as_much_as_the_tiny_model() -> None:
     assert (moe.num_experts, replace(model, name="tiny", moe=tiny.moe)) == (8, tiny)
 
 
-@pytest.mark.parametrize("path", sorted(CONF.glob("model/*.yaml")), ids=lambda path: path.stem)
-def test_every_model_preset_takes_the_tokenizers_vocabulary_and_has_its_own_name(path: Path) -> None:
-    config = load_config([f"model={path.stem}"], 1)
-    assert config.model.vocab_size is None
-    assert config.model.name == (path.stem if path.stem != "default" else "tiny")
-    assert config.model.dropout == 0
-
-
 def test_the_default_is_the_tiny_model() -> None:
     default = load_config([], 1)
     assert default == load_config(["model=default"], 1)
@@ -74,9 +64,3 @@ def test_qwen_s_heads_are_wider_than_the_model_over_its_heads_and_llama_3_is_uns
     assert (model.head_size, model.hidden_size, model.num_attention_heads, model.qk_norm) == (128, 1024, 16, True)
     model = load_config(["model=llama3_8b"], 1).model
     assert (model.rope_theta, model.rope_scaling_factor) == (500000, 1)
-
-
-@pytest.mark.parametrize("source", ["stdlib", "text", "hf", "tokens"])
-def test_a_data_preset_sets_its_source(source: str) -> None:
-    config = load_config([f"data={source}", *(["data.path=a"] if source != "stdlib" else [])], 1)
-    assert replace(config.data, path=None) == replace(load_config([], 1).data, source=source)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megalite.config.user_files import as_record, read_bytes, read_json, read_text, read_yaml
+from megalite.config.user_files import as_record, read_bytes, read_json, read_yaml
 from megalite.errors.problems import UserError
 
 
@@ -56,12 +56,6 @@ def test_content_of_another_kind_is_refused(tmp_path: Path, read: Callable[[Path
     path = tmp_path / "file"
     path.write_bytes(content)
     assert str(path) in refusal(lambda: read(path))
-
-
-def test_what_is_right_is_read(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text('{"a": [1, "é"]}', encoding="utf-8")
-    assert read_json(tmp_path / "file") == read_yaml(tmp_path / "file") == {"a": [1, "é"]}
-    assert read_text(tmp_path / "file").endswith("]}")
 
 
 @dataclass

@@ -17,11 +17,10 @@ from megalite.context_parallel.exchange import CpGroups
 from megalite.kernels import attention_tile
 from megalite.kernels.attention_mask import AttentionMask
 from megalite.launch.context import ParallelContext
-from megalite.layout import document_tiles
-from megalite.layout.document_tiles import document_plan, starts_of
+from megalite.layout import sequence
 from megalite.layout.groups import GroupNeeds
 from megalite.layout.ranks import ParallelLayout
-from megalite.layout.sequence import AttentionPlan, SequenceShare, causal_plan
+from megalite.layout.sequence import AttentionPlan, SequenceShare, causal_plan, document_plan, starts_of
 from megalite.tensor_parallel.collectives import TensorGroup
 from tests.ranks import run_ranks
 
@@ -148,7 +147,7 @@ def test_ranks_attend_like_one_in_every_way(case: Case) -> None:
 
 
 def compute_in_small_tiles(context: ParallelContext, case: Case) -> Any:
-    document_tiles.QUERIES = 8
+    sequence.QUERIES = 8
     return compute(context, case)
 
 

@@ -22,10 +22,9 @@ from megalite.context_parallel.exchange import CpGroups
 from megalite.kernels.attention_mask import AttentionMask
 from megalite.launch.context import ParallelContext
 from megalite.launch.rendezvous import wait_until
-from megalite.layout.document_tiles import document_plan, starts_of
 from megalite.layout.groups import GroupNeeds
 from megalite.layout.ranks import ParallelLayout
-from megalite.layout.sequence import SequenceShare, causal_plan
+from megalite.layout.sequence import SequenceShare, causal_plan, document_plan, starts_of
 from megalite.tensor_parallel.collectives import TensorGroup
 from tests.ranks import run_ranks
 

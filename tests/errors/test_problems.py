@@ -21,25 +21,11 @@ def test_text_stays_as_it_is() -> None:
 
 
 def test_numbers_are_told_without_the_digits_that_computing_blurs() -> None:
-    assert 3e-4 / 10 != 3e-5
     assert str(Problem("lr.min_lr", 3e-4 / 10, "rule", "remedy")).startswith("lr.min_lr=3e-05:")
-    assert [plain(one) for one in (3e-4 / 10, None, [0.1 + 0.2, True], 0.0, "a")] == [
-        "3e-5",
-        "null",
-        "[0.3,true]",
-        "0",
-        "a",
-    ]
+    values = (3e-4 / 10, None, [0.1 + 0.2, True], 0.0, "a", 1e20)
+    assert [plain(one) for one in values] == ["3e-5", "null", "[0.3,true]", "0", "a", "1e20"]
 
 
-@pytest.mark.parametrize(
-    ("number", "what", "text"),
-    [
-        (1, "step", "1 step"),
-        (0, "step", "0 steps"),
-        (2000, "microbatch", "2,000 microbatches"),
-        (1.0, "epoch", "1 epoch"),
-    ],
-)
-def test_one_thing_is_singular(number: float, what: str, text: str) -> None:
-    assert several(number, what) == text
+def test_one_thing_is_singular() -> None:
+    told = [several(1, "step"), several(0, "step"), several(2000, "microbatch"), several(1.0, "epoch")]
+    assert told == ["1 step", "0 steps", "2,000 microbatches", "1 epoch"]

@@ -21,7 +21,7 @@ from tests.checkpoint.samples import SINGLE, values, whole
 from tests.faults import campaign as faults
 from tests.faults import trial
 from tests.faults.bit_flips import flip_bits
-from tests.faults.campaign import TooLateError, campaign
+from tests.faults.campaign import campaign
 from tests.faults.trial import STEPS, Trial
 from tests.ranks import start_forkserver
 
@@ -129,39 +129,6 @@ def test_a_stopped_rank_in_whose_place_another_is_reported_is_a_flaw(played: Tri
     played.start()
     with pytest.raises(ValueError, match="stood still, but it was reported: no answer from rank 7"):
         faults.FAULTS["SIGSTOP of a rank"](played)
-
-
-def test_a_kill_after_the_save_is_none_in_a_save(played: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
-    played.start()
-    faults.FAULTS["SIGKILL during a save"](played)
-    assert list(played.run.glob("checkpoints/.tmp-*"))
-    played.kill()
-
-    def too_late(self: Trial, number: signal.Signals, everybody: bool = False) -> int:
-        self.until(lambda: not any(self.run.glob("checkpoints/.tmp-*")))
-        return 0
-
-    [unfinished] = played.run.glob("checkpoints/.tmp-*")
-    unfinished.rmdir()
-    played.start()
-    monkeypatch.setattr(Trial, "strike", too_late)
-    with pytest.raises(TooLateError):
-        faults.FAULTS["SIGKILL during a save"](played)
-    monkeypatch.undo()
-
-
-def test_a_trial_that_fails_ends_its_ranks_and_no_other_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ranks = []
-
-    def fail(hurt: Trial) -> None:
-        ranks.extend(hurt.ranks)
-        raise OSError("no room")
-
-    monkeypatch.setattr(faults, "FAULTS", {"failing": fail})
-    outcomes = [*campaign(plays, tmp_path / "trials", runs=2, seed=0)]
-    assert [outcome.flaws for outcome in outcomes] == [["OSError: no room"]] * 2
-    assert len(ranks) == 4
-    assert not any(rank.is_alive() for rank in ranks)
 
 
 def test_a_start_that_trains_on_damaged_tokens_to_the_end_is_noticed(played: Trial) -> None:

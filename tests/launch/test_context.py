@@ -28,20 +28,13 @@ def _refuse(context: ParallelContext, names: dict[int, list[str]], value: Any) -
     return None
 
 
-def test_all_ranks_refuse_together_with_the_union_of_their_problems() -> None:
-    found = run_ranks(_refuse, 3, {0: ["a"], 2: ["b", "a", "c"]}, [1, {"odd": "value"}])
-    assert found == [["a", "b", "c"]] * 3
-
-
-def test_nobody_refuses_when_nobody_has_a_problem() -> None:
-    assert run_ranks(_refuse, 2, {}, 1) == [None, None]
-
-
-def test_a_single_process_agrees_with_itself() -> None:
-    context = ParallelContext()
-    agree(context, [])
-    with pytest.raises(UserError, match="is wrong"):
-        agree(context, [_problem("a")])
+@pytest.mark.parametrize(
+    ("names", "told"), [({0: ["a"], 2: ["b", "a", "c"]}, ["a", "b", "c"]), ({}, None)], ids=["some", "nobody"]
+)
+def test_all_ranks_refuse_together_with_the_union_of_their_problems(
+    names: dict[int, list[str]], told: list[str] | None
+) -> None:
+    assert run_ranks(_refuse, 3, names, [1, {"odd": "value"}]) == [told] * 3
 
 
 def _exchange(context: ParallelContext, value: Any) -> Any:
@@ -55,20 +48,13 @@ def test_rank_0_s_object_reaches_all_ranks() -> None:
 
 def test_a_single_process_needs_no_group() -> None:
     context = ParallelContext()
+    agree(context, [])
+    with pytest.raises(UserError, match="is wrong"):
+        agree(context, [_problem("a")])
     assert context.broadcast_object({"a": 1}) == {"a": 1}
     context.barrier()
     context.close()
     assert not dist.is_initialized()
-
-
-def _sum_over_dp(context: ParallelContext) -> tuple[int, int, float]:
-    number = torch.tensor(float(context.index("dp") + 1))
-    dist.all_reduce(number, group=context.group("dp-cp"))
-    return context.index("dp"), context.size("dp"), float(number)
-
-
-def test_the_data_parallel_group_holds_all_ranks() -> None:
-    assert run_ranks(_sum_over_dp, 4) == [(rank, 4, 10.0) for rank in range(4)]
 
 
 def _lose_a_peer(context: ParallelContext) -> str:

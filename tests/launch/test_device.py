@@ -54,23 +54,22 @@ def _zeros_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "zeros", lambda *shape, **options: zeros(*shape, **options | {"device": CPU}))
 
 
-def test_auto_takes_cuda_where_present(monkeypatch: pytest.MonkeyPatch) -> None:
-    _pretend_cuda(monkeypatch, 0)
-    assert choose_device("auto", SINGLE) == CPU
-    _pretend_cuda(monkeypatch, 4)
-    assert choose_device("auto", SINGLE) == torch.device("cuda", 0)
-    assert choose_device("cpu", SINGLE) == CPU
-
-
-def test_without_a_local_rank_the_gpu_is_the_rank_modulo_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    _pretend_cuda(monkeypatch, 4)
-    assert choose_device("cuda", EIGHT_LOCAL_RANKS) == torch.device("cuda", 1)
-    assert choose_device("cuda", ProcessEnvironment(5, 16, 3, 8, "host", 1, "env")) == torch.device("cuda", 3)
-
-
-def test_a_task_that_sees_only_its_own_gpu_uses_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    _pretend_cuda(monkeypatch, 1)
-    assert choose_device("auto", ProcessEnvironment(3, 4, 3, 4, "host", 1, "slurm")) == torch.device("cuda", 0)
+@pytest.mark.parametrize(
+    ("devices", "setting", "environment", "expected"),
+    [
+        (0, "auto", SINGLE, "cpu"),
+        (4, "auto", SINGLE, "cuda:0"),
+        (4, "cpu", SINGLE, "cpu"),
+        (4, "cuda", EIGHT_LOCAL_RANKS, "cuda:1"),  # without a local rank: the rank modulo the devices
+        (4, "cuda", replace(EIGHT_LOCAL_RANKS, local_rank=3), "cuda:3"),
+        (1, "auto", replace(EIGHT_LOCAL_RANKS, local_rank=3), "cuda:0"),  # a task that sees only its own GPU
+    ],
+)
+def test_a_rank_has_the_device_of_its_local_rank(
+    monkeypatch: pytest.MonkeyPatch, devices: int, setting: str, environment: ProcessEnvironment, expected: str
+) -> None:
+    _pretend_cuda(monkeypatch, devices)
+    assert choose_device(setting, environment) == torch.device(expected)
 
 
 def test_cuda_asked_for_and_absent_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,72 +94,54 @@ def test_fp8_needs_a_gpu_that_multiplies_it(
             check_fp8("rowwise", cuda)
 
 
+FA4 = "pip install flash-attn-4=="
+
+
 @pytest.mark.parametrize(
-    ("capability", "raised", "words"),
+    ("kernels", "dtype", "heads", "capability", "words"),
     [
-        ((8, 9), None, r"Tesla V100.*9 or 10.*\n.*fix: train.attention=auto, or pip"),
-        ((12, 0), None, "9 or 10"),
+        ("flash", torch.bfloat16, (12, 4, 64), (9, 0), ""),
         (
+            "flash",
+            torch.float32,
+            (12, 12, 64),
             (9, 0),
-            ModuleNotFoundError("No module named 'flash_attn'"),
-            r"No module.*\n.*=auto, or pip install flash-attn-4==",
+            "12 query and 12 key-value heads of size 64 in fp32",
         ),
-        ((10, 0), ValueError("too many values to unpack"), r"ValueError: too many.*\n.*pip install flash-attn-4=="),
-        ((9, 0), None, ""),
-    ],
-)
-def test_flash_attention_4_is_taken_where_it_runs(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], raised: Exception | None, words: str
-) -> None:
-    _pretend_cuda(monkeypatch, 1)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.cuda, "device", nullcontext)
-    _zeros_on_cpu(monkeypatch)
-    asked: list[str] = []
-
-    def activate(name: str) -> None:
-        asked.append(name)
-        if raised is not None:
-            raise raised
-
-    monkeypatch.setattr("megalite.launch.device.activate_flash_attention_impl", activate)
-    use_attention("fa4", CPU, torch.bfloat16, (4, 2, 64))
-    assert asked == []
-    with pytest.raises(UserError, match=words) if words else nullcontext():
-        use_attention("fa4", torch.device("cuda", 0), torch.bfloat16, (4, 2, 64))
-    assert asked == (["FA4"] if capability in ((9, 0), (10, 0)) else [])
-
-
-@pytest.mark.parametrize(
-    ("kernels", "dtype", "heads", "words"),
-    [
-        ("flash", torch.bfloat16, (12, 4, 64), ""),
-        ("flash", torch.float32, (12, 12, 64), r"12 query and 12 key-value heads of size 64 in fp32: ValueError: "),
-        ("flash", torch.bfloat16, (2, 1, 512), r"2 query and 1 key-value heads of size 512 in bf16: ValueError: "),
         (
             "cudnn",
             torch.float16,
             (12, 12, 20),
-            r"size 20 in fp16: ValueError: .*\n.*fix: train.attention=auto$",
+            (9, 0),
+            r"size 20 in fp16: .*\n.*fix: train.attention=auto$",
         ),
-        ("auto", torch.bfloat16, (12, 4, 64), ""),
-        ("auto", torch.float32, (12, 12, 64), r"in fp32: ValueError: .*\n.*fix: train.attention=flash, or flex$"),
-        ("flex", torch.float32, (12, 12, 20), ""),
+        ("auto", torch.bfloat16, (12, 4, 64), (9, 0), ""),
+        ("auto", torch.float32, (12, 12, 64), (9, 0), r"ValueError: .*\n.*fix: train.attention=flash, or flex$"),
+        ("flex", torch.float32, (12, 12, 20), (9, 0), ""),
+        ("fa4", torch.bfloat16, (4, 2, 64), (8, 9), rf"Tesla V100.*9 or 10.*\n.*=auto, or {FA4}"),
+        ("fa4", torch.bfloat16, (4, 2, 64), (10, 0), ""),
+        ("fa4", torch.bfloat16, (4, 2, 20), (9, 0), rf"ValueError: no kernel.*\n.*=auto, or {FA4}"),
     ],
 )
 @pytest.mark.usefixtures("inductor_as_it_was")
 def test_kernels_of_attention_that_cannot_run_are_refused(
-    monkeypatch: pytest.MonkeyPatch, kernels: str, dtype: torch.dtype, heads: tuple[int, int, int], words: str
+    monkeypatch: pytest.MonkeyPatch,
+    kernels: str,
+    dtype: torch.dtype,
+    heads: tuple[int, int, int],
+    capability: tuple[int, int],
+    words: str,
 ) -> None:
     _pretend_cuda(monkeypatch, 1)
     _zeros_on_cpu(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
-    tried: list[tuple[Any, ...]] = []
-    run, chosen = F.scaled_dot_product_attention, list[SDPBackend]()
+    activated, tried, chosen = list[str](), list[tuple[Any, ...]](), list[SDPBackend]()
+    run = F.scaled_dot_product_attention
 
     def kernel(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, enable_gqa: bool) -> Tensor:
         tried.append((chosen[-1], q.dtype, (q.shape[1], k.shape[1], q.shape[3])))
-        if q.dtype == torch.float32 or q.shape[3] > 256 or q.shape[3] % 8:
+        if q.dtype == torch.float32 or q.shape[3] % 8:
             raise ValueError("no kernel takes these")
         return run(q, k, v, is_causal=is_causal, enable_gqa=enable_gqa)
 
@@ -171,11 +152,19 @@ def test_kernels_of_attention_that_cannot_run_are_refused(
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", kernel)
     monkeypatch.setattr("megalite.launch.device.sdpa_kernel", choose)
+    monkeypatch.setattr("megalite.launch.device.activate_flash_attention_impl", activated.append)
+    use_attention(kernels, CPU, dtype, heads)
+    assert activated == tried == []
     with pytest.raises(UserError, match=words) if words else nullcontext():
         use_attention(kernels, torch.device("cuda", 0), dtype, heads)
-    backend = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
-    backend["auto"] = backend["cudnn"]
-    assert tried == ([(backend[kernels], dtype, heads)] if kernels in backend else [])
+    runs = capability[0] > 8
+    first = SDPBackend.CUDNN_ATTENTION if kernels in ("auto", "cudnn") else SDPBackend.FLASH_ATTENTION
+    assert tried == ([] if kernels == "flex" or not runs else [(first, dtype, heads)])
+    assert activated == (["FA4"] if kernels == "fa4" and runs else [])
+    import torch._inductor.config as inductor
+
+    repeats = (inductor.deterministic, not inductor.dynamic_scale_rblock)  # kernels that are not chosen by time
+    assert repeats == (kernels == "flex",) * 2
 
 
 @pytest.fixture
@@ -186,42 +175,15 @@ def inductor_as_it_was() -> Iterator[None]:
         yield
 
 
-@pytest.mark.usefixtures("inductor_as_it_was")
-def test_runs_that_repeat_themselves_do_not_choose_kernels_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor takes no name that it does not know."""
-    import torch._inductor.config as inductor
-
-    _pretend_cuda(monkeypatch, 1)
-    found = []
-    for kernels in ("auto", "flex"):
-        with monkeypatch.context() as patch:
-            patch.setattr(F, "scaled_dot_product_attention", lambda q, *_, **__: q)
-            _zeros_on_cpu(patch)
-            patch.setattr(torch.cuda, "device", nullcontext)
-            use_attention(kernels, torch.device("cuda", 0), torch.bfloat16, (4, 2, 64))
-        found.append((inductor.deterministic, inductor.dynamic_scale_rblock))
-    assert found == [(False, True), (True, False)]
-
-
 def test_warnings_of_torch_that_are_not_the_users_are_not_printed() -> None:
-    """In torch's own words: inductor's advice as it is raised, and the one of the library of cuBLAS."""
-    from torch._inductor import compile_fx
-
-    with warnings.catch_warnings(record=True) as told, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "is_available", lambda: True)
-        patch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    foreign = ["Attempting to run cuBLAS, but there was no current CUDA context! Attempting to set the primary"]
+    foreign.append("TensorFloat32 tensor cores for float32 matrix multiplication available but not enabled.")
+    with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        compile_fx._warn_tf32_disabled.cache_clear()
-        compile_fx._warn_tf32_disabled()
-        assert [str(one.message)[:14] for one in told] == ["TensorFloat32 "]
         silence_foreign_warnings()
-        compile_fx._warn_tf32_disabled.cache_clear()
-        compile_fx._warn_tf32_disabled()
-        no_context = "Attempting to run cuBLAS, but there was no current CUDA context! Attempting to set the primary"
-        warnings.warn(no_context, UserWarning, stacklevel=1)
-        assert len(told) == 1
-        warnings.warn("of the user's own", UserWarning, stacklevel=1)
-        assert len(told) == 2
+        for words in (*foreign, "of the user's own"):
+            warnings.warn(words, UserWarning, stacklevel=1)
+    assert [str(one.message) for one in told] == ["of the user's own"]
 
 
 def test_a_run_tries_the_kernels_of_attention_with_its_dtype_and_the_heads_of_a_rank(
@@ -245,17 +207,11 @@ def test_what_is_for_cuda_is_refused_where_auto_finds_a_cpu(monkeypatch: pytest.
     assert cuda_problems(config, torch.device("cuda", 0), SINGLE) == []
 
 
-PRECISIONS = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@pytest.mark.parametrize(("setting", "dtype"), PRECISIONS.items())
-def test_a_cpu_does_whatever_is_asked_for(setting: str, dtype: torch.dtype) -> None:
-    assert choose_precision(setting, CPU) == dtype
-    assert name_of(dtype) == setting
-
-
-def test_every_precision_that_can_be_asked_for_is_a_dtype() -> None:
+def test_a_cpu_does_whatever_precision_is_asked_for() -> None:
     assert {"auto", *DTYPES} == set(SETTINGS["precision"].choices)
+    for setting, dtype in DTYPES.items():
+        assert choose_precision(setting, CPU) == dtype
+        assert name_of(dtype) == setting
 
 
 @pytest.mark.parametrize(("amx", "avx"), [(True, False), (False, True), (False, False)])
@@ -280,17 +236,24 @@ def test_a_gpu_without_bf16_refuses_it_and_defaults_to_fp32(monkeypatch: pytest.
     assert choose_precision("fp16", gpu) == torch.float16
 
 
-def test_local_ranks_share_the_cores() -> None:
-    assert threads_per_rank(32, EIGHT_LOCAL_RANKS, {}) == 4
-    assert threads_per_rank(4, EIGHT_LOCAL_RANKS, {}) == 1
+TASK = ProcessEnvironment(0, 8, 0, 8, "host", 1, "slurm")
 
 
-def test_a_slurm_task_s_cores_are_its_own() -> None:
-    task = ProcessEnvironment(0, 8, 0, 8, "host", 1, "slurm")
-    assert threads_per_rank(4, task, {"SLURM_CPUS_PER_TASK": "4"}) == 4  # bound: it sees only its own
-    assert threads_per_rank(64, task, {"SLURM_CPUS_PER_TASK": "4"}) == 4  # unbound
-    assert threads_per_rank(64, task, {}) == 8
-    assert threads_per_rank(64, task, {"SLURM_CPUS_ON_NODE": "16"}) == 2  # all that the step was given here
+@pytest.mark.parametrize(
+    ("cores", "environment", "variables", "threads"),
+    [
+        (32, EIGHT_LOCAL_RANKS, {}, 4),
+        (4, EIGHT_LOCAL_RANKS, {}, 1),
+        (4, TASK, {"SLURM_CPUS_PER_TASK": "4"}, 4),  # bound: it sees only its own
+        (64, TASK, {"SLURM_CPUS_PER_TASK": "4"}, 4),
+        (64, TASK, {}, 8),
+        (64, TASK, {"SLURM_CPUS_ON_NODE": "16"}, 2),  # all that the step was given here
+    ],
+)
+def test_ranks_of_a_node_share_its_cores(
+    cores: int, environment: ProcessEnvironment, variables: dict[str, str], threads: int
+) -> None:
+    assert threads_per_rank(cores, environment, variables) == threads
 
 
 def _threads_are_set(monkeypatch: pytest.MonkeyPatch, environment: ProcessEnvironment, omp: str | None) -> list[int]:
@@ -329,7 +292,3 @@ def test_one_thread_by_torchrun_is_told_from_one_thread_by_the_user(
         torchrun.kill()
         torchrun.wait()
     assert chosen == ([] if kept else [max(1, usable_cores() // 2)])
-
-
-def test_usable_cores_are_those_of_the_affinity_mask() -> None:
-    assert 1 <= usable_cores() <= (os.cpu_count() or 1)

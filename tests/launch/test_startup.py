@@ -24,7 +24,7 @@ from megalite.errors.problems import Problem, UserError
 from megalite.launch import watchdog
 from megalite.launch.context import CPU, ParallelContext
 from megalite.launch.environment import ProcessEnvironment
-from megalite.launch.rendezvous import RankInfo, find_problems, rendezvous, wait_until
+from megalite.launch.rendezvous import RankInfo, find_problems, rendezvous
 from megalite.layout.groups import GroupNeeds
 from megalite.train.build import needs_of, open_context
 from tests.ranks import run_ranks
@@ -191,28 +191,30 @@ def _attempt(store: Store, ranks: Sequence[int], size: int = 2, timeout_s: float
         return [future.result() for future in coming]
 
 
+@pytest.fixture
+def agent_store(monkeypatch: pytest.MonkeyPatch) -> HashStore:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    return HashStore()
+
+
 @pytest.mark.parametrize("order", [[0, 1], [1, 0]], ids=str)
 @pytest.mark.parametrize(("ranks", "size"), [([0, 1], 2), ([0], 2), ([1], 2), ([0, 2, 1], 3), ([0, 1], 3)], ids=str)
 def test_a_restart_takes_nothing_for_its_own_of_what_dead_ranks_left_in_torchrun_s_store(
-    ranks: list[int], size: int, order: list[int], monkeypatch: pytest.MonkeyPatch
+    ranks: list[int], size: int, order: list[int], agent_store: HashStore
 ) -> None:
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    store = HashStore()
-    _attempt(store, ranks, size, timeout_s=0.5)
-    assert _attempt(store, order) == [[], []]
+    _attempt(agent_store, ranks, size, timeout_s=0.5)
+    assert _attempt(agent_store, order) == [[], []]
 
 
 @pytest.mark.parametrize("dead", [0, 1])
 def test_a_restart_does_not_count_on_a_rank_that_died_before_all_had_come(
-    dead: int, monkeypatch: pytest.MonkeyPatch
+    dead: int, agent_store: HashStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    store = HashStore()
-    monkeypatch.setattr("megalite.launch.rendezvous.wait_until", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        rendezvous(environment(dead, 2, 1), info(dead), timeout_s=20, store=store)
-    monkeypatch.setattr("megalite.launch.rendezvous.wait_until", wait_until)
-    assert _attempt(store, [1, 0]) == [[], []]
+    with monkeypatch.context() as patch:
+        patch.setattr("megalite.launch.rendezvous.wait_until", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            rendezvous(environment(dead, 2, 1), info(dead), timeout_s=20, store=agent_store)
+    assert _attempt(agent_store, [1, 0]) == [[], []]
 
 
 def interrupt(*_: object) -> bool:
@@ -240,27 +242,13 @@ def _plan_differently(context: ParallelContext, port: int, settings: dict[str, l
     return caught.value.problems
 
 
-def test_ranks_with_different_nccl_options_are_refused_before_they_make_groups(tmp_path: Path) -> None:
+def test_ranks_with_different_layouts_are_refused_before_they_make_groups(tmp_path: Path) -> None:
     paths = [tmp_path / f"{rank}.yaml" for rank in range(2)]
     for rank, path in enumerate(paths):
         path.write_text(f"dp_cp: {{max_ctas: {8 + rank}}}")
-    for problems in run_ranks(_plan_differently, 2, free_port(), {"nccl_options": [str(path) for path in paths]}):
-        assert [problem.setting for problem in problems] == ["parallel.nccl_options"]
-
-
-def test_ranks_with_different_layouts_are_refused_before_they_make_groups() -> None:
-    for problems in run_ranks(_plan_differently, 2, free_port(), {"tp": [1, 2]}):
-        assert [str(problem).partition("\n")[0] for problem in problems] == [
-            f"parallel.tp='default': so on rank 0 ({socket.gethostname()}), but '2' on rank 1 ({socket.gethostname()})"
-        ]
-
-
-def test_a_single_process_creates_no_process_group() -> None:
-    context = open_context(cpu_config(), ProcessEnvironment())
-    assert (context.rank, context.world_size, context.size("dp")) == (0, 1, 1)
-    assert context.group("dp-cp") is None
-    assert context.control_group is None
-    assert not dist.is_initialized()
+    settings = {"tp": [1, 2], "nccl_options": [str(path) for path in paths]}
+    for problems in run_ranks(_plan_differently, 2, free_port(), settings):
+        assert [problem.setting for problem in problems] == ["parallel.nccl_options", "parallel.tp"]
 
 
 def info(
@@ -269,40 +257,25 @@ def info(
     return RankInfo(rank, host, gpu, loopback, plan or {}, [])
 
 
-def test_two_ranks_on_one_gpu_are_refused() -> None:
-    assert find_problems([info(0, gpu="x"), info(1, gpu="y"), info(2, host="b", gpu="x")]) == []
-    (problem,) = find_problems([info(0, gpu="x"), info(1, gpu="x")])
-    assert "ranks 0, 1 of a share one GPU" in problem.rule
+EQUAL, OTHER = {"layout": "tp=2"}, {"layout": "tp=2", "parallel.nccl_options": "{'tp': {}}"}
 
 
-def test_ranks_that_plan_differently_are_named() -> None:
-    equal = {"layout": "tp=2"}
-    assert find_problems([info(0, plan=equal), info(1, plan=equal), info(2)]) == []
-    other = equal | {"parallel.nccl_options": "{'tp': {}}"}
-    (problem,) = find_problems([info(0, plan=equal), info(1, host="b", plan=other), info(2, plan=equal)])
-    assert (problem.setting, problem.value) == ("parallel.nccl_options", "default")
-    assert problem.rule == "so on rank 0, 2 (a), but \"{'tp': {}}\" on rank 1 (b)"
-
-
-def test_hosts_that_know_themselves_only_by_loopback_cannot_form_a_cluster() -> None:
-    assert find_problems([info(0, loopback=True), info(1, loopback=True)]) == []
-    (problem,) = find_problems([info(0), info(1, host="b", loopback=True)])
-    assert problem.setting == "GLOO_SOCKET_IFNAME"
-
-
-@pytest.mark.gpu
-def test_nccl_groups_stand_beside_the_gloo_world() -> None:
-    port = free_port()
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
-    try:
-        device = torch.device("cuda", 0)
-        group = dist.new_group([0], backend="nccl", device_id=device, use_local_synchronization=True)
-        number = torch.ones(1, device=device)
-        dist.all_reduce(number, group=group)
-        assert number.item() == 1
-    finally:
-        dist.destroy_process_group()
-
-
-def test_the_environment_of_a_test_is_no_part_of_a_job() -> None:
-    assert "RANK" not in os.environ
+@pytest.mark.parametrize(
+    ("infos", "setting", "rule"),
+    [
+        ([info(0, gpu="x"), info(1, gpu="y"), info(2, host="b", gpu="x")], None, ""),
+        ([info(0, gpu="x"), info(1, gpu="x")], "device", "ranks 0, 1 of a share one GPU"),
+        ([info(0, plan=EQUAL), info(1, plan=EQUAL), info(2)], None, ""),
+        (
+            [info(0, plan=EQUAL), info(1, host="b", plan=OTHER), info(2, plan=EQUAL)],
+            "parallel.nccl_options",
+            "so on rank 0, 2 (a), but \"{'tp': {}}\" on rank 1 (b)",
+        ),
+        ([info(0, loopback=True), info(1, loopback=True)], None, ""),
+        ([info(0), info(1, host="b", loopback=True)], "GLOO_SOCKET_IFNAME", "the name of host b resolves to"),
+    ],
+)
+def test_what_stands_between_ranks_is_found(infos: list[RankInfo], setting: str | None, rule: str) -> None:
+    problems = find_problems(infos)
+    assert [problem.setting for problem in problems] == ([setting] if setting else [])
+    assert all(rule in problem.rule for problem in problems)

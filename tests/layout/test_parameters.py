@@ -69,21 +69,10 @@ def test_replicas_are_consecutive_ranks_and_the_first_counts(case: tuple[Paramet
         assert {replace(copy, counted=True) for _, copy in held} == {box}
 
 
-def test_an_uneven_vocabulary_is_cut_into_balanced_parts() -> None:
-    parts = [shard(WORD, 3, index) for index in range(3)]
-    assert [part.boxes[0].offsets[0] for part in parts] == [0, 42, 85]
-    assert [part.shape for part in parts] == [(42, 8), (43, 8), (43, 8)]
-
-
 def test_what_is_not_split_is_whole_on_every_rank_and_counted_on_the_first() -> None:
     assert shard(NORM, 4, 0) == Shard((8,), (ShardBox((0,), (8,), (0,), replicas=4),))
     assert shard(NORM, 4, 3) == Shard((8,), (ShardBox((0,), (8,), (0,), replicas=4, counted=False),))
     assert shard(NORM, 1, 0).boxes[0].counted
-
-
-def test_gate_and_up_are_each_cut_along_the_ffn() -> None:
-    gate_up = ParameterRecord("gate_up", (2, 12, 3), "normal", 0.02, True, split=Split(1))
-    assert shard(gate_up, 4, 1) == Shard((2, 3, 3), (ShardBox((0, 3, 0), (2, 3, 3), (0, 0, 0)),))
 
 
 def test_ranks_that_share_a_group_divide_its_queries_and_each_hold_its_key_and_value() -> None:

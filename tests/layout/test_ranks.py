@@ -33,21 +33,6 @@ def test_sixteen_ranks_etp1_pp2_ep4_edp2() -> None:
     assert layout.expert.groups("pp") == layout.groups("pp") == pairs(8, [0, 1, 2, 3, 4, 5, 6, 7])
 
 
-def test_thirty_ranks_tp2_pp3() -> None:
-    layout = ParallelLayout(tp=2, dp=5, pp=3)
-    assert layout.world_size == 30
-    assert layout.groups("dp") == [
-        [0, 2, 4, 6, 8],
-        [1, 3, 5, 7, 9],
-        [10, 12, 14, 16, 18],
-        [11, 13, 15, 17, 19],
-        [20, 22, 24, 26, 28],
-        [21, 23, 25, 27, 29],
-    ]
-    assert layout.groups("tp") == pairs(1, list(range(0, 30, 2)))
-    assert layout.groups("pp") == [[rank, rank + 10, rank + 20] for rank in range(10)]
-
-
 def test_sixteen_ranks_with_context_parallelism_and_folded_experts() -> None:
     """tp2 cp2 dp2 pp2 over etp1 ep4 edp2, as megatron-core lays it out."""
     layout = ParallelLayout(tp=2, cp=2, dp=2, pp=2, etp=1, ep=4)
@@ -146,11 +131,6 @@ def test_all_groups_of_sixteen_thousand_ranks_take_less_than_a_second() -> None:
     assert time.process_time() - begin < 1
 
 
-def test_a_dense_model_has_no_expert_groups() -> None:
-    with pytest.raises(AssertionError, match="no groups of ep"):
-        ParallelLayout(tp=2).groups("ep")
-
-
 @pytest.mark.parametrize(
     ("sizes", "said"),
     [
@@ -171,10 +151,6 @@ def test_a_dense_model_has_no_expert_groups() -> None:
 def test_sizes_that_no_rule_would_have_let_through_are_our_own_mistake(sizes: dict[str, Any], said: str) -> None:
     with pytest.raises(AssertionError, match=said):
         ParallelLayout(**sizes)
-
-
-def test_pipelines_of_one_stage_are_the_same_in_any_order() -> None:
-    assert ParallelLayout(tp=4, dp=2, ep=2, etp=1, order="tp-cp-ep-pp-dp").edp == 4
 
 
 @given(layouts())

@@ -6,9 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.layout import document_tiles
-from megalite.layout.document_tiles import document_plan, starts_of
-from megalite.layout.sequence import AttentionPlan, Cut, SequenceShare, block_places, causal_plan
+from megalite.layout import sequence
+from megalite.layout.sequence import (
+    AttentionPlan,
+    Cut,
+    SequenceShare,
+    block_places,
+    causal_plan,
+    document_plan,
+    starts_of,
+)
 
 Counts = npt.NDArray[np.int64]
 CUTS: tuple[Cut, ...] = ("zigzag", "stripes")
@@ -88,7 +95,7 @@ def test_document_tiles_hold_every_score_once_and_need_no_key_that_is_not_fetche
     ring, documents = drawn
     length, starts = documents.shape[1], starts_of(documents)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(document_tiles, "QUERIES", rows)
+        patch.setattr(sequence, "QUERIES", rows)
         plans = [document_plan(SequenceShare(block, ring), starts) for block in range(ring)]
     cut = plans[0].cut
     blocks = [np.array(places_of(length, ring, block, cut)) for block in range(ring)]
@@ -111,11 +118,11 @@ def test_documents_take_the_cut_whose_busiest_block_computes_less(
     ring, documents = drawn
     starts = starts_of(documents)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(document_tiles, "QUERIES", rows)
+        patch.setattr(sequence, "QUERIES", rows)
         plans = [document_plan(SequenceShare(block, ring), starts) for block in range(ring)]
         busiest = {}
         for cut in CUTS:
-            tiles = document_tiles._all_tiles(ring, starts, cut)
+            tiles = sequence._all_tiles(ring, starts, cut)
             busiest[cut] = max(sum(tile.scores for each in of_block for tile in each) for of_block in tiles)
     assert max(plan.scores for plan in plans) == min(busiest.values())
     assert {plan.cut for plan in plans} == {"zigzag" if busiest["zigzag"] <= busiest["stripes"] else "stripes"}

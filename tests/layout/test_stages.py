@@ -55,11 +55,6 @@ def test_the_records_of_two_chunks_on_two_ranks() -> None:
     )
 
 
-def test_a_standalone_embedding_leaves_every_chunk_of_rank_0_empty() -> None:
-    assert _counts(12, 4, standalone_embedding=True, vpp=2) == [0, 2, 2, 2, 0, 2, 2, 2]
-    assert get_num_layers(12, 4, 0, chunk=1, vpp=2, standalone_embedding=True) == 0
-
-
 def test_encoder_and_decoder_each_have_layers_0_to_the_last() -> None:
     stages = stage_layers(StageSettings(12, 4, split_rank=2, standalone_embedding=True))
     assert [(stage.side, stage.first, stage.count) for stage in stages] == [

@@ -27,7 +27,7 @@ from megalite.prepare.prepare import prepare
 from megalite.train.build import build_training, data_share, fill_with_start_values
 from megalite.train.device_settings import derive_device
 from megalite.train.evaluate import ValidationMetrics, evaluate
-from megalite.train.state import owned_pieces, training_pieces
+from megalite.train.saving import owned_pieces, training_pieces
 from megalite.train.step import TrainStep
 from tests.checkpoint.samples import index_of
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megalite.config.schema import MoEConfig
 from megalite.data.batch import whole_batch
-from megalite.moe.balance import TokenMasks, router_losses
+from megalite.moe.balance import RouterMetrics, TokenMasks, add_router_losses
 from megalite.moe.router import Router
 
 EXPERTS, TOKENS, TOP = 8, 6, 3
@@ -98,7 +98,8 @@ def test_no_logits_escape_the_balancing_loss(offset: float, aux_loss: str) -> No
     tokens = torch.zeros(1, TOKENS, dtype=torch.int64)
     batch = whole_batch(tokens, tokens, tokens == 0, torch.arange(TOKENS).expand(1, -1), None, 0)
     masks = TokenMasks.of(batch, torch.ones(()), None)
-    loss = router_losses(router, logits, router.choose(logits).experts, masks).balance
+    nothing = RouterMetrics(*[torch.zeros(())] * 7)
+    loss = add_router_losses(router, logits, router.choose(logits).experts, masks, nothing).balance
     loss.backward()
     assert logits.grad is not None
     largest = [row.argsort(descending=True)[:TOP].tolist() for row in logits.detach()]

@@ -3,12 +3,13 @@
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from megalite.observe.run_data import read_run
 from megalite.train.history import read_events, read_metrics
-from megalite.train.run_log import RecordFile
+from megalite.train.run_log import RunLog
 from tests.train.runs import write_text
 from tests.train.test_run import config_for, poison, start, stop_after
 
@@ -40,9 +41,7 @@ def test_a_run_that_stops_and_goes_on_tells_its_whole_story(
     assert {"torch", "python"} <= set(first["versions"])
     assert first["layout"]["dp"] == 1
     assert len(first["hosts"]) == 1
-    report = (tmp_path / "run" / "report.html").read_text()
-    assert "finished" in report
-    assert "by SIGUSR1" in report
+    assert all(text in (tmp_path / "run" / "report.html").read_text() for text in ("finished", "by SIGUSR1"))
 
 
 def test_bad_steps_and_the_end_of_a_run_that_gives_up_are_told(
@@ -53,9 +52,7 @@ def test_bad_steps_and_the_end_of_a_run_that_gives_up_are_told(
     assert kinds(tmp_path / "run") == [("start", 0), ("checkpoint", 4), ("skipped", 6), ("skipped", 7), ("failed", 7)]
     *_, failed = read_events(tmp_path / "run" / "events.jsonl")
     assert "2 steps in a row" in failed["message"]
-    report = (tmp_path / "run" / "report.html").read_text()
-    assert "2 steps in a row" in report
-    assert ">failed<" in report
+    assert all(text in (tmp_path / "run" / "report.html").read_text() for text in ("2 steps in a row", ">failed<"))
 
 
 def test_an_error_of_any_kind_is_in_the_report(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,18 +77,15 @@ class Full:
 def test_a_full_disk_costs_lines_and_is_told_once_until_it_has_room_again(
     name: str, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    append = RecordFile.append
-    full = (3, 4, 5, 8)
+    append, full = RunLog.append, (3, 4, 5, 8)
 
-    def without_room(self: RecordFile, record: dict[str, Any]) -> None:
-        if record["step"] in full and self.path.name == name:
-            with monkeypatch.context() as patch:
-                patch.setattr(self, "_file", Full())
-                append(self, record)
-        else:
-            append(self, record)
+    def without_room(self: RunLog, file: str, record: dict[str, Any]) -> None:
+        with monkeypatch.context() as patch:
+            if record["step"] in full and file == name:
+                patch.setitem(self._files, name, Full())
+            append(self, file, record)
 
-    monkeypatch.setattr(RecordFile, "append", without_room)
+    monkeypatch.setattr(RunLog, "append", without_room)
     config = config_for(text, tmp_path / "run", log_interval=1, max_bad_steps=100)
     poison(set(range(8, 32)), monkeypatch)  # steps 3 to 8 are events
     assert start(config) == 0
@@ -102,31 +96,16 @@ def test_a_full_disk_costs_lines_and_is_told_once_until_it_has_room_again(
     assert (tmp_path / "run" / "report.html").is_file()
 
 
-class Trackers:
-    """Keeps what it is given."""
-
-    name = "trackers"
-
-    def __init__(self) -> None:
-        self.lines: list[Any] = []
-        self.ends: list[int] = []
-
-    def add(self, line: Any) -> None:
-        self.lines.append(line)
-
-    def close(self) -> None:
-        self.ends.append(0)
-
-
 def test_trackers_get_what_is_in_the_files_in_their_order(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trackers = Trackers()
+    trackers = Mock()
     config = config_for(text, tmp_path / "run", sample_interval=8)
     monkeypatch.setattr("megalite.observe.about.open_trackers", lambda *_: trackers)
     assert start(config) == 0
-    records, events = ([it for it in trackers.lines if ("kind" in it) == wanted] for wanted in (False, True))
+    lines = [call.args[0] for call in trackers.add.call_args_list]
+    records, events = ([it for it in lines if ("kind" in it) == wanted] for wanted in (False, True))
     assert json.dumps(records) == json.dumps(read_metrics(tmp_path / "run" / "metrics.jsonl"))
     assert json.dumps(events) == json.dumps(read_events(tmp_path / "run" / "events.jsonl"))
     assert [it["step"] for it in events if it["kind"] == "sample"] == [8, 12]
-    assert trackers.ends == [0]
+    assert trackers.close.call_count == 1

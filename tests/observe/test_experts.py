@@ -31,16 +31,8 @@ def test_figures_are_those_by_hand() -> None:
     table = [own + balanced + its for own, its in zip(counts, sums, strict=True)]
     found = in_numbers(torch.tensor(table, dtype=torch.float64))
     assert found.pop("tokens_per_expert") == [[8, 4, 4, 0], [4, 4, 4, 4]]
-    assert found == pytest.approx(
-        {
-            "imbalance_max": 2.0,
-            "imbalance_mean": 1.5,
-            "dropped_share": 2 / 32,
-            "balancing_loss": 0.15,
-            "z_loss": 0.05,
-            "entropy": 0.75,
-        }
-    )
+    shares = {"dropped_share": 2 / 32, "balancing_loss": 0.15, "z_loss": 0.05, "entropy": 0.75}
+    assert found == pytest.approx({"imbalance_max": 2.0, "imbalance_mean": 1.5, **shares})
     nothing = in_numbers(torch.zeros(1, 13, dtype=torch.float64))
     assert nothing.pop("tokens_per_expert") == [[0, 0, 0, 0]]
     assert all(map(math.isnan, nothing.values()))
@@ -83,31 +75,16 @@ def test_a_record_holds_the_sums_of_its_steps_and_the_report_shows_them(tmp_path
     )
 
 
-def test_the_terminal_shows_the_imbalance_of_experts_in_the_same_columns(plain: Plain) -> None:
-    for steps in (1, 9_999_999):
-        plain.terminal.follow(RunData(Path("run"), {"train.steps": steps}), "")
-        plain.terminal.add(STEP | {"mfu": 0.4, "mfu_causal": 0.3, "moe": MOE})
-    plain.terminal.add(STEP | {"mfu": 0.4, "mfu_causal": 0.3})  # no step of the interval was applied
-    names, first, *_, last = plain.lines()
+def test_the_terminal_shows_the_imbalance_of_experts_also_where_the_first_step_was_skipped() -> None:
+    plain = Plain()
+    for steps, moe in ((1, {}), (9_999_999, {"moe": MOE})):
+        plain.terminal.follow(RunData(Path("run"), {"train.steps": steps, "model.moe.num_experts": 4}), "")
+        plain.terminal.add(STEP | {"mfu": 0.4} | moe)
+    names, first, last = plain.lines()
     assert "imbalance" in names
-    assert first.split()[-2] == "3.00"
-    assert last.split()[-2] == "-"
+    assert (first.split()[-2], last.split()[-2]) == ("-", "3.00")
     assert ends_of_cells(first)[1:] == ends_of_cells(names)[1:]
     assert max(map(len, plain.lines())) <= 100
-
-
-def test_the_terminal_has_the_column_also_where_the_first_step_was_skipped(plain: Plain) -> None:
-    plain.terminal.follow(RunData(Path("run"), {"train.steps": 2, "model.moe.num_experts": 4}), "")
-    plain.terminal.add(STEP)
-    plain.terminal.add(STEP | {"moe": MOE})
-    names, first, second = plain.lines()
-    assert "imbalance" in names
-    assert (first.split()[-2], second.split()[-2]) == ("-", "3.00")
-
-
-@pytest.fixture
-def plain() -> Plain:
-    return Plain()
 
 
 LINES = [  # the last step was skipped

@@ -9,8 +9,7 @@ from megalite.observe import readable
 from megalite.observe.report.page import render
 from megalite.observe.run_data import read_run
 from megalite.train import clock
-from megalite.train.clock import StepClock
-from megalite.train.history import STEP_PARTS, read_metrics
+from megalite.train.history import read_metrics
 from tests.train.runs import write_text
 from tests.train.test_run import config_for, start
 
@@ -24,18 +23,6 @@ class Clock:
     def perf_counter(self) -> float:
         self.now += 1 + self.now / 10  # no two steps take equally long
         return self.now
-
-
-def test_steps_of_a_device_take_as_long_as_its_clock_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two milliseconds each, however late the host reads them."""
-    split = dict.fromkeys(STEP_PARTS, 0.0) | {"forward": 1.5e-3, "other": 0.5e-3}
-    monkeypatch.setattr(StepClock, "lap", lambda self: split.copy)
-    config = config_for(write_text(tmp_path / "text.txt"), tmp_path / "run", log_interval=3)
-    assert start(config) == 0
-    lines = [line for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in line]
-    assert {round(line["step_time_s"], 9) for line in lines} == {2e-3}
-    speeds = [line[name] for line in lines for name in ("tokens_per_s", "mean_tokens_per_s")]
-    assert speeds == pytest.approx([4 * 16 / 2e-3] * len(speeds))
 
 
 def test_terminal_report_comparison_and_metrics_have_the_same_speed(

@@ -4,7 +4,6 @@ import io
 import math
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -106,18 +105,13 @@ def test_all_lines_of_a_log_have_the_same_columns_and_fit(plain: Plain, steps: i
         assert len(row) <= WIDTH
 
 
-def test_a_step_line_holds_every_figure(plain: Plain) -> None:
-    plain.terminal.add(line(mfu=0.423))
-    names, row = plain.lines()
+def test_a_step_line_holds_every_number_under_names_that_come_back_every_few_lines(plain: Plain) -> None:
+    for step in range(1, 2 * NAMES_EVERY + 2):
+        plain.terminal.add(line(step=step, mfu=0.423))
+    names, row, *_ = lines = plain.lines()
     assert " ".join(names.split()) == "step loss lr grad_norm tokens/s time GiB wait mfu left"
     assert " ".join(row.split()) == "1/300 8.3213 1.00e-05 2.5000 13,421 305.2ms 1.21 0.1% 42.3% 1:31"
-
-
-def test_column_names_come_back_every_few_lines(plain: Plain) -> None:
-    for step in range(1, 2 * NAMES_EVERY + 2):
-        plain.terminal.add(line(step=step))
-    names = [number for number, line in enumerate(plain.lines()) if "loss" in line]
-    assert names == [0, NAMES_EVERY + 1, 2 * (NAMES_EVERY + 1)]
+    assert [number for number, line in enumerate(lines) if line == names] == [0, NAMES_EVERY + 1, 2 * (NAMES_EVERY + 1)]
 
 
 def test_an_evaluation_line_and_what_is_not_finite(plain: Plain) -> None:
@@ -147,11 +141,9 @@ def test_the_summary_says_what_was_learned_and_how_to_go_on(plain: Plain) -> Non
         "python pretrain_gpt.py 'data.path=my file.txt' train.steps=600",
     ):
         assert said in text
-
-
-def test_a_stopped_run_says_by_what_and_that_the_same_command_continues(plain: Plain) -> None:
-    finish(plain.terminal, a_run(step=120), "SIGTERM")
-    text = plain.stream.getvalue()
+    stopped = Plain()
+    finish(stopped.terminal, a_run(step=120), "SIGTERM")
+    text = stopped.stream.getvalue()
     assert "stopped by SIGTERM after 120 of 300 steps" in text
     assert f"{COMMAND}   (the same command)" in text
     assert "foo" not in text
@@ -169,12 +161,8 @@ def test_every_line_is_flushed_and_a_closed_pipe_ends_no_run() -> None:
     terminal.close()
     with pytest.raises(BrokenPipeError):
         stream.close()
-
-
-def test_a_stream_without_unicode_gets_ascii() -> None:
-    raw = io.BytesIO()
-    terminal = Terminal(io.TextIOWrapper(raw, encoding="ascii"), interactive=False)
-    finish(terminal, a_run())
+    ascii_only = io.TextIOWrapper(raw := io.BytesIO(), encoding="ascii")
+    finish(Terminal(ascii_only, interactive=False), a_run())
     assert b"8.3213 -> 4.1234" in raw.getvalue()
     assert b"?" not in raw.getvalue()
 
@@ -231,20 +219,19 @@ def test_the_time_left_is_told_by_a_median_without_the_slow_first_step(plain: Pl
     assert plain.lines()[-1].split()[-1] == "4:54"
 
 
-NUMBERS = {
-    readable.duration: "0 0:00, 59.6 1:00, 754 12:34, 3723 1:02:03, 359999 99:59:59, 360000 4d_04h, nan -",
-    readable.rate: "3.216 3.22, 717 717, 12100 12_100, 999999 999_999, 999999.7 1.00M, 1234567 1.23M, 2.5e9 2.50B",
-    readable.step_time: "0.99999 1.00_s, 0.3052 305.2_ms",
-    readable.loss: "999.99999 1.00e+03, 2.5 2.5000",
-    readable.percent: "0.9999 100%, 0.5 50.0%",
-}
+NUMBERS = [
+    (readable.duration, "0 0:00, 59.6 1:00, 754 12:34, 3723 1:02:03, 359999 99:59:59, 360000 4d_04h, nan -"),
+    (readable.rate, "3.216 3.22, 717 717, 12100 12_100, 999999 999_999, 999999.7 1.00M, 1234567 1.23M, 2.5e9 2.50B"),
+    (readable.step_time, "0.99999 1.00_s, 0.3052 305.2_ms"),
+    (readable.loss, "999.99999 1.00e+03, 2.5 2.5000"),
+    (readable.percent, "0.9999 100%, 0.5 50.0%"),
+]
 
 
-@pytest.mark.parametrize("words", NUMBERS, ids=lambda words: words.__name__)
-def test_numbers_keep_a_known_width_also_where_they_are_rounded_up(words: Callable[[float], str]) -> None:
-    for pair in NUMBERS[words].split(", "):
-        value, text = pair.split()
-        assert words(float(value)).replace(" ", "_").replace(",", "_") == text
+def test_numbers_keep_a_known_width_also_where_they_are_rounded_up() -> None:
+    for words, pairs in NUMBERS:
+        for value, text in map(str.split, pairs.split(", ")):
+            assert words(float(value)).replace(" ", "_").replace(",", "_") == text
 
 
 EVIL = "a\x1b]0;owned\x07\x1b[2J\u202eb\x9b31m\rc\udcff"

@@ -48,11 +48,18 @@ def run(notes: list[str], *lines: dict[str, Any], **openers: Any) -> None:
 RECORDS = [{"step": step} for step in range(1, 5)]
 
 
-def test_everything_arrives_in_order() -> None:
-    collector, notes = Collector(), list[str]()
-    run(notes, RECORDS[0], SAMPLE, RECORDS[1], x=lambda: collector, y=lambda: None)
-    assert collector.seen == [RECORDS[0], SAMPLE, RECORDS[1], "status 0"]
-    assert notes == []
+def test_everything_arrives_in_order_once_a_record_of_metrics_has_opened_the_trackers() -> None:
+    """The end of a run waits for a tracker that is not open yet."""
+
+    def open_slowly() -> Collector:
+        time.sleep(0.3)
+        return slow
+
+    collector, slow, notes, opened = Collector(), Collector(), list[str](), list[int]()
+    run(notes, RECORDS[0], SAMPLE, RECORDS[1], x=lambda: collector, y=lambda: None, z=open_slowly)
+    run(notes, SAMPLE, x=lambda: opened.append(1))
+    assert collector.seen == slow.seen == [RECORDS[0], SAMPLE, RECORDS[1], "status 0"]
+    assert (notes, opened) == ([], [])
 
 
 def test_a_tracker_that_fails_costs_one_warning_and_no_other_tracker() -> None:
@@ -90,23 +97,6 @@ def test_a_tracker_that_hangs_holds_nothing_up_and_still_learns_of_the_end(
     assert notes[0] == "x: warning: OverflowError: too slow, and misses records; the run itself is not affected"
     assert re.fullmatch(late, notes[1])
     assert len(notes) == 2
-
-
-def test_the_end_of_a_run_waits_for_a_tracker_that_is_not_open_yet() -> None:
-    def open_slowly() -> Collector:
-        time.sleep(0.3)
-        return slow
-
-    slow, notes = Collector(), list[str]()
-    run(notes, *RECORDS, x=open_slowly)
-    assert slow.seen == [*RECORDS, "status 0"]
-    assert notes == []
-
-
-def test_nothing_is_opened_before_the_first_record() -> None:
-    opened = list[int]()
-    run([], SAMPLE, x=lambda: opened.append(1))
-    assert opened == []
 
 
 def test_tensorboard_holds_every_number_and_samples_as_they_are(tmp_path: Path) -> None:

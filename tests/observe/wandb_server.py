@@ -78,11 +78,10 @@ class _Requests(BaseHTTPRequestHandler):
     server: WandbServer
 
     def do_GET(self) -> None:
-        self._reply({})
-
-    def do_PUT(self) -> None:
         self._body()
         self._reply({})
+
+    do_PUT = do_GET  # noqa: N815
 
     def do_POST(self) -> None:
         body = self._body()

@@ -3,7 +3,6 @@ one process computes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import partial
 from math import prod
 from types import SimpleNamespace
@@ -23,7 +22,7 @@ from megalite.launch.context import ParallelContext
 from megalite.model.gpt import GPT
 from megalite.pipeline import executor as executor_module
 from megalite.pipeline.actions import Action, Schedule
-from megalite.pipeline.executor import Executor, P2PGroups
+from megalite.pipeline.executor import Executor
 from megalite.pipeline.schedules import build_schedule, forward_only
 from megalite.pipeline.transfers import Direction, Instruction, Transfer, Wait, instructions
 from megalite.tensor_parallel.deferred import Later
@@ -35,7 +34,6 @@ from tests.pipeline.stages import microbatches, run_pipeline, stages_config, sta
 
 SCHEDULES = [(2, "1f1b", 1), (4, "1f1b", 1), (2, "gpipe", 1), (4, "zb-h1", 1), (2, "interleaved", 2)]
 ONE = torch.ones((), dtype=torch.float64)
-PATIENCE = timedelta(seconds=7)
 
 
 # --- records ---------------------------------------------------------------------------------------------------------
@@ -58,11 +56,7 @@ class FakeNetwork:
     ProcessGroup = SimpleNamespace
 
     def groups(self, pp: int) -> dict[Direction, Any]:
-        backend = SimpleNamespace(options=SimpleNamespace(_timeout=PATIENCE))
-        return {
-            way: SimpleNamespace(way=way, size=lambda: pp, _get_backend=lambda device: backend)
-            for way in ("forward", "backward")
-        }
+        return {way: SimpleNamespace(way=way, size=lambda: pp) for way in ("forward", "backward")}
 
     def send(self, tensor: Tensor, *, group: Any, group_dst: int) -> None:
         """Links are opened, of which the records say nothing."""
@@ -85,8 +79,7 @@ class FakeNetwork:
         number, self.posted = self.posted, self.posted + 1
         self.events.append((number, *event))
 
-        def wait(timeout: timedelta) -> None:
-            assert timeout == PATIENCE
+        def wait() -> None:
             if number == self.breaks_at:
                 raise RuntimeError("[third_party/gloo] connection closed")
             self.events.append(("wait", number))
@@ -147,7 +140,8 @@ def run_alone(
 
     executor = Executor(
         chunks,
-        P2PGroups(rank, network.groups(pp)),
+        rank,
+        network.groups(pp),
         lambda count: table_of(pp, name, vpp, count),
         lambda count: forward_only(pp, vpp, count),
         coming,

@@ -35,23 +35,16 @@ def boxes(picture: Picture, style: str) -> list[tuple[float, float, float, float
     return [(float(it["x"]), float(it["y"]), float(it["width"]), float(it["height"])) for it in found]
 
 
-# --- files ---------------------------------------------------------------------------------------------------------
-
-
 def test_a_command_draws_over_its_own_pictures_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "a.svg"
     words = ["--world-size", "4", "--picture", str(path)]
     assert [ranks.main(words), ranks.main(words)] == [0, 0], capsys.readouterr().err
-    by_ranks = path.read_bytes()
-    for content, draw in (
-        (by_ranks, lambda: schedule.main(["parallel.pp=2", "train.global_batch_size=16", "--picture", str(path)])),
-        (b'<?xml version="1.0"?><svg>mine</svg>', lambda: ranks.main(words)),
-        (b"", lambda: ranks.main(words)),
-    ):
-        path.write_bytes(content)
-        assert draw() == 2
-        assert f"fix: --picture={tmp_path}/a-2.svg" in capsys.readouterr().err
-        assert path.read_bytes() == content
+    of_ranks = path.read_bytes()
+    assert schedule.main(["parallel.pp=2", "train.global_batch_size=16", "--picture", str(path)]) == 2
+    assert path.read_bytes() == of_ranks
+    path.write_bytes(b'<?xml version="1.0"?><svg>mine</svg>')
+    assert ranks.main(words) == 2
+    assert f"fix: --picture={tmp_path}/a-2.svg" in capsys.readouterr().err
     with pytest.raises(UserError, match="holds something else"):  # it came while the picture was drawn
         save_picture(lambda: Picture("title"), path, "ranks")
     assert [each.name for each in tmp_path.iterdir()] == ["a.svg"]
@@ -62,9 +55,6 @@ def test_a_text_is_no_markup() -> None:
     picture.text(0, 0, "<b>\x1b[31m")
     assert texts(picture) == ["<b>\\x1b[31m"]
     assert "<script" not in picture.svg()
-
-
-# --- ranks ---------------------------------------------------------------------------------------------------------
 
 
 def words_of(picture: Picture) -> list[list[str]]:
@@ -106,9 +96,7 @@ INSIDE, CROSS = "inside a node", "8 across nodes"
     [
         (8, INSIDE, INSIDE, CROSS),
         (4, INSIDE, CROSS, CROSS),
-        (6, "1 across nodes", "6 across nodes", CROSS),
         (12, INSIDE, "4 across nodes", "4 across nodes"),
-        (72, INSIDE, INSIDE, INSIDE),
     ],
 )
 def test_the_groups_that_leave_a_node_are_counted(gpus_per_node: int, tp: str, dp: str, pp: str) -> None:
@@ -123,9 +111,6 @@ def test_a_picture_of_many_ranks_says_what_it_leaves_out_and_one_of_experts_who_
     assert "rank 144" not in large
     words = words_of(ranks_picture(laid_out(8, tp=2, ep=4, etp=1), 8, 12))
     assert [its[-1] for its in words] == [f"experts {first}-{first + 2}" for first in (0, 3, 6, 9)] * 2
-
-
-# --- schedules -----------------------------------------------------------------------------------------------------
 
 
 def timeline(name: str, pp: int, microbatches: int, vpp: int = 1) -> Timeline:

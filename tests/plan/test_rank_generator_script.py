@@ -88,7 +88,6 @@ def test_experts_are_shown_where_they_are_asked_for(asked: str) -> None:
     ("arguments", "counts"),
     [
         ([], [3, 3, 3, 3]),
-        (["parallel.standalone_embedding=true"], [0, 4, 4, 4]),
         (["--pp-split-rank", "2"], [6, 6, 6, 6]),
         (["--pp-split-rank", "2", "parallel.standalone_embedding=true"], [0, 12, 6, 6]),
         (["parallel.first_stage_layers=2", "parallel.last_stage_layers=4"], [2, 3, 3, 4]),

@@ -24,11 +24,11 @@ def test_a_ring_is_told() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("train.seq_length=64",), ["parallel.cp=1", "one rank has the whole sequence"]),
-        (("parallel.cp=2", "train.seq_length=63"), ["train.seq_length=63", "not a multiple of 4"]),
+        ("train.seq_length=64", "parallel.cp=1: one rank has the whole sequence"),
+        ("parallel.cp=2 train.seq_length=63", "train.seq_length=63: not a multiple of 4"),
     ],
 )
-def test_what_cannot_be_shared_is_refused(words: tuple[str, ...], said: list[str]) -> None:
-    done = run(*words)
+def test_what_cannot_be_shared_is_refused(words: str, said: str) -> None:
+    done = run(*words.split())
     assert done.returncode == 2
-    assert all(part in done.stderr for part in said), done.stderr
+    assert said in done.stderr

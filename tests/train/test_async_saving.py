@@ -18,7 +18,7 @@ import pytest
 import megalite.train.loop as loop_module
 import megalite.train.saving as saving_module
 from megalite.checkpoint import store
-from megalite.checkpoint.background import HostCopies
+from megalite.checkpoint.background import BackgroundSaves
 from megalite.checkpoint.store import CheckpointError
 from megalite.config.compose import load_config
 from megalite.config.schema import Config
@@ -101,13 +101,13 @@ def test_what_is_saved_is_the_state_at_its_step_whenever_it_is_written(
     text: Path, tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tensors, progress and all: step 4 is written while step 7 is done, and a run that goes on from it is the same."""
-    copied = HostCopies.of
+    copied = BackgroundSaves.copies_of
 
-    def late(self: HostCopies, pieces: Any) -> Any:
+    def late(self: BackgroundSaves, pieces: Any) -> Any:
         copies, _ = copied(self, pieces)
         return copies, lambda: disk.let_go.wait(30)
 
-    monkeypatch.setattr(HostCopies, "of", late)
+    monkeypatch.setattr(BackgroundSaves, "copies_of", late)
     at_step(7, disk.let_go.set, monkeypatch)
     config = behind(text, tmp_path / "run")
     config.checkpoint.keep = 3
@@ -220,7 +220,6 @@ def test_an_end_does_not_wait_for_ever_for_a_disk_that_hangs(
     config = behind(text, tmp_path / "run")
     with pytest.raises(ValueError, match="a bug"):
         start(replace(config, parallel=replace(config.parallel, timeout_s=0.3)))
-    assert "the checkpoint of step 4 was not finished in time" in log_of(tmp_path / "run")
     disk.let_go.set()
     wait_for_the_thread()
     assert checkpoints(tmp_path / "run") == [], "the run folder may be another job's by now"

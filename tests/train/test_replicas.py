@@ -14,7 +14,7 @@ from megalite.layout.ranks import ParallelLayout
 from megalite.model.routers import Routers
 from megalite.train.build import build_training, fill_with_start_values
 from megalite.train.replicas import ReplicaMismatchError, check_replicas, content_hash
-from megalite.train.state import owned_pieces
+from megalite.train.saving import owned_pieces
 from tests.checkpoint.samples import index_of
 from tests.layouts.training import held_pieces
 from tests.ranks import run_ranks

@@ -196,7 +196,7 @@ def test_a_rank_that_cannot_finish_is_named(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["parallel.tp=16"], ["model.num_attention_heads=4: does not split over parallel.tp=16"]),
+        (["parallel.tp=16"], ["model.num_attention_heads=4: not a multiple of parallel.tp=16"]),
         (["parallel.tp=4", "model.foo=3"], ["model.foo=3: unknown setting"]),
         (["--world-size=6", "parallel.tp=4"], ["world size=6: not a multiple of parallel.tp=4"]),
         (["--world-size=4", "--dp=2"], ["--dp=2: follows from --world-size 4"]),

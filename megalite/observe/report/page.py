@@ -68,13 +68,9 @@ def render(runs: Sequence[RunData], *, live: bool = False, compared: bool = Fals
     for character in "<>&":  # nothing in it can end the element that holds it
         records = records.replace(character, f"\\u{ord(character):04x}")
     layout, pipeline = ([], []) if compared else pictures_of(run)
-    shown: dict[str, Any] = {
-        "layout": layout,
-        "pipeline": pipeline,
-        "drawn": moment(time.time()),
-        "records": Markup(records),
-    }
-    shown |= {"run": run, "runs": [*zip(names, runs, strict=True)], "chosen": chosen, "derived": derived}
+    as_of = moment(max((event["time"] for event in run.newest.values()), default=0.0))
+    shown: dict[str, Any] = {"run": run, "runs": [*zip(names, runs, strict=True)], "as_of": as_of}
+    shown |= {"layout": layout, "pipeline": pipeline, "chosen": chosen, "derived": derived, "records": Markup(records)}
     return environment().get_template("page.html").render(shown, compared=compared, live=live).lstrip()
 
 

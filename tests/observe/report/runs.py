@@ -22,59 +22,51 @@ def write_run(
     folder: Path,
     *,
     steps: int = 40,
-    planned: int | None = None,
-    every: int = 1,
     layout: ParallelLayout | None = None,
     lr: float = 1e-3,
     mfu: float | None = None,
     events: list[dict[str, Any]] | None = None,
     seed: int = 0,
 ) -> Path:
-    """A run of `steps` steps, a line for every `every`-th, evaluated a few times. `events` follow its start."""
-    layout = layout or ParallelLayout()
+    """A run of `steps` steps, evaluated a few times. `events` follow its start."""
     folder.mkdir(parents=True)
     config = Config(run_dir=str(folder))
-    config.train = replace(config.train, steps=planned or steps)
+    config.train = replace(config.train, steps=steps)
     config.optimizer = replace(config.optimizer, lr=lr)
     (folder / "config.yaml").write_text(yaml.safe_dump(as_plain(config)))
-    lines = [*metrics(steps, every, lr, mfu, seed)]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    told = [start_of(layout, folder), *(events or [])]
-    (folder / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in told))
+    told = [start_of(layout or ParallelLayout(), folder), *(events or [])]
+    for name, lines in (("metrics.jsonl", metrics(steps, lr, mfu, seed)), ("events.jsonl", told)):
+        (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
 
 
-def metrics(steps: int, every: int, lr: float, mfu: float | None, seed: int) -> Iterator[dict[str, Any]]:
+def metrics(steps: int, lr: float, mfu: float | None, seed: int) -> Iterator[dict[str, Any]]:
     dice, training_s = random.Random(seed), 0.0
+    shares = {"data": 0.01, "forward": 0.3, "backward": 0.5, "communication": 0.12, "optimizer": 0.05, "other": 0.02}
     for step in range(1, steps + 1):
-        noise = dice.gauss(0, 0.08)
-        if step % every == 0 or step == steps:
-            loss = 2.0 + 6.5 * math.exp(-8 * step / steps) + noise
-            seconds = 0.4 * (1 + abs(dice.gauss(0, 0.05)))
-            training_s += every * seconds
-            shares = {"data": 0.01, "forward": 0.3, "backward": 0.5, "communication": 0.12, "optimizer": 0.05}
-            split = {part: share * seconds * (1 + abs(noise)) for part, share in shares.items()}
-            yield {
-                "step": step,
-                "tokens": step * 2048,
-                "loss": math.nan if step == 7 * every else loss,
-                "lr": lr * min(1.0, 20 * step / steps) * (1 + math.cos(math.pi * step / steps)) / 2,
-                "grad_norm": 0.5 + 4 * math.exp(-10 * step / steps) + abs(noise),
-                "tokens_per_s": 2048 / seconds,
-                "mean_tokens_per_s": step * 2048 / training_s,
-                "step_time_s": seconds,
-                "training_s": training_s,
-                "memory_gib": 1.2,
-                "data_wait_share": 0.01,
-                "time_split": split | {"other": 0.02 * seconds},
-                "mfu": mfu and mfu / seconds,
-                "mfu_causal": mfu and 0.9 * mfu / seconds,
-                "bad_steps": int(step >= 7 * every),
-            }
+        falling, noise = math.exp(-8 * step / steps), dice.gauss(0, 0.08)
+        seconds = 0.4 * (1 + abs(dice.gauss(0, 0.05)))
+        training_s += seconds
+        yield {
+            "step": step,
+            "tokens": step * 2048,
+            "loss": math.nan if step == 7 else 2.0 + 6.5 * falling + noise,
+            "lr": lr * min(1.0, 20 * step / steps) * (1 + math.cos(math.pi * step / steps)) / 2,
+            "grad_norm": 0.5 + 4 * falling + abs(noise),
+            "tokens_per_s": 2048 / seconds,
+            "mean_tokens_per_s": step * 2048 / training_s,
+            "step_time_s": seconds,
+            "training_s": training_s,
+            "memory_gib": 1.2,
+            "data_wait_share": 0.01,
+            "time_split": {part: share * seconds for part, share in shares.items()},
+            "mfu": mfu and mfu / seconds,
+            "mfu_causal": mfu and 0.9 * mfu / seconds,
+            "bad_steps": int(step >= 7),
+        }
         if step % max(1, steps // 5) == 0:
-            loss = 2.2 + 6.2 * math.exp(-8 * step / steps)
-            perplexity, bits = math.exp(loss), loss / 2.5
-            evaluation = {"val_loss": loss, "val_perplexity": perplexity, "val_bits_per_byte": bits}
+            loss = 2.2 + 6.2 * falling
+            evaluation = {"val_loss": loss, "val_perplexity": math.exp(loss), "val_bits_per_byte": loss / 2.5}
             yield {"step": step, "tokens": step * 2048, **evaluation, "eval_time_s": 1.5}
 
 

@@ -22,6 +22,7 @@ def drawn(page: Path) -> list[tuple[str, int]]:
     command = [str(BROWSER), *QUIET, f"--user-data-dir={page.parent / 'browser'}", "--dump-dom", page.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert not re.search(r"CONSOLE|Uncaught|Refused to", done.stderr), done.stderr
+    (page.parent / "browser" / "page").write_text(done.stdout)
     _, *charts = re.split('<svg role="img" class="chart" aria-label="', done.stdout)
     return [(chart.partition('"')[0], len(re.findall("<(?:path|rect|circle)", chart))) for chart in charts]
 
@@ -43,8 +44,13 @@ def test_all_charts_of_a_run_are_drawn(tmp_path: Path) -> None:
     assert min(shapes for _, shapes in found) > 3
 
 
-def test_all_charts_of_a_comparison_are_drawn(tmp_path: Path) -> None:
+def test_all_charts_of_a_comparison_are_drawn_over_tokens_where_batches_differ(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / name, lr=lr) for name, lr in (("first", 1e-3), ("second", 2e-3))]
-    found = drawn(write_report(runs, tmp_path / "both.html"))
-    assert {"Loss: training", "Loss: validation", "loss over optimizer.lr"} <= {title for title, _ in found}
-    assert min(shapes for _, shapes in found) > 3
+    for axis in ("step", "tokens"):
+        found = drawn(write_report(runs, tmp_path / f"{axis}.html"))
+        assert {"Loss: training", "Loss: validation", "loss over optimizer.lr"} <= {title for title, _ in found}
+        assert min(shapes for _, shapes in found) > 3
+        assert f">{axis}</text>" in (tmp_path / "browser" / "page").read_text()
+        lines = [json.loads(line) for line in (runs[1] / "metrics.jsonl").read_text().splitlines()]
+        growing = [line | {"tokens": 2048 * line["step"] ** 2 // 40} for line in lines]
+        (runs[1] / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in growing))

@@ -5,14 +5,13 @@ import hashlib
 import json
 import math
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
 from megalite.commands.report import main
-from megalite.errors.words import plain
 from megalite.layout.ranks import ParallelLayout
 from megalite.observe.report.page import HERE, differences, environment, names_of, render
 from megalite.observe.run_data import MOST_LISTED, MOST_SAMPLED, RunData, read_run
@@ -20,41 +19,16 @@ from megalite.plan.picture import STYLE as PICTURE_STYLE
 from tests.observe.report.runs import EVIL, event, start_of, write_run
 
 
-class Page(HTMLParser):
-    """The elements and texts of a page; tags that do not close as they opened are an error."""
+class Page:
+    """The elements and texts of a page, which is XML but for its scripts."""
 
     def __init__(self, page: str) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.texts: list[str] = []
-        self.scripts: list[str] = []
-        self._open: list[str] = []
-        self.feed(page)
-        self.close()
-        assert self._open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        self._open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self._open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        (self.scripts if self._open[-1:] == ["script"] else self.texts).append(data)
-
-    @property
-    def text(self) -> str:
-        return " ".join(self.texts)
-
-    @property
-    def records(self) -> dict[str, Any]:
-        """What the script draws; no NaN is JSON in a browser."""
-        found: dict[str, Any] = json.loads(self.scripts[0], parse_constant=pytest.fail)
-        return found
+        self.scripts = re.findall("<script[^>]*>(.*?)</script>", page, re.DOTALL)
+        root = ElementTree.fromstring(re.sub("(<script[^>]*>).*?(</script>)", r"\1\2", page, flags=re.DOTALL))
+        self.tags = [(element.tag, element.attrib) for element in root.iter()]
+        self.texts = [*root.itertext()]
+        self.text = " ".join(self.texts)
+        self.records = json.loads(self.scripts[0], parse_constant=pytest.fail)  # no NaN is JSON in a browser
 
 
 def page_of(*runs: RunData | Path, live: bool = False) -> Page:
@@ -150,16 +124,14 @@ def test_a_page_loads_nothing_and_runs_only_its_own_script(run: Path) -> None:
         assert not re.search(r"url\(|@import", style)
 
 
-def contrast(one: str, other: str) -> float:
+def contrast(*colours: str) -> float:
     """As WCAG 2 defines it."""
-    levels = sorted(luminance(colour) for colour in (one, other))
-    return (levels[1] + 0.05) / (levels[0] + 0.05)
-
-
-def luminance(colour: str) -> float:
-    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
-    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+    levels = []
+    for colour in colours:
+        parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        levels.append(sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True)))
+    return (max(levels) + 0.05) / (min(levels) + 0.05)
 
 
 @pytest.mark.parametrize("shade", [0, 1], ids=["light", "dark"])
@@ -218,26 +190,11 @@ def test_how_a_run_stands_is_what_its_newest_start_came_to(status: str, events: 
     assert next(text for text in page.texts if text in kinds) == status
 
 
-def test_torn_and_foreign_lines_are_passed_over_and_named(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", events=[event("finished", 40)])
-    for name in ("metrics.jsonl", "events.jsonl"):
-        with (run / name).open("a") as file:
-            file.write('[1, 2]\n"text"\n{"no": "step"}\n{"step": 41, "ki')
+def test_a_layout_that_is_none_costs_its_picture(run: Path) -> None:
     found = read_run(run)
-    assert found.end is not None
-    assert found.last["step"] == 40
-    for name in ("metrics.jsonl", "events.jsonl"):
-        count = len((run / name).read_text().splitlines())
-        named = f"{run / name}: no valid record in line {count - 3}, {count - 2}, {count - 1}; left out"
-        assert named in page_of(found).text
-
-
-@pytest.mark.parametrize("layout", [{"tp": "many"}, {"tp": -2}])
-def test_a_layout_that_is_none_costs_its_pictures(layout: dict[str, object], run: Path) -> None:
-    found = read_run(run)
-    assert "Layout" in page_of(found).texts
-    found.start["layout"] = layout
-    assert "Layout" not in page_of(found).texts
+    for layout, is_shown in ((found.start["layout"], True), ({"tp": "many"}, False), ({"tp": -2}, False)):
+        found.start["layout"] = layout
+        assert ("Layout" in page_of(found).texts) == is_shown
 
 
 def test_a_pipeline_shows_its_schedule_and_what_was_recorded(tmp_path: Path) -> None:
@@ -272,48 +229,23 @@ def test_runs_are_compared_on_common_axes_with_the_settings_in_which_they_differ
     assert names == [{"steps=40", "lr=0.001"}, {"steps=40", "lr=0.002"}, {"steps=20", "lr=0.001"}]
     assert [len(run["series"]["loss"]) for run in records["runs"]] == [39, 39, 19]
     assert {"name": "optimizer.lr", "values": [1e-3, 2e-3, 1e-3]} in records["settings"]
-
-
-def test_runs_that_few_settings_do_not_tell_apart_have_the_names_of_their_folders(tmp_path: Path) -> None:
-    runs = [read_run(write_run(tmp_path / name / "run", seed=3)) for name in ("a", "b")]
-    assert names_of(runs, differences(runs)[0]) == ["a/run", "b/run"]
+    alike = [read_run(first), read_run(write_run(tmp_path / "d" / "run", lr=1e-3, seed=1))]
+    assert names_of(alike, differences(alike)[0]) == ["a/run", "d/run"]
 
 
 @pytest.mark.parametrize(("second", "follows"), [({"lr.min_lr"}, True), (set(), False)])
 def test_settings_that_follow_from_others_are_no_differences(second: set[str], follows: bool, tmp_path: Path) -> None:
-    runs = [read_run(write_run(tmp_path / str(lr), lr=lr)) for lr in (1e-3, 3e-3)]
-    for run, lr, set_by_nobody in zip(runs, (1e-3, 3e-3), ({"lr.min_lr", "lr.warmup_steps"}, second), strict=True):
-        run.config |= {"lr.min_lr": lr * 0.1, "train.recompute": "none"}
-        run.derived = set_by_nobody
+    runs = []
+    for lr, set_by_nobody in ((1e-3, {"lr.min_lr", "lr.warmup_steps"}), (3e-3, second)):
+        folder = write_run(tmp_path / str(lr), lr=lr)
+        with (folder / "config.yaml").open("a") as file:
+            file.write(f"derived: [{', '.join(set_by_nobody)}]\n")
+        runs.append(read_run(folder))
+        assert runs[-1].derived == set_by_nobody
+        runs[-1].config["lr.min_lr"] = lr * 0.1
     settings = page_of(*runs).text.rpartition("Different settings")[2]
     chosen, _, derived = settings.partition(" that follow from others")
     assert "optimizer.lr" in chosen
     assert "0.003" in chosen
     assert ("lr.min_lr" in derived, "lr.min_lr" in chosen) == (follows, not follows)
     assert "3e-4" in settings  # not 0.00030000000000000003
-
-
-WRITTEN = [
-    (3e-3 * 0.1, "3e-4"),
-    (0.95, "0.95"),
-    (1e30, "1e30"),
-    (0.0, "0"),
-    (None, "null"),
-    (True, "true"),
-    ([0.9, 1e-4], "[0.9,1e-4]"),
-    (65536, "65536"),
-    (float("nan"), "nan"),
-]
-
-
-@pytest.mark.parametrize(("value", "text"), WRITTEN)
-def test_settings_are_shown_as_people_write_them(value: object, text: str) -> None:
-    assert plain(value) == text
-
-
-def test_a_run_folder_says_which_settings_nobody_set(run: Path) -> None:
-    with (run / "config.yaml").open("a") as file:
-        file.write("derived: [lr.min_lr]\n")
-    found = read_run(run)
-    assert found.derived == {"lr.min_lr"}
-    assert "derived" not in found.config

@@ -1,4 +1,4 @@
-"""Ranks on a CPU keep the memory that a step frees; in a process of its own, as it cannot be undone."""
+"""What a rank takes of its host: it keeps the memory that a step frees, and leaves cores to others."""
 
 import ctypes
 import math
@@ -6,9 +6,11 @@ import os
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from megalite.launch import host
 from megalite.launch.host import let_cuda_segments_grow
 
 GLIBC = sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt")
@@ -52,9 +54,8 @@ def test_a_step_finds_the_pages_of_the_one_before() -> None:
     ("variables", "least", "most"),
     [
         ({"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=1000000"}, PAGES / 4, math.inf),
-        pytest.param({"MALLOC_MMAP_THRESHOLD_": "1000000"}, PAGES / 4, math.inf, marks=pytest.mark.long),
         # which is not about pages
-        pytest.param({"GLIBC_TUNABLES": "glibc.malloc.perturb=0"}, -1, PAGES / 100, marks=pytest.mark.long),
+        pytest.param({"MALLOC_ARENA_MAX": "2"}, -1, PAGES / 100, marks=pytest.mark.long),
     ],
 )
 def test_who_chose_how_malloc_works_is_left_alone(variables: dict[str, str], least: float, most: float) -> None:
@@ -69,3 +70,22 @@ def test_segments_of_cuda_memory_grow_unless_the_user_has_decided() -> None:
         chosen = environ | {name: ""}
         let_cuda_segments_grow(chosen)
         assert chosen == environ | {name: ""}
+
+
+@pytest.mark.parametrize(
+    ("running", "usable", "busy"),
+    [(1, 8, False), (2, 8, True), (6, 2, False), (8, 2, True)],
+    ids=["alone", "beside one", "on cores that others leave", "on cores that they do not"],
+)
+def test_a_machine_is_busy_if_others_need_its_cores(
+    running: int, usable: int, busy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(host, "usable_cores", lambda: usable)
+    load = tmp_path / "loadavg"
+    load.write_text(f"0.52 0.58 0.59 {running}/967 12345\n")
+    assert host.is_busy(load, looks=2) is busy
+
+
+def test_where_nobody_tells_libgomp_is_left_alone(tmp_path: Path) -> None:
+    assert not host.is_busy(tmp_path / "absent")
