@@ -6,6 +6,7 @@ what is not reachable is looked for in the local cache only. Data set scripts an
 
 import os
 import sys
+import threading
 from contextlib import nullcontext, suppress
 from functools import lru_cache
 from pathlib import Path
@@ -25,13 +26,21 @@ SAVED_TO_DISK = ("state.json", "dataset_dict.json")  # in a folder that `Dataset
 
 
 def reachable() -> bool:
-    """Whether the hub answers within PATIENCE seconds."""
+    """Whether the hub answers within PATIENCE seconds, name resolution included; asked once."""
     if any(os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE") for name in OFFLINE):
         return False
-    return _answers(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
+    return _answers_soon(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
 
 
 @lru_cache(maxsize=1)
+def _answers_soon(endpoint: str) -> bool:
+    answers: list[bool] = []
+    thread = threading.Thread(target=lambda: answers.append(_answers(endpoint)), daemon=True)  # a resolver may hang
+    thread.start()
+    thread.join(PATIENCE)
+    return answers == [True]
+
+
 def _answers(endpoint: str) -> bool:
     import huggingface_hub  # knows the user's proxies and certificates
 

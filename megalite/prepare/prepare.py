@@ -139,7 +139,8 @@ def _check_output(target: Target) -> None:
     if taken == places[:1] and target.work.is_dir():  # a start was stopped that had just written it
         return
     with suppress(UserError):
-        if not any(map(Path.is_symlink, taken)) and read_facts(prefix).fingerprint == target.key:
+        ours = target.is_prepared or target.work.is_dir() or places[2] not in taken
+        if ours and not any(map(Path.is_symlink, taken)) and read_facts(prefix).fingerprint == target.key:
             return
     if taken:
         rule = f"{taken[-1]} is there, and is not made of this text by this tokenizer"

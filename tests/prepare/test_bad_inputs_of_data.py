@@ -160,7 +160,7 @@ ROWS: list[tuple[str, str, Arrange]] = [  # the command, words of its refusal, w
         several(LONG, text("b.txt", "x" * 9)),
     ),
     (SCAN, "corpus.bin|not what was prepared|prepare the data", several(prepared, patched("corpus.bin", byte(10, 1)))),
-    (f"{SCAN} model.vocab_size=99", "token id -1 in document 0 (token 2)", tokens("int32", [5, 6, -1, 8] * 50)),
+    (f"{SCAN} model.vocab_size=99", "token id -1 at token 2 (document 0)", tokens("int32", [5, 6, -1, 8] * 50)),
     ("data=tokens data.path=corpus", "uint8 ids, up to 255|257 tokens", tokens("uint8", [5] * 500, vocab_size=257)),
     (
         "data=tokens data.path=corpus model.vocab_size=99",

@@ -165,7 +165,7 @@ def test_a_file_where_the_user_wants_it_is_not_overwritten_by_another(tmp_path: 
     prepare_file(source, config, tmp_path / "out" / "a")
     prepare_file(source, config, tmp_path / "out" / "a", lambda *counts: pytest.fail("work was done"))
     config.tokenizer = "char"
-    with pytest.raises(UserError, match="of other text or another tokenizer"):
+    with pytest.raises(UserError, match="not made of this text by this tokenizer"):
         prepare_file(source, config, tmp_path / "out" / "a")
 
 

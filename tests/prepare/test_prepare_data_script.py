@@ -58,7 +58,7 @@ def test_it_prepares_says_what_it_made_and_verifies_it(
     assert main("--verify", "data=tokens", f"data.path={tmp_path / 'out'}") == 0
     assert "sound; 50 documents, 13,050 tokens" in capfd.readouterr().out
     assert main("--verify", "data=tokens", f"data.path={tmp_path / 'out'}", "model.vocab_size=150") == 2
-    assert "token id 195 in document 0" in capfd.readouterr().err
+    assert "token id 195 at token 0 (document 0)" in capfd.readouterr().err
 
 
 def test_the_command_that_it_prints_trains_on_what_it_made(
