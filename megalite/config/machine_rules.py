@@ -77,22 +77,14 @@ def run_dir_can_be_used(config: Config) -> Iterator[Problem]:
 
 def what_is_written_is_not_read_as_data(config: Config) -> Iterator[Problem]:
     """A folder of text is read with all that is below it: what the run writes there would be other data next time."""
-    path, status = config.data.path, config.launch.status_file
-    written = {
-        "run_dir": config.run_dir or "runs",
-        "data.cache_dir": config.data.cache_dir,
-        "launch.status_file": status,
-    }
+    path, cache, status = config.data.path, config.data.cache_dir, config.launch.status_file
+    written = {"run_dir": config.run_dir or "runs", "data.cache_dir": cache, "launch.status_file": status}
     places = [absolute(str(part)) for part in (path if isinstance(path, list) else [path])]
     for place in places if config.data.source in ("text", "hf") else ():
-        for name, target in written.items():
-            real = target and os.path.realpath(absolute(target))
-            inside = real and os.path.isdir(place) and Path(real).is_relative_to(os.path.realpath(place))
-            if inside or (
-                name == "launch.status_file"
-                and real
-                and real in map(os.path.realpath, glob.iglob(place, recursive=True))
-            ):
+        for name, target in ((name, target) for name, target in written.items() if target):
+            real = os.path.realpath(absolute(target))
+            inside = os.path.isdir(place) and Path(real).is_relative_to(os.path.realpath(place))
+            if inside or (os.path.isfile(real) and real in map(os.path.realpath, glob.iglob(place, recursive=True))):
                 rule = f"the run would write into its own data, data.path={path}"
                 yield Problem(name, target, rule, f"{name}=PATH elsewhere, or a glob like data.path='*.txt'", here=True)
 

@@ -11,7 +11,7 @@ from megalite.config.rule import Case, Found, Rule, problems_of
 from megalite.config.schedule_rules import SCHEDULE_TRAITS, ScheduleRequest, schedule_flaws
 from megalite.config.schema import Config
 from megalite.config.step_plan import ramp_flaw, ramp_sizes
-from megalite.errors.problems import UserError
+from megalite.errors.problems import refuse
 from megalite.layout.ranks import EXPERT_NAME, ParallelLayout, pipeline_strides
 from megalite.layout.stages import stage_counts
 
@@ -20,8 +20,7 @@ BLOCK = 16  # tokens: the shortest piece of a ring's sequence that fills the row
 
 def checked_layout(case: Case) -> ParallelLayout:
     """The layout that the config asks for, or a UserError with everything that is wrong with it."""
-    if problems := problems_of(case, LAYOUT_RULES):
-        raise UserError(problems)
+    refuse(problems_of(case, LAYOUT_RULES))
     return layout_of(case.config, case.world_size, experts=case.experts)
 
 

@@ -181,8 +181,7 @@ def products_can_send(case: Case) -> Iterator[Found]:
 
 
 def microbatches_can_be_a_graph(case: Case) -> Iterator[Found]:
-    for rule, names in graph_obstacles(case.config, case.world_size) if case.config.train.cuda_graph else ():
-        yield True, " ".join(("cuda_graph", *names)), rule
+    yield from graph_obstacles(case.config, case.world_size) if case.config.train.cuda_graph else ()
 
 
 def fp8_products_have_sizes_that_fit(case: Case) -> Iterator[Found]:

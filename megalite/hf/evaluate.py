@@ -8,6 +8,7 @@ predicted once.
 import os
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ from megalite.data.batch import Batch
 from megalite.data.batches import read_batch, validation_batches, validation_samples
 from megalite.data.open import OpenedData, TokenFiles, open_data
 from megalite.data.samples import SampleSource
-from megalite.errors.problems import NO_VALUE, Problem, UserError
+from megalite.errors.problems import NO_VALUE, Problem, UserError, refuse
 from megalite.hf.saved_model import SavedModel, open_model
 from megalite.launch.device import choose_device, choose_precision, name_of
 from megalite.launch.environment import read_environment
@@ -77,12 +78,10 @@ def evaluate_saved(
     """
     config, named = load_part(words, "an evaluation", READ), names_of(words)
     own_data = not any(name.partition(".")[0] == "data" for name in named)
-    if own_data and (max_tokens is not None or "train.seq_length" in named):
-        rule = "the run's own validation part is evaluated as in training"
-        raise UserError(Problem("--max-tokens and train.seq_length", NO_VALUE, rule, NAME_DATA))
-    if not own_data and "train.eval_batches" in named:
-        rule = "is for the validation part of a run; other data is evaluated whole"
-        raise UserError(Problem("train.eval_batches", NO_VALUE, rule, "--max-tokens N"))
+    idle = [name for name in named if name == ("train.seq_length" if own_data else "train.eval_batches")]
+    idle += ["--max-tokens"] if own_data and max_tokens is not None else []
+    rule = "has no effect: a run's own validation part is evaluated as in training, other data whole"
+    refuse([Problem(name, NO_VALUE, rule, NAME_DATA if own_data else "--max-tokens N") for name in idle])
     saved = open_model(folder, report, step)
     device = choose_device(config.device, read_environment(os.environ))
     precision = config.precision if saved.run is None or "precision" in named else saved.run.config.precision
@@ -99,49 +98,32 @@ def evaluate_saved(
         sums.add(model.loss(batch, one), [batch])
         done = min(done + batch.labels.numel(), work.tokens)
         progress(done, work.tokens)
-    figures = sums.metrics()
-    return Evaluation(
-        model=str(folder),
-        step=saved.run.found.step if saved.run else None,
-        data=work.description,
-        tokens=figures.tokens,
-        seq_length=work.config.train.seq_length,
-        precision=name_of(dtype),
-        loss=figures.loss,
-        perplexity=figures.perplexity,
-        bits_per_byte=figures.bits_per_byte,
-        bytes_per_token=figures.bytes / figures.tokens if figures.bytes else None,
-    )
+    found, step, length = sums.metrics(), saved.run.found.step if saved.run else None, work.config.train.seq_length
+    about = (str(folder), step, work.description, found.tokens, length, name_of(dtype))
+    bytes_per_token = found.bytes / found.tokens if found.bytes else None
+    return Evaluation(*about, found.loss, found.perplexity, found.bits_per_byte, bytes_per_token)
 
 
 def _own_data(saved: SavedModel, eval_batches: int | None, prepare: Prepare) -> Work:
     """The very batches of an evaluation during training, on the data that the run held out."""
     if saved.run is None:
         raise UserError(Problem("data", None, "a model of transformers has no data of its own", NAME_DATA))
-    config = saved.run.config
-    train = replace(config.train, eval_interval=config.train.eval_interval or 1)
-    config = replace(config, train=replace(train, eval_batches=eval_batches or train.eval_batches))
+    train = replace(saved.run.config.train, eval_interval=saved.run.config.train.eval_interval or 1)
+    config = replace(saved.run.config, train=replace(train, eval_batches=eval_batches or train.eval_batches))
     opened, known = open_data(config, prepare(config)), saved.run.state.data
     if opened.fingerprint != known.fingerprint:
         rule = f"it is not the data of the run any more: {opened.description} now, {known.description} then"
         raise UserError(Problem("data", config.data.path, rule, NAME_DATA))
-    source = opened.validation
-    if source is None:
+    if (source := opened.validation) is None:
         rule = "the run holds out nothing for validation"
         raise UserError(Problem("data.validation_fraction", config.data.validation_fraction, rule, NAME_DATA))
     steps = validation_batches(source, config, dp_rank=0, dp_size=1, device=torch.device("cpu"))
-    batches = (batch for microbatches in steps for batch in microbatches)
     tokens = validation_samples(source, config) * train.seq_length
-    return Work(config, opened, batches, tokens, f"the validation part of {opened.description}")
+    return Work(config, opened, chain.from_iterable(steps), tokens, f"the validation part of {opened.description}")
 
 
 def _other_data(
-    saved: SavedModel,
-    asked: Config,
-    named: Set[str],
-    rows: int,
-    max_tokens: int | None,
-    prepare: Prepare,
+    saved: SavedModel, asked: Config, named: Set[str], rows: int, max_tokens: int | None, prepare: Prepare
 ) -> Work:
     """All of the data that the overrides name, or its first `max_tokens` tokens, in `rows` windows at a time.
 
@@ -168,7 +150,7 @@ def _other_data(
     config = replace(config, train=replace(train, seq_length=seq_length))
     source = replace(opened.validation or opened.train, weights=(1,), seq_length=seq_length, seed=None)
     there = sum(max(0, part.tokens - 1) for part in source.parts)
-    tokens = there if max_tokens is None else min(there, max_tokens)
+    tokens = min(there, max_tokens or there)
     description = opened.description + (", the part held out" if opened.validation else "")
     return Work(config, opened, _windows(source, config, rows, tokens), tokens, description)
 

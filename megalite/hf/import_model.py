@@ -5,7 +5,7 @@ missing or unexpected tensors) is refused, all of it in one message.
 """
 
 import re
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -26,7 +26,7 @@ from megalite.config.model_folder import (
 from megalite.config.schema import ModelConfig
 from megalite.config.settings import yaml_value
 from megalite.config.user_files import read_object
-from megalite.errors.problems import Problem, UserError
+from megalite.errors.problems import Problem, UserError, refuse
 from megalite.hf.families import FAMILIES
 from megalite.hf.families.family import differences
 from megalite.hf.tensors import HEAD, Source, sources
@@ -52,10 +52,16 @@ def import_model(
     for name, theirs in differences(settings, settings_of(config)).items():
         override, ours = f"model.{name}={yaml_value(theirs)}", attrgetter(name)(config)
         problems.append(Problem(f"model.{name}", ours, f"is {theirs} in the model of {folder}", override))
-    if config.moe.num_experts and not family.has_experts:
-        problems += _cannot_be_experts(folder, settings, config)
-    if problems:
-        raise UserError(problems)
+    if config.moe.num_experts and not family.has_experts:  # each expert starts as the MLP
+        wanted = {"moe.ffn_hidden_size": settings["ffn_hidden_size"], "moe.num_shared_experts": 0}
+        wanted |= {"moe.num_experts": 0} if settings["bias"] else {}  # experts have no biases
+        wrong = {name: value for name, value in wanted.items() if attrgetter(name)(config) != value}
+        rule = f"the MLP of {folder} becomes each expert, as wide and without biases, and none is shared"
+        problems += [
+            Problem(f"model.{name}", attrgetter(name)(config), rule, f"model.{name}={yaml_value(value)}")
+            for name, value in wrong.items()
+        ]
+    refuse(problems)
     stored = _stored_tensors(folder, family.prefix)
     experts = config.moe.num_experts if family.has_experts else 1
     if len(stored) < len(config.expert_layers) * experts or len(stored) < config.num_layers:  # before all are listed
@@ -66,26 +72,10 @@ def import_model(
     if problems and family.architecture not in str(kinds := about.get("architectures") or family.architecture):
         rule = f"its tensors are not those of {family.architecture}, the part that is read here"
         problems = [Problem(f"{folder / 'config.json'}: architectures", kinds, rule, OTHER_MODEL)]
-    if problems:
-        raise UserError(problems)
+    refuse(problems)
     if config.tie_embeddings and HEAD in stored:
         _check_tied(folder, stored, [*wanted["embedding.word.weight"].tensors])
     return _read(folder, stored, {name: source for name, source in wanted.items() if names is None or name in names})
-
-
-def _cannot_be_experts(folder: Path, settings: Mapping[str, Any], config: ModelConfig) -> Iterator[Problem]:
-    """What keeps the MLP of the folder's dense model from being every expert of `config`."""
-    moe, width = config.moe, settings["ffn_hidden_size"]
-    copied = f"each expert starts as the MLP of {folder}, which is dense"
-    if moe.ffn_hidden_size != width:
-        remedy = f"model.moe.ffn_hidden_size={width}"
-        yield Problem("model.moe.ffn_hidden_size", moe.ffn_hidden_size, f"{copied} and {width} wide", remedy)
-    if moe.num_shared_experts:
-        rule = f"{copied}: nothing is left for a shared one"
-        yield Problem("model.moe.num_shared_experts", moe.num_shared_experts, rule, "model.moe.num_shared_experts=0")
-    if settings["bias"]:
-        remedy = "a Llama or Qwen3 model without biases, or model.moe.num_experts=0"
-        yield Problem("model.moe.num_experts", moe.num_experts, f"{copied} and has biases, which no expert has", remedy)
 
 
 def _stored_tensors(folder: Path, prefix: str) -> Stored:
@@ -99,13 +89,11 @@ def _stored_tensors(folder: Path, prefix: str) -> Stored:
         if not isinstance(parts, dict):
             raise UserError(folder_problem(index, "must be an index of safetensors files"))
         names = {*map(str, parts.values())}
-        if outside := sorted(name for name in names if Path(name).name != name or not name):
-            raise UserError(folder_problem(index, f"must name files in its folder alone, unlike {outside[0]!r}"))
+        if any(Path(name).name != name or not name for name in names):
+            raise UserError(folder_problem(index, "must name files in its folder alone"))
     stored: Stored = {}
     for path in (folder / name for name in sorted(names)):
         try:
-            if path.exists() and not path.is_file():  # a pipe would be waited for
-                raise OSError("it is no file")
             file = safe_open(path, framework="pt")
         except (OSError, SafetensorError) as error:
             rule = f"must be a complete safetensors file ({error}); pickled weights (*.bin) are never loaded"

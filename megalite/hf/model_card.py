@@ -27,11 +27,7 @@ LOSSES = {  # figures of metrics.jsonl, per token in nats
 def model_card(
     config: Config, family: str, *, step: int, tokens: int, data: str, figures: Mapping[str, float], has_tokenizer: bool
 ) -> str:
-    """Markdown with the hub's front matter.
-
-    `config` is resolved; `tokens` were trained on in `step` steps; `data` describes it in words; of `figures`, named as
-    in metrics.jsonl, those that are known are told.
-    """
+    """Markdown with the hub's front matter. `config` is resolved; `figures` are named as in metrics.jsonl."""
     known = [(words, figures[name]) for name, words in LOSSES.items() if figures.get(name) is not None]
     begun = config.checkpoint.init_from
     text = Environment(undefined=StrictUndefined, trim_blocks=True, finalize=in_a_table, keep_trailing_newline=True)
@@ -53,11 +49,8 @@ def model_card(
 
 def in_a_table(value: Any) -> str:
     """A number with its thousands marked, a text as one cell of a row."""
-    return (
-        f"{value:,}"
-        if isinstance(value, int)
-        else " ".join(str(value).replace("|", "&#124;").replace("<", "&lt;").split())
-    )
+    text = f"{value:,}" if isinstance(value, int) else str(value)
+    return " ".join(text.replace("|", "&#124;").replace("<", "&lt;").split())
 
 
 def _where_from(data: DataConfig) -> str:

@@ -100,16 +100,14 @@ def open_model(folder: Path, report: Callable[[str], None], step: int | None = N
     if is_run(folder, step):
         run = open_run(folder, report, step)
         check_tokenizer(folder, run.state.tokenizer)
-        model, trained_length, tokenizers = run.config.model, run.config.train.seq_length, folder / TOKENIZER
-        seq_length, has_tokenizer = trained_length, tokenizers.is_dir()
+        model, trained_length, place = run.config.model, run.config.train.seq_length, folder / TOKENIZER
+        seq_length, has_tokenizer = trained_length, place.is_dir()
     else:
-        run, model, tokenizers = None, imported_model(folder), folder
-        trained_length, has_tokenizer = _longest_sequence(folder), holds_tokenizer(folder)
+        run, trained_length, place, has_tokenizer = None, _longest_sequence(folder), folder, holds_tokenizer(folder)
         seq_length = min(LONGEST, trained_length)
-        model = derive_model(model, seq_length)
-    tokenizer = load_tokenizer(tokenizers) if has_tokenizer else None
-    place = tokenizers if has_tokenizer else None
-    return SavedModel(folder, model, seq_length, trained_length, place, tokenizer, run)
+        model = derive_model(imported_model(folder), seq_length)
+    tokenizer = load_tokenizer(place) if has_tokenizer else None
+    return SavedModel(folder, model, seq_length, trained_length, place if has_tokenizer else None, tokenizer, run)
 
 
 def is_run(folder: Path, step: int | None = None) -> bool:
@@ -117,8 +115,7 @@ def is_run(folder: Path, step: int | None = None) -> bool:
     if (folder / CHECKPOINTS).is_dir() or (folder / "run.json").is_file():
         return True
     if not (folder / "config.json").is_file():
-        neither = "it is neither the folder of a run nor one of a transformers model (config.json)"
-        rule = neither if folder.exists() else "there is no such folder; models are not downloaded"
+        rule = "must be the folder of a run or of a transformers model (config.json); models are not downloaded"
         remedy = "name a run folder, or one that save_pretrained has written"
         raise UserError(Problem("model", str(folder), rule, remedy))
     if step is not None:

@@ -32,12 +32,7 @@ class Form(NamedTuple):
 _SAME = Form(lambda tensor: tensor, lambda value: (value,))
 _TRANSPOSED = Form(torch.t, lambda value: (value.t(),))  # GPT-2's Conv1D keeps weights as [in, out]
 _STACKED = Form(lambda *parts: torch.stack(parts), torch.unbind)  # two of [ffn, ...] <-> [2, ffn, ...]
-_EXPERTS = {  # of each expert one, or two, one after the other
-    "down": _STACKED,
-    "gate_up": Form(
-        lambda *parts: torch.stack(parts).unflatten(0, (-1, 2)), lambda value: value.flatten(0, 1).unbind()
-    ),
-}
+_PAIRS = Form(lambda *parts: torch.stack(parts).unflatten(0, (-1, 2)), lambda value: value.flatten(0, 1).unbind())
 
 
 @dataclass(frozen=True)
@@ -96,10 +91,6 @@ def _forms(family: Family, config: ModelConfig) -> dict[str, Form]:
         value = parts[0] if len(parts) == 1 else torch.stack(parts)
         return value.expand(config.moe.num_experts, *value.shape)
 
-    copied = {
-        "down": Form(copied_to_experts, lambda value: (value[0],)),
-        "gate_up": Form(copied_to_experts, lambda value: value[0].unbind()),
-    }
     # Tables in the file end with the vocabulary; the rows that round ours up are zero.
     vocabulary = Form(lambda table: F.pad(table, (0, 0, 0, padding)), lambda value: (value[:rows],))
     forms = {"embedding.word.weight": vocabulary, "head.weight": vocabulary}
@@ -111,5 +102,8 @@ def _forms(family: Family, config: ModelConfig) -> dict[str, Form]:
         return forms
     for kind in ("weight", "bias"):
         forms |= {f"{qkv}.{kind}": Form(grouped, ungrouped), f"{block}.mlp.gate_up.{kind}": _STACKED}
-    of_experts = _EXPERTS if family.has_experts else copied
-    return forms | {f"{block}.moe.experts.{matrix}.weight": form for matrix, form in of_experts.items()}
+    down, gate_up = _STACKED, _PAIRS  # one, or two, of each expert, one expert after the other
+    if not family.has_experts:
+        down = Form(copied_to_experts, lambda value: (value[0],))
+        gate_up = Form(copied_to_experts, lambda value: value[0].unbind())
+    return forms | {f"{block}.moe.experts.down.weight": down, f"{block}.moe.experts.gate_up.weight": gate_up}

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 from megalite.config.schema import MoEConfig
 
-FEW = 16  # columns of which a CPU takes the softmax in a quarter of the time if they are rows
-
 
 class Choice(NamedTuple):
     """The experts of t tokens."""
@@ -49,13 +47,13 @@ class Router(nn.Module):
         if moe.score == "sigmoid":
             experts = top_experts(self._ranked(logits), k, moe.num_groups, moe.top_k_groups)
             logs = F.logsigmoid(logits.gather(1, experts))
-            weights = softmax(logs) if divide else logs.exp()
+            weights = logs.softmax(1) if divide else logs.exp()
             return Choice(experts, weights * moe.scaling_factor)
-        scores = softmax(logits) if moe.pre_softmax else logits
+        scores = logits.softmax(1) if moe.pre_softmax else logits
         experts = top_experts(scores.detach(), k, moe.num_groups, moe.top_k_groups)
         weights = scores.gather(1, experts)
         if not moe.pre_softmax:
-            weights = softmax(weights)
+            weights = weights.softmax(1)
         elif divide:  # the sum is at least 1 / E: the best expert's group, or a better one, is among the chosen
             weights = weights / weights.sum(-1, keepdim=True)
         return Choice(experts, weights * moe.scaling_factor)
@@ -72,7 +70,7 @@ class Router(nn.Module):
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """What balancing losses take for the router's distribution: [t, E], the sum over the experts is 1."""
-        return softmax(logits if self.moe.score == "softmax" else F.logsigmoid(logits))
+        return (logits if self.moe.score == "softmax" else F.logsigmoid(logits)).softmax(1)
 
 
 class _WideProduct(torch.autograd.Function):
@@ -89,12 +87,6 @@ class _WideProduct(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         (grad,) = grads
         return (grad @ weight).to(x.dtype), grad.t() @ x.to(weight.dtype)
-
-
-def softmax(x: Tensor) -> Tensor:
-    """Softmax of each row of [t, n]."""
-    few = x.device.type == "cpu" and x.shape[1] <= FEW
-    return x.t().softmax(0).t() if few else x.softmax(1)
 
 
 def count_choices(experts: Tensor, num_experts: int) -> Tensor:

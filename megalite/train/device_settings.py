@@ -78,7 +78,8 @@ def derive_device(
     }
     graph = value_of(config, CUDA_GRAPH)
     if graph is None:
-        graph = is_cuda and not any(graph_obstacles(config, context.layout.world_size)) and is_small(config, context)
+        cannot = any(wrong for wrong, *_ in graph_obstacles(config, context.layout.world_size))
+        graph = is_cuda and not cannot and is_small(config, context)
     return with_values(config, {**chosen, CUDA_GRAPH: graph})
 
 

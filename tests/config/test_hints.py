@@ -13,7 +13,7 @@ from megalite.config.parallel_rules import LAYOUT_RULES, STAGE_RULES
 from megalite.config.rule import Case, Rule, broken, problems_of
 from megalite.config.rules import RULES
 from megalite.config.schema import Config
-from megalite.config.settings import SETTINGS, with_values
+from megalite.config.settings import with_values
 
 LABELS = {"world_size": "--world", "split_rank": "--split"}
 OWN = {label: name for name, label in LABELS.items()}
@@ -72,35 +72,12 @@ STAGES: dict[str, st.SearchStrategy[Any]] = {
     "parallel.count_loss": st.sampled_from([False, False, True]),
     "parallel.pipeline_layout": st.sampled_from([None, None, "Ett|tt|ttL", "Ett|m|L", "E(t|)*3L", "x", "{1}"]),
 }
-TRAINING: dict[str, st.SearchStrategy[Any]] = {
-    "parallel.schedule": st.sampled_from([None, *SETTINGS["parallel.schedule"].choices]),
-    "parallel.microbatch_group_size": st.sampled_from([None, None, 1, 4, 6]),
-    "parallel.sequence_parallel": st.sampled_from([None, None, False, True]),
-    "train.global_batch_size": st.sampled_from([3, 8, 9, 24, 60, 720]),
-    "train.micro_batch_size": st.sampled_from([None, None, 1, 4]),
-    "train.batch_ramp": st.sampled_from([None, None, [4, 4, 100], [2, 3], [8, 1, 9]]),
-    "train.compile": st.sampled_from([None, True]),
-    "train.seq_length": st.sampled_from([255, 256, 240]),
-    "model.num_attention_heads": st.sampled_from([1, 2, 4, 6, 7, 12]),
-    "model.num_key_value_heads": st.sampled_from([None, None, 1, 2, 3, 6]),
-    "model.hidden_size": st.sampled_from([64, 250, 384, 768]),
-    "model.ffn_hidden_size": st.sampled_from([None, 96, 701]),
-    "model.position": st.sampled_from(["learned", "rope"]),
-    "optimizer.zero": st.sampled_from([0, 1, 1]),
-    "optimizer.instances": st.sampled_from([1, 1, 2, 3]),
-}
 
 
 @settings(deadline=None)
 @given(st.fixed_dictionaries(AXES | EXPERTS | STAGES), st.integers(1, 24), st.sampled_from([None, None, 1, 2, 5]))
 def test_following_a_hint_about_ranks(values: dict[str, Any], world: int, split: int | None) -> None:
     follow(case_of(world, values, split_rank=split), RANKS)
-
-
-@settings(deadline=None)
-@given(st.fixed_dictionaries(AXES | STAGES | TRAINING), st.sampled_from([1, 2, 4, 6, 12, 24]))
-def test_following_a_hint_about_a_training(values: dict[str, Any], world: int) -> None:
-    follow(case_of(world, values), RULES)
 
 
 @pytest.mark.parametrize(

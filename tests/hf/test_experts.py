@@ -107,21 +107,6 @@ def test_layers_with_experts_are_found_and_said_again(said: dict[str, Any], firs
 
 
 @pytest.mark.parametrize(
-    ("said", "named"),
-    [
-        ({"mlp_only_layers": [1]}, "mlp_only_layers"),
-        ({"mlp_only_layers": [5]}, "mlp_only_layers"),
-        ({"decoder_sparse_step": 7}, "mlp_only_layers"),
-        ({"model_type": "mixtral", "num_local_experts": 8, "sliding_window": 4096}, "sliding_window"),
-        ({"attention_bias": True, "mlp_bias": True}, "attention_bias"),
-    ],
-)
-def test_what_no_setting_says_is_refused(said: dict[str, Any], named: str) -> None:
-    found = SMALL_QWEN | said
-    assert named in [key.partition(" ")[0] for key, _, _ in FAMILIES[found["model_type"]].beyond(found)]
-
-
-@pytest.mark.parametrize(
     ("changes", "named"),
     [
         ({"score": "sigmoid"}, "model.moe.score=softmax"),
@@ -221,7 +206,7 @@ def test_an_upcycled_model_is_exported_as_a_mixture(tmp_path: Path) -> None:
     [
         ("llama", {"ffn_hidden_size": 20}, {"model.moe.ffn_hidden_size": "model.moe.ffn_hidden_size=40"}),
         ("qwen3", {"num_shared_experts": 1}, {"model.moe.num_shared_experts": "model.moe.num_shared_experts=0"}),
-        ("gpt2", {}, {"model.moe.num_experts": "a Llama or Qwen3 model without biases, or model.moe.num_experts=0"}),
+        ("gpt2", {}, {"model.moe.num_experts": "model.moe.num_experts=0"}),
     ],
 )
 def test_what_cannot_be_every_expert_is_refused_with_the_remedy(

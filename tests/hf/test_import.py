@@ -212,23 +212,12 @@ def test_no_value_of_a_config_json_ends_in_a_traceback_or_in_silence(name: str, 
     assert time.monotonic() - begin < 60
 
 
-def test_a_folder_that_is_not_there_or_not_a_model_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_there_or_not_a_whole_model_is_refused(tmp_path: Path) -> None:
     assert "nothing is downloaded" in str(refusal(tmp_path / "absent", ModelConfig()))
     assert "config.json" in str(refusal(tmp_path, ModelConfig()))
     (tmp_path / "config.json").write_text("{")
     assert "is not JSON" in str(refusal(tmp_path, ModelConfig()))
-
-
-def test_pickles_are_refused_with_the_way_out(tmp_path: Path) -> None:
     save_peer("gpt2", tmp_path)
-    config = matching_config(tmp_path)
-    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
-    assert "save_pretrained" in str(refusal(tmp_path, config))
-
-
-def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
-    save_peer("gpt2", tmp_path)
-    config = matching_config(tmp_path)
-    path = tmp_path / "model.safetensors"
+    config, path = matching_config(tmp_path), tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
     assert "complete safetensors file" in str(refusal(tmp_path, config))

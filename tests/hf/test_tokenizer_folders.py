@@ -71,11 +71,6 @@ def test_special_tokens_of_other_files_are_text_and_the_end_may_be_one(tmp_path:
     assert ours.end_of_document in (ours.vocab_size - 1, ours.vocab_size - 2)
 
 
-def test_a_class_that_changes_no_id_changes_nothing_that_is_remembered(tmp_path: Path) -> None:
-    files = {"tokenizer_config.json": FAST | {"tokenizer_class": "GPT2Tokenizer"}}
-    assert load_tokenizer(folder_of(tmp_path, files)).identity == bpe_tokenizer([TEXT], 400).identity
-
-
 def test_what_was_saved_here_is_read_without_transformers_also_where_its_pad_is_no_token(tmp_path: Path) -> None:
     tokenizer = bpe_tokenizer([TEXT], 400)
     tokenizer.settings["pad_token"] = "[PAD]"  # as an earlier megalite has saved folders of others

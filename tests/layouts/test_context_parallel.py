@@ -22,13 +22,12 @@ from megalite.errors.problems import Problem, UserError
 from megalite.launch.context import ParallelContext
 from megalite.layout.sequence import SequenceShare, Tile
 from megalite.model.gpt import GPT
-from megalite.optim import zero as zero_module
 from megalite.prepare.prepare import prepare
 from megalite.train.build import build_training, data_share, fill_with_start_values, needs_of
 from megalite.train.device_settings import derive_device
 from megalite.train.sample import sample
 from megalite.train.step import TrainStep
-from tests.layouts import matrix
+from tests.layouts import matrix, mutants
 from tests.layouts.matrix import DROPPED, FOUR, FULL, RAGGED, SELECTIVE, Row, Workplace, row
 from tests.layouts.test_moe import SIGMOID, moe
 from tests.layouts.training import Overrides, merged, train
@@ -123,15 +122,6 @@ def documents_leak(context: ParallelContext, config: Config) -> None:
     _Tiles.mask = causal_alone  # type: ignore[method-assign]
 
 
-def no_sum_of_gradients(context: ParallelContext, config: Config) -> None:
-    zero_module.bucket_reduce_scatter = lambda bucket, group, *, comm_dtype: _Done()
-
-
-class _Done:
-    def wait(self) -> None:
-        pass
-
-
 def loss_divided_by_cp_again(context: ParallelContext, config: Config) -> None:
     loss = GPT.loss
     GPT.loss = lambda self, batch, scale, received=None: loss(self, batch, scale / config.parallel.cp, received)  # type: ignore[method-assign]
@@ -146,7 +136,7 @@ BROKEN: list[tuple[Mutant, Row]] = [
     (labels_shifted_after_the_cut, row("llama", LONG, cp=2)),
     (positions_local, row("gpt2", LONG, cp=2, cp_comm="ring")),
     (documents_leak, row("llama", merged(LONG, RAGGED), cp=2, cp_comm="ring")),
-    (no_sum_of_gradients, row("llama", LONG, cp=2)),
+    (mutants.no_sum_inside_instances, row("llama", LONG, cp=2)),
     (loss_divided_by_cp_again, row("llama", LONG, cp=2)),
 ]
 LONG_BROKEN: list[tuple[Mutant, Row]] = [

@@ -82,24 +82,6 @@ def test_a_scale_continues_from_its_saved_state(
         assert value == resumed.value
 
 
-@pytest.mark.parametrize(
-    ("steps", "factor"),
-    [
-        ("x", 1),  # the first overflow costs a chance
-        ("xx", 0.5),
-        ("xxx", 0.25),  # halving restores no chance
-        ("xx..x", 0.25),
-        ("...", 2),
-        ("..x..", 1),  # an overflow restarts the window
-        ("..x...", 2),
-        ("xx...x", 1),  # a full window restores the chances
-        ("xx...xx", 0.5),
-    ],
-)
-def test_the_rule_by_example(steps: str, factor: float) -> None:
-    assert after(build(), steps) == 2.0**16 * factor
-
-
 def test_a_shorter_window_after_a_resume_is_full_at_the_next_good_step() -> None:
     longer, shorter = build(window=10), build(window=3)
     after(longer, "." * 7)

@@ -15,7 +15,7 @@ from tests.train.test_launch import launch_by_variables
 
 TIMEOUT_S = 4
 CAUSE = {
-    signal.SIGKILL: "ends because of: no word from rank 1: it was killed, is stopped, or hangs",
+    signal.SIGKILL: "ends because of: no word from rank 1: killed, stopped or hanging",
     signal.SIGSTOP: f"no progress within parallel.timeout_s ({TIMEOUT_S} s); no answer from rank 1 on",
 }
 PIPELINE = ("train.steps=9999", "train.check_replicas_every=0", f"parallel.timeout_s={TIMEOUT_S}")

@@ -371,7 +371,7 @@ DATA = ["data=text", "data.path=other.txt", "data.cache_dir=cache"]
 @pytest.mark.parametrize(
     ("arrange", "name", "arguments", "words"),
     [
-        (nothing, "export_hf", ["gone", "out"], ["model='gone'", "there is no such folder"]),
+        (nothing, "export_hf", ["gone", "out"], ["model='gone'", "must be the folder of a run"]),
         (empty_run, "export_hf", ["empty", "out"], ["it holds no checkpoint"]),
         (broken_run, "export_hf", ["broken", "out"], ["no checkpoint of this run can be read"]),
         (nothing, "export_hf", ["run", "out", "--step", "5"], ["step=5", "those there are: 3, 6"]),
@@ -382,7 +382,7 @@ DATA = ["data=text", "data.path=other.txt", "data.cache_dir=cache"]
         (nothing, "generate", ["run", "--prompt", ""], ["--prompt=''", "nothing to continue"]),
         (nothing, "generate", ["run", *ASK, "--temperature", "-1"], ["--temperature: -1 must be a number from 0"]),
         (nothing, "generate", ["gpt2", *ASK], ["model='gpt2'", "models are not downloaded"]),
-        (nothing, "generate", ["cache", *ASK], ["neither the folder of a run nor one of a transformers model"]),
+        (nothing, "generate", ["cache", *ASK], ["must be the folder of a run or of a transformers model"]),
         (model_with_code, "generate", ["code", *ASK], ["must be one of gpt2, llama, mixtral", "never run"]),
         (model_of_symbols, "generate", ["symbols", "--prompt", "abcdef"], ["'d' (character 3)"]),
         (model_without_tokenizer, "generate", ["mute", *ASK], ["holds no tokenizer"]),

@@ -1,6 +1,5 @@
 """Mixtral, and the base of families with experts: every layer has them, and a token's weights always add up to 1."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from megalite.hf.families.family import Found, Settings, expert_layers
@@ -11,15 +10,10 @@ class ExpertFamily(RotaryFamily):
     """Families with experts. Their name for the number of experts in files of transformers 5 is `num_local_experts`."""
 
     has_experts = True
-    expert_keys: Mapping[str, str]
-
-    def names(self, found: Found) -> dict[str, str]:
-        return {key: name for name, key in self.expert_keys.items()} | super().names(found)
 
     def settings(self, found: Found) -> dict[str, Any]:
         found = {**self.absent, "num_experts": found.get("num_local_experts"), **found}
         return super().settings(found) | {
-            **{name: found[key] for name, key in self.expert_keys.items()},
             "moe.num_shared_experts": 0,
             "moe.score": "softmax",
             "moe.scaling_factor": 1.0,
@@ -32,7 +26,6 @@ class ExpertFamily(RotaryFamily):
         added, and the shares are of 1."""
         share = len(expert_layers(settings)) / settings["moe.top_k"]
         return super().describe(settings) | {
-            **{key: settings[name] for name, key in self.expert_keys.items()},
             "router_aux_loss_coef": settings["moe.aux_loss_coeff"] * share,
             "sliding_window": None,
         }
@@ -40,7 +33,8 @@ class ExpertFamily(RotaryFamily):
 
 class Mixtral(ExpertFamily):
     title, model_type, architecture = "Mixtral", "mixtral", "MixtralForCausalLM"
-    expert_keys = {
+    keys = {
+        **RotaryFamily.keys,
         "moe.num_experts": "num_local_experts",
         "moe.top_k": "num_experts_per_tok",
         "moe.ffn_hidden_size": "intermediate_size",

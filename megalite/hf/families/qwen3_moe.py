@@ -11,7 +11,8 @@ from megalite.hf.families.rotary import RotaryFamily
 class Qwen3MoE(ExpertFamily):
     title, model_type, architecture = "Qwen3-MoE", "qwen3_moe", "Qwen3MoeForCausalLM"
     qk_norm = True
-    expert_keys = {
+    keys = {
+        **RotaryFamily.keys,
         "moe.num_experts": "num_experts",
         "moe.top_k": "num_experts_per_tok",
         "moe.ffn_hidden_size": "moe_intermediate_size",

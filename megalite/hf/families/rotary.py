@@ -5,26 +5,12 @@ from typing import Any
 
 from megalite.hf.families.family import Beyond, Family, Found, Settings
 
-_STRETCHED = {
-    "rope_scaling_factor": "factor",
-    "rope_original_positions": "original_max_position_embeddings",
-}
+_STRETCHED = {"rope_scaling_factor": "factor", "rope_original_positions": "original_max_position_embeddings"}
+_YARN = ("beta_slow", "beta_fast", "truncate", "attention_factor", "mscale", "mscale_all_dim")
 SCALINGS = {  # rope_type: {setting: key}
     "linear": {"rope_scaling_factor": "factor"},
-    "llama3": {
-        **_STRETCHED,
-        "rope_low_frequency_factor": "low_freq_factor",
-        "rope_high_frequency_factor": "high_freq_factor",
-    },
-    "yarn": {
-        **_STRETCHED,
-        "rope_beta_slow": "beta_slow",
-        "rope_beta_fast": "beta_fast",
-        "rope_truncate": "truncate",
-        "rope_attention_factor": "attention_factor",
-        "rope_mscale": "mscale",
-        "rope_mscale_all_dim": "mscale_all_dim",
-    },
+    "llama3": _STRETCHED | {f"rope_{end}_frequency_factor": f"{end}_freq_factor" for end in ("low", "high")},
+    "yarn": _STRETCHED | {f"rope_{key}": key for key in _YARN},
 }
 
 
@@ -34,13 +20,10 @@ class RotaryFamily(Family):
     qk_norm = False
     head_size: int | None = None  # where config.json does not say it; None: hidden size by heads
     keys = {
+        **{name: name for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size")},
         "num_layers": "num_hidden_layers",
-        "hidden_size": "hidden_size",
-        "num_attention_heads": "num_attention_heads",
-        "num_key_value_heads": "num_key_value_heads",
         "head_size": "head_dim",
         "ffn_hidden_size": "intermediate_size",
-        "vocab_size": "vocab_size",
         "norm_eps": "rms_norm_eps",
         "bias": "attention_bias",
         "tie_embeddings": "tie_word_embeddings",
@@ -75,7 +58,7 @@ class RotaryFamily(Family):
 
     def settings(self, found: Found) -> dict[str, Any]:
         found = {**self.absent, **found}
-        settings = {name: found[key] for name, key in RotaryFamily.keys.items()}
+        settings = {name: found[key] for name, key in self.keys.items()}
         hidden, heads = settings["hidden_size"], settings["num_attention_heads"]
         return settings | {
             "num_key_value_heads": settings["num_key_value_heads"] or heads,
