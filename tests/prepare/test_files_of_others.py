@@ -115,7 +115,7 @@ def test_an_output_is_not_inside_the_folder_that_is_read(
         assert "a folder that is read whole" in capfd.readouterr().err
     assert content(place) == before
     for cache in ("rows/cache", "link/cache"):
-        with pytest.raises(UserError, match="a folder that is read whole"):
+        with pytest.raises(UserError, match="would write into its own data"):
             load_config([f"data={source}", "data.path=./rows", f"data.cache_dir={cache}"], 1)
 
 
