@@ -182,7 +182,7 @@ ROWS: list[tuple[str, str, Arrange]] = [  # the command, words of its refusal, w
         several(LONG, text("tokenizer/tokenizer.json", "{")),
     ),
     (f"{A}.txt tokenizer=tokenizer", "no tokenizer.json|give a folder", several(LONG, tokenizer_of_code)),
-    (f"{A}.txt tokenizer=char data.mask_end_of_document=true", "data.mask_end_of_document|no end-of-document token", LONG),
+    (f"{A}.txt tokenizer=char data.mask_end_of_document=true", "data.mask_end_of_document|no end-of-document", LONG),
     ("data=hf data.path=set", "cannot be loaded|never run|parquet", text("set/set.py", "open('ran', 'w').close()")),
     ("data=hf data.path=set data.split=dev", 'set|"dev"|[\'train\']|data.split', SET),
     ("data=hf data.path=set data.text_column=body", "'body'|it has: text|data.text_column", SET),
