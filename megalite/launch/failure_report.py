@@ -18,20 +18,25 @@ WAIT_S = 3.0
 
 def find_cause(context: ParallelContext, error: BaseException) -> str:
     """What the ranks know together about why they cannot go on, in a line for people; empty for a single process."""
-    store, words = context.store, [f"failure/{rank}" for rank in range(context.world_size)]
+    store, size = context.store, context.world_size
     if store is None:
         return ""
+
+    def settled() -> bool:  # asked by every rank: not a look at every rank's word
+        return store.check(["failure/cause"]) or store.add("failure/count", 0) == size
+
     try:
         if not is_broken_link(error):
             word = f"rank {context.rank} on {socket.gethostname()}: {type(error).__name__}: {error}"
             store.compare_set("failure/cause", "", word)
-        store.set(words[context.rank], "")
-        wait_until(lambda: store.check(["failure/cause"]) or store.check(words), time.monotonic() + WAIT_S)
-        silent = listed([rank for rank, key in enumerate(words) if not store.check([key])])
-        word = (
-            f"no word from rank {silent}: killed, stopped or hanging" if silent else "a lost connection (the network?)"
-        )
-        cause = store.compare_set("failure/cause", "", word).decode()
+        store.set(f"failure/{context.rank}", "")
+        store.add("failure/count", 1)
+        wait_until(settled, time.monotonic() + WAIT_S)
+        if not store.check(["failure/cause"]):
+            silent = [rank for rank in range(size) if not store.check([f"failure/{rank}"])]
+            word = f"no word from rank {listed(silent)}: killed, stopped or hanging"
+            store.compare_set("failure/cause", "", word if silent else "a lost connection (the network?)")
+        cause = store.get("failure/cause").decode()
         if context.rank == 0:
             time.sleep(1)  # the store may live in this process: the others read, too
     except DistError:

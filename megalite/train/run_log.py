@@ -141,6 +141,7 @@ def open_record(path: Path, note: Note = print, *, last_step: int | None = None)
             records = read_metrics(path, note)
             if not records and path.is_file() and b"\n" in path.read_bytes():
                 raise UserError(Problem("run_dir", str(path), "it holds no record of a run", IN_THE_WAY))
+            open_to_append(path).close()  # refuses what is no file of its own, before that is replaced
             kept = [f"{json.dumps(record)}\n" for record in records if record["step"] <= last_step]
             write_atomically(path, "".join(kept).encode())
         path.parent.mkdir(exist_ok=True)

@@ -170,8 +170,8 @@ def test_what_a_run_was_started_with_is_told_by_its_checkpoint_alone(tmp_path: P
 def test_a_file_or_an_impossible_place_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     before = files_below(tmp_path)
-    assert "is not a folder" in refusal(tmp_path / "file")
-    assert "is not a folder" in refusal(tmp_path / "file" / "run")
+    assert "Not a directory" in refusal(tmp_path / "file")
+    assert "Not a directory" in refusal(tmp_path / "file" / "run")
     assert "cannot be written" in refusal(Path("/proc/megalite/run"))
     assert "File name too long" in refusal(tmp_path / "new" / ("x" * 300))
     assert "File name too long" in refusal(tmp_path / ("x" * 300))

@@ -198,5 +198,5 @@ def test_a_page_takes_the_place_of_its_own_kind_alone(tmp_path: Path, monkeypatc
         assert others.read_bytes() == before
         others.unlink() if not before else None
     records = (runs[0] / "metrics.jsonl").read_bytes()
-    assert f"--out={runs[0]}/metrics-2.jsonl" in refused(runs[:1], runs[0] / "metrics.jsonl")
+    assert "--out=report.html" in refused(runs[:1], runs[0] / "metrics.jsonl")
     assert (runs[0] / "metrics.jsonl").read_bytes() == records
