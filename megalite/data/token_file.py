@@ -126,7 +126,7 @@ class TokenFile:
     def open(cls, prefix: Path) -> "TokenFile":
         """Open PREFIX.bin and PREFIX.idx; UserError if they are missing, damaged or do not belong together.
 
-        Of a large index, entries spread evenly over it are checked, 4 million in all.
+        In a large index, some 4 million entries are checked, spread evenly over it.
         """
         data, index = _opened(with_suffix(prefix, ".bin")), _opened(with_suffix(prefix, ".idx"))
         size, bytes_of_index = (os.fstat(file.fileno()).st_size for file in (data, index))

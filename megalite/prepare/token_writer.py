@@ -24,7 +24,7 @@ COPY = 8 << 20  # tokens per copy
 
 
 class TokenWriter(AbstractContextManager["TokenWriter"]):
-    """Writes a new PREFIX.bin and PREFIX.idx: `add` tokens, `end_document`, and at the end `finish`. As a context, it
+    """Writes a new PREFIX.bin and PREFIX.idx: `add` tokens, `end_document`, and at the end `finish`. In a `with`, it
     leaves nothing of a file that an error has ended."""
 
     def __init__(self, prefix: Path, dtype: np.dtype[Any], longest: int = LONGEST) -> None:
