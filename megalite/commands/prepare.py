@@ -78,7 +78,7 @@ def make(config: Config, output: Path, terminal: Terminal) -> Iterator[str]:
     source = replace(source, paths=tuple(path for part in (source, *others) for path in part.paths))
     prepare_file(source, config, output, terminal.preparing)
     file = TokenFile.open(output)
-    facts, end = file.facts(), load_tokenizer(with_suffix(output, ".tokenizer")).end_of_document
+    facts, end = file.facts, load_tokenizer(with_suffix(output, ".tokenizer")).end_of_document
     counts = f"{file.counts}, {facts.bytes:,} bytes, {facts.bytes / len(file.tokens):.3f} bytes per token"
     yield from not_read([source])
     yield f"{output}: {counts}, vocabulary {facts.vocab_size:,} ({file.tokens.dtype})"

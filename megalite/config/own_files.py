@@ -39,12 +39,10 @@ _PAGE = (
     rb'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>\n<meta (name="generator" content="megalite '
 )
 _POLICY = rb'"|http-equiv="Content-Security-Policy" content="[^"\n]*sha256-)'
-_FACTS = rb'\{\n "source": "[^\n]*",\n "fingerprint": "\w+",\n "tokens": \d+,'
 _FIGURES = rb'\{\n  "hardware": "|\[\n  \{\n    "model": "[\w.]+",\n    "(precision|layer)": '
 STATUS = Kind("a status file", "run.status", rb'\{"state": "\w+", "step": \d+, "steps": \d+, "run_dir": "')
 REPORT = Kind("the report of a run", "report.html", _PAGE + b"report" + _POLICY)
 COMPARISON = Kind("a comparison of runs", "comparison.html", _PAGE + b"comparison" + _POLICY)
-FACTS = Kind("what is known of a token file", "text.json", _FACTS)
 FIGURES = Kind("figures of a benchmark", "speed.json", _FIGURES)
 RUN_LOCK = Kind("the lock of a run", LOCK, rb'\Z|\{"host": ')
 POINT = Kind("the record of a sweep's point", "point.json", rb'\{"words": \[')

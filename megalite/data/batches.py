@@ -10,8 +10,9 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 
 import numpy as np
@@ -19,7 +20,7 @@ import torch
 
 from megalite.config.schema import Config
 from megalite.config.step_plan import PlannedStep
-from megalite.data.batch import Batch, unscored, whole_batch
+from megalite.data.batch import Batch, whole_batch
 from megalite.data.samples import SampleSource
 from megalite.errors.problems import Problem, UserError
 from megalite.layout.sequence import SequenceShare
@@ -32,8 +33,9 @@ AHEAD = 2  # steps that are read in advance
 class StepBatches:
     """One rank's share of the global batch of a step. `local_tokens` counts its labels that enter the loss.
 
-    A step that is skipped has no microbatches. Where the data is refused, `problems` say why, and the microbatches are
-    `masked_batches`: the other ranks of the model compute with them, and learn of the refusal in their step.
+    A step that is skipped has no microbatches. Where the data is refused, `problems` say why, and no label of what was
+    not read enters the loss: the other ranks of the model compute with these microbatches, and learn of the refusal in
+    their step.
     """
 
     planned: PlannedStep
@@ -43,45 +45,47 @@ class StepBatches:
     problems: list[Problem] = field(default_factory=list)
 
 
-def read_batch(source: SampleSource, first: int, size: int, config: Config) -> Batch:
-    """The samples from `first` on, `size` of them, as one microbatch on the CPU."""
-    rows, parts, starts = source.read(np.arange(first, first + size))  # [b, s + 1]
-    mask = np.ones((size, source.seq_length), dtype=bool)
-    if config.data.mask_end_of_document and source.end_of_document is not None:
-        mask = rows[:, 1:] != source.end_of_document
-    positions, documents = torch.arange(source.seq_length).expand(size, -1), None
-    if not config.data.cross_document_attention:
-        documents, positions = map(torch.from_numpy, source.documents(parts, starts))
+def read_batch(
+    source: SampleSource, first: int, size: int, config: Config, problems: list[Problem] | None = None
+) -> Batch:
+    """The samples from `first` on, `size` of them, as one microbatch on the CPU. If they are refused, `problems` get
+    the reasons, and the microbatch is one of the same shape, no label of which enters the loss."""
+    indices, length = np.arange(first, first + size), source.seq_length
+    mask, positions, documents = np.ones((size, length), dtype=bool), torch.arange(length).expand(size, -1), None
+    apart = not config.data.cross_document_attention
+    if apart:
+        documents, positions = torch.zeros((size, length), dtype=torch.int32), positions.contiguous()
+    try:
+        if apart:  # first: ranks that share sequences must agree on the documents
+            documents, positions = map(torch.from_numpy, source.documents(*source.places(indices)))
+        rows, *_ = source.read(indices)  # [b, s + 1]
+        if config.data.mask_end_of_document and source.end_of_document is not None:
+            mask = rows[:, 1:] != source.end_of_document
+    except UserError as error:
+        if problems is None:
+            raise
+        problems += error.problems
+        rows, mask = np.zeros((size, length + 1), dtype=np.int64), np.zeros_like(mask)
     tokens, labels = (torch.from_numpy(np.ascontiguousarray(part)) for part in (rows[:, :-1], rows[:, 1:]))
     return whole_batch(tokens, labels, torch.from_numpy(mask), positions, documents, first)
 
 
 def local_batches(
-    source: SampleSource, config: Config, first: int, sequences: int, *, dp_rank: int, dp_size: int
+    source: SampleSource,
+    config: Config,
+    first: int,
+    sequences: int,
+    *,
+    dp_rank: int,
+    dp_size: int,
+    problems: list[Problem] | None = None,
 ) -> list[Batch]:
     """The microbatches that one data-parallel rank computes of the global batch of the `sequences` samples from `first`
     on."""
-    starts = _first_samples(config, first, sequences, dp_rank, dp_size)
-    return [read_batch(source, start, config.train.micro_batch_size, config) for start in starts]
-
-
-def _first_samples(config: Config, first: int, sequences: int, dp_rank: int, dp_size: int) -> list[int]:
-    """The first sample of each microbatch of one data-parallel rank."""
     size = config.train.micro_batch_size
-    count = sequences // size
-    assert count % dp_size == 0, (count, dp_size)
-    return [first + microbatch * size for microbatch in range(dp_rank, count, dp_size)]
-
-
-def masked_batches(config: Config, sequences: int, dp_size: int) -> list[Batch]:
-    """Microbatches in the place of those that cannot be read: as many, of the same shapes, no label in the loss. On the
-    CPU."""
-    size = config.train.micro_batch_size
-    batch = unscored(torch.zeros(size, config.train.seq_length, dtype=torch.int64))
-    if not config.data.cross_document_attention:
-        documents = torch.zeros(batch.tokens.shape, dtype=torch.int32)
-        batch = replace(batch, positions=batch.positions.contiguous(), documents=documents)
-    return [batch] * (sequences // size // dp_size)
+    assert sequences // size % dp_size == 0, (sequences, size, dp_size)
+    starts = range(first + dp_rank * size, first + sequences, dp_size * size)
+    return [read_batch(source, start, size, config, problems) for start in starts]
 
 
 class TrainBatches(Iterator[StepBatches], AbstractContextManager["TrainBatches"]):
@@ -98,9 +102,8 @@ class TrainBatches(Iterator[StepBatches], AbstractContextManager["TrainBatches"]
         device: torch.device,
         sequence: SequenceShare = WHOLE,
     ) -> None:
-        self._source, self._config, self._rank, self._size = source, config, dp_rank, dp_size
-        self._sequence = sequence
-        self._device, self._steps = device, iter(steps)
+        self._read_local = partial(local_batches, source, config, dp_rank=dp_rank, dp_size=dp_size)
+        self._sequence, self._device, self._steps = sequence, device, iter(steps)
         self._reader = ThreadPoolExecutor(1, "batches")
         self._ahead = deque(self._reader.submit(self._read, step) for step in islice(self._steps, AHEAD))
 
@@ -127,33 +130,11 @@ class TrainBatches(Iterator[StepBatches], AbstractContextManager["TrainBatches"]
         if step.skipped:
             return StepBatches(step, [], 0)  # not even read: its samples may be what is wrong
         problems: list[Problem] = []
-        try:
-            batches = local_batches(
-                self._source, self._config, step.first, step.sequences, dp_rank=self._rank, dp_size=self._size
-            )
-        except UserError as error:
-            batches, problems = self._masked(step), error.problems
+        batches = self._read_local(step.first, step.sequences, problems=problems)
         batches = [batch.part(self._sequence) for batch in batches]
         tokens = sum(int(batch.loss_mask.sum()) for batch in batches)
         batches = [it.pinned() if self._device.type == "cuda" else it for it in batches]
         return StepBatches(step, batches, tokens, problems=problems)
-
-    def _masked(self, step: PlannedStep) -> list[Batch]:
-        """Microbatches in the place of a step that is refused, with the documents where these can be read: ranks that
-        share sequences know by documents what they get from each other."""
-        batches = masked_batches(self._config, step.sequences, self._size)
-        if not self._config.data.cross_document_attention:
-            firsts = _first_samples(self._config, step.first, step.sequences, self._rank, self._size)
-            with suppress(UserError):
-                return [_with_documents(it, self._source, first) for it, first in zip(batches, firsts, strict=True)]
-        return batches
-
-
-def _with_documents(batch: Batch, source: SampleSource, first: int) -> Batch:
-    """The batch with documents and positions of the samples from `first` on."""
-    places = source.places(np.arange(first, first + len(batch.tokens)))
-    documents, positions = map(torch.from_numpy, source.documents(*places))
-    return replace(batch, documents=documents, positions=positions)
 
 
 def validation_batches(

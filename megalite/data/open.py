@@ -20,7 +20,7 @@ from megalite.config.schema import Config, DataConfig
 from megalite.config.user_files import read_object
 from megalite.data.blend import integer_weights
 from megalite.data.permutation import IntArray
-from megalite.data.samples import Part, SampleSource, beyond_vocabulary
+from megalite.data.samples import Part, SampleSource
 from megalite.data.token_bytes import bytes_of_ids
 from megalite.data.token_file import HASH_WHOLE, TokenFile, largest_id, with_suffix
 from megalite.data.tokenizer_folder import load_tokenizer
@@ -65,29 +65,28 @@ def open_data(config: Config, found: TokenFiles) -> OpenedData:
     """Open the files that were found or made for `config`."""
     allow_open_files()
     files = collect_all(TokenFile.open, found.prefixes)
-    shares, fraction = config.data.weights, config.data.validation_fraction
+    shares, fraction, seq_length = config.data.weights, config.data.validation_fraction, config.train.seq_length
     weights = tuple(len(file.tokens) for file in files) if shares is None else integer_weights(shares)
     tokenizer = _tokenizer(config, files, found.tokenizer)
     vocab_size = _vocab_size(config, files, tokenizer)
     end = tokenizer.end_of_document if tokenizer else None
     if config.data.mask_end_of_document and end is None:
-        rule = "no end-of-document token is known" if tokenizer is None else "the tokenizer has no end of document"
-        raise UserError(Problem("data.mask_end_of_document", True, rule, "set it to false, or use another tokenizer"))
+        rule = "no end-of-document token is known"
+        raise UserError(Problem("data.mask_end_of_document", True, rule, "false, or another tokenizer"))
     train, validation = _split(config, files)
-    seq_length = config.train.seq_length
-    tokens, documents = sum(len(file.tokens) for file in files), sum(file.documents for file in files)
-    held = (
+    documents, tokens = sum(file.documents for file in files), sum(len(file.tokens) for file in files)
+    counts = (
         f"{several(documents, 'document')}, {several(tokens, 'token')}{f' in {len(files)} parts' if files[1:] else ''}"
     )
-    described = [f"{config.data.source}: {held}"]
-    remarks = dict.fromkeys(remark for file in files for remark in file.facts().remarks)
+    remarks = dict.fromkeys(remark for file in files for remark in file.facts.remarks)
+    told = [f"{config.data.source}: {counts}", *([tokenizer.name] if tokenizer else []), *remarks, *found.unread]
     return OpenedData(
         train=SampleSource(train, weights, seq_length, vocab_size, config.seed, end),
         validation=SampleSource(validation, weights, seq_length, vocab_size, None, end) if validation else None,
         tokenizer=tokenizer,
         vocab_size=vocab_size,
         fingerprint=digest(FORMAT, [file.identity() for file in files], fraction, weights),
-        description="; ".join([*described, *([tokenizer.name] if tokenizer else []), *remarks, *found.unread]),
+        description="; ".join(told),
     )
 
 
@@ -100,13 +99,11 @@ def note_changed_files(files: Sequence[TokenFile], run_dir: Path, report: Callab
     now, was = {str(path): [path.stat().st_size, path.stat().st_mtime_ns] for path in large}, dict[str, Any]()
     with suppress(UserError):  # there is none, or it is damaged
         was = read_object(run_dir / RECORD)
-    for path in large:
-        if was.get(str(path), now[str(path)]) != now[str(path)]:
-            scan = f"python -m megalite prepare --verify data=tokens data.path={path.with_suffix('')}"
-            report(
-                f"{path.name} has another time than at the last start; samples of it are the same ({scan} reads all)"
-            )
-    if large:
+    for path in now.keys() & was.keys():
+        if was[path] != now[path]:
+            scan = f"python -m megalite prepare --verify data=tokens data.path={path.removesuffix('.bin')}"
+            report(f"{path} has another time than at the last start; samples of it are the same ({scan} reads all)")
+    if now:
         with suppress(OSError):  # no room: the next start compares with an older one
             write_atomically(run_dir / RECORD, json.dumps(now, indent=1).encode())
 
@@ -125,9 +122,8 @@ def check_vocabulary(config: Config, needed: int) -> None:
     """Refuse a model that lacks some of the tokenizer's tokens."""
     wanted = config.model.vocab_size
     if wanted is not None and wanted < needed:
-        rule, weights = f"the tokenizer has {needed:,} tokens", config.checkpoint.init_from
-        remedy = f"tokenizer={weights}, of the weights" if weights else f"at least {needed}, or leave it out"
-        raise UserError(Problem("model.vocab_size", wanted, rule, remedy))
+        remedy = f"null, at least {needed}, or a tokenizer with fewer tokens (with checkpoint.init_from: its own)"
+        raise UserError(Problem("model.vocab_size", wanted, f"the tokenizer has {needed:,} tokens", remedy))
 
 
 def _tokenizer(config: Config, files: list[TokenFile], given: TextTokenizer | None) -> TextTokenizer | None:
@@ -137,17 +133,14 @@ def _tokenizer(config: Config, files: list[TokenFile], given: TextTokenizer | No
         folder = with_suffix(file.prefix, ".tokenizer")
         saved = load_tokenizer(folder) if folder.is_dir() else None
         found = found or saved
-        if identity := saved.identity if saved else file.facts().tokenizer:
+        if identity := saved.identity if saved else file.facts.tokenizer:
             made_by[file.prefix.name] = identity
     if len(set(made_by.values())) > 1:
-        told = ", ".join(f"{name} ({identity[:8]})" for name, identity in made_by.items())
-        rule = f"the parts were made with different tokenizers: {told}"
+        rule = f"the parts were made with different tokenizers: {', '.join(made_by)}"
         raise UserError(Problem("data.path", config.data.path, rule, "prepare all parts with one tokenizer"))
     if given and made_by and given.identity not in made_by.values():
         rule = f"is another tokenizer than the one that made {next(iter(made_by))}"
-        remedy = "leave it out, or prepare the data again with it"
-        if config.checkpoint.init_from == config.tokenizer:  # by default
-            remedy = f"prepare the data again with it, or name the other one: tokenizer={files[0].prefix}.tokenizer"
+        remedy = f"tokenizer={files[0].prefix}.tokenizer, or prepare the data again with this one"
         raise UserError(Problem("tokenizer", config.tokenizer, rule, remedy))
     return found
 
@@ -155,8 +148,7 @@ def _tokenizer(config: Config, files: list[TokenFile], given: TextTokenizer | No
 def _vocab_size(config: Config, files: list[TokenFile], tokenizer: TextTokenizer | None) -> int:
     """The ids that may occur: model.vocab_size, which covers the tokenizer's, or the tokenizer's. UserError for files
     that cannot hold them all, or hold others, as a look at parts of each shows."""
-    known = [size for file in files if (size := file.facts().vocab_size) is not None]
-    needed = tokenizer.vocab_size if tokenizer else max(known, default=0)
+    needed = tokenizer.vocab_size if tokenizer else max(file.facts.vocab_size or 0 for file in files)
     size = config.model.vocab_size or needed
     if not size:
         rule = "token files without a tokenizer do not say how many tokens there are"
@@ -170,8 +162,8 @@ def _vocab_size(config: Config, files: list[TokenFile], tokenizer: TextTokenizer
             rule = f"holds {file.tokens.dtype} ids, up to {largest:,}; the tokenizer has {needed:,} tokens"
             remedy = "give the tokenizer that made it, or prepare the data again with this one"
             problems.append(Problem("data.path", str(with_suffix(file.prefix, ".bin")), rule, remedy))
-        elif (at := file.first_beyond(size)) is not None:
-            problems.append(beyond_vocabulary(file, at, size))
+        elif (at := file.stranger(size)) is not None:
+            problems.append(file.beyond_vocabulary(at, size))
     if problems:
         raise UserError(problems)
     return size

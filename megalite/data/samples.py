@@ -14,8 +14,8 @@ import numpy.typing as npt
 
 from megalite.data.blend import Blend
 from megalite.data.permutation import IntArray, permute, round_keys
-from megalite.data.token_file import TokenFile, ids_of, with_suffix
-from megalite.errors.problems import Problem, UserError
+from megalite.data.token_file import TokenFile, ids_of
+from megalite.errors.problems import UserError
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class SampleSource:
         if rows.max() >= self.vocab_size or rows.min() < 0:
             row, at = np.argwhere((rows >= self.vocab_size) | (rows < 0))[0]
             file, sample = self.parts[parts[row]].file, f", sample {int(indices[row]):,}"
-            raise UserError(beyond_vocabulary(file, int(starts[row] + at), self.vocab_size, sample))
+            raise UserError(file.beyond_vocabulary(int(starts[row] + at), self.vocab_size, sample))
         return rows, parts, starts
 
     def documents(self, parts: IntArray, starts: IntArray) -> tuple[npt.NDArray[np.int32], IntArray]:
@@ -93,18 +93,6 @@ class SampleSource:
                 documents[row, begin - start :] += 1
                 positions[row, begin - start :] = np.arange(self.seq_length - (begin - start))
         return documents, positions
-
-
-def beyond_vocabulary(file: TokenFile, position: int, vocab_size: int, sample: str = "") -> Problem:
-    """The token at `position` is none that the model has an embedding for."""
-    rule = (
-        f"token id {file.tokens[position]} at token {position:,} (document {file.document_at(position):,}{sample}) is "
-        f"outside the vocabulary of {vocab_size:,}"
-    )
-    remedy = (
-        "set model.vocab_size to that of its tokenizer, or prepare it again; megalite prepare --verify scans it all"
-    )
-    return Problem("data.path", str(with_suffix(file.prefix, ".bin")), rule, remedy)
 
 
 @lru_cache(maxsize=64)

@@ -49,7 +49,7 @@ OVERLAPPED = {  # inductor's options that start collectives early and finish the
 
 
 def compile_options(tp: TensorGroup | None, *, async_tp: bool) -> dict[str, Any] | None:
-    """Options of inductor. By default it finishes each collective of backward before it starts the products that could
+    """Options of inductor, which else finishes each collective of backward before it starts the products that could
     hide it."""
     if tp is None:
         return None

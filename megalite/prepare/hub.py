@@ -50,26 +50,21 @@ def _answers(endpoint: str) -> bool:
     return False
 
 
-def _go_offline() -> None:
-    """Make the libraries use their caches alone. They read the variable when they are imported; those that are imported
-    already are told as well."""
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    for module in ("huggingface_hub.constants", "datasets.config"):
-        if module in sys.modules:
-            sys.modules[module].HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
-
-
 @lru_cache(maxsize=4)  # the shards of one data set come one after the other
 def load_dataset(name: str, subset: str | None, split: str, streaming: bool) -> Any:
     """A `datasets` data set, from the hub, its cache, or a local folder."""
-    if offline := not Path(name).exists() and not reachable():
-        _go_offline()
+    is_here = Path(name).exists()
+    if offline := not is_here and not reachable():
+        os.environ["HF_HUB_OFFLINE"] = "1"  # the libraries read it when they are imported
+        for module in ("huggingface_hub.constants", "datasets.config"):
+            if module in sys.modules:
+                sys.modules[module].HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
     import datasets
 
     datasets.disable_progress_bars()
     try:
         if not any(Path(name, state).exists() for state in SAVED_TO_DISK):
-            with private_files() if Path(name).exists() else nullcontext():  # the library keeps a copy of the text
+            with private_files() if is_here else nullcontext():  # the library keeps a copy of the text
                 return datasets.load_dataset(name, subset, split=split, streaming=streaming)
         saved = datasets.load_from_disk(name)
         splits = saved if isinstance(saved, datasets.DatasetDict) else {str(saved.split or split): saved}
@@ -77,9 +72,8 @@ def load_dataset(name: str, subset: str | None, split: str, streaming: bool) -> 
             raise ValueError(f"it was saved with the splits {', '.join(map(str, splits))} and no subsets")
         return splits[split].to_iterable_dataset() if streaming else splits[split]
     except Exception as error:  # the library raises a dozen types, and all are about the user's choice
-        reason = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else None
-        reason = reason or error  # that one does not say what is wrong, its cause does
-        rule = f"cannot be loaded ({type(reason).__name__}: {(str(reason).splitlines() or [''])[0]})"
+        reason = (error.__cause__ or error) if isinstance(error, datasets.exceptions.DatasetGenerationError) else error
+        rule = f"cannot be loaded ({type(reason).__name__}: {first_line(reason)})"
         remedy = "check data.subset, data.split, network (scripts are never run); to work offline, a folder of parquet"
         raise UserError(Problem("data.path", name, f"{NO_ANSWER}: {rule}" if offline else rule, remedy)) from error
 
@@ -100,6 +94,11 @@ def tokenizer_folder(name: str) -> Path:
             raise OSError(NO_ANSWER)
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=TOKENIZER_FILES, etag_timeout=PATIENCE))
     except Exception as error:  # unknown, gated, private, no space: the library's own words say which
-        rule = f"is no folder here, and as a name on the hub: {(str(error).splitlines() or [''])[0]}"
+        rule = f"is no folder here, and as a name on the hub: {first_line(error)}"
         remedy = "use bpe, byte, char or a folder that exists; to work offline, one by AutoTokenizer.save_pretrained"
         raise UserError(Problem("tokenizer", name, rule, remedy)) from error
+
+
+def first_line(error: BaseException) -> str:
+    """The message of a library, without its advice."""
+    return next(iter(str(error).splitlines()), "")

@@ -1,26 +1,23 @@
 """Makes the token files of a run from its text: once, by one process, and continued after a kill.
 
 Each part of the data becomes a token file in the cache, named by a fingerprint of its files and of the tokenizer.
-Under a file lock, the part's shards are tokenized into a work folder, one token file each, then joined. Whoever comes
-second finds the work done. Whoever comes after a kill does only the shards that are missing.
+Under a file lock, the part's shards are tokenized into a work folder, one token file each, then joined there, and moved
+to their place, the index last. Whoever comes second finds the work done. Whoever comes after a kill does only the
+shards that are missing.
 """
 
-import errno
 import fcntl
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from glob import escape
-from itertools import count
 from pathlib import Path
-from threading import Event, Thread
 
 import xxhash
 
 from megalite.config.derive import BUILT_IN_TOKENIZERS
-from megalite.config.durable_files import open_to_append, private_files
+from megalite.config.durable_files import open_to_append, private_files, sync_folder
 from megalite.config.schema import Config
 from megalite.config.user_files import read_bytes
 from megalite.data.open import FORMAT, Progress, TokenFiles, check_vocabulary, digest, paths_of
@@ -28,12 +25,12 @@ from megalite.data.token_file import TokenFile, dtype_for, read_facts, with_suff
 from megalite.data.tokenizer_folder import load_tokenizer
 from megalite.data.tokenizers import TextTokenizer, bpe_tokenizer, byte_tokenizer, char_tokenizer
 from megalite.errors.problems import Problem, UnavailableError, UserError, collect, collect_all
-from megalite.errors.remedies import OF_THE_MACHINE, of_system
+from megalite.errors.remedies import of_system
 from megalite.launch.host import allow_open_files, usable_cores
 from megalite.prepare.hub import TOKENIZER_FILES, tokenizer_folder
 from megalite.prepare.reading import Shard, pieces
 from megalite.prepare.sources import Source, not_read, sources_of
-from megalite.prepare.token_writer import join, of_others
+from megalite.prepare.token_writer import join
 from megalite.prepare.tokenizing import Job, tokenize_shards
 
 SAMPLE = 8 << 20  # characters of text that a BPE is trained on
@@ -60,12 +57,6 @@ class Target:
         """Whether the token file is complete: its index comes last."""
         return with_suffix(self.prefix, ".idx").exists()
 
-    def refuse_another(self, tokenizer: TextTokenizer) -> None:
-        """FileExistsError where the folder beside the token file, which a user has named, holds another tokenizer."""
-        there = [path for path in tokenizer.unwritten(with_suffix(self.prefix, ".tokenizer")) if os.path.lexists(path)]
-        if there and self.key not in self.prefix.name:
-            raise FileExistsError(errno.EEXIST, f"{there[0]} is of another tokenizer")
-
 
 def prepare(config: Config, progress: Progress | None = None) -> TokenFiles:
     """Make every token file that `config` needs and that is not there yet."""
@@ -80,13 +71,12 @@ def prepare(config: Config, progress: Progress | None = None) -> TokenFiles:
 
 
 def prepare_file(source: Source, config: Config, prefix: Path, progress: Progress | None = None) -> None:
-    """Make the token file `prefix` of one source, wherever the user wants it. One that is there must be the same."""
+    """Make the token file `prefix` of one source, wherever the user wants it."""
     [cached] = targets_of(config, [source])
-    _refuse_others(source, prefix.absolute())
-    _make(config, [Target(source, prefix.absolute(), cached.key)], progress, "--output")
-    if read_facts(prefix).fingerprint != cached.key:
-        rule = "there is a token file already, of other text or another tokenizer"
-        raise UserError(Problem("--output", str(prefix), rule, "choose another name, or delete it"))
+    target = Target(source, prefix.absolute(), cached.key)
+    _check_output(target)
+    _make(config, [target], progress, "--output")
+    _check_output(target)  # another command may have been faster
 
 
 def examine(config: Config) -> None:
@@ -136,23 +126,25 @@ def _plans(config: Config, sources: list[Source]) -> list[list[Shard]]:
     return plans
 
 
-def _refuse_others(source: Source, prefix: Path) -> None:
-    """UserError where files of others, or of the text itself, lie in the place of the token file, or will."""
-    for path in source.paths:
+def _check_output(target: Target) -> None:
+    """UserError where the token file would lie inside the text, or in the place of files that are not made of the same
+    text by the same tokenizer."""
+    prefix = target.prefix
+    for path in target.source.paths:
         if os.path.isdir(path) and prefix.resolve().is_relative_to(Path(path).resolve()):
             rule = f"it is inside data.path={path}, a folder that is read whole: the text would not be the same again"
             raise UserError(Problem("--output", str(prefix), rule, "a name in another folder"))
-    places = {ending: with_suffix(prefix, ending) for ending in (".bin", ".idx", ".json", ".tokenizer")}
-    found, taken = of_others(prefix), [path for path in places.values() if path.is_file()]
-    if (folder := places[".tokenizer"]).is_symlink() or (not folder.is_dir() and folder.exists()):
-        found[folder] = "is no folder"
-    for file in source.files if taken and source.kind == "text" else ():
-        found |= {path: "is read as text by this command" for path in taken if path.samefile(file)}
-    if found:
-        names = (prefix.with_name(f"{prefix.name}-{number}") for number in count(2))
-        free = next(name for name in names if not any(os.path.lexists(with_suffix(name, each)) for each in places))
-        remedy = f"--output={free}, or move it away"
-        raise UserError([Problem("--output", str(prefix), f"{path} {rule}", remedy) for path, rule in found.items()])
+    places = [with_suffix(prefix, ending) for ending in (".tokenizer", ".json", ".bin", ".idx")]
+    taken = [path for path in places if os.path.lexists(path)]
+    if taken == places[:1] and target.work.is_dir():  # a start was stopped that had just written it
+        return
+    with suppress(UserError):
+        ours = target.is_prepared or target.work.is_dir() or places[2] not in taken
+        if ours and not any(map(Path.is_symlink, taken)) and read_facts(prefix).fingerprint == target.key:
+            return
+    if taken:
+        rule = f"{taken[-1]} is there, and is not made of this text by this tokenizer"
+        raise UserError(Problem("--output", str(prefix), rule, f"--output={prefix}-2, or move it away"))
 
 
 def _make(config: Config, targets: list[Target], progress: Progress | None, setting: str) -> None:
@@ -167,13 +159,11 @@ def _make(config: Config, targets: list[Target], progress: Progress | None, sett
             if not target.is_prepared:
                 jobs[target] = [(target.work / f"part-{number:05d}", shard) for number, shard in enumerate(plan)]
         tally = _Tally([job for each in jobs.values() for job in each], progress)
-        with tally.repeated():
-            tokenizer = obtain_tokenizer(config, [*jobs], [shard for plan in plans for shard in plan])
+        tokenizer = obtain_tokenizer(config, [*jobs], [shard for plan in plans for shard in plan])
         check_vocabulary(config, tokenizer.vocab_size)
         built_in = config.tokenizer in BUILT_IN_TOKENIZERS
         remarks = [] if built_in else tokenizer.remarks("".join(sample(plans[0][:1], PAGES)))
         for target in jobs:
-            target.refuse_another(tokenizer)
             tokenizer.save(target.work / "tokenizer")
             try:
                 left = [job for job in jobs[target] if not is_whole(job[0])]
@@ -182,10 +172,8 @@ def _make(config: Config, targets: list[Target], progress: Progress | None, sett
                 if not any(tally.done[file][-1] for file, _ in jobs[target]):
                     rule, found = "holds no text at all (only empty documents)", " ".join(target.source.paths)
                     raise UserError(Problem("data.path", found, rule, "give text; check data.text_column"))
-            except UnavailableError:
-                raise
-            except UserError:  # the text must be changed, and changed text has another key (a hub data set has not)
-                if config.data.source != "hf":
+            except UserError as error:  # the text must be changed, and changed text has another key, but on the hub
+                if not isinstance(error, UnavailableError) and config.data.source != "hf":
                     shutil.rmtree(target.work, ignore_errors=True)
                 raise
             _join(target, [file for file, _ in jobs[target]], tokenizer, remarks)
@@ -197,7 +185,7 @@ def is_whole(shard: Path) -> bool:
 
 
 class _Tally:
-    """The bytes of text, documents and tokens that are done, by token file of a shard; told to `progress`."""
+    """The bytes of text, documents and tokens that are done, by token file of a shard; `progress` is told of them."""
 
     def __init__(self, jobs: list[Job], progress: Progress | None) -> None:
         self.total, self.progress = sum(shard.size for _, shard in jobs), progress
@@ -206,33 +194,13 @@ class _Tally:
             if is_whole(file):
                 facts = read_facts(file)
                 self.done[file] = shard.size, facts.documents, facts.tokens
-        self.tell()
+        self(Path(), 0, 0, 0)
 
     def __call__(self, file: Path, size: int, documents: int, tokens: int) -> None:
         self.done[file] = size, documents, tokens
-        self.tell()
-
-    def tell(self) -> None:
         size, documents, tokens = map(sum, zip(*self.done.values(), strict=True))
         if self.progress:
             self.progress(min(size, self.total) if self.total else size, self.total, documents, tokens)
-
-    @contextmanager
-    def repeated(self) -> Iterator[None]:
-        """Meanwhile, the same is told every second: a BPE may be trained for a minute, and nobody waits in silence."""
-        over = Event()
-
-        def repeat() -> None:
-            while not over.wait(1.0):
-                self.tell()
-
-        thread = Thread(target=repeat, daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            thread.join()
 
 
 @contextmanager
@@ -249,10 +217,9 @@ def _locked(prefixes: list[Path], setting: str) -> Iterator[None]:
                 fcntl.flock(file, fcntl.LOCK_EX)
             yield
     except OSError as error:
-        otherwise = "move that file away" if error.errno == errno.EEXIST else "start again"
-        rule, remedy = f"cannot be written ({error.strerror or error})", of_system(error, otherwise)
-        elsewhere = "" if error.errno in OF_THE_MACHINE else f", or choose a writable folder ({setting}=PATH)"
-        remedy += f"{elsewhere}; what is already prepared is kept"
+        elsewhere = f"choose a writable folder ({setting}=PATH); what is already prepared is kept"
+        rule = f"cannot be written ({error.strerror or error})"
+        remedy = f"{of_system(error, 'start again')}, or {elsewhere}"
         raise UserError(Problem(setting, str(folder), rule, remedy)) from error
 
 
@@ -296,12 +263,10 @@ def _join(target: Target, shard_files: list[Path], tokenizer: TextTokenizer, rem
         "dtype": str(dtype_for(tokenizer.vocab_size)),
         **({"remarks": remarks} if remarks else {}),
     }
-    prefix, name = target.prefix, escape(target.prefix.name)
-    for drafts in (f".{name}.bin", f".{name}.idx", f".{name}.json", f"{name}.tokenizer/.*"):
-        for litter in prefix.parent.glob(f"{drafts}.tmp-*"):
-            litter.unlink()  # of a process that was killed while joining: we hold its lock
-    target.refuse_another(tokenizer)
-    tokenizer.save(with_suffix(prefix, ".tokenizer"))
     with_text = (file for file, shard in zip(shard_files, shards, strict=True) if shard.tokens)
-    join(map(TokenFile.open, with_text), prefix, facts)
+    join(map(TokenFile.open, with_text), target.work / "whole", facts)
+    tokenizer.save(with_suffix(target.prefix, ".tokenizer"))
+    for ending in (".json", ".bin", ".idx"):
+        with_suffix(target.work / "whole", ending).replace(with_suffix(target.prefix, ending))
+    sync_folder(target.prefix.parent)
     shutil.rmtree(target.work, ignore_errors=True)

@@ -1,26 +1,22 @@
 """Writes token files: a stream of documents into one file, and several files into one.
 
-The index is renamed into place last, after everything else is on disk, and a reader refuses data without its index: a
-write that was torn at any instant is invisible. Memory holds some 30 bytes for each document of the file being written.
+The index comes last, after everything else is on disk, and a reader refuses data without its index: a write that was
+torn at any instant is invisible. Memory holds some 30 bytes for each document of the file being written.
 """
 
-import errno
 import json
 import os
-import stat
 from array import array
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from megalite.config.durable_files import draft_of, sync_folder, write_atomically
-from megalite.config.own_files import FACTS, in_the_way
-from megalite.config.user_files import read_object
+from megalite.config.durable_files import write_atomically
 from megalite.data.token_file import CODES, HEADER, MAGIC, TokenFile, largest_id, with_suffix
 
 LONGEST = 2**31 - 1  # tokens in one sequence: its length is an i32
@@ -28,7 +24,7 @@ COPY = 8 << 20  # tokens per copy
 
 
 class TokenWriter(AbstractContextManager["TokenWriter"]):
-    """Writes PREFIX.bin and PREFIX.idx: `add` tokens, `end_document`, and at the end `finish`. It is a context that
+    """Writes a new PREFIX.bin and PREFIX.idx: `add` tokens, `end_document`, and at the end `finish`. In a `with`, it
     leaves nothing of a file that an error has ended."""
 
     def __init__(self, prefix: Path, dtype: np.dtype[Any], longest: int = LONGEST) -> None:
@@ -36,15 +32,15 @@ class TokenWriter(AbstractContextManager["TokenWriter"]):
         self.tokens = 0
         self._open = 0  # tokens of the document that is being written
         self._lengths, self._boundaries = array("i"), array("q", [0])
-        self._data = draft_of(with_suffix(prefix, ".bin")).open("wb")
+        with_suffix(prefix, ".idx").unlink(missing_ok=True)
+        self._data = with_suffix(prefix, ".bin").open("wb")
         self.hash = xxhash.xxh3_128()
 
     def __exit__(self, kind: object, *error: object) -> None:
         if kind is not None:
             with suppress(OSError):  # no room for what is still in memory
                 self._data.close()
-            for suffix in (".bin", ".idx"):
-                draft_of(with_suffix(self.prefix, suffix)).unlink(missing_ok=True)
+            with_suffix(self.prefix, ".bin").unlink(missing_ok=True)
 
     @property
     def documents(self) -> int:
@@ -75,30 +71,17 @@ class TokenWriter(AbstractContextManager["TokenWriter"]):
         self._lengths.frombytes(file.lengths[:].tobytes())
 
     def finish(self, facts: dict[str, Any]) -> None:
-        """Make the file visible, with `facts` in PREFIX.json; FileExistsError where others have files of these names.
-
-        The old index goes first and the new one comes last: at no instant does an index face foreign data. Data whose
-        facts are not beside it is somebody's, so the facts come before the data.
-        """
+        """Make the file visible, with `facts` in PREFIX.json."""
         assert self._open == 0, "finish inside a document"
         lengths, pointers = np.array(self._lengths, dtype="<i4"), np.zeros(len(self._lengths), dtype="<i8")
         np.cumsum(lengths[:-1].astype(np.int64) * self.dtype.itemsize, out=pointers[1:])
-        index = draft_of(with_suffix(self.prefix, ".idx"))
-        with index.open("wb") as file:
-            file.write(HEADER.pack(MAGIC, 1, CODES[self.dtype], len(lengths), len(self._boundaries)))
-            for part in (lengths, pointers, np.array(self._boundaries, dtype="<i8")):
-                file.write(part.data)
-            _sync(file)
-        _sync(self._data)
-        self._data.close()
-        # A shard, and a file of the cache, is ours by its name.
-        if facts.get("fingerprint", "") not in self.prefix.name and (found := of_others(self.prefix)):
-            raise FileExistsError(errno.EEXIST, "; ".join(f"{path}: {rule}" for path, rule in found.items()))
-        with_suffix(self.prefix, ".idx").unlink(missing_ok=True)
+        header = HEADER.pack(MAGIC, 1, CODES[self.dtype], len(lengths), len(self._boundaries))
+        with self._data:
+            self._data.flush()
+            os.fsync(self._data.fileno())
         write_atomically(with_suffix(self.prefix, ".json"), json.dumps(facts, indent=1).encode())
-        Path(self._data.name).replace(with_suffix(self.prefix, ".bin"))
-        index.replace(with_suffix(self.prefix, ".idx"))
-        sync_folder(self.prefix.parent)
+        parts = (lengths, pointers, np.array(self._boundaries, dtype="<i8"))
+        write_atomically(with_suffix(self.prefix, ".idx"), b"".join([header, *(part.tobytes() for part in parts)]))
 
     def _write(self, tokens: npt.NDArray[Any]) -> None:
         self.hash.update(tokens.data)
@@ -116,23 +99,3 @@ def join(files: Iterable[TokenFile], prefix: Path, facts: dict[str, Any]) -> Non
         for file in others:
             writer.append(file)
         writer.finish(facts | {"xxh3_128": writer.hash.hexdigest()})
-
-
-def of_others(prefix: Path) -> dict[Path, str]:
-    """The files in the place of PREFIX's that are not ours, with the reason. PREFIX.json, which has a mark, tells how
-    many tokens are in PREFIX.bin; an index alone belongs to nobody's data."""
-    facts, data, index, lock = (with_suffix(prefix, ending) for ending in (".json", ".bin", ".idx", ".lock"))
-    found = {facts: in_the_way(facts, FACTS)}
-    known = facts.exists() and not found[facts] and read_object(facts).get("tokens")
-    for path in (data, index, lock):
-        state = path.lstat() if os.path.lexists(path) else None
-        if state and not stat.S_ISREG(state.st_mode):
-            found[path] = "is no regular file"
-        elif state and path != lock and not (known and (path == index or state.st_size in (2 * known, 4 * known))):
-            found[path] = f"is there already and no {facts.name} of megalite tells of it"
-    return {path: rule for path, rule in found.items() if rule}
-
-
-def _sync(file: IO[bytes]) -> None:
-    file.flush()
-    os.fsync(file.fileno())

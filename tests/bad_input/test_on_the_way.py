@@ -104,7 +104,7 @@ def test_the_scan_of_a_token_file_names_the_document(launch_folder: Path) -> Non
     words = ["--verify", "data=tokens", "data.path=corpus", "model.vocab_size=256"]
     done = subprocess.run([*prepare, *words], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "corpus.bin': token id 9999 in document 0 (token 1,000)" in done.stderr
+    assert "corpus.bin': token id 9999 at token 1,000 (document 0)" in done.stderr
     assert time.monotonic() - begin < 10
 
 

@@ -16,7 +16,6 @@ from megalite.errors.problems import UserError
 # As f4fa60b wrote them, but the pictures, which have a mark only since.
 WRITTEN = {
     "STATUS": b'{"state": "stopped", "step": 6, "steps": 20, "run_dir": "/scratch/run", "by": "SIGUSR1"}\n',
-    "FACTS": b'{\n "source": "a.txt",\n "fingerprint": "4cb1",\n "tokens": 7,\n "documents": 1,\n "dtype": "uint16"\n}',
     "FIGURES": b'[\n  {\n    "model": "tiny",\n    "precision": "fp32",\n    "parameters": 7',
     "POINT": b'{"words": ["seed=1"], "run_dir": "/runs/x", "status": "trained", "val_loss": 4.5}',
     "STOP": b"..",

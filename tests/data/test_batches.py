@@ -14,9 +14,9 @@ import torch
 from megalite.config.schema import Config
 from megalite.config.step_plan import PlannedStep, batch_ramp, planned_steps
 from megalite.data.batch import Batch
-from megalite.data.batches import TrainBatches, masked_batches, validation_batches
+from megalite.data.batches import TrainBatches, local_batches, validation_batches
 from megalite.data.open import OpenedData, open_data
-from megalite.errors.problems import UserError
+from megalite.errors.problems import Problem, UserError
 from megalite.prepare.prepare import prepare
 
 WriteTokens = Callable[..., Path]
@@ -216,7 +216,10 @@ def test_what_stands_in_for_unreadable_batches_has_their_number_and_form_and_no_
 ) -> None:
     config.data.cross_document_attention = cross_document_attention
     real = [batch.to(device) for batch in stream(data, config, 1, size=size)]
-    masked = [batch.to(device) for batch in masked_batches(config, config.train.global_batch_size, size)]
+    broken, problems, whole = replace(data.train, vocab_size=1), list[Problem](), config.train.global_batch_size
+    masked = local_batches(broken, config, 0, whole, dp_rank=0, dp_size=size, problems=problems)
+    masked = [batch.to(device) for batch in masked]
+    assert len(problems) == len(masked)
     assert len(masked) == len(real)
     for expected, found in zip(real, masked, strict=True):
         assert device != CPU or not found.loss_mask.any()

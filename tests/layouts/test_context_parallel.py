@@ -14,10 +14,10 @@ from megalite.config.derive import derive_vocabulary
 from megalite.config.schema import Config
 from megalite.config.step_plan import planned_steps
 from megalite.context_parallel.attention import _Tiles
-from megalite.data import batches as batches_module
 from megalite.data.batch import Batch, unscored
 from megalite.data.batches import TrainBatches
 from megalite.data.open import open_data
+from megalite.data.samples import SampleSource
 from megalite.errors.problems import Problem, UserError
 from megalite.launch.context import ParallelContext
 from megalite.layout.sequence import SequenceShare, Tile
@@ -199,7 +199,7 @@ def refused(context: ParallelContext, config: Config, number: int) -> list[tuple
         raise UserError(Problem("data.path", "text", "cannot be read", "another"))
 
     if context.rank == number:
-        batches_module.read_batch = unreadable
+        SampleSource.read = unreadable  # type: ignore[method-assign]
     plan, share = planned_steps(config.train, done=0, samples=0), data_share(config, context)
     with TrainBatches(data.train, config, plan, **share, device=context.device) as batches:
         found = [

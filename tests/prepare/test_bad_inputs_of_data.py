@@ -160,7 +160,7 @@ ROWS: list[tuple[str, str, Arrange]] = [  # the command, words of its refusal, w
         several(LONG, text("b.txt", "x" * 9)),
     ),
     (SCAN, "corpus.bin|not what was prepared|prepare the data", several(prepared, patched("corpus.bin", byte(10, 1)))),
-    (f"{SCAN} model.vocab_size=99", "token id -1 in document 0 (token 2)", tokens("int32", [5, 6, -1, 8] * 50)),
+    (f"{SCAN} model.vocab_size=99", "token id -1 at token 2 (document 0)", tokens("int32", [5, 6, -1, 8] * 50)),
     ("data=tokens data.path=corpus", "uint8 ids, up to 255|257 tokens", tokens("uint8", [5] * 500, vocab_size=257)),
     (
         "data=tokens data.path=corpus model.vocab_size=99",
@@ -169,7 +169,7 @@ ROWS: list[tuple[str, str, Arrange]] = [  # the command, words of its refusal, w
     ),
     (
         "data=tokens data.path=[one,two]",
-        "different tokenizers|one (|two (|one tokenizer",
+        "different tokenizers|one, two|one tokenizer",
         several(
             *(tokens("uint16", [1] * 500, name) for name in ("one", "two")),
             lambda: byte_tokenizer().save(Path("one.tokenizer")),
@@ -182,7 +182,7 @@ ROWS: list[tuple[str, str, Arrange]] = [  # the command, words of its refusal, w
         several(LONG, text("tokenizer/tokenizer.json", "{")),
     ),
     (f"{A}.txt tokenizer=tokenizer", "no tokenizer.json|give a folder", several(LONG, tokenizer_of_code)),
-    (f"{A}.txt tokenizer=char data.mask_end_of_document=true", "data.mask_end_of_document|no end of document", LONG),
+    (f"{A}.txt tokenizer=char data.mask_end_of_document=true", "data.mask_end_of_document|no end-of-document", LONG),
     ("data=hf data.path=set", "cannot be loaded|never run|parquet", text("set/set.py", "open('ran', 'w').close()")),
     ("data=hf data.path=set data.split=dev", 'set|"dev"|[\'train\']|data.split', SET),
     ("data=hf data.path=set data.text_column=body", "'body'|it has: text|data.text_column", SET),

@@ -115,43 +115,21 @@ def test_an_output_is_not_inside_the_folder_that_is_read(
         assert "a folder that is read whole" in capfd.readouterr().err
     assert content(place) == before
     for cache in ("rows/cache", "link/cache"):
-        with pytest.raises(UserError, match="a folder that is read whole"):
+        with pytest.raises(UserError, match="would write into its own data"):
             load_config([f"data={source}", "data.path=./rows", f"data.cache_dir={cache}"], 1)
 
 
 def test_facts_that_are_read_as_text_are_not_replaced_by_those_of_another_text(
     place: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """They have our mark: only that they are an input protects them."""
     assert make("x") == 0
     Path("x.idx").unlink()
     Path("x.bin").unlink()
     facts = Path("x.json").read_bytes()
     assert make("x", "x.json") == 2
-    assert "is read as text by this command" in capfd.readouterr().err
+    assert "is not made of this text" in capfd.readouterr().err
     assert Path("x.json").read_bytes() == facts
     assert make("x", "books.json") == 0, "else they are replaced"
-
-
-def test_a_file_that_comes_while_it_works_stays_and_so_does_the_work(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    tokenize = preparation.tokenize_shards
-
-    def meanwhile(*arguments: object) -> None:
-        tokenize(*arguments)  # type: ignore[arg-type]
-        Path("x.bin").write_bytes(b"mine")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(preparation, "tokenize_shards", meanwhile)
-        assert make("x") == 2
-    assert "x.bin" in capfd.readouterr().err
-    assert Path("x.bin").read_bytes() == b"mine"
-    assert not [name for name in os.listdir() if ".tmp-" in name]
-    assert list(place.glob("x.partial-*/part-00000.idx"))
-    Path("x.bin").unlink()
-    monkeypatch.setattr(preparation, "tokenize_shards", lambda jobs, *_: jobs and pytest.fail("done already"))
-    assert make("x") == 0
 
 
 def test_the_copy_that_datasets_keeps_of_a_local_folder_is_its_user_s_alone(place: Path) -> None:

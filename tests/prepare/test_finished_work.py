@@ -6,6 +6,7 @@ import errno
 import itertools
 import os
 import pickle
+import re
 import resource
 import shutil
 import subprocess
@@ -30,6 +31,7 @@ from megalite.prepare.prepare import prepare, prepare_file
 from megalite.prepare.sources import Source
 from tests.prepare.test_prepare import PREPARE
 
+LEFT = re.compile(r"\.(partial|tmp)-")
 JOINING = {str(each.__file__) for each in (preparing, token_writer, durable_files)}
 CAUSES = {
     errno.EMFILE: ("Too many open files", "ulimit -n"),
@@ -53,8 +55,8 @@ def write_texts(folder: Path, count: int) -> list[int]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """All files, without the shards that a process left that was killed when all was done."""
-    found = (path for path in folder.rglob("*") if path.is_file() and ".partial-" not in str(path))
+    """All files, without those that a killed process left unfinished."""
+    found = (path for path in folder.rglob("*") if path.is_file() and not LEFT.search(str(path)))
     return {str(path.relative_to(folder)): path.read_bytes() for path in found}
 
 

@@ -61,7 +61,7 @@ def test_tokens_are_the_documents_in_order_each_with_its_end(tmp_path: Path, con
     file = made(config, tmp_path / "*.jsonl")
     assert file.tokens[:].tolist() == [*b"first", 256, *"zweites é".encode(), 256, *b"3", 256]
     assert file.documents == 3
-    facts = file.facts()
+    facts = file.facts
     assert (facts.skipped_documents, facts.bytes, facts.vocab_size, file.tokens.dtype) == (1, 16, 257, "uint16")
 
 
@@ -165,7 +165,7 @@ def test_a_file_where_the_user_wants_it_is_not_overwritten_by_another(tmp_path: 
     prepare_file(source, config, tmp_path / "out" / "a")
     prepare_file(source, config, tmp_path / "out" / "a", lambda *counts: pytest.fail("work was done"))
     config.tokenizer = "char"
-    with pytest.raises(UserError, match="of other text or another tokenizer"):
+    with pytest.raises(UserError, match="not made of this text by this tokenizer"):
         prepare_file(source, config, tmp_path / "out" / "a")
 
 
@@ -286,21 +286,3 @@ def test_a_document_of_a_million_characters_has_the_ids_of_the_whole(tmp_path: P
     (tmp_path / "a.txt").write_text("a\n" * 600_000)
     config.tokenizer = folder_of(backend, tmp_path / "tokenizer")
     assert made(config, tmp_path / "a.txt").tokens[:].tolist() == [2, 3, *[1, 3] * 599_999]
-
-
-def test_a_progress_is_told_while_a_tokenizer_is_trained(
-    tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[int] = []
-
-    def patient(*_: object) -> TextTokenizer:
-        before = len(told)
-        while len(told) == before:
-            time.sleep(0.05)
-        return byte_tokenizer()
-
-    monkeypatch.setattr(preparing, "obtain_tokenizer", patient)
-    (tmp_path / "a.txt").write_text(LINE)
-    config.data.path, config.tokenizer = str(tmp_path / "a.txt"), "bpe"
-    prepare(config, lambda *counts: told.append(counts[2]))
-    assert told[:2] == [0, 0]

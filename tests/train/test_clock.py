@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.data.batches import masked_batches
 from megalite.launch.context import ParallelContext
 from megalite.layout.ranks import ParallelLayout
 from megalite.model.gpt import GPT
@@ -16,7 +15,7 @@ from megalite.train.build import build_training, fill_with_start_values, needs_o
 from megalite.train.clock import StepClock
 from megalite.train.history import STEP_PARTS
 from megalite.train.step import TrainStep
-from tests.optim.small_model import small_config
+from tests.optim.small_model import masked_batches, small_config
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")

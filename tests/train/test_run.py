@@ -529,14 +529,12 @@ LATE = 7  # the seed of a run that reads its figures one step late
 
 
 def _refusing_step_3(context: ParallelContext, config: Config) -> int | str:
-    read, asked = batches_module.local_batches, list[None]()
+    read = batches_module.local_batches
 
-    def refuse(*args: Any, **kwargs: Any) -> list[Batch]:
-        if kwargs:  # for training
-            asked.append(None)
-        if len(asked) == 3:
-            raise UserError(UNREADABLE)
-        return read(*args, **kwargs)
+    def refuse(source: Any, config: Config, first: int, *args: Any, **kwargs: Any) -> list[Batch]:
+        if "problems" in kwargs and first == 2 * config.train.global_batch_size:  # the third step of training
+            kwargs["problems"].append(UNREADABLE)
+        return read(source, config, first, *args, **kwargs)
 
     if context.rank == 1:
         batches_module.local_batches = refuse

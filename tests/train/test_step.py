@@ -10,7 +10,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megalite.config.derive import derive
 from megalite.config.schema import Config, MoEConfig
 from megalite.data.batch import Batch, whole_batch
-from megalite.data.batches import masked_batches
 from megalite.kernels import grouped
 from megalite.launch.context import ParallelContext
 from megalite.model.init import start_values
@@ -19,7 +18,7 @@ from megalite.optim.gradients import gradient_norm
 from megalite.train.build import build_training, fill_with_start_values
 from megalite.train.device_settings import derive_device
 from megalite.train.step import TrainStep
-from tests.optim.small_model import small_config
+from tests.optim.small_model import masked_batches, small_config
 from tests.ranks import run_ranks
 
 
