@@ -81,9 +81,10 @@ class RunLock:
             return
         self._stop.set()
         self._heart.join()
-        if self.lost() is None:
-            self._file.truncate(0)
-        self._file.close()
+        with contextlib.suppress(OSError):  # the run is over, whatever its disk says
+            if self.lost() is None:
+                self._file.truncate(0)
+            self._file.close()
 
     def _has_live_holder(self, holder: dict[str, Any], patience_s: float) -> bool:
         """Whether the kernel knows a process that has the lock, or the holder on another host is seen to beat."""
@@ -154,7 +155,11 @@ class RunFolder:
             places = (*(self.path / name for name in names), self.path, *self.path.parents)
             self._new = [place for place in places if not os.path.lexists(place)]
             self.path.mkdir(parents=True, exist_ok=True)
-            self.lock = RunLock(self.path / LOCK)
+            try:
+                self.lock = RunLock(self.path / LOCK)
+            except UserError:  # another job has it, and what has appeared since is that job's
+                self._new = []
+                raise
             recover(self.checkpoints)
         return run_id or secrets.token_hex(8), changes
 
@@ -202,12 +207,11 @@ class RunFolder:
 
     def withdraw(self) -> None:
         """Undo what was made for a run that does not begin, and close the folder."""
-        me = os.getpid()
         for path in self._new:
             with contextlib.suppress(OSError):  # it is not there, or holds something else by now
                 if path.is_dir():
                     shutil.rmtree(path) if path.parent == self.path else path.rmdir()
-                elif self.lock is not None or holder_of(path).get("pid", me) == me:  # else it is another job's lock
+                else:
                     path.unlink()
         self.close()
 

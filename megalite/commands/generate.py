@@ -9,6 +9,7 @@ no code that comes with a model is run. The same seed gives the same text. Exit 
 """
 
 import json
+import re
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import suppress
@@ -53,7 +54,7 @@ def main(options: Namespace, overrides: list[str]) -> Shown:
 
 def asked(options: Namespace) -> list[str]:
     """The prompts of the command and of its file."""
-    in_file = read_text(options.prompts, "name a file of UTF-8 text").splitlines() if options.prompts else []
+    in_file = re.split("\r?\n", read_text(options.prompts, "name a file of UTF-8 text")) if options.prompts else []
     prompts = [*options.prompt, *filter(str.strip, in_file)]
     hint = "--prompt 'Once upon a time', or --prompts FILE of UTF-8 text"
     refuse([] if prompts else [Problem("--prompt", NO_VALUE, "there is nothing to continue", hint)])

@@ -98,7 +98,7 @@ def _checked(arguments: Namespace) -> Path:
         raise UserError(Problem("--multirun", NO_VALUE, in_one_line(error), hint)) from error
     if not chosen:
         print_lines([f"sweep of {len(points):,} points in {folder}"])
-    problems, taken = dict[Problem, None](), dict[str, int]()
+    problems, taken = list[Problem](), dict[str, int]()
     for number, point in enumerate(points):
         refused = list[Problem]()
         config = collect(partial(_load, arguments, point, _ranks(found)), refused)
@@ -109,8 +109,8 @@ def _checked(arguments: Namespace) -> Path:
             rule = f"points {first} and {number} would train in the same folder"
             hint = "sweep what defines the training, or name folders by what differs: run_dir='runs/s${train.steps}'"
             refused.append(Problem("run_dir", config.run_dir, rule, hint))
-        problems |= dict.fromkeys(refused)
-    refuse([*problems])
+        problems += [each for each in refused if each not in problems]  # values may be lists
+    refuse(problems)
     return folder
 
 
@@ -191,7 +191,8 @@ def _report(folder: Path) -> int:
         own = " ".join(word for word in record.words if word not in everywhere) or "(no overrides of its own)"
         loss = "" if record.val_loss is None else f", validation loss {record.val_loss:.4f}"
         print_lines([f"{own}: {record.status}{loss}; {record.run_dir}"])
-    trained = [run for run in (Path(record.run_dir) for record in records) if (run / "metrics.jsonl").is_file()]
+    runs = [Path(record.run_dir) for record in records if record.run_dir]
+    trained = [run for run in runs if (run / "metrics.jsonl").is_file()]
     if trained:
         print_lines([f"comparison: {write_report(trained, folder / COMPARISON.usual, COMPARISON)}"])
     if any(record.status == "stopped" for record in records):

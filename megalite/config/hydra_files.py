@@ -72,18 +72,22 @@ def files_of(arguments: Namespace) -> Files:
 def composed(files: Files, chosen: Mapping[str, str]) -> dict[str, Any]:
     """The settings in the files of the command's choices, by dotted names, before interpolations are resolved.
     UserError for a file that cannot be read."""
-    choices = _choices(files, "", files.name)
-    if recipe := chosen.get(EXPERIMENT, choices.get(EXPERIMENT)):
-        choices |= _choices(files, EXPERIMENT, recipe)
     with refusing(f"--config-name={files.name}", MEND):  # files may name each other
+        choices = _choices(files, "", files.name)
+        if recipe := chosen.get(EXPERIMENT, choices.get(EXPERIMENT)):
+            choices |= _choices(files, EXPERIMENT, recipe)
         found = dict(_settings(files, "", files.name, choices | dict(chosen)))
     return {name: value for name, value in found.items() if not name.startswith("hydra.")}
 
 
 def _choices(files: Files, group: str, name: str) -> dict[str, Any]:
-    """The choices by group in a file's list of defaults."""
-    chosen = [entry for entry in _file(files, group, name)[0] if isinstance(entry, dict)]
-    return {key.removeprefix(_OVERRIDE).removeprefix("/"): choice for each in chosen for key, choice in each.items()}
+    """The choices by group in a file's list of defaults, and before them those of the files that it builds on."""
+    defaults, chosen = _file(files, group, name)[0], dict[str, Any]()
+    for entry in defaults:
+        if isinstance(entry, str) and entry not in (_SELF, SCHEMA):
+            chosen |= _choices(files, group, entry)
+    own = [item for entry in defaults if isinstance(entry, dict) for item in entry.items()]
+    return chosen | {key.removeprefix(_OVERRIDE).removeprefix("/"): choice for key, choice in own}
 
 
 def _settings(files: Files, group: str, name: str, choices: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -114,6 +118,9 @@ def _file(files: Files, group: str, name: str) -> tuple[list[Any], dict[str, Any
             isinstance(key, str) for entry in defaults for key in entry or [0]
         ):
             raise ValueError("holds no settings, or no list of defaults")
+        keys = [key for entry in defaults if isinstance(entry, dict) for key in entry]
+        if group not in ("", EXPERIMENT) and any(key.startswith((_OVERRIDE, "/")) for key in keys):
+            raise ValueError("chooses files of other groups, as only a recipe may")
     named = re.search(r"^#\s*@package\s+(\S+)", text, re.MULTILINE)
     package = named[1].replace("_global_", "").replace("_group_", group) if named else group
     return defaults, leaves(content, f"{package.replace('/', '.')}." if package else "")

@@ -49,7 +49,7 @@ def read_batch(
     source: SampleSource, first: int, size: int, config: Config, problems: list[Problem] | None = None
 ) -> Batch:
     """The samples from `first` on, `size` of them, as one microbatch on the CPU. If they are refused, `problems` get
-    the reasons, and the microbatch is one of the same shape, no label of which enters the loss."""
+    the reasons unless they hold some, and the microbatch has the same shape, and no label of it enters the loss."""
     indices, length = np.arange(first, first + size), source.seq_length
     mask, positions, documents = np.ones((size, length), dtype=bool), torch.arange(length).expand(size, -1), None
     apart = not config.data.cross_document_attention
@@ -64,7 +64,7 @@ def read_batch(
     except UserError as error:
         if problems is None:
             raise
-        problems += error.problems
+        problems += [] if problems else error.problems  # the first say enough
         rows, mask = np.zeros((size, length + 1), dtype=np.int64), np.zeros_like(mask)
     tokens, labels = (torch.from_numpy(np.ascontiguousarray(part)) for part in (rows[:, :-1], rows[:, 1:]))
     return whole_batch(tokens, labels, torch.from_numpy(mask), positions, documents, first)

@@ -69,7 +69,14 @@ class ParallelContext:
 
     def broadcast_object(self, value: Any) -> Any:
         """Rank 0's `value` on every rank, carried as JSON. The others' argument is not looked at."""
-        return json.loads(json.dumps(self.gather_json([value] if self.rank == 0 else [])[0][0]))
+        payload = json.dumps(value).encode() if self.rank == 0 else b""
+        if self.control_group is not None:
+            size = torch.tensor(len(payload))
+            dist.broadcast(size, src=0, group=self.control_group)
+            carrier = torch.frombuffer(bytearray(payload.ljust(int(size))), dtype=torch.uint8)
+            dist.broadcast(carrier, src=0, group=self.control_group)
+            payload = carrier.numpy().tobytes()
+        return json.loads(payload)
 
     def gather_json(self, value: list[Any], *, to_first: bool = False) -> list[list[Any]]:
         """Every rank's list, by rank; `to_first`: none on other ranks than 0, which long lists would burden. Costs one

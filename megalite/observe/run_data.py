@@ -3,12 +3,11 @@
 A record is a line of metrics.jsonl or an event, which has a `kind` (train/history.py).
 """
 
-from array import array
 from collections import defaultdict, deque
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from math import inf, isfinite
+from math import inf, isfinite, nan
 from pathlib import Path
 from typing import Any
 
@@ -27,26 +26,37 @@ MOST_POINTS = 360  # of a curve
 
 
 class Series:
-    """Values by step, in ascending order of steps."""
+    """Values by step, in ascending order of steps. It takes no more memory for a long run: beyond MOST_POINTS, two
+    neighbouring points become one."""
 
     def __init__(self) -> None:
-        self.steps, self.values = array("d"), array("d")
+        self.first, self.total = nan, 0.0  # first value that is finite, and the sum of all
+        self._sums: list[tuple[float, ...]] = []  # points: number, sums of steps and values; least, greatest
+        self._width = 1  # values of a point; the last may have fewer
 
     def add(self, step: float, value: float) -> None:
-        self.steps.append(step)
-        self.values.append(value)
+        if not isfinite(value):
+            return
+        self.first, self.total = self.first if self._sums else value, self.total + value
+        self._sums.append((1, step, value, value, value))
+        if self._sums[:-1] and self._sums[-2][0] < self._width:
+            self._sums[-2:] = [_together(*self._sums[-2:])]
+        if len(self._sums) > MOST_POINTS:
+            pairs = range(0, len(self._sums), 2)
+            self._sums, self._width = [_together(*self._sums[at : at + 2]) for at in pairs], 2 * self._width
 
     def points(self) -> list[list[float]]:
         """Step, mean, least and greatest of the finite values, each for neighbouring steps where there are many. So no
         peak is lost."""
-        steps, values = np.array([self.steps, self.values])[:, np.isfinite(self.values)]
-        starts = np.arange(0, len(steps), max(1, -(-len(steps) // MOST_POINTS)))
-        if not len(starts):
-            return []
-        counts = np.diff([*starts, len(steps)])
-        means = (np.add.reduceat(its, starts) / counts for its in (steps, values))
-        extent = (extreme.reduceat(values, starts) for extreme in (np.minimum, np.maximum))
-        return [[*map(float, point)] for point in zip(*means, *extent, strict=True)]
+        return [[steps / count, values / count, least, most] for count, steps, values, least, most in self._sums]
+
+
+def _together(first: tuple[float, ...], *more: tuple[float, ...]) -> tuple[float, ...]:
+    """One point of a series in the place of one or two."""
+    for other in more:
+        sums = (a + b for a, b in zip(first[:3], other[:3], strict=True))
+        first = (*sums, min(first[3], other[3]), max(first[4], other[4]))
+    return first
 
 
 @dataclass

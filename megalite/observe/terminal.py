@@ -180,10 +180,10 @@ def what_was_learned(run: RunData, seconds: float) -> list[tuple[str, str]]:
     speed = f"{readable.rate(mean)} tokens/s, in the newest steps {readable.rate(newest)}"
     rows = [("time", readable.duration(seconds)), ("speed", speed), ("tokens seen", f"{last.get('tokens', 0):,}")]
     if last:
-        first = readable.loss(run.series["loss"].values[0])
+        first = readable.loss(run.series["loss"].first)
         rows.append(("training loss", f"{first} -> {readable.loss(last['loss'])}"))
     if run.evaluation:
-        first, (best, step) = readable.loss(run.series["val_loss"].values[0]), run.best
+        first, (best, step) = readable.loss(run.series["val_loss"].first), run.best
         rows.append(
             ("validation loss", f"{first} -> {measures(run.evaluation)}, best {readable.loss(best)} at step {step}")
         )

@@ -57,6 +57,7 @@ TYPES: dict[str, Any] = {  # of values, by name; all others of a line of metrics
     "versions": dict[str, str],
     "time_split": dict[str, float],
     "moe": dict[str, float | list[list[int]]],
+    "cuts": dict[str, int],
     "about": list[list[str]],
     "layout": dict[str, Any],
 }
@@ -76,10 +77,22 @@ def read_events(path: Path, note: Note = lambda text: None) -> list[dict[str, An
     return _read_lines(path, _is_event, note)
 
 
-def seals(folder: Path) -> dict[str, dict[str, Any]]:
-    """Bytes and hash of the files of the record in a run's folder, by name: a checkpoint keeps them."""
-    found = {name: (folder / name).read_bytes() for name in (METRICS, EVENTS) if (folder / name).is_file()}
-    return {name: {"bytes": len(data), "hash": xxhash.xxh3_128_hexdigest(data)} for name, data in found.items()}
+class Seals:
+    """Bytes and hash of the files of the record in a run's folder, by name: a checkpoint keeps them. A call reads what
+    the files have gained since the call before."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._hashes = {name: xxhash.xxh3_128() for name in (METRICS, EVENTS)}
+        self._bytes = dict.fromkeys(self._hashes, 0)
+
+    def __call__(self) -> dict[str, dict[str, Any]]:
+        for name, hashed in self._hashes.items():
+            with suppress(OSError), open(self._folder / name, "rb") as file:  # no record is worth the run
+                file.seek(self._bytes[name])
+                hashed.update(gained := file.read())
+                self._bytes[name] += len(gained)
+        return {name: {"bytes": self._bytes[name], "hash": self._hashes[name].hexdigest()} for name in self._hashes}
 
 
 def changes(folder: Path, record: Mapping[str, Any], step: int) -> list[str]:

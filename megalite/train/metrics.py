@@ -15,6 +15,7 @@ import sys
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 import torch
@@ -86,45 +87,52 @@ class Meter:
         self._context, self._seq_length = context, config.train.seq_length
         self._run_s: float = before.get("training_s", 0.0)
         self._run_tokens: float = self._run_s * before.get("mean_tokens_per_s", 0.0)
-        self._steps: list[StepMetrics] = []  # since the last record
-        self._tokens, self._wait_s, self._cuts = 0, 0.0, Counter[str]()  # of these steps
         self._own_s: deque[float] = deque(maxlen=MOST)  # that this rank computed, by step
         self._whole_s: deque[float] = deque(maxlen=MOST)  # of these steps
         name = torch.cuda.get_device_name(context.device) if context.device.type == "cuda" else "cpu"
         self._peak = peak_flops(name, str(context.dtype).removeprefix("torch."))
         self._flops = [flops_per_token(config.model, self._seq_length, causal=causal) for causal in (False, True)]
         self._compared = -1  # the newest step after which ranks were compared
+        self._begin()
+
+    def _begin(self) -> None:
+        """Sums over the steps since the last record begin anew."""
+        self._newest: StepMetrics | None = None
+        self._steps, self._tokens, self._wait_s, self._cuts = 0, 0, 0.0, Counter[str]()
+        self._split: TimeSplit = dict.fromkeys(STEP_PARTS, 0.0)
+        self._routing: torch.Tensor | None = None
 
     def add(self, metrics: StepMetrics, data: StepBatches) -> None:
         """A step is done."""
-        self._steps.append(metrics)
+        self._newest = metrics
+        self._steps += 1
         self._tokens += data.planned.sequences * self._seq_length
         self._wait_s += data.wait_s
         self._cuts.update(it.plan.cut for it in data.microbatches if it.plan and it.documents is not None)
+        self._split = {part: self._split[part] + spent for part, spent in metrics.time_split.items()}
+        if metrics.routing is not None and not metrics.skipped:
+            self._routing = metrics.routing if self._routing is None else self._routing + metrics.routing
         self._whole_s.append(sum(metrics.time_split.values()))
         self._own_s.append(sum(metrics.time_split[part] for part in OWN))
 
     def measured(self) -> StepMetrics | None:
         """The newest step with what was measured since the last record; None where there is no step since then."""
-        if not self._steps:
+        metrics, seconds = self._newest, sum(self._split.values())
+        if metrics is None:
             return None
-        steps, metrics, count = self._steps, self._steps[-1], len(self._steps)
-        split = {part: sum(step.time_split[part] for step in steps) for part in STEP_PARTS}
-        seconds = sum(split.values())
         self._run_s, self._run_tokens = self._run_s + seconds, self._run_tokens + self._tokens
         metrics.tokens_per_s = self._tokens / seconds if seconds else 0.0
         metrics.mean_tokens_per_s = self._run_tokens / self._run_s if self._run_s else 0.0
-        metrics.step_time_s, metrics.training_s = seconds / count, self._run_s
+        metrics.step_time_s, metrics.training_s = seconds / self._steps, self._run_s
         metrics.memory_gib = memory_gib(self._context.device)
         metrics.data_wait_share = min(1.0, self._wait_s / seconds) if seconds else 0.0
         if self._peak is not None:
             of_peak = metrics.tokens_per_s / (self._peak * self._context.world_size)
             metrics.mfu, metrics.mfu_causal = (of_peak * flops for flops in self._flops)
         metrics.cuts = dict(self._cuts) or None
-        routing = [step.routing for step in steps if step.routing is not None and not step.skipped]
-        metrics.moe = in_numbers(torch.stack(routing).sum(0)) if routing else None
-        metrics.time_split = {part: round(spent / count, 6) for part, spent in split.items()}
-        self._steps, self._tokens, self._wait_s, self._cuts = [], 0, 0.0, Counter()
+        metrics.moe = None if self._routing is None else in_numbers(self._routing)
+        metrics.time_split = {part: round(spent / self._steps, 6) for part, spent in self._split.items()}
+        self._begin()
         return metrics
 
     def compare_ranks(self, log: RunLog, hosts: Sequence[str], step: int) -> None:
@@ -154,12 +162,12 @@ def stragglers(compute_s: Sequence[float], stages: Sequence[int]) -> dict[int, f
 
     `stages`: the pipeline rank of each rank. A stage that one rank holds has nobody to compare with.
     """
-    found: dict[int, float] = {}
-    for rank, stage in enumerate(stages):
-        usual = statistics.median_low(s for s, other in zip(compute_s, stages, strict=True) if other == stage)
-        if 0 < SLOW * usual < compute_s[rank]:
-            found[rank] = compute_s[rank] / usual
-    return found
+    by_stage: dict[int, list[float]] = {}
+    for stage, seconds in zip(stages, compute_s, strict=True):
+        by_stage.setdefault(stage, []).append(seconds)
+    usual = {stage: statistics.median_low(of_stage) for stage, of_stage in by_stage.items()}
+    times = [seconds / (usual[stage] or inf) for stage, seconds in zip(stages, compute_s, strict=True)]
+    return {rank: many for rank, many in enumerate(times) if many > SLOW}
 
 
 def memory_gib(device: torch.device) -> float:

@@ -149,7 +149,8 @@ def train_to_the_end(job: Job, saver: Saver, status_file: StatusFile, watchdog: 
     status_file.end("failed" if status else "stopped" if by else "finished", by)
     job.log.event("stopped" if by else "finished", step, status=status, **({"by": by} if by else {}))
     if status:
-        words.append(f"the state of step {step} is not saved; the newest is of step {saver.saved_step}")
+        kept = "there is no checkpoint" if saver.saved_step is None else f"the newest is of step {saver.saved_step}"
+        words.append(f"the state of step {step} is not saved; {kept}")
     if count := job.progress.bad_steps_in_a_row:
         bad = f"{several(count, 'bad step')}: loss or gradient was not finite, nothing was applied"
         words.append(f"the run ends with {bad}. {saver.advise()}.")

@@ -40,7 +40,7 @@ from megalite.model.routers import Routers
 from megalite.optim.memory import bytes_of_element
 from megalite.optim.optimizer import slices_of
 from megalite.train.build import Training
-from megalite.train.history import seals
+from megalite.train.history import Seals
 from megalite.train.metrics import StepMetrics
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class SavedState:
     config: dict[str, Any]
     loss_scale: list[float] | None = None
     tokenizer: dict[str, str] = field(default_factory=dict)  # hash of each file of its folder
-    record: dict[str, Any] = field(default_factory=dict)  # history.seals: of the files of the record, as they were then
+    record: dict[str, Any] = field(default_factory=dict)  # history.Seals: of the files of the record, as they were then
     layout: dict[str, int] = field(default_factory=dict)
     torch: str = torch.__version__
 
@@ -167,7 +167,7 @@ class Saver:
 
     def __init__(self, job: "Job", saved: Callable[[int], object]) -> None:
         """`saved` is called with the step of each checkpoint that is complete."""
-        self._job, self._saved = job, saved
+        self._job, self._saved, self._seals = job, saved, Seals(job.folder.path)
         self.saved_step = job.resumed_from  # of the newest complete checkpoint, when no save is under way
         self._background = BackgroundSaves(job.context) if job.config.checkpoint.asynchronous else None
         if self._background is not None:
@@ -252,7 +252,7 @@ class Saver:
     def _writer(self, step: int) -> Callable[[Sequence[Piece], ParallelContext], Saved]:
         """The function that writes the checkpoint of this very step, whenever it is called."""
         folder, keep, good_before = self._job.folder, self._job.config.checkpoint.keep, self._job.progress.last_applied
-        state = asdict(state_of(self._job))
+        state = asdict(state_of(self._job)) | ({"record": self._seals()} if self._job.context.rank == 0 else {})
 
         def write(pieces: Sequence[Piece], context: ParallelContext) -> Saved:
             ruined = [name for of_rank in context.gather_json(not_finite(pieces)[:1]) for name in of_rank]
@@ -279,6 +279,5 @@ def state_of(job: "Job") -> SavedState:
         as_plain(job.config),
         loss_scale=None if scale is None else scale.state.tolist(),
         tokenizer=job.tokenizer_files,
-        record=seals(job.folder.path) if job.context.rank == 0 else {},
         layout={axis: getattr(layout, axis) for axis in ("tp", "cp", "pp", "vpp", "dp", "world_size")},
     )

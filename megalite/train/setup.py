@@ -60,7 +60,7 @@ class Job:
     # From the checkpoint that the run continues from, and from the records beside it.
     resumed_from: int | None = None  # step of the checkpoint
     tokenizer_files: dict[str, str] = field(default_factory=dict)  # name -> hash
-    seals: dict[str, Any] = field(default_factory=dict)  # history.seals of the files of the record
+    seals: dict[str, Any] = field(default_factory=dict)  # history.Seals of the files of the record
     measured: dict[str, Any] = field(default_factory=dict)  # the newest line of a step
     finished: bool = False  # an earlier start has done and recorded everything: this one leaves the folder as it is
 

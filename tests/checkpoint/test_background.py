@@ -46,20 +46,21 @@ def test_the_stall_is_the_copy_and_not_the_write(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_collection")
-def test_the_copies_go_with_the_write(tmp_path: Path) -> None:
-    """Though the outcome is kept until somebody asks for it."""
+@pytest.mark.parametrize("why", [None, "another job has taken over"])
+def test_the_copies_go_with_the_write(tmp_path: Path, why: str | None) -> None:
+    """Though the outcome is kept until somebody asks for it, and whatever the traceback of a failure holds."""
     copies: list[weakref.ref[torch.Tensor]] = []
 
     def write(pieces: Sequence[Piece], context: ParallelContext) -> Saved:
         copies.extend(weakref.ref(piece.tensor) for piece in pieces)
-        return save(tmp_path, 1, pieces, {}, context, keep=1)
+        return save(tmp_path, 1, pieces, {}, context, keep=1, lost=lambda: why)
 
     pending = BackgroundSaves(SINGLE).begin(whole(values(1)), write, begun=time.perf_counter())
     while not pending.done():
         time.sleep(0.01)
     assert len(copies) == len(values(1))
     assert [copy for copy in copies if copy() is not None] == []
-    assert pending.result().path.is_dir()
+    assert (pending.exception() is None) is (why is None)
 
 
 def lose_a_rank(context: ParallelContext, folder: Path) -> str:

@@ -248,6 +248,24 @@ def test_a_beating_lock_of_another_host_is_respected(tmp_path: Path) -> None:
         heart.join()
 
 
+def test_a_start_that_another_host_s_job_refuses_leaves_what_that_job_makes_meanwhile(tmp_path: Path) -> None:
+    folder, made = tmp_path / "run", ["checkpoints", "config.yaml", "logs", "metrics.jsonl", "run.json"]
+    folder.mkdir()
+    write_foreign_lock(folder / "lock")
+
+    def other_job() -> None:
+        time.sleep(0.3)  # the second start has looked
+        for name in made:
+            (folder / name).touch() if "." in name else (folder / name).mkdir()
+        os.utime(folder / "lock")
+
+    job = threading.Thread(target=other_job)
+    job.start()
+    assert "host elsewhere" in refusal(folder)
+    job.join()
+    assert sorted(os.listdir(folder)) == sorted([*made, "lock"])
+
+
 def test_a_still_lock_of_another_host_is_taken_over(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     write_foreign_lock(path)

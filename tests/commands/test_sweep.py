@@ -118,6 +118,13 @@ def test_a_point_that_fails_does_not_lose_the_others(place: Path, sweep: Sweep) 
     assert all(path.name.startswith("data.path=") for path in place.glob("sweep/*/"))
 
 
+def test_a_point_without_a_run_is_not_compared(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (place / "point.json").write_text('{"words": [], "run_dir": "", "status": "failed", "val_loss": null}')
+    (place / "metrics.jsonl").touch()  # of the run in whose folder the sweep was started
+    assert sweep_command._report(place) == 1
+    assert "comparison" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -126,6 +133,7 @@ def test_a_point_that_fails_does_not_lose_the_others(place: Path, sweep: Sweep) 
         (["train.eval_batches=1,2"], ["run_dir=", "points 0 and 1 would train in the same folder"]),
         (["sweep.nproc_per_node=0", "seed=1,2"], ["sweep.nproc_per_node=0", "must be at least 1"]),
         (["train.global_batch_size=2,3", "sweep.nproc_per_node=2"], ["train.global_batch_size=3"]),
+        (["seed=1,2", "train.seq_length=[1,{a:1}]"], ["train.seq_length=[1, {'a': 1}]"]),
         (["seed=1,2", "hydra/launcher=rq"], ["hydra/launcher/rq", "docs/sweeps.md"]),
         (["optimizer.lr=interval(1e-4,1e-3)"], ["--multirun", "INTERVAL"]),
         (["seed=range(1,9000000000)", "train.steps=1,2"], ["a grid of more than 10,000 points"]),

@@ -104,3 +104,21 @@ def test_a_folder_of_ones_own_may_hold_recipes_like_the_one_in_the_docs(tmp_path
     config = load_config(["--config-dir", str(tmp_path), "experiment=mine", "model.num_layers=2"], 1)
     assert (config.train.steps, config.train.batch_ramp) == (1500, [4, 4, 2000])
     assert all(f"`experiment={recipe.stem}`" in page for recipe in RECIPES)
+
+
+def test_a_recipe_that_builds_on_another_keeps_the_files_that_it_chooses(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    mine = tmp_path / "experiment" / "mine.yaml"
+    command = ["--config-dir", str(tmp_path), "experiment=mine", "data.path=README.md"]
+    mine.write_text("# @package _global_\ndefaults: [shakespeare_char, _self_]\ntrain: {steps: 900}\n")
+    config = load_config(command, 1)
+    assert (config.data.source, config.tokenizer, config.train.steps) == ("text", "char", 900)
+    mine.write_text("# @package _global_\ndefaults: [override /data: tokens, shakespeare_char]\ntokenizer: byte\n")
+    assert load_config(command, 1).data.source == "tokens"
+
+
+@pytest.mark.parametrize("entry", ["override /data: text", "/data: text"])
+def test_a_preset_does_not_choose_files_of_other_groups(tmp_path: Path, entry: str) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.yaml").write_text(f"defaults: [{entry}]\nnum_layers: 3\n")
+    assert "model/mine.yaml: chooses files of other groups" in str(refusal("--config-dir", str(tmp_path), "model=mine"))

@@ -247,11 +247,11 @@ def test_all_prompts_are_sampled_and_a_line_of_a_file_is_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, file = sound(tmp_path / "theirs"), tmp_path / "prompts.txt"
-    file.write_bytes("  in a füll\r\n\n \nthe river".encode())
+    file.write_bytes("  in a füll\r\n\n \nthe\u2028river".encode())
     asked = ["--prompt", "one", "--prompts", str(file), "--prompt", "two"]
     assert generate.main([str(folder), *asked, *GREEDY, "--json"]) == 0
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [each["prompt"] for each in found] == ["one", "two", "  in a füll", "the river"]
+    assert [each["prompt"] for each in found] == ["one", "two", "  in a füll", "the\u2028river"]
     assert all(each["text"].startswith(each["prompt"]) for each in found)
     assert generate.main([str(folder), *asked, *GREEDY]) == 0
     said = capsys.readouterr().out

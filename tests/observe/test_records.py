@@ -7,10 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import xxhash
 
 from megalite.errors.problems import UserError
 from megalite.launch.context import ParallelContext
-from megalite.train.history import read_events, read_metrics
+from megalite.train.history import Seals, changes, read_events, read_metrics
 from megalite.train.run_log import RunLog, open_record
 from megalite.train.saving import Progress
 
@@ -27,6 +28,20 @@ def test_resume_cuts_later_steps_and_a_torn_last_line(tmp_path: Path) -> None:
     metrics.write(json.dumps({"step": 4, "loss": 0.1 + 0.2, "grad_norm": math.inf}) + "\n")
     assert read_metrics(path) == [*whole[:3], {"step": 4, "loss": 0.1 + 0.2, "grad_norm": math.inf}]
     metrics.close()
+
+
+def test_a_seal_reads_what_was_added_and_an_edit_meanwhile_is_told(tmp_path: Path) -> None:
+    path, sealed = tmp_path / "metrics.jsonl", Seals(tmp_path)
+    for content, after in ((b"one\n", b"0ne\n"), (b"0ne\ntwo\n", b"0ne\ntwo\n")):
+        path.write_bytes(content)
+        record = sealed()
+        path.write_bytes(after)
+    whole = b"one\ntwo\n"
+    assert record["metrics.jsonl"] == {"bytes": len(whole), "hash": xxhash.xxh3_128_hexdigest(whole)}
+    (told,) = changes(tmp_path, record, 2)
+    assert "metrics.jsonl was changed" in told
+    path.write_bytes(whole)
+    assert changes(tmp_path, record, 2) == []
 
 
 FOREIGN = [b"mine\n", b'{"text": "mine"}\n', b"<!DOCTYPE html>\n<html>"]

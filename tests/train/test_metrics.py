@@ -1,20 +1,26 @@
 """The line of a step in metrics.jsonl; and a rank that computes much longer than its equals is found."""
 
+import json
 import re
 import time
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megalite.config.derive import derive
 from megalite.config.schema import Config
+from megalite.config.step_plan import PlannedStep
+from megalite.data.batches import StepBatches
 from megalite.launch.context import ParallelContext
 from megalite.layout.ranks import ParallelLayout
-from megalite.train.history import read_events
-from megalite.train.metrics import SLOW, StepMetrics, stragglers
+from megalite.train.history import STEP_PARTS, read_events, read_metrics
+from megalite.train.metrics import SLOW, Meter, StepMetrics, stragglers
 from tests.train.runs import write_text
 from tests.train.test_run import _outcome, config_for, run_on
 
@@ -27,6 +33,31 @@ def test_a_line_of_metrics_has_its_names_in_order_and_leaves_out_what_is_not_of_
     others = replace(dense, loss_scale=1024.0, cuts={"whole": 2}, moe={"z_loss": 0.1}).to_json()
     assert " ".join(others) == f"{names} loss_scale cuts moe"
     assert dense.to_json()["mfu"] is None, "known to be unknown"
+
+
+def test_every_line_of_a_step_is_a_record(tmp_path: Path) -> None:
+    line = StepMetrics(2.0, 1.0, 64, False, False, False, 8.0, step=3, cuts={"zigzag": 2}, moe={"z_loss": 0.1})
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line.to_json()) + "\n")
+    assert read_metrics(tmp_path / "metrics.jsonl", pytest.fail) == [line.to_json()]
+
+
+def test_a_meter_keeps_no_step_but_the_newest(text: Path, tmp_path: Path) -> None:
+    """With train.log_interval=100000 there may be many steps between two lines."""
+    config = derive(config_for(text, tmp_path))
+    config.model.vocab_size = 257
+    meter = Meter(config, ParallelContext(), {})
+    data = StepBatches(PlannedStep(1, 0, 8, skipped=False), [], 0)
+    split, steps = dict.fromkeys(STEP_PARTS, 0.5), list[weakref.ref[StepMetrics]]()
+    for step in range(1, 4):
+        metrics = StepMetrics(2.0, 1.0, 64, False, False, False, step=step, time_split=dict(split))
+        steps.append(weakref.ref(metrics))
+        meter.add(metrics, data)
+        del metrics
+    assert [step() is None for step in steps] == [True, True, False]
+    measured = meter.measured()
+    assert measured is not None
+    assert measured.time_split == split
+    assert measured.training_s == 3 * measured.step_time_s == pytest.approx(1.5 * len(STEP_PARTS))
 
 
 def slow(compute_s: list[float], stages: list[int] | None = None) -> list[int]:
@@ -45,6 +76,12 @@ def test_a_stage_is_measured_by_itself() -> None:
     assert slow([1.0, 1.0, 3.0, 3.1], [0, 0, 1, 1]) == []
     assert slow([1.0, 1.0, 3.0, 6.0], [0, 0, 1, 1]) == [3]
     assert slow([1.0, 9.0], [0, 1]) == []
+
+
+def test_many_ranks_are_judged_at_once() -> None:
+    begun = time.monotonic()
+    assert slow([1.0] * 20_000 + [2.0], [*range(20_000), 0]) == [20_000]
+    assert time.monotonic() - begun < 2
 
 
 def test_before_anything_was_measured_nobody_is_slow() -> None:

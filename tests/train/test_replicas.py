@@ -58,7 +58,7 @@ def _message(context: ParallelContext, flip: Flip | None, zero: int) -> str | No
     if context.layout.etp is not None:
         config.model.moe, config.parallel.ep, config.parallel.etp = EXPERTS, context.layout.ep, context.layout.etp
     config.optimizer.zero, config.train.compile = zero, False
-    config = derive(replace(config, parallel=replace(config.parallel, tp=context.layout.tp)))
+    config = derive(replace(config, parallel=replace(config.parallel, tp=context.layout.tp, pp=context.layout.pp)))
     training = build_training(config, context)
     fill_with_start_values(training.buffers, config, context)
     buffers, optimizer = training.buffers, training.optimizer
@@ -80,9 +80,9 @@ def _message(context: ParallelContext, flip: Flip | None, zero: int) -> str | No
     return None
 
 
-def messages(flip: Flip | None, *, tp: int, dp: int, zero: int, **experts: int) -> list[str | None]:
-    needs, layout = GroupNeeds(kv_heads=KV_HEADS), ParallelLayout(tp=tp, dp=dp, **experts)
-    return run_ranks(_message, tp * dp, flip, zero, layout=layout, needs=needs)
+def messages(flip: Flip | None, *, tp: int, dp: int, zero: int, **axes: int) -> list[str | None]:
+    needs, layout = GroupNeeds(kv_heads=KV_HEADS, tied_embeddings=True), ParallelLayout(tp=tp, dp=dp, **axes)
+    return run_ranks(_message, layout.world_size, flip, zero, layout=layout, needs=needs)
 
 
 @pytest.mark.parametrize("zero", [0, 1])
@@ -112,6 +112,13 @@ def test_experts_and_routers_that_differ_are_found(flip: Flip, zero: int, named:
     said = messages(flip, tp=2, dp=2, zero=zero, ep=2, etp=1)
     assert len(set(said)) == 1, said
     assert f"ranks {named} differ" in str(said[0])
+
+
+def test_the_two_ends_of_a_pipeline_are_compared_in_their_tied_embedding() -> None:
+    for rank in (0, 3):
+        said = messages(Flip(rank, "exp_avg", "embedding.word.weight"), tp=1, dp=2, zero=1, pp=2)
+        assert len(set(said)) == 1, said
+        assert f"ranks {[rank % 2, rank % 2 + 2]} differ" in str(said[0])
 
 
 @pytest.mark.parametrize(
