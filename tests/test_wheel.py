@@ -102,7 +102,7 @@ def test_the_list_of_commands_and_a_command_that_there_is_not(start: Start) -> N
     assert start("megalite", "--help").stdout == listed
     assert start("megalite", "plan", "--help").stdout == listed
     assert start("megalite", "--version").stdout == f"megalite {__version__}\n"
-    assert "did you mean megalite train?" in start("megalite", "trian").stderr
+    assert "fix: train, prepare, evaluate" in start("megalite", "trian").stderr
     refused = start("megalite", "plan", "ponies")
     assert (refused.returncode, refused.stdout) == (2, "")
     assert "command='plan ponies'" in refused.stderr
