@@ -44,7 +44,7 @@ def test_a_command_draws_over_its_own_pictures_alone(tmp_path: Path, capsys: pyt
     assert path.read_bytes() == of_ranks
     path.write_bytes(b'<?xml version="1.0"?><svg>mine</svg>')
     assert ranks.main(words) == 2
-    assert f"fix: another name" in capsys.readouterr().err
+    assert "fix: another name" in capsys.readouterr().err
     with pytest.raises(UserError, match="holds something else"):  # it came while the picture was drawn
         save_picture(lambda: Picture("title"), path, "ranks")
     assert [each.name for each in tmp_path.iterdir()] == ["a.svg"]
