@@ -52,6 +52,7 @@ def unusable(name: str, value: Any) -> Problem | None:
     for path in map(os.path.expanduser, map(str, value if isinstance(value, list) else [value])):
         if path.startswith("~"):
             return Problem(name, value, "there is no user of this name", f"./{path} for a folder of that name")
-        if "\0" in path or any(len(os.fsencode(part)) > LONGEST_NAME for part in path.split("/")):
+        empty = not path and name != "tokenizer"  # its rule names the choices
+        if empty or "\0" in path or any(len(os.fsencode(part)) > LONGEST_NAME for part in path.split("/")):
             return Problem(name, value, "no file can have this name", "another path")
     return None
