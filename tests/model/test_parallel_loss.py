@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite.launch.context import ParallelContext
 from megalite.layout.ranks import ParallelLayout
@@ -17,6 +16,7 @@ from megalite.tensor_parallel.collectives import TensorGroup
 from megalite.tensor_parallel.cross_entropy import PIECE_ELEMENTS, TokenLoss
 from tests.model.losses import Case, Head, Result, assert_right, compute
 from tests.ranks import run_ranks
+from tests.tensor_parallel.operations import Operations
 
 CASES = [
     Case(),
@@ -94,29 +94,18 @@ NAMES = {
 }
 
 
-class _Recorder(TorchDispatchMode):
-    """The products and collectives, in the order in which they are issued."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.order: list[str] = []
-        self.gathered: list[tuple[int, ...]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = NAMES.get(func.overloadpacket.__name__)
-        self.order += [name] if name else []
-        self.gathered += [tuple(args[0].shape)] if name == "gather" else []
-        return func(*args, **(kwargs or {}))
+def _issued(name: str, args: Any, result: Any) -> tuple[str, tuple[int, ...]] | None:
+    return (NAMES[name], tuple(args[0].shape)) if name in NAMES else None
 
 
-def _orders(context: ParallelContext, case: Case) -> tuple[list[str], list[str], list[tuple[int, ...]]]:
-    """The order while training and while evaluating, and the shapes that training gathers."""
+def _orders(context: ParallelContext, case: Case) -> list[list[Any]]:
+    """Products and collectives with the shape of what they take, while training and while evaluating."""
     head = Head(case, TensorGroup.of(context.group("tp")))
-    with _Recorder() as trained:
+    with Operations(_issued) as trained:
         head.loss()
-    with _Recorder() as evaluated, torch.no_grad():
+    with Operations(_issued) as evaluated, torch.no_grad():
         head.loss()
-    return trained.order, evaluated.order, trained.gathered
+    return [trained.noted, evaluated.noted]
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -124,14 +113,15 @@ def test_a_product_is_issued_before_each_wait(sequence_parallel: bool) -> None:
     """Of three chunks: statistics travel during the next chunk's product, the last sum during the weight's gradient."""
     case = Case(chunk=16, label_smoothing=0.1, z_loss=0.1, sequence_parallel=sequence_parallel)
     layout = ParallelLayout(tp=2)
-    for trained, evaluated, gathered in run_ranks(_orders, 2, case, layout=layout, dtype=torch.float64):
+    for found in run_ranks(_orders, 2, case, layout=layout, dtype=torch.float64):
+        trained, evaluated = ([name for name, _ in order] for order in found)
         start = ["gather", "wait"] if sequence_parallel else []  # of hidden
         issued, settled = ["product", "gather"], ["wait", "product", "weight"]
         last = ["wait", "product", "sum", "weight", "wait"]
         assert trained == start + issued + issued + settled + issued + settled + last
         assert evaluated == start + issued + issued + ["wait"] + issued + ["wait", "wait"]
-        assert gathered[-3:] == [(4, 16)] * 3  # one collective a chunk, four numbers a token
-        assert len(gathered) == (4 if sequence_parallel else 3)
+        gathered = [shape for name, shape in found[0] if name == "gather"]
+        assert gathered[len(start) // 2 :] == [(4, 16)] * 3  # one collective a chunk, four numbers a token
 
 
 # --- known mistakes --------------------------------------------------------------------------------------------------
