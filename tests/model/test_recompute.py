@@ -1,4 +1,5 @@
-"""Recomputed work: less is kept for backward, by exactly what the formulas say (same bits: test_gpt.py)."""
+"""Recomputed work is done once, and free right after its use. (Same bits: test_gpt.py; what a block keeps by the
+formulas: tests/tensor_parallel/test_activation_memory.py.)"""
 
 import gc
 import weakref
@@ -8,16 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from megalite.config.schema import ModelConfig
 from megalite.kernels.dropout import DropoutStreams
 from megalite.model.attention import BlockInputs
 from megalite.model.block import Block
 from megalite.model.recompute import Recompute
 from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, TpContext
 from tests.model.small import CPU, FAMILIES, small
-from tests.tensor_parallel.live_bytes import LiveBytes, kept_bytes
+from tests.tensor_parallel.live_bytes import LiveBytes
 
 S, B, HEADS, D = 32, 2, 4, 8
 H = HEADS * D
@@ -27,10 +26,10 @@ MODULES = ("attention", "norm", "activation")
 class Case:
     """The model's block, random in every parameter, its weights' main gradients, and its arguments."""
 
-    def __init__(self, family: str, recompute: tuple[str, ...] = (), attention_dropout: float = 0.0) -> None:
+    def __init__(self, recompute: tuple[str, ...] = (), attention_dropout: float = 0.0) -> None:
         sizes = {"hidden_size": H, "head_size": D, "ffn_hidden_size": 4 * H, "num_attention_heads": HEADS}
         dropouts = {"dropout": 0.2, "attention_dropout": attention_dropout}
-        config: ModelConfig = small(**{**FAMILIES[family], **sizes, **dropouts})
+        config = small(**{**FAMILIES["gpt2"], **sizes, **dropouts})
         self.block = Block(config, TpContext(torch.float64, CPU), recompute)
         generator = torch.Generator().manual_seed(0)
         for parameter in self.block.parameters():
@@ -62,10 +61,6 @@ class Case:
         out: Tensor = self.block(x, self.inputs)
         return out
 
-    def run_again_in_backward(self, x: Tensor) -> Tensor:
-        out: Tensor = checkpoint(self.run, x, use_reentrant=False, preserve_rng_state=False)
-        return out
-
     def results(self) -> list[Tensor]:
         """Output and all gradients."""
         out = self.run(self.x)
@@ -87,31 +82,6 @@ def assert_same_bits(found: list[Tensor], expected: list[Tensor]) -> None:
 
 
 UNIT = 8 * S * B * H  # bytes of one [s, b, h]
-STATISTICS = 8 * S * B  # bytes of one number per row
-
-
-def kept(family: str, rebuild: tuple[str, ...] = (), *, full: bool = False) -> int:
-    case = Case(family, rebuild)
-    return kept_bytes(case.run_again_in_backward if full else case.run, [case.x], case.given)
-
-
-def test_each_module_keeps_less_by_exactly_its_own_tensors() -> None:
-    """In units of [s, b, h], the block's own argument not counted. The inner width is 4 units."""
-    probabilities = 8 * B * HEADS * S * S
-    # norms, their outputs and arguments, 2 + 1; q, k and v 3; attention's output 1; GELU's argument and output 4 + 4
-    assert kept("gpt2") == (2 + 1 + 3 + 1 + 4 + 4) * UNIT + 4 * STATISTICS + probabilities
-    assert kept("gpt2") - kept("gpt2", ("norm",)) == 2 * (UNIT + 2 * STATISTICS)
-    assert kept("gpt2") - kept("gpt2", ("activation",)) == 4 * UNIT
-    # copies of q, k and v and what the output projection reads, against the projection they are made of
-    assert kept("gpt2") - kept("gpt2", ("attention",)) == 3 * UNIT + probabilities + UNIT - 3 * UNIT
-    assert kept("gpt2", MODULES) == (1 + 3 + 4) * UNIT
-    assert kept("gpt2", full=True) == 0
-
-
-def test_gated_blocks_keep_less_too() -> None:
-    assert kept("llama") - kept("llama", ("norm",)) == 2 * (UNIT + STATISTICS)
-    # silu(gate) and silu(gate) * up; of gate and up, one tensor, nothing changes
-    assert kept("llama") - kept("llama", ("activation",)) == 8 * UNIT
 
 
 def test_each_rebuilt_tensor_is_free_right_after_its_use() -> None:
@@ -163,7 +133,7 @@ def test_nothing_outlives_its_graph() -> None:
     """No cycle: what is kept is free once the result is, without the garbage collector."""
     gc.disable()
     try:
-        case = Case("gpt2", MODULES)
+        case = Case(MODULES)
         with LiveBytes(case.given) as live:
             out = case.run(case.x)
             assert live.now() > UNIT
@@ -193,7 +163,7 @@ def test_an_argument_changed_in_place_is_noticed() -> None:
 
 def compiled_results(rebuild: tuple[str, ...]) -> tuple[list[Tensor], int]:
     """Results, and the bytes that the compiled forward keeps beyond what was given."""
-    case = Case("gpt2", rebuild, 0.3)
+    case = Case(rebuild, 0.3)
     case.block.compile(fullgraph=True, dynamic=False, backend="aot_eager_decomp_partition")
     given = {tensor.untyped_storage().data_ptr() for tensor in case.given}
     graph: Any = case.run(case.x).grad_fn
@@ -210,5 +180,6 @@ def test_a_compiled_block_rebuilds_the_same_and_keeps_as_little() -> None:
     expected, kept_unasked = compiled_results(())
     found, kept = compiled_results(MODULES)
     assert_same_bits(found, expected)
+    # norms, their outputs and arguments, 2 + 1; q, k and v 3; attention's output 1; GELU's argument and output 4 + 4
     assert kept_unasked > (2 + 1 + 3 + 1 + 4 + 4) * UNIT
     assert kept == (1 + 3 + 4) * UNIT

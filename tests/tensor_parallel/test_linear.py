@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import GraphModule
@@ -18,7 +17,6 @@ from megalite.launch.context import ParallelContext
 from megalite.layout.ranks import ParallelLayout
 from megalite.model.gpt import OVERLAPPED
 from megalite.tensor_parallel.collectives import TensorGroup
-from megalite.tensor_parallel.deferred import DeferredWork
 from megalite.tensor_parallel.linear import linear
 from tests.ranks import run_ranks
 from tests.tensor_parallel.operations import Operations
@@ -33,27 +31,6 @@ Backward = tuple[list[str], list[tuple[int, ...]]]  # its steps, and shapes of w
 def tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
     return [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
-
-
-@pytest.mark.parametrize("shape", [(5, 3, K), (7, K), (2, 3, 1, K), (0, 3, K)])
-@pytest.mark.parametrize("bias", [False, True])
-def test_a_main_grad_receives_the_gradient_that_autograd_would_have_given(shape: tuple[int, ...], bias: bool) -> None:
-    x, weight, b = tensors(shape, (N, K), (N,))
-    wanted = torch.autograd.grad(F.linear(x, weight, b).square().sum(), (x, weight, b))
-    main_grad = torch.ones(2, N // 2, K, dtype=torch.float64)  # of the weight's logical shape
-    for _ in range(2):
-        linear(x, weight, b, main_grad=main_grad).square().sum().backward()
-    assert weight.grad is None
-    torch.testing.assert_close(main_grad.view(N, K), 1 + 2 * wanted[1], rtol=1e-12, atol=1e-13)
-    torch.testing.assert_close(x.grad, 2 * wanted[0], rtol=1e-12, atol=1e-13)
-    torch.testing.assert_close(b.grad, 2 * wanted[2], rtol=1e-12, atol=1e-13)
-
-
-def test_without_group_and_main_grad_it_is_torchs_linear() -> None:
-    x, weight, bias = tensors((5, 3, K), (N, K), (N,))
-    y = linear(x, weight, bias, deferred=DeferredWork())
-    assert type(y.grad_fn) is type(F.linear(x, weight, bias).grad_fn)
-    assert torch.equal(y, F.linear(x, weight, bias))
 
 
 def test_what_needs_no_gradient_gets_none() -> None:
