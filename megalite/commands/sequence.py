@@ -18,7 +18,7 @@ from megalite.config.parallel_rules import CONTEXT_RULES
 from megalite.config.rule import Case, problems_of
 from megalite.config.schema import Config
 from megalite.errors.problems import Problem, refuse
-from megalite.layout.sequence import SequenceShare, causal_plan
+from megalite.layout.sequence import CpShard, causal_plan
 
 READ = (  # the settings that decide how a sequence is shared
     *(f"parallel.{name}" for name in ("tp", "cp", "cp_comm", "cp_alltoall", "sequence_parallel")),
@@ -51,7 +51,7 @@ def lines(config: Config, exchange: Exchange) -> Iterator[str]:
     yield f"each rank sends {whole:,.1f} MB per layer and sequence, {of_token:,.0f} bytes per token that it holds"
     yield ""
     for index in range(cp):
-        share = SequenceShare(index, exchange.ring, exchange.alltoall)
+        share = CpShard(index, exchange.ring, exchange.alltoall)
         held = " and ".join(f"{places[0]:,}-{places[-1]:,}" for places in share.places(length))
         scores = causal_plan(share, length).scores if exchange.ring > 1 else length * (length + 1) // 2
         heads = f" of 1/{exchange.alltoall} of the heads" if exchange.alltoall > 1 else ""
