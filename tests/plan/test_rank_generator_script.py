@@ -147,7 +147,6 @@ def test_everything_that_is_wrong_is_told_at_once_and_nothing_is_written(
         ("16 parallel.pp=4 model.num_layers=12 --pp-split-rank=4", "fix: --pp-split-rank=1 or 2 or 3"),
         ("4 parallel.pp=4 model.num_layers=8 parallel.pipeline_layout='Q|t'", "parallel.pipeline_layout='Q|t'"),
         ("4 parallel.pp=4 --pp-split-rank 2", "model.num_layers: is needed by --pp-split-rank"),
-        ("4 --tp 2 parallel.tp=4", "parallel.tp=2: is given twice"),
         ("4 --picture ranks.pdf", r"--picture='ranks.pdf': must end in .svg"),
         ("4 --picture no/such/ranks.svg", "cannot be written.*No such file"),
     ],
