@@ -24,9 +24,9 @@ from megalite.checkpoint import commit
 from megalite.checkpoint.commit import STATE, step_name
 from megalite.checkpoint.manifest import DTYPES, MANIFEST, Manifest, StoredBox, StoredTensor, digest, file_fault
 from megalite.checkpoint.pieces import Box, Piece, overlap
-from megalite.errors.problems import Problem, UserError
+from megalite.errors.problems import Problem, UserError, refuse
 from megalite.errors.words import several
-from megalite.launch.agreement import agree, on_first, together
+from megalite.launch.agreement import all_ranks_or_raise, rank0_broadcast
 from megalite.launch.context import ParallelContext
 
 _SHOWN = 10  # differences named in a refusal
@@ -70,8 +70,8 @@ class Found:
         remedy = "use the model, optimizer and precision of the run that wrote it, or another run_dir"
         words = ", ".join(differences[:_SHOWN])
         problems = [Problem(str(self.path), several(len(differences), "difference"), words, remedy)]
-        agree(self.context, problems if differences else [])
-        together(self.context, lambda: _read_all(self.path, saved, pieces))
+        all_ranks_or_raise(self.context, partial(refuse, problems if differences else []))
+        all_ranks_or_raise(self.context, lambda: _read_all(self.path, saved, pieces))
 
 
 def newest(
@@ -88,7 +88,7 @@ def newest(
     nothing renamed: starting again from nothing is for a person to decide. `look_only` renames nothing either: for
     readers that do not hold the run's lock.
     """
-    steps = on_first(context, lambda: [at for at, _ in commit.committed(folder)])
+    steps = rank0_broadcast(context, lambda: [at for at, _ in commit.committed(folder)])
     others = f"those there are: {', '.join(map(str, reversed(steps))) or 'none, in this run'}"
     if step is not None and step not in steps:
         raise UserError(Problem("step", step, f"there is no checkpoint of it in {folder}", others))
@@ -97,7 +97,7 @@ def newest(
         found = inspect(path, context)
         if isinstance(found, Found):
             for bad, fault in damaged:
-                aside = "" if look_only else f"; kept as {on_first(context, partial(commit.set_aside, bad))}"
+                aside = "" if look_only else f"; kept as {rank0_broadcast(context, partial(commit.set_aside, bad))}"
                 if context.rank == 0:
                     report(f"checkpoint {bad.name} is damaged and was passed over: {fault}{aside}")
             return found
@@ -126,7 +126,7 @@ def inspect(path: Path, context: ParallelContext, *, json_only: bool = False) ->
         except OSError as error:
             return [f"{Path(error.filename or path).name} cannot be read: {error.strerror}"]
 
-    content, *rest = (text.encode("latin-1") for text in on_first(context, read))
+    content, *rest = (text.encode("latin-1") for text in rank0_broadcast(context, read))
     if not rest:
         return str(content, "latin-1")
     try:

@@ -39,7 +39,7 @@ from megalite.config.durable_files import open_to_append, sync_folder, write_ato
 from megalite.config.own_files import LOCK, OWN, RUN, run_dir_problems
 from megalite.config.user_files import as_record, read_bytes, read_json, read_object
 from megalite.errors.problems import Problem, UserError
-from megalite.launch.agreement import on_first, together
+from megalite.launch.agreement import all_ranks_or_raise, rank0_broadcast
 from megalite.launch.context import ParallelContext
 
 TOKENIZER = "tokenizer"
@@ -141,7 +141,7 @@ class RunFolder:
         self._new: list[Path] = []  # what was not there before this start, on rank 0: innermost first
         self.changes: list[str]
         try:
-            self.run_id, self.changes = on_first(context, lambda: self._open(resume, config))
+            self.run_id, self.changes = rank0_broadcast(context, lambda: self._open(resume, config))
             self._refuse_disks_of_their_own(context)
         except BaseException:
             self.withdraw()
@@ -176,7 +176,7 @@ class RunFolder:
                     raise UserError(Problem("run_dir", str(self.path), rule, remedy))
                 time.sleep(0.5)
 
-        together(context, find, patient=True)
+        all_ranks_or_raise(context, find, patient=True)
 
     def begin(self, context: ParallelContext, config: Mapping[str, Any]) -> None:
         """Write run.json and config.yaml; collective. Until then nothing in the folder has changed."""
@@ -189,7 +189,7 @@ class RunFolder:
                 self.checkpoints.mkdir(exist_ok=True)
                 sync_folder(self.path.parent)
 
-        on_first(context, write)
+        rank0_broadcast(context, write)
 
     @property
     def labels(self) -> dict[str, str]:

@@ -27,7 +27,7 @@ from megalite.checkpoint.commit import STATE, size_in_words, step_name
 from megalite.checkpoint.manifest import DTYPES, MANIFEST, FileRecord, Manifest, StoredBox, StoredTensor, digest
 from megalite.checkpoint.pieces import Piece
 from megalite.config.durable_files import write_new
-from megalite.launch.agreement import StorageFailure, on_first, together
+from megalite.launch.agreement import StorageFailure, all_ranks_or_raise, rank0_broadcast
 from megalite.launch.context import ParallelContext
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -72,18 +72,18 @@ def save(
     versions = {"torch": torch.__version__, "python": platform.python_version()}
     about = {"layout": asdict(context.layout), "versions": versions, **(labels or {})}
     try:
-        temporary = place = Path(on_first(context, lambda: str(commit.begin(folder, step)), patient=True))
+        temporary = place = Path(rank0_broadcast(context, lambda: str(commit.begin(folder, step)), patient=True))
         held = context.gather_json([(piece.key, piece.tensor.nbytes) for piece in pieces], to_first=True)
-        mine = [pieces[at] for at in on_first(context, lambda: plan_writes(held))[context.rank]]
+        mine = [pieces[at] for at in rank0_broadcast(context, lambda: plan_writes(held))[context.rank]]
         path = place / _data_file(context.rank)
-        written = together(context, lambda: [*write_file(path, mine)] if mine else [], patient=True)
+        written = all_ranks_or_raise(context, lambda: [*write_file(path, mine)] if mine else [], patient=True)
         records = context.gather_json(written, to_first=True)
-        size = on_first(context, lambda: _commit(place, step, about, records, state, lost), patient=True)
+        size = rank0_broadcast(context, lambda: _commit(place, step, about, records, state, lost), patient=True)
     except StorageFailure as failure:
         needed, reason = sum(dict(chain(*held)).values()), str(failure)
-        words = on_first(context, lambda: _give_up(folder, step, temporary, needed, reason), patient=True)
+        words = rank0_broadcast(context, lambda: _give_up(folder, step, temporary, needed, reason), patient=True)
         raise CheckpointError(words) from failure
-    on_first(context, lambda: commit.retire(folder, step, keep, good_before=good_before), patient=True)
+    rank0_broadcast(context, lambda: commit.retire(folder, step, keep, good_before=good_before), patient=True)
     seconds = time.perf_counter() - begun
     return Saved(folder / step_name(step), seconds, size, stall_s=seconds)
 
