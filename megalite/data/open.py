@@ -176,7 +176,7 @@ def _split(config: Config, files: list[TokenFile]) -> tuple[list[Part], list[Par
         least = min(border, total - border) if evaluated else border
         if least < need:
             kind, share = "training" if least == border else "validation", 0.5 if evaluated else 0.0
-            rule = f"{least:,} {kind} tokens (of {total:,}) of {name} are less than one sample of {need:,} (seq_length + 1)"
+            rule = f"{least:,} {kind} tokens (of {total:,}) of {name} are less than one sample of {need:,}"
             ways = [f"train.seq_length={least - 1} or less"] if least > 2 else []
             setting, value = "data.path", name
             if total * (1 - share) >= need:
