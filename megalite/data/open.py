@@ -178,10 +178,9 @@ def _split(config: Config, files: list[TokenFile]) -> tuple[list[Part], list[Par
             kind, share = "training" if least == border else "validation", 0.5 if evaluated else 0.0
             rule = f"{least:,} {kind} tokens (of {total:,}) of {name} are less than one sample of {need:,}"
             ways = [f"train.seq_length={least - 1} or less"] if least > 2 else []
-            setting, value = "data.path", name
+            blamed: tuple[str, Any] = "data.path", name
             if total * (1 - share) >= need:
-                setting, value = "data.validation_fraction", fraction
-                ways = [f"{setting}={share}", *ways]
-            problems.append(Problem(setting, value, rule, ", or ".join([*ways, "more text"])))
+                blamed, ways = ("data.validation_fraction", fraction), [f"data.validation_fraction={share}", *ways]
+            problems.append(Problem(*blamed, rule, ", or ".join([*ways, "more text"])))
     refuse(problems)
     return train, validation if evaluated else []

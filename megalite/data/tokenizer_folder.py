@@ -33,12 +33,12 @@ def load_tokenizer(folder: Path) -> TextTokenizer:
         if not backend.get_vocab(with_added_tokens=False):
             raise ValueError("its vocabulary is empty")
         vocabulary = backend.get_vocab(with_added_tokens=True)
-        eos, end, known = token_text(settings.get("eos_token")), None, [*vocabulary]
+        eos, end, known = token_text(settings.get("eos_token")), None, list[Any](vocabulary)
         if eos is None:  # the model's files may know it
             ends = [files[name].get("eos_token_id") for name in MODEL if name in files]
-            eos = next((each for each in ends if each is not None), None)
-            eos = end = eos[0] if isinstance(eos, list) and eos else eos
-            known = [*vocabulary.values()]
+            eos = next((each for each in ends if each not in (None, [])), None)
+            eos = end = eos[0] if isinstance(eos, list) else eos
+            known = list[Any](vocabulary.values())
         if eos is not None and eos not in known:
             raise ValueError(f"its end of document, {eos!r:.60}, is none of its tokens")
     return TextTokenizer(backend, {key: settings[key] for key in KEPT_SETTINGS if settings.get(key) is not None}, end)

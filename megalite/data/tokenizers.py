@@ -52,8 +52,10 @@ class TextTokenizer:
         model = self._spec["model"]
         unknown = model.get("unk_id", vocabulary.get(model.get("unk_token")))
         special = (token for token in self._spec["added_tokens"] if token["special"] and len(token["content"]) > 1)
-        refused = {token["id"] for token in special} - {unknown} | {self.end_of_document} - {None}
-        self._refused = np.isin(np.arange(self.vocab_size), [*refused])  # ids that no text may give
+        self._refused = np.zeros(self.vocab_size, dtype=bool)  # ids that no text may give
+        self._refused[[token["id"] for token in special if token["id"] != unknown]] = True
+        if self.end_of_document is not None:
+            self._refused[self.end_of_document] = True
         complete = self._byte_level and vocabulary.keys() >= set(byte_letters())
         if model["type"] == "BPE" and model["unk_token"] is None and not complete:
             backend.model.unk_token = NO_TOKEN  # an error, where the library would pass over a symbol without a word
