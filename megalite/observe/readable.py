@@ -4,12 +4,14 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from rich.filesize import decimal
-
 from megalite.errors.words import several
 
 count = "{:,.0f}".format
-size = decimal  # bytes in the largest fitting power of 1000
+
+
+def size(count: float) -> str:
+    """Bytes."""
+    return f"{count / 1e6:,.1f} MB"
 
 
 def loss(value: float) -> str:

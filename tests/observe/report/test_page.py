@@ -170,6 +170,9 @@ def test_a_run_that_has_just_begun_has_a_page(tmp_path: Path) -> None:
     page = page_of(run, live=True)
     assert "running" in page.text
     assert "nothing yet" in page.text
+    found = read_run(run)
+    found.start["layout"] = {"tp": "many"}
+    assert "Layout" not in page_of(found).texts, "a layout that is none costs its picture"
     (run / "events.jsonl").unlink()
     assert "end unknown" in page_of(run).text
 
@@ -188,13 +191,6 @@ def test_how_a_run_stands_is_what_its_newest_start_came_to(status: str, events: 
     page = page_of(write_run(tmp_path / "run", events=[again if it == "again" else it for it in events]))
     kinds = ("finished", "failed", "stopped", "not ended", "finished, not saved", "stopped, not saved")
     assert next(text for text in page.texts if text in kinds) == status
-
-
-def test_a_layout_that_is_none_costs_its_picture(run: Path) -> None:
-    found = read_run(run)
-    for layout, is_shown in ((found.start["layout"], True), ({"tp": "many"}, False), ({"tp": -2}, False)):
-        found.start["layout"] = layout
-        assert ("Layout" in page_of(found).texts) == is_shown
 
 
 def test_a_pipeline_shows_its_schedule_and_what_was_recorded(tmp_path: Path) -> None:
