@@ -19,7 +19,7 @@ from megalite.model import loss as loss_module
 from megalite.model.loss import _default_chunk
 from megalite.tensor_parallel.collectives import TensorGroup
 from megalite.tensor_parallel.cross_entropy import PIECE_ELEMENTS
-from tests.model.losses import linear_cross_entropy, token_loss_of
+from tests.model.losses import linear_cross_entropy, reference_losses, token_loss_of
 
 N, WIDTH, VOCAB, PADDED = 50, 24, 101, 128
 
@@ -41,12 +41,13 @@ class Case:
             self.hidden, self.weight, self.labels, self.mask, self.scale, vocab_size=self.vocab_size, **options
         )
 
-    def reference(self) -> tuple[Tensor, Tensor, Tensor]:
+    def reference(self, label_smoothing: float = 0.0, z_loss: float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
         """Loss and gradients in fp64 from the same (rounded) inputs, by torch."""
         hidden = self.hidden.detach().double().requires_grad_()
         weight = self.weight.detach().double().requires_grad_()
         logits = hidden @ weight[: self.vocab_size].t()
-        loss = self.scale * F.cross_entropy(logits[self.mask], self.labels[self.mask], reduction="sum")
+        losses = reference_losses(logits[self.mask], self.labels[self.mask], label_smoothing, z_loss)
+        loss = self.scale * losses.sum()
         return loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
 
     def gradients(self, loss: Tensor) -> tuple[Tensor, Tensor]:
@@ -331,17 +332,22 @@ def test_compiled_it_is_the_same_without_a_copy_of_the_logits(dtype: torch.dtype
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("compiled", "shaping"), [(False, SHAPING[0]), (True, SHAPING[0]), (True, SHAPING[1])], ids=str
+)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_cuda_equals_fp64_and_adds_into_the_main_grad(dtype: torch.dtype, compiled: bool) -> None:
+def test_cuda_equals_fp64_and_adds_into_the_main_grad(
+    dtype: torch.dtype, compiled: bool, shaping: dict[str, float]
+) -> None:
     case = Case(dtype, n=304, width=64, vocab=1000, padded=1024)
-    expected = case.reference()
+    expected = case.reference(**shaping)
     for name in ("hidden", "weight"):
         setattr(case, name, getattr(case, name).detach().cuda().requires_grad_())
     case.labels, case.mask, case.scale = case.labels.cuda(), case.mask.cuda(), case.scale.cuda()
     main_grad = torch.zeros(case.weight.shape, dtype=torch.float64 if dtype == torch.float64 else torch.float32).cuda()
-    loss, codes = run_and_get_code(partial(case.loss, chunk_tokens=128, main_grad=main_grad, compile=compiled))
-    assert len(codes) == 2 * compiled  # chunks of 128 and 48 tokens
+    train = partial(case.loss, chunk_tokens=128, main_grad=main_grad, compile=compiled, **shaping)
+    loss, codes = run_and_get_code(train)
+    assert len(codes) == 2 * (compiled and dtype == torch.float64)  # chunks of 128 and 48 tokens; else one kernel
     loss.backward()
     assert case.hidden.grad is not None
     bound = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 2**-6, torch.float16: 2**-9}[dtype]
