@@ -20,7 +20,7 @@ _FREE = (  # beginnings of names; the model's leave the meaning of its parameter
     *("model.loss_chunk_tokens", "model.moe.aux_loss", "model.moe.z_loss_coeff", "model.moe.expert_bias_rate"),
     *("model.moe.capacity_factor", "model.moe.dispatcher"),
 )
-_WITH_LENGTH = (_LENGTH, "model.rope_")
+_WITH_LENGTH = (_LENGTH, "model.rope_")  # may change where the sequence length grows
 _UNREMARKABLE = (
     *("run_dir", "run_name", "resume", "checkpoint.init_from"),
     *("launch.preflight", "launch.status_file", "train.max_minutes"),
@@ -33,15 +33,13 @@ def compare(saved: Mapping[str, Any], current: Mapping[str, Any]) -> tuple[list[
     problems, changes = [], []
     grows = before.get(_LENGTH, 0) < now.get(_LENGTH, 0)
     if grows and now.get(_RAMP) is not None:
-        rule = f"it counts samples, of which the run has consumed fewer when {_LENGTH} grows to {now[_LENGTH]}"
+        rule = f"it counts samples, of which the run has consumed fewer when {_LENGTH} grows"
         problems.append(Problem(_RAMP, now[_RAMP], rule, f"{_RAMP}=null"))
-    for name in sorted(before.keys() & now.keys()):
-        if before[name] == now[name] or name in _UNREMARKABLE:
-            continue
+    changed = {name for name in before.keys() & now.keys() if before[name] != now[name]}
+    for name in sorted(changed.difference(_UNREMARKABLE)):
         fixed = name.startswith(_FIXED) and not name.startswith(_FREE)
         if not grows if name.startswith(_WITH_LENGTH) else fixed:
-            more = f"; it may change where {_LENGTH} grows" if name.startswith(_WITH_LENGTH) else ""
-            rule = f"the run in this folder was started with {name}={plain(before[name])}{more}"
+            rule = f"the run in this folder was started with {name}={plain(before[name])}"
             remedy = f"set {name}={yaml_value(before[name])}, or another run_dir for a new run"
             problems.append(Problem(name, now[name], rule, remedy))
         else:

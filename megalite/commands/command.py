@@ -1,12 +1,10 @@
 """What all commands but training have in common: options, overrides, what is shown, and how a refusal ends them."""
 
 import argparse
-import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -58,8 +56,7 @@ class Command(NamedTuple):
                 refuse(problems)
                 if picture and shown.draw:
                     save_picture(shown.draw, picture, name)
-                saved = ["", f"picture: {picture}"] if picture and not getattr(options, "json", False) else []
-                lines = chain(shown.lines, saved)
+                lines = iter(shown.lines)
                 first = [*islice(lines, 1)]
             print_lines(chain(first, lines))
         except UserError as error:
@@ -77,8 +74,7 @@ def _never_silent() -> Iterator[None]:
 
     def tell() -> None:
         while not over.wait(SILENCE_S):
-            with suppress(OSError):  # without Python's lock of stderr, which a process that is forked now would keep
-                os.write(2, b"megalite: at work\n")
+            to_stderr("megalite: at work")
 
     threading.Thread(target=tell, daemon=True).start()
     try:
@@ -95,19 +91,6 @@ def command(*options: Option) -> Callable[[Callable[[argparse.Namespace, list[st
 def option(*names: str, **settings: Any) -> Option:
     """An option as `argparse` takes it."""
     return names, settings
-
-
-class Progress:
-    """A line on stderr every ten seconds. It is told how many tokens of how many are done."""
-
-    def __init__(self) -> None:
-        self.begin = self.last = time.monotonic()
-
-    def __call__(self, done: int, total: int) -> None:
-        now = time.monotonic()
-        if now - self.last >= 10:
-            self.last, left = now, (now - self.begin) * (total - done) / done
-            to_stderr(f"{done:,} of {total:,} tokens, about {max(0, left):.0f} s left")
 
 
 def warn(warning: str) -> None:

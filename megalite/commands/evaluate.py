@@ -11,11 +11,9 @@ evaluated whole. Exit status: 0 evaluated, 2 refused.
 
 import json
 from argparse import Namespace
-from collections.abc import Iterator
-from dataclasses import asdict
-from typing import Any
 
-from megalite.commands.command import COUNT, MODEL, STEP, Progress, Shown, command, option, warn
+from megalite.commands.command import COUNT, MODEL, STEP, Shown, command, option, warn
+from megalite.errors.words import plain
 
 
 @command(
@@ -30,17 +28,8 @@ def main(options: Namespace, overrides: list[str]) -> Shown:
     from megalite.prepare.prepare import prepare
 
     chosen = {name: getattr(options, name) for name in ("step", "batch_size", "max_tokens")}
-    found = evaluate_saved(options.model, overrides, prepare, warn, Progress(), **chosen)
-    return Shown([json.dumps(asdict(found))] if options.json else lines(found))
-
-
-def lines(found: Any) -> Iterator[str]:
-    """What people read."""
-    step = "" if found.step is None else f" after step {found.step:,}"
-    yield f"{'model':<14} {found.model}{step}, in {found.precision}"
-    yield f"{'data':<14} {found.data}"
-    yield f"{'predicted':<14} {found.tokens:,} tokens, {found.seq_length:,} at a time"
-    yield f"{'loss':<14} {found.loss:.4f} nats per token"
-    yield f"{'perplexity':<14} {found.perplexity:.2f}"
-    if found.bits_per_byte is not None:
-        yield f"{'bits per byte':<14} {found.bits_per_byte:.4f} ({found.bytes_per_token:.3f} bytes per token)"
+    found = evaluate_saved(options.model, overrides, prepare, warn, **chosen)
+    if options.json:
+        return Shown([json.dumps(found)])
+    known = {name: value for name, value in found.items() if value is not None}
+    return Shown([f"{name:<16} {plain(value)}" for name, value in known.items()])

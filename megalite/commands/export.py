@@ -28,10 +28,6 @@ def main(options: Namespace, overrides: list[str]) -> Shown:
     precision = load_part(overrides, "exporting", ("precision",)).precision
     require_new(options.out)  # before gigabytes are verified
     model = open_model(options.run_dir, warn, options.step)
-    export_checkpoint(model, options.out, precision=precision, max_shard_size=options.max_shard_size)
-    size = sum(path.stat().st_size for path in options.out.iterdir())
-    step = model.run.found.step if model.run else 0
-    lines = [f"{options.out}: {model.config.name} after step {step}, {size / 1e6:,.1f} MB"]
-    if model.tokenizer is None:
-        lines.append("without a tokenizer: the run does not know the one that made its tokens")
-    return Shown(lines)
+    step = export_checkpoint(model, options.out, precision=precision, max_shard_size=options.max_shard_size)
+    without = "" if model.tokenizer else ", without a tokenizer: the run does not know the one that made its tokens"
+    return Shown([f"{options.out}: {model.config.name} after step {step}{without}"])

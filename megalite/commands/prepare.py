@@ -84,7 +84,6 @@ def make(config: Config, output: Path, terminal: Terminal) -> Iterator[str]:
     yield f"{output}: {counts}, vocabulary {facts.vocab_size:,} ({file.tokens.dtype})"
     no_end = "the tokenizer has no end-of-document token: nothing marks where one document ends"
     yield no_end if end is None else f"every document ends with token {end:,}"
-    yield from facts.remarks
     if facts.skipped_documents:
         yield f"skipped {facts.skipped_documents:,} rows without text"
     yield f"train on it: python pretrain_gpt.py data=tokens {path_override(str(output))}"

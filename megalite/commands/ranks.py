@@ -14,28 +14,25 @@ The stages are shown where an override names the model or its layers, and who ho
 import shutil
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
 
 from megalite.commands.command import COUNT, PICTURE, RANKS, Shown, command, option
 from megalite.config.compose import load_values, names_of
-from megalite.config.layout import STAGE_NAMES, dense_ranks, stage_settings
+from megalite.config.layout import STAGE_NAMES, stage_settings
 from megalite.config.parallel_rules import EXPERT_RULES, LAYOUT_RULES, STAGE_RULES, checked_layout
 from megalite.config.rule import Case, problems_of
 from megalite.errors.problems import NO_VALUE, Problem, refuse
-from megalite.layout.ranks import ParallelLayout, header_lines
-from megalite.layout.stages import StageLayers, stage_layers
+from megalite.layout.ranks import header_lines
+from megalite.layout.stages import stage_layers
 from megalite.plan.ranks import groups_of, json_lines, ranks_picture, stage_lines, table_lines
 
 LABELS = {"world_size": "--world-size", "split_rank": "--pp-split-rank"}
 SIZES = ("tp", "cp", "pp", "vpp", "ep", "etp")
-AXES = (*(f"parallel.{axis}" for axis in (*SIZES, "order")), "model.moe.num_experts")
-STAGE_LABELS = {**STAGE_NAMES, "split_rank": LABELS["split_rank"]}
+READ = {*(f"parallel.{axis}" for axis in (*SIZES, "order")), "model.moe.num_experts", *STAGE_NAMES.values()}
 
 
 @command(
     option("--world-size", "--world_size", required=True, help="number of ranks", **RANKS),
     *(option(f"--{axis}", help=f"parallel.{axis}", **COUNT) for axis in SIZES),
-    option("--dp", help="data-parallel size that must remain (default: whatever does)", **COUNT),
     option("--experts", action="store_true", help="a mixture of experts even without parallel.ep and etp"),
     option("--pp-split-rank", help="pipeline rank where a decoder begins, after an encoder", **COUNT),
     option("--json", action="store_true", help="one JSON object instead of tables"),
@@ -43,41 +40,22 @@ STAGE_LABELS = {**STAGE_NAMES, "split_rank": LABELS["split_rank"]}
     option("--gpus-per-node", default=8, help="ranks of a node in the picture (default: 8)", **COUNT),
 )
 def main(options: Namespace, overrides: list[str]) -> Shown:
-    layout, stages, experts = lay_out(options, [*overrides, *sizes_as_overrides(options, overrides)])
-    groups = groups_of(layout, experts)
-    if options.json:
-        lines = [*json_lines(groups, stages)]
-    else:
-        width = shutil.get_terminal_size((120, 24)).columns if sys.stdout.isatty() else 120
-        lines = [*header_lines(layout), *table_lines(groups, layout.world_size, width)]
-        lines += ["", *stage_lines(stages)] if stages else []
-    return Shown(lines, draw=lambda: ranks_picture(layout, options.gpus_per_node, experts))
-
-
-def sizes_as_overrides(options: Namespace, overrides: Sequence[str]) -> list[str]:
-    """`parallel.tp=4` for `--tp 4`; UserError where both are given."""
-    sizes = {f"parallel.{axis}": getattr(options, axis) for axis in SIZES if getattr(options, axis) is not None}
-    twice = sizes.keys() & {word.partition("=")[0] for word in overrides}
-    refuse([Problem(name, sizes[name], "is given twice", "give it once") for name in sorted(twice)])
-    return [f"{name}={size}" for name, size in sizes.items()]
-
-
-def lay_out(options: Namespace, overrides: Sequence[str]) -> tuple[ParallelLayout, tuple[StageLayers, ...], int]:
-    """The layout, its stages where layers are to be placed, and how many experts a layer has; a UserError with
-    everything that stands against it."""
-    world_size, named = options.world_size, names_of(overrides)
-    config = load_values(overrides, tuple(dict.fromkeys((*AXES, *STAGE_NAMES.values()))))
+    sizes = [f"parallel.{axis}={size}" for axis in SIZES if (size := getattr(options, axis)) is not None]
+    named = names_of(overrides := [*overrides, *sizes])
+    config = load_values(overrides, sorted(READ))
     places_layers = not named.isdisjoint(("model", "model.num_layers", "experiment"))
-    experts = options.experts or not named.isdisjoint(("parallel.ep", "parallel.etp"))
-    case = Case(config, world_size, experts, options.pp_split_rank, LABELS)
-    settings = stage_settings(config, options.pp_split_rank)
+    has_experts = options.experts or not named.isdisjoint(("parallel.ep", "parallel.etp"))
+    case = Case(config, options.world_size, has_experts, options.pp_split_rank, LABELS)
     problems = problems_of(case, (*LAYOUT_RULES, *EXPERT_RULES, *(STAGE_RULES if places_layers else ())))
-    dp, rest = divmod(world_size, dense_ranks(config))
-    if options.dp not in (None, dp) and not rest:
-        hint = f"--dp={dp}, or --world-size={options.dp * dense_ranks(config)}"
-        problems.append(Problem("--dp", options.dp, f"the layout leaves {dp} of the world", hint))
-    if not places_layers and (asked := [STAGE_LABELS[name] for name in settings.asked if name != "vpp"]):
-        rule, hint = f"is needed by {' and '.join(asked)}", "model.num_layers=12, or model=NAME"
-        problems.append(Problem("model.num_layers", NO_VALUE, rule, hint))
+    settings = stage_settings(config, options.pp_split_rank)
+    if not places_layers and (asked := [name for name in settings.asked if name != "vpp"]):
+        rule = f"is needed by {' and '.join({**STAGE_NAMES, **LABELS}[name] for name in asked)}"
+        problems.append(Problem("model.num_layers", NO_VALUE, rule, "model.num_layers=12, or model=NAME"))
     refuse(problems)
-    return checked_layout(case), stage_layers(settings) if places_layers else (), config.model.moe.num_experts
+    layout, experts = checked_layout(case), config.model.moe.num_experts
+    groups, stages = groups_of(layout, experts), stage_layers(settings) if places_layers else ()
+    width = shutil.get_terminal_size((120, 24)).columns if sys.stdout.isatty() else 120
+    lines = [*header_lines(layout), *table_lines(groups, layout.world_size, width)]
+    lines += ["", *stage_lines(stages)] if stages else []
+    shown = json_lines(groups, stages) if options.json else lines
+    return Shown(shown, draw=lambda: ranks_picture(layout, options.gpus_per_node, experts))

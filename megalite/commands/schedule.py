@@ -10,7 +10,6 @@ as a forward pass, transfers no time. With --measured they are those that a run 
 Exit status: 0, or 2 refused.
 """
 
-import gc
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,10 +19,9 @@ from megalite.config.arguments import number_from
 from megalite.config.compose import load_values
 from megalite.config.parallel_rules import LAYOUT_RULES, SCHEDULE_RULES, schedule_request
 from megalite.config.rule import Case, problems_of
-from megalite.errors.problems import NO_VALUE, Problem, UserError, refuse
+from megalite.errors.problems import NO_VALUE, Problem, refuse
 from megalite.pipeline.checker import check
 from megalite.pipeline.schedules import build_schedule
-from megalite.pipeline.simulator import equal_durations
 from megalite.plan.timeline import (
     FORWARD_PASSES,
     MILLISECONDS,
@@ -38,7 +36,6 @@ READ = (  # the settings that concern the schedule; of the model and of other ax
     *(f"parallel.{name}" for name in ("pp", "vpp", "schedule", "microbatch_group_size")),
     *("train.global_batch_size", "train.micro_batch_size"),
 )
-MOST_MICROBATCHES = 200_000  # times chunks: a few seconds
 MOST_CELLS = 64  # actions of a rank that are listed
 
 
@@ -49,13 +46,10 @@ MOST_CELLS = 64  # actions of a rank that are listed
     option("--step", type=number_from(0), metavar="N", help="which recorded step (default: the last)"),
 )
 def main(options: Namespace, overrides: list[str]) -> Shown:
-    gc.disable()  # a large table is a million small records, none of them in a circle
     recorded = options.measured is not None
-    others = (
-        [*overrides[:1], *(["--dp"] if options.dp else [])] if recorded else ["--step"] * (options.step is not None)
-    )
+    idle = [*overrides[:1], *["--dp"] * bool(options.dp)] if recorded else ["--step"] * (options.step is not None)
     rule = f"has no effect {'with' if recorded else 'without'} --measured RUN_DIR"
-    refuse([Problem(word, NO_VALUE, rule, "leave it out") for word in others])
+    refuse([Problem(word, NO_VALUE, rule, "leave it out") for word in idle])
     if recorded:
         step, timeline = read_recording(options.measured, options.step, "--measured")
         title, unit = f"{timeline.title}; measured in step {step}", MILLISECONDS
@@ -69,17 +63,10 @@ def simulate(overrides: list[str], dp: int) -> Timeline:
     """The timeline of the schedule that the overrides ask for, once it is checked; UserError with all that is wrong."""
     config = load_values(overrides, READ)
     refuse(problems_of(Case(config, config.parallel.pp * dp), LAYOUT_RULES + SCHEDULE_RULES))
-    request, batch = schedule_request(config, config.parallel.pp * dp), config.train.global_batch_size
-    if (cells := request.pp * request.vpp * request.microbatches) > MOST_MICROBATCHES:
-        sizes = {"parallel.pp": request.pp, "parallel.vpp": request.vpp, "train.global_batch_size": batch}
-        name = max(sizes, key=sizes.__getitem__)
-        rule = f"{cells:,} passes of microbatches through chunks are too many to simulate"
-        raise UserError(Problem(name, sizes[name], rule, f"{name}={max(1, sizes[name] * MOST_MICROBATCHES // cells)}"))
-    schedule = build_schedule(request)
+    schedule = build_schedule(schedule_request(config, config.parallel.pp * dp))
     flaws = check(schedule)
     assert not flaws, "\n".join(map(str, flaws))
-    share = 1 / schedule.vpp  # of a rank's layers
-    return simulated(schedule, equal_durations(schedule, share, share, share))
+    return simulated(schedule)
 
 
 def lines(timeline: Timeline, unit: Unit, title: str) -> Iterator[str]:
@@ -87,5 +74,4 @@ def lines(timeline: Timeline, unit: Unit, title: str) -> Iterator[str]:
     yield from (title, timeline.summary(unit), "")
     for rank, spans in enumerate(timeline.ranks):
         cells = " ".join(str(span.action) for span in spans[:MOST_CELLS])
-        more = f" and {len(spans) - MOST_CELLS} more" if len(spans) > MOST_CELLS else ""
-        yield f"rank {rank:<3} holds at most {timeline.held(rank):<16} {cells}{more}"
+        yield f"rank {rank:<3} holds at most {timeline.held(rank):<16} {cells}{' ...' * (len(spans) > MOST_CELLS)}"

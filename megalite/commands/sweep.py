@@ -19,11 +19,10 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import IO
+from typing import IO, Any
 
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.hydra_config import HydraConfig
@@ -34,13 +33,13 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from megalite.config.arguments import sources
-from megalite.config.compose import load_config
+from megalite.config.compose import load_config, names_of
 from megalite.config.durable_files import open_to_append, private_files, write_atomically
 from megalite.config.hydra_files import PACKAGE, files_of, hydra_loader, in_one_line, run_hydra
 from megalite.config.overrides import as_override
 from megalite.config.own_files import COMPARISON, POINT, STOP, SWEEP, output_problems
 from megalite.config.schema import Config
-from megalite.config.user_files import as_record, read_json, refusing
+from megalite.config.user_files import read_object, refusing
 from megalite.errors.problems import NO_VALUE, Problem, UserError, collect, refuse, to_stderr
 from megalite.launch.environment import read_environment
 from megalite.launch.signals import PATIENCE, STOP_SIGNALS
@@ -48,19 +47,7 @@ from megalite.observe.report.write import write_report
 from megalite.observe.screens import print_lines
 from megalite.train.history import read_metrics
 
-MOST_POINTS = 10_000
 MOST_NAMED = 4  # settings in the name of a folder
-BASIC = ".BasicSweeper"  # the one whose points are known beforehand
-
-
-@dataclass(frozen=True)
-class PointRecord:
-    """A point and how it ended; the file is in the folder that Hydra made for the point."""
-
-    words: list[str]
-    run_dir: str
-    status: str  # trained, stopped or failed
-    val_loss: float | None
 
 
 def sweep(arguments: Namespace) -> int:
@@ -68,19 +55,16 @@ def sweep(arguments: Namespace) -> int:
     if (ranks := read_environment(os.environ).world_size) > 1:
         hint = "start it without torchrun or srun; sweep.nproc_per_node=N gives every point N ranks"
         raise UserError(Problem("--multirun", NO_VALUE, f"is started once, not on each of {ranks} ranks", hint))
-    folder, flags = _checked(arguments), sources(arguments)
-    swept = [word.lstrip("+~").partition("=")[0] for word in arguments.overrides if _is_swept(word)]
+    folder, words = _checked(arguments), arguments.overrides
+    swept = names_of([word for word in words if _is_swept(word)])
     own = [f"hydra.sweep.dir={as_override(str(folder))}"]
-    if 0 < len(swept) <= MOST_NAMED and not any("hydra.sweep.subdir=" in word for word in arguments.overrides):
-        names = {word.lstrip("+~").partition("=")[0] for word in arguments.overrides}
-        fixed = ",".join(sorted(names - {*swept}))  # a folder is named by the settings that are swept
-        own += [
-            "hydra.sweep.subdir=${hydra.job.override_dirname}",
-            f"hydra.job.config.override_dirname.exclude_keys=[{fixed}]",
-        ]
-    with private_files(), _stop_file(_cleared(folder)):
-        train = partial(train_point, flags=flags)
-        return max(run_hydra([*arguments.overrides, *own, "--multirun"], train, arguments), _report(folder))
+    if 0 < len(swept) <= MOST_NAMED and "hydra.sweep.subdir" not in names_of(words):
+        fixed = ",".join(sorted(names_of(words) - swept))  # a folder is named by the settings that are swept
+        own += ["hydra.sweep.subdir=${hydra.job.override_dirname}"]
+        own += [f"hydra.job.config.override_dirname.exclude_keys=[{fixed}]"]
+    train = partial(train_point, flags=sources(arguments))
+    with private_files(), _stop_file(folder):
+        return max(run_hydra([*words, *own, "--multirun"], train, arguments), _report(folder))
 
 
 def _checked(arguments: Namespace) -> Path:
@@ -89,47 +73,36 @@ def _checked(arguments: Namespace) -> Path:
     loader, fixed = hydra_loader(files), [word for word in arguments.overrides if not _is_swept(word)]
     try:
         found = loader.load_configuration(files.name, fixed, run_mode=RunMode.MULTIRUN)
-        folder = Path(found.hydra.sweep.dir).absolute()
-        chosen = not found.hydra.sweeper._target_.endswith(BASIC)
-        points = [fixed] if chosen else points_of(arguments.overrides, loader)
+        basic = found.hydra.sweeper._target_.endswith(".BasicSweeper")  # whose points are known beforehand
+        points = points_of(arguments.overrides, loader) if basic else [fixed]
     except (HydraException, OmegaConfBaseException) as error:
         _load(arguments, fixed, 1)  # says it better, where it is a setting
         hint = "name one of these, or install its package (docs/sweeps.md)"
         raise UserError(Problem("--multirun", NO_VALUE, in_one_line(error), hint)) from error
-    if not chosen:
-        print_lines([f"sweep of {len(points):,} points in {folder}"])
     problems, taken = list[Problem](), dict[str, int]()
     for number, point in enumerate(points):
         refused = list[Problem]()
-        config = collect(partial(_load, arguments, point, _ranks(found)), refused)
-        if config is not None and chosen and config.train.eval_interval == 0:
-            rule, hint = "without evaluations there is no validation loss to choose by", "train.eval_interval=100"
-            refused.append(Problem("train.eval_interval", 0, rule, hint))
-        if config is not None and (first := taken.setdefault(str(config.run_dir), number)) != number:
-            rule = f"points {first} and {number} would train in the same folder"
-            hint = "sweep what defines the training, or name folders by what differs: run_dir='runs/s${train.steps}'"
-            refused.append(Problem("run_dir", config.run_dir, rule, hint))
-        problems += [each for each in refused if each not in problems]  # values may be lists
+        if config := collect(partial(_load, arguments, point, _ranks(found)), refused):
+            if not basic and config.train.eval_interval == 0:
+                rule, hint = "without evaluations there is no validation loss to choose by", "train.eval_interval=100"
+                refused.append(Problem("train.eval_interval", 0, rule, hint))
+            if (first := taken.setdefault(str(config.run_dir), number)) != number:
+                rule = f"points {first} and {number} would train in the same folder"
+                hint = (
+                    "sweep what defines the training, or name folders by what differs: run_dir='runs/s${train.steps}'"
+                )
+                refused.append(Problem("run_dir", config.run_dir, rule, hint))
+        problems += [each for each in refused if each not in problems]
     refuse(problems)
-    return folder
+    return Path(found.hydra.sweep.dir).absolute()
 
 
 def points_of(words: Sequence[str], loader: ConfigLoader | None = None) -> list[list[str]]:
-    """The overrides of each point of the basic sweeper, in its order; UserError if there are more than anyone trains.
-
-    `loader` knows the choices of `model=glob(*)`.
-    """
+    """The overrides of each point of the basic sweeper, in its order. `loader` knows the choices of `model=glob(*)`."""
     choices = []
-    for word in words:
-        override = OverridesParser.create(loader).parse_override(word)
-        if override.is_sweep_override():
-            values = itertools.islice(override.sweep_string_iterator(), MOST_POINTS + 1)  # a range may have billions
-            choices.append([f"{override.get_key_element()}={value}" for value in values])
-        else:
-            choices.append([word])
-    if math.prod(map(len, choices)) > MOST_POINTS:
-        rule, hint = f"a grid of more than {MOST_POINTS:,} points", "fewer values, or a sweeper that chooses"
-        raise UserError(Problem("--multirun", NO_VALUE, rule, hint))
+    for override in OverridesParser.create(loader).parse_overrides([*words]):
+        values = override.sweep_string_iterator() if override.is_sweep_override() else []
+        choices.append([f"{override.get_key_element()}={value}" for value in values] or [override.input_line or ""])
     return [list(point) for point in itertools.product(*choices)]
 
 
@@ -141,8 +114,7 @@ def _is_swept(word: str) -> bool:
 
 def _load(arguments: Namespace, words: Sequence[str], ranks: int) -> Config:
     """The config of a point, which Hydra's own settings do not concern."""
-    words = [word for word in words if not word.lstrip("+~").startswith(("hydra.", "hydra/"))]
-    return load_config([*sources(arguments), *words], ranks)
+    return load_config([*sources(arguments), *(word for word in words if "hydra" not in word.partition("=")[0])], ranks)
 
 
 def _ranks(config: DictConfig) -> int:
@@ -151,29 +123,23 @@ def _ranks(config: DictConfig) -> int:
     return count if isinstance(count, int) and count > 1 else 1
 
 
-def _cleared(folder: Path) -> Path:
-    """The stop file of a sweep into this folder, without what an earlier one has left; UserError where others have
-    files of these names."""
-    with refusing(folder, "another hydra.sweep.dir"):
-        folder.mkdir(parents=True, exist_ok=True)
-        left = {folder / STOP.usual: STOP, **dict.fromkeys(folder.rglob(POINT.usual), POINT)}
-        places = left | {folder / kind.usual: kind for kind in (COMPARISON, SWEEP)}
-        problems = [each for path, kind in places.items() for each in output_problems("hydra.sweep.dir", path, kind)]
-        refuse([replace(each, hint="another hydra.sweep.dir, or move it away") for each in problems])
-        (folder / STOP.usual).touch()
-        for path in left:
-            path.unlink(missing_ok=True)
-    return folder / STOP.usual
-
-
 @contextmanager
-def _stop_file(path: Path) -> Iterator[None]:
-    """Meanwhile a signal that asks to stop only writes a byte to the file: each point sees it, wherever it runs."""
+def _stop_file(folder: Path) -> Iterator[None]:
+    """Meanwhile a signal that asks to stop only writes a byte to a file in the folder of the sweep: each point sees it,
+    wherever it runs. What an earlier sweep has left there goes; UserError where others have files of these names."""
+    stop = folder / STOP.usual
 
     def ask(number: int, frame: FrameType | None) -> None:
-        with path.open("ab") as file:
+        with stop.open("ab") as file:
             file.write(b".")
 
+    with refusing(folder, "another hydra.sweep.dir"):
+        folder.mkdir(parents=True, exist_ok=True)
+        left = {stop: STOP, **dict.fromkeys(folder.rglob(POINT.usual), POINT)}
+        places = left | {folder / kind.usual: kind for kind in (COMPARISON, SWEEP)}
+        refuse([each for path, kind in places.items() for each in output_problems("hydra.sweep.dir", path, kind)])
+        for path in left:
+            path.unlink(missing_ok=True)
     before = {number: signal.signal(number, ask) for number in STOP_SIGNALS}
     try:
         yield
@@ -185,19 +151,16 @@ def _stop_file(path: Path) -> Iterator[None]:
 def _report(folder: Path) -> int:
     """Says what became of the points and draws a page that compares them; the exit status."""
     paths = sorted(folder.rglob(POINT.usual), key=lambda path: (len(str(path)), path))
-    records = [as_record(PointRecord, read_json(path), path) for path in paths]
-    everywhere = set[str].intersection(*(set(record.words) for record in records)) if records else set()
-    for record in records:
-        own = " ".join(word for word in record.words if word not in everywhere) or "(no overrides of its own)"
-        loss = "" if record.val_loss is None else f", validation loss {record.val_loss:.4f}"
-        print_lines([f"{own}: {record.status}{loss}; {record.run_dir}"])
-    runs = [Path(record.run_dir) for record in records if record.run_dir]
-    trained = [run for run in runs if (run / "metrics.jsonl").is_file()]
-    if trained:
+    records = {path.parent.name: read_object(path) for path in paths}
+    for name, record in records.items():
+        loss = "" if record["val_loss"] is None else f", validation loss {record['val_loss']:.4f}"
+        print_lines([f"{name}: {record['status']}{loss}; {record['run_dir']}"])
+    runs = [Path(record["run_dir"]) for record in records.values() if record["run_dir"]]
+    if trained := [run for run in runs if (run / "metrics.jsonl").is_file()]:
         print_lines([f"comparison: {write_report(trained, folder / COMPARISON.usual, COMPARISON)}"])
-    if any(record.status == "stopped" for record in records):
-        print_lines(["stopped; the same command continues"])
-    return int(any(record.status == "failed" for record in records))
+    found = {record["status"] for record in records.values()}
+    print_lines(["stopped; the same command continues"] if "stopped" in found else [])
+    return int("failed" in found)
 
 
 def train_point(config: DictConfig, flags: Sequence[str]) -> float:
@@ -206,26 +169,25 @@ def train_point(config: DictConfig, flags: Sequence[str]) -> float:
     words, ranks = [*flags, *hydra.overrides.task], _ranks(config)
     folder, stop = Path(hydra.runtime.output_dir), Path(hydra.runtime.cwd, hydra.sweep.dir, STOP.usual)
     alone = hydra.runtime.choices["hydra/launcher"] == "basic"  # else several points write at once
-    run_dir, status, loss = "", "stopped", None
     launcher = PACKAGE.parent / "pretrain_gpt.py"
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     program = [sys.executable, *torchrun, *([str(launcher)] if launcher.is_file() else ["-m", "megalite", "train"])]
-    try:
-        run_dir = str(load_config(words, ranks).run_dir)
-        if not stop.exists():
-            with private_files(), open(os.devnull, "a") if alone else open_to_append(folder / "output.log") as log:
-                failed = run_process([*program, *words], None if alone else log, stop)
-            status = "stopped" if stop.exists() else "failed" if failed else "trained"
-        if status == "trained":
-            losses = [line["val_loss"] for line in read_metrics(Path(run_dir, "metrics.jsonl")) if "val_loss" in line]
-            loss = losses[-1] if losses else None
-    except UserError as error:
-        to_stderr(str(error))
-        status = "failed"
-    record = json.dumps(asdict(PointRecord([*hydra.overrides.task], run_dir, status, loss)))
+    record: dict[str, Any] = {"words": [*hydra.overrides.task], "run_dir": "", "status": "stopped", "val_loss": None}
     with private_files():
-        write_atomically(folder / POINT.usual, record.encode(), POINT)
-    return math.nan if loss is None else loss
+        try:
+            record["run_dir"] = str(load_config(words, ranks).run_dir)
+            if not stop.exists():
+                with open(os.devnull, "a") if alone else open_to_append(folder / "output.log") as log:
+                    failed = run_process([*program, *words], None if alone else log, stop)
+                record["status"] = "stopped" if stop.exists() else "failed" if failed else "trained"
+            if record["status"] == "trained":
+                lines = read_metrics(Path(record["run_dir"], "metrics.jsonl"))
+                record["val_loss"] = next((line["val_loss"] for line in lines[::-1] if "val_loss" in line), None)
+        except UserError as error:
+            to_stderr(str(error))
+            record["status"] = "failed"
+        write_atomically(folder / POINT.usual, json.dumps(record).encode(), POINT)
+    return math.nan if record["val_loss"] is None else float(record["val_loss"])
 
 
 def run_process(command: list[str], output: IO[str] | None, stop: Path) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.layout.sequence import AttentionPlan, SequenceShare, causal_plan, document_plan, starts_of
+from megalite.layout.sequence import AttentionPlan, CpShard, causal_plan, document_plan, starts_of
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,10 @@ class Batch:
         """The same whole sequences with another `loss_mask` [b, s]."""
         return replace(self, loss_mask=loss_mask, counted=loss_mask.sum(1))
 
-    def part(self, share: SequenceShare) -> "Batch":
+    def part(self, share: CpShard) -> "Batch":
         """The tokens of a whole batch on the CPU that one rank of cp holds."""
         plan: AttentionPlan | None = None
-        if share == SequenceShare():
+        if share == CpShard():
             return self
         if share.ring > 1 and self.documents is None:
             plan = causal_plan(share, self.length)

@@ -23,9 +23,9 @@ from megalite.config.step_plan import PlannedStep
 from megalite.data.batch import Batch, whole_batch
 from megalite.data.samples import SampleSource
 from megalite.errors.problems import Problem, UserError
-from megalite.layout.sequence import SequenceShare
+from megalite.layout.sequence import CpShard
 
-WHOLE = SequenceShare()
+WHOLE = CpShard()
 AHEAD = 2  # steps that are read in advance
 
 
@@ -100,7 +100,7 @@ class TrainBatches(Iterator[StepBatches], AbstractContextManager["TrainBatches"]
         dp_rank: int,
         dp_size: int,
         device: torch.device,
-        sequence: SequenceShare = WHOLE,
+        sequence: CpShard = WHOLE,
     ) -> None:
         self._read_local = partial(local_batches, source, config, dp_rank=dp_rank, dp_size=dp_size)
         self._sequence, self._device, self._steps = sequence, device, iter(steps)
@@ -144,7 +144,7 @@ def validation_batches(
     dp_rank: int,
     dp_size: int,
     device: torch.device,
-    sequence: SequenceShare = WHOLE,
+    sequence: CpShard = WHOLE,
 ) -> Iterator[list[Batch]]:
     """This rank's share of each validation batch, always the same. The last one is filled up with rows that do not
     enter the loss, so that every rank has its share of the one shape, and no sample is left out for the batch's sake.

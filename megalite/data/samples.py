@@ -14,8 +14,7 @@ import numpy.typing as npt
 
 from megalite.data.blend import Blend
 from megalite.data.permutation import IntArray, permute, round_keys
-from megalite.data.token_file import TokenFile, ids_of
-from megalite.errors.problems import UserError
+from megalite.data.token_file import TokenFile
 
 
 @dataclass(frozen=True)
@@ -62,12 +61,12 @@ class SampleSource:
         starts = np.empty_like(indices)
         for part in np.unique(parts):
             chosen = parts == part
-            held = self.parts[part].samples(self.seq_length)
-            epochs, windows = np.divmod(numbers[chosen], held)
+            count = self.parts[part].samples(self.seq_length)
+            epochs, windows = np.divmod(numbers[chosen], count)
             if self.seed is not None:
                 for epoch in np.unique(epochs):
                     now = epochs == epoch
-                    windows[now] = permute(windows[now], held, _keys(self.seed, int(part), int(epoch)))
+                    windows[now] = permute(windows[now], count, _keys(self.seed, int(part), int(epoch)))
             starts[chosen] = self.parts[part].first + windows * self.seq_length
         return parts, starts
 
@@ -76,11 +75,11 @@ class SampleSource:
         parts, starts = self.places(indices)
         rows = np.empty((len(indices), self.seq_length + 1), dtype=np.int64)
         for row, part, start in zip(rows, parts, starts, strict=True):
-            row[:] = ids_of(self.parts[part].file.tokens[start : start + self.seq_length + 1])
+            row[:] = self.parts[part].file.tokens[start : start + self.seq_length + 1]
         if rows.max() >= self.vocab_size or rows.min() < 0:
-            row, at = np.argwhere((rows >= self.vocab_size) | (rows < 0))[0]
-            file, sample = self.parts[parts[row]].file, f", sample {int(indices[row]):,}"
-            raise UserError(file.beyond_vocabulary(int(starts[row] + at), self.vocab_size, sample))
+            for index, part, start in zip(indices, parts, map(int, starts), strict=True):
+                stop = start + self.seq_length + 1
+                self.parts[part].file.check_range(start, stop, self.vocab_size, f", sample {index:,}")
         return rows, parts, starts
 
     def documents(self, parts: IntArray, starts: IntArray) -> tuple[npt.NDArray[np.int32], IntArray]:
@@ -95,6 +94,4 @@ class SampleSource:
         return documents, positions
 
 
-@lru_cache(maxsize=64)
-def _keys(seed: int, part: int, epoch: int) -> npt.NDArray[np.uint64]:
-    return round_keys(seed, part, epoch)
+_keys = lru_cache(maxsize=64)(round_keys)

@@ -7,9 +7,6 @@ tokenizer.json alone, and is read without transformers. No code from a folder is
 
 import json
 import os
-import re
-from collections.abc import Mapping
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,26 +24,24 @@ def load_tokenizer(folder: Path) -> TextTokenizer:
     """The tokenizer in a folder of transformers' files. UserError for one that is damaged, or that nothing can be
     trained with: no vocabulary, an end of document that is no token."""
     names = (SPECIAL, SETTINGS, ADDED, *MODEL)
-    files = {name: read_object(folder / name, AGAIN) if os.path.lexists(folder / name) else {} for name in names}
-    settings = files[SPECIAL] | files[SETTINGS]
+    files = {name: read_object(folder / name, AGAIN) for name in names if os.path.lexists(folder / name)}
+    settings = files.get(SPECIAL, {}) | files.get(SETTINGS, {})
     with refusing(folder, AGAIN):
-        ids = settings.get("added_tokens_decoder") or {}
-        _check_ids(SETTINGS, {it: int(it) if re.fullmatch(r"-?\d{1,20}", it) else it for it in ids})
-        _check_ids(ADDED, files[ADDED])
         plain = _plain(folder / "tokenizer.json")
-        if plain is not None and not plain.get_vocab(with_added_tokens=False):
+        saved_here = plain and [*files] == [SETTINGS] and read_text(folder / SETTINGS, AGAIN) == written(settings)
+        backend = plain if plain and saved_here else _specified(folder, plain)
+        if not backend.get_vocab(with_added_tokens=False):
             raise ValueError("its vocabulary is empty")
-        kept = {key: settings[key] for key in KEPT_SETTINGS if settings.get(key) is not None}
-        backend = plain if plain is not None and _is_ours(folder, settings) else _specified(folder, plain)
-        vocabulary = (plain or backend).get_vocab(with_added_tokens=True)
-        eos, end = token_text(settings.get("eos_token")), None
-        known = [*vocabulary, *_named(settings), *files[ADDED]]  # not all of `backend`: it takes any eos_token in
-        if eos is None:
-            eos = end = _end_of_model(files)
-            known = [*vocabulary.values()]
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        eos, end, known = token_text(settings.get("eos_token")), None, list[Any](vocabulary)
+        if eos is None:  # the model's files may know it
+            ends = [files[name].get("eos_token_id") for name in MODEL if name in files]
+            eos = next((each for each in ends if each not in (None, [])), None)
+            eos = end = eos[0] if isinstance(eos, list) else eos
+            known = list[Any](vocabulary.values())
         if eos is not None and eos not in known:
             raise ValueError(f"its end of document, {eos!r:.60}, is none of its tokens")
-    return TextTokenizer(backend, kept, end)
+    return TextTokenizer(backend, {key: settings[key] for key in KEPT_SETTINGS if settings.get(key) is not None}, end)
 
 
 def _plain(path: Path) -> Tokenizer | None:
@@ -54,13 +49,6 @@ def _plain(path: Path) -> Tokenizer | None:
     if not os.path.lexists(path):
         return None
     content = read_text(path, AGAIN)
-    try:
-        said = json.loads(content)
-        vocabulary = said["model"]["vocab"]
-        added = {token["content"]: token["id"] for token in said["added_tokens"]}
-    except (ValueError, KeyError, TypeError, RecursionError):
-        vocabulary, added = {}, {}  # the library says what is wrong
-    _check_ids(path.name, (vocabulary if isinstance(vocabulary, dict) else {}) | added)
     try:
         return Tokenizer.from_str(content)
     except Exception as error:
@@ -94,34 +82,6 @@ def _effect(backend: Tokenizer) -> Any:
     spec, known = json.loads(backend.to_str()), backend.get_vocab(with_added_tokens=False)
     added = [token for token in spec["added_tokens"] if not token["special"] or token["content"] not in known]
     return [said(spec[part]) for part in ("normalizer", "pre_tokenizer", "decoder", "model")], added
-
-
-def _is_ours(folder: Path, settings: dict[str, Any]) -> bool:
-    """Whether the folder holds the files that `save` writes, in their form, and no other file about tokens."""
-    if any(os.path.lexists(folder / name) for name in (SPECIAL, ADDED, *MODEL)):
-        return False
-    ours = {*KEPT_SETTINGS, "tokenizer_class", "model_max_length"} >= settings.keys() >= {*KEPT_SETTINGS[-1:]}
-    return ours and read_text(folder / SETTINGS, AGAIN) == written(settings)
-
-
-def _named(settings: dict[str, Any]) -> list[Any]:
-    """The tokens that tokenizer_config.json adds to those of tokenizer.json."""
-    lists = (settings.get(name) or () for name in ("additional_special_tokens", "extra_special_tokens"))
-    return [*map(token_text, (*settings.get("added_tokens_decoder", {}).values(), *chain(*lists)))]
-
-
-def _end_of_model(files: dict[str, dict[str, Any]]) -> Any:
-    """The eos_token_id of the model's files, for a tokenizer that names no end of document."""
-    found = next((eos for name in MODEL if (eos := files[name].get("eos_token_id")) is not None), None)
-    return next(iter(found), None) if isinstance(found, list) else found
-
-
-def _check_ids(name: str, ids: Mapping[str, Any]) -> None:
-    """ValueError unless the `ids` of tokens that a file says are numbers near 0: libraries fill memory up to them."""
-    bound = 8 * len(ids) + (1 << 20)
-    for token, found in ids.items():
-        if isinstance(found, bool) or not isinstance(found, int) or not 0 <= found < bound:
-            raise ValueError(f"{name}: the id {found!r:.40} of {token!r:.40} is no number from 0 to {bound:,}")
 
 
 def _first_line(error: Exception) -> str:

@@ -6,7 +6,6 @@ are taken one at a time; memory holds little more than one file of the export.
 """
 
 import json
-import os
 import shutil
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,13 +19,14 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megalite.config.durable_files import draft_of, sync_folder
+from megalite.config.durable_files import draft_of
 from megalite.config.model_folder import settings_of
 from megalite.config.schema import ModelConfig
 from megalite.config.settings import yaml_value
 from megalite.config.user_files import refusing
-from megalite.errors.problems import NO_VALUE, Problem, UserError, collect
+from megalite.errors.problems import NO_VALUE, Problem, UserError
 from megalite.hf.families import FAMILIES
+from megalite.hf.families.family import Family
 from megalite.hf.model_card import model_card
 from megalite.hf.saved_model import SavedModel
 from megalite.hf.tensors import Source, sources
@@ -38,38 +38,31 @@ MAX_SHARD_SIZE = "5GB"  # transformers' own
 
 def export_checkpoint(
     model: SavedModel, folder: Path, *, precision: str = "auto", max_shard_size: str = MAX_SHARD_SIZE
-) -> None:
-    """Write `folder` from an opened checkpoint of a run, with its tokenizer and a model card; see `export_model`.
+) -> int:
+    """Write `folder` from an opened checkpoint of a run, with its tokenizer and a model card; see `export_model`. The
+    step of the checkpoint is returned.
 
     Exported are the masters, rounded to `precision` (fp32, bf16, ...; auto: that of the run): to the bit the parameters
     that it computes with.
     """
-    run, tokenizer = model.run, model.tokenizer
-    if run is None:
+    if (run := model.run) is None:
         rule = "it is a model of transformers already"
         raise UserError(Problem("model", str(model.folder), rule, "name the folder of a run"))
-    figures: dict[str, Any] = {}  # the newest of every kind that the run had at this step
-    for record in collect(lambda: read_metrics(model.folder / "metrics.jsonl"), []) or []:
-        figures |= record if record["step"] <= run.found.step else {}
-    card = model_card(
-        run.config,
-        family_of(model.config),
-        step=run.found.step,
-        tokens=run.state.progress.tokens,
-        data=run.state.data.description,
-        figures=figures,
-        has_tokenizer=tokenizer is not None,
-    )
+    metrics: dict[str, Any] = {}  # the newest of every kind that the run had at this step
+    for record in read_metrics(model.folder / "metrics.jsonl"):
+        metrics |= record if record["step"] <= run.found.step else {}
+    card = model_card(run, family_of(model.config), metrics, has_tokenizer=model.tokenizer is not None)
     export_model(
         run.masters(),
         model.config,
         folder,
-        dtype=DTYPES[run.config.precision if precision == "auto" else precision],
+        dtype=DTYPES[model.precision if precision == "auto" else precision],
         context_length=model.seq_length,
-        end_of_document=None if tokenizer is None else tokenizer.end_of_document,
+        end_of_document=model.tokenizer.end_of_document if model.tokenizer else None,
         max_shard_size=max_shard_size,
-        others={"README.md": card.encode(), **({} if tokenizer is None else tokenizer.files(model.seq_length))},
+        others={"README.md": card, **(model.tokenizer.files(model.seq_length) if model.tokenizer else {})},
     )
+    return run.found.step
 
 
 def export_model(
@@ -91,7 +84,7 @@ def export_model(
     stretched to: transformers 4 takes the factor from it); `end_of_document` the token that ends a text, and so stands
     before the next one: it is what to begin with, too.
     """
-    family = FAMILIES[family_of(config)]
+    family = family_of(config)
     ends = dict.fromkeys(("bos_token_id", "eos_token_id"), end_of_document)  # absent: the family's first model's
     described = {**family.describe(settings_of(config)), **ends, "architectures": [family.architecture]}
     described["dtype"] = str(dtype).removeprefix("torch.")
@@ -99,28 +92,27 @@ def export_model(
         stretched = config.rope_scaling == "yarn" and config.rope_scaling_factor > 1
         longer = round(config.rope_scaling_factor * config.rope_original_positions) if stretched else 0
         described["max_position_embeddings"] = longer or context_length
-    by_parameter = sources(family.model_type, config)
+    by_parameter = sources(family, config)
     shapes = {name: shape for source in by_parameter.values() for name, shape in source.tensors.items()}
     empty = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
     try:
         plan = split_torch_state_dict_into_shards(empty, max_shard_size=max_shard_size)
     except (ValueError, OverflowError) as error:
         raise UserError(Problem("max shard size", max_shard_size, str(error), "5GB or 500MB, for example")) from error
-    texts = {"config.json": described, "generation_config.json": ends}
+    texts: dict[str, Any] = {"config.json": described, "generation_config.json": ends}
     if plan.is_sharded:
         metadata = plan.metadata | {"total_parameters": sum(tensor.numel() for tensor in empty.values())}
         texts["model.safetensors.index.json"] = {"metadata": metadata, "weight_map": plan.tensor_to_filename}
-    with new_folder(folder) as unfinished:
-        for name, text in texts.items():
-            (unfinished / name).write_text(json.dumps(text, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        for name, content in (others or {}).items():
+    contents = {name: f"{json.dumps(text, indent=2, sort_keys=True)}\n".encode() for name, text in texts.items()}
+    with _new_folder(folder) as unfinished:
+        for name, content in {**contents, **(others or {})}.items():
             (unfinished / name).write_bytes(content)
-        contents = defaultdict[str, dict[str, Tensor]](dict)
+        parts = defaultdict[str, dict[str, Tensor]](dict)
         for name, tensor in _tensors(values, by_parameter, dtype):
             file = plan.tensor_to_filename[name]
-            contents[file][name] = tensor
-            if len(contents[file]) == len(plan.filename_to_tensors[file]):
-                save_file(contents.pop(file), unfinished / file, metadata={"format": "pt"})
+            parts[file][name] = tensor
+            if len(parts[file]) == len(plan.filename_to_tensors[file]):
+                save_file(parts.pop(file), unfinished / file, metadata={"format": "pt"})
                 shutil.copymode(unfinished / "config.json", unfinished / file)  # safetensors lets only the owner read
 
 
@@ -145,13 +137,13 @@ def _tensors(
         del value, tensor
 
 
-def family_of(config: ModelConfig) -> str:
+def family_of(config: ModelConfig) -> Family:
     """The family of transformers that computes exactly this model; a UserError if there is none."""
     needs = []
     for family in FAMILIES.values():
         if family.has_experts == (config.moe.num_experts > 0):
             if not (others := family.other_settings(settings_of(config))):
-                return family.model_type
+                return family
             shown = ", ".join(f"model.{name}={yaml_value(value)}" for name, value in sorted(others.items()))
             needs.append(f"{family.model_type} has {shown}")
     rule = f"no family that can be exported computes this model: {'; '.join(needs)}"
@@ -160,20 +152,14 @@ def family_of(config: ModelConfig) -> str:
 
 
 @contextmanager
-def new_folder(folder: Path) -> Iterator[Path]:
+def _new_folder(folder: Path) -> Iterator[Path]:
     """A folder to write to that becomes `folder` (new or empty) at the end, or vanishes if the body raises."""
     require_new(folder)
-    final = folder.resolve()
-    unfinished = draft_of(final)
+    unfinished = draft_of(folder.resolve())
     try:
         unfinished.mkdir(parents=True)
         yield unfinished
-        for path in unfinished.iterdir():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-        sync_folder(unfinished)
-        unfinished.rename(final)
-        sync_folder(final.parent)
+        unfinished.rename(folder.resolve())
     except (OSError, SafetensorError) as error:
         remedy = "name a folder on a disk with room that this user may write to"
         raise UserError(Problem("folder", str(folder), f"it cannot be written: {error}", remedy)) from error
@@ -185,6 +171,5 @@ def require_new(folder: Path) -> None:
     """UserError where `folder` is a file or holds something."""
     with refusing(folder, "name a folder that this user may write to"):
         if folder.is_file() or (folder.exists() and any(folder.iterdir())):
-            raise UserError(
-                Problem("folder", str(folder), "it exists already", "name a new folder, or delete this one")
-            )
+            rule, remedy = "it exists already", "name a new folder, or delete this one"
+            raise UserError(Problem("folder", str(folder), rule, remedy))

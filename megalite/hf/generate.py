@@ -4,7 +4,7 @@ A prompt is computed once. From then on every step computes the newest token of 
 and values of the tokens before it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,31 +12,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.config.model_folder import read_model_file
 from megalite.config.schema import Config
-from megalite.config.user_files import read_object
+from megalite.config.user_files import read_object, refusing
 from megalite.data.batch import unscored
-from megalite.data.tokenizers import token_text
 from megalite.errors.problems import NO_VALUE, Problem, UserError, collect_all
 from megalite.hf.saved_model import SavedModel
-from megalite.launch.device import DTYPES, choose_precision
 from megalite.model.attention import Attention, BlockInputs
 from megalite.model.gpt import GPT
 
 NEW_TOKENS = 100  # where nobody says how many
-ROWS = 16  # texts of one prompt that grow together
 
 
 @dataclass(frozen=True)
-class Drawing:
-    """How a token is drawn: at `temperature` 0 the likeliest one, else by its share among the `top_k` likeliest (0:
-    all) and, of these, among the fewest whose shares add up to `top_p`."""
+class Sampling:
+    """A token is the likeliest one at `temperature` 0, else it is drawn by its share among the `top_k` likeliest (0:
+    all) and, of these, among the fewest whose shares add up to `top_p`. A prompt is continued `num_samples` times."""
 
     temperature: float = 0.8
     top_k: int = 50
     top_p: float = 1.0
+    num_samples: int = 1
+    max_new_tokens: int | None = None
 
-    def __call__(self, logits: Tensor, dice: torch.Generator) -> Tensor:
+    def draw(self, logits: Tensor, dice: torch.Generator) -> Tensor:
         """logits [n, vocab] -> tokens [n]"""
         if not logits.isfinite().all():
             rule = "its logits are not finite numbers: the weights are too large for the precision"
@@ -72,55 +70,31 @@ class KeptKeys:
         return out.permute(2, 0, 1, 3).flatten(2)
 
 
+@torch.inference_mode()
 def generate(
-    saved: SavedModel,
-    prompts: Sequence[str],
-    config: Config,
-    device: torch.device,
-    drawing: Drawing,
-    report: Callable[[str], None],
-    progress: Callable[[int, int], None],
-    *,
-    max_new_tokens: int | None = None,
-    num_samples: int = 1,
+    saved: SavedModel, prompts: Sequence[str], config: Config, device: torch.device, sampling: Sampling
 ) -> Iterator[tuple[str, str]]:
-    """Each prompt `num_samples` times, with the prompt and what follows it, as they are done.
-
-    `report` is told what is worth knowing but no mistake, `progress` how many tokens of how many are done. What a
-    prompt becomes depends on `config.seed` and on no other prompt. All that is wrong is refused before the first text.
-    """
+    """Prompts with the texts that they begin. A text depends on `config.seed` and on no other prompt. All that is wrong
+    is refused before the first text."""
     if saved.tokenizer is None:
         rule = "it holds no tokenizer, so there is nothing to read a prompt with"
         raise UserError(Problem("model", str(saved.folder), rule, "put the tokenizer of its tokens there"))
-    ids = collect_all(lambda prompt: read_prompt(saved, prompt), prompts)
-    begin = token_text(saved.tokenizer.settings.get("bos_token"))
-    if begin and saved.tokenizer.backend.token_to_id(begin) not in {
-        saved.tokenizer.end_of_document,
-        *(one[0] for one in ids),
-    }:
-        report(f"the tokenizer names {begin} for the begin of a text, which a prompt has where it is spelled out")
-    counts = collect_all(lambda tokens: _new_tokens(saved, len(tokens), max_new_tokens), ids)
-    if any(len(one) + count > saved.trained_length for one, count in zip(ids, counts, strict=True)):
-        report(f"from token {saved.trained_length:,} on the text is longer than any that the model was trained on")
-    asked = [*zip(prompts, ids, counts, strict=True)]
-    ends, model = ends_of(saved), saved.load(config, _dtype_of(saved, config.precision, device), device)
-    return _samples(saved, model, asked, num_samples, config.seed, ends, drawing, progress)
-
-
-def _dtype_of(saved: SavedModel, asked: str, device: torch.device) -> torch.dtype:
-    """The precision that was asked for; with auto that of the run, or the one that the folder was saved in."""
-    if saved.run is not None:
-        return choose_precision(saved.run.config.precision if asked == "auto" else asked, device)
-    about = read_model_file(saved.folder) if asked == "auto" else {}
-    saved_in = f"torch.{about.get('dtype') or about.get('torch_dtype')}"
-    return next((dtype for dtype in DTYPES.values() if str(dtype) == saved_in), choose_precision(asked, device))
+    begun = collect_all(lambda prompt: read_prompt(saved, prompt), prompts)
+    counts = collect_all(lambda ids: _new_tokens(saved, len(ids), sampling.max_new_tokens), begun)
+    ends, model = _ends_of(saved), saved.load(config, device)
+    for prompt, ids, count in zip(prompts, begun, counts, strict=True):
+        dice = torch.Generator().manual_seed(config.seed)
+        for row in continued(model, torch.tensor([ids] * sampling.num_samples), count, sampling, dice, ends).tolist():
+            end = next((at for at in range(len(ids), len(row)) if row[at] in ends), None)
+            yield prompt, saved.tokenizer.decode(row[:end], skip_special_tokens=True)
 
 
 def read_prompt(saved: SavedModel, prompt: str) -> list[int]:
     """The ids of a prompt, as evaluation reads a text; special tokens that are spelled out are those tokens."""
     assert saved.tokenizer is not None
     backend, known = saved.tokenizer.backend, saved.config.vocab_size or 0
-    saved.tokenizer.encode(prompt)  # says which symbol is unknown, and where
+    with refusing("--prompt", "UTF-8 text"):
+        saved.tokenizer.encode(prompt)  # says which symbol is unknown, and where
     backend.encode_special_tokens = False
     ids = backend.encode(prompt, add_special_tokens=False).ids
     backend.encode_special_tokens = True
@@ -134,7 +108,7 @@ def _new_tokens(saved: SavedModel, prompt: int, wanted: int | None) -> int:
     """How many tokens to add. Learned positions end where their table does; others go on, beyond what was trained."""
     table = saved.config.max_positions if saved.config.position == "learned" else None
     room = min(saved.trained_length, table or saved.trained_length) - prompt
-    count = wanted or (min(NEW_TOKENS, room) if room > 0 else NEW_TOKENS)
+    count = wanted or min(NEW_TOKENS, room if room > 0 else NEW_TOKENS)
     if table is not None and prompt + count > table:
         rule = f"the prompt takes {prompt:,} of the model's {table:,} positions"
         remedy = f"at most {max(1, table - prompt)}, with a prompt of at most {table - 1:,} tokens"
@@ -142,54 +116,27 @@ def _new_tokens(saved: SavedModel, prompt: int, wanted: int | None) -> int:
     return count
 
 
-@torch.inference_mode()
-def _samples(
-    saved: SavedModel,
-    model: GPT,
-    asked: list[tuple[str, list[int], int]],
-    num_samples: int,
-    seed: int,
-    ends: frozenset[int],
-    drawing: Drawing,
-    progress: Callable[[int, int], None],
-) -> Iterator[tuple[str, str]]:
-    assert saved.tokenizer is not None
-    done, total = 0, num_samples * sum(count for _, _, count in asked)
-    for prompt, ids, count in asked:
-        dice = torch.Generator().manual_seed(seed)
-        for first in range(0, num_samples, ROWS):
-            rows = min(ROWS, num_samples - first)
-            for text in continued(model, torch.tensor([ids] * rows), count, drawing, dice, ends):
-                progress(done + rows * (text.shape[1] - len(ids)), total)
-            done += rows * count
-            for row in text.tolist():
-                end = next((at for at in range(len(ids), len(row)) if row[at] in ends), None)
-                yield prompt, saved.tokenizer.decode(row[:end], skip_special_tokens=True)
-
-
-def continued(
-    model: GPT, texts: Tensor, count: int, drawing: Drawing, dice: torch.Generator, ends: frozenset[int] = frozenset()
-) -> Iterator[Tensor]:
-    """texts [n, s] with one token more, with two, ... and with `count`, or until each of them has come to an end."""
-    for attention in (module for module in model.modules() if isinstance(module, Attention)):
-        attention.attend = KeptKeys()  # type: ignore[method-assign]
-    over, newest = torch.zeros(len(texts), dtype=torch.bool), texts
-    for _ in range(count):
-        batch = unscored(newest)
-        place = texts.shape[1] - newest.shape[1]
-        batch = replace(batch, positions=(batch.positions[:1] + place).expand(newest.shape)).to(model.device)
-        newest = drawing(model.head_logits(model(batch)[-1]), dice)[:, None]
-        texts = torch.cat([texts, newest], dim=1)
-        over |= torch.tensor([token in ends for token in newest[:, 0].tolist()])
-        yield texts
-        if over.all():
-            return
-
-
-def ends_of(saved: SavedModel) -> frozenset[int]:
+def _ends_of(saved: SavedModel) -> frozenset[int]:
     """The tokens that end a text: the tokenizer's and, of a transformers model, those that its own settings name."""
     assert saved.tokenizer is not None
     path = saved.folder / "generation_config.json"
     named: Any = read_object(path).get("eos_token_id") if saved.run is None and path.is_file() else None
     ends = {saved.tokenizer.end_of_document, *(named if isinstance(named, list) else [named])}
     return frozenset(end for end in ends if isinstance(end, int))
+
+
+def continued(
+    model: GPT, texts: Tensor, count: int, sampling: Sampling, dice: torch.Generator, ends: frozenset[int] = frozenset()
+) -> Tensor:
+    """texts [n, s] -> [n, s + count], or fewer where all of them have come to an end."""
+    for attention in (module for module in model.modules() if isinstance(module, Attention)):
+        attention.attend = KeptKeys()  # type: ignore[method-assign]
+    over, newest = torch.zeros(len(texts), dtype=torch.bool), texts
+    while count and not over.all():
+        batch = unscored(newest)
+        positions = batch.positions[:1] + texts.shape[1] - newest.shape[1]
+        batch = replace(batch, positions=positions.expand(newest.shape)).to(model.device)
+        newest = sampling.draw(model.head_logits(model(batch)[-1]), dice)[:, None]
+        texts, count = torch.cat([texts, newest], dim=1), count - 1
+        over |= torch.tensor([token in ends for token in newest[:, 0].tolist()])
+    return texts

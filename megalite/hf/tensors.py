@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.config.schema import ModelConfig
-from megalite.hf.families import FAMILIES
 from megalite.hf.families.family import Family
 from megalite.model.parameters import gpt_parameters, padded_vocabulary
 
@@ -43,11 +42,9 @@ class Source:
     form: Form
 
 
-def sources(family: str, config: ModelConfig) -> dict[str, Source]:
+def sources(family: Family, config: ModelConfig) -> dict[str, Source]:
     """The sources by logical name, in the order of `gpt_parameters`. `config` is resolved (no None left)."""
-    about = FAMILIES[family]
-    modules, forms = about.modules, _forms(about, config)
-    found = {}
+    modules, forms, found = family.modules, _forms(family, config), {}
     for record in gpt_parameters(config):
         layer = "".join(re.findall(r"\.(\d+)\.", record.name))
         module, _, kind = re.sub(r"\.\d+\.", ".N.", record.name).rpartition(".")
@@ -56,7 +53,7 @@ def sources(family: str, config: ModelConfig) -> dict[str, Source]:
         form = forms.get(f"{module}.{kind}", _SAME)
         experts = config.moe.num_experts if any("E" in name for name in modules.get(module, [])) else 1
         names = [
-            f"{about.prefix}{name.replace('N', layer).replace('E', str(expert))}.{kind}"
+            f"{family.prefix}{name.replace('N', layer).replace('E', str(expert))}.{kind}"
             for expert in range(experts)
             for name in modules.get(module, [])
         ] or [HEAD]

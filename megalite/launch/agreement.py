@@ -1,10 +1,9 @@
 """Raises an error that one rank meets on all ranks, at the same point: all go on, or all stop."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import Any, TypeVar
 
-from megalite.errors.problems import Problem, UserError, refuse
+from megalite.errors.problems import Problem, UserError
 from megalite.launch.context import ParallelContext
 
 T = TypeVar("T")
@@ -14,7 +13,7 @@ class StorageFailure(Exception):  # noqa: N818  # its callers turn it into an er
     """Some rank's storage failed: what happened and where, the same text on every rank."""
 
 
-def together(context: ParallelContext, action: Callable[[], T], *, patient: bool = False) -> T:
+def all_ranks_or_raise(context: ParallelContext, action: Callable[[], T], *, patient: bool = False) -> T:
     """The result of `action` on this rank, or an error on all ranks if any rank's failed, once all have finished it.
 
     Refusals become one UserError with the problems of all ranks, and OSErrors become one StorageFailure. Anything else
@@ -44,12 +43,7 @@ def together(context: ParallelContext, action: Callable[[], T], *, patient: bool
     raise StorageFailure("; ".join(f"{message} on rank {rank}" for rank, _, message in failed[:3])) from failure
 
 
-def agree(context: ParallelContext, problems: Sequence[Problem]) -> None:
-    """Raise one UserError on all ranks if any rank has a problem. Ranks without problems call it with none."""
-    together(context, partial(refuse, problems))
-
-
-def on_first(context: ParallelContext, action: Callable[[], Any], *, patient: bool = False) -> Any:
+def rank0_broadcast(context: ParallelContext, action: Callable[[], Any], *, patient: bool = False) -> Any:
     """The JSON value that `action` returns on rank 0, which alone performs it, or the same failure on every rank."""
-    value = together(context, lambda: action() if context.rank == 0 else None, patient=patient)
+    value = all_ranks_or_raise(context, lambda: action() if context.rank == 0 else None, patient=patient)
     return context.broadcast_object(value)

@@ -28,7 +28,7 @@ QUERIES = 256  # rows of a tile of documents at most
 
 
 @dataclass(frozen=True)
-class SequenceShare:
+class CpShard:
     """What one rank holds of each sequence; by default all of it. `index`: its place among the cp ranks."""
 
     index: int = 0
@@ -103,7 +103,7 @@ class AttentionPlan:
         return sum(tile.scores for tiles in self.tiles for tile in tiles)
 
 
-def causal_plan(share: SequenceShare, length: int, cut: Cut = "zigzag") -> AttentionPlan:
+def causal_plan(share: CpShard, length: int, cut: Cut = "zigzag") -> AttentionPlan:
     """The plan of sequences that are one document each. All keys travel, so that every rank sends as much as it
     receives."""
     rows = length // share.ring
@@ -119,7 +119,7 @@ def starts_of(documents: npt.NDArray[np.int32]) -> IntArray:
     return np.maximum.accumulate(np.where(first, places, 0), axis=1)
 
 
-def document_plan(share: SequenceShare, starts: IntArray) -> AttentionPlan:
+def document_plan(share: CpShard, starts: IntArray) -> AttentionPlan:
     """The plan of packed documents that start at `starts` [b, s], with the cut whose busiest block computes less;
     of equal cuts zigzag, which fetches less. The same cut on all ranks."""
     cuts: tuple[Cut, ...] = ("zigzag", "stripes")

@@ -89,8 +89,9 @@ class Timeline:
 
 
 def simulated(schedule: Schedule, durations: Durations | None = None, transfer: float = 0) -> Timeline:
-    """The timeline that the simulator computes; by default every chunk takes `equal_durations`."""
-    ranks = simulate(schedule, durations or equal_durations(schedule), transfer)
+    """The timeline that the simulator computes; by default all ranks take equally long, in forward passes of a rank."""
+    share = 1 / schedule.vpp  # of a rank's layers
+    ranks = simulate(schedule, durations or equal_durations(schedule, share, share, share), transfer)
     return Timeline(schedule.name, schedule.vpp, schedule.microbatches, ranks)
 
 
@@ -135,8 +136,7 @@ def pictures_of_run(run_dir: Path, config: Mapping[str, Any], dp: int) -> Iterat
         yield schedule_picture(timeline, MILLISECONDS, f"{timeline.title}; recorded in step {step}")
     name, group = str(config.get("parallel.schedule")), config.get("parallel.microbatch_group_size")
     if 1 < pp * vpp * microbatches <= MOST_PASSES and pp > 1 and name in SCHEDULES:
-        schedule = build_schedule(ScheduleRequest(name, pp, microbatches, vpp, group))
-        timeline = simulated(schedule, equal_durations(schedule, 1 / vpp, 1 / vpp, 1 / vpp))
+        timeline = simulated(build_schedule(ScheduleRequest(name, pp, microbatches, vpp, group)))
         yield schedule_picture(timeline, FORWARD_PASSES, f"{timeline.title}; if all chunks took equally long")
 
 

@@ -24,7 +24,7 @@ from megalite.data.open import FORMAT, Progress, TokenFiles, check_vocabulary, d
 from megalite.data.token_file import TokenFile, dtype_for, read_facts, with_suffix
 from megalite.data.tokenizer_folder import load_tokenizer
 from megalite.data.tokenizers import TextTokenizer, bpe_tokenizer, byte_tokenizer, char_tokenizer
-from megalite.errors.problems import Problem, UnavailableError, UserError, collect, collect_all
+from megalite.errors.problems import Problem, UnavailableError, UserError, collect, collect_all, refuse
 from megalite.errors.remedies import of_system
 from megalite.launch.host import allow_open_files, usable_cores
 from megalite.prepare.hub import TOKENIZER_FILES, tokenizer_folder
@@ -35,7 +35,6 @@ from megalite.prepare.tokenizing import Job, tokenize_shards
 
 SAMPLE = 8 << 20  # characters of text that a BPE is trained on
 SAMPLED_SHARDS = 64
-PAGES = 20_000  # characters of text on which a tokenizer is tried
 SUMMED = ("tokens", "documents", "skipped_documents", "bytes")  # of all shards, in PREFIX.json
 
 
@@ -121,8 +120,8 @@ def _plans(config: Config, sources: list[Source]) -> list[list[Shard]]:
     plans = collect(lambda: collect_all(Source.plan, sources), problems)
     if config.tokenizer not in BUILT_IN_TOKENIZERS:
         collect(lambda: named_tokenizer(config.tokenizer), problems)
-    if problems or plans is None:
-        raise UserError(problems)
+    refuse(problems)
+    assert plans is not None
     return plans
 
 
@@ -132,19 +131,15 @@ def _check_output(target: Target) -> None:
     prefix = target.prefix
     for path in target.source.paths:
         if os.path.isdir(path) and prefix.resolve().is_relative_to(Path(path).resolve()):
-            rule = f"it is inside data.path={path}, a folder that is read whole: the text would not be the same again"
+            rule = f"must not be inside data.path={path}, a folder that is read whole"
             raise UserError(Problem("--output", str(prefix), rule, "a name in another folder"))
-    places = [with_suffix(prefix, ending) for ending in (".tokenizer", ".json", ".bin", ".idx")]
+    places = [with_suffix(prefix, ending) for ending in (".json", ".bin", ".tokenizer", ".idx")]
     taken = [path for path in places if os.path.lexists(path)]
-    if taken == places[:1] and target.work.is_dir():  # a start was stopped that had just written it
-        return
     with suppress(UserError):
-        ours = target.is_prepared or target.work.is_dir() or places[2] not in taken
-        if ours and not any(map(Path.is_symlink, taken)) and read_facts(prefix).fingerprint == target.key:
+        if not taken or (taken[0] == places[0] and read_facts(prefix).fingerprint == target.key):
             return
-    if taken:
-        rule = f"{taken[-1]} is there, and is not made of this text by this tokenizer"
-        raise UserError(Problem("--output", str(prefix), rule, f"--output={prefix}-2, or move it away"))
+    rule = f"{taken[-1]} is there, and is not made of this text by this tokenizer"
+    raise UserError(Problem("--output", str(prefix), rule, f"--output={prefix}-2, or move it away"))
 
 
 def _make(config: Config, targets: list[Target], progress: Progress | None, setting: str) -> None:
@@ -161,22 +156,20 @@ def _make(config: Config, targets: list[Target], progress: Progress | None, sett
         tally = _Tally([job for each in jobs.values() for job in each], progress)
         tokenizer = obtain_tokenizer(config, [*jobs], [shard for plan in plans for shard in plan])
         check_vocabulary(config, tokenizer.vocab_size)
-        built_in = config.tokenizer in BUILT_IN_TOKENIZERS
-        remarks = [] if built_in else tokenizer.remarks("".join(sample(plans[0][:1], PAGES)))
-        for target in jobs:
+        for target, parts in jobs.items():
             tokenizer.save(target.work / "tokenizer")
+            left = [job for job in parts if not is_whole(job[0])]
             try:
-                left = [job for job in jobs[target] if not is_whole(job[0])]
                 workers = config.data.workers or usable_cores()
                 tokenize_shards(left, tokenizer, target.work / "tokenizer", workers, tally)
-                if not any(tally.done[file][-1] for file, _ in jobs[target]):
+                if not any(read_facts(file).tokens for file, _ in parts):
                     rule, found = "holds no text at all (only empty documents)", " ".join(target.source.paths)
                     raise UserError(Problem("data.path", found, rule, "give text; check data.text_column"))
             except UserError as error:  # the text must be changed, and changed text has another key, but on the hub
                 if not isinstance(error, UnavailableError) and config.data.source != "hf":
                     shutil.rmtree(target.work, ignore_errors=True)
                 raise
-            _join(target, [file for file, _ in jobs[target]], tokenizer, remarks)
+            _join(target, [file for file, _ in parts], tokenizer)
 
 
 def is_whole(shard: Path) -> bool:
@@ -185,15 +178,12 @@ def is_whole(shard: Path) -> bool:
 
 
 class _Tally:
-    """The bytes of text, documents and tokens that are done, by token file of a shard; `progress` is told of them."""
+    """Adds up the bytes of text, documents and tokens that are done, by token file of a shard, for `progress`."""
 
     def __init__(self, jobs: list[Job], progress: Progress | None) -> None:
         self.total, self.progress = sum(shard.size for _, shard in jobs), progress
-        self.done: dict[Path, tuple[int, int, int]] = {Path(): (0, 0, 0)}
-        for file, shard in jobs:
-            if is_whole(file):
-                facts = read_facts(file)
-                self.done[file] = shard.size, facts.documents, facts.tokens
+        whole = {file: (shard.size, read_facts(file)) for file, shard in jobs if is_whole(file)}
+        self.done = {file: (size, facts.documents, facts.tokens) for file, (size, facts) in whole.items()}
         self(Path(), 0, 0, 0)
 
     def __call__(self, file: Path, size: int, documents: int, tokens: int) -> None:
@@ -217,10 +207,9 @@ def _locked(prefixes: list[Path], setting: str) -> Iterator[None]:
                 fcntl.flock(file, fcntl.LOCK_EX)
             yield
     except OSError as error:
-        elsewhere = f"choose a writable folder ({setting}=PATH); what is already prepared is kept"
-        rule = f"cannot be written ({error.strerror or error})"
-        remedy = f"{of_system(error, 'start again')}, or {elsewhere}"
-        raise UserError(Problem(setting, str(folder), rule, remedy)) from error
+        rule = f"cannot be written ({error.strerror or error}); what is already prepared is kept"
+        hint = f"{of_system(error, 'start again')}, or choose a writable folder ({setting}=PATH)"
+        raise UserError(Problem(setting, str(folder), rule, hint)) from error
 
 
 def obtain_tokenizer(config: Config, missing: list[Target], shards: list[Shard]) -> TextTokenizer:
@@ -251,22 +240,22 @@ def sample(shards: list[Shard], size: int = SAMPLE) -> Iterator[str]:
                 break
 
 
-def _join(target: Target, shard_files: list[Path], tokenizer: TextTokenizer, remarks: list[str]) -> None:
-    """All shards into one token file, its tokenizer beside it; then the work folder goes."""
-    shards = [read_facts(file) for file in shard_files]
+def _join(target: Target, files: list[Path], tokenizer: TextTokenizer) -> None:
+    """Make one token file of the files of all shards, its tokenizer beside it; then the work folder goes."""
+    shards, dtype, whole = [read_facts(file) for file in files], dtype_for(tokenizer.vocab_size), target.work / "whole"
     facts = {
         "source": target.source.label,
         "fingerprint": target.key,
         **{name: sum(getattr(shard, name) for shard in shards) for name in SUMMED},
         "tokenizer": tokenizer.identity,
         "vocab_size": tokenizer.vocab_size,
-        "dtype": str(dtype_for(tokenizer.vocab_size)),
-        **({"remarks": remarks} if remarks else {}),
+        "dtype": str(dtype),
     }
-    with_text = (file for file, shard in zip(shard_files, shards, strict=True) if shard.tokens)
-    join(map(TokenFile.open, with_text), target.work / "whole", facts)
-    tokenizer.save(with_suffix(target.prefix, ".tokenizer"))
+    with_text = (file for file, shard in zip(files, shards, strict=True) if shard.tokens)
+    join(map(TokenFile.open, with_text), whole, dtype, facts)
     for ending in (".json", ".bin", ".idx"):
-        with_suffix(target.work / "whole", ending).replace(with_suffix(target.prefix, ending))
+        if ending == ".idx":
+            tokenizer.save(with_suffix(target.prefix, ".tokenizer"))
+        with_suffix(whole, ending).replace(with_suffix(target.prefix, ending))
     sync_folder(target.prefix.parent)
     shutil.rmtree(target.work, ignore_errors=True)

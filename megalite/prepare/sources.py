@@ -14,7 +14,7 @@ import re
 import sys
 import sysconfig
 from collections import Counter
-from collections.abc import Container, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -24,11 +24,10 @@ from megalite.config.schema import DataConfig
 from megalite.config.user_files import refusing
 from megalite.data.open import digest, paths_of
 from megalite.errors.problems import Problem, UserError, collect_all
-from megalite.errors.remedies import of_system
 from megalite.prepare.hub import load_dataset
 from megalite.prepare.reading import KINDS, PACKED, Shard, is_json_lines, pieces
 
-NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo"}
+NOT_LIBRARY = ("site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo")
 CHECK = "check the path and its permissions"
 UNPACKED = 4  # bytes of text in a byte of a packed file, about
 SHARDS = 1024  # about this many for large inputs ...
@@ -56,18 +55,13 @@ class Source:
         return re.sub(r"[^\w.-]", "-", name)[:40]
 
     @cached_property
-    def found(self) -> list[tuple[list[Path], list[Path]]]:
-        """The local files of each of `paths`: those to read, in the order of their documents, and those beside them."""
-        if self.kind == "stdlib":  # without tests, and without what pip installed
-            library = _walk(Path(sysconfig.get_path("stdlib")), but=NOT_LIBRARY)
-            return [(sorted(file for file in library if file.suffix == ".py"), [])]
-        if self.kind == "hf":
-            return [(sorted(_walk(Path(self.paths[0]))), [])]
-        return collect_all(_files_at, self.paths)
-
-    @property
     def files(self) -> list[Path]:
-        return [file for files, _ in self.found for file in files]
+        """The local files in the order of their documents."""
+        if self.kind == "stdlib":  # without tests, and without what pip installed
+            return [file for file in _walk(sysconfig.get_path("stdlib"), but=NOT_LIBRARY) if file.suffix == ".py"]
+        if self.kind == "hf":
+            return _walk(self.paths[0])
+        return [file for files in collect_all(_files_at, self.paths) for file in files]
 
     def identity(self) -> str:
         """A hash that changes when the documents do."""
@@ -93,7 +87,7 @@ class Source:
         return shards
 
     def _examined(self, path: Path) -> Shard:
-        """A file as one shard: it can be opened, holds something, and begins as its kind does."""
+        """A file as one shard: it can be opened, has content, and begins as its kind does."""
         kind = "text" if self.kind == "stdlib" else _kind_of(path) or "text"
         with refusing(path, CHECK):
             size = path.stat().st_size * (UNPACKED if path.suffix.lower() in PACKED else 1)
@@ -116,9 +110,16 @@ def sources_of(data: DataConfig) -> list[Source]:
 
 
 def not_read(sources: list[Source]) -> list[str]:
-    """A line for each entry of data.path beside whose files others lie unread."""
-    entries = [entry for source in sources for entry in zip(source.paths, source.found, strict=False)]
-    return [f"not read in {path}: {_counted(beside)}" for path, (_, beside) in entries if beside]
+    """A line for each folder in data.path in which other files lie unread."""
+    paths = [path for source in sources if source.kind == "text" for path in source.paths]
+    folders = [path for path in paths if Path(path).expanduser().is_dir()]
+    beside = {path: _counted(file for file in _walk(path) if not _kind_of(file)) for path in folders}
+    return [f"not read in {path}: {counts}" for path, counts in beside.items() if counts]
+
+
+def shard_size(total: int) -> int:
+    """Bytes per shard: many enough to share work and lose little to a kill, few enough to be cheap."""
+    return min(max(total // SHARDS, SMALLEST), LARGEST)
 
 
 def _kind_of(path: Path) -> str | None:
@@ -127,59 +128,49 @@ def _kind_of(path: Path) -> str | None:
     return KINDS.get(name.suffix.lower())
 
 
-def _files_at(path: str) -> tuple[list[Path], list[Path]]:
-    """The files that one entry of data.path means, in order, and the files that lie beside them unread."""
-    place, beside = Path(path).expanduser().absolute(), list[Path]()
-    with refusing(place, CHECK):
-        files, rule = [place], ""
-        if place.is_dir():
-            found = sorted(_walk(place))
-            files = [file for file in found if _kind_of(file)]
-            beside = [file for file in found if not _kind_of(file)]
-            rule = f"the folder holds no {', '.join(KINDS)} file; it holds: {_counted(beside) or 'nothing'}"
-        elif glob.has_magic(path) and not place.exists():
-            pattern = str(Path(path).expanduser())  # the working directory's own name is no pattern
-            matches = sorted({Path(match).absolute() for match in glob.glob(pattern, recursive=True)})
-            files, rule = [match for match in matches if not match.is_dir()], "the glob matches no file"
-        if not files:
-            raise UserError(Problem("data.path", path, rule, "give the files themselves, or a quoted glob of files"))
-        for file in files:
-            if not file.is_file():
-                there = os.path.lexists(file)
-                rule = "is no regular file, or a link to nothing" if there else "there is no such file or folder"
-                remedy = "give txt, jsonl, json, csv or parquet files, a folder of them or a glob"
-                raise UserError(Problem("data.path", str(file), rule, remedy))
-    return files, beside
+def _files_at(path: str) -> list[Path]:
+    """The files that one entry of data.path means, in order."""
+    place = Path(path).expanduser().absolute()
+    files, rule = [place], ""
+    if place.is_dir():
+        found = _walk(path)
+        files = [file for file in found if _kind_of(file)]
+        rule = f"the folder holds no {', '.join(KINDS)} file; it holds: {_counted(found) or 'nothing'}"
+    elif glob.has_magic(path) and not place.exists():
+        matches = map(Path, glob.glob(str(Path(path).expanduser()), recursive=True))
+        files, rule = sorted({match.absolute() for match in matches if not match.is_dir()}), "the glob matches no file"
+    if not files:
+        raise UserError(Problem("data.path", path, rule, "give the files themselves, or a quoted glob of files"))
+    for file in files:
+        if not file.is_file():
+            rule = "no regular file" if os.path.lexists(file) else "there is no such file or folder"
+            hint = "give txt, jsonl, json, csv or parquet files, a folder of them or a glob"
+            raise UserError(Problem("data.path", str(file), rule, hint))
+    return files
 
 
-def _counted(files: list[Path]) -> str:
+def _counted(files: Iterable[Path]) -> str:
     """The number of files of each suffix, in words."""
     names = Counter(file.suffix or "without a suffix" for file in files)
     return ", ".join(f"{count:,} {name}" for name, count in names.most_common(8))
 
 
-def _walk(top: Path, but: Container[str] = ()) -> Iterator[Path]:
-    """All that lies in a folder and below and is no folder, but in folders of some names; links are followed, but to
-    each folder once."""
-    seen = set()
+def _walk(folder: str, but: Iterable[str] = ()) -> list[Path]:
+    """All files in a folder and below, sorted, but in folders of some names; each folder once, links followed."""
+
+    def walk() -> Iterator[Path]:
+        seen = set()
+        for folder, names, members in os.walk(top, onerror=fail, followlinks=True):
+            real = os.path.realpath(folder)
+            names[:] = sorted({*names} - {*but}) if real not in seen else []
+            yield from (Path(folder, member) for member in members if real not in seen)
+            seen.add(real)
 
     def fail(error: OSError) -> None:
-        rule = f"cannot be looked into ({error.strerror})"
-        raise UserError(Problem("data.path", error.filename, rule, of_system(error, "give the folders beside it")))
+        raise UserError(Problem("data.path", error.filename, f"cannot be looked into ({error.strerror})", CHECK))
 
-    for folder, names, members in os.walk(top, onerror=fail, followlinks=True):
-        state = os.stat(folder)
-        if (state.st_dev, state.st_ino) in seen:
-            names.clear()
-            continue
-        seen.add((state.st_dev, state.st_ino))
-        names[:] = sorted(name for name in names if name not in but)
-        yield from (Path(folder, member) for member in members)
-
-
-def shard_size(total: int) -> int:
-    """Bytes per shard: many enough to share work and lose little to a kill, few enough to be cheap."""
-    return min(max(total // SHARDS, SMALLEST), LARGEST)
+    top = Path(folder).expanduser().absolute()
+    return sorted(walk())
 
 
 def _divided(whole: Shard, size: int) -> list[Shard]:

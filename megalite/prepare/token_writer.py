@@ -8,7 +8,7 @@ import json
 import os
 from array import array
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy.typing as npt
 import xxhash
 
 from megalite.config.durable_files import write_atomically
-from megalite.data.token_file import CODES, HEADER, MAGIC, TokenFile, largest_id, with_suffix
+from megalite.data.token_file import CODES, HEADER, MAGIC, TokenFile, with_suffix
 
 LONGEST = 2**31 - 1  # tokens in one sequence: its length is an i32
 COPY = 8 << 20  # tokens per copy
@@ -38,9 +38,8 @@ class TokenWriter(AbstractContextManager["TokenWriter"]):
 
     def __exit__(self, kind: object, *error: object) -> None:
         if kind is not None:
-            with suppress(OSError):  # no room for what is still in memory
-                self._data.close()
             with_suffix(self.prefix, ".bin").unlink(missing_ok=True)
+            self._data.close()
 
     @property
     def documents(self) -> int:
@@ -48,7 +47,7 @@ class TokenWriter(AbstractContextManager["TokenWriter"]):
 
     def add(self, tokens: npt.NDArray[Any]) -> None:
         """Append tokens [n] to the open document."""
-        if self.dtype.kind != "f" and np.any(tokens > largest_id(self.dtype)):  # no assert: python -O would cut the ids
+        if np.any(tokens > np.iinfo(self.dtype).max):  # no assert: python -O would cut the ids
             raise ValueError(f"{self.prefix.name}: token id {tokens.max()} does not fit {self.dtype}")
         self._write(tokens.astype(self.dtype, copy=False))
         self._open += len(tokens)
@@ -68,7 +67,7 @@ class TokenWriter(AbstractContextManager["TokenWriter"]):
         for start in range(0, len(file.tokens), COPY):
             self._write(file.tokens[start : start + COPY])
         self._boundaries.frombytes((file.boundaries[1:] + len(self._lengths)).tobytes())
-        self._lengths.frombytes(file.lengths[:].tobytes())
+        self._lengths.frombytes(file.lengths.tobytes())
 
     def finish(self, facts: dict[str, Any]) -> None:
         """Make the file visible, with `facts` in PREFIX.json."""
@@ -89,13 +88,10 @@ class TokenWriter(AbstractContextManager["TokenWriter"]):
         self.tokens += len(tokens)
 
 
-def join(files: Iterable[TokenFile], prefix: Path, facts: dict[str, Any]) -> None:
-    """PREFIX holds the documents of all `files` (of one dtype) in order; `facts` and a hash go to PREFIX.json. `files`
+def join(files: Iterable[TokenFile], prefix: Path, dtype: np.dtype[Any], facts: dict[str, Any]) -> None:
+    """PREFIX holds the documents of all `files` (of this dtype) in order; `facts` and a hash go to PREFIX.json. `files`
     may open each file when it is asked for: none is kept."""
-    others = iter(files)
-    first = next(others)
-    with TokenWriter(prefix, first.tokens.dtype) as writer:
-        writer.append(first)
-        for file in others:
+    with TokenWriter(prefix, dtype) as writer:
+        for file in files:
             writer.append(file)
         writer.finish(facts | {"xxh3_128": writer.hash.hexdigest()})

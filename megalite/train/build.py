@@ -37,7 +37,7 @@ from megalite.launch.device import (
 from megalite.launch.environment import ProcessEnvironment
 from megalite.layout.buffer_layout import Kind
 from megalite.layout.groups import GroupNeeds
-from megalite.layout.sequence import SequenceShare
+from megalite.layout.sequence import CpShard
 from megalite.layout.stages import stages_of
 from megalite.model.gpt import GPT
 from megalite.model.init import start_values
@@ -69,7 +69,7 @@ class DataShare(TypedDict):
 
     dp_rank: int
     dp_size: int
-    sequence: SequenceShare
+    sequence: CpShard
 
 
 # (folder, model, names) -> (logical name, logical tensor) of these parameters, of all where `names` is None.
@@ -231,7 +231,7 @@ def context_ranks(config: Config, context: ParallelContext, waiting: Waiting = n
 def data_share(config: Config, context: ParallelContext) -> DataShare:
     """The part of each global batch that this rank reads."""
     cp = context_ranks(config, context)
-    sequence = SequenceShare() if cp is None else cp.share
+    sequence = CpShard() if cp is None else cp.share
     return {"dp_rank": context.index("dp"), "dp_size": context.size("dp"), "sequence": sequence}
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from megalite.data.batch import Batch
 from megalite.data.permutation import IntArray
 from megalite.errors.problems import Problem, UserError
-from megalite.launch.agreement import together
+from megalite.launch.agreement import all_ranks_or_raise
 from megalite.launch.context import ParallelContext
 from megalite.train.build import Training
 
@@ -77,7 +77,7 @@ def evaluate(
     one = torch.ones((), dtype=training.buffers.master_dtype, device=context.device)
     sums = Sums(bytes_of_ids, context.device)
     with training.evaluating():
-        while (microbatches := together(context, lambda: next(batches, None))) is not None:
+        while (microbatches := all_ranks_or_raise(context, lambda: next(batches, None))) is not None:
             if not go_on():
                 return None
             sums.add(training.executor.evaluate(microbatches, one), microbatches)

@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 from megalite.config.step_plan import planned_steps
 from megalite.data.batches import StepBatches, TrainBatches, validation_batches
-from megalite.errors.problems import UserError
+from megalite.errors.problems import UserError, refuse
 from megalite.errors.words import several
-from megalite.launch.agreement import agree
+from megalite.launch.agreement import all_ranks_or_raise
 from megalite.launch.watchdog import after_report_s
 from megalite.optim.schedule import learning_rate
 from megalite.pipeline.simulator import Span
@@ -161,7 +161,7 @@ def read_metrics(job: Job, pending: PendingMetrics) -> StepMetrics:
         job.context.set_timeout(after_report_s(job.config.parallel.timeout_s))
         job.under_way = True
     if metrics.refused:
-        agree(job.context, job.problems)
+        all_ranks_or_raise(job.context, partial(refuse, job.problems))
     job.stopping = job.stopping or metrics.stop
     return metrics
 

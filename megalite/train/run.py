@@ -16,7 +16,7 @@ from megalite.config.schema import Config
 from megalite.data.open import TokenFiles, note_changed_files
 from megalite.errors.problems import Problem, UserError, collect, to_stderr
 from megalite.errors.words import several
-from megalite.launch.agreement import together
+from megalite.launch.agreement import all_ranks_or_raise
 from megalite.launch.context import ParallelContext
 from megalite.launch.environment import ProcessEnvironment
 from megalite.launch.failure_report import find_cause, is_broken_link
@@ -101,13 +101,13 @@ def open_record(job: Job, status: StatusFile, companions: Companions) -> None:
     """Open the files that tell of this start; where nothing is left to do, say so. A refusal leaves no new folder."""
     step = job.progress.step
     try:
-        together(job.context, lambda: status.begin(step))
+        all_ranks_or_raise(job.context, lambda: status.begin(step))
         if job.finished:
             status.end("finished")
             job.folder.withdraw()
             job.log.note(f"already finished: step {step} of {job.config.train.steps}")
             return
-        together(job.context, lambda: job.log.open(job, companions.open_views))
+        all_ranks_or_raise(job.context, lambda: job.log.open(job, companions.open_views))
     except UserError:
         job.folder.withdraw()
         raise

@@ -17,7 +17,7 @@ from megalite.data.batch import unscored
 from megalite.data.open import OpenedData
 from megalite.errors.problems import Problem, UserError, collect_all
 from megalite.launch.context import ParallelContext
-from megalite.layout.sequence import SequenceShare
+from megalite.layout.sequence import CpShard
 from megalite.model.gpt import GPT
 from megalite.train.build import Training
 
@@ -84,7 +84,7 @@ def sample(
         longest = max((len(prompt) for prompt in prompts), default=0) + count
         length = min(seq_length, -(-longest // unit) * unit)
     texts, groups = [list(prompt) for prompt in prompts], training.chunks[0].context
-    share = SequenceShare() if groups is None else groups.share
+    share = CpShard() if groups is None else groups.share
     with training.evaluating():
         for group in (texts[first : first + at_once] for first in range(0, len(texts), at_once)):
             generators = [torch.Generator().manual_seed(seed) for _ in group]

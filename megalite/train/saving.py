@@ -32,7 +32,7 @@ from megalite.checkpoint.store import CheckpointError, Saved, save
 from megalite.config.schema import Config
 from megalite.config.settings import as_plain
 from megalite.config.user_files import as_record
-from megalite.launch.agreement import on_first
+from megalite.launch.agreement import rank0_broadcast
 from megalite.launch.context import ParallelContext
 from megalite.layout.buffer_layout import OwnedRange
 from megalite.model.parameters import gpt_parameters
@@ -225,7 +225,7 @@ class Saver:
             moved = f"move those of steps {doubtful} out of {folder}" if good else "set another run_dir"
             return f"{words}; to go on from there, {moved}" if doubtful else words
 
-        return f"{on_first(self._job.context, kept)}. {ADVICE}"
+        return f"{rank0_broadcast(self._job.context, kept)}. {ADVICE}"
 
     def _finish(self, step: int, result: Callable[[], Saved]) -> None:
         """Report what became of the save of `step`."""

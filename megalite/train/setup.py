@@ -22,7 +22,7 @@ from megalite.config.step_plan import samples_when_longer
 from megalite.config.user_files import as_record
 from megalite.data.open import OpenedData, TokenFiles, open_data
 from megalite.errors.problems import Problem, UserError
-from megalite.launch.agreement import on_first, together
+from megalite.launch.agreement import all_ranks_or_raise, rank0_broadcast
 from megalite.launch.context import ParallelContext
 from megalite.launch.device import slow_precision
 from megalite.launch.environment import ProcessEnvironment
@@ -127,10 +127,10 @@ def set_up(
     vocabulary = {"model.vocab_size": config.model.vocab_size or data.vocab_size}
     config = derive_device(with_values(config, vocabulary), context, environment, log.note)
     path, weights = Path(config.run_dir), config.checkpoint.init_from
-    prompts = together(context, lambda: prompts_of(config, data))
-    continues = on_first(context, lambda: has_checkpoints(path))
+    prompts = all_ranks_or_raise(context, lambda: prompts_of(config, data))
+    continues = rank0_broadcast(context, lambda: has_checkpoints(path))
     if weights is not None and not continues:  # else nobody reads them
-        together(context, lambda: read_weights(weights, config.model, None))  # checked at once, read later
+        all_ranks_or_raise(context, lambda: read_weights(weights, config.model, None))  # checked at once, read later
     folder = RunFolder(path, context, config.resume, as_plain(config), data.fingerprint)
     try:
         for line in (*config.told, *folder.changes, *remarks(config, context)):
@@ -140,19 +140,19 @@ def set_up(
             restore(job, found)
         elif weights is not None:
             buffers = job.training.buffers
-            together(context, lambda: fill_with_imported_values(buffers, read_weights, config, context))
+            all_ranks_or_raise(context, lambda: fill_with_imported_values(buffers, read_weights, config, context))
         else:
             fill_with_start_values(job.training.buffers, config, context)
         job.begun_step = job.progress.step
-        job.evaluated_step, job.finished, job.measured = on_first(context, lambda: examine_records(job))
+        job.evaluated_step, job.finished, job.measured = rank0_broadcast(context, lambda: examine_records(job))
         if not job.finished:
             if job.progress.step < config.train.steps:
-                on_first(context, lambda: require_room(folder.checkpoints, state_bytes(config)))
+                rank0_broadcast(context, lambda: require_room(folder.checkpoints, state_bytes(config)))
             derived = [name for name in config.derived if value_of(config, name) not in OPEN]
             folder.begin(context, as_plain(config) | {DERIVED: derived})
         if (tokenizer := data.tokenizer) is not None:  # mended even if the run is over
             known = job.tokenizer_files
-            job.tokenizer_files = on_first(context, lambda: keep_tokenizer(path, tokenizer.files(), known))
+            job.tokenizer_files = rank0_broadcast(context, lambda: keep_tokenizer(path, tokenizer.files(), known))
     except BaseException:
         folder.withdraw()  # nobody else will: the job does not exist
         raise
@@ -167,9 +167,9 @@ def open_training_data(
 ) -> OpenedData:
     """The data of the run: prepared by the first rank of every node, under a lock, then opened by all."""
     first_of_node = not environment.local_rank  # unknown: all ask, the lock lets one of them work
-    made = together(context, lambda: prepare(config) if first_of_node else None, patient=True)
+    made = all_ranks_or_raise(context, lambda: prepare(config) if first_of_node else None, patient=True)
     # Other ranks find the files made; where the text has changed meanwhile they make their own, and are refused below.
-    data = together(context, lambda: open_data(config, made or prepare(config)), patient=True)
+    data = all_ranks_or_raise(context, lambda: open_data(config, made or prepare(config)), patient=True)
     others = {fingerprint: rank for rank, [fingerprint] in enumerate(context.gather_json([data.fingerprint]))}
     if len(others) > 1:  # the same on every rank, so that all refuse
         rule = f"ranks {' and '.join(map(str, sorted(others.values())))} find different data at this place"

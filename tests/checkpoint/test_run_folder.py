@@ -131,11 +131,11 @@ def test_sequences_may_grow_and_rotary_positions_with_them() -> None:
 @pytest.mark.parametrize(
     ("changes", "rules"),
     [
-        ({"train__seq_length": 128}, {"train.seq_length": "it may change where train.seq_length grows"}),
-        ({"model__rope_theta": 5e5}, {"model.rope_theta": "it may change where train.seq_length grows"}),
+        ({"train__seq_length": 128}, {"train.seq_length": "started with"}),
+        ({"model__rope_theta": 5e5}, {"model.rope_theta": "started with"}),
         (
             {"model__rope_scaling": "linear", "model__rope_scaling_factor": 2.0},
-            dict.fromkeys(["model.rope_scaling", "model.rope_scaling_factor"], "where train.seq_length grows"),
+            dict.fromkeys(["model.rope_scaling", "model.rope_scaling_factor"], "started with"),
         ),
         ({**LONGER, "train__batch_ramp": [2, 2, 8]}, {"train.batch_ramp": "it counts samples"}),
         ({**LONGER, "model__max_positions": 512}, {"model.max_positions": "started with"}),

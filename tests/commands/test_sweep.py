@@ -77,6 +77,7 @@ def test_points_are_trained_and_compared_and_the_same_command_continues_them(pla
     assert named == {"optimizer.lr=0.001", "optimizer.lr=0.0003"}
     assert [[record["val_loss"]] for record in found] == [losses(record["run_dir"]) for record in found]
     assert told[-3].startswith("optimizer.lr=0.001: trained, validation loss ")
+    assert all(Path(str(record["run_dir"])).name in "".join(told) for record in found)
     assert told[-1] == f"comparison: {place / 'sweep' / 'comparison.html'}"
     page = (place / "sweep" / "comparison.html").read_text()
     assert all(Path(str(record["run_dir"])).name in page for record in found)
@@ -136,7 +137,6 @@ def test_a_point_without_a_run_is_not_compared(place: Path, capsys: pytest.Captu
         (["seed=1,2", "train.seq_length=[1,{a:1}]"], ["train.seq_length=[1, {'a': 1}]"]),
         (["seed=1,2", "hydra/launcher=rq"], ["hydra/launcher/rq", "docs/sweeps.md"]),
         (["optimizer.lr=interval(1e-4,1e-3)"], ["--multirun", "INTERVAL"]),
-        (["seed=range(1,9000000000)", "train.steps=1,2"], ["a grid of more than 10,000 points"]),
         (["hydra.sweep.dir=a.txt"], ["/a.txt:", "File exists", "another hydra.sweep.dir"]),
     ],
 )
@@ -155,7 +155,6 @@ def test_recipes_of_one_s_own_are_points(place: Path, sweep: Sweep) -> None:
         (place / "mine" / "experiment").mkdir(parents=True, exist_ok=True)
         (place / "mine" / "experiment" / f"{name}.yaml").write_text(f"# @package _global_\nseed: {seed}\n")
     said = sweep("--config-dir=mine", "+experiment=a,b", "run_dir='runs/\x1b[31m${seed}'")
-    assert "sweep of 2 points in " in said
     assert "\x1b" not in said
     assert [Path(str(record["run_dir"])).name[-1] for record in records(place)] == ["5", "6"]
     assert [record["status"] for record in records(place)] == ["trained"] * 2

@@ -20,7 +20,7 @@ from megalite.launch.context import ParallelContext
 from megalite.layout import sequence
 from megalite.layout.groups import GroupNeeds
 from megalite.layout.ranks import ParallelLayout
-from megalite.layout.sequence import AttentionPlan, SequenceShare, causal_plan, document_plan, starts_of
+from megalite.layout.sequence import AttentionPlan, CpShard, causal_plan, document_plan, starts_of
 from megalite.tensor_parallel.collectives import TensorGroup
 from tests.ranks import run_ranks
 
@@ -78,7 +78,7 @@ def output_gradient(width: int) -> Tensor:
 
 def compute(context: ParallelContext, case: Case) -> tuple[list[int], Tensor, list[Tensor]]:
     """This rank's places, and its part of the output and of the gradients."""
-    share = SequenceShare(context.index("cp"), case.ring, case.alltoall)
+    share = CpShard(context.index("cp"), case.ring, case.alltoall)
     numbers, plan = case.numbers(), None
     if case.ring > 1:
         plan = causal_plan(share, LENGTH)

@@ -24,7 +24,7 @@ from megalite.launch.context import ParallelContext
 from megalite.launch.rendezvous import wait_until
 from megalite.layout.groups import GroupNeeds
 from megalite.layout.ranks import ParallelLayout
-from megalite.layout.sequence import SequenceShare, causal_plan, document_plan, starts_of
+from megalite.layout.sequence import CpShard, causal_plan, document_plan, starts_of
 from megalite.tensor_parallel.collectives import TensorGroup
 from tests.ranks import run_ranks
 
@@ -82,7 +82,7 @@ def compute(context: ParallelContext, case: Case) -> tuple[Counter[str], int]:
     """Bytes sent in forward and backward, and elements kept between the two."""
     sent: Counter[str] = Counter()
     count(sent)
-    share, documents, plan = SequenceShare(context.index("cp"), case.ring, case.alltoall), None, None
+    share, documents, plan = CpShard(context.index("cp"), case.ring, case.alltoall), None, None
     if case.ring > 1 and case.document < LENGTH:
         numbers = (np.arange(LENGTH, dtype=np.int32) // case.document)[None]
         plan, documents = document_plan(share, starts_of(numbers)), torch.from_numpy(numbers)
@@ -166,7 +166,7 @@ def blocks_at_once(context: ParallelContext, case: Case, blocks: int) -> int:
     exchange_module.start_all_gather = watched(exchange_module.start_all_gather)
     exchange_module.start_all_to_all = watched(exchange_module.start_all_to_all)
     ranks = CpGroups(ring=TensorGroup.of(context.group("cp-ring")), gathers=case.gathers)
-    mask = AttentionMask(plan=causal_plan(SequenceShare(context.index("cp"), case.ring), LENGTH))
+    mask = AttentionMask(plan=causal_plan(CpShard(context.index("cp"), case.ring), LENGTH))
     with torch.no_grad():
         context_attention(*parts_of(LENGTH // case.size), ranks, mask, whole_attention)  # type: ignore[call-arg, arg-type]
     return max(most)

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from megalite.data.token_bytes import bytes_of_ids
 from megalite.data.tokenizers import END, TextTokenizer, bpe_tokenizer, byte_tokenizer, char_tokenizer
 
 TEXT = "Where the wild thyme blows, ünïcödé 漢字 and 🎉 grow;\n\tthe end of the thing.\n" * 3
@@ -52,13 +51,13 @@ def test_the_bytes_of_a_text_are_the_sum_over_its_ids(
 ) -> None:
     ids = tokenizer.encode(text)
     assert len(set(ids)) > 7
-    assert bytes_of_ids(tokenizer, tokenizer.vocab_size)[ids].sum() == len(text.encode()) + spaces_put_before
+    assert tokenizer.bytes_of_ids(tokenizer.vocab_size)[ids].sum() == len(text.encode()) + spaces_put_before
 
 
 def test_what_is_no_text_has_no_bytes_and_added_words_have_theirs() -> None:
     tokenizer = byte_tokenizer()
     tokenizer.backend.add_tokens(["wörd"])
-    sizes = bytes_of_ids(tokenizer, 300)
+    sizes = tokenizer.bytes_of_ids(300)
     assert (sizes.shape, sizes.dtype) == ((300,), np.int64)
     assert sizes[tokenizer.backend.token_to_id(END)] == 0
     assert sizes[257] == len("wörd".encode())
@@ -69,4 +68,4 @@ def test_what_is_no_text_has_no_bytes_and_added_words_have_theirs() -> None:
 def test_letters_that_stand_for_bytes_count_one_each_whatever_decodes_them(tokenizer: TextTokenizer) -> None:
     spec = json.loads(tokenizer.backend.to_str()) | {"decoder": None}
     bare = TextTokenizer(Tokenizer.from_str(json.dumps(spec)), tokenizer.settings)
-    assert np.array_equal(bytes_of_ids(bare, 300), bytes_of_ids(tokenizer, 300))
+    assert np.array_equal(bare.bytes_of_ids(300), tokenizer.bytes_of_ids(300))

@@ -1,6 +1,7 @@
 """Text from a folder of transformers: numbers are transformers', and nothing is run or read from elsewhere."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,13 @@ from megalite.commands import evaluate, generate
 from megalite.config.compose import load_part
 from megalite.data.tokenizer_folder import load_tokenizer
 from megalite.data.tokenizers import bpe_tokenizer, byte_tokenizer
-from megalite.hf.generate import Drawing, continued, read_prompt
+from megalite.hf.generate import Sampling, continued, read_prompt
 from megalite.hf.generate import generate as texts_of
 from megalite.hf.saved_model import SavedModel, open_model
 from tests.hf.peers import PEERS, save_peer
 
 CPU = torch.device("cpu")
+LIKELIEST = Sampling(temperature=0)
 GREEDY = ("--temperature", "0", "--max-new-tokens", "3")
 TEXT = "Once upon a time there's a naïve 12345 tree, isn't there?\n" * 20
 
@@ -44,10 +46,9 @@ def change_config(folder: Path, **changes: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def texts(folder: Path, prompts: list[str], **options: Any) -> list[str]:
-    config, drawing = load_part([], "a test", ()), options.pop("drawing", Drawing(0))
-    arguments = (opened(folder), prompts, config, CPU, drawing, lambda _: None, lambda *_: None)
-    return [text for _, text in texts_of(*arguments, **options)]
+def texts(folder: Path, prompts: list[str], count: int, sampling: Sampling = LIKELIEST) -> list[str]:
+    config, sampling = load_part([], "a test", ()), replace(sampling, max_new_tokens=count)
+    return [text for _, text in texts_of(opened(folder), prompts, config, CPU, sampling)]
 
 
 # --- numbers ---------------------------------------------------------------------------------------------------------
@@ -57,15 +58,16 @@ def texts(folder: Path, prompts: list[str], **options: Any) -> list[str]:
 def test_every_step_has_the_logits_of_transformers_over_the_whole_text(name: str, tmp_path: Path) -> None:
     """Theirs are computed anew from all tokens, without kept keys, in fp64."""
     peer = save_peer(name, tmp_path)
-    model = opened(tmp_path).load(load_part([], "a test", ()), torch.float64, CPU)
+    model = opened(tmp_path).load(load_part([], "a test", ()), CPU)  # in fp64, as the folder
     steps: list[torch.Tensor] = []
 
-    def likeliest(logits: torch.Tensor, _: Any) -> torch.Tensor:
-        steps.append(logits)
-        return logits.argmax(1)
+    class Likeliest(Sampling):
+        def draw(self, logits: torch.Tensor, dice: Any) -> torch.Tensor:
+            steps.append(logits)
+            return logits.argmax(1)
 
     begun = torch.tensor([[3, 17, 40, 8, 2], [50, 1, 1, 30, 9]])
-    *_, text = continued(model, begun, 7, likeliest, torch.Generator())  # type: ignore[arg-type]
+    text = continued(model, begun, 7, Likeliest(), torch.Generator())
     assert text.shape == (2, 12)
     theirs = peer(input_ids=text).logits[:, 4:-1]
     ours = torch.stack(steps, dim=1)
@@ -85,7 +87,7 @@ def test_tokens_are_drawn_with_the_shares_of_transformers(
     seed: int, temperature: float, top_k: int, top_p: float
 ) -> None:
     logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(seed)).double() * 4
-    shares, tokens = Drawing(temperature, top_k, top_p).shares(logits)
+    shares, tokens = Sampling(temperature, top_k, top_p).shares(logits)
     ours = torch.zeros_like(logits).scatter(1, tokens, shares / shares.sum(1, keepdim=True))
     warpers: list[Any] = [transformers.TemperatureLogitsWarper(temperature)]
     if top_k:
@@ -100,13 +102,13 @@ def test_tokens_are_drawn_with_the_shares_of_transformers(
 def test_a_text_ends_where_the_folder_says_that_texts_end(tmp_path: Path) -> None:
     saved = opened(sound(tmp_path))
     assert saved.tokenizer is not None
-    model, greedy = saved.load(load_part([], "a test", ()), torch.float32, CPU), Drawing(0)
-    *_, [ids] = (text.tolist() for text in continued(model, torch.tensor([[*b"a tree"]]), 9, greedy, torch.Generator()))
-    assert texts(tmp_path, ["a tree"], max_new_tokens=9) == [saved.tokenizer.decode(ids)]
+    model = saved.load(load_part([], "a test", ()), CPU)
+    [ids] = continued(model, torch.tensor([[*b"a tree"]]), 9, LIKELIEST, torch.Generator()).tolist()
+    assert texts(tmp_path, ["a tree"], 9) == [saved.tokenizer.decode(ids)]
     named = {"eos_token_id": [ids[9], 256], "num_beams": 10**9}
     (tmp_path / "generation_config.json").write_text(json.dumps(named))
     expected = saved.tokenizer.decode(ids[: ids.index(ids[9], 6)])
-    assert texts(tmp_path, ["a tree"], max_new_tokens=9) == [expected]
+    assert texts(tmp_path, ["a tree"], 9) == [expected]
 
 
 def test_a_prompt_is_read_with_the_ids_of_an_evaluation(tmp_path: Path) -> None:
@@ -127,11 +129,11 @@ def test_a_prompt_is_read_with_the_ids_of_an_evaluation(tmp_path: Path) -> None:
     assert load_tokenizer(tmp_path).encode("<|endoftext|>") != [0], "but not in a document"
 
 
-def test_samples_come_one_after_the_other_and_do_not_depend_on_other_prompts(tmp_path: Path) -> None:
-    drawing = Drawing(1.0, 0)
-    alone = texts(sound(tmp_path), ["a tree"], max_new_tokens=4, num_samples=20, drawing=drawing)
+def test_samples_do_not_depend_on_other_prompts(tmp_path: Path) -> None:
+    drawn = Sampling(temperature=1.0, top_k=0, num_samples=20)
+    alone = texts(sound(tmp_path), ["a tree"], 4, drawn)
     assert len(set(alone)) == 20
-    both = texts(tmp_path, ["the river", "a tree"], max_new_tokens=4, num_samples=20, drawing=drawing)
+    both = texts(tmp_path, ["the river", "a tree"], 4, drawn)
     assert both[20:] == alone
     assert all(text.startswith("the river") for text in both[:20])
 
@@ -188,42 +190,23 @@ def test_nothing_is_unpickled_and_no_code_is_run(
     assert not ran.exists()
 
 
-@pytest.mark.parametrize("name", ["../outside.safetensors", "ABSOLUTE", ""])
-def test_an_index_leads_nowhere_but_into_its_folder(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder, outside = sound(tmp_path / "theirs"), tmp_path / "outside.safetensors"
-    (folder / "model.safetensors").rename(outside)
-    name = str(outside) if name == "ABSOLUTE" else name
-    (folder / "model.safetensors.index.json").write_text(
-        json.dumps({"weight_map": dict.fromkeys(load_file(outside), name)})
-    )
-    assert "model.safetensors" in refused_by_both(folder, capsys)
-
-
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
         ({"hidden_size": "32"}, "hidden_size='32': must be a whole number"),
         ({"num_attention_heads": 0}, "num_attention_heads=0: must be at least 1"),
         ({"num_hidden_layers": 1_000_000_000}, "num_hidden_layers=1000000000: must be at least 1, at most 10000"),
-        ({"num_hidden_layers": 10_000}, "must have the tensors of 10,000 layers"),
+        ({"num_hidden_layers": 10_000}, "20 problems"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan: must be finite"),
-        ({"architectures": ["LlamaForSequenceClassification"], "tie_word_embeddings": True}, "architectures="),
     ],
 )
 def test_a_config_that_no_model_has_is_told_by_its_key(
     changes: dict[str, Any], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = sound(tmp_path / "theirs")
-    tensors = load_file(folder / "model.safetensors")
-    if "architectures" in changes:
-        tensors["score.weight"] = torch.zeros(2, 24)
-        save_file(tensors, folder / "model.safetensors")
     change_config(folder, **changes)
     said = refused_by_both(folder, capsys)
     assert told in said
-    assert "model." not in said.partition("fix:")[2]
 
 
 def test_a_head_beside_tied_embeddings_is_not_passed_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -237,25 +220,21 @@ def test_a_head_beside_tied_embeddings_is_not_passed_over(tmp_path: Path, capsys
     tensors = load_file(folder / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    assert len(texts(folder, ["a"], max_new_tokens=1)) == 1
+    assert len(texts(folder, ["a"], 1)) == 1
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
-def test_all_prompts_are_sampled_and_a_line_of_a_file_is_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder, file = sound(tmp_path / "theirs"), tmp_path / "prompts.txt"
-    file.write_bytes("  in a füll\r\n\n \nthe\u2028river".encode())
-    asked = ["--prompt", "one", "--prompts", str(file), "--prompt", "two"]
-    assert generate.main([str(folder), *asked, *GREEDY, "--json"]) == 0
+def test_all_prompts_are_sampled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = [str(sound(tmp_path / "theirs")), "--prompt", "one", "--prompt", "the\u2028river", *GREEDY]
+    assert generate.main([*asked, "--json"]) == 0
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [each["prompt"] for each in found] == ["one", "two", "  in a füll", "the\u2028river"]
+    assert [each["prompt"] for each in found] == ["one", "the\u2028river"]
     assert all(each["text"].startswith(each["prompt"]) for each in found)
-    assert generate.main([str(folder), *asked, *GREEDY]) == 0
+    assert generate.main(asked) == 0
     said = capsys.readouterr().out
-    assert [line for line in said.splitlines() if line.startswith("---")] == [f"--- {n} of 4 ---" for n in range(1, 5)]
+    assert [line for line in said.splitlines() if line.startswith("---")] == ["--- 1 of 2 ---", "--- 2 of 2 ---"]
 
 
 def test_no_control_character_reaches_the_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -270,27 +249,20 @@ def test_no_control_character_reaches_the_output(tmp_path: Path, capsys: pytest.
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ([], "there is nothing to continue"),
+        ([], "required: --prompt"),
         (["--prompt", "a", "--prompt", ""], "--prompt='': there is nothing to continue"),
-        (["--prompt", "\udcff", "--prompt", "\udcfe"], "2 problems"),
-        (["--prompts", "blank.txt"], "there is nothing to continue"),
-        (["--prompts", "latin.txt"], "latin.txt: is not UTF-8 text"),
-        (["--prompts", "gone.txt"], "gone.txt: cannot be read"),
         (["--prompt", "a", "--num-samples", "0"], "--num-samples: 0 must be a whole number from 1"),
         (["--prompt", "a", "--top-p", "0"], "--top-p: 0 must be a number above 0 to 1"),
         (["--prompt", "a", "--top-k", "-1"], "--top-k: -1 must be a whole number from 0"),
         (["--prompt", "a", "--temperature", "inf"], "--temperature: inf must be a number from 0"),
         (["--prompt", "a", "--seed", "1"], "unknown option"),
-        (["--prompt", "a", "--top-k", "3", "--top-k", "4"], "--top-k='4': is given twice"),
+        (["--prompt", "a", "--top-k", "3", "--top-k", "4"], "--top-k=4: is given twice"),
     ],
 )
 def test_mistakes_are_refused_before_a_model_is_looked_for(
-    words: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("blank.txt").write_text(" \n\n")
-    Path("latin.txt").write_bytes(b"\xe9")
     assert generate.main(["gone", *words]) == 2
     said = capsys.readouterr()
     assert (said.out, said.err.count("megalite: refused")) == ("", 1)
-    assert told in said.err.replace("=4:", "='4':").replace("PosixPath('b')", "'b'")
+    assert told in said.err

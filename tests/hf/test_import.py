@@ -53,18 +53,12 @@ def test_a_sharded_folder_holds_the_same_model(tmp_path: Path) -> None:
 
 def test_tensors_keep_the_dtype_of_the_file_and_padding_rows_are_zero(tmp_path: Path) -> None:
     save_peer("gpt2", tmp_path, dtype=torch.bfloat16)
-    values = dict(import_model(tmp_path, matching_config(tmp_path)))
+    values = dict(import_model(tmp_path, matching_config(tmp_path, vocab_size=None)))  # which is the folder's
     word = values["embedding.word.weight"]
     assert word.dtype == torch.bfloat16
     assert word.shape == (64, 24)
     assert word[:53].any(dim=1).all()
     assert not word[53:].any()
-
-
-def test_a_null_vocabulary_is_the_folders(tmp_path: Path) -> None:
-    save_peer("gpt2", tmp_path)
-    values = dict(import_model(tmp_path, matching_config(tmp_path, vocab_size=None)))
-    assert values["embedding.word.weight"].shape == (64, 24)
 
 
 def test_old_folders_with_masks_and_without_prefix_are_read(tmp_path: Path) -> None:
@@ -117,19 +111,9 @@ def test_all_tensors_that_do_not_fit_are_listed(tmp_path: Path) -> None:
     assert "4 problems" in message
     for part in ("norm.weight", "[40, 24]", "[24, 40]", "I8", "model.layers.7.mlp.extra"):
         assert part in message
-
-
-def test_non_finite_values_are_refused_by_name(tmp_path: Path) -> None:
-    save_peer("gpt2", tmp_path)
-    change_tensors(tmp_path, transformer__ln_f__bias=torch.full((24,), float("nan"), dtype=torch.float64))
-    assert "transformer.ln_f.bias" in str(refusal(tmp_path, matching_config(tmp_path)))
-
-
-def test_a_kind_of_model_that_is_not_known_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba", "auto_map": {}}))
-    message = str(refusal(tmp_path, ModelConfig()))
-    assert "must be one of gpt2, llama, mixtral, qwen3" in message
-    assert "never run" in message
+    save_peer("llama", tmp_path)
+    change_tensors(tmp_path, model__norm__weight=torch.full((24,), float("nan"), dtype=torch.float64))
+    assert "finite numbers, unlike model.norm.weight" in str(refusal(tmp_path, config))
 
 
 @pytest.mark.parametrize(
@@ -139,10 +123,8 @@ def test_a_kind_of_model_that_is_not_known_is_refused(tmp_path: Path) -> None:
         ("llama", {"use_sliding_window": True}, "use_sliding_window=True"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'"),
         ("llama", {"rope_scaling": {"type": "longrope"}, "rope_parameters": None}, "rope_type='longrope'"),
-        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 0.5}}, "factor=0.5"),
         ("llama", {"partial_rotary_factor": 0.5, "rope_parameters": None}, "partial_rotary_factor=0.5"),
         ("llama", {"attention_bias": True, "mlp_bias": False}, "attention_bias=True"),
-        ("llama", {"attention_bias": True, "mlp_bias": None}, "attention_bias=True"),
         ("llama", {"mlp_bias": True}, "attention_bias=False"),
         ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config="),
         ("llama", {"transformers_weights": "adapter_model.bin"}, "transformers_weights='adapter_model.bin'"),
@@ -168,24 +150,7 @@ def test_a_sound_model_that_no_setting_says_is_not_called_damaged(
     assert "damaged" not in message
 
 
-WRONG: list[Any] = [
-    "32",
-    "",
-    0,
-    -1,
-    0.5,
-    10**9,
-    10**400,
-    math.nan,
-    math.inf,
-    1e-400,
-    True,
-    None,
-    [],
-    [[1]],
-    {},
-    {"a": 1},
-]
+WRONG: list[Any] = ["32", 0, -1, 0.5, 10**9, math.nan, math.inf, 1e-400, True, None, [], [[1]], {"a": 1}]
 
 
 @pytest.mark.parametrize("name", [*PEERS])
@@ -221,3 +186,7 @@ def test_a_folder_that_is_not_there_or_not_a_whole_model_is_refused(tmp_path: Pa
     config, path = matching_config(tmp_path), tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
     assert "complete safetensors file" in str(refusal(tmp_path, config))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba", "auto_map": {}}))
+    message = str(refusal(tmp_path, ModelConfig()))
+    assert "must be one of gpt2, llama, mixtral, qwen3" in message
+    assert "never run" in message

@@ -1,19 +1,28 @@
 """The model card says what a model is, what it was trained on and how well it does; nothing of where that was."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from megalite.checkpoint.manifest import Manifest
+from megalite.checkpoint.reading import Found
 from megalite.config.derive import derive, derive_vocabulary
 from megalite.config.schema import Config, DataConfig, ParallelConfig
+from megalite.hf.families import FAMILIES
 from megalite.hf.model_card import model_card
+from megalite.hf.saved_model import RunCheckpoint
+from megalite.launch.context import ParallelContext
+from megalite.train.saving import DataState, Progress, SavedState
 
-FIGURES = {"loss": 2.34567, "val_loss": 2.5, "val_perplexity": 12.18, "val_bits_per_byte": 1.0625}
+METRICS = {"loss": 2.34567, "val_loss": 2.5, "val_perplexity": 12.18, "val_bits_per_byte": 1.0625}
 
 
-def card(config: Config | None = None, **changes: Any) -> str:
+def card(config: Config | None = None, data: str = "stdlib: 2,345,678 tokens", **changes: Any) -> str:
     config = derive_vocabulary(derive(config or Config()), 4096)
-    facts: dict[str, Any] = {"step": 1200, "tokens": 9_830_400, "data": "stdlib: 2,345,678 tokens", "figures": FIGURES}
-    return model_card(config, "llama", **{"has_tokenizer": True, **facts, **changes})
+    state = SavedState(Progress(step=1200, tokens=9_830_400), DataState("", data), {})
+    found = Found(Path(), Manifest(1200, {}, {}, {}), {}, ParallelContext())
+    facts = {"metrics": METRICS, "has_tokenizer": True, **changes}
+    return model_card(RunCheckpoint(found, state, config), FAMILIES["llama"], **facts).decode()
 
 
 def test_it_states_data_tokens_and_losses() -> None:
@@ -32,10 +41,10 @@ def test_it_states_data_tokens_and_losses() -> None:
     assert "LlamaForCausalLM with 4,262,144 parameters" in text
 
 
-def test_figures_that_are_not_known_or_not_finite_are_said_to_be_so() -> None:
-    assert "None were recorded." in card(figures={})
-    assert "bits per byte" not in card(figures=FIGURES | {"val_bits_per_byte": None})
-    assert "| validation | not finite |" in card(figures={"val_loss": float("nan")})
+def test_losses_that_are_not_known_or_not_finite_are_said_to_be_so() -> None:
+    assert "None were recorded." in card(metrics={})
+    assert "bits per byte" not in card(metrics=METRICS | {"val_bits_per_byte": None})
+    assert "| validation | not finite |" in card(metrics={"val_loss": float("nan")})
 
 
 def test_paths_of_the_machine_and_the_layout_stay_out_of_it() -> None:

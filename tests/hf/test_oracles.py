@@ -32,8 +32,8 @@ def largest_error(ours: Tensor, theirs: Tensor, relative: float) -> float:
 
 def peer_gradients(peer: Any, name: str, config: Any) -> dict[str, Tensor]:
     """The peer's gradients under our names, by the same map that imports its weights."""
-    family = PEERS[name].model_type
-    gradients = dict(as_in_files(family, {key: value.grad for key, value in peer.named_parameters()}))
+    family = FAMILIES[PEERS[name].model_type]
+    gradients = dict(as_in_files(family.model_type, {key: value.grad for key, value in peer.named_parameters()}))
     return {
         ours: source.form.join(*(gradients[tensor] for tensor in source.tensors))
         for ours, source in sources(family, config).items()

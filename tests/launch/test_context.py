@@ -4,14 +4,15 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megalite.errors.problems import Problem, UserError
-from megalite.launch.agreement import agree
+from megalite.errors.problems import Problem, UserError, refuse
+from megalite.launch.agreement import all_ranks_or_raise
 from megalite.launch.context import ParallelContext
 from tests.ranks import run_ranks
 
@@ -22,7 +23,7 @@ def _problem(name: str, value: Any = 1) -> Problem:
 
 def _refuse(context: ParallelContext, names: dict[int, list[str]], value: Any) -> list[str] | None:
     try:
-        agree(context, [_problem(name, value) for name in names.get(context.rank, [])])
+        all_ranks_or_raise(context, partial(refuse, [_problem(name, value) for name in names.get(context.rank, [])]))
     except UserError as error:
         return [problem.setting for problem in error.problems]
     return None
@@ -49,9 +50,9 @@ def test_rank_0_s_object_reaches_all_ranks() -> None:
 
 def test_a_single_process_needs_no_group() -> None:
     context = ParallelContext()
-    agree(context, [])
+    all_ranks_or_raise(context, partial(refuse, []))
     with pytest.raises(UserError, match="is wrong"):
-        agree(context, [_problem("a")])
+        all_ranks_or_raise(context, partial(refuse, [_problem("a")]))
     assert context.broadcast_object({"a": 1}) == {"a": 1}
     context.barrier()
     context.close()

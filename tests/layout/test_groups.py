@@ -84,7 +84,7 @@ def test_the_two_directions_of_a_pipeline_and_writing_behind_training_are_traffi
 
 @st.composite
 def needs_of(draw: st.DrawFn, layout: ParallelLayout) -> GroupNeeds:
-    copies = gcd(layout.dp * layout.cp, layout.edp if layout.has_experts else layout.dp * layout.cp)
+    copies = gcd(layout.dp * layout.cp, layout.sizes["edp"] if layout.has_experts else layout.dp * layout.cp)
     return GroupNeeds(
         tied_embeddings=draw(st.booleans()),
         kv_heads=draw(st.sampled_from([size for size in range(1, layout.tp + 1) if layout.tp % size == 0])),

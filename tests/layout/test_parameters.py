@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from megalite.checkpoint.pieces import is_tiled
 from megalite.layout.parameters import ParameterRecord, Shard, ShardBox, Split, is_counted, is_held, shard
+from megalite.layout.stages import StageSettings, stage_layers
 from tests.layout.shards import cut
 
 WORD = ParameterRecord("embedding.word.weight", (128, 8), "normal", 0.02, True, split=Split(0, uneven=True))
@@ -108,10 +109,10 @@ def test_sizes_that_do_not_divide_are_no_shard(shape: tuple[int, ...], split: Sp
 
 
 def test_a_stage_holds_its_layers_and_its_ends() -> None:
+    stages = stage_layers(StageSettings(5, 3, layout="E|ttt|ttL"))
+
     def holders(place: int | tuple) -> list[bool]:
-        record = replace(NORM, place=place)
-        stages = [(range(0), True, False), (range(3), False, False), (range(3, 5), False, True)]
-        return [is_held(record, layers, embedding=embedding, loss=loss) for layers, embedding, loss in stages]
+        return [is_held(replace(NORM, place=place), stage) for stage in stages]
 
     assert holders(0) == holders(2) == [False, True, False]
     assert holders(3) == holders(("loss",)) == [False, False, True]

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from megalite.layout import sequence
 from megalite.layout.sequence import (
     AttentionPlan,
+    CpShard,
     Cut,
-    SequenceShare,
     block_places,
     causal_plan,
     document_plan,
@@ -48,7 +48,7 @@ def places_of(length: int, ring: int, block: int, cut: Cut) -> list[int]:
 def test_ranks_hold_every_place_once_in_ascending_parts_of_a_block(sizes: tuple[int, int, int], cut: Cut) -> None:
     ring, alltoall, length = sizes
     held = [
-        [place for each in SequenceShare(index, ring, alltoall).places(length, cut) for place in each]
+        [place for each in CpShard(index, ring, alltoall).places(length, cut) for place in each]
         for index in range(ring * alltoall)
     ]
     assert sorted(place for part in held for place in part) == list(range(length))
@@ -74,7 +74,7 @@ def test_tiles_hold_every_causal_score_once(sizes: tuple[int, int, int], cut: Cu
     ring, _, length = sizes
     blocks = [np.array(places_of(length, ring, block, cut)) for block in range(ring)]
     for own in range(ring):
-        plan = causal_plan(SequenceShare(own, ring), length, cut)
+        plan = causal_plan(CpShard(own, ring), length, cut)
         for source in range(ring):
             seen = blocks[own][:, None] >= blocks[source]
             assert np.array_equal(computed(plan, source, seen.shape, seen), seen)
@@ -83,7 +83,7 @@ def test_tiles_hold_every_causal_score_once(sizes: tuple[int, int, int], cut: Cu
 @pytest.mark.parametrize("ring", [2, 3, 4, 8])
 @pytest.mark.parametrize(("cut", "apart"), [("zigzag", 0.0), ("stripes", 0.05)])
 def test_blocks_have_equal_work(ring: int, cut: Cut, apart: float) -> None:
-    scores = [causal_plan(SequenceShare(block, ring), 64 * ring, cut).scores for block in range(ring)]
+    scores = [causal_plan(CpShard(block, ring), 64 * ring, cut).scores for block in range(ring)]
     assert sum(scores) == 64 * ring * (64 * ring + 1) // 2
     assert max(scores) <= (1 + apart) * sum(scores) / ring
 
@@ -96,7 +96,7 @@ def test_document_tiles_hold_every_score_once_and_need_no_key_that_is_not_fetche
     length, starts = documents.shape[1], starts_of(documents)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sequence, "QUERIES", rows)
-        plans = [document_plan(SequenceShare(block, ring), starts) for block in range(ring)]
+        plans = [document_plan(CpShard(block, ring), starts) for block in range(ring)]
     cut = plans[0].cut
     blocks = [np.array(places_of(length, ring, block, cut)) for block in range(ring)]
     for own, plan in enumerate(plans):
@@ -119,7 +119,7 @@ def test_documents_take_the_cut_whose_busiest_block_computes_less(
     starts = starts_of(documents)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sequence, "QUERIES", rows)
-        plans = [document_plan(SequenceShare(block, ring), starts) for block in range(ring)]
+        plans = [document_plan(CpShard(block, ring), starts) for block in range(ring)]
         busiest = {}
         for cut in CUTS:
             tiles = sequence._all_tiles(ring, starts, cut)
@@ -129,7 +129,7 @@ def test_documents_take_the_cut_whose_busiest_block_computes_less(
 
 
 def test_work_and_traffic_fall_with_the_documents() -> None:
-    share = SequenceShare(0, 2)
+    share = CpShard(0, 2)
     short = document_plan(share, starts_of(np.arange(8192, dtype=np.int32)[None] // 256))
     whole = document_plan(share, starts_of(np.zeros((1, 8192), dtype=np.int32)))
     assert short.scores < 0.07 * whole.scores

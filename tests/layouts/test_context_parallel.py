@@ -20,7 +20,7 @@ from megalite.data.open import open_data
 from megalite.data.samples import SampleSource
 from megalite.errors.problems import Problem, UserError
 from megalite.launch.context import ParallelContext
-from megalite.layout.sequence import SequenceShare, Tile
+from megalite.layout.sequence import CpShard, Tile
 from megalite.model.gpt import GPT
 from megalite.prepare.prepare import prepare
 from megalite.train.build import build_training, data_share, fill_with_start_values, needs_of
@@ -89,7 +89,7 @@ def test_ranks_train_like_one_process(workplace: Workplace, row: Row) -> None:
 Mutant = Callable[[ParallelContext, Config], None]
 
 
-def _change_parts(change: Callable[[Batch, SequenceShare], Batch]) -> None:
+def _change_parts(change: Callable[[Batch, CpShard], Batch]) -> None:
     part = Batch.part
     Batch.part = lambda self, share: change(part(self, share), share)  # type: ignore[method-assign]
 
@@ -100,7 +100,7 @@ def labels_shifted_after_the_cut(context: ParallelContext, config: Config) -> No
 
 
 def positions_local(context: ParallelContext, config: Config) -> None:
-    def local(batch: Batch, share: SequenceShare) -> Batch:
+    def local(batch: Batch, share: CpShard) -> Batch:
         return replace(batch, positions=torch.arange(batch.tokens.shape[1]).expand_as(batch.positions))
 
     _change_parts(local)

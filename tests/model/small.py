@@ -1,9 +1,11 @@
 """Small models and batches that the tests of this folder share."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from megalite.config.derive import derive_model
 from megalite.config.schema import Config, ModelConfig, ParallelConfig, TrainConfig
 from megalite.data.batch import Batch, whole_batch
 from megalite.layout.parameters import shard
@@ -48,6 +50,22 @@ LLAMA_LIKE: dict[str, Any] = {"tie_embeddings": False, "rope_scaling_factor": 8.
 QWEN3_LIKE: dict[str, Any] = {"qk_norm": True}
 FAMILIES = {"gpt2": GPT2_LIKE, "llama": LLAMA_LIKE, "qwen3": QWEN3_LIKE}
 ALL_DROPOUTS = {"dropout": 0.2, "attention_dropout": 0.3, "embedding_dropout": 0.1}
+
+
+def training_config(
+    model: dict[str, Any],
+    seq_length: int,
+    *,
+    precision: str = "fp32",
+    parallel: dict[str, Any] | None = None,
+    **train: Any,
+) -> Config:
+    """A config for `build_training`: of these sizes, derived for sequences of this length; on CPUs, not compiled."""
+    config = Config(precision=precision, device="cpu", seed=7)
+    config.model = derive_model(replace(config.model, **{"vocab_multiple": 4, **model}), seq_length)
+    config.train = replace(config.train, compile=False, seq_length=seq_length, **train)
+    config.parallel = replace(config.parallel, **(parallel or {}))
+    return config
 
 
 def gpt(

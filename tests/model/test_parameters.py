@@ -1,25 +1,15 @@
 """The records are the truth about which parameters exist."""
 
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
 
 from megalite.config.schema import ModelConfig
-from megalite.layout.parameters import ParameterRecord, is_counted, is_held, shard
+from megalite.layout.parameters import ParameterRecord, is_counted, is_held
+from megalite.layout.stages import StageSettings, stage_layers
 from megalite.model.parameters import gpt_parameters, padded_vocabulary
 from tests.model.small import CPU, FAMILIES, gpt, small
-
-GPT2: dict[str, Any] = {**FAMILIES["gpt2"], "vocab_size": 50257, "max_positions": 1024, "head_size": 64}
-
-
-def gpt2(layers: int, hidden: int) -> ModelConfig:
-    heads = hidden // 64
-    sizes = {"num_layers": layers, "hidden_size": hidden, "ffn_hidden_size": 4 * hidden}
-    return ModelConfig(
-        **{**GPT2, **sizes, "num_attention_heads": heads, "num_key_value_heads": heads}, vocab_multiple=1
-    )
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -110,69 +100,12 @@ def test_gradients_are_partial_where_a_rank_sees_a_part(config: ModelConfig, seq
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_stages_hold_every_parameter_once_and_a_tied_embedding_twice(tied: bool) -> None:
     records = gpt_parameters(small(num_layers=6, **{**FAMILIES["gpt2"], "tie_embeddings": tied}))
-    stages = [
-        (range(0), True, False),
-        (range(4), False, False),
-        (range(4, 5), False, False),
-        (range(5, 6), False, True),
-    ]
+    stages = stage_layers(StageSettings(6, 4, layout="E|tttt|t|tL"))
     holders: Counter[str] = Counter()
     counters: Counter[str] = Counter()
-    for layers, embedding, loss in stages:
-        held = [record for record in records if is_held(record, layers, embedding=embedding, loss=loss)]
+    for stage in stages:
+        held = [record for record in records if is_held(record, stage)]
         holders.update(record.name for record in held)
-        counters.update(record.name for record in held if is_counted(record, embedding=embedding))
+        counters.update(record.name for record in held if is_counted(record, embedding=stage.embedding))
     assert counters == {record.name: 1 for record in records}
     assert holders == {**counters, "embedding.word.weight": 1 + tied}
-
-
-@pytest.mark.parametrize(
-    ("changes", "tp", "shapes"),
-    [
-        (
-            {**FAMILIES["gpt2"], "num_attention_heads": 8, "num_key_value_heads": 8},
-            4,
-            {
-                "embedding.word.weight": (16, 24),
-                "embedding.position.weight": (32, 24),
-                "attention.qkv.weight": (2, 3, 10, 24),
-                "attention.qkv.bias": (2, 3, 10),
-                "attention.out.weight": (24, 20),
-                "attention.out.bias": (24,),
-                "mlp.up.weight": (9, 24),
-                "mlp.up.bias": (9,),
-                "mlp.down.weight": (24, 9),
-                "mlp.down.bias": (24,),
-                "final_norm.bias": (24,),
-            },
-        ),
-        (
-            {**FAMILIES["llama"], "num_attention_heads": 8},
-            2,
-            {
-                "attention.qkv.weight": (1, 6, 10, 24),
-                "attention.out.weight": (24, 40),
-                "mlp.gate_up.weight": (2, 18, 24),
-            },
-        ),
-        (
-            {**FAMILIES["llama"], "num_attention_heads": 8},
-            4,
-            {
-                "embedding.word.weight": (16, 24),
-                "head.weight": (16, 24),
-                "attention.qkv.weight": (1, 4, 10, 24),
-                "attention.out.weight": (24, 20),
-                "mlp.gate_up.weight": (2, 9, 24),
-                "mlp.down.weight": (24, 9),
-                "attention_norm.weight": (24,),
-            },
-        ),
-    ],
-    ids=["gpt2 tp4", "llama tp2", "llama tp4"],
-)
-def test_known_shards(changes: dict[str, Any], tp: int, shapes: dict[str, tuple[int, ...]]) -> None:
-    records = gpt_parameters(small(**changes))
-    for index in range(tp):
-        local = {kind(record): shard(record, tp, index).shape for record in records}
-        assert {name: local[name] for name in shapes} == shapes

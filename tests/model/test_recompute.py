@@ -1,52 +1,37 @@
-"""Recomputed work: the same bits of every gradient, less kept for backward by exactly what the formulas say."""
+"""Recomputed work is done once, and free right after its use. (Same bits: test_gpt.py; what a block keeps by the
+formulas: tests/tensor_parallel/test_activation_memory.py.)"""
 
 import gc
 import weakref
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from megalite.config.schema import ModelConfig
-from megalite.kernels.attention_mask import AttentionMask, dense_mask
 from megalite.kernels.dropout import DropoutStreams
-from megalite.launch.context import ParallelContext
-from megalite.layout.ranks import ParallelLayout
 from megalite.model.attention import BlockInputs
 from megalite.model.block import Block
 from megalite.model.recompute import Recompute
-from megalite.model.rotary import rotary_frequencies, rotary_tables
-from megalite.tensor_parallel.collectives import TensorGroup
 from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, TpContext
-from tests.model.small import FAMILIES, small
-from tests.ranks import run_ranks
-from tests.tensor_parallel.live_bytes import LiveBytes, kept_bytes
+from tests.model.small import CPU, FAMILIES, small
+from tests.tensor_parallel.live_bytes import LiveBytes
 
-CPU = torch.device("cpu")
 S, B, HEADS, D = 32, 2, 4, 8
 H = HEADS * D
 MODULES = ("attention", "norm", "activation")
 
 
-def config_of(family: str, attention_dropout: float = 0.0) -> ModelConfig:
-    sizes = {"hidden_size": H, "head_size": D, "ffn_hidden_size": 4 * H, "num_attention_heads": HEADS}
-    return small(**{**FAMILIES[family], **sizes, "dropout": 0.2, "attention_dropout": attention_dropout})
-
-
 class Case:
-    """The model's block, random in every parameter, its weights' main gradients, and its arguments.
-    `group`: split over it, along the sequence too."""
+    """The model's block, random in every parameter, its weights' main gradients, and its arguments."""
 
-    def __init__(self, config: ModelConfig, recompute: tuple[str, ...] = (), group: TensorGroup | None = None) -> None:
-        size, index = (1, 0) if group is None else (group.size, group.index)
-        self.block = Block(config, TpContext(torch.float64, CPU, group, group is not None), recompute)
-        generator = torch.Generator().manual_seed(index)
+    def __init__(self, recompute: tuple[str, ...] = (), attention_dropout: float = 0.0) -> None:
+        sizes = {"hidden_size": H, "head_size": D, "ffn_hidden_size": 4 * H, "num_attention_heads": HEADS}
+        dropouts = {"dropout": 0.2, "attention_dropout": attention_dropout}
+        config = small(**{**FAMILIES["gpt2"], **sizes, **dropouts})
+        self.block = Block(config, TpContext(torch.float64, CPU), recompute)
+        generator = torch.Generator().manual_seed(0)
         for parameter in self.block.parameters():
             nn.init.normal_(parameter, std=0.3, generator=generator)
         self.main_grads = []
@@ -54,107 +39,49 @@ class Case:
             if isinstance(layer, (ColumnParallelLinear, RowParallelLinear)):
                 layer.main_grad = torch.zeros_like(layer.weight, requires_grad=False).flatten(0, -2)
                 self.main_grads.append(layer.main_grad)
-        self.inputs = inputs_of(config, torch.arange(S // size) + index * (S // size))
-        x = torch.randn(S // size, B, H, dtype=torch.float64, generator=torch.Generator().manual_seed(3 + index))
-        self.x = x.requires_grad_()
+        streams = DropoutStreams(1, [(0, "attention"), (0, "mlp"), (0, "probabilities")], CPU)
+        samples, places = torch.arange(B), torch.arange(S)
+        keys = streams.keys(samples, places, H)
+        dropped = streams.attention_keys(samples, torch.arange(HEADS), places)[0, "probabilities"]
+        self.inputs = BlockInputs(
+            probability_dropout=dropped if attention_dropout else None,
+            attention_dropout=keys[0, "attention"],
+            mlp_dropout=keys[0, "mlp"],
+        )
+        self.x = activation_of()
 
     @property
     def given(self) -> list[Tensor]:
         """Tensors that are there before forward."""
-        inputs = self.inputs
-        keys = [inputs.probability_dropout, inputs.attention_dropout, inputs.mlp_dropout]
-        tables = self.inputs.rotation or ()
+        keys = [self.inputs.probability_dropout, self.inputs.attention_dropout, self.inputs.mlp_dropout]
         words = [word for key in keys if key is not None for word in (key.rows, key.channels)]
-        return [self.x, *self.block.parameters(), *self.main_grads, *words, *tables]
+        return [self.x, *self.block.parameters(), *self.main_grads, *words]
 
     def run(self, x: Tensor) -> Tensor:
         out: Tensor = self.block(x, self.inputs)
         return out
 
-    def run_again_in_backward(self, x: Tensor) -> Tensor:
-        out: Tensor = checkpoint(self.run, x, use_reentrant=False, preserve_rng_state=False)
-        return out
-
-    def results(self, *, full: bool = False) -> list[Tensor]:
+    def results(self) -> list[Tensor]:
         """Output and all gradients."""
-        out = (self.run_again_in_backward if full else self.run)(self.x)
+        out = self.run(self.x)
         for main_grad in self.main_grads:  # what other microbatches add in between must not matter
             main_grad += 0
         (out * out.detach().cos()).sum().backward()
         gradients = [tensor.grad for tensor in (self.x, *self.block.parameters()) if tensor.grad is not None]
-        assert len(gradients) + len(self.main_grads) == 1 + len(list(self.block.parameters())), (
-            "a main gradient's owner has none"
-        )
-        assert all(main_grad.any() for main_grad in self.main_grads)
         return [out.detach(), *gradients, *self.main_grads]
-
-
-def inputs_of(config: ModelConfig, positions: Tensor) -> BlockInputs:
-    keys = DropoutStreams(1, [(0, "attention"), (0, "mlp")], CPU).keys(torch.arange(B), positions, H)
-    rotation = None
-    if config.position == "rope":
-        frequencies = rotary_frequencies(config)
-        rotation = rotary_tables(frequencies, torch.arange(S).expand(B, S))
-    dropped = None
-    if config.attention_dropout:
-        count = HEADS * len(positions) // S  # of this rank; which ones does not matter here
-        found = DropoutStreams(1, [(0, "probabilities")], CPU)
-        dropped = found.attention_keys(torch.arange(B), torch.arange(count), torch.arange(S))[0, "probabilities"]
-    return BlockInputs(rotation, AttentionMask(), dropped, keys[0, "attention"], keys[0, "mlp"])
-
-
-def assert_same_bits(found: list[Tensor], expected: list[Tensor]) -> None:
-    assert [torch.equal(one, other) for one, other in zip(found, expected, strict=True)] == [True] * len(expected)
-
-
-@given(
-    family=st.sampled_from(list(FAMILIES)),
-    rebuild=st.sets(st.sampled_from(MODULES), min_size=1).map(tuple),
-    attention_dropout=st.sampled_from([0.0, 0.3]),
-)
-@settings(max_examples=16, deadline=None)
-def test_recomputed_gradients_are_the_same_bits(
-    family: str, rebuild: tuple[str, ...], attention_dropout: float
-) -> None:
-    """Those that go into main gradients, too: nothing is added twice."""
-    config = config_of(family, attention_dropout)
-    expected = Case(config).results()
-    assert_same_bits(Case(config, rebuild).results(), expected)
-    assert_same_bits(Case(config).results(full=True), expected)
-
-
-UNIT = 8 * S * B * H  # bytes of one [s, b, h]
-STATISTICS = 8 * S * B  # bytes of one number per row
-
-
-def kept(family: str, rebuild: tuple[str, ...] = (), *, full: bool = False) -> int:
-    case = Case(config_of(family), rebuild)
-    return kept_bytes(case.run_again_in_backward if full else case.run, [case.x], case.given)
-
-
-def test_each_module_keeps_less_by_exactly_its_own_tensors() -> None:
-    """In units of [s, b, h], the block's own argument not counted. The inner width is 4 units."""
-    probabilities = 8 * B * HEADS * S * S
-    # norms, their outputs and arguments, 2 + 1; q, k and v 3; attention's output 1; GELU's argument and output 4 + 4
-    assert kept("gpt2") == (2 + 1 + 3 + 1 + 4 + 4) * UNIT + 4 * STATISTICS + probabilities
-    assert kept("gpt2") - kept("gpt2", ("norm",)) == 2 * (UNIT + 2 * STATISTICS)
-    assert kept("gpt2") - kept("gpt2", ("activation",)) == 4 * UNIT
-    # copies of q, k and v and what the output projection reads, against the projection they are made of
-    assert kept("gpt2") - kept("gpt2", ("attention",)) == 3 * UNIT + probabilities + UNIT - 3 * UNIT
-    assert kept("gpt2", MODULES) == (1 + 3 + 4) * UNIT
-    assert kept("gpt2", full=True) == 0
-
-
-def test_gated_blocks_keep_less_too() -> None:
-    assert kept("llama") - kept("llama", ("norm",)) == 2 * (UNIT + STATISTICS)
-    # silu(gate) and silu(gate) * up; of gate and up, one tensor, nothing changes
-    assert kept("llama") - kept("llama", ("activation",)) == 8 * UNIT
 
 
 def activation_of() -> Tensor:
     """[s, b, h]"""
     generator = torch.Generator().manual_seed(3)
     return torch.randn(S, B, H, dtype=torch.float64, generator=generator).requires_grad_()
+
+
+def assert_same_bits(found: list[Tensor], expected: list[Tensor]) -> None:
+    assert [torch.equal(one, other) for one, other in zip(found, expected, strict=True)] == [True] * len(expected)
+
+
+UNIT = 8 * S * B * H  # bytes of one [s, b, h]
 
 
 def test_each_rebuilt_tensor_is_free_right_after_its_use() -> None:
@@ -206,7 +133,7 @@ def test_nothing_outlives_its_graph() -> None:
     """No cycle: what is kept is free once the result is, without the garbage collector."""
     gc.disable()
     try:
-        case = Case(config_of("gpt2"), MODULES)
+        case = Case(MODULES)
         with LiveBytes(case.given) as live:
             out = case.run(case.x)
             assert live.now() > UNIT
@@ -236,7 +163,7 @@ def test_an_argument_changed_in_place_is_noticed() -> None:
 
 def compiled_results(rebuild: tuple[str, ...]) -> tuple[list[Tensor], int]:
     """Results, and the bytes that the compiled forward keeps beyond what was given."""
-    case = Case(config_of("gpt2", 0.3), rebuild)
+    case = Case(rebuild, 0.3)
     case.block.compile(fullgraph=True, dynamic=False, backend="aot_eager_decomp_partition")
     given = {tensor.untyped_storage().data_ptr() for tensor in case.given}
     graph: Any = case.run(case.x).grad_fn
@@ -253,35 +180,6 @@ def test_a_compiled_block_rebuilds_the_same_and_keeps_as_little() -> None:
     expected, kept_unasked = compiled_results(())
     found, kept = compiled_results(MODULES)
     assert_same_bits(found, expected)
+    # norms, their outputs and arguments, 2 + 1; q, k and v 3; attention's output 1; GELU's argument and output 4 + 4
     assert kept_unasked > (2 + 1 + 3 + 1 + 4 + 4) * UNIT
     assert kept == (1 + 3 + 4) * UNIT
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("attention_dropout", [0.0, 0.3])
-def test_a_compiled_block_rebuilds_attention_inside_documents(attention_dropout: float) -> None:
-    def results(*, compiled: bool) -> list[Tensor]:
-        case = Case(config_of("gpt2", attention_dropout), MODULES if compiled else ())
-        mask = dense_mask((torch.arange(S) >= 20).expand(B, S), torch.float64)
-        case.inputs = replace(case.inputs, mask=AttentionMask(mask))
-        if compiled:
-            case.block.compile(fullgraph=True, dynamic=False, backend="aot_eager_decomp_partition")
-        return case.results()
-
-    torch.testing.assert_close(results(compiled=True), results(compiled=False), rtol=1e-10, atol=1e-12)
-
-
-def on_a_rank(context: ParallelContext) -> None:
-    """Sequence parallel: gathers, scatters, masks and main gradients of this rank; rebuilt bits equal kept ones."""
-    group = TensorGroup.of(context.group("tp"))
-    assert group is not None
-    for family in FAMILIES:
-        config = config_of(family, attention_dropout=0.1)
-        expected = Case(config, group=group).results()
-        for rebuild in (*((module,) for module in MODULES), MODULES):
-            assert_same_bits(Case(config, rebuild, group).results(), expected)
-        assert_same_bits(Case(config, group=group).results(full=True), expected)
-
-
-def test_recompute_is_exact_on_several_ranks() -> None:
-    run_ranks(on_a_rank, 2, dtype=torch.float64, layout=ParallelLayout(tp=2))

@@ -1,47 +1,30 @@
 """A GPT cut into the stages of a pipeline, and what its ranks train on: for tests of the executor."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from megalite.config.derive import derive_model
 from megalite.config.schema import Config
-from megalite.data.batch import Batch, whole_batch
+from megalite.data.batch import Batch
 from megalite.launch.context import ParallelContext
 from megalite.layout.ranks import ParallelLayout
 from megalite.train.build import Training, build_training, fill_with_start_values, needs_of
+from tests.model.small import random_batch, training_config
 from tests.ranks import run_ranks
 
 
 def stages_config(pp: int, schedule: str = "1f1b", vpp: int = 1, *, seq_length: int = 16, **model: Any) -> Config:
     """Two layers in each stage, unless `num_layers` says something else; tied embedding, learned positions."""
-    config = Config(precision="fp64", device="cpu", seed=7)
-    sizes: dict[str, Any] = {"num_layers": 2 * pp * vpp, "hidden_size": 32, "num_attention_heads": 4}
-    sizes |= {"vocab_size": 61, "vocab_multiple": 4, "dropout": 0.0, "init_std": 0.2, "position": "learned"}
-    config.model = derive_model(replace(config.model, **{**sizes, **model}), seq_length)
-    config.train = replace(config.train, compile=False, seq_length=seq_length)
-    config.parallel = replace(config.parallel, pp=pp, vpp=vpp, schedule=schedule)
-    return config
+    sizes: dict[str, Any] = {"num_layers": 2 * pp * vpp, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 61}
+    sizes |= {"dropout": 0.0, "init_std": 0.2, "position": "learned", **model}
+    return training_config(sizes, seq_length, precision="fp64", parallel={"pp": pp, "vpp": vpp, "schedule": schedule})
 
 
 def microbatches(config: Config, count: int, *, b: int = 2) -> list[Batch]:
     """Random sequences, a quarter of their tokens masked out of the loss; the same on every rank."""
-    generator = torch.Generator().manual_seed(1)
-    shape, vocabulary = (b, config.train.seq_length), config.model.vocab_size
-    assert vocabulary is not None
-    return [
-        whole_batch(
-            tokens := torch.randint(vocabulary, shape, generator=generator),
-            tokens.roll(-1, dims=1),
-            torch.rand(shape, generator=generator) > 0.25,
-            torch.arange(shape[1]).expand(shape),
-            None,
-            first_sample=b * number,
-        )
-        for number in range(count)
-    ]
+    length = config.train.seq_length
+    return [random_batch(config.model, b=b, s=length, first_sample=b * at, seed=at) for at in range(count)]
 
 
 def started(context: ParallelContext, config: Config) -> Training:

@@ -5,13 +5,13 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from megalite.pipeline.actions import Action, Schedule, parse_action
-from megalite.pipeline.checker import Flaw, check
+from megalite.pipeline.checker import check
 from megalite.pipeline.schedules import forward_only
-from megalite.pipeline.simulator import equal_durations
+from megalite.pipeline.simulator import equal_durations, simulate
 from megalite.pipeline.transfers import Transfer, Wait, instructions
 from tests.pipeline.rehearsal import Communicator, one_for_each_direction, rehearse
 from tests.pipeline.shapes import parse, schedules, training
@@ -19,67 +19,40 @@ from tests.pipeline.shapes import parse, schedules, training
 ORDER = "comes next: a chunk takes the microbatches in their order"
 
 
-def rehearsed(table: Schedule, communicator: Communicator = one_for_each_direction) -> list[Flaw]:
+def stuck(table: Schedule, communicator: Communicator = one_for_each_direction) -> list[str]:
     """The ranks that never end where transfers are performed one after the other on such communicators."""
-    return rehearse(table, instructions(table), equal_durations(table), communicator=communicator)[1]
+    return rehearse(instructions(table), equal_durations(table), communicator=communicator)[1]
 
 
 def flaws(table: Schedule) -> list[str]:
     return [str(flaw) for flaw in check(table)]
 
 
-def swapped(table: Schedule, rank: int, one: int, other: int) -> Schedule:
-    actions = [*table.ranks[rank]]
-    actions[one], actions[other] = actions[other], actions[one]
-    return replace(table, ranks=(*table.ranks[:rank], tuple(actions), *table.ranks[rank + 1 :]))
-
-
-@settings(deadline=None)
 @given(schedules)
-def test_every_schedule_of_every_shape_passes(table: Schedule) -> None:
-    assert check(table) == []
-    assert rehearsed(table) == []
-
-
-@settings(deadline=None)
-@given(schedules, st.data())
-def test_two_actions_of_one_kind_and_chunk_swapped_are_rejected_where_they_stand(
-    table: Schedule, data: st.DataObject
+def test_every_schedule_of_every_shape_passes_and_no_rank_ever_waits_for_the_order_of_transfers(
+    table: Schedule,
 ) -> None:
-    rank = data.draw(st.integers(0, table.pp - 1))
-    actions = table.ranks[rank]
-    one = data.draw(st.integers(0, len(actions) - 1))
-    alike = [at for at, action in enumerate(actions) if action[:2] == actions[one][:2] and at != one]
-    assume(alike)
-    other = data.draw(st.sampled_from(alike))
-    first = check(swapped(table, rank, one, other))[0]
-    assert (first.rank, first.position) == (rank, min(one, other))
-    assert ORDER in first.reason
+    assert check(table) == []
+    durations = equal_durations(table)
+    assert rehearse(instructions(table), durations) == (simulate(table, durations), [])
 
 
-@settings(deadline=None)
-@given(training, st.data())
-def test_a_forward_pass_swapped_with_its_backward_pass_is_rejected(table: Schedule, data: st.DataObject) -> None:
-    rank = data.draw(st.integers(0, table.pp - 1))
-    place = {(action.kind, *action[1:]): at for at, action in enumerate(table.ranks[rank])}
-    chunk, microbatch = data.draw(st.integers(0, table.vpp - 1)), data.draw(st.integers(0, table.microbatches - 1))
-    kind = "backward-input" if table.name == "zb-h1" else "backward"
-    at = place["forward", chunk, microbatch], place[kind, chunk, microbatch]
-    found = check(swapped(table, rank, *at))
-    assert (found[0].rank, found[0].position) == (rank, at[0])
-    assert "comes before" in found[0].reason or ORDER in found[0].reason
-
-
-@settings(deadline=None)
 @given(training, st.data())
 def test_any_two_actions_swapped_are_rejected_unless_the_table_can_still_be_performed(
     table: Schedule, data: st.DataObject
 ) -> None:
     rank = data.draw(st.integers(0, table.pp - 1))
-    places = st.integers(0, len(table.ranks[rank]) - 1)
-    changed = swapped(table, rank, data.draw(places), data.draw(places))
-    assert bool(check(changed)) == (not sound(changed))
-    assert check(changed) or not rehearsed(changed), "what the checker passes comes to its end"
+    actions = [*table.ranks[rank]]
+    places = st.integers(0, len(actions) - 1)
+    one, other = data.draw(places), data.draw(places)
+    actions[one], actions[other] = actions[other], actions[one]
+    changed = replace(table, ranks=(*table.ranks[:rank], tuple(actions), *table.ranks[rank + 1 :]))
+    found = check(changed)
+    assert bool(found) == (not sound(changed))
+    assert found or not stuck(changed), "what the checker passes comes to its end"
+    if found and "deadlock" not in found[0].reason:
+        assert found[0].rank == rank
+        assert found[0].position is None or found[0].position >= min(one, other), "an action that is not in place"
 
 
 def sound(table: Schedule) -> bool:
@@ -151,24 +124,13 @@ def one_for_each_pair(rank: int, transfer: Transfer) -> Hashable:
     return frozenset({rank, transfer.peer})
 
 
-def test_a_table_that_only_hangs_where_the_directions_share_a_communicator() -> None:
-    table = parse("0F0 0F1 0B0 0B1\n0F0 0B0 0F1 0B1")
-    assert check(table) == rehearsed(table) == []
-    assert [str(flaw) for flaw in rehearsed(table, one_for_all)] == [
-        "rank 0, action 2 (0B0): deadlock: it waits to receive the gradient for 0B0 from rank 1",
-        "rank 1, action 2 (0F1): deadlock: it waits to receive the activation for 0F1 from rank 0",
-    ]
-
-
-@settings(deadline=None)
 @given(training)
 def test_directions_that_share_a_communicator_hang_every_pipeline(table: Schedule) -> None:
     assume(table.pp > 1 and table.microbatches > 1 and table.name != "gpipe")
     for shared in (one_for_all, one_for_each_pair):
-        assert any("deadlock" in flaw.reason for flaw in rehearsed(table, shared))
+        assert stuck(table, shared)
 
 
-@settings(deadline=None)
 @given(training, st.data())
 def test_two_transfers_issued_in_another_order_than_their_peers_hang(table: Schedule, data: st.DataObject) -> None:
     """What an executor would do that walked its own order."""
@@ -183,11 +145,4 @@ def test_two_transfers_issued_in_another_order_than_their_peers_hang(table: Sche
     first, second = data.draw(st.sampled_from(pairs))
     program[first], program[second] = program[second], program[first]
     order[rank] = tuple(program)
-    assert rehearse(table, order, equal_durations(table))[1]
-
-
-def test_a_transfer_that_a_rank_never_issues_is_named() -> None:
-    table = parse("0F0\n0F0")
-    first, last = instructions(table)
-    (flaw,) = rehearse(table, (first[:1], last), equal_durations(table))[1]
-    assert str(flaw) == "rank 1, action 0 (0F0): deadlock: it waits to receive the activation for 0F0 from rank 0"
+    assert rehearse(order, equal_durations(table))[1]

@@ -52,17 +52,15 @@ class FakeNetwork:
     arrived: list[StorageWeakRef] = field(default_factory=list)
     breaks_at: int | None = None  # the transfer that does not end
 
-    Work = SimpleNamespace  # of torch.distributed: its type alone is used
-    ProcessGroup = SimpleNamespace
+    Work = ProcessGroup = SimpleNamespace  # of torch.distributed: their types alone are used
 
     def groups(self, pp: int) -> dict[Direction, Any]:
         return {way: SimpleNamespace(way=way, size=lambda: pp) for way in ("forward", "backward")}
 
-    def send(self, tensor: Tensor, *, group: Any, group_dst: int) -> None:
+    def send(self, tensor: Tensor, **_: Any) -> None:
         """Links are opened, of which the records say nothing."""
 
-    def recv(self, tensor: Tensor, *, group: Any, group_src: int) -> None:
-        """As `send`."""
+    recv = send
 
     def isend(self, tensor: Tensor, *, group: Any, group_dst: int) -> Any:
         assert not tensor.requires_grad, "what travels is no part of a graph"
@@ -163,20 +161,12 @@ def run_alone(
 def chunk_of(config: Config, rank: int, chunk: int) -> GPT:
     """Two layers, with values and main gradients."""
     stage, stages = chunk * config.parallel.pp + rank, config.parallel.pp * config.parallel.vpp
-    part = gpt(
-        config.model,
-        dtype=torch.float64,
-        device=torch.device("cpu"),
-        seed=1,
-        layers=range(2 * stage, 2 * stage + 2),
-        embeds=stage == 0,
-        has_loss=stage == stages - 1,
-    )
+    ends = {"embeds": stage == 0, "has_loss": stage == stages - 1}
+    part = gpt(config.model, layers=range(2 * stage, 2 * stage + 2), **ends)
     for parameter in part.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
-    part.set_main_grads(
-        {name: torch.zeros(part.get_parameter(name).shape).double() for name in part.main_grad_parameters}
-    )
+    names = part.main_grad_parameters
+    part.set_main_grads({name: torch.zeros(part.get_parameter(name).shape).double() for name in names})
     return part
 
 
@@ -202,37 +192,28 @@ def test_the_executor_does_exactly_the_records_in_their_order_and_keeps_nothing_
         assert told == []
 
 
-def test_a_put_off_gradient_is_told_when_it_is_there_and_not_when_all_are() -> None:
+def test_a_deferred_gradient_is_told_when_it_is_there_and_not_when_all_are() -> None:
     """So that its bucket travels while the rest of the weight gradients is computed."""
     config = stages_config(2, "zb-h1", 1)
     chunk = chunk_of(config, 0, 0)
-    main_grads = {
-        name: torch.zeros_like(parameter) for name, parameter in chunk.named_parameters() if ".weight" in name
-    }
-    chunk.set_main_grads(
-        {name: main_grad for name, main_grad in main_grads.items() if name in chunk.main_grad_parameters}
-    )
+    main_grads = {name: torch.zeros_like(chunk.get_parameter(name)).detach() for name in chunk.main_grad_parameters}
+    chunk.set_main_grads(main_grads)
     seen: dict[str, tuple[Tensor, int]] = {}  # the gradient when it was told, and how many others were still to come
-    hooked = [
-        (name, main_grads[name], get_gradient_edge(chunk.get_parameter(name)).node)
-        for name in chunk.main_grad_parameters
-    ]
 
-    def tell(name: str, main_grad: Tensor) -> None:
-        seen[name] = main_grad.clone(), sum(not other.any() for _, other, _ in hooked)
+    def tell(name: str) -> None:
+        seen[name] = main_grads[name].clone(), sum(not other.any() for other in main_grads.values())
 
-    for name, main_grad, node in hooked:
-        node.register_hook(
-            lambda *_, name=name, main_grad=main_grad: chunk.deferred.put(partial(tell, name, main_grad))
-        )
+    nodes = [get_gradient_edge(chunk.get_parameter(name)).node for name in main_grads]
+    for name, node in zip(main_grads, nodes, strict=True):
+        node.register_hook(lambda *_, name=name: chunk.deferred.put(partial(tell, name)))
     output = chunk(microbatches(config, 1)[0])
     with chunk.deferred.collecting():
         output.sum().backward()
     assert seen == {}
     chunk.deferred.run_next()
-    assert {*seen} == {name for name, *_ in hooked}
-    assert all(torch.equal(seen[name][0], main_grad) and main_grad.any() for name, main_grad, _ in hooked)
-    assert max(missing for _, missing in seen.values()) > len(hooked) / 2
+    assert seen.keys() == main_grads.keys()
+    assert all(torch.equal(seen[name][0], main_grad) and main_grad.any() for name, main_grad in main_grads.items())
+    assert max(missing for _, missing in seen.values()) > len(main_grads) / 2
 
 
 def test_a_link_that_breaks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,28 +272,26 @@ def test_evaluation_and_sampling_are_those_of_one_process(pp: int, schedule: str
 # --- work ------------------------------------------------------------------------------------------------------------
 
 
-class Flops(FlopCounterMode):
+def flops_of_addition(total: tuple[int, int], left: tuple[int, int], right: tuple[int, int], **_: Any) -> int:
+    return 2 * prod(total) * right[0]
+
+
+def counting() -> FlopCounterMode:
     """torch's counter knows no addition in place."""
-
-    def __init__(self) -> None:
-        super().__init__(display=False, custom_mapping={torch.ops.aten.addmm_: self._flops})
-
-    @staticmethod
-    def _flops(total: tuple[int, int], left: tuple[int, int], right: tuple[int, int], **_: Any) -> int:
-        return 2 * prod(total) * right[0]
+    return FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: flops_of_addition})
 
 
 def count_flops(context: ParallelContext, config: Config) -> tuple[int, dict[Action, int], int]:
     """Of a whole batch; of each action; and those of all products that give gradients of a microbatch's linears."""
     training = started(context, config)
     batches = microbatches(config, 5)
-    with Flops() as whole:
+    with counting() as whole:
         training.executor.forward_backward(batches, ONE)
     by_action: dict[Action, int] = {}
     compute = executor_module._Run.compute
 
     def counted(run: Any, action: Action) -> None:
-        with Flops() as flops:
+        with counting() as flops:
             compute(run, action)
         by_action[action] = flops.get_total_flops()
 

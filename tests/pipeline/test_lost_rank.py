@@ -19,29 +19,17 @@ CAUSE = {
     signal.SIGSTOP: f"no progress within parallel.timeout_s ({TIMEOUT_S} s); no answer from rank 1 on",
 }
 PIPELINE = ("train.steps=9999", "train.check_replicas_every=0", f"parallel.timeout_s={TIMEOUT_S}")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("lost")
-    write_text(folder / "text.txt")
-    return folder
-
-
-def arguments(folder: Path, run: str, pp: int, *extra: str) -> list[str]:
-    return overrides(folder, run, *PIPELINE, f"parallel.pp={pp}", f"model.num_layers={pp}", *extra)
+STAGES = ("parallel.pp=3", "model.num_layers=3", "parallel.schedule=zb-h1")
 
 
 # Of two stages one is killed by tests/train/test_resume.py, too.
 @pytest.mark.long
-@pytest.mark.parametrize(("pp", "schedule"), [(2, "1f1b"), (3, "zb-h1")])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=lambda how: how.name)
-def test_the_others_end_in_time_and_name_it(folder: Path, pp: int, schedule: str, how: signal.Signals) -> None:
-    run = folder / f"{schedule}-{how.name}"
-    endless = arguments(folder, run.name, pp, f"parallel.schedule={schedule}")
-    ranks = launch_by_variables(endless, pp, sys.executable)
+def test_the_others_end_in_time_and_name_it(tmp_path: Path, how: signal.Signals) -> None:
+    write_text(tmp_path / "text.txt")
+    ranks = launch_by_variables(overrides(tmp_path, "run", *PIPELINE, *STAGES), 3, sys.executable)
     try:
-        wait_for_step(ranks[0], run, 3)
+        wait_for_step(ranks[0], tmp_path / "run", 3)
         ranks[1].send_signal(how)
         begin = time.monotonic()
         outputs = [finish(rank, timeout=60) for rank in ranks if rank is not ranks[1]]

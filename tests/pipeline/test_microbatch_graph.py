@@ -12,19 +12,15 @@ from megalite.data.batch import Batch
 from megalite.launch.context import CPU, ParallelContext
 from megalite.pipeline import microbatch_graph
 from megalite.pipeline.microbatch_graph import FIRST, MicrobatchGraph, captured
-from megalite.train.build import Training, build_training, fill_with_start_values
+from megalite.train.build import Training
 from tests.model.small import random_batch, small
+from tests.pipeline.stages import started
 
 
 def training_of(cuda_graph: bool, device: torch.device) -> Training:
     train = TrainConfig(compile=device.type == "cuda", cuda_graph=cuda_graph, seq_length=32)
-    config, context = (
-        Config(model=small(head_size=16), train=train, parallel=ParallelConfig(schedule="1f1b")),
-        ParallelContext(device=device, dtype=torch.float32),
-    )
-    training = build_training(config, context)
-    fill_with_start_values(training.buffers, config, context)
-    return training
+    config = Config(model=small(head_size=16), train=train, parallel=ParallelConfig(schedule="1f1b"))
+    return started(ParallelContext(device=device, dtype=torch.float32), config)
 
 
 def trained(training: Training, batches: list[Batch], device: torch.device) -> list[Tensor]:

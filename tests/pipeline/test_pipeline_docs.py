@@ -8,6 +8,7 @@ import subprocess
 import sys
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,33 +21,22 @@ from tests.pipeline.shapes import schedule
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "pipeline.md").read_text(encoding="utf-8")
-COMMANDS = {
-    "table": r"python -m megalite plan schedule [^\n]*train.global_batch_size=4 train.micro_batch_size=1$",
-}
+TABLE = re.search(r"```bash\n(python -m megalite plan schedule [^\n]*)\n```\n\n```\n(.*?)\n```", PAGE, re.DOTALL)
 DRAWN = re.findall(r"^(python -m megalite plan schedule .*\\\n.*) --picture (docs/pictures/\S+)$", PAGE, re.MULTILINE)
 
 
-def ran(command: str) -> subprocess.CompletedProcess[str]:
+def output_of(command: str) -> str:
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-    return subprocess.run(
-        ["bash", "-c", command], cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=120
-    )
-
-
-def shown(pattern: str) -> tuple[str, str]:
-    """The command of the page that fits the pattern, and what is shown below it: a block or a table."""
-    blocks = re.findall(r"```bash\n(.*?)\n```\n\n(?:```\n(.*?)\n?```|((?:\|[^\n]*\n)+)|)", PAGE, re.DOTALL)
-    fits = re.compile(pattern, re.DOTALL)
-    (found,) = [(command, block or table) for command, block, table in blocks if fits.match(command)]
-    return found
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_what_follows_a_command_is_its_output(name: str) -> None:
-    command, output = shown(COMMANDS[name])
-    done = ran(command)
+    how: dict[str, Any] = {"cwd": ROOT, "env": environment, "capture_output": True, "text": True, "timeout": 120}
+    done = subprocess.run(["bash", "-c", command], check=False, **how)
     assert done.returncode == 0, done.stderr
-    assert output.splitlines() == done.stdout.splitlines(), f"docs/pipeline.md must show:\n{done.stdout}"
+    return done.stdout
+
+
+def test_what_follows_a_command_is_its_output() -> None:
+    assert TABLE is not None
+    command, shown = TABLE.groups()
+    assert output_of(command).splitlines() == shown.splitlines()
 
 
 def words_of(one: Instruction) -> str:
@@ -64,18 +54,14 @@ def test_the_instructions_that_are_shown_are_those_of_1f1b() -> None:
 
 
 def test_there_is_a_picture_of_every_schedule() -> None:
-    names = {path.removeprefix("docs/pictures/pipeline-").removesuffix(".svg") for _, path in DRAWN}
-    assert names == {*schedules.SCHEDULES}
-    for command, path in DRAWN:
-        assert f"parallel.schedule={path.removeprefix('docs/pictures/pipeline-').removesuffix('.svg')} " in command
-        assert f"]({path.removeprefix('docs/')})" in PAGE
+    assert {path for _, path in DRAWN} == {f"docs/pictures/pipeline-{name}.svg" for name in schedules.SCHEDULES}
+    assert all(f"]({path.removeprefix('docs/')})" in PAGE for _, path in DRAWN)
 
 
 @pytest.mark.parametrize(("command", "path"), DRAWN, ids=[path for _, path in DRAWN])
 def test_a_picture_is_what_its_command_draws(command: str, path: str, tmp_path: Path) -> None:
     drawn = tmp_path / "drawn.svg"
-    done = ran(f"{command} --picture {drawn}")
-    assert done.returncode == 0, done.stderr
+    output_of(f"{command} --picture {drawn}")
     assert drawn.read_bytes() == (ROOT / path).read_bytes(), f"draw {path} again"
 
 

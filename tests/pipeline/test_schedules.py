@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalite.config.schedule_rules import ScheduleRequest, default_group_size, schedule_flaws
-from megalite.pipeline.actions import Schedule
+from megalite.pipeline.actions import Schedule, parse_action
 from megalite.pipeline.schedules import forward_only
 from megalite.plan.timeline import in_flight
-from tests.pipeline.shapes import schedule, text_of, training
+from tests.pipeline.shapes import parse, schedule, text_of, training
 
 
 def leading_forwards(schedule: Schedule) -> list[int]:
@@ -37,12 +37,9 @@ def test_warm_up_counts_of_interleaved_are_megatrons(vpp: int, pp: int) -> None:
 
 
 def test_the_last_group_of_microbatches_may_be_shorter() -> None:
-    forward = [one for one in schedule("interleaved", 2, 5, vpp=2, group_size=3).ranks[0] if one.kind == "forward"]
-    backward = [one for one in schedule("interleaved", 2, 5, vpp=2, group_size=3).ranks[0] if one.kind == "backward"]
-    assert [one.microbatch for one in forward] == [0, 1, 2, 0, 1, 2, 3, 4, 3, 4]
-    assert [one.chunk for one in forward] == [0, 0, 0, 1, 1, 1, 0, 0, 1, 1]
-    assert [one.microbatch for one in backward] == [0, 1, 2, 0, 1, 2, 3, 4, 3, 4]
-    assert [one.chunk for one in backward] == [1, 1, 1, 0, 0, 0, 1, 1, 0, 0]
+    cells = text_of(schedule("interleaved", 2, 5, vpp=2, group_size=3))[0].split()
+    assert " ".join(one for one in cells if "F" in one) == "0F0 0F1 0F2 1F0 1F1 1F2 0F3 0F4 1F3 1F4"
+    assert " ".join(one for one in cells if "B" in one) == "1B0 1B1 1B2 0B0 0B1 0B2 1B3 1B4 0B3 0B4"
 
 
 KNOWN = {
@@ -54,7 +51,16 @@ KNOWN = {
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_three_microbatches_on_two_ranks(name: str) -> None:
-    assert text_of(schedule(name, 2, 3)) == KNOWN[name]
+    """As text: a cell is chunk, letter, microbatch."""
+    table = schedule(name, 2, 3)
+    assert text_of(table) == KNOWN[name]
+    assert parse("\n".join(KNOWN[name])).ranks == table.ranks
+
+
+@pytest.mark.parametrize("cell", ["", "F3", "0F", "0X3", "0f3", "0F3 ", "-1F3"])
+def test_what_is_no_action_is_refused(cell: str) -> None:
+    with pytest.raises(ValueError, match="chunk, one of F B I W, microbatch: 0F3"):
+        parse_action(cell)
 
 
 @given(pp=st.integers(1, 8), microbatches=st.integers(1, 20))

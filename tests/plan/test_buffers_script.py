@@ -63,7 +63,7 @@ def test_every_rank_has_the_buffers_that_training_gives_it(world: ParallelLayout
 def test_experts_have_axes_buckets_and_owners_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ("model=tiny_moe", "tokenizer=byte", "precision=bf16", "--world-size", "8", "parallel.ep=4")
     lines = shown(capsys, *sizes, "--rank", "5")
-    assert lines[:2] == ["tiny_moe, 8 ranks: dp 8, order tp-cp-ep-dp-pp, bf16", "experts: ep 4 x edp 2"]
+    assert lines[:2] == ["tiny_moe, 8 ranks: dp 8, order tp-cp-ep-dp-pp, bf16, vocabulary 257", "experts: ep 4 x edp 2"]
     assert "experts: every bucket is cut into 2 slices, owned by the ranks 1, 5" in lines
     assert any(line.split()[:2] == ["1", "master"] for line in lines)  # the routers
     (expert,) = (line for line in lines if line.startswith("0 expert"))
@@ -74,21 +74,12 @@ def test_experts_have_axes_buckets_and_owners_of_their_own(capsys: pytest.Captur
 def test_gpt2_on_four_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     lines = shown(capsys, *GPT2, "--dp", "4")
     rows = [re.split(r"  +", line.strip()) for line in lines[lines.index("") + 1 :]]
-    assert lines[0] == "gpt2, 4 ranks: dp 4, bf16"
+    assert lines[0] == "gpt2, 4 ranks: dp 4, bf16, vocabulary 50,257"
     assert rows[0] == ["bucket", "elements", "padding", "slice", "tensors", "MiB kept", "from .. to"]
     assert rows[1][:4] == ["0", "35,440,896", "0", "8,860,224"]
     assert rows[1][-1] == "final_norm.bias .. blocks.7.attention_norm.weight"
     assert rows[-2][:6] == ["3", "38,633,472", "0", "9,658,368", "1", "331.6"]
     assert rows[-1] == ["all", "124,475,904", "0", "31,118,976", "148", f"{124_475_904 * (6 + 12 / 4) / 2**20:,.1f}"]
-
-
-def test_what_is_taken_for_granted_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    notes = [line for line in shown(capsys) if line.startswith("note")]
-    assert notes == [
-        "note: precision=auto is taken as bf16 (set it to be exact)",
-        "note: model.vocab_size is taken as 4,096: the tokenizer is not asked (set it to be exact)",
-    ]
-    assert not any(line.startswith("note") for line in shown(capsys, *GPT2))
 
 
 @pytest.mark.parametrize(
@@ -114,7 +105,6 @@ def test_owners_are_named(arguments: str, owners: str, capsys: pytest.CaptureFix
             ("2 problems", "model.num_layers=0", "optimizer.zero=2"),
         ),
         (("--rank", "2"), ("--rank=2: there are 2 ranks, counted from 0",)),
-        (("--world-size", "4", "--dp", "2"), ("--dp=2: follows from --world-size 4",)),
     ],
 )
 def test_what_cannot_be_laid_out_is_refused_all_at_once(

@@ -9,7 +9,7 @@ import pytest
 from megalite.commands import ranks, schedule
 from megalite.errors.problems import UserError
 from megalite.layout.ranks import ParallelLayout
-from megalite.pipeline.simulator import Span, equal_durations
+from megalite.pipeline.simulator import Span
 from megalite.plan.picture import Picture, save_picture
 from megalite.plan.ranks import GAP, MOST_RANKS, ranks_picture
 from megalite.plan.timeline import FORWARD_PASSES, LEFT, Timeline, Unit, schedule_picture, simulated
@@ -114,8 +114,7 @@ def test_a_picture_of_many_ranks_says_what_it_leaves_out_and_one_of_experts_who_
 
 
 def timeline(name: str, pp: int, microbatches: int, vpp: int = 1) -> Timeline:
-    table = schedule_of(name, pp, microbatches, vpp)
-    return simulated(table, equal_durations(table, 1 / vpp, 1 / vpp, 1 / vpp))
+    return simulated(schedule_of(name, pp, microbatches, vpp))
 
 
 def drawn(line: Timeline, unit: Unit = FORWARD_PASSES) -> Picture:

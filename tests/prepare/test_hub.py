@@ -22,7 +22,7 @@ def silent_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     monkeypatch.setattr(hub, "PATIENCE", 0.5)
-    hub._answers_soon.cache_clear()
+    hub.reachable.cache_clear()
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
         yield
@@ -55,7 +55,7 @@ def test_a_tokenizer_without_network_is_refused_in_seconds(name: str) -> None:
 
 @pytest.mark.usefixtures("silent_server")
 def test_a_resolver_that_hangs_does_not_hold_us(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "_answers", lambda _: time.sleep(3) or True)
+    monkeypatch.setattr(hub, "_answers", lambda: time.sleep(3) or True)
     begin = time.monotonic()
     assert not hub.reachable()
     assert time.monotonic() - begin < 1.5
@@ -75,7 +75,7 @@ def test_an_answer_is_an_answer_unless_a_proxy_refuses(
                 connection.recv(1000)
                 connection.sendall(f"HTTP/1.1 {status}\r\nContent-Length: 0\r\n\r\n".encode())
 
-        hub._answers_soon.cache_clear()
+        hub.reachable.cache_clear()
         thread = threading.Thread(target=answer, daemon=True)
         thread.start()
         assert hub.reachable() is there
@@ -83,6 +83,7 @@ def test_an_answer_is_an_answer_unless_a_proxy_refuses(
 
 
 def test_the_offline_switch_is_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "_answers", lambda _: True)
+    monkeypatch.setattr(hub, "_answers", lambda: True)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    hub.reachable.cache_clear()
     assert not hub.reachable()

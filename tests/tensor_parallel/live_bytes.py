@@ -1,6 +1,6 @@
 """How many bytes are alive: what backward keeps is measured by what is left after forward, whoever holds it."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
@@ -31,12 +31,3 @@ class LiveBytes(TorchDispatchMode):
     def now(self) -> int:
         self._seen = {key: value for key, value in self._seen.items() if not value[0].expired()}
         return sum(size for _, size in self._seen.values())
-
-
-def kept_bytes(function: Callable[..., Tensor], inputs: Iterable[Tensor], parameters: Iterable[Tensor]) -> int:
-    """Of unique storages that the result of function(*inputs) keeps for backward, but for itself and the arguments."""
-    inputs = list(inputs)
-    live = LiveBytes([*inputs, *parameters])
-    with live:
-        out = function(*inputs)
-        return live.now() - int(out.untyped_storage().nbytes())

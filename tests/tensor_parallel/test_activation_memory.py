@@ -5,34 +5,27 @@ dropout, which are derived again. The communicators are torch's fake ones, which
 the tensors that they have summed some time after the sum is there.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megalite.config.derive import derive_model
 from megalite.config.schema import Config, ModelConfig
-from megalite.data.batch import whole_batch
 from megalite.kernels import attention
 from megalite.kernels.attention_mask import BLOCK
 from megalite.launch.context import ParallelContext
-from megalite.launch.startup import join
 from megalite.layout.ranks import ParallelLayout
-from megalite.train.build import build_training, fill_with_start_values
+from tests.layouts.training import FAMILIES
+from tests.model.small import random_batch, training_config
+from tests.pipeline.stages import started
 from tests.tensor_parallel.live_bytes import LiveBytes
+from tests.tensor_parallel.operations import fake_rank
 
 S, B, H, HEADS = 64, 2, 256, 8
 BF16 = 2  # bytes
-SHAPES: dict[str, dict[str, Any]] = {
-    "gpt2": {"norm": "layernorm", "activation": "gelu_tanh", "position": "learned", "bias": True},
-    "llama": {"num_key_value_heads": 2, "tie_embeddings": False},
-}
+SHAPES = ("gpt2", "llama")
 RECOMPUTE: list[dict[str, Any]] = [
     {},
     {"recompute": "selective", "recompute_modules": ["attention"]},
@@ -45,13 +38,10 @@ RECOMPUTE: list[dict[str, Any]] = [
 def config_of(
     family: str, t: int = 1, sequence_parallel: bool = False, *, dropout: float = 0.0, length: int = S, **train: Any
 ) -> Config:
-    config = Config(precision="bf16", device="cpu", seed=7)
     sizes: dict[str, Any] = {"num_layers": 1, "hidden_size": H, "num_attention_heads": HEADS, "vocab_size": 64}
-    sizes |= {"vocab_multiple": 4, "dropout": dropout, "attention_dropout": 0.0}
-    config.model = derive_model(replace(config.model, **sizes, **SHAPES[family]), length)
-    config.train = replace(config.train, compile=False, seq_length=length, **train)
-    config.parallel = replace(config.parallel, tp=t, sequence_parallel=sequence_parallel)
-    return config
+    sizes |= {"dropout": dropout, "attention_dropout": 0.0, **FAMILIES[family]}
+    parallel = {"tp": t, "sequence_parallel": sequence_parallel}
+    return training_config(sizes, length, precision="bf16", parallel=parallel, **train)
 
 
 def kept_units(config: Config) -> float:
@@ -79,33 +69,14 @@ def groups_on_a_rank(model: ModelConfig, t: int) -> int:
 
 def count(context: ParallelContext, config: Config) -> float:
     """Of one block, in units: what a second one adds."""
-    length = config.train.seq_length
-    kept = []
+    length, kept = config.train.seq_length, []
     for layers in (1, 2):
-        sized = replace(config, model=replace(config.model, num_layers=layers))
-        training = build_training(sized, context)
-        model = training.chunks[0]
-        fill_with_start_values(training.buffers, sized, context)
-        tokens, positions = torch.zeros(B, length, dtype=torch.int64), torch.arange(length).expand(B, length)
-        batch = whole_batch(tokens, tokens, torch.ones(B, length, dtype=torch.bool), positions, None, 0)
-        live = LiveBytes(model.parameters())
-        with live:
+        model = started(context, replace(config, model=replace(config.model, num_layers=layers))).chunks[0]
+        batch = random_batch(config.model, b=B, s=length)
+        with LiveBytes(model.parameters()) as live:
             _hidden = model(batch)
             kept.append(live.now())
     return (kept[1] - kept[0]) / (BF16 * length * B * H)
-
-
-@contextmanager
-def rank_of(t: int) -> Iterator[ParallelContext]:
-    """The first of t tensor-parallel ranks; the others do not exist."""
-    if t == 1:
-        yield ParallelContext(dtype=torch.bfloat16)
-        return
-    dist.init_process_group("fake", rank=0, world_size=t, store=FakeStore())
-    try:
-        yield join(ParallelLayout(tp=t), 0, torch.device("cpu"), torch.bfloat16, None, timeout_s=10)
-    finally:
-        dist.destroy_process_group()
 
 
 def assert_near(counted: float, formula: float) -> None:
@@ -120,7 +91,7 @@ def test_a_block_keeps_what_the_formula_says(t: int, monkeypatch: pytest.MonkeyP
     splits = (False, True) if t > 1 else (False,)
     rows = product(SHAPES, splits, RECOMPUTE, (0.0, 0.1))
     configs = [config_of(family, t, split, dropout=p, **train) for family, split, train, p in rows]
-    with rank_of(t) as context:
+    with fake_rank(ParallelLayout(tp=t)) as context:
         for config in configs:
             assert_near(count(context, config), kept_units(config))
 

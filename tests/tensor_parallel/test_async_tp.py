@@ -9,13 +9,12 @@ import torch
 import torch.distributed as dist
 from torch.fx import GraphModule
 
-from megalite.config.schema import Config, ParallelConfig, TrainConfig
+from megalite.config.schema import Config, ParallelConfig
 from megalite.launch.context import ParallelContext
 from megalite.launch.environment import ProcessEnvironment
 from megalite.layout.ranks import ParallelLayout
 from megalite.model.attention import BlockInputs
-from megalite.model.block import Block
-from megalite.model.gpt import GPT
+from megalite.model.gpt import compile_options
 from megalite.tensor_parallel import collectives
 from megalite.tensor_parallel.collectives import TensorGroup
 from megalite.tensor_parallel.shared_memory import share_memory
@@ -53,9 +52,8 @@ def fused(context: ParallelContext, name: str) -> list[Counter[str]]:
     model = gpt(config, tp=TensorGroup.of(context.group("tp")), sequence_parallel=True)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter)
-    model.set_main_grads(
-        {name: torch.zeros_like(model.get_parameter(name)).detach() for name in model.main_grad_parameters}
-    )
+    names = model.main_grad_parameters
+    model.set_main_grads({name: torch.zeros_like(model.get_parameter(name)).detach() for name in names})
     backend = aot_autograd(
         fw_compiler=keep,
         bw_compiler=keep,
@@ -94,14 +92,9 @@ def test_inductor_finds_that_a_group_shares_memory() -> None:
 
 
 def test_only_what_is_asked_for_compiles_products_that_send() -> None:
-    asked: list[Any] = []
-    for async_tp in (False, True):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Block, "compile_parts", lambda self, options: asked.append(options))
-            config = Config(model=small(num_layers=1), train=TrainConfig(compile=True))
-            config.parallel = ParallelConfig(tp=2, async_tp=async_tp, sequence_parallel=True)
-            GPT(config, dtype=torch.float32, device=torch.device("cpu"), tp=TensorGroup("tp", 2, 0))
-    assert ["_micro_pipeline_tp" in options for options in asked] == [False, True]
+    options = [compile_options(TensorGroup("tp", 2, 0), async_tp=async_tp) or {} for async_tp in (False, True)]
+    assert ["_micro_pipeline_tp" in each for each in options] == [False, True]
+    assert compile_options(None, async_tp=True) is None
 
 
 @pytest.mark.parametrize(

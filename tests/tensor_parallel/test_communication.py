@@ -2,97 +2,66 @@
 byte."""
 
 from collections import Counter
-from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from megalite.config.derive import derive_model
 from megalite.config.schema import Config, ModelConfig
-from megalite.data.batch import Batch, whole_batch
 from megalite.launch.context import ParallelContext
 from megalite.layout.groups import GroupNeeds
 from megalite.layout.ranks import ParallelLayout
-from megalite.train.build import build_training, fill_with_start_values
 from megalite.train.step import TrainStep
+from tests.layouts.training import FAMILIES
+from tests.model.small import random_batch, training_config
+from tests.pipeline.stages import started
 from tests.ranks import run_ranks
+from tests.tensor_parallel.operations import Operations
 
 S, B, H, CHUNK = 32, 2, 32, 24  # the last chunk of the loss is shorter
 MICROBATCHES = 2
 ALL = ["attention", "norm", "activation"]
-SHAPES: dict[str, dict[str, Any]] = {
-    "gpt2": {"norm": "layernorm", "activation": "gelu_tanh", "position": "learned", "bias": True},
-    "llama": {"num_key_value_heads": 2, "tie_embeddings": False},
-    "qwen3": {"num_key_value_heads": 2, "qk_norm": True, "head_size": 8},
-}
+COLLECTIVES = ("all_reduce", "allreduce_", "all_gather_into_tensor_out", "reduce_scatter_tensor")
 Collective = tuple[str, int]  # what, and the bytes of the whole tensor: a sum's, a gather's result, a scatter's input
 
 
-@dataclass
-class Recorder(TorchDispatchMode):
-    """Every collective inside of it over more than one rank."""
-
-    ranks: int
-    seen: Counter[Collective] = field(default_factory=Counter)
-
-    def __post_init__(self) -> None:
-        super().__init__()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        namespace, _, name = func.name().partition("::")
-        if namespace in ("_c10d_functional", "c10d") and name != "wait_tensor":
-            # gloo notes the plain op by a name that is too long for it: see collectives.start_all_gather
-            assert name != "all_gather_into_tensor"
-            name = name.removesuffix("_out")
-            (tensor,) = args[0] if isinstance(args[0], list) else (args[0],)
-            whole = tensor.nbytes * (self.ranks if name == "all_gather_into_tensor" else 1)
-            self.seen[name, whole] += 1
-        return func(*args, **(kwargs or {}))
+def collective(name: str, args: Any, result: Any) -> Collective | None:
+    # gloo notes the plain op by a name that is too long for it: see collectives.start_all_gather
+    assert name not in ("all_gather_into_tensor", "all_to_all_single", "broadcast_")
+    if name not in COLLECTIVES:
+        return None
+    (tensor,) = args[0] if isinstance(args[0], list) else (result if "gather" in name else args[0],)
+    return name.removesuffix("_out"), tensor.nbytes
 
 
-def config_of(family: str, layers: int, t: int, sequence_parallel: bool, **train: Any) -> Config:
-    config = Config(precision="fp32", device="cpu", seed=7)
-    model: dict[str, Any] = {"num_layers": layers, "hidden_size": H, "num_attention_heads": 4, "vocab_size": 250}
-    model |= {"vocab_multiple": 7, "loss_chunk_tokens": CHUNK, "dropout": 0.0, **SHAPES[family]}
-    model |= {key: train.pop(key) for key in ("dropout",) if key in train}
-    config.model = derive_model(replace(config.model, **model), S)
-    config.train = replace(config.train, compile=False, seq_length=S, **train)
-    config.parallel = replace(config.parallel, tp=t, sequence_parallel=sequence_parallel, schedule="1f1b")
-    return config
+def config_of(
+    family: str, layers: int, t: int, sequence_parallel: bool, *, dropout: float = 0.0, **train: Any
+) -> Config:
+    sizes: dict[str, Any] = {"num_layers": layers, "hidden_size": H, "num_attention_heads": 4, "vocab_size": 250}
+    sizes |= {"vocab_multiple": 7, "loss_chunk_tokens": CHUNK, "dropout": dropout, **FAMILIES[family]}
+    parallel = {"tp": t, "sequence_parallel": sequence_parallel, "schedule": "1f1b"}
+    return training_config(sizes, S, parallel=parallel, **train)
 
 
-def microbatch() -> Batch:
-    tokens = torch.randint(250, (B, S), generator=torch.Generator().manual_seed(1))
-    positions = torch.arange(S).expand(B, S)
-    return whole_batch(tokens, tokens.roll(-1, 1), torch.ones(B, S, dtype=torch.bool), positions, None, 0)
-
-
-def count_in_microbatch(context: ParallelContext, config: Config) -> Counter[Collective]:
+def count_in_microbatches(context: ParallelContext, configs: list[Config]) -> list[Counter[Collective]]:
     """Forward and backward of one microbatch on the real model with its gradient buffers."""
-    training = build_training(config, context)
-    fill_with_start_values(training.buffers, config, context)
-    recorder = Recorder(config.parallel.tp)
-    with recorder:
-        training.chunks[0].loss(microbatch(), torch.ones(())).backward()
-    return recorder.seen
+    found = []
+    for config in configs:
+        training, batch = started(context, config), random_batch(config.model, b=B, s=S)
+        with Operations(collective) as operations:
+            training.chunks[0].loss(batch, torch.ones(())).backward()
+        found.append(Counter(operations.noted))
+    return found
 
 
 def count_in_step(context: ParallelContext, config: Config) -> Counter[Collective]:
     """A whole step of several microbatches."""
-    training = build_training(config, context)
-    fill_with_start_values(training.buffers, config, context)
-    step = TrainStep(training, config.optimizer, context)
-    recorder = Recorder(config.parallel.tp)
-    with recorder:
-        step([microbatch()] * MICROBATCHES, MICROBATCHES * B * S, 1e-3).read()
-    return recorder.seen
-
-
-def count_all(context: ParallelContext, configs: list[Config]) -> list[Counter[Collective]]:
-    return [count_in_microbatch(context, config) for config in configs]
+    step = TrainStep(started(context, config), config.optimizer, context)
+    batches = [random_batch(config.model, b=B, s=S)] * MICROBATCHES
+    with Operations(collective) as operations:
+        step(batches, MICROBATCHES * B * S, 1e-3).read()
+    return Counter(operations.noted)
 
 
 def block_sends(config: Config) -> Counter[Collective]:
@@ -147,7 +116,7 @@ def test_blocks_embedding_and_loss_send_what_the_formulas_say(t: int) -> None:
     families = ("gpt2", "llama") if t == 2 else ("llama",)  # at 4 its ranks share key-value heads
     rows = product(families, (False, True), TRAINING if t == 2 else TRAINING[:1], (1, 2))
     configs = [config_of(family, layers, t, split, **train) for family, split, train, layers in rows]
-    for counted in run_ranks(count_all, t, configs, layout=ParallelLayout(tp=t)):
+    for counted in run_ranks(count_in_microbatches, t, configs, layout=ParallelLayout(tp=t)):
         for config, one, two in zip(configs[::2], counted[::2], counted[1::2], strict=True):
             assert two - one == block_sends(config)
             assert one - (two - one) == ends_send(config)

@@ -1,30 +1,24 @@
 """Weight gradients put off: backward-input computes none, the weight action all, to the same bits and in all the same
-number of operations and collectives."""
+number of collectives (of operations: tests/pipeline/test_executor.py; on ranks that train: tests/layouts)."""
 
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
-from megalite.launch.context import ParallelContext
 from megalite.layout.ranks import ParallelLayout
 from megalite.model.gpt import GPT
 from megalite.tensor_parallel.collectives import TensorGroup
 from megalite.tensor_parallel.deferred import DeferredWork
 from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megalite.tensor_parallel.linear import linear
-from tests.model.small import ALL_DROPOUTS, CPU, FAMILIES, gpt, perturbed, random_batch, rank_of, small
-from tests.ranks import run_ranks
+from tests.model.small import ALL_DROPOUTS, CPU, FAMILIES, gpt, perturbed, random_batch, small
 from tests.tensor_parallel.live_bytes import LiveBytes
+from tests.tensor_parallel.operations import Operations, fake_rank
 
 ALL_MODULES = ["attention", "norm", "activation"]
 RECOMPUTE: dict[str, dict[str, Any]] = {
@@ -36,81 +30,44 @@ MICROBATCHES = 2
 SCALE = torch.tensor(0.02, dtype=torch.float64)
 
 
-def model_with_main_grads(
-    family: str, group: TensorGroup | None = None, **settings: Any
-) -> tuple[GPT, dict[str, Tensor]]:
-    config = small(**FAMILIES[family], **ALL_DROPOUTS, num_layers=2)
-    model = perturbed(config, **settings) if group is None else rank_of(perturbed(config), group, **settings)
-    main_grads = {
-        name: torch.zeros_like(model.get_parameter(name), requires_grad=False) for name in model.main_grad_parameters
-    }
-    model.set_main_grads(main_grads)
-    return model, main_grads
-
-
-def linear_weights(model: GPT) -> list[str]:
-    """Whose gradients are put off."""
+def linear_layers(model: GPT) -> dict[str, ColumnParallelLinear | RowParallelLinear]:
+    """Whose weight gradients are put off."""
     layers = (ColumnParallelLinear, RowParallelLinear)
-    return [f"{name}.weight" for name, layer in model.named_modules() if isinstance(layer, layers)]
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, layers)}
 
 
-def outcome(model: GPT, main_grads: dict[str, Tensor]) -> dict[str, Tensor]:
-    others = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+def gradients_of(family: str, *, put_off: bool, **settings: Any) -> dict[str, Tensor]:
+    """Of several microbatches. Put off as zb-h1 does: some microbatches wait, and each is later done whole."""
+    model = perturbed(small(**FAMILIES[family], **ALL_DROPOUTS, num_layers=2), **settings)
+    names = model.main_grad_parameters
+    main_grads = {name: torch.zeros_like(model.get_parameter(name), requires_grad=False) for name in names}
+    model.set_main_grads(main_grads)
+    waiting = [f"{name}.weight" for name in linear_layers(model)]
+    for sample in range(MICROBATCHES):
+        before = {name: main_grads[name].clone() for name in waiting}
+        loss = model.loss(random_batch(model.config, seed=sample, first_sample=sample), SCALE)
+        with model.deferred.collecting() if put_off else nullcontext():
+            loss.backward()
+        unchanged = [torch.equal(main_grads[name], before[name]) for name in waiting]
+        assert unchanged == [put_off] * len(waiting), "backward-input adds to no weight's main gradient"
+        if put_off and sample > 0:
+            model.deferred.run_next()
+            assert all(not torch.equal(main_grads[name], before[name]) for name in waiting)
+    assert len(model.deferred) == put_off
+    if put_off:
+        model.deferred.run_next()
+    others = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     assert others.keys() | main_grads.keys() == dict(model.named_parameters()).keys()
     return {**others, **main_grads}
-
-
-def undeferred(model: GPT, main_grads: dict[str, Tensor]) -> dict[str, Tensor]:
-    for sample in range(MICROBATCHES):
-        model.loss(random_batch(model.config, seed=sample, first_sample=sample), SCALE).backward()
-    assert len(model.deferred) == 0
-    return outcome(model, main_grads)
-
-
-def deferred(model: GPT, main_grads: dict[str, Tensor]) -> dict[str, Tensor]:
-    """As zb-h1 does: some microbatches wait, and each is later done whole."""
-    names = linear_weights(model)
-    for sample in range(MICROBATCHES):
-        before = {name: main_grads[name].clone() for name in names}
-        loss = model.loss(random_batch(model.config, seed=sample, first_sample=sample), SCALE)
-        with model.deferred.collecting():
-            loss.backward()
-        assert all(torch.equal(main_grads[name], before[name]) for name in names), (
-            "backward-input added to a weight's main gradient"
-        )
-        if sample > 0:
-            model.deferred.run_next()
-            assert all(not torch.equal(main_grads[name], before[name]) for name in names)
-    assert len(model.deferred) == 1
-    model.deferred.run_next()
-    return outcome(model, main_grads)
-
-
-def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    assert [name for name, gradient in expected.items() if not torch.equal(found[name], gradient)] == []
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE.values(), ids=RECOMPUTE)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_put_off_gradients_are_the_same_bits(family: str, recompute: dict[str, Any]) -> None:
-    expected = undeferred(*model_with_main_grads(family, **recompute))
-    assert_same_bits(deferred(*model_with_main_grads(family, **recompute)), expected)
-
-
-ON_RANKS = [("gpt2", "none", False), ("llama", "selective", True), ("qwen3", "none", True), ("gpt2", "full", True)]
-
-
-def _on_a_rank(context: ParallelContext) -> None:
-    group = TensorGroup.of(context.group("tp"))
-    for family, recompute, sequence_parallel in ON_RANKS:
-        settings = {**RECOMPUTE[recompute], "sequence_parallel": sequence_parallel}
-        expected = undeferred(*model_with_main_grads(family, group, **settings))
-        assert_same_bits(deferred(*model_with_main_grads(family, group, **settings)), expected)
-
-
-def test_put_off_gradients_are_the_same_bits_on_several_ranks() -> None:
-    run_ranks(_on_a_rank, 2, dtype=torch.float64, layout=ParallelLayout(tp=2))
+    expected = gradients_of(family, put_off=False, **recompute)
+    found = gradients_of(family, put_off=True, **recompute)
+    assert found.keys() == expected.keys()
+    assert [name for name, gradient in expected.items() if not torch.equal(found[name], gradient)] == []
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -134,70 +91,16 @@ def test_put_off_narrow_products_add_up_in_wide_main_grads(device: str) -> None:
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
-# --- operations ------------------------------------------------------------------------------------------------------
-
-
-class Flops(FlopCounterMode):
-    """torch's counter knows no addition in place."""
-
-    def __init__(self) -> None:
-        super().__init__(display=False, custom_mapping={torch.ops.aten.addmm_: self._flops})
-
-    @staticmethod
-    def _flops(total: tuple[int, int], left: tuple[int, int], right: tuple[int, int], **_: Any) -> int:
-        return 2 * prod(total) * right[0]
-
-
-@pytest.mark.parametrize("recompute", RECOMPUTE.values(), ids=RECOMPUTE)
-def test_backward_input_and_weight_do_together_what_backward_does(recompute: dict[str, Any]) -> None:
-    """The weight action all products of weights, backward-input all else, what is computed again included."""
-    model, _ = model_with_main_grads("qwen3", **recompute)
-    batch = random_batch(model.config)
-    with Flops() as backward:
-        loss = model.loss(batch, SCALE)
-        before = backward.get_total_flops()
-        loss.backward()
-    whole = backward.get_total_flops() - before
-    loss = model.loss(batch, SCALE)
-    with Flops() as backward_input, model.deferred.collecting():
-        loss.backward()
-    with Flops() as weight:
-        model.deferred.run_next()
-    products = sum(2 * batch.tokens.numel() * model.get_parameter(name).numel() for name in linear_weights(model))
-    assert weight.get_total_flops() == products > 0
-    assert backward_input.get_total_flops() + products == whole
-
-
-class Steps(TorchDispatchMode):
-    """Products, by the number of their result's elements, and collectives."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.steps: list[int | str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        name = str(func)
-        if "c10d" in name:
-            self.steps += [step for step in ("all_reduce", "all_gather", "reduce_scatter", "wait") if step in name]
-        elif "mm" in name:
-            self.steps.append(prod(result.shape))
-        return result
-
-
 N, M, K, ROWS = 6, 10, 4, 24
 
 
-@contextmanager
-def fake_ranks(size: int) -> Iterator[TensorGroup]:
-    """Communicators that move nothing: gloo's threads let go of tensors some time after they are done with them."""
-    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
-    try:
-        group = TensorGroup.of(dist.group.WORLD)
-        assert group is not None
-        yield group
-    finally:
-        dist.destroy_process_group()
+def step(name: str, args: Any, result: Any) -> int | str | None:
+    """Of a product the number of its result's elements, of a collective its name."""
+    if "mm" in name:
+        return prod(result.shape)
+    names = {"all_gather_into_tensor_out": "all_gather", "reduce_scatter_tensor": "reduce_scatter"}
+    collectives = {"all_reduce": "all_reduce", "wait_tensor": "wait", **names}
+    return collectives.get(name)
 
 
 def steps(group: TensorGroup, sequence_parallel: bool) -> tuple[list[int | str], list[int | str]]:
@@ -214,26 +117,28 @@ def steps(group: TensorGroup, sequence_parallel: bool) -> tuple[list[int | str],
         )
         y = y if weight is weights[1] else y[: len(x)]
         y = linear(y, weight, main_grad=main_grad, deferred=work, **column)
-    with Steps() as backward_input, work.collecting():
+    with Operations(step) as backward_input, work.collecting():
         y.sum().backward()
-    with Steps() as weight_action:
+    with Operations(step) as weight_action:
         work.run_next()
-    return backward_input.steps, weight_action.steps
+    return backward_input.noted, weight_action.noted
 
 
-def test_inputs_are_gathered_by_the_weight_action_alone_and_one_gather_ahead() -> None:
+def fake_group() -> TensorGroup:
+    group = TensorGroup.of(torch.distributed.group.WORLD)
+    assert group is not None
+    return group
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_inputs_are_gathered_by_the_weight_action_alone_and_one_gather_ahead(sequence_parallel: bool) -> None:
     """As many collectives as without: each gradient of an input is summed once, each input gathered once."""
-    with fake_ranks(2) as group:
-        backward_input, weight = steps(group, True)
-        summed = ["reduce_scatter", "wait"]
-        assert backward_input == [*[ROWS * K, *summed] * 2, ROWS * N, ROWS * K, *summed]
-        last = ["all_gather", "all_gather", "wait", M * K]
-        assert weight == [*last, "all_gather", "wait", K * K, K * N, "wait", N * K]
-
-        backward_input, weight = steps(group, False)
-        summed = ["all_reduce", "wait"]
-        assert backward_input == [*[ROWS * K, *summed] * 2, ROWS * N, ROWS * K, *summed]
-        assert weight == [M * K, K * K, K * N, N * K]
+    with fake_rank(ParallelLayout(tp=2)):
+        backward_input, weight = steps(fake_group(), sequence_parallel)
+    summed = ["reduce_scatter" if sequence_parallel else "all_reduce", "wait"]
+    assert backward_input == [*[ROWS * K, *summed] * 2, ROWS * N, ROWS * K, *summed]
+    gathered = ["all_gather", "all_gather", "wait", M * K, "all_gather", "wait", K * K, K * N, "wait", N * K]
+    assert weight == (gathered if sequence_parallel else [M * K, K * K, K * N, N * K])
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
@@ -266,50 +171,38 @@ COLUMN = 8 * ROWS  # bytes
 
 
 def test_what_waits_is_each_products_input_and_output_gradient_and_nothing_of_the_graph() -> None:
+    """Under sequence parallelism the rank's part of the input."""
     one = (K + N + N + K) * COLUMN
     assert held_bytes(None) == [one, 2 * one, 3 * one, 2 * one, one, 0]
-
-
-def test_under_sequence_parallelism_the_ranks_part_of_the_input_waits() -> None:
     one = (K // 2 + N + N + K) * COLUMN
-    with fake_ranks(2) as group:
-        assert held_bytes(group) == [one, 2 * one, 3 * one, 2 * one, one, 0]
+    with fake_rank(ParallelLayout(tp=2)):
+        assert held_bytes(fake_group()) == [one, 2 * one, 3 * one, 2 * one, one, 0]
 
 
-def test_what_is_done_is_free_before_the_next_product() -> None:
-    work, kept = DeferredWork(), []
+class Product:
+    """Notes its number in `done`, and which of all products are alive then."""
 
-    class Product:
-        def __init__(self) -> None:
-            self.alive = weakref.ref(self)
+    alive: ClassVar[weakref.WeakSet["Product"]] = weakref.WeakSet()
+    done: ClassVar[list[tuple[int, int]]] = []
 
-        def run(self) -> None:
-            kept.append([reference() is not None for reference in references])
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.alive.add(self)
 
-    with work.collecting():
-        references = []
-        for _ in range(3):
-            product = Product()
-            references.append(product.alive)
-            work.put(product.run)
-        del product
-    work.run_next()
-    assert kept == [[True, True, True], [False, True, True], [False, False, True]]
+    def run(self) -> None:
+        self.done.append((self.number, len(self.alive)))
 
 
-# --- when ------------------------------------------------------------------------------------------------------------
-
-
-def test_microbatches_are_done_one_at_a_time_in_the_order_of_their_backward() -> None:
-    work, done = DeferredWork(), []
-    for microbatch in range(3):
+def test_microbatches_are_done_one_at_a_time_in_order_and_what_is_done_is_free() -> None:
+    work = DeferredWork()
+    for microbatch in range(2):
         with work.collecting():
-            for product in range(2):
-                work.put(lambda at=(microbatch, product): done.append(at))  # type: ignore[misc]
-    for microbatch in range(3):
-        assert len(work) == 3 - microbatch
+            for number in range(3):
+                work.put(Product(3 * microbatch + number).run)
+    for microbatch in range(2):
+        assert len(work) == 2 - microbatch
         work.run_next()
-        assert done == [(at, product) for at in range(microbatch + 1) for product in range(2)]
+        assert Product.done == [(number, 6 - number) for number in range(3 * microbatch + 3)]
 
 
 def test_what_has_no_main_grad_and_what_needs_no_gradient_is_not_put_off() -> None:
@@ -330,5 +223,5 @@ def test_compiled_blocks_put_nothing_off() -> None:
     config = small()
     for compiled in (False, True):
         model = gpt(config, dtype=torch.float64, device=CPU, seed=1, compile=compiled)
-        layers = [layer for layer in model.modules() if isinstance(layer, (ColumnParallelLinear, RowParallelLinear))]
-        assert [layer.place.deferred for layer in layers] == [None if compiled else model.deferred] * 8
+        found = [layer.place.deferred for layer in linear_layers(model).values()]
+        assert found == [None if compiled else model.deferred] * 8

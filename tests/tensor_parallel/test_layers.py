@@ -4,11 +4,10 @@ The ranks of one call of `run_ranks` go through all cases; the parent, which nev
 computes the whole and compares. Each rank draws its own upstream gradient where its output is its own.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -30,7 +29,7 @@ SIZES = (1, 2, 4)
 
 @dataclass(frozen=True)
 class Case:
-    """One layer and one input [*lead, inputs]."""
+    """A row- or column-parallel layer and one input [*lead, inputs]; `strided`: in memory that is not contiguous."""
 
     outputs: tuple[int, ...]
     split: Split = Split(0)  # noqa: RUF009 (frozen)
@@ -39,10 +38,30 @@ class Case:
     with_main_grad: bool = False
     bias: bool = True
     strided: bool = False
+    row: bool = False
+
+    def shards(self, size: int, *trailing: int) -> list[Shard]:
+        """The ranks' shards of the logical [*outputs, *trailing]."""
+        split = Split(1) if self.row else self.split
+        return [shard_of((*self.outputs, *trailing), split, size, index) for index in range(size)]
+
+    def logical(self) -> tuple[Tensor, Tensor, Tensor]:
+        """x [*lead, inputs], weight [*outputs, inputs] and bias [*outputs]."""
+        return drawn(3, *self.lead, INPUTS), drawn(1, *self.outputs, INPUTS), drawn(2, *self.outputs)
+
+    def input_of(self, x: Tensor, size: int, index: int) -> Tensor:
+        """A rank's part of x, or of its gradient."""
+        return part(x, size, index, -1) if self.row else part(x, size, index) if self.sequence else x
+
+    def upstream_of(self, size: int, index: int) -> Tensor:
+        """The gradient of a rank's output."""
+        if not self.row:
+            return drawn(10 + index, *self.lead, prod(self.shards(size)[index].shape))
+        whole = drawn(9, *self.lead, *self.outputs)
+        return part(whole, size, index) if self.sequence else whole
 
 
-@dataclass
-class Outcome:
+class Outcome(NamedTuple):
     """What a rank got: y, and gradients."""
 
     y: Tensor
@@ -55,26 +74,12 @@ def drawn(seed: int, *shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def strided(x: Tensor, case: Case) -> Tensor:
-    """The same values; with `case.strided` in memory that is not contiguous."""
-    return x.transpose(0, -1).contiguous().transpose(0, -1) if case.strided else x.contiguous()
-
-
 def part(x: Tensor, size: int, index: int, dim: int = 0) -> Tensor:
     return x.chunk(size, dim)[index]
 
 
-def shards(case: Case, size: int, *trailing: int) -> list[Shard]:
-    return [shard_of((*case.outputs, *trailing), case.split, size, index) for index in range(size)]
-
-
-def summed(case: Case, locals_: list[Tensor], *trailing: int) -> Tensor:
-    """The logical [*outputs, *trailing] to which each rank adds what it holds."""
-    total = torch.zeros(*case.outputs, *trailing, dtype=torch.float64)
-    for held, local in zip(shards(case, len(locals_), *trailing), locals_, strict=True):
-        for box in held.boxes:
-            total[box.logical] += local.view(held.shape)[box.local]
-    return total
+def in_memory(x: Tensor, case: Case) -> Tensor:
+    return x.transpose(0, -1).contiguous().transpose(0, -1) if case.strided else x.contiguous()
 
 
 def outputs_first(x: Tensor) -> Tensor:
@@ -82,142 +87,102 @@ def outputs_first(x: Tensor) -> Tensor:
     return x.flatten(0, -2).t()
 
 
-def local_upstream(case: Case, size: int, index: int) -> Tensor:
-    """Gradient of a rank's own columns: [*lead, prod(local outputs)]"""
-    return drawn(10 + index, *case.lead, prod(shards(case, size)[index].shape))
+def summed(shards: list[Shard], shape: tuple[int, ...], locals_: list[Tensor]) -> Tensor:
+    """The logical tensor to which each rank adds what it holds."""
+    total = torch.zeros(shape, dtype=torch.float64)
+    for held, local in zip(shards, locals_, strict=True):
+        for box in held.boxes:
+            total[box.logical] += local.view(held.shape)[box.local]
+    return total
 
 
-def finished(layer: Any, case: Case, x: Tensor, upstream: Tensor) -> Outcome:
-    """Forward and backward of the layer, whose main gradient starts at ones."""
-    if case.with_main_grad:
-        layer.main_grad = torch.ones_like(layer.weight)
-    x = strided(x, case).detach().requires_grad_()
-    y = layer(x)
-    y.backward(strided(upstream, case))
-    assert (layer.weight.grad is None) == case.with_main_grad
-    weight_grad = layer.main_grad - 1 if case.with_main_grad else layer.weight.grad
-    bias_grad = None if layer.bias is None else layer.bias.grad
-    return Outcome(y.detach(), x.grad, weight_grad, bias_grad)
-
-
-def fill(layer: torch.nn.Module, **values: Tensor) -> None:
-    with torch.no_grad():
-        for name, parameter in layer.named_parameters():
-            parameter.copy_(values[name])
-
-
-def columns(context: ParallelContext, cases: list[Case]) -> list[Outcome]:
+def on_a_rank(context: ParallelContext, cases: list[Case]) -> list[Outcome]:
+    """Forward and backward of each case's layer, whose main gradient starts at ones."""
     group, size, index = TensorGroup.of(context.group("tp")), context.size("tp"), context.index("tp")
     outcomes = []
     for case in cases:
         place = TpContext(torch.float64, CPU, group, case.sequence)
-        layer = ColumnParallelLinear(case.outputs, INPUTS, case.split, place, bias=case.bias)
-        bias = cut(drawn(2, *case.outputs), shards(case, size)[index])
-        fill(layer, weight=cut(drawn(1, *case.outputs, INPUTS), shards(case, size, INPUTS)[index]), bias=bias)
-        x = drawn(3, *case.lead, INPUTS)
-        upstream = local_upstream(case, size, index)
-        outcomes.append(finished(layer, case, part(x, size, index) if case.sequence else x, upstream))
+        layer: Any = (
+            RowParallelLinear(*case.outputs, INPUTS, place, bias=case.bias)
+            if case.row
+            else ColumnParallelLinear(case.outputs, INPUTS, case.split, place, bias=case.bias)
+        )
+        x, weight, bias = case.logical()
+        layer.weight.data.copy_(cut(weight, case.shards(size, INPUTS)[index]))
+        if case.bias:
+            layer.bias.data.copy_(bias if case.row else cut(bias, case.shards(size)[index]))
+        layer.main_grad = torch.ones_like(layer.weight, requires_grad=False) if case.with_main_grad else None
+        x = in_memory(case.input_of(x, size, index), case).requires_grad_()
+        y = layer(x)
+        y.backward(in_memory(case.upstream_of(size, index), case))
+        assert (layer.weight.grad is None) == case.with_main_grad
+        weight_grad = layer.main_grad - 1 if case.with_main_grad else layer.weight.grad
+        outcomes.append(Outcome(y.detach(), x.grad, weight_grad, layer.bias.grad if case.bias else None))
     return outcomes
 
 
-def check_columns(case: Case, outcomes: list[Outcome]) -> None:
+def check(case: Case, outcomes: list[Outcome]) -> None:
     """Against torch's linear of the whole weight."""
     size, n, tokens = len(outcomes), prod(case.outputs), prod(case.lead)
-    x = drawn(3, *case.lead, INPUTS).requires_grad_()
-    weight, bias = drawn(1, n, INPUTS).requires_grad_(), drawn(2, n).requires_grad_()
-    y = F.linear(x, weight, bias if case.bias else None)
-    ups = [outputs_first(local_upstream(case, size, index)) for index in range(size)]
-    y.backward(summed(case, ups, tokens).view(n, tokens).t().view_as(y))
+    x, weight, bias = (tensor.requires_grad_() for tensor in case.logical())
+    y = F.linear(x, weight.flatten(0, -2), bias.flatten() if case.bias else None)
+    by_output, shards = (*case.outputs, tokens), None if case.row else case.shards(size, tokens)
+    if shards is None:
+        y.backward(drawn(9, *case.lead, n))
+    else:
+        upstream = [outputs_first(case.upstream_of(size, index)) for index in range(size)]
+        y.backward(summed(shards, by_output, upstream).view(n, tokens).t().view_as(y))
     for index, outcome in enumerate(outcomes):
-        held = cut(outputs_first(y.detach()).reshape(*case.outputs, tokens), shards(case, size, tokens)[index])
-        same(outputs_first(outcome.y), held.flatten(0, -2))
-        same(outcome.x, part(x.grad, size, index) if case.sequence else x.grad)
-    same(summed(case, [outcome.weight for outcome in outcomes], INPUTS), weight.grad.view(*case.outputs, INPUTS))
-    if case.bias:
-        same(summed(case, [outcome.bias for outcome in outcomes]), bias.grad.view(case.outputs))
+        if shards is None:
+            same(outcome.y, part(y.detach(), size, index) if case.sequence else y.detach())
+        else:
+            held = cut(outputs_first(y.detach()).reshape(by_output), shards[index])
+            same(outputs_first(outcome.y), held.flatten(0, -2))
+        same(outcome.x, case.input_of(x.grad, size, index))
+    weights = [outcome.weight for outcome in outcomes]
+    same(summed(case.shards(size, INPUTS), weight.shape, weights), weight.grad)
+    biases = [outcome.bias for outcome in outcomes if outcome.bias is not None]
+    if not case.bias:
+        return
+    if case.row and not case.sequence:  # each rank has all of it
+        assert all(torch.equal(one, biases[0]) for one in biases)
+        same(biases[0], bias.grad)
+    else:
+        same(sum(biases) if case.row else summed(case.shards(size), bias.shape, biases), bias.grad)
 
 
-def rows(context: ParallelContext, cases: list[Case]) -> list[Outcome]:
-    group, size, index = TensorGroup.of(context.group("tp")), context.size("tp"), context.index("tp")
-    outcomes = []
-    for case in cases:
-        (n,) = case.outputs
-        layer = RowParallelLinear(n, INPUTS, TpContext(torch.float64, CPU, group, case.sequence), bias=case.bias)
-        fill(layer, weight=part(drawn(1, n, INPUTS), size, index, 1), bias=drawn(2, n))
-        x, upstream = drawn(3, *case.lead, INPUTS), drawn(9, *case.lead, n)
-        upstream = part(upstream, size, index) if case.sequence else upstream
-        outcomes.append(finished(layer, case, part(x, size, index, -1), upstream))
-    return outcomes
-
-
-def check_rows(case: Case, outcomes: list[Outcome]) -> None:
-    """Against torch's linear of the whole weight."""
-    size, (n,) = len(outcomes), case.outputs
-    x = drawn(3, *case.lead, INPUTS).requires_grad_()
-    weight, bias = drawn(1, n, INPUTS).requires_grad_(), drawn(2, n).requires_grad_()
-    y = F.linear(x, weight, bias if case.bias else None)
-    y.backward(drawn(9, *case.lead, n))
-    for index, outcome in enumerate(outcomes):
-        same(outcome.y, part(y.detach(), size, index) if case.sequence else y.detach())
-        same(outcome.x, part(x.grad, size, index, -1))
-        same(outcome.weight, part(weight.grad, size, index, 1))
-        if case.bias and not case.sequence:
-            same(outcome.bias, bias.grad)
-    if case.bias and case.sequence:
-        same(sum(outcome.bias for outcome in outcomes), bias.grad)
-
-
-def same(got: Tensor, wanted: Tensor) -> None:
+def same(got: Any, wanted: Any) -> None:
     torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-13)
 
 
-def check(ranks: Callable, checked: Callable, size: int, cases: list[Case]) -> None:
-    by_rank = run_ranks(ranks, size, cases, dtype=torch.float64, layout=ParallelLayout(tp=size))
-    for case, *outcomes in zip(cases, *by_rank, strict=True):
-        try:
-            checked(case, outcomes)
-        except AssertionError as error:
-            raise AssertionError(f"{case}: {error}") from error
-
-
-SWITCHES = [{"sequence": a, "with_main_grad": b} for a, b in product((False, True), repeat=2)]
+SWITCHES: list[dict[str, Any]] = [{"sequence": a, "with_main_grad": b} for a, b in product((False, True), repeat=2)]
 COLUMNS = [
     *(Case((12,), **switches) for switches in SWITCHES),
     *(Case((2, 12), Split(1), **switches) for switches in SWITCHES),  # gate and up
     *(Case((2, 4 + 2, 3), Split(0, replicated=2), **switches) for switches in SWITCHES),  # at tp 4 replicated kv heads
     *(Case((10,), Split(0, uneven=True), **switches) for switches in SWITCHES),
-    *(Case((12,), lead=lead) for lead in ((5, 3), (7,), (3, 1, 5))),
-    *(Case((12,), lead=lead, sequence=True) for lead in ((8,), (4, 1, 5))),
-    *(
-        Case((12,), strided=True, sequence=sequence, with_main_grad=with_main_grad)
-        for sequence, with_main_grad in product((False, True), repeat=2)
-    ),
-    Case((12,), bias=False),
 ]
-ROWS = [
-    *(Case((6,), **switches) for switches in SWITCHES),
-    *(Case((5,), lead=lead) for lead in ((5, 3), (7,), (3, 1, 5))),
-    *(Case((5,), lead=lead, sequence=True) for lead in ((8,), (4, 1, 5))),
-    *(
-        Case((6,), strided=True, sequence=sequence, with_main_grad=with_main_grad)
-        for sequence, with_main_grad in product((False, True), repeat=2)
-    ),
-    Case((6,), bias=False),
+EITHER = [
+    *(Case((12,), row=row, lead=lead) for row in (False, True) for lead in ((5, 3), (7,), (3, 1, 5))),
+    *(Case((12,), row=row, lead=lead, sequence=True) for row in (False, True) for lead in ((8,), (4, 1, 5))),
+    *(Case((12,), row=row, strided=True, **switches) for row in (False, True) for switches in SWITCHES),
+    *(Case((12,), row=row, bias=False) for row in (False, True)),
 ]
+ROWS = [Case((6,), row=True, **switches) for switches in SWITCHES]
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_column_parallel_linear_is_the_whole_linear(size: int) -> None:
-    check(columns, check_columns, size, COLUMNS)
+def test_a_split_linear_is_the_whole_linear(size: int) -> None:
+    cases = [*COLUMNS, *EITHER, *ROWS]
+    by_rank = run_ranks(on_a_rank, size, cases, dtype=torch.float64, layout=ParallelLayout(tp=size))
+    for case, *outcomes in zip(cases, *by_rank, strict=True):
+        try:
+            check(case, outcomes)
+        except AssertionError as error:
+            raise AssertionError(f"{case}: {error}") from error
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_a_row_parallel_linear_is_the_whole_linear(size: int) -> None:
-    check(rows, check_rows, size, ROWS)
-
-
-@dataclass(frozen=True)
-class Lookup:
+class Lookup(NamedTuple):
     """Tokens [s, b] into a table of `rows`."""
 
     rows: int
@@ -235,9 +200,9 @@ def embeddings(context: ParallelContext, cases: list[Lookup]) -> list[tuple[Tens
     outcomes = []
     for case in cases:
         table = VocabParallelEmbedding(case.rows, 4, TpContext(torch.float64, CPU, group, case.sequence))
-        fill(table, weight=cut(drawn(1, case.rows, 4), shard_of((case.rows, 4), Split(0, uneven=True), size, index)))
-        if case.with_main_grad:
-            table.main_grad = torch.ones_like(table.weight)
+        held = shard_of((case.rows, 4), Split(0, uneven=True), size, index)
+        table.weight.data.copy_(cut(drawn(1, case.rows, 4), held))
+        table.main_grad = torch.ones_like(table.weight, requires_grad=False) if case.with_main_grad else None
         y = table(tokens_of(case))
         y.backward(part(drawn(9, 8, 3, 4), size, index) if case.sequence else drawn(9, 8, 3, 4))
         assert (table.weight.grad is None) == case.with_main_grad
@@ -286,13 +251,3 @@ def graph(y: Tensor) -> list[Any]:
             nodes.append(node)
             front.extend(following for following, _ in node.next_functions)
     return nodes
-
-
-def test_a_with_main_grad_embedding_adds_repeated_tokens_in_wide_precision_to_what_is_there() -> None:
-    table = VocabParallelEmbedding(10, 4, TpContext(torch.bfloat16, CPU))
-    torch.nn.init.zeros_(table.weight)
-    table.main_grad = torch.full((10, 4), 0.5)
-    upstream = torch.tensor([[256.0, 1.0], [1.0, 2.0]], dtype=torch.bfloat16)  # in bf16 256 + 1 + 1 is 256
-    table(torch.tensor([[3, 3], [3, 9]])).backward(upstream.unsqueeze(-1).expand(2, 2, 4))
-    assert table.weight.grad is None
-    assert table.main_grad[:, 0].tolist() == [0.5, 0.5, 0.5, 258.5, 0.5, 0.5, 0.5, 0.5, 0.5, 2.5]

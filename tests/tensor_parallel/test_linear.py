@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import GraphModule
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite.kernels import products
 from megalite.kernels.products import add_transposed_product, compiled_add_transposed_product
@@ -18,9 +17,9 @@ from megalite.launch.context import ParallelContext
 from megalite.layout.ranks import ParallelLayout
 from megalite.model.gpt import OVERLAPPED
 from megalite.tensor_parallel.collectives import TensorGroup
-from megalite.tensor_parallel.deferred import DeferredWork
 from megalite.tensor_parallel.linear import PARTIAL_SUMS, linear
 from tests.ranks import run_ranks
+from tests.tensor_parallel.operations import Operations
 
 N, K = 6, 4
 COPIED = ["input gradient", "all_reduce", "weight gradient", "wait"]
@@ -32,27 +31,6 @@ Backward = tuple[list[str], list[tuple[int, ...]]]  # its steps, and shapes of w
 def tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
     return [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
-
-
-@pytest.mark.parametrize("shape", [(5, 3, K), (7, K), (2, 3, 1, K), (0, 3, K)])
-@pytest.mark.parametrize("bias", [False, True])
-def test_a_main_grad_receives_the_gradient_that_autograd_would_have_given(shape: tuple[int, ...], bias: bool) -> None:
-    x, weight, b = tensors(shape, (N, K), (N,))
-    wanted = torch.autograd.grad(F.linear(x, weight, b).square().sum(), (x, weight, b))
-    main_grad = torch.ones(2, N // 2, K, dtype=torch.float64)  # of the weight's logical shape
-    for _ in range(2):
-        linear(x, weight, b, main_grad=main_grad).square().sum().backward()
-    assert weight.grad is None
-    torch.testing.assert_close(main_grad.view(N, K), 1 + 2 * wanted[1], rtol=1e-12, atol=1e-13)
-    torch.testing.assert_close(x.grad, 2 * wanted[0], rtol=1e-12, atol=1e-13)
-    torch.testing.assert_close(b.grad, 2 * wanted[2], rtol=1e-12, atol=1e-13)
-
-
-def test_without_group_and_main_grad_it_is_torchs_linear() -> None:
-    x, weight, bias = tensors((5, 3, K), (N, K), (N,))
-    y = linear(x, weight, bias, deferred=DeferredWork())
-    assert type(y.grad_fn) is type(F.linear(x, weight, bias).grad_fn)
-    assert torch.equal(y, F.linear(x, weight, bias))
 
 
 def test_what_needs_no_gradient_gets_none() -> None:
@@ -100,54 +78,31 @@ def step_named(name: str, shape: tuple[int, ...]) -> str | None:
     return "weight gradient" if shape in ((N, K), ()) else "input gradient"
 
 
-class Recorder(TorchDispatchMode):
-    """The names of the steps that are run under it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.steps: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        step = step_named(str(func), tuple(getattr(result, "shape", ())))
-        self.steps += [step] if step else []
-        return result
+def column(context: ParallelContext, sequence: bool, with_main_grad: bool, factor: float = 1) -> Any:
+    """The product of a mode, as a function of x [4, 3, k]."""
+    _, weight = tensors((4, 3, K), (N, K))
+    main_grad = torch.zeros_like(weight) if with_main_grad else None
+    settings = {"group": TensorGroup.of(context.group("tp")), "sequence_parallel": sequence, "main_grad": main_grad}
+    return lambda x: linear(factor * x, weight, **settings)  # type: ignore[arg-type]
 
 
-def recorded(context: ParallelContext) -> list[Backward]:
-    """By mode, as eager torch runs it."""
-    return [_recorded(context, *mode) for mode in MODES]
+def backwards(context: ParallelContext) -> list[Backward]:
+    """By mode, as eager torch runs it, and in the graphs that a compiler gets, cut as inductor does."""
+    found = []
+    for mode in MODES:
+        (x,), shapes = tensors((4, 3, K)), list[tuple[int, ...]]()
+        with saved_tensors_hooks(lambda kept: (shapes.append(tuple(kept.shape)), kept)[1], lambda x: x):  # noqa: B023
+            y = column(context, *mode)(x)
+        with Operations(lambda name, _, result: step_named(name, tuple(getattr(result, "shape", ())))) as operations:
+            y.backward(torch.ones_like(y))
+        found += [(operations.noted, shapes), compiled_backward(context, *mode)]
+    return found
 
 
-def _recorded(context: ParallelContext, sequence: bool, with_main_grad: bool) -> Backward:
-    group = TensorGroup.of(context.group("tp"))
-    x, weight = tensors((4, 3, K), (N, K))
-    saved: list[tuple[int, ...]] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda kept: (saved.append(tuple(kept.shape)), kept)[1], lambda x: x):
-        main_grad = torch.zeros_like(weight) if with_main_grad else None
-        y = linear(x, weight, group=group, sequence_parallel=sequence, main_grad=main_grad)
-    with Recorder() as recorder:
-        y.backward(torch.ones_like(y))
-    return recorder.steps, saved
-
-
-def test_the_input_gradient_is_communicated_while_the_weight_gradient_is_computed() -> None:
-    for backwards in run_ranks(recorded, 2, layout=ParallelLayout(tp=2)):
-        for (sequence, _), (steps, saved) in zip(MODES, backwards, strict=True):
-            assert steps == (SEQUENCE if sequence else COPIED)
-            assert saved == [(4, 3, K), (N, K)], "the gathered input is not kept"
-
-
-def compiled_graphs(context: ParallelContext) -> list[Backward]:
-    """By mode, in the graphs that a compiler gets, cut into forward and backward as inductor does."""
-    return [_compiled_graphs(context, *mode) for mode in MODES]
-
-
-def _compiled_graphs(context: ParallelContext, sequence: bool, with_main_grad: bool) -> Backward:
+def compiled_backward(context: ParallelContext, *mode: bool) -> Backward:
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-    group = TensorGroup.of(context.group("tp"))
     graphs: list[GraphModule] = []
 
     def keep(graph: GraphModule, inputs: Any) -> Callable:
@@ -155,13 +110,7 @@ def _compiled_graphs(context: ParallelContext, sequence: bool, with_main_grad: b
         return graph.forward
 
     backend = aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=min_cut_rematerialization_partition)
-    x, weight = tensors((4, 3, K), (N, K))
-    main_grad = torch.zeros_like(weight) if with_main_grad else None
-
-    def run(x: Tensor) -> Tensor:
-        return linear(2 * x, weight, group=group, sequence_parallel=sequence, main_grad=main_grad)
-
-    y = torch.compile(run, fullgraph=True, backend=backend)(x)
+    y = torch.compile(column(context, *mode, factor=2), fullgraph=True, backend=backend)(tensors((4, 3, K))[0])
     y.backward(torch.ones_like(y))
     forward, backward = graphs
     steps = []
@@ -174,11 +123,13 @@ def _compiled_graphs(context: ParallelContext, sequence: bool, with_main_grad: b
     return steps, [tuple(kept.meta["val"].shape) for kept in output.args[0][1:]]
 
 
-def test_a_compiled_backward_has_the_same_order_and_gathers_anew() -> None:
-    for backwards in run_ranks(compiled_graphs, 2, layout=ParallelLayout(tp=2)):
-        for (sequence, _), (steps, saved) in zip(MODES, backwards, strict=True):
-            assert steps == (SEQUENCE if sequence else COPIED)
-            assert (8, 3, K) not in saved, "the gathered input is not kept"
+def test_the_input_gradient_is_communicated_while_the_weight_gradient_is_computed() -> None:
+    """Eager and compiled; the gathered input is not kept."""
+    for of_rank in run_ranks(backwards, 2, layout=ParallelLayout(tp=2)):
+        for (sequence, _), eager, compiled in zip(MODES, of_rank[::2], of_rank[1::2], strict=True):
+            assert eager[0] == compiled[0] == (SEQUENCE if sequence else COPIED)
+            assert eager[1] == [(4, 3, K), (N, K)]
+            assert (8, 3, K) not in compiled[1]
 
 
 @pytest.mark.parametrize(("sequences", "sums"), [(8, [(PARTIAL_SUMS, N), (N,)]), (3, [(N,)])])
@@ -246,14 +197,8 @@ def inductor_steps(context: ParallelContext, sequence: bool) -> list[str]:
     """The order of the steps in the code that inductor writes for backward, with the options of a block."""
     from torch._inductor.utils import run_and_get_code
 
-    group = TensorGroup.of(context.group("tp"))
-    x, weight = tensors((4, 3, K), (N, K))
-    main_grad = torch.zeros_like(weight)
-
-    def run(x: Tensor) -> Tensor:
-        return linear(2 * x, weight, group=group, sequence_parallel=sequence, main_grad=main_grad)
-
-    compiled = torch.compile(run, fullgraph=True, options=OVERLAPPED)
+    (x,) = tensors((4, 3, K))
+    compiled = torch.compile(column(context, sequence, True, factor=2), fullgraph=True, options=OVERLAPPED)
     _, codes = run_and_get_code(lambda: compiled(x).sum().backward())
     calls = re.findall(r"^ +(?:\w+ = )?(torch\.ops\.\S+|extern_kernels\.mm)\(", codes[-1], re.MULTILINE)
     found = [step_named(call, (N, K) if "transposed" in call else (1,)) for call in calls if "copy_after" not in call]

@@ -396,12 +396,12 @@ DATA = ["data=text", "data.path=other.txt", "data.cache_dir=cache"]
         (model_of_positions, "evaluate", ["table", *DATA, "train.seq_length=33"], ["has 32 positions"]),
         (model_of_symbols, "evaluate", ["symbols", *DATA], ["'A' (character 0)", "3 symbols"]),
         (nothing, "evaluate", ["exported"], ["has no data of its own", "data=stdlib"]),
-        (nothing, "evaluate", ["run", "train.steps=3"], ["train.steps: an evaluation does not read it"]),
+        (nothing, "evaluate", ["run", "train.steps=3"], ["an evaluation of its own data does not read it"]),
         (nothing, "evaluate", ["run", "train.seq_lenght=3"], ["did you mean train.seq_length=3"]),
         (nothing, "evaluate", ["run", "--max-tokens", "9"], ["evaluated as in training"]),
         (nothing, "generate", ["exported", "--prompt", "a", "train.steps=7"], ["generating text does not read it"]),
         (nothing, "evaluate", ["run", "--data"], ["--data", "unknown option"]),
-        (nothing, "evaluate", ["run", *DATA, "train.eval_batches=2"], ["--max-tokens N"]),
+        (nothing, "evaluate", ["run", *DATA, "train.eval_batches=2"], ["an evaluation does not read it"]),
     ],
 )
 def test_mistakes_are_refused_with_status_two_and_nothing_written(

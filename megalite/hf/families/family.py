@@ -5,7 +5,7 @@ are written into config.json and not read from it: they are the command's. So is
 nothing. No torch import.
 """
 
-from abc import ABC, abstractmethod
+from abc import ABC
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -32,15 +32,23 @@ class Family(ABC):
     absent: ClassVar[Mapping[str, Any]]  # transformers' values of keys that config.json lacks
     only: ClassVar[Mapping[str, Any]]  # keys of which the GPT here knows one value; absent ones have it unless `absent`
     fixed: ClassVar[Mapping[str, Any]]  # settings with one value in all models of the family
+    head_size: ClassVar[int | None] = None  # where config.json does not say it; None: hidden size by heads
     modules: ClassVar[Mapping[str, Sequence[str]]]  # logical module: modules in the file (N: layer, E: expert)
 
     def names(self, found: Found) -> dict[str, str]:
         """{key: setting} for the keys of a config.json whose type and bounds are those of a setting."""
         return {key: name for name, key in self.keys.items()}
 
-    @abstractmethod
     def settings(self, found: Found) -> dict[str, Any]:
         """The settings that a config.json amounts to. Its keys have the types of their settings, none is `beyond`."""
+        found = {**self.absent, **found}
+        settings = {**{name: found[key] for name, key in self.keys.items()}, **self.fixed}
+        heads = settings["num_attention_heads"]
+        groups, size = settings.get("num_key_value_heads"), settings.get("head_size") or self.head_size
+        return settings | {
+            "num_key_value_heads": groups or heads,
+            "head_size": size or settings["hidden_size"] // heads,
+        }
 
     def describe(self, settings: Settings) -> dict[str, Any]:
         """The keys of config.json for a resolved model; the inverse of `settings` where the family can express it."""

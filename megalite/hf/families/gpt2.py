@@ -25,7 +25,6 @@ class GPT2(Family):
         "n_inner": None,
         "layer_norm_epsilon": 1e-5,
         "tie_word_embeddings": True,
-        "activation_function": "gelu_new",
     }
     only = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
     fixed = {"position": "learned", "norm": "layernorm", "bias": True, "qk_norm": False}
@@ -42,15 +41,10 @@ class GPT2(Family):
     }
 
     def settings(self, found: Found) -> dict[str, Any]:
-        found = {**self.absent, **found}
-        settings = {name: found[key] for name, key in self.keys.items()}
-        hidden, heads = settings["hidden_size"], settings["num_attention_heads"]
+        settings = super().settings(found)
         return settings | {
-            "num_key_value_heads": heads,
-            "head_size": hidden // heads,
-            "ffn_hidden_size": settings["ffn_hidden_size"] or 4 * hidden,
-            "activation": GELU[found["activation_function"]],
-            **self.fixed,
+            "ffn_hidden_size": settings["ffn_hidden_size"] or 4 * settings["hidden_size"],
+            "activation": GELU[found.get("activation_function", "gelu_new")],
         }
 
     def describe(self, settings: Settings) -> dict[str, Any]:

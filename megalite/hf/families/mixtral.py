@@ -2,24 +2,22 @@
 
 from typing import Any
 
-from megalite.hf.families.family import Found, Settings, expert_layers
+from megalite.hf.families.family import Settings, expert_layers
 from megalite.hf.families.rotary import RotaryFamily
 
 
 class ExpertFamily(RotaryFamily):
-    """Families with experts. Their name for the number of experts in files of transformers 5 is `num_local_experts`."""
+    """Families with experts."""
 
     has_experts = True
-
-    def settings(self, found: Found) -> dict[str, Any]:
-        found = {**self.absent, "num_experts": found.get("num_local_experts"), **found}
-        return super().settings(found) | {
-            "moe.num_shared_experts": 0,
-            "moe.score": "softmax",
-            "moe.scaling_factor": 1.0,
-            "moe.num_groups": 1,
-            "moe.expert_bias_rate": 0.0,
-        }
+    fixed = {
+        **RotaryFamily.fixed,
+        "moe.num_shared_experts": 0,
+        "moe.score": "softmax",
+        "moe.scaling_factor": 1.0,
+        "moe.num_groups": 1,
+        "moe.expert_bias_rate": 0.0,
+    }
 
     def describe(self, settings: Settings) -> dict[str, Any]:
         """transformers takes the mean of its balancing losses over the layers, and of top_k shares each; here they are
@@ -41,20 +39,19 @@ class Mixtral(ExpertFamily):
     }
     absent = {**RotaryFamily.absent, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
     only = {"hidden_act": "silu", "sliding_window": None, "attention_bias": False}
+    fixed = {
+        **ExpertFamily.fixed,
+        "moe.first_dense_layers": 0,
+        "moe.layer_freq": 1,
+        "moe.pre_softmax": False,
+        "moe.normalize_weights": True,
+    }
     modules = {
         **RotaryFamily.modules,
         "blocks.N.moe.router": ["layers.N.block_sparse_moe.gate"],
         "blocks.N.moe.experts.gate_up": [f"layers.N.block_sparse_moe.experts.E.{name}" for name in ("w1", "w3")],
         "blocks.N.moe.experts.down": ["layers.N.block_sparse_moe.experts.E.w2"],
     }
-
-    def settings(self, found: Found) -> dict[str, Any]:
-        return super().settings(found) | {
-            "moe.first_dense_layers": 0,
-            "moe.layer_freq": 1,
-            "moe.pre_softmax": False,
-            "moe.normalize_weights": True,
-        }
 
 
 FAMILY = Mixtral()

@@ -8,7 +8,7 @@ from megalite.hf.families.rotary import RotaryFamily
 
 class Qwen3(RotaryFamily):
     title, model_type, architecture = "Qwen3", "qwen3", "Qwen3ForCausalLM"
-    qk_norm, head_size = True, 128
+    fixed, head_size = {**RotaryFamily.fixed, "qk_norm": True}, 128
 
     def beyond(self, found: Found) -> Iterator[Beyond]:
         yield from super().beyond(found)

@@ -10,7 +10,7 @@ from megalite.hf.families.rotary import RotaryFamily
 
 class Qwen3MoE(ExpertFamily):
     title, model_type, architecture = "Qwen3-MoE", "qwen3_moe", "Qwen3MoeForCausalLM"
-    qk_norm = True
+    fixed = {**ExpertFamily.fixed, "qk_norm": True}
     keys = {
         **RotaryFamily.keys,
         "moe.num_experts": "num_experts",
@@ -38,14 +38,13 @@ class Qwen3MoE(ExpertFamily):
         return keys | {"norm_topk_prob": "moe.normalize_weights", "decoder_sparse_step": "moe.layer_freq"}
 
     def settings(self, found: Found) -> dict[str, Any]:
-        settings, pattern = super().settings(found), _first_and_step(found)
-        assert pattern is not None, "`beyond` says so"
-        normalize = found.get("norm_topk_prob", self.absent["norm_topk_prob"])
+        found = {**self.absent, "num_experts": found.get("num_local_experts"), **found}  # its name in transformers 5
+        settings, (first, step) = super().settings(found), _first_and_step(found) or (0, 1)
         return settings | {
-            "moe.first_dense_layers": pattern[0],
-            "moe.layer_freq": pattern[1],
-            "moe.pre_softmax": not normalize or settings["moe.top_k"] > 1,
-            "moe.normalize_weights": normalize,
+            "moe.first_dense_layers": first,
+            "moe.layer_freq": step,
+            "moe.pre_softmax": not found["norm_topk_prob"] or settings["moe.top_k"] > 1,
+            "moe.normalize_weights": found["norm_topk_prob"],
         }
 
     def describe(self, settings: Settings) -> dict[str, Any]:

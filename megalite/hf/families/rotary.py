@@ -17,8 +17,6 @@ SCALINGS = {  # rope_type: {setting: key}
 class RotaryFamily(Family):
     """Llama, and families that differ from it a little."""
 
-    qk_norm = False
-    head_size: int | None = None  # where config.json does not say it; None: hidden size by heads
     keys = {
         **{name: name for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size")},
         "num_layers": "num_hidden_layers",
@@ -37,7 +35,7 @@ class RotaryFamily(Family):
         "max_position_embeddings": None,  # asked for by YaRN alone
     }
     only = {"hidden_act": "silu", "use_sliding_window": False, "attention_bias": False}
-    fixed = {"position": "rope", "norm": "rmsnorm", "activation": "swiglu"}
+    fixed = {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "qk_norm": False}
     modules = {
         "embedding.word": ["embed_tokens"],
         "blocks.N.attention_norm": ["layers.N.input_layernorm"],
@@ -57,16 +55,12 @@ class RotaryFamily(Family):
         return super().names(found) | {"max_position_embeddings": "max_positions"}
 
     def settings(self, found: Found) -> dict[str, Any]:
-        found = {**self.absent, **found}
-        settings = {name: found[key] for name, key in self.keys.items()}
-        hidden, heads = settings["hidden_size"], settings["num_attention_heads"]
-        return settings | {
-            "num_key_value_heads": settings["num_key_value_heads"] or heads,
-            "head_size": settings["head_size"] or self.head_size or hidden // heads,
-            "qk_norm": self.qk_norm,
-            **self.fixed,
-            **self._rope_settings(found),
-        }
+        settings, (rope, keys) = super().settings(found), self.rope(found)
+        if rope["rope_type"] == "yarn":
+            rope = _yarn_in_full(rope, found)
+        if rope["rope_type"] == "default" or rope["factor"] == 1.0:
+            return settings | {"rope_theta": rope["rope_theta"], "rope_scaling_factor": 1.0}
+        return settings | {"rope_scaling": rope["rope_type"], **{name: rope[key] for key, name in keys.items()}}
 
     def describe(self, settings: Settings) -> dict[str, Any]:
         """Scaled positions are in the older of two forms, which transformers 4 and 5 both read, without nulls."""
@@ -85,17 +79,12 @@ class RotaryFamily(Family):
     def beyond(self, found: Found) -> Iterator[Beyond]:
         yield from super().beyond(found)
         rope, _ = self.rope(found)
-        kind = rope["rope_type"]
-        if kind not in ["default", *SCALINGS]:
-            yield "rope_type", kind, f"default, {', '.join(SCALINGS)}"
-        elif (part := rope.get("partial_rotary_factor", 1.0)) != 1.0:
+        if rope["rope_type"] not in ["default", *SCALINGS]:
+            yield "rope_type", rope["rope_type"], f"default, {', '.join(SCALINGS)}"
+        if (part := rope.get("partial_rotary_factor", 1.0)) != 1.0:
             yield "partial_rotary_factor", part, "1"
-        elif kind != "default":
-            factor = _yarn_in_full(rope, found)["factor"] if kind == "yarn" else rope["factor"]
-            if factor < 1.0:
-                yield "factor", factor, "at least 1"
-            elif kind == "yarn" and factor == 1.0 and (scale := rope.get("attention_factor", 1.0)) != 1.0:
-                yield "attention_factor", scale, "1 with factor=1"
+        if rope.get("factor") == 1.0 and (scale := rope.get("attention_factor", 1.0)) != 1.0:
+            yield "attention_factor", scale, "1 with factor=1"
 
     def rope(self, found: Found) -> tuple[dict[str, Any], dict[str, str]]:
         """The rotary positions of a config.json, and {key: setting}. They are in `rope_parameters` of transformers 5;
@@ -109,15 +98,6 @@ class RotaryFamily(Family):
             rope["original_max_position_embeddings"] = original
         keys = {key: name for name, key in SCALINGS.get(str(rope["rope_type"]), {}).items()}
         return rope, keys | {"rope_theta": "rope_theta"}
-
-    def _rope_settings(self, found: Found) -> dict[str, Any]:
-        rope, keys = self.rope(found)
-        kind = rope["rope_type"]
-        if kind == "yarn":
-            rope = _yarn_in_full(rope, found)
-        if kind == "default" or rope["factor"] == 1.0:
-            return {"rope_theta": rope["rope_theta"], "rope_scaling_factor": 1.0}
-        return {"rope_scaling": kind, **{name: rope[key] for key, name in keys.items()}}
 
 
 def _yarn_in_full(rope: Mapping[str, Any], found: Found) -> dict[str, Any]:
