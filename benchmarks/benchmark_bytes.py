@@ -68,7 +68,7 @@ class Primitives:
 
 
 def bytes_by_formula(training: Training, comm_dtype: torch.dtype) -> int:
-    """Bytes that a rank sends in one step: the gradients of all buckets as `comm_dtype`; sharded, their parameters too."""
+    """Bytes that a rank sends in one step: gradients of all buckets as `comm_dtype`; sharded, parameters too."""
     sent = 0
     for bucket, parameters in zip(training.buffers.layout.buckets, training.buffers.parameter_buckets, strict=True):
         sharing, elements = training.replicas[bucket.buffer.kind], parameters.numel()
