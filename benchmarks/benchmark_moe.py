@@ -147,7 +147,7 @@ class Ranks:
             self._processes.append(process)
 
     def turn(self) -> list[Turn]:
-        """What each rank says. EOFError where one is gone, whose own words stand above."""
+        """The answers of all ranks. EOFError where a rank is gone, whose own words stand above."""
         for connection in self._connections:
             connection.send(None)
         return [connection.recv() for connection in self._connections]
@@ -203,7 +203,7 @@ class Waits:
 
 
 def global_tokens(config: Config) -> Tensor:
-    """What all ranks together train on in every step."""
+    """The batch of all ranks together, the same in every step."""
     shape = config.train.global_batch_size, config.train.seq_length
     generator = torch.Generator().manual_seed(config.seed)
     return torch.randint(0, config.model.vocab_size or 0, shape, generator=generator)
@@ -227,7 +227,7 @@ class Comparison:
         ]
 
     def seconds(self, name: str) -> list[float]:
-        """Of a step, the slowest rank's, by round."""
+        """Seconds of a step on the slowest rank, by round."""
         return [max(turn.seconds for turn in ranks) for ranks in self.turns[name]]
 
     def speed(self, name: str, reference: str = REFERENCE) -> float:

@@ -226,11 +226,11 @@ class Side:
         self._connection.close()
 
     def seconds(self, repeat: int) -> float:
-        """Of one step, the mean over so many."""
+        """Seconds of a step, the mean of `repeat`."""
         return self.turn(repeat).seconds
 
     def turn(self, repeat: int) -> "Turn":
-        """Of one step, the mean over so many."""
+        """A turn of `repeat` steps; its figures are means."""
         time.sleep(PAUSE_S)
         return self._answer(repeat)
 
@@ -251,7 +251,7 @@ class Side:
 
 
 class Turn(NamedTuple):
-    """What a side took: seconds of a step, of these the host's work before it waits, and GiB at the most (on CUDA)."""
+    """Seconds of a step, the host's seconds before it waits, and on CUDA the most GiB allocated."""
 
     seconds: float
     host_s: float
@@ -285,7 +285,7 @@ def _take_turns(connection: Connection, name: str, config: Config, threads: int)
 
 @contextlib.contextmanager
 def environment_kept() -> Iterator[None]:
-    """What changes meanwhile is as it was."""
+    """Restore afterwards what changes meanwhile."""
     before = dict(os.environ)
     try:
         yield

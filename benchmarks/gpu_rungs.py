@@ -135,7 +135,7 @@ def gpu_tests(device: torch.device) -> Figures:
 
 
 def ceilings(device: torch.device) -> Figures:
-    """What large products in bf16 and copies reach."""
+    """Rates of large bf16 products and of copies."""
     source = torch.zeros(1 << 28 if device.type == "cuda" else 1 << 20, device=device)
     target = torch.empty_like(source)
     copy = min(seconds_of(lambda: target.copy_(source), 5, device) for _ in range(5))

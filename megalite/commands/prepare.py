@@ -10,7 +10,6 @@ OVERRIDES are those of pretrain_gpt.py that concern data and tokenizer. Exit sta
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -38,12 +37,12 @@ path_override = partial(typed, "data.path")
 )
 def main(options: Namespace, overrides: list[str]) -> Shown:
     config = read(options.output, overrides, verify=options.verify)
-    with closing(Terminal(sys.stderr, interactive=sys.stderr.isatty())) as terminal:
-        try:
-            return Shown([*(scan(config, terminal) if options.verify else make(config, options.output, terminal))])
-        except KeyboardInterrupt:
-            to_stderr("stopped; the same command continues where it was")
-            raise
+    terminal = Terminal(sys.stderr)
+    try:
+        return Shown([*(scan(config, terminal) if options.verify else make(config, options.output, terminal))])
+    except KeyboardInterrupt:
+        to_stderr("stopped; the same command continues where it was")
+        raise
 
 
 def read(output: Path | None, overrides: list[str], *, verify: bool) -> Config:

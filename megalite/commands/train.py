@@ -83,20 +83,17 @@ def train_rank(config: Config, environment: ProcessEnvironment) -> int:
     from megalite.prepare.prepare import examine, prepare
     from megalite.train.run import Companions, run
 
-    terminal = Terminal(sys.stdout, interactive=sys.stdout.isatty(), enabled=environment.rank == 0)
+    terminal = Terminal(sys.stdout, enabled=environment.rank == 0)
     companions = Companions(
         examine=examine,
         prepare=lambda config: prepare(config, terminal.preparing),
         read_weights=import_model,
         look_at_nodes=look_at_nodes,
-        say=terminal.note,
+        say=terminal.print,
         open_views=lambda job, note: open_views(job, terminal, note),
         about=start_fields,
     )
-    try:
-        return run(config, environment, companions)
-    finally:
-        terminal.close()
+    return run(config, environment, companions)
 
 
 def main_to_the_end(argv: list[str]) -> int:
