@@ -19,7 +19,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from textwrap import indent
 from threading import Thread
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from megalite.config.durable_files import write_atomically
 from megalite.config.machine_rules import asked_mode, is_installed
@@ -45,16 +45,7 @@ ALWAYS = {
 }
 
 
-class Tracker(Protocol):
-    """Where a run is shown. `rescue` is the command that shows what was not done in time, or nothing."""
-
-    rescue: str
-
-    def add(self, record: Mapping[str, Any]) -> None: ...
-
-    def finish(self, status: int) -> None: ...
-
-
+Tracker = Any  # add(record), finish(status), and `rescue`: the command that shows what was not done, or nothing
 Opener = Callable[[], Tracker | None]
 
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import pty
 import re
 import shlex
 import signal
@@ -54,7 +53,7 @@ def test_it_prepares_says_what_it_made_and_verifies_it(
     assert "50 documents, 13,050 tokens, 13,000 bytes, 0.996 bytes per token, vocabulary 257 (uint16)" in said.out
     assert "every document ends with token 256" in said.out
     assert "skipped 3 rows without text" in said.out
-    assert re.search(r"^prepared [\d.]+ kB: 50 documents, 13,050 tokens in 0:0\d$", said.err, re.MULTILINE)
+    assert re.search(r"^prepared [\d.]+ MB: 50 documents, 13,050 tokens in 0:0\d$", said.err, re.MULTILINE)
     assert main("--verify", "data=tokens", f"data.path={tmp_path / 'out'}") == 0
     assert "sound; 50 documents, 13,050 tokens" in capfd.readouterr().out
     assert main("--verify", "data=tokens", f"data.path={tmp_path / 'out'}", "model.vocab_size=150") == 2
@@ -137,22 +136,6 @@ def test_stopped_it_says_how_to_go_on(
     monkeypatch.setattr(preparation, "tokenize_shards", interrupted)
     assert main(*of_text(tmp_path / "a.txt"), "--output", tmp_path / "out") == 130
     assert "the same command continues" in capfd.readouterr().err
-
-
-def test_a_terminal_sees_a_bar_and_no_trace_of_it_stays(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("some text " * 90)
-    ours, theirs = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "90"}
-    command = [*PREPARE, *of_text(tmp_path / "a.txt"), "tokenizer=byte", "--output", tmp_path / "out"]
-    done = subprocess.run(command, stderr=theirs, stdout=subprocess.PIPE, check=True, text=True, env=environment)
-    os.close(theirs)
-    shown = os.read(ours, 100_000).decode()
-    os.close(ours)
-    assert "preparing data" in shown
-    *_, last = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown).strip().splitlines()
-    assert last.startswith("prepared 900 bytes: 1 document, 901 tokens"), "the bar is gone"
-    assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l"), "the cursor comes back"
-    assert "901 tokens, 900 bytes, 0.999 bytes per token" in done.stdout
 
 
 @pytest.mark.parametrize("source", ["data=text", "data=hf", "data=hf data.streaming=true"])
