@@ -242,8 +242,8 @@ def test_a_folder_with_something_in_it_is_refused_and_kept(tmp_path: Path) -> No
 
 def test_a_run_without_checkpoints_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="must be the folder of a run"):
-        open_model(tmp_path / "run", pytest.fail)
+        open_model(tmp_path / "run")
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     with pytest.raises(UserError, match="holds no checkpoint"):
-        open_model(tmp_path / "run", pytest.fail)
+        open_model(tmp_path / "run")
     assert os.listdir(tmp_path) == ["run"]

@@ -8,8 +8,8 @@ from megalite.checkpoint.manifest import Manifest
 from megalite.checkpoint.reading import Found
 from megalite.config.derive import derive, derive_vocabulary
 from megalite.config.schema import Config, DataConfig, ParallelConfig
+from megalite.hf.export import model_card
 from megalite.hf.families import FAMILIES
-from megalite.hf.model_card import model_card
 from megalite.hf.saved_model import RunCheckpoint
 from megalite.launch.context import ParallelContext
 from megalite.train.saving import DataState, Progress, SavedState
