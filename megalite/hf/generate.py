@@ -134,8 +134,7 @@ def continued(
     over, newest = torch.zeros(len(texts), dtype=torch.bool), texts
     while count and not over.all():
         batch = unscored(newest)
-        positions = batch.positions[:1] + texts.shape[1] - newest.shape[1]
-        batch = replace(batch, positions=positions.expand(newest.shape)).to(model.device)
+        batch = replace(batch, positions=batch.positions + texts.shape[1] - newest.shape[1]).to(model.device)
         newest = sampling.draw(model.head_logits(model(batch)[-1]), dice)[:, None]
         texts, count = torch.cat([texts, newest], dim=1), count - 1
         over |= torch.tensor([token in ends for token in newest[:, 0].tolist()])

@@ -21,8 +21,7 @@ from megalite.config.own_files import RUN
 from megalite.config.schema import Config, ModelConfig
 from megalite.config.settings import SETTINGS, leaves, with_values
 from megalite.config.user_files import read_object
-from megalite.data.tokenizer_folder import load_tokenizer
-from megalite.data.tokenizers import TextTokenizer
+from megalite.data.tokenizers import TextTokenizer, load_tokenizer
 from megalite.errors.problems import Problem, UserError, to_stderr
 from megalite.hf.import_model import import_model
 from megalite.launch.context import ParallelContext

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.config.durable_files import private_files
+from megalite.data.tokenizers import first_line
 from megalite.errors.problems import Problem, UserError
 
 PATIENCE = 3.0  # seconds for the hub to answer
@@ -93,8 +94,3 @@ def tokenizer_folder(name: str) -> Path:
         rule = f"is no folder here, and as a name on the hub: {first_line(error)}"
         hint = "use bpe, byte, char or a folder that exists; to work offline, one by AutoTokenizer.save_pretrained"
         raise UserError(Problem("tokenizer", name, rule, hint)) from error
-
-
-def first_line(error: BaseException) -> str:
-    """The message of a library, without its advice."""
-    return next(iter(str(error).splitlines()), "")

@@ -20,20 +20,14 @@ from types import ModuleType
 import numpy as np
 
 from megalite.data.cuts import CONTEXT, PIECE
-from megalite.data.permutation import IntArray
+from megalite.data.samples import IntArray
 from megalite.data.token_file import dtype_for
-from megalite.data.tokenizer_folder import load_tokenizer
-from megalite.data.tokenizers import TextTokenizer
+from megalite.data.tokenizers import TextTokenizer, load_tokenizer
 from megalite.errors.problems import UserError
 from megalite.prepare.reading import Shard, pieces
 from megalite.prepare.token_writer import TokenWriter
 
 OF_A_PIECE = 256  # characters that a piece counts for by itself: many short ones take memory, too
-OF_A_WORKER = {  # one thread each; and a module of the current folder is not imported
-    "RAYON_NUM_THREADS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "PYTHONSAFEPATH": "1",
-}
 
 Job = tuple[Path, Shard]  # the token file to write, and the text that it is made of
 Piece = tuple[str, str | None]  # the end of what precedes in the document, and what follows (None: its end)
@@ -53,9 +47,8 @@ def tokenize_shards(
         return
     context, others = multiprocessing.get_context("spawn"), multiprocessing.active_children()
     team = ProcessPoolExecutor(min(workers, len(jobs)), context, _begin)
-    main, before = sys.modules["__main__"], dict(os.environ)
+    main = sys.modules["__main__"]
     try:
-        os.environ.update(OF_A_WORKER)
         sys.modules["__main__"] = ModuleType("__main__")  # workers do not run the user's script, which may prepare, too
         results = [team.submit(_work, job, folder) for job in jobs]
         for done in as_completed(results):
@@ -64,9 +57,6 @@ def tokenize_shards(
         raise RuntimeError("a tokenizing process was ended (out of memory?)") from error
     finally:
         sys.modules["__main__"] = main
-        for name in OF_A_WORKER:
-            os.environ.pop(name)
-        os.environ.update(before)
         for process in multiprocessing.active_children():
             if process not in others:
                 process.kill()
@@ -74,8 +64,9 @@ def tokenize_shards(
 
 
 def _begin() -> None:
-    """Start a worker: Ctrl-C reaches all processes, and the parent decides."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Start a worker of one thread, which ends with its parent."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes, and the parent decides
+    os.environ |= {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalite.data.batch import Batch
-from megalite.data.permutation import IntArray
+from megalite.data.samples import IntArray
 from megalite.errors.problems import Problem, UserError
 from megalite.launch.agreement import all_ranks_or_raise
 from megalite.launch.context import ParallelContext

@@ -53,7 +53,7 @@ def test_labels_are_the_next_tokens_and_positions_count(data: OpenedData, config
     for batch in stream(data, config, 2):
         assert batch.tokens.shape == batch.labels.shape == (2, 16)
         assert torch.equal(batch.tokens[:, 1:], batch.labels[:, :-1])
-        assert batch.positions.tolist() == [list(range(16))] * 2
+        assert batch.positions.tolist() == [list(range(16))]
         assert batch.loss_mask.all()
         assert batch.documents is None
         assert (batch.tokens.dtype, batch.labels.dtype, batch.loss_mask.dtype) == (torch.int64, torch.int64, torch.bool)
@@ -223,7 +223,7 @@ def test_what_stands_in_for_unreadable_batches_has_their_number_and_form_and_no_
     assert len(masked) == len(real)
     for expected, found in zip(real, masked, strict=True):
         assert device != CPU or not found.loss_mask.any()
-        assert (found.positions.stride(0) == 0) == cross_document_attention, "one row for all, on every device"
+        assert (len(found.positions) == 1) == cross_document_attention, "one row for all"
         for field in fields(Batch):
             value, meant = getattr(found, field.name), getattr(expected, field.name)
             if isinstance(meant, torch.Tensor):
@@ -239,5 +239,5 @@ def test_batches_arrive_on_the_device_from_pinned_memory(data: OpenedData, confi
     with TrainBatches(data.train, config, steps_of(config), dp_rank=0, dp_size=1, device=cuda) as batches:
         arrived = [batch for _ in range(3) for batch in next(batches).microbatches]
     assert all(batch.tokens.device == cuda for batch in arrived)
-    assert all(batch.positions.stride(0) == 0 for batch in arrived)
+    assert all(len(batch.positions) == 1 for batch in arrived)
     assert content(arrived) == content(expected)

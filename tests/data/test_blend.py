@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.data.blend import BLOCK, Blend, integer_weights
+from megalite.data.samples import BLOCK, Blend, integer_weights
 
 weights = st.lists(st.floats(1e-6, 1e3, allow_nan=False), min_size=1, max_size=8)
 

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.data.permutation import permute, round_keys
+from megalite.data.samples import permute, round_keys
 
 
 @given(size=st.integers(1, 5000), seed=st.integers(0, 2**63 - 1), epoch=st.integers(0, 1000))

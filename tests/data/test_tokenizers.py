@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from megalite.data.tokenizer_folder import load_tokenizer
-from megalite.data.tokenizers import END, TextTokenizer, bpe_tokenizer, byte_tokenizer, char_tokenizer
+from megalite.data.tokenizers import END, TextTokenizer, bpe_tokenizer, byte_tokenizer, char_tokenizer, load_tokenizer
 from megalite.errors.problems import UserError
 from megalite.prepare.prepare import named_tokenizer
 

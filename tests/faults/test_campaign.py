@@ -14,7 +14,7 @@ import pytest
 
 from megalite.checkpoint import reading, store
 from megalite.commands.train import main_to_the_end
-from megalite.launch.signals import StopRequest
+from megalite.launch.signals import StopSignals
 from megalite.launch.watchdog import Watchdog
 from megalite.train.history import METRICS, read_metrics
 from tests.checkpoint.samples import SINGLE, values, whole
@@ -36,12 +36,12 @@ def continues_otherwise(words: list[str]) -> int:
 
 
 def has_no_watchdog(words: list[str]) -> int:
-    Watchdog._watch = Watchdog._talk = lambda self: None  # type: ignore[method-assign]
+    Watchdog.__enter__ = lambda self: self  # type: ignore[method-assign]
     return main_to_the_end(words)
 
 
 def ends_on_a_signal(words: list[str]) -> int:
-    StopRequest._handle = lambda self, number, frame: os._exit(1)  # type: ignore[method-assign]
+    StopSignals._handle = lambda self, number, frame: os._exit(1)  # type: ignore[method-assign]
     return main_to_the_end(words)
 
 

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
-from megalite.data.tokenizer_folder import load_tokenizer
-from megalite.data.tokenizers import TextTokenizer, bpe_tokenizer, byte_tokenizer, char_tokenizer
+from megalite.data.tokenizers import TextTokenizer, bpe_tokenizer, byte_tokenizer, char_tokenizer, load_tokenizer
 
 TEXT = "The quick brown fox isn't over there; it jumps:\n\n\t  naïve façade, 漢字 and 😀! " * 5
 SYMBOLS = sorted(set(TEXT))

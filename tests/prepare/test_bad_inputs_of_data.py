@@ -133,7 +133,7 @@ ROWS: list[tuple[str, str, Arrange]] = [  # the command, words of its refusal, w
     (f"{A}.parquet", "a.parquet|arquet|copy it again", several(PARQUET, patched("a.parquet", no_page_header))),
     (f"{A}.parquet", "a.parquet|Parquet file size is 1 bytes", text("a.parquet", "x")),
     (f"{A}.parquet", "'text'|it has: body, id|data.text_column", table("a.parquet", body=["x"], id=[1])),
-    (f"{A}.parquet", "'text' holds int|a.parquet|the column that", table("a.parquet", text=[1])),
+    (f"{A}.parquet", "'text' holds int|a.parquet|data.text_column", table("a.parquet", text=[1])),
     (f"{A}.parquet", "a.parquet|'utf-8' codec", not_utf8),
     (
         "data=text data.path=[a.parquet,b.parquet]",
@@ -151,8 +151,7 @@ ROWS: list[tuple[str, str, Arrange]] = [  # the command, words of its refusal, w
     (f"{A}.jsonl", "a.jsonl: line 2|recursion depth", text("a.jsonl", GOOD + "[" * 100_000 + "\n")),
     (f"{A}.jsonl", "a.jsonl: line 2|can't decode byte 0xff", text("a.jsonl", GOOD.encode() + b'{"text": "\xff"}\n')),
     (f"{A}.jsonl", "only empty documents|data.text_column", text("a.jsonl", '{"text": ""}\n{"text": null}\n')),
-    (f"{A}.json", "a.json: row 1|holds str", text("a.json", f'[{GOOD.strip()}, "x"]')),
-    (f"{A}.json", "a.json|is not JSON", text("a.json", f"[{GOOD.strip()},")),
+    (f"{A}.json", "a.json: line 1: Expecting value|data=hf reads JSON", text("a.json", f"[\n{GOOD.strip()}\n]")),
     (f"{A}.txt train.eval_interval=1", "7 validation tokens (of 61)|fraction=0.5", text("a.txt", "x" * 60)),
     (
         "data=text data.path=[a.txt,b.txt]",
