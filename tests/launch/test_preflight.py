@@ -17,7 +17,6 @@ from megalite.launch import preflight as preflight_module
 from megalite.launch import rendezvous, startup
 from megalite.launch.context import CPU, ParallelContext
 from megalite.launch.environment import ProcessEnvironment
-from megalite.launch.host import CUDA_QUEUES, widen_cuda_queues
 from megalite.launch.preflight import best, judge, meet, preflight, seconds, table
 from megalite.launch.startup import start
 from tests.bad_input.launching import free_port
@@ -161,14 +160,14 @@ def test_a_link_that_hangs_does_not_change_the_exit_status(tmp_path: Path) -> No
         own = {"RANK": str(rank), "LOCAL_RANK": "0", "SLURMD_NODENAME": f"n{rank}", "OMP_NUM_THREADS": "1"}
         ranks.append(subprocess.Popen(words, env={**place, **own, **dead}, stdout=-1, stderr=-1, text=True))
     (chosen, said), _ = [each.communicate(timeout=60) for each in ranks]
-    assert "n0: link to n1: TimeoutError: no answer within 3 s" in said
+    assert "n0: link to n1: TimeoutError: no answer in time" in said
     assert [each.returncode for each in ranks] == [1, 0], said
     assert chosen in ("n0\n", "n1\n")
 
 
 def test_a_node_whose_disk_hangs_is_named_though_it_is_the_first(tmp_path: Path) -> None:
     found = run_ranks(_measure, 3, tmp_path, 0, disk_hangs)[0]
-    assert found["n0"]["error"] == "TimeoutError: no answer within 3 s"
+    assert found["n0"]["error"] == "TimeoutError: no answer in time"
     assert [measures["across, GB/s"] > 0 for measures in found.values()] == [True] * 3
     assert best(found, 2) == ["n1", "n2"]
 
@@ -229,16 +228,3 @@ def test_nodes_with_different_code_are_compared_by_the_preflight_and_refused_by_
     assert rule.startswith("so on rank 0 (")
     assert "but 'code 1' on rank 1 (" in rule
     assert nothing == []
-
-
-@pytest.mark.parametrize(("told", "left"), [(None, None), ("1", "8"), ("8", "8"), ("32", "32")])
-def test_cuda_is_not_left_at_a_number_of_queues_that_serialises_streams(
-    tmp_path: Path, told: str | None, left: str | None
-) -> None:
-    """Who exports 1 for Megatron-LM is told so; where no driver is, nobody is."""
-    found = {} if told is None else {CUDA_QUEUES: told}
-    assert widen_cuda_queues(found, tmp_path / "absent") == ""
-    assert found.get(CUDA_QUEUES) == told
-    said = widen_cuda_queues(found, tmp_path)
-    assert found.get(CUDA_QUEUES) == left
-    assert bool(said) == (told != left)

@@ -5,20 +5,10 @@ import signal
 import time
 
 import pytest
-import torch
 
 from megalite.errors.problems import Problem, UserError
 from megalite.launch.context import ParallelContext
 from tests.ranks import run_ranks
-
-
-def _describe(context: ParallelContext, tensor: torch.Tensor) -> tuple[int, torch.dtype, int, float]:
-    return context.rank, context.dtype, torch.get_num_threads(), float(tensor.sum())
-
-
-def test_results_come_back_by_rank() -> None:
-    results = run_ranks(_describe, 3, torch.ones(4), dtype=torch.float64)
-    assert results == [(rank, torch.float64, 1, 4.0) for rank in range(3)]
 
 
 def _fail_on_rank_1(context: ParallelContext) -> None:
@@ -56,12 +46,3 @@ def test_a_hang_ends_in_time_and_names_the_silent_ranks_and_where_they_stood() -
     with pytest.raises(TimeoutError, match=r"(?s)no answer from rank\(s\) 1\n.*in _sleep_on_rank_1"):
         run_ranks(_sleep_on_rank_1, 2, timeout=1.5)
     assert time.monotonic() - begin < 10
-
-
-def _unpicklable(context: ParallelContext) -> object:
-    return lambda: context
-
-
-def test_a_result_that_cannot_be_sent_is_an_error() -> None:
-    with pytest.raises(TypeError, match=r"rank \d's result"):
-        run_ranks(_unpicklable, 2)
