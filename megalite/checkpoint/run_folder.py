@@ -40,8 +40,7 @@ from megalite.config.settings import leaves, yaml_value
 from megalite.config.user_files import as_record, read_bytes, read_json, read_object
 from megalite.errors.problems import Problem, UserError, refuse
 from megalite.errors.words import plain
-from megalite.launch.agreement import all_ranks_or_raise, rank0_broadcast
-from megalite.launch.context import ParallelContext
+from megalite.launch.context import ParallelContext, all_ranks_or_raise, rank0_broadcast
 
 TOKENIZER = "tokenizer"
 SEEN_WITHIN_S = 65.0  # an NFS client may remember for 60 s (acdirmax) that a file was not there

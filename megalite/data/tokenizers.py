@@ -259,7 +259,13 @@ def load_tokenizer(folder: Path) -> TextTokenizer:
     files = {name: read_object(folder / name, AGAIN) for name in names if os.path.lexists(folder / name)}
     settings = files.get(SPECIAL, {}) | files.get(SETTINGS, {})
     with refusing(folder, AGAIN):
-        plain = _plain(folder / "tokenizer.json")
+        plain: Tokenizer | None = None  # what tokenizer.json says by itself
+        if os.path.lexists(folder / "tokenizer.json"):
+            content = read_text(folder / "tokenizer.json", AGAIN)
+            try:
+                plain = Tokenizer.from_str(content)
+            except Exception as error:
+                raise ValueError(f"tokenizer.json cannot be read ({first_line(error)})") from error
         saved_here = plain and [*files] == [SETTINGS] and read_text(folder / SETTINGS, AGAIN) == written(settings)
         backend = plain if plain and saved_here else _specified(folder, plain)
         if not backend.get_vocab(with_added_tokens=False):
@@ -274,17 +280,6 @@ def load_tokenizer(folder: Path) -> TextTokenizer:
         if eos is not None and eos not in known:
             raise ValueError(f"its end of document, {eos!r:.60}, is none of its tokens")
     return TextTokenizer(backend, {key: settings[key] for key in KEPT_SETTINGS if settings.get(key) is not None}, end)
-
-
-def _plain(path: Path) -> Tokenizer | None:
-    """The tokenizer that tokenizer.json says by itself; None without the file."""
-    if not os.path.lexists(path):
-        return None
-    content = read_text(path, AGAIN)
-    try:
-        return Tokenizer.from_str(content)
-    except Exception as error:
-        raise ValueError(f"tokenizer.json cannot be read ({first_line(error)})") from error
 
 
 def _specified(folder: Path, plain: Tokenizer | None) -> Tokenizer:

@@ -107,7 +107,7 @@ def read_prompt(saved: SavedModel, prompt: str) -> list[int]:
 def _new_tokens(saved: SavedModel, prompt: int, wanted: int | None) -> int:
     """How many tokens to add. Learned positions end where their table does; others go on, beyond what was trained."""
     table = saved.config.max_positions if saved.config.position == "learned" else None
-    room = min(saved.trained_length, table or saved.trained_length) - prompt
+    room = min(saved.seq_length, table or saved.seq_length) - prompt
     count = wanted or min(NEW_TOKENS, room if room > 0 else NEW_TOKENS)
     if table is not None and prompt + count > table:
         rule = f"the prompt takes {prompt:,} of the model's {table:,} positions"

@@ -42,8 +42,7 @@ def _answers() -> bool:
 
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     with suppress(Exception):  # of several libraries
-        status = huggingface_hub.get_session().head(endpoint, timeout=PATIENCE).status_code
-        return status < 500 and status not in (403, 407)  # a proxy's refusal is no answer of the hub
+        return bool(huggingface_hub.get_session().head(endpoint, timeout=PATIENCE).status_code < 500)
     return False
 
 

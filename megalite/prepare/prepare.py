@@ -29,8 +29,7 @@ from megalite.launch.host import allow_open_files, usable_cores
 from megalite.prepare.hub import TOKENIZER_FILES, tokenizer_folder
 from megalite.prepare.reading import Shard, pieces
 from megalite.prepare.sources import Source, sources_of
-from megalite.prepare.token_writer import join
-from megalite.prepare.tokenizing import Job, tokenize_shards
+from megalite.prepare.tokenizing import Job, join, tokenize_shards
 
 SAMPLE = 8 << 20  # characters of text that a BPE is trained on
 SAMPLED_SHARDS = 64

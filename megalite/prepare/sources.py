@@ -13,8 +13,7 @@ import os
 import re
 import sys
 import sysconfig
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -122,9 +121,7 @@ def _files_at(path: str) -> list[Path]:
     place = Path(path).expanduser().absolute()
     files, rule = [place], ""
     if place.is_dir():
-        found = _walk(path)
-        files = [file for file in found if _kind_of(file)]
-        rule = f"the folder holds no {', '.join(KINDS)} file; it holds: {_counted(found) or 'nothing'}"
+        files, rule = [file for file in _walk(path) if _kind_of(file)], f"the folder holds no {', '.join(KINDS)} file"
     elif glob.has_magic(path) and not place.exists():
         matches = map(Path, glob.glob(str(Path(path).expanduser()), recursive=True))
         files, rule = sorted({match.absolute() for match in matches if not match.is_dir()}), "the glob matches no file"
@@ -138,30 +135,19 @@ def _files_at(path: str) -> list[Path]:
     return files
 
 
-def _counted(files: Iterable[Path]) -> str:
-    """The number of files of each suffix, in words."""
-    names = Counter(file.suffix or "without a suffix" for file in files)
-    return ", ".join(f"{count:,} {name}" for name, count in names.most_common(8))
-
-
 def _walk(folder: str, but: Iterable[str] = ()) -> list[Path]:
     """All files in a folder and below, sorted, but in folders of some names; each folder once, links followed."""
 
-    def walk() -> Iterator[Path]:
-        seen = set()
-        for folder, names, members in os.walk(top, onerror=fail, followlinks=True):
-            real = os.path.realpath(folder)
-            names[:] = sorted({*names} - {*but}) if real not in seen else []
-            yield from (Path(folder, member) for member in members if real not in seen)
-            seen.add(real)
-
     def fail(error: OSError) -> None:
-        raise UserError(
-            Problem("data.path", error.filename, f"cannot be looked into ({error.strerror})", "check its permissions")
-        )
+        raise UserError(Problem("data.path", error.filename, f"cannot be looked into ({error.strerror})", "chmod u+rx"))
 
-    top = Path(folder).expanduser().absolute()
-    return sorted(walk())
+    found, seen = list[Path](), set[str]()
+    for place, names, members in os.walk(Path(folder).expanduser().absolute(), onerror=fail, followlinks=True):
+        real = os.path.realpath(place)
+        names[:] = sorted({*names} - {*but}) if real not in seen else []
+        found += [Path(place, member) for member in members if real not in seen]
+        seen.add(real)
+    return sorted(found)
 
 
 def _divided(whole: Shard, count: int, size: int) -> list[Shard]:

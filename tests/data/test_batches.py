@@ -1,7 +1,6 @@
 """The stream of microbatches is one, whoever computes it and wherever it starts."""
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from itertools import islice
@@ -68,12 +67,6 @@ def test_ranks_together_compute_the_microbatches_of_one_process(data: OpenedData
     together = [batch for batches in shared for batch in batches]
     assert content(together) == content(whole)
     assert len(together) == len(whole)
-
-
-def test_a_global_batch_holds_the_same_samples_for_every_micro_batch_size(data: OpenedData, config: Config) -> None:
-    whole = torch.cat([batch.tokens for batch in stream(data, config, 3)])
-    config.train.micro_batch_size = 8
-    assert torch.equal(torch.cat([batch.tokens for batch in stream(data, config, 3)]), whole)
 
 
 @pytest.mark.parametrize("start", [1, 7, 40])
@@ -190,22 +183,6 @@ def test_a_failure_while_reading_ahead_surfaces_at_its_step(config: Config, writ
             refused = next(batches)
             assert "outside the vocabulary of 1" in str(UserError(refused.problems))
             assert refused.local_tokens == sum(int(batch.loss_mask.sum()) for batch in refused.microbatches) == 0
-
-
-def test_waiting_for_data_is_measured(data: OpenedData, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megalite.data import batches as module
-
-    read = module.local_batches
-
-    def slow(*arguments: object, **named: object) -> list[Batch]:
-        time.sleep(0.1)
-        return read(*arguments, **named)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(module, "local_batches", slow)
-    with TrainBatches(data.train, config, steps_of(config), dp_rank=0, dp_size=1, device=CPU) as batches:
-        assert next(batches).wait_s > 0.05
-        time.sleep(0.4)
-        assert next(batches).wait_s < 0.05
 
 
 @pytest.mark.parametrize("device", [CPU, torch.device("meta")], ids=str)  # one that copies

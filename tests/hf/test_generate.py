@@ -28,7 +28,7 @@ TEXT = "Once upon a time there's a naïve 12345 tree, isn't there?\n" * 20
 
 
 def opened(folder: Path) -> SavedModel:
-    return open_model(folder, pytest.fail)
+    return open_model(folder)
 
 
 def sound(folder: Path, name: str = "llama", **config: Any) -> Path:
