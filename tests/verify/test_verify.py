@@ -281,6 +281,7 @@ def slopes(config: Config) -> list[int]:
     return [int(np.sign(more - less)) for less, more in pairwise(counts)]
 
 
+ODD = "train.seq_length=252"
 ASKED: list[tuple[int, str]] = [
     (4, "parallel.tp=2"),
     (8, "model=gpt2 parallel.tp=4 train.recompute=full train.recompute_layers=2"),
@@ -294,11 +295,11 @@ ASKED: list[tuple[int, str]] = [
     (2, "model.hidden_size=64 model.head_size=32 optimizer.clip_grad=0"),
     (
         3,
-        "parallel.tp=3 model.num_attention_heads=12 model.hidden_size=240 model.ffn_hidden_size=636 train.seq_length=252",
+        f"parallel.tp=3 model.num_attention_heads=12 model.hidden_size=240 model.ffn_hidden_size=636 {ODD}",
     ),
     (
         12,
-        "parallel.tp=6 model.num_attention_heads=12 model.hidden_size=240 model.ffn_hidden_size=600 train.seq_length=252",
+        f"parallel.tp=6 model.num_attention_heads=12 model.hidden_size=240 model.ffn_hidden_size=600 {ODD}",
     ),
     (4, "parallel.pp=4 parallel.schedule=zb-h1"),
     (4, "parallel.pp=4 train.global_batch_size=3 train.micro_batch_size=1"),
